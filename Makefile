@@ -1,0 +1,25 @@
+PYTHON ?= python
+ARGS ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help install check test quickstart bench
+
+help: ## Show this list
+	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
+
+install: ## Install the package, editable, with all that development needs
+	$(PYTHON) -m pip install -e ".[dev]"
+
+check: ## Lint, formatting and types
+	ruff check .
+	ruff format --check .
+	mypy
+
+test: ## Run the tests and doctests; ARGS go to pytest, as in: make test ARGS="-k wire"
+	$(PYTHON) -m pytest $(ARGS)
+
+quickstart: ## Train the first federation, on a CPU and without a download
+	sparsefl fit --config configs/quickstart.yaml
+
+bench: ## Run every benchmark; benchmarks/README.md says what the numbers mean
+	@set -e; for script in $(wildcard benchmarks/*.py); do echo "== $$script"; $(PYTHON) $$script; done
