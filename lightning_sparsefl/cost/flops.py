@@ -1,0 +1,243 @@
+"""What a model computes: fvcore's multiply-accumulates of every layer, scaled by the density of its weights.
+
+One multiply-accumulate is two operations, a bias one per element and output position. Normalisation,
+activation and pooling are free. fvcore knows nothing of masks, and counts recurrent layers, embeddings and
+fused attention as 0; they are counted here.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
+from torch.utils._pytree import tree_leaves
+
+from lightning_sparsefl.sparse.masks import counts, intersect
+from lightning_sparsefl.types import LayerFlops, Masks
+
+_PRODUCTS = ("conv", "linear", "addmm", "matmul", "bmm", "mm", "einsum", "scaled_dot_product_attention")
+"""The operators that are charged; what else fvcore counts is normalisation and pooling."""
+
+
+def count_layers(module: nn.Module, sample: Tensor | tuple[Any, ...]) -> tuple[LayerFlops, ...]:
+    """The work of every layer on one sample, in the order of the forward pass.
+
+    The module runs twice, in evaluation mode and without gradients; its modes and the random state are
+    restored. A layer that is called several times is counted as often, under the first name of its weight.
+    Work of a module without a weight matrix (a `torch.matmul` in its `forward`) has the empty name, which no
+    mask has; a module with several matrices shares its work out by their sizes. Recurrent layers are counted
+    for every time step, an embedding as a product with a one-hot vector, whose zeros cost nothing.
+
+    Args:
+        module: Any module, also a ``LightningModule``, whose ``forward`` takes the sample.
+        sample: A batch of one, on the module's device; a tuple is several arguments.
+
+    Example:
+        >>> count_layers(nn.Sequential(nn.Conv2d(1, 2, 3), nn.ReLU()), torch.zeros(1, 1, 5, 5))
+        (LayerFlops(weight='0.weight', macs=162, bias=18),)
+    """
+    arguments = sample if isinstance(sample, tuple) else (sample,)
+    with _undisturbed(module), torch.no_grad():
+        calls = _observe(module, arguments)
+        products = _count_products(module, arguments)
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    modules = dict(module.named_modules())
+    layers: dict[str, LayerFlops] = {}
+    for name, amount in calls.items():
+        for tensor, macs, bias in _work(modules[name], amount, products.get(name, 0)):
+            weight = "" if tensor is None else names[id(tensor)]
+            key = weight or f"{name}()"
+            before = layers.get(key, LayerFlops(weight=weight, macs=0, bias=0))
+            layers[key] = LayerFlops(weight=weight, macs=before.macs + macs, bias=before.bias + bias)
+    return tuple(layers.values())
+
+
+def forward_flops(layers: Sequence[LayerFlops], masks: Masks | None = None) -> float:
+    """Operations of one forward pass of one sample: ``sum of 2 * macs * density(weight) + bias``.
+
+    Args:
+        layers: From :func:`count_layers`.
+        masks: Of the weights; a missing name is dense. Biases are counted in full.
+
+    Example:
+        >>> layers = [LayerFlops(weight="w", macs=10, bias=2)]
+        >>> forward_flops(layers), forward_flops(layers, {"w": torch.tensor([True, False])})
+        (22.0, 12.0)
+    """
+    return sum(_passes(layers, masks or {}))
+
+
+def training_flops(
+    layers: Sequence[LayerFlops],
+    masks: Masks | None = None,
+    trainable: Masks | None = None,
+    samples: int = 1,
+) -> float:
+    """Operations of one forward and backward pass over `samples` samples, of what is not frozen.
+
+    Each layer's forward pass costs its share of :func:`forward_flops`. The backward pass costs that much
+    again for the gradient of the input, in every layer from the earliest trainable one on, and again for
+    the gradient of the weights, times the fraction of the kept weights that is trainable. The input
+    gradient of the earliest layer is counted too although nobody needs it, so that a fully trainable model
+    costs exactly three forward passes, as the papers have it. Products without a weight have the gradients of
+    both factors.
+
+    Args:
+        layers: From :func:`count_layers`.
+        masks: What is held; a missing name is dense.
+        trainable: What may change; a missing name is trainable.
+        samples: Samples passed.
+
+    Example:
+        >>> layers = [LayerFlops(weight="a", macs=10, bias=0), LayerFlops(weight="b", macs=5, bias=0)]
+        >>> training_flops(layers), training_flops(layers, trainable={"a": torch.tensor([False])})
+        (90.0, 50.0)
+    """
+    masks, trainable = masks or {}, trainable or {}
+    forward = _passes(layers, masks)
+    kept, changing = _fractions(layers, masks), _fractions(layers, intersect(masks, trainable))
+    shares = [t / k if k else 0.0 for k, t in zip(kept, changing, strict=True)]
+    weighted = [place for place, layer in enumerate(layers) if layer.weight]
+    first = next((place for place in weighted if shares[place]), len(layers))
+    first = 0 if first in weighted[:1] else first
+    weight_gradients = sum(cost * share for cost, share in zip(forward[first:], shares[first:], strict=True))
+    return samples * (sum(forward) + sum(forward[first:]) + weight_gradients)
+
+
+def _passes(layers: Sequence[LayerFlops], masks: Masks) -> list[float]:
+    return [
+        2.0 * layer.macs * fraction + layer.bias
+        for layer, fraction in zip(layers, _fractions(layers, masks), strict=True)
+    ]
+
+
+def _fractions(layers: Sequence[LayerFlops], masks: Masks) -> list[float]:
+    """The density of each layer's weight."""
+    held = {layer.weight: masks[layer.weight] for layer in layers if layer.weight in masks}
+    densities = {name: kept / max(1, held[name].numel()) for name, kept in counts(held).items()}
+    return [densities.get(layer.weight, 1.0) for layer in layers]
+
+
+def _work(module: nn.Module, amount: int, products: int) -> Iterator[tuple[Tensor | None, int, int]]:
+    """Weight tensor, multiply-accumulates and bias additions of one module, without its children's.
+
+    `amount` is what :func:`_amount` says, added up over the calls.
+    """
+    matrices = _matrices(module)
+    if isinstance(module, (nn.RNNBase, nn.RNNCellBase)):
+        for name, weight in matrices.items():
+            bias = getattr(module, name.replace("weight", "bias"), None)
+            yield weight, weight.numel() * amount, 0 if bias is None else bias.numel() * amount
+    elif isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+        yield module.weight, module.embedding_dim * amount, 0
+    elif not matrices:
+        if products:
+            yield None, products, 0
+    else:
+        total, left = sum(weight.numel() for weight in matrices.values()), products
+        biases = amount if getattr(module, "bias", None) is not None else 0
+        for place, weight in enumerate(matrices.values(), start=1):
+            share = left if place == len(matrices) else products * weight.numel() // max(1, total)
+            left -= share
+            yield weight, share, biases
+            biases = 0
+
+
+def _matrices(module: nn.Module) -> dict[str, nn.Parameter]:
+    """The weights that are a module's own, also behind `torch.nn.utils.parametrize`."""
+    return {
+        name: parameter
+        for name, parameter in module.named_parameters()
+        if parameter.dim() >= 2 and ("." not in name or name.startswith("parametrizations."))
+    }
+
+
+def _observe(module: nn.Module, arguments: tuple[Any, ...]) -> dict[str, int]:
+    """Run the module and note, in the order in which they finish, how much each submodule was asked for."""
+    calls: dict[str, int] = {}
+
+    def note(name: str) -> Any:
+        def hook(layer: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> None:
+            calls[name] = calls.get(name, 0) + _amount(layer, tree_leaves((args, dict(kwargs))), output)
+
+        return hook
+
+    hooks = [
+        layer.register_forward_hook(note(name), with_kwargs=True) for name, layer in module.named_modules()
+    ]
+    try:
+        module(*arguments)
+    finally:
+        for handle in hooks:
+            handle.remove()
+    return calls
+
+
+def _amount(module: nn.Module, inputs: Sequence[Any], output: Any) -> int:
+    """Time steps of a recurrent layer, tokens of an embedding, output elements of anything else."""
+    values = next((x for x in inputs if isinstance(x, (Tensor, PackedSequence))), torch.empty(0))
+    if isinstance(values, PackedSequence):
+        return values.data.shape[0]
+    if isinstance(module, (nn.RNNBase, nn.RNNCellBase)):
+        return values.numel() // module.input_size
+    if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+        return values.numel()
+    return sum(leaf.numel() for leaf in tree_leaves(output) if isinstance(leaf, Tensor))
+
+
+class _TensorsOnly(nn.Module):
+    """Lets a module be traced whatever else it returns."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *arguments: Any) -> list[Tensor]:
+        return [leaf for leaf in tree_leaves(self.module(*arguments)) if isinstance(leaf, Tensor)]
+
+
+def _count_products(module: nn.Module, arguments: tuple[Any, ...]) -> dict[str, int]:
+    """Multiply-accumulates, by fvcore, of every submodule, without its children's."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # fvcore scripts and traces, which torch calls deprecated
+        from fvcore.nn import FlopCountAnalysis
+
+        analysis = FlopCountAnalysis(_TensorsOnly(module).eval(), arguments)
+        analysis.unsupported_ops_warnings(False).uncalled_modules_warnings(False).tracer_warnings("none")
+        analysis.set_op_handle("aten::scaled_dot_product_attention", _attention)
+        operators = analysis.by_module_and_operator()
+    totals = {name: sum(int(found[kind]) for kind in _PRODUCTS) for name, found in operators.items()}
+    own = dict(totals)
+    for name, total in totals.items():
+        if name:
+            own[name.rpartition(".")[0]] -= total
+    return {name.partition(".")[2]: macs for name, macs in own.items() if name}
+
+
+def _attention(inputs: Sequence[Any], outputs: Sequence[Any]) -> int:
+    """Scores, then their product with the values: ``queries * keys`` positions times both widths."""
+    query, key, value = (node.type().sizes() for node in inputs[:3])
+    rows = torch.Size(query[:-1]).numel()
+    return int(rows * key[-2] * (query[-1] + value[-1]))
+
+
+@contextmanager
+def _undisturbed(module: nn.Module) -> Iterator[None]:
+    """Evaluation mode, and afterwards every mode and random state as before."""
+    modes = {layer: layer.training for layer in module.modules()}
+    devices = {parameter.device for parameter in module.parameters() if parameter.device.type == "cuda"}
+    fused = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        with torch.random.fork_rng(devices=sorted(device.index or 0 for device in devices)):
+            module.eval()
+            yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fused)
+        for layer, mode in modes.items():
+            layer.training = mode

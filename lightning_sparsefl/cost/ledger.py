@@ -1,0 +1,139 @@
+"""What each client was charged, and what a round and the run add up to."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from lightning_sparsefl.errors import CheckpointMismatch, InvalidOption
+
+_KEYS = {
+    "comm/uplink_bytes": ("uplink_bytes",),
+    "comm/downlink_bytes": ("downlink_bytes",),
+    "comm/mask_bytes": ("mask_bytes",),
+    "comm/paper_bytes": ("paper_bytes_down", "paper_bytes_up"),
+    "flops/train": ("flops_train",),
+    "flops/paper": ("flops_paper",),
+}
+"""The log's keys, and what of a charge goes into each."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Charge:
+    """One client in one round; bytes as encoded, FLOPs in operations."""
+
+    round: int
+    """Number of the round, from 0."""
+    client: int
+    """Number of the client, from 0."""
+    downlink_bytes: int = 0
+    """Encoded, server to client, masks included."""
+    uplink_bytes: int = 0
+    """Encoded, client to server, masks included."""
+    mask_bytes: int = 0
+    """Of both, the bits and positions of masks."""
+    paper_bytes_down: float = 0.0
+    """Server to client, by the paper's formula."""
+    paper_bytes_up: float = 0.0
+    """Client to server, by the paper's formula."""
+    flops_train: float = 0.0
+    """What the hardware must do."""
+    flops_paper: float = 0.0
+    """By the paper's formula."""
+
+
+class Ledger:
+    """Sums of charges. Rows are kept for the current round only; sums do not depend on the order of charges.
+
+    Example:
+        >>> ledger = Ledger()
+        >>> ledger.add(Charge(round=0, client=3, uplink_bytes=10))
+        >>> ledger.add(Charge(round=1, client=4, uplink_bytes=5))
+        >>> ledger.round_totals(1)["comm/uplink_bytes"], ledger.totals["comm/uplink_bytes_total"]
+        (5, 15)
+    """
+
+    def __init__(self) -> None:
+        self._closed: dict[str, float] = dict.fromkeys(_KEYS, 0)
+        self._rows: list[Charge] = []
+
+    def add(self, charge: Charge) -> None:
+        """Count one charge; the first of a new round closes the round before.
+
+        Raises:
+            InvalidOption: If the charge's round is closed.
+        """
+        current = self._current
+        if charge.round < current:
+            raise InvalidOption(f"`Charge(round={charge.round})`: expected {current} or later, it is closed.")
+        if charge.round > current:
+            self._closed = {key: self._closed[key] + value for key, value in _sums(self._rows).items()}
+            self._rows = []
+        self._rows.append(charge)
+
+    def rows(self, round: int) -> tuple[Charge, ...]:
+        """The charges of the current round, by client.
+
+        Args:
+            round: The current round, or a later one, which has none yet.
+
+        Raises:
+            InvalidOption: If the round is closed.
+        """
+        if round < self._current:
+            raise InvalidOption(f"`round={round}`: its rows are gone, expected {self._current} or later.")
+        rows = (row for row in self._rows if row.round == round)
+        return tuple(sorted(rows, key=lambda row: row.client))
+
+    def round_totals(self, round: int) -> dict[str, float]:
+        """Sums of the current round under the log's keys.
+
+        Args:
+            round: As for :meth:`rows`.
+
+        Raises:
+            InvalidOption: If the round is closed.
+        """
+        return _sums(self.rows(round))
+
+    @property
+    def totals(self) -> dict[str, float]:
+        """Sums of all rounds under the log's keys, with ``_total`` behind."""
+        return {f"{key}_total": self._closed[key] + value for key, value in _sums(self._rows).items()}
+
+    def state_dict(self) -> dict[str, Any]:
+        """The sums and the current round's rows, in plain types."""
+        return {"closed": dict(self._closed), "rows": [asdict(row) for row in self._rows]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from :meth:`state_dict`.
+
+        Raises:
+            CheckpointMismatch: If it is of another layout.
+        """
+        names = {field.name for field in fields(Charge)}
+        closed, rows = state.get("closed"), state.get("rows")
+        if not (isinstance(closed, Mapping) and set(closed) == set(_KEYS)):
+            raise CheckpointMismatch(
+                f"The ledger's sums are {closed!r}, expected one for each of {list(_KEYS)}."
+            )
+        if not (
+            isinstance(rows, list) and all(isinstance(row, Mapping) and set(row) == names for row in rows)
+        ):
+            raise CheckpointMismatch(f"The ledger's rows are {rows!r}, expected a list of {sorted(names)}.")
+        self._closed, self._rows = dict(closed), [Charge(**row) for row in rows]
+
+    @property
+    def _current(self) -> int:
+        return self._rows[-1].round if self._rows else 0
+
+
+def _sums(rows: Iterable[Charge]) -> dict[str, float]:
+    return {key: _sum([getattr(row, name) for row in rows for name in names]) for key, names in _KEYS.items()}
+
+
+def _sum(values: list[float]) -> float:
+    """Rounded once, so that the order of the charges does not matter; integers stay integers."""
+    return sum(values) if all(isinstance(value, int) for value in values) else math.fsum(values)

@@ -1,0 +1,159 @@
+"""How a density budget is split over the tensors of a model.
+
+Erdos-Renyi and its kernel form: Mocanu et al., "Scalable training of artificial neural networks with adaptive
+sparse connectivity inspired by network science", Nature Communications 2018; Evci et al., "Rigging the
+lottery", ICML 2020.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from lightning_sparsefl.errors import InvalidOption
+from lightning_sparsefl.types import Weights
+
+Shapes: TypeAlias = Mapping[str, "Sequence[int] | Tensor"]
+"""Named shapes, or tensors that stand for theirs."""
+
+_ROUNDING = 1e-6
+"""What a product of a fraction and a count may be off by: 0.29 * 100 is 28.999999999999996 in floats."""
+
+
+def floor_count(fraction: float, total: int) -> int:
+    """``floor(fraction * total)``, as on paper: a product that is a hair below an integer is that integer.
+
+    Example:
+        >>> floor_count(0.29, 100)
+        29
+    """
+    return math.floor(fraction * total + _ROUNDING)
+
+
+def ceil_count(fraction: float, total: int) -> int:
+    """``ceil(fraction * total)``, as on paper: a product that is a hair above an integer is that integer.
+
+    Example:
+        >>> ceil_count(0.07, 100), 0.07 * 100 > 7
+        (7, True)
+    """
+    return math.ceil(fraction * total - _ROUNDING)
+
+
+def maskable(weights: Weights) -> tuple[str, ...]:
+    """Names of the tensors with two or more dimensions: what is masked unless an option says otherwise.
+
+    Example:
+        >>> maskable({"conv.weight": torch.zeros(4, 1, 3, 3), "conv.bias": torch.zeros(4)})
+        ('conv.weight',)
+    """
+    return tuple(name for name, value in weights.items() if value.dim() >= 2)
+
+
+def uniform(shapes: Shapes, density: float) -> dict[str, float]:
+    """The same density for every tensor.
+
+    Raises:
+        InvalidOption: If `density` is outside (0, 1].
+
+    Example:
+        >>> uniform({"a": (2, 2), "b": (3,)}, 0.5)
+        {'a': 0.5, 'b': 0.5}
+    """
+    _require_density(density)
+    return dict.fromkeys(shapes, float(density))
+
+
+def erdos_renyi(shapes: Shapes, density: float) -> dict[str, float]:
+    """Density in proportion to ``(n_in + n_out) / (n_in * n_out)``; the sizes of a kernel do not count.
+
+    Args:
+        shapes: The pool that shares the budget.
+        density: Fraction of the pool to keep, in (0, 1].
+
+    Raises:
+        InvalidOption: If `density` is outside (0, 1].
+
+    Example:
+        >>> {name: round(d, 3) for name, d in erdos_renyi({"a": (10, 10), "b": (20, 20)}, 0.3).items()}
+        {'a': 0.5, 'b': 0.25}
+    """
+    return _share(shapes, density, lambda shape: _raw(shape[:2]))
+
+
+def erk(shapes: Shapes, density: float, power: float = 1.0) -> dict[str, float]:
+    """Density in proportion to ``(sum(shape) / prod(shape)) ** power``, every dimension counted.
+
+    With raw_l that score and N_l the size of tensor l, ``density_l = eps * raw_l``, where ::
+
+        eps = (density * sum_sparse N - (1 - density) * sum_dense N) / sum_sparse raw * N
+
+    A tensor with ``eps * raw_l > 1`` is made dense and eps is solved again, until none is left or all fit.
+
+    Args:
+        shapes: The pool that shares the budget.
+        density: Fraction of the pool to keep, in (0, 1].
+        power: 1 is Erdos-Renyi-Kernel, 0 is uniform.
+
+    Returns:
+        The density of each tensor, in (0, 1]; dense ones are exactly 1.
+
+    Raises:
+        InvalidOption: If `density` is outside (0, 1].
+
+    Example:
+        >>> {name: round(d, 3) for name, d in erk({"a": (10, 10), "b": (20, 20)}, 0.3).items()}
+        {'a': 0.5, 'b': 0.25}
+    """
+    return _share(shapes, density, lambda shape: _raw(shape) ** power)
+
+
+def kept_counts(shapes: Shapes, densities: Mapping[str, float]) -> dict[str, int]:
+    """Positions to keep: ``floor(density * N)``, at least 1; a name without a density is dense.
+
+    Example:
+        >>> kept_counts({"a": (10, 10), "b": (3,)}, {"a": 0.255, "b": 0.1})
+        {'a': 25, 'b': 1}
+    """
+    kept = {}
+    for name, shape in shapes.items():
+        size, density = math.prod(_shape(shape)), densities.get(name, 1.0)
+        kept[name] = size if density >= 1 else min(size, max(1, floor_count(density, size)))
+    return kept
+
+
+def _share(shapes: Shapes, density: float, score: Callable[[Sequence[int]], float]) -> dict[str, float]:
+    _require_density(density)
+    if density >= 1:
+        return dict.fromkeys(shapes, 1.0)
+    plain = {name: _shape(shape) for name, shape in shapes.items()}
+    sizes = {name: math.prod(shape) for name, shape in plain.items()}
+    raw = {name: score(shape) for name, shape in plain.items() if sizes[name]}
+    budget = density * sum(sizes.values())
+    sparse, eps = dict(raw), 0.0
+    while sparse:
+        spare = budget - sum(size for name, size in sizes.items() if name not in sparse)
+        eps = spare / sum(raw[name] * sizes[name] for name in sparse)
+        fitting = {name: value for name, value in sparse.items() if eps * value <= 1}
+        if len(fitting) == len(sparse):
+            break
+        sparse = fitting
+    return {name: eps * sparse[name] if name in sparse else 1.0 for name in shapes}
+
+
+def _raw(shape: Sequence[int]) -> float:
+    """A tensor without dimensions is one weight and scores like a vector: 1."""
+    return sum(shape) / math.prod(shape) if shape else 1.0
+
+
+def _shape(shape: Sequence[int] | Tensor) -> tuple[int, ...]:
+    return tuple(shape.shape) if isinstance(shape, torch.Tensor) else tuple(shape)
+
+
+def _require_density(density: float) -> None:
+    if not 0 < density <= 1:
+        raise InvalidOption(f"`density={density}`: expected a number in (0, 1].")

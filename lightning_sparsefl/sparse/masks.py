@@ -1,0 +1,265 @@
+"""Named trees of masks and weights: apply, combine, compare, check and pack them.
+
+A mask is a bool tensor, True = kept. A name that is missing from a tree of masks is dense, so ``{}`` keeps
+everything and an all-True mask says the same as no mask. Nothing here changes its arguments.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+from torch import Tensor
+
+from lightning_sparsefl.errors import IncompatibleMasks
+from lightning_sparsefl.types import Masks, Weights
+
+_SQUEEZE = 0x0102040810204080
+"""Times eight 0/1 bytes: gathers byte i in bit 56 + i; no two terms meet, so nothing carries."""
+_REPEAT = 0x0101010101010101
+_SELECT = 0x8040201008040201 - (1 << 64)
+"""Bit i of byte i, as a signed 64-bit integer."""
+
+
+def apply(weights: Weights, masks: Masks) -> dict[str, Tensor]:
+    """Weights with zeros where a mask is False.
+
+    A tensor without a mask is passed on as it is, not copied. The product keeps the gradient, and a weight
+    that is not finite stays so.
+
+    Args:
+        weights: Any tree.
+        masks: Masks of the same shapes; those that name no tensor of `weights` are ignored.
+
+    Example:
+        >>> apply({"w": torch.tensor([1.0, 2.0])}, {"w": torch.tensor([True, False])})
+        {'w': tensor([1., 0.])}
+    """
+    return {name: value * masks[name] if name in masks else value for name, value in weights.items()}
+
+
+def counts(masks: Masks) -> dict[str, int]:
+    """Kept positions of each mask.
+
+    Example:
+        >>> counts({"w": torch.tensor([True, False, True])})
+        {'w': 2}
+    """
+    if not masks:
+        return {}
+    stacked = torch.stack([torch.count_nonzero(mask) for mask in masks.values()])
+    return dict(zip(masks, stacked.tolist(), strict=True))
+
+
+def kept(masks: Masks) -> int:
+    """Kept positions of all masks together.
+
+    Example:
+        >>> kept({"w": torch.tensor([True, False, True]), "v": torch.tensor([True])})
+        3
+    """
+    return sum(counts(masks).values())
+
+
+def density(masks: Masks) -> float:
+    """Fraction kept, in [0, 1], over the tensors that have a mask; 1 if there is none.
+
+    Example:
+        >>> density({"w": torch.tensor([True, False, True, False])})
+        0.5
+    """
+    total = sum(mask.numel() for mask in masks.values())
+    return kept(masks) / total if total else 1.0
+
+
+def dense_like(weights: Weights) -> dict[str, Tensor]:
+    """All-True masks for every tensor of `weights`.
+
+    Example:
+        >>> dense_like({"w": torch.zeros(2)})
+        {'w': tensor([True, True])}
+    """
+    return {name: torch.ones_like(value, dtype=torch.bool) for name, value in weights.items()}
+
+
+def intersect(a: Masks, b: Masks) -> dict[str, Tensor]:
+    """Kept by both.
+
+    Example:
+        >>> intersect({"w": torch.tensor([True, True])}, {"w": torch.tensor([True, False])})
+        {'w': tensor([ True, False])}
+    """
+    both = {name: mask if mask is b.get(name, mask) else mask & b[name] for name, mask in a.items()}
+    return both | {name: mask for name, mask in b.items() if name not in a}
+
+
+def union(a: Masks, b: Masks) -> dict[str, Tensor]:
+    """Kept by either; a name that one of them lacks is dense, so it is missing from the result.
+
+    Example:
+        >>> union({"w": torch.tensor([True, False])}, {"w": torch.tensor([False, False])})
+        {'w': tensor([ True, False])}
+        >>> union({"w": torch.tensor([True, False])}, {})
+        {}
+    """
+    return {name: mask if mask is b[name] else mask | b[name] for name, mask in a.items() if name in b}
+
+
+def overlap(a: Masks, b: Masks) -> float:
+    """Jaccard index, in [0, 1], over the names that are in both; 1 if neither keeps anything there.
+
+    Example:
+        >>> overlap({"w": torch.tensor([True, True, False])}, {"w": torch.tensor([True, False, False])})
+        0.5
+    """
+    names = [name for name in a if name in b]
+    either = kept({name: a[name] | b[name] for name in names})
+    return kept({name: a[name] & b[name] for name in names}) / either if either else 1.0
+
+
+def changed(a: Masks, b: Masks) -> float:
+    """Fraction of positions, in [0, 1], that differ, over the names that are in either.
+
+    Example:
+        >>> changed({"w": torch.tensor([True, False])}, {"w": torch.tensor([True, True])})
+        0.5
+        >>> changed({"w": torch.tensor([True, False])}, {})
+        0.5
+    """
+    total = sum(mask.numel() for mask in a.values()) + sum(b[name].numel() for name in b if name not in a)
+    return _differing(a, b) / total if total else 0.0
+
+
+def same(a: Masks, b: Masks) -> bool:
+    """Whether both keep the same positions.
+
+    Example:
+        >>> same({"w": torch.tensor([True, True])}, {})
+        True
+    """
+    return a is b or _differing(a, b) == 0
+
+
+def _differing(a: Masks, b: Masks) -> int:
+    """Positions that one keeps and the other does not."""
+    flips = {name: mask ^ b[name] for name, mask in a.items() if name in b and mask is not b[name]}
+    alone = {name: ~mask for name, mask in a.items() if name not in b}
+    return kept(flips) + kept(alone) + kept({name: ~mask for name, mask in b.items() if name not in a})
+
+
+def subtract(a: Weights, b: Weights) -> dict[str, Tensor]:
+    """``a - b``, tensor by tensor; a tensor that `b` lacks is passed on as it is.
+
+    Raises:
+        IncompatibleMasks: If `b` has a name that `a` lacks.
+
+    Example:
+        >>> subtract({"w": torch.tensor([3.0])}, {"w": torch.tensor([1.0])})
+        {'w': tensor([2.])}
+    """
+    _require_known(b, a)
+    return {name: value - b[name] if name in b else value for name, value in a.items()}
+
+
+def add(a: Weights, b: Weights) -> dict[str, Tensor]:
+    """``a + b``, tensor by tensor; a tensor that `b` lacks is passed on as it is.
+
+    Raises:
+        IncompatibleMasks: If `b` has a name that `a` lacks.
+
+    Example:
+        >>> add({"w": torch.tensor([3.0]), "v": torch.tensor([0.0])}, {"w": torch.tensor([1.0])})
+        {'w': tensor([4.]), 'v': tensor([0.])}
+    """
+    _require_known(b, a)
+    return {name: value + b[name] if name in b else value for name, value in a.items()}
+
+
+def _require_known(tree: Weights, weights: Weights) -> None:
+    unknown = next((name for name in tree if name not in weights), None)
+    if unknown is not None:
+        raise IncompatibleMasks(f"`{unknown}` is no tensor of the weights, which have {_some(weights)}.")
+
+
+def _some(weights: Weights) -> str:
+    """The names, at most four of them."""
+    names = [f"`{name}`" for name in weights]
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "") or "none"
+
+
+def check(masks: Masks, weights: Weights) -> None:
+    """See that every mask is a bool tensor of the shape of the weights it names.
+
+    Raises:
+        IncompatibleMasks: Naming the first tensor that does not fit.
+
+    Example:
+        >>> check({"w": torch.tensor([True, False])}, {"w": torch.zeros(2)})
+        >>> check({"w": torch.tensor([True])}, {"w": torch.zeros(2)})
+        Traceback (most recent call last):
+        lightning_sparsefl.errors.IncompatibleMasks: The mask of `w` has shape (1,), expected (2,).
+    """
+    _require_known(masks, weights)
+    for name, mask in masks.items():
+        if mask.dtype != torch.bool:
+            raise IncompatibleMasks(f"The mask of `{name}` is {mask.dtype}, expected torch.bool.")
+        if mask.shape != weights[name].shape:
+            shapes = f"{tuple(mask.shape)}, expected {tuple(weights[name].shape)}"
+            raise IncompatibleMasks(f"The mask of `{name}` has shape {shapes}.")
+
+
+def digest(masks: Masks) -> str:
+    """A 128-bit fingerprint in hexadecimal, equal exactly when :func:`same` holds.
+
+    Example:
+        >>> digest({"w": torch.tensor([True, True])}) == digest({})
+        True
+    """
+    hashed = hashlib.blake2b(digest_size=16)
+    for name in sorted(masks):
+        if not bool(masks[name].all()):
+            hashed.update(repr((name, tuple(masks[name].shape))).encode())
+            hashed.update(pack(masks[name]).cpu().numpy().tobytes())
+    return hashed.hexdigest()
+
+
+def pack(mask: Tensor) -> Tensor:
+    """Eight positions a byte, the first in the lowest bit, the last byte filled up with zeros.
+
+    Args:
+        mask: Bool, any shape of n elements.
+
+    Returns:
+        uint8, ``(ceil(n / 8),)``, on the same device.
+
+    Example:
+        >>> pack(torch.tensor([True, False, True]))
+        tensor([5], dtype=torch.uint8)
+    """
+    size = mask.numel()
+    padded = mask.new_zeros((size + 7) // 8 * 8)
+    padded[:size] = mask.reshape(-1)
+    return ((padded.view(torch.int64) * _SQUEEZE) >> 56).bitwise_and_(255).to(torch.uint8)
+
+
+def unpack(packed: Tensor, shape: torch.Size | tuple[int, ...]) -> Tensor:
+    """The mask that :func:`pack` packed.
+
+    Args:
+        packed: uint8, ``(ceil(n / 8),)``.
+        shape: Shape of n elements.
+
+    Raises:
+        IncompatibleMasks: If `packed` has another length than `shape` needs.
+
+    Example:
+        >>> unpack(torch.tensor([5], dtype=torch.uint8), (3,))
+        tensor([ True, False,  True])
+    """
+    size = torch.Size(shape).numel()
+    if packed.numel() != (size + 7) // 8:
+        raise IncompatibleMasks(
+            f"{packed.numel()} packed bytes, expected {(size + 7) // 8} for a mask of shape {tuple(shape)}."
+        )
+    spread = (packed.to(torch.int64) * _REPEAT).bitwise_and_(_SELECT)
+    return (spread.view(torch.uint8) != 0)[:size].reshape(shape)

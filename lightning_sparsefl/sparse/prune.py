@@ -1,0 +1,145 @@
+"""Which weights to drop: exact counts, the same answer on every run and device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from lightning_sparsefl.errors import IncompatibleMasks, InvalidOption
+from lightning_sparsefl.sparse.density import Shapes, ceil_count
+from lightning_sparsefl.types import Masks, Weights
+
+
+def keep_largest(score: Tensor, count: int) -> Tensor:
+    """A mask of the `count` largest scores; of equal ones the lower index stays, NaN is the smallest.
+
+    Args:
+        score: Any shape of n elements.
+        count: 0 to n.
+
+    Returns:
+        Bool, the shape of `score`, exactly `count` of them True.
+
+    Raises:
+        InvalidOption: If `count` is outside 0 to n.
+
+    Example:
+        >>> keep_largest(torch.tensor([1.0, 3.0, 3.0, 3.0]), 2)
+        tensor([False,  True,  True, False])
+    """
+    size = score.numel()
+    if not 0 <= count <= size:
+        raise InvalidOption(f"`count={count}`: expected 0 to {size}, the positions that there are.")
+    if count in (0, size):
+        return torch.full_like(score, bool(count), dtype=torch.bool)
+    flat = score.detach().reshape(-1)
+    if flat.is_floating_point():
+        flat = torch.nan_to_num(flat, nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
+    threshold = flat.topk(count, sorted=False).values.min()
+    keep = flat > threshold
+    ties = (flat == threshold).nonzero().reshape(-1)
+    keep[ties[: count - int(torch.count_nonzero(keep))]] = True
+    return keep.reshape(score.shape)
+
+
+def prune(scores: Weights, masks: Masks, fraction: float) -> dict[str, Tensor]:
+    """Drop, in each masked tensor, the ``ceil(fraction * kept)`` smallest scores among those it keeps.
+
+    Of equal scores the higher index is dropped first. A tensor without a mask is not in the pool and stays
+    dense; :func:`~lightning_sparsefl.sparse.masks.dense_like` starts the pruning of a dense model.
+
+    Args:
+        scores: A score for every tensor of `masks`, same shapes; others are ignored.
+        masks: What is kept now.
+        fraction: Of the kept positions, in [0, 1].
+
+    Raises:
+        InvalidOption: If `fraction` is outside [0, 1].
+        IncompatibleMasks: If a mask has no score of its shape.
+
+    Example:
+        >>> prune({"w": torch.tensor([4.0, 1.0, 2.0])}, {"w": torch.tensor([True, False, True])}, 0.5)
+        {'w': tensor([ True, False, False])}
+    """
+    if not 0 <= fraction <= 1:
+        raise InvalidOption(f"`fraction={fraction}`: expected a number in [0, 1].")
+    pruned = {}
+    for name, mask in masks.items():
+        survivors = score_of(scores, name, mask)[mask]
+        keep = keep_largest(survivors, survivors.numel() - ceil_count(fraction, survivors.numel()))
+        pruned[name] = scatter(mask, keep)
+    return pruned
+
+
+def prune_to(scores: Weights, counts: Mapping[str, int]) -> dict[str, Tensor]:
+    """Keep the ``counts[name]`` largest scores of each tensor that `counts` names.
+
+    Raises:
+        InvalidOption: If a count is more than the tensor has.
+        IncompatibleMasks: If a name has no score.
+
+    Example:
+        >>> prune_to({"w": torch.tensor([4.0, 1.0, 2.0])}, {"w": 2})
+        {'w': tensor([ True, False,  True])}
+    """
+    return {name: keep_largest(score_of(scores, name), count) for name, count in counts.items()}
+
+
+def random_masks(
+    shapes: Shapes, counts: Mapping[str, int], generator: torch.Generator | None = None
+) -> dict[str, Tensor]:
+    """Masks that keep ``counts[name]`` positions each, drawn without replacement in the order of `counts`.
+
+    Args:
+        shapes: Named shapes, or tensors that stand for theirs.
+        counts: Positions to keep.
+        generator: A CPU generator to draw from.
+
+    Raises:
+        InvalidOption: If a count is more than the tensor has.
+
+    Example:
+        >>> masks = random_masks({"w": (2, 5)}, {"w": 4}, torch.Generator().manual_seed(0))
+        >>> masks["w"].shape, int(masks["w"].sum())
+        (torch.Size([2, 5]), 4)
+    """
+    masks = {}
+    for name, count in counts.items():
+        given = shapes[name]
+        mask = torch.zeros(tuple(given.shape if isinstance(given, Tensor) else given), dtype=torch.bool)
+        size = mask.numel()
+        if not 0 <= count <= size:
+            raise InvalidOption(f"`counts[{name!r}]={count}`: expected 0 to {size}, its positions.")
+        mask.view(-1)[torch.randperm(size, generator=generator)[:count]] = True
+        masks[name] = mask
+    return masks
+
+
+def score_of(scores: Weights, name: str, mask: Tensor | None = None) -> Tensor:
+    """The score of one tensor.
+
+    Raises:
+        IncompatibleMasks: If there is none, or `mask` has another shape.
+
+    Example:
+        >>> score_of({"w": torch.ones(1)}, "w")
+        tensor([1.])
+    """
+    if name not in scores:
+        raise IncompatibleMasks(f"`{name}` has a mask but no score.")
+    if mask is not None and scores[name].shape != mask.shape:
+        shapes = f"{tuple(scores[name].shape)}, expected {tuple(mask.shape)} as its mask"
+        raise IncompatibleMasks(f"The score of `{name}` has shape {shapes}.")
+    return scores[name]
+
+
+def scatter(mask: Tensor, values: Tensor) -> Tensor:
+    """`mask` with its True positions, in order, replaced by `values`.
+
+    Example:
+        >>> scatter(torch.tensor([True, False, True]), torch.tensor([False, True]))
+        tensor([False, False,  True])
+    """
+    return torch.zeros_like(mask).masked_scatter_(mask, values)

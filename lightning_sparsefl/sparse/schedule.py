@@ -1,0 +1,60 @@
+"""Numbers that change over `total` steps (rounds, mostly), counted from 0; later steps stay at the end."""
+
+from __future__ import annotations
+
+import math
+
+from lightning_sparsefl.errors import InvalidOption
+
+
+def constant(initial: float, step: int, total: int) -> float:
+    """`initial`, always.
+
+    Example:
+        >>> constant(0.5, 7, 10)
+        0.5
+    """
+    _progress(step, total)
+    return initial
+
+
+def linear(initial: float, step: int, total: int) -> float:
+    """From `initial` at step 0 straight down to 0 at the last step; 0 if that is the only one.
+
+    Example:
+        >>> [linear(0.5, step, 3) for step in range(3)]
+        [0.5, 0.25, 0.0]
+    """
+    return initial * (1 - _progress(step, total))
+
+
+def cosine(initial: float, step: int, total: int) -> float:
+    """``0.5 * initial * (1 + cos(pi * step / (total - 1)))``: 0 at the last step, and if it is the only one.
+
+    Example:
+        >>> [round(cosine(0.5, step, 3), 3) for step in range(3)]
+        [0.5, 0.25, 0.0]
+    """
+    return 0.5 * initial * (1 + math.cos(math.pi * _progress(step, total)))
+
+
+def cubic(start: float, end: float, step: int, total: int) -> float:
+    """``end + (start - end) * (1 - step / total) ** 3`` (Zhu and Gupta, "To prune, or not to prune", 2017).
+
+    It reaches `end` at step `total`, one past the last, so its first move can be that of step 1.
+
+    Example:
+        >>> [cubic(1.0, 0.0, step, 2) for step in range(3)]
+        [1.0, 0.125, 0.0]
+    """
+    _progress(step, total)
+    return end + (start - end) * (1 - min(step, total) / total) ** 3
+
+
+def _progress(step: int, total: int) -> float:
+    """From 0 at step 0 to 1 at step ``total - 1``."""
+    if total < 1:
+        raise InvalidOption(f"`total={total}`: expected at least 1 step.")
+    if step < 0:
+        raise InvalidOption(f"`step={step}`: expected at least 0.")
+    return min(step / (total - 1), 1.0) if total > 1 else 1.0

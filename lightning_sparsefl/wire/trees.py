@@ -1,0 +1,265 @@
+"""Trees of masks and weights as bytes, each tensor in the cheapest of its encodings."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from lightning_sparsefl.errors import IncompatibleMasks, MalformedPayload
+from lightning_sparsefl.sparse.masks import counts
+from lightning_sparsefl.types import Masks, Weights
+from lightning_sparsefl.wire import bitmask, dense, indices
+from lightning_sparsefl.wire.frame import Reader, Writer, varint_size
+from lightning_sparsefl.wire.schema import Schema, dtype_number
+
+_SAME, _NONE, _ALL, _BITS, _KEPT, _DROPPED, _FLIPPED = range(7)
+"""How a mask is written: like the reference, all False, all True, as bits, or as the positions of the True,
+of the False, or of what differs from the reference."""
+_LISTED, _IMPLIED = range(2)
+"""How a tree is written: name by name, or names, shapes and types are as the receiver expects."""
+
+
+def write_mask(
+    writer: Writer, mask: Tensor, reference: Tensor | None, *, bounded: bool, kept: int, flips: int
+) -> None:
+    """Write one mask.
+
+    Args:
+        writer: Where to.
+        mask: Bool, n positions.
+        reference: What the receiver compares with, same shape; None = all True.
+        bounded: Whether the receiver knows n without us. Else it believes only what n / 8 bytes stand for, so
+            that a short payload cannot ask for a long mask.
+        kept: How many are True.
+        flips: How many differ from the reference.
+    """
+    positions = mask.numel()
+    writer.claim(positions)
+    code, count, length = _plan(positions, kept, flips, bounded=bounded, referenced=reference is not None)
+    writer.write(bytes((code,)))
+    if code >= _KEPT:
+        writer.varint(count)
+        writer.bulk(length, lambda: indices.encode(_marked(code, mask, reference)), masks=True)
+    elif code == _BITS:
+        writer.bulk(length, lambda: bitmask.encode(mask), masks=True)
+
+
+def read_mask(reader: Reader, shape: torch.Size, reference: Tensor | None, *, bounded: bool) -> Tensor:
+    """Read what :func:`write_mask` wrote; a mask that is as the reference is the reference itself."""
+    positions = shape.numel()
+    code = reader.byte(7)
+    if not bounded and code != _BITS and not (code == _SAME and reference is not None):
+        raise MalformedPayload(f"A mask of unknown shape comes in encoding {code}, expected bits.")
+    if code == _BITS:
+        data = reader.take(bitmask.size(positions))
+        reader.claim(positions)
+        return bitmask.decode(data, positions).reshape(shape)
+    reader.claim(positions)
+    if code < _BITS:
+        return _uniform(code, shape, reference)
+    count = reader.varint(positions)
+    marked = indices.decode(reader.take(indices.size(positions, count)), positions, count).reshape(shape)
+    if code == _FLIPPED and reference is not None:
+        return marked ^ reference.cpu()
+    return marked if code == _KEPT else ~marked
+
+
+def write_masks(
+    writer: Writer, schema: Schema, masks: Masks, reference: Masks, kept: Mapping[str, int]
+) -> None:
+    """Write a tree of masks; one byte if it is the reference tree.
+
+    Args:
+        writer: Where to.
+        schema: What both ends know.
+        masks: Bool tensors.
+        reference: The masks that the receiver compares with; a missing name is dense.
+        kept: Number of True in each mask.
+    """
+    for name, mask in masks.items():
+        if mask.dtype != torch.bool:
+            raise IncompatibleMasks(f"The mask of `{name}` is {mask.dtype}, expected torch.bool.")
+    near = {name: _alike(reference.get(name), mask.shape) for name, mask in masks.items()}
+    flips = flipped(masks, near, kept)
+    if list(masks) == list(reference) and None not in near.values() and not any(flips.values()):
+        writer.write(bytes((_IMPLIED,)))
+        return
+    writer.write(bytes((_LISTED,)))
+    writer.varint(len(masks))
+    for name, mask in masks.items():
+        bounded = schema.shape(name) == mask.shape
+        writer.varint(schema.index[name] + 1 if bounded else 0)
+        if not bounded:
+            writer.text(name)
+            _write_shape(writer, mask.shape)
+        write_mask(writer, mask, near[name], bounded=bounded, kept=kept[name], flips=flips[name])
+
+
+def flipped(masks: Masks, references: Mapping[str, Tensor | None], kept: Mapping[str, int]) -> dict[str, int]:
+    """Positions of each mask that differ from its reference, which has the same shape; None = all True."""
+    flips = {name: mask.numel() - kept[name] for name, mask in masks.items()}
+    differ = {}
+    for name, reference in references.items():
+        if reference is masks[name]:
+            flips[name] = 0
+        elif reference is not None:
+            differ[name] = masks[name] ^ reference.to(masks[name].device)
+    return flips | counts(differ)
+
+
+def read_masks(reader: Reader, schema: Schema, reference: Masks) -> dict[str, Tensor]:
+    """Read what :func:`write_masks` wrote."""
+    if reader.byte(2) == _IMPLIED:
+        return dict(reference)
+    masks: dict[str, Tensor] = {}
+    for index in _entries(reader, schema):
+        name = schema.names[index - 1] if index else reader.text()
+        shape = schema.shapes[index - 1] if index else read_shape(reader)
+        near = _alike(reference.get(name), shape)
+        _require_new(name, masks)
+        masks[name] = read_mask(reader, shape, near, bounded=bool(index))
+    return masks
+
+
+def write_weights(
+    writer: Writer, schema: Schema, weights: Weights, masks: Masks, kept: Mapping[str, int]
+) -> None:
+    """Write the kept values of a tree, whose masks the receiver knows.
+
+    Args:
+        writer: Where to.
+        schema: What both ends know.
+        weights: Any tree.
+        masks: What to send of it; a missing name is dense.
+        kept: Number of True in each mask.
+    """
+    fitting = {name: schema.fits(name, value) for name, value in weights.items()}
+    implied = tuple(weights) == schema.names and all(fitting.values())
+    writer.write(bytes((_IMPLIED if implied else _LISTED,)))
+    if not implied:
+        writer.varint(len(weights))
+    for name, value in weights.items():
+        if not implied:
+            writer.varint(schema.index[name] + 1 if fitting[name] else 0)
+            if not fitting[name]:
+                writer.text(name)
+                write_type(writer, value, name)
+        writer.claim(value.numel() * value.element_size())
+        _write_kept(writer, name, value, masks.get(name), kept.get(name, 0))
+
+
+def read_weights(reader: Reader, schema: Schema, masks: Masks) -> dict[str, Tensor]:
+    """Read what :func:`write_weights` wrote; zeros where a mask is False."""
+    kept = counts(masks)
+    if reader.byte(2) == _IMPLIED:
+        return {
+            name: _read_kept(reader, shape, dtype, name, masks, kept)
+            for name, shape, dtype in zip(schema.names, schema.shapes, schema.dtypes, strict=True)
+        }
+    weights: dict[str, Tensor] = {}
+    for index in _entries(reader, schema):
+        name = schema.names[index - 1] if index else reader.text()
+        dtype, shape = (schema.dtypes[index - 1], schema.shapes[index - 1]) if index else read_type(reader)
+        _require_new(name, weights)
+        weights[name] = _read_kept(reader, shape, dtype, name, masks, kept)
+    return weights
+
+
+def write_type(writer: Writer, value: Tensor, name: str) -> None:
+    """Write the type and the shape of a tensor the receiver knows nothing about."""
+    writer.write(bytes((dtype_number(value.dtype, name),)))
+    _write_shape(writer, value.shape)
+
+
+def read_type(reader: Reader) -> tuple[torch.dtype, torch.Size]:
+    """Read what :func:`write_type` wrote."""
+    return dense.DTYPES[reader.byte(len(dense.DTYPES))], read_shape(reader)
+
+
+def _write_shape(writer: Writer, shape: torch.Size) -> None:
+    writer.varint(len(shape))
+    for length in shape:
+        writer.varint(length)
+
+
+def read_shape(reader: Reader) -> torch.Size:
+    """Read a shape that a tensor can have."""
+    shape = [reader.varint(2**48) for _ in range(reader.varint(64))]
+    volume = 1
+    for length in shape:
+        volume *= max(1, length)
+        if volume > 2**48:
+            raise MalformedPayload(f"A tensor of shape {tuple(shape)} is too large to be one.")
+    return torch.Size(shape)
+
+
+def _write_kept(writer: Writer, name: str, value: Tensor, mask: Tensor | None, kept: int) -> None:
+    if mask is None:
+        writer.bulk(dense.size(value.numel(), value.dtype), lambda: dense.encode(value))
+        return
+    if mask.shape != value.shape:
+        shapes = f"{tuple(mask.shape)}, expected {tuple(value.shape)}"
+        raise IncompatibleMasks(f"The mask of `{name}` has shape {shapes}.")
+    writer.bulk(dense.size(kept, value.dtype), lambda: dense.encode(value.detach()[mask.to(value.device)]))
+
+
+def _read_kept(
+    reader: Reader, shape: torch.Size, dtype: torch.dtype, name: str, masks: Masks, kept: Mapping[str, int]
+) -> Tensor:
+    mask, positions = masks.get(name), shape.numel()
+    if mask is not None and mask.shape != shape:
+        raise MalformedPayload(
+            f"`{name}` has shape {tuple(shape)}, expected {tuple(mask.shape)} as its mask."
+        )
+    data = reader.take(dense.size(positions if mask is None else kept[name], dtype))
+    reader.claim(positions * dtype.itemsize)
+    values = dense.decode(data, dtype)
+    if mask is None:
+        return values.reshape(shape)
+    return torch.zeros(shape, dtype=dtype).masked_scatter_(mask.cpu(), values)
+
+
+def _entries(reader: Reader, schema: Schema) -> Iterator[int]:
+    """The number of each entry's tensor in the schema, from 1; 0 = it is not in there."""
+    for _ in range(reader.varint(reader.left)):
+        yield reader.varint(len(schema.names))
+
+
+def _require_new(name: str, tree: Mapping[str, object]) -> None:
+    if name in tree:
+        raise MalformedPayload(f"`{name}` comes twice.")
+
+
+def _alike(reference: Tensor | None, shape: torch.Size) -> Tensor | None:
+    """The reference, if it has that shape."""
+    return reference if reference is not None and reference.shape == shape else None
+
+
+def _plan(positions: int, kept: int, flips: int, *, bounded: bool, referenced: bool) -> tuple[int, int, int]:
+    """The cheapest encoding: its code, the positions it lists, and its bytes."""
+    if not flips and (bounded or referenced):
+        return _SAME, 0, 0
+    best, price = (_BITS, 0, bitmask.size(positions)), bitmask.size(positions)
+    if not bounded:
+        return best
+    if kept in (0, positions):
+        return (_ALL if kept else _NONE), 0, 0
+    for code, count in ((_KEPT, kept), (_DROPPED, positions - kept), (_FLIPPED, flips)):
+        length = indices.size(positions, count)
+        if length + varint_size(count) < price:
+            best, price = (code, count, length), length + varint_size(count)
+    return best
+
+
+def _marked(code: int, mask: Tensor, reference: Tensor | None) -> Tensor:
+    if code == _FLIPPED and reference is not None:
+        return mask ^ reference.to(mask.device)
+    return mask if code == _KEPT else ~mask
+
+
+def _uniform(code: int, shape: torch.Size, reference: Tensor | None) -> Tensor:
+    if code == _SAME and reference is not None:
+        return reference
+    return torch.full(shape, code != _NONE, dtype=torch.bool)

@@ -1,0 +1,215 @@
+"""What a client may share besides weights: numbers, strings, tensors, and lists and named trees of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_sparsefl.errors import InvalidOption, MalformedPayload
+from lightning_sparsefl.sparse.masks import counts
+from lightning_sparsefl.types import Masks
+from lightning_sparsefl.wire import bitmask, dense, indices
+from lightning_sparsefl.wire.frame import Reader, Writer, varint_size
+from lightning_sparsefl.wire.schema import Schema
+from lightning_sparsefl.wire.trees import flipped, read_mask, read_type, write_mask, write_type
+
+_NONE, _FALSE, _TRUE, _INT, _FLOAT, _TEXT, _LIST, _TUPLE, _TREE, _TENSOR, _KNOWN = range(11)
+"""The kinds of value; `_KNOWN` is a tensor with the shape that its name has in the schema."""
+_DENSE, _BITMASK, _INDICES = range(3)
+_DEEPEST = 32
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Integers of each width, through which -0.0 differs from 0.0."""
+
+
+def write_value(
+    writer: Writer, schema: Schema, value: Any, reference: Masks, name: str = "shared", depth: int = 0
+) -> None:
+    """Write one value.
+
+    Args:
+        writer: Where to.
+        schema: What both ends know.
+        value: None, bool, int, float, str, a tensor, or a list, tuple or str-keyed mapping of such.
+        reference: The masks that a bool tensor of the same name is compared with.
+        name: The key under which it stands.
+        depth: Levels above it.
+
+    Raises:
+        InvalidOption: If the value is of another type, or nested more than 32 levels deep.
+    """
+    if depth > _DEEPEST:
+        raise InvalidOption(f"`{name}` is nested more than {_DEEPEST} levels deep, which cannot be sent.")
+    if isinstance(value, Tensor):
+        _write_tensor(writer, schema, value, reference, name)
+    elif isinstance(value, Mapping):
+        writer.write(bytes((_TREE,)))
+        writer.varint(len(value))
+        for key, item in value.items():
+            _write_key(writer, schema, key, name)
+            write_value(writer, schema, item, reference, key, depth + 1)
+    elif isinstance(value, (list, tuple)):
+        writer.write(bytes((_LIST if isinstance(value, list) else _TUPLE,)))
+        writer.varint(len(value))
+        for item in value:
+            write_value(writer, schema, item, reference, name, depth + 1)
+    else:
+        _write_plain(writer, value, name)
+
+
+def read_value(reader: Reader, schema: Schema, reference: Masks, name: str = "shared", depth: int = 0) -> Any:
+    """Read what :func:`write_value` wrote."""
+    if depth > _DEEPEST:
+        raise MalformedPayload(f"`{name}` is nested more than {_DEEPEST} levels deep.")
+    kind = reader.byte(11)
+    if kind in (_TENSOR, _KNOWN):
+        return _read_tensor(reader, schema, reference, name, known=kind == _KNOWN)
+    if kind == _TREE:
+        tree: dict[str, Any] = {}
+        for _ in range(reader.varint(reader.left)):
+            key = _read_key(reader, schema)
+            if key in tree:
+                raise MalformedPayload(f"`{key}` comes twice in `{name}`.")
+            tree[key] = read_value(reader, schema, reference, key, depth + 1)
+        return tree
+    if kind in (_LIST, _TUPLE):
+        count = reader.varint(reader.left)
+        items = [read_value(reader, schema, reference, name, depth + 1) for _ in range(count)]
+        return items if kind == _LIST else tuple(items)
+    return _read_plain(reader, kind)
+
+
+def write_metrics(writer: Writer, metrics: Mapping[str, float]) -> None:
+    """Write named scalars, eight bytes each and the name."""
+    writer.varint(len(metrics))
+    for name, value in metrics.items():
+        writer.text(name)
+        writer.real(float(value))
+
+
+def read_metrics(reader: Reader) -> dict[str, float]:
+    """Read what :func:`write_metrics` wrote."""
+    return {reader.text(): reader.real() for _ in range(reader.varint(reader.left))}
+
+
+def _write_plain(writer: Writer, value: Any, name: str) -> None:
+    if value is None or isinstance(value, bool):
+        writer.write(bytes((_NONE if value is None else _TRUE if value else _FALSE,)))
+    elif isinstance(value, int):
+        data = value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
+        writer.write(bytes((_INT,)))
+        writer.varint(len(data))
+        writer.write(data)
+    elif isinstance(value, float):
+        writer.write(bytes((_FLOAT,)))
+        writer.real(value)
+    elif isinstance(value, str):
+        writer.write(bytes((_TEXT,)))
+        writer.text(value)
+    else:
+        expected = "None, bool, int, float, str, tensors, and lists or named trees of them"
+        raise InvalidOption(
+            f"`{name}` holds a {type(value).__name__}, which cannot be sent: expected {expected}."
+        )
+
+
+def _read_plain(reader: Reader, kind: int) -> bool | int | float | str | None:
+    if kind == _INT:
+        return int.from_bytes(reader.take(reader.varint(reader.left)), "little", signed=True)
+    if kind == _FLOAT:
+        return reader.real()
+    if kind == _TEXT:
+        return reader.text()
+    return None if kind == _NONE else kind == _TRUE
+
+
+def _write_key(writer: Writer, schema: Schema, key: Any, name: str) -> None:
+    if not isinstance(key, str):
+        raise InvalidOption(f"`{name}` has the key {key!r}, expected names: keys are strings.")
+    writer.varint(schema.index.get(key, -1) + 1)
+    if key not in schema.index:
+        writer.text(key)
+
+
+def _read_key(reader: Reader, schema: Schema) -> str:
+    index = reader.varint(len(schema.names))
+    return schema.names[index - 1] if index else reader.text()
+
+
+def _write_tensor(writer: Writer, schema: Schema, value: Tensor, reference: Masks, name: str) -> None:
+    expected = schema.dtypes[schema.index[name]] if name in schema.index else None
+    known = schema.shape(name) == value.shape and value.dtype in (torch.bool, expected)
+    writer.write(bytes((_KNOWN if known else _TENSOR,)))
+    if known:
+        writer.write(bytes((value.dtype == torch.bool,)))
+    else:
+        write_type(writer, value, name)
+    if value.dtype != torch.bool:
+        _write_sparse(writer, value.detach(), bounded=known)
+        return
+    near = reference.get(name) if known else None
+    near = near if near is not None and near.shape == value.shape else None
+    kept = counts({name: value})
+    flips = flipped({name: value}, {name: near}, kept)
+    write_mask(writer, value, near, bounded=known, kept=kept[name], flips=flips[name])
+
+
+def _read_tensor(reader: Reader, schema: Schema, reference: Masks, name: str, *, known: bool) -> Tensor:
+    if known and name not in schema.index:
+        raise MalformedPayload(f"`{name}` comes without a shape, and is no tensor of the model.")
+    if known:
+        index = schema.index[name]
+        shape, dtype = schema.shapes[index], torch.bool if reader.byte(2) else schema.dtypes[index]
+    else:
+        dtype, shape = read_type(reader)
+    if dtype != torch.bool:
+        return _read_sparse(reader, dtype, shape, bounded=known)
+    near = reference.get(name) if known else None
+    return read_mask(reader, shape, near if near is not None and near.shape == shape else None, bounded=known)
+
+
+def _write_sparse(writer: Writer, value: Tensor, *, bounded: bool) -> None:
+    """A tensor that may be full of zeros, whose places the receiver cannot know."""
+    positions, dtype = value.numel(), value.dtype
+    writer.claim(dense.size(positions, dtype))
+    count = int(torch.count_nonzero(_words(value)))
+    values = dense.size(count, dtype)
+    prices = {
+        _DENSE: dense.size(positions, dtype),
+        _BITMASK: bitmask.size(positions) + values,
+        _INDICES: indices.size(positions, count) + varint_size(count) + values,
+    }
+    if not bounded:  # a few bytes of positions can stand for any length, see write_mask
+        del prices[_INDICES]
+    code = min(prices, key=lambda code: prices[code])
+    writer.write(bytes((code,)))
+    if code == _DENSE:
+        writer.bulk(prices[_DENSE], lambda: dense.encode(value))
+    elif code == _BITMASK:
+        writer.bulk(bitmask.size(positions), lambda: bitmask.encode(_words(value) != 0), masks=True)
+    else:
+        writer.varint(count)
+        writer.bulk(indices.size(positions, count), lambda: indices.encode(_words(value) != 0), masks=True)
+    if code != _DENSE:
+        writer.bulk(values, lambda: dense.encode(value.reshape(-1)[_words(value) != 0]))
+
+
+def _read_sparse(reader: Reader, dtype: torch.dtype, shape: torch.Size, *, bounded: bool) -> Tensor:
+    positions = shape.numel()
+    code = reader.byte(3 if bounded else 2)
+    if code == _DENSE:
+        data = reader.take(dense.size(positions, dtype))
+        reader.claim(len(data))
+        return dense.decode(data, dtype).reshape(shape)
+    count = reader.varint(positions) if code == _INDICES else 0
+    data = reader.take(indices.size(positions, count) if code == _INDICES else bitmask.size(positions))
+    reader.claim(dense.size(positions, dtype))
+    mask = indices.decode(data, positions, count) if code == _INDICES else bitmask.decode(data, positions)
+    values = dense.decode(reader.take(dense.size(int(torch.count_nonzero(mask)), dtype)), dtype)
+    return torch.zeros(positions, dtype=dtype).masked_scatter_(mask, values).reshape(shape)
+
+
+def _words(value: Tensor) -> Tensor:
+    return value.reshape(-1).contiguous().view(_WORDS[value.element_size()])
