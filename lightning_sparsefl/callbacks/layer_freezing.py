@@ -1,0 +1,63 @@
+"""Train some layers only."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule
+from torch import Tensor
+
+from lightning_sparsefl.sparse.masks import check
+from lightning_sparsefl.types import Masks
+
+
+class LayerFreezing(Callback):
+    """Keeps weights as they are where `trainable` is False; it never zeroes them.
+
+    A tensor that is False throughout gets no gradient at all, so that the backward pass stops below the earliest
+    trainable layer (PerFedMask, Setayesh et al. 2023, section 3). A tensor that is False in part has its gradient
+    masked and its frozen entries restored after the step.
+
+    Args:
+        trainable: Named bool tensors, True = may change; a missing name trains.
+    """
+
+    def __init__(self, trainable: Masks) -> None:
+        self.trainable = dict(trainable)
+        self._frozen: list[Tensor] = []
+        self._partly: list[tuple[Tensor, Tensor, Tensor]] = []
+
+    def setup(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
+        """Freeze before the optimizers are made."""
+        if stage != "fit":
+            return
+        parameters = dict(pl_module.named_parameters())
+        check(self.trainable, parameters)
+        for name, mask in self.trainable.items():
+            parameter = parameters.get(name)
+            if parameter is None or mask.all() or not parameter.requires_grad:
+                continue
+            if mask.any():
+                frozen = ~mask.to(parameter.device)
+                self._partly.append((parameter, frozen, parameter.detach()[frozen].clone()))
+            else:
+                self._frozen.append(parameter.requires_grad_(False))
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: LightningModule, optimizer: Any) -> None:
+        """Drop the gradients of frozen entries."""
+        for parameter, frozen, _ in self._partly:
+            if parameter.grad is not None:
+                parameter.grad.masked_fill_(frozen, 0)
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Restore frozen entries, which momentum or weight decay may have moved."""
+        with torch.no_grad():
+            for parameter, frozen, values in self._partly:
+                parameter[frozen] = values
+
+    def teardown(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
+        """Let the frozen tensors train again."""
+        for parameter in self._frozen:
+            parameter.requires_grad_(True)
+        self._frozen, self._partly = [], []

@@ -1,0 +1,50 @@
+"""Stay near the weights that training started from."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule
+from torch import Tensor
+
+from lightning_sparsefl.errors import InvalidOption
+from lightning_sparsefl.types import Weights
+
+
+class ProximalTerm(Callback):
+    """Adds ``strength / 2 * ||w - anchor||^2`` to the loss, by its gradient (FedProx, arXiv:1812.06127, eq. 2).
+
+    Args:
+        strength: The papers' mu; 0 changes nothing.
+        anchor: Named weights to stay near; default: the weights when training starts.
+
+    Raises:
+        InvalidOption: If the strength is negative.
+
+    Example:
+        >>> ProximalTerm(strength=0.1).strength
+        0.1
+    """
+
+    def __init__(self, strength: float = 0.01, anchor: Weights | None = None) -> None:
+        if strength < 0:
+            raise InvalidOption(f"`ProximalTerm(strength={strength})`: expected a number >= 0.")
+        self.strength, self.anchor = strength, anchor
+        self._pairs: list[tuple[Tensor, Tensor]] = []
+
+    def on_fit_start(self, trainer: Any, pl_module: LightningModule) -> None:
+        """Take the anchor; copies, since training writes into the weights."""
+        anchor = self.anchor or {name: p.detach() for name, p in pl_module.named_parameters()}
+        self._pairs = [
+            (p, anchor[name].to(p.device, p.dtype, copy=True))
+            for name, p in pl_module.named_parameters()
+            if name in anchor
+        ]
+
+    @torch.no_grad()
+    def on_before_optimizer_step(self, trainer: Any, pl_module: LightningModule, optimizer: Any) -> None:
+        """Add the gradient of the term."""
+        for parameter, anchor in self._pairs:
+            if parameter.grad is not None:
+                parameter.grad.add_(parameter - anchor, alpha=self.strength)

@@ -1,0 +1,135 @@
+"""The command line: ``sparsefl fit | validate | test | profile``."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from importlib.metadata import entry_points
+from pathlib import Path
+from types import MethodType
+from typing import Any
+
+from lightning.pytorch import LightningDataModule, LightningModule
+from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI, instantiate_class
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+import lightning_sparsefl.algorithms
+import lightning_sparsefl.callbacks
+import lightning_sparsefl.data
+import lightning_sparsefl.models  # noqa: F401 - imported classes are known by their short names
+from lightning_sparsefl.errors import ClientFailed, SparseFLError
+from lightning_sparsefl.federated import FederatedAlgorithm, FederatedTrainer, Federation
+
+_EXIT_USAGE = 2
+_EXIT_INTERRUPTED = 130
+
+
+class SparseFLCLI(LightningCLI):
+    """LightningCLI over a `FederatedTrainer`, with the groups `algorithm` and `federation`."""
+
+    @staticmethod
+    def subcommands() -> dict[str, set[str]]:
+        """The verbs, and which of their arguments are groups of the configuration."""
+        groups = {"model", "datamodule"}
+        return {"fit": groups, "validate": groups, "test": groups, "profile": groups | {"json"}}
+
+    def add_core_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """Add the groups; Lightning's own way accepts nothing but a `Trainer`."""
+        skip = {"algorithm", "federation", "seed"}
+        parser.add_class_arguments(
+            self.trainer_class, "trainer", instantiate=False, fail_untyped=False, sub_configs=True, skip=skip
+        )
+        parser.add_subclass_arguments(FederatedAlgorithm, "algorithm", required=True)
+        parser.add_class_arguments(Federation, "federation")
+        parser.add_lightning_class_args(LightningModule, "model", subclass_mode=True)
+        parser.add_lightning_class_args(LightningDataModule, "data", subclass_mode=True)
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """A model that asks for `num_classes` or `sample_shape` gets the data's."""
+        for name in ("num_classes", "sample_shape"):
+            parser.link_arguments(f"data.{name}", f"model.init_args.{name}", apply_on="instantiate")
+
+    def _prepare_subcommand_parser(self, klass: type, subcommand: str, **kwargs: Any) -> LightningArgumentParser:
+        """`profile` takes a plain flag ``--json``."""
+        parser = super()._prepare_subcommand_parser(klass, subcommand, **kwargs)
+        if subcommand == "profile":
+            parser.add_argument("--json", action="store_true", help="Print JSON instead of tables.")
+            self._subcommand_method_arguments[subcommand].append("json")
+        return parser
+
+    def _parse_ckpt_path(self) -> None:
+        """The engine reads checkpoints itself, and says in a sentence what is wrong with one."""
+
+    def instantiate_trainer(self, **kwargs: Any) -> FederatedTrainer:  # type: ignore[override]
+        """Build the trainer with the algorithm and the federation of the configuration."""
+        groups = {name: self._get(self.config_init, name) for name in ("algorithm", "federation")}
+        trainer: Any = super().instantiate_trainer(**groups, **kwargs)
+        return trainer  # type: ignore[no-any-return]
+
+    def _add_configure_optimizers_method_to_model(self, subcommand: str | None) -> None:
+        """A fresh optimizer for each client; Lightning's way would share one, and its momentum."""
+        if not self.auto_configure_optimizers:
+            return
+        optimizer = self._get(self.config_init, "optimizer")
+        scheduler = self._get(self.config_init, "lr_scheduler")
+        if not optimizer or "optimizer" not in self._parser(subcommand)._optimizers:
+            return
+
+        def configure_optimizers(module: LightningModule) -> Any:
+            made = instantiate_class(module.parameters(), optimizer)
+            return LightningCLI.configure_optimizers(
+                module, made, instantiate_class(made, scheduler) if scheduler else None
+            )
+
+        self.model.configure_optimizers = MethodType(configure_optimizers, self.model)
+
+
+def run(args: ArgsType = None) -> SparseFLCLI:
+    """Parse and run a command.
+
+    Args:
+        args: Instead of the command line's.
+    """
+    for plugin in entry_points(group="lightning_sparsefl.plugins"):
+        plugin.load()
+    return SparseFLCLI(
+        trainer_class=FederatedTrainer,  # type: ignore[arg-type]
+        save_config_kwargs={"overwrite": True},
+        parser_kwargs={"default_env": True, "env_prefix": "SPARSEFL"},
+        args=args,
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The console script.
+
+    Args:
+        argv: Instead of the command line's.
+
+    Returns:
+        0, or 2 after a sentence that says what is wrong.
+    """
+    sys.path.insert(0, str(Path.cwd()))  # so that `--model my_models.Net` finds the user's own file
+    try:
+        run(None if argv is None else list(argv))
+    except ClientFailed as error:
+        if error.__cause__ is not None:  # the user's own code failed: show where
+            traceback.print_exception(error.__cause__)
+        return _refuse(error)
+    except (SparseFLError, MisconfigurationException) as error:
+        return _refuse(error)
+    except KeyboardInterrupt:
+        return _EXIT_INTERRUPTED
+    return 0
+
+
+def _refuse(error: Exception) -> int:
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        print(f"sparsefl: error: {error}", file=sys.stderr)
+    return _EXIT_USAGE
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,108 @@
+"""Examples held as tensors, so that a stock DataLoader fetches a batch with one ``index_select``.
+
+What is drawn per batch (crop, flip) comes from torch's global generator, which the federation seeds per
+client and round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, Dataset
+
+Transform: TypeAlias = Callable[[Tensor], Tensor]
+"""Maps a batch of stored inputs to a batch of network inputs."""
+
+
+class Examples(Dataset[tuple[Tensor, Tensor]]):
+    """Inputs and labels as two tensors.
+
+    Its ``__getitems__`` returns a collated batch, so its DataLoader needs an identity ``collate_fn``:
+    :meth:`loader` makes one.
+
+    Args:
+        inputs: Any dtype, shape (examples, ...).
+        labels: int64, shape (examples,).
+        transform: Applied to each batch of inputs; None = as stored.
+    """
+
+    def __init__(self, inputs: Tensor, labels: Tensor, transform: Transform | None = None) -> None:
+        self.inputs, self.labels, self.transform = inputs, labels, transform
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        inputs, labels = self.__getitems__([index])
+        return inputs[0], labels[0]
+
+    def __getitems__(self, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
+        chosen = torch.tensor(indices)
+        inputs, labels = self.inputs.index_select(0, chosen), self.labels.index_select(0, chosen)
+        return (inputs if self.transform is None else self.transform(inputs)), labels
+
+    def loader(self, batch_size: int, **options: Any) -> DataLoader[tuple[Tensor, Tensor]]:
+        """A DataLoader of whole batches.
+
+        Args:
+            batch_size: Examples per batch.
+            options: Further arguments of ``torch.utils.data.DataLoader``.
+        """
+        return DataLoader(self, batch_size=batch_size, collate_fn=_as_is, **options)
+
+
+class Normalize:
+    """Maps stored values to ``(x / high - mean) / std``, channel by channel, in float32.
+
+    Args:
+        mean: Mean of each channel, of values in [0, 1].
+        std: Standard deviation of each channel.
+        high: The stored value that stands for 1.
+
+    Example:
+        >>> Normalize(mean=(0.5,), std=(0.5,))(torch.tensor([[[[0, 255]]]], dtype=torch.uint8))
+        tensor([[[[-1.,  1.]]]])
+    """
+
+    def __init__(self, mean: Sequence[float], std: Sequence[float], high: float = 255.0) -> None:
+        mean_, std_ = torch.tensor(mean), torch.tensor(std)
+        self.scale = (1 / (std_ * high))[:, None, None]
+        self.shift = (-mean_ / std_)[:, None, None]
+
+    def __call__(self, images: Tensor) -> Tensor:
+        """Images of shape (batch, channels, height, width) as float32."""
+        return (images * self.scale).add_(self.shift)
+
+
+class CropFlip:
+    """Random crop after zero padding, then a random left-right flip: the usual augmentation of CIFAR.
+
+    Args:
+        padding: Zero pixels added on each side before cropping back to the size given.
+        then: What follows, for example a :class:`Normalize`; None = nothing.
+    """
+
+    def __init__(self, padding: int = 4, then: Transform | None = None) -> None:
+        self.padding, self.then = padding, then
+
+    def __call__(self, images: Tensor) -> Tensor:
+        """Images of shape (batch, channels, height, width), each cropped and flipped on its own."""
+        batch, channels, height, width = images.shape
+        padded = F.pad(images, [self.padding] * 4)
+        top, left = torch.randint(0, 2 * self.padding + 1, (2, batch, 1))
+        flip = torch.rand(batch, 1) < 0.5
+        rows = top + torch.arange(height)
+        columns = left + torch.where(flip, torch.arange(width).flip(0), torch.arange(width))
+        # One gather over flattened pixels: half the time of unfold and index, a fifth of advanced indexing.
+        pixels = rows[:, :, None] * (width + 2 * self.padding) + columns[:, None, :]
+        pixels = pixels.view(batch, 1, -1).expand(-1, channels, -1)
+        cropped = padded.flatten(2).gather(2, pixels).view(images.shape)
+        return cropped if self.then is None else self.then(cropped)
+
+
+def _as_is(batch: Any) -> Any:
+    return batch

@@ -1,0 +1,260 @@
+"""Who owns which examples: labels in, one list of indices per client out.
+
+A partition is a value. It draws from a generator keyed by the seed alone, so every rank computes the same
+split.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lightning_sparsefl.errors import InvalidOption
+from lightning_sparsefl.seeds import generator
+
+_MAX_DRAWS = 2000
+
+
+class Partition(ABC):
+    """How the training examples are dealt to the clients. A subclass implements :meth:`assign`."""
+
+    def split(self, labels: Tensor, num_clients: int, seed: int) -> list[Tensor]:
+        """Deal the examples.
+
+        Args:
+            labels: Class of every example, int64 of shape (examples,).
+            num_clients: Number of clients.
+            seed: What the draw depends on, besides the labels.
+
+        Returns:
+            Per client the sorted indices of its examples; disjoint, and none is empty.
+
+        Raises:
+            InvalidOption: If a client would get no example.
+
+        Example:
+            >>> [part.tolist() for part in IID().split(torch.tensor([0, 0, 1, 1]), num_clients=2, seed=0)]
+            [[1, 3], [0, 2]]
+        """
+        check_num_clients(num_clients, len(labels))
+        owned = self.assign(labels, num_clients, generator(seed, "partition"))
+        empty = [client for client, indices in enumerate(owned) if not len(indices)]
+        if empty:
+            raise InvalidOption(
+                f"`{self}` leaves {len(empty)} of {num_clients} clients without an example, the first being "
+                f"client {empty[0]}; lower `data.num_clients` or change `data.partition`."
+            )
+        return [indices.sort().values for indices in owned]
+
+    @abstractmethod
+    def assign(self, labels: Tensor, num_clients: int, rng: torch.Generator) -> list[Tensor]:
+        """Deal the examples; :meth:`split` has checked the arguments and will check the result.
+
+        Args:
+            labels: Class of every example, int64 of shape (examples,).
+            num_clients: Number of clients, at least 1 and at most the number of examples.
+            rng: The only source of randomness.
+
+        Returns:
+            Per client the indices of its examples, disjoint, in any order.
+        """
+
+
+@dataclass(frozen=True, kw_only=True)
+class IID(Partition):
+    """Every client draws from the same distribution; sizes differ by one at most."""
+
+    def assign(self, labels: Tensor, num_clients: int, rng: torch.Generator) -> list[Tensor]:
+        """Cut one permutation into equal parts."""
+        return list(torch.randperm(len(labels), generator=rng).tensor_split(num_clients))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dirichlet(Partition):
+    """Each class is dealt to the clients in proportions drawn from Dir(alpha).
+
+    The usual "hetero" split: a client that already owns an equal share of all examples gets none of the
+    classes that follow, so sizes differ within bounds. Drawn again until every client owns `min_examples`.
+
+    Yurochkin et al., "Bayesian Nonparametric Federated Learning of Neural Networks" (arXiv:1905.12022); with
+    the cap, as in Li et al., "Federated Learning on Non-IID Data Silos: An Experimental Study"
+    (arXiv:2102.02079).
+    """
+
+    alpha: float
+    """Concentration: small = few classes per client, large = nearly IID."""
+    min_examples: int = 1
+    """Fewest examples that a client may own."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.alpha < float("inf"):
+            raise InvalidOption(
+                f"`Dirichlet(alpha={self.alpha})`: expected a finite number above 0; "
+                "change `data.partition.alpha`."
+            )
+        if self.min_examples < 1:
+            raise InvalidOption(
+                f"`Dirichlet(min_examples={self.min_examples})`: expected at least 1; "
+                "change `data.partition.min_examples`."
+            )
+
+    def assign(self, labels: Tensor, num_clients: int, rng: torch.Generator) -> list[Tensor]:
+        """Draw counts until they suffice, then deal."""
+        classes = _indices_by_class(labels, rng)
+        counts = self._counts([len(indices) for indices in classes], num_clients, rng)
+        return _deal(classes, counts)
+
+    def _counts(self, class_sizes: list[int], num_clients: int, rng: torch.Generator) -> Tensor:
+        if self.min_examples * num_clients <= sum(class_sizes):
+            for _ in range(_MAX_DRAWS):
+                counts = _draw_counts(class_sizes, num_clients, self.alpha, rng)
+                if int(counts.sum(0).min()) >= self.min_examples:
+                    return counts
+        raise InvalidOption(
+            f"`Dirichlet(alpha={self.alpha}, min_examples={self.min_examples})` found no split of "
+            f"{sum(class_sizes)} examples over {num_clients} clients in {_MAX_DRAWS} draws; raise "
+            "`data.partition.alpha`, or lower `data.partition.min_examples` or `data.num_clients`."
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pathological(Partition):
+    """Every client owns exactly `classes_per_client` classes.
+
+    Each class is cut into equal parts, one for each client that owns it; classes are dealt so that their
+    numbers of owners differ by one at most. With equally frequent classes, and `num_clients *
+    classes_per_client` a multiple of their number, all clients own equally many examples. A class that nobody
+    is dealt is left out.
+
+    After McMahan et al., "Communication-Efficient Learning of Deep Networks from Decentralized Data" (2017).
+    """
+
+    classes_per_client: int
+    """Number of classes that each client owns."""
+
+    def __post_init__(self) -> None:
+        if self.classes_per_client < 1:
+            raise InvalidOption(
+                f"`Pathological(classes_per_client={self.classes_per_client})`: expected at least 1; "
+                "change `data.partition.classes_per_client`."
+            )
+
+    def assign(self, labels: Tensor, num_clients: int, rng: torch.Generator) -> list[Tensor]:
+        """Choose the owners of each class, then deal."""
+        classes = _indices_by_class(labels, rng)
+        if self.classes_per_client > len(classes):
+            raise InvalidOption(
+                f"`Pathological(classes_per_client={self.classes_per_client})`: expected at most the "
+                f"{len(classes)} classes of the data; change `data.partition.classes_per_client`."
+            )
+        owns = self._owners(len(classes), num_clients, rng)
+        sizes = torch.tensor([len(indices) for indices in classes])
+        owners = owns.sum(1)
+        self._check_sizes(sizes, owners)
+        # The k-th owner of a class gets one example more while k < size mod owners.
+        rank = owns.cumsum(1) - 1
+        counts = sizes.div(owners.clamp(min=1), rounding_mode="floor")[:, None] + (
+            rank < sizes.remainder(owners.clamp(min=1))[:, None]
+        )
+        return _deal(classes, counts * owns)
+
+    def _owners(self, num_classes: int, num_clients: int, rng: torch.Generator) -> Tensor:
+        """Who owns what: bool of shape (classes, clients)."""
+        owns = torch.zeros(num_classes, num_clients, dtype=torch.bool)
+        for client in range(num_clients):
+            rarest_first = (owns.sum(1) + torch.rand(num_classes, generator=rng)).argsort()
+            owns[rarest_first[: self.classes_per_client], client] = True
+        return owns
+
+    def _check_sizes(self, sizes: Tensor, owners: Tensor) -> None:
+        short = (sizes < owners).nonzero()
+        if len(short):
+            label = int(short[0])
+            raise InvalidOption(
+                f"`Pathological(classes_per_client={self.classes_per_client})` deals class {label} to "
+                f"{int(owners[label])} clients, but it has {int(sizes[label])} examples; lower "
+                "`data.num_clients` or `data.partition.classes_per_client`."
+            )
+
+
+def matching_test(train_labels: Tensor, test_labels: Tensor, count: int, rng: torch.Generator) -> Tensor:
+    """Choose test examples with the label proportions of a client's training data.
+
+    Of each label ``ceil(share * count)`` examples, or all there are; so up to one per label more than
+    `count`. The draws of two clients may overlap (FedSpa's protocol).
+
+    Args:
+        train_labels: The client's training labels, int64 of shape (examples,).
+        test_labels: Labels of the whole test set, int64 of shape (test examples,).
+        count: How many examples to aim at.
+        rng: The only source of randomness.
+
+    Returns:
+        Sorted indices into the test set.
+
+    Example:
+        >>> rng = torch.Generator().manual_seed(0)
+        >>> chosen = matching_test(torch.tensor([0, 0, 0, 2]), torch.tensor([0, 1, 2] * 9), 4, rng)
+        >>> (chosen % 3).bincount().tolist()
+        [3, 0, 1]
+    """
+    chosen = []
+    for label, size in enumerate(torch.bincount(train_labels).tolist()):
+        if size:
+            pool = (test_labels == label).nonzero().flatten()
+            wanted = -(-size * count // len(train_labels))
+            chosen.append(pool[torch.randperm(len(pool), generator=rng)[:wanted]])
+    return torch.cat(chosen).sort().values
+
+
+def check_num_clients(num_clients: int, examples: int) -> None:
+    """Refuse a number of clients that cannot all own an example.
+
+    Raises:
+        InvalidOption: If `num_clients` is below 1 or above `examples`.
+    """
+    if not 1 <= num_clients <= examples:
+        raise InvalidOption(
+            f"`num_clients={num_clients}`: expected at least 1 and at most the {examples} training examples; "
+            "change `data.num_clients`."
+        )
+
+
+def _indices_by_class(labels: Tensor, rng: torch.Generator) -> list[Tensor]:
+    """Per class that occurs, the shuffled indices of its examples."""
+    shuffled = torch.randperm(len(labels), generator=rng)
+    by_class = shuffled[labels[shuffled].argsort(stable=True)]
+    sizes = torch.bincount(labels)
+    return _cut(by_class, sizes[sizes > 0])
+
+
+def _draw_counts(class_sizes: list[int], num_clients: int, alpha: float, rng: torch.Generator) -> Tensor:
+    """How many examples of each class each client gets: int64 of shape (classes, clients)."""
+    equal_share = sum(class_sizes) / num_clients
+    concentration = torch.full((len(class_sizes), num_clients), alpha, dtype=torch.float64)
+    # Gamma draws, normalised below, are a Dirichlet draw; torch.distributions.Dirichlet takes no generator.
+    draws = torch._standard_gamma(concentration, generator=rng)
+    owned = torch.zeros(num_clients, dtype=torch.int64)
+    counts = []
+    for size, draw in zip(class_sizes, draws, strict=True):
+        weight = draw * (owned < equal_share)
+        edges = weight.cumsum(0)
+        edges = (edges / edges[-1] * size).long()
+        counts.append(edges.diff(prepend=edges.new_zeros(1)))
+        owned += counts[-1]
+    return torch.stack(counts)
+
+
+def _deal(classes: list[Tensor], counts: Tensor) -> list[Tensor]:
+    """Hand out each class's indices from the front, as many as `counts` (classes, clients) says."""
+    shares = [_cut(indices, count) for indices, count in zip(classes, counts, strict=True)]
+    return [torch.cat(own) for own in zip(*shares, strict=True)]
+
+
+def _cut(indices: Tensor, sizes: Tensor) -> list[Tensor]:
+    """Consecutive parts of the given sizes, which sum to at most the length."""
+    stops = sizes.cumsum(0)
+    return list(indices[: int(stops[-1])].tensor_split(stops[:-1]))

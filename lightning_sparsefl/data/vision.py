@@ -1,0 +1,149 @@
+"""Image sets that torchvision reads: the MNIST family and CIFAR."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_sparsefl.data.federated import FederatedDataModule
+from lightning_sparsefl.errors import DataNotFound
+
+
+class _FromTorchvision(FederatedDataModule):
+    """Images from a folder in torchvision's layout.
+
+    Args:
+        root: The folder that torchvision would download to.
+        download: Whether to download what is missing.
+        options: Arguments of :class:`FederatedDataModule`.
+    """
+
+    source: str
+    """Name of the class in ``torchvision.datasets``."""
+    folder: str
+    """Sub-folder of `root` that holds the set."""
+
+    def __init__(self, root: str = "data", download: bool = False, **options: Any) -> None:
+        super().__init__(**options)
+        self.root, self.download = root, download
+
+    def prepare_data(self) -> None:
+        """Download, if `download` says so."""
+        if self.download:
+            self.read(train=True, download=True)
+
+    def load(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Training images (examples, channels, height, width) as uint8, their labels, the same for testing.
+
+        Raises:
+            DataNotFound: If the set, or a part of it, is not in `root`.
+        """
+        try:
+            train, test = (self.read(train=train, download=False) for train in (True, False))
+        except (RuntimeError, FileNotFoundError):
+            where = Path(self.root).absolute() / self.folder
+            raise DataNotFound(
+                f"`{type(self).__name__}` found no complete copy of its data in {where}; name another folder "
+                "with `--data.root <folder>`, or fetch the data with `--data.download true`."
+            ) from None
+        return *self.tensors(train), *self.tensors(test)
+
+    def read(self, *, download: bool, **arguments: Any) -> Any:
+        """The torchvision data set."""
+        import torchvision  # takes a second, which the command line's help need not wait for
+
+        return getattr(torchvision.datasets, self.source)(self.root, download=download, **arguments)
+
+    def tensors(self, dataset: Any) -> tuple[Tensor, Tensor]:
+        """Images with the channels first, and labels."""
+        images = torch.as_tensor(dataset.data)
+        images = images[:, None] if images.ndim == 3 else images.permute(0, 3, 1, 2).contiguous()
+        return images, torch.as_tensor(dataset.targets)
+
+
+class FederatedMNIST(_FromTorchvision):
+    """MNIST: 60,000 digits of 28x28 pixels (LeCun et al., 1998).
+
+    Args:
+        root: The folder that holds ``MNIST/raw``.
+        download: Whether to download what is missing.
+        options: Arguments of :class:`FederatedDataModule`.
+    """
+
+    num_classes, sample_shape, num_train = 10, (1, 28, 28), 60_000
+    mean, std = (0.1307,), (0.3081,)
+    source, folder = "MNIST", "MNIST/raw"
+
+
+class FederatedFashionMNIST(_FromTorchvision):
+    """Fashion-MNIST: 60,000 garments of 28x28 pixels (Xiao et al., 2017).
+
+    Args:
+        root: The folder that holds ``FashionMNIST/raw``.
+        download: Whether to download what is missing.
+        options: Arguments of :class:`FederatedDataModule`.
+    """
+
+    num_classes, sample_shape, num_train = 10, (1, 28, 28), 60_000
+    mean, std = (0.2860,), (0.3530,)
+    source, folder = "FashionMNIST", "FashionMNIST/raw"
+
+
+class FederatedEMNISTLetters(_FromTorchvision):
+    """EMNIST Letters: 124,800 letters of 28x28 pixels in 26 classes (Cohen et al., 2017).
+
+    Args:
+        root: The folder that holds ``EMNIST/raw``.
+        download: Whether to download what is missing.
+        options: Arguments of :class:`FederatedDataModule`.
+    """
+
+    num_classes, sample_shape, num_train = 26, (1, 28, 28), 124_800
+    mean, std = (0.1722,), (0.3309,)
+    source, folder = "EMNIST", "EMNIST/raw"
+
+    def read(self, *, download: bool, **arguments: Any) -> Any:
+        """The torchvision data set."""
+        return super().read(download=download, split="letters", **arguments)
+
+    def tensors(self, dataset: Any) -> tuple[Tensor, Tensor]:
+        """Upright images, labels 0 (a) to 25 (z): the files are transposed and count from 1."""
+        images, labels = super().tensors(dataset)
+        return images.transpose(2, 3).contiguous(), labels - 1
+
+
+class FederatedCIFAR10(_FromTorchvision):
+    """CIFAR-10: 50,000 photographs of 32x32 pixels (Krizhevsky, 2009).
+
+    Training images are cropped and flipped at random.
+
+    Args:
+        root: The folder that holds ``cifar-10-batches-py``.
+        download: Whether to download what is missing.
+        options: Arguments of :class:`FederatedDataModule`.
+    """
+
+    num_classes, sample_shape, num_train = 10, (3, 32, 32), 50_000
+    mean, std = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
+    crop_padding = 4
+    source, folder = "CIFAR10", "cifar-10-batches-py"
+
+
+class FederatedCIFAR100(_FromTorchvision):
+    """CIFAR-100: 50,000 photographs of 32x32 pixels (Krizhevsky, 2009).
+
+    Training images are cropped and flipped at random.
+
+    Args:
+        root: The folder that holds ``cifar-100-python``.
+        download: Whether to download what is missing.
+        options: Arguments of :class:`FederatedDataModule`.
+    """
+
+    num_classes, sample_shape, num_train = 100, (3, 32, 32), 50_000
+    mean, std = (0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762)
+    crop_padding = 4
+    source, folder = "CIFAR100", "cifar-100-python"

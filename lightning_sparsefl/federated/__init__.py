@@ -1,0 +1,25 @@
+"""The engine: knows rounds, ranks and bytes; knows no method."""
+
+from lightning_sparsefl.federated.algorithm import FederatedAlgorithm
+from lightning_sparsefl.federated.client import Client
+from lightning_sparsefl.federated.fleet import Fleet
+from lightning_sparsefl.federated.options import Federation
+from lightning_sparsefl.federated.progress import RoundProgressBar
+from lightning_sparsefl.federated.reduce import CoverageMean, PlainMean, Reducer
+from lightning_sparsefl.federated.round_lr import ExponentialRoundLR, RoundLR, StepRoundLR
+from lightning_sparsefl.federated.trainer import FederatedTrainer
+
+__all__ = [
+    "Client",
+    "CoverageMean",
+    "ExponentialRoundLR",
+    "FederatedAlgorithm",
+    "FederatedTrainer",
+    "Federation",
+    "Fleet",
+    "PlainMean",
+    "Reducer",
+    "RoundLR",
+    "RoundProgressBar",
+    "StepRoundLR",
+]

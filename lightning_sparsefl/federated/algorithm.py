@@ -1,0 +1,136 @@
+"""The interface of a federated method. The defaults are FedAvg; a method is what it changes.
+
+A whole method, for illustration::
+
+    @dataclass(frozen=True, kw_only=True)
+    class HalfWay(FederatedAlgorithm):
+        '''The server moves half of the way to the clients' mean.'''
+
+        step: float = 0.5
+        '''Share of the way.'''
+
+        def aggregate(self, server: ServerState, merged: Merged) -> ServerState:
+            mean = super().aggregate(server, merged).weights
+            moved = {n: w + self.step * (mean[n] - w) for n, w in server.weights.items()}
+            return replace(server, weights=moved)
+
+A method is a frozen dataclass of hyper-parameters and has no other state: what changes lives in `ServerState`, in
+what the server keeps per client (`shared`) and in what the client keeps (`memory`).
+"""
+
+from __future__ import annotations
+
+from abc import ABC
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+from lightning.pytorch import Callback, LightningModule
+
+from lightning_sparsefl.cost import forward_flops, training_flops
+from lightning_sparsefl.federated.reduce import CoverageMean, Reducer
+from lightning_sparsefl.sparse import masks as mask_algebra
+from lightning_sparsefl.types import (
+    ClientView,
+    CostFacts,
+    Costs,
+    Masks,
+    Merged,
+    Message,
+    ServerState,
+    Shared,
+    Update,
+    Weights,
+)
+
+if TYPE_CHECKING:
+    from lightning_sparsefl.federated.client import Client
+    from lightning_sparsefl.federated.fleet import Fleet
+
+BYTES_PER_WEIGHT = 4
+"""The papers count float32 values and take masks as free."""
+
+
+class FederatedAlgorithm(ABC):  # noqa: B024 - every hook has a default, and jsonargparse needs a plain base
+    """One federated method; the defaults are FedAvg (McMahan et al. 2017, arXiv:1602.05629)."""
+
+    def adapt(self, module: LightningModule) -> None:
+        """Change the module once, before `init`, for example to add exits. Default: nothing."""
+
+    def init(self, weights: Weights, fleet: Fleet) -> ServerState:
+        """The server's state before round 0.
+
+        Args:
+            weights: The module's initial weights.
+            fleet: All clients.
+        """
+        return ServerState(round=0, weights=weights)
+
+    def download(self, server: ServerState, view: ClientView) -> Message:
+        """What the server sends to one client; it sees facts and uploads, never data or memory."""
+        return Message(weights=mask_algebra.apply(server.weights, server.masks), masks=server.masks)
+
+    def callbacks(self, message: Message, client: Client) -> list[Callback]:
+        """How local training differs from the module's own; `message.masks` are held without asking."""
+        return []
+
+    def train(self, message: Message, client: Client) -> Update:
+        """One client's local work."""
+        result = client.fit(message.weights, message.masks, message.trainable, self.callbacks(message, client))
+        return Update(weights=result.weights, weight=client.num_examples, metrics=result.metrics)
+
+    def reducer(self) -> Reducer:
+        """How the round's updates are merged."""
+        return CoverageMean()
+
+    def aggregate(self, server: ServerState, merged: Merged) -> ServerState:
+        """The server's next state; the engine counts the round itself."""
+        difference = merged.kind == "difference"
+        weights = {
+            name: _adopt(old, merged.weights[name], merged.covered.get(name), difference)
+            for name, old in server.weights.items()
+        }
+        return replace(server, weights=weights)
+
+    def observe(self, server: ServerState, view: ClientView, report: Mapping[str, float]) -> Shared | None:
+        """What the server newly keeps about one participant, given its metrics; None = as before."""
+        return None
+
+    def personalize(self, server: ServerState, client: Client) -> Weights:
+        """The weights this client is scored with."""
+        return mask_algebra.apply(server.weights, server.masks)
+
+    def finetune(self, server: ServerState, client: Client) -> Weights | None:
+        """The client's weights after a last local fit, run once at the end; None = the method has none."""
+        return None
+
+    def may_vote(self, message: Message) -> Masks:
+        """Where an upload may vote; default: where the client holds and may change."""
+        if not message.trainable:
+            return message.masks
+        return mask_algebra.intersect(message.trainable, message.masks)
+
+    def costs(self, facts: CostFacts) -> Costs:
+        """FLOPs and paper bytes of one client-round, without training.
+
+        The default charges training as three forward passes of the held density for every local sample, and
+        4 bytes for every weight that the masks keep, in both directions.
+        """
+        message, samples = facts.message, facts.epochs * facts.samples
+        kept = sum(
+            int(message.masks[n].sum()) if n in message.masks else w.numel() for n, w in message.weights.items()
+        )
+        return Costs(
+            flops_paper=3 * samples * forward_flops(facts.layers, message.masks),
+            flops_analytic=training_flops(facts.layers, message.masks, message.trainable, samples),
+            bytes_down_paper=BYTES_PER_WEIGHT * kept,
+            bytes_up_paper=BYTES_PER_WEIGHT * kept,
+        )
+
+
+def _adopt(old: torch.Tensor, mean: torch.Tensor, covered: torch.Tensor | None, difference: bool) -> torch.Tensor:
+    """The mean where somebody voted, the server's value elsewhere."""
+    if difference:  # a mean of differences is zero where nobody voted
+        return old + mean
+    return mean if covered is None else torch.where(covered, mean, old)

@@ -1,0 +1,205 @@
+"""A client as its algorithm sees it, and the bench that a rank trains clients on."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import torch
+from lightning.pytorch import Callback, LightningModule
+
+from lightning_sparsefl.callbacks import LayerFreezing, StaticMask
+from lightning_sparsefl.errors import InvalidOption
+from lightning_sparsefl.federated.flat import FlatModule, FlatTree
+from lightning_sparsefl.federated.local import LocalTrainer
+from lightning_sparsefl.federated.round_lr import RoundLR, ScaleLearningRates
+from lightning_sparsefl.federated.stock import StockTrainer
+from lightning_sparsefl.seeds import generator, seed_all
+from lightning_sparsefl.sparse.masks import apply
+from lightning_sparsefl.types import ClientView, FitResult, Masks, Shared, Weights
+
+Split = Literal["val", "test"]
+_STAGES: dict[Split, Literal["validate", "test"]] = {"val": "validate", "test": "test"}
+
+
+class Trains(Protocol):
+    """What a client asks of whoever does its local work; the only door of the local engines."""
+
+    def fit(self, client: Client, weights: Weights, masks: Masks, trainable: Masks, callbacks: Sequence[Callback]) -> FitResult: ...
+    def gradient(self, client: Client, weights: Weights) -> Weights: ...
+    def evaluate(self, client: Client, weights: Weights, split: Split) -> Mapping[str, float]: ...
+
+
+class Client:
+    """One client during one round: the facts a server may know, what only the client has, and what it can do.
+
+    Args:
+        view: The facts.
+        memory: What the client kept for itself.
+        bench: Does the local work.
+    """
+
+    def __init__(self, view: ClientView, memory: Shared, bench: Trains) -> None:
+        self.id, self.num_examples, self.capacity = view.id, view.num_examples, view.capacity
+        self.round, self.max_rounds, self.seed = view.round, view.max_rounds, view.seed
+        self.shared, self.memory, self.view = view.shared, memory, view
+        self._bench = bench
+        self._uses: dict[str, int] = {}
+
+    def rng(self, purpose: str) -> torch.Generator:
+        """A generator for this client, round and purpose; never by rank or order."""
+        return generator(*self.key(purpose))
+
+    def key(self, purpose: str) -> tuple[int | str, ...]:
+        """Key of the randomness of a purpose; a second use in the same round gets another one."""
+        use = self._uses[purpose] = self._uses.get(purpose, -1) + 1
+        return (self.seed, self.round, self.id, purpose, use)
+
+    def fit(
+        self,
+        weights: Weights,
+        masks: Masks | None = None,
+        trainable: Masks | None = None,
+        callbacks: Sequence[Callback] = (),
+    ) -> FitResult:
+        """Train on the client's data.
+
+        Args:
+            weights: To start from; names that are missing take the run's initial values.
+            masks: What is held: False weights are zero and stay zero.
+            trainable: What may change.
+            callbacks: How training differs from the module's own.
+
+        Returns:
+            The weights after `trainer.max_epochs` local epochs, with the logged metrics.
+        """
+        return self._bench.fit(self, weights, masks or {}, trainable or {}, callbacks)
+
+    def gradient(self, weights: Weights) -> Weights:
+        """Dense gradient of the module's training loss on one local batch, in evaluation mode.
+
+        Args:
+            weights: At which it is taken; zeros where masked.
+
+        Raises:
+            InvalidOption: If the module optimizes manually.
+        """
+        return self._bench.gradient(self, weights)
+
+    def evaluate(self, weights: Weights, split: Split = "val") -> Mapping[str, float]:
+        """The module's metrics on the client's own validation or test set."""
+        return self._bench.evaluate(self, weights, split)
+
+
+@dataclass(frozen=True)
+class LocalWork:
+    """How every client trains, besides what its algorithm adds."""
+
+    client_callbacks: Sequence[Callback] = ()
+    round_lr: RoundLR | None = None
+    validate: bool = False
+
+
+class Bench:
+    """One rank's module, data and local engine; clients use them one after another.
+
+    Args:
+        module: The user's module, on its device.
+        datamodule: The clients' data, set up.
+        engine: The client loop.
+        work: How every client trains.
+        device: Of the module.
+    """
+
+    def __init__(
+        self,
+        module: LightningModule,
+        datamodule: Any,
+        engine: LocalTrainer | StockTrainer,
+        work: LocalWork,
+        device: torch.device,
+    ) -> None:
+        self.module, self.data, self.engine, self.work, self.device = module, datamodule, engine, work, device
+        self.flat = FlatModule(module)
+        self.initial: FlatTree = self.flat.read()
+        floats = self.flat.layout.buffers
+        self._counters = [(b, b.clone()) for n, b in module.named_buffers() if n not in floats]
+
+    def load(self, weights: Weights) -> None:
+        """Put weights into the module; counters such as `num_batches_tracked` go back to their first value."""
+        if len(weights) < len(self.initial):
+            weights = {**self.initial, **weights}
+        self.flat.load(weights)
+        for buffer, first in self._counters:
+            buffer.copy_(first)
+
+    def fit(
+        self, client: Client, weights: Weights, masks: Masks, trainable: Masks, callbacks: Sequence[Callback]
+    ) -> FitResult:
+        """See :meth:`Client.fit`."""
+        self.load(apply(weights, masks) if masks else weights)
+        attached = self._callbacks(client, masks, trainable, callbacks)
+        seed_all(*client.key("fit"))
+        loader = self.data.client_train_dataloader(client.id)
+        validation = self.data.client_val_dataloader(client.id) if self.work.validate else None
+        metrics = self.engine.fit(self.module, loader, validation, callbacks=attached, datamodule=self.data)
+        return FitResult(
+            weights=self.flat.read(),
+            metrics={name: float(value) for name, value in metrics.items()},
+            steps=self.engine.global_step,
+            callbacks=attached,
+        )
+
+    def _callbacks(self, client: Client, masks: Masks, trainable: Masks, own: Sequence[Callback]) -> list[Callback]:
+        """The user's, copied; the method's; then the roles of the masks, which have the last word on gradients."""
+        attached = [*copy.deepcopy(list(self.work.client_callbacks)), *own]
+        if trainable:
+            attached.append(LayerFreezing(trainable))
+        if masks:
+            attached.append(StaticMask(masks=masks))
+        if self.work.round_lr is not None:
+            attached.append(ScaleLearningRates(self.work.round_lr.factor(client.round, client.max_rounds)))
+        return attached
+
+    def gradient(self, client: Client, weights: Weights) -> Weights:
+        """See :meth:`Client.gradient`."""
+        self.load(weights)
+        seed_all(*client.key("gradient"))
+        batch = next(iter(self.data.client_train_dataloader(client.id)))
+        self.module.eval()
+        self.module.zero_grad(set_to_none=True)
+        self.engine.gradient(self.module, batch)
+        gradients = {
+            name: torch.zeros_like(p) if p.grad is None else p.grad.detach().clone()
+            for name, p in self.module.named_parameters()
+        }
+        self.module.zero_grad(set_to_none=True)
+        self.module.train()
+        return gradients
+
+    def evaluate(self, client: Client, weights: Weights, split: Split) -> Mapping[str, float]:
+        """See :meth:`Client.evaluate`."""
+        loader = getattr(self.data, f"client_{split}_dataloader")(client.id)
+        return self.score(weights, loader, split, client.key("evaluate"))
+
+    def score(self, weights: Weights, loader: Any, split: Split, key: tuple[int | str, ...]) -> Mapping[str, float]:
+        """The module's metrics with these weights on one loader.
+
+        Args:
+            weights: To score.
+            loader: Of labelled batches.
+            split: Decides between `validation_step` and `test_step`.
+            key: Of the randomness.
+
+        Raises:
+            InvalidOption: If there is no such loader.
+        """
+        if loader is None:
+            raise InvalidOption(
+                f"The data has no {split} set for a client; set `data.val_fraction` above 0, or `data.eval_split: test`."
+            )
+        self.load(weights)
+        seed_all(*key)
+        return self.engine.evaluate(self.module, loader, stage=_STAGES[split])

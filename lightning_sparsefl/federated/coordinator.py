@@ -1,0 +1,334 @@
+"""The round: who takes part, what travels, what is merged, what it cost."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from lightning_sparsefl.cost import Charge, Ledger
+from lightning_sparsefl.errors import ClientFailed
+from lightning_sparsefl.federated.algorithm import FederatedAlgorithm
+from lightning_sparsefl.federated.buffers import localize, strip
+from lightning_sparsefl.federated.client import Bench, Client
+from lightning_sparsefl.federated.evaluate import not_finite
+from lightning_sparsefl.federated.options import Federation
+from lightning_sparsefl.federated.placement import assigned
+from lightning_sparsefl.federated.process import Ranks
+from lightning_sparsefl.federated.reduce import Accumulator
+from lightning_sparsefl.federated.sampling import uniform_cohort
+from lightning_sparsefl.federated.store import ClientStore, Record, pack_record
+from lightning_sparsefl.sparse.masks import changed, digest
+from lightning_sparsefl.types import ClientView, CostFacts, LayerFlops, Masks, Message, ServerState, Update
+from lightning_sparsefl.wire import Codec
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What the cost of local training depends on, besides the client."""
+
+    layers: Sequence[LayerFlops]
+    epochs: int
+    batch_size: int
+    max_batches: int | float = 1.0
+    """As `limit_train_batches`: a number of batches, or a fraction of them."""
+
+    def facts(self, view: ClientView, message: Message) -> CostFacts:
+        """The facts of one client-round."""
+        batches = -(-view.num_examples // self.batch_size)
+        limit = self.max_batches if isinstance(self.max_batches, int) else int(batches * self.max_batches)
+        samples = min(view.num_examples, limit * self.batch_size)
+        return CostFacts(
+            view=view,
+            message=message,
+            layers=self.layers,
+            epochs=self.epochs,
+            samples=samples,
+            batch_size=self.batch_size,
+        )
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What every rank learns of one client's round."""
+
+    client: int
+    num_examples: int
+    metrics: Mapping[str, float]
+    charge: Charge | None = None
+    record: Mapping[str, Any] | None = None
+    """As :func:`pack_record` made it."""
+    densities: Mapping[str, float] | None = None
+    """Per masked tensor, the fraction that the client held."""
+    changed: float = 0.0
+    """Fraction of the mask that local training changed."""
+    failure: str | None = None
+    """Why the client is left out."""
+
+
+@dataclass(frozen=True)
+class RoundResult:
+    """A finished round."""
+
+    server: ServerState
+    outcomes: Sequence[Outcome]
+    metrics: Mapping[str, float]
+
+
+class Coordinator:
+    """Runs rounds; the same code on every rank, and the same server state after each.
+
+    Args:
+        algorithm: The method.
+        federation: Its options.
+        bench: Does this rank's local work.
+        ranks: The processes.
+        store: What is kept per client.
+        codec: What a message weighs.
+        workload: What local training costs.
+        ledger: Keeps the charges.
+        max_rounds: Of the run.
+        seed: Of the run.
+    """
+
+    def __init__(
+        self,
+        *,
+        algorithm: FederatedAlgorithm,
+        federation: Federation,
+        bench: Bench,
+        ranks: Ranks,
+        store: ClientStore,
+        codec: Codec,
+        workload: Workload,
+        ledger: Ledger,
+        max_rounds: int,
+        seed: int,
+    ) -> None:
+        self.algorithm, self.federation, self.bench, self.ranks = algorithm, federation, bench, ranks
+        self.store, self.codec, self.workload, self.ledger = store, codec, workload, ledger
+        self.max_rounds, self.seed = max_rounds, seed
+        self.num_clients: int = bench.data.num_clients
+
+    def cohort(self, round: int) -> list[int]:  # noqa: A002
+        """Numbers of a round's clients."""
+        return uniform_cohort(self.seed, round, self.num_clients, self.federation.clients_per_round)
+
+    def view(self, client: int, round: int) -> ClientView:  # noqa: A002
+        """What the server knows of a client in a round."""
+        return ClientView(
+            id=client,
+            num_examples=self.bench.data.num_examples(client),
+            capacity=self.federation.capacity(client),
+            round=round,
+            max_rounds=self.max_rounds,
+            seed=self.seed,
+            shared=self.store.get(client).shared,
+        )
+
+    def client(self, client: int, round: int) -> Client:  # noqa: A002
+        """A client of a round, with its memory."""
+        return Client(self.view(client, round), self.store.get(client).memory, self.bench)
+
+    def round(self, server: ServerState) -> RoundResult:
+        """Sample, download, train, upload, merge.
+
+        Args:
+            server: Before the round.
+
+        Raises:
+            ClientFailed: If a client fails and `federation.on_client_error` is ``raise``, or too few are left.
+        """
+        started = time.perf_counter()
+        cohort = self.cohort(server.round)
+        views = {i: self.view(i, server.round) for i in cohort}
+        total_weight = max(sum(view.num_examples for view in views.values()), len(views))
+        merge = self.algorithm.reducer().start(self.bench.flat.layout, server.weights, total_weight)
+        loads = {i: float(view.num_examples) * view.capacity for i, view in views.items()}
+        mine = [
+            self._attempt(server, views[i], merge)
+            for i in assigned(loads, self.ranks, self.federation.placement, f"round {server.round}")
+        ]
+        outcomes = sorted((o for part in self.ranks.gather(mine) for o in part), key=lambda outcome: outcome.client)
+        trained = self._survivors(server, outcomes)
+        trained_at = time.perf_counter()
+        server = self._merge(server, merge, trained, views)
+        metrics = {
+            **self._metrics(outcomes, trained),
+            "mask/coverage_min": merge.coverage_min(len(trained)),
+            "time/aggregate": time.perf_counter() - trained_at,
+            "time/round": time.perf_counter() - started,
+        }
+        return RoundResult(server=server, outcomes=outcomes, metrics=metrics)
+
+    def _attempt(self, server: ServerState, view: ClientView, merge: Accumulator) -> Outcome:
+        """One client's round; a failure is an outcome, since the other ranks wait for this one."""
+        try:
+            return self._serve(server, view, merge)
+        except Exception as error:
+            if self.ranks.size == 1 and self.federation.on_client_error == "raise":
+                if isinstance(error, ClientFailed):
+                    raise
+                raise self._failed(view, _reason(error)) from error
+            reason = error.reason if isinstance(error, ClientFailed) else _reason(error)
+            return Outcome(view.id, view.num_examples, metrics={}, failure=reason)
+
+    def _serve(self, server: ServerState, view: ClientView, merge: Accumulator) -> Outcome:
+        record = self.store.get(view.id)
+        message = localize(self.algorithm.download(server, view), record.buffers, self.bench.flat.layout)
+        held = digest(message.masks)
+        known = message.masks if record.held == held else None
+        down, message = self._send_down(message, known)
+        client = Client(view, record.memory, self.bench)
+        update, buffers = strip(
+            self.algorithm.train(message, client), message, self.federation.buffers, self.bench.flat.layout
+        )
+        self._validate(update, view)
+        up, update = self._send_up(update, message)
+        outcome = Outcome(
+            client=view.id,
+            num_examples=view.num_examples,
+            metrics=dict(update.metrics),
+            charge=self._charge(view, message, down, up),
+            record=self._record(record, update, buffers, held),
+            densities={name: float(mask.sum()) / max(mask.numel(), 1) for name, mask in message.masks.items()},
+            changed=_changed(message, update),
+        )
+        merge.add(update, message, view.num_examples)  # last, so that a client that fails leaves no trace in the sum
+        return outcome
+
+    def _send_down(self, message: Message, known: Masks | None) -> tuple[Any, Message]:
+        size = self.codec.message_size(message, known)
+        if self.federation.wire == "encode":
+            payload = self.codec.encode_message(message, known)
+            message = _to(self.codec.decode_message(payload, known), self.bench.device)
+        return size, message
+
+    def _send_up(self, update: Update, message: Message) -> tuple[Any, Update]:
+        size = self.codec.update_size(update, message)
+        if self.federation.wire == "encode":
+            decoded = self.codec.decode_update(self.codec.encode_update(update, message), message)
+            update = replace(_to(decoded, self.bench.device), memory=update.memory)
+        return size, update
+
+    def _validate(self, update: Update, view: ClientView) -> None:
+        self.bench.flat.layout.check(update.weights, f"The update of client {view.id}")
+        for name in not_finite(update.metrics):
+            raise self._failed(view, f"its {name} is {update.metrics[name]}")
+        for name, tensor in update.weights.items():
+            if not bool(torch.isfinite(tensor).all()):
+                raise self._failed(view, f"its update of {name!r} holds values that are not finite")
+
+    def _failed(self, view: ClientView, reason: str) -> ClientFailed:
+        return ClientFailed(reason, client=view.id, round=view.round, rank=self.ranks.rank)
+
+    def _charge(self, view: ClientView, message: Message, down: Any, up: Any) -> Charge:
+        costs = self.algorithm.costs(self.workload.facts(view, message))
+        return Charge(
+            round=view.round,
+            client=view.id,
+            downlink_bytes=down.total,
+            uplink_bytes=up.total,
+            mask_bytes=down.masks + up.masks,
+            paper_bytes_down=costs.bytes_down_paper,
+            paper_bytes_up=costs.bytes_up_paper,
+            flops_train=costs.flops_analytic,
+            flops_paper=costs.flops_paper,
+        )
+
+    def _record(self, old: Record, update: Update, buffers: Mapping[str, Any] | None, held: str) -> dict[str, Any]:
+        shared = old.shared if update.shared is None else update.shared
+        masks = (update.shared or {}).get("masks")
+        return pack_record(
+            Record(
+                shared=shared,
+                memory=old.memory if update.memory is None else update.memory,
+                buffers=old.buffers if buffers is None else buffers,
+                held=held if masks is None else digest(masks),
+            )
+        )
+
+    def _survivors(self, server: ServerState, outcomes: Sequence[Outcome]) -> list[Outcome]:
+        """The outcomes that are merged."""
+        trained = [outcome for outcome in outcomes if outcome.failure is None]
+        failed = [outcome for outcome in outcomes if outcome.failure is not None]
+        enough = len(trained) >= self.federation.min_clients
+        if failed and (self.federation.on_client_error == "raise" or not enough):
+            first, reason = failed[0], failed[0].failure or ""
+            if self.federation.on_client_error == "skip":
+                reason += f", which leaves {len(trained)} clients of the {self.federation.min_clients} in `federation.min_clients`"
+            raise ClientFailed(reason, client=first.client, round=server.round, rank=self.ranks.rank)
+        return trained
+
+    def _merge(
+        self, server: ServerState, merge: Accumulator, trained: Sequence[Outcome], views: Mapping[int, ClientView]
+    ) -> ServerState:
+        shapes: dict[str, dict[str, torch.Size]] = {}
+        for part in self.ranks.gather(merge.extra_shapes()):
+            for key, tree in part.items():
+                shapes.setdefault(key, {}).update(tree)
+        merge.all_reduce(self.ranks.sum, shapes)
+        reports = {outcome.client: outcome.metrics for outcome in trained}
+        merged = self.algorithm.aggregate(server, merge.result(reports))
+        for outcome in trained:
+            self._keep(server, outcome, views[outcome.client])
+        return replace(merged, round=server.round + 1)
+
+    def _keep(self, server: ServerState, outcome: Outcome, view: ClientView) -> None:
+        """File what a participant left, and what the algorithm newly observes about it."""
+        assert outcome.record is not None
+        assert outcome.charge is not None
+        self.store.put(outcome.client, dict(outcome.record))
+        self.ledger.add(outcome.charge)
+        observed = self.algorithm.observe(server, view, outcome.metrics)
+        if observed is not None:
+            self.store.put(outcome.client, pack_record(replace(self.store.get(outcome.client), shared=observed)))
+
+    def _metrics(self, outcomes: Sequence[Outcome], trained: Sequence[Outcome]) -> dict[str, float]:
+        """The round's logged keys, besides scores and the ledger's."""
+        weights = {o.client: o.num_examples for o in trained}
+        keys: dict[str, float] = {"clients/trained": len(trained), "clients/failed": len(outcomes) - len(trained)}
+        for name in sorted({name for o in trained for name in o.metrics}):
+            having = [o for o in trained if name in o.metrics]
+            total = sum(weights[o.client] for o in having)
+            keys[f"local/{name}"] = sum(weights[o.client] * o.metrics[name] for o in having) / total
+        layers = sorted({name for o in trained for name in o.densities or {}}, key=self.bench.flat.layout.names.index)
+        keys["sparsity/density"] = self._mean_density(trained)
+        for name in layers:
+            keys[f"sparsity/layer/{name}"] = sum((o.densities or {}).get(name, 1.0) for o in trained) / len(trained)
+        keys["mask/changed"] = sum(o.changed for o in trained) / max(len(trained), 1)
+        return keys
+
+    def _mean_density(self, trained: Sequence[Outcome]) -> float:
+        """Mean over the cohort of the density of all masked tensors together; 1 without masks."""
+        sizes = {name: float(shape.numel()) for name, shape in self.bench.flat.layout.shapes.items()}
+        densities = [
+            sum(d * sizes[n] for n, d in o.densities.items()) / sum(sizes[n] for n in o.densities) if o.densities else 1.0
+            for o in trained
+        ]
+        return sum(densities) / max(len(densities), 1)
+
+
+def _changed(message: Message, update: Update) -> float:
+    masks = (update.shared or {}).get("masks")
+    return 0.0 if masks is None else changed(message.masks, masks)
+
+
+def _reason(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def _to(value: Any, device: torch.device) -> Any:
+    """A decoded message or update with its tensors on a device."""
+
+    def move(item: Any) -> Any:
+        if isinstance(item, torch.Tensor):
+            return item.to(device)
+        if isinstance(item, Mapping):
+            return {key: move(part) for key, part in item.items()}
+        return [move(part) for part in item] if isinstance(item, list) else item
+
+    return replace(value, **{name: move(getattr(value, name)) for name in value.__dataclass_fields__})

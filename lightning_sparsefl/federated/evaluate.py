@@ -1,0 +1,114 @@
+"""How good the global and the personal models are."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lightning_sparsefl.federated.algorithm import FederatedAlgorithm
+from lightning_sparsefl.federated.client import Bench, Client, Split
+from lightning_sparsefl.federated.placement import longest_first
+from lightning_sparsefl.federated.process import Ranks
+from lightning_sparsefl.sparse.masks import apply
+from lightning_sparsefl.types import ServerState
+
+_POOLED = -1
+_FALLING = ("loss", "error", "perplexity", "mse", "mae", "nll")
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Metrics as the user's module logs them."""
+
+    pooled: Mapping[str, float]
+    """Of the global model on all clients' data."""
+    personal: Mapping[int, Mapping[str, float]]
+    """Of each client's own model on its own data."""
+
+    def summary(self) -> dict[str, float]:
+        """The logged keys: ``global/*``, and ``personal/*`` with ``_std`` (over clients) and ``_worst10``.
+
+        Example:
+            >>> scores = Scores({"val_acc": 0.5}, {0: {"val_acc": 0.25}, 1: {"val_acc": 0.75}})
+            >>> scores.summary()["personal/val_acc_worst10"]
+            0.25
+        """
+        keys = {f"global/{name}": value for name, value in self.pooled.items()}
+        for name in sorted({name for metrics in self.personal.values() for name in metrics}):
+            values = [metrics[name] for metrics in self.personal.values() if name in metrics]
+            keys[f"personal/{name}"] = statistics.fmean(values)
+            keys[f"personal/{name}_std"] = statistics.pstdev(values)
+            keys[f"personal/{name}_worst10"] = worst_tenth(values, higher_is_better(name))
+        return keys
+
+
+def higher_is_better(name: str) -> bool:
+    """Whether a metric of this name should rise; losses and errors should fall.
+
+    Example:
+        >>> higher_is_better("val_acc"), higher_is_better("val_loss")
+        (True, False)
+    """
+    return not any(word in name.lower() for word in _FALLING)
+
+
+def worst_tenth(values: Sequence[float], rising: bool) -> float:
+    """Mean of the worst tenth of the values, of at least one.
+
+    Example:
+        >>> worst_tenth([0.1, 0.9, 0.8], rising=True)
+        0.1
+    """
+    ordered = sorted(values, reverse=not rising)
+    return statistics.fmean(ordered[: max(1, math.ceil(len(ordered) / 10))])
+
+
+def evaluate(
+    algorithm: FederatedAlgorithm,
+    server: ServerState,
+    clients: Sequence[int],
+    bench: Bench,
+    ranks: Ranks,
+    split: Split,
+    make_client: Callable[[int], Client],
+) -> Scores:
+    """Score the global model on the pooled set, and each client's personal model on its own.
+
+    Args:
+        algorithm: Says what a client is scored with.
+        server: Of the finished round.
+        clients: To score.
+        bench: Of this rank.
+        ranks: Share the work.
+        split: ``val`` or ``test``.
+        make_client: A client of its number, with its memory.
+    """
+    loads = {i: float(bench.data.num_examples(i)) for i in clients}
+    loads[_POOLED] = sum(loads.values())
+    mine: dict[int, dict[str, float]] = {}
+    for job in longest_first(loads, ranks.size)[ranks.rank]:
+        if job == _POOLED:
+            mine[job] = dict(_score_global(server, bench, split))
+        else:
+            client = make_client(job)
+            mine[job] = dict(client.evaluate(algorithm.personalize(server, client), split))
+    merged = {job: metrics for part in ranks.gather(mine) for job, metrics in part.items()}
+    return Scores(pooled=merged.pop(_POOLED), personal=dict(sorted(merged.items())))
+
+
+def _score_global(server: ServerState, bench: Bench, split: Split) -> Mapping[str, float]:
+    loader: Any = getattr(bench.data, f"{split}_dataloader")()
+    return bench.score(apply(server.weights, server.masks), loader, split, (server.round, "evaluate global"))
+
+
+def not_finite(metrics: Mapping[str, float]) -> Iterator[str]:
+    """Names of metrics that are not finite.
+
+    Example:
+        >>> list(not_finite({"train_loss": float("nan"), "train_acc": 0.5}))
+        ['train_loss']
+    """
+    return (name for name, value in metrics.items() if not math.isfinite(value))

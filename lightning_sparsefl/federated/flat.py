@@ -1,0 +1,147 @@
+"""Weights as one vector: a client swap is one copy, a merge is one sum."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from lightning_sparsefl.errors import IncompatibleMasks, InvalidOption
+from lightning_sparsefl.types import Masks, Weights
+
+
+class FlatTree(dict[str, Tensor]):
+    """A weights tree whose tensors are views of `vector`, in the layout's order."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], vector: Tensor) -> None:
+        super().__init__(tensors)
+        self.vector = vector
+
+
+class Layout:
+    """Where each tensor of a tree stands in the vector: parameters first, then floating-point buffers.
+
+    Args:
+        parameters: The module's parameters, each once.
+        buffers: Its floating-point buffers that ``state_dict`` holds.
+    """
+
+    def __init__(self, parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> None:
+        tensors = {**parameters, **buffers}
+        self.names = tuple(tensors)
+        self.buffers = frozenset(buffers)
+        self.shapes = {name: tensor.shape for name, tensor in tensors.items()}
+        self.sizes = [tensor.numel() for tensor in tensors.values()]
+        self.size = sum(self.sizes)
+        self.parameter_size = sum(tensor.numel() for tensor in parameters.values())
+        dtypes = [tensor.dtype for tensor in tensors.values()]
+        self.dtypes = dict(zip(self.names, dtypes, strict=True))
+        self.dtype = max(dtypes, key=lambda dtype: torch.finfo(dtype).bits)
+
+    @property
+    def uniform(self) -> bool:
+        """Whether all tensors have one dtype, so that views of the vector can stand for them."""
+        return len(set(self.dtypes.values())) == 1
+
+    def split(self, vector: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """The named views of a vector of `size` elements."""
+        for name, piece in zip(self.names, vector.split(self.sizes), strict=True):
+            yield name, piece.view(self.shapes[name])
+
+    def tree(self, vector: Tensor) -> FlatTree:
+        """The tree of a vector; views where the dtypes allow it."""
+        return FlatTree({name: view.to(self.dtypes[name]) for name, view in self.split(vector)}, vector)
+
+    def flatten(self, tree: Weights) -> Tensor:
+        """The vector of a tree that has every name; no copy for a `FlatTree` of this layout."""
+        if isinstance(tree, FlatTree) and tree.vector.numel() == self.size:
+            return tree.vector
+        return torch.cat([tree[name].reshape(-1) for name in self.names])
+
+    def flatten_masks(self, masks: Masks, device: torch.device) -> Tensor:
+        """Masks as one bool vector; a missing name is dense."""
+        pieces = [
+            masks[name].to(device).reshape(-1) if name in masks else torch.ones(size, dtype=torch.bool, device=device)
+            for name, size in zip(self.names, self.sizes, strict=True)
+        ]
+        return torch.cat(pieces)
+
+    def check(self, tree: Mapping[str, Tensor], what: str) -> None:
+        """Raise :class:`IncompatibleMasks` where a name or shape of `tree` is not the model's."""
+        for name, tensor in tree.items():
+            if name not in self.shapes:
+                raise IncompatibleMasks(f"{what} holds {name!r}, which the model does not have; return only the model's names.")
+            if tensor.shape != self.shapes[name]:
+                raise IncompatibleMasks(
+                    f"{what} holds {name!r} with shape {tuple(tensor.shape)}; expected {tuple(self.shapes[name])}."
+                )
+
+
+class FlatModule:
+    """A module whose float tensors are views of one vector, made once per process.
+
+    Args:
+        module: The user's module, on its device already.
+
+    Raises:
+        InvalidOption: If it has no trainable parameter.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        parameters = dict(module.named_parameters())
+        if not any(parameter.requires_grad for parameter in parameters.values()):
+            raise InvalidOption(
+                f"`{type(module).__name__}` has no trainable parameter; expected at least one with requires_grad=True (option `model`)."
+            )
+        kept = set(module.state_dict().keys())
+        buffers = {n: b for n, b in module.named_buffers() if n in kept and b.is_floating_point()}
+        self.module = module
+        self.layout = Layout(parameters, buffers)
+        self._tensors = {**parameters, **buffers}
+        self.vector = torch.cat([t.detach().reshape(-1).to(self.layout.dtype) for t in self._tensors.values()])
+        self._bind()
+
+    def _bind(self) -> None:
+        """Make the module's tensors views of the vector."""
+        if self.layout.uniform:
+            for name, view in self.layout.split(self.vector):
+                self._tensors[name].data = view
+
+    def load(self, weights: Weights) -> None:
+        """Copy a tree into the module; names that it lacks keep their value."""
+        if self.layout.uniform and isinstance(weights, FlatTree) and weights.vector.numel() == self.layout.size:
+            self.vector.copy_(weights.vector)
+            return
+        with torch.no_grad():
+            for name, tensor in weights.items():
+                self._tensors[name].data.copy_(tensor)
+
+    def read(self) -> FlatTree:
+        """A copy of the module's weights.
+
+        Raises:
+            InvalidOption: If training replaced a parameter, as Lightning's `ModelPruning` does.
+        """
+        self._rebind_replaced()
+        if self.layout.uniform:
+            return self.layout.tree(self.vector.clone())
+        pieces = [self._tensors[name].detach().reshape(-1).to(self.layout.dtype) for name in self.layout.names]
+        return self.layout.tree(torch.cat(pieces))
+
+    def _rebind_replaced(self) -> None:
+        """Follow buffers and parameter data that training assigned anew instead of in place."""
+        current = {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
+        for name, view in self.layout.split(self.vector):
+            if name not in current:
+                raise InvalidOption(
+                    f"Training removed or renamed {name!r}; expected the module's names to stay, "
+                    "so remove the client callback that renames them (`trainer.client_callbacks`)."
+                )
+            now, bound = current[name], self._tensors[name]
+            if now is bound and (not self.layout.uniform or now.data_ptr() == view.data_ptr()):
+                continue
+            view.copy_(now.detach())
+            self._tensors[name] = now
+            if self.layout.uniform:
+                now.data = view

@@ -1,0 +1,68 @@
+"""All clients of a run, and the only way to ask many of them at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from lightning_sparsefl.federated.client import Client
+from lightning_sparsefl.federated.placement import longest_first
+from lightning_sparsefl.federated.process import Ranks
+from lightning_sparsefl.types import ClientView, Weights
+
+
+class Fleet:
+    """What a method may know of all clients, and what it may ask of them.
+
+    Args:
+        views: The clients' facts before round 0.
+        buffers: Names of the model's floating-point buffers, which no mask may hold.
+        device: Where the server's weights live.
+        client: Makes a client of its number; None where nothing trains, as in `profile`.
+        ranks: The processes.
+    """
+
+    def __init__(
+        self,
+        views: Sequence[ClientView],
+        buffers: frozenset[str],
+        device: torch.device,
+        client: Callable[[int], Client] | None = None,
+        ranks: Ranks | None = None,
+    ) -> None:
+        self.views, self.buffers, self.device = tuple(views), buffers, device
+        self.seed = views[0].seed
+        self.max_rounds = views[0].max_rounds
+        self._client, self._ranks = client, ranks
+
+    def __len__(self) -> int:
+        return len(self.views)
+
+    def map(self, ask: Callable[[Client], Any]) -> dict[int, Any]:
+        """What every client answers, by client number; each is asked on one rank.
+
+        Args:
+            ask: Called with the client; its answer travels between processes.
+
+        Raises:
+            RuntimeError: Where no client can work, as in `profile`.
+        """
+        if self._client is None or self._ranks is None:
+            raise RuntimeError("Clients cannot be asked here, since nothing is trained.")
+        loads = {view.id: float(view.num_examples) for view in self.views}
+        mine = {i: ask(self._client(i)) for i in longest_first(loads, self._ranks.size)[self._ranks.rank]}
+        answers = {i: answer for part in self._ranks.gather(mine) for i, answer in part.items()}
+        return dict(sorted(answers.items()))
+
+    def mean(self, ask: Callable[[Client], Weights]) -> Mapping[str, torch.Tensor]:
+        """The mean of what every client answers, weighted by its training samples, summed in client order."""
+        answers = self.map(ask)
+        total = sum(self.views[i].num_examples for i in answers)
+        sums: dict[str, torch.Tensor] = {}
+        for i, tree in answers.items():
+            for name, tensor in tree.items():
+                term = self.views[i].num_examples * tensor.double()
+                sums[name] = sums[name] + term if name in sums else term
+        return {name: (tensor / total).float() for name, tensor in sums.items()}

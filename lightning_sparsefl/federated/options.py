@@ -1,0 +1,73 @@
+"""The options of a federation, the CLI group `federation`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from lightning_sparsefl.errors import InvalidOption
+
+
+@dataclass(frozen=True, kw_only=True)
+class Federation:
+    """Who trains, what travels, and what happens when a client fails."""
+
+    clients_per_round: int = 10
+    """Clients in a round's cohort."""
+    sampler: Literal["uniform"] = "uniform"
+    """How the cohort is drawn: uniformly without replacement, from the seed and the round."""
+    capacities: list[float] | None = None
+    """Share of the full model that each client can train, in (0, 1]; one number per client, or none for all 1."""
+    eval_clients: int | Literal["all"] = "all"
+    """How many clients an evaluation scores; a number draws that many, the same ones in every round."""
+    monitor: str = "train_acc"
+    """The metric of local training that methods which steer by accuracy read."""
+    local_engine: Literal["auto", "fast", "trainer"] = "auto"
+    """The client loop: ours, a real Lightning `Trainer`, or ours where it is known to give equal results."""
+    on_client_error: Literal["raise", "skip"] = "raise"
+    """Whether a client whose local work fails ends the run, or is left out of the round."""
+    min_clients: int = 1
+    """With `skip`: the fewest clients a round may be merged from."""
+    placement: Literal["static", "dynamic"] = "static"
+    """How clients are given to ranks: longest first by expected FLOPs, or whoever is free takes the next."""
+    buffers: Literal["average", "local", "server"] = "average"
+    """Floating-point buffers such as running means: averaged by samples, kept by each client, or never changed."""
+    wire: Literal["count", "encode"] = "count"
+    """Whether messages are only measured, exactly, or really encoded and decoded on their way."""
+    checkpoint_every_n_rounds: int = 1
+    """Rounds between two commits of `checkpoints/last.ckpt`; the last round is always committed."""
+    pictures_every_n_rounds: int = 10
+    """Rounds between two pictures in TensorBoard; the last round always has them, 0 is never."""
+
+    def __post_init__(self) -> None:
+        for name in ("clients_per_round", "min_clients", "checkpoint_every_n_rounds"):
+            if getattr(self, name) < 1:
+                raise InvalidOption(f"`federation.{name}` is {getattr(self, name)}; expected a whole number >= 1.")
+        if self.pictures_every_n_rounds < 0:
+            raise InvalidOption(f"`federation.pictures_every_n_rounds` is {self.pictures_every_n_rounds}; expected >= 0.")
+        if isinstance(self.eval_clients, int) and self.eval_clients < 1:
+            raise InvalidOption(f"`federation.eval_clients` is {self.eval_clients}; expected 'all' or a number >= 1.")
+        if any(not 0 < capacity <= 1 for capacity in self.capacities or []):
+            raise InvalidOption(f"`federation.capacities` is {self.capacities}; expected numbers in (0, 1].")
+
+    def check_fleet(self, num_clients: int) -> None:
+        """Raise :class:`InvalidOption` where the options do not fit the number of clients."""
+        if self.clients_per_round > num_clients:
+            raise InvalidOption(
+                f"`federation.clients_per_round` is {self.clients_per_round}, but the data has {num_clients} clients; "
+                "lower it, or raise `data.num_clients`."
+            )
+        if self.min_clients > self.clients_per_round:
+            raise InvalidOption(
+                f"`federation.min_clients` is {self.min_clients}; expected at most `federation.clients_per_round`, "
+                f"{self.clients_per_round}."
+            )
+        if self.capacities is not None and len(self.capacities) != num_clients:
+            raise InvalidOption(
+                f"`federation.capacities` has {len(self.capacities)} numbers; expected one for each of the "
+                f"{num_clients} clients."
+            )
+
+    def capacity(self, client: int) -> float:
+        """Capacity of a client, in (0, 1]."""
+        return 1.0 if self.capacities is None else self.capacities[client]

@@ -1,0 +1,168 @@
+"""Processes: one Fabric rank per device, each with clients of its own."""
+
+from __future__ import annotations
+
+import os
+import sys
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.fabric import Fabric
+from lightning.fabric.strategies import STRATEGY_REGISTRY, DDPStrategy
+from lightning.fabric.strategies.registry import _StrategyRegistry
+from lightning.fabric.utilities.distributed import _distributed_is_initialized
+from torch import Tensor, nn
+
+from lightning_sparsefl.errors import InvalidOption, WorldSizeMismatch
+
+
+class ClientParallelStrategy(DDPStrategy):
+    """DDP's processes, devices, launchers and collectives; but a module belongs to its rank alone."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self._backward_sync_control = None
+
+    def setup_module(self, module: nn.Module) -> nn.Module:  # type: ignore[override]
+        """Nothing to wrap: clients do not share gradients."""
+        return module
+
+    @property
+    def distributed_sampler_kwargs(self) -> None:  # type: ignore[override]
+        """None, so that Fabric does not shard a client's data over ranks."""
+        return
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
+        """Make the strategy known by name, with each way of starting processes."""
+        for suffix, method in (("", "popen"), ("_spawn", "spawn"), ("_fork", "fork")):
+            name = f"client_parallel{suffix}"
+            if name not in strategy_registry:
+                strategy_registry.register(name, cls, description="clients in parallel", start_method=method)
+
+
+ClientParallelStrategy.register_strategies(STRATEGY_REGISTRY)
+
+
+def launched_world_size() -> int | None:
+    """Processes that torchrun or SLURM started; None without a launcher."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        return int(os.environ["WORLD_SIZE"])
+    in_slurm_step = "SLURM_NTASKS" in os.environ and os.environ.get("SLURM_JOB_NAME") not in ("bash", "interactive")
+    return int(os.environ["SLURM_NTASKS"]) if in_slurm_step else None
+
+
+def _launched_local_size() -> int | None:
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        return int(os.environ["LOCAL_WORLD_SIZE"])
+    size = launched_world_size()
+    return None if size is None else size // int(os.environ.get("SLURM_NNODES", "1"))
+
+
+def build_fabric(
+    *,
+    accelerator: str,
+    devices: int | str | list[int],
+    num_nodes: int,
+    strategy: str,
+    precision: str | int | None,
+    timeout: float,
+) -> Fabric:
+    """A Fabric whose ranks train clients side by side.
+
+    Args:
+        accelerator: As in Lightning's `Trainer`.
+        devices: As there; ``auto`` adopts what the launcher started.
+        num_nodes: Machines.
+        strategy: ``auto``, or a name starting with ``client_parallel``.
+        precision: As in Lightning's `Trainer`.
+        timeout: Seconds that a rank waits for the others.
+
+    Raises:
+        InvalidOption: If the strategy shards a model instead of clients.
+        WorldSizeMismatch: If the launcher started another number of processes.
+    """
+    if strategy != "auto" and not strategy.startswith("client_parallel"):
+        raise InvalidOption(
+            f"`trainer.strategy` is {strategy!r}; expected 'auto', 'client_parallel', 'client_parallel_fork' or "
+            "'client_parallel_spawn', since each rank trains clients of its own."
+        )
+    local = _launched_local_size()
+    if devices == "auto" and local is not None:
+        devices = local
+    probe = Fabric(accelerator=accelerator, devices=devices, num_nodes=1)
+    count = len(probe.strategy.parallel_devices) if isinstance(probe.strategy, DDPStrategy) else 1
+    chosen: Any = "auto"
+    if count * num_nodes > 1:
+        if strategy == "auto":
+            strategy = "client_parallel_fork" if hasattr(sys, "ps1") else "client_parallel"
+        method = {"": "popen", "_spawn": "spawn", "_fork": "fork"}[strategy.removeprefix("client_parallel")]
+        chosen = ClientParallelStrategy(start_method=method, timeout=timedelta(seconds=timeout))
+    fabric = Fabric(accelerator=accelerator, devices=devices, num_nodes=num_nodes, strategy=chosen, precision=precision)  # type: ignore[arg-type]
+    _check_world_size(fabric.world_size if local is None else count * num_nodes)
+    return fabric
+
+
+def _check_world_size(configured: int) -> None:
+    launched = launched_world_size()
+    if launched is not None and launched != configured:
+        raise WorldSizeMismatch(
+            f"The launcher started {launched} processes, but `trainer.devices` and `trainer.num_nodes` ask for "
+            f"{configured}; make them equal, or leave `trainer.devices: auto`."
+        )
+
+
+class Ranks:
+    """The few collectives that the engine uses.
+
+    Args:
+        fabric: Launched.
+    """
+
+    def __init__(self, fabric: Fabric) -> None:
+        self.fabric = fabric
+        self.rank, self.size = fabric.global_rank, fabric.world_size
+        self._tickets: dict[str, int] = {}
+
+    @property
+    def first(self) -> bool:
+        """Whether this rank writes files and talks to the user."""
+        return self.rank == 0
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """Sum over ranks, in place."""
+        if self.size > 1:
+            dist.all_reduce(tensor)
+        return tensor
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's value, on every rank."""
+        if self.size == 1:
+            return [value]
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value)
+        return values
+
+    def broadcast(self, tensor: Tensor) -> Tensor:
+        """The first rank's tensor, in place."""
+        if self.size > 1:
+            dist.broadcast(tensor, 0)
+        return tensor
+
+    def next_ticket(self, name: str) -> int:
+        """The next number of a queue, counted from 0 over all ranks."""
+        if self.size > 1 and _distributed_is_initialized():
+            return int(dist.distributed_c10d._get_default_store().add(f"sparsefl/{name}", 1)) - 1
+        self._tickets[name] = self._tickets.get(name, -1) + 1
+        return self._tickets[name]
+
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+        self.fabric.barrier()
+
+
+def set_threads(count: int) -> None:
+    """Set the intra-op threads of this process: they are part of the result, so every rank has the same number."""
+    torch.set_num_threads(count)

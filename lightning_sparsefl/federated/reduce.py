@@ -1,0 +1,234 @@
+"""How a round's updates become one: weighted sums, divided once.
+
+The terms of a sum are rounded to a grid that every rank derives from the server's weights, coarse enough that
+float64 adds them without error. An exact sum does not depend on its order, so one rank and many give the same
+bytes. The grid lies about 40 bits below the largest weight of a tensor, beyond what float32 can tell.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from lightning_sparsefl.errors import InvalidOption
+from lightning_sparsefl.federated.flat import FlatTree, Layout
+from lightning_sparsefl.types import Masks, Merged, Message, Update, Weights
+
+AllReduce = Callable[[Tensor], Tensor]
+"""Sums a tensor over the ranks, in place, and returns it."""
+
+_HEADROOM = 10
+"""A value may exceed its tensor's largest server weight by 2**10 before its sum loses exactness."""
+_SMALLEST_SCALE = 2.0**-4
+"""Tensors that start at zero, such as biases, grow to about this size."""
+
+
+class Reducer(ABC):
+    """How updates are merged; a value without state."""
+
+    @abstractmethod
+    def start(self, layout: Layout, server: Weights, total_weight: int) -> Accumulator:
+        """An empty sum for one round.
+
+        Args:
+            layout: Of the model.
+            server: The weights before the round, the same on every rank.
+            total_weight: Upper bound of the updates' summed weights.
+        """
+
+
+class CoverageMean(Reducer):
+    """Each coordinate is averaged over those who voted on it; where nobody voted the server keeps its value."""
+
+    def start(self, layout: Layout, server: Weights, total_weight: int) -> Accumulator:
+        """See :class:`Reducer`."""
+        return Accumulator(layout, server, total_weight, silence_counts=False)
+
+
+class PlainMean(Reducer):
+    """Every update counts for every coordinate; silence is no change (FedSpa, eq. 4)."""
+
+    def start(self, layout: Layout, server: Weights, total_weight: int) -> Accumulator:
+        """See :class:`Reducer`."""
+        return Accumulator(layout, server, total_weight, silence_counts=True)
+
+
+class Accumulator:
+    """Streams updates into one float64 sum.
+
+    Args:
+        layout: Of the model.
+        server: The weights before the round.
+        total_weight: Upper bound of the summed weights.
+        silence_counts: Whether a coordinate that an update does not vote on counts as unchanged.
+    """
+
+    def __init__(self, layout: Layout, server: Weights, total_weight: int, *, silence_counts: bool) -> None:
+        self.layout, self.silence_counts = layout, silence_counts
+        vector = layout.flatten(server)
+        self.device = vector.device
+        self._sum = torch.zeros(layout.size, dtype=torch.float64, device=self.device)
+        self._counts = torch.zeros(len(layout.names), dtype=torch.float64, device=self.device)
+        self._coordinate_counts: Tensor | None = None
+        self._voters: Tensor | None = None
+        self._dense_voters = 0
+        self._extra: dict[str, dict[str, Tensor]] = {}
+        self._total = 0
+        self._kind: Literal["weights", "difference"] | None = "difference" if silence_counts else None
+        self._grid = self._rounding_constants(vector, total_weight)
+
+    def _rounding_constants(self, server: Tensor, total_weight: int) -> Tensor:
+        """Per coordinate 1.5 * 2**52 * g: adding and subtracting it rounds to multiples of g in float64."""
+        largest = torch.stack([piece.abs().max() if piece.numel() else piece.new_zeros(()) for piece in server.split(self.layout.sizes)])
+        scale = 2.0 ** largest.double().clamp_min(_SMALLEST_SCALE).log2().ceil()
+        bits = _HEADROOM + math.ceil(math.log2(max(total_weight, 2))) - 51
+        sizes = torch.tensor(self.layout.sizes, device=self.device)
+        return (1.5 * 2.0 ** (52 + bits) * scale).repeat_interleave(sizes)
+
+    def add(self, update: Update, message: Message, num_examples: int) -> None:
+        """Add one client's update.
+
+        Args:
+            update: As the client returned it; `weight` is a positive integer.
+            message: What the client had received.
+            num_examples: Its training samples, by which buffers are averaged.
+
+        Raises:
+            InvalidOption: If the kinds of updates differ, or a weight is not a positive integer.
+        """
+        self._check(update)
+        self._add_extra(update)
+        if update.weights or self.silence_counts:
+            self._add_weights(update, message, num_examples)
+
+    def _add_weights(self, update: Update, message: Message, num_examples: int) -> None:
+        values = update.weights
+        if self.silence_counts and update.kind == "weights":
+            values = {name: value - message.weights[name] for name, value in values.items()}
+        term = self._full_vector(values).double()
+        split = self.layout.parameter_size
+        term[:split] *= update.weight
+        term[split:] *= num_examples
+        votes = self._votes(update, message)
+        self._count_voters(votes)
+        if votes is not None:
+            term *= votes
+        self._sum += term.add_(self._grid).sub_(self._grid)
+        self._count(update, votes, num_examples)
+
+    def _check(self, update: Update) -> None:
+        if not isinstance(update.weight, int) or update.weight < 1:
+            raise InvalidOption(f"`Update(weight={update.weight!r})`: expected a positive integer, samples or 1.")
+        kind = "difference" if self.silence_counts else update.kind
+        if self._kind not in (None, kind):
+            raise InvalidOption(f"`Update(kind={update.kind!r})`: expected {self._kind!r} as from the other clients of the round.")
+        self._kind = kind
+
+    def _full_vector(self, values: Weights) -> Tensor:
+        if isinstance(values, FlatTree) or len(values) == len(self.layout.names):
+            return self.layout.flatten(values).to(self.device)
+        zeros = {n: torch.zeros(self.layout.shapes[n], device=self.device) for n in self.layout.names if n not in values}
+        return self.layout.flatten({**zeros, **{name: value.to(self.device) for name, value in values.items()}})
+
+    def _votes(self, update: Update, message: Message) -> Tensor | None:
+        masks = voted(update, message)
+        return self.layout.flatten_masks(masks, self.device) if masks else None
+
+    def _count(self, update: Update, votes: Tensor | None, num_examples: int) -> None:
+        weights = [float(num_examples if n in self.layout.buffers else update.weight) for n in self.layout.names]
+        sent = [self.silence_counts or n in update.weights for n in self.layout.names]
+        counts = torch.tensor([w * s for w, s in zip(weights, sent, strict=True)], dtype=torch.float64, device=self.device)
+        if votes is None or self.silence_counts:
+            self._counts += counts
+        else:
+            if self._coordinate_counts is None:
+                self._coordinate_counts = torch.zeros_like(self._sum)
+            self._coordinate_counts += votes * self._spread(counts)
+
+    def _count_voters(self, votes: Tensor | None) -> None:
+        if votes is None:
+            self._dense_voters += 1
+        elif self._voters is None:
+            self._voters = votes.int()
+        else:
+            self._voters += votes
+
+    def coverage_min(self, clients: int) -> float:
+        """Smallest share of the round's clients that voted on a coordinate.
+
+        Args:
+            clients: That the round merges.
+        """
+        voters = self._dense_voters + (0 if self._voters is None else int(self._voters.min()))
+        return voters / max(clients, 1)
+
+    def _spread(self, per_tensor: Tensor) -> Tensor:
+        return per_tensor.repeat_interleave(torch.tensor(self.layout.sizes, device=self.device))
+
+    def _add_extra(self, update: Update) -> None:
+        """Extra trees have no counterpart at the server to take a grid from: plain float64 sums."""
+        self._total += update.weight
+        for key, tree in update.extra.items():
+            sums = self._extra.setdefault(key, {})
+            for name, tensor in tree.items():
+                term = update.weight * tensor.detach().double()
+                sums[name] = sums[name] + term if name in sums else term
+
+    def all_reduce(self, reduce: AllReduce, extra_names: Mapping[str, Mapping[str, torch.Size]]) -> None:
+        """Sum over the ranks.
+
+        Args:
+            reduce: Sums a tensor over the ranks in place.
+            extra_names: Shapes of the extra trees that any rank has, in one order on all ranks.
+        """
+        difference = self._kind == "difference"
+        facts = [self._coordinate_counts is not None, self._voters is not None, self._total, self._dense_voters, difference]
+        masked, voted, total, dense_voters, differences = reduce(torch.tensor(facts, dtype=torch.float64, device=self.device)).tolist()
+        self._total, self._dense_voters = int(total), int(dense_voters)
+        self._kind = "difference" if differences else self._kind
+        if masked and self._coordinate_counts is None:
+            self._coordinate_counts = torch.zeros_like(self._sum)
+        if voted and self._voters is None:
+            self._voters = torch.zeros(self.layout.size, dtype=torch.int32, device=self.device)
+        for sums in (self._sum, self._counts, self._coordinate_counts, self._voters):
+            if sums is not None:
+                reduce(sums)
+        for key, shapes in extra_names.items():
+            mine = self._extra.setdefault(key, {})
+            for name, shape in shapes.items():
+                mine[name] = reduce(mine.get(name, torch.zeros(shape, dtype=torch.float64)).to(self.device))
+
+    def extra_shapes(self) -> dict[str, dict[str, torch.Size]]:
+        """Shapes of the extra trees seen so far."""
+        return {key: {name: tensor.shape for name, tensor in tree.items()} for key, tree in self._extra.items()}
+
+    def result(self, reports: Mapping[int, Mapping[str, float]]) -> Merged:
+        """Divide, once."""
+        counts = self._spread(self._counts)
+        if self._coordinate_counts is not None:
+            counts = counts + self._coordinate_counts
+        covered = counts > 0
+        mean = torch.where(covered, self._sum / counts.clamp_min(1), 0.0).to(self.layout.dtype)
+        masks = {} if bool(covered.all()) else dict(self.layout.split(covered))
+        extra = {k: {n: (t / max(self._total, 1)).float() for n, t in tree.items()} for k, tree in self._extra.items()}
+        return Merged(weights=self.layout.tree(mean), covered=masks, kind=self._kind or "weights", extra=extra, reports=reports)
+
+
+def voted(update: Update, message: Message) -> Masks:
+    """The coordinates that an update votes on; a missing name is dense.
+
+    Args:
+        update: With `votes`, or None for those the message lets the client hold and change.
+        message: What the client received.
+    """
+    if update.votes is not None:
+        return update.votes
+    votes = dict(message.masks)
+    for name, mask in message.trainable.items():
+        votes[name] = votes[name] & mask if name in votes else mask
+    return votes

@@ -1,0 +1,112 @@
+"""The folder of one run: tables that the engine writes itself, beside the loggers'.
+
+::
+
+    config.yaml      the whole configuration (written by the command line)
+    metrics.csv      a row per round
+    clients.csv      a row per client and round, for those that trained or were scored
+    summary.json     the final table
+    checkpoints/     last.ckpt, and the records of the clients
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+
+class Table:
+    """A CSV file that grows by rows; a new column rewrites it, with empty cells in the old rows.
+
+    Args:
+        path: Of the file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._columns: list[str] = []
+
+    def append(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Add rows."""
+        new = [name for row in rows for name in row if name not in self._columns]
+        if new:
+            old = self.read()
+            self._columns += list(dict.fromkeys(new))
+            self._write(old)
+        with self.path.open("a", newline="", encoding="utf-8") as file:
+            csv.DictWriter(file, self._columns, restval="").writerows(rows)
+
+    def read(self) -> list[dict[str, str]]:
+        """All rows, as text."""
+        if not self.path.exists():
+            return []
+        with self.path.open(newline="", encoding="utf-8") as file:
+            return list(csv.DictReader(file))
+
+    def cut_back(self, rounds: int) -> None:
+        """Drop the rows of rounds that were not committed.
+
+        Args:
+            rounds: That were; rows whose `round` is smaller stay.
+        """
+        rows = self.read()
+        self._columns = list(rows[0]) if rows else []
+        if rows:
+            self._write([row for row in rows if int(row["round"]) < rounds])
+
+    def _write(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        temporary = self.path.with_suffix(".tmp")
+        with temporary.open("w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, self._columns, restval="")
+            writer.writeheader()
+            writer.writerows(rows)
+        temporary.replace(self.path)
+
+
+class RunFolder:
+    """Files of one run.
+
+    Args:
+        path: Of the folder; made if needed.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        path.mkdir(parents=True, exist_ok=True)
+        self.metrics = Table(path / "metrics.csv")
+        self.clients = Table(path / "clients.csv")
+
+    @property
+    def checkpoints(self) -> Path:
+        """Folder of the checkpoints."""
+        return self.path / "checkpoints"
+
+    def cut_back(self, rounds: int) -> None:
+        """Make the tables agree with a checkpoint of so many rounds."""
+        self.metrics.cut_back(rounds)
+        self.clients.cut_back(rounds)
+
+    def write_summary(self, summary: Mapping[str, Any]) -> None:
+        """Write `summary.json`."""
+        text = json.dumps(summary, indent=2, sort_keys=False)
+        (self.path / "summary.json").write_text(text + "\n", encoding="utf-8")
+
+
+def next_version(folder: Path) -> int:
+    """The first number for which `folder/version_N` does not exist yet.
+
+    Example:
+        >>> next_version(Path("a folder that is not there"))
+        0
+    """
+    used = [int(p.name.split("_")[1]) for p in folder.glob("version_*") if p.name.split("_")[1].isdigit()]
+    return max(used, default=-1) + 1
+
+
+def last_run(root: Path, name: str) -> Path | None:
+    """The newest run of an algorithm that has a checkpoint; None if there is none."""
+    runs = [p.parent.parent for p in (root / name).glob("version_*/checkpoints/last.ckpt")]
+    return max(runs, key=lambda run: int(run.name.split("_")[1]), default=None)

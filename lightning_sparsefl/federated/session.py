@@ -1,0 +1,313 @@
+"""One process's part of a fit, a validation or a test."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from lightning.fabric.utilities.rank_zero import rank_zero_info
+from lightning.pytorch import LightningModule
+from lightning.pytorch.loggers import Logger, TensorBoardLogger
+from lightning.pytorch.utilities.model_helpers import is_overridden
+
+from lightning_sparsefl.cost import Ledger
+from lightning_sparsefl.errors import CheckpointMismatch, InvalidOption
+from lightning_sparsefl.federated import checkpoint
+from lightning_sparsefl.federated.client import Bench, LocalWork, Split
+from lightning_sparsefl.federated.coordinator import Coordinator, RoundResult, Workload
+from lightning_sparsefl.federated.evaluate import Scores, evaluate
+from lightning_sparsefl.federated.facade import RoundTrainer
+from lightning_sparsefl.federated.fleet import Fleet
+from lightning_sparsefl.federated.local import isolate_metrics, local_engine
+from lightning_sparsefl.federated.options import Federation
+from lightning_sparsefl.federated.process import Ranks
+from lightning_sparsefl.federated.profile import layers_of
+from lightning_sparsefl.federated.record import Recorder, hyperparameters
+from lightning_sparsefl.federated.runfolder import RunFolder, last_run, next_version
+from lightning_sparsefl.federated.sampling import evaluated_clients
+from lightning_sparsefl.federated.store import ClientStore
+from lightning_sparsefl.report import print_table, summary_rows
+from lightning_sparsefl.seeds import seed_all
+from lightning_sparsefl.types import ServerState
+from lightning_sparsefl.wire import Codec
+
+if TYPE_CHECKING:
+    from lightning_sparsefl.federated.trainer import FederatedTrainer
+
+
+def check_data(data: Any, federation: Federation) -> None:
+    """Raise :class:`InvalidOption` where the options do not fit the data."""
+    federation.check_fleet(data.num_clients)
+    split = getattr(data, "eval_split", "val")
+    if split not in ("val", "test"):
+        raise InvalidOption(f"`data.eval_split` is {split!r}; expected 'val' or 'test'.")
+
+
+def check_module(module: LightningModule) -> None:
+    """Raise :class:`InvalidOption` where a module cannot be trained."""
+    if not isinstance(module, LightningModule):
+        raise InvalidOption(
+            f"`model` is a {type(module).__module__}.{type(module).__name__}; expected a `lightning.LightningModule` "
+            "(one of the package `pytorch_lightning` is another class)."
+        )
+    if not any(parameter.requires_grad for parameter in module.parameters()):
+        raise InvalidOption(
+            f"`{type(module).__name__}` has no trainable parameter; expected at least one with requires_grad=True "
+            "(option `model`)."
+        )
+
+
+class Session:
+    """Sets the parts up and drives the rounds.
+
+    Args:
+        trainer: The options.
+        ranks: The processes, launched.
+        module: The user's module.
+        data: The clients' data.
+        ckpt_path: A checkpoint to start from, ``last``, or None.
+    """
+
+    def __init__(
+        self, trainer: FederatedTrainer, ranks: Ranks, module: LightningModule, data: Any, ckpt_path: str | None
+    ) -> None:
+        self.trainer, self.ranks, self.module, self.data = trainer, ranks, module, data
+        self.federation, self.algorithm, self.seed = trainer.federation, trainer.algorithm, trainer.seed
+        self.split: Split = getattr(data, "eval_split", "val")
+        self.folder: RunFolder | None = None
+        self._ckpt_path = self._resolve(ckpt_path)
+        self._prepare_data()
+        self._check_steps()
+        seed_all(self.seed, "setup")
+        self.algorithm.adapt(module)
+        ranks.fabric.to_device(module)
+        isolate_metrics(module)
+        self.bench = self._bench()
+        self.bench.initial.vector.copy_(ranks.broadcast(self.bench.initial.vector))
+        self.store, self.ledger = ClientStore(self.bench.device), Ledger()
+        self.coordinator = Coordinator(
+            algorithm=self.algorithm,
+            federation=self.federation,
+            bench=self.bench,
+            ranks=ranks,
+            store=self.store,
+            codec=Codec(self.bench.initial),
+            workload=self._workload(),
+            ledger=self.ledger,
+            max_rounds=trainer.max_rounds,
+            seed=self.seed,
+        )
+        self.identity = checkpoint.identity(self.algorithm, self.bench, self.seed)
+
+    def _resolve(self, ckpt_path: str | None) -> Path | None:
+        if ckpt_path != "last":
+            return None if ckpt_path is None else Path(ckpt_path)
+        root = Path(self.trainer.default_root_dir)
+        run = last_run(root, self._name)
+        if run is None:
+            raise CheckpointMismatch(
+                f"`ckpt_path` is 'last', but {root / self._name} holds no run with a checkpoint; "
+                "give a path, or set `trainer.default_root_dir`."
+            )
+        return run / "checkpoints" / checkpoint.LAST
+
+    @property
+    def _name(self) -> str:
+        """Name of the runs' common folder."""
+        return "fast_dev_run" if self.trainer.fast_dev_run else type(self.algorithm).__name__
+
+    def _prepare_data(self) -> None:
+        if self.ranks.fabric.local_rank == 0:
+            self.data.prepare_data()
+        self.ranks.barrier()
+        self.data.setup("fit")
+
+    def _check_steps(self) -> None:
+        hook = {"val": "validation_step", "test": "test_step"}[self.split]
+        if not is_overridden(hook, self.module):
+            raise InvalidOption(
+                f"`{type(self.module).__name__}` has no `{hook}`, which `data.eval_split: {self.split}` scores clients "
+                "with; define it, or set the other split."
+            )
+
+    def _bench(self) -> Bench:
+        trainer = self.trainer
+        engine = local_engine(
+            self.federation.local_engine, self.ranks.fabric, trainer.local_options, self.module, trainer.client_callbacks
+        )
+        work = LocalWork(trainer.client_callbacks, trainer.round_lr, trainer.validate_locally)
+        return Bench(self.module, self.data, engine, work, self.ranks.fabric.device)
+
+    def _workload(self) -> Workload:
+        options = self.trainer.local_options
+        batch_size = getattr(self.data, "batch_size", None) or self.data.client_train_dataloader(0).batch_size or 1
+        return Workload(
+            layers=layers_of(self.module, self.data),
+            epochs=options.max_epochs,
+            batch_size=batch_size,
+            max_batches=options.limit_train_batches,
+        )
+
+    # ---- verbs
+
+    def fit(self) -> dict[str, float]:
+        """Run the rounds that are left; returns the final table."""
+        server, callback_states = self._start()
+        loggers = self._open_run()
+        facade = self._facade(loggers)
+        for callback in self.trainer.callbacks:
+            if callback.state_key in callback_states:
+                callback.load_state_dict(callback_states[callback.state_key])
+        recorder = Recorder(self, facade, loggers)
+        try:
+            server = self._rounds(server, facade, recorder)
+        except BaseException as error:
+            facade.call("on_exception", error)
+            for logger in loggers:
+                logger.finalize("failed")
+            raise
+        self.bench.load(server.weights)
+        return self._close(recorder, loggers)
+
+    def score(self, verb: Literal["validate", "test"]) -> dict[str, float]:
+        """Score the models of a checkpoint, or the initial ones."""
+        split: Split = "val" if verb == "validate" else "test"
+        server, _ = self._start(training=False)
+        scores = self._evaluate(server, split).summary()
+        if self.ranks.first:
+            print_table(f"{type(self.algorithm).__name__}, {split} sets, round {server.round}", ("", ""), summary_rows(scores))
+        return scores
+
+    def _start(self, training: bool = True) -> tuple[ServerState, Mapping[str, Any]]:
+        """The state to go on from."""
+        if self._ckpt_path is not None:
+            resumed = checkpoint.restore(
+                self._ckpt_path, self.bench, self.ledger, self.store, self.identity, strictly=training
+            )
+            return resumed.server, resumed.callbacks
+        views = [self.coordinator.view(i, 0) for i in range(self.data.num_clients)]
+        fleet = Fleet(
+            views,
+            self.bench.flat.layout.buffers,
+            self.bench.device,
+            client=lambda i: self.coordinator.client(i, 0),
+            ranks=self.ranks,
+        )
+        return self.algorithm.init(self.bench.initial, fleet), {}
+
+    def _open_run(self) -> list[Logger]:
+        """The run folder, the same on all ranks, and the loggers in it."""
+        path: Path | None = None
+        root = Path(self.trainer.default_root_dir)
+        option = self.trainer.logger_option
+        loggers = [option] if isinstance(option, Logger) else list(option) if isinstance(option, list) else []
+        if self._ckpt_path is not None:
+            path = self._ckpt_path.parent.parent
+        elif self.ranks.first:
+            own = loggers[0].log_dir if loggers else None
+            path = Path(own) if own else root / self._name / f"version_{next_version(root / self._name)}"
+        path = self.ranks.gather(path)[0]
+        assert path is not None
+        self.folder = RunFolder(path)
+        if not loggers and option is not False:
+            loggers = [TensorBoardLogger(path.parent.parent, path.parent.name, path.name, default_hp_metric=False)]
+        for logger in loggers:
+            logger.log_hyperparams(hyperparameters(self.trainer, self.data, self.module))
+        return loggers
+
+    def _facade(self, loggers: list[Logger]) -> RoundTrainer:
+        assert self.folder is not None
+        trainer = self.trainer
+        return RoundTrainer(
+            self.ranks.fabric,
+            self.module,
+            trainer.callbacks,
+            loggers,
+            str(self.folder.path),
+            trainer.max_rounds,
+            self.federation.clients_per_round,
+            lambda: self._checkpoint({"records": self.store.records()}),
+        )
+
+    def _rounds(self, server: ServerState, facade: RoundTrainer, recorder: Recorder) -> ServerState:
+        assert self.folder is not None
+        self._server = server
+        if self.ranks.first:
+            self.folder.cut_back(server.round)
+        facade.current_epoch = facade.global_step = server.round
+        for hook in ("setup", "on_fit_start", "on_train_start"):
+            facade.call(hook, *(["fit"] if hook == "setup" else []))
+        while server.round < self.trainer.max_rounds and not facade.should_stop:
+            server = self._round(server, facade, recorder)
+        for hook in ("on_train_end", "on_fit_end", "teardown"):
+            facade.call(hook, *(["fit"] if hook == "teardown" else []))
+        return server
+
+    def _round(self, server: ServerState, facade: RoundTrainer, recorder: Recorder) -> ServerState:
+        """One round, scored, recorded and committed."""
+        number = server.round
+        facade.call("on_train_epoch_start")
+        result = self.coordinator.round(server)
+        self._server = server = result.server
+        for index, outcome in enumerate(result.outcomes):
+            facade.call("on_train_batch_start", outcome.client, index)
+            facade.call("on_train_batch_end", dict(outcome.metrics), outcome.client, index)
+        last = server.round == self.trainer.max_rounds
+        scores = self._scored(server, last)
+        facade.global_step = server.round
+        facade.report(recorder.record(number, result, scores, last))
+        if scores is not None:
+            facade.call("on_validation_start")
+            facade.call("on_validation_end")
+        facade.call("on_train_epoch_end")
+        facade.current_epoch = server.round
+        if last or facade.should_stop or server.round % self.federation.checkpoint_every_n_rounds == 0:
+            self._commit()
+        return server
+
+    def _scored(self, server: ServerState, last: bool) -> Scores | None:
+        if not last and server.round % self.trainer.check_val_every_n_round:
+            return None
+        return self._evaluate(server, self.split)
+
+    def _evaluate(self, server: ServerState, split: Split) -> Scores:
+        clients = evaluated_clients(self.seed, self.data.num_clients, self.federation.eval_clients)
+        return evaluate(
+            self.algorithm,
+            server,
+            clients,
+            self.bench,
+            self.ranks,
+            split,
+            lambda i: self.coordinator.client(i, server.round),
+        )
+
+    def _checkpoint(self, clients: Mapping[str, Any]) -> dict[str, Any]:
+        return checkpoint.compose(self._server, self.bench, self.ledger, self.trainer.callbacks, self.identity, clients)
+
+    def _commit(self) -> None:
+        """Make the finished round the one that a crash leaves; the first rank writes."""
+        assert self.folder is not None
+        if self.ranks.first:
+            folder = self.folder.checkpoints
+            index = self.store.commit(folder / checkpoint.CLIENTS, self._server.round)
+            checkpoint.save(folder / checkpoint.LAST, self._checkpoint({"index": index}))
+            self.store.discard_unreferenced(folder / checkpoint.CLIENTS)
+        self.ranks.barrier()
+
+    def _close(self, recorder: Recorder, loggers: list[Logger]) -> dict[str, float]:
+        assert self.folder is not None
+        summary = recorder.summary(self._server)
+        if self.ranks.first:
+            self.folder.write_summary(summary)
+            title = f"{type(self.algorithm).__name__} after {self._server.round} rounds, {self.data.num_clients} clients"
+            print_table(title, ("", ""), summary_rows(summary))
+        for logger in loggers:
+            logger.finalize("success")
+        rank_zero_info(f"Run folder: {self.folder.path}")
+        if any(isinstance(logger, TensorBoardLogger) for logger in loggers):
+            rank_zero_info(f"TensorBoard: tensorboard --logdir {self.folder.path}")
+        return summary

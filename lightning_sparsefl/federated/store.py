@@ -1,0 +1,163 @@
+"""What is kept per client between rounds: `shared` by the server, `memory` by the client itself.
+
+Every rank holds all records, masks packed to one bit a weight, so that any rank can train any client. On disk a
+round's changed records make one file, and the checkpoint's index says which file holds a client's newest one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_sparsefl.errors import CheckpointMismatch
+from lightning_sparsefl.federated.files import load_plain, write_atomically
+from lightning_sparsefl.sparse.masks import pack, unpack
+from lightning_sparsefl.types import Shared
+
+_MASK = "packed_mask"
+
+
+@dataclass(frozen=True)
+class Record:
+    """What is kept about one client."""
+
+    shared: Shared = field(default_factory=dict)
+    """What the server keeps."""
+    memory: Shared = field(default_factory=dict)
+    """What the client keeps."""
+    buffers: Shared = field(default_factory=dict)
+    """The client's own floating-point buffers, with `federation.buffers: local`."""
+    held: str | None = None
+    """Digest of the masks that the client holds, as the server knows."""
+
+
+def pack_plain(value: Any) -> Any:
+    """Nested values as plain types on the CPU, bool tensors at one bit an element.
+
+    Args:
+        value: Numbers, strings, None, tensors, and mappings and sequences of these.
+
+    Raises:
+        TypeError: If anything else is found.
+    """
+    if isinstance(value, Tensor):
+        if value.dtype == torch.bool:
+            return {_MASK: pack(value.cpu()), "shape": list(value.shape)}
+        return value.detach().cpu()
+    if isinstance(value, Mapping):
+        return {key: pack_plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [pack_plain(item) for item in value]
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    raise TypeError(
+        f"`shared`, `memory` and `extra` hold a {type(value).__name__}; expected numbers, strings, None, tensors, and "
+        "dicts and lists of these, since they are written into the checkpoint."
+    )
+
+
+def unpack_plain(value: Any, device: torch.device) -> Any:
+    """Undo :func:`pack_plain`; tensors go to `device`."""
+    if isinstance(value, Tensor):
+        return value.to(device)
+    if isinstance(value, Mapping):
+        if _MASK in value:
+            return unpack(value[_MASK], tuple(value["shape"])).to(device)
+        return {key: unpack_plain(item, device) for key, item in value.items()}
+    if isinstance(value, list):
+        return [unpack_plain(item, device) for item in value]
+    return value
+
+
+def pack_record(record: Record) -> dict[str, Any]:
+    """A record as plain types."""
+    return {
+        "shared": pack_plain(record.shared),
+        "memory": pack_plain(record.memory),
+        "buffers": pack_plain(record.buffers),
+        "held": record.held,
+    }
+
+
+class ClientStore:
+    """Records of all clients.
+
+    Args:
+        device: Where unpacked tensors go.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._packed: dict[int, dict[str, Any]] = {}
+        self._changed: set[int] = set()
+        self._index: dict[int, int] = {}
+
+    def get(self, client: int) -> Record:
+        """The record of a client; empty if it never took part."""
+        packed = self._packed.get(client)
+        return Record() if packed is None else Record(**unpack_plain(packed, self.device))
+
+    def put(self, client: int, packed: dict[str, Any]) -> None:
+        """Replace a client's record by one that :func:`pack_record` made."""
+        self._packed[client] = packed
+        self._changed.add(client)
+
+    def __contains__(self, client: int) -> bool:
+        return client in self._packed
+
+    def commit(self, folder: Path, round: int) -> dict[int, int]:  # noqa: A002
+        """Write the records that changed since the last commit.
+
+        Args:
+            folder: Of the record files.
+            round: Names the file.
+
+        Returns:
+            The index: client to the round whose file holds its record.
+        """
+        if self._changed:
+            write_atomically(_file(folder, round), {client: self._packed[client] for client in sorted(self._changed)})
+            self._index.update(dict.fromkeys(sorted(self._changed), round))
+            self._changed.clear()
+        return dict(self._index)
+
+    def discard_unreferenced(self, folder: Path) -> None:
+        """Delete record files that the committed index does not name."""
+        needed = {_file(folder, round_).name for round_ in self._index.values()}
+        for path in folder.glob("round-*.pt"):
+            if path.name not in needed:
+                path.unlink()
+
+    def records(self) -> dict[int, dict[str, Any]]:
+        """All packed records, for a checkpoint that stands alone."""
+        return dict(self._packed)
+
+    def load(self, index: Mapping[int, int], folder: Path, records: Mapping[int, dict[str, Any]]) -> None:
+        """Take over a checkpoint's records.
+
+        Args:
+            index: Client to round, as :meth:`commit` returned it.
+            folder: Of the record files.
+            records: Records that the checkpoint holds itself.
+
+        Raises:
+            CheckpointMismatch: If a record file lacks a client that the index promises.
+        """
+        self._packed, self._index, self._changed = dict(records), dict(index), set(records)
+        for round_ in sorted(set(index.values())):
+            content = load_plain(_file(folder, round_))
+            for client in [c for c, r in index.items() if r == round_]:
+                if client not in content:
+                    raise CheckpointMismatch(
+                        f"{_file(folder, round_)} lacks client {client}, which the checkpoint promises; resume from another one."
+                    )
+                self._packed[client] = content[client]
+
+
+def _file(folder: Path, round_: int) -> Path:
+    return folder / f"round-{round_:06d}.pt"

@@ -1,0 +1,127 @@
+"""The task: classify, with cross-entropy. An ordinary LightningModule that knows nothing of federation."""
+
+from __future__ import annotations
+
+import lightning as L
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torchmetrics.classification import MulticlassAccuracy
+
+from lightning_sparsefl.errors import InvalidOption
+
+SampleShape = tuple[int, int, int]
+"""Channels, height, width of one sample."""
+
+
+class Classifier(L.LightningModule):
+    """Trains a network with cross-entropy and plain SGD.
+
+    Logs the epoch means ``train_loss``, ``train_acc``, ``val_loss``, ``val_acc``, ``test_loss`` and
+    ``test_acc``. ``LightningCLI``'s ``--optimizer`` and ``--lr_scheduler`` replace the SGD.
+
+    Args:
+        net: Maps a batch of samples to logits of shape (batch, `num_classes`).
+        num_classes: Number of classes.
+        lr: Learning rate.
+        momentum: Momentum.
+        weight_decay: L2 penalty.
+
+    Raises:
+        InvalidOption: If a number is out of its range.
+    """
+
+    def __init__(
+        self,
+        net: nn.Module,
+        *,
+        num_classes: int,
+        lr: float = 0.1,
+        momentum: float = 0.0,
+        weight_decay: float = 0.0,
+    ) -> None:
+        super().__init__()
+        _check_classes(num_classes)
+        _check_rates(lr, momentum, weight_decay)
+        self.save_hyperparameters(ignore=["net"])
+        self.net = net
+        self.lr, self.momentum, self.weight_decay = lr, momentum, weight_decay
+        self.val_acc = MulticlassAccuracy(num_classes, average="micro", validate_args=False)
+        self.test_acc = MulticlassAccuracy(num_classes, average="micro", validate_args=False)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Logits of shape (batch, classes)."""
+        logits: Tensor = self.net(inputs)
+        return logits
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        """The batch's mean cross-entropy."""
+        inputs, targets = batch
+        logits = self(inputs)
+        loss = F.cross_entropy(logits, targets)
+        # A torchmetrics object costs 90 us a step here, its functional twin 28 us, this line 6 us.
+        acc = (logits.argmax(1) == targets).float().mean()
+        size = len(targets)
+        self.log("train_loss", loss, on_step=False, on_epoch=True, batch_size=size)
+        self.log("train_acc", acc, on_step=False, on_epoch=True, batch_size=size)
+        return loss
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        """Log ``val_loss`` and ``val_acc``."""
+        self._score(batch, "val", self.val_acc)
+
+    def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        """Log ``test_loss`` and ``test_acc``."""
+        self._score(batch, "test", self.test_acc)
+
+    def _score(self, batch: tuple[Tensor, Tensor], split: str, accuracy: MulticlassAccuracy) -> None:
+        inputs, targets = batch
+        logits = self(inputs)
+        accuracy.update(logits, targets)
+        self.log(f"{split}_loss", F.cross_entropy(logits, targets), batch_size=len(targets))
+        self.log(f"{split}_acc", accuracy, batch_size=len(targets), prog_bar=True)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """SGD over all parameters."""
+        return torch.optim.SGD(
+            self.parameters(), lr=self.lr, momentum=self.momentum, weight_decay=self.weight_decay
+        )
+
+
+def check_sizes(model: str, num_classes: int, sample_shape: SampleShape, min_side: int) -> None:
+    """Refuse sizes that a network cannot have, such as samples that it would shrink to nothing.
+
+    Args:
+        model: Class name of the network, for the message.
+        num_classes: Number of classes.
+        sample_shape: Channels, height, width.
+        min_side: Smallest height and width that leave at least one pixel.
+
+    Raises:
+        InvalidOption: If there are fewer than 2 classes, no channel, or a side is below `min_side`.
+    """
+    _check_classes(num_classes)
+    channels, height, width = sample_shape
+    if channels < 1 or min(height, width) < min_side:
+        raise InvalidOption(
+            f"`{model}(sample_shape={tuple(sample_shape)})`: expected at least 1 channel and sides of at "
+            f"least {min_side} pixels; change `model` or `data`."
+        )
+
+
+def _check_classes(num_classes: int) -> None:
+    if num_classes < 2:
+        raise InvalidOption(
+            f"`num_classes={num_classes}`: expected at least 2; change `model.num_classes` or `data`."
+        )
+
+
+def _check_rates(lr: float, momentum: float, weight_decay: float) -> None:
+    if lr <= 0:
+        raise InvalidOption(f"`lr={lr}`: expected a number above 0; change `model.lr`.")
+    if not 0 <= momentum < 1:
+        raise InvalidOption(f"`momentum={momentum}`: expected a number in [0, 1); change `model.momentum`.")
+    if weight_decay < 0:
+        raise InvalidOption(
+            f"`weight_decay={weight_decay}`: expected at least 0; change `model.weight_decay`."
+        )

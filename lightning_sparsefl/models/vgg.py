@@ -1,0 +1,76 @@
+"""VGG-11 with group norm, the network that FedSpa trains on CIFAR-10 (9,231,114 parameters)."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from lightning_sparsefl.models.task import Classifier, SampleShape, check_sizes
+
+_WIDTHS = (64, None, 128, None, 256, 256, None, 512, 512, None, 512, 512, None)
+"""Output channels of each convolution, None = max-pooling (configuration A)."""
+_GROUPS = 32
+
+
+class VGG11(Classifier):
+    """Configuration A of Simonyan and Zisserman (2015) with 32-group norm and one linear layer.
+
+    The variant of Huang et al., "Achieving Personalized Federated Learning with Sparse Local Models",
+    section 5. Convolutions start from He's normal distribution (fan out), the linear layer from N(0, 0.01).
+
+    Args:
+        num_classes: Number of classes.
+        sample_shape: Channels, height, width; sides of 32 or more.
+        lr: Learning rate.
+        momentum: Momentum.
+        weight_decay: L2 penalty.
+
+    Raises:
+        InvalidOption: If a number is out of its range, or the samples are too small.
+    """
+
+    def __init__(
+        self,
+        num_classes: int = 10,
+        sample_shape: tuple[int, int, int] = (3, 32, 32),
+        lr: float = 0.1,
+        momentum: float = 0.0,
+        weight_decay: float = 5e-4,
+    ) -> None:
+        check_sizes("VGG11", num_classes, sample_shape, min_side=32)
+        super().__init__(
+            _vgg11(num_classes, sample_shape),
+            num_classes=num_classes,
+            lr=lr,
+            momentum=momentum,
+            weight_decay=weight_decay,
+        )
+
+
+def _vgg11(num_classes: int, sample_shape: SampleShape) -> nn.Sequential:
+    channels, height, width = sample_shape
+    features = nn.Sequential()
+    convs = 0
+    for out in _WIDTHS:
+        if out is None:
+            features.add_module(f"pool{convs}", nn.MaxPool2d(2))
+            continue
+        convs += 1
+        features.add_module(f"conv{convs}", nn.Conv2d(channels, out, 3, padding=1))
+        features.add_module(f"norm{convs}", nn.GroupNorm(_GROUPS, out))
+        features.add_module(f"relu{convs}", nn.ReLU())
+        channels = out
+    features.add_module("flatten", nn.Flatten())
+    features.add_module("fc", nn.Linear(channels * (height // 32) * (width // 32), num_classes))
+    features.apply(_init)
+    return features
+
+
+def _init(layer: nn.Module) -> None:
+    if isinstance(layer, nn.Conv2d):
+        nn.init.kaiming_normal_(layer.weight, mode="fan_out", nonlinearity="relu")
+    elif isinstance(layer, nn.Linear):
+        nn.init.normal_(layer.weight, std=0.01)
+    else:
+        return
+    if layer.bias is not None:
+        nn.init.zeros_(layer.bias)

@@ -1,0 +1,29 @@
+from lightning_sparsefl.federated.runfolder import RunFolder, Table, last_run, next_version
+
+
+def test_new_columns_leave_old_rows_empty(tmp_path):
+    table = Table(tmp_path / "t.csv")
+    table.append([{"round": 0, "a": 1}])
+    table.append([{"round": 1, "a": 2, "b": 3}])
+    assert table.read() == [{"round": "0", "a": "1", "b": ""}, {"round": "1", "a": "2", "b": "3"}]
+
+
+def test_cut_back_drops_what_was_not_committed_and_appending_goes_on(tmp_path):
+    folder = RunFolder(tmp_path / "run")
+    for number in range(4):
+        folder.metrics.append([{"round": number, "x": number}])
+    again = RunFolder(tmp_path / "run")
+    again.cut_back(2)
+    again.metrics.append([{"round": 2, "x": 20}])
+    assert [(row["round"], row["x"]) for row in again.metrics.read()] == [("0", "0"), ("1", "1"), ("2", "20")]
+
+
+def test_versions_count_up_and_the_last_run_is_the_newest(tmp_path):
+    for version in (0, 9, 10):
+        checkpoints = tmp_path / "FedAvg" / f"version_{version}" / "checkpoints"
+        checkpoints.mkdir(parents=True)
+        if version != 10:
+            (checkpoints / "last.ckpt").touch()
+    assert next_version(tmp_path / "FedAvg") == 11
+    assert last_run(tmp_path, "FedAvg").name == "version_9"
+    assert last_run(tmp_path, "FedSpa") is None

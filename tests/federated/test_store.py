@@ -1,0 +1,98 @@
+import pytest
+import torch
+
+from lightning_sparsefl.errors import CheckpointMismatch
+from lightning_sparsefl.federated.files import load_plain, write_atomically
+from lightning_sparsefl.federated.store import ClientStore, Record, pack_plain, pack_record, unpack_plain
+
+CPU = torch.device("cpu")
+
+
+def record(seed):
+    g = torch.Generator().manual_seed(seed)
+    mask = torch.rand(13, 5, generator=g) < 0.5
+    return Record(
+        shared={"masks": {"w": mask}, "pulls": [1, 2.5], "name": "a", "none": None, "flag": True},
+        memory={"weights": {"w": torch.randn(13, 5, generator=g)}},
+        held="digest",
+    )
+
+
+def assert_equal(a, b):
+    assert torch.equal(a.shared["masks"]["w"], b.shared["masks"]["w"])
+    assert torch.equal(a.memory["weights"]["w"], b.memory["weights"]["w"])
+    assert {k: v for k, v in a.shared.items() if k != "masks"} == {k: v for k, v in b.shared.items() if k != "masks"}
+    assert a.held == b.held
+
+
+def test_masks_are_packed_to_a_bit_and_come_back():
+    mask = torch.rand(1000) < 0.5
+    packed = pack_plain({"m": mask})
+    assert packed["m"]["packed_mask"].numel() == 125
+    assert torch.equal(unpack_plain(packed, CPU)["m"], mask)
+
+
+def test_what_a_checkpoint_cannot_hold_is_refused_by_name():
+    with pytest.raises(TypeError, match="hold a set"):
+        pack_plain({"x": {1, 2}})
+
+
+def test_commit_and_load(tmp_path):
+    store = ClientStore(CPU)
+    store.put(3, pack_record(record(3)))
+    store.put(5, pack_record(record(5)))
+    assert store.commit(tmp_path, 1) == {3: 1, 5: 1}
+    store.put(5, pack_record(record(55)))
+    index = store.commit(tmp_path, 2)
+    assert index == {3: 1, 5: 2}
+    other = ClientStore(CPU)
+    other.load(index, tmp_path, {})
+    assert_equal(other.get(3), record(3))
+    assert_equal(other.get(5), record(55))
+    assert 4 not in other
+    assert other.get(4) == Record()
+
+
+def test_files_that_no_client_needs_are_deleted(tmp_path):
+    store = ClientStore(CPU)
+    for round_ in (1, 2):
+        store.put(0, pack_record(record(round_)))
+        store.commit(tmp_path, round_)
+    store.discard_unreferenced(tmp_path)
+    assert [path.name for path in tmp_path.glob("*.pt")] == ["round-000002.pt"]
+
+
+def test_a_file_without_its_client_is_refused(tmp_path):
+    write_atomically(tmp_path / "round-000001.pt", {7: {}})
+    with pytest.raises(CheckpointMismatch, match="lacks client 3"):
+        ClientStore(CPU).load({3: 1}, tmp_path, {})
+
+
+def test_a_write_that_fails_leaves_the_old_file(tmp_path, monkeypatch):
+    path = tmp_path / "x.pt"
+    write_atomically(path, {"a": 1})
+
+    def full_disk(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full_disk)
+    with pytest.raises(OSError, match="No space"):
+        write_atomically(path, {"a": 2})
+    assert load_plain(path) == {"a": 1}
+    assert [p.name for p in tmp_path.iterdir()] == ["x.pt"]
+
+
+@pytest.mark.parametrize("keep", [0, 10, 400])
+def test_torn_files_are_refused_in_a_sentence(tmp_path, keep):
+    path = tmp_path / "x.pt"
+    write_atomically(path, {"a": torch.zeros(100)})
+    path.write_bytes(path.read_bytes()[:keep])
+    with pytest.raises(CheckpointMismatch, match=r"x\.pt is torn or not a checkpoint"):
+        load_plain(path)
+
+
+def test_pickled_code_is_refused(tmp_path):
+    path = tmp_path / "x.pt"
+    torch.save({"f": ClientStore}, path)
+    with pytest.raises(CheckpointMismatch, match="not a checkpoint of plain types"):
+        load_plain(path)

@@ -1,0 +1,245 @@
+"""The rules of docs/architecture.md that a parser can hold: layers, fences, depth of inheritance, ASCII."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[1]
+PACKAGE = REPOSITORY / "lightning_sparsefl"
+LAYERS = [
+    "errors",
+    "seeds",
+    "types",
+    "sparse",
+    "wire",
+    "cost",
+    "report",
+    "models",
+    "data",
+    "callbacks",
+    "federated",
+    "algorithms",
+    "cli",
+]
+
+FENCED = {"torch.distributed": "federated", "Fabric": "federated", "matplotlib": "report"}
+"""What only one layer may mention: a dotted name, or one component of it."""
+TORCH_ONLY = ("sparse", "wire")
+ALLOWED_THERE = sys.stdlib_module_names | {"torch", "typing_extensions", PACKAGE.name}
+DRAWERS = {"util", "utils", "utilities", "misc", "common", "helpers"}
+TEXT = {".py", ".yaml", ".yml", ".toml", ".md", ".cff"}
+
+
+def modules(root: Path) -> Iterator[tuple[Path, str, ast.Module]]:
+    """Each source file under `root`, with its layer and its syntax tree."""
+    for path in sorted(root.rglob("*.py")):
+        yield path, path.relative_to(root).parts[0].removesuffix(".py"), ast.parse(path.read_text())
+
+
+def imported(tree: ast.Module, path: Path, root: Path) -> set[str]:
+    """Absolute dotted names of everything a file imports, wherever in the file it does so."""
+    package = (root.name, *path.relative_to(root).parent.parts)
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            anchor = package[: len(package) - node.level + 1] if node.level else ()
+            source = [*anchor, *([node.module] if node.module else [])]
+            names |= {".".join([*source, alias.name]) for alias in node.names}
+    return names
+
+
+def attributes(tree: ast.Module) -> set[str]:
+    """Every attribute chain that starts at a name, such as ``torch.distributed.barrier``."""
+    return {
+        ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute) and _is_chain(node)
+    }
+
+
+def _is_chain(node: ast.expr) -> bool:
+    return isinstance(node, ast.Name) or (isinstance(node, ast.Attribute) and _is_chain(node.value))
+
+
+def layer_violations(root: Path) -> list[str]:
+    """Files outside every layer, and imports that point right."""
+    found = []
+    for path, layer, tree in modules(root):
+        if layer == "__init__":  # the front page may name everything
+            continue
+        if layer not in (*LAYERS, "__about__"):
+            found.append(f"{path.name}: `{layer}` is no layer")
+            continue
+        for name in imported(tree, path, root):
+            first, _, rest = name.partition(".")
+            if first == root.name and not _points_left(rest.partition(".")[0], layer):
+                found.append(f"{path.relative_to(root)}: `{layer}` imports `{name}`")
+    return found
+
+
+def _points_left(target: str, layer: str) -> bool:
+    if target == "__about__":
+        return True
+    return target in LAYERS and layer in LAYERS and LAYERS.index(target) <= LAYERS.index(layer)
+
+
+def fence_violations(root: Path) -> list[str]:
+    """Fenced names outside their layer, foreign imports where only torch is allowed, and drawers."""
+    found = []
+    for path, layer, tree in modules(root):
+        where, names = path.relative_to(root), imported(tree, path, root)
+        for name in names | attributes(tree):
+            for fenced, home in FENCED.items():
+                if layer != home and f".{fenced}." in f".{name}.":
+                    found.append(f"{where}: `{name}` belongs under {home}/")
+        if layer in TORCH_ONLY:
+            foreign = {name.partition(".")[0] for name in names} - ALLOWED_THERE
+            found += [f"{where}: {layer}/ imports `{name}`" for name in sorted(foreign)]
+        if DRAWERS & {part.removesuffix(".py") for part in where.parts}:
+            found.append(f"{where}: a concept is missing where a drawer of helpers is needed")
+    return found
+
+
+def depth_violations(root: Path) -> list[str]:
+    """Public classes under algorithms/ with another base than FederatedAlgorithm, and any built on those."""
+    classes = [
+        (path, node)
+        for path, layer, tree in modules(root)
+        for node in ast.walk(tree)
+        if layer == "algorithms" and isinstance(node, ast.ClassDef)
+    ]
+    methods = {node.name for _, node in classes}
+    found = []
+    for path, node in classes:
+        bases = [ast.unparse(base).rpartition(".")[2] for base in node.bases]
+        public = not node.name.startswith("_")
+        if (public and bases != ["FederatedAlgorithm"]) or methods & set(bases):
+            found.append(f"{path.name}: {node.name}({', '.join(bases)})")
+    return found
+
+
+def test_imports_only_point_left():
+    assert layer_violations(PACKAGE) == []
+
+
+def test_fences_hold():
+    assert fence_violations(PACKAGE) == []
+
+
+def test_algorithms_inherit_one_level():
+    assert depth_violations(PACKAGE) == []
+
+
+def test_every_layer_exists():
+    present = {layer for _, layer, _ in modules(PACKAGE)}
+    assert present == {*LAYERS, "__init__", "__about__"}
+
+
+def test_the_page_tells_the_same_order():
+    assert " < ".join(LAYERS) in (REPOSITORY / "docs" / "architecture.md").read_text()
+
+
+@pytest.mark.parametrize(
+    "folder", ["lightning_sparsefl", "tests", "benchmarks", "callbacks", "configs", "docs", "notebooks", "."]
+)
+def test_text_is_ascii(folder: str):
+    root = REPOSITORY / folder
+    files = [path for path in (root.iterdir() if folder == "." else root.rglob("*")) if path.suffix in TEXT]
+    assert files, f"nothing to read under {folder}"
+    assert [path.name for path in files if not path.read_bytes().isascii()] == []
+
+
+def planted(root: Path, where: str, source: str) -> Path:
+    """A package under `root` with `source` as its only file."""
+    package = root / "lightning_sparsefl"
+    (package / where).parent.mkdir(parents=True, exist_ok=True)
+    (package / where).write_text(source)
+    return package
+
+
+@pytest.mark.parametrize(
+    ("where", "source"),
+    [
+        ("wire/dense.py", "from lightning_sparsefl.federated.trainer import FederatedTrainer"),
+        ("wire/dense.py", "import lightning_sparsefl.federated.trainer as trainer"),
+        ("wire/dense.py", "from ..callbacks import StaticMask"),
+        ("wire/dense.py", "from .. import callbacks"),
+        ("sparse/masks.py", "from lightning_sparsefl import data"),
+        ("sparse/__init__.py", "from ..wire import Codec"),
+        ("sparse/deep/masks.py", "def lazily():\n    from ...wire import codec"),
+        ("types.py", "from . import cli"),
+        ("errors.py", "if TYPE_CHECKING:\n    import lightning_sparsefl.types"),
+        ("__about__.py", "from . import errors"),
+        ("models/lenet.py", "import lightning_sparsefl"),
+        ("models/lenet.py", "from lightning_sparsefl import FedAvg"),
+        ("drafts/lenet.py", ""),
+    ],
+)
+def test_a_planted_import_is_caught(tmp_path: Path, where: str, source: str):
+    assert len(layer_violations(planted(tmp_path, where, source))) == 1
+
+
+@pytest.mark.parametrize(
+    ("where", "source"),
+    [
+        ("cli.py", "from lightning_sparsefl.algorithms import FedAvg"),
+        ("cli.py", "from .__about__ import __version__"),
+        ("wire/dense.py", "from .codec import Codec\nfrom . import codec\nfrom ..types import Message"),
+        ("sparse/masks.py", "import torch\nfrom lightning_sparsefl import errors, seeds, types"),
+        ("__init__.py", "from lightning_sparsefl.algorithms import FedAvg"),
+    ],
+)
+def test_an_import_to_the_left_passes(tmp_path: Path, where: str, source: str):
+    package = planted(tmp_path, where, source)
+    assert layer_violations(package) + fence_violations(package) == []
+
+
+@pytest.mark.parametrize(
+    ("where", "source"),
+    [
+        ("data/vision.py", "import torch.distributed as dist"),
+        ("data/vision.py", "from torch import distributed"),
+        ("data/vision.py", "from torch.distributed import barrier"),
+        ("data/vision.py", "import torch\nprint(torch.distributed.is_available)"),
+        ("algorithms/fedavg.py", "from lightning.fabric import Fabric"),
+        ("algorithms/fedavg.py", "import lightning as L\nfabric = L.Fabric()"),
+        ("cli.py", "def draw():\n    from matplotlib import pyplot"),
+        ("sparse/masks.py", "import numpy as np"),
+        ("wire/dense.py", "from lightning.pytorch import Callback"),
+        ("models/utils.py", ""),
+        ("models/helpers/a.py", ""),
+    ],
+)
+def test_a_planted_fence_jumper_is_caught(tmp_path: Path, where: str, source: str):
+    assert fence_violations(planted(tmp_path, where, source))
+
+
+@pytest.mark.parametrize(
+    ("where", "source"),
+    [
+        ("federated/reduce.py", "import torch.distributed\nfrom lightning.fabric import Fabric"),
+        ("report/plots.py", "import matplotlib.pyplot as plt"),
+        ("callbacks/monitor.py", "from lightning.fabric.utilities import rank_zero_info"),
+    ],
+)
+def test_inside_the_fence_all_is_well(tmp_path: Path, where: str, source: str):
+    assert fence_violations(planted(tmp_path, where, source)) == []
+
+
+@pytest.mark.parametrize(
+    ("source", "violations"),
+    [
+        ("class FedAvg(FederatedAlgorithm): ...\nclass FedProx(FedAvg): ...", 1),
+        ("class FedAvg(FederatedAlgorithm): ...\nclass _Hidden(FedAvg): ...", 1),
+        ("class FedAvg(Mixin, FederatedAlgorithm): ...", 1),
+        ("class FedAvg: ...", 1),
+        ("class FedAvg(algorithm.FederatedAlgorithm): ...\nclass _Plan: ...", 0),
+    ],
+)
+def test_a_deep_hierarchy_is_caught(tmp_path: Path, source: str, violations: int):
+    assert len(depth_violations(planted(tmp_path, "algorithms/fedavg.py", source))) == violations

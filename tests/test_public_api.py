@@ -1,0 +1,127 @@
+"""The public surface: what `__all__` promises, what an import costs, and that documented Python is Python."""
+
+from __future__ import annotations
+
+import inspect
+import pkgutil
+import re
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import lightning_sparsefl
+
+REPOSITORY = Path(__file__).parents[1]
+PACKAGES = [
+    "lightning_sparsefl",
+    *(m.name for m in pkgutil.iter_modules(lightning_sparsefl.__path__, "lightning_sparsefl.") if m.ispkg),
+]
+MODULES = [
+    "lightning_sparsefl",
+    *(
+        m.name
+        for m in pkgutil.walk_packages(lightning_sparsefl.__path__, "lightning_sparsefl.")
+        if not m.name.endswith("__main__")
+    ),
+]
+DOCUMENTS = sorted(
+    path
+    for pattern in ("*.md", "docs/*.md", "callbacks/*.md", "configs/*.md", "benchmarks/*.md")
+    for path in REPOSITORY.glob(pattern)
+)
+
+IMPORTS_OURS = """
+import builtins
+original, seen = builtins.__import__, []
+
+def spy(name, globals=None, *rest):
+    if (globals or {}).get("__name__", "").startswith("lightning_sparsefl"):
+        seen.append(name)
+    return original(name, globals, *rest)
+
+builtins.__import__ = spy
+import lightning_sparsefl
+print(*seen)
+"""
+"""Prints what our own modules import: Lightning's TorchMetrics loads matplotlib by itself."""
+
+
+def in_the_order_of_ruff(name: str) -> tuple[int, list[tuple[int, str]]]:
+    """CONSTANTS, Classes, then functions, each in natural order: ruff's RUF022."""
+    kind = 0 if len(name) > 1 and name.isupper() else 1 if name[:1].isupper() else 2
+    parts = re.findall(r"\d+|\D+", name)
+    return kind, [(int(part), "") if part.isdigit() else (-1, part) for part in parts]
+
+
+def public_names(module: ModuleType) -> set[str]:
+    """What ``import *`` would take if there were no `__all__`, less sub-modules and future statements."""
+    names = {name for name in dir(module) if not name.startswith("_") and name != "annotations"}
+    return {name for name in names if not inspect.ismodule(getattr(module, name))}
+
+
+def python_blocks(path: Path) -> list[str]:
+    """The ```python blocks of a Markdown file."""
+    return re.findall(r"^```python\n(.*?)^```$", path.read_text(), flags=re.DOTALL | re.MULTILINE)
+
+
+@pytest.mark.parametrize("name", PACKAGES)
+def test_all_is_sorted_and_complete(name: str):
+    module = import_module(name)
+    exported = module.__all__
+    assert list(exported) == sorted(set(exported), key=in_the_order_of_ruff)
+    assert set(exported) - {"__version__"} == public_names(module)
+
+
+@pytest.mark.parametrize("name", PACKAGES)
+def test_every_public_object_has_a_docstring(name: str):
+    module = import_module(name)
+    bare = []
+    for public in module.__all__:
+        value = getattr(module, public)
+        if inspect.isclass(value) or inspect.isroutine(value):
+            doc = value.__doc__ or ""
+            # A dataclass without a docstring is given its own signature as one.
+            if not doc.strip() or doc.startswith(f"{public}("):
+                bare.append(public)
+    assert bare == []
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_every_module_says_what_it_is(name: str):
+    assert (import_module(name).__doc__ or "").strip()
+
+
+def test_the_version_is_public():
+    assert lightning_sparsefl.__version__ == import_module("lightning_sparsefl.__about__").__version__
+
+
+def test_the_citation_names_this_version():
+    version = import_module("lightning_sparsefl.__about__").__version__
+    assert f"\nversion: {version}\n" in (REPOSITORY / "CITATION.cff").read_text()
+
+
+def test_importing_the_package_does_not_import_matplotlib():
+    out = subprocess.run([sys.executable, "-c", IMPORTS_OURS], capture_output=True, text=True, check=True)
+    seen = {name.partition(".")[0] for name in out.stdout.split()}
+    assert "torch" in seen
+    assert "matplotlib" not in seen
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(REPOSITORY)))
+def test_documented_python_compiles(path: Path):
+    for number, block in enumerate(python_blocks(path), start=1):
+        compile(block, f"{path.name}, block {number}", "exec")
+
+
+def test_the_readme_runs(tmp_path: Path):
+    """Its ```python blocks, top to bottom, as one script; fragments are fenced otherwise."""
+    blocks = python_blocks(REPOSITORY / "README.md")
+    assert blocks
+    script = tmp_path / "readme.py"
+    script.write_text("\n".join(blocks))
+    done = subprocess.run([sys.executable, script], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
