@@ -3,27 +3,82 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import traceback
 from collections.abc import Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
 from types import MethodType
-from typing import Any
+from typing import Any, NoReturn
 
+from jsonargparse import set_parsing_settings
 from lightning.pytorch import LightningDataModule, LightningModule
-from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI, instantiate_class
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, instantiate_class
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 import lightning_sparsefl.algorithms
 import lightning_sparsefl.callbacks
 import lightning_sparsefl.data
-import lightning_sparsefl.models  # noqa: F401 - imported classes are known by their short names
+import lightning_sparsefl.models
+from lightning_sparsefl.data import Partition
 from lightning_sparsefl.errors import ClientFailed, SparseFLError
 from lightning_sparsefl.federated import FederatedAlgorithm, FederatedTrainer, Federation
 
 _EXIT_USAGE = 2
 _EXIT_INTERRUPTED = 130
+
+
+_KINDS: dict[str, type] = {
+    "algorithm": FederatedAlgorithm,
+    "model": LightningModule,
+    "data": LightningDataModule,
+    "partition": Partition,
+}
+"""Groups whose class the user chooses by name."""
+_NOISE = re.compile(
+    r"Does not validate|Subtypes:|Errors:|Expected a <class 'NoneType'>|Given value|Expected a path but"
+)
+
+
+def one_sentence(message: str) -> str:
+    r"""What is wrong, without the parser's inner types.
+
+    Args:
+        message: Of jsonargparse, many lines.
+
+    Example:
+        >>> one_sentence("Parser key 'lr':\n  Does not validate\n  Errors:\n    - Expected a <class 'float'>")
+        "Parser key 'lr': Expected a <class 'float'>."
+    """
+    lines = [line.strip().removeprefix("- ") for line in message.splitlines()]
+    parts = list(dict.fromkeys(line for line in lines if line and not _NOISE.match(line)))
+    text = " ".join(part if part.endswith((":", ".")) else f"{part};" for part in parts).rstrip(";")
+    unknown = re.search(r"Expected a dot import path string: (\S+)", text)
+    key = re.search(r"NestedArg\(key='(\w+)'", message) or re.search(r'Parser key "(?:\w+\.)*(\w+)"', message)
+    if unknown and key and key[1] in _KINDS:
+        known = ", ".join(_known(_KINDS[key[1]]))
+        text = f"`{key[1]}`: there is no class {unknown[1]!r}; known by short name: {known}"
+    return text if text.endswith(".") else f"{text}."
+
+
+def _known(kind: type) -> list[str]:
+    """Names of this package's classes of a kind that a user may choose."""
+    packages = (lightning_sparsefl.algorithms, lightning_sparsefl.data, lightning_sparsefl.models)
+    classes = {name: getattr(package, name) for package in packages for name in package.__all__}
+    return sorted(n for n, c in classes.items() if isinstance(c, type) and issubclass(c, kind) and c is not kind)
+
+
+class SparseFLParser(LightningArgumentParser):
+    """Refuses in one sentence."""
+
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        """Print the sentence and exit with code 2."""
+        if not self.exit_on_error:
+            super().error(message, ex)
+        print(f"sparsefl: error: {one_sentence(message)}", file=sys.stderr)
+        print("tip: `sparsefl VERB --help` lists the options.", file=sys.stderr)
+        sys.exit(_EXIT_USAGE)
 
 
 class SparseFLCLI(LightningCLI):
@@ -62,6 +117,20 @@ class SparseFLCLI(LightningCLI):
     def _parse_ckpt_path(self) -> None:
         """The engine reads checkpoints itself, and says in a sentence what is wrong with one."""
 
+    def instantiate_classes(self) -> None:
+        """Build what the configuration names; the sentence of a refused option passes through the parser unchanged."""
+        try:
+            super().instantiate_classes()
+        except SparseFLError:
+            raise
+        except Exception as error:
+            cause: BaseException | None = error
+            while cause is not None and not isinstance(cause, SparseFLError):
+                cause = cause.__cause__ or cause.__context__
+            if cause is None:
+                raise
+            raise cause from None
+
     def instantiate_trainer(self, **kwargs: Any) -> FederatedTrainer:  # type: ignore[override]
         """Build the trainer with the algorithm and the federation of the configuration."""
         groups = {name: self._get(self.config_init, name) for name in ("algorithm", "federation")}
@@ -86,19 +155,16 @@ class SparseFLCLI(LightningCLI):
         self.model.configure_optimizers = MethodType(configure_optimizers, self.model)
 
 
-def run(args: ArgsType = None) -> SparseFLCLI:
-    """Parse and run a command.
-
-    Args:
-        args: Instead of the command line's.
-    """
+def run() -> SparseFLCLI:
+    """Parse and run the command line."""
+    set_parsing_settings(docstring_parse_attribute_docstrings=True)  # help for the fields of dataclasses
     for plugin in entry_points(group="lightning_sparsefl.plugins"):
         plugin.load()
     return SparseFLCLI(
         trainer_class=FederatedTrainer,  # type: ignore[arg-type]
+        parser_class=SparseFLParser,
         save_config_kwargs={"overwrite": True},
         parser_kwargs={"default_env": True, "env_prefix": "SPARSEFL"},
-        args=args,
     )
 
 
@@ -111,9 +177,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         0, or 2 after a sentence that says what is wrong.
     """
+    if argv is not None:
+        sys.argv = [sys.argv[0], *argv]
     sys.path.insert(0, str(Path.cwd()))  # so that `--model my_models.Net` finds the user's own file
     try:
-        run(None if argv is None else list(argv))
+        run()
     except ClientFailed as error:
         if error.__cause__ is not None:  # the user's own code failed: show where
             traceback.print_exception(error.__cause__)

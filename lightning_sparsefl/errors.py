@@ -56,7 +56,7 @@ class ClientFailed(SparseFLError, RuntimeError):
         rank: The process that trained the client.
     """
 
-    def __init__(self, reason: str, *, client: int, round: int, rank: int) -> None:  # noqa: A002
+    def __init__(self, reason: str, *, client: int, round: int, rank: int) -> None:
         super().__init__(
             f"Client {client} failed in round {round} on rank {rank}: {reason}; set "
             "`federation.on_client_error: skip` to merge the round without it."

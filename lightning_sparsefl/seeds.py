@@ -42,5 +42,5 @@ def seed_all(*key: int | str) -> None:
     """
     seed = derive_seed(*key)
     torch.manual_seed(seed)
-    np.random.seed(seed % 2**32)  # noqa: NPY002 - users' transforms draw from the global NumPy generator
+    np.random.seed(seed % 2**32)
     random.seed(seed)

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
 
 from torch import Tensor
-from typing_extensions import TypeAlias
 
 Weights: TypeAlias = Mapping[str, Tensor]
 """Named float tensors."""
@@ -178,16 +177,36 @@ class TrainerLike(Protocol):
     should_stop: bool
 
     @property
-    def callback_metrics(self) -> Mapping[str, Tensor]: ...
+    def callback_metrics(self) -> Mapping[str, Tensor]:
+        """The last logged value of every key."""
+        ...
+
     @property
-    def optimizers(self) -> Sequence[Any]: ...
+    def optimizers(self) -> Sequence[Any]:
+        """Those that `configure_optimizers` made."""
+        ...
+
     @property
-    def lr_scheduler_configs(self) -> Sequence[Any]: ...
+    def lr_scheduler_configs(self) -> Sequence[Any]:
+        """Schedulers, with when they step."""
+        ...
+
     @property
-    def loggers(self) -> Sequence[Any]: ...
+    def loggers(self) -> Sequence[Any]:
+        """Where metrics go."""
+        ...
+
     @property
-    def lightning_module(self) -> Any: ...
+    def lightning_module(self) -> Any:
+        """The module in training."""
+        ...
+
     @property
-    def num_training_batches(self) -> int | float: ...
+    def num_training_batches(self) -> int | float:
+        """Batches of an epoch."""
+        ...
+
     @property
-    def estimated_stepping_batches(self) -> int | float: ...
+    def estimated_stepping_batches(self) -> int | float:
+        """Optimizer steps of the fit."""
+        ...

@@ -41,7 +41,16 @@ from lightning_sparsefl.sparse.prune import prune, random_masks
 from lightning_sparsefl.sparse.regrow import regrow
 from lightning_sparsefl.sparse.schedule import cosine
 from lightning_sparsefl.sparse.scores import gradient, magnitude, random
-from lightning_sparsefl.types import ClientView, CostFacts, Costs, Masks, Message, ServerState, Update, Weights
+from lightning_sparsefl.types import (
+    ClientView,
+    CostFacts,
+    Costs,
+    Masks,
+    Message,
+    ServerState,
+    Update,
+    Weights,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +111,10 @@ class FedSpa(FederatedAlgorithm):
         result = client.fit(message.weights, message.masks, callbacks=self.callbacks(message, client))
         shared = {"masks": self._search(result.weights, message.masks, client)} if self.search == "dst" else None
         return Update(
-            weights=subtract(result.weights, message.weights), kind="difference", shared=shared, metrics=result.metrics
+            weights=subtract(result.weights, message.weights),
+            kind="difference",
+            shared=shared,
+            metrics=result.metrics,
         )
 
     def _search(self, trained: Weights, masks: Masks, client: Client) -> Masks:

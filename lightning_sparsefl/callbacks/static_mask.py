@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import torch
@@ -65,7 +66,7 @@ class StaticMask(Callback):
         )
         self._mask_weights()
 
-    def _draw(self, parameters: dict[str, Tensor]) -> dict[str, Tensor]:
+    def _draw(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
         shapes = {name: parameters[name].shape for name in maskable(parameters)}
         counts = kept_counts(shapes, self._spread(shapes, self.density))
         return dict(random_masks(shapes, counts, generator(self.seed, "static mask")))

@@ -167,9 +167,7 @@ def _observe(module: nn.Module, arguments: tuple[Any, ...]) -> dict[str, int]:
 
         return hook
 
-    hooks = [
-        layer.register_forward_hook(note(name), with_kwargs=True) for name, layer in module.named_modules()
-    ]
+    hooks = [layer.register_forward_hook(note(name), with_kwargs=True) for name, layer in module.named_modules()]
     try:
         module(*arguments)
     finally:
@@ -203,14 +201,12 @@ class _TensorsOnly(nn.Module):
 
 def _count_products(module: nn.Module, arguments: tuple[Any, ...]) -> dict[str, int]:
     """Multiply-accumulates, by fvcore, of every submodule, without its children's."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # fvcore scripts and traces, which torch calls deprecated
-        from fvcore.nn import FlopCountAnalysis
+    from fvcore.nn import FlopCountAnalysis  # importing it warns, so it is imported where that is silenced
 
-        analysis = FlopCountAnalysis(_TensorsOnly(module).eval(), arguments)
-        analysis.unsupported_ops_warnings(False).uncalled_modules_warnings(False).tracer_warnings("none")
-        analysis.set_op_handle("aten::scaled_dot_product_attention", _attention)
-        operators = analysis.by_module_and_operator()
+    analysis = FlopCountAnalysis(_TensorsOnly(module).eval(), arguments)
+    analysis.unsupported_ops_warnings(False).uncalled_modules_warnings(False).tracer_warnings("none")
+    analysis.set_op_handle("aten::scaled_dot_product_attention", _attention)
+    operators = analysis.by_module_and_operator()
     totals = {name: sum(int(found[kind]) for kind in _PRODUCTS) for name, found in operators.items()}
     own = dict(totals)
     for name, total in totals.items():
@@ -228,13 +224,17 @@ def _attention(inputs: Sequence[Any], outputs: Sequence[Any]) -> int:
 
 @contextmanager
 def _undisturbed(module: nn.Module) -> Iterator[None]:
-    """Evaluation mode, and afterwards every mode and random state as before."""
+    """Evaluation mode without warnings, and afterwards every mode and random state as before."""
     modes = {layer: layer.training for layer in module.modules()}
     devices = {parameter.device for parameter in module.parameters() if parameter.device.type == "cuda"}
     fused = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
-        with torch.random.fork_rng(devices=sorted(device.index or 0 for device in devices)):
+        with (
+            torch.random.fork_rng(devices=sorted(device.index or 0 for device in devices)),
+            warnings.catch_warnings(),
+        ):
+            warnings.simplefilter("ignore")
             module.eval()
             yield
     finally:

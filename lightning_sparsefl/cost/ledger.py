@@ -116,12 +116,8 @@ class Ledger:
         names = {field.name for field in fields(Charge)}
         closed, rows = state.get("closed"), state.get("rows")
         if not (isinstance(closed, Mapping) and set(closed) == set(_KEYS)):
-            raise CheckpointMismatch(
-                f"The ledger's sums are {closed!r}, expected one for each of {list(_KEYS)}."
-            )
-        if not (
-            isinstance(rows, list) and all(isinstance(row, Mapping) and set(row) == names for row in rows)
-        ):
+            raise CheckpointMismatch(f"The ledger's sums are {closed!r}, expected one for each of {list(_KEYS)}.")
+        if not (isinstance(rows, list) and all(isinstance(row, Mapping) and set(row) == names for row in rows)):
             raise CheckpointMismatch(f"The ledger's rows are {rows!r}, expected a list of {sorted(names)}.")
         self._closed, self._rows = dict(closed), [Charge(**row) for row in rows]
 

@@ -184,9 +184,7 @@ class FederatedDataModule(L.LightningDataModule):
     def _train_loader(self, part: tuple[Tensor, Tensor], start: int, stop: int) -> DataLoader[Any]:
         inputs, labels = part
         examples = Examples(inputs[start:stop], labels[start:stop], self.transform(train=True))
-        return examples.loader(
-            self.batch_size, shuffle=True, drop_last=self.drop_last, num_workers=self.num_workers
-        )
+        return examples.loader(self.batch_size, shuffle=True, drop_last=self.drop_last, num_workers=self.num_workers)
 
     def _eval_loader(self, part: tuple[Tensor, Tensor], which: slice | Tensor) -> DataLoader[Any]:
         inputs, labels = part

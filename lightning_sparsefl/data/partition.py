@@ -36,8 +36,9 @@ class Partition(ABC):
             InvalidOption: If a client would get no example.
 
         Example:
-            >>> [part.tolist() for part in IID().split(torch.tensor([0, 0, 1, 1]), num_clients=2, seed=0)]
-            [[1, 3], [0, 2]]
+            >>> owned = Pathological(classes_per_client=1).split(torch.tensor([0, 1, 1, 0]), num_clients=2, seed=0)
+            >>> sorted(indices.tolist() for indices in owned)
+            [[0, 3], [1, 2]]
         """
         check_num_clients(num_clients, len(labels))
         owned = self.assign(labels, num_clients, generator(seed, "partition"))
@@ -92,8 +93,7 @@ class Dirichlet(Partition):
     def __post_init__(self) -> None:
         if not 0 < self.alpha < float("inf"):
             raise InvalidOption(
-                f"`Dirichlet(alpha={self.alpha})`: expected a finite number above 0; "
-                "change `data.partition.alpha`."
+                f"`Dirichlet(alpha={self.alpha})`: expected a finite number above 0; change `data.partition.alpha`."
             )
         if self.min_examples < 1:
             raise InvalidOption(
@@ -234,13 +234,15 @@ def _indices_by_class(labels: Tensor, rng: torch.Generator) -> list[Tensor]:
 def _draw_counts(class_sizes: list[int], num_clients: int, alpha: float, rng: torch.Generator) -> Tensor:
     """How many examples of each class each client gets: int64 of shape (classes, clients)."""
     equal_share = sum(class_sizes) / num_clients
-    concentration = torch.full((len(class_sizes), num_clients), alpha, dtype=torch.float64)
-    # Gamma draws, normalised below, are a Dirichlet draw; torch.distributions.Dirichlet takes no generator.
-    draws = torch._standard_gamma(concentration, generator=rng)
+    shape = (len(class_sizes), num_clients)
+    # Normalised Gamma(alpha) draws are a Dirichlet draw (torch.distributions.Dirichlet takes no generator). With a
+    # small alpha they underflow, so their logarithms are drawn: Gamma(alpha) = Gamma(alpha + 1) * U ** (1 / alpha).
+    boosted = torch._standard_gamma(torch.full(shape, alpha + 1, dtype=torch.float64), generator=rng)
+    draws = boosted.log() + torch.rand(shape, dtype=torch.float64, generator=rng).log() / alpha
     owned = torch.zeros(num_clients, dtype=torch.int64)
     counts = []
     for size, draw in zip(class_sizes, draws, strict=True):
-        weight = draw * (owned < equal_share)
+        weight = draw.masked_fill(owned >= equal_share, -torch.inf).softmax(0)
         edges = weight.cumsum(0)
         edges = (edges / edges[-1] * size).long()
         counts.append(edges.diff(prepend=edges.new_zeros(1)))

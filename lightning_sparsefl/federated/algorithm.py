@@ -55,7 +55,7 @@ BYTES_PER_WEIGHT = 4
 class FederatedAlgorithm(ABC):  # noqa: B024 - every hook has a default, and jsonargparse needs a plain base
     """One federated method; the defaults are FedAvg (McMahan et al. 2017, arXiv:1602.05629)."""
 
-    def adapt(self, module: LightningModule) -> None:
+    def adapt(self, module: LightningModule) -> None:  # noqa: B027 - a default, as of every hook
         """Change the module once, before `init`, for example to add exits. Default: nothing."""
 
     def init(self, weights: Weights, fleet: Fleet) -> ServerState:
@@ -118,9 +118,7 @@ class FederatedAlgorithm(ABC):  # noqa: B024 - every hook has a default, and jso
         4 bytes for every weight that the masks keep, in both directions.
         """
         message, samples = facts.message, facts.epochs * facts.samples
-        kept = sum(
-            int(message.masks[n].sum()) if n in message.masks else w.numel() for n, w in message.weights.items()
-        )
+        kept = sum(int(message.masks[n].sum()) if n in message.masks else w.numel() for n, w in message.weights.items())
         return Costs(
             flops_paper=3 * samples * forward_flops(facts.layers, message.masks),
             flops_analytic=training_flops(facts.layers, message.masks, message.trainable, samples),

@@ -30,14 +30,23 @@ CLIENTS = "clients"
 
 def identity(algorithm: FederatedAlgorithm, bench: Bench, seed: int) -> dict[str, Any]:
     """What a checkpoint and the run that resumes from it must agree on, as plain types."""
-    options = {f.name: getattr(algorithm, f.name) for f in dataclasses.fields(algorithm)} if dataclasses.is_dataclass(algorithm) else {}
+    options = _fields(algorithm)
     return {
         "algorithm": type(algorithm).__name__,
-        "algorithm options": {name: v if isinstance(v, bool | int | float | str | None) else repr(v) for name, v in options.items()},
+        "algorithm options": {
+            name: v if isinstance(v, bool | int | float | str | None) else repr(v) for name, v in options.items()
+        },
         "number of clients": int(bench.data.num_clients),
         "seed": seed,
         "model": {name: list(shape) for name, shape in bench.flat.layout.shapes.items()},
     }
+
+
+def _fields(value: Any) -> dict[str, Any]:
+    """The fields of a dataclass; nothing of anything else."""
+    if not dataclasses.is_dataclass(value):
+        return {}
+    return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
 
 
 def compose(
@@ -122,7 +131,9 @@ def restore(
     ledger.load_state_dict(own["ledger"])
     device = bench.device
     names = bench.flat.layout.names
-    weights = torch.cat([content["state_dict"][name].reshape(-1).to(bench.flat.layout.dtype) for name in names]).to(device)
+    weights = torch.cat([content["state_dict"][name].reshape(-1).to(bench.flat.layout.dtype) for name in names]).to(
+        device
+    )
     server = ServerState(
         round=own["round"],
         weights=bench.flat.layout.tree(weights),

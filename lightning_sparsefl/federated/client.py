@@ -25,11 +25,21 @@ _STAGES: dict[Split, Literal["validate", "test"]] = {"val": "validate", "test": 
 
 
 class Trains(Protocol):
-    """What a client asks of whoever does its local work; the only door of the local engines."""
+    """What a client asks of whoever does its local work: the only door to the local engines."""
 
-    def fit(self, client: Client, weights: Weights, masks: Masks, trainable: Masks, callbacks: Sequence[Callback]) -> FitResult: ...
-    def gradient(self, client: Client, weights: Weights) -> Weights: ...
-    def evaluate(self, client: Client, weights: Weights, split: Split) -> Mapping[str, float]: ...
+    def fit(
+        self, client: Client, weights: Weights, masks: Masks, trainable: Masks, callbacks: Sequence[Callback]
+    ) -> FitResult:
+        """See :meth:`Client.fit`."""
+        ...
+
+    def gradient(self, client: Client, weights: Weights) -> Weights:
+        """See :meth:`Client.gradient`."""
+        ...
+
+    def evaluate(self, client: Client, weights: Weights, split: Split) -> Mapping[str, float]:
+        """See :meth:`Client.evaluate`."""
+        ...
 
 
 class Client:
@@ -198,7 +208,8 @@ class Bench:
         """
         if loader is None:
             raise InvalidOption(
-                f"The data has no {split} set for a client; set `data.val_fraction` above 0, or `data.eval_split: test`."
+                f"The data has no {split} set for a client; "
+                "set `data.val_fraction` above 0, or `data.eval_split: test`."
             )
         self.load(weights)
         seed_all(*key)

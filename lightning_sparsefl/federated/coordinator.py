@@ -35,12 +35,15 @@ class Workload:
     batch_size: int
     max_batches: int | float = 1.0
     """As `limit_train_batches`: a number of batches, or a fraction of them."""
+    drop_last: bool = False
+    """Whether loaders leave out a last, smaller batch."""
 
     def facts(self, view: ClientView, message: Message) -> CostFacts:
         """The facts of one client-round."""
-        batches = -(-view.num_examples // self.batch_size)
+        full, rest = divmod(view.num_examples, self.batch_size)
+        batches = full + (rest > 0 and not self.drop_last)
         limit = self.max_batches if isinstance(self.max_batches, int) else int(batches * self.max_batches)
-        samples = min(view.num_examples, limit * self.batch_size)
+        samples = min(view.num_examples, min(limit, batches) * self.batch_size)
         return CostFacts(
             view=view,
             message=message,
@@ -113,11 +116,11 @@ class Coordinator:
         self.max_rounds, self.seed = max_rounds, seed
         self.num_clients: int = bench.data.num_clients
 
-    def cohort(self, round: int) -> list[int]:  # noqa: A002
+    def cohort(self, round: int) -> list[int]:
         """Numbers of a round's clients."""
         return uniform_cohort(self.seed, round, self.num_clients, self.federation.clients_per_round)
 
-    def view(self, client: int, round: int) -> ClientView:  # noqa: A002
+    def view(self, client: int, round: int) -> ClientView:
         """What the server knows of a client in a round."""
         return ClientView(
             id=client,
@@ -129,7 +132,7 @@ class Coordinator:
             shared=self.store.get(client).shared,
         )
 
-    def client(self, client: int, round: int) -> Client:  # noqa: A002
+    def client(self, client: int, round: int) -> Client:
         """A client of a round, with its memory."""
         return Client(self.view(client, round), self.store.get(client).memory, self.bench)
 
@@ -259,12 +262,16 @@ class Coordinator:
         if failed and (self.federation.on_client_error == "raise" or not enough):
             first, reason = failed[0], failed[0].failure or ""
             if self.federation.on_client_error == "skip":
-                reason += f", which leaves {len(trained)} clients of the {self.federation.min_clients} in `federation.min_clients`"
+                reason += f", and {len(trained)} of `federation.min_clients` = {self.federation.min_clients} are left"
             raise ClientFailed(reason, client=first.client, round=server.round, rank=self.ranks.rank)
         return trained
 
     def _merge(
-        self, server: ServerState, merge: Accumulator, trained: Sequence[Outcome], views: Mapping[int, ClientView]
+        self,
+        server: ServerState,
+        merge: Accumulator,
+        trained: Sequence[Outcome],
+        views: Mapping[int, ClientView],
     ) -> ServerState:
         shapes: dict[str, dict[str, torch.Size]] = {}
         for part in self.ranks.gather(merge.extra_shapes()):
@@ -290,7 +297,10 @@ class Coordinator:
     def _metrics(self, outcomes: Sequence[Outcome], trained: Sequence[Outcome]) -> dict[str, float]:
         """The round's logged keys, besides scores and the ledger's."""
         weights = {o.client: o.num_examples for o in trained}
-        keys: dict[str, float] = {"clients/trained": len(trained), "clients/failed": len(outcomes) - len(trained)}
+        keys: dict[str, float] = {
+            "clients/trained": len(trained),
+            "clients/failed": len(outcomes) - len(trained),
+        }
         for name in sorted({name for o in trained for name in o.metrics}):
             having = [o for o in trained if name in o.metrics]
             total = sum(weights[o.client] for o in having)
@@ -306,7 +316,9 @@ class Coordinator:
         """Mean over the cohort of the density of all masked tensors together; 1 without masks."""
         sizes = {name: float(shape.numel()) for name, shape in self.bench.flat.layout.shapes.items()}
         densities = [
-            sum(d * sizes[n] for n, d in o.densities.items()) / sum(sizes[n] for n in o.densities) if o.densities else 1.0
+            sum(d * sizes[n] for n, d in o.densities.items()) / sum(sizes[n] for n in o.densities)
+            if o.densities
+            else 1.0
             for o in trained
         ]
         return sum(densities) / max(len(densities), 1)

@@ -1,4 +1,4 @@
-"""What the fast client loop serves: the hooks and callbacks that its contract test compares with Lightning's Trainer."""
+"""What the fast client loop serves: the hooks and callbacks that a test compares with Lightning's Trainer."""
 
 from __future__ import annotations
 
@@ -90,13 +90,19 @@ _STEPS = ("training_step", "validation_step", "test_step")
 
 
 @functools.cache
-def _overridden_by(kind: type[LightningModule]) -> frozenset[str]:
+def _overridden_by(kind: Any) -> frozenset[str]:
     return frozenset(name for name in _HOOKS if getattr(kind, name) is not getattr(LightningModule, name))
 
 
 def overridden(module: LightningModule) -> frozenset[str]:
     """Names of the Lightning hooks that a module's class, or the object itself, overrides."""
-    return _overridden_by(type(module)) | (_HOOKS & vars(module).keys())
+    kind: Any = type(module)
+    return _overridden_by(kind) | (_HOOKS & vars(module).keys())
+
+
+@functools.cache
+def _iterates(step: Any) -> bool:
+    return is_param_in_hook_signature(step, "dataloader_iter", explicit=True)
 
 
 def uncovered_hook(module: LightningModule) -> str | None:
@@ -106,9 +112,7 @@ def uncovered_hook(module: LightningModule) -> str | None:
     if names:
         return f"`{type(module).__name__}` overrides `{names[0]}`"
     for step in _STEPS:
-        if step in hooks and is_param_in_hook_signature(
-            getattr(module, step), "dataloader_iter", explicit=True
-        ):
+        if step in hooks and _iterates(getattr(type(module), step)):
             return f"`{type(module).__name__}.{step}` takes `dataloader_iter`"
     return None
 
@@ -160,6 +164,16 @@ def require_automatic(module: LightningModule) -> None:
     """Raise :class:`InvalidOption` unless a module's training has one loss, whose gradient can be taken."""
     if not module.automatic_optimization:
         raise InvalidOption(
-            f"`{type(module).__name__}` optimizes manually, so it has no one training loss to take the gradient of; "
-            "expected automatic optimization (option `model`), or an algorithm that needs no gradient."
+            f"`{type(module).__name__}` optimizes manually, so there is no one training loss to take the gradient "
+            "of; expected automatic optimization (option `model`), or an algorithm that needs no gradient."
+        )
+
+
+class UnknownAttribute:
+    """Says what to do where code reads what only a real Trainer has."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"The fast client loop has no `trainer` attribute {name!r}; "
+            "set `federation.local_engine: trainer` to train clients with a real Lightning Trainer."
         )

@@ -129,7 +129,9 @@ class RoundTrainer:
         """Make metrics visible to callbacks."""
         self.callback_metrics.update({name: torch.tensor(value) for name, value in metrics.items()})
 
-    def save_checkpoint(self, filepath: str | Path, weights_only: bool | None = False, storage_options: Any = None) -> None:
+    def save_checkpoint(
+        self, filepath: str | Path, weights_only: bool | None = False, storage_options: Any = None
+    ) -> None:
         """Write a checkpoint that stands alone, with the clients' records inside."""
         content = dict(self._compose_checkpoint())
         if weights_only:

@@ -71,7 +71,9 @@ class Layout:
         """Raise :class:`IncompatibleMasks` where a name or shape of `tree` is not the model's."""
         for name, tensor in tree.items():
             if name not in self.shapes:
-                raise IncompatibleMasks(f"{what} holds {name!r}, which the model does not have; return only the model's names.")
+                raise IncompatibleMasks(
+                    f"{what} holds {name!r}, which the model does not have; return only the model's names."
+                )
             if tensor.shape != self.shapes[name]:
                 raise IncompatibleMasks(
                     f"{what} holds {name!r} with shape {tuple(tensor.shape)}; expected {tuple(self.shapes[name])}."
@@ -92,7 +94,8 @@ class FlatModule:
         parameters = dict(module.named_parameters())
         if not any(parameter.requires_grad for parameter in parameters.values()):
             raise InvalidOption(
-                f"`{type(module).__name__}` has no trainable parameter; expected at least one with requires_grad=True (option `model`)."
+                f"`{type(module).__name__}` has no trainable parameter; expected at least one with "
+                "requires_grad=True (option `model`)."
             )
         kept = set(module.state_dict().keys())
         buffers = {n: b for n, b in module.named_buffers() if n in kept and b.is_floating_point()}

@@ -15,7 +15,7 @@ _TRANSFERS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_
 
 
 class Hooks:
-    """The hooks of one client's run, called as Lightning does: callbacks first, `_current_fx_name` set around each.
+    """The hooks of one client's run, called as Lightning does: callbacks first, each under its name.
 
     Args:
         trainer: What the callbacks get as `trainer`.
@@ -50,7 +50,7 @@ class Hooks:
             return
         before, self._state["_current_fx_name"] = self._state["_current_fx_name"], name
         for callback, function in found:
-            if monitoring is None or monitoring == isinstance(callback, (EarlyStopping, Checkpoint)):
+            if monitoring is None or monitoring is isinstance(callback, (EarlyStopping, Checkpoint)):
                 function(self._trainer, self._module, *args, **kwargs)
         self._state["_current_fx_name"] = before
 

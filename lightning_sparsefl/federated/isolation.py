@@ -52,7 +52,7 @@ def borrowed(module: LightningModule, callbacks: Sequence[Callback]) -> Iterator
     try:
         yield
     finally:
-        module.trainer = trainer  # type: ignore[assignment]
+        module.trainer = trainer
         module._current_fx_name, module._metric_attributes = name, None
         for callback in callbacks:
             for method in ("log", "log_dict"):

@@ -1,23 +1,23 @@
 """The client loop: one rank's clients trained one after another, bit-equal to ``lightning.pytorch.Trainer``.
 
-A Trainer is built to train one model for hours; a federation trains thousands of clients for seconds, and most of
-that time would be the Trainer's. The fast loop keeps Lightning's order of hooks and arithmetic, but calls only
-the hooks that somebody overrides, and takes Lightning's own parts wherever order or arithmetic could differ. Those
-parts have private names, hence the pin ``lightning>=2.6,<2.7``; `tests/contract/test_local_parity.py` compares the
-two, and is the first thing to run under another version:
+A Trainer is built to train one model for hours; a federation trains thousands of clients for seconds, and most
+of that time would be the Trainer's. The fast loop keeps Lightning's order of hooks and arithmetic, but calls only
+hooks that somebody overrides, and takes Lightning's own parts wherever order or arithmetic could differ. Those
+have private names, hence the pin ``lightning>=2.6,<2.7``; `tests/contract/test_local_parity.py` compares the two,
+and is the first thing to run under another version:
 
-- `_LoggerConnector`, `_ResultCollection`, `_ResultMetric`: `self.log`, its reductions and what goes to the loggers;
-- `_init_optimizers_and_lr_schedulers`, `_lightning_optimizers`, inside ``SingleDeviceStrategy``: the forms of
-  `configure_optimizers`, manual optimization, `toggle_optimizer`; `_reset_optimizers_and_schedulers` frees them;
-- `_ModuleMode`, `_parse_num_batches`, `_set_sampler_epoch`, `_auto_add_worker_init_fn`,
-  `_verify_dataloader_idx_requirement`, `_shutdown_workers_and_reset_iterator`, `_log_hyperparams`: small steps of
-  the loops;
+- `_LoggerConnector`, `_ResultCollection`, `_ResultMetric`, `_Metadata`, `_Sync`: `self.log`, its reductions, and
+  what goes to the loggers;
+- `_lightning_optimizers` and `_reset_optimizers_and_schedulers` of ``SingleDeviceStrategy``: manual optimization,
+  and freeing the optimizers; its `setup_optimizers` knows the forms of `configure_optimizers`;
+- `_ModuleMode`, `_parse_num_batches`, `_set_sampler_epoch`, `_auto_add_worker_init_fn`, `_log_hyperparams`,
+  `_verify_dataloader_idx_requirement`, `_shutdown_workers_and_reset_iterator`: small steps of the loops;
 - `_trainer`, `_current_fx_name`, `_metric_attributes`, `_param_requires_grad_state`, `_device` of a
   ``LightningModule``: what a Trainer leaves there, and what must not pass from one client to the next;
-- `_results`, `_accelerator_connector`, `_batches_that_stepped`, `_should_accumulate`: what Lightning's module,
-  connector and callbacks read of a trainer.
+- `_results`, `_logger_connector`, `_accelerator_connector`, `_batches_that_stepped`, `_should_accumulate`,
+  `_should_check_val_epoch`: what Lightning's module, connector and callbacks read of a trainer.
 
-What the contract test does not cover trains with a real Trainer, see :mod:`lightning_sparsefl.federated.stock`.
+What the contract test does not cover trains with a real Trainer: :mod:`lightning_sparsefl.federated.stock`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from torch import Tensor
 from lightning_sparsefl.errors import InvalidOption
 from lightning_sparsefl.federated.covered import not_covered, overridden, require_automatic, uncovered_hook
 from lightning_sparsefl.federated.isolation import borrowed, isolate_metrics
-from lightning_sparsefl.federated.local_trainer import PRECISIONS, ClientTrainer, precision_plugin
+from lightning_sparsefl.federated.local_trainer import ClientTrainer, unsupported
 from lightning_sparsefl.federated.stock import StockTrainer
 
 __all__ = ["LocalOptions", "LocalTrainer", "isolate_metrics", "local_engine", "not_covered"]
@@ -73,9 +73,7 @@ class LocalOptions:
     def __post_init__(self) -> None:
         _check(self.max_epochs >= -1, "max_epochs", self.max_epochs, "a whole number >= -1")
         _check(self.max_steps >= -1, "max_steps", self.max_steps, "a whole number >= -1")
-        _check(
-            self.max_epochs != -1 or self.max_steps != -1, "max_epochs", -1, "a limit, here or as `max_steps`"
-        )
+        _check(self.max_epochs != -1 or self.max_steps != -1, "max_epochs", -1, "a limit, here or as `max_steps`")
         batches, known = self.accumulate_grad_batches, (None, "norm", "value")
         _check(batches >= 1, "accumulate_grad_batches", batches, "a whole number >= 1")
         algorithm = self.gradient_clip_algorithm
@@ -91,6 +89,11 @@ def _check(fits: bool, name: str, value: Any, expected: str) -> None:
         raise InvalidOption(f"`trainer.{name}` is {value!r}; expected {expected}.")
 
 
+def _require(reason: str | None) -> None:
+    if reason is not None:
+        raise InvalidOption(f"Clients cannot train: {reason}; set `federation.local_engine: trainer`.")
+
+
 class LocalTrainer:
     """Trains client after client; each gets a trainer of its own, so nothing passes from one to the next.
 
@@ -99,14 +102,13 @@ class LocalTrainer:
         options: How every client trains.
 
     Raises:
-        InvalidOption: If the precision is not one that the loop knows.
+        InvalidOption: If the loop does not know the precision or the device.
     """
 
     def __init__(self, fabric: Fabric, options: LocalOptions) -> None:
         self.fabric, self.options = fabric, options
         self.global_step = 0
-        self._precision = str(fabric.strategy.precision.precision)
-        precision_plugin(self._precision, fabric.device)
+        _require(unsupported(fabric))
 
     def fit(
         self,
@@ -132,7 +134,7 @@ class LocalTrainer:
             The last value of each logged key, `trainer.callback_metrics`.
 
         Raises:
-            InvalidOption: If the module or the loader needs a real Trainer, or the options do not fit the module.
+            InvalidOption: If the module or loader needs a real Trainer, or the options do not fit the module.
         """
         self._check_fit(module)
         trainer = self._client(module, callbacks, loggers, datamodule)
@@ -166,9 +168,7 @@ class LocalTrainer:
         """
         step = "validation_step" if stage == "validate" else "test_step"
         if step not in overridden(module):
-            raise InvalidOption(
-                f"`{type(module).__name__}` has no `{step}`; define it to {stage} (option `model`)."
-            )
+            raise InvalidOption(f"`{type(module).__name__}` has no `{step}`; define it to {stage} (option `model`).")
         trainer = self._client(module, callbacks)
         with borrowed(module, trainer.callbacks), trainer.running():
             return {name: float(value) for name, value in trainer.evaluate(loader, _STAGES[stage]).items()}
@@ -196,12 +196,8 @@ class LocalTrainer:
         loggers: Sequence[Logger] = (),
         datamodule: Any = None,
     ) -> ClientTrainer:
-        reason = uncovered_hook(module)
-        if reason is not None:
-            raise InvalidOption(f"Clients cannot train: {reason}; set `federation.local_engine: trainer`.")
-        return ClientTrainer(
-            self.options, self.fabric.device, self._precision, module, callbacks, loggers, datamodule
-        )
+        _require(uncovered_hook(module))
+        return ClientTrainer(self.options, self.fabric, module, callbacks, loggers, datamodule)
 
     def _check_fit(self, module: LightningModule) -> None:
         name, options = type(module).__name__, self.options
@@ -244,10 +240,7 @@ def local_engine(
         return LocalTrainer(fabric, options)
     if name == "trainer":
         return StockTrainer(fabric, options)
-    precision = fabric.strategy.precision.precision
-    reason = not_covered(module, callbacks)
-    if reason is None and precision not in PRECISIONS:
-        reason = f"the precision is {precision!r}"
+    reason = not_covered(module, callbacks) or unsupported(fabric)
     if reason is None:
         return LocalTrainer(fabric, options)
     _messages.info(f"Clients train with a real Lightning Trainer, which is slower, because {reason}.")

@@ -2,82 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
-from lightning.fabric.utilities.data import _auto_add_worker_init_fn, _set_sampler_epoch
 from lightning.pytorch.loops.utilities import _verify_dataloader_idx_requirement
-from lightning.pytorch.trainer.connectors.data_connector import _parse_num_batches
 from lightning.pytorch.trainer.states import RunningStage
-from lightning.pytorch.utilities.combined_loader import _shutdown_workers_and_reset_iterator
 from lightning.pytorch.utilities.model_helpers import _ModuleMode
-from torch.utils.data import DataLoader
 
-from lightning_sparsefl.errors import InvalidOption
-from lightning_sparsefl.federated.covered import uncovered_loader
+from lightning_sparsefl.federated.covered import UnknownAttribute
+from lightning_sparsefl.federated.feed import Feed
 from lightning_sparsefl.federated.local_steps import AutomaticStep, ManualStep, StepCaller, step_schedulers
 from lightning_sparsefl.federated.results import FastResults
-
-
-class UnknownAttribute:
-    """Says what to do where code reads what only a real Trainer has."""
-
-    def __getattr__(self, name: str) -> Any:
-        raise AttributeError(
-            f"The fast client loop has no `trainer` attribute {name!r}; "
-            "set `federation.local_engine: trainer` to train clients with a real Lightning Trainer."
-        )
-
-
-class Feed:
-    """The batches of one loader, the way Lightning counts and moves them.
-
-    Args:
-        trainer: Of this client.
-        loader: Of the client's batches.
-        stage: What they are for.
-        limit: `limit_train_batches` and its kin.
-
-    Raises:
-        InvalidOption: If the loader is of a kind that only a real Trainer reads.
-    """
-
-    def __init__(self, trainer: Any, loader: Any, stage: RunningStage, limit: int | float) -> None:
-        reason = uncovered_loader(loader)
-        if reason is not None:
-            raise InvalidOption(f"Clients cannot train: {reason}; set `federation.local_engine: trainer`.")
-        if not isinstance(loader, DataLoader):
-            iter(loader)  # Lightning probes it, and it may draw random numbers
-        _auto_add_worker_init_fn(loader, 0)
-        self.loader, self.length = loader, int(_parse_num_batches(stage, len(loader), limit))
-        self._trainer, self._plugin, self._hooks = trainer, trainer.precision_plugin, trainer.hooks
-        self._iterator: Iterator[Any] = iter(())
-        self._fetched = 0
-        self.done = False
-
-    def tell_epoch(self, epoch: int) -> None:
-        """Give a sampler that shuffles by epoch its number."""
-        _set_sampler_epoch(self.loader, epoch)
-
-    def start(self) -> None:
-        """Begin a pass."""
-        self._iterator, self._fetched, self.done = iter(self.loader), 0, self.length == 0
-
-    def __next__(self) -> Any:
-        """The next batch, on the device."""
-        if self._fetched >= self.length:
-            raise StopIteration
-        batch = next(self._iterator)
-        self._fetched += 1
-        self.done = self._fetched >= self.length
-        batch = self._plugin.convert_input(batch)
-        return self._hooks.to_device(batch, self._trainer.strategy.root_device)
-
-    def close(self) -> None:
-        """Stop the loader's workers."""
-        self._iterator = iter(())
-        _shutdown_workers_and_reset_iterator(self.loader)
 
 
 class EvalLoop:
@@ -102,6 +37,11 @@ class EvalLoop:
         limit = getattr(self._trainer, f"limit_{self._stage.dataloader_prefix}_batches")
         if self.feed is None and limit != 0:
             self.feed = Feed(self._trainer, self._loader, self._stage, limit)
+
+    def close(self) -> None:
+        """Stop the loader's workers."""
+        if self.feed is not None:
+            self.feed.close()
 
     def run(self, inference: bool) -> None:
         """Evaluate; the module's modes are restored.
@@ -138,9 +78,7 @@ class EvalLoop:
         hooks, connector = self._trainer.hooks, self._trainer._logger_connector
         hooks.both(f"on_{self._name}_start")
         hooks.both(f"on_{self._name}_epoch_start")
-        step = StepCaller(
-            hooks, self._trainer.lightning_module, f"{self._name}_step", self._trainer.precision_plugin
-        )
+        step = StepCaller(hooks, self._trainer.lightning_module, f"{self._name}_step", self._trainer.precision_plugin)
         try:
             while True:
                 self._batch(next(feed), step)
@@ -175,7 +113,7 @@ def _gloo() -> bool:
 
 
 class FitLoop(UnknownAttribute):
-    """The epochs and batches of one client; also what callbacks find as `trainer.fit_loop` and its `epoch_loop`.
+    """The epochs and batches of one client; also what callbacks find as `trainer.fit_loop`.
 
     Args:
         trainer: Of this client.
@@ -185,9 +123,7 @@ class FitLoop(UnknownAttribute):
         max_steps: Optimizer steps to train for; -1 = no limit.
     """
 
-    def __init__(
-        self, trainer: Any, loader: Any, validation: EvalLoop | None, max_epochs: int, max_steps: int
-    ) -> None:
+    def __init__(self, trainer: Any, loader: Any, validation: EvalLoop | None, max_epochs: int, max_steps: int) -> None:
         self._trainer, self._loader, self._validation = trainer, loader, validation
         self.max_epochs, self.max_steps, self.min_epochs, self.min_steps = max_epochs, max_steps, 0, None
         self.results = FastResults(training=True)
@@ -223,9 +159,7 @@ class FitLoop(UnknownAttribute):
             self.max_batches = self.feed.length
             trainer.val_check_batch = max(1, self.feed.length)
 
-    @property
-    def done(self) -> bool:
-        """Whether training is over."""
+    def _done(self) -> bool:
         steps, epochs = (
             self._steps_reached(),
             self.max_epochs != -1 and self.epochs_processed >= self.max_epochs,
@@ -249,16 +183,14 @@ class FitLoop(UnknownAttribute):
     def run(self) -> None:
         """Train."""
         self.setup_data()
-        if self.done or self.feed is None:
+        if self._done() or self.feed is None:
             return
         trainer, hooks = self._trainer, self._trainer.hooks
-        self._step = (AutomaticStep if trainer.lightning_module.automatic_optimization else ManualStep)(
-            trainer, hooks
-        )
+        self._step = (AutomaticStep if trainer.lightning_module.automatic_optimization else ManualStep)(trainer, hooks)
         if self._validation is not None:
             self._validation.setup_data()
         hooks.both("on_train_start")
-        while not self.done:
+        while not self._done():
             self.feed.tell_epoch(self.epochs_processed)
             hooks.both("on_train_epoch_start")
             self._epoch(self.feed)
@@ -277,7 +209,7 @@ class FitLoop(UnknownAttribute):
             pass
 
     def _batch(self, feed: Feed) -> None:
-        trainer, hooks, connector = self._trainer, self._trainer.hooks, self._trainer._logger_connector
+        hooks, connector = self._trainer.hooks, self._trainer._logger_connector
         batch = next(feed)
         self.is_last_batch, index = feed.done, self._ready
         self._ready += 1
@@ -341,6 +273,7 @@ class FitLoop(UnknownAttribute):
 
     def close(self) -> None:
         """Stop the loaders' workers."""
-        for feed in (self.feed, self._validation and self._validation.feed):
-            if feed is not None:
-                feed.close()
+        if self.feed is not None:
+            self.feed.close()
+        if self._validation is not None:
+            self._validation.close()

@@ -47,7 +47,7 @@ class StepCaller:
 
 
 class AutomaticStep:
-    """The closure of automatic optimization: step, zero the gradients, backward. One object serves all batches.
+    """The closure of automatic optimization, one object for all batches: step, zero the gradients, backward.
 
     Args:
         trainer: Of this client.
@@ -145,7 +145,7 @@ class AutomaticStep:
         if "backward" in self._hooks.overridden:
             self._hooks.always("backward", loss)
         else:
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
         self._hooks.both("on_after_backward")
 
     def _outputs(self) -> dict[str, Any]:
@@ -156,7 +156,7 @@ class AutomaticStep:
 
 
 class ManualStep:
-    """One batch of a module that optimizes by itself; Lightning's strategy does its `manual_backward` and steps.
+    """One batch of a module that optimizes by itself, through Lightning's strategy.
 
     Args:
         trainer: Of this client.
@@ -203,9 +203,7 @@ def step_schedulers(trainer: Any, hooks: Hooks, interval: str, index: int, plate
             message = f"ReduceLROnPlateau conditioned on metric {config.monitor} which is not available"
             if config.strict:
                 known = list(trainer.callback_metrics)
-                raise MisconfigurationException(
-                    f"{message}; available metrics are {known}, set the `monitor` key."
-                )
+                raise MisconfigurationException(f"{message}; available metrics are {known}, set the `monitor` key.")
             rank_zero_warn(f"{message} but strict is `False`; skipping its update.", category=RuntimeWarning)
             continue
         hooks.always("lr_scheduler_step", config.scheduler, value)

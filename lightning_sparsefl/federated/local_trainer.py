@@ -1,16 +1,17 @@
-"""What a client's module and callbacks see as `trainer` in the fast client loop: one object per fit, so nothing stays."""
+"""What a client's module and callbacks see as `trainer` in the fast loop: an object per fit, so nothing stays."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
+from lightning.fabric import Fabric
 from lightning.pytorch import Callback, LightningModule
-from lightning.pytorch.accelerators import CPUAccelerator, CUDAAccelerator, MPSAccelerator
+from lightning.pytorch.accelerators import Accelerator, CPUAccelerator, CUDAAccelerator, MPSAccelerator
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.loggers.utilities import _log_hyperparams
@@ -21,7 +22,6 @@ from lightning.pytorch.trainer.states import RunningStage, TrainerFn, TrainerSta
 from lightning.pytorch.utilities import GradClipAlgorithmType
 from torch import Tensor
 
-from lightning_sparsefl.errors import InvalidOption
 from lightning_sparsefl.federated.hooks import Hooks
 from lightning_sparsefl.federated.isolation import isolate_metrics
 from lightning_sparsefl.federated.local_loops import EvalLoop, FitLoop
@@ -32,23 +32,29 @@ from lightning_sparsefl.federated.trainer_view import TrainerView
 if TYPE_CHECKING:
     from lightning_sparsefl.federated.local import LocalOptions
 
-_ACCELERATORS = {"cpu": CPUAccelerator, "cuda": CUDAAccelerator, "mps": MPSAccelerator}
-PRECISIONS = ("32-true", "64-true", "16-true", "bf16-true", "16-mixed", "bf16-mixed")
+_ACCELERATORS: dict[str, Callable[[], Accelerator]] = {
+    "cpu": CPUAccelerator,
+    "cuda": CUDAAccelerator,
+    "mps": MPSAccelerator,
+}
+_PRECISIONS = ("32-true", "64-true", "16-true", "bf16-true", "16-mixed", "bf16-mixed")
 
 
-def precision_plugin(precision: str, device: torch.device) -> Precision:
+def unsupported(fabric: Fabric) -> str | None:
+    """Why the fast loop cannot train at a Fabric's precision or on its device, or None."""
+    precision, device = fabric.strategy.precision.precision, fabric.device.type
+    if precision not in _PRECISIONS:
+        return f"`trainer.precision` is {precision!r}, not one of {list(_PRECISIONS)}"
+    if device not in _ACCELERATORS:
+        return f"`trainer.accelerator` gives the device {device!r}, not one of {list(_ACCELERATORS)}"
+    return None
+
+
+def _precision_plugin(precision: str, device: torch.device) -> Precision:
     """Lightning's precision for a Trainer, fresh, with a loss scale of its own.
 
     Fabric's namesakes differ: theirs for mixed precision convert inputs, and so targets, to half.
-
-    Raises:
-        InvalidOption: If the fast loop does not know the precision.
     """
-    if precision not in PRECISIONS:
-        raise InvalidOption(
-            f"`trainer.precision` is {precision!r}; expected one of {list(PRECISIONS)}, "
-            "or `federation.local_engine: trainer`."
-        )
     if precision == "32-true":
         return Precision()
     if precision == "64-true":
@@ -59,23 +65,21 @@ def precision_plugin(precision: str, device: torch.device) -> Precision:
 
 
 class ClientTrainer(TrainerView):
-    """A trainer for one client, once; reading what it does not have raises an ``AttributeError`` that says so.
+    """A trainer for one client, once; reading what it lacks raises an ``AttributeError`` that says so.
 
     Args:
         options: As for Lightning's Trainer.
-        device: That the module is on.
-        precision: As for Lightning's Trainer.
+        fabric: Says on which device, and at which precision.
         module: The user's.
         callbacks: The client's.
         loggers: Where its metrics go.
-        datamodule: Shown as `trainer.datamodule`; of its hooks only those round the batch transfer are called.
+        datamodule: Shown as `trainer.datamodule`; only its hooks round the batch transfer are called.
     """
 
     def __init__(
         self,
         options: LocalOptions,
-        device: torch.device,
-        precision: str,
+        fabric: Fabric,
         module: LightningModule,
         callbacks: Sequence[Callback] = (),
         loggers: Sequence[Logger] = (),
@@ -83,14 +87,10 @@ class ClientTrainer(TrainerView):
     ) -> None:
         self._limits = (options.max_epochs, options.max_steps)
         self.accumulate_grad_batches = options.accumulate_grad_batches
-        self.limit_train_batches, self.limit_val_batches = (
-            options.limit_train_batches,
-            options.limit_val_batches,
-        )
-        self.limit_test_batches, self.log_every_n_steps = (
-            options.limit_test_batches,
-            options.log_every_n_steps,
-        )
+        self.limit_train_batches = options.limit_train_batches
+        self.limit_val_batches = options.limit_val_batches
+        self.limit_test_batches = options.limit_test_batches
+        self.log_every_n_steps = options.log_every_n_steps
         self.gradient_clip_val = options.gradient_clip_val
         algorithm = options.gradient_clip_algorithm
         self.gradient_clip_algorithm = None if algorithm is None else GradClipAlgorithmType(algorithm)
@@ -99,8 +99,9 @@ class ClientTrainer(TrainerView):
         self.callbacks, self.loggers = _checkpoints_last(callbacks), list(loggers)
         self.should_stop, self.val_check_batch = False, 1
         self.state, self.profiler = TrainerState(), PassThroughProfiler()
+        device, precision = fabric.device, str(fabric.strategy.precision.precision)
         self.strategy = SingleDeviceStrategy(
-            device, _ACCELERATORS[device.type](), precision_plugin=precision_plugin(precision, device)
+            device, _ACCELERATORS[device.type](), precision_plugin=_precision_plugin(precision, device)
         )
         self.strategy.connect(module)
         self.precision_plugin = self.strategy.precision_plugin
@@ -124,11 +125,7 @@ class ClientTrainer(TrainerView):
 
     def fit(self, loader: Any, validation: Any = None) -> dict[str, Tensor]:
         """Train; the last value of each logged key."""
-        if (
-            validation is not None
-            and "validation_step" in self.hooks.overridden
-            and self.limit_val_batches > 0
-        ):
+        if validation is not None and "validation_step" in self.hooks.overridden and self.limit_val_batches > 0:
             self.eval_loop = EvalLoop(self, validation, RunningStage.VALIDATING)
         self.fit_loop = FitLoop(self, loader, self.eval_loop, *self._limits)
         self._start(TrainerFn.FITTING, RunningStage.TRAINING)
@@ -185,10 +182,9 @@ class ClientTrainer(TrainerView):
 
     def _close(self) -> None:
         """Let go of the data; metrics go to the CPU."""
-        if self.state.fn is TrainerFn.FITTING:
-            self.fit_loop.close()
-        elif self.eval_loop is not None and self.eval_loop.feed is not None:
-            self.eval_loop.feed.close()
+        loop = self.fit_loop if self.state.fn is TrainerFn.FITTING else self.eval_loop
+        if loop is not None:
+            loop.close()
         self._logger_connector.teardown()
 
     def _finish(self) -> dict[str, Tensor]:

@@ -44,7 +44,9 @@ class Federation:
             if getattr(self, name) < 1:
                 raise InvalidOption(f"`federation.{name}` is {getattr(self, name)}; expected a whole number >= 1.")
         if self.pictures_every_n_rounds < 0:
-            raise InvalidOption(f"`federation.pictures_every_n_rounds` is {self.pictures_every_n_rounds}; expected >= 0.")
+            raise InvalidOption(
+                f"`federation.pictures_every_n_rounds` is {self.pictures_every_n_rounds}; expected >= 0."
+            )
         if isinstance(self.eval_clients, int) and self.eval_clients < 1:
             raise InvalidOption(f"`federation.eval_clients` is {self.eval_clients}; expected 'all' or a number >= 1.")
         if any(not 0 < capacity <= 1 for capacity in self.capacities or []):

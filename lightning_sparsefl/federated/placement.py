@@ -32,7 +32,9 @@ def _longest_first(loads: Mapping[int, float]) -> Sequence[int]:
     return sorted(loads, key=lambda job: (-loads[job], job))
 
 
-def assigned(loads: Mapping[int, float], ranks: Ranks, mode: Literal["static", "dynamic"], ticket: str) -> Iterator[int]:
+def assigned(
+    loads: Mapping[int, float], ranks: Ranks, mode: Literal["static", "dynamic"], ticket: str
+) -> Iterator[int]:
     """This rank's jobs.
 
     Args:

@@ -13,6 +13,7 @@ from lightning.fabric import Fabric
 from lightning.fabric.strategies import STRATEGY_REGISTRY, DDPStrategy
 from lightning.fabric.strategies.registry import _StrategyRegistry
 from lightning.fabric.utilities.distributed import _distributed_is_initialized
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
 from lightning_sparsefl.errors import InvalidOption, WorldSizeMismatch
@@ -50,7 +51,10 @@ def launched_world_size() -> int | None:
     """Processes that torchrun or SLURM started; None without a launcher."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
         return int(os.environ["WORLD_SIZE"])
-    in_slurm_step = "SLURM_NTASKS" in os.environ and os.environ.get("SLURM_JOB_NAME") not in ("bash", "interactive")
+    in_slurm_step = "SLURM_NTASKS" in os.environ and os.environ.get("SLURM_JOB_NAME") not in (
+        "bash",
+        "interactive",
+    )
     return int(os.environ["SLURM_NTASKS"]) if in_slurm_step else None
 
 
@@ -67,7 +71,7 @@ def build_fabric(
     devices: int | str | list[int],
     num_nodes: int,
     strategy: str,
-    precision: str | int | None,
+    precision: Any,
     timeout: float,
 ) -> Fabric:
     """A Fabric whose ranks train clients side by side.
@@ -92,17 +96,28 @@ def build_fabric(
     local = _launched_local_size()
     if devices == "auto" and local is not None:
         devices = local
-    probe = Fabric(accelerator=accelerator, devices=devices, num_nodes=1)
-    count = len(probe.strategy.parallel_devices) if isinstance(probe.strategy, DDPStrategy) else 1
+    probe = _fabric(accelerator=accelerator, devices=devices)
+    count = len(probe.strategy.parallel_devices or ()) if isinstance(probe.strategy, DDPStrategy) else 1
     chosen: Any = "auto"
     if count * num_nodes > 1:
         if strategy == "auto":
             strategy = "client_parallel_fork" if hasattr(sys, "ps1") else "client_parallel"
         method = {"": "popen", "_spawn": "spawn", "_fork": "fork"}[strategy.removeprefix("client_parallel")]
         chosen = ClientParallelStrategy(start_method=method, timeout=timedelta(seconds=timeout))
-    fabric = Fabric(accelerator=accelerator, devices=devices, num_nodes=num_nodes, strategy=chosen, precision=precision)  # type: ignore[arg-type]
+    fabric = _fabric(
+        accelerator=accelerator, devices=devices, num_nodes=num_nodes, strategy=chosen, precision=precision
+    )
     _check_world_size(fabric.world_size if local is None else count * num_nodes)
     return fabric
+
+
+def _fabric(**options: Any) -> Fabric:
+    """A Fabric; what it refuses becomes an error of ours, since the options are the user's."""
+    try:
+        return Fabric(**options)
+    except (MisconfigurationException, ValueError, TypeError, RuntimeError) as error:
+        asked = ", ".join(f"{name}={value!r}" for name, value in options.items() if name != "strategy")
+        raise InvalidOption(f"Lightning Fabric refuses `trainer` with {asked}: {error}") from error
 
 
 def _check_world_size(configured: int) -> None:

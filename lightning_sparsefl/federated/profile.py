@@ -1,23 +1,27 @@
 """What a run will cost, without training and without the data.
 
-The algorithm's own code runs: one client-round is rehearsed by a client that returns what it received. The messages
-are real, so their sizes are the sizes that the wire will see.
+The algorithm's own code runs: client-rounds at several points of the run are rehearsed by a client that takes one
+step on no data. The messages are real, so their sizes are the sizes that the wire will see; only the metrics that
+a real client adds, some 30 bytes each, are missing.
 """
 
 from __future__ import annotations
 
+import copy
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch import Callback, LightningModule
 
-from lightning_sparsefl.cost import count_layers
+from lightning_sparsefl.cost import count_layers, forward_flops
 from lightning_sparsefl.errors import InvalidOption
 from lightning_sparsefl.federated.algorithm import FederatedAlgorithm
+from lightning_sparsefl.federated.buffers import strip
 from lightning_sparsefl.federated.client import Client, Split
 from lightning_sparsefl.federated.coordinator import Workload
 from lightning_sparsefl.federated.flat import FlatModule, Layout
@@ -26,9 +30,33 @@ from lightning_sparsefl.federated.local import LocalOptions
 from lightning_sparsefl.federated.options import Federation
 from lightning_sparsefl.federated.sampling import uniform_cohort
 from lightning_sparsefl.report import print_table, quantity
-from lightning_sparsefl.sparse.masks import apply, same
-from lightning_sparsefl.types import ClientView, Costs, FitResult, LayerFlops, Masks, Message, ServerState, Weights
+from lightning_sparsefl.seeds import generator
+from lightning_sparsefl.sparse.masks import apply, counts, same
+from lightning_sparsefl.types import (
+    ClientView,
+    Costs,
+    FitResult,
+    LayerFlops,
+    Masks,
+    Message,
+    ServerState,
+    Shared,
+    Weights,
+)
 from lightning_sparsefl.wire import Codec, Size
+
+_PHASES = 4
+"""The run is cut into as many equal parts; the middle round of each stands for all of it."""
+_NAME_WIDTH = 34
+"""So that the table of layers fits into 80 columns."""
+_ROWS = {
+    "training FLOPs": ("flops", "FLOP"),
+    "bytes down": ("downlink_bytes", "B"),
+    "bytes up": ("uplink_bytes", "B"),
+    "bytes, both ways": ("bytes", "B"),
+    "  of these, masks": ("mask_bytes", "B"),
+}
+_COLUMNS = ("paper", "analytic", "wire")
 
 
 def layers_of(module: LightningModule, data: Any) -> tuple[LayerFlops, ...]:
@@ -38,7 +66,7 @@ def layers_of(module: LightningModule, data: Any) -> tuple[LayerFlops, ...]:
         module: Its `example_input_array` is used if it has one, else zeros of the data's `sample_shape`.
         data: The clients' data.
     """
-    sample = module.example_input_array
+    sample: Any = module.example_input_array
     shape = getattr(data, "sample_shape", None)
     if sample is None and shape is not None:
         sample = torch.zeros(1, *shape)
@@ -56,39 +84,31 @@ def layers_of(module: LightningModule, data: Any) -> tuple[LayerFlops, ...]:
 
 
 class Rehearsal:
-    """Stands in for local training: weights come back as they were, gradients are noise.
+    """Stands in for local training: all that may change takes one step, and gradients are noise.
 
     Args:
         layout: Of the model.
+        seed: Of the noise, which no two gradients share.
     """
 
-    def __init__(self, layout: Layout) -> None:
-        self.layout = layout
+    def __init__(self, layout: Layout, seed: int) -> None:
+        self.layout, self._rng = layout, generator(seed, "rehearsal")
 
     def fit(
         self, client: Client, weights: Weights, masks: Masks, trainable: Masks, callbacks: Sequence[Callback]
     ) -> FitResult:
-        """What was received, masked."""
-        return FitResult(weights=apply(weights, masks), metrics={}, steps=0, callbacks=callbacks)
+        """A step that is nowhere 0: a tensor of zeros would be encoded in fewer bytes than a trained one."""
+        moved = {n: torch.where(trainable[n], w + 1e-3, w) if n in trainable else w + 1e-3 for n, w in weights.items()}
+        return FitResult(weights=apply(moved, masks), metrics={}, steps=1, callbacks=callbacks)
 
     def gradient(self, client: Client, weights: Weights) -> Weights:
         """Noise, so that a search moves its mask."""
-        rng = client.rng("rehearsal")
         names = [name for name in self.layout.names if name not in self.layout.buffers]
-        return {name: torch.randn(self.layout.shapes[name], generator=rng) for name in names}
+        return {name: torch.randn(self.layout.shapes[name], generator=self._rng) for name in names}
 
     def evaluate(self, client: Client, weights: Weights, split: Split) -> Mapping[str, float]:
         """No data, no scores."""
         return {}
-
-
-@dataclass(frozen=True)
-class ClientRound:
-    """One client's round, rehearsed."""
-
-    costs: Costs
-    down: Size
-    up: Size
 
 
 @dataclass(frozen=True)
@@ -107,27 +127,33 @@ class Profile:
         content = self.content
         print_table(
             f"{content['algorithm']}: {content['parameters']:,} parameters, density {content['density']:.4f}",
-            ("layer", "weights", "density", "MFLOPs forward, one sample"),
-            [
-                (name, f"{layer['size']:,}", f"{layer['density']:.4f}", f"{layer['flops'] / 1e6:.3f}")
-                for name, layer in content["layers"].items()
-            ],
+            ("tensor", "elements", "density", "forward MFLOPs"),
+            list(_layer_rows(content)),
         )
-        rows = [
-            (f"{label}, {what}", *(_cell(content[part].get(column, {}), what) for column in ("analytic", "paper", "wire")))
-            for part, label in (("client_round", "one client-round"), ("run", f"the run ({content['client_rounds']:,} client-rounds)"))
-            for what in ("training FLOPs", "bytes down", "bytes up", "bytes")
-        ]
-        print_table("Costs", ("", "hardware", "paper", "wire"), rows)
+        cohorts = f"{content['rounds']:,} rounds, {content['client_rounds']:,} client-rounds"
+        for title, costs in (("One client-round, mean", content["client_round"]), (cohorts, content["run"])):
+            rows = [(label, *(_cell(costs[c], *what) for c in _COLUMNS)) for label, what in _ROWS.items()]
+            print_table(title, ("", *_COLUMNS), rows)
 
 
-def _cell(column: Mapping[str, float], what: str) -> str:
-    key, unit = {
-        "training FLOPs": ("flops", "FLOP"),
-        "bytes down": ("downlink_bytes", "B"),
-        "bytes up": ("uplink_bytes", "B"),
-        "bytes": ("bytes", "B"),
-    }[what]
+def _layer_rows(content: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
+    counted = 0.0
+    for name, layer in content["layers"].items():
+        counted += layer["flops"]
+        yield _short(name), f"{layer['size']:,}", f"{layer['density']:.4f}", f"{layer['flops'] / 1e6:,.3f}"
+    rest = content["forward_flops"] - counted
+    if rest > 1:
+        yield "(products without a weight)", "", "", f"{rest / 1e6:,.3f}"
+    density = content["kept"] / content["parameters"]
+    yield "total", f"{content['parameters']:,}", f"{density:.4f}", f"{content['forward_flops'] / 1e6:,.3f}"
+
+
+def _short(name: str) -> str:
+    """A name without its middle, if it is long: layers differ at their ends."""
+    return name if len(name) <= _NAME_WIDTH else f"{name[:8]}..{name[10 - _NAME_WIDTH :]}"
+
+
+def _cell(column: Mapping[str, float], key: str, unit: str) -> str:
     return quantity(column[key], unit) if key in column else ""
 
 
@@ -145,100 +171,167 @@ def profile(
     Args:
         algorithm: The method.
         federation: Who takes part.
-        module: The user's module.
+        module: The user's module; it stays as it is.
         data: With `sample_shape`, `batch_size` and `client_sizes`, its data need not be on disk.
         options: Of local training.
         max_rounds: Of the run.
         seed: Of the run; the cohorts follow from it.
+
+    Raises:
+        InvalidOption: If the data does not say how many training samples each client has, or its batch size.
     """
-    if not hasattr(data, "client_sizes"):
-        raise InvalidOption(f"`data` is a {type(data).__name__} without `client_sizes`; `profile` needs the nominal sizes.")
+    sizes = _nominal_sizes(data)
+    module = copy.deepcopy(module)
     algorithm.adapt(module)
     layers = layers_of(module, data)
     flat = FlatModule(module)
-    workload = Workload(layers, options.max_epochs, data.batch_size, options.limit_train_batches)
     views = [
-        ClientView(i, data.client_sizes[i], federation.capacity(i), 0, max_rounds, seed) for i in range(data.num_clients)
+        ClientView(
+            id=client,
+            num_examples=size,
+            capacity=federation.capacity(client),
+            round=0,
+            max_rounds=max_rounds,
+            seed=seed,
+        )
+        for client, size in enumerate(sizes)
     ]
     weights = flat.read()
     server = algorithm.init(weights, Fleet(views, flat.layout.buffers, weights.vector.device))
-    return _Profiler(algorithm, federation, flat.layout, workload, Codec(weights), server).run(views, max_rounds)
+    workload = Workload(layers, options.max_epochs, data.batch_size, options.limit_train_batches)
+    rehearsals = _Rehearsals(algorithm, federation, Rehearsal(flat.layout, seed), Codec(weights), server)
+    total = _total(algorithm, workload, rehearsals, views, _parts(views, federation.clients_per_round))
+    return Profile(
+        {
+            "algorithm": type(algorithm).__name__,
+            **_model_facts(flat.layout, layers, algorithm.download(server, views[0])),
+            "rounds": max_rounds,
+            **_columns(total, max_rounds * federation.clients_per_round),
+        }
+    )
 
 
-class _Profiler:
-    """Rehearses client-rounds and adds them up."""
+def _nominal_sizes(data: Any) -> list[int]:
+    """Training samples of each client."""
+    for name in ("client_sizes", "batch_size"):
+        if getattr(data, name, None) is None:
+            raise InvalidOption(f"`data` is a {type(data).__name__} without `{name}`, which `profile` needs.")
+    sizes = list(data.client_sizes)
+    if len(sizes) != data.num_clients or min(sizes) < 1:
+        raise InvalidOption(
+            f"`data.client_sizes` starts with {sizes[:3]}; `profile` needs the training samples of each of the "
+            f"{data.num_clients} clients: give them to the {type(data).__name__}, or call its `setup()` first."
+        )
+    return sizes
+
+
+class _Part(NamedTuple):
+    """Client-rounds whose messages weigh the same."""
+
+    phase: int
+    """Of the run."""
+    again: bool
+    """Whether the client took part before."""
+    capacity: float
+
+
+def _parts(views: Sequence[ClientView], clients_per_round: int) -> dict[_Part, Counter[int]]:
+    """How many client-rounds of each part fall on clients of each size; the cohorts are those of the run."""
+    parts: dict[_Part, Counter[int]] = defaultdict(Counter)
+    seen: set[int] = set()
+    rounds, seed = views[0].max_rounds, views[0].seed
+    for number in range(rounds):
+        for client in uniform_cohort(seed, number, len(views), clients_per_round):
+            part = _Part(_phase(number, rounds), client in seen, views[client].capacity)
+            parts[part][views[client].num_examples] += 1
+            seen.add(client)
+    return dict(sorted(parts.items()))
+
+
+def _phase(number: int, rounds: int) -> int:
+    return number * min(_PHASES, rounds) // rounds
+
+
+def _middle(phase: int, rounds: int) -> int:
+    numbers = [number for number in range(rounds) if _phase(number, rounds) == phase]
+    return numbers[(len(numbers) - 1) // 2]
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """What server and client know from the client's last rehearsal."""
+
+    shared: Shared = field(default_factory=dict)
+    memory: Shared = field(default_factory=dict)
+    held: Masks | None = None
+
+
+class _Rehearsals:
+    """Rehearses client-rounds, in the order of the run."""
 
     def __init__(
         self,
         algorithm: FederatedAlgorithm,
         federation: Federation,
-        layout: Layout,
-        workload: Workload,
+        stage: Rehearsal,
         codec: Codec,
         server: ServerState,
     ) -> None:
-        self.algorithm, self.federation, self.layout = algorithm, federation, layout
-        self.workload, self.codec, self.server = workload, codec, server
+        self.algorithm, self.federation, self.stage = algorithm, federation, stage
+        self.codec, self.server = codec, server
+        self._kept: dict[float, _Kept] = {}
 
-    def run(self, views: Sequence[ClientView], max_rounds: int) -> Profile:
-        """Every round's cohort is drawn as in the run; clients of one size and capacity cost the same."""
-        rehearsed: dict[tuple[int, float, bool], ClientRound] = {}
-        seen: set[int] = set()
-        total: dict[str, float] = {}
-        for number in range(max_rounds):
-            for i in uniform_cohort(views[0].seed, number, len(views), self.federation.clients_per_round):
-                kind = (views[i].num_examples, views[i].capacity, i in seen)
-                if kind not in rehearsed:
-                    rehearsed[kind] = self._rehearse(views[i], again=i in seen)
-                seen.add(i)
-                for name, value in _flat(rehearsed[kind]).items():
-                    total[name] = total.get(name, 0) + value
-        client_rounds = max_rounds * self.federation.clients_per_round
-        message = self.algorithm.download(self.server, views[0])
-        mean = {name: value / client_rounds for name, value in total.items()}
-        return Profile(self._content(message, client_rounds, _nested(mean), _nested(total)))
+    def rehearse(self, part: _Part, view: ClientView) -> tuple[ClientView, Message, Size, Size]:
+        """What one client-round of a part sends.
 
-    def _rehearse(self, view: ClientView, again: bool) -> ClientRound:
-        """A client's first round, or a later one, for which what it uploaded first is known."""
-        shared: Mapping[str, Any] = {}
-        held: Masks | None = None
-        for attempt in range(2 if again else 1):
-            now = replace(view, shared=shared, round=attempt)
-            message = self.algorithm.download(self.server, now)
-            known = message.masks if held is not None and same(held, message.masks) else None
-            update = self.algorithm.train(message, Client(now, {}, Rehearsal(self.layout)))
-            down, up = self.codec.message_size(message, known), self.codec.update_size(update, message)
-            shared = shared if update.shared is None else update.shared
-            held = shared.get("masks", message.masks)
-        return ClientRound(self.algorithm.costs(self.workload.facts(now, message)), down, up)
+        Args:
+            part: Comes after those that are earlier in the run.
+            view: Of a client of its capacity.
 
-    def _content(self, message: Message, client_rounds: int, mean: Any, total: Any) -> dict[str, Any]:
-        parameters = [name for name in self.layout.names if name not in self.layout.buffers]
-        sizes = {name: self.layout.shapes[name].numel() for name in parameters}
-        kept = {n: int(message.masks[n].sum()) if n in message.masks else sizes[n] for n in parameters}
-        masked = [name for name in parameters if name in message.masks]
-        flops = {layer.weight: layer for layer in self.workload.layers}
-        return {
-            "algorithm": type(self.algorithm).__name__,
-            "parameters": sum(sizes.values()),
-            "kept": sum(kept.values()),
-            "density": sum(kept[n] for n in masked) / sum(sizes[n] for n in masked) if masked else 1.0,
-            "layers": {
-                name: {
-                    "size": sizes[name],
-                    "density": kept[name] / sizes[name],
-                    "flops": 2 * flops[name].macs * kept[name] / sizes[name] + flops[name].bias if name in flops else 0,
-                }
-                for name in parameters
-            },
-            "client_rounds": client_rounds,
-            "client_round": mean,
-            "run": total,
-        }
+        Returns:
+            The client in the part's middle round, what it receives, and what the message and its update weigh.
+        """
+        before = self._kept[part.capacity] if part.again else _Kept()
+        number = _middle(part.phase, view.max_rounds)
+        view = replace(view, round=number, shared=before.shared)
+        message = self.algorithm.download(replace(self.server, round=number), view)
+        known = message.masks if before.held is not None and same(before.held, message.masks) else None
+        trained = self.algorithm.train(message, Client(view, before.memory, self.stage))
+        update, _ = strip(trained, message, self.federation.buffers, self.stage.layout)
+        shared = before.shared if update.shared is None else update.shared
+        memory = before.memory if update.memory is None else update.memory
+        self._kept[part.capacity] = _Kept(shared, memory, (update.shared or {}).get("masks", message.masks))
+        return view, message, self.codec.message_size(message, known), self.codec.update_size(update, message)
 
 
-def _flat(client_round: ClientRound) -> dict[str, float]:
-    costs, down, up = client_round.costs, client_round.down, client_round.up
+def _total(
+    algorithm: FederatedAlgorithm,
+    workload: Workload,
+    rehearsals: _Rehearsals,
+    views: Sequence[ClientView],
+    parts: Mapping[_Part, Mapping[int, int]],
+) -> dict[str, float]:
+    """All client-rounds, by ``column.key``.
+
+    Counting what masks keep is slow, so clients of other sizes are asked anew only where the first client of the
+    capacity would pay something else than before.
+    """
+    clients = {view.capacity: view for view in reversed(views)}
+    known: dict[tuple[Costs, float, int], Costs] = {}
+    total: dict[str, float] = defaultdict(int)
+    for part, client_rounds in parts.items():
+        view, message, down, up = rehearsals.rehearse(part, clients[part.capacity])
+        first = algorithm.costs(workload.facts(view, message))
+        for size, times in client_rounds.items():
+            key = first, part.capacity, size
+            if key not in known:
+                known[key] = algorithm.costs(workload.facts(replace(view, num_examples=size), message))
+            for name, value in _flat(known[key], down, up).items():
+                total[name] += times * value
+    return total
+
+
+def _flat(costs: Costs, down: Size, up: Size) -> dict[str, float]:
     return {
         "paper.flops": costs.flops_paper,
         "paper.downlink_bytes": costs.bytes_down_paper,
@@ -252,9 +345,30 @@ def _flat(client_round: ClientRound) -> dict[str, float]:
     }
 
 
-def _nested(flat: Mapping[str, float]) -> dict[str, dict[str, float]]:
-    nested: dict[str, dict[str, float]] = {}
-    for name, value in flat.items():
+def _columns(total: Mapping[str, float], client_rounds: int) -> dict[str, Any]:
+    """The run and its mean client-round, by column, then by key."""
+    run: dict[str, dict[str, float]] = {column: {} for column in _COLUMNS}
+    for name, value in total.items():
         column, key = name.split(".")
-        nested.setdefault(column, {})[key] = value
-    return nested
+        run[column][key] = value
+    mean = {column: {key: value / client_rounds for key, value in costs.items()} for column, costs in run.items()}
+    return {"client_rounds": client_rounds, "client_round": mean, "run": run}
+
+
+def _model_facts(layout: Layout, layers: Sequence[LayerFlops], message: Message) -> dict[str, Any]:
+    """Sizes, densities and forward FLOPs of what the first client receives first."""
+    sizes = {name: layout.shapes[name].numel() for name in layout.names if name not in layout.buffers}
+    held = counts({name: mask for name, mask in message.masks.items() if name in sizes})
+    kept = sizes | held
+    masks = {name: message.masks[name] for name in held}
+    flops = {layer.weight: forward_flops([layer], masks) for layer in layers if layer.weight}
+    return {
+        "parameters": sum(sizes.values()),
+        "kept": sum(kept.values()),
+        "density": sum(held.values()) / sum(sizes[name] for name in held) if held else 1.0,
+        "forward_flops": forward_flops(layers, masks),
+        "layers": {
+            name: {"size": size, "density": kept[name] / max(1, size), "flops": flops.get(name, 0.0)}
+            for name, size in sizes.items()
+        },
+    }

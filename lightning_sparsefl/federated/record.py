@@ -3,22 +3,43 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+import re
 from collections.abc import Mapping, Sequence
+from textwrap import shorten
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from lightning.pytorch.loggers import Logger, TensorBoardLogger
+from torch import Tensor
 
 from lightning_sparsefl.federated.coordinator import Outcome, RoundResult
-from lightning_sparsefl.federated.evaluate import Scores
+from lightning_sparsefl.federated.evaluate import Scores, higher_is_better
 from lightning_sparsefl.federated.facade import RoundTrainer
+from lightning_sparsefl.federated.runfolder import RunFolder
+from lightning_sparsefl.report import bin_edges
+from lightning_sparsefl.sparse.masks import pack
 from lightning_sparsefl.types import ServerState
 
 if TYPE_CHECKING:
     from lightning_sparsefl.federated.session import Session
 
 
+_SILENT = {
+    "federation": ("local_engine", "placement", "wire", "checkpoint_every_n_rounds", "pictures_every_n_rounds"),
+    "trainer": ("max_steps", "log_every_n_steps", "default_root_dir"),
+}
+"""Options that change no result, or follow from others."""
+_COMPARED = ("comm/uplink_bytes_total", "comm/downlink_bytes_total", "flops/train_total", "sparsity/density")
+"""What a run costs, beside its scores."""
+_LAYER = "sparsity/layer/"
+
+
 def hyperparameters(trainer: Any, data: Any, module: Any) -> dict[str, Any]:
     """What identifies a run in a logger, flat, as plain values.
+
+    All of the method's and the module's own options are there; of the federation's and the trainer's those that can
+    change a result and are not at their default.
 
     Args:
         trainer: A `FederatedTrainer`.
@@ -26,21 +47,63 @@ def hyperparameters(trainer: Any, data: Any, module: Any) -> dict[str, Any]:
         module: The user's module.
     """
     parts = {
-        "algorithm": {"name": type(trainer.algorithm).__name__, **_fields(trainer.algorithm)},
-        "federation": _fields(trainer.federation),
-        "trainer": {"max_rounds": trainer.max_rounds, "seed": trainer.seed, **_fields(trainer.local_options)},
-        "data": {"name": type(data).__name__, "num_clients": data.num_clients, "batch_size": getattr(data, "batch_size", None)},
-        "model": {"name": type(module).__name__, **dict(module.hparams)},
+        "algorithm": {"": type(trainer.algorithm).__name__, **_fields(trainer.algorithm)},
+        "federation": {
+            "clients_per_round": trainer.federation.clients_per_round,
+            **_changed(trainer.federation, _SILENT["federation"]),
+        },
+        "trainer": {
+            "max_rounds": trainer.max_rounds,
+            "max_epochs": trainer.local_options.max_epochs,
+            "seed": trainer.seed,
+            "round_lr": trainer.round_lr,
+            "client_callbacks": ", ".join(type(c).__name__ for c in trainer.client_callbacks) or None,
+            **_changed(trainer.local_options, _SILENT["trainer"]),
+        },
+        "data": {
+            "": type(data).__name__,
+            **{name: getattr(data, name, None) for name in ("num_clients", "partition", "batch_size")},
+        },
+        "model": {"": type(module).__name__, **{n: v for n, v in module.hparams.items() if not n.startswith("_")}},
     }
-    return {f"{group}/{name}": _plain(value) for group, values in parts.items() for name, value in values.items()}
+    flat = {f"{group}/{name}".rstrip("/"): value for group, values in parts.items() for name, value in values.items()}
+    return {name: _plain(value) for name, value in flat.items() if value is not None}
 
 
 def _fields(value: Any) -> dict[str, Any]:
-    return {f.name: getattr(value, f.name) for f in dataclasses.fields(value)} if dataclasses.is_dataclass(value) else {}
+    return (
+        {f.name: getattr(value, f.name) for f in dataclasses.fields(value)} if dataclasses.is_dataclass(value) else {}
+    )
 
 
-def _plain(value: Any) -> Any:
-    return value if isinstance(value, bool | int | float | str) else str(value)
+def _changed(options: Any, silent: Sequence[str]) -> dict[str, Any]:
+    """Fields that are not at their default."""
+    defaults = {f.name: f.default for f in dataclasses.fields(options)}
+    return {n: v for n, v in _fields(options).items() if n not in silent and v != defaults[n]}
+
+
+def _plain(value: Any) -> bool | int | float | str:
+    """A value that every logger takes: a short text, or the name where the text would be an address."""
+    if isinstance(value, bool | int | float | str):
+        return value
+    text = str(value)
+    return getattr(value, "__name__", type(value).__name__) if text.startswith("<") else shorten(text, 80)
+
+
+def log_hyperparameters(loggers: Sequence[Logger], params: Mapping[str, Any]) -> None:
+    """Give every logger a run's hyper-parameters.
+
+    TensorBoard's is kept from declaring a metric `hp_metric` of value -1, after which it would ignore the real ones.
+
+    Args:
+        loggers: Of the run.
+        params: As :func:`hyperparameters` made them.
+    """
+    for logger in loggers:
+        if isinstance(logger, TensorBoardLogger):
+            logger.log_hyperparams(dict(params), metrics={})
+        else:
+            logger.log_hyperparams(dict(params))
 
 
 class Recorder:
@@ -54,8 +117,13 @@ class Recorder:
 
     def __init__(self, session: Session, facade: RoundTrainer, loggers: Sequence[Logger]) -> None:
         self.session, self.facade, self.loggers = session, facade, loggers
+        self.scored = 0
+        """Rounds that were finished when the newest scores were taken."""
+        self._boards = [logger for logger in loggers if isinstance(logger, TensorBoardLogger)]
         self._scores: Mapping[str, float] = {}
+        self._personal: Mapping[int, Mapping[str, float]] = {}
         self._metrics: Mapping[str, float] = {}
+        self._declared = session.folder is not None and _was_scored(session.folder)
 
     def record(self, number: int, result: RoundResult, scores: Scores | None, last: bool) -> Mapping[str, float]:
         """Log one round.
@@ -70,18 +138,38 @@ class Recorder:
             All logged keys.
         """
         if scores is not None:
-            self._scores = scores.summary()
+            self.keep(scores, number + 1)
         self._metrics = {**result.metrics, **self.session.ledger.round_totals(number), **self.session.ledger.totals}
         metrics = {**self._metrics, **(self._scores if scores is not None else {})}
         if self.session.ranks.first:
-            assert self.session.folder is not None
-            self.session.folder.metrics.append([{"round": number, **metrics}])
-            self.session.folder.clients.append(_client_rows(number, result.outcomes, scores))
-            for logger in self.loggers:
-                logger.log_metrics(dict(metrics), step=number)
-                logger.save()
-            self._draw(number, result, scores, last)
+            self._write(number, metrics, result, scores, last)
         return metrics
+
+    def _write(
+        self, number: int, metrics: Mapping[str, float], result: RoundResult, scores: Scores | None, last: bool
+    ) -> None:
+        assert self.session.folder is not None
+        if scores is not None:
+            self._declare()
+            self._histograms(number, scores)
+        self.session.folder.metrics.append([{"round": number, **metrics}])
+        self.session.folder.clients.append(_client_rows(number, result.outcomes, scores))
+        for logger in self.loggers:
+            logger.log_metrics(dict(metrics), step=number)
+        every = self.session.federation.pictures_every_n_rounds
+        if self._boards and every and (last or (number + 1) % every == 0):
+            self._pictures(number, result)
+        for logger in self.loggers:
+            logger.save()
+
+    def keep(self, scores: Scores, rounds: int) -> None:
+        """Take scores into the final table.
+
+        Args:
+            scores: The newest.
+            rounds: Finished when they were taken.
+        """
+        self._scores, self._personal, self.scored = scores.summary(), scores.personal, rounds
 
     def summary(self, server: ServerState) -> dict[str, Any]:
         """The final table: the last scores, the totals, and what they belong to."""
@@ -98,34 +186,83 @@ class Recorder:
             summary["sparsity/density"] = self._metrics["sparsity/density"]
         return summary
 
-    def _draw(self, number: int, result: RoundResult, scores: Scores | None, last: bool) -> None:
-        """Pictures, every few rounds: matplotlib is slow."""
-        every = self.session.federation.pictures_every_n_rounds
-        writers = [logger.experiment for logger in self.loggers if isinstance(logger, TensorBoardLogger)]
-        if not writers or every == 0 or (not last and number % every):
+    def _declare(self) -> None:
+        """Once in a run, when the scores' names are known: tell TensorBoard what to compare and to draw together."""
+        if self._declared:
             return
-        from lightning_sparsefl.report import pictures
+        self._declared = True
+        trainer, data, module = self.session.trainer, self.session.data, self.session.module
+        compared = [name for name in self._scores if not name.endswith("_std")]
+        compared.sort(key=lambda name: not higher_is_better(name))
+        costs = [name for name in _COMPARED if name in self._metrics]
+        for board in self._boards:
+            hparams_summary(board, hyperparameters(trainer, data, module), [*compared, *costs])
+            board.experiment.add_custom_scalars(_charts(self._scores))
+
+    def _histograms(self, number: int, scores: Scores) -> None:
+        """How each metric is spread over clients; a client whose metric is not finite is left out."""
+        for name in _names(scores.personal):
+            values = list(_finite(scores.personal, name).values())
+            for board in self._boards if values else ():
+                edges = bin_edges(values, higher_is_better(name))
+                board.experiment.add_histogram(f"clients/{name}", np.array(values), number, bins=edges)
+
+    def _pictures(self, number: int, result: RoundResult) -> None:
+        from lightning_sparsefl.report import pictures  # matplotlib is slow to import
 
         figures = {}
-        masks = self._masks()
+        masks = self._masks(pictures.MOST_CLIENTS)
         if len(masks) > 1:
-            figures["mask/overlap"] = pictures.overlap_figure(masks, number)
-        layers = {n.removeprefix("sparsity/layer/"): v for n, v in result.metrics.items() if n.startswith("sparsity/layer/")}
+            figures["mask/overlap"] = pictures.overlap_figure(masks, number, of=self.session.data.num_clients)
+        layers = {n.removeprefix(_LAYER): v for n, v in result.metrics.items() if n.startswith(_LAYER)}
         if layers:
             figures["sparsity/density_per_layer"] = pictures.density_figure(layers, number)
-        for writer in writers:
-            for tag, figure in figures.items():
-                writer.add_image(tag, pictures.pixels(figure), number)
-            if scores is not None:
-                for name in sorted({n for metrics in scores.personal.values() for n in metrics}):
-                    values = pictures.score_values(scores.personal, name)
-                    writer.add_histogram(f"clients/{name}", values, number)
+        for name in filter(higher_is_better, _names(self._personal)):
+            values = _finite(self._personal, name)
+            if values:
+                figures[f"clients/{name}_sorted"] = pictures.clients_figure(values, name, self.scored - 1)
+        for tag, figure in figures.items():
+            image = pictures.pixels(figure)
+            for board in self._boards:
+                board.experiment.add_image(tag, image, number)
 
-    def _masks(self) -> dict[int, Any]:
-        """The masks that clients uploaded, where the method keeps masks per client."""
-        store, clients = self.session.store, range(self.session.data.num_clients)
-        records = {i: store.get(i).shared for i in clients if i in store}
-        return {i: shared["masks"] for i, shared in records.items() if "masks" in shared}
+    def _masks(self, most: int) -> dict[int, dict[str, Tensor]]:
+        """Packed, the masks of the first clients that uploaded some, where the method keeps masks per client."""
+        store, masks = self.session.store, {}
+        for client in range(self.session.data.num_clients):
+            held = store.get(client).shared.get("masks") if client in store else None
+            if held:
+                masks[client] = {name: pack(mask) for name, mask in held.items()}
+            if len(masks) == most:
+                break
+        return masks
+
+
+def _was_scored(folder: RunFolder) -> bool:
+    """Whether a run that goes on has logged scores before."""
+    return any(value for row in folder.metrics.read() for name, value in row.items() if name.startswith("global/"))
+
+
+def _names(personal: Mapping[int, Mapping[str, float]]) -> list[str]:
+    return sorted({name for metrics in personal.values() for name in metrics})
+
+
+def _finite(personal: Mapping[int, Mapping[str, float]], name: str) -> dict[int, float]:
+    return {i: metrics[name] for i, metrics in personal.items() if math.isfinite(metrics.get(name, math.nan))}
+
+
+def _charts(scores: Mapping[str, float]) -> dict[str, dict[str, list[Any]]]:
+    """TensorBoard's custom scalars: what belongs together in one chart, by regular expressions."""
+    metrics = [name.removeprefix("global/") for name in scores if name.startswith("global/")]
+    metrics.sort(key=lambda name: not higher_is_better(name))
+    parts = ("global/{0}$", "personal/{0}$", "personal/{0}_worst10$")
+    return {
+        "scores": {name: ["Multiline", [part.format(re.escape(name)) for part in parts]] for name in metrics},
+        "costs": {
+            "bytes in total": ["Multiline", [rf"comm/{part}_bytes_total$" for part in ("uplink", "downlink", "paper")]],
+            "training FLOPs in total": ["Multiline", [rf"flops/{part}_total$" for part in ("train", "paper")]],
+        },
+    }
 
 
 def _client_rows(number: int, outcomes: Sequence[Outcome], scores: Scores | None) -> list[dict[str, Any]]:

@@ -84,7 +84,9 @@ class Accumulator:
 
     def _rounding_constants(self, server: Tensor, total_weight: int) -> Tensor:
         """Per coordinate 1.5 * 2**52 * g: adding and subtracting it rounds to multiples of g in float64."""
-        largest = torch.stack([piece.abs().max() if piece.numel() else piece.new_zeros(()) for piece in server.split(self.layout.sizes)])
+        largest = torch.stack(
+            [piece.abs().max() if piece.numel() else piece.new_zeros(()) for piece in server.split(self.layout.sizes)]
+        )
         scale = 2.0 ** largest.double().clamp_min(_SMALLEST_SCALE).log2().ceil()
         bits = _HEADROOM + math.ceil(math.log2(max(total_weight, 2))) - 51
         sizes = torch.tensor(self.layout.sizes, device=self.device)
@@ -126,13 +128,17 @@ class Accumulator:
             raise InvalidOption(f"`Update(weight={update.weight!r})`: expected a positive integer, samples or 1.")
         kind = "difference" if self.silence_counts else update.kind
         if self._kind not in (None, kind):
-            raise InvalidOption(f"`Update(kind={update.kind!r})`: expected {self._kind!r} as from the other clients of the round.")
+            raise InvalidOption(
+                f"`Update(kind={update.kind!r})`: expected {self._kind!r} as from the other clients of the round."
+            )
         self._kind = kind
 
     def _full_vector(self, values: Weights) -> Tensor:
         if isinstance(values, FlatTree) or len(values) == len(self.layout.names):
             return self.layout.flatten(values).to(self.device)
-        zeros = {n: torch.zeros(self.layout.shapes[n], device=self.device) for n in self.layout.names if n not in values}
+        zeros = {
+            n: torch.zeros(self.layout.shapes[n], device=self.device) for n in self.layout.names if n not in values
+        }
         return self.layout.flatten({**zeros, **{name: value.to(self.device) for name, value in values.items()}})
 
     def _votes(self, update: Update, message: Message) -> Tensor | None:
@@ -142,7 +148,9 @@ class Accumulator:
     def _count(self, update: Update, votes: Tensor | None, num_examples: int) -> None:
         weights = [float(num_examples if n in self.layout.buffers else update.weight) for n in self.layout.names]
         sent = [self.silence_counts or n in update.weights for n in self.layout.names]
-        counts = torch.tensor([w * s for w, s in zip(weights, sent, strict=True)], dtype=torch.float64, device=self.device)
+        counts = torch.tensor(
+            [w * s for w, s in zip(weights, sent, strict=True)], dtype=torch.float64, device=self.device
+        )
         if votes is None or self.silence_counts:
             self._counts += counts
         else:
@@ -187,8 +195,16 @@ class Accumulator:
             extra_names: Shapes of the extra trees that any rank has, in one order on all ranks.
         """
         difference = self._kind == "difference"
-        facts = [self._coordinate_counts is not None, self._voters is not None, self._total, self._dense_voters, difference]
-        masked, voted, total, dense_voters, differences = reduce(torch.tensor(facts, dtype=torch.float64, device=self.device)).tolist()
+        facts = [
+            self._coordinate_counts is not None,
+            self._voters is not None,
+            self._total,
+            self._dense_voters,
+            difference,
+        ]
+        masked, voted, total, dense_voters, differences = reduce(
+            torch.tensor(facts, dtype=torch.float64, device=self.device)
+        ).tolist()
         self._total, self._dense_voters = int(total), int(dense_voters)
         self._kind = "difference" if differences else self._kind
         if masked and self._coordinate_counts is None:
@@ -216,7 +232,13 @@ class Accumulator:
         mean = torch.where(covered, self._sum / counts.clamp_min(1), 0.0).to(self.layout.dtype)
         masks = {} if bool(covered.all()) else dict(self.layout.split(covered))
         extra = {k: {n: (t / max(self._total, 1)).float() for n, t in tree.items()} for k, tree in self._extra.items()}
-        return Merged(weights=self.layout.tree(mean), covered=masks, kind=self._kind or "weights", extra=extra, reports=reports)
+        return Merged(
+            weights=self.layout.tree(mean),
+            covered=masks,
+            kind=self._kind or "weights",
+            extra=extra,
+            reports=reports,
+        )
 
 
 def voted(update: Update, message: Message) -> Masks:

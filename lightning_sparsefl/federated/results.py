@@ -1,22 +1,32 @@
 """What `self.log` fills: Lightning's own collection, without what it repeats at every call.
 
-Lightning moves a logged value's whole metric to the value's device at each call, by a recursive copy of all its
-attributes, which takes longer than the training step of a small network. Here the first call of a key takes
-Lightning's own path; a later call with the same arguments only updates the value.
+At each call Lightning compares the arguments by building their metadata anew, and moves the metric that holds the
+key to the value's device by a recursive copy of its attributes; for a small network this takes longer than the
+training step. Here the metadata are built at a key's first call, and a metric is moved when the device differs.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from lightning.pytorch.trainer.connectors.logger_connector import _LoggerConnector
-from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection, _ResultMetric
+from lightning.pytorch.trainer.connectors.logger_connector.logger_connector import _LoggerConnector
+from lightning.pytorch.trainer.connectors.logger_connector.result import (
+    _Metadata,
+    _ResultCollection,
+    _ResultMetric,
+    _Sync,
+)
 from torch import Tensor
+
+_META = (
+    *("prog_bar", "logger", "on_step", "on_epoch", "reduce_fx", "enable_graph", "add_dataloader_idx"),
+    "metric_attribute",
+)
 
 
 class FastResults(_ResultCollection):
-    """Lightning's collection of logged values, quick from the second call of a key on.
+    """Lightning's collection of logged values, for one loader.
 
     Args:
         training: Whether it is filled by training rather than by evaluation.
@@ -25,40 +35,49 @@ class FastResults(_ResultCollection):
     def __init__(self, training: bool) -> None:
         super().__init__(training)
         self.any_on_step = False
-        self._known: dict[str, tuple[_ResultMetric, tuple[Any, ...]]] = {}
+        self._arguments: dict[str, tuple[Any, ...]] = {}
 
-    @torch.compiler.disable
-    def log(  # type: ignore[override]
-        self, fx: str, name: str, value: Any, *, batch_size: int | None = None, **options: Any
-    ) -> None:
-        """See :meth:`lightning.pytorch.LightningModule.log`."""
-        key = f"{fx}.{name}"
-        arguments = tuple(options.values())
-        metric, known = self._known.get(key, (None, None))
-        if metric is None or known != arguments or not _same_kind(metric, value):
-            super().log(fx, name, value, batch_size=batch_size, **options)
-            self._known[key] = (self[key], arguments)
+    def log(self, fx: str, name: str, value: Any, *, batch_size: int | None = None, **options: Any) -> None:
+        """See :meth:`lightning.pytorch.LightningModule.log`, which calls this with all its options."""
+        key, arguments, tensor = f"{fx}.{name}", tuple(options.values()), isinstance(value, Tensor)
+        metric = self.get(key)
+        if metric is None:
+            metric = self[key] = _ResultMetric(_metadata(fx, name, options), tensor)
+            self._arguments[key] = arguments
             self.any_on_step |= options["on_step"]
+        elif self._arguments[key] != arguments or metric.is_tensor is not tensor:
+            super().log(fx, name, value, batch_size=batch_size, **options)  # refuses, or finds them equal
             return
+        if tensor and metric.value.device != value.device:
+            metric.to(value.device)
         metric.forward(value, self._extract_batch_size(metric, batch_size, metric.meta))
         metric.has_reset = False
 
     @staticmethod
     def _get_cache(result_metric: _ResultMetric, on_step: bool) -> Tensor | None:
-        """Compute first: Lightning's advice to set `sync_dist` is wrong where the other ranks have other clients."""
+        """Compute first: Lightning's advice to set `sync_dist` is wrong where other ranks have other clients."""
         if not on_step and result_metric.meta.on_epoch and result_metric._computed is None:
             result_metric.compute()
         return _ResultCollection._get_cache(result_metric, on_step)
 
 
-def _same_kind(metric: _ResultMetric, value: Any) -> bool:
-    if isinstance(value, Tensor):
-        return metric.is_tensor and bool(metric.value.device == value.device)
-    return not metric.is_tensor
+if not TYPE_CHECKING:
+    FastResults.log = torch.compiler.disable(FastResults.log)  # as Lightning's own
+
+
+def _metadata(fx: str, name: str, options: dict[str, Any]) -> _Metadata:
+    meta = _Metadata(fx=fx, name=name, **{option: options[option] for option in _META})
+    meta.sync = _Sync(
+        fn=options["sync_dist_fn"],
+        _should=options["sync_dist"],
+        rank_zero_only=options["rank_zero_only"],
+        _group=options["sync_dist_group"],
+    )
+    return meta
 
 
 class LogConnector(_LoggerConnector):
-    """Lightning's connector between `self.log` and the loggers, for a trainer whose loops are not Lightning's."""
+    """Lightning's connector between `self.log` and the loggers, over loops that are not Lightning's."""
 
     @property
     def should_update_logs(self) -> bool:

@@ -15,7 +15,7 @@ class RoundLR(ABC):
     """A factor for every optimizer's rates, as a function of the round."""
 
     @abstractmethod
-    def factor(self, round: int, max_rounds: int) -> float:  # noqa: A002
+    def factor(self, round: int, max_rounds: int) -> float:
         """The factor of a round.
 
         Args:
@@ -40,7 +40,7 @@ class ExponentialRoundLR(RoundLR):
         if not 0 < self.gamma <= 1:
             raise InvalidOption(f"`ExponentialRoundLR(gamma={self.gamma})`: expected a number in (0, 1].")
 
-    def factor(self, round: int, max_rounds: int) -> float:  # noqa: A002
+    def factor(self, round: int, max_rounds: int) -> float:
         """See :class:`RoundLR`."""
         return float(self.gamma**round)
 
@@ -59,7 +59,7 @@ class StepRoundLR(RoundLR):
     gamma: float = 0.1
     """Factor at each milestone."""
 
-    def factor(self, round: int, max_rounds: int) -> float:  # noqa: A002
+    def factor(self, round: int, max_rounds: int) -> float:
         """See :class:`RoundLR`."""
         return float(self.gamma ** sum(round >= milestone * max_rounds for milestone in self.milestones))
 

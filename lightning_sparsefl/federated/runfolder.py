@@ -89,6 +89,11 @@ class RunFolder:
         self.metrics.cut_back(rounds)
         self.clients.cut_back(rounds)
 
+    def read_summary(self) -> dict[str, Any]:
+        """The content of `summary.json`; empty if there is none."""
+        path = self.path / "summary.json"
+        return dict(json.loads(path.read_text(encoding="utf-8"))) if path.exists() else {}
+
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Write `summary.json`."""
         text = json.dumps(summary, indent=2, sort_keys=False)

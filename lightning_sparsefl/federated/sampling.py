@@ -7,7 +7,7 @@ import torch
 from lightning_sparsefl.seeds import generator
 
 
-def uniform_cohort(seed: int, round: int, num_clients: int, count: int) -> list[int]:  # noqa: A002
+def uniform_cohort(seed: int, round: int, num_clients: int, count: int) -> list[int]:
     """Clients of a round, drawn uniformly without replacement, in ascending order.
 
     Example:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_info
 from lightning.pytorch import LightningModule
 from lightning.pytorch.loggers import Logger, TensorBoardLogger
@@ -17,7 +15,7 @@ from lightning_sparsefl.cost import Ledger
 from lightning_sparsefl.errors import CheckpointMismatch, InvalidOption
 from lightning_sparsefl.federated import checkpoint
 from lightning_sparsefl.federated.client import Bench, LocalWork, Split
-from lightning_sparsefl.federated.coordinator import Coordinator, RoundResult, Workload
+from lightning_sparsefl.federated.coordinator import Coordinator, Workload
 from lightning_sparsefl.federated.evaluate import Scores, evaluate
 from lightning_sparsefl.federated.facade import RoundTrainer
 from lightning_sparsefl.federated.fleet import Fleet
@@ -72,7 +70,12 @@ class Session:
     """
 
     def __init__(
-        self, trainer: FederatedTrainer, ranks: Ranks, module: LightningModule, data: Any, ckpt_path: str | None
+        self,
+        trainer: FederatedTrainer,
+        ranks: Ranks,
+        module: LightningModule,
+        data: Any,
+        ckpt_path: str | None,
     ) -> None:
         self.trainer, self.ranks, self.module, self.data = trainer, ranks, module, data
         self.federation, self.algorithm, self.seed = trainer.federation, trainer.algorithm, trainer.seed
@@ -136,7 +139,11 @@ class Session:
     def _bench(self) -> Bench:
         trainer = self.trainer
         engine = local_engine(
-            self.federation.local_engine, self.ranks.fabric, trainer.local_options, self.module, trainer.client_callbacks
+            self.federation.local_engine,
+            self.ranks.fabric,
+            trainer.local_options,
+            self.module,
+            trainer.client_callbacks,
         )
         work = LocalWork(trainer.client_callbacks, trainer.round_lr, trainer.validate_locally)
         return Bench(self.module, self.data, engine, work, self.ranks.fabric.device)
@@ -149,6 +156,7 @@ class Session:
             epochs=options.max_epochs,
             batch_size=batch_size,
             max_batches=options.limit_train_batches,
+            drop_last=getattr(self.data, "drop_last", False),
         )
 
     # ---- verbs
@@ -156,6 +164,8 @@ class Session:
     def fit(self) -> dict[str, float]:
         """Run the rounds that are left; returns the final table."""
         server, callback_states = self._start()
+        if server.round >= self.trainer.max_rounds and self._ckpt_path is not None:
+            return self._finished(self._ckpt_path)
         loggers = self._open_run()
         facade = self._facade(loggers)
         for callback in self.trainer.callbacks:
@@ -172,13 +182,23 @@ class Session:
         self.bench.load(server.weights)
         return self._close(recorder, loggers)
 
+    def _finished(self, ckpt_path: Path) -> dict[str, float]:
+        """A run that has no rounds left keeps its table."""
+        self.folder = RunFolder(ckpt_path.parent.parent)
+        rank_zero_info(f"{ckpt_path} has finished its {self.trainer.max_rounds} rounds; raise `trainer.max_rounds`.")
+        return self.folder.read_summary()
+
     def score(self, verb: Literal["validate", "test"]) -> dict[str, float]:
         """Score the models of a checkpoint, or the initial ones."""
         split: Split = "val" if verb == "validate" else "test"
         server, _ = self._start(training=False)
         scores = self._evaluate(server, split).summary()
         if self.ranks.first:
-            print_table(f"{type(self.algorithm).__name__}, {split} sets, round {server.round}", ("", ""), summary_rows(scores))
+            print_table(
+                f"{type(self.algorithm).__name__}, {split} sets, round {server.round}",
+                ("", ""),
+                summary_rows(scores),
+            )
         return scores
 
     def _start(self, training: bool = True) -> tuple[ServerState, Mapping[str, Any]]:
@@ -242,6 +262,8 @@ class Session:
             facade.call(hook, *(["fit"] if hook == "setup" else []))
         while server.round < self.trainer.max_rounds and not facade.should_stop:
             server = self._round(server, facade, recorder)
+        if recorder.scored != server.round:  # a callback stopped the run between two evaluations
+            recorder.keep(self._evaluate(server, self.split), server.round)
         for hook in ("on_train_end", "on_fit_end", "teardown"):
             facade.call(hook, *(["fit"] if hook == "teardown" else []))
         return server
@@ -303,11 +325,13 @@ class Session:
         summary = recorder.summary(self._server)
         if self.ranks.first:
             self.folder.write_summary(summary)
-            title = f"{type(self.algorithm).__name__} after {self._server.round} rounds, {self.data.num_clients} clients"
+            title = (
+                f"{type(self.algorithm).__name__} after {self._server.round} rounds, {self.data.num_clients} clients"
+            )
             print_table(title, ("", ""), summary_rows(summary))
+            print(f"Run folder: {self.folder.path}")
+            if any(isinstance(logger, TensorBoardLogger) for logger in loggers):
+                print(f"TensorBoard: tensorboard --logdir {self.folder.path}")
         for logger in loggers:
             logger.finalize("success")
-        rank_zero_info(f"Run folder: {self.folder.path}")
-        if any(isinstance(logger, TensorBoardLogger) for logger in loggers):
-            rank_zero_info(f"TensorBoard: tensorboard --logdir {self.folder.path}")
         return summary

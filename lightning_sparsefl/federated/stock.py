@@ -1,4 +1,4 @@
-"""The client loop for what the fast one does not serve: a real ``lightning.pytorch.Trainer`` for each client."""
+"""The client loop for what the fast one does not serve: a real Lightning ``Trainer`` for each client."""
 
 from __future__ import annotations
 
@@ -148,23 +148,18 @@ class StockTrainer:
             return {name: float(value) for name, value in trainer.callback_metrics.items()}
 
     def gradient(self, module: LightningModule, batch: Any, batch_idx: int = 0) -> None:
-        """Leave the gradient of one batch; see :meth:`lightning_sparsefl.federated.local.LocalTrainer.gradient`.
-
-        The module's `training_step` gets 0 as `batch_idx`.
-        """
+        """See :meth:`lightning_sparsefl.federated.local.LocalTrainer.gradient`; `batch_idx` is always 0 here."""
         require_automatic(module)
         with borrowed(module, ()), _quiet():
             trainer = self._trainer([_TakeGradient()], max_epochs=1, max_steps=-1, accumulate_grad_batches=1)
             if trainer.scaler is not None:
-                trainer.precision_plugin.scaler = None  # the gradients are wanted unscaled
+                vars(trainer.precision_plugin)["scaler"] = None  # the gradients are wanted unscaled
             try:
                 trainer.fit(module, _OneBatch(batch))
             except _GradientTaken:
                 isolate_metrics(module)
 
-    def _trainer(
-        self, callbacks: Sequence[Callback], loggers: Sequence[Logger] = (), **options: Any
-    ) -> Trainer:
+    def _trainer(self, callbacks: Sequence[Callback], loggers: Sequence[Logger] = (), **options: Any) -> Trainer:
         device = self.fabric.device
         return Trainer(
             **{**vars(self.options), **options},

@@ -110,7 +110,7 @@ class ClientStore:
     def __contains__(self, client: int) -> bool:
         return client in self._packed
 
-    def commit(self, folder: Path, round: int) -> dict[int, int]:  # noqa: A002
+    def commit(self, folder: Path, round: int) -> dict[int, int]:
         """Write the records that changed since the last commit.
 
         Args:
@@ -154,7 +154,8 @@ class ClientStore:
             for client in [c for c, r in index.items() if r == round_]:
                 if client not in content:
                     raise CheckpointMismatch(
-                        f"{_file(folder, round_)} lacks client {client}, which the checkpoint promises; resume from another one."
+                        f"{_file(folder, round_)} lacks client {client}, which the checkpoint promises; "
+                        "resume from another one."
                     )
                 self._packed[client] = content[client]
 

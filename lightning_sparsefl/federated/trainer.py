@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+from lightning.fabric import Fabric
 from lightning.fabric.utilities.rank_zero import rank_zero_info
 from lightning.pytorch import Callback, LightningDataModule, LightningModule
 from lightning.pytorch.loggers import Logger
@@ -38,7 +40,7 @@ class FederatedTrainer:
         accelerator: As in `Trainer`.
         devices: As in `Trainer`; each device is one rank, which trains clients of its own.
         num_nodes: Machines.
-        strategy: How ranks are started: ``auto``, ``client_parallel``, ``client_parallel_fork``, ``client_parallel_spawn``.
+        strategy: How ranks are started: ``auto``, ``client_parallel``, or that with ``_fork`` or ``_spawn``.
         precision: As in `Trainer`.
         max_rounds: Rounds of the run.
         max_epochs: Local epochs of a client in a round.
@@ -232,13 +234,17 @@ class FederatedTrainer:
         return self.fabric.world_size > 1 and type(launcher).__name__ == "_MultiProcessingLauncher"
 
     def _launch(
-        self, verb: Literal["fit", "validate", "test"], model: LightningModule, data: ClientData | None, ckpt_path: str | None
+        self,
+        verb: Literal["fit", "validate", "test"],
+        model: LightningModule,
+        data: ClientData | None,
+        ckpt_path: str | None,
     ) -> dict[str, float]:
         client_data = as_client_data(data)
         settings = self._fast_dev_settings(client_data) if self.fast_dev_run else self
         check_data(client_data, settings.federation)
         check_module(model)
-        result = self.fabric.launch(_work, settings, verb, model, client_data, ckpt_path)
+        result = self.fabric.launch(partial(_work, settings, verb, model, client_data, ckpt_path))
         self.run_folder = None if result["folder"] is None else Path(result["folder"])
         return dict(result["summary"])
 
@@ -256,7 +262,12 @@ class FederatedTrainer:
 
 
 def _work(
-    fabric: Any, trainer: FederatedTrainer, verb: Literal["fit", "validate", "test"], model: LightningModule, data: Any, ckpt_path: str | None
+    trainer: FederatedTrainer,
+    verb: Literal["fit", "validate", "test"],
+    model: LightningModule,
+    data: Any,
+    ckpt_path: str | None,
+    fabric: Fabric,
 ) -> dict[str, Any]:
     """One process's part; what it returns is small and plain, since it may cross a pipe."""
     set_threads(trainer.num_threads)
@@ -280,8 +291,8 @@ def as_client_data(data: ClientData | None) -> Any:
     missing = [n for n in ("num_clients", "num_examples", "client_train_dataloader") if not hasattr(data, n)]
     if missing:
         raise InvalidOption(
-            f"`data` is a {type(data).__name__} without `{missing[0]}`; expected a `FederatedDataModule`, or a list with "
-            "one LightningDataModule per client."
+            f"`data` is a {type(data).__name__} without `{missing[0]}`; expected a `FederatedDataModule`, "
+            "or a list with one LightningDataModule per client."
         )
     return data
 
@@ -297,4 +308,3 @@ def _sorted_callbacks(rounds: list[Callback], clients: list[Callback]) -> tuple[
         names = ", ".join(type(callback).__name__ for callback in ours)
         rank_zero_info(f"{names} in `trainer.callbacks` works on clients: moved to `trainer.client_callbacks`.")
     return [callback for callback in rounds if callback not in ours], [*clients, *ours]
-

@@ -13,12 +13,13 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn, TrainerState, TrainerStatus
 from torch import Tensor
 
-from lightning_sparsefl.federated.local_loops import EvalLoop, FitLoop, UnknownAttribute
+from lightning_sparsefl.federated.covered import UnknownAttribute
+from lightning_sparsefl.federated.local_loops import EvalLoop, FitLoop
 from lightning_sparsefl.federated.results import FastResults, LogConnector
 
 
 class TrainerView(UnknownAttribute):
-    """What :class:`lightning.pytorch.Trainer` shows under the same names, on one device and without checkpoints."""
+    """What a :class:`lightning.pytorch.Trainer` on one device shows under the same names."""
 
     barebones = fast_dev_run = sanity_checking = predicting = received_sigterm = False
     is_global_zero = True
@@ -115,11 +116,7 @@ class TrainerView(UnknownAttribute):
     @property
     def num_val_batches(self) -> list[int | float]:
         """Batches of a validation pass."""
-        return (
-            [self.eval_loop.feed.length]
-            if self.eval_loop is not None and self.eval_loop.feed is not None
-            else []
-        )
+        return [self.eval_loop.feed.length] if self.eval_loop is not None and self.eval_loop.feed is not None else []
 
     @property
     def num_test_batches(self) -> list[int | float]:
@@ -217,11 +214,7 @@ class TrainerView(UnknownAttribute):
         """Where the first logger writes."""
         if self.logger is None:
             return self.default_root_dir
-        return (
-            self.logger.log_dir
-            if isinstance(self.logger, (TensorBoardLogger, CSVLogger))
-            else self.logger.save_dir
-        )
+        return self.logger.log_dir if isinstance(self.logger, (TensorBoardLogger, CSVLogger)) else self.logger.save_dir
 
     @property
     def train_dataloader(self) -> Any:
@@ -231,11 +224,7 @@ class TrainerView(UnknownAttribute):
     @property
     def val_dataloaders(self) -> Any:
         """The validation loader, once it has been looked at."""
-        return (
-            None
-            if self.eval_loop is None or self.testing
-            else self.eval_loop.feed and self.eval_loop.feed.loader
-        )
+        return None if self.eval_loop is None or self.testing else self.eval_loop.feed and self.eval_loop.feed.loader
 
     @property
     def test_dataloaders(self) -> Any:

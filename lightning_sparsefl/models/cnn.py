@@ -36,9 +36,7 @@ class SmallCNN(Classifier):
     ) -> None:
         check_sizes("SmallCNN", num_classes, sample_shape, min_side=2)
         if width < 4 or width % 4:
-            raise InvalidOption(
-                f"`SmallCNN(width={width})`: expected a positive multiple of 4; change `model.width`."
-            )
+            raise InvalidOption(f"`SmallCNN(width={width})`: expected a positive multiple of 4; change `model.width`.")
         super().__init__(
             _small_cnn(num_classes, sample_shape, width),
             num_classes=num_classes,

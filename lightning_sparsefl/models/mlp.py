@@ -36,9 +36,7 @@ class MLP(Classifier):
     ) -> None:
         check_sizes("MLP", num_classes, sample_shape, min_side=1)
         if any(width < 1 for width in hidden):
-            raise InvalidOption(
-                f"`MLP(hidden={tuple(hidden)})`: expected widths of 1 or more; change `model.hidden`."
-            )
+            raise InvalidOption(f"`MLP(hidden={tuple(hidden)})`: expected widths of 1 or more; change `model.hidden`.")
         super().__init__(
             _mlp(num_classes, sample_shape, hidden),
             num_classes=num_classes,

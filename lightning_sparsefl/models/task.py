@@ -83,9 +83,7 @@ class Classifier(L.LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """SGD over all parameters."""
-        return torch.optim.SGD(
-            self.parameters(), lr=self.lr, momentum=self.momentum, weight_decay=self.weight_decay
-        )
+        return torch.optim.SGD(self.parameters(), lr=self.lr, momentum=self.momentum, weight_decay=self.weight_decay)
 
 
 def check_sizes(model: str, num_classes: int, sample_shape: SampleShape, min_side: int) -> None:
@@ -111,9 +109,7 @@ def check_sizes(model: str, num_classes: int, sample_shape: SampleShape, min_sid
 
 def _check_classes(num_classes: int) -> None:
     if num_classes < 2:
-        raise InvalidOption(
-            f"`num_classes={num_classes}`: expected at least 2; change `model.num_classes` or `data`."
-        )
+        raise InvalidOption(f"`num_classes={num_classes}`: expected at least 2; change `model.num_classes` or `data`.")
 
 
 def _check_rates(lr: float, momentum: float, weight_decay: float) -> None:
@@ -122,6 +118,4 @@ def _check_rates(lr: float, momentum: float, weight_decay: float) -> None:
     if not 0 <= momentum < 1:
         raise InvalidOption(f"`momentum={momentum}`: expected a number in [0, 1); change `model.momentum`.")
     if weight_decay < 0:
-        raise InvalidOption(
-            f"`weight_decay={weight_decay}`: expected at least 0; change `model.weight_decay`."
-        )
+        raise InvalidOption(f"`weight_decay={weight_decay}`: expected at least 0; change `model.weight_decay`.")

@@ -1,93 +1,201 @@
-"""Pictures for TensorBoard."""
+"""Pictures for TensorBoard: wide enough to be read in its cards, sharp enough when enlarged."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import matplotlib as mpl
 import numpy as np
 import torch
+from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from lightning_sparsefl.sparse.masks import overlap
-from lightning_sparsefl.types import Masks
+MOST_CLIENTS = 64
+"""The most clients in a picture of all pairs."""
+_CHUNK = 1 << 13
+"""Packed bytes a client, in one matrix product: 16 MiB of floats for 64 clients, whose sums stay exact."""
+_WIDTH, _DPI = 4.4, 200
+"""In inches, and dots an inch. A card shows about 80 dots an inch, so 9 points are 10 dots there."""
+_INK, _WARM, _GRID = "#23395b", "#d1495b", "#d7dbe0"
+_SMALL, _TINY = 9, 7
+"""Font sizes in points."""
+_MOST_NAMED = 24
+"""The most clients whose numbers stand under their dots."""
+_MOST_BARS = 72
+"""The most layers whose bars get a line of text each."""
 
-_INK = "#23395b"
-_MOST_CLIENTS = 64
 
-
-def mask_overlap(masks: Mapping[int, Masks]) -> Tensor:
-    """Jaccard overlap of every pair of clients' masks, shape (K, K), in [0, 1].
+def mask_overlap(packed: Sequence[Mapping[str, Tensor]]) -> Tensor:
+    """Jaccard overlap of every pair of clients' masks, as :func:`lightning_sparsefl.sparse.masks.overlap` defines it.
 
     Args:
-        masks: By client number.
+        packed: Per client, the masks as :func:`lightning_sparsefl.sparse.masks.pack` packs them.
+
+    Returns:
+        In [0, 1], float64 of shape (K, K).
     """
-    clients = list(masks)
-    table = torch.eye(len(clients))
-    for row, a in enumerate(clients):
-        for column, b in enumerate(clients[:row]):
-            table[row, column] = table[column, row] = overlap(masks[a], masks[b])
-    return table
+    both = torch.zeros(len(packed), len(packed), dtype=torch.float64)
+    either = torch.zeros_like(both)
+    for name in dict.fromkeys(name for masks in packed for name in masks):
+        holders = torch.tensor([row for row, masks in enumerate(packed) if name in masks])
+        common = _common_bits(torch.stack([masks[name] for masks in packed if name in masks]))
+        kept = common.diagonal()
+        both[holders[:, None], holders] += common
+        either[holders[:, None], holders] += kept[:, None] + kept - common
+    return torch.where(either > 0, both / either.clamp_min(1), 1.0)
 
 
-def overlap_figure(masks: Mapping[int, Masks], round: int) -> Figure:  # noqa: A002
-    """The mask overlap between clients as a heat map; at most 64 clients are shown.
+def _common_bits(packed: Tensor) -> Tensor:
+    """How many bits every two rows share: uint8 (K, bytes) to float64 (K, K)."""
+    places = torch.arange(8, dtype=torch.uint8, device=packed.device)
+    common = torch.zeros(len(packed), len(packed), dtype=torch.float64)
+    for part in packed.split(_CHUNK, dim=1):
+        bits = ((part.unsqueeze(-1) >> places) & 1).flatten(1).float()
+        common += (bits @ bits.T).cpu()
+    return common
+
+
+def overlap_figure(packed: Mapping[int, Mapping[str, Tensor]], round: int, of: int | None = None) -> Figure:
+    """The mask overlap between clients as a heat map.
+
+    The colours span what is found between different clients; a client's overlap with itself is left out.
 
     Args:
-        masks: By client number.
+        packed: By client number, the masks as `pack` packs them; the first 64 clients are drawn.
         round: Named in the title.
+        of: Number of all clients, named in the title where not all are drawn; default: those in `packed`.
     """
-    shown = {client: masks[client] for client in list(masks)[:_MOST_CLIENTS]}
-    table = mask_overlap(shown)
-    figure = Figure(figsize=(6.4, 5.4), layout="constrained")
+    clients = list(packed)[:MOST_CLIENTS]
+    of = len(packed) if of is None else of
+    table = mask_overlap([packed[client] for client in clients]).fill_diagonal_(torch.nan).numpy()
+    figure = Figure(figsize=(_WIDTH, 0.86 * _WIDTH), layout="constrained")
     axes = figure.add_subplot()
-    image = axes.imshow(table.numpy(), vmin=_floor(table), vmax=1.0, cmap=mpl.colormaps["viridis"])
-    figure.colorbar(image, ax=axes, label="Jaccard overlap (1 = same mask)")
-    step = max(1, len(shown) // 16)
-    ticks = list(range(0, len(shown), step))
-    labels = [str(list(shown)[tick]) for tick in ticks]
-    axes.set_xticks(ticks, labels, fontsize=8)
-    axes.set_yticks(ticks, labels, fontsize=8)
-    axes.set(xlabel="client", ylabel="client", title=f"Mask overlap between clients, after round {round}")
+    low, high = _colour_range(table)
+    colours = mpl.colormaps["viridis"].with_extremes(bad=_GRID)
+    image = axes.imshow(table, vmin=low, vmax=high, cmap=colours, interpolation="nearest")
+    bar = figure.colorbar(image, ax=axes, fraction=0.05)
+    bar.set_label("Jaccard overlap (1 = same mask)", fontsize=_SMALL)
+    bar.ax.tick_params(labelsize=_SMALL)
+    ticks = range(0, len(clients), max(1, -(-len(clients) // 10)))
+    labels = [str(clients[tick]) for tick in ticks]
+    axes.set_xticks(list(ticks), labels, fontsize=_SMALL)
+    axes.set_yticks(list(ticks), labels, fontsize=_SMALL)
+    axes.set_xlabel("client", fontsize=_SMALL)
+    shown = "" if len(clients) >= of else f": {len(clients)} of {of}"
+    _title(axes, f"Mask overlap of clients, round {round}{shown}")
     return figure
 
 
-def _floor(table: Tensor) -> float:
-    """A lower end of the colours that lets differences be seen, rounded down to a tenth."""
-    return float((table.min() * 10 - 1e-6).floor().clamp_min(0) / 10)
+def _colour_range(table: np.ndarray) -> tuple[float, float]:
+    """Lower and upper end of the colours: of what is found, widened to whole twentieths, and never empty."""
+    found = table[~np.isnan(table)]
+    low = np.floor(found.min(initial=1.0) * 20 + 1e-6) / 20
+    high = np.ceil(found.max(initial=0.0) * 20 - 1e-6) / 20
+    return (float(low), float(high)) if high > low else (max(0.0, float(high) - 0.05), float(high) or 0.05)
 
 
-def density_figure(densities: Mapping[str, float], round: int) -> Figure:  # noqa: A002
+def density_figure(densities: Mapping[str, float], round: int) -> Figure:
     """Mean density per layer as a bar chart.
 
     Args:
         densities: By tensor name, in the model's order.
         round: Named in the title.
     """
-    names = list(densities)
-    figure = Figure(figsize=(7.2, max(2.4, 0.34 * len(names) + 1.2)), layout="constrained")
+    names, values = _short(list(densities)), list(densities.values())
+    spacious, crowded = len(names) <= 16, len(names) > _MOST_BARS
+    pitch = 0.28 if spacious else 0.17 * min(1, _MOST_BARS / len(names))
+    size = _SMALL if spacious else _TINY
+    figure = Figure(figsize=(_WIDTH, max(1.5, pitch * len(names) + 0.8)), layout="constrained")
     axes = figure.add_subplot()
-    positions = list(range(len(names)))
-    bars = axes.barh(positions, [densities[name] for name in names], color=_INK, height=0.7)
-    axes.bar_label(bars, fmt="%.2f", padding=3, fontsize=8)
-    axes.set_yticks(positions, names, fontsize=8)
-    axes.invert_yaxis()
-    axes.set_xlim(0, 1.12)
-    axes.set(xlabel="density (fraction of weights kept)", title=f"Density per layer, round {round}")
-    axes.spines[["top", "right"]].set_visible(False)
+    bars = axes.barh(range(len(names)), values, color=_INK, height=0.72)
+    if not crowded:
+        axes.bar_label(bars, labels=[_density(value) for value in values], padding=3, fontsize=size)
+    ticks = range(0, len(names), -(-len(names) // _MOST_BARS))
+    axes.set_yticks(list(ticks), [names[tick] for tick in ticks], fontsize=size)
+    axes.tick_params(axis="x", labelsize=_SMALL)
+    axes.set_xlim(0, 1.14)
+    axes.set_xticks([0, 0.25, 0.5, 0.75, 1])
+    axes.set_ylim(len(names) - 0.4, -0.6)
+    axes.set_xlabel("density (fraction of weights kept)", fontsize=_SMALL)
+    _plain_axes(axes, "x")
+    _title(axes, f"Density per layer, round {round}")
     return figure
 
 
-def score_values(personal: Mapping[int, Mapping[str, float]], name: str) -> Tensor:
-    """One metric of every client, in client order, for a histogram: float64 of shape (clients,)."""
-    return torch.tensor([metrics[name] for metrics in personal.values() if name in metrics], dtype=torch.float64)
+def _density(value: float) -> str:
+    """Two decimals, and two digits below a tenth.
+
+    Example:
+        >>> _density(0.85), _density(0.0123)
+        ('0.85', '0.012')
+    """
+    return f"{value:.2f}" if value >= 0.1 or value == 0 else f"{value:.2g}"
+
+
+def _short(names: Sequence[str]) -> list[str]:
+    """Names without the dotted parts that all of them begin or end with.
+
+    Example:
+        >>> _short(["net.conv1.weight", "net.layer.fc.weight"])
+        ['conv1', 'layer.fc']
+    """
+    parts = [name.split(".") for name in names]
+    for end in (0, -1):
+        while len(names) > 1 and min(map(len, parts)) > 1 and len({part[end] for part in parts}) == 1:
+            for part in parts:
+                part.pop(end)
+    return [".".join(part) for part in parts]
+
+
+def clients_figure(scores: Mapping[int, float], name: str, round: int, rising: bool = True) -> Figure:
+    """One metric of every client as a dot, worst first, with the mean and the worst tenth.
+
+    Args:
+        scores: By client number.
+        name: Of the metric.
+        round: Named in the title.
+        rising: Whether more is better.
+    """
+    clients = sorted(scores, key=lambda client: scores[client], reverse=not rising)
+    values = [scores[client] for client in clients]
+    worst = max(1, -(-len(values) // 10))
+    mean, tenth = sum(values) / len(values), sum(values[:worst]) / worst
+    figure = Figure(figsize=(_WIDTH, 0.7 * _WIDTH), layout="constrained")
+    axes = figure.add_subplot()
+    size = 30 if len(clients) <= _MOST_NAMED else 10
+    axes.axhline(mean, color=_INK, linewidth=1, linestyle="--", label=f"mean {mean:.3f}")
+    axes.scatter(range(worst), values[:worst], size, _WARM, zorder=3, label=f"worst tenth {tenth:.3f}")
+    axes.scatter(range(worst, len(values)), values[worst:], size, _INK, zorder=3)
+    axes.legend(fontsize=_SMALL, frameon=False, loc="lower right" if rising else "upper right")
+    if rising and max(values) <= 1:
+        axes.set_ylim(top=min(axes.get_ylim()[1], 1.01))
+    axes.tick_params(labelsize=_SMALL)
+    if len(clients) <= _MOST_NAMED:
+        axes.set_xticks(range(len(clients)), [str(client) for client in clients], fontsize=_TINY)
+        axes.set_xlabel("client, worst first", fontsize=_SMALL)
+    else:
+        axes.set_xlabel(f"{len(clients)} clients, worst first", fontsize=_SMALL)
+    _plain_axes(axes, "y")
+    _title(axes, f"{name} of the clients, round {round}")
+    return figure
+
+
+def _title(axes: Axes, text: str) -> None:
+    axes.set_title(text, fontsize=_SMALL + 1, loc="left")
+
+
+def _plain_axes(axes: Axes, grid: str) -> None:
+    """Thin grid lines behind the bars across one axis, and no frame."""
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(axis=grid, color=_GRID, linewidth=0.6)  # type: ignore[arg-type]
+    axes.set_axisbelow(True)
 
 
 def pixels(figure: Figure) -> Tensor:
-    """The figure as an image, uint8 of shape (3, height, width), sharp enough for TensorBoard's enlarged view."""
+    """The figure as an image, uint8 of shape (3, height, width)."""
     canvas = FigureCanvasAgg(figure)
-    figure.set_dpi(120)
+    figure.set_dpi(_DPI)
     canvas.draw()
     return torch.from_numpy(np.asarray(canvas.buffer_rgba())[..., :3].copy()).permute(2, 0, 1)

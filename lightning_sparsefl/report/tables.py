@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
-_PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
+_PREFIXES = ("", "k", "M", "G", "T", "P", "E", "Z")
+_GROUPS = ("global", "personal", "personal_after", "finetuned")
+_SPREAD = {"_std": "std over clients", "_worst10": "worst tenth"}
+_COSTS = (
+    ("comm/uplink_bytes_total", "bytes up", "B"),
+    ("comm/downlink_bytes_total", "bytes down", "B"),
+    ("comm/mask_bytes_total", "  of these, masks", "B"),
+    ("comm/paper_bytes_total", "bytes, as papers count", "B"),
+    ("flops/train_total", "training FLOPs", "FLOP"),
+    ("flops/paper_total", "training FLOPs, as papers count", "FLOP"),
+)
 
 
 def quantity(value: float, unit: str) -> str:
@@ -18,10 +31,10 @@ def quantity(value: float, unit: str) -> str:
         >>> quantity(7.385e11, "B"), quantity(12, "B")
         ('738.5 GB', '12 B')
     """
-    for size, prefix in _PREFIXES:
-        if abs(value) >= size:
-            return f"{value / size:.4g} {prefix}{unit}"
-    return f"{value:.4g} {unit}"
+    power = 0
+    while math.isfinite(value) and abs(value) >= 999.95 and power < len(_PREFIXES) - 1:
+        value, power = value / 1000, power + 1
+    return f"{value:.4g} {_PREFIXES[power]}{unit}"
 
 
 def score(value: float) -> str:
@@ -34,48 +47,59 @@ def score(value: float) -> str:
     return f"{value:.4f}"
 
 
-def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], console: Console | None = None) -> None:
-    """Print rows under a title; the first column is left-aligned, numbers are right-aligned."""
-    table = Table(title=title, title_justify="left", title_style="bold")
+def print_table(
+    title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], console: Console | None = None
+) -> None:
+    """Print rows under a title; the first column is left-aligned, the others are right-aligned.
+
+    On a terminal the table keeps to its width; in a pipe or a file no line is broken.
+
+    Args:
+        title: A line of its own.
+        columns: Their heads; if all are empty, there is no head.
+        rows: A cell for each column.
+        console: Default: standard output.
+    """
+    console = console or _standard_output()
+    table = Table(box=box.SIMPLE_HEAD, show_header=any(columns), show_edge=False, pad_edge=False)
     for index, column in enumerate(columns):
-        table.add_column(column, justify="left" if index == 0 else "right")
+        table.add_column(Text(column), justify="right" if index else "left", overflow="fold")
     for row in rows:
-        table.add_row(*(str(cell) for cell in row))
-    (console or Console()).print(table)
+        table.add_row(*(Text(str(cell)) for cell in row))
+    console.print()
+    console.print(Text(title, style="bold"))
+    console.print(table)
+
+
+def _standard_output() -> Console:
+    """As wide as the terminal; where there is none, as wide as any table."""
+    console = Console()
+    return console if console.is_terminal else Console(width=10_000)
 
 
 def summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Rows of the final table.
+    """Rows of the final table: scores of the global and the personal models, then bytes, FLOPs and density.
+
+    Within a group losses come last; a metric's spread over clients stands under it.
 
     Args:
         summary: As in a run's `summary.json`.
 
     Example:
-        >>> summary_rows({"comm/uplink_bytes_total": 2e6})
-        [('bytes up', '2 MB')]
+        >>> summary_rows({"comm/uplink_bytes_total": 2e6, "global/val_loss": 0.5, "global/val_acc": 0.75})
+        [('global val_acc', '0.7500'), ('global val_loss', '0.5000'), ('bytes up', '2 MB')]
     """
-    rows: list[tuple[str, str]] = []
-    for name, value in summary.items():
-        if name.split("/")[0] in ("global", "personal") and not name.endswith(("_std", "_worst10")):
-            rows.append((_spoken(name), score(value)))
-            for suffix, word in (("_std", "std over clients"), ("_worst10", "worst 10 percent")):
-                if name + suffix in summary:
-                    rows.append((f"  {word}", score(summary[name + suffix])))
-    for name, word, unit in (
-        ("comm/uplink_bytes_total", "bytes up", "B"),
-        ("comm/downlink_bytes_total", "bytes down", "B"),
-        ("comm/mask_bytes_total", "  of these, mask bits", "B"),
-        ("comm/paper_bytes_total", "bytes, as papers count", "B"),
-        ("flops/train_total", "training FLOPs", "FLOP"),
-        ("flops/paper_total", "training FLOPs, as papers count", "FLOP"),
-    ):
-        if name in summary:
-            rows.append((word, quantity(summary[name], unit)))
+    rows = [row for group in _GROUPS for row in _scores(summary, group)]
+    rows += [(word, quantity(summary[name], unit)) for name, word, unit in _COSTS if name in summary]
     if "sparsity/density" in summary:
         rows.append(("density held by clients", score(summary["sparsity/density"])))
     return rows
 
 
-def _spoken(name: str) -> str:
-    group, metric = name.split("/", 1)
-    return f"{group} {metric}"
+def _scores(summary: Mapping[str, Any], group: str) -> Iterator[tuple[str, str]]:
+    names = [name for name in summary if name.split("/")[0] == group and not name.endswith(tuple(_SPREAD))]
+    for name in sorted(names, key=lambda name: "loss" in name):
+        yield f"{group.replace('_', ' ')} {name.split('/', 1)[1]}", score(summary[name])
+        for suffix, word in _SPREAD.items():
+            if name + suffix in summary:
+                yield f"  {word}", score(summary[name + suffix])

@@ -30,9 +30,7 @@ def gradient(gradients: Weights) -> dict[str, Tensor]:
     return {name: value.detach().abs() for name, value in gradients.items()}
 
 
-def random(
-    shapes: Mapping[str, Sequence[int] | Tensor], generator: torch.Generator | None = None
-) -> dict[str, Tensor]:
+def random(shapes: Mapping[str, Sequence[int] | Tensor], generator: torch.Generator | None = None) -> dict[str, Tensor]:
     """Uniform draws from [0, 1), tensor by tensor in the order of `shapes`.
 
     Args:

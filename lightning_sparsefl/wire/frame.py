@@ -99,9 +99,7 @@ class Reader:
     def take(self, length: int) -> memoryview:
         """The next `length` bytes."""
         if length > self.left:
-            raise MalformedPayload(
-                f"The payload ends at byte {len(self._data)}, expected {length - self.left} more."
-            )
+            raise MalformedPayload(f"The payload ends at byte {len(self._data)}, expected {length - self.left} more.")
         self._at += length
         return self._data[self._at - length : self._at]
 
@@ -117,9 +115,7 @@ class Reader:
         """The next byte, which must be less than `below`."""
         value = self.take(1)[0]
         if value >= below:
-            raise MalformedPayload(
-                f"Byte {self._at - 1} of the payload is {value}, expected less than {below}."
-            )
+            raise MalformedPayload(f"Byte {self._at - 1} of the payload is {value}, expected less than {below}.")
         return value
 
     def varint(self, most: int) -> int:
@@ -133,9 +129,7 @@ class Reader:
         else:
             raise MalformedPayload(f"The number that ends at byte {self._at} of the payload has no end.")
         if value > most:
-            raise MalformedPayload(
-                f"Before byte {self._at} the payload says {value}, expected at most {most}."
-            )
+            raise MalformedPayload(f"Before byte {self._at} the payload says {value}, expected at most {most}.")
         return value
 
     def real(self) -> float:
@@ -148,9 +142,7 @@ class Reader:
         try:
             return str(data, "utf-8", "surrogatepass")
         except UnicodeDecodeError as error:
-            raise MalformedPayload(
-                f"The string before byte {self._at} of the payload is no UTF-8."
-            ) from error
+            raise MalformedPayload(f"The string before byte {self._at} of the payload is no UTF-8.") from error
 
     def finish(self) -> None:
         """See that nothing is left."""

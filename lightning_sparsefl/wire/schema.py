@@ -28,9 +28,7 @@ class Schema:
         self.shapes = tuple(value.shape for value in weights.values())
         self.dtypes = tuple(value.dtype for value in weights.values())
         self.nbytes = sum(value.numel() * value.element_size() for value in weights.values())
-        facts = [
-            (name, tuple(value.shape), dtype_number(value.dtype, name)) for name, value in weights.items()
-        ]
+        facts = [(name, tuple(value.shape), dtype_number(value.dtype, name)) for name, value in weights.items()]
         self.fingerprint = hashlib.blake2b(repr(facts).encode(), digest_size=4).digest()
 
     def shape(self, name: str) -> torch.Size | None:

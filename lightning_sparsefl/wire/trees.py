@@ -21,9 +21,7 @@ _LISTED, _IMPLIED = range(2)
 """How a tree is written: name by name, or names, shapes and types are as the receiver expects."""
 
 
-def write_mask(
-    writer: Writer, mask: Tensor, reference: Tensor | None, *, bounded: bool, kept: int, flips: int
-) -> None:
+def write_mask(writer: Writer, mask: Tensor, reference: Tensor | None, *, bounded: bool, kept: int, flips: int) -> None:
     """Write one mask.
 
     Args:
@@ -66,9 +64,7 @@ def read_mask(reader: Reader, shape: torch.Size, reference: Tensor | None, *, bo
     return marked if code == _KEPT else ~marked
 
 
-def write_masks(
-    writer: Writer, schema: Schema, masks: Masks, reference: Masks, kept: Mapping[str, int]
-) -> None:
+def write_masks(writer: Writer, schema: Schema, masks: Masks, reference: Masks, kept: Mapping[str, int]) -> None:
     """Write a tree of masks; one byte if it is the reference tree.
 
     Args:
@@ -123,9 +119,7 @@ def read_masks(reader: Reader, schema: Schema, reference: Masks) -> dict[str, Te
     return masks
 
 
-def write_weights(
-    writer: Writer, schema: Schema, weights: Weights, masks: Masks, kept: Mapping[str, int]
-) -> None:
+def write_weights(writer: Writer, schema: Schema, weights: Weights, masks: Masks, kept: Mapping[str, int]) -> None:
     """Write the kept values of a tree, whose masks the receiver knows.
 
     Args:
@@ -210,9 +204,7 @@ def _read_kept(
 ) -> Tensor:
     mask, positions = masks.get(name), shape.numel()
     if mask is not None and mask.shape != shape:
-        raise MalformedPayload(
-            f"`{name}` has shape {tuple(shape)}, expected {tuple(mask.shape)} as its mask."
-        )
+        raise MalformedPayload(f"`{name}` has shape {tuple(shape)}, expected {tuple(mask.shape)} as its mask.")
     data = reader.take(dense.size(positions if mask is None else kept[name], dtype))
     reader.claim(positions * dtype.itemsize)
     values = dense.decode(data, dtype)

@@ -110,9 +110,7 @@ def _write_plain(writer: Writer, value: Any, name: str) -> None:
         writer.text(value)
     else:
         expected = "None, bool, int, float, str, tensors, and lists or named trees of them"
-        raise InvalidOption(
-            f"`{name}` holds a {type(value).__name__}, which cannot be sent: expected {expected}."
-        )
+        raise InvalidOption(f"`{name}` holds a {type(value).__name__}, which cannot be sent: expected {expected}.")
 
 
 def _read_plain(reader: Reader, kind: int) -> bool | int | float | str | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,7 +33,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:`training_step` returned `None`"),
     pytest.mark.filterwarnings("ignore:.*GPU available but not used.*"),
 ]
-logging.getLogger("lightning.pytorch.utilities.rank_zero").setLevel(logging.WARNING)
 
 
 class Net(pl.LightningModule):
@@ -43,9 +41,7 @@ class Net(pl.LightningModule):
     def __init__(self, configure: Callable[[Net], Any] | None = None) -> None:
         super().__init__()
         self.configure = configure
-        self.net = nn.Sequential(
-            nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.1), nn.Linear(8, 3)
-        )
+        self.net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.1), nn.Linear(8, 3))
         self.train_acc = torchmetrics.Accuracy("multiclass", num_classes=3)
         self.val_acc = torchmetrics.Accuracy("multiclass", num_classes=3)
         self.test_acc = torchmetrics.Accuracy("multiclass", num_classes=3)
@@ -198,9 +194,14 @@ def plain(metrics: Any) -> dict[str, float]:
 
 def trainer_kwargs(**options: Any) -> dict[str, Any]:
     return {
-        **{"accelerator": "cpu", "devices": 1, "logger": False, "enable_checkpointing": False},
-        **{"enable_progress_bar": False, "enable_model_summary": False, "num_sanity_val_steps": 0},
-        **{"log_every_n_steps": 5},
+        "accelerator": "cpu",
+        "devices": 1,
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "num_sanity_val_steps": 0,
+        "log_every_n_steps": 5,
         **options,
     }
 
@@ -335,8 +336,15 @@ def test_trains_as_lightning_does(case: str) -> None:
     assert len(run.trace) > 20
 
 
+class Loud(PlainLoss):
+    """Has gradients that the first loss scale takes out of half precision's range."""
+
+    def training_step(self, batch: Any) -> Tensor:
+        return 300 * super().training_step(batch)
+
+
 def test_every_client_starts_with_a_fresh_loss_scale() -> None:
-    module = Net()
+    module = Loud(adam)
     half = Fabric(accelerator="cpu", devices=1, plugins=[FabricMixedPrecision("16-mixed", "cpu")])
     local = LocalTrainer(half, LocalOptions(max_epochs=2, log_every_n_steps=5))
     plugin = MixedPrecision("16-mixed", "cpu")
@@ -423,7 +431,9 @@ CALLBACKS: dict[str, tuple[Callable[[], Any], Callable[[], Callback], dict[str, 
     "GradientAccumulationScheduler": (Net, lambda: stock_callbacks.GradientAccumulationScheduler({1: 2}), {}),
     "LambdaCallback": (
         Net,
-        lambda: stock_callbacks.LambdaCallback(on_train_batch_end=lambda trainer, module, *_: module.net[0].bias.data.add_(0.1)),
+        lambda: stock_callbacks.LambdaCallback(
+            on_train_batch_end=lambda trainer, module, *_: module.net[0].bias.data.add_(0.1)
+        ),
         {},
     ),
     "LearningRateMonitor": (lambda: Net(one_cycle), LearningRateMonitor, {}),
@@ -444,9 +454,7 @@ def test_runs_stock_callbacks_as_lightning_does(case: str, tmp_path: Path) -> No
     module, runs, rows = build(), [], []
     for number, run in enumerate((by_lightning, by_us)):
         logger = CSVLogger(tmp_path, name=str(number), version=0)
-        runs.append(
-            run(copy.deepcopy(module), lambda: [make()], logger=logger, **{"max_epochs": 3, **options})
-        )
+        runs.append(run(copy.deepcopy(module), lambda: [make()], logger=logger, **{"max_epochs": 3, **options}))
         rows.append((tmp_path / str(number) / "version_0" / "metrics.csv").read_text())
     same(runs[1], runs[0])
     assert rows[0] == rows[1]
@@ -460,6 +468,55 @@ def test_every_covered_callback_is_compared() -> None:
 def test_early_stopping_stopped(tmp_path: Path) -> None:
     run = by_us(Net(step_lr), lambda: [stopping()], max_epochs=6)
     assert run.steps < 6 * 8
+
+
+class Meddler(Callback):
+    """Logs from its own hooks, and stops training in the middle of an epoch."""
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.log("seen", float(batch_idx), on_step=True, on_epoch=True, reduce_fx="sum")
+        trainer.should_stop = trainer.current_epoch == 1 and batch_idx == 3
+
+    def on_validation_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        self.log_dict({"passes": float(trainer.global_step)})
+
+
+def test_a_callback_may_log_and_stop_in_mid_epoch() -> None:
+    run = compare(Net(step_lr), lambda: [Meddler()])
+    assert run.steps == 8 + 4
+    assert {"seen_epoch", "passes"} <= run.metrics.keys()
+
+
+class ByEpoch(torch.utils.data.Sampler[int]):
+    """Orders samples by the epoch that it was told."""
+
+    def __init__(self) -> None:
+        self.epoch = -1
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return 16
+
+    def __iter__(self) -> Any:
+        return iter(torch.randperm(16, generator=torch.Generator().manual_seed(self.epoch)).tolist())
+
+
+def test_samplers_are_told_the_epoch() -> None:
+    module, data = Net(), loaders()[1].dataset
+    states = []
+    for fit in (
+        LocalTrainer(fabric(), LocalOptions(max_epochs=3)).fit,
+        pl.Trainer(**trainer_kwargs(max_epochs=3)).fit,
+    ):
+        train, val = (DataLoader(data, batch_size=4, sampler=ByEpoch()) for _ in range(2))
+        trained = copy.deepcopy(module)
+        torch.manual_seed(0)
+        fit(trained, train, val)
+        states.append((trained.state_dict(), train.sampler.epoch, val.sampler.epoch))
+    assert states[0][1:] == states[1][1:]
+    assert all(torch.equal(states[0][0][name], tensor) for name, tensor in states[1][0].items())
 
 
 def _tracing_module() -> type[Net]:
@@ -561,7 +618,11 @@ def test_gradients_of_both_engines_are_the_losses() -> None:
     for training in (False, True):
         module.train(training)
         grads = []
-        for take in (by_hand, LocalTrainer(fabric(), LocalOptions()).gradient, StockTrainer(fabric(), LocalOptions()).gradient):
+        for take in (
+            by_hand,
+            LocalTrainer(fabric(), LocalOptions()).gradient,
+            StockTrainer(fabric(), LocalOptions()).gradient,
+        ):
             torch.manual_seed(5)
             take(module, batch)
             grads.append([parameter.grad.clone() for parameter in module.parameters()])

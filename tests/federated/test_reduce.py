@@ -20,7 +20,10 @@ def updates(layout, server, count=6, kind="weights", seed=0):
     result = []
     for k in range(count):
         weights = {n: w + 0.1 * torch.randn(w.shape, generator=g) for n, w in server.items()}
-        votes = {"0.weight": torch.rand(7, 5, generator=g) < 0.4, "2.weight": torch.rand(3, 7, generator=g) < 0.4}
+        votes = {
+            "0.weight": torch.rand(7, 5, generator=g) < 0.4,
+            "2.weight": torch.rand(3, 7, generator=g) < 0.4,
+        }
         result.append((Update(weights=weights, kind=kind, weight=k + 1, votes=votes), 10 * k + 1))
     return result
 
@@ -135,9 +138,7 @@ def test_extra_trees_are_averaged_by_weight():
     flat = flat_module()
     server = flat.read()
     message = Message(weights=server)
-    parts = [
-        (Update(weights=server, weight=w, extra={"control": {"c": torch.tensor([float(w)])}}), w) for w in (1, 3)
-    ]
+    parts = [(Update(weights=server, weight=w, extra={"control": {"c": torch.tensor([float(w)])}}), w) for w in (1, 3)]
     merged = merge(CoverageMean(), flat, server, [parts[:1], parts[1:]], message)
     assert merged.extra["control"]["c"].item() == pytest.approx((1 * 1 + 3 * 3) / 4)
 

@@ -1,0 +1,29 @@
+"""What every test gets, and the real data sets for those that ask."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+os.environ["JSONARGPARSE_DEPRECATION_WARNINGS"] = "off"  # Lightning's CLI still calls what jsonargparse renames
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def data_root() -> Path:
+    """The folder with the real data sets, for tests marked ``data``."""
+    root = os.environ.get("SPARSEFL_DATA")
+    if not root:
+        pytest.skip("set SPARSEFL_DATA to a folder with the data sets in torchvision's layout")
+    return Path(root)

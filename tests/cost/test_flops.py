@@ -1,0 +1,274 @@
+from __future__ import annotations
+
+import warnings
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import nn
+
+from lightning_sparsefl.cost import count_layers, forward_flops, training_flops
+from lightning_sparsefl.types import LayerFlops
+
+
+def facts(module, sample):
+    return {layer.weight: (layer.macs, layer.bias) for layer in count_layers(module, sample)}
+
+
+def test_convolutions_by_hand():
+    net = nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1),
+        nn.GroupNorm(2, 8),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(8, 8, 3, groups=8, bias=False),
+        nn.BatchNorm2d(8),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(8, 5),
+    )
+    assert facts(net, torch.zeros(1, 3, 10, 10)) == {
+        "0.weight": (8 * 3 * 9 * 100, 8 * 100),
+        "4.weight": (8 * 9 * 9, 0),
+        "8.weight": (40, 5),
+    }
+
+
+def test_a_transposed_and_a_one_dimensional_convolution():
+    up = nn.ConvTranspose2d(4, 6, 2, stride=2)
+    assert facts(up, torch.zeros(1, 4, 5, 5)) == {"weight": (4 * 6 * 4 * 25, 6 * 100)}
+    assert facts(nn.Conv1d(2, 3, 5), torch.zeros(1, 2, 14)) == {"weight": (3 * 2 * 5 * 10, 30)}
+
+
+def test_a_linear_layer_on_a_sequence():
+    assert facts(nn.Linear(4, 7), torch.zeros(1, 9, 4)) == {"weight": (9 * 28, 9 * 7)}
+
+
+@pytest.mark.parametrize(("kind", "gates"), [(nn.RNN, 1), (nn.GRU, 3), (nn.LSTM, 4)])
+def test_recurrent_layers_count_every_time_step(kind, gates):
+    net = kind(5, 6, num_layers=2, bidirectional=True, batch_first=True)
+    counted = facts(net, torch.zeros(1, 9, 5))
+    assert counted["weight_ih_l0"] == (gates * 6 * 5 * 9, gates * 6 * 9)
+    assert counted["weight_hh_l0_reverse"] == (gates * 6 * 6 * 9, gates * 6 * 9)
+    assert counted["weight_ih_l1"] == (gates * 6 * 12 * 9, gates * 6 * 9)
+    assert len(counted) == 8
+
+
+def test_other_forms_of_recurrence():
+    projected = facts(nn.LSTM(5, 6, proj_size=2, bias=False), torch.zeros(9, 1, 5))
+    assert projected == {"weight_ih_l0": (24 * 5 * 9, 0), "weight_hh_l0": (24 * 2 * 9, 0), "weight_hr_l0": (12 * 9, 0)}
+    assert facts(nn.LSTMCell(5, 6), torch.zeros(1, 5)) == {"weight_ih": (120, 24), "weight_hh": (144, 24)}
+
+    class Packed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.rnn = nn.GRU(5, 6, batch_first=True)
+
+        def forward(self, x):
+            packed = nn.utils.rnn.pack_padded_sequence(x, torch.tensor([7]), batch_first=True)
+            return self.rnn(packed)[1]
+
+    assert facts(Packed(), torch.zeros(1, 9, 5))["rnn.weight_ih_l0"] == (18 * 5 * 7, 18 * 7)
+
+
+def test_a_language_model_with_tied_weights():
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.encoder = nn.Embedding(50, 8)
+            self.rnn = nn.LSTM(8, 8, batch_first=True)
+            self.decoder = nn.Linear(8, 50)
+            self.decoder.weight = self.encoder.weight
+
+        def forward(self, tokens):
+            return self.decoder(self.rnn(self.encoder(tokens))[0])
+
+    counted = facts(Tied(), torch.zeros(1, 6, dtype=torch.long))
+    assert counted["encoder.weight"] == (6 * 8 + 6 * 8 * 50, 6 * 50)
+    assert counted["rnn.weight_ih_l0"] == (6 * 32 * 8, 6 * 32)
+    assert "decoder.weight" not in counted
+
+
+def test_a_layer_called_twice_counts_twice_and_its_other_name_does_not():
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(4, 4)
+            self.alias = self.fc
+
+        def forward(self, x):
+            return self.alias(self.fc(x).relu())
+
+    assert facts(Twice(), torch.zeros(1, 4)) == {"fc.weight": (32, 8)}
+
+
+def test_layers_come_in_the_order_of_the_forward_pass():
+    class Backwards(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.last = nn.Linear(3, 2)
+            self.first = nn.Linear(4, 3)
+
+        def forward(self, x):
+            return self.last(self.first(x))
+
+    assert list(facts(Backwards(), torch.zeros(1, 4))) == ["first.weight", "last.weight"]
+
+
+def test_work_of_a_module_itself():
+    class Own(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a = nn.Parameter(torch.zeros(4, 6))
+            self.scale = nn.Parameter(torch.ones(6))
+            self.fc = nn.Linear(6, 2)
+
+        def forward(self, x):
+            return self.fc(x @ self.a * self.scale)
+
+    assert facts(Own(), torch.zeros(1, 4)) == {"fc.weight": (12, 2), "a": (24, 0)}
+
+
+def test_products_without_a_weight_have_no_name():
+    class Attention(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.qkv = nn.Linear(8, 24, bias=False)
+
+        def forward(self, x):
+            query, key, value = self.qkv(x).chunk(3, -1)
+            plain = (query @ key.transpose(-1, -2)).softmax(-1) @ value
+            return plain + nn.functional.scaled_dot_product_attention(query, key, value)
+
+    layers = count_layers(Attention(), torch.zeros(1, 5, 8))
+    assert layers == (
+        LayerFlops(weight="qkv.weight", macs=5 * 8 * 24, bias=0),
+        LayerFlops(weight="", macs=2 * 2 * 5 * 5 * 8, bias=0),
+    )
+
+
+def test_a_transformer_layer_is_counted_in_evaluation_mode_too():
+    net = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    counted = facts(net, torch.zeros(1, 5, 8))
+    assert counted["linear1.weight"] == (5 * 8 * 16, 5 * 16)
+    assert counted["self_attn.in_proj_weight"][0] == 5 * 4 * 64 + 2 * 5 * 5 * 8
+
+
+def test_parametrized_weights_keep_their_name():
+    class Double(nn.Module):
+        def forward(self, weight):
+            return 2 * weight
+
+    net = nn.utils.parametrize.register_parametrization(nn.Linear(4, 4), "weight", Double())
+    assert facts(net, torch.zeros(1, 4)) == {"parametrizations.weight.original": (16, 4)}
+
+
+def test_several_arguments_and_outputs_that_are_no_tensors():
+    class Odd(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(4, 2)
+
+        def forward(self, x, y):
+            return {"logits": self.fc(x + y), "note": None, "more": (x, "word")}
+
+    assert facts(Odd(), (torch.zeros(1, 4), torch.zeros(1, 4))) == {"fc.weight": (8, 2)}
+
+
+class Lit(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Dropout(0.5), nn.Linear(3, 2))
+        self.net[0].weight.requires_grad_(False)
+
+    def forward(self, x):
+        y = self.net(x)
+        return y * 2 if y.sum() > 0 else y
+
+
+def test_a_lightning_module_is_left_as_it_was_and_nothing_is_said(capfd, caplog):
+    lit = Lit()
+    lit.net[1].eval()
+    before = {name: value.clone() for name, value in lit.state_dict().items()}
+    state = torch.get_rng_state()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert facts(lit, torch.randn(1, 4, generator=torch.Generator().manual_seed(0))) == {
+            "net.0.weight": (12, 3),
+            "net.3.weight": (6, 2),
+        }
+    assert torch.equal(torch.get_rng_state(), state)
+    assert [m.training for m in (lit, lit.net, lit.net[0], lit.net[1], lit.net[2])] == [True, True, True, False, True]
+    assert all(torch.equal(value, before[name]) for name, value in lit.state_dict().items())
+    assert not any(layer._forward_hooks or layer._forward_pre_hooks for layer in lit.modules())
+    assert all(parameter.grad is None for parameter in lit.parameters())
+    assert capfd.readouterr() == ("", "")
+    assert caplog.records == []
+
+
+def test_randomness_that_evaluation_mode_does_not_stop_is_not_consumed():
+    class Noisy(nn.Module):
+        def forward(self, x):
+            return x + torch.randn_like(x)
+
+    state = torch.get_rng_state()
+    assert count_layers(Noisy(), torch.zeros(1, 2)) == ()
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_failing_forward_restores_the_module_too():
+    lit = Lit()
+    fused = torch.backends.mha.get_fastpath_enabled()
+    with pytest.raises(RuntimeError):
+        count_layers(lit, torch.zeros(1, 5))
+    assert lit.training
+    assert not any(layer._forward_hooks for layer in lit.modules())
+    assert torch.backends.mha.get_fastpath_enabled() == fused
+
+
+LAYERS = [
+    LayerFlops(weight="a", macs=100, bias=10),
+    LayerFlops(weight="b", macs=40, bias=4),
+    LayerFlops(weight="c", macs=7, bias=1),
+]
+HALF, FROZEN = torch.tensor([True, False]), torch.tensor([False, False])
+
+
+def test_forward_scales_products_and_not_biases():
+    assert forward_flops(LAYERS) == 2 * 147 + 15
+    assert forward_flops(LAYERS, {"a": HALF, "b": FROZEN, "elsewhere": FROZEN}) == 110 + 4 + 15
+
+
+def test_fully_trainable_is_three_forward_passes():
+    assert training_flops(LAYERS) == 3 * forward_flops(LAYERS)
+    masks = {"a": HALF, "b": HALF}
+    assert training_flops(LAYERS, masks, samples=7) == 7 * 3 * forward_flops(LAYERS, masks)
+    assert training_flops(LAYERS, masks, dict(masks)) == 3 * forward_flops(LAYERS, masks)
+
+
+def test_backward_stops_below_the_earliest_trainable_layer():
+    a, b, c = 210, 84, 15
+    assert training_flops(LAYERS, trainable={"a": FROZEN}) == a + b + c + 2 * (b + c)
+    assert training_flops(LAYERS, trainable={"a": FROZEN, "b": FROZEN}) == a + b + c + 2 * c
+    assert training_flops(LAYERS, trainable={"b": FROZEN, "c": FROZEN}) == a + b + c + (a + b + c) + a
+    assert training_flops(LAYERS, trainable=dict.fromkeys("abc", FROZEN)) == a + b + c
+
+
+def test_a_partly_trainable_layer_pays_for_that_part_of_its_kept_weights():
+    a, b, c = 210, 84, 15
+    assert training_flops(LAYERS, trainable={"a": HALF}) == 2 * (a + b + c) + a / 2 + b + c
+    masks, trainable = {"a": HALF}, {"a": ~HALF}
+    assert training_flops(LAYERS, masks, trainable) == 110 + b + c + 2 * (b + c)
+
+
+def test_products_without_a_weight_are_passed_back_through_only_above_what_trains():
+    layers = [LAYERS[0], LayerFlops(weight="", macs=5, bias=0), LAYERS[1]]
+    assert training_flops(layers) == 3 * forward_flops(layers)
+    assert training_flops(layers, trainable={"a": FROZEN}) == 210 + 10 + 84 * 3
+    first = layers[1:]
+    assert training_flops(first) == 3 * forward_flops(first)
+    assert training_flops(first, trainable={"b": FROZEN}) == forward_flops(first)
+
+
+def test_no_layers_no_work():
+    assert forward_flops([]) == training_flops([]) == 0

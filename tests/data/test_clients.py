@@ -1,0 +1,159 @@
+"""Ordinary data modules, one per client."""
+
+from __future__ import annotations
+
+import lightning as L
+import pytest
+import torch
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+from lightning_sparsefl.data import ClientDataModules, FederatedDataModule
+from lightning_sparsefl.errors import InvalidOption
+
+
+def numbers(first: int, count: int) -> TensorDataset:
+    inputs = torch.arange(first, first + count)
+    return TensorDataset(inputs, inputs % 3)
+
+
+class Own(L.LightningDataModule):
+    """`count` training samples from `first` on, half as many to validate, and 2 to test with."""
+
+    def __init__(self, first: int, count: int, batch_size: int = 4) -> None:
+        super().__init__()
+        self.first, self.count, self.batch_size = first, count, batch_size
+        self.calls: list[str] = []
+
+    def prepare_data(self) -> None:
+        self.calls.append("prepare")
+
+    def setup(self, stage: str) -> None:
+        self.calls.append(stage)
+
+    def teardown(self, stage: str) -> None:
+        self.calls.append(f"end {stage}")
+
+    def train_dataloader(self):
+        return DataLoader(numbers(self.first, self.count), batch_size=self.batch_size, shuffle=True)
+
+    def val_dataloader(self):
+        return DataLoader(numbers(self.first + 50, self.count // 2), batch_size=self.batch_size)
+
+    def test_dataloader(self):
+        return DataLoader(numbers(self.first + 80, 2), batch_size=self.batch_size)
+
+
+class TrainOnly(L.LightningDataModule):
+    def train_dataloader(self):
+        return DataLoader(numbers(0, 6), batch_size=2)
+
+
+def drawn(loader) -> list[int]:
+    return sorted(int(number) for inputs, _ in loader for number in inputs)
+
+
+@pytest.fixture
+def data() -> ClientDataModules:
+    return ClientDataModules([Own(0, 10), Own(100, 6, batch_size=3)], num_classes=3, sample_shape=(1, 1, 1))
+
+
+def test_is_a_federated_data_module(data):
+    assert isinstance(data, FederatedDataModule)
+    assert (data.num_clients, data.num_classes, data.sample_shape, data.batch_size) == (2, 3, (1, 1, 1), 4)
+
+
+def test_each_client_uses_its_own_loaders(data):
+    data.setup()
+    assert drawn(data.client_train_dataloader(0)) == list(range(10))
+    assert drawn(data.client_train_dataloader(1)) == list(range(100, 106))
+    assert data.client_train_dataloader(1).batch_size == 3
+    assert drawn(data.client_val_dataloader(1)) == [150, 151, 152]
+    assert drawn(data.client_test_dataloader(0)) == [80, 81]
+
+
+def test_pooled_loaders_join_everyone(data):
+    data.setup()
+    assert drawn(data.train_dataloader()) == [*range(10), *range(100, 106)]
+    assert drawn(data.val_dataloader()) == [*range(50, 55), 150, 151, 152]
+    assert drawn(data.test_dataloader()) == [80, 81, 180, 181]
+    assert data.test_dataloader().batch_size == 4
+
+
+def test_modules_are_prepared_and_set_up_once(data):
+    data.prepare_data()
+    data.setup("fit")
+    data.setup("test")
+    data.teardown("fit")
+    assert [module.calls for module in data.modules] == [["prepare", "fit", "test", "end fit"]] * 2
+
+
+def test_sizes_are_unknown_until_setup_unless_told(data):
+    assert data.client_sizes == [0, 0]
+    data.setup()
+    assert data.client_sizes == [10, 6]
+    assert data.num_examples(1) == 6
+    assert ClientDataModules(data.modules, client_sizes=[10, 6]).client_sizes == [10, 6]
+
+
+def test_facts_come_from_the_first_module_or_stay_unknown():
+    knowing = Own(0, 4)
+    knowing.num_classes, knowing.sample_shape = 3, (1, 2, 3)
+    assert ClientDataModules([knowing]).sample_shape == (1, 2, 3)
+    assert not hasattr(ClientDataModules([Own(0, 4)]), "sample_shape")
+
+
+def test_label_counts(data):
+    data.setup()
+    assert data.client_label_counts(0).tolist() == [4, 3, 3]
+    with pytest.raises(InvalidOption, match=r"data\.num_classes"):
+        ClientDataModules([Own(0, 4)]).client_label_counts(0)
+
+
+def test_validation_and_test_are_optional():
+    data = ClientDataModules([TrainOnly()])
+    data.setup()
+    assert data.client_val_dataloader(0) is None
+    assert data.val_dataloader() is None
+    with pytest.raises(InvalidOption, match="client 0 has no `test_dataloader`"):
+        data.client_test_dataloader(0)
+
+
+def test_the_trainer_is_handed_on(data):
+    trainer = object()
+    data.trainer = trainer
+    data.setup()
+    assert all(module.trainer is trainer for module in data.modules)
+
+
+def test_refuses_several_loaders_for_one_client():
+    class Two(TrainOnly):
+        def train_dataloader(self):
+            return [super().train_dataloader()] * 2
+
+    with pytest.raises(InvalidOption, match="`train_dataloader` of client 0 returns a list"):
+        ClientDataModules([Two()]).setup()
+
+
+def test_refuses_streams_and_empty_sets():
+    class Stream(IterableDataset):
+        def __iter__(self):
+            return iter([])
+
+    class Streaming(TrainOnly):
+        def train_dataloader(self):
+            return DataLoader(Stream())
+
+    class Empty(TrainOnly):
+        def train_dataloader(self):
+            return DataLoader(numbers(0, 0))
+
+    for module in (Streaming(), Empty()):
+        with pytest.raises(InvalidOption, match="client 1 is empty or has no length"):
+            ClientDataModules([TrainOnly(), module]).setup()
+
+
+def test_refuses_bad_arguments():
+    with pytest.raises(InvalidOption, match=r"data\.modules"):
+        ClientDataModules([])
+    with pytest.raises(InvalidOption, match=r"data\.client_sizes"):
+        ClientDataModules([TrainOnly()], client_sizes=[1, 2])

@@ -1,0 +1,398 @@
+"""The federated methods against their NumPy twins: weights, masks, personal models and cohorts after every round."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+from collections import defaultdict
+from pathlib import Path
+from typing import NamedTuple
+
+import lightning as L
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch import Callback
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_sparsefl import FedAvg, FederatedTrainer, Federation, FedProx, FedSpa, Local
+from lightning_sparsefl.federated.round_lr import ExponentialRoundLR
+from lightning_sparsefl.federated.store import unpack_plain
+from lightning_sparsefl.seeds import generator, seed_all
+from lightning_sparsefl.sparse.prune import random_masks
+from lightning_sparsefl.sparse.scores import random as random_scores
+
+_spec = importlib.util.spec_from_file_location("numpy_federation", Path(__file__).with_name("numpy_federation.py"))
+slow = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(slow)
+
+SEED, ROUNDS, EPOCHS, PER_ROUND = 11, 5, 2, 3
+SIZES = (5, 9, 14, 7, 20, 11)
+CLIENTS = range(len(SIZES))
+FEATURES, CLASSES, HELD_OUT = 6, 3, 4
+PLAIN = {"lr": 0.3}
+HEAVY = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}
+CLIPPED = {**HEAVY, "clip": 0.2}
+TOLERANCE = 1e-9
+
+
+class ClientData(L.LightningDataModule):
+    """One client's data; a training batch names its samples, a validation batch its client."""
+
+    def __init__(self, client, batch_size):
+        super().__init__()
+        rng = np.random.default_rng(client)
+        x = rng.normal(size=(SIZES[client] + HELD_OUT, FEATURES)) + 0.3 * client
+        y = (x[:, :CLASSES] + 0.5 * rng.normal(size=(len(x), CLASSES))).argmax(1)
+        self.x, self.y, self.client, self.batch_size = x, y, client, batch_size
+
+    def _part(self, which, tag):
+        return TensorDataset(torch.from_numpy(self.x[which]), torch.from_numpy(self.y[which]), torch.from_numpy(tag))
+
+    def train_dataloader(self):
+        size = SIZES[self.client]
+        samples = self._part(slice(size), np.arange(size) + 100 * self.client)
+        return DataLoader(samples, batch_size=self.batch_size, shuffle=True)
+
+    def val_dataloader(self):
+        return DataLoader(self._part(slice(-HELD_OUT, None), np.full(HELD_OUT, self.client)), batch_size=64)
+
+
+class Net(L.LightningModule):
+    """A user's module, which also notes what it was trained and scored on."""
+
+    def __init__(self, lr, momentum=0.0, weight_decay=0.0, clip=None):
+        super().__init__()
+        self.rates = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
+        self.net = nn.Sequential(nn.Linear(FEATURES, 8), nn.ReLU(), nn.Linear(8, 7), nn.ReLU(), nn.Linear(7, CLASSES))
+        self.trained_on, self.scored_with = [], {}
+
+    @property
+    def example_input_array(self):
+        return torch.zeros(1, FEATURES, dtype=self.net[0].weight.dtype)
+
+    def forward(self, x):
+        return self.net(x)
+
+    def training_step(self, batch):
+        x, y, samples = batch
+        self.trained_on.append((self.training, samples.numpy().copy()))
+        return nn.functional.cross_entropy(self(x), y)
+
+    def validation_step(self, batch):
+        x, y, client = batch
+        owners = set(client.tolist())
+        self.scored_with[owners.pop() if len(owners) == 1 else "global"] = arrays(self.state_dict())
+        self.log("val_loss", nn.functional.cross_entropy(self(x), y))
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), **self.rates)
+
+
+def arrays(tree):
+    return {name: tensor.detach().numpy().copy() for name, tensor in tree.items()}
+
+
+class Round(NamedTuple):
+    cohort: list
+    """Clients, in their order."""
+    weights: dict
+    """The server's, from the checkpoint."""
+    scored_with: dict
+    """By client number, and "global": what the module held when it was scored."""
+    losses: dict
+    """What the round logged."""
+    masks: dict
+    """By client number: the mask that it uploaded last."""
+    trained_on: list
+    """(training mode, samples) of every call of the training step."""
+
+
+class Recording(Callback):
+    """At the round level: copies what a round leaves behind."""
+
+    def __init__(self, folder):
+        self.folder, self.rounds, self.cohort = folder, [], []
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        self.cohort.append(batch)
+
+    def on_train_epoch_end(self, trainer, pl_module):
+        path = self.folder / "round.ckpt"
+        trainer.save_checkpoint(path)
+        content = torch.load(path, weights_only=True)
+        records = unpack_plain(content["sparsefl"]["clients"]["records"], torch.device("cpu"))
+        self.rounds.append(
+            Round(
+                cohort=self.cohort,
+                weights=arrays(content["state_dict"]),
+                scored_with=dict(pl_module.scored_with),
+                losses={name: float(value) for name, value in trainer.callback_metrics.items()},
+                masks={k: arrays(r["shared"]["masks"]) for k, r in records.items() if "masks" in r["shared"]},
+                trained_on=list(pl_module.trained_on),
+            )
+        )
+        self.cohort = []
+        pl_module.trained_on.clear()
+        pl_module.scored_with.clear()
+
+
+@pytest.fixture
+def fit(tmp_path):
+    """Runs a federation; returns the initial weights and the rounds."""
+
+    def run(algorithm, sgd, batch_size=64, rounds=ROUNDS, *, dtype=torch.float64, round_lr=None, **federation):
+        torch.manual_seed(0)
+        module, recording = Net(**sgd).to(dtype), Recording(tmp_path)
+        initial = {name: value.astype(np.float64) for name, value in arrays(module.state_dict()).items()}
+        trainer = FederatedTrainer(
+            algorithm=algorithm,
+            federation=Federation(clients_per_round=PER_ROUND, **federation),
+            max_rounds=rounds,
+            max_epochs=EPOCHS,
+            seed=SEED,
+            round_lr=round_lr,
+            gradient_clip_val=sgd.get("clip"),
+            callbacks=recording,
+            precision="64-true",
+            accelerator="cpu",
+            devices=1,
+            logger=False,
+            enable_progress_bar=False,
+            default_root_dir=str(tmp_path),
+        )
+        trainer.fit(module, [ClientData(client, batch_size) for client in CLIENTS])
+        assert len(recording.rounds) == rounds
+        return initial, recording.rounds
+
+    return run
+
+
+def samples(numbers):
+    """Inputs and labels of samples, by the numbers that a training batch carries."""
+    own = ClientData(int(numbers[0]) // 100, 1)
+    return own.x[numbers % 100], own.y[numbers % 100]
+
+
+def full_batches(cohort):
+    """All samples of a client, once an epoch."""
+    whole = {k: samples(np.arange(SIZES[k]) + 100 * k) for k in cohort}
+    return {k: [whole[k]] * EPOCHS for k in cohort}, whole
+
+
+def seen_batches(done):
+    """The batches that each client trained on, in order, and the one of its search gradient, if it took any."""
+    steps, searches = defaultdict(list), {}
+    for training, numbers in done.trained_on:
+        client = int(numbers[0]) // 100
+        if training:
+            steps[client].append(numbers)
+        else:
+            assert client not in searches
+            searches[client] = numbers
+    for client, batches in steps.items():
+        drawn = np.concatenate(batches).reshape(EPOCHS, -1) - 100 * client
+        assert all(sorted(epoch) == list(range(SIZES[client])) for epoch in drawn)
+    return {k: [samples(numbers) for numbers in steps[k]] for k in steps}, {
+        k: samples(numbers) for k, numbers in searches.items()
+    }
+
+
+def close(ours, twin):
+    assert list(ours) == list(twin)
+    for name, value in ours.items():
+        assert value.dtype == np.float64
+        assert np.abs(value - twin[name]).max() < TOLERANCE, name
+
+
+def agree(done, twin):
+    """The server's weights, everybody's personal weights, and the scores they got."""
+    close(done.weights, twin.weights)
+    close(done.scored_with["global"], twin.weights)
+    assert set(done.scored_with) == {"global", *CLIENTS}
+    losses = []
+    for k in CLIENTS:
+        close(done.scored_with[k], twin.personal(k))
+        own = ClientData(k, 1)
+        losses.append(slow.loss(twin.personal(k), own.x[-HELD_OUT:], own.y[-HELD_OUT:]))
+    assert done.losses["personal/val_loss"] == pytest.approx(np.mean(losses), abs=1e-6)  # logged in float32
+
+
+def moved(rounds, initial):
+    """A comparison means something only where training went somewhere."""
+    return max(np.abs(rounds[-1].weights[name] - initial[name]).max() for name in initial) > 0.01
+
+
+def check_cohorts(rounds):
+    for done in rounds:
+        assert len(set(done.cohort)) == PER_ROUND
+        assert done.cohort == sorted(done.cohort)
+        assert set(done.cohort) <= set(CLIENTS)
+        assert {int(numbers[0]) // 100 for _, numbers in done.trained_on} == set(done.cohort)
+    assert len({tuple(done.cohort) for done in rounds}) > 1
+
+
+AVERAGES = [
+    (PLAIN, 0.0, 64),
+    (HEAVY, 0.0, 64),
+    (CLIPPED, 0.0, 64),
+    (HEAVY, 0.0, 4),
+    (PLAIN, 0.5, 64),
+    (CLIPPED, 0.5, 64),
+    (HEAVY, 0.5, 4),
+]
+
+
+@pytest.mark.parametrize(("sgd", "mu", "batch_size"), AVERAGES)
+def test_fedavg_and_fedprox(fit, sgd, mu, batch_size):
+    initial, rounds = fit(FedProx(mu=mu) if mu else FedAvg(), sgd, batch_size)
+    twin = slow.FedAvg(initial, SIZES, sgd, mu)
+    check_cohorts(rounds)
+    for done in rounds:
+        twin.round(full_batches(done.cohort)[0] if batch_size == 64 else seen_batches(done)[0])
+        agree(done, twin)
+    assert moved(rounds, initial)
+
+
+def test_rates_that_fall_with_the_round(fit):
+    initial, rounds = fit(FedAvg(), HEAVY, round_lr=ExponentialRoundLR(gamma=0.8))
+    twin = slow.FedAvg(initial, SIZES, dict(HEAVY))
+    for t, done in enumerate(rounds):
+        twin.sgd["lr"] = HEAVY["lr"] * 0.8**t
+        twin.round(full_batches(done.cohort)[0])
+        agree(done, twin)
+
+
+def test_precision_64_true_turns_a_float32_module_into_float64(fit):
+    initial, rounds = fit(FedAvg(), PLAIN, rounds=2, dtype=torch.float32)
+    twin = slow.FedAvg(initial, SIZES, PLAIN)
+    for done in rounds:
+        twin.round(full_batches(done.cohort)[0])
+        agree(done, twin)
+
+
+@pytest.mark.parametrize(("sgd", "batch_size"), [(PLAIN, 64), (CLIPPED, 4)])
+def test_local(fit, sgd, batch_size):
+    initial, rounds = fit(Local(), sgd, batch_size)
+    twin = slow.Local(initial, sgd)
+    check_cohorts(rounds)
+    for done in rounds:
+        twin.round(full_batches(done.cohort)[0] if batch_size == 64 else seen_batches(done)[0])
+        agree(done, twin)
+    assert len(twin.own) > PER_ROUND
+    assert not moved(rounds, initial)  # the server's weights stay
+
+
+def pool_of(initial, mask_pool):
+    return {name: value.shape for name, value in initial.items() if mask_pool == "all" or value.ndim >= 2}
+
+
+def first_masks(initial, method):
+    """The package's seeded draws, of as many positions as the twin's own rule says."""
+    shapes = pool_of(initial, method.mask_pool)
+    counts = slow.kept_counts(shapes, method.density, method.layer_density)
+    keys = [(SEED, k, "FedSpa mask") if method.mask_init == "different" else (SEED, "FedSpa mask") for k in CLIENTS]
+    return {k: arrays(random_masks(shapes, counts, generator(*key))) for k, key in zip(CLIENTS, keys, strict=True)}
+
+
+def growth_scores(initial, method, t, cohort):
+    shapes = pool_of(initial, method.mask_pool)
+    return {k: arrays(random_scores(shapes, generator(SEED, t, k, "growth", 0))) for k in cohort}
+
+
+def compare_fedspa(fit, method, sgd, batch_size, rounds=ROUNDS, **federation):
+    """Every round of a FedSpa run against its twin; returns the twin and the rounds."""
+    initial, record = fit(method, sgd, batch_size, rounds, **federation)
+    twin = slow.FedSpa(
+        initial,
+        first_masks(initial, method),
+        sgd,
+        search=method.search,
+        merge=method.merge,
+        rounds=rounds,
+        exchange=method.exchange,
+    )
+    seen = set()
+    for t, done in enumerate(record):
+        seen |= set(done.cohort)
+        batches, search = full_batches(done.cohort) if batch_size == 64 else seen_batches(done)
+        by_gradient = method.growth == "gradient"
+        twin.round(batches, search, None if by_gradient else growth_scores(initial, method, t, done.cohort))
+        agree(done, twin)
+        dst = method.search == "dst"
+        assert set(done.masks) == (seen if dst else set())
+        for k, masks in done.masks.items():
+            assert list(masks) == list(twin.masks[k])
+            assert all(np.array_equal(mask, twin.masks[k][name]) for name, mask in masks.items())
+        gradients = [numbers for training, numbers in done.trained_on if not training]
+        searching = dst and by_gradient and method.exchange > 0 and t < rounds - 1
+        assert len(gradients) == (PER_ROUND if searching else 0)
+    assert moved(record, initial)
+    return twin, record
+
+
+OPTIONS = {
+    "search": ("dst", "static"),
+    "growth": ("gradient", "random"),
+    "mask_init": ("same", "different"),
+    "layer_density": ("erk", "uniform"),
+    "merge": ("mean", "count"),
+    "mask_pool": ("weights", "all"),
+}
+COMBINATIONS = [
+    dict(zip(OPTIONS, values, strict=True))
+    for values in itertools.product(*OPTIONS.values())
+    if values[:2] != ("static", "random")  # without a search there is nothing to grow
+    and sum(value != choices[0] for value, choices in zip(values, OPTIONS.values(), strict=True)) % 2 == 0
+]
+"""Half of all: every triple of choices stands in one of them."""
+SETTINGS = [(PLAIN, 0.5, 64), (HEAVY, 0.7, 4), (CLIPPED, 0.3, 64), (CLIPPED, 0.7, 4)]
+"""Training, density (at .7 ERK makes the last layer dense), batch size; they take turns over the combinations."""
+
+
+@pytest.mark.parametrize("number", range(len(COMBINATIONS)))
+def test_fedspa(fit, number):
+    sgd, density, batch_size = SETTINGS[(number + number // 4) % 4]
+    method = FedSpa(density=density, **COMBINATIONS[number])
+    twin, record = compare_fedspa(fit, method, sgd, batch_size)
+    check_cohorts(record)
+    first = first_masks(record[0].weights, method)
+    changed = any(not np.array_equal(first[k][name], twin.masks[k][name]) for k in CLIENTS for name in first[k])
+    assert changed == (method.search == "dst")
+
+
+@pytest.mark.parametrize("exchange", [0.0, 1.0])
+def test_fedspa_exchanges_nothing_or_everything(fit, exchange):
+    compare_fedspa(fit, FedSpa(exchange=exchange), PLAIN, 64)
+
+
+def test_fedspa_of_one_round_searches_nothing(fit):
+    compare_fedspa(fit, FedSpa(), PLAIN, 64, rounds=1)
+
+
+@pytest.mark.parametrize("option", [{"local_engine": "trainer"}, {"wire": "encode"}], ids=["trainer", "encode"])
+def test_fedspa_whichever_way_the_engine_goes(fit, option):
+    compare_fedspa(fit, FedSpa(density=0.4), HEAVY, 4, rounds=3, **option)
+
+
+def test_cohorts_and_orders_follow_from_seed_round_and_client(fit):
+    _, sparse = fit(FedSpa(), PLAIN, 4)
+    _, dense = fit(FedAvg(), HEAVY, 4)
+    assert [done.cohort for done in sparse] == [done.cohort for done in dense]
+    for t, (one, other) in enumerate(zip(sparse, dense, strict=True)):
+        for k in one.cohort:
+            expected = [numbers.tolist() for numbers in order(k, t, "fit", EPOCHS)]
+            assert expected == drawn(one, k, training=True) == drawn(other, k, training=True)
+            if t < ROUNDS - 1:
+                assert [order(k, t, "gradient", 1)[0].tolist()] == drawn(one, k, training=False)
+
+
+def order(client, t, purpose, epochs):
+    loader = ClientData(client, 4).train_dataloader()
+    seed_all(SEED, t, client, purpose, 0)
+    return [numbers for _ in range(epochs) for _, _, numbers in loader]
+
+
+def drawn(done, client, *, training):
+    return [n.tolist() for mode, n in done.trained_on if mode == training and n[0] // 100 == client]

@@ -1,0 +1,123 @@
+"""`lightning_sparsefl.sparse` against its slow twins, on many small random trees."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from lightning_sparsefl.sparse import density, masks, prune, regrow, schedule, scores
+
+_spec = importlib.util.spec_from_file_location("sparse_reference", Path(__file__).with_name("sparse_reference.py"))
+slow = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(slow)
+
+SHAPES = [(), (1,), (5,), (0, 3), (4, 3), (2, 3, 2, 2), (17,), (8, 9)]
+
+
+def numpy(tree):
+    return {name: value.numpy() for name, value in tree.items()}
+
+
+def agree(fast, reference):
+    assert list(fast) == list(reference)
+    for name, value in fast.items():
+        assert value.shape == reference[name].shape
+        assert np.array_equal(value.numpy(), reference[name]), name
+
+
+@pytest.fixture(params=range(12))
+def drawn(request):
+    """Weights full of ties, and two trees of masks over some of them."""
+    rng = torch.Generator().manual_seed(request.param)
+    weights = {f"t{i}": torch.randint(-4, 5, shape, generator=rng).float() for i, shape in enumerate(SHAPES)}
+    first, second = (
+        {
+            name: torch.rand(value.shape, generator=rng) < torch.rand((), generator=rng)
+            for name, value in weights.items()
+            if torch.rand((), generator=rng) < 0.7
+        }
+        for _ in range(2)
+    )
+    return weights, first, second
+
+
+def test_mask_algebra(drawn):
+    weights, a, b = drawn
+    x, y = numpy(a), numpy(b)
+    agree(masks.apply(weights, a), slow.apply(numpy(weights), x))
+    agree(masks.intersect(a, b), slow.intersect(x, y))
+    agree(masks.union(a, b), slow.union(x, y))
+    agree(masks.dense_like(weights), slow.dense_like(numpy(weights)))
+    assert masks.kept(a) == slow.kept(x)
+    assert masks.density(a) == slow.density(x)
+    assert masks.overlap(a, b) == slow.overlap(x, y)
+    assert masks.changed(a, b) == slow.changed(x, y)
+    assert masks.same(a, b) == slow.same(x, y)
+    assert masks.same(a, dict(a)) == slow.same(x, x)
+    for mask in a.values():
+        packed = masks.pack(mask)
+        assert packed.tolist() == slow.pack(mask.numpy())
+        assert np.array_equal(masks.unpack(packed, mask.shape).numpy(), slow.unpack(packed.tolist(), mask.shape))
+
+
+def test_weights_algebra(drawn):
+    weights, a, _ = drawn
+    part = {name: weights[name] * 3 for name in a}
+    agree(masks.add(weights, part), slow.add(numpy(weights), numpy(part)))
+    agree(masks.subtract(weights, part), slow.subtract(numpy(weights), numpy(part)))
+    agree(scores.magnitude(weights), slow.absolute(numpy(weights)))
+    agree(scores.gradient(weights), slow.absolute(numpy(weights)))
+    assert density.maskable(weights) == slow.maskable(numpy(weights))
+
+
+@pytest.mark.parametrize("fraction", [0.0, 0.1, 0.25, 0.3, 0.5, 0.7, 1.0])
+def test_prune_and_regrow(drawn, fraction):
+    weights, a, _ = drawn
+    score = scores.magnitude(weights)
+    pruned = prune.prune(score, a, fraction)
+    agree(pruned, slow.prune(numpy(score), numpy(a), fraction))
+    counts = masks.counts(a)
+    agree(regrow.regrow(weights, pruned, counts), slow.regrow(numpy(weights), numpy(pruned), counts))
+    agree(prune.prune_to(weights, counts), slow.prune_to(numpy(weights), counts))
+
+
+def test_keep_largest(drawn):
+    weights, _, _ = drawn
+    for value in weights.values():
+        for count in {0, value.numel() // 3, value.numel() // 2, value.numel()}:
+            fast = prune.keep_largest(value, count)
+            assert np.array_equal(fast.numpy(), slow.keep_largest(value.numpy(), count))
+
+
+POOLS = {
+    "lenet": {"c1": (20, 1, 5, 5), "b1": (20,), "c2": (50, 20, 5, 5), "f1": (500, 800), "f2": (26, 500)},
+    "tiny": {"a": (3, 2), "b": (2,), "c": (), "d": (0, 4), "e": (40, 30)},
+    "wide": {"a": (1000, 2), "b": (7, 7, 3, 3), "c": (64, 64, 1, 1)},
+}
+
+
+@pytest.mark.parametrize("pool", POOLS)
+@pytest.mark.parametrize("budget", [0.02, 0.1, 0.2, 0.5, 0.8, 0.95, 1.0])
+def test_density_budgets(pool, budget):
+    shapes = POOLS[pool]
+    for fast, twin in (
+        (density.uniform(shapes, budget), slow.uniform(shapes, budget)),
+        (density.erk(shapes, budget), slow.erk(shapes, budget)),
+        (density.erk(shapes, budget, power=2.0), slow.erk(shapes, budget, power=2)),
+        (density.erdos_renyi(shapes, budget), slow.erdos_renyi(shapes, budget)),
+    ):
+        assert fast == pytest.approx({name: float(value) for name, value in twin.items()}, rel=1e-12)
+        assert density.kept_counts(shapes, fast) == slow.kept_counts(shapes, twin)
+
+
+@pytest.mark.parametrize("total", [1, 2, 7, 100])
+def test_schedules(total):
+    for step in range(total):
+        assert schedule.constant(0.4, step, total) == slow.constant(0.4, step, total)
+        assert schedule.linear(0.4, step, total) == pytest.approx(slow.linear(0.4, step, total), abs=1e-15)
+        assert schedule.cosine(0.4, step, total) == pytest.approx(slow.cosine(0.4, step, total), abs=1e-15)
+        assert schedule.cubic(0.9, 0.2, step, total) == pytest.approx(slow.cubic(0.9, 0.2, step, total))

@@ -1,0 +1,55 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lightning_sparsefl.errors import IncompatibleMasks, InvalidOption
+from lightning_sparsefl.sparse.masks import counts
+from lightning_sparsefl.sparse.prune import prune, random_masks
+from lightning_sparsefl.sparse.regrow import regrow
+
+
+def test_the_largest_scores_outside_the_mask_come_back():
+    masks = {"w": torch.tensor([True, False, False, False]), "v": torch.tensor([False, True])}
+    grown = regrow({"w": torch.tensor([9.0, 1.0, 5.0, 5.0]), "v": torch.ones(2)}, masks, {"w": 2})
+    assert grown["w"].tolist() == [True, False, True, False]
+    assert grown["v"] is masks["v"]
+    assert masks["w"].tolist() == [True, False, False, False]
+
+
+def test_what_was_dropped_may_return():
+    masks = {"w": torch.tensor([True, True, False])}
+    pruned = prune({"w": torch.tensor([1.0, 2.0, 0.0])}, masks, 0.5)
+    assert regrow({"w": torch.tensor([3.0, 0.0, 1.0])}, pruned, {"w": 2})["w"].tolist() == [True, True, False]
+
+
+def test_drop_and_grow_keep_the_counts():
+    generator = torch.Generator().manual_seed(0)
+    wanted = {"a": 40, "b": 5, "full": 6}
+    shapes = {"a": (10, 10), "b": (5, 2), "full": (6,)}
+    masks = random_masks(shapes, wanted, generator)
+    for _ in range(5):
+        scores = {name: torch.rand(mask.shape, generator=generator) for name, mask in masks.items()}
+        moved = regrow(scores, prune(scores, masks, 0.3), wanted)
+        assert counts(moved) == wanted
+        masks = moved
+    assert bool(masks["full"].all())
+
+
+def test_no_scores_needed_for_a_full_or_unchanged_count():
+    masks = {"w": torch.tensor([True, False])}
+    scores = {"w": torch.full((2,), float("nan"))}
+    assert regrow(scores, masks, {"w": 1})["w"].tolist() == [True, False]
+    assert regrow(scores, masks, {"w": 2})["w"].tolist() == [True, True]
+
+
+@pytest.mark.parametrize("count", [0, 3])
+def test_a_count_that_cannot_be_reached_is_refused(count):
+    masks = {"w": torch.tensor([True, False])}
+    with pytest.raises(InvalidOption, match=rf"`counts\['w'\]={count}`: expected 1 \(kept already\) to 2"):
+        regrow({"w": torch.ones(2)}, masks, {"w": count})
+
+
+def test_a_mask_needs_a_score():
+    with pytest.raises(IncompatibleMasks, match="`w` has a mask but no score"):
+        regrow({}, {"w": torch.tensor([True, False])}, {"w": 2})

@@ -1,0 +1,217 @@
+"""The command line, in process where it can be, as a user's shell where it must be."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_sparsefl import cli
+
+ROOT = Path(__file__).parents[1]
+QUICKSTART = str(ROOT / "configs" / "quickstart.yaml")
+SHORT = [
+    "--trainer.max_rounds=2",
+    "--trainer.max_epochs=1",
+    "--trainer.enable_progress_bar=false",
+    "--federation.clients_per_round=3",
+    "--federation.pictures_every_n_rounds=0",
+]
+
+
+@pytest.fixture
+def sparsefl(tmp_path, monkeypatch, capfd):
+    """Runs a command in an empty folder; returns its exit code, standard output and standard error."""
+
+    def run(*args):
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.delenv("PL_GLOBAL_SEED", raising=False)
+        monkeypatch.setattr(sys, "argv", ["sparsefl"])
+        monkeypatch.setattr(sys, "path", list(sys.path))
+        try:
+            code = cli.main([str(arg) for arg in args])
+        except SystemExit as stop:
+            code = stop.code or 0
+        captured = capfd.readouterr()
+        return code, captured.out, captured.err
+
+    return run
+
+
+def run_folder(tmp_path, algorithm="FedSpa", version=0):
+    return tmp_path / "runs" / algorithm / f"version_{version}"
+
+
+def test_fit_leaves_a_whole_run_folder(sparsefl, tmp_path):
+    code, out, _ = sparsefl("fit", "--config", QUICKSTART, *SHORT)
+    assert code == 0
+    folder = run_folder(tmp_path)
+    names = {path.name for path in folder.iterdir()}
+    assert {"config.yaml", "metrics.csv", "clients.csv", "summary.json", "checkpoints"} <= names
+    assert any(name.startswith("events.out.tfevents") for name in names)
+    summary = json.loads((folder / "summary.json").read_text())
+    for key in ("global/test_acc", "personal/test_acc", "personal/test_acc_std", "personal/test_acc_worst10"):
+        assert 0 <= summary[key] <= 1
+    assert summary["comm/uplink_bytes_total"] > 0
+    assert summary["flops/train_total"] > 0
+    assert len((folder / "metrics.csv").read_text().splitlines()) == 3
+    assert "Run folder: runs/FedSpa/version_0" in out
+    assert "tensorboard --logdir runs/FedSpa/version_0" in out
+    assert "personal test_acc" in out
+    weights = torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True)["state_dict"]
+    assert weights["net.fc.weight"].shape[0] == 10
+
+
+def test_the_saved_configuration_repeats_the_run_and_tests_it(sparsefl, tmp_path):
+    assert sparsefl("fit", "--config", QUICKSTART, *SHORT)[0] == 0
+    config = run_folder(tmp_path) / "config.yaml"
+    assert sparsefl("fit", "--config", config)[0] == 0
+    first, second = (
+        torch.load(run_folder(tmp_path, version=v) / "checkpoints/last.ckpt", weights_only=True)["state_dict"]
+        for v in (0, 1)
+    )
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    code, out, _ = sparsefl("test", "--config", config, "--ckpt_path", "last")
+    assert code == 0
+    summary = json.loads((run_folder(tmp_path, version=1) / "summary.json").read_text())
+    assert f"{summary['personal/test_acc']:.4f}" in out
+    assert sparsefl("profile", "--config", config)[0] == 0
+
+
+def test_print_config_stacks_files_options_and_environment(sparsefl, tmp_path, monkeypatch):
+    more = tmp_path / "more.yaml"
+    more.write_text("trainer:\n  max_rounds: 7\n")
+    monkeypatch.setenv("SPARSEFL_FIT__TRAINER__MAX_EPOCHS", "9")
+    stacked = ["--config", more, "--algorithm.density=0.25", "--print_config"]
+    code, out, _ = sparsefl("fit", "--config", QUICKSTART, *stacked)
+    assert code == 0
+    assert "max_rounds: 7" in out
+    assert "density: 0.25" in out
+    code, out, _ = sparsefl("fit", "--algorithm=FedAvg", "--model=MLP", "--data=FederatedDigits", "--print_config")
+    assert code == 0
+    assert "max_epochs: 9" in out
+
+
+def test_an_optimizer_of_the_command_line_is_fresh_for_each_client(sparsefl, tmp_path):
+    args = ["--optimizer=SGD", "--optimizer.lr=0.05", "--optimizer.momentum=0.9", "--federation.clients_per_round=2"]
+    assert sparsefl("fit", "--config", QUICKSTART, *SHORT, *args)[0] == 0
+    assert sparsefl("fit", "--config", QUICKSTART, *SHORT, *args, "--federation.local_engine=trainer")[0] == 0
+    first, second = (
+        torch.load(run_folder(tmp_path, version=v) / "checkpoints/last.ckpt", weights_only=True)["state_dict"]
+        for v in (0, 1)
+    )
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_a_users_own_module_from_the_working_folder(sparsefl, tmp_path):
+    (tmp_path / "my_models.py").write_text(
+        "from lightning_sparsefl.models import MLP\n\n\nclass Mine(MLP):\n    pass\n"
+    )
+    code, _, err = sparsefl(
+        "fit", "--config", QUICKSTART, *SHORT, "--model=my_models.Mine", "--trainer.fast_dev_run=true"
+    )
+    assert code == 0, err
+    assert (tmp_path / "runs" / "fast_dev_run" / "version_0" / "summary.json").exists()
+
+
+BAD = {
+    "unknown class": (["--algorithm=FedFoo"], "there is no class 'FedFoo'; known by short name: FedAvg"),
+    "unknown data": (["--data=Nothing"], "known by short name: ClientDataModules"),
+    "unknown option": (["--federation.on_client_errr=skip"], "--federation.on_client_errr"),
+    "wrong choice": (["--federation.on_client_error=skp"], "skp"),
+    "density": (["--algorithm.density=1.5"], "`FedSpa(density=1.5)`: expected a number in (0, 1]."),
+    "too many clients": (["--federation.clients_per_round=50"], "`federation.clients_per_round` is 50"),
+    "empty client": (["--data.partition.min_examples=80"], "found no split of 1442 examples over 20 clients"),
+    "another algorithm's option": (["--algorithm=FedProx", "--algorithm.density=0.3"], "Option 'density'"),
+    "no module": (["--model=torch.nn.Linear"], "LightningModule"),
+    "no such config": (["--config=missing.yaml"], "missing.yaml"),
+    "no such checkpoint": (["--ckpt_path=missing.ckpt"], "missing.ckpt"),
+    "no last run": (["--ckpt_path=last"], "`ckpt_path` is 'last', but"),
+    "rounds": (["--trainer.max_rounds=0"], "`trainer.max_rounds` is 0"),
+    "precision": (["--trainer.precision=17"], "17"),
+    "strategy": (["--trainer.strategy=ddp"], "`trainer.strategy` is 'ddp'"),
+    "diverging": (["--model.lr=1e8"], " failed in round 0 on rank 0: its train_loss is nan"),
+    "no validation set": (["--data.eval_split=val"], "`data.val_fraction`"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_one_sentence_and_exit_code_2(case, sparsefl):
+    args, part = BAD[case]
+    code, _, err = sparsefl("fit", "--config", QUICKSTART, *SHORT, *args)
+    assert code == 2
+    said = [line for line in err.splitlines() if line.startswith("sparsefl: error: ")]
+    assert len(said) == 1
+    assert part in said[0]
+    assert "Traceback" not in err
+
+
+def test_a_diverging_client_names_the_option_that_decides(sparsefl):
+    _, _, err = sparsefl("fit", "--config", QUICKSTART, *SHORT, "--model.lr=1e8")
+    assert "`federation.on_client_error: skip`" in err
+
+
+def test_a_checkpoint_of_another_run_is_refused(sparsefl, tmp_path):
+    assert sparsefl("fit", "--config", QUICKSTART, *SHORT)[0] == 0
+    path = run_folder(tmp_path) / "checkpoints" / "last.ckpt"
+    for args, part in (
+        (["--algorithm=FedAvg"], "its algorithm is FedSpa, this run's is FedAvg"),
+        (["--algorithm.density=0.4"], "'density': 0.5"),
+        (["--data.num_clients=15"], "number of clients"),
+        (["--seed_everything=1"], "its seed is 42"),
+    ):
+        code, _, err = sparsefl("fit", "--config", QUICKSTART, *SHORT, "--ckpt_path", path, *args)
+        assert code == 2
+        assert part in err
+
+
+def test_a_torn_checkpoint_is_refused_by_name(sparsefl, tmp_path):
+    assert sparsefl("fit", "--config", QUICKSTART, *SHORT)[0] == 0
+    path = run_folder(tmp_path) / "checkpoints" / "last.ckpt"
+    path.write_bytes(path.read_bytes()[:1000])
+    code, _, err = sparsefl("test", "--config", QUICKSTART, "--ckpt_path", path)
+    assert code == 2
+    assert "last.ckpt is torn or not a checkpoint" in err
+
+
+def in_shell(command, folder, **environment):
+    return subprocess.run(
+        command,
+        cwd=folder,
+        env={**os.environ, **environment, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+
+
+SCRIPT = [sys.executable, "-m", "lightning_sparsefl.cli"]
+
+
+def test_processes_and_torchrun_give_the_bytes_of_one_rank(tmp_path):
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "-m", "lightning_sparsefl.cli"]
+    weights = {}
+    for name, command, devices in (("one", SCRIPT, 1), ("popen", SCRIPT, 2), ("torchrun", torchrun, "auto")):
+        folder = tmp_path / name
+        folder.mkdir()
+        options = [*SHORT, f"--trainer.devices={devices}"]
+        done = in_shell([*command, "fit", "--config", QUICKSTART, *options], folder)
+        assert done.returncode == 0, done.stderr
+        assert ("2 rank(s)" if devices != 1 else "1 rank(s), 1 intra-op thread(s) each") in done.stderr
+        content = torch.load(run_folder(folder) / "checkpoints/last.ckpt", weights_only=True)["state_dict"]
+        weights[name] = {key: value.numpy().tobytes() for key, value in content.items()}
+    assert weights["one"] == weights["popen"] == weights["torchrun"]
+
+
+def test_a_launcher_with_another_world_size_is_refused(tmp_path):
+    launched = {"TORCHELASTIC_RUN_ID": "x", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0"}
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511", "GROUP_RANK": "0"}
+    done = in_shell(
+        [*SCRIPT, "fit", "--config", QUICKSTART, *SHORT, "--trainer.devices=1"], tmp_path, **launched, **address
+    )
+    assert done.returncode == 2
+    assert "The launcher started 2 processes" in done.stderr
