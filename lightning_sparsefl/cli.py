@@ -22,7 +22,7 @@ import lightning_sparsefl.callbacks
 import lightning_sparsefl.data
 import lightning_sparsefl.models
 from lightning_sparsefl.data import Partition
-from lightning_sparsefl.errors import ClientFailed, SparseFLError
+from lightning_sparsefl.errors import ClientFailed, InvalidOption, SparseFLError
 from lightning_sparsefl.federated import FederatedAlgorithm, FederatedTrainer, Federation
 
 _EXIT_USAGE = 2
@@ -127,6 +127,8 @@ class SparseFLCLI(LightningCLI):
             cause: BaseException | None = error
             while cause is not None and not isinstance(cause, SparseFLError):
                 cause = cause.__cause__ or cause.__context__
+            if cause is None and str(error).startswith(("Does not validate", "Parser key")):
+                cause = InvalidOption(one_sentence(str(error)))  # older jsonargparse keeps the text alone
             if cause is None:
                 raise
             raise cause from None

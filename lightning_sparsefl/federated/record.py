@@ -46,34 +46,36 @@ def hyperparameters(trainer: Any, data: Any, module: Any) -> dict[str, Any]:
         data: The clients' data.
         module: The user's module.
     """
+    local, federation = trainer.local_options, trainer.federation
+    kinds = {"algorithm": trainer.algorithm, "data": data, "model": module}
     parts = {
-        "algorithm": {"": type(trainer.algorithm).__name__, **_fields(trainer.algorithm)},
+        "algorithm": _fields(trainer.algorithm),
         "federation": {
-            "clients_per_round": trainer.federation.clients_per_round,
-            **_changed(trainer.federation, _SILENT["federation"]),
+            "clients_per_round": federation.clients_per_round,
+            **_changed(federation, _SILENT["federation"]),
         },
         "trainer": {
             "max_rounds": trainer.max_rounds,
-            "max_epochs": trainer.local_options.max_epochs,
+            "max_epochs": local.max_epochs,
             "seed": trainer.seed,
             "round_lr": trainer.round_lr,
-            "client_callbacks": ", ".join(type(c).__name__ for c in trainer.client_callbacks) or None,
-            **_changed(trainer.local_options, _SILENT["trainer"]),
+            "client_callbacks": ", ".join(type(callback).__name__ for callback in trainer.client_callbacks) or None,
+            **_changed(local, _SILENT["trainer"]),
         },
-        "data": {
-            "": type(data).__name__,
-            **{name: getattr(data, name, None) for name in ("num_clients", "partition", "batch_size")},
-        },
-        "model": {"": type(module).__name__, **{n: v for n, v in module.hparams.items() if not n.startswith("_")}},
+        "data": {name: getattr(data, name, None) for name in ("num_clients", "partition", "batch_size")},
+        "model": {name: value for name, value in module.hparams.items() if not name.startswith("_")},
     }
-    flat = {f"{group}/{name}".rstrip("/"): value for group, values in parts.items() for name, value in values.items()}
-    return {name: _plain(value) for name, value in flat.items() if value is not None}
+    flat = {f"{group}/{name}": value for group, values in parts.items() for name, value in values.items()}
+    return {
+        **{group: type(value).__name__ for group, value in kinds.items()},
+        **{name: _plain(value) for name, value in flat.items() if value is not None},
+    }
 
 
 def _fields(value: Any) -> dict[str, Any]:
-    return (
-        {f.name: getattr(value, f.name) for f in dataclasses.fields(value)} if dataclasses.is_dataclass(value) else {}
-    )
+    if not dataclasses.is_dataclass(value):
+        return {}
+    return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
 
 
 def _changed(options: Any, silent: Sequence[str]) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from lightning.fabric.utilities.rank_zero import rank_zero_info
 from lightning.pytorch import LightningModule
-from lightning.pytorch.loggers import Logger, TensorBoardLogger
+from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lightning_sparsefl.cost import Ledger
@@ -227,7 +227,8 @@ class Session:
         if self._ckpt_path is not None:
             path = self._ckpt_path.parent.parent
         elif self.ranks.first:
-            own = loggers[0].log_dir if loggers else None
+            # a CSVLogger's folder has a metrics.csv of its own
+            own = next((log.log_dir for log in loggers if log.log_dir and not isinstance(log, CSVLogger)), None)
             path = Path(own) if own else root / self._name / f"version_{next_version(root / self._name)}"
         path = self.ranks.gather(path)[0]
         assert path is not None

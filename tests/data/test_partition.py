@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_sparsefl.data import IID, Dirichlet, Partition, Pathological, matching_test
+from lightning_sparsefl.data.partition import _draw_counts
 from lightning_sparsefl.errors import InvalidOption
 
 PARTITIONS = [IID(), Dirichlet(alpha=0.3), Dirichlet(alpha=0.1, min_examples=5), Pathological(classes_per_client=3)]
@@ -97,7 +98,7 @@ def test_dirichlet_gives_no_more_to_a_client_above_the_equal_share(labels):
     assert max(len(indices) for indices in owned) < 50 + 140
 
 
-@pytest.mark.parametrize("min_examples", [1, 10, 30])
+@pytest.mark.parametrize("min_examples", [1, 10, 20])
 def test_dirichlet_draws_until_everyone_owns_enough(labels, min_examples):
     owned = Dirichlet(alpha=0.2, min_examples=min_examples).split(labels, num_clients=20, seed=0)
     assert min(len(indices) for indices in owned) >= min_examples
@@ -196,3 +197,10 @@ def test_matching_test_exact_shares_are_not_rounded_up():
     train = torch.tensor([0] * 7 + [1] * 93)
     chosen = matching_test(train, torch.arange(400) % 2, 100, torch.Generator().manual_seed(0))
     assert (torch.arange(400) % 2)[chosen].bincount().tolist() == [7, 93]
+
+
+def test_a_tiny_alpha_gives_each_class_to_one_client_and_does_not_underflow():
+    labels = torch.arange(5000) % 5
+    counts = _draw_counts([1000] * 5, 8, alpha=1e-4, rng=torch.Generator().manual_seed(0))
+    assert counts.sum() == len(labels)
+    assert ((counts > 0).sum(1) == 1).all()

@@ -1,0 +1,172 @@
+import gc
+import subprocess
+import sys
+import weakref
+from itertools import pairwise
+
+import pytest
+import torch
+
+from lightning_sparsefl.report import pictures
+from lightning_sparsefl.sparse.masks import overlap, pack
+
+
+def random_masks(count, seed=0, shapes=None):
+    g = torch.Generator().manual_seed(seed)
+    shapes = shapes or {"a": (13, 7), "b": (5,), "c": (3, 3, 3)}
+    return [
+        {name: torch.rand(shape, generator=g) < 0.2 + 0.6 * k / count for name, shape in shapes.items()}
+        for k in range(count)
+    ]
+
+
+def packed(masks):
+    return [{name: pack(mask) for name, mask in tree.items()} for tree in masks]
+
+
+def jaccard_table(masks):
+    return torch.tensor([[overlap(a, b) for b in masks] for a in masks], dtype=torch.float64)
+
+
+def test_overlap_is_the_pairwise_definition():
+    masks = random_masks(6)
+    assert torch.equal(pictures.mask_overlap(packed(masks)), jaccard_table(masks))
+
+
+def test_overlap_counts_only_what_both_hold():
+    masks = random_masks(5)
+    del masks[0]["a"], masks[1]["b"], masks[2]["a"], masks[2]["b"], masks[2]["c"]
+    masks[3] = {name: torch.zeros_like(mask) for name, mask in masks[3].items()}
+    masks[4] = {name: torch.zeros_like(mask) for name, mask in masks[4].items()}
+    table = pictures.mask_overlap(packed(masks))
+    assert torch.equal(table, jaccard_table(masks))
+    assert table[3, 4] == 1
+    assert table[0, 3] == 0
+
+
+def test_overlap_over_several_chunks_is_exact(monkeypatch):
+    monkeypatch.setattr(pictures, "_CHUNK", 16)
+    masks = random_masks(4, shapes={"w": (1001,)})
+    assert torch.equal(pictures.mask_overlap(packed(masks)), jaccard_table(masks))
+
+
+def test_overlap_figure_leaves_the_diagonal_out():
+    masks = random_masks(4)
+    figure = pictures.overlap_figure(dict(zip((2, 3, 5, 7), packed(masks), strict=True)), round=9)
+    axes = figure.axes[0]
+    image = axes.images[0].get_array()
+    expected = jaccard_table(masks)
+    assert image.shape == (4, 4)
+    for row in range(4):
+        for column in range(4):
+            if row == column:
+                assert image.mask[row, column]
+            else:
+                assert image[row, column] == expected[row, column]
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["2", "3", "5", "7"]
+    assert axes.get_title(loc="left") == "Mask overlap of clients, round 9"
+
+
+def test_colours_span_what_is_found():
+    masks = packed(random_masks(4))
+    low, high = pictures.overlap_figure(dict(enumerate(masks)), 0).axes[0].images[0].get_clim()
+    found = pictures.mask_overlap(masks)[~torch.eye(4, dtype=torch.bool)]
+    assert 0 <= float(found.min()) - low < 0.05
+    assert 0 <= high - float(found.max()) < 0.05
+
+
+@pytest.mark.parametrize(("value", "limits"), [(True, (0.95, 1.0)), (False, (0.95, 1.0))])
+def test_equal_masks_still_have_colours(value, limits):
+    masks = {k: {"w": pack(torch.full((9,), value))} for k in range(3)}
+    assert pictures.overlap_figure(masks, 0).axes[0].images[0].get_clim() == pytest.approx(limits)
+
+
+def test_disjoint_masks_still_have_colours():
+    masks = {0: {"w": pack(torch.tensor([True, False]))}, 1: {"w": pack(torch.tensor([False, True]))}}
+    assert pictures.overlap_figure(masks, 0).axes[0].images[0].get_clim() == pytest.approx((0.0, 0.05))
+
+
+def test_at_most_64_clients_are_drawn_and_the_title_says_so():
+    masks = dict(enumerate(packed(random_masks(70, shapes={"w": (9,)}))))
+    axes = pictures.overlap_figure(masks, 3).axes[0]
+    assert axes.images[0].get_array().shape == (64, 64)
+    assert axes.get_title(loc="left").endswith("round 3: 64 of 70")
+    assert pictures.overlap_figure({0: masks[0]}, 3, of=5).axes[0].get_title(loc="left").endswith("round 3: 1 of 5")
+
+
+def test_density_bars_have_the_densities():
+    densities = {"net.conv.weight": 0.25, "net.block.fc.weight": 1.0, "net.out.weight": 0.0123}
+    axes = pictures.density_figure(densities, round=7).axes[0]
+    assert [bar.get_width() for bar in axes.patches] == [0.25, 1.0, 0.0123]
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["conv", "block.fc", "out"]
+    assert [text.get_text() for text in axes.texts] == ["0.25", "1.00", "0.012"]
+    assert axes.get_title(loc="left") == "Density per layer, round 7"
+    bottom, top = axes.get_ylim()
+    assert bottom > top, "the first layer stands on top"
+
+
+@pytest.mark.parametrize("count", [1, 16, 17, 72, 73, 161])
+def test_many_layers_stay_apart(count):
+    densities = {f"layer{k}.weight": k / count for k in range(count)}
+    figure = pictures.density_figure(densities, 0)
+    image = pictures.pixels(figure)
+    axes = figure.axes[0]
+    assert len(axes.patches) == count
+    boxes = [label.get_window_extent() for label in axes.get_yticklabels()]
+    assert all(below.y1 <= above.y0 for above, below in pairwise(boxes))
+    assert min(box.x0 for box in boxes) >= 0
+    assert image.shape[1] <= 3000
+
+
+def test_one_layer_keeps_its_name():
+    axes = pictures.density_figure({"net.fc.weight": 0.5}, 0).axes[0]
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["net.fc.weight"]
+
+
+def dots(axes):
+    return [tuple(xy) for part in axes.collections for xy in part.get_offsets().tolist()]
+
+
+def test_clients_stand_worst_first():
+    axes = pictures.clients_figure({4: 0.75, 5: 0.25, 6: 1.0}, "val_acc", round=2).axes[0]
+    assert dots(axes) == [(0, 0.25), (1, 0.75), (2, 1.0)]
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["5", "4", "6"]
+    assert list(axes.lines[0].get_ydata()) == [pytest.approx(2 / 3)] * 2
+    texts = [text.get_text() for text in axes.get_legend().get_texts()]
+    assert texts == ["mean 0.667", "worst tenth 0.250"]
+    assert axes.get_ylim()[1] <= 1.01
+
+
+def test_of_a_loss_the_greatest_is_the_worst():
+    scores = {k: float(k) for k in range(30)}
+    axes = pictures.clients_figure(scores, "val_loss", 0, rising=False).axes[0]
+    assert axes.collections[0].get_offsets().tolist() == [[0, 29.0], [1, 28.0], [2, 27.0]]
+    assert len(dots(axes)) == 30
+    assert axes.get_xlabel() == "30 clients, worst first"
+
+
+def test_pixels_are_an_image_and_global_state_is_left_alone():
+    import matplotlib as mpl
+
+    before = dict(mpl.rcParams)
+    image = pictures.pixels(pictures.density_figure({"a": 0.5, "b": 1.0}, 0))
+    assert image.dtype == torch.uint8
+    assert image.shape[0] == 3
+    assert image.shape[2] == 880
+    assert 0 <= int(image.min()) < 80
+    assert int(image.max()) == 255
+    assert dict(mpl.rcParams) == before
+
+
+def test_pictures_are_loaded_on_use_only():
+    code = "import sys, lightning_sparsefl.report as r; assert r.__name__ + '.pictures' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+def test_figures_are_freed():
+    figure = pictures.density_figure({"a": 0.5}, 0)
+    pictures.pixels(figure)
+    gone = weakref.ref(figure)
+    del figure
+    gc.collect()
+    assert gone() is None

@@ -1,0 +1,113 @@
+from io import StringIO
+
+import pytest
+from rich.console import Console
+
+from lightning_sparsefl.report import print_table, quantity, score, summary_rows
+
+SUMMARY = {
+    "algorithm": "FedSpa",
+    "rounds": 40,
+    "flops/paper_total": 2e12,
+    "global/val_loss": 0.5,
+    "global/val_acc": 0.75,
+    "personal/val_acc": 0.875,
+    "personal/val_acc_std": 0.0625,
+    "personal/val_acc_worst10": 0.5,
+    "finetuned/val_acc": 0.9375,
+    "comm/downlink_bytes_total": 1500,
+    "comm/uplink_bytes_total": 12,
+    "sparsity/density": 0.5,
+}
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0, "0 B"),
+        (0.25, "0.25 B"),
+        (12, "12 B"),
+        (999, "999 B"),
+        (1000, "1 kB"),
+        (1e6, "1 MB"),
+        (1e21, "1 ZB"),
+        (1234.5, "1.234 kB"),
+        (-2.5e9, "-2.5 GB"),
+        (-1000, "-1 kB"),
+        (999.96, "1 kB"),
+        (999_999, "1 MB"),
+        (5e24, "5000 ZB"),
+        (float("inf"), "inf B"),
+        (float("nan"), "nan B"),
+    ],
+)
+def test_quantities(value, text):
+    assert quantity(value, "B") == text
+
+
+def test_scores():
+    assert [score(value) for value in (1, 0.99996, -0.5, float("nan"))] == ["1.0000", "1.0000", "-0.5000", "nan"]
+
+
+def test_the_final_table_has_one_order():
+    assert summary_rows(SUMMARY) == [
+        ("global val_acc", "0.7500"),
+        ("global val_loss", "0.5000"),
+        ("personal val_acc", "0.8750"),
+        ("  std over clients", "0.0625"),
+        ("  worst tenth", "0.5000"),
+        ("finetuned val_acc", "0.9375"),
+        ("bytes up", "12 B"),
+        ("bytes down", "1.5 kB"),
+        ("training FLOPs, as papers count", "2 TFLOP"),
+        ("density held by clients", "0.5000"),
+    ]
+
+
+def test_no_scores_no_rows():
+    assert summary_rows({}) == []
+
+
+def printed(columns, rows, width=80):
+    file = StringIO()
+    print_table("A title", columns, rows, Console(file=file, width=width))
+    return [line.rstrip() for line in file.getvalue().splitlines()]
+
+
+def test_a_table_without_heads_is_title_and_rows():
+    lines = printed(("", ""), [("global val_acc", "0.75"), ("  worst", "0.5")])
+    assert lines == ["", "A title", "global val_acc   0.75", "  worst           0.5"]
+
+
+def test_heads_stand_over_their_columns():
+    lines = printed(("", "hardware", "paper"), [("bytes up", 1, 22)])
+    assert [line.split() for line in lines[2:]] == [
+        ["hardware", "paper"],
+        ["\u2500" * len(lines[3])],
+        ["bytes", "up", "1", "22"],
+    ]
+    assert lines[2].index("paper") + len("paper") == len(lines[4])
+
+
+def test_brackets_are_text():
+    assert printed(("",), [("layers[0]",), ("[bold]x",)])[2:] == ["layers[0]", "[bold]x"]
+
+
+def test_eighty_columns_hold_the_final_table():
+    assert max(map(len, printed(("", ""), summary_rows(SUMMARY)))) <= 80
+
+
+def test_in_a_pipe_no_line_is_broken(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "40")
+    name = "layer." * 20 + "weight"
+    print_table("t" * 100, ("tensor", "elements"), [(name, "1,000")])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1] == "t" * 100
+    assert lines[-1] == f"{name}      1,000"
+
+
+def test_on_a_narrow_terminal_long_names_are_folded():
+    name = "layer." * 10 + "weight"
+    lines = printed(("", ""), [(name, "1,000")], width=40)
+    assert max(map(len, lines)) <= 40
+    assert "".join(line[:32].strip() for line in lines[2:]).replace("1,000", "").strip() == name
