@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
+import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from lightning.fabric.utilities.rank_zero import rank_zero_info
 
 from lightning_sparsefl.cost import Charge, Ledger
 from lightning_sparsefl.errors import ClientFailed
@@ -70,6 +72,8 @@ class Outcome:
     """Fraction of the mask that local training changed."""
     failure: str | None = None
     """Why the client is left out."""
+    rank: int = 0
+    """The process where it failed."""
 
 
 @dataclass(frozen=True)
@@ -176,8 +180,12 @@ class Coordinator:
                 if isinstance(error, ClientFailed):
                     raise
                 raise self._failed(view, _reason(error)) from error
-            reason = error.reason if isinstance(error, ClientFailed) else _reason(error)
-            return Outcome(view.id, view.num_examples, metrics={}, failure=reason)
+            if isinstance(error, ClientFailed):
+                reason = error.reason
+            else:
+                reason = _reason(error)
+                traceback.print_exception(error)  # it cannot travel to the other ranks
+            return Outcome(view.id, view.num_examples, metrics={}, failure=reason, rank=self.ranks.rank)
 
     def _serve(self, server: ServerState, view: ClientView, merge: Accumulator) -> Outcome:
         record = self.store.get(view.id)
@@ -263,7 +271,9 @@ class Coordinator:
             first, reason = failed[0], failed[0].failure or ""
             if self.federation.on_client_error == "skip":
                 reason += f", and {len(trained)} of `federation.min_clients` = {self.federation.min_clients} are left"
-            raise ClientFailed(reason, client=first.client, round=server.round, rank=self.ranks.rank)
+            raise ClientFailed(reason, client=first.client, round=server.round, rank=first.rank)
+        for outcome in failed:
+            rank_zero_info(f"Client {outcome.client} is left out of round {server.round}: {outcome.failure}")
         return trained
 
     def _merge(

@@ -47,9 +47,8 @@ def hyperparameters(trainer: Any, data: Any, module: Any) -> dict[str, Any]:
         module: The user's module.
     """
     local, federation = trainer.local_options, trainer.federation
-    kinds = {"algorithm": trainer.algorithm, "data": data, "model": module}
-    parts = {
-        "algorithm": _fields(trainer.algorithm),
+    hparams = {name: value for name, value in module.hparams.items() if not name.startswith("_")}
+    parts: dict[str, Mapping[str, Any]] = {
         "federation": {
             "clients_per_round": federation.clients_per_round,
             **_changed(federation, _SILENT["federation"]),
@@ -63,25 +62,29 @@ def hyperparameters(trainer: Any, data: Any, module: Any) -> dict[str, Any]:
             **_changed(local, _SILENT["trainer"]),
         },
         "data": {name: getattr(data, name, None) for name in ("num_clients", "partition", "batch_size")},
-        "model": {name: value for name, value in module.hparams.items() if not name.startswith("_")},
+        "model": hparams,
     }
-    flat = {f"{group}/{name}": value for group, values in parts.items() for name, value in values.items()}
-    return {
-        **{group: type(value).__name__ for group, value in kinds.items()},
-        **{name: _plain(value) for name, value in flat.items() if value is not None},
-    }
-
-
-def _fields(value: Any) -> dict[str, Any]:
-    if not dataclasses.is_dataclass(value):
-        return {}
-    return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    flat = _flat("algorithm", trainer.algorithm) | {"data": type(data).__name__, "model": type(module).__name__}
+    for group, values in parts.items():
+        for name, value in values.items():
+            flat |= _flat(f"{group}/{name}", value)
+    return flat
 
 
 def _changed(options: Any, silent: Sequence[str]) -> dict[str, Any]:
     """Fields that are not at their default."""
-    defaults = {f.name: f.default for f in dataclasses.fields(options)}
-    return {n: v for n, v in _fields(options).items() if n not in silent and v != defaults[n]}
+    fields = [field for field in dataclasses.fields(options) if field.name not in silent]
+    return {f.name: getattr(options, f.name) for f in fields if getattr(options, f.name) != f.default}
+
+
+def _flat(name: str, value: Any) -> dict[str, Any]:
+    """A dataclass as its name and its fields, so that each is a column of its own; nothing for None."""
+    if not dataclasses.is_dataclass(value) or isinstance(value, type):
+        return {} if value is None else {name: _plain(value)}
+    flat: dict[str, Any] = {name: type(value).__name__}
+    for field in dataclasses.fields(value):
+        flat |= _flat(f"{name}/{field.name}", getattr(value, field.name))
+    return flat
 
 
 def _plain(value: Any) -> bool | int | float | str:

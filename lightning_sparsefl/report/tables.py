@@ -14,10 +14,11 @@ from rich.text import Text
 _PREFIXES = ("", "k", "M", "G", "T", "P", "E", "Z")
 _GROUPS = ("global", "personal", "personal_after", "finetuned")
 _SPREAD = {"_std": "std over clients", "_worst10": "worst tenth"}
+_MASK_BYTES = "comm/mask_bytes_total"
 _COSTS = (
     ("comm/uplink_bytes_total", "bytes up", "B"),
     ("comm/downlink_bytes_total", "bytes down", "B"),
-    ("comm/mask_bytes_total", "  of these, masks", "B"),
+    (_MASK_BYTES, "  of these, masks", "B"),
     ("comm/paper_bytes_total", "bytes, as papers count", "B"),
     ("flops/train_total", "training FLOPs", "FLOP"),
     ("flops/paper_total", "training FLOPs, as papers count", "FLOP"),
@@ -90,7 +91,8 @@ def summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         [('global val_acc', '0.7500'), ('global val_loss', '0.5000'), ('bytes up', '2 MB')]
     """
     rows = [row for group in _GROUPS for row in _scores(summary, group)]
-    rows += [(word, quantity(summary[name], unit)) for name, word, unit in _COSTS if name in summary]
+    spent = [cost for cost in _COSTS if cost[0] in summary]
+    rows += [(word, quantity(summary[n], unit)) for n, word, unit in spent if summary[n] or n != _MASK_BYTES]
     if "sparsity/density" in summary:
         rows.append(("density held by clients", score(summary["sparsity/density"])))
     return rows

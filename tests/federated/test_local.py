@@ -350,7 +350,11 @@ def test_knows_what_it_does_not_serve(module: Net, callbacks: list[Callback], re
     assert found is None if reason is None else reason in str(found)
 
 
-def test_auto_falls_back_with_one_message(fabric: Fabric, caplog: pytest.LogCaptureFixture) -> None:
+def test_auto_falls_back_with_one_message(
+    fabric: Fabric, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Lightning cuts its logger off from the root if nobody had configured logging when it was imported
+    monkeypatch.setattr(logging.getLogger("lightning.pytorch"), "propagate", True)
     module, options = overriding("configure_model"), LocalOptions()
     with caplog.at_level(logging.INFO):
         for _ in range(2):

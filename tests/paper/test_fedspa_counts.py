@@ -20,6 +20,7 @@ import yaml
 from lightning_sparsefl.cli import main
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "paper" / "fedspa"
+DOCUMENT = CONFIGS.parents[2] / "docs" / "paper_counts.md"
 CELLS = sorted(str(path.relative_to(CONFIGS).with_suffix("")) for path in CONFIGS.rglob("*.yaml"))
 IID = [cell for cell in CELLS if "_iid_" in cell]
 
@@ -129,6 +130,19 @@ def test_the_iid_column_digit_for_digit(cell: str, profile_of):
         assert paper["bytes"] == 0
     else:
         assert printed(paper["bytes"] / 1e9, gigabytes) == gigabytes
+
+
+@pytest.mark.parametrize("cell", IID)
+def test_the_document_says_what_the_command_prints(cell: str, profile_of):
+    (row,) = (line for line in DOCUMENT.read_text().splitlines() if line.startswith(f"| `{cell}` |"))
+    _, gigabytes, ours, flops, our_flops, hardware, *wire = row.strip("| ").split(" | ")
+    run = profile_of(cell)["run"]
+    assert (None if gigabytes == "-" else gigabytes, flops) == PRINTED[cell]
+    assert ours == printed(run["paper"]["bytes"] / 1e9, ours)
+    assert our_flops == printed(run["paper"]["flops"], our_flops)
+    assert hardware == printed(run["analytic"]["flops"], hardware)
+    charged = [run["wire"][key] / 1e9 for key in ("downlink_bytes", "uplink_bytes")]
+    assert [float(value) for value in wire] == pytest.approx(charged, rel=1e-3, abs=0.005)
 
 
 @pytest.mark.parametrize("cell", [cell for cell in CELLS if cell not in IID])

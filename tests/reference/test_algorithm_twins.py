@@ -68,10 +68,6 @@ class Net(L.LightningModule):
         self.net = nn.Sequential(nn.Linear(FEATURES, 8), nn.ReLU(), nn.Linear(8, 7), nn.ReLU(), nn.Linear(7, CLASSES))
         self.trained_on, self.scored_with = [], {}
 
-    @property
-    def example_input_array(self):
-        return torch.zeros(1, FEATURES, dtype=self.net[0].weight.dtype)
-
     def forward(self, x):
         return self.net(x)
 
@@ -145,6 +141,7 @@ def fit(tmp_path):
     def run(algorithm, sgd, batch_size=64, rounds=ROUNDS, *, dtype=torch.float64, round_lr=None, **federation):
         torch.manual_seed(0)
         module, recording = Net(**sgd).to(dtype), Recording(tmp_path)
+        module.example_input_array = torch.zeros(1, FEATURES, dtype=dtype)
         initial = {name: value.astype(np.float64) for name, value in arrays(module.state_dict()).items()}
         trainer = FederatedTrainer(
             algorithm=algorithm,
