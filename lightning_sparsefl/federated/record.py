@@ -105,10 +105,8 @@ def log_hyperparameters(loggers: Sequence[Logger], params: Mapping[str, Any]) ->
         params: As :func:`hyperparameters` made them.
     """
     for logger in loggers:
-        if isinstance(logger, TensorBoardLogger):
-            logger.log_hyperparams(dict(params), metrics={})
-        else:
-            logger.log_hyperparams(dict(params))
+        beside: dict[str, Any] = {"metrics": {}} if isinstance(logger, TensorBoardLogger) else {}
+        logger.log_hyperparams(dict(params), **beside)
 
 
 class Recorder:

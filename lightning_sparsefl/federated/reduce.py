@@ -82,15 +82,15 @@ class Accumulator:
         self._kind: Literal["weights", "difference"] | None = "difference" if silence_counts else None
         self._grid = self._rounding_constants(vector, total_weight)
 
-    def _rounding_constants(self, server: Tensor, total_weight: int) -> Tensor:
-        """Per coordinate 1.5 * 2**52 * g: adding and subtracting it rounds to multiples of g in float64."""
+    def _rounding_constants(self, server: Tensor, total_weight: int) -> list[float]:
+        """Per tensor 1.5 * 2**52 * g: adding and subtracting it rounds to multiples of g in float64."""
         largest = torch.stack(
             [piece.abs().max() if piece.numel() else piece.new_zeros(()) for piece in server.split(self.layout.sizes)]
         )
         scale = 2.0 ** largest.double().clamp_min(_SMALLEST_SCALE).log2().ceil()
         bits = _HEADROOM + math.ceil(math.log2(max(total_weight, 2))) - 51
-        sizes = torch.tensor(self.layout.sizes, device=self.device)
-        return (1.5 * 2.0 ** (52 + bits) * scale).repeat_interleave(sizes)
+        constants: list[float] = (1.5 * 2.0 ** (52 + bits) * scale).tolist()
+        return constants
 
     def add(self, update: Update, message: Message, num_examples: int) -> None:
         """Add one client's update.
@@ -109,19 +109,25 @@ class Accumulator:
             self._add_weights(update, message, num_examples)
 
     def _add_weights(self, update: Update, message: Message, num_examples: int) -> None:
-        values = update.weights
-        if self.silence_counts and update.kind == "weights":
-            values = {name: value - message.weights[name] for name, value in values.items()}
-        term = self._full_vector(values).double()
-        split = self.layout.parameter_size
-        term[:split] *= update.weight
-        term[split:] *= num_examples
-        votes = self._votes(update, message)
+        """Tensor by tensor, so that what is in the making fits a cache; a vector of the model's size does not."""
+        votes = voted(update, message)
         self._count_voters(votes)
-        if votes is not None:
-            term *= votes
-        self._sum += term.add_(self._grid).sub_(self._grid)
         self._count(update, votes, num_examples)
+        for name, constant, total in zip(self.layout.names, self._grid, self._pieces(self._sum), strict=True):
+            if name not in update.weights:
+                continue
+            value = update.weights[name]
+            if self.silence_counts and update.kind == "weights":
+                value = value - message.weights[name]
+            term = value.detach().reshape(-1).to(self.device, torch.float64, copy=True)
+            term *= num_examples if name in self.layout.buffers else update.weight
+            if name in votes:
+                term *= votes[name].to(self.device).reshape(-1)
+            total += term.add_(constant).sub_(constant)
+
+    def _pieces(self, vector: Tensor) -> tuple[Tensor, ...]:
+        """The flat tensors of a vector, in the layout's order."""
+        return vector.split(self.layout.sizes)
 
     def _check(self, update: Update) -> None:
         if not isinstance(update.weight, int) or update.weight < 1:
@@ -133,38 +139,32 @@ class Accumulator:
             )
         self._kind = kind
 
-    def _full_vector(self, values: Weights) -> Tensor:
-        if isinstance(values, FlatTree) or len(values) == len(self.layout.names):
-            return self.layout.flatten(values).to(self.device)
-        zeros = {
-            n: torch.zeros(self.layout.shapes[n], device=self.device) for n in self.layout.names if n not in values
-        }
-        return self.layout.flatten({**zeros, **{name: value.to(self.device) for name, value in values.items()}})
-
-    def _votes(self, update: Update, message: Message) -> Tensor | None:
-        masks = voted(update, message)
-        return self.layout.flatten_masks(masks, self.device) if masks else None
-
-    def _count(self, update: Update, votes: Tensor | None, num_examples: int) -> None:
+    def _count(self, update: Update, votes: Masks, num_examples: int) -> None:
         weights = [float(num_examples if n in self.layout.buffers else update.weight) for n in self.layout.names]
         sent = [self.silence_counts or n in update.weights for n in self.layout.names]
-        counts = torch.tensor(
-            [w * s for w, s in zip(weights, sent, strict=True)], dtype=torch.float64, device=self.device
-        )
-        if votes is None or self.silence_counts:
-            self._counts += counts
-        else:
-            if self._coordinate_counts is None:
-                self._coordinate_counts = torch.zeros_like(self._sum)
-            self._coordinate_counts += votes * self._spread(counts)
+        counts = [weight * was_sent for weight, was_sent in zip(weights, sent, strict=True)]
+        if not votes or self.silence_counts:
+            self._counts += torch.tensor(counts, dtype=torch.float64, device=self.device)
+            return
+        if self._coordinate_counts is None:
+            self._coordinate_counts = torch.zeros_like(self._sum)
+        self._spread(votes, counts, self._coordinate_counts)
 
-    def _count_voters(self, votes: Tensor | None) -> None:
-        if votes is None:
+    def _count_voters(self, votes: Masks) -> None:
+        if not votes:
             self._dense_voters += 1
-        elif self._voters is None:
-            self._voters = votes.int()
-        else:
-            self._voters += votes
+            return
+        if self._voters is None:
+            self._voters = torch.zeros(self.layout.size, dtype=torch.int32, device=self.device)
+        self._spread(votes, [1] * len(self.layout.names), self._voters)
+
+    def _spread(self, votes: Masks, amounts: Sequence[float], onto: Tensor) -> None:
+        """Add each tensor's amount to the coordinates that were voted on."""
+        for name, amount, piece in zip(self.layout.names, amounts, self._pieces(onto), strict=True):
+            if name in votes:
+                piece.add_(votes[name].to(self.device).reshape(-1), alpha=amount)
+            else:
+                piece.add_(amount)
 
     def coverage_min(self, clients: int) -> float:
         """Smallest share of the round's clients that voted on a coordinate.
@@ -174,9 +174,6 @@ class Accumulator:
         """
         voters = self._dense_voters + (0 if self._voters is None else int(self._voters.min()))
         return voters / max(clients, 1)
-
-    def _spread(self, per_tensor: Tensor) -> Tensor:
-        return per_tensor.repeat_interleave(torch.tensor(self.layout.sizes, device=self.device))
 
     def _add_extra(self, update: Update) -> None:
         """Extra trees have no counterpart at the server to take a grid from: plain float64 sums."""
@@ -225,12 +222,13 @@ class Accumulator:
 
     def result(self, reports: Mapping[int, Mapping[str, float]]) -> Merged:
         """Divide, once."""
-        counts = self._spread(self._counts)
-        if self._coordinate_counts is not None:
-            counts = counts + self._coordinate_counts
-        covered = counts > 0
-        mean = torch.where(covered, self._sum / counts.clamp_min(1), 0.0).to(self.layout.dtype)
-        masks = {} if bool(covered.all()) else dict(self.layout.split(covered))
+        mean = torch.empty(self.layout.size, dtype=self.layout.dtype, device=self.device)
+        covered = {}
+        for place, (name, total) in enumerate(self.layout.split(self._sum)):
+            counts = self._counts[place]
+            if self._coordinate_counts is not None:
+                counts = counts + self._pieces(self._coordinate_counts)[place].view(total.shape)
+            tree[name]
         extra = {k: {n: (t / max(self._total, 1)).float() for n, t in tree.items()} for k, tree in self._extra.items()}
         return Merged(
             weights=self.layout.tree(mean),

@@ -67,7 +67,7 @@ def prune(scores: Weights, masks: Masks, fraction: float) -> dict[str, Tensor]:
         raise InvalidOption(f"`fraction={fraction}`: expected a number in [0, 1].")
     pruned = {}
     for name, mask in masks.items():
-        survivors = score_of(scores, name, mask)[mask]
+        survivors = score_of(scores, name, mask).masked_select(mask)  # faster than indexing
         keep = keep_largest(survivors, survivors.numel() - ceil_count(fraction, survivors.numel()))
         pruned[name] = scatter(mask, keep)
     return pruned

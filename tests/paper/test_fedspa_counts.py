@@ -51,7 +51,7 @@ PRINTED = {
 }
 """GB and FLOPs as the paper prints them; Local has no bytes."""
 OURS = {cell: "705.0e14" for cell in PRINTED if cell.startswith("table1/cifar100_iid_fedspa")}
-"""The paper prints 705.1, 704.9 and 704.8 for its three splits; equal clients give 705.03."""
+"""The paper prints 705.1, 704.9 and 704.8 for its three splits; equal clients give 705.03 (docs/paper_counts.md)."""
 OTHER_SPLIT = 0.0035
 """How far the paper's splits A and B are from equal clients, in FLOPs, besides the rounding."""
 
