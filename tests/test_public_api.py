@@ -73,7 +73,10 @@ def test_all_is_sorted_and_complete(name: str):
     module = import_module(name)
     exported = module.__all__
     assert list(exported) == sorted(set(exported), key=in_the_order_of_ruff)
-    assert set(exported) - {"__version__"} == public_names(module)
+    # `sparse` exports its modules, since a module and its main function share a name: masks.density, density.erk
+    functions = {name for name in exported if not inspect.ismodule(getattr(module, name))}
+    assert functions - {"__version__"} == public_names(module)
+    assert not functions or functions == set(exported)
 
 
 @pytest.mark.parametrize("name", PACKAGES)

@@ -39,8 +39,8 @@ class Scores:
         keys = {f"global/{name}": value for name, value in self.pooled.items()}
         for name in sorted({name for metrics in self.personal.values() for name in metrics}):
             values = [metrics[name] for metrics in self.personal.values() if name in metrics]
-            keys[f"personal/{name}"] = statistics.fmean(values)
-            keys[f"personal/{name}_std"] = statistics.pstdev(values)
+            keys[f"personal/{name}"] = mean = statistics.fmean(values)
+            keys[f"personal/{name}_std"] = math.sqrt(statistics.fmean((value - mean) ** 2 for value in values))
             keys[f"personal/{name}_worst10"] = worst_tenth(values, higher_is_better(name))
         return keys
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_sparsefl.errors import IncompatibleMasks, InvalidOption
-from lightning_sparsefl.types import Masks, Weights
+from lightning_sparsefl.types import Weights
 
 
 class FlatTree(dict[str, Tensor]):
@@ -58,14 +58,6 @@ class Layout:
         if isinstance(tree, FlatTree) and tree.vector.numel() == self.size:
             return tree.vector
         return torch.cat([tree[name].reshape(-1) for name in self.names])
-
-    def flatten_masks(self, masks: Masks, device: torch.device) -> Tensor:
-        """Masks as one bool vector; a missing name is dense."""
-        pieces = [
-            masks[name].to(device).reshape(-1) if name in masks else torch.ones(size, dtype=torch.bool, device=device)
-            for name, size in zip(self.names, self.sizes, strict=True)
-        ]
-        return torch.cat(pieces)
 
     def check(self, tree: Mapping[str, Tensor], what: str) -> None:
         """Raise :class:`IncompatibleMasks` where a name or shape of `tree` is not the model's."""

@@ -14,7 +14,7 @@ _SPREAD = ("_std", "_worst10")
 
 
 class RoundProgressBar(ProgressBar):
-    """Shows rounds done, the time left, and the newest global and personal scores."""
+    """Shows rounds done, the time left, and the newest global and personal score."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,16 +38,16 @@ class RoundProgressBar(ProgressBar):
             disable=not (self._shown and trainer.is_global_zero),
             dynamic_ncols=True,
             file=sys.stdout,
-            unit="round",
+            unit=" round",
         )
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         """Advance by a round."""
-        scores = {
-            name: f"{float(value):.3f}"
-            for name, value in trainer.callback_metrics.items()
-            if name.split("/")[0] in ("global", "personal") and higher_is_better(name) and not name.endswith(_SPREAD)
-        }
+        scores: dict[str, str] = {}
+        for name, value in trainer.callback_metrics.items():
+            group = name.split("/")[0]
+            if group in ("global", "personal") and higher_is_better(name) and not name.endswith(_SPREAD):
+                scores.setdefault(group, f"{float(value):.3f}")
         self._bar.set_postfix(scores, refresh=False)
         self._bar.update(1)
 

@@ -174,6 +174,13 @@ class Recorder:
         """
         self._scores, self._personal, self.scored = scores.summary(), scores.personal, rounds
 
+    def add_scores(self, scores: Scores, rounds: int) -> None:
+        """Keep and log scores of a round that was recorded without them, because a callback stopped the run there."""
+        self.keep(scores, rounds)
+        if self.session.ranks.first:
+            for logger in self.loggers:
+                logger.log_metrics(dict(self._scores), step=rounds - 1)
+
     def summary(self, server: ServerState) -> dict[str, Any]:
         """The final table: the last scores, the totals, and what they belong to."""
         totals = {n: v for n, v in self._metrics.items() if n.endswith("_total")}

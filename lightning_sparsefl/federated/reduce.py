@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from lightning_sparsefl.errors import InvalidOption
-from lightning_sparsefl.federated.flat import FlatTree, Layout
+from lightning_sparsefl.federated.flat import Layout
 from lightning_sparsefl.types import Masks, Merged, Message, Update, Weights
 
 AllReduce = Callable[[Tensor], Tensor]
@@ -110,24 +110,24 @@ class Accumulator:
 
     def _add_weights(self, update: Update, message: Message, num_examples: int) -> None:
         """Tensor by tensor, so that what is in the making fits a cache; a vector of the model's size does not."""
-        votes = voted(update, message)
+        values, votes = update.weights, voted(update, message)
+        self.layout.check({n: vote for n, vote in votes.items() if n in self.layout.shapes}, "The votes of an update")
+        if self.silence_counts and update.kind == "weights":
+            values = {name: value - message.weights[name] for name, value in values.items()}
+        for name, constant, total in zip(self.layout.names, self._grid, self._pieces(self._sum), strict=True):
+            if name in values:
+                term = values[name].detach().reshape(-1).to(self.device, torch.float64, copy=True)
+                term *= num_examples if name in self.layout.buffers else update.weight
+                if name in votes:
+                    term *= votes[name].to(self.device).reshape(-1)
+                total += term.add_(constant).sub_(constant)
         self._count_voters(votes)
         self._count(update, votes, num_examples)
-        for name, constant, total in zip(self.layout.names, self._grid, self._pieces(self._sum), strict=True):
-            if name not in update.weights:
-                continue
-            value = update.weights[name]
-            if self.silence_counts and update.kind == "weights":
-                value = value - message.weights[name]
-            term = value.detach().reshape(-1).to(self.device, torch.float64, copy=True)
-            term *= num_examples if name in self.layout.buffers else update.weight
-            if name in votes:
-                term *= votes[name].to(self.device).reshape(-1)
-            total += term.add_(constant).sub_(constant)
 
-    def _pieces(self, vector: Tensor) -> tuple[Tensor, ...]:
+    def _pieces(self, vector: Tensor) -> Sequence[Tensor]:
         """The flat tensors of a vector, in the layout's order."""
-        return vector.split(self.layout.sizes)
+        pieces: Sequence[Tensor] = vector.split(self.layout.sizes)
+        return pieces
 
     def _check(self, update: Update) -> None:
         if not isinstance(update.weight, int) or update.weight < 1:
@@ -223,16 +223,19 @@ class Accumulator:
     def result(self, reports: Mapping[int, Mapping[str, float]]) -> Merged:
         """Divide, once."""
         mean = torch.empty(self.layout.size, dtype=self.layout.dtype, device=self.device)
+        voted_on = {} if self._coordinate_counts is None else dict(self.layout.split(self._coordinate_counts))
         covered = {}
-        for place, (name, total) in enumerate(self.layout.split(self._sum)):
-            counts = self._counts[place]
-            if self._coordinate_counts is not None:
-                counts = counts + self._pieces(self._coordinate_counts)[place].view(total.shape)
-            tree[name]
+        for count, (name, total), (_, target) in zip(
+            self._counts, self.layout.split(self._sum), self.layout.split(mean), strict=True
+        ):
+            counts = count + voted_on[name] if name in voted_on else count
+            target.copy_(total / counts.clamp_min(1))  # the sum is zero where nobody voted
+            covered[name] = (counts > 0).expand(total.shape)
+        complete = bool(torch.stack([mask.all() for mask in covered.values()]).all())
         extra = {k: {n: (t / max(self._total, 1)).float() for n, t in tree.items()} for k, tree in self._extra.items()}
         return Merged(
             weights=self.layout.tree(mean),
-            covered=masks,
+            covered={} if complete else covered,
             kind=self._kind or "weights",
             extra=extra,
             reports=reports,

@@ -23,7 +23,7 @@ from lightning_sparsefl.federated.local import isolate_metrics, local_engine
 from lightning_sparsefl.federated.options import Federation
 from lightning_sparsefl.federated.process import Ranks
 from lightning_sparsefl.federated.profile import layers_of
-from lightning_sparsefl.federated.record import Recorder, hyperparameters
+from lightning_sparsefl.federated.record import Recorder, hyperparameters, log_hyperparameters
 from lightning_sparsefl.federated.runfolder import RunFolder, last_run, next_version
 from lightning_sparsefl.federated.sampling import evaluated_clients
 from lightning_sparsefl.federated.store import ClientStore
@@ -235,8 +235,7 @@ class Session:
         self.folder = RunFolder(path)
         if not loggers and option is not False:
             loggers = [TensorBoardLogger(path.parent.parent, path.parent.name, path.name, default_hp_metric=False)]
-        for logger in loggers:
-            logger.log_hyperparams(hyperparameters(self.trainer, self.data, self.module))
+        log_hyperparameters(loggers, hyperparameters(self.trainer, self.data, self.module))
         return loggers
 
     def _facade(self, loggers: list[Logger]) -> RoundTrainer:
@@ -264,7 +263,7 @@ class Session:
         while server.round < self.trainer.max_rounds and not facade.should_stop:
             server = self._round(server, facade, recorder)
         if recorder.scored != server.round:  # a callback stopped the run between two evaluations
-            recorder.keep(self._evaluate(server, self.split), server.round)
+            recorder.add_scores(self._evaluate(server, self.split), server.round)
         for hook in ("on_train_end", "on_fit_end", "teardown"):
             facade.call(hook, *(["fit"] if hook == "teardown" else []))
         return server

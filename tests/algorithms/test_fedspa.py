@@ -186,12 +186,5 @@ def test_a_batch_has_no_more_samples_than_the_client(facts):
     assert costs.flops_analytic == 924 + 7 * 3 * 34
 
 
-@pytest.mark.parametrize("options", [{"round": 4}, {"round": 0, "max_rounds": 1}])
-def test_no_search_no_charge(facts, options):
-    costs = FedSpa().costs(facts(SPARSE, **options))
-    assert costs.flops_paper == 924 + 408
-    assert costs.flops_analytic == 924
-
-
 def test_an_exchange_of_0_is_not_charged(facts):
     assert FedSpa(exchange=0).costs(facts(SPARSE)).flops_analytic == 924
