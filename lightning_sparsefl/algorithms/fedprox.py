@@ -28,7 +28,7 @@ class FedProx(FederatedAlgorithm):
     """Strength of the pull, >= 0; 0 is FedAvg."""
 
     def __post_init__(self) -> None:
-        if self.mu < 0:
+        if not self.mu >= 0:
             raise InvalidOption(f"`FedProx(mu={self.mu})`: expected a number >= 0.")
 
     def callbacks(self, message: Message, client: Client) -> list[Callback]:

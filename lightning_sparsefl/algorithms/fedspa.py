@@ -23,8 +23,8 @@ of the same group's DisPFL, which reproduces FedSpa's cost tables digit for digi
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import dataclass, fields, replace
+from typing import Literal, get_args, get_type_hints
 
 import torch
 
@@ -75,6 +75,10 @@ class FedSpa(FederatedAlgorithm):
     """What is masked: tensors of two or more dimensions, or every parameter (the published cost tables)."""
 
     def __post_init__(self) -> None:
+        for field in fields(self):
+            choices = get_args(get_type_hints(type(self))[field.name])
+            if choices and getattr(self, field.name) not in choices:
+                raise InvalidOption(f"`FedSpa({field.name}={getattr(self, field.name)!r})`: expected one of {choices}.")
         if not 0 < self.density <= 1:
             raise InvalidOption(f"`FedSpa(density={self.density})`: expected a number in (0, 1].")
         if not 0 <= self.exchange <= 1:
@@ -82,7 +86,8 @@ class FedSpa(FederatedAlgorithm):
 
     def init(self, weights: Weights, fleet: Fleet) -> ServerState:
         """Draw the common mask; it fixes every layer's budget for good."""
-        names = maskable(weights) if self.mask_pool == "weights" else [n for n in weights if n not in fleet.buffers]
+        parameters = {name: value for name, value in weights.items() if name not in fleet.buffers}
+        names = maskable(parameters) if self.mask_pool == "weights" else tuple(parameters)
         shapes = {name: weights[name].shape for name in names}
         spread = erk if self.layer_density == "erk" else uniform
         counts = kept_counts(shapes, spread(shapes, self.density))
@@ -141,7 +146,7 @@ class FedSpa(FederatedAlgorithm):
     def costs(self, facts: CostFacts) -> Costs:
         """``E * n_k * 3 * F_sparse``, plus a dense pass over the batch of the search."""
         costs, dense = super().costs(facts), 3 * forward_flops(facts.layers)
-        searches = self.search == "dst" and self.growth == "gradient"
+        searches = self.search == "dst" and self.growth == "gradient" and self.exchange > 0
         return replace(
             costs,
             flops_paper=costs.flops_paper + facts.batch_size * dense,

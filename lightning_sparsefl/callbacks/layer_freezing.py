@@ -38,11 +38,16 @@ class LayerFreezing(Callback):
             parameter = parameters.get(name)
             if parameter is None or mask.all() or not parameter.requires_grad:
                 continue
-            if mask.any():
+            if not mask.any():
+                self._frozen.append(parameter.requires_grad_(False))
+
+    def on_fit_start(self, trainer: Any, pl_module: LightningModule) -> None:
+        """Note what frozen entries hold, now that a checkpoint is loaded and the module is on its device."""
+        for name, parameter in pl_module.named_parameters():
+            mask = self.trainable.get(name)
+            if mask is not None and parameter.requires_grad and not mask.all():
                 frozen = ~mask.to(parameter.device)
                 self._partly.append((parameter, frozen, parameter.detach()[frozen].clone()))
-            else:
-                self._frozen.append(parameter.requires_grad_(False))
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: LightningModule, optimizer: Any) -> None:
         """Drop the gradients of frozen entries."""
@@ -58,6 +63,13 @@ class LayerFreezing(Callback):
 
     def teardown(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
         """Let the frozen tensors train again."""
+        self._thaw()
+
+    def on_exception(self, trainer: Any, pl_module: LightningModule, exception: BaseException) -> None:
+        """Also where the run failed, since Lightning calls no teardown then."""
+        self._thaw()
+
+    def _thaw(self) -> None:
         for parameter in self._frozen:
             parameter.requires_grad_(True)
         self._frozen, self._partly = [], []

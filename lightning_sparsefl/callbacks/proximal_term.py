@@ -28,19 +28,25 @@ class ProximalTerm(Callback):
     """
 
     def __init__(self, strength: float = 0.01, anchor: Weights | None = None) -> None:
-        if strength < 0:
+        if not strength >= 0:
             raise InvalidOption(f"`ProximalTerm(strength={strength})`: expected a number >= 0.")
         self.strength, self.anchor = strength, anchor
         self._pairs: list[tuple[Tensor, Tensor]] = []
+        self._resumed: Weights | None = None
+        self._taken: dict[str, Tensor] = {}
 
     def on_fit_start(self, trainer: Any, pl_module: LightningModule) -> None:
         """Take the anchor; copies, since training writes into the weights."""
-        anchor = self.anchor or {name: p.detach() for name, p in pl_module.named_parameters()}
+        anchor = self.anchor or self._resumed or {name: p.detach() for name, p in pl_module.named_parameters()}
+        self._resumed = None
         self._pairs = [
             (p, anchor[name].to(p.device, p.dtype, copy=True))
             for name, p in pl_module.named_parameters()
             if name in anchor
         ]
+        if self.anchor is None:
+            names = [name for name, _ in pl_module.named_parameters() if name in anchor]
+            self._taken = {name: value for name, (_, value) in zip(names, self._pairs, strict=True)}
 
     @torch.no_grad()
     def on_before_optimizer_step(self, trainer: Any, pl_module: LightningModule, optimizer: Any) -> None:
@@ -48,3 +54,11 @@ class ProximalTerm(Callback):
         for parameter, anchor in self._pairs:
             if parameter.grad is not None:
                 parameter.grad.add_(parameter - anchor, alpha=self.strength)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The anchor, unless it was given."""
+        return {"anchor": self._taken}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on with the anchor of a checkpoint."""
+        self._resumed = state_dict["anchor"]

@@ -9,6 +9,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule
 from torch import Tensor
 
+from lightning_sparsefl.errors import InvalidOption
 from lightning_sparsefl.seeds import generator
 from lightning_sparsefl.sparse.density import erk, kept_counts, maskable, uniform
 from lightning_sparsefl.sparse.masks import check, pack, unpack
@@ -46,6 +47,8 @@ class StaticMask(Callback):
         seed: int = 0,
         masks: Masks | None = None,
     ) -> None:
+        if layer_density not in ("erk", "uniform"):
+            raise InvalidOption(f"`StaticMask(layer_density={layer_density!r})`: expected 'erk' or 'uniform'.")
         self._spread = {"erk": erk, "uniform": uniform}[layer_density]
         self._spread({"probe": (1, 1)}, density)  # an unfit density fails here, not an hour later
         self.density, self.seed = density, seed

@@ -49,12 +49,14 @@ class Client:
         view: The facts.
         memory: What the client kept for itself.
         bench: Does the local work.
+        buffers: The client's own floating-point buffers, with `federation.buffers: local`.
     """
 
-    def __init__(self, view: ClientView, memory: Shared, bench: Trains) -> None:
+    def __init__(self, view: ClientView, memory: Shared, bench: Trains, buffers: Weights | None = None) -> None:
         self.id, self.num_examples, self.capacity = view.id, view.num_examples, view.capacity
         self.round, self.max_rounds, self.seed = view.round, view.max_rounds, view.seed
         self.shared, self.memory, self.view = view.shared, memory, view
+        self.buffers = buffers or {}
         self._bench = bench
         self._uses: dict[str, int] = {}
 

@@ -138,7 +138,8 @@ class Coordinator:
 
     def client(self, client: int, round: int) -> Client:
         """A client of a round, with its memory."""
-        return Client(self.view(client, round), self.store.get(client).memory, self.bench)
+        record = self.store.get(client)
+        return Client(self.view(client, round), record.memory, self.bench, record.buffers)
 
     def round(self, server: ServerState) -> RoundResult:
         """Sample, download, train, upload, merge.

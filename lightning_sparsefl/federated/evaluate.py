@@ -94,7 +94,8 @@ def evaluate(
             mine[job] = dict(_score_global(server, bench, split))
         else:
             client = make_client(job)
-            mine[job] = dict(client.evaluate(algorithm.personalize(server, client), split))
+            weights = algorithm.personalize(server, client)
+            mine[job] = dict(client.evaluate({**weights, **client.buffers} if client.buffers else weights, split))
     merged = {job: metrics for part in ranks.gather(mine) for job, metrics in part.items()}
     return Scores(pooled=merged.pop(_POOLED), personal=dict(sorted(merged.items())))
 

@@ -18,6 +18,8 @@ from typing import Any, NamedTuple
 import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch import Callback, LightningModule
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor
 
 from lightning_sparsefl.cost import count_layers, forward_flops
 from lightning_sparsefl.errors import InvalidOption
@@ -74,6 +76,8 @@ def layers_of(module: LightningModule, data: Any) -> tuple[LayerFlops, ...]:
     if sample is None:
         rank_zero_warn("FLOPs are not counted: the data has no `sample_shape` and the module no `example_input_array`.")
         return ()
+    dtype = next(module.parameters()).dtype
+    sample = apply_to_collection(sample, Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t)
     try:
         return count_layers(module, sample)
     except Exception as error:

@@ -86,6 +86,7 @@ class Session:
         self._check_steps()
         seed_all(self.seed, "setup")
         self.algorithm.adapt(module)
+        ranks.fabric.strategy.precision.convert_module(module)  # before the engine makes its vector
         ranks.fabric.to_device(module)
         isolate_metrics(module)
         self.bench = self._bench()
