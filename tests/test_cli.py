@@ -215,3 +215,41 @@ def test_a_launcher_with_another_world_size_is_refused(tmp_path):
     )
     assert done.returncode == 2
     assert "The launcher started 2 processes" in done.stderr
+
+
+def test_a_run_killed_inside_a_client_resumes_to_the_same_bytes(tmp_path):
+    killer = """
+import os
+import signal
+
+import lightning as L
+
+
+class Killer(L.Callback):
+    fits = 0
+
+    def on_fit_start(self, trainer, pl_module):
+        Killer.fits += 1
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        if os.path.exists("armed") and Killer.fits == 8 and batch_idx == 1:  # the third round's second client
+            os.kill(os.getpid(), signal.SIGKILL)
+"""
+    options = [*SHORT, "--trainer.max_rounds=4", "--trainer.client_callbacks+=killer.Killer"]
+    fit = [*SCRIPT, "fit", "--config", QUICKSTART, *options, "--federation.local_engine=fast"]
+    content = {}
+    for name in ("straight", "killed"):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "killer.py").write_text(killer)
+        if name == "killed":
+            (folder / "armed").touch()
+            assert in_shell(fit, folder).returncode == -9
+            (folder / "armed").unlink()
+        resume = ["--ckpt_path=last"] if name == "killed" else []
+        done = in_shell([*fit, *resume], folder)
+        assert done.returncode == 0, done.stderr
+        files = [run_folder(folder) / "checkpoints/last.ckpt", run_folder(folder) / "clients.csv"]
+        weights = torch.load(files[0], weights_only=True)["state_dict"]
+        content[name] = [{k: v.numpy().tobytes() for k, v in weights.items()}, files[1].read_text()]
+    assert content["straight"] == content["killed"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 import traceback
 from collections.abc import Mapping, Sequence
@@ -23,7 +24,7 @@ from lightning_sparsefl.federated.process import Ranks
 from lightning_sparsefl.federated.reduce import Accumulator
 from lightning_sparsefl.federated.sampling import uniform_cohort
 from lightning_sparsefl.federated.store import ClientStore, Record, pack_record
-from lightning_sparsefl.sparse.masks import changed, digest
+from lightning_sparsefl.sparse.masks import changed, counts, digest
 from lightning_sparsefl.types import ClientView, CostFacts, LayerFlops, Masks, Message, ServerState, Update
 from lightning_sparsefl.wire import Codec
 
@@ -126,6 +127,9 @@ class Coordinator:
 
     def view(self, client: int, round: int) -> ClientView:
         """What the server knows of a client in a round."""
+        return self._view(client, round, self.store.get(client))
+
+    def _view(self, client: int, round: int, record: Record) -> ClientView:
         return ClientView(
             id=client,
             num_examples=self.bench.data.num_examples(client),
@@ -133,13 +137,13 @@ class Coordinator:
             round=round,
             max_rounds=self.max_rounds,
             seed=self.seed,
-            shared=self.store.get(client).shared,
+            shared=record.shared,
         )
 
     def client(self, client: int, round: int) -> Client:
         """A client of a round, with its memory."""
         record = self.store.get(client)
-        return Client(self.view(client, round), record.memory, self.bench, record.buffers)
+        return Client(self._view(client, round, record), record.memory, self.bench, record.buffers)
 
     def round(self, server: ServerState) -> RoundResult:
         """Sample, download, train, upload, merge.
@@ -152,18 +156,18 @@ class Coordinator:
         """
         started = time.perf_counter()
         cohort = self.cohort(server.round)
-        views = {i: self.view(i, server.round) for i in cohort}
-        total_weight = max(sum(view.num_examples for view in views.values()), len(views))
+        sizes = {i: self.bench.data.num_examples(i) for i in cohort}
+        total_weight = max(sum(sizes.values()), len(sizes))
         merge = self.algorithm.reducer().start(self.bench.flat.layout, server.weights, total_weight)
-        loads = {i: float(view.num_examples) * view.capacity for i, view in views.items()}
+        loads = {i: float(size) * self.federation.capacity(i) for i, size in sizes.items()}
         mine = [
-            self._attempt(server, views[i], merge)
+            self._attempt(server, i, merge)
             for i in assigned(loads, self.ranks, self.federation.placement, f"round {server.round}")
         ]
         outcomes = sorted((o for part in self.ranks.gather(mine) for o in part), key=lambda outcome: outcome.client)
         trained = self._survivors(server, outcomes)
         trained_at = time.perf_counter()
-        server = self._merge(server, merge, trained, views)
+        server = self._merge(server, merge, trained)
         metrics = {
             **self._metrics(outcomes, trained),
             "mask/coverage_min": merge.coverage_min(len(trained)),
@@ -172,10 +176,12 @@ class Coordinator:
         }
         return RoundResult(server=server, outcomes=outcomes, metrics=metrics)
 
-    def _attempt(self, server: ServerState, view: ClientView, merge: Accumulator) -> Outcome:
+    def _attempt(self, server: ServerState, client: int, merge: Accumulator) -> Outcome:
         """One client's round; a failure is an outcome, since the other ranks wait for this one."""
+        record = self.store.get(client)
+        view = self._view(client, server.round, record)
         try:
-            return self._serve(server, view, merge)
+            return self._serve(server, view, record, merge)
         except Exception as error:
             if self.ranks.size == 1 and self.federation.on_client_error == "raise":
                 if isinstance(error, ClientFailed):
@@ -188,8 +194,7 @@ class Coordinator:
                 traceback.print_exception(error)  # it cannot travel to the other ranks
             return Outcome(view.id, view.num_examples, metrics={}, failure=reason, rank=self.ranks.rank)
 
-    def _serve(self, server: ServerState, view: ClientView, merge: Accumulator) -> Outcome:
-        record = self.store.get(view.id)
+    def _serve(self, server: ServerState, view: ClientView, record: Record, merge: Accumulator) -> Outcome:
         message = localize(self.algorithm.download(server, view), record.buffers, self.bench.flat.layout)
         held = digest(message.masks)
         known = message.masks if record.held == held else None
@@ -206,7 +211,7 @@ class Coordinator:
             metrics=dict(update.metrics),
             charge=self._charge(view, message, down, up),
             record=self._record(record, update, buffers, held),
-            densities={name: float(mask.sum()) / max(mask.numel(), 1) for name, mask in message.masks.items()},
+            densities={n: kept / max(message.masks[n].numel(), 1) for n, kept in counts(message.masks).items()},
             changed=_changed(message, update),
         )
         merge.add(update, message, view.num_examples)  # last, so that a client that fails leaves no trace in the sum
@@ -231,7 +236,8 @@ class Coordinator:
         for name in not_finite(update.metrics):
             raise self._failed(view, f"its {name} is {update.metrics[name]}")
         for name, tensor in update.weights.items():
-            if not bool(torch.isfinite(tensor).all()):
+            # most are told by their sum, which is finite only if all terms are, and costs a fiftieth
+            if not math.isfinite(float(tensor.sum())) and not bool(torch.isfinite(tensor).all()):
                 raise self._failed(view, f"its update of {name!r} holds values that are not finite")
 
     def _failed(self, view: ClientView, reason: str) -> ClientFailed:
@@ -282,7 +288,6 @@ class Coordinator:
         server: ServerState,
         merge: Accumulator,
         trained: Sequence[Outcome],
-        views: Mapping[int, ClientView],
     ) -> ServerState:
         shapes: dict[str, dict[str, torch.Size]] = {}
         for part in self.ranks.gather(merge.extra_shapes()):
@@ -292,16 +297,18 @@ class Coordinator:
         reports = {outcome.client: outcome.metrics for outcome in trained}
         merged = self.algorithm.aggregate(server, merge.result(reports))
         for outcome in trained:
-            self._keep(server, outcome, views[outcome.client])
+            self._keep(server, outcome)
         return replace(merged, round=server.round + 1)
 
-    def _keep(self, server: ServerState, outcome: Outcome, view: ClientView) -> None:
+    def _keep(self, server: ServerState, outcome: Outcome) -> None:
         """File what a participant left, and what the algorithm newly observes about it."""
         assert outcome.record is not None
         assert outcome.charge is not None
+        observed = None
+        if type(self.algorithm).observe is not FederatedAlgorithm.observe:  # a view takes time: its record is packed
+            observed = self.algorithm.observe(server, self.view(outcome.client, server.round), outcome.metrics)
         self.store.put(outcome.client, dict(outcome.record))
         self.ledger.add(outcome.charge)
-        observed = self.algorithm.observe(server, view, outcome.metrics)
         if observed is not None:
             self.store.put(outcome.client, pack_record(replace(self.store.get(outcome.client), shared=observed)))
 
