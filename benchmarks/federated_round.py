@@ -14,7 +14,6 @@ import contextlib
 import copy
 import io
 import json
-import logging
 import os
 import platform
 import statistics
@@ -267,7 +266,6 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="file for the JSON")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    logging.getLogger("lightning").setLevel(logging.WARNING)
     size = {"clients": arguments.clients, "samples": arguments.samples, "rounds": arguments.rounds}
     result = {
         "processor": processor(),

@@ -114,6 +114,13 @@ class SparseFLCLI(LightningCLI):
             self._subcommand_method_arguments[subcommand].append("json")
         return parser
 
+    def _set_seed(self) -> None:
+        """Seed as Lightning does; refuse in a sentence what it refuses."""
+        try:
+            super()._set_seed()
+        except ValueError as error:
+            raise InvalidOption(f"`seed_everything`: {error}") from error
+
     def _parse_ckpt_path(self) -> None:
         """The engine reads checkpoints itself, and says in a sentence what is wrong with one."""
 
@@ -189,6 +196,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             traceback.print_exception(error.__cause__)
         return _refuse(error)
     except (SparseFLError, MisconfigurationException) as error:
+        return _refuse(error)
+    except OSError as error:  # a folder that cannot be written, a full disk, a download without a network
         return _refuse(error)
     except KeyboardInterrupt:
         return _EXIT_INTERRUPTED

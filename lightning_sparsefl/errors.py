@@ -9,6 +9,8 @@
     |-- DataNotFound         (also FileNotFoundError)  a data set that is not on disk
     |-- CheckpointMismatch   (also ValueError)         a checkpoint that is torn, foreign, or of another run
     |-- WorldSizeMismatch    (also RuntimeError)       the launcher and the configuration disagree
+    |-- MissingAttribute     (also AttributeError)     a callback asks for what a round-level trainer does not have
+    |-- RankFailed           (also RuntimeError)       another process failed
     `-- ClientFailed         (also RuntimeError)       one client's local work failed; has `client`, `round`, `rank`
 
 Every message is one sentence with the value, what was expected, and the option to change. The command line
@@ -44,6 +46,14 @@ class CheckpointMismatch(SparseFLError, ValueError):
 
 class WorldSizeMismatch(SparseFLError, RuntimeError):
     """The launcher started another number of processes than the configuration asks for."""
+
+
+class MissingAttribute(SparseFLError, AttributeError):
+    """A callback asks for what a round-level trainer does not have."""
+
+
+class RankFailed(SparseFLError, RuntimeError):
+    """Another process failed, where this one would have waited for it."""
 
 
 class ClientFailed(SparseFLError, RuntimeError):

@@ -23,8 +23,8 @@ of the same group's DisPFL, which reproduces FedSpa's cost tables digit for digi
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
-from typing import Literal, get_args, get_type_hints
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 
@@ -33,6 +33,7 @@ from lightning_sparsefl.errors import InvalidOption
 from lightning_sparsefl.federated.algorithm import FederatedAlgorithm
 from lightning_sparsefl.federated.client import Client
 from lightning_sparsefl.federated.fleet import Fleet
+from lightning_sparsefl.federated.options import check_choices
 from lightning_sparsefl.federated.reduce import CoverageMean, PlainMean, Reducer
 from lightning_sparsefl.seeds import generator
 from lightning_sparsefl.sparse.density import erk, kept_counts, maskable, uniform
@@ -75,10 +76,7 @@ class FedSpa(FederatedAlgorithm):
     """What is masked: tensors of two or more dimensions, or every parameter (the published cost tables)."""
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            choices = get_args(get_type_hints(type(self))[field.name])
-            if choices and getattr(self, field.name) not in choices:
-                raise InvalidOption(f"`FedSpa({field.name}={getattr(self, field.name)!r})`: expected one of {choices}.")
+        check_choices(self, "algorithm.")
         if not 0 < self.density <= 1:
             raise InvalidOption(f"`FedSpa(density={self.density})`: expected a number in (0, 1].")
         if not 0 <= self.exchange <= 1:

@@ -118,7 +118,8 @@ class FederatedAlgorithm(ABC):  # noqa: B024 - every hook has a default, and jso
         4 bytes for every weight that the masks keep, in both directions.
         """
         message, samples = facts.message, facts.epochs * facts.samples
-        kept = sum(int(message.masks[n].sum()) if n in message.masks else w.numel() for n, w in message.weights.items())
+        held = mask_algebra.counts(message.masks)
+        kept = sum(held.get(name, weight.numel()) for name, weight in message.weights.items())
         return Costs(
             flops_paper=3 * samples * forward_flops(facts.layers, message.masks),
             flops_analytic=training_flops(facts.layers, message.masks, message.trainable, samples),

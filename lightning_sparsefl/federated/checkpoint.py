@@ -28,8 +28,8 @@ LAST = "last.ckpt"
 CLIENTS = "clients"
 
 
-def identity(algorithm: FederatedAlgorithm, bench: Bench, seed: int) -> dict[str, Any]:
-    """What a checkpoint and the run that resumes from it must agree on, as plain types."""
+def identity(algorithm: FederatedAlgorithm, bench: Bench) -> dict[str, Any]:
+    """What a checkpoint and whoever reads it must agree on, as plain types."""
     options = _fields(algorithm)
     return {
         "algorithm": type(algorithm).__name__,
@@ -37,7 +37,6 @@ def identity(algorithm: FederatedAlgorithm, bench: Bench, seed: int) -> dict[str
             name: v if isinstance(v, bool | int | float | str | None) else repr(v) for name, v in options.items()
         },
         "number of clients": int(bench.data.num_clients),
-        "seed": seed,
         "model": {name: list(shape) for name, shape in bench.flat.layout.shapes.items()},
     }
 
@@ -69,13 +68,14 @@ def compose(
     """
     bench.load(server.weights)
     states = {callback.state_key: state for callback in callbacks if (state := callback.state_dict())}
+    pack_plain(states)  # a state that could not be read again is refused now, by its type
     return {
         "state_dict": {name: tensor.detach().cpu().clone() for name, tensor in bench.module.state_dict().items()},
         "epoch": server.round,
         "global_step": server.round,
         "pytorch-lightning_version": L.__version__,
         "callbacks": states,
-        LightningModule.CHECKPOINT_HYPER_PARAMS_KEY: pack_plain(_plain_hparams(bench.module)),
+        LightningModule.CHECKPOINT_HYPER_PARAMS_KEY: _plain_hparams(bench.module),
         "sparsefl": {
             "format": FORMAT,
             "identity": dict(who),
@@ -90,8 +90,15 @@ def compose(
 
 def _plain_hparams(module: LightningModule) -> dict[str, Any]:
     """Hyper-parameters that a checkpoint may hold; others (classes, functions) stay out."""
-    plain = (bool, int, float, str, type(None), list, tuple, dict, torch.Tensor)
-    return {name: value for name, value in module.hparams.items() if isinstance(value, plain)}
+    return {name: value for name, value in module.hparams.items() if _is_plain(value)}
+
+
+def _is_plain(value: Any) -> bool:
+    try:
+        pack_plain(value)
+    except TypeError:
+        return False
+    return True
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,7 +110,12 @@ class Resumed:
 
 
 def restore(
-    path: Path, bench: Bench, ledger: Ledger, store: ClientStore, who: Mapping[str, Any], *, strictly: bool
+    path: Path,
+    bench: Bench,
+    ledger: Ledger,
+    store: ClientStore,
+    who: Mapping[str, Any],
+    settings: Mapping[str, Any],
 ) -> Resumed:
     """Read a checkpoint into the ledger and the store.
 
@@ -113,7 +125,7 @@ def restore(
         ledger: Filled.
         store: Filled.
         who: The identity of this run.
-        strictly: Whether the seed must be the checkpoint's too, as it must where training goes on.
+        settings: Further facts that must agree where training goes on; none where models are only scored.
 
     Raises:
         CheckpointMismatch: If it is torn, foreign, or of another run.
@@ -125,10 +137,12 @@ def restore(
             f"{path} is not a checkpoint of a federated run in format {FORMAT}; expected a run's `checkpoints/{LAST}` "
             "(option `ckpt_path`)."
         )
-    _compare(path, own["identity"], who, strictly)
+    _compare(path, own["identity"], who)
+    _compare(path, own["identity"]["training"], settings)
     clients = own["clients"]
     store.load(clients.get("index", {}), path.parent / CLIENTS, clients.get("records", {}))
     ledger.load_state_dict(own["ledger"])
+    bench.restore_counters(content["state_dict"])
     device = bench.device
     names = bench.flat.layout.names
     weights = torch.cat([content["state_dict"][name].reshape(-1).to(bench.flat.layout.dtype) for name in names]).to(
@@ -143,10 +157,8 @@ def restore(
     return Resumed(server=server, callbacks=content["callbacks"])
 
 
-def _compare(path: Path, theirs: Mapping[str, Any], ours: Mapping[str, Any], strictly: bool) -> None:
+def _compare(path: Path, theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
     for name, value in ours.items():
-        if name == "seed" and not strictly:
-            continue
         if theirs.get(name) != value:
             got, expected = _difference(theirs.get(name), value)
             raise CheckpointMismatch(

@@ -16,7 +16,7 @@ from lightning_sparsefl.federated.flat import FlatModule, FlatTree
 from lightning_sparsefl.federated.local import LocalTrainer
 from lightning_sparsefl.federated.round_lr import RoundLR, ScaleLearningRates
 from lightning_sparsefl.federated.stock import StockTrainer
-from lightning_sparsefl.seeds import generator, seed_all
+from lightning_sparsefl.seeds import derive_seed, generator, seed_all
 from lightning_sparsefl.sparse.masks import apply
 from lightning_sparsefl.types import ClientView, FitResult, Masks, Shared, Weights
 
@@ -137,15 +137,26 @@ class Bench:
         self.flat = FlatModule(module)
         self.initial: FlatTree = self.flat.read()
         floats = self.flat.layout.buffers
-        self._counters = [(b, b.clone()) for n, b in module.named_buffers() if n not in floats]
+        self._counters = {n: b.detach().clone() for n, b in module.named_buffers() if n not in floats}
 
     def load(self, weights: Weights) -> None:
         """Put weights into the module; counters such as `num_batches_tracked` go back to their first value."""
         if len(weights) < len(self.initial):
             weights = {**self.initial, **weights}
         self.flat.load(weights)
-        for buffer, first in self._counters:
-            buffer.copy_(first)
+        if self._counters:
+            buffers = dict(self.module.named_buffers())
+            for name, first in self._counters.items():
+                buffers[name].copy_(first)
+
+    def restore_counters(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Take a checkpoint's buffers that are not weights as the values that every client starts from.
+
+        Args:
+            state: A ``state_dict`` of the module.
+        """
+        for name in self._counters.keys() & state.keys():
+            self._counters[name] = state[name].to(self._counters[name])
 
     def fit(
         self, client: Client, weights: Weights, masks: Masks, trainable: Masks, callbacks: Sequence[Callback]
@@ -153,8 +164,7 @@ class Bench:
         """See :meth:`Client.fit`."""
         self.load(apply(weights, masks) if masks else weights)
         attached = self._callbacks(client, masks, trainable, callbacks)
-        seed_all(*client.key("fit"))
-        loader = self.data.client_train_dataloader(client.id)
+        loader = self._train_loader(client, "fit")
         validation = self.data.client_val_dataloader(client.id) if self.work.validate else None
         metrics = self.engine.fit(self.module, loader, validation, callbacks=attached, datamodule=self.data)
         return FitResult(
@@ -163,6 +173,25 @@ class Bench:
             steps=self.engine.global_step,
             callbacks=attached,
         )
+
+    def _train_loader(self, client: Client, purpose: str) -> Any:
+        """The client's batches, in an order that depends on the purpose, the round and the client alone."""
+        key = client.key(purpose)
+        seed_all(*key)
+        loader = self.data.client_train_dataloader(client.id)
+        if hasattr(loader, "__len__") and len(loader) == 0:
+            raise InvalidOption(
+                f"Client {client.id} has {client.num_examples} examples and no whole batch; "
+                "lower `data.batch_size`, or set `data.drop_last: false`."
+            )
+        for owner in (
+            loader,
+            getattr(loader, "sampler", None),
+        ):  # a generator of its own would go on from round to round
+            own = getattr(owner, "generator", None)
+            if isinstance(own, torch.Generator):
+                own.manual_seed(derive_seed(*key))
+        return loader
 
     def _callbacks(self, client: Client, masks: Masks, trainable: Masks, own: Sequence[Callback]) -> list[Callback]:
         """The user's, copied; the method's; then the roles of the masks, which have the last word on gradients."""
@@ -178,17 +207,19 @@ class Bench:
     def gradient(self, client: Client, weights: Weights) -> Weights:
         """See :meth:`Client.gradient`."""
         self.load(weights)
-        seed_all(*client.key("gradient"))
-        batch = next(iter(self.data.client_train_dataloader(client.id)))
+        batch = next(iter(self._train_loader(client, "gradient")))
+        modes = {module: module.training for module in self.module.modules()}
         self.module.eval()
-        self.module.zero_grad(set_to_none=True)
-        self.engine.gradient(self.module, batch)
+        try:
+            self.engine.gradient(self.module, batch)
+        finally:  # one by one: the user may keep some modules in evaluation mode
+            for module, mode in modes.items():
+                module.training = mode
         gradients = {
             name: torch.zeros_like(p) if p.grad is None else p.grad.detach().clone()
             for name, p in self.module.named_parameters()
         }
         self.module.zero_grad(set_to_none=True)
-        self.module.train()
         return gradients
 
     def evaluate(self, client: Client, weights: Weights, split: Split) -> Mapping[str, float]:
@@ -215,4 +246,4 @@ class Bench:
             )
         self.load(weights)
         seed_all(*key)
-        return self.engine.evaluate(self.module, loader, stage=_STAGES[split])
+        return self.engine.evaluate(self.module, loader, stage=_STAGES[split], datamodule=self.data)

@@ -13,7 +13,7 @@ import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_info
 
 from lightning_sparsefl.cost import Charge, Ledger
-from lightning_sparsefl.errors import ClientFailed
+from lightning_sparsefl.errors import ClientFailed, SparseFLError
 from lightning_sparsefl.federated.algorithm import FederatedAlgorithm
 from lightning_sparsefl.federated.buffers import localize, strip
 from lightning_sparsefl.federated.client import Bench, Client
@@ -26,7 +26,7 @@ from lightning_sparsefl.federated.sampling import uniform_cohort
 from lightning_sparsefl.federated.store import ClientStore, Record, pack_record
 from lightning_sparsefl.sparse.masks import changed, counts, digest
 from lightning_sparsefl.types import ClientView, CostFacts, LayerFlops, Masks, Message, ServerState, Update
-from lightning_sparsefl.wire import Codec
+from lightning_sparsefl.wire import Codec, Size
 
 
 @dataclass(frozen=True)
@@ -165,6 +165,7 @@ class Coordinator:
             for i in assigned(loads, self.ranks, self.federation.placement, f"round {server.round}")
         ]
         outcomes = sorted((o for part in self.ranks.gather(mine) for o in part), key=lambda outcome: outcome.client)
+        assert [outcome.client for outcome in outcomes] == cohort, "every client is placed on exactly one rank"
         trained = self._survivors(server, outcomes)
         trained_at = time.perf_counter()
         server = self._merge(server, merge, trained)
@@ -180,29 +181,34 @@ class Coordinator:
         """One client's round; a failure is an outcome, since the other ranks wait for this one."""
         record = self.store.get(client)
         view = self._view(client, server.round, record)
+        message = localize(self.algorithm.download(server, view), record.buffers, self.bench.flat.layout)
+        held = digest(message.masks)
+        known = message.masks if record.held == held else None
+        down, message = self._send_down(message, known)
         try:
-            return self._serve(server, view, record, merge)
+            return self._serve(view, record, message, held, down, merge)
         except Exception as error:
             if self.ranks.size == 1 and self.federation.on_client_error == "raise":
-                if isinstance(error, ClientFailed):
-                    raise
+                if isinstance(error, SparseFLError):
+                    raise  # a client's failure, or a mistake that every client would meet
                 raise self._failed(view, _reason(error)) from error
             if isinstance(error, ClientFailed):
                 reason = error.reason
             else:
                 reason = _reason(error)
                 traceback.print_exception(error)  # it cannot travel to the other ranks
-            return Outcome(view.id, view.num_examples, metrics={}, failure=reason, rank=self.ranks.rank)
+            charge = self._charge(view, message, down, None)
+            return Outcome(view.id, view.num_examples, {}, charge=charge, failure=reason, rank=self.ranks.rank)
 
-    def _serve(self, server: ServerState, view: ClientView, record: Record, merge: Accumulator) -> Outcome:
-        message = localize(self.algorithm.download(server, view), record.buffers, self.bench.flat.layout)
-        held = digest(message.masks)
-        known = message.masks if record.held == held else None
-        down, message = self._send_down(message, known)
+    def _serve(
+        self, view: ClientView, record: Record, message: Message, held: str, down: Size, merge: Accumulator
+    ) -> Outcome:
         client = Client(view, record.memory, self.bench)
         update, buffers = strip(
             self.algorithm.train(message, client), message, self.federation.buffers, self.bench.flat.layout
         )
+        if update.votes is None and type(self.algorithm).may_vote is not FederatedAlgorithm.may_vote:
+            update = replace(update, votes=self.algorithm.may_vote(message))
         self._validate(update, view)
         up, update = self._send_up(update, message)
         outcome = Outcome(
@@ -217,14 +223,14 @@ class Coordinator:
         merge.add(update, message, view.num_examples)  # last, so that a client that fails leaves no trace in the sum
         return outcome
 
-    def _send_down(self, message: Message, known: Masks | None) -> tuple[Any, Message]:
+    def _send_down(self, message: Message, known: Masks | None) -> tuple[Size, Message]:
         size = self.codec.message_size(message, known)
         if self.federation.wire == "encode":
             payload = self.codec.encode_message(message, known)
             message = _to(self.codec.decode_message(payload, known), self.bench.device)
         return size, message
 
-    def _send_up(self, update: Update, message: Message) -> tuple[Any, Update]:
+    def _send_up(self, update: Update, message: Message) -> tuple[Size, Update]:
         size = self.codec.update_size(update, message)
         if self.federation.wire == "encode":
             decoded = self.codec.decode_update(self.codec.encode_update(update, message), message)
@@ -234,7 +240,8 @@ class Coordinator:
     def _validate(self, update: Update, view: ClientView) -> None:
         self.bench.flat.layout.check(update.weights, f"The update of client {view.id}")
         for name in not_finite(update.metrics):
-            raise self._failed(view, f"its {name} is {update.metrics[name]}")
+            if "loss" in name:  # other metrics may be undefined on a client's data
+                raise self._failed(view, f"its {name} is {update.metrics[name]}")
         for name, tensor in update.weights.items():
             # most are told by their sum, which is finite only if all terms are, and costs a fiftieth
             if not math.isfinite(float(tensor.sum())) and not bool(torch.isfinite(tensor).all()):
@@ -243,15 +250,22 @@ class Coordinator:
     def _failed(self, view: ClientView, reason: str) -> ClientFailed:
         return ClientFailed(reason, client=view.id, round=view.round, rank=self.ranks.rank)
 
-    def _charge(self, view: ClientView, message: Message, down: Any, up: Any) -> Charge:
+    def _charge(self, view: ClientView, message: Message, down: Size, up: Size | None) -> Charge:
+        """One client's bill; a client that failed, whose `up` is None, pays for its download alone."""
         costs = self.algorithm.costs(self.workload.facts(view, message))
-        return Charge(
+        received = Charge(
             round=view.round,
             client=view.id,
             downlink_bytes=down.total,
+            mask_bytes=down.masks,
+            paper_bytes_down=costs.bytes_down_paper,
+        )
+        if up is None:
+            return received
+        return replace(
+            received,
             uplink_bytes=up.total,
             mask_bytes=down.masks + up.masks,
-            paper_bytes_down=costs.bytes_down_paper,
             paper_bytes_up=costs.bytes_up_paper,
             flops_train=costs.flops_analytic,
             flops_paper=costs.flops_paper,
@@ -280,6 +294,8 @@ class Coordinator:
                 reason += f", and {len(trained)} of `federation.min_clients` = {self.federation.min_clients} are left"
             raise ClientFailed(reason, client=first.client, round=server.round, rank=first.rank)
         for outcome in failed:
+            if outcome.charge is not None:
+                self.ledger.add(outcome.charge)
             rank_zero_info(f"Client {outcome.client} is left out of round {server.round}: {outcome.failure}")
         return trained
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +17,23 @@ from lightning_sparsefl.sparse.masks import apply
 from lightning_sparsefl.types import ServerState
 
 _POOLED = -1
-_FALLING = ("loss", "error", "perplexity", "mse", "mae", "nll")
+_FALLING = {
+    "loss",
+    "error",
+    "err",
+    "perplexity",
+    "ppl",
+    "mse",
+    "rmse",
+    "mae",
+    "nll",
+    "bce",
+    "kl",
+    "wer",
+    "cer",
+    "fid",
+    "ece",
+}
 
 
 @dataclass(frozen=True)
@@ -46,13 +63,14 @@ class Scores:
 
 
 def higher_is_better(name: str) -> bool:
-    """Whether a metric of this name should rise; losses and errors should fall.
+    """Whether a metric of this name should rise; losses, errors and the like should fall.
 
     Example:
-        >>> higher_is_better("val_acc"), higher_is_better("val_loss")
-        (True, False)
+        >>> higher_is_better("val_acc"), higher_is_better("val_loss"), higher_is_better("test_ppl")
+        (True, False, False)
     """
-    return not any(word in name.lower() for word in _FALLING)
+    words = set(re.split(r"[^a-z]+", name.lower()))
+    return not words & _FALLING and "loss" not in name.lower()
 
 
 def worst_tenth(values: Sequence[float], rising: bool) -> float:
@@ -74,6 +92,7 @@ def evaluate(
     ranks: Ranks,
     split: Split,
     make_client: Callable[[int], Client],
+    seed: int,
 ) -> Scores:
     """Score the global model on the pooled set, and each client's personal model on its own.
 
@@ -85,24 +104,26 @@ def evaluate(
         ranks: Share the work.
         split: ``val`` or ``test``.
         make_client: A client of its number, with its memory.
+        seed: Of the run.
     """
     loads = {i: float(bench.data.num_examples(i)) for i in clients}
     loads[_POOLED] = sum(loads.values())
-    mine: dict[int, dict[str, float]] = {}
-    for job in longest_first(loads, ranks.size)[ranks.rank]:
+
+    def score(job: int) -> dict[str, float]:
         if job == _POOLED:
-            mine[job] = dict(_score_global(server, bench, split))
-        else:
-            client = make_client(job)
-            weights = algorithm.personalize(server, client)
-            mine[job] = dict(client.evaluate({**weights, **client.buffers} if client.buffers else weights, split))
-    merged = {job: metrics for part in ranks.gather(mine) for job, metrics in part.items()}
+            return dict(_score_global(server, bench, split, seed))
+        client = make_client(job)
+        weights = algorithm.personalize(server, client)
+        return dict(client.evaluate({**weights, **client.buffers} if client.buffers else weights, split))
+
+    parts = ranks.share(lambda: {job: score(job) for job in longest_first(loads, ranks.size)[ranks.rank]})
+    merged = {job: metrics for part in parts for job, metrics in part.items()}
     return Scores(pooled=merged.pop(_POOLED), personal=dict(sorted(merged.items())))
 
 
-def _score_global(server: ServerState, bench: Bench, split: Split) -> Mapping[str, float]:
+def _score_global(server: ServerState, bench: Bench, split: Split, seed: int) -> Mapping[str, float]:
     loader: Any = getattr(bench.data, f"{split}_dataloader")()
-    return bench.score(apply(server.weights, server.masks), loader, split, (server.round, "evaluate global"))
+    return bench.score(apply(server.weights, server.masks), loader, split, (seed, server.round, "evaluate global"))
 
 
 def not_finite(metrics: Mapping[str, float]) -> Iterator[str]:

@@ -17,6 +17,7 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn, TrainerState, TrainerStatus
 from torch import Tensor
 
+from lightning_sparsefl.errors import MissingAttribute
 from lightning_sparsefl.federated.files import write_atomically
 
 
@@ -48,14 +49,16 @@ class RoundTrainer:
         log_dir: The run folder.
         max_rounds: Of the run.
         clients_per_round: Of the federation.
+        check_val_every_n_round: Rounds between two evaluations.
         compose_checkpoint: Makes the content of a checkpoint that stands alone.
     """
 
     sanity_checking = fast_dev_run = barebones = received_sigterm = False
     enable_validation = True
     ckpt_path = None
+    training = True
+    validating = testing = predicting = False
     max_steps = -1
-    check_val_every_n_epoch = 1
     val_check_interval = 1.0
     val_check_batch = None
     num_sanity_val_batches: Sequence[int] = ()
@@ -70,12 +73,16 @@ class RoundTrainer:
         log_dir: str,
         max_rounds: int,
         clients_per_round: int,
+        check_val_every_n_round: int,
         compose_checkpoint: Callable[[], Mapping[str, Any]],
     ) -> None:
         self.fabric, self.lightning_module, self.model = fabric, module, module
         self.callbacks, self.loggers = list(callbacks), list(loggers)
         self.log_dir, self.default_root_dir = log_dir, log_dir
         self.max_epochs, self.num_training_batches, self.num_val_batches = max_rounds, clients_per_round, [1]
+        self.check_val_every_n_epoch = check_val_every_n_round
+        self.optimizers: list[Any] = []
+        self.lr_scheduler_configs: list[Any] = []
         self.strategy = _ProcessStrategy(fabric)
         self.state = TrainerState(fn=TrainerFn.FITTING, status=TrainerStatus.RUNNING, stage=RunningStage.TRAINING)
         self.callback_metrics: dict[str, Tensor] = {}
@@ -132,18 +139,21 @@ class RoundTrainer:
     def save_checkpoint(
         self, filepath: str | Path, weights_only: bool | None = False, storage_options: Any = None
     ) -> None:
-        """Write a checkpoint that stands alone, with the clients' records inside."""
+        """Write a checkpoint that stands alone, with the clients' records inside.
+
+        The engine's own `last.ckpt` is never written here: it must be the newest committed round and nothing else.
+        """
+        if Path(filepath).resolve() == (Path(self.log_dir) / "checkpoints" / "last.ckpt").resolve():
+            return
         content = dict(self._compose_checkpoint())
         if weights_only:
             content.pop("sparsefl")
-        for callback in self.callbacks:
-            callback.on_save_checkpoint(self, self.lightning_module, content)  # type: ignore[arg-type]
         if self.is_global_zero:
             write_atomically(Path(filepath), content)
         self.fabric.barrier()
 
     def __getattr__(self, name: str) -> Any:
-        raise AttributeError(
+        raise MissingAttribute(
             f"The round-level trainer has no attribute {name!r}; a callback that needs it belongs to the clients "
             "(`trainer.client_callbacks`)."
         )

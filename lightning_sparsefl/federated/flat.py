@@ -18,6 +18,10 @@ class FlatTree(dict[str, Tensor]):
         super().__init__(tensors)
         self.vector = vector
 
+    def __setitem__(self, name: str, tensor: Tensor) -> None:
+        """Refused, since the vector would not follow."""
+        raise TypeError(f"Weights are read-only; to change {name!r}, build another tree: {{**weights, {name!r}: ...}}.")
+
 
 class Layout:
     """Where each tensor of a tree stands in the vector: parameters first, then floating-point buffers.
@@ -105,6 +109,7 @@ class FlatModule:
 
     def load(self, weights: Weights) -> None:
         """Copy a tree into the module; names that it lacks keep their value."""
+        self._rebind_replaced()
         if self.layout.uniform and isinstance(weights, FlatTree) and weights.vector.numel() == self.layout.size:
             self.vector.copy_(weights.vector)
             return

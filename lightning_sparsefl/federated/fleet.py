@@ -52,8 +52,9 @@ class Fleet:
         if self._client is None or self._ranks is None:
             raise RuntimeError("Clients cannot be asked here, since nothing is trained.")
         loads = {view.id: float(view.num_examples) for view in self.views}
-        mine = {i: ask(self._client(i)) for i in longest_first(loads, self._ranks.size)[self._ranks.rank]}
-        answers = {i: answer for part in self._ranks.gather(mine) for i, answer in part.items()}
+        mine, client = longest_first(loads, self._ranks.size)[self._ranks.rank], self._client
+        parts = self._ranks.share(lambda: {i: ask(client(i)) for i in mine})
+        answers = {i: answer for part in parts for i, answer in part.items()}
         return dict(sorted(answers.items()))
 
     def mean(self, ask: Callable[[Client], Weights]) -> Mapping[str, torch.Tensor]:
@@ -61,8 +62,9 @@ class Fleet:
         answers = self.map(ask)
         total = sum(self.views[i].num_examples for i in answers)
         sums: dict[str, torch.Tensor] = {}
+        dtypes = {name: tensor.dtype for tree in answers.values() for name, tensor in tree.items()}
         for i, tree in answers.items():
             for name, tensor in tree.items():
                 term = self.views[i].num_examples * tensor.double()
                 sums[name] = sums[name] + term if name in sums else term
-        return {name: (tensor / total).float() for name, tensor in sums.items()}
+        return {name: (tensor / total).to(dtypes[name]) for name, tensor in sums.items()}

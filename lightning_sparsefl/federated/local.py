@@ -76,6 +76,8 @@ class LocalOptions:
         _check(self.max_epochs != -1 or self.max_steps != -1, "max_epochs", -1, "a limit, here or as `max_steps`")
         batches, known = self.accumulate_grad_batches, (None, "norm", "value")
         _check(batches >= 1, "accumulate_grad_batches", batches, "a whole number >= 1")
+        clip = self.gradient_clip_val
+        _check(clip is None or clip >= 0, "gradient_clip_val", clip, "a number >= 0, or none")
         algorithm = self.gradient_clip_algorithm
         _check(algorithm in known, "gradient_clip_algorithm", algorithm, "'norm' or 'value'")
         for split in ("train", "val", "test"):
@@ -151,6 +153,7 @@ class LocalTrainer:
         *,
         stage: Literal["validate", "test"],
         callbacks: Sequence[Callback] = (),
+        datamodule: Any = None,
     ) -> dict[str, float]:
         """Score one client, as ``Trainer.validate`` and ``Trainer.test`` do.
 
@@ -159,6 +162,7 @@ class LocalTrainer:
             loader: Of labelled batches.
             stage: Decides between `validation_step` and `test_step`.
             callbacks: The client's.
+            datamodule: What the module finds as `trainer.datamodule`.
 
         Returns:
             The value of each logged key, `trainer.callback_metrics`.
@@ -169,7 +173,7 @@ class LocalTrainer:
         step = "validation_step" if stage == "validate" else "test_step"
         if step not in overridden(module):
             raise InvalidOption(f"`{type(module).__name__}` has no `{step}`; define it to {stage} (option `model`).")
-        trainer = self._client(module, callbacks)
+        trainer = self._client(module, callbacks, datamodule=datamodule)
         with borrowed(module, trainer.callbacks), trainer.running():
             return {name: float(value) for name, value in trainer.evaluate(loader, _STAGES[stage]).items()}
 

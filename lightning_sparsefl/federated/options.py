@@ -3,9 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from lightning_sparsefl.errors import InvalidOption
+
+
+def check_choices(options: Any, prefix: str) -> None:
+    """Raise :class:`InvalidOption` where a field whose type lists its values has another one.
+
+    Args:
+        options: A dataclass; Python code can hand it anything.
+        prefix: Of the fields' names in the sentence.
+    """
+    for name, hint in get_type_hints(type(options)).items():
+        choices = get_args(hint) if get_origin(hint) is Literal else ()
+        if choices and getattr(options, name) not in choices:
+            listed = ", ".join(repr(choice) for choice in choices)
+            raise InvalidOption(f"`{prefix}{name}` is {getattr(options, name)!r}; expected one of {listed}.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,8 +34,6 @@ class Federation:
     """Share of the full model that each client can train, in (0, 1]; one number per client, or none for all 1."""
     eval_clients: int | Literal["all"] = "all"
     """How many clients an evaluation scores; a number draws that many, the same ones in every round."""
-    monitor: str = "train_acc"
-    """The metric of local training that methods which steer by accuracy read."""
     local_engine: Literal["auto", "fast", "trainer"] = "auto"
     """The client loop: ours, a real Lightning `Trainer`, or ours where it is known to give equal results."""
     on_client_error: Literal["raise", "skip"] = "raise"
@@ -40,6 +52,7 @@ class Federation:
     """Rounds between two pictures in TensorBoard; the last round always has them, 0 is never."""
 
     def __post_init__(self) -> None:
+        check_choices(self, "federation.")
         for name in ("clients_per_round", "min_clients", "checkpoint_every_n_rounds"):
             if getattr(self, name) < 1:
                 raise InvalidOption(f"`federation.{name}` is {getattr(self, name)}; expected a whole number >= 1.")

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,7 +18,13 @@ from lightning.fabric.utilities.distributed import _distributed_is_initialized
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
-from lightning_sparsefl.errors import InvalidOption, WorldSizeMismatch
+from lightning_sparsefl.errors import InvalidOption, RankFailed, WorldSizeMismatch
+
+T = TypeVar("T")
+
+
+_START_METHODS = {"": "popen", "_spawn": "spawn", "_fork": "fork"}
+"""Ways to start processes, by the suffix of the strategy's name."""
 
 
 class ClientParallelStrategy(DDPStrategy):
@@ -38,7 +46,7 @@ class ClientParallelStrategy(DDPStrategy):
     @classmethod
     def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
         """Make the strategy known by name, with each way of starting processes."""
-        for suffix, method in (("", "popen"), ("_spawn", "spawn"), ("_fork", "fork")):
+        for suffix, method in _START_METHODS.items():
             name = f"client_parallel{suffix}"
             if name not in strategy_registry:
                 strategy_registry.register(name, cls, description="clients in parallel", start_method=method)
@@ -88,7 +96,7 @@ def build_fabric(
         InvalidOption: If the strategy shards a model instead of clients.
         WorldSizeMismatch: If the launcher started another number of processes.
     """
-    if strategy != "auto" and not strategy.startswith("client_parallel"):
+    if strategy not in ("auto", *(f"client_parallel{suffix}" for suffix in _START_METHODS)):
         raise InvalidOption(
             f"`trainer.strategy` is {strategy!r}; expected 'auto', 'client_parallel', 'client_parallel_fork' or "
             "'client_parallel_spawn', since each rank trains clients of its own."
@@ -102,7 +110,7 @@ def build_fabric(
     if count * num_nodes > 1:
         if strategy == "auto":
             strategy = "client_parallel_fork" if hasattr(sys, "ps1") else "client_parallel"
-        method = {"": "popen", "_spawn": "spawn", "_fork": "fork"}[strategy.removeprefix("client_parallel")]
+        method: Any = _START_METHODS[strategy.removeprefix("client_parallel")]
         chosen = ClientParallelStrategy(start_method=method, timeout=timedelta(seconds=timeout))
     fabric = _fabric(
         accelerator=accelerator, devices=devices, num_nodes=num_nodes, strategy=chosen, precision=precision
@@ -115,7 +123,7 @@ def _fabric(**options: Any) -> Fabric:
     """A Fabric; what it refuses becomes an error of ours, since the options are the user's."""
     try:
         return Fabric(**options)
-    except (MisconfigurationException, ValueError, TypeError, RuntimeError) as error:
+    except (MisconfigurationException, ValueError, TypeError, RuntimeError, ImportError) as error:
         asked = ", ".join(f"{name}={value!r}" for name, value in options.items() if name != "strategy")
         raise InvalidOption(f"Lightning Fabric refuses `trainer` with {asked}: {error}") from error
 
@@ -136,7 +144,11 @@ class Ranks:
         fabric: Launched.
     """
 
+    _made = 0
+
     def __init__(self, fabric: Fabric) -> None:
+        Ranks._made += 1  # every process makes them in the same order, so that a second fit has queues of its own
+        self._queues = f"sparsefl/{Ranks._made}"
         self.fabric = fabric
         self.rank, self.size = fabric.global_rank, fabric.world_size
         self._tickets: dict[str, int] = {}
@@ -160,16 +172,41 @@ class Ranks:
         dist.all_gather_object(values, value)
         return values
 
-    def broadcast(self, tensor: Tensor) -> Tensor:
-        """The first rank's tensor, in place."""
-        if self.size > 1:
-            dist.broadcast(tensor, 0)
-        return tensor
+    def share(self, work: Callable[[], T]) -> list[T]:
+        """Every rank's result, on every rank; a failure on one is raised on all, instead of leaving them waiting.
+
+        Args:
+            work: This rank's part; what it returns travels between processes.
+
+        Raises:
+            RankFailed: If another rank's part failed; where it failed, its own error is raised.
+        """
+        if self.size == 1:
+            return [work()]
+        mine: tuple[T | None, BaseException | None]
+        try:
+            mine = (work(), None)
+        except Exception as error:
+            mine = (None, error)
+        shared = self.gather((mine[0], None if mine[1] is None else f"{type(mine[1]).__name__}: {mine[1]}"))
+        if mine[1] is not None:
+            raise mine[1]
+        for rank, (_, failure) in enumerate(shared):
+            if failure is not None:
+                raise RankFailed(f"Rank {rank} failed: {failure}")
+        return [value for value, _ in shared]
+
+    def broadcast(self, tensor: Tensor) -> None:
+        """Overwrite a tensor with the first rank's."""
+        if self.size > 1:  # as bytes, since not every backend knows every dtype
+            flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
+            dist.broadcast(flat, 0)
+            tensor.data.copy_(flat.view(tensor.dtype).view(tensor.shape))
 
     def next_ticket(self, name: str) -> int:
         """The next number of a queue, counted from 0 over all ranks."""
         if self.size > 1 and _distributed_is_initialized():
-            return int(dist.distributed_c10d._get_default_store().add(f"sparsefl/{name}", 1)) - 1
+            return int(dist.distributed_c10d._get_default_store().add(f"{self._queues}/{name}", 1)) - 1
         self._tickets[name] = self._tickets.get(name, -1) + 1
         return self._tickets[name]
 
@@ -178,6 +215,12 @@ class Ranks:
         self.fabric.barrier()
 
 
-def set_threads(count: int) -> None:
+@contextmanager
+def intra_op_threads(count: int) -> Iterator[None]:
     """Set the intra-op threads of this process: they are part of the result, so every rank has the same number."""
+    before = torch.get_num_threads()
     torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

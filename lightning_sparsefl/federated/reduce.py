@@ -81,6 +81,7 @@ class Accumulator:
         self._total = 0
         self._kind: Literal["weights", "difference"] | None = "difference" if silence_counts else None
         self._grid = self._rounding_constants(vector, total_weight)
+        self._scratch = torch.empty(2, max(layout.sizes), dtype=torch.float64, device=self.device)
 
     def _rounding_constants(self, server: Tensor, total_weight: int) -> list[float]:
         """Per tensor 1.5 * 2**52 * g: adding and subtracting it rounds to multiples of g in float64."""
@@ -109,17 +110,18 @@ class Accumulator:
             self._add_weights(update, message, num_examples)
 
     def _add_weights(self, update: Update, message: Message, num_examples: int) -> None:
-        """Tensor by tensor, so that what is in the making fits a cache; a vector of the model's size does not."""
+        """Tensor by tensor in memory that is there already, since fresh pages take longer than the arithmetic."""
         values, votes = update.weights, voted(update, message)
         self.layout.check({n: vote for n, vote in votes.items() if n in self.layout.shapes}, "The votes of an update")
         if self.silence_counts and update.kind == "weights":
             values = {name: value - message.weights[name] for name, value in values.items()}
         for name, constant, total in zip(self.layout.names, self._grid, self._pieces(self._sum), strict=True):
             if name in values:
-                term = values[name].detach().reshape(-1).to(self.device, torch.float64, copy=True)
+                term, vote = self._scratch[:, : total.numel()]
+                term.copy_(values[name].detach().reshape(-1))
                 term *= num_examples if name in self.layout.buffers else update.weight
                 if name in votes:
-                    term *= votes[name].to(self.device).reshape(-1)
+                    term *= vote.copy_(votes[name].reshape(-1))
                 total += term.add_(constant).sub_(constant)
         self._count_voters(votes)
         self._count(update, votes, num_examples)

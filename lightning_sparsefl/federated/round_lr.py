@@ -83,6 +83,14 @@ class ScaleLearningRates(Callback):
             for group in optimizer.param_groups:
                 group.update({key: group[key] * self.factor for key in _RATES if key in group})
         for config in trainer.lr_scheduler_configs:
-            scheduler = config.scheduler
-            if hasattr(scheduler, "base_lrs"):
-                scheduler.base_lrs = [rate * self.factor for rate in scheduler.base_lrs]
+            self._scale(config.scheduler)
+
+    def _scale(self, scheduler: Any) -> None:
+        """The rates that a scheduler keeps itself, and those of the schedulers inside it."""
+        for name in ("base_lrs", "max_lrs", "min_lrs"):
+            if hasattr(scheduler, name):
+                setattr(scheduler, name, [rate * self.factor for rate in getattr(scheduler, name)])
+        if hasattr(scheduler, "eta_min"):
+            scheduler.eta_min *= self.factor
+        for inner in getattr(scheduler, "_schedulers", ()):
+            self._scale(inner)

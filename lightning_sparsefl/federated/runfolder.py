@@ -100,18 +100,35 @@ class RunFolder:
         (self.path / "summary.json").write_text(text + "\n", encoding="utf-8")
 
 
-def next_version(folder: Path) -> int:
-    """The first number for which `folder/version_N` does not exist yet.
+def new_version(folder: Path) -> Path:
+    """Make `folder/version_N` with the next free number; two runs that start together get two folders.
 
-    Example:
-        >>> next_version(Path("a folder that is not there"))
-        0
+    Args:
+        folder: Of an algorithm's runs; made if needed.
     """
+    folder.mkdir(parents=True, exist_ok=True)
     used = [int(p.name.split("_")[1]) for p in folder.glob("version_*") if p.name.split("_")[1].isdigit()]
-    return max(used, default=-1) + 1
+    version = max(used, default=-1) + 1
+    while True:
+        path = folder / f"version_{version}"
+        try:
+            path.mkdir()
+        except FileExistsError:
+            version += 1
+        else:
+            return path
 
 
 def last_run(root: Path, name: str) -> Path | None:
-    """The newest run of an algorithm that has a checkpoint; None if there is none."""
+    """The newest run of an algorithm that has a checkpoint; None if there is none.
+
+    Args:
+        root: Where run folders are made; a logger of the user's may have put its own below it.
+        name: Of the algorithm's folder.
+    """
     runs = [p.parent.parent for p in (root / name).glob("version_*/checkpoints/last.ckpt")]
-    return max(runs, key=lambda run: int(run.name.split("_")[1]), default=None)
+    if runs:
+        return max(runs, key=lambda run: int(run.name.split("_")[1]))
+    elsewhere = list(root.glob("lightning_logs/version_*/checkpoints/last.ckpt"))
+    newest = max(elsewhere, key=lambda path: path.stat().st_mtime, default=None)
+    return None if newest is None else newest.parent.parent

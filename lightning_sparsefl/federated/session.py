@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from lightning.fabric.utilities.rank_zero import rank_zero_info
 from lightning.pytorch import LightningModule
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch.nn.parameter import UninitializedParameter
 
 from lightning_sparsefl.cost import Ledger
 from lightning_sparsefl.errors import CheckpointMismatch, InvalidOption
@@ -24,7 +25,7 @@ from lightning_sparsefl.federated.options import Federation
 from lightning_sparsefl.federated.process import Ranks
 from lightning_sparsefl.federated.profile import layers_of
 from lightning_sparsefl.federated.record import Recorder, hyperparameters, log_hyperparameters
-from lightning_sparsefl.federated.runfolder import RunFolder, last_run, next_version
+from lightning_sparsefl.federated.runfolder import RunFolder, last_run, new_version
 from lightning_sparsefl.federated.sampling import evaluated_clients
 from lightning_sparsefl.federated.store import ClientStore
 from lightning_sparsefl.report import print_table, summary_rows
@@ -51,9 +52,17 @@ def check_module(module: LightningModule) -> None:
             f"`model` is a {type(module).__module__}.{type(module).__name__}; expected a `lightning.LightningModule` "
             "(one of the package `pytorch_lightning` is another class)."
         )
+    for hook in ("training_step", "configure_optimizers"):
+        if not is_overridden(hook, module):
+            raise InvalidOption(f"`{type(module).__name__}` has no `{hook}`; define it to train (option `model`).")
     if not any(parameter.requires_grad for parameter in module.parameters()):
         raise InvalidOption(
-            f"`{type(module).__name__}` has no trainable parameter; expected at least one with requires_grad=True "
+            f"`{type(module).__name__}` has no trainable parameter; expected at least one with requires_grad=True, "
+            "made in `__init__` (option `model`)."
+        )
+    if any(isinstance(parameter, UninitializedParameter) for parameter in module.parameters()):
+        raise InvalidOption(
+            f"`{type(module).__name__}` has lazy layers; expected layers of known shapes, since clients share them "
             "(option `model`)."
         )
 
@@ -67,6 +76,7 @@ class Session:
         module: The user's module.
         data: The clients' data.
         ckpt_path: A checkpoint to start from, ``last``, or None.
+        split: That is scored; default: the data's `eval_split`.
     """
 
     def __init__(
@@ -76,21 +86,25 @@ class Session:
         module: LightningModule,
         data: Any,
         ckpt_path: str | None,
+        split: Split | None = None,
     ) -> None:
         self.trainer, self.ranks, self.module, self.data = trainer, ranks, module, data
         self.federation, self.algorithm, self.seed = trainer.federation, trainer.algorithm, trainer.seed
-        self.split: Split = getattr(data, "eval_split", "val")
+        default: Split = getattr(data, "eval_split", "val")
+        self.split: Split = split or default
         self.folder: RunFolder | None = None
         self._ckpt_path = self._resolve(ckpt_path)
-        self._prepare_data()
-        self._check_steps()
+        seed_all(self.seed, "data")
+        ranks.share(self._prepare_data)
+        self._check_scoring()
         seed_all(self.seed, "setup")
         self.algorithm.adapt(module)
         ranks.fabric.strategy.precision.convert_module(module)  # before the engine makes its vector
         ranks.fabric.to_device(module)
         isolate_metrics(module)
+        for tensor in (*module.parameters(), *module.buffers()):
+            ranks.broadcast(tensor)
         self.bench = self._bench()
-        self.bench.initial.vector.copy_(ranks.broadcast(self.bench.initial.vector))
         self.store, self.ledger = ClientStore(self.bench.device), Ledger()
         self.coordinator = Coordinator(
             algorithm=self.algorithm,
@@ -104,7 +118,19 @@ class Session:
             max_rounds=trainer.max_rounds,
             seed=self.seed,
         )
-        self.identity = checkpoint.identity(self.algorithm, self.bench, self.seed)
+        self.identity = checkpoint.identity(self.algorithm, self.bench)
+        self.settings = {"seed": self.seed, **self._settings()}
+
+    def _settings(self) -> dict[str, Any]:
+        """Further facts that the weights depend on, which a run that goes on must share."""
+        return {
+            "client sizes": [self.data.num_examples(i) for i in range(self.data.num_clients)],
+            "local epochs": self.trainer.local_options.max_epochs,
+            "batch size": self.coordinator.workload.batch_size,
+            "clients per round": self.federation.clients_per_round,
+            "buffers": self.federation.buffers,
+            "round_lr": repr(self.trainer.round_lr),
+        }
 
     def _resolve(self, ckpt_path: str | None) -> Path | None:
         if ckpt_path != "last":
@@ -124,17 +150,26 @@ class Session:
         return "fast_dev_run" if self.trainer.fast_dev_run else type(self.algorithm).__name__
 
     def _prepare_data(self) -> None:
-        if self.ranks.fabric.local_rank == 0:
-            self.data.prepare_data()
-        self.ranks.barrier()
+        """Local rank 0 downloads, then all set up; also a download that fails meets the others at the barrier."""
+        try:
+            if self.ranks.fabric.local_rank == 0:
+                self.data.prepare_data()
+        finally:
+            self.ranks.barrier()
         self.data.setup("fit")
 
-    def _check_steps(self) -> None:
+    def _check_scoring(self) -> None:
+        """Raise :class:`InvalidOption` now if the first evaluation would fail."""
         hook = {"val": "validation_step", "test": "test_step"}[self.split]
         if not is_overridden(hook, self.module):
             raise InvalidOption(
                 f"`{type(self.module).__name__}` has no `{hook}`, which `data.eval_split: {self.split}` scores clients "
                 "with; define it, or set the other split."
+            )
+        if getattr(self.data, f"client_{self.split}_dataloader")(0) is None:
+            raise InvalidOption(
+                f"The data has no {self.split} set for a client; "
+                "set `data.val_fraction` above 0, or `data.eval_split: test`."
             )
 
     def _bench(self) -> Bench:
@@ -166,9 +201,10 @@ class Session:
         """Run the rounds that are left; returns the final table."""
         server, callback_states = self._start()
         if server.round >= self.trainer.max_rounds and self._ckpt_path is not None:
-            return self._finished(self._ckpt_path)
+            return self._finished(self._ckpt_path, server)
         loggers = self._open_run()
         facade = self._facade(loggers)
+        facade.call("setup", "fit")  # first, as in a Trainer: ModelCheckpoint restores what belongs to its folder
         for callback in self.trainer.callbacks:
             if callback.state_key in callback_states:
                 callback.load_state_dict(callback_states[callback.state_key])
@@ -183,20 +219,20 @@ class Session:
         self.bench.load(server.weights)
         return self._close(recorder, loggers)
 
-    def _finished(self, ckpt_path: Path) -> dict[str, float]:
+    def _finished(self, ckpt_path: Path, server: ServerState) -> dict[str, float]:
         """A run that has no rounds left keeps its table."""
+        self.bench.load(server.weights)
         self.folder = RunFolder(ckpt_path.parent.parent)
         rank_zero_info(f"{ckpt_path} has finished its {self.trainer.max_rounds} rounds; raise `trainer.max_rounds`.")
         return self.folder.read_summary()
 
-    def score(self, verb: Literal["validate", "test"]) -> dict[str, float]:
+    def score(self) -> dict[str, float]:
         """Score the models of a checkpoint, or the initial ones."""
-        split: Split = "val" if verb == "validate" else "test"
         server, _ = self._start(training=False)
-        scores = self._evaluate(server, split).summary()
+        scores = self._evaluate(server).summary()
         if self.ranks.first:
             print_table(
-                f"{type(self.algorithm).__name__}, {split} sets, round {server.round}",
+                f"{type(self.algorithm).__name__}, {self.split} sets, round {server.round}",
                 ("", ""),
                 summary_rows(scores),
             )
@@ -206,7 +242,7 @@ class Session:
         """The state to go on from."""
         if self._ckpt_path is not None:
             resumed = checkpoint.restore(
-                self._ckpt_path, self.bench, self.ledger, self.store, self.identity, strictly=training
+                self._ckpt_path, self.bench, self.ledger, self.store, self.identity, self.settings if training else {}
             )
             return resumed.server, resumed.callbacks
         views = [self.coordinator.view(i, 0) for i in range(self.data.num_clients)]
@@ -225,12 +261,12 @@ class Session:
         root = Path(self.trainer.default_root_dir)
         option = self.trainer.logger_option
         loggers = [option] if isinstance(option, Logger) else list(option) if isinstance(option, list) else []
-        if self._ckpt_path is not None:
+        if self._ckpt_path is not None and self._goes_on_in_its_folder():
             path = self._ckpt_path.parent.parent
         elif self.ranks.first:
             # a CSVLogger's folder has a metrics.csv of its own
             own = next((log.log_dir for log in loggers if log.log_dir and not isinstance(log, CSVLogger)), None)
-            path = Path(own) if own else root / self._name / f"version_{next_version(root / self._name)}"
+            path = Path(own) if own else new_version(root / self._name)
         path = self.ranks.gather(path)[0]
         assert path is not None
         self.folder = RunFolder(path)
@@ -238,6 +274,11 @@ class Session:
             loggers = [TensorBoardLogger(path.parent.parent, path.parent.name, path.name, default_hp_metric=False)]
         log_hyperparameters(loggers, hyperparameters(self.trainer, self.data, self.module))
         return loggers
+
+    def _goes_on_in_its_folder(self) -> bool:
+        """Whether the checkpoint is a run's own; a copy starts a folder of its own, so that it spoils no other run."""
+        path = self._ckpt_path
+        return path is not None and path.name == checkpoint.LAST and path.parent.name == "checkpoints"
 
     def _facade(self, loggers: list[Logger]) -> RoundTrainer:
         assert self.folder is not None
@@ -250,6 +291,7 @@ class Session:
             str(self.folder.path),
             trainer.max_rounds,
             self.federation.clients_per_round,
+            trainer.check_val_every_n_round,
             lambda: self._checkpoint({"records": self.store.records()}),
         )
 
@@ -259,12 +301,12 @@ class Session:
         if self.ranks.first:
             self.folder.cut_back(server.round)
         facade.current_epoch = facade.global_step = server.round
-        for hook in ("setup", "on_fit_start", "on_train_start"):
-            facade.call(hook, *(["fit"] if hook == "setup" else []))
+        for hook in ("on_fit_start", "on_train_start"):
+            facade.call(hook)
         while server.round < self.trainer.max_rounds and not facade.should_stop:
             server = self._round(server, facade, recorder)
         if recorder.scored != server.round:  # a callback stopped the run between two evaluations
-            recorder.add_scores(self._evaluate(server, self.split), server.round)
+            recorder.add_scores(self._evaluate(server), server.round)
         for hook in ("on_train_end", "on_fit_end", "teardown"):
             facade.call(hook, *(["fit"] if hook == "teardown" else []))
         return server
@@ -294,9 +336,9 @@ class Session:
     def _scored(self, server: ServerState, last: bool) -> Scores | None:
         if not last and server.round % self.trainer.check_val_every_n_round:
             return None
-        return self._evaluate(server, self.split)
+        return self._evaluate(server)
 
-    def _evaluate(self, server: ServerState, split: Split) -> Scores:
+    def _evaluate(self, server: ServerState) -> Scores:
         clients = evaluated_clients(self.seed, self.data.num_clients, self.federation.eval_clients)
         return evaluate(
             self.algorithm,
@@ -304,12 +346,14 @@ class Session:
             clients,
             self.bench,
             self.ranks,
-            split,
+            self.split,
             lambda i: self.coordinator.client(i, server.round),
+            self.seed,
         )
 
     def _checkpoint(self, clients: Mapping[str, Any]) -> dict[str, Any]:
-        return checkpoint.compose(self._server, self.bench, self.ledger, self.trainer.callbacks, self.identity, clients)
+        who = {**self.identity, "training": self.settings}
+        return checkpoint.compose(self._server, self.bench, self.ledger, self.trainer.callbacks, who, clients)
 
     def _commit(self) -> None:
         """Make the finished round the one that a crash leaves; the first rank writes."""

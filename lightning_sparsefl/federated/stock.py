@@ -140,10 +140,12 @@ class StockTrainer:
         *,
         stage: Literal["validate", "test"],
         callbacks: Sequence[Callback] = (),
+        datamodule: Any = None,
     ) -> dict[str, float]:
         """Score one client; see :meth:`lightning_sparsefl.federated.local.LocalTrainer.evaluate`."""
-        with borrowed(module, callbacks), _quiet():
-            trainer = self._trainer(callbacks)
+        attached = [*callbacks] if datamodule is None else [_ShowData(datamodule), *callbacks, _HideData()]
+        with borrowed(module, attached), _quiet():
+            trainer = self._trainer(attached)
             getattr(trainer, stage)(module, loader, verbose=False)
             return {name: float(value) for name, value in trainer.callback_metrics.items()}
 

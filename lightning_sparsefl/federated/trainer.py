@@ -13,14 +13,16 @@ from lightning.fabric import Fabric
 from lightning.fabric.utilities.rank_zero import rank_zero_info
 from lightning.pytorch import Callback, LightningDataModule, LightningModule
 from lightning.pytorch.loggers import Logger
+from lightning.pytorch.utilities.seed import isolate_rng
 
 from lightning_sparsefl.data import ClientDataModules
 from lightning_sparsefl.errors import InvalidOption
 from lightning_sparsefl.federated.algorithm import FederatedAlgorithm
+from lightning_sparsefl.federated.client import Split
 from lightning_sparsefl.federated.files import load_plain
 from lightning_sparsefl.federated.local import LocalOptions
 from lightning_sparsefl.federated.options import Federation
-from lightning_sparsefl.federated.process import Ranks, build_fabric, set_threads
+from lightning_sparsefl.federated.process import Ranks, build_fabric, intra_op_threads
 from lightning_sparsefl.federated.profile import Profile, profile
 from lightning_sparsefl.federated.progress import RoundProgressBar
 from lightning_sparsefl.federated.round_lr import RoundLR
@@ -28,6 +30,15 @@ from lightning_sparsefl.federated.session import Session, check_data, check_modu
 
 ClientData = LightningDataModule | Sequence[LightningDataModule]
 """A data module that knows its clients, or one ordinary data module per client."""
+
+_DOORS = (
+    "num_clients",
+    "num_examples",
+    *(f"client_{split}_dataloader" for split in ("train", "val", "test")),
+    "val_dataloader",
+    "test_dataloader",
+)
+"""What the engine asks of client data."""
 
 
 class FederatedTrainer:
@@ -113,8 +124,10 @@ class FederatedTrainer:
             ("check_val_every_n_round", check_val_every_n_round),
             ("num_threads", num_threads),
         ):
-            if value < 1:
+            if not isinstance(value, int) or value < 1:
                 raise InvalidOption(f"`trainer.{name}` is {value}; expected a whole number >= 1.")
+        if timeout <= 0:
+            raise InvalidOption(f"`trainer.timeout` is {timeout}; expected a number of seconds above 0.")
         if not isinstance(algorithm, FederatedAlgorithm):
             raise InvalidOption(
                 f"`algorithm` is a {type(algorithm).__name__}; expected a method of `lightning_sparsefl.algorithms`, "
@@ -241,6 +254,11 @@ class FederatedTrainer:
         ckpt_path: str | None,
     ) -> dict[str, float]:
         client_data = as_client_data(data)
+        if self.fabric.world_size > client_data.num_clients:
+            raise InvalidOption(
+                f"`trainer.devices` asks for {self.fabric.world_size} ranks, but the data has "
+                f"{client_data.num_clients} clients; expected at most one rank per client."
+            )
         settings = self._fast_dev_settings(client_data) if self.fast_dev_run else self
         check_data(client_data, settings.federation)
         check_module(model)
@@ -270,10 +288,11 @@ def _work(
     fabric: Fabric,
 ) -> dict[str, Any]:
     """One process's part; what it returns is small and plain, since it may cross a pipe."""
-    set_threads(trainer.num_threads)
     rank_zero_info(f"{fabric.world_size} rank(s), {trainer.num_threads} intra-op thread(s) each")
-    session = Session(trainer, Ranks(fabric), model, data, ckpt_path)
-    summary = session.fit() if verb == "fit" else session.score(verb)
+    split: dict[str, Split] = {"validate": "val", "test": "test"}
+    with intra_op_threads(trainer.num_threads), isolate_rng():
+        session = Session(trainer, Ranks(fabric), model, data, ckpt_path, split.get(verb))
+        summary = session.fit() if verb == "fit" else session.score()
     return {"summary": summary, "folder": None if session.folder is None else str(session.folder.path)}
 
 
@@ -288,7 +307,7 @@ def as_client_data(data: ClientData | None) -> Any:
     """
     if isinstance(data, Sequence):
         data = ClientDataModules(list(data))
-    missing = [n for n in ("num_clients", "num_examples", "client_train_dataloader") if not hasattr(data, n)]
+    missing = [name for name in _DOORS if not hasattr(data, name)]
     if missing:
         raise InvalidOption(
             f"`data` is a {type(data).__name__} without `{missing[0]}`; expected a `FederatedDataModule`, "

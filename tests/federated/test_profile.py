@@ -267,6 +267,8 @@ class NoSizes(L.LightningDataModule):
     def client_train_dataloader(self, client):
         raise AssertionError("nothing is read")
 
+    client_val_dataloader = client_test_dataloader = client_train_dataloader
+
 
 def test_data_without_nominal_sizes_is_refused_in_a_sentence():
     with pytest.raises(InvalidOption, match=r"^`data` is a NoSizes without `client_sizes`, which `profile` needs\.$"):

@@ -1,4 +1,4 @@
-from lightning_sparsefl.federated.runfolder import RunFolder, Table, last_run, next_version
+from lightning_sparsefl.federated.runfolder import RunFolder, Table, last_run, new_version
 
 
 def test_new_columns_leave_old_rows_empty(tmp_path):
@@ -24,6 +24,7 @@ def test_versions_count_up_and_the_last_run_is_the_newest(tmp_path):
         checkpoints.mkdir(parents=True)
         if version != 10:
             (checkpoints / "last.ckpt").touch()
-    assert next_version(tmp_path / "FedAvg") == 11
+    assert new_version(tmp_path / "FedAvg").name == "version_11"
+    assert new_version(tmp_path / "FedAvg").name == "version_12"
     assert last_run(tmp_path, "FedAvg").name == "version_9"
     assert last_run(tmp_path, "FedSpa") is None

@@ -152,7 +152,7 @@ def test_manual_optimization_trains(trainer):
 def test_gradient_search_refuses_manual_optimization(trainer):
     module = GAN()
     module.forward = lambda x: module.critic(x.flatten(1))
-    with pytest.raises(ClientFailed, match="manual"):
+    with pytest.raises(InvalidOption, match="manual"):
         trainer(FedSpa()).fit(module, blobs())
 
 

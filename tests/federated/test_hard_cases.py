@@ -1,0 +1,365 @@
+"""What ordinary modules, data and callbacks do that an engine could trip over."""
+
+import copy
+import csv
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset, random_split
+
+from lightning_sparsefl import FedAvg, FederatedAlgorithm, FederatedTrainer, Federation, FedSpa
+from lightning_sparsefl.data import FederatedBlobs
+from lightning_sparsefl.errors import InvalidOption
+from lightning_sparsefl.models import MLP
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning")
+
+
+ONCE = MLP(num_classes=4, sample_shape=(1, 1, 8))
+
+
+class Net(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Flatten(), nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 4))
+        self.starts = []
+
+    def forward(self, x):
+        return self.net(x)
+
+    def training_step(self, batch, batch_idx):
+        return F.cross_entropy(self(batch[0]), batch[1])
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val_acc", (self(batch[0]).argmax(1) == batch[1]).float().mean())
+
+    test_step = None
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+del Net.test_step
+
+
+def blobs(**options):
+    settings = {"num_clients": 5, "num_classes": 4, "dim": 8, "val_fraction": 0.2, "batch_size": 16, "drop_last": True}
+    return FederatedBlobs(**{**settings, **options})
+
+
+def mlp():
+    torch.manual_seed(0)
+    return MLP(num_classes=4, sample_shape=(1, 1, 8))
+
+
+@pytest.fixture
+def trainer(tmp_path):
+    def make(algorithm=None, *, federation=None, **options):
+        settings = {
+            "accelerator": "cpu",
+            "devices": 1,
+            "max_rounds": 3,
+            "default_root_dir": str(tmp_path),
+            "logger": False,
+            "enable_progress_bar": False,
+            "seed": 0,
+            "federation": Federation(clients_per_round=3, pictures_every_n_rounds=0, **(federation or {})),
+        }
+        return FederatedTrainer(algorithm=algorithm or FedAvg(), **{**settings, **options})
+
+    return make
+
+
+def test_stock_callbacks_wait_for_the_rounds_that_are_evaluated(trainer, tmp_path):
+    stop = EarlyStopping("global/val_loss", patience=1, mode="max")
+    best = ModelCheckpoint(tmp_path / "best", monitor="global/val_acc", mode="max", save_top_k=1)
+    summary = trainer(callbacks=[stop, best], check_val_every_n_round=2, max_rounds=12).fit(mlp(), blobs())
+    assert summary["rounds"] % 2 == 0
+    assert 4 <= summary["rounds"] < 12
+    assert best.best_model_path
+
+
+def test_modules_that_the_user_keeps_in_evaluation_mode_stay_there(trainer):
+    class Frozen(Net):
+        def on_train_epoch_start(self):
+            self.net[2].eval()
+
+        def training_step(self, batch, batch_idx):
+            self.starts.append(self.net[2].training)
+            return super().training_step(batch, batch_idx)
+
+    for algorithm in (FedAvg(), FedSpa()):
+        module = Frozen()
+        module.net[2].eval()
+        trainer(algorithm, federation={"local_engine": "fast"}).fit(module, blobs())
+        fits = [started for started in module.starts if started]
+        assert not fits
+
+
+def test_buffers_that_are_assigned_anew_do_not_leak_from_client_to_client(trainer):
+    class Counts(Net):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("seen", torch.zeros((), dtype=torch.long))
+            self.register_buffer("level", torch.zeros(()))
+
+        def on_train_start(self):
+            self.starts.append((int(self.seen), float(self.level)))
+
+        def training_step(self, batch, batch_idx):
+            self.seen = self.seen + 1
+            self.level = self.level + 1
+            return super().training_step(batch, batch_idx)
+
+    module = Counts()
+    federation = {"buffers": "server", "local_engine": "fast"}
+    trainer(FedSpa(), federation=federation).fit(module, blobs())
+    fits = module.starts[::2] if len(module.starts) > 9 else module.starts
+    assert set(fits) == {(0, 0.0)}
+
+
+def test_integer_buffers_are_those_of_the_checkpoint(trainer):
+    class Permuted(Net):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("order", torch.randperm(8))
+
+        def forward(self, x):
+            return self.net(x.flatten(1)[:, self.order])
+
+    torch.manual_seed(1)
+    first, other = Permuted(), Permuted()
+    assert not torch.equal(first.order, other.order)
+    run = trainer(max_rounds=6)
+    summary = run.fit(first, blobs())
+    scores = trainer().validate(other, blobs(), str(run.run_folder / "checkpoints" / "last.ckpt"))
+    assert scores["global/val_acc"] == summary["global/val_acc"]
+
+
+def test_all_ranks_take_the_first_ranks_buffers_and_the_same_split(trainer, tmp_path, monkeypatch):
+    for name in ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "NODE_RANK", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+
+    class Split(L.LightningDataModule):
+        def __init__(self, client):
+            super().__init__()
+            self.client = client
+
+        def setup(self, stage=None):
+            g = torch.Generator().manual_seed(self.client)
+            x = torch.randn(64, 8, generator=g)
+            self.train, self.val = random_split(TensorDataset(x, x[:, :4].argmax(1)), [48, 16])
+
+        def train_dataloader(self):
+            return DataLoader(self.train, batch_size=16, shuffle=True)
+
+        def val_dataloader(self):
+            return DataLoader(self.val, batch_size=16)
+
+    content = []
+    for devices, strategy in ((1, "auto"), (2, "client_parallel_fork")):
+        torch.manual_seed(devices)
+        module = mlp()
+        module.example_input_array = torch.zeros(1, 1, 1, 8)
+        run = trainer(devices=devices, strategy=strategy, timeout=60)
+        run.fit(module, [Split(client) for client in range(4)])
+        content.append({name: tensor.numpy().tobytes() for name, tensor in module.state_dict().items()})
+    assert content[0] == content[1]
+
+
+@pytest.mark.filterwarnings("ignore:Checkpoint directory")
+def test_a_resumed_model_checkpoint_keeps_what_it_knew(trainer, tmp_path):
+    def copies():
+        return ModelCheckpoint(
+            tmp_path / "best", filename="{epoch}", monitor="global/val_acc", mode="max", save_top_k=2
+        )
+
+    trainer(callbacks=[copies()], max_rounds=3).fit(mlp(), blobs())
+    best = copies()
+    trainer(callbacks=[best], max_rounds=6).fit(mlp(), blobs(), "last")
+    assert len(list((tmp_path / "best").glob("*.ckpt"))) == 2
+    assert len(best.best_k_models) == 2
+
+
+def test_model_checkpoint_never_writes_the_engines_own_checkpoint(trainer):
+    last = ModelCheckpoint(save_last=True, save_weights_only=True, save_top_k=0)
+    run = trainer(callbacks=[last], federation={"checkpoint_every_n_rounds": 3}, max_rounds=4)
+    run.fit(mlp(), blobs())
+    content = torch.load(run.run_folder / "checkpoints" / "last.ckpt", weights_only=True)
+    assert content["sparsefl"]["round"] == 4
+
+
+def test_a_copy_elsewhere_starts_a_run_folder_of_its_own(trainer, tmp_path):
+    elsewhere = tmp_path / "elsewhere" / "checkpoints"
+    copies = ModelCheckpoint(elsewhere, filename="{epoch}", save_top_k=-1)
+    first = trainer(callbacks=[copies], logger=CSVLogger(tmp_path, "csv"))
+    first.fit(mlp(), blobs())
+    rows = (first.run_folder / "metrics.csv").read_text()
+    second = trainer()
+    second.fit(mlp(), blobs(), str(elsewhere / "epoch=1.ckpt"))
+    assert second.run_folder != first.run_folder
+    assert (first.run_folder / "metrics.csv").read_text() == rows
+    assert [path.name for path in elsewhere.parent.iterdir()] == ["checkpoints"]
+
+
+def test_hyper_parameters_that_a_checkpoint_cannot_hold_stay_out(trainer):
+    class Odd(MLP):
+        def __init__(self, odd=None, size=(1, 2)):
+            super().__init__(num_classes=4, sample_shape=(1, 1, 8))
+            self.save_hyperparameters()
+
+    run = trainer()
+    run.fit(Odd(odd={"act": nn.ReLU}), blobs())
+    content = torch.load(run.run_folder / "checkpoints" / "last.ckpt", weights_only=True)
+    assert content["hyper_parameters"]["size"] == (1, 2)
+    assert "odd" not in content["hyper_parameters"]
+
+
+def test_a_finished_run_gives_its_weights(trainer):
+    trained, again = mlp(), mlp()
+    trainer().fit(trained, blobs())
+    trainer().fit(again, blobs(), "last")
+    assert all(torch.equal(again.state_dict()[name], tensor) for name, tensor in trained.state_dict().items())
+
+
+def test_an_algorithm_decides_what_an_upload_votes_on(trainer):
+    class HeadAtHome(FederatedAlgorithm):
+        def may_vote(self, message):
+            return {name: torch.zeros_like(w, dtype=torch.bool) for name, w in message.weights.items() if ".4." in name}
+
+    class Same(Net):
+        def __init__(self):
+            torch.manual_seed(0)
+            super().__init__()
+
+    module, first = Same(), Same()
+    trainer(HeadAtHome(), federation={"wire": "encode"}).fit(module, blobs())
+    assert torch.equal(module.net[4].weight, first.net[4].weight)
+    assert not torch.equal(module.net[1].weight, first.net[1].weight)
+
+
+def test_an_error_in_an_evaluation_ends_all_ranks_with_its_sentence(trainer, monkeypatch):
+    class Broken(Net):
+        def validation_step(self, batch, batch_idx):
+            if len(batch[0]) < 100:  # a client's own set, not the pooled one, which the other rank scores
+                raise ZeroDivisionError("mine")
+
+    with pytest.raises(Exception, match=r"mine"):
+        trainer(devices=2, strategy="client_parallel_fork", timeout=60).fit(Broken(), blobs(num_train=2000))
+
+
+def test_a_client_that_fails_is_charged_for_its_download(trainer, monkeypatch):
+    train = FedAvg.train
+
+    def fails_for_one(self, message, client):
+        if client.id == 1:
+            raise ValueError("no luck")
+        return train(self, message, client)
+
+    monkeypatch.setattr(FedAvg, "train", fails_for_one)
+    run = trainer(federation={"on_client_error": "skip"}, max_rounds=4)
+    summary = run.fit(mlp(), blobs())
+    with (run.run_folder / "clients.csv").open() as file:
+        rows = [row for row in csv.DictReader(file) if row["downlink_bytes"]]
+    failed = [row for row in rows if row["failure"]]
+    assert failed
+    assert all(int(row["downlink_bytes"]) > 0 and row["uplink_bytes"] == "0" for row in failed)
+    assert summary["comm/downlink_bytes_total"] == sum(int(row["downlink_bytes"]) for row in rows)
+
+
+def test_a_loader_with_a_generator_of_its_own_repeats(trainer):
+    class Own(FederatedBlobs):
+        def client_train_dataloader(self, client):
+            made = self.__dict__.setdefault("loaders", {})
+            if client not in made:
+                stock = super().client_train_dataloader(client)
+                made[client] = DataLoader(
+                    stock.dataset,
+                    16,
+                    shuffle=True,
+                    collate_fn=stock.collate_fn,
+                    generator=torch.Generator().manual_seed(5),
+                )
+            return made[client]
+
+    def data():
+        return Own(num_clients=5, num_classes=4, dim=8, val_fraction=0.2, batch_size=16)
+
+    straight, resumed = mlp(), mlp()
+    trainer(max_rounds=4).fit(straight, data())
+    trainer(max_rounds=2, default_root_dir=trainer().default_root_dir + "/b").fit(mlp(), data())
+    trainer(max_rounds=4, default_root_dir=trainer().default_root_dir + "/b").fit(resumed, data(), "last")
+    assert all(torch.equal(resumed.state_dict()[name], t) for name, t in straight.state_dict().items())
+
+
+def test_nested_schedulers_follow_the_round(trainer):
+    from lightning_sparsefl.federated import ExponentialRoundLR
+
+    class Scheduled(Net):
+        def configure_optimizers(self):
+            optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+            constant = [torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0) for _ in range(2)]
+            scheduler = torch.optim.lr_scheduler.SequentialLR(optimizer, constant, milestones=[2])
+            return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+
+        def training_step(self, batch, batch_idx):
+            self.starts.append(self.optimizers().param_groups[0]["lr"])
+            return super().training_step(batch, batch_idx)
+
+    module = Scheduled()
+    data = blobs(batch_size=8, num_clients=3)
+    trainer(max_rounds=2, round_lr=ExponentialRoundLR(gamma=0.5)).fit(module, data)
+    half = len(module.starts) // 2
+    assert module.starts[:half] == pytest.approx([0.1] * half)
+    assert module.starts[half:] == pytest.approx([0.05] * half)
+
+
+def test_undefined_metrics_other_than_losses_do_not_fail_a_client(trainer):
+    class Undefined(Net):
+        def training_step(self, batch, batch_idx):
+            self.log("train_recall_of_class_7", float("nan"))
+            return super().training_step(batch, batch_idx)
+
+    assert trainer().fit(Undefined(), blobs())["rounds"] == 3
+
+
+def test_the_users_random_numbers_and_threads_are_left_as_they_were(trainer):
+    torch.manual_seed(3)
+    expected = torch.rand(1)
+    torch.manual_seed(3)
+    trainer(num_threads=2).fit(copy.deepcopy(ONCE), blobs())
+    assert torch.equal(torch.rand(1), expected)
+    assert torch.get_num_threads() == 1
+
+
+def test_mistakes_are_told_before_anything_is_trained(trainer):
+    class NoStep(L.LightningModule):
+        pass
+
+    with pytest.raises(InvalidOption, match="`NoStep` has no `training_step`"):
+        trainer().fit(NoStep(), blobs())
+    with pytest.raises(InvalidOption, match="The data has no val set"):
+        trainer().fit(mlp(), blobs(val_fraction=0.0))
+    with pytest.raises(InvalidOption, match="expected at most one rank per client"):
+        trainer(devices=9, strategy="client_parallel_fork").fit(mlp(), blobs())
+    with pytest.raises(InvalidOption, match=r"`federation\.on_client_error` is 'ignore'"):
+        Federation(on_client_error="ignore")
+    with pytest.raises(InvalidOption, match=r"no whole batch"):
+        trainer().fit(mlp(), blobs(batch_size=512))
+    lazy = Net()
+    lazy.net[4] = nn.LazyLinear(4)
+    with pytest.raises(InvalidOption, match="lazy layers"):
+        trainer().fit(lazy, blobs())
+
+
+def test_other_settings_do_not_go_on_with_a_run(trainer):
+    trainer(max_rounds=2).fit(mlp(), blobs())
+    with pytest.raises(ValueError, match="its batch size is 16, this run's is 8"):
+        trainer().fit(mlp(), blobs(batch_size=8), "last")
+    with pytest.raises(ValueError, match="its local epochs is 1, this run's is 2"):
+        trainer(max_epochs=2).fit(mlp(), blobs(), "last")
