@@ -63,7 +63,8 @@ class Update:
     extra: Mapping[str, Weights] = field(default_factory=dict)
     """Further named trees, merged by weight."""
     shared: Shared | None = None
-    """What the server keeps about this client from now on; None = as before."""
+    """What the server keeps about this client from now on; None = as before. A tree of masks under the key ``masks``
+    is what the client holds next: it is coded against the message's masks, and pictures and `mask/changed` show it."""
     memory: Shared | None = None
     """What the client keeps for itself; None = as before. Never sent."""
     metrics: Mapping[str, float] = field(default_factory=dict)
@@ -194,6 +195,11 @@ class TrainerLike(Protocol):
     @property
     def loggers(self) -> Sequence[Any]:
         """Where metrics go."""
+        ...
+
+    @property
+    def callbacks(self) -> Sequence[Any]:
+        """All callbacks of the fit."""
         ...
 
     @property

@@ -57,9 +57,7 @@ def imported(tree: ast.Module, path: Path, root: Path) -> set[str]:
 
 def attributes(tree: ast.Module) -> set[str]:
     """Every attribute chain that starts at a name, such as ``torch.distributed.barrier``."""
-    return {
-        ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute) and _is_chain(node)
-    }
+    return {ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute) and _is_chain(node)}
 
 
 def _is_chain(node: ast.expr) -> bool:

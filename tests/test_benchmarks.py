@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from lightning_sparsefl.federated import algorithm
+
 FOLDER = Path(__file__).parents[1] / "benchmarks"
 TINY = {
     "local_trainer": ["--steps", "2", "--cycles", "1"],
@@ -50,8 +52,6 @@ def keys(tree):
 
 
 def test_a_round_stops_where_the_two_sides_end_with_different_weights(monkeypatch):
-    from lightning_sparsefl.federated import algorithm
-
     adopt = algorithm._adopt
     monkeypatch.setattr(algorithm, "_adopt", lambda *arguments: adopt(*arguments) + 1e-3)
     with pytest.raises(SystemExit, match="different weights"):

@@ -1,7 +1,21 @@
 """Lightning callbacks over `sparse/`: one object, the same behaviour in a `Trainer` and in a client."""
 
+from lightning_sparsefl.callbacks.dynamic_mask import DynamicMask
+from lightning_sparsefl.callbacks.dynamic_pruning_with_feedback import DynamicPruningWithFeedback
+from lightning_sparsefl.callbacks.global_magnitude_pruning import GlobalMagnitudePruning
+from lightning_sparsefl.callbacks.gradual_pruning import GradualPruning
 from lightning_sparsefl.callbacks.layer_freezing import LayerFreezing
 from lightning_sparsefl.callbacks.proximal_term import ProximalTerm
+from lightning_sparsefl.callbacks.sparsity_monitor import SparsityMonitor
 from lightning_sparsefl.callbacks.static_mask import StaticMask
 
-__all__ = ["LayerFreezing", "ProximalTerm", "StaticMask"]
+__all__ = [
+    "DynamicMask",
+    "DynamicPruningWithFeedback",
+    "GlobalMagnitudePruning",
+    "GradualPruning",
+    "LayerFreezing",
+    "ProximalTerm",
+    "SparsityMonitor",
+    "StaticMask",
+]

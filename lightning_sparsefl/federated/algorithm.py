@@ -102,7 +102,10 @@ class FederatedAlgorithm(ABC):  # noqa: B024 - every hook has a default, and jso
         return mask_algebra.apply(server.weights, server.masks)
 
     def finetune(self, server: ServerState, client: Client) -> Weights | None:
-        """The client's weights after a last local fit, run once at the end; None = the method has none."""
+        """The client's weights after a last local fit, run once on the state after the last round; None = none.
+
+        Its scores are the table's ``finetuned/*``; its work is not charged to the ledger.
+        """
         return None
 
     def may_vote(self, message: Message) -> Masks:

@@ -9,12 +9,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_sparsefl.federated.algorithm import FederatedAlgorithm
 from lightning_sparsefl.federated.client import Bench, Client, Split
 from lightning_sparsefl.federated.placement import longest_first
 from lightning_sparsefl.federated.process import Ranks
 from lightning_sparsefl.sparse.masks import apply
-from lightning_sparsefl.types import ServerState
+from lightning_sparsefl.types import ServerState, Weights
 
 _POOLED = -1
 _FALLING = {
@@ -53,13 +52,28 @@ class Scores:
             >>> scores.summary()["personal/val_acc_worst10"]
             0.25
         """
-        keys = {f"global/{name}": value for name, value in self.pooled.items()}
-        for name in sorted({name for metrics in self.personal.values() for name in metrics}):
-            values = [metrics[name] for metrics in self.personal.values() if name in metrics]
-            keys[f"personal/{name}"] = mean = statistics.fmean(values)
-            keys[f"personal/{name}_std"] = math.sqrt(statistics.fmean((value - mean) ** 2 for value in values))
-            keys[f"personal/{name}_worst10"] = worst_tenth(values, higher_is_better(name))
-        return keys
+        pooled = {f"global/{name}": value for name, value in self.pooled.items()}
+        return {**pooled, **spread("personal", self.personal)}
+
+
+def spread(group: str, personal: Mapping[int, Mapping[str, float]]) -> dict[str, float]:
+    """Mean, standard deviation and worst tenth over clients, unweighted.
+
+    Args:
+        group: First part of the keys.
+        personal: Metrics by client number.
+
+    Example:
+        >>> spread("finetuned", {0: {"acc": 1.0}})
+        {'finetuned/acc': 1.0, 'finetuned/acc_std': 0.0, 'finetuned/acc_worst10': 1.0}
+    """
+    keys: dict[str, float] = {}
+    for name in sorted({name for metrics in personal.values() for name in metrics}):
+        values = [metrics[name] for metrics in personal.values() if name in metrics]
+        keys[f"{group}/{name}"] = mean = statistics.fmean(values)
+        keys[f"{group}/{name}_std"] = math.sqrt(statistics.fmean((value - mean) ** 2 for value in values))
+        keys[f"{group}/{name}_worst10"] = worst_tenth(values, higher_is_better(name))
+    return keys
 
 
 def higher_is_better(name: str) -> bool:
@@ -85,7 +99,7 @@ def worst_tenth(values: Sequence[float], rising: bool) -> float:
 
 
 def evaluate(
-    algorithm: FederatedAlgorithm,
+    own: Callable[[Client], Weights | None],
     server: ServerState,
     clients: Sequence[int],
     bench: Bench,
@@ -94,10 +108,10 @@ def evaluate(
     make_client: Callable[[int], Client],
     seed: int,
 ) -> Scores:
-    """Score the global model on the pooled set, and each client's personal model on its own.
+    """Score the global model on the pooled set, and each client's own model on its own.
 
     Args:
-        algorithm: Says what a client is scored with.
+        own: A client's own weights; None = it has none, and no score.
         server: Of the finished round.
         clients: To score.
         bench: Of this rank.
@@ -113,7 +127,9 @@ def evaluate(
         if job == _POOLED:
             return dict(_score_global(server, bench, split, seed))
         client = make_client(job)
-        weights = algorithm.personalize(server, client)
+        weights = own(client)
+        if weights is None:
+            return {}
         return dict(client.evaluate({**weights, **client.buffers} if client.buffers else weights, split))
 
     parts = ranks.share(lambda: {job: score(job) for job in longest_first(loads, ranks.size)[ranks.rank]})

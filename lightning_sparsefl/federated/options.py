@@ -41,7 +41,7 @@ class Federation:
     min_clients: int = 1
     """With `skip`: the fewest clients a round may be merged from."""
     placement: Literal["static", "dynamic"] = "static"
-    """How clients are given to ranks: longest first by expected FLOPs, or whoever is free takes the next."""
+    """How clients are given to ranks: longest first by samples and capacity, or whoever is free takes the next."""
     buffers: Literal["average", "local", "server"] = "average"
     """Floating-point buffers such as running means: averaged by samples, kept by each client, or never changed."""
     wire: Literal["count", "encode"] = "count"

@@ -124,6 +124,8 @@ class Recorder:
         """Rounds that were finished when the newest scores were taken."""
         self._boards = [logger for logger in loggers if isinstance(logger, TensorBoardLogger)]
         self._scores: Mapping[str, float] = {}
+        self.finetuned: Mapping[str, float] = {}
+        """Scores after the clients' last local fit."""
         self._personal: Mapping[int, Mapping[str, float]] = {}
         self._metrics: Mapping[str, float] = {}
         self._declared = session.folder is not None and _was_scored(session.folder)
@@ -190,6 +192,7 @@ class Recorder:
             "clients": self.session.data.num_clients,
             "seed": self.session.seed,
             **self._scores,
+            **self.finetuned,
             **totals,
         }
         if "sparsity/density" in self._metrics:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,9 +15,10 @@ from torch.nn.parameter import UninitializedParameter
 from lightning_sparsefl.cost import Ledger
 from lightning_sparsefl.errors import CheckpointMismatch, InvalidOption
 from lightning_sparsefl.federated import checkpoint
-from lightning_sparsefl.federated.client import Bench, LocalWork, Split
+from lightning_sparsefl.federated.algorithm import FederatedAlgorithm
+from lightning_sparsefl.federated.client import Bench, Client, LocalWork, Split
 from lightning_sparsefl.federated.coordinator import Coordinator, Workload
-from lightning_sparsefl.federated.evaluate import Scores, evaluate
+from lightning_sparsefl.federated.evaluate import Scores, evaluate, spread
 from lightning_sparsefl.federated.facade import RoundTrainer
 from lightning_sparsefl.federated.fleet import Fleet
 from lightning_sparsefl.federated.local import isolate_metrics, local_engine
@@ -30,7 +31,7 @@ from lightning_sparsefl.federated.sampling import evaluated_clients
 from lightning_sparsefl.federated.store import ClientStore
 from lightning_sparsefl.report import print_table, summary_rows
 from lightning_sparsefl.seeds import seed_all
-from lightning_sparsefl.types import ServerState
+from lightning_sparsefl.types import ServerState, Weights
 from lightning_sparsefl.wire import Codec
 
 if TYPE_CHECKING:
@@ -216,6 +217,7 @@ class Session:
             for logger in loggers:
                 logger.finalize("failed")
             raise
+        recorder.finetuned = self._finetuned(server)
         self.bench.load(server.weights)
         return self._close(recorder, loggers)
 
@@ -338,10 +340,17 @@ class Session:
             return None
         return self._evaluate(server)
 
-    def _evaluate(self, server: ServerState) -> Scores:
+    def _finetuned(self, server: ServerState) -> dict[str, float]:
+        """Scores after each client's last local fit, where the method has one; run once, on the final state."""
+        if type(self.algorithm).finetune is FederatedAlgorithm.finetune:
+            return {}
+        scores = self._evaluate(server, lambda client: self.algorithm.finetune(server, client))
+        return spread("finetuned", scores.personal)
+
+    def _evaluate(self, server: ServerState, own: Callable[[Client], Weights | None] | None = None) -> Scores:
         clients = evaluated_clients(self.seed, self.data.num_clients, self.federation.eval_clients)
         return evaluate(
-            self.algorithm,
+            own or (lambda client: self.algorithm.personalize(server, client)),
             server,
             clients,
             self.bench,

@@ -87,6 +87,60 @@ def prune_to(scores: Weights, counts: Mapping[str, int]) -> dict[str, Tensor]:
     return {name: keep_largest(score_of(scores, name), count) for name, count in counts.items()}
 
 
+def shrink(scores: Weights, masks: Masks, counts: Mapping[str, int]) -> dict[str, Tensor]:
+    """Keep the ``counts[name]`` largest scores among those that each mask keeps; what was dropped stays so.
+
+    A mask without a count stays as it is.
+
+    Args:
+        scores: A score for every tensor of `counts`, same shapes.
+        masks: What is kept now.
+        counts: What to keep afterwards.
+
+    Raises:
+        InvalidOption: If a count is more than its mask keeps.
+        IncompatibleMasks: If a mask has no score of its shape.
+
+    Example:
+        >>> shrink({"w": torch.tensor([4.0, 1.0, 9.0])}, {"w": torch.tensor([True, True, False])}, {"w": 1})
+        {'w': tensor([ True, False, False])}
+    """
+    shrunk = {}
+    for name, mask in masks.items():
+        if name in counts:
+            survivors = score_of(scores, name, mask).masked_select(mask)
+            mask = scatter(mask, keep_largest(survivors, counts[name]))
+        shrunk[name] = mask
+    return shrunk
+
+
+def shrink_globally(scores: Weights, masks: Masks, count: int) -> dict[str, Tensor]:
+    """Keep the `count` largest scores of all masks together, among those that they keep.
+
+    Of equal scores that of the earlier mask stays, and in a mask that of the lower index. A mask may end up empty.
+
+    Args:
+        scores: A score for every tensor of `masks`, same shapes, all on one device.
+        masks: What is kept now.
+        count: What to keep afterwards, in sum.
+
+    Raises:
+        InvalidOption: If `count` is more than the masks keep.
+        IncompatibleMasks: If a mask has no score of its shape.
+
+    Example:
+        >>> scores = {"a": torch.tensor([4.0, 1.0]), "b": torch.tensor([3.0, 2.0])}
+        >>> shrink_globally(scores, {name: torch.ones(2, dtype=torch.bool) for name in "ab"}, 2)
+        {'a': tensor([ True, False]), 'b': tensor([ True, False])}
+    """
+    if not masks:
+        return {}
+    survivors = {name: score_of(scores, name, mask).detach().masked_select(mask) for name, mask in masks.items()}
+    keep = keep_largest(torch.cat(list(survivors.values())), count)
+    parts = keep.split([value.numel() for value in survivors.values()])
+    return {name: scatter(mask, part) for (name, mask), part in zip(masks.items(), parts, strict=True)}
+
+
 def random_masks(
     shapes: Shapes, counts: Mapping[str, int], generator: torch.Generator | None = None
 ) -> dict[str, Tensor]:

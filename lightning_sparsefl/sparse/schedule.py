@@ -51,6 +51,30 @@ def cubic(start: float, end: float, step: int, total: int) -> float:
     return end + (start - end) * (1 - min(step, total) / total) ** 3
 
 
+def gradual(start: float, end: float, step: int, first: int, last: int) -> float:
+    """`start` until step `first`, `end` from step `last` on, cubic between them (Zhu and Gupta 2017, eq. 1).
+
+    Raises:
+        InvalidOption: If `last` is not after `first`.
+
+    Example:
+        >>> [gradual(1.0, 0.0, step, 2, 4) for step in range(6)]
+        [1.0, 1.0, 1.0, 0.125, 0.0, 0.0]
+    """
+    value = cubic(start, end, max(0, step - first), last - first)
+    return start if step <= first else value  # exactly
+
+
+def recurs(step: int, first: int, last: int, every: int) -> bool:
+    """Whether something happens at `step` that happens at `first`, each `every` steps after it, and at `last`.
+
+    Example:
+        >>> [step for step in range(12) if recurs(step, 2, 9, 3)]
+        [2, 5, 8, 9]
+    """
+    return first <= step <= last and ((step - first) % every == 0 or step == last)
+
+
 def _progress(step: int, total: int) -> float:
     """From 0 at step 0 to 1 at step ``total - 1``."""
     if total < 1:

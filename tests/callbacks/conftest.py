@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import importlib.util
+from pathlib import Path
 from typing import NamedTuple
 
 import lightning as L
@@ -73,7 +75,7 @@ def recipes():
 def fit(tmp_path):
     """Trains a module with callbacks in a plain Trainer, and returns the trainer."""
 
-    def run(module, callbacks, recipe=RECIPES["sgd"], epochs=3, ckpt_path=None, batches=None):
+    def run(module, callbacks, recipe=RECIPES["sgd"], epochs=3, ckpt_path=None, batches=None, **options):
         trainer = L.Trainer(
             accelerator="cpu",
             devices=1,
@@ -87,6 +89,7 @@ def fit(tmp_path):
             enable_progress_bar=False,
             enable_model_summary=False,
             default_root_dir=tmp_path,
+            **options,
         )
         trainer.fit(module, loader(), ckpt_path=ckpt_path)
         return trainer
@@ -94,7 +97,17 @@ def fit(tmp_path):
     return run
 
 
-def _nothing(parameters):
+@pytest.fixture(scope="session")
+def slow():
+    """The slow twins of `sparse`."""
+    path = Path(__file__).parents[1] / "reference" / "sparse_reference.py"
+    spec = importlib.util.spec_from_file_location("sparse_reference", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _nothing(*_):
     """Leaves everything as it is."""
 
 
@@ -102,7 +115,9 @@ def _nothing(parameters):
 def by_hand():
     """The same training as a loop in plain torch: `penalty` joins the loss, `edit_*` stand where the callback acts."""
 
-    def run(module, recipe, *, epochs=3, penalty=None, edit_gradients=_nothing, edit_weights=_nothing):
+    def run(
+        module, recipe, *, epochs=3, penalty=None, before_step=_nothing, edit_gradients=_nothing, edit_weights=_nothing
+    ):
         module = copy.deepcopy(module)
         parameters = dict(module.named_parameters())
         optimizer = recipe.optimizer(module.parameters())
@@ -116,6 +131,8 @@ def by_hand():
                     continue
                 if penalty is not None:
                     penalty(parameters).backward()
+                with torch.no_grad():
+                    before_step(parameters, optimizer)
                 edit_gradients(parameters)
                 if recipe.clip is not None:
                     nn.utils.clip_grad_norm_(module.parameters(), recipe.clip)

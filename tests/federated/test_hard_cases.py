@@ -363,3 +363,17 @@ def test_other_settings_do_not_go_on_with_a_run(trainer):
         trainer().fit(mlp(), blobs(batch_size=8), "last")
     with pytest.raises(ValueError, match="its local epochs is 1, this run's is 2"):
         trainer(max_epochs=2).fit(mlp(), blobs(), "last")
+
+
+def test_fine_tuning_runs_once_at_the_end_and_is_in_the_table(trainer):
+    calls = []
+
+    class Tuned(FederatedAlgorithm):
+        def finetune(self, server, client):
+            calls.append((server.round, client.id))
+            return client.fit(server.weights).weights
+
+    summary = trainer(Tuned()).fit(mlp(), blobs())
+    assert sorted(calls) == [(3, client) for client in range(5)]
+    assert summary["finetuned/val_loss"] != summary["personal/val_loss"]
+    assert {"finetuned/val_acc_std", "finetuned/val_acc_worst10"} <= summary.keys()

@@ -1,6 +1,8 @@
 """Every recipe in a LightningCLI project that knows nothing of us, and in `sparsefl fit`."""
 
 import inspect
+import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -9,10 +11,23 @@ import pytest
 import yaml
 
 from lightning_sparsefl import callbacks
+from lightning_sparsefl.callbacks.masking import MaskingCallback
 
 ROOT = Path(__file__).parents[2]
 RECIPES = sorted((ROOT / "callbacks").glob("*.yaml"))
-PROJECT = """
+RUN_EACH = """
+def run_each(run):
+    for name, arguments in json.loads(sys.argv.pop()).items():
+        for stream in (sys.stdout, sys.stderr):
+            print(f"\\n=== {name}", file=stream, flush=True)
+        try:
+            run(arguments)
+        except Exception:
+            traceback.print_exc()
+"""
+"""Several runs in one process, since to start one takes longer than to run it; each is told apart by its name."""
+PROJECT = f"""
+import json, sys, traceback
 import torch
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.demos.boring_classes import BoringDataModule, BoringModel
@@ -22,58 +37,137 @@ class Model(BoringModel):
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
+{RUN_EACH}
+def run(arguments):
+    cli = LightningCLI(Model, BoringDataModule, args=arguments)
+    print("CALLBACKS", [type(callback).__name__ for callback in cli.trainer.callbacks])
+    print("KEPT", int((cli.model.layer.weight != 0).sum()), "OF", cli.model.layer.weight.numel())
+    print("LOGGED", sorted(cli.trainer.callback_metrics))
 
-cli = LightningCLI(Model, BoringDataModule)
-print("CALLBACKS", [type(callback).__name__ for callback in cli.trainer.callbacks])
-print("KEPT", int((cli.model.layer.weight != 0).sum()), "OF", cli.model.layer.weight.numel())
+
+run_each(run)
+"""
+FEDERATION = f"""
+import json, sys, traceback
+from lightning_sparsefl.cli import main
+
+{RUN_EACH}
+run_each(lambda arguments: print("CODE", main(arguments)))
 """
 
 
+def entries(path):
+    return yaml.safe_load(path.read_text())["trainer"]["callbacks+"]
+
+
 def names(path):
-    entries = yaml.safe_load(path.read_text())["trainer"]["callbacks+"]
-    return [entry["class_path"].rsplit(".", 1)[1] for entry in entries]
+    return [entry["class_path"].rsplit(".", 1)[1] for entry in entries(path)]
 
 
-def in_shell(command, folder):
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=240, check=False)
+def masks(path):
+    return any(issubclass(getattr(callbacks, name), MaskingCallback) for name in names(path))
 
 
-def run_plain(folder, recipes):
-    (folder / "train.py").write_text(PROJECT)
-    stacked = [part for recipe in recipes for part in ("--config", str(recipe))]
+def recipe(name):
+    return ROOT / "callbacks" / f"{name}.yaml"
+
+
+def run_all(source, jobs, folder):
+    """What each job printed, and what it said on the way."""
+    (folder / "train.py").write_text(source)
+    command = [sys.executable, "train.py", json.dumps(jobs)]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stderr
+    parts = [re.split(r"^=== (.*)$", text, flags=re.MULTILINE)[1:] for text in (done.stdout, done.stderr)]
+    outputs, errors = (dict(zip(part[::2], part[1::2], strict=True)) for part in parts)
+    assert outputs.keys() == errors.keys() == jobs.keys()
+    return {name: (outputs[name], errors[name]) for name in jobs}
+
+
+STACK = [recipe("static_mask_erk"), *(path for path in RECIPES if not masks(path))]
+CONFLICT = [recipe("static_mask_erk"), recipe("dpf")]
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    """Each recipe in a project of its own making, then recipes stacked."""
     quiet = ["--trainer.logger=false", "--trainer.enable_progress_bar=false", "--trainer.accelerator=cpu"]
     options = ["--trainer.max_epochs=1", "--trainer.limit_train_batches=3", "--trainer.enable_checkpointing=false"]
-    return in_shell([sys.executable, "train.py", "fit", *quiet, *options, *stacked], folder)
+    stacks = {path.stem: [path] for path in RECIPES} | {"stack": STACK, "conflict": CONFLICT}
+    jobs = {
+        name: [
+            *("fit", *quiet, *options, f"--trainer.default_root_dir={name}"),  # where the saved config.yaml lies
+            *(part for path in paths for part in ("--config", str(path))),
+        ]
+        for name, paths in stacks.items()
+    }
+    return run_all(PROJECT, jobs, tmp_path_factory.mktemp("plain"))
 
 
-@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
-def test_in_a_plain_project(recipe, tmp_path):
-    done = run_plain(tmp_path, [recipe])
-    assert done.returncode == 0, done.stderr
-    listed = done.stdout.split("CALLBACKS")[1].splitlines()[0]
-    assert all(name in listed for name in names(recipe))
+@pytest.fixture(scope="module")
+def federated(tmp_path_factory):
+    """Each recipe in the quickstart, whose FedSpa brings masks of its own; FedAvg takes its place beside a mask."""
+    quickstart = ["fit", "--config", str(ROOT / "configs" / "quickstart.yaml"), "--trainer.fast_dev_run=true"]
+    jobs = {
+        path.stem: [*quickstart, *(["--algorithm=FedAvg"] if masks(path) else []), "--config", str(path)]
+        for path in RECIPES
+    }
+    jobs["conflict"] = [*quickstart, "--config", str(recipe("static_mask_erk"))]
+    return run_all(FEDERATION, jobs, tmp_path_factory.mktemp("federated"))
 
 
-def test_recipes_stack_and_act(tmp_path):
-    done = run_plain(tmp_path, RECIPES)
-    assert done.returncode == 0, done.stderr
-    listed = done.stdout.split("CALLBACKS")[1].splitlines()[0]
-    assert all(name in listed for recipe in RECIPES for name in names(recipe))
-    kept, total = (int(word) for word in done.stdout.split("KEPT")[1].split() if word.isdigit())
+def kept_by(path, total):
+    """Weights that a recipe leaves of `total` in one layer, after 3 steps."""
+    options = entries(path)[0]["init_args"]
+    return int(options.get("density", 1.0) * (1 - options.get("fraction", 0.0) * ("epochs" in options)) * total)
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_in_a_plain_project(path, plain):
+    output, errors = plain[path.stem]
+    assert "CALLBACKS" in output, errors
+    listed = output.split("CALLBACKS")[1].splitlines()[0]
+    assert all(name in listed for name in names(path))
+    kept, total = (int(word) for word in output.split("KEPT")[1].split() if word.isdigit())
+    assert kept == kept_by(path, total)
+    assert ("sparsity/density" in output) == (names(path) == ["SparsityMonitor"])
+    assert all(entry["class_path"].startswith("lightning_sparsefl.callbacks.") for entry in entries(path))
+
+
+def test_recipes_stack_and_act(plain):
+    output, errors = plain["stack"]
+    assert "CALLBACKS" in output, errors
+    listed = output.split("CALLBACKS")[1].splitlines()[0]
+    assert len(STACK) > 2
+    assert all(name in listed for path in STACK for name in names(path))
+    kept, total = (int(word) for word in output.split("KEPT")[1].split() if word.isdigit())
     assert kept == int(0.2 * total)
 
 
-@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
-def test_in_a_federation(recipe, tmp_path):
-    config = ["--config", str(ROOT / "configs" / "quickstart.yaml"), "--config", str(recipe)]
-    command = [sys.executable, "-m", "lightning_sparsefl.cli", "fit", *config, "--trainer.fast_dev_run=true"]
-    done = in_shell(command, tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert f"{', '.join(names(recipe))} in `trainer.callbacks` works on clients" in done.stderr
+def test_recipes_that_mask_the_same_weights_do_not_stack(plain):
+    output, errors = plain["conflict"]
+    assert "CALLBACKS" not in output
+    assert errors.rstrip().endswith(
+        "InvalidOption: `StaticMask` and `DynamicPruningWithFeedback` both claim `layer.weight`; "
+        "keep one of them, or give them `layers` that do not overlap."
+    )
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_in_a_federation(path, federated):
+    output, errors = federated[path.stem]
+    assert "CODE 0" in output, errors
+    assert f"{', '.join(names(path))} in `trainer.callbacks` works on clients" in errors
+
+
+def test_an_algorithm_with_masks_of_its_own_takes_no_second_one(federated):
+    output, errors = federated["conflict"]
+    assert "CODE 2" in output
+    assert "Two `StaticMask` claim `net.conv1.weight`; keep one of them (a federated algorithm with masks" in errors
 
 
 def test_every_callback_that_yaml_can_say_has_a_recipe():
-    recipes = {name for recipe in RECIPES for name in names(recipe)}
+    recipes = {name for path in RECIPES for name in names(path)}
     kinds = {name: getattr(callbacks, name) for name in callbacks.__all__}
     required = {
         name
@@ -83,10 +177,10 @@ def test_every_callback_that_yaml_can_say_has_a_recipe():
     assert required <= recipes
 
 
-@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
-def test_each_says_what_it_does_and_the_same_in_python(recipe):
-    first, second = recipe.read_text().splitlines()[:2]
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_each_says_what_it_does_and_the_same_in_python(path):
+    first, second = path.read_text().splitlines()[:2]
     assert first.startswith("# ")
     assert second.startswith("# The same in Python: Trainer(callbacks=[")
-    table = (recipe.parent / "README.md").read_text()
-    assert f"`{recipe.name}`" in table
+    table = (path.parent / "README.md").read_text()
+    assert f"`{path.name}`" in table

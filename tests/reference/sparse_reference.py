@@ -184,6 +184,20 @@ def prune_to(scores, counts):
     return {name: keep_largest(scores[name], count) for name, count in counts.items()}
 
 
+def shrink(scores, masks, counts):
+    out = {}
+    for name, mask in masks.items():
+        places = [place for place in range(mask.size) if mask.flat[place]]
+        out[name] = _mask_of(mask.shape, _ranked(scores[name], places)[: counts.get(name, len(places))])
+    return out
+
+
+def shrink_globally(scores, masks, count):
+    order = [(name, place) for name, mask in masks.items() for place in range(mask.size) if mask.flat[place]]
+    best = sorted(order, key=lambda at: (-scores[at[0]].flat[at[1]], order.index(at)))[:count]
+    return {name: _mask_of(mask.shape, [place for n, place in best if n == name]) for name, mask in masks.items()}
+
+
 def regrow(scores, masks, counts):
     grown = {}
     for name, mask in masks.items():
@@ -208,3 +222,15 @@ def constant(initial, step, total):
 
 def cubic(start, end, step, total):
     return end + (start - end) * (1 - step / total) ** 3
+
+
+def gradual(start, end, step, first, last):
+    if step <= first:
+        return start
+    if step >= last:
+        return end
+    return end + (start - end) * (1 - Fraction(step - first, last - first)) ** 3
+
+
+def recurs(step, first, last, every):
+    return step in {*range(first, last + 1, every), last}

@@ -85,6 +85,16 @@ def test_prune_and_regrow(drawn, fraction):
     agree(prune.prune_to(weights, counts), slow.prune_to(numpy(weights), counts))
 
 
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.5, 1.0])
+def test_shrink(drawn, share):
+    weights, a, _ = drawn
+    score = scores.magnitude(weights)
+    left = {name: int(share * count) for name, count in masks.counts(a).items() if name != "t5"}
+    agree(prune.shrink(score, a, left), slow.shrink(numpy(score), numpy(a), left))
+    count = int(share * masks.kept(a))
+    agree(prune.shrink_globally(score, a, count), slow.shrink_globally(numpy(score), numpy(a), count))
+
+
 def test_keep_largest(drawn):
     weights, _, _ = drawn
     for value in weights.values():
@@ -121,3 +131,12 @@ def test_schedules(total):
         assert schedule.linear(0.4, step, total) == pytest.approx(slow.linear(0.4, step, total), abs=1e-15)
         assert schedule.cosine(0.4, step, total) == pytest.approx(slow.cosine(0.4, step, total), abs=1e-15)
         assert schedule.cubic(0.9, 0.2, step, total) == pytest.approx(slow.cubic(0.9, 0.2, step, total))
+
+
+@pytest.mark.parametrize(("first", "last"), [(0, 1), (0, 9), (3, 5), (4, 14)])
+@pytest.mark.parametrize("every", [1, 3, 40])
+def test_windows(first, last, every):
+    for step in range(20):
+        assert schedule.recurs(step, first, last, every) == slow.recurs(step, first, last, every)
+        twin = float(slow.gradual(1, 0.2, step, first, last))
+        assert schedule.gradual(1.0, 0.2, step, first, last) == pytest.approx(twin)

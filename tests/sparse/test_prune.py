@@ -5,7 +5,15 @@ import torch
 
 from lightning_sparsefl.errors import IncompatibleMasks, InvalidOption
 from lightning_sparsefl.sparse.masks import counts, dense_like
-from lightning_sparsefl.sparse.prune import keep_largest, prune, prune_to, random_masks, scatter
+from lightning_sparsefl.sparse.prune import (
+    keep_largest,
+    prune,
+    prune_to,
+    random_masks,
+    scatter,
+    shrink,
+    shrink_globally,
+)
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 3, 4, 5, 6])
@@ -105,3 +113,33 @@ def test_random_masks_are_spread_evenly():
 def test_scatter_writes_in_order():
     mask = torch.tensor([[True, False], [True, True]])
     assert scatter(mask, torch.tensor([False, True, True])).tolist() == [[False, False], [True, True]]
+
+
+def test_what_was_dropped_does_not_return_when_shrinking():
+    scores = {"a": torch.tensor([5.0, 1.0, 9.0]), "b": torch.tensor([2.0, 8.0])}
+    masks = {"a": torch.tensor([True, True, False]), "b": torch.tensor([True, True])}
+    assert shrink(scores, masks, {"a": 1})["a"].tolist() == [True, False, False]
+    assert shrink(scores, masks, {"a": 1})["b"] is masks["b"]
+    left = shrink_globally(scores, masks, 2)
+    assert (left["a"].tolist(), left["b"].tolist()) == ([True, False, False], [False, True])
+
+
+def test_shrinking_globally_may_empty_a_mask_and_ties_go_to_the_earlier():
+    scores = {"a": torch.zeros(2, 2), "b": torch.zeros(3)}
+    left = shrink_globally(scores, dense_like(scores), 4)
+    assert counts(left) == {"a": 4, "b": 0}
+    assert shrink_globally({}, {}, 0) == {}
+
+
+@pytest.mark.parametrize("count", [-1, 4])
+def test_shrinking_to_more_than_there_is_is_refused(count):
+    scores, masks = {"a": torch.ones(4)}, {"a": torch.tensor([True, True, True, False])}
+    with pytest.raises(InvalidOption, match="expected 0 to 3"):
+        shrink(scores, masks, {"a": count})
+    with pytest.raises(InvalidOption, match="expected 0 to 3"):
+        shrink_globally(scores, masks, count)
+
+
+def test_a_mask_without_a_score_cannot_shrink():
+    with pytest.raises(IncompatibleMasks, match="`a` has a mask but no score"):
+        shrink_globally({}, {"a": torch.ones(2, dtype=torch.bool)}, 1)

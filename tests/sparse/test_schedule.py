@@ -36,3 +36,21 @@ def test_steps_that_cannot_be_are_refused(call):
         call(0.5, -1, 3)
     with pytest.raises(InvalidOption, match="`total=0`"):
         schedule.cubic(0.5, 0.1, 0, 0)
+
+
+def test_gradual_holds_still_outside_its_window():
+    values = [schedule.gradual(0.9, 0.3, step, 4, 8) for step in range(12)]
+    assert values[:5] == [0.9] * 5
+    assert values[8:] == [0.3] * 4
+    assert values[4:9] == sorted(values[4:9], reverse=True)
+    assert len(set(values[4:9])) == 5
+
+
+def test_a_window_needs_a_step():
+    with pytest.raises(InvalidOption, match="`total=0`"):
+        schedule.gradual(0.9, 0.3, 5, 4, 4)
+
+
+def test_the_last_step_recurs_even_off_the_beat():
+    assert [step for step in range(20) if schedule.recurs(step, 1, 10, 4)] == [1, 5, 9, 10]
+    assert [step for step in range(20) if schedule.recurs(step, 0, 3, 100)] == [0, 3]

@@ -1,0 +1,163 @@
+"""Train under a mask that moves.
+
+SET: Mocanu et al., "Scalable training of artificial neural networks with adaptive sparse connectivity inspired by
+network science", Nature Communications 2018. RigL: Evci et al., "Rigging the lottery: making all tickets winners",
+ICML 2020, algorithm 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.rank_zero import WarningCache
+
+from lightning_sparsefl.callbacks.clock import StepClock
+from lightning_sparsefl.callbacks.masking import MaskingCallback
+from lightning_sparsefl.callbacks.options import (
+    LayerDensity,
+    drawn,
+    require,
+    require_density,
+    require_interval,
+    require_layer_density,
+)
+from lightning_sparsefl.seeds import generator
+from lightning_sparsefl.sparse import scores
+from lightning_sparsefl.sparse.density import ceil_count
+from lightning_sparsefl.sparse.masks import counts
+from lightning_sparsefl.sparse.prune import prune
+from lightning_sparsefl.sparse.regrow import regrow
+from lightning_sparsefl.sparse.schedule import cosine
+from lightning_sparsefl.types import Masks, Weights
+
+_warnings = WarningCache()
+
+
+class DynamicMask(MaskingCallback):
+    """Drops small weights and grows others in their place, every few steps; no layer's density ever changes.
+
+    With ``growth="gradient"`` it is RigL: the weights with the largest gradients grow, by the gradient of the step
+    at which the mask moves, which is dense since only weights are zeroed. With ``growth="random"`` it is SET. At step
+    t a layer drops ``ceil(fraction / 2 * (1 + cos(pi * t / t_stop)) * kept)`` of its weights. A weight that grows
+    starts at zero (in SET's own paper at random, in RigL's comparison at zero), and what the optimizers remember of
+    it is zero.
+
+    Unlike in the papers' code the optimizer takes its step also where the mask moves, under the new mask. Where
+    mixed precision skips a step for gradients that are not finite, the move waits for the next one. Stand
+    callbacks that write gradients before this one. A second `fit` goes on with the masks of the first and starts
+    the schedule again.
+
+    Args:
+        density: Fraction of the layers' weights to keep, in (0, 1]; the first mask is drawn when training starts.
+        layer_density: How the density is spread over layers, by the Erdos-Renyi-Kernel rule or evenly.
+        growth: "gradient" (RigL) or "random" (SET).
+        fraction: Of a layer's weights to move first, in [0, 1]; it decays to zero by a half cosine.
+        every_n_steps: Optimizer steps between two moves.
+        stop: Share of the training after which the mask stays, in (0, 1].
+        seed: Of the first mask and of random growth.
+        layers: Patterns of layer names, such as ``["*conv*", "!head*"]``; None = all tensors of two or more
+            dimensions.
+
+    Raises:
+        InvalidOption: If an option is out of its range, a pattern matches no layer, another callback masks the same
+            weights, or the length of the training is unknown.
+
+    Example:
+        >>> DynamicMask(density=0.1, growth="random", fraction=0.5).growth
+        'random'
+    """
+
+    def __init__(
+        self,
+        density: float = 0.2,
+        layer_density: LayerDensity = "erk",
+        growth: Literal["gradient", "random"] = "gradient",
+        fraction: float = 0.3,
+        every_n_steps: int = 100,
+        stop: float = 0.75,
+        seed: int = 0,
+        layers: list[str] | str | None = None,
+    ) -> None:
+        require_density("DynamicMask", density)
+        require_layer_density("DynamicMask", layer_density)
+        require(growth in ("gradient", "random"), "DynamicMask", "growth", growth, "'gradient' or 'random'")
+        require(0 <= fraction <= 1, "DynamicMask", "fraction", fraction, "a number in [0, 1]")
+        require_interval("DynamicMask", every_n_steps)
+        require(0 < stop <= 1, "DynamicMask", "stop", stop, "a share of the training in (0, 1]")
+        super().__init__(layers)
+        self.density, self.layer_density, self.growth, self.fraction = density, layer_density, growth, fraction
+        self.every_n_steps, self.stop, self.seed = every_n_steps, stop, seed
+        self._clock = StepClock()
+        self._last = 1
+        self._due: list[str] = []
+        self._draws = 0
+
+    def first_masks(self, weights: Weights) -> Masks:
+        """Drawn from the seed."""
+        return drawn(weights, self.density, self.layer_density, self.seed, "dynamic mask")
+
+    def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
+        """Plan the moves."""
+        if not self._clock.start(trainer, "DynamicMask"):
+            self._due = []
+        self._last = max(1, ceil_count(self.stop, self._clock.total))
+        if self.every_n_steps >= self._last:
+            _warnings.warn(
+                f"`DynamicMask(every_n_steps={self.every_n_steps})` never moves its mask, since moves end at step "
+                f"{self._last} of {self._clock.total}; choose fewer steps."
+            )
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: LightningModule, optimizer: Any) -> None:
+        """Move the mask if it is time, and mask the gradients."""
+        if self._due:
+            stepping = {id(weight) for group in optimizer.param_groups for weight in group["params"]}
+            ready = [name for name in self._due if id(self._weights[name]) in stepping and self._has_gradient(name)]
+            if ready:
+                self._move(ready, trainer.optimizers)
+        super().on_before_optimizer_step(trainer, pl_module, optimizer)
+
+    def _has_gradient(self, name: str) -> bool:
+        grad = self._weights[name].grad
+        return grad is not None and bool(torch.isfinite(grad).all())
+
+    def _move(self, names: Sequence[str], optimizers: Sequence[Any]) -> None:
+        held = {name: self.masks[name] for name in names}
+        share = cosine(self.fraction, self._clock.step, self._last + 1)
+        left = prune(scores.magnitude({name: self._weights[name] for name in names}), held, share)
+        self.hold(regrow(self._growth_scores(names), left, counts(held)))
+        self.forget(optimizers, names)
+        self._due = [name for name in self._due if name not in held]
+
+    def _growth_scores(self, names: Sequence[str]) -> Weights:
+        if self.growth == "gradient":
+            gradients = {name: self._weights[name].grad for name in names}
+            return scores.gradient({name: grad for name, grad in gradients.items() if grad is not None})
+        self._draws += 1
+        weights = {name: self._weights[name] for name in names}
+        drawn = scores.random(weights, generator(self.seed, "grow", self._draws))
+        return {name: score.to(weights[name].device) for name, score in drawn.items()}
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Mask the weights, and see whether the next step moves the mask."""
+        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+        if self._clock.tick(trainer) and self._clock.step % self.every_n_steps == 0 and self._clock.step < self._last:
+            self._due = list(self.masks)
+
+    def release(self) -> None:
+        """Let go of the module's tensors."""
+        super().release()
+        self._clock.stop()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The masks, one bit a weight, and where the schedule stands."""
+        plan = {"clock": self._clock.state_dict(), "due": list(self._due), "draws": self._draws}
+        return super().state_dict() | plan
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on with the masks and the schedule of a checkpoint."""
+        super().load_state_dict(state_dict)
+        self._clock.load_state_dict(state_dict["clock"])
+        self._due, self._draws = list(state_dict["due"]), state_dict["draws"]

@@ -1,0 +1,81 @@
+"""Prune by magnitude over all layers together, once or between epochs.
+
+Han et al., "Learning both weights and connections for efficient neural networks", NeurIPS 2015.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning.pytorch import LightningModule
+
+from lightning_sparsefl.callbacks.masking import MaskingCallback
+from lightning_sparsefl.callbacks.options import require
+from lightning_sparsefl.sparse.density import ceil_count
+from lightning_sparsefl.sparse.masks import kept
+from lightning_sparsefl.sparse.prune import shrink_globally
+from lightning_sparsefl.sparse.scores import magnitude
+
+
+class GlobalMagnitudePruning(MaskingCallback):
+    """Drops a fraction of the kept weights, the smallest of all layers together, at the start of some epochs.
+
+    ``epochs=[0]`` is one-shot, for a module that is trained already; ``fraction=0.2, epochs=[0, 5, 10]`` leaves
+    0.8, 0.64, 0.512. What was dropped stays so. Fits compound: a second `fit` by a new trainer counts its epochs from
+    0 again, and drops the fraction of what the first one left.
+
+    Args:
+        fraction: Of the weights kept so far, in [0, 1); the ``ceil(fraction * kept)`` smallest go.
+        epochs: Numbers of the epochs, from 0, at whose start it prunes; None = ``[0]``.
+        layers: Patterns of layer names, such as ``["*conv*", "!head*"]``; None = all tensors of two or more
+            dimensions.
+
+    Raises:
+        InvalidOption: If an option is out of its range, a pattern matches no layer, or another callback masks the
+            same weights.
+
+    Example:
+        >>> GlobalMagnitudePruning(fraction=0.2, epochs=[0, 5, 10]).epochs
+        [0, 5, 10]
+    """
+
+    def __init__(
+        self, fraction: float = 0.5, epochs: list[int] | None = None, layers: list[str] | str | None = None
+    ) -> None:
+        require(0 <= fraction < 1, "GlobalMagnitudePruning", "fraction", fraction, "a number in [0, 1)")
+        known = epochs is None or (len(epochs) > 0 and min(epochs) >= 0)
+        require(known, "GlobalMagnitudePruning", "epochs", epochs, "numbers of epochs, from 0")
+        super().__init__(layers)
+        self.fraction, self.epochs = fraction, [0] if epochs is None else list(epochs)
+        self._pruned_at = -1
+        self._resumed = False
+
+    def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
+        """A new fit prunes anew."""
+        if not self._resumed:
+            self._pruned_at = -1
+        self._resumed = False
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: LightningModule) -> None:
+        """Prune if it is time."""
+        epoch = trainer.current_epoch
+        if epoch in self.epochs and epoch > self._pruned_at:
+            before = kept(self.masks)
+            left = before - ceil_count(self.fraction, before)
+            self.hold(shrink_globally(magnitude(self._weights), self.masks, left))
+            self.forget(trainer.optimizers, self.masks)
+            self._pruned_at = epoch
+
+    def release(self) -> None:
+        """Let go of the module's tensors."""
+        super().release()
+        self._resumed = False
+
+    def state_dict(self) -> dict[str, Any]:
+        """The masks, one bit a weight, and the last epoch at which it pruned."""
+        return super().state_dict() | {"pruned_at": self._pruned_at}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on with the masks of a checkpoint."""
+        super().load_state_dict(state_dict)
+        self._pruned_at, self._resumed = state_dict["pruned_at"], True

@@ -1,0 +1,180 @@
+"""What the callbacks that mask weights have in common; each of them says which masks, and when they change."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import Tensor
+
+from lightning_sparsefl.callbacks.layers import choose
+from lightning_sparsefl.errors import InvalidOption
+from lightning_sparsefl.sparse.masks import check, dense_like, pack, unpack
+from lightning_sparsefl.types import Masks, Weights
+
+_unattached = itertools.count()
+
+
+class MaskingCallback(Callback):
+    """Holds masks over layers that are its own: gradients are masked before clipping and the step, weights after it.
+
+    Masking only the weights would be wrong with momentum and weight decay, whose buffers would keep moving.
+
+    Args:
+        layers: Patterns of names; see :func:`lightning_sparsefl.callbacks.layers.choose`.
+        masks: Named bool tensors to start from, which say by themselves which layers; None = `first_masks`.
+    """
+
+    def __init__(self, layers: list[str] | str | None = None, masks: Masks | None = None) -> None:
+        self.layers = layers
+        self.masks: dict[str, Tensor] = dict(masks or {})
+        self._given: tuple[str, ...] | None = None if masks is None else tuple(masks)
+        self._made = masks is not None
+        self._key: str | None = None
+        self._weights: dict[str, Tensor] = {}
+        self._factors: dict[str, Tensor] = {}
+
+    def first_masks(self, weights: Weights) -> Masks:
+        """The masks that the first fit starts with."""
+        return dense_like(weights)
+
+    def started(self) -> None:
+        """Called when a fit starts, before the masks are applied."""
+
+    def claims(self, parameters: Weights) -> tuple[str, ...]:
+        """Names of the parameters that this callback masks, and no other may."""
+        return tuple(self.masks) if self._made else choose(parameters, self.layers, type(self).__name__)
+
+    @property
+    def state_key(self) -> str:
+        """The class, with what tells it from others of the class where there are such.
+
+        Before `setup` each reading differs: the Trainer refuses callbacks of one key when it is built, in words that
+        name no layer, and `setup` can say which layer and what to do.
+        """
+        return f"{type(self).__qualname__} {next(_unattached)}" if self._key is None else self._key
+
+    def setup(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
+        """See that no other callback masks the same weights."""
+        alone = sum(type(other) is type(self) for other in trainer.callbacks) == 1
+        options = {"layers": self.layers, "masks": self._given}
+        self._key = type(self).__qualname__ if alone else self._generate_state_key(**options)
+        if stage == "fit" and not is_overridden("configure_model", pl_module):  # which makes the layers later
+            self._check(trainer, dict(pl_module.named_parameters()))
+
+    def _check(self, trainer: Any, parameters: Weights) -> None:
+        wrapped = next((name for name in parameters if "_orig_mod" in name.split(".")), None)
+        if wrapped is not None:
+            raise InvalidOption(
+                f"`{type(self).__name__}`: `torch.compile` has renamed a layer to `{wrapped}`; compile the layer in "
+                "place with `layer.compile()`, or the whole module with `trainer.fit(torch.compile(module))`."
+            )
+        others = [callback for callback in trainer.callbacks if isinstance(callback, MaskingCallback)]
+        if self in others:
+            others.remove(self)
+        mine = self.claims(parameters)
+        for other in others:
+            both = set(mine).intersection(other.claims(parameters))
+            if both:
+                raise InvalidOption(_shared(self, other, next(name for name in mine if name in both)))
+
+    def on_fit_start(self, trainer: Any, pl_module: LightningModule) -> None:
+        """Make the masks if there are none yet, and apply them."""
+        parameters = dict(pl_module.named_parameters())
+        if not self._made:
+            self.masks = dict(self.first_masks({name: parameters[name] for name in self.claims(parameters)}))
+            self._made = True
+        check(self.masks, parameters)
+        self._check(trainer, parameters)
+        self._weights = {name: parameters[name] for name in self.masks}
+        self.masks = {name: mask.to(self._weights[name].device) for name, mask in self.masks.items()}
+        self.started()
+        self.hold(self.masks)
+
+    def adopt(self, masks: Masks) -> None:
+        """Go over to other masks of the same layers, or of some of them, and leave the weights as they are."""
+        for name, mask in masks.items():
+            self.masks[name], self._factors[name] = mask, mask.to(self._weights[name].dtype)
+
+    def hold(self, masks: Masks) -> None:
+        """Go over to other masks, and apply them."""
+        self.adopt(masks)
+        self.mask_weights()
+
+    @torch.no_grad()
+    def mask_weights(self) -> None:
+        """Zero the weights that are not held."""
+        if self._weights:
+            torch._foreach_mul_(list(self._weights.values()), list(self._factors.values()))
+
+    @torch.no_grad()
+    def forget(self, optimizers: Iterable[Any], names: Iterable[str]) -> None:
+        """Zero what optimizers remember of weights that are not held: momentum, Adam's moments."""
+        for name in names:
+            weight, dropped = self._weights[name], ~self.masks[name]
+            for optimizer in optimizers:
+                for value in optimizer.state.get(weight, {}).values():
+                    if isinstance(value, Tensor) and value.shape == weight.shape:
+                        value.masked_fill_(dropped, 0)
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: LightningModule, optimizer: Any) -> None:
+        """Mask the gradients."""
+        pairs = [(w.grad, self._factors[name]) for name, w in self._weights.items() if w.grad is not None]
+        if pairs:
+            torch._foreach_mul_([grad for grad, _ in pairs], [factor for _, factor in pairs])
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Mask the weights."""
+        self.mask_weights()
+
+    def teardown(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
+        """Let go of the module; the masks stay."""
+        self.release()
+
+    def on_exception(self, trainer: Any, pl_module: LightningModule, exception: BaseException) -> None:
+        """Also where the run failed, since Lightning calls no teardown then."""
+        self.release()
+
+    def release(self) -> None:
+        """Let go of the module's tensors."""
+        self._weights, self._factors = {}, {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """The masks, one bit a weight."""
+        return {"masks": packed(self.masks)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Hold the masks of a checkpoint."""
+        self.masks, self._made = unpacked(state_dict["masks"]), True
+
+
+def packed(masks: Masks) -> dict[str, tuple[Tensor, list[int]]]:
+    """Masks as a checkpoint has them: one bit a weight, with the shape.
+
+    Example:
+        >>> packed({"w": torch.tensor([True, False, True])})
+        {'w': (tensor([5], dtype=torch.uint8), [3])}
+    """
+    return {name: (pack(mask).cpu(), list(mask.shape)) for name, mask in masks.items()}
+
+
+def unpacked(state: dict[str, Any]) -> dict[str, Tensor]:
+    """The masks that :func:`packed` packed.
+
+    Example:
+        >>> unpacked(packed({"w": torch.tensor([True, False, True])}))
+        {'w': tensor([ True, False,  True])}
+    """
+    return {name: unpack(bits, tuple(shape)) for name, (bits, shape) in state.items()}
+
+
+def _shared(one: MaskingCallback, other: MaskingCallback, layer: str) -> str:
+    kinds = [f"`{type(callback).__name__}`" for callback in (one, other)]
+    claim = f"Two {kinds[0]} claim" if kinds[0] == kinds[1] else f"{kinds[0]} and {kinds[1]} both claim"
+    given = one._given is not None or other._given is not None
+    hint = " (a federated algorithm with masks of its own, such as FedSpa, brings a `StaticMask`)" if given else ""
+    return f"{claim} `{layer}`; keep one of them{hint}, or give them `layers` that do not overlap."

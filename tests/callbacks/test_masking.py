@@ -1,0 +1,158 @@
+"""What every callback that masks weights does alike."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_sparsefl.callbacks import (
+    DynamicMask,
+    DynamicPruningWithFeedback,
+    GlobalMagnitudePruning,
+    GradualPruning,
+    StaticMask,
+)
+from lightning_sparsefl.errors import IncompatibleMasks, InvalidOption
+from lightning_sparsefl.sparse.masks import same
+
+KINDS = [StaticMask, DynamicMask, GradualPruning, GlobalMagnitudePruning, DynamicPruningWithFeedback]
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*never moves its mask.*")
+
+
+@pytest.mark.parametrize("first", KINDS)
+@pytest.mark.parametrize("second", KINDS)
+def test_two_that_claim_the_same_weights_are_refused(first, second, net, fit):
+    with pytest.raises(InvalidOption) as caught:
+        fit(net(), [first(layers=["net.0*", "net.2*"]), second(layers="net.[24]*")], epochs=1)
+    claim = f"Two `{first.__name__}` claim" if first is second else f"`{first.__name__}` and `{second.__name__}` both"
+    assert str(caught.value).startswith(claim)
+    assert "`net.2.weight`; keep one of them, or give them `layers` that do not overlap." in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_callback_twice_is_refused(kind, net, fit):
+    callback = kind()
+    for twins in ([callback, callback], [kind(), kind()]):
+        with pytest.raises(InvalidOption, match=f"^Two `{kind.__name__}` claim `net.0.weight`; keep one"):
+            fit(net(), twins, epochs=1)
+
+
+def test_given_masks_are_claims_too_and_the_remedy_names_where_they_may_come_from(net, fit):
+    given = StaticMask(masks={"net.4.weight": torch.ones(3, 6, dtype=torch.bool)})
+    fit(net(), [given, GradualPruning(layers="!net.4*")], epochs=1)
+    with pytest.raises(InvalidOption, match=r"both claim `net.4.weight`; .* such as FedSpa, brings a `StaticMask`"):
+        fit(net(), [GradualPruning(), given], epochs=1)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_pattern_without_a_layer_is_refused(kind, net, fit):
+    with pytest.raises(InvalidOption, match=f"`{kind.__name__}`: the pattern 'conv.' in `layers` matches no layer"):
+        fit(net(), [kind(layers=["net.0*", "conv*"])], epochs=1)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_other_layers_are_left_dense(kind, net, fit):
+    module, callback = net(), kind(layers=["!net.0*"])
+    fit(module, [callback])
+    assert list(callback.masks) == ["net.2.weight", "net.4.weight"]
+    assert (module.net[0].weight != 0).all()
+    assert (module.net[2].weight == 0).any()
+
+
+def test_two_of_a_class_share_a_module_and_a_checkpoint(net, fit, tmp_path):
+    def pair():
+        return [StaticMask(0.3, seed=1, layers="net.0*"), StaticMask(0.6, "uniform", seed=2, layers=["!net.0*"])]
+
+    first, path = pair(), tmp_path / "pair.ckpt"
+    fit(net(), first, epochs=1).save_checkpoint(path)
+    second = pair()[::-1]
+    for callback in second:
+        callback.seed = 9
+    fit(net(seed=4), second, epochs=2, ckpt_path=path)
+    assert same(first[0].masks, second[1].masks)
+    assert same(first[1].masks, second[0].masks)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_compiled_layer_is_refused(kind, net, fit):
+    module = net()
+    module.net[2] = torch.compile(module.net[2], backend="eager")
+    with pytest.raises(InvalidOption, match=r"renamed a layer to `net.2._orig_mod.weight`; compile the layer in place"):
+        fit(module, [kind()], epochs=1)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_module_compiled_in_place_trains_alike(net, fit):
+    plain, compiled = net(), net()
+    compiled.net.compile(backend="eager")
+    for module in (plain, compiled):
+        fit(module, [DynamicMask(density=0.4, every_n_steps=2)])
+    for name, weight in plain.named_parameters():
+        assert torch.equal(compiled.get_parameter(name), weight)
+
+
+def test_layers_that_are_made_late(net, fit):
+    module = net()
+    inner = module.net
+    module.net = nn.Identity()
+    kind = type(module)
+
+    class Late(kind):
+        def configure_model(self):
+            self.net = inner
+
+    module.__class__ = Late
+    callback = StaticMask(density=0.3)
+    fit(module, [callback], epochs=1)
+    assert len(callback.masks) == 3
+    module.net = nn.Identity()
+    with pytest.raises(InvalidOption, match=r"Two `StaticMask` claim `net.0.weight`"):
+        fit(module, [StaticMask(), StaticMask()], epochs=1)
+
+
+def test_a_callback_lets_go_of_the_module(net, fit):
+    for callback in (kind() for kind in KINDS):
+        fit(net(), [callback], epochs=1)
+        assert not callback._weights
+        assert not callback._factors
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_masks_of_another_module_are_refused(kind, net, fit):
+    callback, other = kind(), net()
+    fit(net(), [callback], epochs=1)
+    other.net[2] = nn.Linear(9, 7)
+    other.net[4] = nn.Linear(7, 3)
+    with pytest.raises(IncompatibleMasks, match=r"mask of `net.2.weight` has shape \(6, 9\), expected \(7, 9\)"):
+        fit(other, [callback], epochs=1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "message"),
+    [
+        (StaticMask, {"masks": {}, "layers": "net*"}, r"layers='net\*'\)`: expected None beside `masks`"),
+        (DynamicMask, {"density": 0}, r"`DynamicMask\(density=0\)`: expected a number in \(0, 1\]"),
+        (DynamicMask, {"layer_density": "magic"}, "expected 'erk' or 'uniform'"),
+        (DynamicMask, {"growth": "magic"}, "expected 'gradient' or 'random'"),
+        (DynamicMask, {"fraction": 1.5}, "fraction=1.5"),
+        (DynamicMask, {"every_n_steps": 0}, "every_n_steps=0"),
+        (DynamicMask, {"stop": 0}, "stop=0"),
+        (GradualPruning, {"density": float("nan")}, "density=nan"),
+        (GradualPruning, {"start": 1.0}, "start=1.0"),
+        (GradualPruning, {"start": 0.5, "end": 0.5}, r"end=0.5\)`: expected a share of the training in \(start, 1\]"),
+        (GradualPruning, {"every_n_steps": 0}, "every_n_steps=0"),
+        (GradualPruning, {"scope": "magic"}, "expected 'layer' or 'global'"),
+        (GlobalMagnitudePruning, {"fraction": 1.0}, "fraction=1.0"),
+        (GlobalMagnitudePruning, {"epochs": []}, r"epochs=\[\]"),
+        (GlobalMagnitudePruning, {"epochs": [2, -1]}, "numbers of epochs, from 0"),
+        (DynamicPruningWithFeedback, {"density": 1.1}, "density=1.1"),
+        (DynamicPruningWithFeedback, {"start": -0.1}, "start=-0.1"),
+        (DynamicPruningWithFeedback, {"end": 1.1}, "end=1.1"),
+        (DynamicPruningWithFeedback, {"every_n_steps": 0}, "every_n_steps=0"),
+    ],
+)
+def test_options_out_of_range_are_refused(kind, options, message):
+    with pytest.raises(InvalidOption, match=message):
+        kind(**options)
