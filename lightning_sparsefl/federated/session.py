@@ -201,7 +201,7 @@ class Session:
     def fit(self) -> dict[str, float]:
         """Run the rounds that are left; returns the final table."""
         server, callback_states = self._start()
-        if server.round >= self.trainer.max_rounds and self._ckpt_path is not None:
+        if self._ckpt_path is not None and self._goes_on_in_its_folder() and server.round >= self.trainer.max_rounds:
             return self._finished(self._ckpt_path, server)
         loggers = self._open_run()
         facade = self._facade(loggers)
