@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Sequence
 from dataclasses import replace
@@ -269,8 +270,7 @@ class FederatedTrainer:
     def _fast_dev_settings(self, data: Any) -> FederatedTrainer:
         """This trainer, shrunk to one round of two clients and one batch each."""
         few = min(2, data.num_clients)
-        small = object.__new__(FederatedTrainer)
-        small.__dict__.update(self.__dict__)
+        small = copy.copy(self)
         small.max_rounds = 1
         small.federation = replace(self.federation, clients_per_round=few, min_clients=1, eval_clients=few)
         small.local_options = replace(
