@@ -84,6 +84,7 @@ def test_a_compiled_layer_is_refused(kind, net, fit):
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:Guards may run slower:RuntimeWarning")  # torch on Python 3.13.0
 def test_a_module_compiled_in_place_trains_alike(net, fit):
     plain, compiled = net(), net()
     compiled.net.compile(backend="eager")
