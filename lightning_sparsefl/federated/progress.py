@@ -38,7 +38,7 @@ class RoundProgressBar(ProgressBar):
             disable=not (self._shown and trainer.is_global_zero),
             dynamic_ncols=True,
             file=sys.stdout,
-            unit=" round",
+            bar_format="{desc} {n_fmt}/{total_fmt} |{bar}| {elapsed}<{remaining}{postfix}",  # leaves room at 80 columns
         )
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:

@@ -167,11 +167,13 @@ class Session:
                 f"`{type(self.module).__name__}` has no `{hook}`, which `data.eval_split: {self.split}` scores clients "
                 "with; define it, or set the other split."
             )
-        if getattr(self.data, f"client_{self.split}_dataloader")(0) is None:
-            raise InvalidOption(
-                f"The data has no {self.split} set for a client; "
-                "set `data.val_fraction` above 0, or `data.eval_split: test`."
-            )
+        needed: set[Split] = {self.split, "val"} if self.trainer.validate_locally else {self.split}
+        for split in sorted(needed):
+            if getattr(self.data, f"client_{split}_dataloader")(0) is None:
+                raise InvalidOption(
+                    f"The data has no {split} set for a client; set `data.val_fraction` above 0, "
+                    "or `data.eval_split: test` without `trainer.validate_locally`."
+                )
 
     def _bench(self) -> Bench:
         trainer = self.trainer

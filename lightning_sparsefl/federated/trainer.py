@@ -306,6 +306,9 @@ def as_client_data(data: ClientData | None) -> Any:
         InvalidOption: If it is neither.
     """
     if isinstance(data, Sequence):
+        strangers = [type(part).__name__ for part in data if not isinstance(part, LightningDataModule)]
+        if strangers:
+            raise InvalidOption(f"`data` lists a {strangers[0]}; expected one LightningDataModule per client.")
         data = ClientDataModules(list(data))
     missing = [name for name in _DOORS if not hasattr(data, name)]
     if missing:

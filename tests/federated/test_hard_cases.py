@@ -345,6 +345,11 @@ def test_mistakes_are_told_before_anything_is_trained(trainer):
         trainer().fit(NoStep(), blobs())
     with pytest.raises(InvalidOption, match="The data has no val set"):
         trainer().fit(mlp(), blobs(val_fraction=0.0))
+    no_validation_set = {"val_fraction": 0.0, "eval_split": "test"}
+    with pytest.raises(InvalidOption, match="The data has no val set"):
+        trainer(validate_locally=True).fit(mlp(), blobs(**no_validation_set))
+    with pytest.raises(InvalidOption, match="`data` lists a DataLoader"):
+        trainer().fit(mlp(), [DataLoader([1])])
     with pytest.raises(InvalidOption, match="expected at most one rank per client"):
         trainer(devices=9, strategy="client_parallel_fork").fit(mlp(), blobs())
     with pytest.raises(InvalidOption, match=r"`federation\.on_client_error` is 'ignore'"):
