@@ -110,8 +110,6 @@ class FederatedAlgorithm(ABC):  # noqa: B024 - every hook has a default, and jso
 
     def may_vote(self, message: Message) -> Masks:
         """Where an upload may vote; default: where the client holds and may change."""
-        if not message.trainable:
-            return message.masks
         return mask_algebra.intersect(message.trainable, message.masks)
 
     def costs(self, facts: CostFacts) -> Costs:

@@ -114,6 +114,15 @@ class LocalWork:
     validate: bool = False
 
 
+def require_set(loader: Any, split: Split) -> None:
+    """Raise :class:`InvalidOption` where the data has no loader of a split."""
+    if loader is None:
+        raise InvalidOption(
+            f"The data has no {split} set for a client; set `data.val_fraction` above 0, "
+            "or `data.eval_split: test` without `trainer.validate_locally`."
+        )
+
+
 class Bench:
     """One rank's module, data and local engine; clients use them one after another.
 
@@ -239,11 +248,7 @@ class Bench:
         Raises:
             InvalidOption: If there is no such loader.
         """
-        if loader is None:
-            raise InvalidOption(
-                f"The data has no {split} set for a client; "
-                "set `data.val_fraction` above 0, or `data.eval_split: test`."
-            )
+        require_set(loader, split)
         self.load(weights)
         seed_all(*key)
         return self.engine.evaluate(self.module, loader, stage=_STAGES[split], datamodule=self.data)

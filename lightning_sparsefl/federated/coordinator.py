@@ -160,11 +160,9 @@ class Coordinator:
         total_weight = max(sum(sizes.values()), len(sizes))
         merge = self.algorithm.reducer().start(self.bench.flat.layout, server.weights, total_weight)
         loads = {i: float(size) * self.federation.capacity(i) for i, size in sizes.items()}
-        mine = [
-            self._attempt(server, i, merge)
-            for i in assigned(loads, self.ranks, self.federation.placement, f"round {server.round}")
-        ]
-        outcomes = sorted((o for part in self.ranks.gather(mine) for o in part), key=lambda outcome: outcome.client)
+        mine = assigned(loads, self.ranks, self.federation.placement, f"round {server.round}")
+        parts = self.ranks.share(lambda: [self._attempt(server, i, merge) for i in mine])
+        outcomes = sorted((o for part in parts for o in part), key=lambda outcome: outcome.client)
         assert [outcome.client for outcome in outcomes] == cohort, "every client is placed on exactly one rank"
         trained = self._survivors(server, outcomes)
         trained_at = time.perf_counter()

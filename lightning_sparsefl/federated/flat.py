@@ -38,7 +38,6 @@ class Layout:
         self.shapes = {name: tensor.shape for name, tensor in tensors.items()}
         self.sizes = [tensor.numel() for tensor in tensors.values()]
         self.size = sum(self.sizes)
-        self.parameter_size = sum(tensor.numel() for tensor in parameters.values())
         dtypes = [tensor.dtype for tensor in tensors.values()]
         self.dtypes = dict(zip(self.names, dtypes, strict=True))
         self.dtype = max(dtypes, key=lambda dtype: torch.finfo(dtype).bits)
@@ -76,6 +75,15 @@ class Layout:
                 )
 
 
+def require_trainable(module: nn.Module) -> None:
+    """Raise :class:`InvalidOption` unless a module has a parameter to train."""
+    if not any(parameter.requires_grad for parameter in module.parameters()):
+        raise InvalidOption(
+            f"`{type(module).__name__}` has no trainable parameter; expected at least one with requires_grad=True, "
+            "made in `__init__` (option `model`)."
+        )
+
+
 class FlatModule:
     """A module whose float tensors are views of one vector, made once per process.
 
@@ -87,12 +95,8 @@ class FlatModule:
     """
 
     def __init__(self, module: nn.Module) -> None:
+        require_trainable(module)
         parameters = dict(module.named_parameters())
-        if not any(parameter.requires_grad for parameter in parameters.values()):
-            raise InvalidOption(
-                f"`{type(module).__name__}` has no trainable parameter; expected at least one with "
-                "requires_grad=True (option `model`)."
-            )
         kept = set(module.state_dict().keys())
         buffers = {n: b for n, b in module.named_buffers() if n in kept and b.is_floating_point()}
         self.module = module

@@ -18,7 +18,6 @@ from lightning_sparsefl.federated.evaluate import Scores, higher_is_better
 from lightning_sparsefl.federated.facade import RoundTrainer
 from lightning_sparsefl.federated.runfolder import RunFolder
 from lightning_sparsefl.report import bin_edges
-from lightning_sparsefl.sparse.masks import pack
 from lightning_sparsefl.types import ServerState
 
 if TYPE_CHECKING:
@@ -243,9 +242,9 @@ class Recorder:
         """Packed, the masks of the first clients that uploaded some, where the method keeps masks per client."""
         store, masks = self.session.store, {}
         for client in range(self.session.data.num_clients):
-            held = store.get(client).shared.get("masks") if client in store else None
+            held = store.packed_masks(client)
             if held:
-                masks[client] = {name: pack(mask) for name, mask in held.items()}
+                masks[client] = held
             if len(masks) == most:
                 break
         return masks

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from lightning_sparsefl.errors import InvalidOption
 from lightning_sparsefl.federated.flat import Layout
+from lightning_sparsefl.sparse.masks import intersect
 from lightning_sparsefl.types import Masks, Merged, Message, Update, Weights
 
 AllReduce = Callable[[Tensor], Tensor]
@@ -251,9 +252,4 @@ def voted(update: Update, message: Message) -> Masks:
         update: With `votes`, or None for those the message lets the client hold and change.
         message: What the client received.
     """
-    if update.votes is not None:
-        return update.votes
-    votes = dict(message.masks)
-    for name, mask in message.trainable.items():
-        votes[name] = votes[name] & mask if name in votes else mask
-    return votes
+    return intersect(message.trainable, message.masks) if update.votes is None else update.votes

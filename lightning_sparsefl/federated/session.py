@@ -16,10 +16,11 @@ from lightning_sparsefl.cost import Ledger
 from lightning_sparsefl.errors import CheckpointMismatch, InvalidOption
 from lightning_sparsefl.federated import checkpoint
 from lightning_sparsefl.federated.algorithm import FederatedAlgorithm
-from lightning_sparsefl.federated.client import Bench, Client, LocalWork, Split
+from lightning_sparsefl.federated.client import Bench, Client, LocalWork, Split, require_set
 from lightning_sparsefl.federated.coordinator import Coordinator, Workload
 from lightning_sparsefl.federated.evaluate import Scores, evaluate, spread
 from lightning_sparsefl.federated.facade import RoundTrainer
+from lightning_sparsefl.federated.flat import require_trainable
 from lightning_sparsefl.federated.fleet import Fleet
 from lightning_sparsefl.federated.local import isolate_metrics, local_engine
 from lightning_sparsefl.federated.options import Federation
@@ -56,11 +57,7 @@ def check_module(module: LightningModule) -> None:
     for hook in ("training_step", "configure_optimizers"):
         if not is_overridden(hook, module):
             raise InvalidOption(f"`{type(module).__name__}` has no `{hook}`; define it to train (option `model`).")
-    if not any(parameter.requires_grad for parameter in module.parameters()):
-        raise InvalidOption(
-            f"`{type(module).__name__}` has no trainable parameter; expected at least one with requires_grad=True, "
-            "made in `__init__` (option `model`)."
-        )
+    require_trainable(module)
     if any(isinstance(parameter, UninitializedParameter) for parameter in module.parameters()):
         raise InvalidOption(
             f"`{type(module).__name__}` has lazy layers; expected layers of known shapes, since clients share them "
@@ -169,11 +166,7 @@ class Session:
             )
         needed: set[Split] = {self.split, "val"} if self.trainer.validate_locally else {self.split}
         for split in sorted(needed):
-            if getattr(self.data, f"client_{split}_dataloader")(0) is None:
-                raise InvalidOption(
-                    f"The data has no {split} set for a client; set `data.val_fraction` above 0, "
-                    "or `data.eval_split: test` without `trainer.validate_locally`."
-                )
+            require_set(getattr(self.data, f"client_{split}_dataloader")(0), split)
 
     def _bench(self) -> Bench:
         trainer = self.trainer

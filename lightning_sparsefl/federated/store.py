@@ -102,6 +102,11 @@ class ClientStore:
         packed = self._packed.get(client)
         return Record() if packed is None else Record(**unpack_plain(packed, self.device))
 
+    def packed_masks(self, client: int) -> dict[str, Tensor]:
+        """The masks that a client uploaded last, at one bit a weight; empty if it uploaded none."""
+        shared = self._packed.get(client, {}).get("shared", {})
+        return {name: mask[_MASK] for name, mask in shared.get("masks", {}).items()}
+
     def put(self, client: int, packed: dict[str, Any]) -> None:
         """Replace a client's record by one that :func:`pack_record` made."""
         self._packed[client] = packed
