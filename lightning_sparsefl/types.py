@@ -103,6 +103,8 @@ class ClientView:
     """Rounds of the whole run."""
     seed: int
     """The run's seed; :func:`lightning_sparsefl.seeds.generator` derives from it."""
+    monitor: str = "train_acc"
+    """The metric of local training that methods steer by (`federation.monitor`)."""
     shared: Shared = field(default_factory=dict)
     """What the server keeps about the client."""
 
@@ -149,6 +151,8 @@ class CostFacts:
     """Training samples of one epoch."""
     batch_size: int
     """Samples of one batch."""
+    buffers: frozenset[str] = frozenset()
+    """Names of the model's floating-point buffers, which travel but which papers do not count."""
 
 
 @dataclass(frozen=True)

@@ -34,6 +34,11 @@ class Local(FederatedAlgorithm):
             metrics=result.metrics,
         )
 
+    def trained(self, message: Message, update: Update) -> Weights:
+        """What the client keeps, since it sends nothing."""
+        own: Weights = (update.memory or {})["weights"]
+        return own
+
     def personalize(self, server: ServerState, client: Client) -> Weights:
         """The client's own weights; the initial ones if it was never drawn."""
         own: Weights = client.memory.get("weights", server.weights)

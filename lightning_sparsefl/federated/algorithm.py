@@ -101,10 +101,17 @@ class FederatedAlgorithm(ABC):  # noqa: B024 - every hook has a default, and jso
         """The weights this client is scored with."""
         return mask_algebra.apply(server.weights, server.masks)
 
-    def finetune(self, server: ServerState, client: Client) -> Weights | None:
-        """The client's weights after a last local fit, run once on the state after the last round; None = none.
+    def trained(self, message: Message, update: Update) -> Weights:
+        """What a participant's local training ended with; its scores are ``personal_after/*``."""
+        if update.kind == "difference":
+            return mask_algebra.add(message.weights, update.weights)
+        return {**message.weights, **update.weights}
 
-        Its scores are the table's ``finetuned/*``; its work is not charged to the ledger.
+    def finetune(self, server: ServerState, client: Client) -> Weights | None:
+        """The client's weights after a last local fit, run once when the rounds are over; None = none.
+
+        The server's state is that of the round that `federation.select` chose, else that of the last one. The scores
+        are the table's ``finetuned/*``; the work is not charged to the ledger.
         """
         return None
 
@@ -116,11 +123,12 @@ class FederatedAlgorithm(ABC):  # noqa: B024 - every hook has a default, and jso
         """FLOPs and paper bytes of one client-round, without training.
 
         The default charges training as three forward passes of the held density for every local sample, and
-        4 bytes for every weight that the masks keep, in both directions.
+        4 bytes for every weight that the masks keep, in both directions; buffers are free, as in the papers.
         """
         message, samples = facts.message, facts.epochs * facts.samples
         held = mask_algebra.counts(message.masks)
-        kept = sum(held.get(name, weight.numel()) for name, weight in message.weights.items())
+        counted = {name: weight for name, weight in message.weights.items() if name not in facts.buffers}
+        kept = sum(held.get(name, weight.numel()) for name, weight in counted.items())
         return Costs(
             flops_paper=3 * samples * forward_flops(facts.layers, message.masks),
             flops_analytic=training_flops(facts.layers, message.masks, message.trainable, samples),

@@ -55,6 +55,7 @@ def compose(
     callbacks: list[Callback],
     who: Mapping[str, Any],
     clients: Mapping[str, Any],
+    selected: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """The content of a checkpoint.
 
@@ -65,6 +66,7 @@ def compose(
         callbacks: Of the round level; each saves its own state.
         who: As :func:`identity` made it.
         clients: ``index`` into the record files, or the ``records`` themselves.
+        selected: The best round so far, if one is looked for.
     """
     bench.load(server.weights)
     states = {callback.state_key: state for callback in callbacks if (state := callback.state_dict())}
@@ -84,6 +86,7 @@ def compose(
             "extra": pack_plain(server.extra),
             "ledger": ledger.state_dict(),
             "clients": dict(clients),
+            "selected": selected,
         },
     }
 
@@ -107,6 +110,8 @@ class Resumed:
 
     server: ServerState
     callbacks: Mapping[str, Any]
+    selected: Mapping[str, Any] | None = None
+    """The best round so far, as it was composed."""
 
 
 def restore(
@@ -154,7 +159,7 @@ def restore(
         masks=unpack_plain(own["masks"], device),
         extra=unpack_plain(own["extra"], device),
     )
-    return Resumed(server=server, callbacks=content["callbacks"])
+    return Resumed(server=server, callbacks=content["callbacks"], selected=own.get("selected"))
 
 
 def _compare(path: Path, theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> None:

@@ -28,7 +28,14 @@ class Trains(Protocol):
     """What a client asks of whoever does its local work: the only door to the local engines."""
 
     def fit(
-        self, client: Client, weights: Weights, masks: Masks, trainable: Masks, callbacks: Sequence[Callback]
+        self,
+        client: Client,
+        weights: Weights,
+        masks: Masks,
+        trainable: Masks,
+        callbacks: Sequence[Callback],
+        *,
+        epochs: int | None = None,
     ) -> FitResult:
         """See :meth:`Client.fit`."""
         ...
@@ -55,7 +62,7 @@ class Client:
     def __init__(self, view: ClientView, memory: Shared, bench: Trains, buffers: Weights | None = None) -> None:
         self.id, self.num_examples, self.capacity = view.id, view.num_examples, view.capacity
         self.round, self.max_rounds, self.seed = view.round, view.max_rounds, view.seed
-        self.shared, self.memory, self.view = view.shared, memory, view
+        self.shared, self.memory, self.view, self.monitor = view.shared, memory, view, view.monitor
         self.buffers = buffers or {}
         self._bench = bench
         self._uses: dict[str, int] = {}
@@ -75,6 +82,8 @@ class Client:
         masks: Masks | None = None,
         trainable: Masks | None = None,
         callbacks: Sequence[Callback] = (),
+        *,
+        epochs: int | None = None,
     ) -> FitResult:
         """Train on the client's data.
 
@@ -83,11 +92,12 @@ class Client:
             masks: What is held: False weights are zero and stay zero.
             trainable: What may change.
             callbacks: How training differs from the module's own.
+            epochs: Local epochs; None = `trainer.max_epochs`.
 
         Returns:
-            The weights after `trainer.max_epochs` local epochs, with the logged metrics.
+            The weights after the local epochs, with the logged metrics.
         """
-        return self._bench.fit(self, weights, masks or {}, trainable or {}, callbacks)
+        return self._bench.fit(self, weights, masks or {}, trainable or {}, callbacks, epochs=epochs)
 
     def gradient(self, weights: Weights) -> Weights:
         """Dense gradient of the module's training loss on one local batch, in evaluation mode.
@@ -168,18 +178,26 @@ class Bench:
             self._counters[name] = state[name].to(self._counters[name])
 
     def fit(
-        self, client: Client, weights: Weights, masks: Masks, trainable: Masks, callbacks: Sequence[Callback]
+        self,
+        client: Client,
+        weights: Weights,
+        masks: Masks,
+        trainable: Masks,
+        callbacks: Sequence[Callback],
+        *,
+        epochs: int | None = None,
     ) -> FitResult:
         """See :meth:`Client.fit`."""
+        engine = self.engine if epochs is None else self.engine.for_epochs(epochs)
         self.load(apply(weights, masks) if masks else weights)
         attached = self._callbacks(client, masks, trainable, callbacks)
         loader = self._train_loader(client, "fit")
         validation = self.data.client_val_dataloader(client.id) if self.work.validate else None
-        metrics = self.engine.fit(self.module, loader, validation, callbacks=attached, datamodule=self.data)
+        metrics = engine.fit(self.module, loader, validation, callbacks=attached, datamodule=self.data)
         return FitResult(
             weights=self.flat.read(),
             metrics={name: float(value) for name, value in metrics.items()},
-            steps=self.engine.global_step,
+            steps=engine.global_step,
             callbacks=attached,
         )
 

@@ -16,13 +16,13 @@ from lightning_sparsefl.cost import Charge, Ledger
 from lightning_sparsefl.errors import ClientFailed, SparseFLError
 from lightning_sparsefl.federated.algorithm import FederatedAlgorithm
 from lightning_sparsefl.federated.buffers import localize, strip
-from lightning_sparsefl.federated.client import Bench, Client
-from lightning_sparsefl.federated.evaluate import not_finite
+from lightning_sparsefl.federated.client import Bench, Client, Split
+from lightning_sparsefl.federated.evaluate import not_finite, spread
 from lightning_sparsefl.federated.options import Federation
 from lightning_sparsefl.federated.placement import assigned
 from lightning_sparsefl.federated.process import Ranks
 from lightning_sparsefl.federated.reduce import Accumulator
-from lightning_sparsefl.federated.sampling import uniform_cohort
+from lightning_sparsefl.federated.sampling import split_unseen, uniform_cohort
 from lightning_sparsefl.federated.store import ClientStore, Record, pack_record
 from lightning_sparsefl.sparse.masks import changed, counts, digest
 from lightning_sparsefl.types import ClientView, CostFacts, LayerFlops, Masks, Message, ServerState, Update
@@ -40,6 +40,8 @@ class Workload:
     """As `limit_train_batches`: a number of batches, or a fraction of them."""
     drop_last: bool = False
     """Whether loaders leave out a last, smaller batch."""
+    buffers: frozenset[str] = frozenset()
+    """Names of the model's floating-point buffers."""
 
     def facts(self, view: ClientView, message: Message) -> CostFacts:
         """The facts of one client-round."""
@@ -54,6 +56,7 @@ class Workload:
             epochs=self.epochs,
             samples=samples,
             batch_size=self.batch_size,
+            buffers=self.buffers,
         )
 
 
@@ -71,6 +74,8 @@ class Outcome:
     """Per masked tensor, the fraction that the client held."""
     changed: float = 0.0
     """Fraction of the mask that local training changed."""
+    after: Mapping[str, float] | None = None
+    """Scores right after the local training, if asked for."""
     failure: str | None = None
     """Why the client is left out."""
     rank: int = 0
@@ -119,11 +124,13 @@ class Coordinator:
         self.algorithm, self.federation, self.bench, self.ranks = algorithm, federation, bench, ranks
         self.store, self.codec, self.workload, self.ledger = store, codec, workload, ledger
         self.max_rounds, self.seed = max_rounds, seed
-        self.num_clients: int = bench.data.num_clients
+        self.training_clients, self.unseen_clients = split_unseen(
+            seed, bench.data.num_clients, federation.unseen_clients
+        )
 
     def cohort(self, round: int) -> list[int]:
         """Numbers of a round's clients."""
-        return uniform_cohort(self.seed, round, self.num_clients, self.federation.clients_per_round)
+        return uniform_cohort(self.seed, round, self.training_clients, self.federation.clients_per_round)
 
     def view(self, client: int, round: int) -> ClientView:
         """What the server knows of a client in a round."""
@@ -137,6 +144,7 @@ class Coordinator:
             round=round,
             max_rounds=self.max_rounds,
             seed=self.seed,
+            monitor=self.federation.monitor,
             shared=record.shared,
         )
 
@@ -145,11 +153,12 @@ class Coordinator:
         record = self.store.get(client)
         return Client(self._view(client, round, record), record.memory, self.bench, record.buffers)
 
-    def round(self, server: ServerState) -> RoundResult:
+    def round(self, server: ServerState, score_after: Split | None = None) -> RoundResult:
         """Sample, download, train, upload, merge.
 
         Args:
             server: Before the round.
+            score_after: Participants are scored on their sets of this split right after their training.
 
         Raises:
             ClientFailed: If a client fails and `federation.on_client_error` is ``raise``, or too few are left.
@@ -161,7 +170,7 @@ class Coordinator:
         merge = self.algorithm.reducer().start(self.bench.flat.layout, server.weights, total_weight)
         loads = {i: float(size) * self.federation.capacity(i) for i, size in sizes.items()}
         mine = assigned(loads, self.ranks, self.federation.placement, f"round {server.round}")
-        parts = self.ranks.share(lambda: [self._attempt(server, i, merge) for i in mine])
+        parts = self.ranks.share(lambda: [self._attempt(server, i, merge, score_after) for i in mine])
         outcomes = sorted((o for part in parts for o in part), key=lambda outcome: outcome.client)
         assert [outcome.client for outcome in outcomes] == cohort, "every client is placed on exactly one rank"
         trained = self._survivors(server, outcomes)
@@ -169,13 +178,16 @@ class Coordinator:
         server = self._merge(server, merge, trained)
         metrics = {
             **self._metrics(outcomes, trained),
+            **spread("personal_after", {o.client: o.after for o in trained if o.after is not None}),
             "mask/coverage_min": merge.coverage_min(len(trained)),
             "time/aggregate": time.perf_counter() - trained_at,
             "time/round": time.perf_counter() - started,
         }
         return RoundResult(server=server, outcomes=outcomes, metrics=metrics)
 
-    def _attempt(self, server: ServerState, client: int, merge: Accumulator) -> Outcome:
+    def _attempt(
+        self, server: ServerState, client: int, merge: Accumulator, score_after: Split | None = None
+    ) -> Outcome:
         """One client's round; a failure is an outcome, since the other ranks wait for this one."""
         record = self.store.get(client)
         view = self._view(client, server.round, record)
@@ -184,7 +196,7 @@ class Coordinator:
         known = message.masks if record.held == held else None
         down, message = self._send_down(message, known)
         try:
-            return self._serve(view, record, message, held, down, merge)
+            return self._serve(view, record, message, held, down, merge, score_after)
         except Exception as error:
             if self.ranks.size == 1 and self.federation.on_client_error == "raise":
                 if isinstance(error, SparseFLError):
@@ -199,12 +211,18 @@ class Coordinator:
             return Outcome(view.id, view.num_examples, {}, charge=charge, failure=reason, rank=self.ranks.rank)
 
     def _serve(
-        self, view: ClientView, record: Record, message: Message, held: str, down: Size, merge: Accumulator
+        self,
+        view: ClientView,
+        record: Record,
+        message: Message,
+        held: str,
+        down: Size,
+        merge: Accumulator,
+        score_after: Split | None,
     ) -> Outcome:
         client = Client(view, record.memory, self.bench)
-        update, buffers = strip(
-            self.algorithm.train(message, client), message, self.federation.buffers, self.bench.flat.layout
-        )
+        trained = self.algorithm.train(message, client)
+        update, buffers = strip(trained, message, self.federation.buffers, self.bench.flat.layout)
         if update.votes is None and type(self.algorithm).may_vote is not FederatedAlgorithm.may_vote:
             update = replace(update, votes=self.algorithm.may_vote(message))
         self._validate(update, view)
@@ -217,6 +235,7 @@ class Coordinator:
             record=self._record(record, update, buffers, held),
             densities={n: kept / max(message.masks[n].numel(), 1) for n, kept in counts(message.masks).items()},
             changed=_changed(message, update),
+            after=client.evaluate(self.algorithm.trained(message, trained), score_after) if score_after else None,
         )
         merge.add(update, message, view.num_examples)  # last, so that a client that fails leaves no trace in the sum
         return outcome

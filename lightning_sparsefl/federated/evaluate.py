@@ -6,7 +6,7 @@ import math
 import re
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from lightning_sparsefl.federated.client import Bench, Client, Split
@@ -43,17 +43,36 @@ class Scores:
     """Of the global model on all clients' data."""
     personal: Mapping[int, Mapping[str, float]]
     """Of each client's own model on its own data."""
+    unseen: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
+    """The same of clients that are held out of training."""
 
     def summary(self) -> dict[str, float]:
-        """The logged keys: ``global/*``, and ``personal/*`` with ``_std`` (over clients) and ``_worst10``.
+        """The logged keys: ``global/*``, and ``personal/*`` and ``unseen/*`` with ``_std`` over clients and ``_worst10``.
+
+        ``unseen/*_gap`` is the participation gap: the mean of the clients that train less that of those that do not
+        (Yuan, Morningstar, Ning, Singh 2022, arXiv:2110.14216).
 
         Example:
-            >>> scores = Scores({"val_acc": 0.5}, {0: {"val_acc": 0.25}, 1: {"val_acc": 0.75}})
-            >>> scores.summary()["personal/val_acc_worst10"]
-            0.25
+            >>> scores = Scores({"val_acc": 0.5}, {0: {"val_acc": 0.25}, 1: {"val_acc": 0.75}}, {2: {"val_acc": 0.25}})
+            >>> keys = scores.summary()
+            >>> keys["personal/val_acc_worst10"], keys["unseen/val_acc_gap"]
+            (0.25, 0.25)
         """
         pooled = {f"global/{name}": value for name, value in self.pooled.items()}
-        return {**pooled, **spread("personal", self.personal)}
+        return {**pooled, **self.groups("personal")}
+
+    def groups(self, personal: str) -> dict[str, float]:
+        """Means, spreads and gap over clients.
+
+        Args:
+            personal: What the group of the clients that train is called; ``personal`` itself, or a part that stands
+                before ``unseen`` too.
+        """
+        unseen = "unseen" if personal == "personal" else f"{personal}_unseen"
+        keys = {**spread(personal, self.personal), **spread(unseen, self.unseen)}
+        for name in _metrics(self.unseen) & _metrics(self.personal):
+            keys[f"{unseen}/{name}_gap"] = keys[f"{personal}/{name}"] - keys[f"{unseen}/{name}"]
+        return dict(sorted(keys.items())) if self.unseen else keys
 
 
 def spread(group: str, personal: Mapping[int, Mapping[str, float]]) -> dict[str, float]:
@@ -68,12 +87,16 @@ def spread(group: str, personal: Mapping[int, Mapping[str, float]]) -> dict[str,
         {'finetuned/acc': 1.0, 'finetuned/acc_std': 0.0, 'finetuned/acc_worst10': 1.0}
     """
     keys: dict[str, float] = {}
-    for name in sorted({name for metrics in personal.values() for name in metrics}):
+    for name in sorted(_metrics(personal)):
         values = [metrics[name] for metrics in personal.values() if name in metrics]
         keys[f"{group}/{name}"] = mean = statistics.fmean(values)
         keys[f"{group}/{name}_std"] = math.sqrt(statistics.fmean((value - mean) ** 2 for value in values))
         keys[f"{group}/{name}_worst10"] = worst_tenth(values, higher_is_better(name))
     return keys
+
+
+def _metrics(personal: Mapping[int, Mapping[str, float]]) -> set[str]:
+    return {name for metrics in personal.values() for name in metrics}
 
 
 def higher_is_better(name: str) -> bool:
@@ -99,7 +122,7 @@ def worst_tenth(values: Sequence[float], rising: bool) -> float:
 
 
 def evaluate(
-    own: Callable[[Client], Weights | None],
+    own: Callable[[Client], Weights | None] | None,
     server: ServerState,
     clients: Sequence[int],
     bench: Bench,
@@ -107,11 +130,13 @@ def evaluate(
     split: Split,
     make_client: Callable[[int], Client],
     seed: int,
+    unseen: frozenset[int] = frozenset(),
 ) -> Scores:
     """Score the global model on the pooled set, and each client's own model on its own.
 
     Args:
-        own: A client's own weights; None = it has none, and no score.
+        own: A client's own weights; None = it has none, and no score. None instead of a function where no client is
+            scored.
         server: Of the finished round.
         clients: To score.
         bench: Of this rank.
@@ -119,6 +144,7 @@ def evaluate(
         split: ``val`` or ``test``.
         make_client: A client of its number, with its memory.
         seed: Of the run.
+        unseen: Which of the clients are held out of training.
     """
     loads = {i: float(bench.data.num_examples(i)) for i in clients}
     loads[_POOLED] = sum(loads.values())
@@ -126,6 +152,7 @@ def evaluate(
     def score(job: int) -> dict[str, float]:
         if job == _POOLED:
             return dict(_score_global(server, bench, split, seed))
+        assert own is not None
         client = make_client(job)
         weights = own(client)
         if weights is None:
@@ -134,7 +161,12 @@ def evaluate(
 
     parts = ranks.share(lambda: {job: score(job) for job in longest_first(loads, ranks.size)[ranks.rank]})
     merged = {job: metrics for part in parts for job, metrics in part.items()}
-    return Scores(pooled=merged.pop(_POOLED), personal=dict(sorted(merged.items())))
+    pooled, scored = merged.pop(_POOLED), sorted(merged)
+    return Scores(
+        pooled=pooled,
+        personal={i: merged[i] for i in scored if i not in unseen},
+        unseen={i: merged[i] for i in scored if i in unseen},
+    )
 
 
 def _score_global(server: ServerState, bench: Bench, split: Split, seed: int) -> Mapping[str, float]:

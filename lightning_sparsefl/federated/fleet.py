@@ -17,7 +17,7 @@ class Fleet:
     """What a method may know of all clients, and what it may ask of them.
 
     Args:
-        views: The clients' facts before round 0.
+        views: The facts of the clients that train, before round 0.
         buffers: Names of the model's floating-point buffers, which no mask may hold.
         device: Where the server's weights live.
         client: Makes a client of its number; None where nothing trains, as in `profile`.
@@ -33,6 +33,7 @@ class Fleet:
         ranks: Ranks | None = None,
     ) -> None:
         self.views, self.buffers, self.device = tuple(views), buffers, device
+        self._sizes = {view.id: view.num_examples for view in views}
         self.seed = views[0].seed
         self.max_rounds = views[0].max_rounds
         self._client, self._ranks = client, ranks
@@ -51,7 +52,7 @@ class Fleet:
         """
         if self._client is None or self._ranks is None:
             raise RuntimeError("Clients cannot be asked here, since nothing is trained.")
-        loads = {view.id: float(view.num_examples) for view in self.views}
+        loads = {client: float(size) for client, size in self._sizes.items()}
         mine, client = longest_first(loads, self._ranks.size)[self._ranks.rank], self._client
         parts = self._ranks.share(lambda: {i: ask(client(i)) for i in mine})
         answers = {i: answer for part in parts for i, answer in part.items()}
@@ -60,11 +61,11 @@ class Fleet:
     def mean(self, ask: Callable[[Client], Weights]) -> Mapping[str, torch.Tensor]:
         """The mean of what every client answers, weighted by its training samples, summed in client order."""
         answers = self.map(ask)
-        total = sum(self.views[i].num_examples for i in answers)
+        total = sum(self._sizes[i] for i in answers)
         sums: dict[str, torch.Tensor] = {}
         dtypes = {name: tensor.dtype for tree in answers.values() for name, tensor in tree.items()}
         for i, tree in answers.items():
             for name, tensor in tree.items():
-                term = self.views[i].num_examples * tensor.double()
+                term = self._sizes[i] * tensor.double()
                 sums[name] = sums[name] + term if name in sums else term
         return {name: (tensor / total).to(dtypes[name]) for name, tensor in sums.items()}

@@ -23,7 +23,7 @@ What the contract test does not cover trains with a real Trainer: :mod:`lightnin
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from lightning.fabric import Fabric
@@ -111,6 +111,10 @@ class LocalTrainer:
         self.fabric, self.options = fabric, options
         self.global_step = 0
         _require(unsupported(fabric))
+
+    def for_epochs(self, epochs: int) -> LocalTrainer:
+        """The same, but for the number of local epochs."""
+        return LocalTrainer(self.fabric, replace(self.options, max_epochs=epochs))
 
     def fit(
         self,

@@ -34,6 +34,16 @@ class Federation:
     """Share of the full model that each client can train, in (0, 1]; one number per client, or none for all 1."""
     eval_clients: int | Literal["all"] = "all"
     """How many clients an evaluation scores; a number draws that many, the same ones in every round."""
+    unseen_clients: int = 0
+    """How many clients never train, by one fixed draw; they are scored as ``unseen/*``."""
+    eval_after_training: bool = False
+    """Whether participants of an evaluated round are also scored right after their local training, as
+    ``personal_after/*``."""
+    select: str | None = None
+    """A scored key, such as ``global/val_acc``: clients are fine-tuned from the round where it was best; none = from
+    the last round. With `data.eval_split: test`, keys of the validation sets are scored for it."""
+    monitor: str = "train_acc"
+    """The metric of local training that methods steer by, such as FedLPS's bandit; the module must log it."""
     local_engine: Literal["auto", "fast", "trainer"] = "auto"
     """The client loop: ours, a real Lightning `Trainer`, or ours where it is known to give equal results."""
     on_client_error: Literal["raise", "skip"] = "raise"
@@ -53,6 +63,8 @@ class Federation:
 
     def __post_init__(self) -> None:
         check_choices(self, "federation.")
+        if self.unseen_clients < 0:
+            raise InvalidOption(f"`federation.unseen_clients` is {self.unseen_clients}; expected a whole number >= 0.")
         for name in ("clients_per_round", "min_clients", "checkpoint_every_n_rounds"):
             if getattr(self, name) < 1:
                 raise InvalidOption(f"`federation.{name}` is {getattr(self, name)}; expected a whole number >= 1.")
@@ -67,10 +79,12 @@ class Federation:
 
     def check_fleet(self, num_clients: int) -> None:
         """Raise :class:`InvalidOption` where the options do not fit the number of clients."""
-        if self.clients_per_round > num_clients:
+        training = num_clients - self.unseen_clients
+        if self.clients_per_round > training:
+            held_out = f", {self.unseen_clients} of them unseen" if self.unseen_clients else ""
             raise InvalidOption(
-                f"`federation.clients_per_round` is {self.clients_per_round}, but the data has {num_clients} clients; "
-                "lower it, or raise `data.num_clients`."
+                f"`federation.clients_per_round` is {self.clients_per_round}, but the data has {num_clients} "
+                f"clients{held_out}; lower it, or raise `data.num_clients`."
             )
         if self.min_clients > self.clients_per_round:
             raise InvalidOption(

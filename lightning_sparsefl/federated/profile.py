@@ -31,7 +31,7 @@ from lightning_sparsefl.federated.flat import FlatModule, Layout
 from lightning_sparsefl.federated.fleet import Fleet
 from lightning_sparsefl.federated.local import LocalOptions
 from lightning_sparsefl.federated.options import Federation
-from lightning_sparsefl.federated.sampling import uniform_cohort
+from lightning_sparsefl.federated.sampling import split_unseen, uniform_cohort
 from lightning_sparsefl.report import print_table, quantity
 from lightning_sparsefl.seeds import generator
 from lightning_sparsefl.sparse.masks import apply, counts, same
@@ -100,7 +100,14 @@ class Rehearsal:
         self.layout, self._rng = layout, generator(seed, "rehearsal")
 
     def fit(
-        self, client: Client, weights: Weights, masks: Masks, trainable: Masks, callbacks: Sequence[Callback]
+        self,
+        client: Client,
+        weights: Weights,
+        masks: Masks,
+        trainable: Masks,
+        callbacks: Sequence[Callback],
+        *,
+        epochs: int | None = None,
     ) -> FitResult:
         """A step that is nowhere 0: a tensor of zeros would be encoded in fewer bytes than a trained one."""
         moved = {n: torch.where(trainable[n], w + 1e-3, w) if n in trainable else w + 1e-3 for n, w in weights.items()}
@@ -190,6 +197,7 @@ def profile(
     algorithm.adapt(module)
     layers = layers_of(module, data)
     flat = FlatModule(module)
+    training = set(split_unseen(seed, len(sizes), federation.unseen_clients)[0])
     views = [
         ClientView(
             id=client,
@@ -198,13 +206,20 @@ def profile(
             round=0,
             max_rounds=max_rounds,
             seed=seed,
+            monitor=federation.monitor,
         )
         for client, size in enumerate(sizes)
+        if client in training
     ]
     weights = flat.read()
     server = algorithm.init(weights, Fleet(views, flat.layout.buffers, weights.vector.device))
     workload = Workload(
-        layers, options.max_epochs, data.batch_size, options.limit_train_batches, getattr(data, "drop_last", False)
+        layers,
+        options.max_epochs,
+        data.batch_size,
+        options.limit_train_batches,
+        getattr(data, "drop_last", False),
+        flat.layout.buffers,
     )
     rehearsals = _Rehearsals(algorithm, federation, Rehearsal(flat.layout, seed), Codec(weights), server)
     total = _total(algorithm, workload, rehearsals, views, _parts(views, federation.clients_per_round))
@@ -246,11 +261,11 @@ def _parts(views: Sequence[ClientView], clients_per_round: int) -> dict[_Part, C
     """How many client-rounds of each part fall on clients of each size; the cohorts are those of the run."""
     parts: dict[_Part, Counter[int]] = defaultdict(Counter)
     seen: set[int] = set()
-    rounds, seed = views[0].max_rounds, views[0].seed
+    rounds, seed, by_id = views[0].max_rounds, views[0].seed, {view.id: view for view in views}
     for number in range(rounds):
-        for client in uniform_cohort(seed, number, len(views), clients_per_round):
-            part = _Part(_phase(number, rounds), client in seen, views[client].capacity)
-            parts[part][views[client].num_examples] += 1
+        for client in uniform_cohort(seed, number, list(by_id), clients_per_round):
+            part = _Part(_phase(number, rounds), client in seen, by_id[client].capacity)
+            parts[part][by_id[client].num_examples] += 1
             seen.add(client)
     return dict(sorted(parts.items()))
 

@@ -129,7 +129,14 @@ class Recorder:
         self._metrics: Mapping[str, float] = {}
         self._declared = session.folder is not None and _was_scored(session.folder)
 
-    def record(self, number: int, result: RoundResult, scores: Scores | None, last: bool) -> Mapping[str, float]:
+    def record(
+        self,
+        number: int,
+        result: RoundResult,
+        scores: Scores | None,
+        last: bool,
+        further: Mapping[str, float] | None = None,
+    ) -> Mapping[str, float]:
         """Log one round.
 
         Args:
@@ -137,6 +144,7 @@ class Recorder:
             result: Of the round.
             scores: If it was evaluated.
             last: Whether it is the last one.
+            further: More scores, that are logged and are not in the final table.
 
         Returns:
             All logged keys.
@@ -144,7 +152,7 @@ class Recorder:
         if scores is not None:
             self.keep(scores, number + 1)
         self._metrics = {**result.metrics, **self.session.ledger.round_totals(number), **self.session.ledger.totals}
-        metrics = {**self._metrics, **(self._scores if scores is not None else {})}
+        metrics = {**self._metrics, **(self._scores if scores is not None else {}), **(further or {})}
         if self.session.ranks.first:
             self._write(number, metrics, result, scores, last)
         return metrics
@@ -191,6 +199,7 @@ class Recorder:
             "clients": self.session.data.num_clients,
             "seed": self.session.seed,
             **self._scores,
+            **{name: value for name, value in self._metrics.items() if name.startswith("personal_after/")},
             **self.finetuned,
             **totals,
         }
@@ -290,10 +299,13 @@ def _client_rows(number: int, outcomes: Sequence[Outcome], scores: Scores | None
             "num_examples": outcome.num_examples,
             **{n: v for n, v in charge.items() if n not in ("round", "client")},
             **{f"local/{name}": value for name, value in outcome.metrics.items()},
+            **{f"personal_after/{name}": value for name, value in (outcome.after or {}).items()},
         }
-    for client, metrics in (scores.personal if scores is not None else {}).items():
-        row = rows.setdefault(client, {"round": number, "client": client, "trained": 0})
-        row.update({f"personal/{name}": value for name, value in metrics.items()})
+    groups = {} if scores is None else {"personal": scores.personal, "unseen": scores.unseen}
+    for group, clients in groups.items():
+        for client, metrics in clients.items():
+            row = rows.setdefault(client, {"round": number, "client": client, "trained": 0})
+            row.update({f"{group}/{name}": value for name, value in metrics.items()})
     return [rows[client] for client in sorted(rows)]
 
 

@@ -5,6 +5,7 @@
     config.yaml      the whole configuration (written by the command line)
     metrics.csv      a row per round
     clients.csv      a row per client and round, for those that trained or were scored
+    finetuned.csv    a row per client, before and after fine-tuning, where the method has one
     summary.json     the final table
     checkpoints/     last.ckpt, and the records of the clients
 """
@@ -88,6 +89,12 @@ class RunFolder:
         """Make the tables agree with a checkpoint of so many rounds."""
         self.metrics.cut_back(rounds)
         self.clients.cut_back(rounds)
+
+    def write_finetuned(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Write `finetuned.csv`."""
+        path = self.path / "finetuned.csv"
+        path.unlink(missing_ok=True)
+        Table(path).append(rows)
 
     def read_summary(self) -> dict[str, Any]:
         """The content of `summary.json`; empty if there is none."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,10 +15,8 @@ from torch.nn.parameter import UninitializedParameter
 from lightning_sparsefl.cost import Ledger
 from lightning_sparsefl.errors import CheckpointMismatch, InvalidOption
 from lightning_sparsefl.federated import checkpoint
-from lightning_sparsefl.federated.algorithm import FederatedAlgorithm
-from lightning_sparsefl.federated.client import Bench, Client, LocalWork, Split, require_set
+from lightning_sparsefl.federated.client import Bench, LocalWork, Split, require_set
 from lightning_sparsefl.federated.coordinator import Coordinator, Workload
-from lightning_sparsefl.federated.evaluate import Scores, evaluate, spread
 from lightning_sparsefl.federated.facade import RoundTrainer
 from lightning_sparsefl.federated.flat import require_trainable
 from lightning_sparsefl.federated.fleet import Fleet
@@ -28,11 +26,11 @@ from lightning_sparsefl.federated.process import Ranks
 from lightning_sparsefl.federated.profile import layers_of
 from lightning_sparsefl.federated.record import Recorder, hyperparameters, log_hyperparameters
 from lightning_sparsefl.federated.runfolder import RunFolder, last_run, new_version
-from lightning_sparsefl.federated.sampling import evaluated_clients
+from lightning_sparsefl.federated.scoring import Scorer, Selected
 from lightning_sparsefl.federated.store import ClientStore
 from lightning_sparsefl.report import print_table, summary_rows
 from lightning_sparsefl.seeds import seed_all
-from lightning_sparsefl.types import ServerState, Weights
+from lightning_sparsefl.types import ServerState
 from lightning_sparsefl.wire import Codec
 
 if TYPE_CHECKING:
@@ -116,6 +114,7 @@ class Session:
             max_rounds=trainer.max_rounds,
             seed=self.seed,
         )
+        self.scorer = Scorer(self.coordinator, self.split)
         self.identity = checkpoint.identity(self.algorithm, self.bench)
         self.settings = {"seed": self.seed, **self._settings()}
 
@@ -127,6 +126,8 @@ class Session:
             "batch size": self.coordinator.workload.batch_size,
             "clients per round": self.federation.clients_per_round,
             "buffers": self.federation.buffers,
+            "unseen clients": self.federation.unseen_clients,
+            "monitor": self.federation.monitor,
             "round_lr": repr(self.trainer.round_lr),
         }
 
@@ -189,6 +190,7 @@ class Session:
             batch_size=batch_size,
             max_batches=options.limit_train_batches,
             drop_last=getattr(self.data, "drop_last", False),
+            buffers=self.bench.flat.layout.buffers,
         )
 
     # ---- verbs
@@ -212,7 +214,9 @@ class Session:
             for logger in loggers:
                 logger.finalize("failed")
             raise
-        recorder.finetuned = self._finetuned(server)
+        recorder.finetuned, rows = self.scorer.finetuned(server)
+        if rows and self.ranks.first and self.folder is not None:
+            self.folder.write_finetuned(rows)
         self.bench.load(server.weights)
         return self._close(recorder, loggers)
 
@@ -226,7 +230,7 @@ class Session:
     def score(self) -> dict[str, float]:
         """Score the models of a checkpoint, or the initial ones."""
         server, _ = self._start(training=False)
-        scores = self._evaluate(server).summary()
+        scores = self.scorer.scores(server).summary()
         if self.ranks.first:
             print_table(
                 f"{type(self.algorithm).__name__}, {self.split} sets, round {server.round}",
@@ -241,8 +245,10 @@ class Session:
             resumed = checkpoint.restore(
                 self._ckpt_path, self.bench, self.ledger, self.store, self.identity, self.settings if training else {}
             )
+            if resumed.selected is not None and self.federation.select is not None:
+                self.scorer.selected = Selected.from_state(resumed.selected, self.bench.device)
             return resumed.server, resumed.callbacks
-        views = [self.coordinator.view(i, 0) for i in range(self.data.num_clients)]
+        views = [self.coordinator.view(i, 0) for i in self.coordinator.training_clients]
         fleet = Fleet(
             views,
             self.bench.flat.layout.buffers,
@@ -303,7 +309,7 @@ class Session:
         while server.round < self.trainer.max_rounds and not facade.should_stop:
             server = self._round(server, facade, recorder)
         if recorder.scored != server.round:  # a callback stopped the run between two evaluations
-            recorder.add_scores(self._evaluate(server), server.round)
+            recorder.add_scores(self.scorer.scores(server), server.round)
         for hook in ("on_train_end", "on_fit_end", "teardown"):
             facade.call(hook, *(["fit"] if hook == "teardown" else []))
         return server
@@ -312,15 +318,18 @@ class Session:
         """One round, scored, recorded and committed."""
         number = server.round
         facade.call("on_train_epoch_start")
-        result = self.coordinator.round(server)
+        last = number + 1 == self.trainer.max_rounds
+        scored = last or (number + 1) % self.trainer.check_val_every_n_round == 0
+        after = self.split if scored and self.federation.eval_after_training else None
+        result = self.coordinator.round(server, after)
         self._server = server = result.server
         for index, outcome in enumerate(result.outcomes):
             facade.call("on_train_batch_start", outcome.client, index)
             facade.call("on_train_batch_end", dict(outcome.metrics), outcome.client, index)
-        last = server.round == self.trainer.max_rounds
-        scores = self._scored(server, last)
+        scores = self.scorer.scores(server) if scored else None
+        further = {} if scores is None else self.scorer.select(server, scores)
         facade.global_step = server.round
-        facade.report(recorder.record(number, result, scores, last))
+        facade.report(recorder.record(number, result, scores, last, further))
         if scores is not None:
             facade.call("on_validation_start")
             facade.call("on_validation_end")
@@ -330,34 +339,18 @@ class Session:
             self._commit()
         return server
 
-    def _scored(self, server: ServerState, last: bool) -> Scores | None:
-        if not last and server.round % self.trainer.check_val_every_n_round:
-            return None
-        return self._evaluate(server)
-
-    def _finetuned(self, server: ServerState) -> dict[str, float]:
-        """Scores after each client's last local fit, where the method has one; run once, on the final state."""
-        if type(self.algorithm).finetune is FederatedAlgorithm.finetune:
-            return {}
-        scores = self._evaluate(server, lambda client: self.algorithm.finetune(server, client))
-        return spread("finetuned", scores.personal)
-
-    def _evaluate(self, server: ServerState, own: Callable[[Client], Weights | None] | None = None) -> Scores:
-        clients = evaluated_clients(self.seed, self.data.num_clients, self.federation.eval_clients)
-        return evaluate(
-            own or (lambda client: self.algorithm.personalize(server, client)),
-            server,
-            clients,
-            self.bench,
-            self.ranks,
-            self.split,
-            lambda i: self.coordinator.client(i, server.round),
-            self.seed,
-        )
-
     def _checkpoint(self, clients: Mapping[str, Any]) -> dict[str, Any]:
         who = {**self.identity, "training": self.settings}
-        return checkpoint.compose(self._server, self.bench, self.ledger, self.trainer.callbacks, who, clients)
+        selected = self.scorer.selected
+        return checkpoint.compose(
+            self._server,
+            self.bench,
+            self.ledger,
+            self.trainer.callbacks,
+            who,
+            clients,
+            None if selected is None else selected.state_dict(),
+        )
 
     def _commit(self) -> None:
         """Make the finished round the one that a crash leaves; the first rank writes."""

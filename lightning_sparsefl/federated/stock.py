@@ -6,6 +6,7 @@ import logging
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from lightning.fabric import Fabric
@@ -112,6 +113,10 @@ class StockTrainer:
     def __init__(self, fabric: Fabric, options: LocalOptions) -> None:
         self.fabric, self.options = fabric, options
         self.global_step = 0
+
+    def for_epochs(self, epochs: int) -> StockTrainer:
+        """The same, but for the number of local epochs."""
+        return StockTrainer(self.fabric, replace(self.options, max_epochs=epochs))
 
     def fit(
         self,

@@ -12,8 +12,17 @@ from rich.table import Table
 from rich.text import Text
 
 _PREFIXES = ("", "k", "M", "G", "T", "P", "E", "Z")
-_GROUPS = ("global", "personal", "personal_after", "finetuned")
-_SPREAD = {"_std": "std over clients", "_worst10": "worst tenth"}
+_GROUPS = (
+    "global",
+    "personal",
+    "personal_after",
+    "unseen",
+    "selected",
+    "selected_unseen",
+    "finetuned",
+    "finetuned_unseen",
+)
+_SPREAD = {"_std": "std over clients", "_worst10": "worst tenth", "_gap": "trained less unseen"}
 _MASK_BYTES = "comm/mask_bytes_total"
 _COSTS = (
     ("comm/uplink_bytes_total", "bytes up", "B"),
@@ -101,7 +110,9 @@ def summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
 def _scores(summary: Mapping[str, Any], group: str) -> Iterator[tuple[str, str]]:
     names = [name for name in summary if name.split("/")[0] == group and not name.endswith(tuple(_SPREAD))]
     for name in sorted(names, key=lambda name: "loss" in name):
-        yield f"{group.replace('_', ' ')} {name.split('/', 1)[1]}", score(summary[name])
+        value = summary[name]
+        cell = str(value) if isinstance(value, int) else score(value)
+        yield f"{group.replace('_', ' ')} {name.split('/', 1)[1]}", cell
         for suffix, word in _SPREAD.items():
             if name + suffix in summary:
                 yield f"  {word}", score(summary[name + suffix])

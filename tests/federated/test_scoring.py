@@ -1,0 +1,148 @@
+"""Whom a run scores, which round it fine-tunes from, and what its tables say of it."""
+
+import csv
+import json
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from lightning_sparsefl import FedAvg, FederatedAlgorithm, FederatedTrainer, Federation, FedSpa, Local
+from lightning_sparsefl.data import FederatedBlobs
+from lightning_sparsefl.errors import InvalidOption
+from lightning_sparsefl.federated.sampling import split_unseen
+from lightning_sparsefl.models import MLP
+
+
+class Tuned(FederatedAlgorithm):
+    """FedAvg with a last local fit of two epochs."""
+
+    calls: list = []  # noqa: RUF012 - a note of the test
+
+    def finetune(self, server, client):
+        self.calls.append((server.round, client.id, client.round))
+        return client.fit(server.weights, epochs=2).weights
+
+
+@pytest.fixture
+def fit(tmp_path):
+    def run(algorithm=None, *, federation=None, ckpt_path=None, data=None, **options):
+        settings = {
+            "accelerator": "cpu",
+            "devices": 1,
+            "max_rounds": 3,
+            "default_root_dir": str(tmp_path),
+            "logger": False,
+            "enable_progress_bar": False,
+            "seed": 0,
+            "federation": Federation(clients_per_round=3, pictures_every_n_rounds=0, **(federation or {})),
+        }
+        trainer = FederatedTrainer(algorithm=algorithm or FedAvg(), **{**settings, **options})
+        torch.manual_seed(0)
+        sets = {"num_clients": 6, "num_classes": 4, "dim": 8, "val_fraction": 0.2, "batch_size": 16, **(data or {})}
+        summary = trainer.fit(MLP(num_classes=4, sample_shape=(1, 1, 8)), FederatedBlobs(**sets), ckpt_path)
+        return trainer.run_folder, summary
+
+    return run
+
+
+def rows(path):
+    with path.open() as file:
+        return list(csv.DictReader(file))
+
+
+def test_unseen_clients_never_train_and_are_scored_apart(fit):
+    folder, summary = fit(FedSpa(), federation={"unseen_clients": 2}, max_rounds=4)
+    training, unseen = split_unseen(0, 6, 2)
+    table = rows(folder / "clients.csv")
+    assert {int(row["client"]) for row in table if row["trained"] == "1"} <= set(training)
+    last = [row for row in table if row["round"] == "3"]
+    assert {int(row["client"]) for row in last if row["unseen/val_acc"]} == set(unseen)
+    assert {int(row["client"]) for row in last if row["personal/val_acc"]} == set(training)
+    gap = summary["personal/val_acc"] - summary["unseen/val_acc"]
+    assert summary["unseen/val_acc_gap"] == pytest.approx(gap)
+    mean = sum(float(row["unseen/val_acc"]) for row in last if row["unseen/val_acc"]) / 2
+    assert summary["unseen/val_acc"] == pytest.approx(mean)
+
+
+def test_too_many_unseen_clients_are_refused(fit):
+    with pytest.raises(InvalidOption, match="the data has 6 clients, 4 of them unseen"):
+        fit(federation={"unseen_clients": 4})
+    with pytest.raises(InvalidOption, match=r"`federation\.unseen_clients` is -1"):
+        Federation(unseen_clients=-1)
+
+
+@pytest.mark.parametrize("algorithm", [FedAvg(), Local(), FedSpa()])
+def test_participants_are_scored_after_their_training(fit, algorithm):
+    folder, summary = fit(algorithm, federation={"eval_after_training": True}, check_val_every_n_round=2, max_epochs=3)
+    table = rows(folder / "clients.csv")
+    scored = {int(row["round"]) for row in table if row["personal_after/val_acc"]}
+    assert scored == {1, 2}  # the evaluated rounds
+    last = [row for row in table if row["round"] == "2"]
+    assert all(bool(row["personal_after/val_acc"]) == (row["trained"] == "1") for row in last)
+    after = [float(row["personal_after/val_loss"]) for row in last if row["trained"] == "1"]
+    assert summary["personal_after/val_loss"] == pytest.approx(sum(after) / len(after))
+    before = {int(row["client"]): float(row["personal/val_loss"]) for row in table if row["round"] == "1"}
+    trained = [int(row["client"]) for row in last if row["trained"] == "1"]
+    assert sum(after) < sum(before[client] for client in trained)  # three epochs on the client's own data
+
+
+def test_a_local_client_is_the_same_model_after_training_and_in_the_next_score(fit):
+    folder, _ = fit(Local(), federation={"eval_after_training": True})
+    last = [row for row in rows(folder / "clients.csv") if row["round"] == "2" and row["trained"] == "1"]
+    assert [row["personal_after/val_loss"] for row in last] == [row["personal/val_loss"] for row in last]
+
+
+def test_the_best_round_is_fine_tuned_at_its_own_round(fit):
+    Tuned.calls.clear()
+    folder, summary = fit(Tuned(), federation={"select": "global/val_loss", "unseen_clients": 1}, max_rounds=5)
+    losses = [float(row["global/val_loss"]) for row in rows(folder / "metrics.csv")]
+    best = losses.index(min(losses)) + 1
+    assert summary["selected/round"] == best
+    assert sorted(Tuned.calls) == [(best, client, best - 1) for client in range(6)]
+    tuned = rows(folder / "finetuned.csv")
+    assert [int(row["client"]) for row in tuned] == list(range(6))
+    seen = [row for row in tuned if row["unseen"] == "0"]
+    assert summary["finetuned/val_loss"] == pytest.approx(sum(float(r["finetuned/val_loss"]) for r in seen) / 5)
+    assert summary["selected/val_loss"] == pytest.approx(sum(float(r["selected/val_loss"]) for r in seen) / 5)
+    assert summary["finetuned_unseen/val_loss"] != summary["selected_unseen/val_loss"]
+    assert json.loads((folder / "summary.json").read_text())["selected/round"] == best
+
+
+def test_the_best_round_survives_a_stop_and_a_resume(fit):
+    options = {"federation": {"select": "global/val_loss"}}
+    _, straight = fit(Tuned(), max_rounds=4, **options)
+    folder, _ = fit(Tuned(), max_rounds=2, **options)
+    _, resumed = fit(Tuned(), max_rounds=4, ckpt_path=str(folder / "checkpoints" / "last.ckpt"), **options)
+    assert resumed == straight
+
+
+def test_a_round_is_selected_by_validation_where_test_sets_are_scored(fit):
+    folder, summary = fit(Tuned(), federation={"select": "global/val_acc"}, data={"eval_split": "test"})
+    table = rows(folder / "metrics.csv")
+    best = max(range(3), key=lambda i: float(table[i]["global/val_acc"]))
+    assert summary["selected/round"] == best + 1
+    assert "finetuned/test_acc" in summary
+    assert "finetuned/val_acc" not in summary
+    assert "personal/val_acc" not in table[0]
+
+
+def test_an_unknown_key_to_select_by_is_refused_by_name(fit):
+    with pytest.raises(InvalidOption, match=r"`federation.select` is 'global/accuracy'; expected one of \['global/val"):
+        fit(Tuned(), federation={"select": "global/accuracy"})
+
+
+def test_a_score_that_is_no_number_is_never_the_best(fit):
+    class Poisoned(FederatedAlgorithm):
+        def aggregate(self, server, merged):
+            state = super().aggregate(server, merged)
+            if server.round == 0:
+                return state
+            return replace(state, weights={name: w * math.nan for name, w in state.weights.items()})
+
+        def finetune(self, server, client):
+            return server.weights
+
+    _, summary = fit(Poisoned(), federation={"select": "global/val_loss"}, max_rounds=2)
+    assert summary["selected/round"] == 1
