@@ -115,6 +115,17 @@ class FederatedAlgorithm(ABC):  # noqa: B024 - every hook has a default, and jso
         """
         return None
 
+    def foresee(self, server: ServerState, round: int) -> ServerState:
+        """What `profile` takes for the server's state at the start of a round, since nothing is trained there.
+
+        A method whose masks follow a schedule overrides this. Default: the first state.
+
+        Args:
+            server: Before round 0.
+            round: From 0.
+        """
+        return replace(server, round=round)
+
     def may_vote(self, message: Message) -> Masks:
         """Where an upload may vote; default: where the client holds and may change."""
         return mask_algebra.intersect(message.trainable, message.masks)

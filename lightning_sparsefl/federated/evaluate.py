@@ -47,7 +47,7 @@ class Scores:
     """The same of clients that are held out of training."""
 
     def summary(self) -> dict[str, float]:
-        """The logged keys: ``global/*``, and ``personal/*`` and ``unseen/*`` with ``_std`` over clients and ``_worst10``.
+        """The logged keys: ``global/*``, ``personal/*`` and ``unseen/*``; ``_std`` is over clients.
 
         ``unseen/*_gap`` is the participation gap: the mean of the clients that train less that of those that do not
         (Yuan, Morningstar, Ning, Singh 2022, arXiv:2110.14216).

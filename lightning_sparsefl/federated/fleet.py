@@ -20,8 +20,8 @@ class Fleet:
         views: The facts of the clients that train, before round 0.
         buffers: Names of the model's floating-point buffers, which no mask may hold.
         device: Where the server's weights live.
-        client: Makes a client of its number; None where nothing trains, as in `profile`.
-        ranks: The processes.
+        client: Makes a client of its number; None where none can be asked.
+        ranks: The processes; None = this one alone.
     """
 
     def __init__(
@@ -48,10 +48,12 @@ class Fleet:
             ask: Called with the client; its answer travels between processes.
 
         Raises:
-            RuntimeError: Where no client can work, as in `profile`.
+            RuntimeError: Where no client can work.
         """
-        if self._client is None or self._ranks is None:
+        if self._client is None:
             raise RuntimeError("Clients cannot be asked here, since nothing is trained.")
+        if self._ranks is None:
+            return {view.id: ask(self._client(view.id)) for view in self.views}
         loads = {client: float(size) for client, size in self._sizes.items()}
         mine, client = longest_first(loads, self._ranks.size)[self._ranks.rank], self._client
         parts = self._ranks.share(lambda: {i: ask(client(i)) for i in mine})

@@ -34,7 +34,7 @@ from lightning_sparsefl.federated.options import Federation
 from lightning_sparsefl.federated.sampling import split_unseen, uniform_cohort
 from lightning_sparsefl.report import print_table, quantity
 from lightning_sparsefl.seeds import generator
-from lightning_sparsefl.sparse.masks import apply, counts, same
+from lightning_sparsefl.sparse.masks import apply, counts, density, same
 from lightning_sparsefl.types import (
     ClientView,
     Costs,
@@ -48,8 +48,9 @@ from lightning_sparsefl.types import (
 )
 from lightning_sparsefl.wire import Codec, Size
 
-_PHASES = 4
-"""The run is cut into as many equal parts; the middle round of each stands for all of it."""
+_PHASES, _SCHEDULED_PHASES = 4, 20
+"""The run is cut into as many equal parts, more if a schedule moves the server's masks; the middle round of each
+stands for all of it."""
 _NAME_WIDTH = 34
 """So that the table of layers fits into 80 columns."""
 _ROWS = {
@@ -142,6 +143,8 @@ class Profile:
             ("tensor", "elements", "density", "forward MFLOPs"),
             list(_layer_rows(content)),
         )
+        if "final_density" in content:
+            print(f"The server's masks keep {content['final_density']:.4%} of their layers after the last round.")
         cohorts = f"{content['rounds']:,} rounds, {content['client_rounds']:,} client-rounds"
         for title, costs in (("One client-round, mean", content["client_round"]), (cohorts, content["run"])):
             rows = [(label, *(_cell(costs[c], *what) for c in _COLUMNS)) for label, what in _ROWS.items()]
@@ -212,7 +215,9 @@ def profile(
         if client in training
     ]
     weights = flat.read()
-    server = algorithm.init(weights, Fleet(views, flat.layout.buffers, weights.vector.device))
+    stage, by_id = Rehearsal(flat.layout, seed), {view.id: view for view in views}
+    fleet = Fleet(views, flat.layout.buffers, weights.vector.device, lambda i: Client(by_id[i], {}, stage))
+    server = algorithm.init(weights, fleet)
     workload = Workload(
         layers,
         options.max_epochs,
@@ -221,13 +226,16 @@ def profile(
         getattr(data, "drop_last", False),
         flat.layout.buffers,
     )
-    rehearsals = _Rehearsals(algorithm, federation, Rehearsal(flat.layout, seed), Codec(weights), server)
-    total = _total(algorithm, workload, rehearsals, views, _parts(views, federation.clients_per_round))
+    rehearsals = _Rehearsals(algorithm, federation, stage, Codec(weights), server)
+    scheduled = type(algorithm).foresee is not FederatedAlgorithm.foresee
+    parts = _parts(views, federation.clients_per_round, _SCHEDULED_PHASES if scheduled else _PHASES)
+    total = _total(algorithm, workload, rehearsals, views, parts)
     return Profile(
         {
             "algorithm": type(algorithm).__name__,
             **_model_facts(flat.layout, layers, algorithm.download(server, views[0])),
             "rounds": max_rounds,
+            **({"final_density": density(algorithm.foresee(server, max_rounds).masks)} if scheduled else {}),
             **_columns(total, max_rounds * federation.clients_per_round),
         }
     )
@@ -250,33 +258,32 @@ def _nominal_sizes(data: Any) -> list[int]:
 class _Part(NamedTuple):
     """Client-rounds whose messages weigh the same."""
 
-    phase: int
-    """Of the run."""
+    middle: int
+    """The middle round of the part of the run that it stands for."""
     again: bool
     """Whether the client took part before."""
     capacity: float
 
 
-def _parts(views: Sequence[ClientView], clients_per_round: int) -> dict[_Part, Counter[int]]:
+def _parts(views: Sequence[ClientView], clients_per_round: int, phases: int) -> dict[_Part, Counter[int]]:
     """How many client-rounds of each part fall on clients of each size; the cohorts are those of the run."""
     parts: dict[_Part, Counter[int]] = defaultdict(Counter)
     seen: set[int] = set()
     rounds, seed, by_id = views[0].max_rounds, views[0].seed, {view.id: view for view in views}
+    middles = _middles(rounds, phases)
     for number in range(rounds):
         for client in uniform_cohort(seed, number, list(by_id), clients_per_round):
-            part = _Part(_phase(number, rounds), client in seen, by_id[client].capacity)
+            part = _Part(middles[number], client in seen, by_id[client].capacity)
             parts[part][by_id[client].num_examples] += 1
             seen.add(client)
     return dict(sorted(parts.items()))
 
 
-def _phase(number: int, rounds: int) -> int:
-    return number * min(_PHASES, rounds) // rounds
-
-
-def _middle(phase: int, rounds: int) -> int:
-    numbers = [number for number in range(rounds) if _phase(number, rounds) == phase]
-    return numbers[(len(numbers) - 1) // 2]
+def _middles(rounds: int, phases: int) -> list[int]:
+    """For each round, the middle one of its part of the run."""
+    parts = [number * min(phases, rounds) // rounds for number in range(rounds)]
+    sizes, firsts = Counter(parts), {part: number for number, part in reversed(list(enumerate(parts)))}
+    return [firsts[part] + (sizes[part] - 1) // 2 for part in parts]
 
 
 @dataclass(frozen=True)
@@ -314,9 +321,8 @@ class _Rehearsals:
             The client in the part's middle round, what it receives, and what the message and its update weigh.
         """
         before = self._kept[part.capacity] if part.again else _Kept()
-        number = _middle(part.phase, view.max_rounds)
-        view = replace(view, round=number, shared=before.shared)
-        message = self.algorithm.download(replace(self.server, round=number), view)
+        view = replace(view, round=part.middle, shared=before.shared)
+        message = self.algorithm.download(self.algorithm.foresee(self.server, part.middle), view)
         known = message.masks if before.held is not None and same(before.held, message.masks) else None
         trained = self.algorithm.train(message, Client(view, before.memory, self.stage))
         update, _ = strip(trained, message, self.federation.buffers, self.stage.layout)

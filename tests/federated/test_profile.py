@@ -288,3 +288,43 @@ def test_a_rehearsal_moves_what_may_change_and_nothing_else():
     first, second = (rehearsal.gradient(None, weights)["w"] for _ in range(2))
     assert not torch.equal(first, second)
     assert torch.equal(Rehearsal(layout, seed=0).gradient(None, weights)["w"], first)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Thinning(FederatedAlgorithm):
+    """The server's mask loses an eighth of a layer each round, whatever is trained."""
+
+    def aggregate(self, server, merged):
+        return self._masked(super().aggregate(server, merged), server.round + 1)
+
+    def foresee(self, server, round):
+        return replace(self._masked(server, round), round=round)
+
+    def _masked(self, server, finished):
+        weight = server.weights["net.fc1.weight"]
+        mask = torch.arange(weight.numel()).reshape(weight.shape) >= weight.numel() * finished // 16
+        return replace(server, masks={"net.fc1.weight": mask})
+
+
+def test_masks_that_follow_a_schedule_are_foreseen(tmp_path):
+    trained = trainer(Thinning(), tmp_path)
+    summary = trained.fit(mlp(), digits())
+    data = digits()
+    data.setup()
+    content = trainer(Thinning()).profile(mlp(), data).content
+    assert content["final_density"] == 0.5
+    for (column, key), total in LEDGER.items():
+        assert content["run"][column][key] == summary[total]
+    wire = summary["comm/uplink_bytes_total"] + summary["comm/downlink_bytes_total"]
+    assert content["run"]["wire"]["bytes"] == pytest.approx(wire, rel=0.02)
+
+
+def test_a_method_may_ask_the_fleet_before_the_first_round():
+    class Asking(FederatedAlgorithm):
+        def init(self, weights, fleet):
+            mean = fleet.mean(lambda client: client.gradient(weights))
+            assert set(fleet.map(lambda client: client.num_examples)) == set(range(12))
+            return replace(super().init(weights, fleet), extra={"gradient": mean})
+
+    content = trainer(Asking()).profile(mlp(), digits()).content
+    assert content["run"]["paper"] == trainer(FedAvg()).profile(mlp(), digits()).content["run"]["paper"]
