@@ -8,7 +8,8 @@ lottery", ICML 2020.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
 from typing import TypeAlias
 
 import torch
@@ -112,6 +113,41 @@ def erk(shapes: Shapes, density: float, power: float = 1.0) -> dict[str, float]:
     return _share(shapes, density, lambda shape: _raw(shape) ** power)
 
 
+def explicit(shapes: Shapes, patterns: Mapping[str, float], density: float) -> dict[str, float]:
+    """The density that a pattern gives each tensor, and `density` for those that no pattern matches.
+
+    The order of patterns does not matter: a tensor may match several only if they say the same.
+
+    Args:
+        shapes: Named shapes.
+        patterns: Globs over whole names, capitals and all, each with a density in (0, 1].
+        density: Of all other tensors, in (0, 1].
+
+    Raises:
+        InvalidOption: If a density is outside (0, 1], a pattern matches no tensor, or two disagree about one.
+
+    Example:
+        >>> explicit({"conv1": (2, 2), "conv2": (2, 2), "head": (2, 2)}, {"conv?": 0.5, "head": 1.0}, 0.1)
+        {'conv1': 0.5, 'conv2': 0.5, 'head': 1.0}
+    """
+    _require_density(density)
+    said: dict[str, str] = {}
+    for pattern, value in patterns.items():
+        if not 0 < value <= 1:
+            raise InvalidOption(f"The density of {pattern!r} is {value}, expected a number in (0, 1].")
+        found = [name for name in shapes if fnmatchcase(name, pattern)]
+        if not found:
+            raise InvalidOption(f"The pattern {pattern!r} matches no tensor, expected one for {listed(shapes)}.")
+        for name in found:
+            other = said.setdefault(name, pattern)
+            if patterns[other] != value:
+                raise InvalidOption(
+                    f"`{name}` has density {patterns[other]} by the pattern {other!r} and {value} by {pattern!r}; "
+                    "expected one, so let only one of them match."
+                )
+    return {name: float(patterns[said[name]] if name in said else density) for name in shapes}
+
+
 def kept_counts(shapes: Shapes, densities: Mapping[str, float]) -> dict[str, int]:
     """Positions to keep: ``floor(density * N)``, at least 1; a name without a density is dense.
 
@@ -124,6 +160,17 @@ def kept_counts(shapes: Shapes, densities: Mapping[str, float]) -> dict[str, int
         size, density = math.prod(_shape(shape)), densities.get(name, 1.0)
         kept[name] = size if density >= 1 else min(size, max(1, floor_count(density, size)))
     return kept
+
+
+def listed(names: Iterable[str], most: int = 12) -> str:
+    """Names for a message, the first few of them.
+
+    Example:
+        >>> listed(["a", "b", "c"], 2)
+        '`a`, `b` and 1 more'
+    """
+    known = [f"`{name}`" for name in names]
+    return ", ".join(known[:most]) + (f" and {len(known) - most} more" if len(known) > most else "") or "none"
 
 
 def _share(shapes: Shapes, density: float, score: Callable[[Sequence[int]], float]) -> dict[str, float]:

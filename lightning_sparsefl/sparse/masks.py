@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_sparsefl.errors import IncompatibleMasks
+from lightning_sparsefl.sparse.density import listed
 from lightning_sparsefl.types import Masks, Weights
 
 _SQUEEZE = 0x0102040810204080
@@ -178,13 +179,7 @@ def add(a: Weights, b: Weights) -> dict[str, Tensor]:
 def _require_known(tree: Weights, weights: Weights) -> None:
     unknown = next((name for name in tree if name not in weights), None)
     if unknown is not None:
-        raise IncompatibleMasks(f"`{unknown}` is no tensor of the weights, which have {_some(weights)}.")
-
-
-def _some(weights: Weights) -> str:
-    """The names, at most four of them."""
-    names = [f"`{name}`" for name in weights]
-    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "") or "none"
+        raise IncompatibleMasks(f"`{unknown}` is no tensor of the weights, which have {listed(weights, 4)}.")
 
 
 def check(masks: Masks, weights: Weights) -> None:

@@ -37,11 +37,22 @@ def keep_largest(score: Tensor, count: int) -> Tensor:
     flat = score.detach().reshape(-1)
     if flat.is_floating_point():
         flat = torch.nan_to_num(flat, nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
-    threshold = flat.topk(count, sorted=False).values.min()
-    keep = flat > threshold
-    ties = (flat == threshold).nonzero().reshape(-1)
-    keep[ties[: count - int(torch.count_nonzero(keep))]] = True
+    threshold = _nth_largest(flat, count)
+    keep = flat >= threshold
+    excess = int(torch.count_nonzero(keep)) - count
+    if excess:
+        ties = (flat == threshold).nonzero().reshape(-1)
+        keep[ties[len(ties) - excess :]] = False
     return keep.reshape(score.shape)
+
+
+def _nth_largest(flat: Tensor, count: int) -> Tensor:
+    """The value at place `count`, from 1, of a flat tensor without NaN, sorted from the largest down."""
+    if flat.device.type != "cpu" or flat.dtype not in (torch.float32, torch.float64):
+        return flat.topk(count, sorted=False).values.min()
+    values = flat.clone()
+    values.numpy().partition(len(flat) - count)  # on a CPU several times faster than topk and kthvalue
+    return values[len(flat) - count]
 
 
 def prune(scores: Weights, masks: Masks, fraction: float) -> dict[str, Tensor]:
@@ -67,7 +78,7 @@ def prune(scores: Weights, masks: Masks, fraction: float) -> dict[str, Tensor]:
         raise InvalidOption(f"`fraction={fraction}`: expected a number in [0, 1].")
     pruned = {}
     for name, mask in masks.items():
-        survivors = score_of(scores, name, mask).masked_select(mask)  # faster than indexing
+        survivors = _select(score_of(scores, name, mask), mask)
         keep = keep_largest(survivors, survivors.numel() - ceil_count(fraction, survivors.numel()))
         pruned[name] = scatter(mask, keep)
     return pruned
@@ -108,7 +119,7 @@ def shrink(scores: Weights, masks: Masks, counts: Mapping[str, int]) -> dict[str
     shrunk = {}
     for name, mask in masks.items():
         if name in counts:
-            survivors = score_of(scores, name, mask).masked_select(mask)
+            survivors = _select(score_of(scores, name, mask), mask)
             mask = scatter(mask, keep_largest(survivors, counts[name]))
         shrunk[name] = mask
     return shrunk
@@ -135,7 +146,7 @@ def shrink_globally(scores: Weights, masks: Masks, count: int) -> dict[str, Tens
     """
     if not masks:
         return {}
-    survivors = {name: score_of(scores, name, mask).detach().masked_select(mask) for name, mask in masks.items()}
+    survivors = {name: _select(score_of(scores, name, mask).detach(), mask) for name, mask in masks.items()}
     keep = keep_largest(torch.cat(list(survivors.values())), count)
     parts = keep.split([value.numel() for value in survivors.values()])
     return {name: scatter(mask, part) for (name, mask), part in zip(masks.items(), parts, strict=True)}
@@ -189,6 +200,11 @@ def score_of(scores: Weights, name: str, mask: Tensor | None = None) -> Tensor:
     return scores[name]
 
 
+def _select(score: Tensor, mask: Tensor) -> Tensor:
+    """The scores where a mask is True, in order, flat."""
+    return score.reshape(-1) if mask.all() else score.masked_select(mask)  # faster than indexing
+
+
 def scatter(mask: Tensor, values: Tensor) -> Tensor:
     """`mask` with its True positions, in order, replaced by `values`.
 
@@ -196,4 +212,6 @@ def scatter(mask: Tensor, values: Tensor) -> Tensor:
         >>> scatter(torch.tensor([True, False, True]), torch.tensor([False, True]))
         tensor([False, False,  True])
     """
+    if values.numel() == mask.numel():
+        return values.reshape(mask.shape).clone()
     return torch.zeros_like(mask).masked_scatter_(mask, values)

@@ -65,6 +65,22 @@ def gradual(start: float, end: float, step: int, first: int, last: int) -> float
     return start if step <= first else value  # exactly
 
 
+def staircase(peak: float, stairs: int, step: int, total: int) -> float:
+    """``peak * i / stairs`` in the i-th of `stairs` equal parts, i from 0: 0 at first, never `peak` (FedDIP, eq. 9).
+
+    Raises:
+        InvalidOption: If `stairs` is below 1.
+
+    Example:
+        >>> [staircase(1.0, 4, step, 8) for step in range(9)]
+        [0.0, 0.0, 0.25, 0.25, 0.5, 0.5, 0.75, 0.75, 0.75]
+    """
+    _progress(step, total)
+    if stairs < 1:
+        raise InvalidOption(f"`stairs={stairs}`: expected at least 1.")
+    return peak * min(step * stairs // total, stairs - 1) / stairs
+
+
 def recurs(step: int, first: int, last: int, every: int) -> bool:
     """Whether something happens at `step` that happens at `first`, each `every` steps after it, and at `last`.
 

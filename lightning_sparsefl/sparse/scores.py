@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from lightning_sparsefl.errors import IncompatibleMasks
 from lightning_sparsefl.types import Weights
 
 
@@ -28,6 +29,102 @@ def gradient(gradients: Weights) -> dict[str, Tensor]:
         {'w': tensor([2., 1.])}
     """
     return {name: value.detach().abs() for name, value in gradients.items()}
+
+
+def snip(weights: Weights, gradients: Weights) -> dict[str, Tensor]:
+    """``|w * g|``: how fast the loss changes with a gate on the weight (Lee et al., "SNIP", arXiv:1810.02340).
+
+    Not divided by the sum of all scores as there, which changes no order, within a tensor or over all of them.
+
+    Args:
+        weights: Any tree.
+        gradients: Of the loss by each of `weights`, same shapes; others are ignored.
+
+    Raises:
+        IncompatibleMasks: If one of `weights` has no gradient of its shape.
+
+    Example:
+        >>> snip({"w": torch.tensor([-2.0, 1.0])}, {"w": torch.tensor([0.5, 3.0])})
+        {'w': tensor([1., 3.])}
+    """
+    return {name: product.abs() for name, product in _products(weights, gradients).items()}
+
+
+def taylor(weights: Weights, gradients: Weights) -> dict[str, Tensor]:
+    """``(w * g) ** 2``: the squared change of the loss without the weight, to first order.
+
+    Molchanov et al., "Importance estimation for neural network pruning", arXiv:1906.10771, eq. 8. Within one batch
+    it orders weights as :func:`snip` does; means over batches, and sums over units, differ.
+
+    Args:
+        weights: Any tree.
+        gradients: Of the loss by each of `weights`, same shapes; others are ignored.
+
+    Raises:
+        IncompatibleMasks: If one of `weights` has no gradient of its shape.
+
+    Example:
+        >>> taylor({"w": torch.tensor([-2.0, 1.0])}, {"w": torch.tensor([0.5, 3.0])})
+        {'w': tensor([1., 9.])}
+    """
+    return {name: product.square() for name, product in _products(weights, gradients).items()}
+
+
+def _products(weights: Weights, gradients: Weights) -> dict[str, Tensor]:
+    products = {}
+    for name, value in weights.items():
+        if name not in gradients:
+            raise IncompatibleMasks(f"`{name}` has no gradient to score it by.")
+        if gradients[name].shape != value.shape:
+            shapes = f"{tuple(gradients[name].shape)}, expected {tuple(value.shape)}"
+            raise IncompatibleMasks(f"The gradient of `{name}` has shape {shapes}.")
+        products[name] = value.detach() * gradients[name].detach()
+    return products
+
+
+def learned(scores: Weights) -> dict[str, Tensor]:
+    """The values of scores that are trained (FedLPS; Ramanujan et al., "What's hidden", CVPR 2020), without a graph.
+
+    What picks a mask has no gradient; :func:`straight_through` gives one to the scores.
+
+    Args:
+        scores: Parameters, one a weight or one a unit.
+
+    Raises:
+        IncompatibleMasks: If a score is not finite, so that it has no rank.
+
+    Example:
+        >>> learned({"w": torch.nn.Parameter(torch.tensor([0.5, -1.0]))})
+        {'w': tensor([ 0.5000, -1.0000])}
+    """
+    for name, value in scores.items():
+        if not bool(torch.isfinite(value).all()):
+            raise IncompatibleMasks(f"A learned score of `{name}` is not finite; lower the scores' learning rate.")
+    return {name: value.detach() for name, value in scores.items()}
+
+
+def straight_through(score: Tensor, mask: Tensor) -> Tensor:
+    """The mask as numbers, which pass the gradient that reaches them on to the score as if they were the score.
+
+    Bengio et al., "Estimating or propagating gradients through stochastic neurons", arXiv:1308.3432. In
+    ``w * straight_through(score, mask)`` the score has the gradient ``w * dL/d(w * mask)``, also where it is dropped,
+    so that what was dropped may return.
+
+    Args:
+        score: Finite, any shape.
+        mask: Bool, the same shape; for example of the largest scores.
+
+    Returns:
+        Exactly 0 and 1, of the score's type.
+
+    Example:
+        >>> score = torch.tensor([0.3, -0.2], requires_grad=True)
+        >>> gate = straight_through(score, torch.tensor([True, False]))
+        >>> (torch.tensor([5.0, 7.0]) * gate).sum().backward()
+        >>> gate.tolist(), score.grad.tolist()
+        ([1.0, 0.0], [5.0, 7.0])
+    """
+    return mask.to(score.dtype) + (score - score.detach())  # exactly the mask, since x - x is 0
 
 
 def random(shapes: Mapping[str, Sequence[int] | Tensor], generator: torch.Generator | None = None) -> dict[str, Tensor]:

@@ -14,9 +14,9 @@ from lightning_sparsefl.wire import bitmask, dense, indices
 from lightning_sparsefl.wire.frame import Reader, Writer, varint_size
 from lightning_sparsefl.wire.schema import Schema, dtype_number
 
-_SAME, _NONE, _ALL, _BITS, _KEPT, _DROPPED, _FLIPPED = range(7)
-"""How a mask is written: like the reference, all False, all True, as bits, or as the positions of the True,
-of the False, or of what differs from the reference."""
+_SAME, _NONE, _ALL, _BITS, _GRID, _KEPT, _DROPPED, _FLIPPED = range(8)
+"""How a mask is written: like the reference, all False, all True, as bits, as bits along each dimension where it keeps
+whole rows and columns, or as the positions of the True, of the False, or of what differs from the reference."""
 _LISTED, _IMPLIED = range(2)
 """How a tree is written: name by name, or names, shapes and types are as the receiver expects."""
 
@@ -36,6 +36,11 @@ def write_mask(writer: Writer, mask: Tensor, reference: Tensor | None, *, bounde
     positions = mask.numel()
     writer.claim(positions)
     code, count, length = _plan(positions, kept, flips, bounded=bounded, referenced=reference is not None)
+    lines = _lines(mask, kept) if bounded and bitmask.size(sum(mask.shape)) < length else None
+    if lines is not None:
+        writer.write(bytes((_GRID,)))
+        writer.bulk(bitmask.size(len(lines)), lambda: bitmask.encode(lines), masks=True)
+        return
     writer.write(bytes((code,)))
     if code >= _KEPT:
         writer.varint(count)
@@ -47,7 +52,7 @@ def write_mask(writer: Writer, mask: Tensor, reference: Tensor | None, *, bounde
 def read_mask(reader: Reader, shape: torch.Size, reference: Tensor | None, *, bounded: bool) -> Tensor:
     """Read what :func:`write_mask` wrote; a mask that is as the reference is the reference itself."""
     positions = shape.numel()
-    code = reader.byte(7)
+    code = reader.byte(8)
     if not bounded and code != _BITS and not (code == _SAME and reference is not None):
         raise MalformedPayload(f"A mask of unknown shape comes in encoding {code}, expected bits.")
     if code == _BITS:
@@ -57,6 +62,9 @@ def read_mask(reader: Reader, shape: torch.Size, reference: Tensor | None, *, bo
     reader.claim(positions)
     if code < _BITS:
         return _uniform(code, shape, reference)
+    if code == _GRID:
+        lines = bitmask.decode(reader.take(bitmask.size(sum(shape))), sum(shape))
+        return _grid(lines, shape)
     count = reader.varint(positions)
     marked = indices.decode(reader.take(indices.size(positions, count)), positions, count).reshape(shape)
     if code == _FLIPPED and reference is not None:
@@ -243,6 +251,26 @@ def _plan(positions: int, kept: int, flips: int, *, bounded: bool, referenced: b
         if length + varint_size(count) < price:
             best, price = (code, count, length), length + varint_size(count)
     return best
+
+
+def _lines(mask: Tensor, kept: int) -> Tensor | None:
+    """Where each dimension keeps anything, one after another; None if the mask is not of whole rows and columns."""
+    lines, left = [], kept
+    for dim in range(mask.dim() if mask.dim() > 1 else 0):
+        line = mask.amax([other for other in range(mask.dim()) if other != dim])
+        left, rest = divmod(left, int(line.sum()))
+        if rest:  # nearly always told by the first dimension
+            return None
+        lines.append(line)
+    return torch.cat(lines) if lines and left == 1 else None
+
+
+def _grid(lines: Tensor, shape: torch.Size) -> Tensor:
+    """The mask of :func:`_lines`."""
+    mask = torch.ones(shape, dtype=torch.bool)
+    for dim, line in enumerate(lines.split(list(shape))):
+        mask &= line.view([-1 if other == dim else 1 for other in range(len(shape))])
+    return mask
 
 
 def _marked(code: int, mask: Tensor, reference: Tensor | None) -> Tensor:

@@ -105,6 +105,24 @@ def uniform(shapes, budget):
     return dict.fromkeys(shapes, budget)
 
 
+def explicit(shapes, patterns, budget):
+    """Patterns have ``*`` and ``?`` only."""
+    out = {}
+    for name in shapes:
+        said = {value for pattern, value in patterns.items() if _fits(name, pattern)}
+        assert len(said) <= 1
+        out[name] = said.pop() if said else budget
+    return out
+
+
+def _fits(name, pattern):
+    if not name or not pattern:
+        return not name and not pattern.strip("*")
+    if pattern[0] == "*":
+        return _fits(name, pattern[1:]) or _fits(name[1:], pattern)
+    return pattern[0] in ("?", name[0]) and _fits(name[1:], pattern[1:])
+
+
 def _solve(shapes, budget, raw):
     """The equation of the paper, with exact fractions."""
     budget = Fraction(str(budget))
@@ -155,6 +173,36 @@ def absolute(tree):
     return out
 
 
+def snip(weights, gradients):
+    """SNIP, arXiv:1810.02340, with the sum that it divides by."""
+    raw = {
+        name: [abs(float(w) * float(g)) for w, g in zip(value.flat, gradients[name].flat, strict=True)]
+        for name, value in weights.items()
+    }
+    total = sum(sum(values) for values in raw.values())
+    return {name: np.array(values).reshape(weights[name].shape) / total for name, values in raw.items()}
+
+
+def taylor(weights, gradients):
+    """The change of a quadratic model of the loss, less its second-order part: (f(0) - f(w)) ** 2."""
+    out = {name: np.zeros(value.shape) for name, value in weights.items()}
+    for name, value in weights.items():
+        for at in np.ndindex(value.shape):
+            out[name][at] = (float(gradients[name][at]) * (0 - float(value[at]))) ** 2
+    return out
+
+
+def straight_through(weights, slopes, masks):
+    """The gates, and dL/dscore where L has the slope `slopes` by each gated weight."""
+    gates = {name: np.zeros(mask.shape) for name, mask in masks.items()}
+    pull = {name: np.zeros(mask.shape) for name, mask in masks.items()}
+    for name, mask in masks.items():
+        for at in np.ndindex(mask.shape):
+            gates[name][at] = 1 if mask[at] else 0
+            pull[name][at] = weights[name][at] * slopes[name][at]
+    return gates, pull
+
+
 def _ranked(score, places):
     """Places, the largest score first, equal ones by index."""
     return sorted(places, key=lambda place: (-score.flat[place], place))
@@ -196,6 +244,32 @@ def shrink_globally(scores, masks, count):
     order = [(name, place) for name, mask in masks.items() for place in range(mask.size) if mask.flat[place]]
     best = sorted(order, key=lambda at: (-scores[at[0]].flat[at[1]], order.index(at)))[:count]
     return {name: _mask_of(mask.shape, [place for n, place in best if n == name]) for name, mask in masks.items()}
+
+
+def _groups(shape, m, dim):
+    """Flat indices of each group, in the order of its positions."""
+    rows = {}
+    for index, at in enumerate(np.ndindex(shape)):
+        row, place = (at[0], index) if dim is None else (at[:dim] + at[dim + 1 :], at[dim])
+        rows.setdefault(row, []).append((place, index))
+    for row in rows.values():
+        inside = [index for _, index in sorted(row)]
+        yield from (inside[at : at + m] for at in range(0, len(inside), m))
+
+
+def nm_masks(scores, n, m, dim=None):
+    return {
+        name: _mask_of(score.shape, [at for group in _groups(score.shape, m, dim) for at in _ranked(score, group)[:n]])
+        for name, score in scores.items()
+    }
+
+
+def is_nm(masks, n, m, dim=None):
+    return all(
+        len(group) == m and sum(bool(mask.flat[at]) for at in group) <= n
+        for mask in masks.values()
+        for group in _groups(mask.shape, m, dim)
+    )
 
 
 def regrow(scores, masks, counts):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_sparsefl.sparse import density, masks, prune, regrow, schedule, scores
+from lightning_sparsefl.sparse import density, masks, nm, prune, regrow, schedule, scores
 
 _spec = importlib.util.spec_from_file_location("sparse_reference", Path(__file__).with_name("sparse_reference.py"))
 slow = importlib.util.module_from_spec(_spec)
@@ -95,6 +95,49 @@ def test_shrink(drawn, share):
     agree(prune.shrink_globally(score, a, count), slow.shrink_globally(numpy(score), numpy(a), count))
 
 
+def test_first_order_scores(drawn):
+    weights, _, _ = drawn
+    gradients = {
+        name: torch.randn(value.shape, generator=torch.Generator().manual_seed(7)) for name, value in weights.items()
+    }
+    x, y = numpy(weights), numpy(gradients)
+    fast, twin = scores.snip(weights, gradients), slow.snip(x, y)
+    total = sum(float(value.double().sum()) for value in fast.values())
+    for name, value in fast.items():
+        assert value.shape == twin[name].shape
+        np.testing.assert_allclose(value.double().numpy() / total, twin[name], rtol=1e-5)
+    fast, twin = scores.taylor(weights, gradients), slow.taylor(x, y)
+    for name, value in fast.items():
+        np.testing.assert_allclose(value.double().numpy(), twin[name], rtol=1e-5)
+
+
+def test_learned_scores_and_their_gates(drawn):
+    weights, a, _ = drawn
+    slopes = {name: torch.randn(mask.shape, generator=torch.Generator().manual_seed(5)) for name, mask in a.items()}
+    gates, pull = slow.straight_through(numpy(weights), numpy(slopes), numpy(a))
+    score = {name: slopes[name].clone().requires_grad_() for name in a}
+    agree(scores.learned(score), numpy(slopes))
+    for name, mask in a.items():
+        gate = scores.straight_through(score[name], mask)
+        (weights[name] * gate * slopes[name]).sum().backward()
+        assert np.array_equal(gate.detach().numpy(), gates[name])
+        np.testing.assert_allclose(score[name].grad.numpy(), pull[name], rtol=1e-6)
+
+
+@pytest.mark.parametrize(("n", "m", "dim"), [(2, 4, None), (1, 2, None), (3, 3, None), (2, 4, 1), (1, 3, 1), (1, 2, 2)])
+@pytest.mark.parametrize("seed", range(4))
+def test_n_of_m(n, m, dim, seed):
+    rng = torch.Generator().manual_seed(seed)
+    shapes = [(3, 12), (2, 12, 2, 3), (0, 12), (1, 12, 4)] if dim != 2 else [(2, 5, 4), (1, 12, 2, 3)]
+    score = {f"t{i}": torch.randint(-2, 3, shape, generator=rng).float() for i, shape in enumerate(shapes)}
+    fast = nm.nm_masks(score, n, m, dim)
+    agree(fast, slow.nm_masks(numpy(score), n, m, dim))
+    assert nm.is_nm(fast, n, m, dim)
+    for tree in (fast, {name: torch.rand(value.shape, generator=rng) < n / m - 0.2 for name, value in score.items()}):
+        for other in ((n, m, dim), (1, m, dim), (n, 2 * m, dim)):
+            assert nm.is_nm(tree, *other) == slow.is_nm(numpy(tree), *other)
+
+
 def test_keep_largest(drawn):
     weights, _, _ = drawn
     for value in weights.values():
@@ -122,6 +165,12 @@ def test_density_budgets(pool, budget):
     ):
         assert fast == pytest.approx({name: float(value) for name, value in twin.items()}, rel=1e-12)
         assert density.kept_counts(shapes, fast) == slow.kept_counts(shapes, twin)
+
+
+@pytest.mark.parametrize("patterns", [{}, {"*": 0.5}, {"c?": 0.5, "f*": 0.25}, {"*1": 0.5, "c*": 0.5, "f2": 1.0}])
+def test_explicit_densities(patterns):
+    shapes = POOLS["lenet"]
+    assert density.explicit(shapes, patterns, 0.1) == slow.explicit(shapes, patterns, 0.1)
 
 
 @pytest.mark.parametrize("total", [1, 2, 7, 100])

@@ -74,3 +74,28 @@ def test_rounding_is_that_of_exact_arithmetic(percent, total):
     fraction = percent / 100
     assert d.floor_count(fraction, total) == percent * total // 100
     assert d.ceil_count(fraction, total) == -(-percent * total // 100)
+
+
+def test_patterns_say_densities_and_the_rest_has_the_given_one():
+    expected = {"c1": 0.5, "c2": 0.5, "f1": 0.1, "f2": 0.1, "f3": 1.0}
+    assert d.explicit(LENET, {"c*": 0.5, "f3": 1}, 0.1) == expected
+    assert d.explicit(LENET, {"f3": 1, "c*": 0.5}, 0.1) == expected
+    assert d.explicit(LENET, {}, 0.1) == d.uniform(LENET, 0.1)
+    assert d.explicit(LENET, {"c1": 0.5, "c*": 0.5, "f3": 1}, 0.1) == expected  # two that agree
+
+
+@pytest.mark.parametrize(
+    ("patterns", "message"),
+    [
+        ({"c*": 0.5, "C*": 0.5}, r"pattern 'C\*' matches no tensor, expected one for `c1`, `c2`, `f1`, `f2`, `f3`"),
+        ({"c": 0.5}, "pattern 'c' matches no tensor"),
+        ({"*": 0.5, "f3": 1.0}, r"`f3` has density 0.5 by the pattern '\*' and 1.0 by 'f3'; expected one"),
+        ({"f3": 0.0}, r"The density of 'f3' is 0.0, expected a number in \(0, 1\]"),
+        ({"f3": float("nan")}, "The density of 'f3' is nan"),
+    ],
+)
+def test_patterns_that_do_not_fit_are_refused(patterns, message):
+    with pytest.raises(InvalidOption, match=message):
+        d.explicit(LENET, patterns, 0.1)
+    with pytest.raises(InvalidOption, match="`density=0`"):
+        d.explicit(LENET, {}, 0)

@@ -11,6 +11,7 @@ from lightning_sparsefl.wire.schema import Schema
 from lightning_sparsefl.wire.trees import read_masks, read_shape, read_weights, write_masks, write_weights
 
 SCHEMA = Schema({"w": torch.zeros(1000), "b": torch.zeros(8)})
+SQUARE = Schema({"conv": torch.zeros(40, 30, 3, 3)})
 
 
 def at(*positions, length=1000):
@@ -19,11 +20,11 @@ def at(*positions, length=1000):
     return mask
 
 
-def masks_through(masks, reference):
+def masks_through(masks, reference, schema=SCHEMA):
     writer = Writer(keep=True)
-    write_masks(writer, SCHEMA, masks, reference, counts(masks))
+    write_masks(writer, schema, masks, reference, counts(masks))
     reader = Reader(writer.payload(), room=10**6)
-    back = read_masks(reader, SCHEMA, reference)
+    back = read_masks(reader, schema, reference)
     reader.finish()
     assert list(back) == list(masks)
     assert all(torch.equal(back[name], mask) for name, mask in masks.items())
@@ -66,6 +67,19 @@ def test_a_mask_that_changed_a_little_costs_what_changed():
 def test_the_cheapest_encoding_of_a_new_mask(mask, cost):
     assert masks_through({"w": mask}, {})[0].masks == cost
     assert masks_through({"w": mask}, {"w": at(*range(0, 1000, 3))})[0].masks <= 125
+
+
+def test_a_mask_of_whole_rows_and_columns_costs_a_bit_for_each():
+    rows, columns = at(*range(5, 25), length=40), at(*range(0, 30, 2), length=30)
+    grid = (rows[:, None] & columns[None, :])[:, :, None, None].expand(40, 30, 3, 3)
+    writer, _ = masks_through({"conv": grid}, {}, SQUARE)
+    assert writer.masks == (40 + 30 + 3 + 3 + 7) // 8
+    one_less = grid.clone()
+    one_less[5, 0, 0, 0] = False
+    assert masks_through({"conv": one_less}, {}, SQUARE)[0].masks > 1000
+    moved = grid.clone()
+    moved[5, 0, 0, 0], moved[0, 0, 0, 0] = False, True  # as many as before
+    assert masks_through({"conv": moved}, {}, SQUARE)[0].masks > 1000
 
 
 def test_masks_of_unknown_shape_are_bits():

@@ -1,0 +1,70 @@
+"""Masks applied in place, at every training step, from one byte a weight."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_CHUNK = 1 << 16
+"""Elements. A CPU multiplies fast by numbers of one type only, and of this many a copy stays in its cache."""
+
+
+class Stencil:
+    """A mask, made ready to be applied often to tensors of its shape and device.
+
+    A value is multiplied as an integer of its own width: by 1 it keeps its bits, by 0 it becomes 0.0, also where it was
+    NaN, infinite or negative, of which a product of floats would leave NaN and -0.0.
+
+    Args:
+        mask: Bool, of any shape.
+        dtype: Of the tensors, real.
+
+    Example:
+        >>> tensor, rest = torch.tensor([-1.0, torch.nan, 3.0]), torch.empty(3)
+        >>> Stencil(torch.tensor([False, False, True]), tensor.dtype).zero_(tensor)
+        >>> tensor
+        tensor([0., 0., 3.])
+    """
+
+    def __init__(self, mask: Tensor, dtype: torch.dtype) -> None:
+        self.mask, self._dtype = mask, _INTEGERS[dtype.itemsize]
+        self._parts: list[tuple[Tensor, Tensor]] = []
+        if mask.device.type == "cpu" and mask.is_contiguous():
+            scratch = _scratch(self._dtype)
+            self._parts = [(part, scratch[: part.numel()]) for part in mask.view(-1).split(_CHUNK)]
+
+    def zero_(self, tensor: Tensor) -> None:
+        """Zero a tensor where the mask is False."""
+        bits = tensor.detach().view(self._dtype)
+        if self._parts and bits.is_contiguous():
+            for part, (kept, ones) in zip(bits.view(-1).split(_CHUNK), self._parts, strict=True):
+                part.mul_(ones.copy_(kept))
+        else:
+            bits.mul_(self.mask)
+
+    def split_(self, tensor: Tensor, rest: Tensor) -> None:
+        """Zero a tensor where the mask is False, and put what was there into `rest`, which is 0.0 elsewhere.
+
+        Example:
+            >>> tensor, rest = torch.tensor([1.0, 2.0]), torch.empty(2)
+            >>> Stencil(torch.tensor([True, False]), tensor.dtype).split_(tensor, rest)
+            >>> tensor, rest
+            (tensor([1., 0.]), tensor([0., 2.]))
+        """
+        bits, others = tensor.detach().view(self._dtype), rest.detach().view(self._dtype)
+        if self._parts and bits.is_contiguous() and others.is_contiguous():
+            flat = bits.view(-1).split(_CHUNK), others.view(-1).split(_CHUNK)
+            for part, other, (kept, ones) in zip(*flat, self._parts, strict=True):
+                other.copy_(part)
+                other.sub_(part.mul_(ones.copy_(kept)))
+        else:
+            torch.mul(bits, ~self.mask, out=others)
+            bits.mul_(self.mask)
+
+
+@functools.cache
+def _scratch(dtype: torch.dtype) -> Tensor:
+    return torch.empty(_CHUNK, dtype=dtype)

@@ -1,0 +1,180 @@
+"""The layers of a model, as one would draw them: its stem, its blocks, its head, found by the names of its tensors.
+
+A *group* is what is frozen or trained as one: a convolution or linear layer with the norm after it, or a whole block
+(residual, depthwise, attention) with all that is inside. Names are enough: ``stage1.0.conv1.weight`` says that the
+first block of a list of blocks holds a convolution. Where they mislead, patterns decide.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+
+from lightning_sparsefl.errors import InvalidOption
+from lightning_sparsefl.types import Weights
+
+_SHOWN = 12
+_NUMBERED = re.compile(r"(.*_|)\d+")
+"""How the children of a list are named: ``3``, or ``block_3``."""
+
+
+def head_of(weights: Weights, head: str | None = None) -> tuple[str, ...]:
+    """Names of the head's tensors: those of the last linear layer, or of the module that `head` names.
+
+    Args:
+        weights: A module's parameters by name, in the order in which the module holds them.
+        head: Name of a module or a glob over names of tensors; None = the owner of the last matrix.
+
+    Raises:
+        InvalidOption: If there is no such module, or no matrix at all.
+
+    Example:
+        >>> import torch
+        >>> sizes = {"conv.weight": (2, 1, 3, 3), "fc.weight": (3, 2), "fc.bias": (3,), "scale": (1,)}
+        >>> head_of({name: torch.ones(size) for name, size in sizes.items()})
+        ('fc.weight', 'fc.bias')
+    """
+    if head is None:
+        owner = next((_owner(name) for name in reversed(list(weights)) if weights[name].dim() == 2), None)
+        found = [name for name in weights if _owner(name) == owner]
+    else:
+        found = [name for name in weights if name.startswith(f"{head}.") or fnmatchcase(name, head)]
+    if not found:
+        wanted = "linear layer" if head is None else f"`{head}`"
+        raise InvalidOption(f"The model has no {wanted} to be its head; name one of {_listed(weights)} with `head`.")
+    return tuple(found)
+
+
+def layer_groups(weights: Weights, patterns: Sequence[str] = ()) -> dict[str, tuple[str, ...]]:
+    """The groups of a body, in order: names of tensors by name of group.
+
+    From the outermost module that has several children on, a module is taken apart if it is a list of things, or holds
+    lists of blocks; otherwise it is a block. A layer outside of blocks is a group; one without a matrix or kernel, such
+    as a norm, joins the layer right before it, and is a group of its own after a block.
+
+    Args:
+        weights: The body's parameters by name, in the order in which the module holds them.
+        patterns: Globs over names of tensors; each makes one group of those that it is the first to match. What none
+            matches is grouped by the rule.
+
+    Raises:
+        InvalidOption: If a pattern matches nothing.
+
+    Example:
+        >>> import torch
+        >>> sizes = {"conv.weight": (2, 1, 3, 3), "norm.weight": (2,), "blocks.0.conv.weight": (2, 2, 3, 3),
+        ...          "blocks.0.norm.weight": (2,), "blocks.1.conv.weight": (2, 2, 3, 3), "last.weight": (2,)}
+        >>> body = {name: torch.ones(size) for name, size in sizes.items()}
+        >>> list(layer_groups(body).items())[:2]
+        [('conv', ('conv.weight', 'norm.weight')), ('blocks.0', ('blocks.0.conv.weight', 'blocks.0.norm.weight'))]
+        >>> list(layer_groups(body)), list(layer_groups(body, ["blocks.*"]))
+        (['conv', 'blocks.0', 'blocks.1', 'last'], ['conv', 'blocks.*', 'last'])
+    """
+    groups: dict[str, tuple[str, ...]] = {}
+    left = list(weights)
+    for pattern in patterns:
+        groups[pattern] = tuple(name for name in left if fnmatchcase(name, pattern))
+        if not groups[pattern]:
+            raise InvalidOption(
+                f"The pattern {pattern!r} in `groups` matches nothing new; expected one for {_listed(weights)}."
+            )
+        left = [name for name in left if name not in groups[pattern]]
+    groups |= _joined(list(_pieces(_outermost(_tree(left)), outermost=True)), weights)
+    place = {name: number for number, name in enumerate(weights)}
+    return dict(sorted(groups.items(), key=lambda group: place[group[1][0]]))
+
+
+def group_sizes(weights: Weights, groups: dict[str, tuple[str, ...]]) -> list[int]:
+    """Parameters of each group.
+
+    Example:
+        >>> import torch
+        >>> group_sizes({"a.weight": torch.ones(2, 3), "a.bias": torch.ones(2)}, {"a": ("a.weight", "a.bias")})
+        [8]
+    """
+    return [sum(weights[name].numel() for name in names) for names in groups.values()]
+
+
+@dataclass
+class _Module:
+    """A module as its tensors' names tell it."""
+
+    path: str
+    tensors: list[str] = field(default_factory=list)
+    children: dict[str, _Module] = field(default_factory=dict)
+
+    @property
+    def numbered(self) -> bool:
+        return _NUMBERED.fullmatch(self.path.rpartition(".")[2]) is not None
+
+    @property
+    def is_list(self) -> bool:
+        keys = [_NUMBERED.fullmatch(key) for key in self.children]
+        return not self.tensors and len({key and key[1] for key in keys} | {None}) == 2 and None not in keys
+
+    @property
+    def is_list_of_blocks(self) -> bool:
+        return self.is_list and any(child.children for child in self.children.values())
+
+    def names(self) -> tuple[str, ...]:
+        """All tensors inside."""
+        return (*self.tensors, *(name for child in self.children.values() for name in child.names()))
+
+
+def _tree(names: Sequence[str]) -> _Module:
+    root = _Module("")
+    for name in names:
+        module = root
+        for key in name.split(".")[:-1]:
+            module = module.children.setdefault(key, _Module(f"{module.path}.{key}".lstrip(".")))
+        module.tensors.append(name)
+    return root
+
+
+def _outermost(module: _Module) -> _Module:
+    while len(module.children) == 1 and not module.tensors:
+        (module,) = module.children.values()
+    return module
+
+
+def _is_taken_apart(module: _Module) -> bool:
+    if module.is_list:  # a numbered list of plain layers is one of several blocks
+        return not module.numbered or all(child.children for child in module.children.values())
+    return not module.numbered and any(child.is_list_of_blocks for child in module.children.values())
+
+
+def _pieces(module: _Module, *, outermost: bool = False) -> Iterator[_Module]:
+    """Layers and blocks, in order; a tensor that a divided module holds itself is a layer."""
+    if not module.children or not (outermost or _is_taken_apart(module)):
+        yield module
+        return
+    yield from (_Module(name, [name]) for name in module.tensors)
+    for child in module.children.values():
+        yield from _pieces(child)
+
+
+def _joined(pieces: Sequence[_Module], weights: Weights) -> dict[str, tuple[str, ...]]:
+    groups: dict[str, tuple[str, ...]] = {}
+    place = {name: number for number, name in enumerate(weights)}
+    layer = ""  # the group that a norm may join
+    for piece in pieces:
+        names = piece.names()
+        bare = not piece.children and all(weights[name].dim() < 2 for name in names)
+        if bare and layer and _owner(piece.path) == _owner(layer) and place[names[0]] == place[groups[layer][-1]] + 1:
+            groups[layer] += names
+        elif names:
+            groups[piece.path] = names
+            layer = "" if piece.children or bare else piece.path
+    return groups
+
+
+def _owner(name: str) -> str:
+    return name.rpartition(".")[0]
+
+
+def _listed(weights: Weights) -> str:
+    owners = list(dict.fromkeys(_owner(name) or name for name in weights))
+    shown = ", ".join(f"`{owner}`" for owner in owners[:_SHOWN]) or "its modules (there is none)"
+    return shown + (f" and {len(owners) - _SHOWN} more" if len(owners) > _SHOWN else "")

@@ -1,0 +1,336 @@
+"""Units: output channels, neurons and hidden states, and all the weights that stand or fall with each of them.
+
+Xue et al., "Learnable Sparse Customization in Heterogeneous Edge Computing" (FedLPS), arXiv:2412.07216, section 3.
+A dropped unit loses its outgoing row, its bias and its norm's affine part, and the next layers' incoming slices.
+Units that are added, as along a residual stream, are one unit with several rows; a hidden unit of an LSTM has a
+row in every gate; of a grouped convolution the same positions of all groups are one unit.
+
+Which tensors belong together is found by following labels through one forward pass
+(:mod:`~lightning_sparsefl.sparse.tracing`). Torch-Pruning 1.6 was the alternative: it needs only torch and NumPy,
+and finds residual sums, depthwise convolutions, group norms and flattened maps from the autograd graph just as well.
+But it knows an LSTM as one layer, whose gates it does not cut together and which may not be stacked; it lists what
+to cut, index by index, where masks need all units of a tensor at once; and it cuts a group norm without regard for
+its statistics. Nor does it see which operations need the full width. torch.fx would follow neither control flow nor
+a layer's own parameters in functional calls.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import floor
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_sparsefl.errors import IncompatibleMasks, InvalidOption
+from lightning_sparsefl.sparse.labelling import RULES
+from lightning_sparsefl.sparse.prune import keep_largest
+from lightning_sparsefl.sparse.tracing import Role, UnitTrace, tensors
+from lightning_sparsefl.types import Masks, Weights
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Where the units of a group sit in one tensor."""
+
+    name: str
+    """The tensor, in the ``state_dict``."""
+    dim: int
+    """The dimension that the units index."""
+    positions: Tensor
+    """Indices along `dim`: long, ``(units, positions of each)``; 49 for a 7x7 map that was flattened, 4 for an LSTM."""
+    role: Role
+    """``out``: the producing row, its bias, the norm's affine part; ``in``: a reader's incoming slice; ``buffer``:
+    a norm's statistics, which carry no masks."""
+
+
+@dataclass(frozen=True)
+class Consumer:
+    """A module that reads the units of a group."""
+
+    name: str
+    """The module."""
+    dim: int
+    """Dimension of its first input along which the units lie: 1 for a convolution, -1 for a linear layer."""
+    positions: Tensor
+    """Indices along `dim`: long, ``(units, positions of each)``."""
+
+
+@dataclass(frozen=True)
+class UnitGroup:
+    """Units of which each can be dropped by itself, and that live in the same tensors."""
+
+    name: str
+    """The first producing module; ``lstm.l0`` for a layer of a recurrent one."""
+    size: int
+    """Number of units."""
+    slots: tuple[Slot, ...]
+    """All tensors with weights or statistics of the units."""
+    layers: tuple[str, ...]
+    """Modules with a row for each unit."""
+    consumers: tuple[Consumer, ...]
+    """Modules that read the units; those inside a recurrent module, which nothing can look into, are not listed."""
+    masks_only: str = ""
+    """Why the group can be masked but not cut out; empty if it can."""
+
+
+def find_groups(
+    module: nn.Module, *example_inputs: Any, ignore: Sequence[str] = (), embeddings: bool = False
+) -> tuple[UnitGroup, ...]:
+    """The groups of units of a module, in the order of the forward pass.
+
+    The module is called once in evaluation mode, without gradients, and left as it was. Inputs and outputs of the
+    network are no units, nor is what runs through an operation that is not understood, such as attention.
+
+    Args:
+        module: Names are those of its ``state_dict``.
+        example_inputs: What ``forward`` is called with; one sample will do.
+        ignore: Modules, or parents of modules, whose outputs stay whole.
+        embeddings: Whether the columns of embeddings are units.
+
+    Raises:
+        InvalidOption: If a name in `ignore` is no module, the module is compiled or scripted, or ``forward`` fails.
+
+    Example:
+        >>> net = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(16, 2))
+        >>> [(group.name, group.size) for group in find_groups(net, torch.zeros(1, 1, 4, 4))]
+        [('0', 4)]
+    """
+    _check(module, ignore)
+    trace = _trace(module, example_inputs, ignore, embeddings)
+    return tuple(_groups(trace, _aliases(module)))
+
+
+def _check(module: nn.Module, ignore: Sequence[str]) -> None:
+    modules = dict(module.named_modules())
+    for name in ignore:
+        if name not in modules:
+            raise InvalidOption(f"`ignore={list(ignore)}`: `{name}` is no module; change `ignore`.")
+    for name, child in modules.items():
+        if isinstance(child, torch.jit.ScriptModule) or hasattr(child, "_orig_mod"):
+            kind = "scripted" if isinstance(child, torch.jit.ScriptModule) else "compiled"
+            raise InvalidOption(
+                f"`{name or type(child).__name__}` is {kind}, so its units cannot be found; find them before that."
+            )
+
+
+def _aliases(module: nn.Module) -> dict[int, list[str]]:
+    """The names of each parameter and each floating-point buffer of the ``state_dict``, by ``id``."""
+    found: dict[int, list[str]] = defaultdict(list)
+    for name, value in module.state_dict(keep_vars=True).items():
+        if isinstance(value, Tensor) and value.is_floating_point():
+            found[id(value)].append(name)
+    return found
+
+
+def _trace(module: nn.Module, inputs: tuple[Any, ...], ignore: Sequence[str], embeddings: bool) -> UnitTrace:
+    names = {key: names[0] for key, names in _aliases(module).items()}
+    parameters = {id(value) for value in module.parameters()}
+    buffers = {name for key, name in names.items() if key not in parameters}
+    trace = UnitTrace(names, buffers, ignore, embeddings, RULES)
+    modes = [(child, child.training) for child in module.modules()]
+    for value in tensors(inputs):
+        trace.label(value, torch.zeros((), dtype=torch.long).expand(value.shape))
+    try:
+        module.eval()
+        with torch.no_grad(), trace:
+            outputs = module(*inputs)
+    except Exception as error:
+        shapes = ", ".join(str(tuple(value.shape)) for value in tensors(inputs))
+        raise InvalidOption(
+            f"`{type(module).__name__}` fails on example inputs of shape {shapes}: {error}; change the inputs."
+        ) from error
+    finally:
+        for child, mode in modes:
+            child.training = mode
+    for value in tensors(outputs):
+        trace.freeze(trace.labels(value).ids)
+    return trace
+
+
+_Key = tuple[str, int]
+_Places = dict[int, list[int]]
+
+
+def _groups(trace: UnitTrace, aliases: Mapping[int, list[str]]) -> Iterator[UnitGroup]:
+    """Units that live in the same tensors, at as many places of each, are a group."""
+    places = {key: _places(trace, axis.ids) for key, axis in trace.axes.items()}
+    reads = [(reader, _places(trace, reader.ids)) for reader in trace.readers]
+    names = {shared[0]: shared for shared in aliases.values()}
+    taken: set[str] = set()
+    for keys, units in _alike(places):
+        axes = {key: trace.axes[key] for key in keys}
+        rows = [key for key in keys if axes[key].role == "out" and axes[key].row]
+        if not rows or "in" not in {axis.role for axis in axes.values()}:
+            continue
+        name = _name(rows[0][0])
+        name += f"[{places[rows[0]][units[0]][0]}:]" if name in taken else ""
+        taken.add(name)
+        consumers = {
+            (at.module, at.dim): Consumer(at.module, at.dim, _table(f, units)) for at, f in reads if units[0] in f
+        }
+        yield UnitGroup(
+            name,
+            len(units),
+            tuple(Slot(n, k[1], _table(places[k], units), axes[k].role) for k in keys for n in names[k[0]]),
+            tuple(dict.fromkeys(name.rpartition(".")[0] for name, _ in rows)),
+            tuple(consumers.values()),
+            next((reason for label, reason in trace.reasons.items() if trace.root(label) in set(units)), ""),
+        )
+
+
+def _places(trace: UnitTrace, ids: Tensor) -> _Places:
+    """The positions of each unit; label 0 is none."""
+    found: _Places = defaultdict(list)
+    for position, label in enumerate(ids.tolist()):
+        if unit := trace.root(label):
+            found[unit].append(position)
+    return found
+
+
+def _alike(places: Mapping[_Key, _Places]) -> list[tuple[list[_Key], list[int]]]:
+    """Keys and units of each group, in the order of the first unit."""
+    homes: dict[int, list[tuple[_Key, int]]] = defaultdict(list)
+    for key, found in places.items():
+        for unit, positions in found.items():
+            homes[unit].append((key, len(positions)))
+    alike: dict[tuple[tuple[_Key, int], ...], list[int]] = defaultdict(list)
+    for unit in sorted(homes):
+        alike[tuple(homes[unit])].append(unit)
+    return [([key for key, _ in home], units) for home, units in alike.items()]
+
+
+def _table(found: _Places, units: Sequence[int]) -> Tensor:
+    return torch.tensor([found[unit] for unit in units])
+
+
+def _name(row: str) -> str:
+    """The module of a producing tensor, and the layer in it if the module is a recurrent network of several."""
+    module, _, leaf = row.rpartition(".")
+    return f"{module}.{leaf.removeprefix('weight_ih_')}" if leaf.startswith("weight_ih_l") else module
+
+
+def unit_masks(groups: Sequence[UnitGroup], kept: Masks, weights: Weights, incoming: bool = True) -> dict[str, Tensor]:
+    """Masks over weights that drop whole units.
+
+    Args:
+        groups: From :func:`find_groups`.
+        kept: For each group by name, which units stay, ``(units,)``; a group that is missing stays whole.
+        weights: What the masks are for; gives shapes and devices.
+        incoming: Also drop the incoming slices of the layers that read a dropped unit, not its own rows only.
+
+    Returns:
+        A mask for each tensor of `weights` that has positions of a group in `kept`. Buffers carry none.
+
+    Raises:
+        IncompatibleMasks: If `kept` does not fit the groups.
+
+    Example:
+        >>> net = nn.Sequential(nn.Linear(1, 2), nn.Linear(2, 1))
+        >>> groups = find_groups(net, torch.zeros(1, 1))
+        >>> unit_masks(groups, {"0": torch.tensor([True, False])}, net.state_dict())
+        {'0.weight': tensor([[ True],
+                [False]]), '0.bias': tensor([ True, False]), '1.weight': tensor([[ True, False]])}
+    """
+    check_kept(groups, kept)
+    masks: dict[str, Tensor] = {}
+    for group, slot in _slots(groups):
+        masked = slot.role == "out" or (incoming and slot.role == "in")
+        if group.name in kept and masked and slot.name in weights:
+            value = weights[slot.name]
+            mask = masks.setdefault(slot.name, torch.ones_like(value, dtype=torch.bool))
+            dropped = slot.positions[~kept[group.name].cpu()].reshape(-1)
+            mask.index_fill_(slot.dim, dropped.to(value.device), False)
+    return masks
+
+
+def _slots(groups: Sequence[UnitGroup]) -> Iterator[tuple[UnitGroup, Slot]]:
+    return ((group, slot) for group in groups for slot in group.slots)
+
+
+def check_kept(groups: Sequence[UnitGroup], kept: Masks) -> None:
+    """See that every unit mask is a bool vector over the units of a group and keeps one of them.
+
+    Raises:
+        IncompatibleMasks: Naming the first that does not fit.
+
+    Example:
+        >>> check_kept([], {"conv": torch.tensor([True])})
+        Traceback (most recent call last):
+        lightning_sparsefl.errors.IncompatibleMasks: `conv` is no group of units, expected one of none.
+    """
+    sizes = {group.name: group.size for group in groups}
+    for name, mask in kept.items():
+        if name not in sizes:
+            known = ", ".join(f"`{known}`" for known in sizes) or "none"
+            raise IncompatibleMasks(f"`{name}` is no group of units, expected one of {known}.")
+        if mask.dtype != torch.bool or mask.shape != (sizes[name],):
+            got = f"{mask.dtype} of shape {tuple(mask.shape)}"
+            raise IncompatibleMasks(f"The unit mask of `{name}` is {got}, expected torch.bool of ({sizes[name]},).")
+        if not bool(mask.any()):
+            raise IncompatibleMasks(
+                f"The unit mask of `{name}` keeps none of {sizes[name]} units, expected one or more."
+            )
+
+
+def unit_norms(groups: Sequence[UnitGroup], weights: Weights) -> dict[str, Tensor]:
+    """Sum of the absolute weights in each unit's outgoing rows: ``|w|_J`` of FedLPS.
+
+    Biases and norms are not counted, incoming slices neither. Keeps the gradient.
+
+    Returns:
+        For each group, ``(units,)``.
+
+    Example:
+        >>> net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+        >>> weights = {"0.weight": torch.tensor([[1.0, -2.0], [0.0, 5.0]])}
+        >>> unit_norms(find_groups(net, torch.zeros(1, 2)), weights)
+        {'0': tensor([3., 5.])}
+    """
+    norms: dict[str, Tensor] = {}
+    for group, slot in _slots(groups):
+        layer = slot.name.rpartition(".")[0]
+        if slot.role == "out" and layer in group.layers and slot.name in weights and weights[slot.name].ndim > 1:
+            rows = weights[slot.name].abs().movedim(slot.dim, 0).flatten(1).sum(1)
+            norm = rows[slot.positions.to(rows.device)].sum(1)
+            norms[group.name] = norms[group.name] + norm if group.name in norms else norm
+    return norms
+
+
+def unit_counts(groups: Sequence[UnitGroup], density: float) -> dict[str, int]:
+    """Units to keep of each group: the density times its size, halves rounded up, at least 1.
+
+    Args:
+        groups: From :func:`find_groups`.
+        density: Fraction of units kept, in (0, 1].
+
+    Raises:
+        InvalidOption: If `density` is outside (0, 1].
+
+    Example:
+        >>> unit_counts(find_groups(nn.Sequential(nn.Linear(1, 5), nn.Linear(5, 1)), torch.zeros(1, 1)), 0.5)
+        {'0': 3}
+    """
+    if not 0 < density <= 1:
+        raise InvalidOption(f"`density={density}`: expected a number in (0, 1]; change `density`.")
+    return {group.name: max(floor(density * group.size + 0.5), 1) for group in groups}
+
+
+def keep_units(scores: Weights, counts: Mapping[str, int]) -> dict[str, Tensor]:
+    """The units with the largest scores of each group; of equal ones the lower index stays.
+
+    Args:
+        scores: For each group, ``(units,)``.
+        counts: For each group, how many units stay.
+
+    Raises:
+        InvalidOption: If a count is more than there are units.
+
+    Example:
+        >>> keep_units({"conv": torch.tensor([1.0, 3.0, 3.0])}, {"conv": 1})
+        {'conv': tensor([False,  True, False])}
+    """
+    return {name: keep_largest(scores[name], count) for name, count in counts.items()}

@@ -1,0 +1,104 @@
+"""Groups of layers, on networks that were built without us in mind."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torchvision
+from torch import nn
+
+from lightning_sparsefl.errors import InvalidOption
+from lightning_sparsefl.models import MLP, VGG11, AlexNet256, LeNet5, MobileNet, PreResNet18, ResNet18
+from lightning_sparsefl.sparse.layer_groups import group_sizes, head_of, layer_groups
+
+
+def split(module, patterns=(), head=None):
+    """Groups of the body with their sizes, and the head's names."""
+    weights = dict(module.named_parameters())
+    last = head_of(weights, head)
+    body = {name: value for name, value in weights.items() if name not in last}
+    groups = layer_groups(body, patterns)
+    together = [name for names in groups.values() for name in names]
+    assert sorted(together) == sorted(body)
+    return dict(zip(groups, group_sizes(body, groups), strict=True)), last
+
+
+def on_meta(kind, **options):
+    with torch.device("meta"):
+        return kind(**options)
+
+
+PAPER = {
+    MobileNet: [928, 2528, 9152, 18048, 34688, 68864, 134912, *[268800] * 5, 531968, 1061888],
+    PreResNet18: [1728, 73984, 73984, 229760, 295424, 918272, 1180672, 3671552, 4720640, 1024],
+    AlexNet256: [23424, 307776, 664704, 885504, 590592, 37761024, 16789504],
+}
+BODY = {MobileNet: 3_206_976, PreResNet18: 11_167_040, AlexNet256: 57_022_528}
+
+
+@pytest.mark.parametrize("kind", PAPER, ids=lambda kind: kind.__name__)
+def test_the_networks_of_perfedmask(kind):
+    groups, head = split(on_meta(kind))
+    assert list(groups.values()) == PAPER[kind]
+    assert sum(groups.values()) == BODY[kind]
+    assert len(head) == 2
+
+
+@pytest.mark.parametrize(
+    ("build", "names"),
+    [
+        (MLP, 1),
+        (LeNet5, ["net.conv1", "net.conv2", "net.fc1"]),
+        (VGG11, [f"net.conv{i}" for i in range(1, 9)]),
+        (ResNet18, ["net.conv1", *[f"net.stage{i}.{j}" for i in range(1, 5) for j in range(2)]]),
+        (torchvision.models.resnet18, ["conv1", *[f"layer{i}.{j}" for i in range(1, 5) for j in range(2)]]),
+        (torchvision.models.alexnet, [*[f"features.{i}" for i in (0, 3, 6, 8, 10)], "classifier.1", "classifier.4"]),
+        (torchvision.models.mobilenet_v2, [f"features.{i}" for i in range(19)]),
+        (torchvision.models.convnext_tiny, 23),
+        (torchvision.models.swin_t, 17),
+        (
+            torchvision.models.vit_b_16,
+            ["class_token", "conv_proj", "encoder.pos_embedding"]
+            + [f"encoder.layers.encoder_layer_{i}" for i in range(12)]
+            + ["encoder.ln"],
+        ),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_other_networks(build, names):
+    groups, _ = split(on_meta(build))
+    assert (len(groups) if isinstance(names, int) else list(groups)) == names
+
+
+def test_a_norm_joins_the_layer_before_it_but_not_a_block():
+    block = nn.ModuleDict({"conv": nn.Conv2d(2, 2, 1), "norm": nn.BatchNorm2d(2)})
+    layers = [nn.Conv2d(1, 2, 1), nn.BatchNorm2d(2), nn.Sequential(block, block), nn.BatchNorm2d(2), nn.Linear(2, 2)]
+    groups, head = split(nn.Sequential(*layers))
+    assert list(groups) == ["0", "2.0", "3"]
+    assert groups["0"] == 8
+    assert head == ("4.weight", "4.bias")
+
+
+def test_a_norm_before_everything_is_a_group():
+    groups, _ = split(nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 2), nn.LayerNorm(2), nn.Linear(2, 2)))
+    assert groups == {"0": 4, "1": 10}
+
+
+def test_patterns_come_first_and_the_rule_has_the_rest():
+    patterns = ["net.stage[12].*", "net.stage2.*norm*", "net.stage4.*"]
+    with pytest.raises(InvalidOption, match=r"'net.stage2.\*norm\*' in `groups` matches nothing new.*`net.conv1`"):
+        split(on_meta(PreResNet18), patterns)
+    groups, _ = split(on_meta(PreResNet18), ["net.stage[12].*", "net.stage4.*"])
+    names = ["net.conv1", "net.stage[12].*", "net.stage3.0", "net.stage3.1", "net.stage4.*", "net.norm"]
+    assert list(groups) == names
+    assert groups["net.stage[12].*"] == 73984 * 2 + 229760 + 295424
+
+
+def test_the_head_by_name():
+    net = on_meta(VGG11)
+    assert head_of(dict(net.named_parameters()), "net.conv8") == ("net.conv8.weight", "net.conv8.bias")
+    assert head_of(dict(net.named_parameters()), "net.fc*") == ("net.fc.weight", "net.fc.bias")
+    with pytest.raises(InvalidOption, match=r"no `net\.classifier` to be its head; name one of `net\.conv1`"):
+        head_of(dict(net.named_parameters()), "net.classifier")
+    with pytest.raises(InvalidOption, match="no linear layer to be its head"):
+        head_of({"bias": torch.ones(2)})
