@@ -94,7 +94,23 @@ class FederatedAlgorithm(ABC):  # noqa: B024 - every hook has a default, and jso
         return replace(server, weights=weights)
 
     def observe(self, server: ServerState, view: ClientView, report: Mapping[str, float]) -> Shared | None:
-        """What the server newly keeps about one participant, given its metrics; None = as before."""
+        """What the server newly keeps about one participant, given its metrics; None = as before.
+
+        With :meth:`seconds`, the metrics have them too, as ``seconds``.
+        """
+        return None
+
+    def seconds(self, view: ClientView, flops: float, bytes_up: int) -> float | None:
+        """How long a client-round would take on the client's own device; a round takes as long as the slowest.
+
+        Args:
+            view: Of the client.
+            flops: Of its training, as charged to ``flops/train``.
+            bytes_up: Of its encoded upload.
+
+        Returns:
+            Seconds, of which ``time/simulated`` is made; None = not simulated.
+        """
         return None
 
     def personalize(self, server: ServerState, client: Client) -> Weights:

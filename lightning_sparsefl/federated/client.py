@@ -5,27 +5,36 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from functools import cached_property
+from typing import Any, Literal, Protocol, cast
 
 import torch
 from lightning.pytorch import Callback, LightningModule
 
 from lightning_sparsefl.callbacks import LayerFreezing, StaticMask
 from lightning_sparsefl.errors import InvalidOption
+from lightning_sparsefl.federated.example import units_of
 from lightning_sparsefl.federated.flat import FlatModule, FlatTree
 from lightning_sparsefl.federated.local import LocalTrainer
 from lightning_sparsefl.federated.round_lr import RoundLR, ScaleLearningRates
 from lightning_sparsefl.federated.stock import StockTrainer
 from lightning_sparsefl.seeds import derive_seed, generator, seed_all
-from lightning_sparsefl.sparse.masks import apply
+from lightning_sparsefl.sparse.masks import apply, intersect
+from lightning_sparsefl.sparse.submodel import cut, narrow, widen
+from lightning_sparsefl.sparse.units import UnitGroup, unit_masks
 from lightning_sparsefl.types import ClientView, FitResult, Masks, Shared, Weights
 
-Split = Literal["val", "test"]
-_STAGES: dict[Split, Literal["validate", "test"]] = {"val": "validate", "test": "test"}
+Split = Literal["val", "test", "train"]
+_STAGES: dict[Split, Literal["validate", "test"]] = {"val": "validate", "test": "test", "train": "validate"}
 
 
 class Trains(Protocol):
     """What a client asks of whoever does its local work: the only door to the local engines."""
+
+    @property
+    def units(self) -> Sequence[UnitGroup]:
+        """See :attr:`Client.units`."""
+        ...
 
     def fit(
         self,
@@ -36,6 +45,7 @@ class Trains(Protocol):
         callbacks: Sequence[Callback],
         *,
         epochs: int | None = None,
+        units: Masks | None = None,
     ) -> FitResult:
         """See :meth:`Client.fit`."""
         ...
@@ -67,6 +77,15 @@ class Client:
         self._bench = bench
         self._uses: dict[str, int] = {}
 
+    @property
+    def units(self) -> Sequence[UnitGroup]:
+        """The model's groups of units.
+
+        Raises:
+            InvalidOption: If they cannot be found.
+        """
+        return self._bench.units
+
     def rng(self, purpose: str) -> torch.Generator:
         """A generator for this client, round and purpose; never by rank or order."""
         return generator(*self.key(purpose))
@@ -84,6 +103,7 @@ class Client:
         callbacks: Sequence[Callback] = (),
         *,
         epochs: int | None = None,
+        units: Masks | None = None,
     ) -> FitResult:
         """Train on the client's data.
 
@@ -93,11 +113,13 @@ class Client:
             trainable: What may change.
             callbacks: How training differs from the module's own.
             epochs: Local epochs; None = `trainer.max_epochs`.
+            units: Which units of each group are held, ``(units,)``; the others' weights are zero and stay zero. With
+                `federation.execution: cut` they do not exist, and `callbacks` see a narrow module.
 
         Returns:
             The weights after the local epochs, with the logged metrics.
         """
-        return self._bench.fit(self, weights, masks or {}, trainable or {}, callbacks, epochs=epochs)
+        return self._bench.fit(self, weights, masks or {}, trainable or {}, callbacks, epochs=epochs, units=units)
 
     def gradient(self, weights: Weights) -> Weights:
         """Dense gradient of the module's training loss on one local batch, in evaluation mode.
@@ -111,7 +133,7 @@ class Client:
         return self._bench.gradient(self, weights)
 
     def evaluate(self, weights: Weights, split: Split = "val") -> Mapping[str, float]:
-        """The module's metrics on the client's own validation or test set."""
+        """The module's metrics on the client's own validation or test set; its training set is scored as validation."""
         return self._bench.evaluate(self, weights, split)
 
 
@@ -122,6 +144,7 @@ class LocalWork:
     client_callbacks: Sequence[Callback] = ()
     round_lr: RoundLR | None = None
     validate: bool = False
+    execution: Literal["mask", "cut"] = "mask"
 
 
 def require_set(loader: Any, split: Split) -> None:
@@ -186,20 +209,40 @@ class Bench:
         callbacks: Sequence[Callback],
         *,
         epochs: int | None = None,
+        units: Masks | None = None,
     ) -> FitResult:
         """See :meth:`Client.fit`."""
-        engine = self.engine if epochs is None else self.engine.for_epochs(epochs)
+        module, engine = self.module, self.engine if epochs is None else self.engine.for_epochs(epochs)
+        if units is not None:
+            masks = intersect(masks, unit_masks(self.units, units, weights))
         self.load(apply(weights, masks) if masks else weights)
+        if units is not None and self.work.execution == "cut":
+            module = cast(LightningModule, cut(self.module, self.units, units))
+            masks, trainable = (narrow(tree, self.units, units) for tree in (masks, trainable))
+            masks = {name: mask for name, mask in masks.items() if not bool(mask.all())}
         attached = self._callbacks(client, masks, trainable, callbacks)
         loader = self._train_loader(client, "fit")
         validation = self.data.client_val_dataloader(client.id) if self.work.validate else None
-        metrics = engine.fit(self.module, loader, validation, callbacks=attached, datamodule=self.data)
+        metrics = engine.fit(module, loader, validation, callbacks=attached, datamodule=self.data)
+        if units is not None and module is not self.module:
+            self._widen(module, units)
         return FitResult(
             weights=self.flat.read(),
             metrics={name: float(value) for name, value in metrics.items()},
             steps=engine.global_step,
             callbacks=attached,
         )
+
+    @cached_property
+    def units(self) -> Sequence[UnitGroup]:
+        """The module's groups of units."""
+        return units_of(self.module, self.data)
+
+    def _widen(self, module: LightningModule, kept: Masks) -> None:
+        """Put a narrow module's weights at their places; what was cut out is as it was before the fit."""
+        names = self.flat.layout.names
+        state = {name: value for name, value in module.state_dict().items() if name in names}
+        self.flat.load(widen(state, self.units, kept, self.flat.read()))
 
     def _train_loader(self, client: Client, purpose: str) -> Any:
         """The client's batches, in an order that depends on the purpose, the round and the client alone."""

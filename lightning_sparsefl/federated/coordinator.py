@@ -42,6 +42,8 @@ class Workload:
     """Whether loaders leave out a last, smaller batch."""
     buffers: frozenset[str] = frozenset()
     """Names of the model's floating-point buffers."""
+    model: Any = None
+    """Knows the model's groups of units."""
 
     def facts(self, view: ClientView, message: Message) -> CostFacts:
         """The facts of one client-round."""
@@ -57,6 +59,7 @@ class Workload:
             samples=samples,
             batch_size=self.batch_size,
             buffers=self.buffers,
+            model=self.model,
         )
 
 
@@ -76,6 +79,8 @@ class Outcome:
     """Fraction of the mask that local training changed."""
     after: Mapping[str, float] | None = None
     """Scores right after the local training, if asked for."""
+    seconds: float | None = None
+    """How long it would have taken on the client's own device, if the method simulates that."""
     failure: str | None = None
     """Why the client is left out."""
     rank: int = 0
@@ -127,6 +132,7 @@ class Coordinator:
         self.training_clients, self.unseen_clients = split_unseen(
             seed, bench.data.num_clients, federation.unseen_clients
         )
+        self.capacities = federation.fleet_capacities(bench.data.num_clients, seed)
 
     def cohort(self, round: int) -> list[int]:
         """Numbers of a round's clients."""
@@ -140,7 +146,7 @@ class Coordinator:
         return ClientView(
             id=client,
             num_examples=self.bench.data.num_examples(client),
-            capacity=self.federation.capacity(client),
+            capacity=self.capacities[client],
             round=round,
             max_rounds=self.max_rounds,
             seed=self.seed,
@@ -168,7 +174,7 @@ class Coordinator:
         sizes = {i: self.bench.data.num_examples(i) for i in cohort}
         total_weight = max(sum(sizes.values()), len(sizes))
         merge = self.algorithm.reducer().start(self.bench.flat.layout, server.weights, total_weight)
-        loads = {i: float(size) * self.federation.capacity(i) for i, size in sizes.items()}
+        loads = {i: float(size) * self.capacities[i] for i, size in sizes.items()}
         mine = assigned(loads, self.ranks, self.federation.placement, f"round {server.round}")
         parts = self.ranks.share(lambda: [self._attempt(server, i, merge, score_after) for i in mine])
         outcomes = sorted((o for part in parts for o in part), key=lambda outcome: outcome.client)
@@ -227,15 +233,17 @@ class Coordinator:
             update = replace(update, votes=self.algorithm.may_vote(message))
         self._validate(update, view)
         up, update = self._send_up(update, message)
+        charge = self._charge(view, message, down, up)
         outcome = Outcome(
             client=view.id,
             num_examples=view.num_examples,
             metrics=dict(update.metrics),
-            charge=self._charge(view, message, down, up),
+            charge=charge,
             record=self._record(record, update, buffers, held),
             densities={n: kept / max(message.masks[n].numel(), 1) for n, kept in counts(message.masks).items()},
             changed=_changed(message, update),
             after=client.evaluate(self.algorithm.trained(message, trained), score_after) if score_after else None,
+            seconds=self.algorithm.seconds(view, charge.flops_train, charge.uplink_bytes),
         )
         merge.add(update, message, view.num_examples)  # last, so that a client that fails leaves no trace in the sum
         return outcome
@@ -339,7 +347,8 @@ class Coordinator:
         assert outcome.charge is not None
         observed = None
         if type(self.algorithm).observe is not FederatedAlgorithm.observe:  # a view takes time: its record is packed
-            observed = self.algorithm.observe(server, self.view(outcome.client, server.round), outcome.metrics)
+            report = outcome.metrics if outcome.seconds is None else {**outcome.metrics, "seconds": outcome.seconds}
+            observed = self.algorithm.observe(server, self.view(outcome.client, server.round), report)
         self.store.put(outcome.client, dict(outcome.record))
         self.ledger.add(outcome.charge)
         if observed is not None:
@@ -361,6 +370,9 @@ class Coordinator:
         for name in layers:
             keys[f"sparsity/layer/{name}"] = sum((o.densities or {}).get(name, 1.0) for o in trained) / len(trained)
         keys["mask/changed"] = sum(o.changed for o in trained) / max(len(trained), 1)
+        simulated = [o.seconds for o in trained if o.seconds is not None]
+        if simulated:
+            keys["time/simulated"] = max(simulated)
         return keys
 
     def _mean_density(self, trained: Sequence[Outcome]) -> float:

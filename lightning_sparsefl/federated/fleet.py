@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from lightning_sparsefl.federated.client import Client
 from lightning_sparsefl.federated.placement import longest_first
 from lightning_sparsefl.federated.process import Ranks
+from lightning_sparsefl.sparse.units import UnitGroup
 from lightning_sparsefl.types import ClientView, Weights
+
+
+class KnowsUnits(Protocol):
+    """Whatever holds the model."""
+
+    @property
+    def units(self) -> Sequence[UnitGroup]:
+        """The model's groups of units."""
+        ...
 
 
 class Fleet:
@@ -20,8 +30,10 @@ class Fleet:
         views: The facts of the clients that train, before round 0.
         buffers: Names of the model's floating-point buffers, which no mask may hold.
         device: Where the server's weights live.
+        bench: Knows the model's units.
         client: Makes a client of its number; None where none can be asked.
         ranks: The processes; None = this one alone.
+        clients_per_round: Clients of a cohort; None = all.
     """
 
     def __init__(
@@ -29,14 +41,26 @@ class Fleet:
         views: Sequence[ClientView],
         buffers: frozenset[str],
         device: torch.device,
+        bench: KnowsUnits | None = None,
         client: Callable[[int], Client] | None = None,
         ranks: Ranks | None = None,
+        clients_per_round: int | None = None,
     ) -> None:
         self.views, self.buffers, self.device = tuple(views), buffers, device
         self._sizes = {view.id: view.num_examples for view in views}
         self.seed = views[0].seed
         self.max_rounds = views[0].max_rounds
-        self._client, self._ranks = client, ranks
+        self.clients_per_round = clients_per_round or len(views)
+        self._bench, self._client, self._ranks = bench, client, ranks
+
+    @property
+    def units(self) -> Sequence[UnitGroup]:
+        """The model's groups of units.
+
+        Raises:
+            InvalidOption: If they cannot be found.
+        """
+        return () if self._bench is None else self._bench.units
 
     def __len__(self) -> int:
         return len(self.views)

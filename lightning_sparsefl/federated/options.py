@@ -5,7 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+import torch
+
 from lightning_sparsefl.errors import InvalidOption
+from lightning_sparsefl.seeds import generator
 
 
 def check_choices(options: Any, prefix: str) -> None:
@@ -31,7 +34,10 @@ class Federation:
     sampler: Literal["uniform"] = "uniform"
     """How the cohort is drawn: uniformly without replacement, from the seed and the round."""
     capacities: list[float] | None = None
-    """Share of the full model that each client can train, in (0, 1]; one number per client, or none for all 1."""
+    """Share of the full model that each client can train, in (0, 1]; none for all 1. Fewer numbers than clients go to
+    blocks of equal size: ``[0.125, 1]`` makes the first half of the clients weak."""
+    shuffle_capacities: bool = False
+    """Whether the capacities are dealt by chance, from the seed, instead of in the order of the clients."""
     eval_clients: int | Literal["all"] = "all"
     """How many clients an evaluation scores; a number draws that many, the same ones in every round."""
     unseen_clients: int = 0
@@ -42,6 +48,9 @@ class Federation:
     select: str | None = None
     """A scored key, such as ``global/val_acc``: clients are fine-tuned from the round where it was best; none = from
     the last round. With `data.eval_split: test`, keys of the validation sets are scored for it."""
+    execution: Literal["mask", "cut"] = "mask"
+    """How a client trains some of the model's units: the others are multiplied by zero, or really cut out, which takes
+    less time and gives the same weights up to rounding. Methods with masks over single weights do not care."""
     monitor: str = "train_acc"
     """The metric of local training that methods steer by, such as FedLPS's bandit; the module must log it."""
     local_engine: Literal["auto", "fast", "trainer"] = "auto"
@@ -91,12 +100,27 @@ class Federation:
                 f"`federation.min_clients` is {self.min_clients}; expected at most `federation.clients_per_round`, "
                 f"{self.clients_per_round}."
             )
-        if self.capacities is not None and len(self.capacities) != num_clients:
+        if self.capacities is not None and (not self.capacities or num_clients % len(self.capacities)):
             raise InvalidOption(
                 f"`federation.capacities` has {len(self.capacities)} numbers; expected one for each of the "
-                f"{num_clients} clients."
+                f"{num_clients} clients, or for each of several blocks of equal size."
             )
 
-    def capacity(self, client: int) -> float:
-        """Capacity of a client, in (0, 1]."""
-        return 1.0 if self.capacities is None else self.capacities[client]
+    def fleet_capacities(self, num_clients: int, seed: int) -> list[float]:
+        """Capacity of each client, in (0, 1].
+
+        Args:
+            num_clients: Of the data.
+            seed: Of the run, where they are dealt by chance.
+
+        Example:
+            >>> Federation(capacities=[0.25, 1.0]).fleet_capacities(4, seed=0)
+            [0.25, 0.25, 1.0, 1.0]
+        """
+        if self.capacities is None:
+            return [1.0] * num_clients
+        block = num_clients // len(self.capacities)
+        dealt = [self.capacities[client // block] for client in range(num_clients)]
+        if not self.shuffle_capacities:
+            return dealt
+        return [dealt[place] for place in torch.randperm(num_clients, generator=generator(seed, "capacities"))]

@@ -11,22 +11,21 @@ from __future__ import annotations
 import copy
 import json
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
-from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch import Callback, LightningModule
-from lightning_utilities.core.apply_func import apply_to_collection
-from torch import Tensor
 
-from lightning_sparsefl.cost import count_layers, forward_flops
+from lightning_sparsefl.cost import forward_flops
 from lightning_sparsefl.errors import InvalidOption
 from lightning_sparsefl.federated.algorithm import FederatedAlgorithm
 from lightning_sparsefl.federated.buffers import strip
 from lightning_sparsefl.federated.client import Client, Split
 from lightning_sparsefl.federated.coordinator import Workload
+from lightning_sparsefl.federated.example import layers_of, units_of
 from lightning_sparsefl.federated.flat import FlatModule, Layout
 from lightning_sparsefl.federated.fleet import Fleet
 from lightning_sparsefl.federated.local import LocalOptions
@@ -34,7 +33,8 @@ from lightning_sparsefl.federated.options import Federation
 from lightning_sparsefl.federated.sampling import split_unseen, uniform_cohort
 from lightning_sparsefl.report import print_table, quantity
 from lightning_sparsefl.seeds import generator
-from lightning_sparsefl.sparse.masks import apply, counts, density, same
+from lightning_sparsefl.sparse.masks import apply, counts, density, intersect, same
+from lightning_sparsefl.sparse.units import UnitGroup, unit_masks
 from lightning_sparsefl.types import (
     ClientView,
     Costs,
@@ -63,42 +63,22 @@ _ROWS = {
 _COLUMNS = ("paper", "analytic", "wire")
 
 
-def layers_of(module: LightningModule, data: Any) -> tuple[LayerFlops, ...]:
-    """The module's layers; none, with a warning, where its forward pass cannot be traced.
-
-    Args:
-        module: Its `example_input_array` is used if it has one, else zeros of the data's `sample_shape`.
-        data: The clients' data.
-    """
-    sample: Any = module.example_input_array
-    shape = getattr(data, "sample_shape", None)
-    if sample is None and shape is not None:
-        sample = torch.zeros(1, *shape)
-    if sample is None:
-        rank_zero_warn("FLOPs are not counted: the data has no `sample_shape` and the module no `example_input_array`.")
-        return ()
-    dtype = next(module.parameters()).dtype
-    sample = apply_to_collection(sample, Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t)
-    try:
-        return count_layers(module, sample)
-    except Exception as error:
-        rank_zero_warn(
-            f"FLOPs are not counted: `{type(module).__name__}.forward` fails on one sample "
-            f"({type(error).__name__}: {error}); set its `example_input_array`."
-        )
-        return ()
-
-
 class Rehearsal:
     """Stands in for local training: all that may change takes one step, and gradients are noise.
 
     Args:
         layout: Of the model.
         seed: Of the noise, which no two gradients share.
+        find_units: Finds the model's units.
     """
 
-    def __init__(self, layout: Layout, seed: int) -> None:
-        self.layout, self._rng = layout, generator(seed, "rehearsal")
+    def __init__(self, layout: Layout, seed: int, find_units: Callable[[], Sequence[UnitGroup]] = tuple) -> None:
+        self.layout, self._rng, self._find_units = layout, generator(seed, "rehearsal"), find_units
+
+    @cached_property
+    def units(self) -> Sequence[UnitGroup]:
+        """The model's groups of units."""
+        return self._find_units()
 
     def fit(
         self,
@@ -109,8 +89,10 @@ class Rehearsal:
         callbacks: Sequence[Callback],
         *,
         epochs: int | None = None,
+        units: Masks | None = None,
     ) -> FitResult:
         """A step that is nowhere 0: a tensor of zeros would be encoded in fewer bytes than a trained one."""
+        masks = masks if units is None else intersect(masks, unit_masks(self.units, units, weights))
         moved = {n: torch.where(trainable[n], w + 1e-3, w) if n in trainable else w + 1e-3 for n, w in weights.items()}
         return FitResult(weights=apply(moved, masks), metrics={}, steps=1, callbacks=callbacks)
 
@@ -201,11 +183,12 @@ def profile(
     layers = layers_of(module, data)
     flat = FlatModule(module)
     training = set(split_unseen(seed, len(sizes), federation.unseen_clients)[0])
+    capacities = federation.fleet_capacities(len(sizes), seed)
     views = [
         ClientView(
             id=client,
             num_examples=size,
-            capacity=federation.capacity(client),
+            capacity=capacities[client],
             round=0,
             max_rounds=max_rounds,
             seed=seed,
@@ -215,8 +198,15 @@ def profile(
         if client in training
     ]
     weights = flat.read()
-    stage, by_id = Rehearsal(flat.layout, seed), {view.id: view for view in views}
-    fleet = Fleet(views, flat.layout.buffers, weights.vector.device, lambda i: Client(by_id[i], {}, stage))
+    stage, by_id = Rehearsal(flat.layout, seed, lambda: units_of(module, data)), {view.id: view for view in views}
+    fleet = Fleet(
+        views,
+        flat.layout.buffers,
+        weights.vector.device,
+        stage,
+        lambda i: Client(by_id[i], {}, stage),
+        clients_per_round=federation.clients_per_round,
+    )
     server = algorithm.init(weights, fleet)
     workload = Workload(
         layers,
@@ -225,6 +215,7 @@ def profile(
         options.limit_train_batches,
         getattr(data, "drop_last", False),
         flat.layout.buffers,
+        stage,
     )
     rehearsals = _Rehearsals(algorithm, federation, stage, Codec(weights), server)
     scheduled = type(algorithm).foresee is not FederatedAlgorithm.foresee

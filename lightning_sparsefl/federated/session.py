@@ -17,13 +17,13 @@ from lightning_sparsefl.errors import CheckpointMismatch, InvalidOption
 from lightning_sparsefl.federated import checkpoint
 from lightning_sparsefl.federated.client import Bench, LocalWork, Split, require_set
 from lightning_sparsefl.federated.coordinator import Coordinator, Workload
+from lightning_sparsefl.federated.example import layers_of
 from lightning_sparsefl.federated.facade import RoundTrainer
 from lightning_sparsefl.federated.flat import require_trainable
 from lightning_sparsefl.federated.fleet import Fleet
 from lightning_sparsefl.federated.local import isolate_metrics, local_engine
 from lightning_sparsefl.federated.options import Federation
 from lightning_sparsefl.federated.process import Ranks
-from lightning_sparsefl.federated.profile import layers_of
 from lightning_sparsefl.federated.record import Recorder, hyperparameters, log_hyperparameters
 from lightning_sparsefl.federated.runfolder import RunFolder, last_run, new_version
 from lightning_sparsefl.federated.scoring import Scorer, Selected
@@ -128,6 +128,7 @@ class Session:
             "buffers": self.federation.buffers,
             "unseen clients": self.federation.unseen_clients,
             "monitor": self.federation.monitor,
+            "execution": self.federation.execution,
             "round_lr": repr(self.trainer.round_lr),
         }
 
@@ -178,7 +179,9 @@ class Session:
             self.module,
             trainer.client_callbacks,
         )
-        work = LocalWork(trainer.client_callbacks, trainer.round_lr, trainer.validate_locally)
+        work = LocalWork(
+            trainer.client_callbacks, trainer.round_lr, trainer.validate_locally, self.federation.execution
+        )
         return Bench(self.module, self.data, engine, work, self.ranks.fabric.device)
 
     def _workload(self) -> Workload:
@@ -191,6 +194,7 @@ class Session:
             max_batches=options.limit_train_batches,
             drop_last=getattr(self.data, "drop_last", False),
             buffers=self.bench.flat.layout.buffers,
+            model=self.bench,
         )
 
     # ---- verbs
@@ -253,8 +257,10 @@ class Session:
             views,
             self.bench.flat.layout.buffers,
             self.bench.device,
+            self.bench,
             client=lambda i: self.coordinator.client(i, 0),
             ranks=self.ranks,
+            clients_per_round=self.federation.clients_per_round,
         )
         return self.algorithm.init(self.bench.initial, fleet), {}
 

@@ -16,7 +16,7 @@ class Script:
     def __init__(self, trained, slopes=None):
         self.trained, self.slopes, self.fits, self.gradients = trained, slopes, [], []
 
-    def fit(self, client, weights, masks, trainable, callbacks, *, epochs=None):
+    def fit(self, client, weights, masks, trainable, callbacks, *, epochs=None, units=None):
         self.fits.append((weights, masks, trainable, callbacks))
         return FitResult(weights=self.trained, metrics={"train_loss": 0.5}, steps=3)
 

@@ -1,0 +1,70 @@
+"""One sample to follow a module's forward pass with: its layers' work, and its units."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from lightning.fabric.utilities.rank_zero import rank_zero_warn
+from lightning.pytorch import LightningModule
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor
+
+from lightning_sparsefl.cost import count_layers
+from lightning_sparsefl.errors import InvalidOption
+from lightning_sparsefl.sparse.units import UnitGroup, find_groups
+from lightning_sparsefl.types import LayerFlops
+
+
+def example_of(module: LightningModule, data: Any) -> Any:
+    """A batch of one in the module's precision and on its device; None if nobody knows what one looks like.
+
+    Args:
+        module: Its `example_input_array` is used if it has one, else zeros of the data's `sample_shape`.
+        data: The clients' data.
+    """
+    sample: Any = module.example_input_array
+    shape = getattr(data, "sample_shape", None)
+    if sample is None and shape is not None:
+        sample = torch.zeros(1, *shape)
+    first = next(module.parameters())
+    return apply_to_collection(
+        sample, Tensor, lambda t: t.to(first.device, first.dtype if t.is_floating_point() else None)
+    )
+
+
+def layers_of(module: LightningModule, data: Any) -> tuple[LayerFlops, ...]:
+    """The module's layers; none, with a warning, where its forward pass cannot be traced."""
+    sample = example_of(module, data)
+    if sample is None:
+        rank_zero_warn("FLOPs are not counted: the data has no `sample_shape` and the module no `example_input_array`.")
+        return ()
+    try:
+        return count_layers(module, sample)
+    except Exception as error:
+        rank_zero_warn(
+            f"FLOPs are not counted: `{type(module).__name__}.forward` fails on one sample "
+            f"({type(error).__name__}: {error}); set its `example_input_array`."
+        )
+        return ()
+
+
+def units_of(module: LightningModule, data: Any) -> tuple[UnitGroup, ...]:
+    """The module's groups of units.
+
+    Raises:
+        InvalidOption: If there is no sample to find them with, or no unit.
+    """
+    sample = example_of(module, data)
+    name = type(module).__name__
+    if sample is None:
+        raise InvalidOption(
+            f"The units of `{name}` cannot be found: the data has no `sample_shape`; set the model's "
+            "`example_input_array`."
+        )
+    groups = find_groups(module, *(sample if isinstance(sample, tuple) else (sample,)))
+    if not groups:
+        raise InvalidOption(
+            f"`{name}` has no units, expected a hidden layer whose channels or neurons can be dropped (option `model`)."
+        )
+    return groups
