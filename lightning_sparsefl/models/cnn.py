@@ -1,4 +1,4 @@
-"""A small convolutional network for small images, such as the quickstart's 8x8 digits."""
+"""Small convolutional networks: one for images such as the quickstart's 8x8 digits, one for MNIST."""
 
 from __future__ import annotations
 
@@ -60,5 +60,58 @@ def _small_cnn(num_classes: int, sample_shape: SampleShape, width: int) -> nn.Se
             relu2=nn.ReLU(),
             flatten=nn.Flatten(),
             fc=nn.Linear(2 * width * pixels, num_classes),
+        )
+    )
+
+
+class MNISTNet(Classifier):
+    """Two 5x5 convolutions with pools, then two linear layers; without a norm (21,840 parameters on MNIST).
+
+    The network that FedLPS trains on MNIST.
+
+    Args:
+        num_classes: Number of classes.
+        sample_shape: Channels, height, width; sides of 16 or more.
+        lr: Learning rate.
+        momentum: Momentum.
+        weight_decay: L2 penalty.
+
+    Raises:
+        InvalidOption: If a number is out of its range, or the samples are too small.
+    """
+
+    def __init__(
+        self,
+        num_classes: int = 10,
+        sample_shape: tuple[int, int, int] = (1, 28, 28),
+        lr: float = 0.1,
+        momentum: float = 0.0,
+        weight_decay: float = 0.0,
+    ) -> None:
+        check_sizes("MNISTNet", num_classes, sample_shape, min_side=16)
+        super().__init__(
+            _mnist_net(num_classes, sample_shape),
+            num_classes=num_classes,
+            lr=lr,
+            momentum=momentum,
+            weight_decay=weight_decay,
+        )
+
+
+def _mnist_net(num_classes: int, sample_shape: SampleShape) -> nn.Sequential:
+    channels, rows, columns = sample_shape
+    pixels = (((rows - 4) // 2 - 4) // 2) * (((columns - 4) // 2 - 4) // 2)
+    return nn.Sequential(
+        OrderedDict(
+            conv1=nn.Conv2d(channels, 10, 5),
+            pool1=nn.MaxPool2d(2),
+            relu1=nn.ReLU(),
+            conv2=nn.Conv2d(10, 20, 5),
+            pool2=nn.MaxPool2d(2),
+            relu2=nn.ReLU(),
+            flatten=nn.Flatten(),
+            fc1=nn.Linear(20 * pixels, 50),
+            relu3=nn.ReLU(),
+            fc2=nn.Linear(50, num_classes),
         )
     )

@@ -1,22 +1,27 @@
-"""LeNet-5 as in Caffe, the network that FedSpa trains on EMNIST-Letters (439,096 parameters)."""
+"""LeNet-5, as in Caffe (FedSpa on EMNIST-Letters: 439,096 parameters) and as first published (FedDIP: 61,706)."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
+from typing import Literal
 
 from torch import nn
 
+from lightning_sparsefl.errors import InvalidOption
 from lightning_sparsefl.models.task import Classifier, SampleShape, check_sizes
 
 
 class LeNet5(Classifier):
-    """Two unpadded 5x5 convolutions with max-pooling, then two linear layers.
+    """Two 5x5 convolutions with max-pooling, then linear layers.
 
-    Huang et al., "Achieving Personalized Federated Learning with Sparse Local Models", section 5.
+    The variant ``caffe`` has 20 and 50 unpadded channels and two linear layers (Huang et al., "Achieving Personalized
+    Federated Learning with Sparse Local Models", section 5); ``1998`` has 6 and 16 channels, the first ones padded, and
+    three linear layers, as LeCun et al., with ReLU (Long et al., "FedDIP", section VI).
 
     Args:
         num_classes: Number of classes.
         sample_shape: Channels, height, width; sides of 16 or more.
+        variant: Which of the two.
         lr: Learning rate.
         momentum: Momentum.
         weight_decay: L2 penalty.
@@ -32,10 +37,13 @@ class LeNet5(Classifier):
         lr: float = 0.1,
         momentum: float = 0.0,
         weight_decay: float = 5e-4,
+        variant: Literal["caffe", "1998"] = "caffe",
     ) -> None:
         check_sizes("LeNet5", num_classes, sample_shape, min_side=16)
+        if variant not in _VARIANTS:
+            raise InvalidOption(f"`LeNet5(variant={variant!r})`: expected 'caffe' or '1998'.")
         super().__init__(
-            _lenet5(num_classes, sample_shape),
+            _VARIANTS[variant](num_classes, sample_shape),
             num_classes=num_classes,
             lr=lr,
             momentum=momentum,
@@ -43,9 +51,9 @@ class LeNet5(Classifier):
         )
 
 
-def _lenet5(num_classes: int, sample_shape: SampleShape) -> nn.Sequential:
+def _caffe(num_classes: int, sample_shape: SampleShape) -> nn.Sequential:
     channels, height, width = sample_shape
-    pixels = _side_after(height) * _side_after(width)
+    pixels = _side_after(height - 4) * _side_after(width - 4)
     return nn.Sequential(
         OrderedDict(
             conv1=nn.Conv2d(channels, 20, 5),
@@ -62,5 +70,30 @@ def _lenet5(num_classes: int, sample_shape: SampleShape) -> nn.Sequential:
     )
 
 
+def _published(num_classes: int, sample_shape: SampleShape) -> nn.Sequential:
+    channels, height, width = sample_shape
+    pixels = _side_after(height) * _side_after(width)
+    return nn.Sequential(
+        OrderedDict(
+            conv1=nn.Conv2d(channels, 6, 5, padding=2),
+            relu1=nn.ReLU(),
+            pool1=nn.MaxPool2d(2),
+            conv2=nn.Conv2d(6, 16, 5),
+            relu2=nn.ReLU(),
+            pool2=nn.MaxPool2d(2),
+            flatten=nn.Flatten(),
+            fc1=nn.Linear(16 * pixels, 120),
+            relu3=nn.ReLU(),
+            fc2=nn.Linear(120, 84),
+            relu4=nn.ReLU(),
+            fc3=nn.Linear(84, num_classes),
+        )
+    )
+
+
 def _side_after(side: int) -> int:
-    return ((side - 4) // 2 - 4) // 2
+    """Pixels that are left of a side after the first convolution."""
+    return (side // 2 - 4) // 2
+
+
+_VARIANTS = {"caffe": _caffe, "1998": _published}

@@ -1,13 +1,20 @@
-"""VGG-11 with group norm, the network that FedSpa trains on CIFAR-10 (9,231,114 parameters)."""
+"""VGG networks for small images: convolutions of 3x3, pools, and one linear layer.
+
+VGG-11 with group norm is the network that FedSpa trains on CIFAR-10 (9,231,114 parameters); with batch norm that keeps
+no statistics, FedLPS trains VGG-11 on CIFAR-10, VGG-13 on CIFAR-100 and VGG-16 on Tiny-ImageNet.
+"""
 
 from __future__ import annotations
 
 from torch import nn
 
+from lightning_sparsefl.models.norm import Norm, norm2d
 from lightning_sparsefl.models.task import Classifier, SampleShape, check_sizes
 
-_WIDTHS = (64, None, 128, None, 256, 256, None, 512, 512, None, 512, 512, None)
-"""Output channels of each convolution, None = max-pooling (configuration A)."""
+_A = (64, None, 128, None, 256, 256, None, 512, 512, None, 512, 512, None)
+_B = (64, 64, None, 128, 128, None, 256, 256, None, 512, 512, None, 512, 512, None)
+_D = (64, 64, None, 128, 128, None, 256, 256, 256, None, 512, 512, 512, None, 512, 512, 512, None)
+"""Output channels of each convolution, None = max-pooling (the configurations' letters are the paper's)."""
 _GROUPS = 32
 
 
@@ -20,43 +27,100 @@ class VGG11(Classifier):
     Args:
         num_classes: Number of classes.
         sample_shape: Channels, height, width; sides of 32 or more.
+        norm: After each convolution.
         lr: Learning rate.
         momentum: Momentum.
         weight_decay: L2 penalty.
 
     Raises:
-        InvalidOption: If a number is out of its range, or the samples are too small.
+        InvalidOption: If an option is out of its range, or the samples are too small.
     """
 
     def __init__(
         self,
         num_classes: int = 10,
         sample_shape: tuple[int, int, int] = (3, 32, 32),
+        norm: Norm = "group",
         lr: float = 0.1,
         momentum: float = 0.0,
         weight_decay: float = 5e-4,
     ) -> None:
         check_sizes("VGG11", num_classes, sample_shape, min_side=32)
-        super().__init__(
-            _vgg11(num_classes, sample_shape),
-            num_classes=num_classes,
-            lr=lr,
-            momentum=momentum,
-            weight_decay=weight_decay,
-        )
+        net = _vgg("VGG11", _A, num_classes, sample_shape, norm)
+        super().__init__(net, num_classes=num_classes, lr=lr, momentum=momentum, weight_decay=weight_decay)
 
 
-def _vgg11(num_classes: int, sample_shape: SampleShape) -> nn.Sequential:
+class VGG13(Classifier):
+    """Configuration B, else as :class:`VGG11`.
+
+    Args:
+        num_classes: Number of classes.
+        sample_shape: Channels, height, width; sides of 32 or more.
+        norm: After each convolution.
+        lr: Learning rate.
+        momentum: Momentum.
+        weight_decay: L2 penalty.
+
+    Raises:
+        InvalidOption: If an option is out of its range, or the samples are too small.
+    """
+
+    def __init__(
+        self,
+        num_classes: int = 10,
+        sample_shape: tuple[int, int, int] = (3, 32, 32),
+        norm: Norm = "group",
+        lr: float = 0.1,
+        momentum: float = 0.0,
+        weight_decay: float = 5e-4,
+    ) -> None:
+        check_sizes("VGG13", num_classes, sample_shape, min_side=32)
+        net = _vgg("VGG13", _B, num_classes, sample_shape, norm)
+        super().__init__(net, num_classes=num_classes, lr=lr, momentum=momentum, weight_decay=weight_decay)
+
+
+class VGG16(Classifier):
+    """Configuration D, else as :class:`VGG11`.
+
+    Args:
+        num_classes: Number of classes.
+        sample_shape: Channels, height, width; sides of 32 or more.
+        norm: After each convolution.
+        lr: Learning rate.
+        momentum: Momentum.
+        weight_decay: L2 penalty.
+
+    Raises:
+        InvalidOption: If an option is out of its range, or the samples are too small.
+    """
+
+    def __init__(
+        self,
+        num_classes: int = 10,
+        sample_shape: tuple[int, int, int] = (3, 32, 32),
+        norm: Norm = "group",
+        lr: float = 0.1,
+        momentum: float = 0.0,
+        weight_decay: float = 5e-4,
+    ) -> None:
+        check_sizes("VGG16", num_classes, sample_shape, min_side=32)
+        net = _vgg("VGG16", _D, num_classes, sample_shape, norm)
+        super().__init__(net, num_classes=num_classes, lr=lr, momentum=momentum, weight_decay=weight_decay)
+
+
+def _vgg(
+    model: str, widths: tuple[int | None, ...], num_classes: int, sample_shape: SampleShape, norm: Norm
+) -> nn.Sequential:
     channels, height, width = sample_shape
     features = nn.Sequential()
     convs = 0
-    for out in _WIDTHS:
+    for out in widths:
         if out is None:
             features.add_module(f"pool{convs}", nn.MaxPool2d(2))
             continue
         convs += 1
         features.add_module(f"conv{convs}", nn.Conv2d(channels, out, 3, padding=1))
-        features.add_module(f"norm{convs}", nn.GroupNorm(_GROUPS, out))
+        features.add_module(f"norm{convs}", norm2d(norm, out, _GROUPS, model))
         features.add_module(f"relu{convs}", nn.ReLU())
         channels = out
     features.add_module("flatten", nn.Flatten())

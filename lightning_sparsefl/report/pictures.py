@@ -96,12 +96,13 @@ def _colour_range(table: np.ndarray) -> tuple[float, float]:
     return (float(low), float(high)) if high > low else (max(0.0, float(high) - 0.05), float(high) or 0.05)
 
 
-def density_figure(densities: Mapping[str, float], round: int) -> Figure:
+def density_figure(densities: Mapping[str, float], round: int, unit: str = "round") -> Figure:
     """Mean density per layer as a bar chart.
 
     Args:
         densities: By tensor name, in the model's order.
         round: Named in the title.
+        unit: What `round` is the number of.
     """
     names, values = _short(list(densities)), list(densities.values())
     spacious, crowded = len(names) <= 16, len(names) > _MOST_BARS
@@ -120,7 +121,7 @@ def density_figure(densities: Mapping[str, float], round: int) -> Figure:
     axes.set_ylim(len(names) - 0.4, -0.6)
     axes.set_xlabel("density (fraction of weights kept)", fontsize=_SMALL)
     _plain_axes(axes, "x")
-    _title(axes, f"Density per layer, round {round}")
+    _title(axes, f"Density per layer, {unit} {round}")
     return figure
 
 

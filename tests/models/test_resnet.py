@@ -33,3 +33,9 @@ def test_three_shortcuts_have_weights():
 
 def test_no_convolution_has_a_bias():
     assert all(layer.bias is None for layer in ResNet18().modules() if isinstance(layer, nn.Conv2d))
+
+
+def test_batch_norm_has_as_many_parameters_and_keeps_statistics():
+    model = ResNet18(norm="batch")
+    assert sum(p.numel() for p in model.parameters()) == 11_220_132
+    assert sum(b.numel() for b in model.net.buffers() if b.is_floating_point()) == 9_600

@@ -10,12 +10,48 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_sparsefl.errors import InvalidOption
-from lightning_sparsefl.models import MLP, VGG11, LeNet5, ResNet18, SmallCNN
+from lightning_sparsefl.models import (
+    MLP,
+    VGG11,
+    VGG13,
+    VGG16,
+    AlexNet,
+    LeNet5,
+    MNISTNet,
+    MobileNet,
+    PreResNet18,
+    ResNet18,
+    SmallCNN,
+)
 
-ZOO = [LeNet5, MLP, ResNet18, SmallCNN, VGG11]
-PARAMETERS = {LeNet5: 439_096, MLP: 50_890, ResNet18: 11_220_132, SmallCNN: 10_026, VGG11: 9_231_114}
-"""With the default classes and sample shape; the networks of FedSpa as its cost table implies."""
-TOO_SMALL = {LeNet5: 15, MLP: 0, ResNet18: 7, SmallCNN: 1, VGG11: 31}
+ZOO = [AlexNet, LeNet5, MLP, MNISTNet, MobileNet, PreResNet18, ResNet18, SmallCNN, VGG11, VGG13, VGG16]
+PARAMETERS = {
+    AlexNet: 23_272_266,
+    LeNet5: 439_096,
+    MLP: 50_890,
+    MNISTNet: 21_840,
+    MobileNet: 3_309_476,
+    PreResNet18: 11_172_170,
+    ResNet18: 11_220_132,
+    SmallCNN: 10_026,
+    VGG11: 9_231_114,
+    VGG13: 9_416_010,
+    VGG16: 14_728_266,
+}
+"""With the default classes and sample shape; the networks of the papers as their tables imply."""
+TOO_SMALL = {
+    AlexNet: 14,
+    LeNet5: 15,
+    MLP: 0,
+    MNISTNet: 15,
+    MobileNet: 16,
+    PreResNet18: 8,
+    ResNet18: 7,
+    SmallCNN: 1,
+    VGG11: 31,
+    VGG13: 31,
+    VGG16: 31,
+}
 
 
 @pytest.fixture(params=ZOO, ids=lambda model_class: model_class.__name__)
@@ -74,7 +110,7 @@ def test_hyper_parameters_are_plain_and_rebuild_the_model(model_class, tmp_path:
 
 
 @pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning", "ignore:.*does not have many workers")
-@pytest.mark.parametrize("small_class", [LeNet5, MLP, SmallCNN])
+@pytest.mark.parametrize("small_class", [LeNet5, MLP, MNISTNet, SmallCNN])
 def test_a_step_in_a_plain_trainer_moves_every_parameter(small_class, tmp_path: Path):
     torch.manual_seed(0)
     model = small_class(num_classes=3, sample_shape=(1, 16, 16), lr=0.1)
@@ -95,7 +131,7 @@ def test_a_step_in_a_plain_trainer_moves_every_parameter(small_class, tmp_path: 
     assert [name for name, p in model.named_parameters() if torch.equal(p, before[name])] == []
 
 
-@pytest.mark.parametrize("large_class", [ResNet18, VGG11])
+@pytest.mark.parametrize("large_class", [AlexNet, MobileNet, PreResNet18, ResNet18, VGG11, VGG13, VGG16])
 def test_gradients_reach_every_parameter(large_class):
     torch.manual_seed(0)
     model = large_class(num_classes=3)

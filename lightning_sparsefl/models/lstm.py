@@ -1,0 +1,80 @@
+"""A language model of two recurrent layers, the network that FedLPS trains on Reddit (2,845,392 parameters)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lightning_sparsefl.errors import InvalidOption
+from lightning_sparsefl.models.task import Classifier
+
+
+class LanguageLSTM(Classifier):
+    """Predicts the next token at every place of a sequence: an embedding, two LSTM layers, and a linear decoder.
+
+    A batch is two tensors of int64 of shape (batch, length): tokens, and the tokens that follow them. Accuracies and
+    losses are means over all places.
+
+    Args:
+        num_classes: Size of the vocabulary.
+        embedding: Width of the embedding, and of the second layer.
+        hidden: Width of the first layer.
+        length: Tokens of a sequence; for the counts alone.
+        tied: Whether the decoder's weights are the embedding's.
+        lr: Learning rate.
+        momentum: Momentum.
+        weight_decay: L2 penalty.
+
+    Raises:
+        InvalidOption: If a number is out of its range.
+
+    Example:
+        >>> sum(parameter.numel() for parameter in LanguageLSTM(num_classes=10_000).parameters())
+        2845392
+    """
+
+    def __init__(
+        self,
+        num_classes: int = 10_000,
+        embedding: int = 200,
+        hidden: int = 256,
+        length: int = 9,
+        tied: bool = True,
+        lr: float = 0.1,
+        momentum: float = 0.0,
+        weight_decay: float = 0.0,
+    ) -> None:
+        for name, value in {"embedding": embedding, "hidden": hidden, "length": length}.items():
+            if value < 1:
+                raise InvalidOption(f"`LanguageLSTM({name}={value})`: expected at least 1; change `model.{name}`.")
+        super().__init__(
+            _Language(num_classes, embedding, hidden, tied),
+            num_classes=num_classes,
+            lr=lr,
+            momentum=momentum,
+            weight_decay=weight_decay,
+        )
+        self.example_input_array = torch.zeros(1, length, dtype=torch.int64)
+
+
+class _Language(nn.Module):
+    """Logits of shape (batch, vocabulary, length), as `cross_entropy` wants them."""
+
+    def __init__(self, vocabulary: int, embedding: int, hidden: int, tied: bool) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, embedding)
+        self.lstm1 = nn.LSTM(embedding, hidden, batch_first=True)
+        self.lstm2 = nn.LSTM(hidden, embedding, batch_first=True)
+        self.decoder = None if tied else nn.Linear(embedding, vocabulary)
+        if tied:  # the embedding's parameter itself, under one name: two would be averaged, sent and counted twice
+            self.bias = nn.Parameter(torch.zeros(vocabulary))
+            nn.init.uniform_(self.embedding.weight, -0.1, 0.1)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        states, _ = self.lstm1(self.embedding(tokens))
+        states, _ = self.lstm2(states)
+        logits: Tensor = (
+            F.linear(states, self.embedding.weight, self.bias) if self.decoder is None else self.decoder(states)
+        )
+        return logits.transpose(1, 2)

@@ -1,0 +1,39 @@
+"""The language model."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lightning_sparsefl.cost import count_layers, forward_flops
+from lightning_sparsefl.errors import InvalidOption
+from lightning_sparsefl.models import LanguageLSTM
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_flops_by_hand(tied):
+    model = LanguageLSTM(50, embedding=6, hidden=4, length=3, tied=tied)
+    layers = count_layers(model, model.example_input_array)
+    embedding, decoder = 2 * 6, 2 * 6 * 50 + (0 if tied else 50)
+    first, second = 4 * 4 * (2 * (6 + 4) + 2), 4 * 6 * (2 * (4 + 6) + 2)
+    assert forward_flops(layers) == 3 * (embedding + first + second + decoder)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_learns_to_count(tied):
+    torch.manual_seed(0)
+    model = LanguageLSTM(7, embedding=8, hidden=8, length=5, tied=tied, lr=2.0)
+    optimizer = model.configure_optimizers()
+    for _ in range(400):
+        tokens = (torch.randint(7, (16, 1)) + torch.arange(6)) % 7
+        loss = torch.nn.functional.cross_entropy(model(tokens[:, :-1]), tokens[:, 1:])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    tokens = (torch.arange(7)[:, None] + torch.arange(6)) % 7
+    assert (model(tokens[:, :-1]).argmax(1) == tokens[:, 1:]).float().mean() > 0.95
+
+
+def test_bad_widths_are_refused():
+    with pytest.raises(InvalidOption, match=r"model\.hidden"):
+        LanguageLSTM(hidden=0)
