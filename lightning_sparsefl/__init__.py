@@ -1,16 +1,23 @@
 """Sparse and personalised federated learning as a PyTorch Lightning plug-in."""
 
 from lightning_sparsefl.__about__ import __version__
-from lightning_sparsefl.algorithms import FedAvg, FedProx, FedSpa, Local
+from lightning_sparsefl.algorithms import FedAvg, FedBABU, FedDIP, FedLPS, FedProx, FedSpa, Local, PerFedMask
 from lightning_sparsefl.federated import FederatedAlgorithm, FederatedTrainer, Federation
+from lightning_sparsefl.wire import export_sparse, load_sparse
 
 __all__ = [
     "FedAvg",
+    "FedBABU",
+    "FedDIP",
+    "FedLPS",
     "FedProx",
     "FedSpa",
     "FederatedAlgorithm",
     "FederatedTrainer",
     "Federation",
     "Local",
+    "PerFedMask",
     "__version__",
+    "export_sparse",
+    "load_sparse",
 ]

@@ -52,14 +52,15 @@ class DynamicMask(MaskingCallback):
 
     Args:
         density: Fraction of the layers' weights to keep, in (0, 1]; the first mask is drawn when training starts.
-        layer_density: How the density is spread over layers, by the Erdos-Renyi-Kernel rule or evenly.
+        layer_density: How the density is spread over layers: by the Erdos-Renyi-Kernel rule, evenly, or by name
+            pattern, as in ``{"*conv*": 0.5, "head*": 1.0}``, where layers that match none have `density`.
         growth: "gradient" (RigL) or "random" (SET).
         fraction: Of a layer's weights to move first, in [0, 1]; it decays to zero by a half cosine.
         every_n_steps: Optimizer steps between two moves.
         stop: Share of the training after which the mask stays, in (0, 1].
         seed: Of the first mask and of random growth.
-        layers: Patterns of layer names, such as ``["*conv*", "!head*"]``; None = all tensors of two or more
-            dimensions.
+        layers: Patterns of layer names and types, such as ``["*conv*", "type:Linear", "!head*"]``; None = all tensors
+            of two or more dimensions.
 
     Raises:
         InvalidOption: If an option is out of its range, a pattern matches no layer, another callback masks the same
@@ -97,7 +98,7 @@ class DynamicMask(MaskingCallback):
 
     def first_masks(self, weights: Weights) -> Masks:
         """Drawn from the seed."""
-        return drawn(weights, self.density, self.layer_density, self.seed, "dynamic mask")
+        return drawn("DynamicMask", weights, self.density, self.layer_density, self.seed, "dynamic mask")
 
     def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
         """Plan the moves."""

@@ -10,7 +10,7 @@ from typing import Any
 from lightning.pytorch import LightningModule
 
 from lightning_sparsefl.callbacks.masking import MaskingCallback
-from lightning_sparsefl.callbacks.options import require
+from lightning_sparsefl.callbacks.options import require, require_one_each
 from lightning_sparsefl.sparse.density import ceil_count
 from lightning_sparsefl.sparse.masks import kept
 from lightning_sparsefl.sparse.prune import shrink_globally
@@ -27,12 +27,12 @@ class GlobalMagnitudePruning(MaskingCallback):
     Args:
         fraction: Of the weights kept so far, in [0, 1); the ``ceil(fraction * kept)`` smallest go.
         epochs: Numbers of the epochs, from 0, at whose start it prunes; None = ``[0]``.
-        layers: Patterns of layer names, such as ``["*conv*", "!head*"]``; None = all tensors of two or more
-            dimensions.
+        layers: Patterns of layer names and types, such as ``["*conv*", "type:Linear", "!head*"]``; None = all tensors
+            of two or more dimensions.
 
     Raises:
-        InvalidOption: If an option is out of its range, a pattern matches no layer, or another callback masks the
-            same weights.
+        InvalidOption: If an option is out of its range, a pattern matches no layer, another callback masks the same
+            weights, or fewer weights than layers would be left.
 
     Example:
         >>> GlobalMagnitudePruning(fraction=0.2, epochs=[0, 5, 10]).epochs
@@ -62,6 +62,7 @@ class GlobalMagnitudePruning(MaskingCallback):
         if epoch in self.epochs and epoch > self._pruned_at:
             before = kept(self.masks)
             left = before - ceil_count(self.fraction, before)
+            require_one_each("GlobalMagnitudePruning", "fraction", self.fraction, left, self._weights)
             self.hold(shrink_globally(magnitude(self._weights), self.masks, left))
             self.forget(trainer.optimizers, self.masks)
             self._pruned_at = epoch

@@ -12,8 +12,18 @@ from lightning.pytorch import LightningModule
 
 from lightning_sparsefl.callbacks.clock import StepClock
 from lightning_sparsefl.callbacks.masking import MaskingCallback
-from lightning_sparsefl.callbacks.options import require, require_density, require_interval, require_window
-from lightning_sparsefl.sparse.density import ceil_count, floor_count
+from lightning_sparsefl.callbacks.options import (
+    LayerDensity,
+    require,
+    require_density,
+    require_interval,
+    require_layer_density,
+    require_one_each,
+    require_window,
+    spread,
+)
+from lightning_sparsefl.errors import InvalidOption
+from lightning_sparsefl.sparse.density import ceil_count, floor_count, kept_counts
 from lightning_sparsefl.sparse.masks import counts
 from lightning_sparsefl.sparse.prune import shrink, shrink_globally
 from lightning_sparsefl.sparse.schedule import gradual, recurs
@@ -26,21 +36,25 @@ class GradualPruning(MaskingCallback):
 
     At step t of the window from s to e the density is ``d + (d_0 - d) * (1 - (t - s) / (e - s)) ** 3``; it is
     reached at e, and held from there on. What was dropped stays so. A second `fit` starts from the density that the
-    first one reached: after a whole one there is nothing left to do but to hold the masks.
+    first one reached: after a whole one there is nothing left to do but to hold the masks, and a larger density is
+    refused.
 
     Args:
         density: Fraction of the layers' weights that is left in the end, in (0, 1].
         start: Share of the training before pruning starts, in [0, 1).
         end: Share of the training at which the density is reached, in (start, 1].
         every_n_steps: Optimizer steps between two prunings; the last one is at `end` in any case.
-        scope: "layer" keeps the same density in each layer, ``max(1, floor(density * weights))``; "global" ranks the
-            weights of all layers together.
-        layers: Patterns of layer names, such as ``["*conv*", "!head*"]``; None = all tensors of two or more
-            dimensions.
+        scope: "layer" ranks the weights of each layer, and leaves ``max(1, floor(density * weights))`` of them;
+            "global" ranks those of all layers together.
+        layer_density: With the scope "layer", the density at the end of each layer: the same, by the
+            Erdos-Renyi-Kernel rule, or by name pattern, as in ``{"*conv*": 0.5, "head*": 1.0}``, where layers that
+            match none have `density`.
+        layers: Patterns of layer names and types, such as ``["*conv*", "type:Linear", "!head*"]``; None = all tensors
+            of two or more dimensions.
 
     Raises:
         InvalidOption: If an option is out of its range, a pattern matches no layer, another callback masks the same
-            weights, or the length of the training is unknown.
+            weights, a layer cannot reach its density, or the length of the training is unknown.
 
     Example:
         >>> GradualPruning(density=0.1, end=0.8).end
@@ -54,18 +68,23 @@ class GradualPruning(MaskingCallback):
         end: float = 0.5,
         every_n_steps: int = 100,
         scope: Literal["layer", "global"] = "layer",
+        layer_density: LayerDensity = "uniform",
         layers: list[str] | str | None = None,
     ) -> None:
         require_density("GradualPruning", density)
         require_window("GradualPruning", start, end)
         require_interval("GradualPruning", every_n_steps)
         require(scope in ("layer", "global"), "GradualPruning", "scope", scope, "'layer' or 'global'")
+        require_layer_density("GradualPruning", layer_density)
+        even = scope == "layer" or layer_density == "uniform"
+        require(even, "GradualPruning", "layer_density", layer_density, "'uniform' with `scope='global'`")
         super().__init__(layers)
         self.density, self.start, self.end, self.every_n_steps = density, start, end, every_n_steps
-        self.scope = scope
+        self.scope, self.layer_density = scope, layer_density
         self._clock = StepClock()
         self._window = (0, 1)
         self._initial: dict[str, int] = {}
+        self._final: dict[str, float] = {}
 
     def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
         """Plan the prunings."""
@@ -73,6 +92,24 @@ class GradualPruning(MaskingCallback):
             self._initial = counts(self.masks)
         first = floor_count(self.start, self._clock.total)
         self._window = (first, max(first + 1, ceil_count(self.end, self._clock.total)))
+        now, last = counts(self.masks), self._last_counts()
+        if self.scope == "global":
+            now = {"all layers": sum(now.values())}
+        for name, count in last.items():
+            if count > now[name]:
+                raise InvalidOption(
+                    f"`GradualPruning(density={self.density})`: `{name}` has {now[name]} weights left, fewer than the "
+                    f"{count} that it should end with, and what was dropped stays so; expected a lower density."
+                )
+
+    def _last_counts(self) -> dict[str, int]:
+        """What is kept in the end, of each layer or of all together."""
+        if self.scope == "layer":
+            self._final = spread("GradualPruning", self._weights, self.density, self.layer_density)
+            return kept_counts(self._weights, self._final)
+        count = floor_count(self.density, sum(weight.numel() for weight in self._weights.values()))
+        require_one_each("GradualPruning", "density", self.density, count, self._weights)
+        return {"all layers": count}
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Mask the weights, and prune if it is time."""
@@ -85,13 +122,14 @@ class GradualPruning(MaskingCallback):
         score, now = magnitude(self._weights), counts(self.masks)
         sizes = {name: mask.numel() for name, mask in self.masks.items()}
         if self.scope == "layer":
-            return shrink(score, self.masks, {n: self._left(self._initial[n], now[n], sizes[n]) for n in now})
-        left = self._left(sum(self._initial.values()), sum(now.values()), sum(sizes.values()))
-        return shrink_globally(score, self.masks, left)
+            left = {n: self._left(self._final[n], self._initial[n], now[n], sizes[n]) for n in now}
+            return shrink(score, self.masks, left)
+        together = self._left(self.density, sum(self._initial.values()), sum(now.values()), sum(sizes.values()))
+        return shrink_globally(score, self.masks, together)
 
-    def _left(self, initial: int, now: int, size: int) -> int:
+    def _left(self, final: float, initial: int, now: int, size: int) -> int:
         """How many of `size` weights are kept at this step; never more than now."""
-        share = gradual(initial / max(1, size), self.density, self._clock.step, *self._window)
+        share = gradual(initial / max(1, size), final, self._clock.step, *self._window)
         return min(now, max(1, floor_count(share, size)))
 
     def release(self) -> None:

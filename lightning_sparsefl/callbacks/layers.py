@@ -1,59 +1,78 @@
-"""Which layers a callback works on, by patterns of their names."""
+"""Which layers a callback works on, by patterns of their names and types."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 
+from torch import nn
+
 from lightning_sparsefl.errors import InvalidOption
-from lightning_sparsefl.sparse.density import maskable
-from lightning_sparsefl.types import Weights
+from lightning_sparsefl.sparse.density import listed, maskable
 
-_SHOWN = 12
+_TYPE = "type:"
 
 
-def choose(weights: Weights, layers: Sequence[str] | str | None, owner: str) -> tuple[str, ...]:
-    """Names of the layers that patterns choose, in the order of `weights`; one with ``!`` in front takes away.
+def choose(module: nn.Module, layers: Sequence[str] | str | None, owner: str) -> tuple[str, ...]:
+    """Names of the layers that patterns choose, in the order of `module`; one with ``!`` in front takes away.
 
-    A layer is a tensor of two or more dimensions, so that ``conv1.*`` chooses a kernel and not its bias.
+    A layer is a parameter of two or more dimensions, so that ``conv1.*`` chooses a kernel and not its bias.
 
     Args:
-        weights: A module's parameters by name.
-        layers: Globs over whole names, capitals and all. None, and globs that only take away, begin with every layer.
+        module: The module, whose parameters are chosen from.
+        layers: Globs over whole names, capitals and all, or with ``type:`` in front over the name of the class that
+            holds the layer, or of one that it derives from: ``type:Conv2d``, ``!type:Linear``. None, and globs that
+            only take away, begin with every layer.
         owner: The callback, to be named in a message.
 
     Raises:
         InvalidOption: If a pattern matches no layer, or none is left.
 
     Example:
-        >>> import torch
-        >>> weights = {"conv.weight": torch.ones(2, 2), "conv.bias": torch.ones(2), "head.weight": torch.ones(2, 2)}
-        >>> choose(weights, None, "StaticMask"), choose(weights, ["!head*"], "StaticMask")
-        (('conv.weight', 'head.weight'), ('conv.weight',))
-        >>> choose(weights, "fc*", "StaticMask")
+        >>> net = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(8, 2))
+        >>> choose(net, None, "StaticMask"), choose(net, "!2.*", "StaticMask"), choose(net, "type:Lin*", "StaticMask")
+        (('0.weight', '2.weight'), ('0.weight',), ('2.weight',))
+        >>> choose(net, "fc*", "StaticMask")
         Traceback (most recent call last):
         lightning_sparsefl.errors.InvalidOption: `StaticMask`: the pattern 'fc*' in `layers` matches no layer; \
-expected one for `conv.weight`, `head.weight`.
+expected one for `0.weight`, `2.weight`.
     """
-    names = maskable(weights)
+    kinds = _kinds(module)
+    if not kinds:
+        raise InvalidOption(f"`{owner}` finds no layer: the module has no parameter of two or more dimensions.")
     patterns = [layers] if isinstance(layers, str) else list(layers or ())
-    matched = {pattern: {n for n in names if fnmatchcase(n, pattern.removeprefix("!"))} for pattern in patterns}
+    matched = {pattern: _matching(pattern.removeprefix("!"), kinds) for pattern in patterns}
     for pattern, found in matched.items():
         if not found:
+            typed = pattern.removeprefix("!").startswith(_TYPE)
+            known = dict.fromkeys(_TYPE + own[0] for own in kinds.values() if own) if typed else kinds
             raise InvalidOption(
-                f"`{owner}`: the pattern {pattern!r} in `layers` matches no layer; expected one for {_listed(names)}."
+                f"`{owner}`: the pattern {pattern!r} in `layers` matches no layer; expected one for {listed(known)}."
             )
     added = [found for pattern, found in matched.items() if not pattern.startswith("!")]
     taken = set().union(*(found for pattern, found in matched.items() if pattern.startswith("!")))
-    chosen = (set().union(*added) if added else set(names)) - taken
+    chosen = (set().union(*added) if added else set(kinds)) - taken
     if not chosen:
         raise InvalidOption(
             f"`{owner}(layers={layers!r})` leaves no layer to mask; expected patterns that leave some of "
-            f"{_listed(names)}."
+            f"{listed(kinds)}."
         )
-    return tuple(name for name in names if name in chosen)
+    return tuple(name for name in kinds if name in chosen)
 
 
-def _listed(names: Sequence[str]) -> str:
-    shown = ", ".join(f"`{name}`" for name in names[:_SHOWN]) or "a tensor of two or more dimensions (there is none)"
-    return shown + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
+def _kinds(module: nn.Module) -> dict[str, list[str]]:
+    """Each layer, with the name of the class that holds it and of those that it derives from."""
+    return {
+        name: [
+            kind.__name__
+            for kind in type(module.get_submodule(name.rpartition(".")[0])).__mro__
+            if issubclass(kind, nn.Module) and kind is not nn.Module
+        ]
+        for name in maskable(dict(module.named_parameters()))
+    }
+
+
+def _matching(pattern: str, kinds: Mapping[str, Sequence[str]]) -> set[str]:
+    if pattern.startswith(_TYPE):
+        return {name for name, own in kinds.items() if any(fnmatchcase(k, pattern[len(_TYPE) :]) for k in own)}
+    return {name for name in kinds if fnmatchcase(name, pattern)}

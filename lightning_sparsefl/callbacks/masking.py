@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
 
 from lightning_sparsefl.callbacks.layers import choose
 from lightning_sparsefl.errors import InvalidOption
+from lightning_sparsefl.sparse.apply import Stencil
 from lightning_sparsefl.sparse.masks import check, dense_like, pack, unpack
 from lightning_sparsefl.types import Masks, Weights
 
@@ -22,10 +24,12 @@ _unattached = itertools.count()
 class MaskingCallback(Callback):
     """Holds masks over layers that are its own: gradients are masked before clipping and the step, weights after it.
 
-    Masking only the weights would be wrong with momentum and weight decay, whose buffers would keep moving.
+    Masking only the weights would be wrong with momentum and weight decay, whose buffers would keep moving. Copies of
+    the module that other callbacks keep, such as the averages of Lightning's `WeightAveraging`, are masked with it, in
+    whichever order the callbacks stand: a mean of weights under moving masks has more non-zeros than any of them.
 
     Args:
-        layers: Patterns of names; see :func:`lightning_sparsefl.callbacks.layers.choose`.
+        layers: Patterns of names and types; see :func:`lightning_sparsefl.callbacks.layers.choose`.
         masks: Named bool tensors to start from, which say by themselves which layers; None = `first_masks`.
     """
 
@@ -36,7 +40,9 @@ class MaskingCallback(Callback):
         self._made = masks is not None
         self._key: str | None = None
         self._weights: dict[str, Tensor] = {}
-        self._factors: dict[str, Tensor] = {}
+        self._stencils: dict[str, Stencil] = {}
+        self._around: tuple[Any, LightningModule] | None = None
+        self._copies: list[tuple[str, Tensor]] | None = None
 
     def first_masks(self, weights: Weights) -> Masks:
         """The masks that the first fit starts with."""
@@ -45,9 +51,9 @@ class MaskingCallback(Callback):
     def started(self) -> None:
         """Called when a fit starts, before the masks are applied."""
 
-    def claims(self, parameters: Weights) -> tuple[str, ...]:
+    def claims(self, module: nn.Module) -> tuple[str, ...]:
         """Names of the parameters that this callback masks, and no other may."""
-        return tuple(self.masks) if self._made else choose(parameters, self.layers, type(self).__name__)
+        return tuple(self.masks) if self._made else choose(module, self.layers, type(self).__name__)
 
     @property
     def state_key(self) -> str:
@@ -63,11 +69,13 @@ class MaskingCallback(Callback):
         alone = sum(type(other) is type(self) for other in trainer.callbacks) == 1
         options = {"layers": self.layers, "masks": self._given}
         self._key = type(self).__qualname__ if alone else self._generate_state_key(**options)
+        self._around, self._copies = (trainer, pl_module), None
         if stage == "fit" and not is_overridden("configure_model", pl_module):  # which makes the layers later
-            self._check(trainer, dict(pl_module.named_parameters()))
+            self._check(trainer, pl_module)
 
-    def _check(self, trainer: Any, parameters: Weights) -> None:
-        wrapped = next((name for name in parameters if "_orig_mod" in name.split(".")), None)
+    def _check(self, trainer: Any, module: nn.Module) -> None:
+        names = (name for name, _ in module.named_parameters())
+        wrapped = next((name for name in names if "_orig_mod" in name.split(".")), None)
         if wrapped is not None:
             raise InvalidOption(
                 f"`{type(self).__name__}`: `torch.compile` has renamed a layer to `{wrapped}`; compile the layer in "
@@ -76,9 +84,9 @@ class MaskingCallback(Callback):
         others = [callback for callback in trainer.callbacks if isinstance(callback, MaskingCallback)]
         if self in others:
             others.remove(self)
-        mine = self.claims(parameters)
+        mine = self.claims(module)
         for other in others:
-            both = set(mine).intersection(other.claims(parameters))
+            both = set(mine).intersection(other.claims(module))
             if both:
                 raise InvalidOption(_shared(self, other, next(name for name in mine if name in both)))
 
@@ -86,10 +94,10 @@ class MaskingCallback(Callback):
         """Make the masks if there are none yet, and apply them."""
         parameters = dict(pl_module.named_parameters())
         if not self._made:
-            self.masks = dict(self.first_masks({name: parameters[name] for name in self.claims(parameters)}))
+            self.masks = dict(self.first_masks({name: parameters[name] for name in self.claims(pl_module)}))
             self._made = True
         check(self.masks, parameters)
-        self._check(trainer, parameters)
+        self._check(trainer, pl_module)
         self._weights = {name: parameters[name] for name in self.masks}
         self.masks = {name: mask.to(self._weights[name].device) for name, mask in self.masks.items()}
         self.started()
@@ -98,7 +106,8 @@ class MaskingCallback(Callback):
     def adopt(self, masks: Masks) -> None:
         """Go over to other masks of the same layers, or of some of them, and leave the weights as they are."""
         for name, mask in masks.items():
-            self.masks[name], self._factors[name] = mask, mask.to(self._weights[name].dtype)
+            self.masks[name], self._stencils[name] = mask, Stencil(mask, self._weights[name].dtype)
+        self.mask_copies()
 
     def hold(self, masks: Masks) -> None:
         """Go over to other masks, and apply them."""
@@ -108,8 +117,16 @@ class MaskingCallback(Callback):
     @torch.no_grad()
     def mask_weights(self) -> None:
         """Zero the weights that are not held."""
-        if self._weights:
-            torch._foreach_mul_(list(self._weights.values()), list(self._factors.values()))
+        for name, weight in self._weights.items():
+            self._stencils[name].zero_(weight)
+
+    def mask_copies(self) -> None:
+        """Zero what is not held in copies of the module too."""
+        if self._copies is None:  # all callbacks are set up by now
+            self._copies = [] if self._around is None else list(_copies(*self._around))
+        for name, copy in self._copies:
+            if name in self.masks:
+                Stencil(self.masks[name].to(copy.device), copy.dtype).zero_(copy)
 
     @torch.no_grad()
     def forget(self, optimizers: Iterable[Any], names: Iterable[str]) -> None:
@@ -123,12 +140,24 @@ class MaskingCallback(Callback):
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: LightningModule, optimizer: Any) -> None:
         """Mask the gradients."""
-        pairs = [(w.grad, self._factors[name]) for name, w in self._weights.items() if w.grad is not None]
-        if pairs:
-            torch._foreach_mul_([grad for grad, _ in pairs], [factor for _, factor in pairs])
+        for name, weight in self._weights.items():
+            if weight.grad is not None:
+                self._stencils[name].zero_(weight.grad)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Mask the weights."""
+        self.mask_weights()
+        self.mask_copies()
+
+    def on_validation_batch_start(
+        self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """Mask what a callback may have put into the module to be validated."""
+        if batch_idx == 0:
+            self.mask_weights()
+
+    def on_fit_end(self, trainer: Any, pl_module: LightningModule) -> None:
+        """Mask what a callback may have put into the module at the end."""
         self.mask_weights()
 
     def teardown(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
@@ -141,7 +170,7 @@ class MaskingCallback(Callback):
 
     def release(self) -> None:
         """Let go of the module's tensors."""
-        self._weights, self._factors = {}, {}
+        self._weights, self._stencils, self._copies, self._around = {}, {}, None, None
 
     def state_dict(self) -> dict[str, Any]:
         """The masks, one bit a weight."""
@@ -170,6 +199,15 @@ def unpacked(state: dict[str, Any]) -> dict[str, Tensor]:
         {'w': tensor([ True, False,  True])}
     """
     return {name: unpack(bits, tuple(shape)) for name, (bits, shape) in state.items()}
+
+
+def _copies(trainer: Any, module: LightningModule) -> Iterator[tuple[str, Tensor]]:
+    """The named parameters of all copies of a module that callbacks keep as attributes."""
+    for callback in trainer.callbacks:
+        for kept in vars(callback).values():
+            copy = kept.module if isinstance(kept, AveragedModel) else kept
+            if copy is not module and isinstance(copy, type(module)):
+                yield from copy.named_parameters()
 
 
 def _shared(one: MaskingCallback, other: MaskingCallback, layer: str) -> str:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Literal, TypeAlias
 
 from lightning_sparsefl.errors import InvalidOption
 from lightning_sparsefl.seeds import generator
-from lightning_sparsefl.sparse.density import erk, kept_counts, uniform
+from lightning_sparsefl.sparse.density import erk, explicit, floor_count, kept_counts, listed, uniform
 from lightning_sparsefl.sparse.prune import random_masks
 from lightning_sparsefl.types import Masks, Weights
 
-LayerDensity: TypeAlias = Literal["erk", "uniform"]
-"""How a density is spread over layers: by the Erdos-Renyi-Kernel rule, or evenly."""
+LayerDensity: TypeAlias = Literal["erk", "uniform"] | dict[str, float]
+"""How a density is spread over layers: by the Erdos-Renyi-Kernel rule, evenly, or as name patterns say.
+
+With patterns, such as ``{"*conv*": 0.5, "head*": 1.0}``, a layer that none of them matches has the density itself.
+"""
 _SPREADS = {"erk": erk, "uniform": uniform}
 
 
@@ -46,25 +50,94 @@ def require_window(owner: str, start: float, end: float) -> None:
     require(start < end <= 1, owner, "end", end, f"a share of the training in (start, 1] = ({start}, 1]")
 
 
-def require_layer_density(owner: str, layer_density: str) -> None:
+def require_layer_density(owner: str, layer_density: LayerDensity) -> None:
     """Refuse an unknown way to spread a density."""
-    require(layer_density in _SPREADS, owner, "layer_density", layer_density, "'erk' or 'uniform'")
+    expected = "'erk' or 'uniform', or densities in (0, 1] by name pattern"
+    known = (
+        all(0 < density <= 1 for density in layer_density.values())
+        if isinstance(layer_density, Mapping)
+        else layer_density in _SPREADS
+    )
+    require(known, owner, "layer_density", layer_density, expected)
 
 
-def drawn(weights: Weights, density: float, layer_density: LayerDensity, *key: int | str) -> Masks:
+def spread(owner: str, weights: Weights, density: float, layer_density: LayerDensity) -> dict[str, float]:
+    """The density of each layer.
+
+    Args:
+        owner: The callback, to be named in a message.
+        weights: The layers.
+        density: Of all of them together, in (0, 1]; with patterns, of each layer that none of them matches.
+        layer_density: How it is spread over them.
+
+    Raises:
+        InvalidOption: If a layer would keep less than one weight, or a pattern matches no layer.
+
+    Example:
+        >>> import torch
+        >>> spread("StaticMask", {"a": torch.ones(4, 5), "b": torch.ones(2, 2)}, 0.1, {"b": 1.0})
+        {'a': 0.1, 'b': 1.0}
+        >>> spread("StaticMask", {"b": torch.ones(2, 2)}, 0.1, "uniform")
+        Traceback (most recent call last):
+        lightning_sparsefl.errors.InvalidOption: `StaticMask(density=0.1)`: `b` cannot reach 0.1, which is less than \
+one of its 4 weights; expected a larger density, one for it in `layer_density`, or `layers` without it ('!b').
+    """
+    shapes = {name: value.shape for name, value in weights.items()}
+    try:
+        if isinstance(layer_density, Mapping):
+            densities = explicit(shapes, layer_density, density)
+        else:
+            densities = _SPREADS[layer_density](shapes, density)
+    except InvalidOption as error:
+        raise InvalidOption(f"`{owner}(layer_density={layer_density!r})`: {error}") from error
+    for name, share in densities.items():
+        size = weights[name].numel()
+        if size and floor_count(share, size) < 1:
+            raise InvalidOption(
+                f"`{owner}(density={density})`: `{name}` cannot reach {share:.3g}, which is less than one of its "
+                f"{size} weights; expected a larger density, one for it in `layer_density`, or `layers` without it "
+                f"('!{name}')."
+            )
+    return densities
+
+
+def require_one_each(owner: str, option: str, value: Any, count: int, weights: Weights) -> None:
+    """Refuse to leave fewer weights than there are layers: one of them would be empty, and the model cut in two.
+
+    Raises:
+        InvalidOption: Naming the layers.
+
+    Example:
+        >>> import torch
+        >>> require_one_each("GradualPruning", "density", 0.1, 1, {"a": torch.ones(2, 2), "b": torch.ones(2, 3)})
+        Traceback (most recent call last):
+        lightning_sparsefl.errors.InvalidOption: `GradualPruning(density=0.1)`: expected an option that leaves each \
+layer a weight, but 1 weight in all is too few for `a`, `b`.
+    """
+    layers = [name for name, weight in weights.items() if weight.numel()]
+    plenty = f"{count} weight{'' if count == 1 else 's'} in all is too few for {listed(layers)}"
+    expected = f"an option that leaves each layer a weight, but {plenty}"
+    require(count >= len(layers), owner, option, value, expected)
+
+
+def drawn(owner: str, weights: Weights, density: float, layer_density: LayerDensity, *key: int | str) -> Masks:
     """Random masks of a density.
 
     Args:
+        owner: The callback, to be named in a message.
         weights: The layers.
         density: Of all of them together, in (0, 1].
         layer_density: How it is spread over them.
         *key: Of the randomness.
 
+    Raises:
+        InvalidOption: If a layer would keep less than one weight, or a pattern matches no layer.
+
     Example:
         >>> import torch
-        >>> masks = drawn({"w": torch.ones(4, 5)}, 0.5, "uniform", 0, "doc")
+        >>> masks = drawn("StaticMask", {"w": torch.ones(4, 5)}, 0.5, "uniform", 0, "doc")
         >>> int(masks["w"].sum())
         10
     """
-    shapes = {name: value.shape for name, value in weights.items()}
-    return random_masks(shapes, kept_counts(shapes, _SPREADS[layer_density](shapes, density)), generator(*key))
+    counts = kept_counts(weights, spread(owner, weights, density, layer_density))
+    return random_masks(weights, counts, generator(*key))

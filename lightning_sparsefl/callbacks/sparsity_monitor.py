@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from lightning.pytorch import Callback, LightningModule
-from torch import Tensor
+from lightning.pytorch.utilities.rank_zero import WarningCache
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from lightning_sparsefl.callbacks.layers import choose
 from lightning_sparsefl.callbacks.masking import packed, unpacked
 from lightning_sparsefl.callbacks.options import require
+from lightning_sparsefl.cost import count_layers, forward_flops
 from lightning_sparsefl.sparse.masks import changed, counts
-from lightning_sparsefl.types import Masks
+from lightning_sparsefl.types import LayerFlops, Masks
+
+_messages = WarningCache()
+_work: WeakKeyDictionary[nn.Module, tuple[LayerFlops, ...]] = WeakKeyDictionary()
+"""What modules compute, counted once: all clients of a federation train one module."""
+
+_DENSITY, _LAYER = "sparsity/density", "sparsity/layer/"
 
 
 class SparsityMonitor(Callback):
@@ -21,11 +32,20 @@ class SparsityMonitor(Callback):
     ``mask/changed``: the fraction of positions that became zero, or ceased to be, since the last time, first since
     training started. A weight that a mask has let grow counts once it has left zero. The module is not touched.
 
+    With `flops` also ``flops/forward``, the operations of one sample's forward pass where products with zeros are
+    saved, and ``flops/forward_share``, its part of the dense module's. They are counted on the module's
+    `example_input_array`, or else on the first tensor of the first batch, one sample of it.
+
+    With `pictures` each logger that takes images, such as TensorBoard's, gets ``mask/layers``, where the layers are
+    zero, and ``sparsity/density_per_layer``.
+
     Args:
         every_n_epochs: Epochs between two logs.
         per_layer: Whether each layer has a key of its own.
-        layers: Patterns of layer names, such as ``["*conv*", "!head*"]``; None = all tensors of two or more
-            dimensions.
+        flops: Whether to log FLOPs.
+        pictures: Whether to draw masks and densities.
+        layers: Patterns of layer names and types, such as ``["*conv*", "type:Linear", "!head*"]``; None = all tensors
+            of two or more dimensions.
 
     Raises:
         InvalidOption: If `every_n_epochs` is below 1, or a pattern matches no layer.
@@ -35,10 +55,18 @@ class SparsityMonitor(Callback):
         1
     """
 
-    def __init__(self, every_n_epochs: int = 1, per_layer: bool = True, layers: list[str] | str | None = None) -> None:
+    def __init__(
+        self,
+        every_n_epochs: int = 1,
+        per_layer: bool = True,
+        flops: bool = True,
+        pictures: bool = False,
+        layers: list[str] | str | None = None,
+    ) -> None:
         expected = "a whole number >= 1"
         require(every_n_epochs >= 1, "SparsityMonitor", "every_n_epochs", every_n_epochs, expected)
-        self.every_n_epochs, self.per_layer, self.layers = every_n_epochs, per_layer, layers
+        self.every_n_epochs, self.per_layer, self.flops, self.pictures = every_n_epochs, per_layer, flops, pictures
+        self.layers = layers
         self._seen: dict[str, Tensor] = {}
         self._resumed = False
 
@@ -53,24 +81,36 @@ class SparsityMonitor(Callback):
             self._seen = self._nonzero(pl_module)
         self._resumed = False
 
+    def on_train_batch_start(self, trainer: Any, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Count what the module computes, once."""
+        if self.flops and pl_module not in _work:
+            _work[pl_module] = _counted(pl_module, batch)
+
     def _nonzero(self, module: LightningModule) -> dict[str, Tensor]:
         parameters = dict(module.named_parameters())
-        return {name: parameters[name].detach() != 0 for name in choose(parameters, self.layers, "SparsityMonitor")}
+        return {name: parameters[name].detach() != 0 for name in choose(module, self.layers, "SparsityMonitor")}
 
     def on_train_epoch_end(self, trainer: Any, pl_module: LightningModule) -> None:
         """Log."""
         if (trainer.current_epoch + 1) % self.every_n_epochs == 0:
             now = self._nonzero(pl_module)
             seen = {name: mask.to(now[name].device) for name, mask in self._seen.items() if name in now}
-            pl_module.log_dict(self._densities(now) | {"mask/changed": changed(now, seen)})
+            densities = self._densities(now)
+            shown = {key: value for key, value in densities.items() if self.per_layer or key == _DENSITY}
+            pl_module.log_dict(shown | {"mask/changed": changed(now, seen)} | self._forward(pl_module, now))
             self._seen = now
+            if self.pictures and getattr(trainer, "is_global_zero", True):
+                _draw(trainer, now, densities)
 
     def _densities(self, masks: Masks) -> dict[str, float]:
         kept, sizes = counts(masks), {name: mask.numel() for name, mask in masks.items()}
-        layers = {f"sparsity/layer/{name}": kept[name] / sizes[name] for name in kept if sizes[name]}
-        return {"sparsity/density": sum(kept.values()) / max(1, sum(sizes.values()))} | (
-            layers if self.per_layer else {}
-        )
+        layers = {f"{_LAYER}{name}": kept[name] / sizes[name] for name in kept if sizes[name]}
+        return {_DENSITY: sum(kept.values()) / max(1, sum(sizes.values()))} | layers
+
+    def _forward(self, module: LightningModule, masks: Masks) -> dict[str, float]:
+        layers = _work.get(module, ()) if self.flops else ()
+        dense, now = forward_flops(layers), forward_flops(layers, masks)
+        return {"flops/forward": now, "flops/forward_share": now / dense} if dense else {}
 
     def teardown(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
         """Forget what was loaded for this run."""
@@ -83,3 +123,48 @@ class SparsityMonitor(Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from the last log of a checkpoint."""
         self._seen, self._resumed = unpacked(state_dict["seen"]), True
+
+
+def _counted(module: LightningModule, batch: Any) -> tuple[LayerFlops, ...]:
+    """The work of each layer; none, with one message, where it cannot be counted."""
+    example = module.example_input_array
+    sample = _first(batch) if example is None else _arguments(example)
+    try:
+        if sample is not None:
+            return count_layers(module, sample)
+        reason = "it found no tensor to count them on"
+    except Exception as error:  # the user's `forward` may want anything
+        reason = f"`{type(module).__name__}.forward` did not take its input ({type(error).__name__})"
+    _messages.info(f"`SparsityMonitor` logs no FLOPs: {reason}; define `example_input_array`, or set `flops=False`.")
+    return ()
+
+
+def _arguments(example: Any) -> Tensor | tuple[Any, ...] | None:
+    """One sample of each of the arguments that a module gives as its example."""
+    if isinstance(example, tuple) and all(isinstance(value, Tensor) for value in example):
+        return tuple(value[:1] for value in example)
+    return _first(example)
+
+
+def _first(batch: Any) -> Tensor | None:
+    """One sample of a batch's first tensor."""
+    leaves = (leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim())
+    return next((leaf[:1] for leaf in leaves), None)
+
+
+def _draw(trainer: Any, masks: Masks, densities: Mapping[str, float]) -> None:
+    boards = [logger for logger in trainer.loggers if hasattr(logger.experiment, "add_image")]
+    if not boards:
+        return
+    from lightning_sparsefl.report import masks as report, pictures  # matplotlib is slow to import
+
+    epoch = trainer.current_epoch
+    layers = {key.removeprefix(_LAYER): value for key, value in densities.items() if key.startswith(_LAYER)}
+    figures = {
+        "mask/layers": report.mask_figure(masks, epoch),
+        "sparsity/density_per_layer": pictures.density_figure(layers, epoch, unit="epoch"),
+    }
+    for tag, figure in figures.items():
+        image = pictures.pixels(figure)
+        for board in boards:
+            board.experiment.add_image(tag, image, trainer.global_step)

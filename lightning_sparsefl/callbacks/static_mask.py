@@ -16,11 +16,12 @@ class StaticMask(MaskingCallback):
 
     Args:
         density: Fraction of the layers' weights to keep, in (0, 1]; the mask is drawn when training starts.
-        layer_density: How the density is spread over layers, by the Erdos-Renyi-Kernel rule or evenly.
+        layer_density: How the density is spread over layers: by the Erdos-Renyi-Kernel rule, evenly, or by name
+            pattern, as in ``{"*conv*": 0.5, "head*": 1.0}``, where layers that match none have `density`.
         seed: Of the draw.
         masks: Named bool tensors to hold instead of a drawn mask; a missing name is dense.
-        layers: Patterns of layer names, such as ``["*conv*", "!head*"]``; None = all tensors of two or more
-            dimensions.
+        layers: Patterns of layer names and types, such as ``["*conv*", "type:Linear", "!head*"]``; None = all tensors
+            of two or more dimensions.
 
     Raises:
         InvalidOption: If an option is out of its range, a pattern matches no layer, or another callback masks the
@@ -52,4 +53,4 @@ class StaticMask(MaskingCallback):
 
     def first_masks(self, weights: Weights) -> Masks:
         """Drawn from the seed."""
-        return drawn(weights, self.density, self.layer_density, self.seed, "static mask")
+        return drawn("StaticMask", weights, self.density, self.layer_density, self.seed, "static mask")

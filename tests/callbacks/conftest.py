@@ -84,7 +84,7 @@ def fit(tmp_path):
             gradient_clip_val=recipe.clip,
             accumulate_grad_batches=recipe.accumulate,
             limit_train_batches=batches,
-            logger=False,
+            logger=options.pop("logger", False),
             enable_checkpointing=False,
             enable_progress_bar=False,
             enable_model_summary=False,

@@ -5,6 +5,7 @@ import torch
 from lightning.pytorch import Callback
 
 from lightning_sparsefl.callbacks import GradualPruning
+from lightning_sparsefl.errors import InvalidOption
 from lightning_sparsefl.sparse.masks import counts, density, kept, same
 
 SIZES = {"net.0.weight": 36, "net.2.weight": 54, "net.4.weight": 18}
@@ -125,9 +126,34 @@ def test_fits_compound_from_the_density_that_was_reached(net, fit):
     assert densities[0] == 0.5
     assert densities == sorted(densities, reverse=True)
     assert counts(callback.masks) == {name: int(0.2 * size) for name, size in SIZES.items()}
-    callback.density, held = 0.9, dict(callback.masks)
-    fit(module, [callback])  # pruning never brings a weight back
-    assert same(callback.masks, held)
+
+
+@pytest.mark.parametrize(
+    ("scope", "message"),
+    [("layer", "`net.0.weight` has 18 weights left, fewer"), ("global", "`all layers` has 54 weights left, fewer")],
+)
+def test_a_density_above_the_one_that_was_reached_is_refused(scope, message, net, fit):
+    module, callback = net(), GradualPruning(density=0.5, every_n_steps=2, end=1.0, scope=scope)
+    fit(module, [callback])
+    callback.density = 0.9
+    with pytest.raises(InvalidOption, match=message + ".* what was dropped stays so; expected a lower density"):
+        fit(module, [callback])
+
+
+@pytest.mark.parametrize("spread", ["erk", {"net.0*": 0.75, "net.[2]*": 1.0}])
+def test_every_layer_may_end_at_a_density_of_its_own(spread, net, fit, slow):
+    module, callback = net(), GradualPruning(density=0.5, every_n_steps=3, end=0.8, layer_density=spread)
+    probe = Probe(callback)
+    fit(module, [callback, probe], epochs=4)
+    shapes = {name: tuple(mask.shape) for name, mask in callback.masks.items()}
+    final = slow.erk(shapes, 0.5) if spread == "erk" else dict(zip(SIZES, (0.75, 1.0, 0.5), strict=True))
+    moves = [step for step in range(21) if slow.recurs(step, 0, 16, 3)]
+    for step, masks in enumerate(probe.masks, 1):
+        last = max(move for move in moves if move <= step)
+        assert counts(masks) == {
+            name: int(float(slow.gradual(1, final[name], last, 0, 16)) * size + 1e-9) for name, size in SIZES.items()
+        }
+    assert len(set(final.values())) > 1
 
 
 def test_density_1_is_dense_training(net, fit, by_hand, recipe):

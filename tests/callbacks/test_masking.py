@@ -117,7 +117,7 @@ def test_a_callback_lets_go_of_the_module(net, fit):
     for callback in (kind() for kind in KINDS):
         fit(net(), [callback], epochs=1)
         assert not callback._weights
-        assert not callback._factors
+        assert not callback._stencils
 
 
 @pytest.mark.parametrize("kind", KINDS)

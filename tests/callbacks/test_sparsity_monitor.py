@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 from lightning.pytorch import Callback
+from lightning.pytorch.loggers.logger import DummyLogger
 
 from lightning_sparsefl.callbacks import GlobalMagnitudePruning, ProximalTerm, SparsityMonitor, StaticMask
 from lightning_sparsefl.errors import InvalidOption
@@ -97,3 +98,95 @@ def test_options_are_checked(net, fit):
         SparsityMonitor(every_n_epochs=0)
     with pytest.raises(InvalidOption, match=r"`SparsityMonitor`: the pattern 'conv\*' in `layers` matches no layer"):
         fit(net(), [SparsityMonitor(layers="conv*")], epochs=1)
+
+
+class Forward(SparsityMonitor):
+    """Notes what it logs."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.rows = []
+
+    def on_train_epoch_end(self, trainer, pl_module):
+        super().on_train_epoch_end(trainer, pl_module)
+        self.rows.append({name: float(value) for name, value in trainer.callback_metrics.items()})
+
+
+def with_forward(net, recipe=None, example=None):
+    module = net() if recipe is None else net(recipe)
+
+    class Callable(type(module)):
+        def forward(self, x):
+            return self.net(x)
+
+    module.__class__ = Callable
+    module.example_input_array = example
+    return module
+
+
+@pytest.mark.parametrize("example", [None, torch.zeros(3, 4), (torch.zeros(2, 4),)])
+def test_flops_are_those_of_the_weights_that_are_left(net, fit, example):
+    module, callback = with_forward(net, example=example), StaticMask(0.5, "uniform", layers="!net.0*")
+    watch = Forward(layers="net.*")
+    fit(module, [callback, watch], epochs=2)
+    dense = 2 * (4 * 9 + 9 * 6 + 6 * 3) + 9 + 6 + 3
+    saved = 2 * sum(int((~mask).sum()) for mask in callback.masks.values())
+    assert [row["flops/forward"] for row in watch.rows] == [dense - saved] * 2
+    assert watch.rows[0]["flops/forward_share"] == pytest.approx((dense - saved) / dense)
+
+
+def test_counting_changes_nothing(net, fit, recipe):
+    plain, watched = with_forward(net, recipe), with_forward(net, recipe)
+    fit(plain, [], recipe)
+    fit(watched, [SparsityMonitor()], recipe)
+    for name, weight in plain.named_parameters():
+        assert torch.equal(watched.get_parameter(name), weight)
+
+
+def test_a_module_whose_input_is_unknown_has_no_flops_and_one_message(net, fit, caplog):
+    for _ in range(2):
+        watch = Forward()
+        with caplog.at_level("INFO"):
+            fit(net(), [watch], epochs=1)
+        assert "flops/forward" not in watch.rows[0]
+    said = [record.message for record in caplog.records if "logs no FLOPs" in record.message]
+    assert len(said) <= 1  # the first test of the session may have heard it
+    fit(with_forward(net), [watch := Forward(flops=False)], epochs=1)
+    assert "flops/forward" not in watch.rows[0]
+
+
+class Board:
+    """A logger's experiment that keeps images."""
+
+    def __init__(self):
+        self.images = []
+
+    def add_image(self, tag, image, step):
+        self.images.append((tag, tuple(image.shape), step))
+
+
+def test_pictures_go_to_loggers_that_take_them(net, fit):
+    board = Board()
+
+    class Tensorboard(DummyLogger):
+        @property
+        def experiment(self):
+            return board
+
+    class Plain(DummyLogger):
+        @property
+        def experiment(self):
+            return object()
+
+    def run(monitor, loggers):
+        fit(net(), [StaticMask(), monitor], epochs=2, logger=loggers, log_every_n_steps=1)
+
+    run(SparsityMonitor(pictures=True, every_n_epochs=2), [Tensorboard(), Plain()])
+    assert [(tag, step) for tag, _, step in board.images] == [
+        ("mask/layers", 10),
+        ("sparsity/density_per_layer", 10),
+    ]
+    assert all(shape[0] == 3 and min(shape[1:]) > 100 for _, shape, _ in board.images)
+    run(SparsityMonitor(), [Tensorboard()])
+    run(SparsityMonitor(pictures=True), [Plain()])
+    assert len(board.images) == 2

@@ -61,6 +61,13 @@ def test_layers_may_share_the_density_evenly(net, fit):
     assert counts(callback.masks) == kept_counts(shapes(module), uniform(shapes(module), 0.3))
 
 
+def test_layers_may_have_densities_of_their_own(net, fit):
+    patterns = {"net.0*": 0.75, "*4.weight": 1.0}
+    module, callback = net(), StaticMask(density=0.5, layer_density=patterns)
+    fit(module, [callback], epochs=1)
+    assert counts(callback.masks) == {"net.0.weight": 27, "net.2.weight": 27, "net.4.weight": 18}
+
+
 def test_the_draw_follows_from_the_seed(net, fit):
     drawn = []
     for seed in (0, 0, 1):

@@ -28,8 +28,10 @@ class Net(L.LightningModule):
         return self.net(x.flatten(1))
 
     def training_step(self, batch, batch_idx):
-        loss = F.cross_entropy(self(batch[0]), batch[1])
+        logits = self(batch[0])
+        loss = F.cross_entropy(logits, batch[1])
         self.log("train_loss", loss, on_step=False, on_epoch=True)
+        self.log("train_acc", (logits.argmax(1) == batch[1]).float().mean(), on_step=False, on_epoch=True)
         return loss
 
     def validation_step(self, batch, batch_idx):

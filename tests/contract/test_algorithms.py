@@ -18,6 +18,7 @@ VARIANTS = [
     *(algorithm() for algorithm in ALGORITHMS),
     algorithms.FedSpa(search="static", mask_init="different", layer_density="uniform", density=0.3),
     algorithms.FedSpa(mask_init="different", growth="random", merge="count", mask_pool="all"),
+    algorithms.FedDIP(density=0.3, initial_density=1.0, reconfigure_every=1, penalty=0.01, mu=0.1, recover=False),
 ]
 
 every_algorithm = pytest.mark.parametrize("algorithm", [kind() for kind in ALGORITHMS], ids=lambda a: type(a).__name__)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+from fnmatch import fnmatch
 from typing import Any
 
 import lightning as L
@@ -11,11 +12,12 @@ import pytest
 import torch
 from lightning.fabric import Fabric
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from safetensors import safe_open
 from torch import nn
 from torch.optim import SGD, Adam
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_sparsefl import callbacks
+from lightning_sparsefl import callbacks, export_sparse, load_sparse
 from lightning_sparsefl.callbacks.masking import MaskingCallback
 from lightning_sparsefl.federated.local import LocalOptions, LocalTrainer
 from lightning_sparsefl.sparse.density import erk, kept_counts, uniform
@@ -36,17 +38,34 @@ BY_DEFAULT = {
 }
 VARIANTS: dict[str, tuple[Any, dict[str, Any]]] = {
     "StaticMask, uniform": (callbacks.StaticMask, {"density": 0.3, "layer_density": "uniform", "layers": "!net.0*"}),
+    "StaticMask, by layer": (callbacks.StaticMask, {"density": 0.3, "layer_density": {"net.4*": 0.5, "net.5*": 1.0}}),
     "DynamicMask, RigL": (callbacks.DynamicMask, {"density": 0.3, "every_n_steps": 3}),
     "DynamicMask, SET": (callbacks.DynamicMask, {"growth": "random", "every_n_steps": 2, "layer_density": "uniform"}),
     "GradualPruning, steps": (callbacks.GradualPruning, {"start": 0.1, "end": 0.9, "every_n_steps": 3}),
     "GradualPruning, global": (callbacks.GradualPruning, {"scope": "global", "every_n_steps": 2, "layers": "!net.0*"}),
+    "GradualPruning, by layer": (
+        callbacks.GradualPruning,
+        {"every_n_steps": 2, "layer_density": {"net.0*": 0.6}, "layers": "type:Linear"},
+    ),
+    "NMPruning, late": (callbacks.NMPruning, {"n": 1, "m": 2, "start": 0.4, "layers": ["net.[45]*"]}),
     "GlobalMagnitudePruning, epochs": (callbacks.GlobalMagnitudePruning, {"fraction": 0.3, "epochs": [0, 1, 3]}),
     "DynamicPruningWithFeedback, late": (
         callbacks.DynamicPruningWithFeedback,
         {"start": 0.2, "end": 0.8, "every_n_steps": 2, "layers": ["net.*"]},
     ),
+    "LotteryRewind, from the start, by layer": (
+        callbacks.LotteryRewind,
+        {"density": 0.1, "cycles": 3, "rewind": 0.0, "scope": "layer", "layers": "!net.0*"},
+    ),
+    "LearnedImportance, steps": (callbacks.LearnedImportance, {"density": 0.3, "lr": 1.0, "reduction": "mean"}),
+    "LearnedImportance, rounds": (callbacks.LearnedImportance, {"refresh": "round", "probe": False, "lr": 1.0}),
+    "LearnedImportance, magnitude": (callbacks.LearnedImportance, {"pattern": "magnitude", "layers": "!net.0*"}),
+    "LearnedImportance, rolling": (callbacks.LearnedImportance, {"pattern": "rolling", "turn": 3, "density": 0.6}),
     "SparsityMonitor, seldom": (callbacks.SparsityMonitor, {"every_n_epochs": 3}),
+    "GradientOffset": (callbacks.GradientOffset, {"offset": {"net.0.weight": torch.full((8, 5), 0.01)}}),
     "ProximalTerm, strong": (callbacks.ProximalTerm, {"strength": 0.5}),
+    "GroupPenalty, steep": (callbacks.GroupPenalty, {"strength": 0.5, "stairs": 5, "layers": "!net.0*"}),
+    "GroupPenalty, level": (callbacks.GroupPenalty, {"strength": 0.1, "stairs": None}),
 }
 CASES = {**BY_DEFAULT, **VARIANTS}
 MASKING = {name: case for name, case in CASES.items() if issubclass(case[0], MaskingCallback)}
@@ -80,6 +99,16 @@ class Net(L.LightningModule):
 
     def configure_optimizers(self) -> Any:
         return self.optimizer(self.parameters())
+
+
+class Wide(Net):
+    """With a layer that is large enough for its zeros to matter in a file."""
+
+    def __init__(self, seed: int = 1) -> None:
+        super().__init__(seed=seed)
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            self.net[4], self.net[5] = nn.Linear(8, 60), nn.Linear(60, 3)
 
 
 def sgd(parameters: Any) -> Any:
@@ -129,12 +158,27 @@ class Promise(Callback):
         for name, mask in masks.items():
             weight = pl_module.get_parameter(name)
             assert not weight[~mask].any()
-            if not isinstance(self.callback, callbacks.DynamicMask):  # where a grown weight is zero at first
+            # a grown weight is zero at first, and so is a norm's bias
+            if not isinstance(self.callback, callbacks.DynamicMask) and weight.dim() > 1:
                 assert weight[mask].all()
 
 
 def drawn(callback: Any, shapes: Any, when: Any, before: Any) -> Any:
-    return kept_counts(shapes, {"erk": erk, "uniform": uniform}[callback.layer_density](shapes, callback.density))
+    return kept_counts(shapes, spread(callback, shapes))
+
+
+def spread(callback: Any, shapes: Any) -> Any:
+    rule = getattr(callback, "layer_density", "uniform")
+    if isinstance(rule, str):
+        return {"erk": erk, "uniform": uniform}[rule](shapes, callback.density)
+    said = {name: [value for pattern, value in rule.items() if fnmatch(name, pattern)] for name in shapes}
+    return {name: values[0] if values else callback.density for name, values in said.items()}
+
+
+def grouped(callback: Any, shapes: Any, when: Any, before: Any) -> Any:
+    (step, total, _), sizes = when, {name: math.prod(shape) for name, shape in shapes.items()}
+    pruned = step >= math.floor(callback.start * total + 1e-6)
+    return {name: size * callback.n // callback.m if pruned else size for name, size in sizes.items()}
 
 
 def scheduled(callback: Any, shapes: Any, when: Any, before: Any) -> Any:
@@ -143,10 +187,13 @@ def scheduled(callback: Any, shapes: Any, when: Any, before: Any) -> Any:
     last = math.ceil(callback.end * total - 1e-6)
     moves = [s for s in range(first, step + 1) if (s - first) % callback.every_n_steps == 0 or s == last]
     at = min(moves[-1], last) if moves else first
-    share = callback.density + (1 - callback.density) * (1 - (at - first) / (last - first)) ** 3
+    left = (1 - (at - first) / (last - first)) ** 3
+    share = callback.density + (1 - callback.density) * left
     if getattr(callback, "scope", "global") == "global":
         return math.floor(share * sum(sizes.values()) + 1e-6)
-    return {name: max(1, math.floor(share * size + 1e-6)) for name, size in sizes.items()}
+    final = spread(callback, shapes)
+    shares = {name: final[name] + (1 - final[name]) * left for name in sizes}
+    return {name: max(1, math.floor(shares[name] * size + 1e-6)) for name, size in sizes.items()}
 
 
 def by_epoch(callback: Any, shapes: Any, when: Any, before: Any) -> Any:
@@ -156,12 +203,33 @@ def by_epoch(callback: Any, shapes: Any, when: Any, before: Any) -> Any:
     return kept
 
 
+def by_cycle(callback: Any, shapes: Any, when: Any, before: Any) -> Any:
+    (step, total, _), sizes = when, {name: math.prod(shape) for name, shape in shapes.items()}
+    ends = callback.cycle_ends(total)
+    share = callback.density ** (sum(end <= step for end in ends) / len(ends))
+    if callback.scope == "global":
+        return math.floor(share * sum(sizes.values()) + 1e-6)
+    return {name: max(1, math.floor(share * size + 1e-6)) for name, size in sizes.items()}
+
+
+def by_units(callback: Any, shapes: Any, when: Any, before: Any) -> Any:
+    """A dropped unit of a hidden layer takes its row, its bias, its norm, and its reader's column along."""
+    first, second = (max(1, math.floor(callback.density * size + 0.5)) for size in (8, 6))
+    first = 8 if callback.layers else first
+    kept = dict.fromkeys(("net.0.bias", "net.1.weight", "net.1.bias"), first) | {"net.4.bias": second}
+    kept |= {"net.0.weight": 5 * first, "net.4.weight": first * second, "net.5.weight": 3 * second}
+    return {name: kept[name] for name in shapes}
+
+
 PROMISES = {
     callbacks.StaticMask: drawn,
     callbacks.DynamicMask: drawn,
     callbacks.GradualPruning: scheduled,
+    callbacks.NMPruning: grouped,
     callbacks.DynamicPruningWithFeedback: scheduled,
     callbacks.GlobalMagnitudePruning: by_epoch,
+    callbacks.LotteryRewind: by_cycle,
+    callbacks.LearnedImportance: by_units,
 }
 
 RECIPES: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -281,6 +349,28 @@ def test_masks_survive_every_other_verb(case, tmp_path):
         for name, value in weights.items():
             assert torch.equal(module.state_dict()[name], value)
             assert torch.equal(fresh.state_dict()[name], value)
+
+
+@pytest.mark.parametrize("case", MASKING)
+def test_what_was_trained_is_exported_without_its_zeros(case, tmp_path):
+    kind, arguments = MASKING[case]
+    module, callback = Wide(), kind(**arguments)
+    trainer_of(tmp_path, [callback]).fit(module, loader())
+    path = tmp_path / "weights.safetensors"
+    export_sparse(module, path)
+    loaded, state = load_sparse(path), module.state_dict()
+    assert list(loaded) == list(state)
+    for name, value in state.items():
+        assert loaded[name].dtype == value.dtype
+        assert torch.equal(loaded[name], value)
+    fresh = Wide(seed=3)
+    fresh.load_state_dict(loaded, strict=True)
+    assert alike(fresh.state_dict(), dict(state))
+    largest = max((name for name in callback.masks), key=lambda name: callback.masks[name].numel())
+    mask = callback.masks[largest]
+    assert mask.numel() > int(mask.sum()) + mask.numel() / 8  # so that leaving out zeros is smaller
+    with safe_open(path, framework="pt") as file:
+        assert len(file.get_tensor(largest)) == int((state[largest] != 0).sum())
 
 
 @pytest.mark.parametrize("case", MASKING)

@@ -34,6 +34,15 @@ from lightning.pytorch.demos.boring_classes import BoringDataModule, BoringModel
 
 
 class Model(BoringModel):
+    def __init__(self, hidden: bool = False):
+        super().__init__()
+        self.hidden = hidden
+        if hidden:
+            self.layer, self.head = torch.nn.Linear(32, 10), torch.nn.Linear(10, 2)
+
+    def forward(self, x):
+        return self.head(self.layer(x).relu()) if self.hidden else self.layer(x)
+
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
@@ -98,9 +107,16 @@ def plain(tmp_path_factory):
         name: [
             *("fit", *quiet, *options, f"--trainer.default_root_dir={name}"),  # where the saved config.yaml lies
             *(part for path in paths for part in ("--config", str(path))),
+            *(["--model.hidden=true"] if "LearnedImportance" in names(paths[0]) else []),  # which needs units
         ]
         for name, paths in stacks.items()
     }
+    for name, layers in {"by pattern": "type:Lin*", "unmatched": "[type:Linear, '!head*']"}.items():
+        jobs[name] = [
+            *("fit", *quiet, *options, f"--trainer.default_root_dir={name}"),
+            "--trainer.callbacks+=lightning_sparsefl.callbacks.StaticMask",
+            *("--trainer.callbacks.layer_density={'lay*': 0.25}", f"--trainer.callbacks.layers={layers}"),
+        ]
     return run_all(PROJECT, jobs, tmp_path_factory.mktemp("plain"))
 
 
@@ -119,7 +135,8 @@ def federated(tmp_path_factory):
 def kept_by(path, total):
     """Weights that a recipe leaves of `total` in one layer, after 3 steps."""
     options = entries(path)[0]["init_args"]
-    return int(options.get("density", 1.0) * (1 - options.get("fraction", 0.0) * ("epochs" in options)) * total)
+    pattern = options["n"] / options["m"] if "n" in options else 1.0
+    return int(options.get("density", pattern) * (1 - options.get("fraction", 0.0) * ("epochs" in options)) * total)
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
@@ -142,6 +159,15 @@ def test_recipes_stack_and_act(plain):
     assert all(name in listed for path in STACK for name in names(path))
     kept, total = (int(word) for word in output.split("KEPT")[1].split() if word.isdigit())
     assert kept == int(0.2 * total)
+
+
+def test_densities_by_name_and_layers_by_type_can_be_said_without_python(plain):
+    output, errors = plain["by pattern"]
+    assert "KEPT 16 OF 64" in output, errors
+    output, errors = plain["unmatched"]
+    assert errors.rstrip().endswith(
+        "the pattern '!head*' in `layers` matches no layer; expected one for `layer.weight`."
+    )
 
 
 def test_recipes_that_mask_the_same_weights_do_not_stack(plain):

@@ -1,0 +1,67 @@
+"""Add a fixed tree to every gradient.
+
+SCAFFOLD's control variates ``c - c_i`` (Karimireddy et al., arXiv:1910.06378, algorithm 1), and the linear term of
+FedDyn's local loss (Acar et al., arXiv:2111.04263, eq. 1).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule
+from torch import Tensor
+
+from lightning_sparsefl.errors import IncompatibleMasks
+from lightning_sparsefl.types import Weights
+
+
+class GradientOffset(Callback):
+    """Adds a linear term ``sum <offset, w>`` to the loss, by its gradient: once per optimizer step, before clipping.
+
+    It joins gradients that are accumulated and unscaled, and only those of the optimizer that steps. A parameter that
+    has no gradient, since it is frozen or not used, is left alone. Stand it before a callback that masks.
+
+    Args:
+        offset: Named tensors of the parameters' shapes; a missing name has none, and those of buffers do nothing.
+
+    Raises:
+        IncompatibleMasks: If `offset` names no tensor of the module, or has another shape than the parameter.
+
+    Example:
+        >>> callback = GradientOffset({"weight": torch.ones(2, 3)})
+        >>> list(callback.offset)
+        ['weight']
+    """
+
+    def __init__(self, offset: Weights) -> None:
+        self.offset = offset
+        self._pairs: list[tuple[Tensor, Tensor]] = []
+
+    def on_fit_start(self, trainer: Any, pl_module: LightningModule) -> None:
+        """Pair the offset with the parameters, on their device and in their type."""
+        parameters = dict(pl_module.named_parameters())
+        known = parameters.keys() | pl_module.state_dict().keys()
+        for name, value in self.offset.items():
+            if name not in known:
+                raise IncompatibleMasks(f"`GradientOffset`: `{name}` in `offset` is no tensor of the module.")
+            if name in parameters and parameters[name].shape != value.shape:
+                shapes = f"{tuple(value.shape)}, expected {tuple(parameters[name].shape)}"
+                raise IncompatibleMasks(f"`GradientOffset`: `{name}` in `offset` has shape {shapes}.")
+        self._pairs = [(p, self.offset[name].to(p)) for name, p in parameters.items() if name in self.offset]
+
+    @torch.no_grad()
+    def on_before_optimizer_step(self, trainer: Any, pl_module: LightningModule, optimizer: Any) -> None:
+        """Add the offset to the gradients of this optimizer."""
+        stepping = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        for parameter, offset in self._pairs:
+            if parameter.grad is not None and id(parameter) in stepping:
+                parameter.grad.add_(offset)
+
+    def teardown(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
+        """Let go of the module's tensors."""
+        self._pairs = []
+
+    def on_exception(self, trainer: Any, pl_module: LightningModule, exception: BaseException) -> None:
+        """Also where the run failed, since Lightning calls no teardown then."""
+        self._pairs = []

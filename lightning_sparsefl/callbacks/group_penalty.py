@@ -1,0 +1,107 @@
+"""Shrink whole layers, more and more.
+
+Long, Anagnostopoulos, Puthiya Parambath, Bi, "FedDIP: Federated Learning with Extreme Dynamic Pruning and Incremental
+Regularization", ICDM 2023, arXiv:2309.06805, eqs. 8 and 9.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule
+from torch import Tensor
+
+from lightning_sparsefl.callbacks.clock import StepClock
+from lightning_sparsefl.callbacks.feedback import ErrorFeedback
+from lightning_sparsefl.callbacks.layers import choose
+from lightning_sparsefl.callbacks.options import require
+from lightning_sparsefl.errors import InvalidOption
+from lightning_sparsefl.sparse.schedule import staircase
+
+
+class GroupPenalty(Callback):
+    """Adds ``strength * sum over layers of ||w_layer||_2`` to the loss, by its gradient ``strength * w / ||w||_2``.
+
+    The norm is not squared, so a layer of zeros has a corner; there the gradient is 0. The strength climbs from 0 by
+    equal stairs over the optimizer steps of a fit, the last of them one stair below `strength`. Beside callbacks that
+    mask, the norms are those of the pruned weights.
+
+    Args:
+        strength: The paper's lambda_max, >= 0; 0 changes nothing.
+        stairs: Parts of the fit, >= 1, the first one without a penalty; None = the same strength throughout.
+        layers: Patterns of layer names or types, such as ``["type:Conv2d", "!head*"]``; None = all tensors of two or
+            more dimensions.
+
+    Raises:
+        InvalidOption: If an option is out of its range, a pattern matches no layer, the length of the training is
+            unknown, or the callback stands after one that makes weights dense for the step.
+
+    Example:
+        >>> GroupPenalty(strength=0.01, stairs=None).strength
+        0.01
+    """
+
+    def __init__(self, strength: float = 1e-3, stairs: int | None = 10, layers: list[str] | str | None = None) -> None:
+        require(strength >= 0, "GroupPenalty", "strength", strength, "a number >= 0")
+        require(stairs is None or stairs >= 1, "GroupPenalty", "stairs", stairs, "a whole number >= 1, or None")
+        self.strength, self.stairs, self.layers = strength, stairs, layers
+        self._clock = StepClock()
+        self._weights: list[Tensor] = []
+
+    def setup(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
+        """See that the weights are still pruned where the penalty looks at them."""
+        callbacks = list(trainer.callbacks)
+        before = callbacks[: callbacks.index(self)] if self in callbacks else []
+        joins = next((type(other).__name__ for other in before if isinstance(other, ErrorFeedback)), None)
+        if joins is not None:
+            raise InvalidOption(
+                f"`GroupPenalty` stands after `{joins}`, which makes the weights dense for the step; expected it "
+                "before, where they are pruned."
+            )
+
+    def on_fit_start(self, trainer: Any, pl_module: LightningModule) -> None:
+        """Find the layers."""
+        parameters = dict(pl_module.named_parameters())
+        self._weights = [parameters[name] for name in choose(pl_module, self.layers, "GroupPenalty")]
+
+    def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
+        """Lay the stairs over the fit."""
+        if self.stairs is not None:
+            self._clock.start(trainer, "GroupPenalty")
+
+    @property
+    def now(self) -> float:
+        """The strength of this step."""
+        if self.stairs is None:
+            return self.strength
+        return staircase(self.strength, self.stairs, self._clock.step, self._clock.total)
+
+    @torch.no_grad()
+    def on_before_optimizer_step(self, trainer: Any, pl_module: LightningModule, optimizer: Any) -> None:
+        """Add the gradient of the term."""
+        strength = self.now
+        weights = [weight for weight in self._weights if weight.grad is not None]
+        if strength == 0 or not weights:
+            return
+        for weight, norm in zip(weights, torch._foreach_norm(weights), strict=True):
+            assert weight.grad is not None
+            weight.grad.addcmul_(weight, torch.where(norm > 0, strength / norm, 0.0))
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Count the steps."""
+        if self.stairs is not None:
+            self._clock.tick(trainer)
+
+    def teardown(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
+        """Let go of the module."""
+        self._weights = []
+        self._clock.stop()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the stairs stand."""
+        return {"clock": self._clock.state_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on with the stairs of a checkpoint."""
+        self._clock.load_state_dict(state_dict["clock"])

@@ -1,0 +1,281 @@
+"""Train a part of the units, and train which ones.
+
+Xue et al., "Learnable Sparse Customization in Heterogeneous Edge Computing" (FedLPS), arXiv:2412.07216, section 3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal, get_args
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+
+from lightning_sparsefl.callbacks.layers import choose
+from lightning_sparsefl.callbacks.masking import MaskingCallback, packed, unpacked
+from lightning_sparsefl.callbacks.options import require, require_density
+from lightning_sparsefl.callbacks.trial import trial, trial_loss
+from lightning_sparsefl.callbacks.unit_scores import ScoreSteps, add_gradients
+from lightning_sparsefl.errors import IncompatibleMasks, InvalidOption
+from lightning_sparsefl.seeds import generator
+from lightning_sparsefl.sparse.importance import Reduction, gate_gradients, relative
+from lightning_sparsefl.sparse.units import UnitGroup, find_groups, keep_units, unit_counts, unit_masks, unit_norms
+from lightning_sparsefl.types import Masks, Weights
+
+Pattern = Literal["learned", "magnitude", "ordered", "random", "rolling"]
+"""Which units are kept: those of the best learned score, those of the largest weights, the first ones, drawn ones, or
+a window that moves on with every turn."""
+
+
+class LearnedImportance(MaskingCallback):
+    """Trains the units (channels, neurons, hidden states) that matter most, by scores that are trained with them.
+
+    A unit that is dropped loses its outgoing row, its bias and norm, and the incoming slices of its readers; the
+    module holds ``w * m`` wherever it is looked at. The values of the dropped weights are here and do not change, no
+    gradient and no decay reaches them, and they are back when their unit is. Each layer keeps the same share of its
+    units, those with the largest score Q; layers whose outputs the network returns stay whole.
+
+    Each step, ``Q <- Q - lr * (dL/dQ + strength * d/dQ ||Q - sigmoid(|w|_J / layer mean)||^2)``, where Q is taken as a
+    gate on the unit's output h, straight through: ``dL/dQ = sum of h * dL/dh``. A dropped unit has no output, so with
+    `probe` the first batch of a fit passes once more with all units there. The last term also moves the kept weights.
+
+    A second `fit` goes on with the scores and the dropped values of the first one.
+
+    Args:
+        density: Fraction of each layer's units to keep, in (0, 1]; halves are rounded up, and one unit stays.
+        pattern: What ranks the units; all but "learned" train no score.
+        lr: Learning rate of the scores.
+        strength: How strongly scores are tied to magnitudes (the paper's lambda).
+        reduction: Whether that term is the sum over all units or their mean.
+        refresh: When the units are chosen anew: before every optimizer step, or once a fit.
+        probe: Whether dropped units get a gradient at the start.
+        seed: Of the pattern "random".
+        turn: How often "random" was drawn, and how many units "rolling" has moved on, before this fit.
+        layers: Patterns of names and types of the layers whose units are chosen from, such as ``"!*stem*"``; None =
+            all of them.
+        scores: Q to start from, by group of units; None = ``sigmoid(|w|_J / layer mean)``.
+        groups: The module's groups of units, if they are known; None = they are found in the first training step.
+
+    Raises:
+        InvalidOption: If an option is out of its range, a pattern matches no layer, another callback masks the same
+            weights, or the module optimizes by itself.
+        IncompatibleMasks: If `scores` do not fit the module.
+
+    Example:
+        >>> LearnedImportance(density=0.25, refresh="round").pattern
+        'learned'
+    """
+
+    def __init__(
+        self,
+        density: float = 0.5,
+        pattern: Pattern = "learned",
+        lr: float = 0.1,
+        strength: float = 1.0,
+        reduction: Reduction = "sum",
+        refresh: Literal["step", "round"] = "step",
+        probe: bool = True,
+        seed: int = 0,
+        turn: int = 0,
+        layers: list[str] | str | None = None,
+        scores: Weights | None = None,
+        groups: Sequence[UnitGroup] | None = None,
+    ) -> None:
+        name = "LearnedImportance"
+        require_density(name, density)
+        require(pattern in get_args(Pattern), name, "pattern", pattern, f"one of {', '.join(get_args(Pattern))}")
+        require(lr >= 0, name, "lr", lr, "a number >= 0")
+        require(strength >= 0, name, "strength", strength, "a number >= 0")
+        require(reduction in get_args(Reduction), name, "reduction", reduction, "'sum' or 'mean'")
+        require(refresh in ("step", "round"), name, "refresh", refresh, "'step' or 'round'")
+        super().__init__(layers)
+        self.density, self.pattern, self.lr, self.strength = density, pattern, lr, strength
+        self.reduction, self.refresh, self.probe, self.seed, self.turn = reduction, refresh, probe, seed, turn
+        self._steps = ScoreSteps(scores or {}, lr, strength, reduction)
+        self.kept: dict[str, Tensor] = {}
+        self.groups: tuple[UnitGroup, ...] = ()
+        self._given_groups = groups
+        self._aside: dict[str, Tensor] = {}
+        self._rows: Weights = {}
+        self._stepped = self._resumed = False
+
+    @property
+    def scores(self) -> Weights:
+        """Q of each group; empty before the first fit, and with patterns that train none."""
+        return self._steps.scores
+
+    def on_fit_start(self, trainer: Any, pl_module: LightningModule) -> None:
+        """Hold the masks of a checkpoint or of an earlier fit; new ones wait for the first batch."""
+        if not pl_module.automatic_optimization:
+            raise InvalidOption(
+                f"`LearnedImportance` cannot serve `{type(pl_module).__name__}`, which optimizes by itself; expected "
+                "`automatic_optimization = True`."
+            )
+        if self._made:
+            super().on_fit_start(trainer, pl_module)
+        else:
+            self._check(trainer, pl_module)
+
+    def on_train_batch_start(self, trainer: Any, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Choose the units: at the start, and after every step if they may change."""
+        if not self.groups:
+            self._begin(trainer, pl_module, batch, batch_idx)
+        elif self._stepped and self.refresh == "step":
+            self._choose(trainer.optimizers)
+        self._stepped = False
+
+    def _begin(self, trainer: Any, module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Find the units, and choose from them; a fit that was resumed has its choice."""
+        self.groups = tuple(self._given_groups or self._found(module, batch, batch_idx))
+        parameters = dict(module.named_parameters())
+        everything = {group.name: torch.ones(group.size, dtype=torch.bool) for group in self.groups}
+        masks = unit_masks(self.groups, self.kept or everything, parameters)
+        self._weights = {name: parameters[name] for name in masks}
+        self._aside = {
+            n: self._aside.get(n, torch.zeros_like(w)).to(w.device, w.dtype) for n, w in self._weights.items()
+        }
+        self._made = True
+        self.adopt(masks)
+        self._check(trainer, module)
+        device = next(iter(self._weights.values())).device
+        self.kept = {name: units.to(device) for name, units in self.kept.items()}
+        if self.pattern == "learned":
+            self._steps.scores = self._steps.scores or relative(unit_norms(self.groups, self._dense()))
+            self._check_scores()
+            self._follow()
+        if not self._resumed and self.pattern == "learned" and self.probe:
+            self.kept = {}
+            self._exchange({name: torch.ones_like(mask) for name, mask in masks.items()})
+            self._steps.descend(self._probed(trainer, module, batch, batch_idx))
+        if not self._resumed or (self._stepped and self.refresh == "step"):
+            self._choose(trainer.optimizers)
+
+    def _follow(self) -> None:
+        self._steps.follow(self.groups, self._weights, unit_norms(self.groups, self._aside))
+
+    def _found(self, module: LightningModule, batch: Any, batch_idx: int) -> list[UnitGroup]:
+        """The groups of units that the training step trains, and that `layers` choose."""
+        rows = set(choose(module, self.layers, "LearnedImportance"))
+
+        def step(batch: Any) -> Tensor:
+            del module.forward  # which the step may call
+            return trial_loss(module, batch, batch_idx)
+
+        module.forward = step  # type: ignore[method-assign]
+        with trial(module):
+            groups = find_groups(module, batch)
+        chosen = [group for group in groups if _rows(group, module) <= rows]
+        if not chosen:
+            names = ", ".join(f"`{group.name}`" for group in groups) or "none"
+            raise InvalidOption(
+                f"`LearnedImportance(layers={self.layers!r})` leaves no units to choose from; expected patterns that "
+                f"leave some of {names}."
+            )
+        return chosen
+
+    def _check_scores(self) -> None:
+        for group in self.groups:
+            score = self.scores.get(group.name)
+            if score is None or score.shape != (group.size,):
+                has = "none" if score is None else f"{tuple(score.shape)}"
+                raise IncompatibleMasks(f"The scores of `{group.name}` are {has}, expected {group.size} numbers.")
+
+    def _probed(self, trainer: Any, module: LightningModule, batch: Any, batch_idx: int) -> Weights:
+        """The scores' gradient with all units there."""
+        read = {slot.name for group in self.groups for slot in group.slots if slot.role == "in"}
+        weights = {name: w for name, w in self._weights.items() if name in read and w.requires_grad}
+        with trial(module), torch.enable_grad(), trainer.precision_plugin.forward_context():
+            loss = trial_loss(module, batch, batch_idx)
+        found = torch.autograd.grad(loss, list(weights.values()), allow_unused=True)
+        slopes = {name: slope for name, slope in zip(weights, found, strict=True) if slope is not None}
+        task = gate_gradients(self.groups, {n: w.detach() for n, w in weights.items()}, slopes)
+        return {name: trainer.strategy.reduce(gradient) for name, gradient in task.items()}  # alike on all processes
+
+    def on_after_backward(self, trainer: Any, pl_module: LightningModule) -> None:
+        """Take the scores' gradient."""
+        if self.pattern == "learned":
+            self._steps.look(trainer)
+
+    @torch.no_grad()
+    def on_before_optimizer_step(self, trainer: Any, pl_module: LightningModule, optimizer: Any) -> None:
+        """Step the scores, add the gradient that ties the weights to them, and mask all gradients."""
+        if self.pattern == "learned":
+            self._rows = self._rows if self._stepped else self._steps.step()
+            add_gradients(optimizer, self._weights, self._rows)
+        self._stepped = True
+        super().on_before_optimizer_step(trainer, pl_module, optimizer)
+
+    def _choose(self, optimizers: Sequence[Any]) -> None:
+        """Keep the units that rank highest."""
+        kept = keep_units(self._ranking(), unit_counts(self.groups, self.density))
+        if not self.kept or any(not torch.equal(units, self.kept[name]) for name, units in kept.items()):
+            self.kept = kept
+            masks = unit_masks(self.groups, kept, self._weights)
+            self._exchange(masks)
+            self.forget(optimizers, masks)
+
+    def _ranking(self) -> Weights:
+        if self.pattern == "learned":
+            return self.scores
+        if self.pattern == "magnitude":
+            return unit_norms(self.groups, self._dense())
+        return blind_ranking(self.groups, self.pattern, self.seed, self.turn)
+
+    def _dense(self) -> dict[str, Tensor]:
+        """The weights without a mask."""
+        return {n: torch.where(self.masks[n], w.detach(), self._aside[n]) for n, w in self._weights.items()}
+
+    @torch.no_grad()
+    def _exchange(self, masks: Masks) -> None:
+        """Go over to other masks: what leaves the module is kept here, and what returns has the value it left with."""
+        dense = self._dense()
+        for name, mask in masks.items():
+            self._aside[name] = dense[name].masked_fill(mask, 0)
+            self._weights[name].copy_(dense[name])
+        self.hold(masks)
+        if self.pattern == "learned":
+            self._follow()
+
+    def release(self) -> None:
+        """Let go of the module."""
+        super().release()
+        self.groups, self._rows, self._resumed = (), {}, False
+
+    def state_dict(self) -> dict[str, Any]:
+        """The masks, the chosen units, the scores, and the values of what is dropped."""
+        own = {"scores": dict(self.scores), "kept": packed(self.kept), "aside": dict(self._aside)}
+        return super().state_dict() | own | {"stepped": self._stepped}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on with the choice, the scores and the dense weights of a checkpoint."""
+        super().load_state_dict(state_dict)
+        self._steps.scores, self._aside = dict(state_dict["scores"]), dict(state_dict["aside"])
+        self.kept, self._stepped, self._resumed = unpacked(state_dict["kept"]), state_dict["stepped"], True
+
+
+def blind_ranking(groups: Sequence[UnitGroup], pattern: Pattern, seed: int, turn: int) -> dict[str, Tensor]:
+    """What ranks units of which nothing is known; the largest are kept.
+
+    Args:
+        groups: Of the module.
+        pattern: "ordered", "random" or "rolling".
+        seed: Of what is drawn.
+        turn: How often it was drawn, or how many units the window has moved on.
+
+    Example:
+        >>> from lightning_sparsefl.sparse.units import find_groups
+        >>> groups = find_groups(nn.Sequential(nn.Linear(1, 4), nn.Linear(4, 1)), torch.zeros(1, 1))
+        >>> blind_ranking(groups, "rolling", seed=0, turn=3)
+        {'0': tensor([-1., -2., -3., 0.])}
+    """
+    if pattern == "random":
+        return {g.name: torch.rand(g.size, generator=generator(seed, turn, "units", g.name)) for g in groups}
+    first = turn if pattern == "rolling" else 0
+    return {group.name: ((first - torch.arange(group.size)) % -group.size).float() for group in groups}
+
+
+def _rows(group: UnitGroup, module: nn.Module) -> set[str]:
+    """The layers, as `choose` names them, whose units the group holds."""
+    producing = (slot.name for slot in group.slots if slot.role == "out")
+    return {n for n in producing if n.rpartition(".")[0] in group.layers and module.get_parameter(n).dim() > 1}

@@ -1,0 +1,215 @@
+"""Train, prune, go back to where training began, and train again.
+
+Frankle and Carbin, "The lottery ticket hypothesis: finding sparse, trainable neural networks", ICLR 2019,
+arXiv:1803.03635 (iterative pruning with resetting). Frankle et al., "Linear mode connectivity and the lottery ticket
+hypothesis", ICML 2020, arXiv:1912.05671 (rewinding to an early step instead of the first).
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from typing import Any, Literal
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor
+
+from lightning_sparsefl.callbacks.clock import StepClock
+from lightning_sparsefl.callbacks.masking import MaskingCallback
+from lightning_sparsefl.callbacks.options import require, require_density, require_one_each, spread
+from lightning_sparsefl.errors import InvalidOption
+from lightning_sparsefl.sparse.density import floor_count
+from lightning_sparsefl.sparse.masks import counts
+from lightning_sparsefl.sparse.prune import shrink, shrink_globally
+from lightning_sparsefl.sparse.scores import magnitude
+from lightning_sparsefl.types import Masks
+
+
+class LotteryRewind(MaskingCallback):
+    """Finds a lottery ticket within one fit, and trains it.
+
+    The fit is cut into cycles. Each but the last ends with a pruning by magnitude, and with a return to the step
+    after `rewind` of the first cycle: all parameters and buffers of the module are again what they were there, under
+    the new masks, and optimizers have forgotten what they knew. The first cycle begins at step 0 and the others at
+    that step, so all end at the same step of the cycle. After pruning number j of n = ``cycles - 1`` the density is
+    ``d_0 * (d / d_0) ** (j / n)``, so that each drops the same fraction of what is left.
+
+    Learning rates go back as well, with their schedulers: as in the papers, each cycle is a training of its own. Plan
+    a scheduler for one cycle, ``callback.cycle_steps(trainer.estimated_stepping_batches)`` steps, and not for the
+    whole fit, whose end it would never see. The trainer's counters go on. The papers give each cycle the steps of a
+    whole training; for that, fit ``cycles - (cycles - 1) * rewind`` times as long.
+
+    A second `fit` starts from the density that the first one reached: after a whole one the masks stay, nothing is
+    rewound, and a larger density is refused.
+
+    Args:
+        density: Fraction of the layers' weights that is left in the end, in (0, 1].
+        cycles: Trainings, of which each but the last ends with a pruning; at least 2.
+        rewind: Share of the first cycle after which the state is that to rewind to, in [0, 1); 0 is the first paper's
+            return to the initial weights.
+        scope: "global" ranks the weights of all layers together; "layer" keeps the same density in each layer,
+            ``max(1, floor(density * weights))``.
+        layers: Patterns of layer names and types, such as ``["*conv*", "type:Linear", "!head*"]``; None = all tensors
+            of two or more dimensions.
+
+    Raises:
+        InvalidOption: If an option is out of its range, a pattern matches no layer, another callback masks the same
+            weights, a layer cannot reach its density, or the length of the training is unknown.
+
+    Example:
+        >>> LotteryRewind(density=0.1, cycles=3, rewind=0.2).cycle_ends(2600)
+        [1000, 1800]
+    """
+
+    def __init__(
+        self,
+        density: float = 0.2,
+        cycles: int = 4,
+        rewind: float = 0.1,
+        scope: Literal["layer", "global"] = "global",
+        layers: list[str] | str | None = None,
+    ) -> None:
+        require_density("LotteryRewind", density)
+        require(cycles >= 2, "LotteryRewind", "cycles", cycles, "a whole number >= 2")
+        require(0 <= rewind < 1, "LotteryRewind", "rewind", rewind, "a share of the first cycle in [0, 1)")
+        require(scope in ("layer", "global"), "LotteryRewind", "scope", scope, "'layer' or 'global'")
+        super().__init__(layers)
+        self.density, self.cycles, self.rewind, self.scope = density, cycles, rewind, scope
+        self._clock = StepClock()
+        self._ends: list[int] = []
+        self._back = 0
+        self._initial: dict[str, int] = {}
+        self._weights_then: dict[str, Tensor] = {}
+        self._optimizers_then: list[dict[str, Any]] = []
+        self._schedulers_then: list[dict[str, Any]] = []
+
+    def cycle_ends(self, total: int) -> list[int]:
+        """The steps of a fit of `total` steps after which weights are pruned: the ends of all cycles but the last.
+
+        Example:
+            >>> LotteryRewind(cycles=4, rewind=0.0).cycle_ends(100)
+            [25, 50, 75]
+        """
+        later = 1 - self.rewind
+        whole = 1 + (self.cycles - 1) * later
+        return [max(1, floor_count((1 + cycle * later) / whole, total)) for cycle in range(self.cycles - 1)]
+
+    def cycle_steps(self, total: int) -> int:
+        """The most steps that a learning-rate scheduler takes before it is rewound, in a fit of `total` steps.
+
+        Example:
+            >>> LotteryRewind(cycles=4, rewind=0.5).cycle_steps(100)
+            40
+        """
+        ends = [*self.cycle_ends(total), total]
+        later = max(end - start for start, end in itertools.pairwise(ends))
+        return max(ends[0], floor_count(self.rewind, ends[0]) + later)
+
+    def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
+        """Plan the cycles."""
+        resumed = self._clock.start(trainer, "LotteryRewind")
+        if not resumed:
+            self._initial = counts(self.masks)
+            self._optimizers_then = [copy.deepcopy(optimizer.state_dict()) for optimizer in trainer.optimizers]
+        ends = self.cycle_ends(self._clock.total)
+        self._back = floor_count(self.rewind, ends[0])
+        self._ends = ends if self._drops() else []
+        if not resumed and self._back == 0:
+            self._keep(trainer, pl_module)
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Mask the weights; keep the state, or prune and return to it, if it is time."""
+        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+        if self._clock.tick(trainer) and self._ends:
+            if self._clock.step in self._ends:
+                self.adopt(self._pruned())
+                self._return(trainer, pl_module)
+            elif self._clock.step == self._back:
+                self._keep(trainer, pl_module)
+
+    def _pruned(self) -> Masks:
+        done = sum(end <= self._clock.step for end in self._ends)
+        left, score = self._left(done / len(self._ends)), magnitude(self._weights)
+        if self.scope == "layer":
+            return shrink(score, self.masks, dict(zip(self.masks, left, strict=True)))
+        return shrink_globally(score, self.masks, left[0])
+
+    def _left(self, progress: float) -> list[int]:
+        """How many weights each layer, or all together, keep at a share of the prunings: the geometric schedule."""
+        left = []
+        for initial, size in self._pools().values():
+            start = initial / max(1, size)
+            share = self.density if progress == 1 else start ** (1 - progress) * self.density**progress
+            left.append(max(1, floor_count(share, size)))
+        return left
+
+    def _pools(self) -> dict[str, tuple[int, int]]:
+        """The weights that are ranked together: how many were held when the fit began, of how many."""
+        sizes = {name: mask.numel() for name, mask in self.masks.items()}
+        if self.scope == "global":
+            return {"all layers": (sum(self._initial.values()), sum(sizes.values()))}
+        return {name: (self._initial[name], size) for name, size in sizes.items()}
+
+    def _drops(self) -> bool:
+        """Whether there is anything to prune."""
+        if self.scope == "layer":
+            spread("LotteryRewind", self._weights, self.density, "uniform")
+        else:
+            require_one_each("LotteryRewind", "density", self.density, self._left(1.0)[0], self._weights)
+        pools = self._pools()
+        for (name, (held, _)), count in zip(pools.items(), self._left(1.0), strict=True):
+            if count > held:
+                raise InvalidOption(
+                    f"`LotteryRewind(density={self.density})`: `{name}` has {held} weights left, fewer than the "
+                    f"{count} that it should end with, and what was dropped stays so; expected a lower density."
+                )
+        return self._left(1.0) != [held for held, _ in pools.values()]
+
+    @torch.no_grad()
+    def _keep(self, trainer: Any, pl_module: LightningModule) -> None:
+        """Take down the state to return to."""
+        self._weights_then = {name: value.clone() for name, value in _tensors(pl_module).items()}
+        for then, optimizer in zip(self._optimizers_then, trainer.optimizers, strict=True):
+            then["param_groups"] = copy.deepcopy(optimizer.state_dict()["param_groups"])
+        self._schedulers_then = [copy.deepcopy(c.scheduler.state_dict()) for c in trainer.lr_scheduler_configs]
+
+    @torch.no_grad()
+    def _return(self, trainer: Any, pl_module: LightningModule) -> None:
+        """Go back, under the masks of now."""
+        for name, value in _tensors(pl_module).items():
+            value.copy_(self._weights_then[name])
+        self.mask_weights()
+        for then, optimizer in zip(self._optimizers_then, trainer.optimizers, strict=True):
+            optimizer.load_state_dict(copy.deepcopy(then))
+        for then, config in zip(self._schedulers_then, trainer.lr_scheduler_configs, strict=True):
+            config.scheduler.load_state_dict(copy.deepcopy(then))
+        if self._clock.step == self._ends[-1]:  # what nobody returns to need not lie in checkpoints
+            self._let_go()
+
+    def _let_go(self) -> None:
+        self._weights_then, self._optimizers_then, self._schedulers_then = {}, [], []
+
+    def release(self) -> None:
+        """Let go of the module's tensors."""
+        super().release()
+        self._clock.stop()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The masks, one bit a weight, where the cycles stand, and the state to return to as long as one will."""
+        then = {"weights": self._weights_then, "optimizers": self._optimizers_then, "schedulers": self._schedulers_then}
+        plan = {"clock": self._clock.state_dict(), "initial": dict(self._initial)}
+        return super().state_dict() | plan | {"then": {kind: copy.copy(value) for kind, value in then.items()}}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on with the masks and the cycles of a checkpoint."""
+        super().load_state_dict(state_dict)
+        self._clock.load_state_dict(state_dict["clock"])
+        self._initial, then = dict(state_dict["initial"]), state_dict["then"]
+        self._weights_then, self._optimizers_then = dict(then["weights"]), list(then["optimizers"])
+        self._schedulers_then = list(then["schedulers"])
+
+
+def _tensors(module: LightningModule) -> dict[str, Tensor]:
+    """Parameters and buffers, as a checkpoint names them, to be written to."""
+    return {name: value for name, value in module.state_dict().items() if isinstance(value, Tensor)}

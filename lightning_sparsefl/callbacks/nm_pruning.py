@@ -1,0 +1,116 @@
+"""Prune to a pattern that hardware multiplies faster: N of every M consecutive weights.
+
+Mishra et al., "Accelerating sparse deep neural networks", arXiv:2104.08378 (ASP), section 3: train dense, prune once
+by magnitude, train on under the fixed mask. They repeat the whole training after pruning, with its learning rates;
+here both parts share one fit, and `start=0` with a trained module is their recipe.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning.pytorch import LightningModule
+from torch import nn
+
+from lightning_sparsefl.callbacks.clock import StepClock
+from lightning_sparsefl.callbacks.masking import MaskingCallback
+from lightning_sparsefl.callbacks.options import require
+from lightning_sparsefl.errors import InvalidOption
+from lightning_sparsefl.sparse.density import floor_count
+from lightning_sparsefl.sparse.nm import divides, is_nm, nm_masks
+from lightning_sparsefl.sparse.scores import magnitude
+
+
+class NMPruning(MaskingCallback):
+    """Leaves, once, the `n` largest of every `m` consecutive weights of a layer's rows, and holds that mask.
+
+    The weights of a linear layer then fit ``torch.sparse.to_sparse_semi_structured`` (2:4, on a GPU). Once pruned, a
+    second `fit` keeps the mask.
+
+    Args:
+        n: Weights kept of a group, 1 to `m`.
+        m: Length of a group.
+        start: Share of the training before pruning, in [0, 1); 0 prunes a module that is trained already.
+        dim: Along which groups lie: None = along rows, all dimensions but the first, flattened, as PyTorch's kernels
+            need them; 1 = along input channels, as TensorRT's convolutions do.
+        layers: Patterns of layer names and types, such as ``["*conv*", "type:Linear", "!head*"]``; None = all tensors
+            of two or more dimensions. A layer whose rows cannot be cut into groups stays dense, unless a pattern
+            chooses it.
+
+    Raises:
+        InvalidOption: If an option is out of its range, a pattern matches no layer or chooses one that cannot be cut
+            into groups, another callback masks the same weights, or the length of the training is unknown.
+
+    Example:
+        >>> NMPruning(n=1, m=4).start
+        0.0
+    """
+
+    def __init__(
+        self,
+        n: int = 2,
+        m: int = 4,
+        start: float = 0.0,
+        dim: int | None = None,
+        layers: list[str] | str | None = None,
+    ) -> None:
+        require(m >= 1, "NMPruning", "m", m, "a whole number >= 1")
+        require(1 <= n <= m, "NMPruning", "n", n, f"a whole number from 1 to m = {m}")
+        require(0 <= start < 1, "NMPruning", "start", start, "a share of the training in [0, 1)")
+        require(dim is None or dim >= 0, "NMPruning", "dim", dim, "None or the number of a dimension, from 0")
+        super().__init__(layers)
+        self.n, self.m, self.start, self.dim = n, m, start, dim
+        self._clock = StepClock()
+        self._at = 0
+
+    def claims(self, module: nn.Module) -> tuple[str, ...]:
+        """Names of the layers that can be cut into groups."""
+        names = super().claims(module)
+        if self._made:
+            return names
+        fitting = tuple(name for name in names if divides(module.get_parameter(name).shape, self.m, self.dim))
+        odd = next((name for name in names if name not in fitting), None)
+        patterns = [self.layers] if isinstance(self.layers, str) else self.layers or []
+        if odd is not None and any(not pattern.startswith("!") for pattern in patterns):
+            shape = tuple(module.get_parameter(odd).shape)
+            raise InvalidOption(
+                f"`NMPruning(m={self.m})`: the rows of `{odd}`, of shape {shape}, cannot be cut into groups of "
+                f"{self.m}; add '!{odd}' to `layers`, or choose another `m` or `dim`."
+            )
+        if not fitting:
+            raise InvalidOption(
+                f"`NMPruning(m={self.m})`: no layer has rows that can be cut into groups of {self.m}; choose another "
+                "`m` or `dim`."
+            )
+        return fitting
+
+    def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
+        """Plan the pruning; prune now if it is at the start."""
+        self._clock.start(trainer, "NMPruning")
+        self._at = floor_count(self.start, self._clock.total)
+        self._prune(trainer)
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Mask the weights, and prune if it is time."""
+        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+        if self._clock.tick(trainer):
+            self._prune(trainer)
+
+    def _prune(self, trainer: Any) -> None:
+        if self._clock.step == self._at and not is_nm(self.masks, self.n, self.m, self.dim):
+            self.hold(nm_masks(magnitude(self._weights), self.n, self.m, self.dim))
+            self.forget(trainer.optimizers, self.masks)
+
+    def release(self) -> None:
+        """Let go of the module's tensors."""
+        super().release()
+        self._clock.stop()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The masks, one bit a weight, and where the training stands."""
+        return super().state_dict() | {"clock": self._clock.state_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on with the masks of a checkpoint."""
+        super().load_state_dict(state_dict)
+        self._clock.load_state_dict(state_dict["clock"])

@@ -1,0 +1,58 @@
+"""A training step beside the training, which leaves no trace."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch import Tensor
+from torchmetrics import Metric
+
+from lightning_sparsefl.errors import InvalidOption
+
+
+def trial_loss(module: LightningModule, batch: Any, batch_idx: int) -> Tensor:
+    """The loss that `training_step` returns.
+
+    Raises:
+        InvalidOption: If it returns none.
+    """
+    arguments = (
+        (batch, batch_idx) if is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2) else (batch,)
+    )
+    output = module.training_step(*arguments)
+    loss = output.get("loss") if isinstance(output, dict) else output
+    if not isinstance(loss, Tensor):
+        raise InvalidOption(f"`{type(module).__name__}.training_step` returned {loss!r} as loss; expected a tensor.")
+    return loss
+
+
+@contextmanager
+def trial(module: LightningModule) -> Iterator[None]:
+    """Log nothing; afterwards buffers, metrics and random numbers are as before."""
+    parts = [part for part in module.modules() if isinstance(part, LightningModule)]
+    metrics = [(m, _copied(m.metric_state), m._update_count) for m in module.modules() if isinstance(m, Metric)]
+    buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
+    devices = {parameter.device for parameter in module.parameters() if parameter.device.type == "cuda"}
+    for part in parts:
+        part.log = lambda *_, **__: None  # type: ignore[method-assign]
+    try:
+        with torch.random.fork_rng(devices=sorted(device.index or 0 for device in devices)):
+            yield
+    finally:
+        for part in parts:
+            del part.log
+        with torch.no_grad():
+            for buffer, value in buffers:
+                buffer.copy_(value)
+        for metric, state, updates in metrics:
+            metric.__dict__.update(state)
+            metric._update_count, metric._computed = updates, None
+
+
+def _copied(state: dict[str, Any]) -> dict[str, Any]:
+    return {name: value.clone() if isinstance(value, Tensor) else list(value) for name, value in state.items()}

@@ -1,0 +1,123 @@
+"""Train the scores of units whose choice is made elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule
+from torch import Tensor
+
+from lightning_sparsefl.sparse.importance import Reduction, gate_gradients, narrow_groups, row_gradients, tie
+from lightning_sparsefl.sparse.masks import apply, subtract
+from lightning_sparsefl.sparse.units import UnitGroup, unit_masks, unit_norms
+from lightning_sparsefl.types import Masks, Weights
+
+
+class ScoreSteps:
+    """The scores of a module's units, and their gradient descent; see :class:`LearnedImportance` for the equations.
+
+    Args:
+        scores: For each group, one number a unit.
+        lr: Of the scores.
+        strength: Of the term that ties scores and magnitudes.
+        reduction: Of that term.
+    """
+
+    def __init__(self, scores: Weights, lr: float, strength: float, reduction: Reduction) -> None:
+        self.scores = {name: score.detach().clone() for name, score in scores.items()}
+        self.lr, self.strength, self.reduction = lr, strength, reduction
+        self._task: Weights = {}
+
+    def follow(self, groups: Sequence[UnitGroup], weights: Weights, absent: Weights, at: Weights | None = None) -> None:
+        """Say what is trained.
+
+        Args:
+            groups: Of the module.
+            weights: Its parameters.
+            absent: For each group and all its units, the part of the norms that is not in the module.
+            at: Numbers of the units that the module has, if it was cut.
+        """
+        self._groups, self._weights, self._absent = groups, weights, absent
+        device = next(iter(weights.values())).device
+        self.scores = {name: score.to(device) for name, score in self.scores.items()}
+        self._at = at or {name: torch.arange(len(score), device=device) for name, score in self.scores.items()}
+
+    def look(self, trainer: Any) -> None:
+        """Take the task's gradient after a backward pass, before another callback adds to it."""
+        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        scale = 1.0 if scaler is None else scaler.get_scale()
+        slopes = {name: weight.grad for name, weight in self._weights.items() if weight.grad is not None}
+        self._task = {n: g / scale for n, g in gate_gradients(self._groups, self._weights, slopes).items()}
+
+    def step(self) -> dict[str, Tensor]:
+        """Step the scores; returns the gradient that ties the weights to the scores as they were."""
+        norms = {name: absent.clone() for name, absent in self._absent.items()}
+        for name, present in unit_norms(self._groups, self._weights).items():
+            norms[name].index_add_(0, self._at[name], present.detach())
+        gradients, lengths = tie(self.scores, norms, self.reduction)
+        gradients = {name: self.strength * gradient for name, gradient in gradients.items()}
+        for name, task in self._task.items():
+            gradients[name].index_add_(0, self._at[name], task.to(gradients[name].dtype))
+        self.descend(gradients)
+        own = {name: self.strength * gradient[self._at[name]] for name, gradient in lengths.items()}
+        return row_gradients(self._groups, own, self._weights)
+
+    def descend(self, gradients: Weights) -> None:
+        """A gradient step; not where mixed precision has overflown, as the optimizer does."""
+        for name, gradient in gradients.items():
+            stepped = self.scores[name] - self.lr * gradient
+            self.scores[name] = torch.where(stepped.isfinite(), stepped, self.scores[name])
+
+
+def add_gradients(optimizer: Any, weights: Weights, gradients: Weights) -> None:
+    """Add to the gradients of those weights that an optimizer steps."""
+    ours = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    for name, gradient in gradients.items():
+        slope = weights[name].grad
+        if slope is not None and id(weights[name]) in ours:
+            slope.add_(gradient)
+
+
+class UnitScores(Callback):
+    """Trains scores as :class:`LearnedImportance` does, of units that are masked or cut out by somebody else.
+
+    Args:
+        steps: The scores; they hold the result.
+        groups: Of the full module.
+        kept: Which units of each group are trained.
+        weights: The full module's, when the fit starts.
+    """
+
+    def __init__(self, steps: ScoreSteps, groups: Sequence[UnitGroup], kept: Masks, weights: Weights) -> None:
+        self.steps, self.groups, self.kept, self.weights = steps, groups, kept, weights
+        self._parameters: dict[str, Tensor] = {}
+        self._rows: Weights = {}
+        self._stepped = False
+
+    def on_fit_start(self, trainer: Any, pl_module: LightningModule) -> None:
+        """See whether the module is the full one, or has the kept units only."""
+        self._parameters = dict(pl_module.named_parameters())
+        masks = unit_masks(self.groups, self.kept, self.weights)
+        absent = unit_norms(self.groups, subtract(self.weights, apply(self.weights, masks)))
+        if all(self.weights[name].shape == parameter.shape for name, parameter in self._parameters.items()):
+            self.steps.follow(self.groups, self._parameters, absent)
+            return
+        at = {name: units.nonzero().flatten() for name, units in self.kept.items()}
+        self.steps.follow(narrow_groups(self.groups, self.kept, self.weights), self._parameters, absent, at)
+
+    def on_after_backward(self, trainer: Any, pl_module: LightningModule) -> None:
+        """Take the scores' gradient."""
+        self.steps.look(trainer)
+
+    @torch.no_grad()
+    def on_before_optimizer_step(self, trainer: Any, pl_module: LightningModule, optimizer: Any) -> None:
+        """Step the scores, and add the gradient that ties the weights to them."""
+        if not self._stepped:
+            self._rows, self._stepped = self.steps.step(), True
+        add_gradients(optimizer, self._parameters, self._rows)
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Be ready for the next step."""
+        self._stepped = False

@@ -1,0 +1,148 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+
+from lightning_sparsefl.callbacks import DynamicPruningWithFeedback, GroupPenalty, ProximalTerm, StaticMask
+from lightning_sparsefl.callbacks.feedback import ErrorFeedback
+from lightning_sparsefl.errors import InvalidOption
+from lightning_sparsefl.sparse.masks import apply
+
+LAYERS = ("net.0.weight", "net.2.weight", "net.4.weight")
+STEPS = 15
+"""Of three epochs of five batches."""
+
+
+def copied(module):
+    return {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
+
+
+def norms(module, layers=LAYERS):
+    return sum(float(module.get_parameter(name).detach().norm()) for name in layers)
+
+
+def climbing(peak, stairs, total, layers=LAYERS):
+    """The paper's eqs. 8 and 9 for autograd: in part i of Q, from 1, lambda = peak (i - 1) / Q."""
+    step = -1
+
+    def term(parameters):
+        nonlocal step
+        step += 1
+        part = 1
+        while part < stairs and step >= part * total / stairs:
+            part += 1
+        return peak * (part - 1) / stairs * sum(parameters[name].square().sum().sqrt() for name in layers)
+
+    return term
+
+
+def test_the_term_joins_the_loss(net, fit, by_hand, recipe):
+    module, total = net(recipe), STEPS if recipe.accumulate == 1 else 9
+    fit(module, [GroupPenalty(strength=0.5, stairs=4)], recipe)
+    expected = by_hand(net(recipe), recipe, penalty=climbing(0.5, 4, total))
+    torch.testing.assert_close(copied(module), expected, rtol=0, atol=1e-6)
+    plain = by_hand(net(recipe), recipe)
+    assert max(float((expected[name] - plain[name]).abs().max()) for name in LAYERS) > 1e-3
+
+
+def test_a_level_strength(net, fit, by_hand, recipe):
+    module = net(recipe)
+    fit(module, [GroupPenalty(strength=0.2, stairs=None, layers="net.2*")], recipe)
+
+    def term(parameters):
+        return 0.2 * parameters["net.2.weight"].square().sum().sqrt()
+
+    torch.testing.assert_close(copied(module), by_hand(net(recipe), recipe, penalty=term), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("options", [{"strength": 0}, {"stairs": 1}])
+def test_strength_0_and_the_first_stair_change_nothing(net, fit, recipes, options):
+    recipe = recipes["momentum, decay"]
+    plain, penalised = net(recipe), net(recipe)
+    fit(plain, [], recipe)
+    fit(penalised, [GroupPenalty(**options)], recipe)
+    torch.testing.assert_close(copied(penalised), copied(plain), rtol=0, atol=0)
+
+
+def test_the_stronger_the_smaller(net, fit):
+    sizes = []
+    for strength in (0.0, 0.1, 0.4):
+        module = net()
+        fit(module, [GroupPenalty(strength=strength, stairs=None)])
+        sizes.append(norms(module))
+    assert sizes[0] > sizes[1] > sizes[2]
+
+
+def test_a_layer_of_zeros_stays_where_it_is_and_finite(net, fit, recipes):
+    module = net(recipes["sgd"])
+    with torch.no_grad():
+        module.net[2].weight.zero_()
+        module.net[4].weight.zero_()  # so that no gradient reaches the layer below it either
+    fit(module, [GroupPenalty(strength=0.5, stairs=None)], recipes["sgd"], batches=1, epochs=1)
+    assert not module.net[2].weight.any()
+    assert all(parameter.isfinite().all() for parameter in module.parameters())
+
+
+def test_what_has_no_gradient_is_left_alone(net, fit):
+    module = net()
+    module.net[0].requires_grad_(False)
+    before = module.net[0].weight.clone()
+    fit(module, [GroupPenalty(strength=0.5, stairs=None)])
+    assert torch.equal(module.net[0].weight, before)
+
+
+def test_the_norm_is_that_of_the_pruned_weights(net, fit, recipes):
+    """One step of error feedback by hand: the gradient is taken at w * m, and moves the dense w."""
+    recipe, module = recipes["sgd"], net(recipes["sgd"])
+    masks = {"net.2.weight": torch.rand(6, 9, generator=torch.Generator().manual_seed(1)) < 0.4}
+    start = copied(module)
+    feedback = ErrorFeedback(masks=masks)
+    fit(module, [GroupPenalty(strength=0.7, stairs=None, layers="net.2*"), feedback], recipe, epochs=1, batches=1)
+
+    again = net(recipe)
+    again.load_state_dict(apply(start, masks))
+    x = torch.randn(20, 4, generator=torch.Generator().manual_seed(0))
+    loss = again.loss((x[:4], x[:4, :3].argmax(1))) + 0.7 * again.net[2].weight.square().sum().sqrt()
+    loss.backward()
+    for name, parameter in again.named_parameters():
+        dense = module.get_parameter(name).detach() + feedback.pruned.get(name, 0)
+        expected = parameter.detach() - 0.3 * parameter.grad
+        torch.testing.assert_close(dense, expected, rtol=0, atol=1e-6)
+    assert feedback.pruned["net.2.weight"].any()
+
+
+def test_after_a_callback_that_joins_the_weights_it_is_refused(net, fit):
+    with pytest.raises(InvalidOption, match=r"stands after `DynamicPruningWithFeedback`, .* expected it before"):
+        fit(net(), [DynamicPruningWithFeedback(), GroupPenalty()])
+    fit(net(), [GroupPenalty(), ProximalTerm(), DynamicPruningWithFeedback()], epochs=1)
+    fit(net(), [StaticMask(), GroupPenalty()], epochs=1)
+
+
+class Strengths(Callback):
+    def __init__(self, penalty):
+        self.penalty, self.seen = penalty, []
+
+    def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+        self.seen.append(self.penalty.now)
+
+
+def test_every_fit_climbs_its_own_stairs(net, fit):
+    penalty = GroupPenalty(strength=1.0, stairs=3)
+    for _ in range(2):
+        strengths = Strengths(penalty)
+        fit(net(), [penalty, strengths])
+        assert strengths.seen == pytest.approx([0.0] * 5 + [1 / 3] * 5 + [2 / 3] * 5)
+
+
+@pytest.mark.parametrize("strength", [-0.1, float("nan")])
+def test_a_strength_below_0_is_refused(strength):
+    with pytest.raises(InvalidOption, match=r"`GroupPenalty\(strength=.*expected a number >= 0"):
+        GroupPenalty(strength=strength)
+
+
+def test_no_stairs_are_refused(net, fit):
+    with pytest.raises(InvalidOption, match=r"`GroupPenalty\(stairs=0\)`: expected a whole number >= 1, or None"):
+        GroupPenalty(stairs=0)
+    with pytest.raises(InvalidOption, match="pattern 'fc' in `layers` matches no layer"):
+        fit(net(), [GroupPenalty(layers="fc")])
