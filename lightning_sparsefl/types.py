@@ -153,6 +153,8 @@ class CostFacts:
     """Samples of one batch."""
     buffers: frozenset[str] = frozenset()
     """Names of the model's floating-point buffers, which travel but which papers do not count."""
+    model: Any = None
+    """Knows the model's groups of units, as `units`."""
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,14 @@
 """Every benchmark runs, and writes what its README promises; no time is asserted."""
 
+import csv
 import json
 import runpy
 from pathlib import Path
 
 import pytest
+import torch
 
+from lightning_sparsefl.data import FederatedCIFAR10, FederatedFashionMNIST
 from lightning_sparsefl.federated import algorithm
 
 FOLDER = Path(__file__).parents[1] / "benchmarks"
@@ -31,11 +34,11 @@ def numbers(tree):
 
 def test_each_script_is_tested_described_and_measured():
     scripts = {path.stem for path in FOLDER.glob("*.py")}
-    assert scripts == set(TINY)
+    assert scripts == {*TINY, "sparse_training"}
     described = (FOLDER / "README.md").read_text()
     for name in scripts:
         assert f"`{name}.py`" in described
-        assert (FOLDER / "results" / f"{name}.json").is_file()
+        assert list((FOLDER / "results").glob(f"{name}.*"))
 
 
 @pytest.mark.parametrize("name", TINY)
@@ -56,3 +59,68 @@ def test_a_round_stops_where_the_two_sides_end_with_different_weights(monkeypatc
     monkeypatch.setattr(algorithm, "_adopt", lambda *arguments: adopt(*arguments) + 1e-3)
     with pytest.raises(SystemExit, match="different weights"):
         run("federated_round", [*TINY["federated_round"], "--cases", "mlp"], monkeypatch)
+
+
+@pytest.fixture
+def sparse_training(monkeypatch):
+    """Runs the script on images of noise, 64 steps a training, and returns what it defines."""
+    rng = torch.Generator().manual_seed(0)
+
+    def load(self):
+        images = torch.randint(256, (64, *self.sample_shape), dtype=torch.uint8, generator=rng)
+        labels = torch.randint(10, (64,), generator=rng)
+        return images, labels, images, labels
+
+    def start(*arguments):
+        tiny = ["--seeds", "1", "--densities", "0.2", "1.0", "--epochs", "64"]
+        monkeypatch.setattr("sys.argv", ["sparse_training.py", *tiny, *map(str, arguments)])
+        return runpy.run_path(str(FOLDER / "sparse_training.py"), run_name="__main__")
+
+    for kind in (FederatedFashionMNIST, FederatedCIFAR10):
+        monkeypatch.setattr(kind, "load", load)
+    return start
+
+
+@pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning")
+@pytest.mark.filterwarnings("ignore:.*bottleneck.*", "ignore:.*does not have many workers.*")
+def test_sparse_training_reaches_each_density_and_skips_what_is_done(sparse_training, tmp_path, capsys):
+    out, chosen = tmp_path / "rows.csv", ["--datasets", "fashion-mnist", "--methods", "dense", "rigl"]
+    sparse_training("--out", out, *chosen)
+    first = out.read_text()
+    names = sparse_training("--out", out, "--datasets", "fashion-mnist")
+    assert out.read_text().startswith(first)
+    found = names["rows"](out)
+    assert {row["method"] for row in found[:2]} == {"rigl", "dense"}
+    assert sorted(row["method"] for row in found) == sorted(names["METHODS"])
+    for row in found:
+        assert tuple(row) == names["COLUMNS"]
+        assert float(row["density_reached"]) == pytest.approx(1.0 if row["method"] == "dense" else 0.2, abs=2e-4)
+        assert int(row["steps"]) == (166 if row["method"] == "lth_long" else 64)
+    flops = {row["method"]: float(row["train_flops"]) for row in found}
+    assert flops["static_erk"] == flops["set"] < flops["rigl"] < flops["gradual"] < flops["dpf"] < flops["dense"]
+    page = tmp_path / "page.md"
+    page.write_text("before\n{}\nold\n{}\nafter".format(*names["MARKS"]))
+    sparse_training("--out", out, "--page", page)
+    text = page.read_text()
+    assert text.startswith("before")
+    assert text.endswith("after")
+    assert "old" not in text
+    dense = next(row for row in found if row["method"] == "dense")
+    assert f"| dense | {100 * float(dense['test_accuracy']):.2f} |" in text
+
+
+def test_the_page_of_sparse_training_has_the_tables_of_the_kept_rows(tmp_path, sparse_training):
+    page = FOLDER.parent / "docs" / "sparse_training.md"
+    copied = tmp_path / "page.md"
+    copied.write_text(page.read_text())
+    sparse_training("--page", copied)
+    assert copied.read_text() == page.read_text()
+
+
+def test_the_kept_rows_of_sparse_training_reach_their_densities():
+    rows = list(csv.DictReader((FOLDER / "results" / "sparse_training.csv").read_text().splitlines()))
+    runs = [(row["dataset"], row["method"], row["density"], row["seed"]) for row in rows]
+    assert len(runs) == len(set(runs)) > 0
+    for row in rows:
+        assert float(row["density_reached"]) == pytest.approx(float(row["density"]), abs=2e-4)
+        assert 0.1 <= float(row["test_accuracy"]) <= 1

@@ -1,8 +1,12 @@
 """One file, one paper."""
 
 from lightning_sparsefl.algorithms.fedavg import FedAvg
+from lightning_sparsefl.algorithms.fedbabu import FedBABU
+from lightning_sparsefl.algorithms.feddip import FedDIP
+from lightning_sparsefl.algorithms.fedlps import FedLPS
 from lightning_sparsefl.algorithms.fedprox import FedProx
 from lightning_sparsefl.algorithms.fedspa import FedSpa
 from lightning_sparsefl.algorithms.local import Local
+from lightning_sparsefl.algorithms.perfedmask import PerFedMask
 
-__all__ = ["FedAvg", "FedProx", "FedSpa", "Local"]
+__all__ = ["FedAvg", "FedBABU", "FedDIP", "FedLPS", "FedProx", "FedSpa", "Local", "PerFedMask"]

@@ -1,10 +1,11 @@
-"""Slow twins of FedAvg, FedProx, Local and FedSpa: network, local training and server, from the papers' equations.
+"""Slow twins of the federated methods: network, local training and server, from the papers' equations.
 
 Only NumPy in float64 and the standard library; nothing is imported from torch or the package. Weights are dicts of
 arrays, masks dicts of bool arrays, True = kept. What chance decides is handed in: the cohort, the batches, the first
 masks, random scores.
 """
 
+import itertools
 import math
 
 import numpy as np
@@ -207,3 +208,167 @@ class FedSpa:
 
     def personal(self, client):
         return masked(self.weights, self.masks[client])
+
+
+def pruned_penalty(weights, masks, layers, strength):
+    """The gradient of strength * sum_z ||(w m)^(z)||_2 with respect to w m: strength v / ||v||, 0 where v is 0."""
+    slopes = {}
+    for name in layers:
+        held = weights[name] * masks[name]
+        norm = math.sqrt(float((held**2).sum()))
+        slopes[name] = strength * held / norm if norm > 0 else np.zeros_like(held)
+    return slopes
+
+
+def train_with_feedback(
+    received, batches, masks, layers, strength, *, lr, momentum=0.0, weight_decay=0.0, clip=None, mu=0.0
+):
+    """SGD on dense weights by gradients of pruned ones: g = grad F(m w), v <- momentum v + g + decay w, w <- w - lr v.
+
+    F has the penalty on the norms of the layers and mu / 2 ||m w - received||^2.
+    """
+    dense = copied(received)
+    velocity = {name: np.zeros_like(value) for name, value in dense.items()}
+    for x, y in batches:
+        pruned = masked(dense, masks)
+        slopes = gradient(pruned, x, y)
+        for name, slope in pruned_penalty(dense, masks, layers, strength).items():
+            slopes[name] = slopes[name] + slope
+        slopes = {name: slope + mu * (pruned[name] - received[name]) for name, slope in slopes.items()}
+        if clip is not None:
+            slopes = clipped(slopes, clip)
+        for name, slope in slopes.items():
+            velocity[name] = momentum * velocity[name] + slope + weight_decay * dense[name]
+            dense[name] = dense[name] - lr * velocity[name]
+    return dense
+
+
+def largest_of_all(weights, allowed, count):
+    """Masks of the `count` largest magnitudes of all tensors together, where allowed; of equal ones the earlier."""
+    names = list(allowed)
+    sizes = np.concatenate([np.where(allowed[name], np.abs(weights[name]), -np.inf).ravel() for name in names])
+    places = np.zeros(len(sizes), dtype=bool)
+    places[np.argsort(-sizes, kind="stable")[:count]] = True
+    ends = np.cumsum([allowed[name].size for name in names])[:-1]
+    return {n: part.reshape(allowed[n].shape) for n, part in zip(names, np.split(places, ends), strict=True)}
+
+
+class FedDIP:
+    """Long et al., arXiv:2309.06805, Algorithm 1, eqs. 5, 8, 9 and 11; tau counts rounds from 1.
+
+    `masks` is the server's first mask, `fixed` names the tensors that keep theirs and have no penalty.
+    """
+
+    def __init__(self, weights, masks, sizes, sgd, *, rounds, first, last, every, peak, stairs, mu, recover, fixed):
+        self.masks, self.sizes, self.sgd, self.mu = copied(masks), sizes, sgd, mu
+        self.weights = masked(weights, self.masks)
+        self.first, self.last, self.every, self.rounds = first, last, every, rounds
+        self.peak, self.stairs, self.recover, self.tau = peak, stairs, recover, 0
+        self.layers = [name for name in masks if name not in fixed]
+
+    def round(self, batches):
+        self.tau += 1
+        stair = 1 + min(self.tau * self.stairs // self.rounds, self.stairs - 1)
+        strength = self.peak * (stair - 1) / self.stairs
+        trained = {
+            k: train_with_feedback(self.weights, batches[k], self.masks, self.layers, strength, mu=self.mu, **self.sgd)
+            for k in batches
+        }
+        total = sum(self.sizes[k] for k in batches)
+        mean = {name: sum(self.sizes[k] * trained[k][name] for k in batches) / total for name in self.weights}
+        if self.tau % self.every == 0:
+            self.reconfigure(mean)
+        self.weights = masked(mean, self.masks)
+
+    def reconfigure(self, dense):
+        share = self.last + (self.first - self.last) * (1 - self.tau / self.rounds) ** 3
+        everything = {name: np.ones(dense[name].shape, dtype=bool) for name in self.layers}
+        allowed = everything if self.recover else {name: self.masks[name] for name in self.layers}
+        count = round(share * sum(mask.size for mask in everything.values()))
+        self.masks.update(largest_of_all(dense, allowed, min(count, sum(int(m.sum()) for m in allowed.values()))))
+
+    def personal(self, client):
+        return self.weights
+
+
+# ---- freezing
+
+
+def train_some(received, batches, names, *, lr, momentum=0.0, weight_decay=0.0, clip=None):
+    """SGD on the named tensors; the others have no gradient, no velocity, no decay, and no part in the norm."""
+    weights = copied(received)
+    velocity = {name: np.zeros_like(weights[name]) for name in names}
+    for x, y in batches:
+        slopes = {name: slope for name, slope in gradient(weights, x, y).items() if name in velocity}
+        if clip is not None:
+            slopes = clipped(slopes, clip)
+        for name, slope in slopes.items():
+            velocity[name] = momentum * velocity[name] + slope + weight_decay * weights[name]
+            weights[name] = weights[name] - lr * velocity[name]
+    return weights
+
+
+def first_fit(sizes, budget, order):
+    """Groups in their order, each one that still fits."""
+    chosen, left = [], budget
+    for group in order:
+        if sizes[group] <= left:
+            chosen.append(group)
+            left -= sizes[group]
+    return set(chosen)
+
+
+def mask_problem(plan, sizes, budgets):
+    """P^mask (eq. 9) term by term: sum_n d max_j k_nj - sum_j |pi_j| k_nj + (psi_n - trained_n).
+
+    `plan[n]` is the set of groups that client n trains, and k_nj = m_nj / sum_n' m_n'j.
+    """
+    total = 0.0
+    for own, budget in zip(plan, budgets, strict=True):
+        shares = {j: 1 / sum(j in other for other in plan) for j in own}
+        total += sum(sizes) * max(shares.values(), default=0.0)
+        total -= sum(sizes[j] * share for j, share in shares.items())
+        total += budget - sum(sizes[j] for j in own)
+    return total
+
+
+def all_plans(sizes, budgets):
+    """Every plan within the budgets in which a client trains something if anything fits."""
+    subsets = [set(s) for n in range(len(sizes) + 1) for s in itertools.combinations(range(len(sizes)), n)]
+    choices = []
+    for budget in budgets:
+        fitting = [s for s in subsets if sum(sizes[j] for j in s) <= budget]
+        choices.append([s for s in fitting if s] or [set()])
+    return itertools.product(*choices)
+
+
+def best_plan(sizes, budgets):
+    """The smallest objective among the plans that leave the fewest groups to nobody that fit somebody."""
+    wanted = {j for j, size in enumerate(sizes) if size <= max(budgets)}
+    return min(
+        (len(wanted.difference(*plan)), mask_problem(plan, sizes, budgets)) for plan in all_plans(sizes, budgets)
+    )
+
+
+class PerFedMask:
+    """Setayesh et al., ICLR 2023, Algorithm 1; `trains[k]` names the tensors of client k.
+
+    With the names of the body for everybody it is FedBABU (Oh et al., arXiv:2106.06042).
+    """
+
+    def __init__(self, weights, trains, sizes, sgd):
+        self.weights, self.trains, self.sizes, self.sgd = copied(weights), trains, sizes, sgd
+
+    def round(self, batches):
+        trained = {k: train_some(self.weights, batches[k], self.trains[k], **self.sgd) for k in batches}
+        for name in self.weights:
+            owners = [k for k in batches if name in self.trains[k]]
+            if owners:  # k_n = n_k / sum over those who trained it
+                total = sum(self.sizes[k] for k in owners)
+                self.weights[name] = sum(self.sizes[k] * trained[k][name] for k in owners) / total
+
+    def personal(self, client):
+        return self.weights
+
+    def finetuned(self, batches):
+        return train_some(self.weights, batches, list(self.weights), **self.sgd)

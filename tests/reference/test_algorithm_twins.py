@@ -16,12 +16,14 @@ from lightning.pytorch import Callback
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_sparsefl import FedAvg, FederatedTrainer, Federation, FedProx, FedSpa, Local
+from lightning_sparsefl import FedAvg, FedBABU, FedDIP, FederatedTrainer, Federation, FedProx, FedSpa, Local, PerFedMask
+from lightning_sparsefl.federated.fleet import Fleet
 from lightning_sparsefl.federated.round_lr import ExponentialRoundLR
 from lightning_sparsefl.federated.store import unpack_plain
 from lightning_sparsefl.seeds import generator, seed_all
 from lightning_sparsefl.sparse.prune import random_masks
 from lightning_sparsefl.sparse.scores import random as random_scores
+from lightning_sparsefl.types import ClientView
 
 _spec = importlib.util.spec_from_file_location("numpy_federation", Path(__file__).with_name("numpy_federation.py"))
 slow = importlib.util.module_from_spec(_spec)
@@ -103,6 +105,8 @@ class Round(NamedTuple):
     """By client number: the mask that it uploaded last."""
     trained_on: list
     """(training mode, samples) of every call of the training step."""
+    server_masks: dict
+    """The server's, from the checkpoint."""
 
 
 class Recording(Callback):
@@ -127,6 +131,7 @@ class Recording(Callback):
                 losses={name: float(value) for name, value in trainer.callback_metrics.items()},
                 masks={k: arrays(r["shared"]["masks"]) for k, r in records.items() if "masks" in r["shared"]},
                 trained_on=list(pl_module.trained_on),
+                server_masks=arrays(unpack_plain(content["sparsefl"]["masks"], torch.device("cpu"))),
             )
         )
         self.cohort = []
@@ -161,6 +166,7 @@ def fit(tmp_path):
         )
         trainer.fit(module, [ClientData(client, batch_size) for client in CLIENTS])
         assert len(recording.rounds) == rounds
+        run.left = module  # what was done with it when the rounds were over
         return initial, recording.rounds
 
     return run
@@ -371,6 +377,160 @@ def test_fedspa_of_one_round_searches_nothing(fit):
 @pytest.mark.parametrize("option", [{"local_engine": "trainer"}, {"wire": "encode"}], ids=["trainer", "encode"])
 def test_fedspa_whichever_way_the_engine_goes(fit, option):
     compare_fedspa(fit, FedSpa(density=0.4), HEAVY, 4, rounds=3, **option)
+
+
+def compare_feddip(fit, method, sgd, batch_size, rounds=ROUNDS, **federation):
+    """Every round of a FedDIP run against its twin; returns the masks after each round, the first ones in front."""
+    initial, record = fit(method, sgd, batch_size, rounds, **federation)
+    shapes = pool_of(initial, "weights")
+    counts = slow.kept_counts(shapes, method.initial_density, "erk")
+    first = arrays(random_masks(shapes, counts, generator(SEED, "FedDIP mask")))
+    twin = slow.FedDIP(
+        initial,
+        first,
+        SIZES,
+        sgd,
+        rounds=rounds,
+        first=method.initial_density,
+        last=method.density,
+        every=method.reconfigure_every,
+        peak=method.penalty,
+        stairs=method.stairs,
+        mu=method.mu,
+        recover=method.recover,
+        fixed=["net.2.weight"] if method.fixed_layers == ("*.2.*",) else [],
+    )
+    masks = [first]
+    for done in record:
+        twin.round(full_batches(done.cohort)[0] if batch_size == 64 else seen_batches(done)[0])
+        agree(done, twin)
+        assert list(done.server_masks) == list(twin.masks)
+        assert all(np.array_equal(mask, twin.masks[name]) for name, mask in done.server_masks.items())
+        assert not any(done.weights[name][~mask].any() for name, mask in done.server_masks.items())
+        masks.append(done.server_masks)
+    assert moved(record, initial)
+    return masks
+
+
+FEDDIP = {
+    "FedDIP": {},
+    "FedDP": {"penalty": 0.0},
+    "DPF": {"penalty": 0.0, "initial_density": 1.0},
+    "FedDIP+Prox": {"mu": 0.5},
+    "never back": {"recover": False},
+    "seldom": {"reconfigure_every": 2, "stairs": 3},
+    "one layer stays": {"fixed_layers": ("*.2.*",)},
+}
+FAST = {"lr": 0.6}
+
+
+@pytest.mark.parametrize(("sgd", "batch_size"), [(FAST, 4), (HEAVY, 64), (CLIPPED, 4)])
+@pytest.mark.parametrize("options", FEDDIP.values(), ids=FEDDIP)
+def test_feddip(fit, options, sgd, batch_size):
+    method = FedDIP(**{"density": 0.4, "initial_density": 0.6, "reconfigure_every": 1, "penalty": 0.05, **options})
+    masks = compare_feddip(fit, method, sgd, batch_size)
+    kept = [sum(int(mask.sum()) for mask in tree.values()) for tree in masks]
+    assert kept == sorted(kept, reverse=True)
+    assert kept[-1] < kept[0]
+    came_back = any((new[name] & ~old[name]).any() for old, new in itertools.pairwise(masks) for name in old)
+    if sgd is FAST or not method.recover:  # small steps leave a pruned weight too small to return
+        assert came_back == method.recover
+
+
+def test_feddip_over_the_wire_and_in_a_real_trainer(fit):
+    method = FedDIP(density=0.3, reconfigure_every=1, penalty=0.05, mu=0.1)
+    compare_feddip(fit, method, CLIPPED, 4, rounds=3, wire="encode", local_engine="trainer")
+
+
+BODY = {"net.0": 6 * 8 + 8, "net.2": 8 * 7 + 7}
+HEAD = {"net.4": 7 * 3 + 3}
+CAPACITIES = [0.5, 0.55, 1.0]
+"""Of two clients each; with the head frozen the first can train net.0, the second one of both, the third all."""
+
+
+def tensors(groups):
+    return [f"{group}.{kind}" for group in groups for kind in ("weight", "bias")]
+
+
+def plan_of(method, initial):
+    """For each client the groups that it trains, as the method decided."""
+    sizes = BODY if method.freeze_head else BODY | HEAD
+    capacities = Federation(capacities=CAPACITIES).fleet_capacities(len(SIZES), SEED)
+    views = [
+        ClientView(id=k, num_examples=SIZES[k], capacity=capacities[k], round=0, max_rounds=ROUNDS, seed=SEED)
+        for k in CLIENTS
+    ]
+    weights = {name: torch.from_numpy(value) for name, value in initial.items()}
+    server = method.init(weights, Fleet(views, frozenset(), torch.device("cpu")))
+    frozen = [set(method.download(server, view).trainable) for view in views]
+    plan = [{j for j, group in enumerate(sizes) if f"{group}.weight" not in names} for names in frozen]
+    budgets = [int(capacity * sum(sizes.values())) for capacity in capacities]
+    return list(sizes), list(sizes.values()), budgets, plan
+
+
+def check_plan(method, sizes, budgets, plan):
+    """The plan is the twin's; among several optima it may be any."""
+    if method.masking == "optimized":
+        missing, least = slow.best_plan(sizes, budgets)
+        assert missing == 0
+        assert all(sum(sizes[j] for j in own) <= budget for own, budget in zip(plan, budgets, strict=True))
+        assert slow.mask_problem(plan, sizes, budgets) == pytest.approx(least, rel=1e-12)
+        return
+    orders = [range(len(sizes))] * len(budgets)
+    if method.masking == "random":
+        rng = generator(SEED, "PerFedMask plan")
+        orders = [torch.randperm(len(sizes), generator=rng).tolist() for _ in budgets]
+    assert plan == [slow.first_fit(sizes, budget, order) for budget, order in zip(budgets, orders, strict=True)]
+
+
+def compare_freezing(fit, method, trains, sgd, batch_size, **federation):
+    initial, record = fit(method, sgd, batch_size, **federation)
+    twin = slow.PerFedMask(initial, trains(initial), SIZES, sgd)
+    for done in record:
+        twin.round(full_batches(done.cohort)[0] if batch_size == 64 else seen_batches(done)[0])
+        agree(done, twin)
+    assert moved(record, initial)
+    after = fit.left.scored_with
+    batches, _ = seen_batches(record[-1]._replace(trained_on=fit.left.trained_on))
+    for k in CLIENTS:
+        close(after[k], twin.finetuned(batches[k]))
+    return initial, record
+
+
+@pytest.mark.parametrize(("sgd", "batch_size"), [(HEAVY, 64), (CLIPPED, 4)])
+@pytest.mark.parametrize("freeze_head", [True, False], ids=["head", "no head"])
+@pytest.mark.parametrize("masking", ["optimized", "random", "sequential"])
+def test_perfedmask(fit, masking, freeze_head, sgd, batch_size):
+    method = PerFedMask(masking=masking, freeze_head=freeze_head, finetune_epochs=EPOCHS)
+
+    def trains(initial):
+        groups, sizes, budgets, plan = plan_of(method, initial)
+        check_plan(method, sizes, budgets, plan)
+        assert len({tuple(sorted(own)) for own in plan}) > 1
+        return [tensors(groups[j] for j in own) for own in plan]
+
+    initial, record = compare_freezing(fit, method, trains, sgd, batch_size, capacities=CAPACITIES)
+    heads = [all(np.array_equal(done.weights[name], initial[name]) for name in tensors(HEAD)) for done in record]
+    assert all(heads) == freeze_head
+
+
+@pytest.mark.parametrize(("sgd", "batch_size"), [(PLAIN, 64), (HEAVY, 4), (CLIPPED, 4)])
+def test_fedbabu(fit, sgd, batch_size):
+    method = FedBABU(finetune_epochs=EPOCHS)
+    initial, record = compare_freezing(fit, method, lambda _: [tensors(BODY)] * len(SIZES), sgd, batch_size)
+    assert all(np.array_equal(record[-1].weights[name], initial[name]) for name in tensors(HEAD))
+    _, other = fit(PerFedMask(finetune_epochs=EPOCHS), sgd, batch_size)  # with capacities of 1 all is the same
+    for one, same in zip(record, other, strict=True):
+        assert all(np.array_equal(one.weights[name], same.weights[name]) for name in initial)
+
+
+@pytest.mark.parametrize("option", [{"local_engine": "trainer"}, {"wire": "encode"}], ids=["trainer", "encode"])
+def test_perfedmask_whichever_way_the_engine_goes(fit, option):
+    method = PerFedMask(masking="sequential", finetune_epochs=EPOCHS)
+    _, first = fit(method, CLIPPED, 4, capacities=CAPACITIES)
+    _, second = fit(method, CLIPPED, 4, capacities=CAPACITIES, **option)
+    for one, other in zip(first, second, strict=True):
+        assert all(np.array_equal(one.weights[name], other.weights[name]) for name in one.weights)
 
 
 def test_cohorts_and_orders_follow_from_seed_round_and_client(fit):

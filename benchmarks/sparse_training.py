@@ -1,0 +1,429 @@
+"""What the callbacks are worth: accuracy of a small network on real images, by method and density.
+
+Every run is an ordinary `lightning.pytorch.Trainer` with one callback, and the same network, data, batches, steps and
+one-cycle learning rate; one row of the CSV. A run whose row is there is skipped, so that the script may be stopped and
+started at will. The data must lie unpacked in torchvision's layout in `--root`, or where SPARSEFL_DATA says.
+
+    python benchmarks/sparse_training.py --root data
+    python benchmarks/sparse_training.py --page docs/sparse_training.md   # no training: the tables from the rows
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import itertools
+import os
+import statistics
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import lightning as L
+import torch
+from lightning.pytorch.callbacks import Callback, ModelPruning
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from lightning_sparsefl.callbacks import (
+    DynamicMask,
+    DynamicPruningWithFeedback,
+    GradualPruning,
+    LotteryRewind,
+    StaticMask,
+)
+from lightning_sparsefl.cost import count_layers
+from lightning_sparsefl.data import FederatedCIFAR10, FederatedFashionMNIST
+from lightning_sparsefl.sparse.density import floor_count
+from lightning_sparsefl.sparse.schedule import gradual
+
+RESULTS = Path(__file__).parent / "results" / "sparse_training.csv"
+DENSITIES = (0.5, 0.2, 0.1, 0.05)
+BATCH, PEAK_RATE = 128, 0.1
+LAYERS = "!head*"
+"""All methods leave the head dense; densities are of the convolutions."""
+START, END, EVERY = 0.0, 0.75, 25
+"""Where pruning starts and ends, as shares of the training, and the steps between two prunings or moves."""
+MARKS = ("<!-- tables: made by benchmarks/sparse_training.py --page -->", "<!-- end of tables -->")
+COLUMNS = (
+    *("dataset", "method", "density", "density_reached", "seed", "epochs", "steps", "test_accuracy", "seconds"),
+    *("train_flops", "torch", "lightning"),
+)
+
+
+class Problem(NamedTuple):
+    """A data set, and how long to train on it."""
+
+    source: Any
+    epochs: int
+    seeds: tuple[int, ...]
+
+
+PROBLEMS = {
+    "fashion-mnist": Problem(FederatedFashionMNIST, 3, (0, 1, 2)),
+    "cifar-10": Problem(FederatedCIFAR10, 4, (0,)),
+}
+
+
+class Net(L.LightningModule):
+    """Three 3x3 convolutions of stride 2 with batch norm, a mean over places, one linear layer."""
+
+    def __init__(self, channels: int, steps: int, width: int = 16) -> None:
+        super().__init__()
+        self.steps = steps
+        sizes = (channels, width, 2 * width, 4 * width)
+        blocks = [
+            nn.Sequential(nn.Conv2d(a, b, 3, stride=2, padding=1, bias=False), nn.BatchNorm2d(b), nn.ReLU())
+            for a, b in itertools.pairwise(sizes)
+        ]
+        self.body = nn.Sequential(*blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten())
+        self.head = nn.Linear(sizes[-1], 10)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Logits."""
+        return self.head(self.body(images))
+
+    def training_step(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        """The batch's mean cross-entropy."""
+        return cross_entropy(self(batch[0]), batch[1])
+
+    def validation_step(self, batch: tuple[Tensor, Tensor]) -> None:
+        """Nothing: Lightning's `ModelPruning` prunes at the end of validations, and needs some."""
+
+    def test_step(self, batch: tuple[Tensor, Tensor]) -> None:
+        """Accuracy."""
+        self.log("accuracy", (self(batch[0]).argmax(1) == batch[1]).float().mean(), batch_size=len(batch[1]))
+
+    def configure_optimizers(self) -> Any:
+        """SGD with a learning rate that rises and falls once."""
+        optimizer = torch.optim.SGD(self.parameters(), PEAK_RATE, momentum=0.9, nesterov=True, weight_decay=5e-4)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, PEAK_RATE, self.steps, cycle_momentum=False)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+class Batches:
+    """Minibatches by index from tensors in memory, in an order that the seed and the epoch say."""
+
+    def __init__(self, images: Tensor, labels: Tensor, seed: int | None, size: int = BATCH) -> None:
+        self.images, self.labels, self.size = images, labels, size
+        self.rng = None if seed is None else torch.Generator().manual_seed(seed)
+
+    def __len__(self) -> int:
+        return -(-len(self.images) // self.size)
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        count = len(self.images)
+        order = torch.arange(count) if self.rng is None else torch.randperm(count, generator=self.rng)
+        for chosen in order.split(self.size):
+            yield self.images[chosen], self.labels[chosen]
+
+
+class Meter(Callback):
+    """Adds up the operations that a machine without work for zeros would do: one pass forward, two back, by density.
+
+    Args:
+        looks: Steps whose gradients of weights are needed in full.
+    """
+
+    def __init__(self, looks: range) -> None:
+        self.looks, self.flops = looks, 0.0
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Count the dense layers."""
+        self.layers = count_layers(pl_module, next(iter(trainer.train_dataloader))[0][:1])
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        """Add the batch."""
+        kept = {name: int(weight.count_nonzero()) / weight.numel() for name, weight in effective(pl_module).items()}
+        for layer in self.layers:
+            density = kept[layer.weight]
+            passes = 2 * density + (1.0 if trainer.global_step in self.looks else density)
+            self.flops += len(batch[1]) * (2 * layer.macs * passes + 3 * layer.bias)
+
+
+def effective(module: nn.Module) -> dict[str, Tensor]:
+    """The matrices that a forward pass multiplies by, also where `ModelPruning` has renamed them."""
+    return {
+        f"{name}.weight": (
+            part.weight_orig * part.weight_mask if hasattr(part, "weight_mask") else part.weight
+        ).detach()
+        for name, part in module.named_modules()
+        if isinstance(part, nn.Conv2d | nn.Linear)
+    }
+
+
+class Plan(NamedTuple):
+    """What a method adds to a run."""
+
+    callbacks: list[Callback]
+    trainer: Mapping[str, Any] = MappingProxyType({})
+    cycle: int | None = None
+    """Steps of one learning-rate schedule, where that is not the whole training."""
+    looks: range = range(0)
+    """Steps that need the gradients of weights that are not held."""
+
+
+Method = Callable[[Net, float, int, int], Plan]
+
+
+def static(net: Net, density: float, seed: int, steps: int) -> Plan:
+    """A random ERK mask that stays."""
+    return Plan([StaticMask(density=density, seed=seed, layers=LAYERS)])
+
+
+def moving(growth: str) -> Method:
+    """A random ERK mask that moves: RigL or SET."""
+
+    def plan(net: Net, density: float, seed: int, steps: int) -> Plan:
+        callback = DynamicMask(density=density, growth=growth, every_n_steps=EVERY, seed=seed, layers=LAYERS)
+        looks = range(EVERY, round(callback.stop * steps), EVERY) if growth == "gradient" else range(0)
+        return Plan([callback], looks=looks)
+
+    return plan
+
+
+def gradually(net: Net, density: float, seed: int, steps: int) -> Plan:
+    """Magnitudes of all layers together, by the cubic schedule."""
+    window = {"start": START, "end": END, "every_n_steps": EVERY}
+    return Plan([GradualPruning(density=density, **window, scope="global", layers=LAYERS)])
+
+
+def feedback(net: Net, density: float, seed: int, steps: int) -> Plan:
+    """The same schedule, and weights may return."""
+    window = {"start": START, "end": END, "every_n_steps": EVERY}
+    callback = DynamicPruningWithFeedback(density=density, **window, layers=LAYERS)
+    return Plan([callback], looks=range(steps))
+
+
+def model_pruning(net: Net, density: float, seed: int, steps: int) -> Plan:
+    """Lightning's own callback, on the same cubic schedule.
+
+    It prunes at the ends of epochs or of validations, so a validation that looks at one batch is held every few steps;
+    it knows the epoch and not the step, so the amount counts its calls; the amount is of what is left, as a number
+    so that no rounding compounds; its default would set the weights back to their first values each time; and by
+    default it would prune biases and norms too.
+    """
+    matrices = [(part, "weight") for part in net.modules() if isinstance(part, nn.Conv2d)]
+    total, calls = sum(part.weight.numel() for part, _ in matrices), itertools.count(1)
+
+    def left(call: int) -> int:
+        return floor_count(gradual(1.0, density, call * EVERY, round(START * steps), round(END * steps)), total)
+
+    def amount(epoch: int) -> int:
+        call = next(calls)
+        return left(call - 1) - left(call)
+
+    callback = ModelPruning(
+        "l1_unstructured",
+        parameters_to_prune=matrices,
+        amount=amount,
+        use_lottery_ticket_hypothesis=False,
+        prune_on_train_epoch_end=False,
+    )
+    every = {"val_check_interval": EVERY, "check_val_every_n_epoch": None, "limit_val_batches": 1}
+    return Plan([callback], {**every, "num_sanity_val_steps": 0})
+
+
+def lottery(net: Net, density: float, seed: int, steps: int) -> Plan:
+    """Three cycles from a step of the first, in as many steps as the others take."""
+    callback = LotteryRewind(density=density, cycles=3, rewind=0.2, layers=LAYERS)
+    return Plan([callback], cycle=callback.cycle_steps(steps))
+
+
+def long_lottery(net: Net, density: float, seed: int, steps: int) -> Plan:
+    """The same, and each cycle as long as the training of the others, as in the papers: 2.6 times the steps."""
+    total = round((3 - 2 * 0.2) * steps)
+    return lottery(net, density, seed, total)._replace(trainer={"max_epochs": -1, "max_steps": total})
+
+
+def dense(net: Net, density: float, seed: int, steps: int) -> Plan:
+    """No callback."""
+    return Plan([])
+
+
+METHODS: dict[str, Method] = {
+    "dense": dense,
+    "rigl": moving("gradient"),
+    "set": moving("random"),
+    "static_erk": static,
+    "gradual": gradually,
+    "dpf": feedback,
+    "model_pruning": model_pruning,
+    "lth": lottery,
+    "lth_long": long_lottery,
+}
+
+
+class Run(NamedTuple):
+    """One row; the fields are columns of the table."""
+
+    dataset: str
+    method: str
+    density: float
+    seed: int
+
+
+def runs(seeds: int | None = None) -> list[Run]:
+    """Every run, in an order that makes a sweep useful that is cut short: one seed and low densities first."""
+    every = []
+    for density, (name, problem) in itertools.product((0.05, 0.1, 1.0, 0.2, 0.5), PROBLEMS.items()):
+        for method, seed in itertools.product(METHODS, problem.seeds[:seeds]):
+            if (method == "dense") == (density == 1):
+                every.append(Run(name, method, density, seed))
+    return sorted(every, key=lambda run: (run.method == "lth_long", run.seed, 0.1 < run.density < 1))
+
+
+def load(name: str, root: str, limit: int | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Training images and labels, test images and labels; images by channel less their mean over their deviation."""
+    source = PROBLEMS[name].source
+    images, labels, test_images, test_labels = (part[:limit] for part in source(root=root).load())
+    mean, std = (torch.tensor(values).view(1, -1, 1, 1) for values in (source.mean, source.std))
+    scaled = [part.float().div_(255).sub_(mean).div_(std) for part in (images, test_images)]
+    return scaled[0], labels, scaled[1], test_labels
+
+
+def measure(run: Run, data: tuple[Tensor, Tensor, Tensor, Tensor], epochs: int) -> dict[str, Any]:
+    """Train once, and score the last weights on the whole test set."""
+    images, labels, test_images, test_labels = data
+    L.seed_everything(run.seed, verbose=False)
+    train, test = Batches(images, labels, run.seed), Batches(test_images, test_labels, None, 500)
+    steps = epochs * len(train)
+    net = Net(images.shape[1], steps)
+    plan = METHODS[run.method](net, run.density, run.seed, steps)
+    net.steps, meter = plan.cycle or steps, Meter(plan.looks)
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=1,
+        callbacks=[*plan.callbacks, meter],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **{"max_epochs": epochs, **plan.trainer},
+    )
+    start = time.perf_counter()
+    trainer.fit(net, train, test)
+    seconds = time.perf_counter() - start
+    accuracy = trainer.test(net, test, verbose=False)[0]["accuracy"]
+    weights = {name: weight for name, weight in effective(net).items() if not name.startswith("head")}
+    kept = sum(int(weight.count_nonzero()) for weight in weights.values())
+    return {
+        **run._asdict(),
+        "density_reached": f"{kept / sum(weight.numel() for weight in weights.values()):.5f}",
+        "epochs": epochs,
+        "steps": trainer.global_step,
+        "test_accuracy": f"{accuracy:.4f}",
+        "seconds": f"{seconds:.1f}",
+        "train_flops": f"{meter.flops:.4g}",
+        "torch": torch.__version__,
+        "lightning": L.__version__,
+    }
+
+
+def rows(path: Path) -> list[dict[str, str]]:
+    """What has been measured."""
+    return list(csv.DictReader(path.read_text().splitlines())) if path.is_file() else []
+
+
+def sweep(path: Path, chosen: list[Run], root: str, epochs: int | None, limit: int | None) -> None:
+    """Train what has no row yet, and write its row at once."""
+    done = {Run(r["dataset"], r["method"], float(r["density"]), int(r["seed"])) for r in rows(path)}
+    missing, data = [run for run in chosen if run not in done], {}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", newline="") as file:
+        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+        if not path.stat().st_size:
+            writer.writeheader()
+        for number, run in enumerate(missing, 1):
+            if run.dataset not in data:
+                data[run.dataset] = load(run.dataset, root, limit)
+            row = measure(run, data[run.dataset], epochs or PROBLEMS[run.dataset].epochs)
+            writer.writerow(row)
+            file.flush()
+            print(f"{number}/{len(missing)} {tuple(run)}: {row['test_accuracy']} in {row['seconds']} s", flush=True)
+
+
+def table(found: list[dict[str, str]], dataset: str, cell: Callable[[list[dict[str, str]]], str]) -> str:
+    """Methods by densities in Markdown.
+
+    Args:
+        found: Rows of the CSV.
+        dataset: Of the table.
+        cell: What to say about the runs that differ in their seed alone.
+    """
+    lines = [f"| method | {' | '.join(str(density) for density in DENSITIES)} |", "|---" * (1 + len(DENSITIES)) + "|"]
+    for method in METHODS:
+        mine = [row for row in found if (row["dataset"], row["method"]) == (dataset, method)]
+        cells = [[row for row in mine if float(row["density"]) in (density, 1.0)] for density in DENSITIES]
+        if method == "dense":
+            cells = cells[:1] + [[] for _ in DENSITIES[1:]]
+        if mine:
+            lines.append(f"| {method} | {' | '.join(cell(each) if each else '' for each in cells)} |")
+    return "\n".join(lines)
+
+
+def accuracy(of: list[dict[str, str]]) -> str:
+    """Mean and standard deviation in percent."""
+    values = [100 * float(row["test_accuracy"]) for row in of]
+    spread = f" ({statistics.stdev(values):.2f})" if len(values) > 1 else ""
+    return f"{statistics.mean(values):.2f}{spread}"
+
+
+def work(of: list[dict[str, str]]) -> str:
+    """Mean of the operations, in units of 1e9."""
+    return f"{statistics.mean(float(row['train_flops']) for row in of) / 1e9:.0f}"
+
+
+def tables(found: list[dict[str, str]]) -> str:
+    """All of the page that comes from the rows."""
+    parts = []
+    for dataset in dict.fromkeys(row["dataset"] for row in found):
+        mine = [row for row in found if row["dataset"] == dataset]
+        seeds, epochs = len({row["seed"] for row in mine}), ", ".join(sorted({row["epochs"] for row in mine}))
+        parts += [f"### {dataset}: {len(mine)} runs, {seeds} seed{'s' * (seeds != 1)}, {epochs} epochs"]
+        parts += [
+            "Test accuracy in percent, by density; standard deviation over seeds in brackets.",
+            table(mine, dataset, accuracy),
+        ]
+        parts += ["Operations of the training, in 1e9, if zeros cost nothing.", table(mine, dataset, work)]
+    return "\n\n".join(parts)
+
+
+def write_page(page: Path, found: list[dict[str, str]]) -> None:
+    """Put new tables between the marks of the page, and leave its words."""
+    before, _, rest = page.read_text().partition(MARKS[0])
+    _, _, after = rest.partition(MARKS[1])
+    page.write_text(f"{before}{MARKS[0]}\n\n{tables(found)}\n\n{MARKS[1]}{after}")
+
+
+def main() -> None:
+    """Train what is missing, or write the page."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--root", default=os.environ.get("SPARSEFL_DATA", "data"), help="folder of the data sets")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="the CSV; a run whose row is in it is skipped")
+    parser.add_argument("--datasets", nargs="+", choices=PROBLEMS, default=list(PROBLEMS))
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
+    parser.add_argument("--densities", nargs="+", type=float, default=[1.0, *DENSITIES], help="1.0 is dense")
+    parser.add_argument("--seeds", type=int, help="how many of the seeds, from the first")
+    parser.add_argument("--epochs", type=int, help="other than the data set's own")
+    parser.add_argument("--limit", type=int, help="images of each part")
+    parser.add_argument("--page", type=Path, help="train nothing, and put the tables of the CSV into this page")
+    arguments = parser.parse_args()
+    if arguments.page is not None:
+        write_page(arguments.page, rows(arguments.out))
+        return
+    torch.set_num_threads(1)
+    warnings.filterwarnings("ignore", message=".*(does not have many workers|LeafSpec|never moves).*")
+    chosen = [
+        run
+        for run in runs(arguments.seeds)
+        if run.dataset in arguments.datasets and run.method in arguments.methods and run.density in arguments.densities
+    ]
+    sweep(arguments.out, chosen, arguments.root, arguments.epochs, arguments.limit)
+
+
+if __name__ == "__main__":
+    main()

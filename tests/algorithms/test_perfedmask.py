@@ -1,0 +1,150 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lightning_sparsefl import FedBABU, Federation, PerFedMask
+from lightning_sparsefl.errors import InvalidOption
+from lightning_sparsefl.federated.fleet import Fleet
+from lightning_sparsefl.federated.reduce import CoverageMean
+from lightning_sparsefl.types import ClientView
+
+WEIGHTS = {
+    "a.weight": torch.ones(2, 5),
+    "a.bias": torch.ones(2),
+    "b.weight": torch.ones(3, 2),
+    "b.mean": torch.zeros(3, 3),
+    "c.weight": torch.ones(4, 3),
+    "c.bias": torch.ones(4),
+    "positions": torch.ones(2, 2),
+}
+"""Groups of 12 and 6 parameters, a head of 16; `b.mean` and `positions` are buffers."""
+BUFFERS = frozenset({"b.mean", "positions"})
+
+
+def views(*capacities, ids=None, seed=0):
+    ids = ids or range(len(capacities))
+    facts = {"num_examples": 7, "round": 0, "max_rounds": 5, "seed": seed}
+    return [ClientView(id=i, capacity=c, **facts) for i, c in zip(ids, capacities, strict=True)]
+
+
+def started(method, people):
+    return method.init(WEIGHTS, Fleet(people, BUFFERS, torch.device("cpu")))
+
+
+def frozen(method, people):
+    """What each client may not change; frozen throughout."""
+    server = started(method, people)
+    messages = [method.download(server, view) for view in people]
+    assert all(not mask.any() for message in messages for mask in message.trainable.values())
+    return [set(message.trainable) for message in messages]
+
+
+A, B, HEAD = {"a.weight", "a.bias"}, {"b.weight"}, {"c.weight", "c.bias"}
+
+
+@pytest.mark.parametrize("method", [PerFedMask, FedBABU])
+def test_refuses_options_out_of_range(method):
+    with pytest.raises(InvalidOption, match=r"\(finetune_epochs=-1\)`: expected a whole number >= 0"):
+        method(finetune_epochs=-1)
+
+
+def test_refuses_an_unknown_masking():
+    with pytest.raises(InvalidOption, match=r"`algorithm\.masking` is 'best'; expected one of 'optimized'"):
+        PerFedMask(masking="best")
+
+
+def test_refuses_a_head_that_is_everything():
+    with pytest.raises(InvalidOption, match="is the whole model"):
+        PerFedMask(head="*").init(WEIGHTS, Fleet(views(1.0), BUFFERS, torch.device("cpu")))
+
+
+def test_a_client_trains_what_fits_its_share_of_the_body():
+    # 18 parameters: 1/3 is the 6 of b, .66 is 11 and so b too, 2/3 is the 12 of a, 1 is all, .3 is nothing
+    people = views(1 / 3, 0.66, 2 / 3, 1.0, 0.3)
+    assert frozen(PerFedMask(), people) == [A | HEAD, A | HEAD, B | HEAD, HEAD, A | B | HEAD]
+
+
+def test_two_weak_clients_share_the_work():
+    # Groups of 10 and 8, budgets of 10: one each costs 18 * 3 / 2 - 18 + 2 = 11, the first for both 18 * 5 / 3 - 18 = 12.
+    first, second = {"a.weight"} | HEAD, {"a.bias"} | B | HEAD
+    plan = frozen(PerFedMask(groups=("a.weight", "*")), views(10 / 18, 10 / 18, 1.0))
+    assert plan in ([first, second, HEAD], [second, first, HEAD])
+
+
+def test_the_plan_is_drawn_from_the_runs_seed():
+    people = [views(*[2 / 3] * 12, seed=seed) for seed in (1, 1, 2)]
+    first, again, other = (frozen(PerFedMask(masking="random"), fleet) for fleet in people)
+    assert first == again
+    assert first != other
+    assert all(names in (A | HEAD, B | HEAD) for names in first)
+
+
+def test_sequential_masking_takes_the_first_that_fits():
+    assert frozen(PerFedMask(masking="sequential"), views(2 / 3, 0.5, 1.0)) == [B | HEAD, A | HEAD, HEAD]
+
+
+def test_without_a_frozen_head_it_is_a_group():
+    # 34 parameters, 16 of them in c
+    method = PerFedMask(freeze_head=False, masking="sequential")
+    assert frozen(method, views(0.4, 0.2, 1.0)) == [B | HEAD, A | HEAD, set()]
+    assert frozen(PerFedMask(freeze_head=False), views(0.5, 1.0)) == [A | B, set()]
+
+
+def test_the_head_by_name():
+    assert frozen(PerFedMask(head="b"), views(1.0)) == [B]
+    assert frozen(FedBABU(head="b"), views(1.0)) == [B]
+
+
+def test_fedbabu_freezes_the_head_of_everybody():
+    assert frozen(FedBABU(), views(0.1, 1.0)) == [HEAD, HEAD]
+
+
+def test_clients_may_have_gaps_in_their_numbers():
+    people = views(1 / 3, 1.0, ids=[2, 7])
+    assert frozen(PerFedMask(), people) == [A | HEAD, HEAD]
+
+
+@pytest.mark.parametrize("method", [PerFedMask(), FedBABU()])
+def test_everything_travels_down_and_only_voters_count(method):
+    people = views(1 / 3, 1.0)
+    server = started(method, people)
+    message = method.download(server, people[0])
+    assert set(message.weights) == set(WEIGHTS)
+    assert set(method.may_vote(message)) == set(message.trainable)
+    assert isinstance(method.reducer(), CoverageMean)
+
+
+@pytest.mark.parametrize("kind", [PerFedMask, FedBABU])
+def test_fine_tuning_is_of_the_whole_model(kind, client):
+    server = started(kind(), views(1.0))
+    tuned = {name: value + 1 for name, value in WEIGHTS.items()}
+    someone, script = client(tuned)
+    assert kind(finetune_epochs=2).finetune(server, someone) == tuned
+    ((weights, masks, trainable, callbacks),) = script.fits
+    assert (weights, masks, trainable, list(callbacks)) == (WEIGHTS, {}, {}, [])
+    assert kind(finetune_epochs=0).finetune(server, someone) is None
+    assert len(script.fits) == 1
+
+
+def test_costs(facts):
+    # The forward pass is 22 FLOPs in a and 12 in b, 14 samples. Of a frozen a neither gradient is computed below b.
+    frozen_a = {name: torch.zeros(size, dtype=torch.bool) for name, size in (("a.weight", (2, 5)), ("a.bias", (2,)))}
+    for kind in (PerFedMask, FedBABU):
+        costs = kind().costs(facts(trainable=frozen_a))
+        assert costs.flops_analytic == costs.flops_paper == 14 * (34 + 2 * 12)
+        assert (costs.bytes_down_paper, costs.bytes_up_paper) == (4 * 18, 4 * 6)
+        everything = kind().costs(facts())
+        assert (everything.flops_paper, everything.bytes_up_paper) == (14 * 3 * 34, 4 * 18)
+
+
+def test_capacities_of_blocks():
+    assert Federation(capacities=[0.125, 1.0]).fleet_capacities(4, seed=0) == [0.125, 0.125, 1.0, 1.0]
+    assert Federation(capacities=[0.5, 0.5, 1.0]).fleet_capacities(3, seed=0) == [0.5, 0.5, 1.0]
+    assert Federation().fleet_capacities(2, seed=0) == [1.0, 1.0]
+    dealt = [Federation(capacities=[0.125, 1.0], shuffle_capacities=True).fleet_capacities(40, s) for s in (0, 0, 1)]
+    assert dealt[0] == dealt[1] != dealt[2]
+    assert sorted(dealt[0]) == sorted(dealt[2]) == [0.125] * 20 + [1.0] * 20
+    for capacities in ([], [0.5, 1.0]):
+        with pytest.raises(InvalidOption, match=f"`federation.capacities` has {len(capacities)} numbers.*blocks"):
+            Federation(clients_per_round=1, capacities=capacities).check_fleet(5)

@@ -1,0 +1,149 @@
+"""Trainable parameters of PerFedMask's published tables, from the command that a reader would type.
+
+The paper's column is the mean over clients of what they send up in a round (section 6.1), so it is the `paper` uplink
+of ``sparsefl profile`` divided by 4 bytes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import re
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from lightning_sparsefl.cli import main
+
+CONFIGS = Path(__file__).parents[2] / "configs" / "paper" / "perfedmask"
+DOCUMENT = CONFIGS.parents[2] / "docs" / "paper_counts.md"
+CELLS = sorted(str(path.relative_to(CONFIGS).with_suffix("")) for path in CONFIGS.rglob("*.yaml"))
+TABLES = {"1": 16, "2": 2, "3": 24, "4": 5, "5": 3, "8": 2, "9": 8}
+"""Files of each table; HeteroFL, Split-Mix and FedNova are missing."""
+
+PARAMETERS = {"cifar10": 11_172_170, "cifar100": 3_309_476}
+TRAINABLE = {
+    "table1/cifar10_c1_perfedmask": 6_265_728,
+    "table1/cifar100_c1_perfedmask": 1_803_728,
+    "table1/cifar10_c1_fedbabu": 11_167_040,
+    "table1/cifar100_c1_fedbabu": 3_206_976,
+    "table1/cifar10_c1_fedprox": 11_172_170,
+    "table1/cifar100_c1_fedprox": 3_309_476,
+    "table1/cifar10_c1_fedavg": 11_172_170,
+    "table1/cifar100_c1_fedavg": 3_309_476,
+    "table4/cifar100_nu0.2": 961_779.2,
+    "table4/cifar100_nu0.4": 1_523_078.4,
+    "table4/cifar100_nu0.6": 2_084_377.6,
+    "table4/cifar100_nu0.8": 2_645_676.8,
+    "table4/cifar100_nu1.0": 3_206_976,
+}
+OTHER_PLANS = {
+    "table1/cifar10_c1_perfedmask": "6.138",
+    "table4/cifar100_nu0.2": "0.941",
+    "table4/cifar100_nu0.4": "1.518",
+    "table4/cifar100_nu0.6": "2.095",
+    "table4/cifar100_nu0.8": "2.647",
+}
+"""Printed means that no optimum of the paper's problem has; at nu = .6 and .8 they exceed the clients' budgets."""
+
+
+@contextlib.contextmanager
+def elsewhere(folder: Path) -> Iterator[None]:
+    """An empty folder, and what the command changes in this process put back."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setattr(sys, "argv", sys.argv[:1])
+        patch.setattr(sys, "path", list(sys.path))
+        patch.setenv("PL_GLOBAL_SEED", "0")
+        yield
+        assert not list(folder.iterdir())
+
+
+@pytest.fixture(scope="module")
+def profile_of(tmp_path_factory) -> Callable[[str], Any]:
+    """What ``sparsefl profile --json`` prints; run once for all cells that differ in fine-tuning only."""
+    folder, known = tmp_path_factory.mktemp("empty"), {}
+
+    def profile_of(cell: str) -> Any:
+        path = CONFIGS / f"{cell}.yaml"
+        content = yaml.safe_load(path.read_text())
+        content["algorithm"].get("init_args", {}).pop("finetune_epochs", None)
+        key = json.dumps(content, sort_keys=True)
+        if key not in known:
+            shown = io.StringIO()
+            with elsewhere(folder), contextlib.redirect_stdout(shown):
+                assert main(["profile", "--config", str(path), "--json"]) == 0
+            known[key] = json.loads(shown.getvalue())
+        return known[key]
+
+    return profile_of
+
+
+def header(cell: str) -> str | None:
+    """Millions of trainable parameters in a file's second line."""
+    found = re.search(r" ([\d.]+)M trainable parameters\.$", (CONFIGS / f"{cell}.yaml").read_text().splitlines()[1])
+    return found and found[1]
+
+
+def trainable(profile: Any) -> float:
+    return profile["client_round"]["paper"]["uplink_bytes"] / 4
+
+
+def test_every_cell_is_there():
+    assert {table: sum(cell.startswith(f"table{table}/") for cell in CELLS) for table in TABLES} == TABLES
+    assert sum(TABLES.values()) == len(CELLS)
+
+
+@pytest.mark.parametrize("cell", CELLS)
+def test_a_cell_says_what_it_is(cell: str):
+    first = (CONFIGS / f"{cell}.yaml").read_text().splitlines()[0]
+    content = yaml.safe_load((CONFIGS / f"{cell}.yaml").read_text())
+    label = "CIFAR-100" if "cifar100" in cell else "CIFAR-10"
+    share = content["federation"]["clients_per_round"] / content["data"]["init_args"]["num_clients"]
+    assert first.startswith(f"# PerFedMask (Setayesh et al., ICLR 2023), Table {cell[5]}: {label}, c = {share:g}, ")
+    assert content["trainer"]["max_rounds"] * content["trainer"]["max_epochs"] == 320  # section 6.1
+
+
+@pytest.mark.parametrize("cell", CELLS)
+def test_a_cell_is_profiled(cell: str, profile_of):
+    profile = profile_of(cell)
+    assert profile["parameters"] == PARAMETERS["cifar100" if "cifar100" in cell else "cifar10"]
+    full = 3 * profile["forward_flops"] * 4 * 450 * profile["client_rounds"]
+    assert 0.5 * full < profile["run"]["analytic"]["flops"] <= full * (1 + 1e-12)
+    assert profile["run"]["paper"]["downlink_bytes"] == 4 * profile["parameters"] * profile["client_rounds"]
+    assert profile["run"]["wire"]["mask_bytes"] == 0  # whole tensors are named, not drawn
+
+
+@pytest.mark.parametrize("cell", TRAINABLE)
+def test_trainable_parameters(cell: str, profile_of):
+    ours, printed = trainable(profile_of(cell)), header(cell)
+    assert ours == pytest.approx(TRAINABLE[cell])
+    if cell in OTHER_PLANS:
+        assert printed == OTHER_PLANS[cell]
+        assert float(printed) == pytest.approx(ours / 1e6, rel=0.025)
+    else:  # rounded or cut
+        assert printed in (f"{ours / 1e6:.3f}", f"{int(ours / 1000) / 1000:.3f}")
+
+
+@pytest.mark.parametrize("cell", TRAINABLE)
+def test_the_document_says_what_the_command_prints(cell: str, profile_of):
+    (row,) = (line for line in DOCUMENT.read_text().splitlines() if line.startswith(f"| `{cell}` |"))
+    _, printed, ours, training, all_of_it = row.strip("| ").split(" | ")
+    profile = profile_of(cell)
+    assert printed == f"{header(cell)} M"
+    assert ours.replace(",", "") == f"{trainable(profile):.10g}"
+    assert float(training) == pytest.approx(profile["client_round"]["analytic"]["flops"] / 1e9, abs=0.05)
+    share = profile["client_round"]["analytic"]["flops"] / (3 * profile["forward_flops"] * 4 * 450)
+    assert all_of_it == f"{100 * share:.1f} %"
+
+
+def test_the_bias_of_table_5_is_below_what_its_budgets_allow():
+    # Strong clients share what only they can train: gamma is 1 / 20 for each of 20, and 1 / 100 at least for 80 others.
+    least = 3_206_976 * (20 / 20 + 80 / 100 - 1)
+    assert least == pytest.approx(2_565_580.8)
+    assert least > 0.609e6
