@@ -13,7 +13,9 @@ from lightning_sparsefl.federated import algorithm
 
 FOLDER = Path(__file__).parents[1] / "benchmarks"
 TINY = {
+    "frozen_backward": ["--batch", "4", "--cycles", "1"],
     "local_trainer": ["--steps", "2", "--cycles", "1"],
+    "cut_step": ["--batch", "2", "--size", "8", "--cycles", "1"],
     "federated_round": ["--clients", "2", "--samples", "30", "--rounds", "2"],
 }
 
