@@ -1,4 +1,4 @@
-"""Whether frozen layers save the time that their FLOPs promise: MobileNet, a weak client's plan at an eighth, one thread.
+"""Whether frozen layers save the time that their FLOPs promise: a weak client of MobileNet at an eighth, one thread.
 
 PerFedMask's plan for 100 clients, half of which can train an eighth of the body, freezes most of the weak ones' layers.
 The backward pass of one batch is timed with nothing frozen and with the plan, in turns within a cycle. Its promise is
@@ -26,10 +26,12 @@ from lightning_sparsefl.sparse import freeze
 from lightning_sparsefl.sparse.layer_groups import group_sizes, head_of, layer_groups
 
 CLIENTS, WEAK = 100, 1 / 8
+_LATE = 11
+"""The last group that a weak client could train, 268,800 parameters: what freezing early layers would save."""
 
 
 def plans(module: nn.Module) -> dict[str, set[str]]:
-    """Frozen tensors: of a weak client, of one that trains the last groups within the same budget, of FedBABU."""
+    """Frozen tensors: of a weak client, of one that trains one late group instead, of FedBABU."""
     weights = dict(module.named_parameters())
     head = head_of(weights)
     groups = layer_groups({name: value for name, value in weights.items() if name not in head})
@@ -38,7 +40,7 @@ def plans(module: nn.Module) -> dict[str, set[str]]:
     weak = freeze.optimized(sizes, budgets, torch.Generator().manual_seed(0))[0].tolist()
     rows = {
         "weak": weak,
-        "weak_late": [size == 268_800 and place == 11 for place, size in enumerate(sizes)],
+        "weak_late": [place == _LATE for place in range(len(sizes))],
         "fedbabu": [True] * len(sizes),
     }
     return {

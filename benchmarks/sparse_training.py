@@ -382,12 +382,11 @@ def tables(found: list[dict[str, str]]) -> str:
     parts = []
     for dataset in dict.fromkeys(row["dataset"] for row in found):
         mine = [row for row in found if row["dataset"] == dataset]
-        seeds, epochs = len({row["seed"] for row in mine}), ", ".join(sorted({row["epochs"] for row in mine}))
-        parts += [f"### {dataset}: {len(mine)} runs, {seeds} seed{'s' * (seeds != 1)}, {epochs} epochs"]
-        parts += [
-            "Test accuracy in percent, by density; standard deviation over seeds in brackets.",
-            table(mine, dataset, accuracy),
-        ]
+        planned = [run for run in runs() if run.dataset == dataset]
+        seeds, epochs = (", ".join(sorted({row[key] for row in mine})) for key in ("seed", "epochs"))
+        parts += [f"### {dataset}: {len(mine)} of {len(planned)} runs, {epochs} epochs, seeds {seeds}"]
+        parts += ["Test accuracy in percent, by density; in brackets the standard deviation over seeds."]
+        parts += [table(mine, dataset, accuracy)]
         parts += ["Operations of the training, in 1e9, if zeros cost nothing.", table(mine, dataset, work)]
     return "\n\n".join(parts)
 

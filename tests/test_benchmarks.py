@@ -16,6 +16,7 @@ TINY = {
     "frozen_backward": ["--batch", "4", "--cycles", "1"],
     "local_trainer": ["--steps", "2", "--cycles", "1"],
     "cut_step": ["--batch", "2", "--size", "8", "--cycles", "1"],
+    "masked_step": ["--width", "8", "--batch", "4", "--steps", "4", "2", "--cycles", "1", "1"],
     "federated_round": ["--clients", "2", "--samples", "30", "--rounds", "2"],
 }
 

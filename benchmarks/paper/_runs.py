@@ -22,11 +22,11 @@ REPOSITORY = Path(__file__).parents[2]
 RESULTS = REPOSITORY / "benchmarks" / "results" / "paper"
 DOCUMENT = REPOSITORY / "docs" / "results.md"
 COLUMNS = (
-    *("run", "seed", "rounds", "final", "best", "best5", "bytes_down", "bytes_up", "bytes_paper"),
+    *("run", "seed", "rounds", "final", "best", "best5", "before", "after", "bytes_down", "bytes_up", "bytes_paper"),
     *("flops_train", "flops_paper", "density", "seconds", "commit"),
 )
-"""Accuracies in [0, 1] of the followed metric: after the last round, the best, and the mean of the best five; bytes and
-FLOPs of the whole run; seconds of its rounds, without scoring."""
+"""Accuracies in [0, 1] of the followed metric: after the last round, the best, the mean of the best five; before and
+after fine-tuning, where there was some. Bytes and FLOPs of the whole run; seconds of its rounds, without scoring."""
 _COUNTS = {
     "bytes_down": "comm/downlink_bytes_total",
     "bytes_up": "comm/uplink_bytes_total",
@@ -91,6 +91,8 @@ class Run:
             "final": scores[-1],
             "best": max(scores),
             "best5": statistics.fmean(sorted(scores)[-5:]),
+            "before": summary.get(f"selected/{self.metric.rpartition('/')[2]}", ""),
+            "after": summary.get(f"finetuned/{self.metric.rpartition('/')[2]}", ""),
             **{column: summary[key] for column, key in _COUNTS.items()},
             "seconds": round(sum(float(row["time/round"]) for row in rounds), 1),
             "commit": commit,
@@ -143,14 +145,13 @@ def read(path: Path) -> list[Row]:
 
 
 def append(path: Path, row: Mapping[str, object]) -> None:
-    """Add a row, below the names of the columns."""
+    """Add a row; older rows that lack a column have nothing there."""
+    rows = [*read(path), row]
     path.parent.mkdir(parents=True, exist_ok=True)
-    new = not path.exists()
-    with path.open("a", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS)
-        if new:
-            writer.writeheader()
-        writer.writerow(row)
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, COLUMNS, restval="")
+        writer.writeheader()
+        writer.writerows(rows)
 
 
 def commit() -> str:

@@ -24,7 +24,7 @@ from lightning_sparsefl.federated.algorithm import BYTES_PER_WEIGHT, FederatedAl
 from lightning_sparsefl.federated.client import Client
 from lightning_sparsefl.federated.fleet import Fleet
 from lightning_sparsefl.sparse.layer_groups import head_of
-from lightning_sparsefl.sparse.masks import counts
+from lightning_sparsefl.sparse.masks import counts, intersect
 from lightning_sparsefl.types import ClientView, CostFacts, Costs, Message, ServerState, Weights
 
 
@@ -67,6 +67,6 @@ def upload_of_the_trained(costs: Costs, message: Message) -> Costs:
         costs: To correct.
         message: What the client received.
     """
-    changing = counts(message.trainable)
+    changing = counts(intersect(message.trainable, message.masks))
     sent = sum(changing.get(name, weight.numel()) for name, weight in message.weights.items())
     return replace(costs, flops_paper=costs.flops_analytic, bytes_up_paper=BYTES_PER_WEIGHT * sent)

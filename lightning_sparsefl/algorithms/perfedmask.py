@@ -7,6 +7,10 @@ Once before training the server decides which groups of layers each client train
 (problem P^mask, eq. 9). A client receives the whole model, trains its groups and sends them; a group is averaged over
 those who trained it (eq. 3). The head keeps its random start until each client fine-tunes the whole model at the end.
 
+With `base`, clients hold narrow networks of HeteroFL or Split-Mix, of which they train some layers (Tables 2 and 8).
+The paper does not say how P^mask is solved then. Here it is solved among the clients whose networks are of one size, and a
+budget is a share of one network: of the one of the client's width, or of each of its base networks.
+
 Departures. The authors' code was read, not copied:
 
 - P^mask is solved by local search from several starts, and exactly where it is small. The authors' successive
@@ -24,24 +28,29 @@ Departures. The authors' code was read, not copied:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, TypeAlias
 
 import torch
+from lightning.pytorch import LightningModule
 from torch import Tensor
 
+from lightning_sparsefl.algorithms.fedavg import FedAvg
 from lightning_sparsefl.algorithms.fedbabu import upload_of_the_trained
 from lightning_sparsefl.errors import InvalidOption
 from lightning_sparsefl.federated.algorithm import FederatedAlgorithm
 from lightning_sparsefl.federated.client import Client
 from lightning_sparsefl.federated.fleet import Fleet
 from lightning_sparsefl.federated.options import check_choices
+from lightning_sparsefl.federated.reduce import Reducer
 from lightning_sparsefl.seeds import generator
 from lightning_sparsefl.sparse import freeze
 from lightning_sparsefl.sparse.density import floor_count
-from lightning_sparsefl.sparse.layer_groups import group_sizes, head_of, layer_groups
-from lightning_sparsefl.types import ClientView, CostFacts, Costs, Message, ServerState, Weights
+from lightning_sparsefl.sparse.layer_groups import head_of, layer_groups
+from lightning_sparsefl.sparse.masks import counts
+from lightning_sparsefl.types import ClientView, CostFacts, Costs, Message, ServerState, Update, Weights
 
 _Masking: TypeAlias = Callable[[Sequence[int], Sequence[int], torch.Generator], Tensor]
 _MASKINGS: dict[str, _Masking] = {
@@ -65,50 +74,105 @@ class PerFedMask(FederatedAlgorithm):
     """Globs over names of parameters; each makes one group. What they leave is grouped by layers and blocks."""
     finetune_epochs: int = 5
     """Epochs of each client's last fit, of the whole model; 0 = none."""
+    base: FederatedAlgorithm | None = None
+    """HeteroFL or SplitMix, of whose networks clients train some layers; none = layers of the whole model."""
 
     def __post_init__(self) -> None:
         check_choices(self, "algorithm.")
+        if self.base is not None and not hasattr(self.base, "network"):
+            raise InvalidOption(f"`PerFedMask(base={self.base})`: expected `HeteroFL` or `SplitMix`, or none.")
         if self.finetune_epochs < 0:
             raise InvalidOption(f"`PerFedMask(finetune_epochs={self.finetune_epochs})`: expected a whole number >= 0.")
 
+    @property
+    def _inner(self) -> Any:
+        """Decides all but what may change."""
+        return FedAvg() if self.base is None else self.base
+
+    def adapt(self, module: LightningModule) -> None:
+        """As the base does."""
+        self._inner.adapt(module)
+
     def init(self, weights: Weights, fleet: Fleet) -> ServerState:
         """Make the plan: for every parameter, which clients train it."""
+        server: ServerState = self._inner.init(weights, fleet)
         parameters = {name: value for name, value in weights.items() if name not in fleet.buffers}
         head = head_of(parameters, self.head) if self.freeze_head else ()
         body = {name: value for name, value in parameters.items() if name not in head}
         if not body:
             raise InvalidOption(f"The head {list(head)} is the whole model; name a part of it with `algorithm.head`.")
         groups = layer_groups(body, self.groups)
-        sizes = group_sizes(body, groups)
-        budgets = [floor_count(view.capacity, sum(sizes)) for view in fleet.views]
-        plan = _MASKINGS[self.masking](sizes, budgets, generator(fleet.seed, "PerFedMask plan"))
-        clients = torch.tensor([view.id for view in fleet.views])
-        trains = torch.zeros(int(clients.max()) + 1, len(groups), dtype=torch.bool)
-        trains[clients] = plan
+        rng = generator(fleet.seed, "PerFedMask plan")
+        trains = torch.zeros(max(view.id for view in fleet.views) + 1, len(groups), dtype=torch.bool)
+        for sizes, views in self._by_size(server, body, groups, fleet).items():
+            budgets = [floor_count(view.capacity, sum(sizes)) for view in views]
+            trains[[view.id for view in views]] = _MASKINGS[self.masking](sizes, budgets, rng)
         columns = dict(zip(groups, trains.T.contiguous().to(fleet.device), strict=True))
         nobody = torch.zeros(len(trains), dtype=torch.bool, device=fleet.device)
         owner = {name: group for group, names in groups.items() for name in names}
-        return ServerState(
-            round=0,
-            weights=weights,
-            extra={"trains": {name: columns[owner[name]] if name in owner else nobody for name in parameters}},
-        )
+        plan = {name: columns[owner[name]] if name in owner else nobody for name in parameters}
+        return replace(server, extra={**server.extra, "trains": plan})
+
+    def _by_size(
+        self, server: ServerState, body: Weights, groups: Mapping[str, Sequence[str]], fleet: Fleet
+    ) -> dict[tuple[int, ...], list[ClientView]]:
+        """Clients by the sizes that the groups have in one of their networks, which follow from the capacity."""
+        known: dict[float, tuple[int, ...]] = {}
+        found: dict[tuple[int, ...], list[ClientView]] = defaultdict(list)
+        for view in fleet.views:
+            if view.capacity not in known:
+                kept = {} if self.base is None else counts(self._inner.network(server, view))
+                sizes = (sum(kept.get(name, body[name].numel()) for name in names) for names in groups.values())
+                known[view.capacity] = tuple(sizes)
+            found[known[view.capacity]].append(view)
+        return found
 
     def download(self, server: ServerState, view: ClientView) -> Message:
-        """The whole model, and which of it the client may change."""
+        """The whole model or the base's networks, and which of it the client may change."""
         trains = server.extra["trains"]
         mine = dict(zip(trains, torch.stack([clients[view.id] for clients in trains.values()]).tolist(), strict=True))
+        fixed = [name for name, may_change in mine.items() if not may_change]
         frozen = {
             name: torch.zeros((), dtype=torch.bool, device=server.weights[name].device).expand_as(server.weights[name])
-            for name, may_change in mine.items()
-            if not may_change
+            for name in (fixed if len(fixed) < len(mine) else server.weights)  # with nothing to train, buffers stay too
         }
-        return Message(weights=server.weights, trainable=frozen)
+        message: Message = self._inner.download(server, view)
+        return replace(message, trainable=frozen)
+
+    def train(self, message: Message, client: Client) -> Update:
+        """As the base does; a client whose budget fits no group has nothing to train and sends nothing."""
+        if _is_idle(message):
+            return Update(weights={}, weight=client.num_examples)
+        update: Update = self._inner.train(message, client)
+        return update
+
+    def trained(self, message: Message, update: Update) -> Weights:
+        """As the base does."""
+        weights: Weights = self._inner.trained(message, update)
+        return weights
+
+    def reducer(self) -> Reducer:
+        """As the base does."""
+        reducer: Reducer = self._inner.reducer()
+        return reducer
+
+    def personalize(self, server: ServerState, client: Client) -> Weights:
+        """The global model, or the client's part of it."""
+        weights: Weights = self._inner.personalize(server, client)
+        return weights
 
     def finetune(self, server: ServerState, client: Client) -> Weights | None:
-        """The whole model, head and all, on the client's own data."""
+        """The whole model or the client's part of it, head and all, on the client's own data."""
+        if self.base is not None:
+            return replace(self._inner, finetune_epochs=self.finetune_epochs).finetune(server, client)  # type: ignore[no-any-return]
         return client.fit(server.weights, epochs=self.finetune_epochs).weights if self.finetune_epochs else None
 
     def costs(self, facts: CostFacts) -> Costs:
         """The paper counts the trained parameters up; Tables 1, 2, 4, 7 and 8 print their mean over clients."""
-        return upload_of_the_trained(super().costs(facts), facts.message)
+        costs = upload_of_the_trained(self._inner.costs(facts), facts.message)
+        return replace(costs, flops_paper=0, flops_analytic=0) if _is_idle(facts.message) else costs
+
+
+def _is_idle(message: Message) -> bool:
+    """Whether a client may change nothing at all."""
+    return all(name in message.trainable for name in message.weights)

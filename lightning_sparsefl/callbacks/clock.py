@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from lightning.pytorch.callbacks import StochasticWeightAveraging
+
 from lightning_sparsefl.errors import InvalidOption
 
 
@@ -43,6 +45,9 @@ class StepClock:
                 f"`{owner}` plans in shares of the training, but nothing says how long that is; set "
                 "`trainer.max_steps`, or `trainer.max_epochs` and a loader that has a length."
             )
+        if _ends_without_steps(trainer):
+            steps = math.ceil(trainer.num_training_batches / trainer.accumulate_grad_batches)
+            expected = min(expected, steps * (trainer.max_epochs - 1))
         self.total = max(1, int(expected) - self._before)
         return resumed
 
@@ -64,3 +69,10 @@ class StepClock:
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
         """Go on with the fit of a checkpoint."""
         self.step, self._before, self._resumed = state_dict["step"], state_dict["before"], True
+
+
+def _ends_without_steps(trainer: Any) -> bool:
+    """Whether stochastic weight averaging has added an epoch to the fit, only to renew the statistics of batch norm."""
+    if not any(isinstance(each, StochasticWeightAveraging) for each in trainer.callbacks):
+        return False
+    return trainer.max_epochs > 1 and StochasticWeightAveraging.pl_module_contains_batch_norm(trainer.lightning_module)

@@ -156,7 +156,8 @@ def _draw(trainer: Any, masks: Masks, densities: Mapping[str, float]) -> None:
     boards = [logger for logger in trainer.loggers if hasattr(logger.experiment, "add_image")]
     if not boards:
         return
-    from lightning_sparsefl.report import masks as report, pictures  # matplotlib is slow to import
+    from lightning_sparsefl.report import masks as report  # matplotlib is slow to import
+    from lightning_sparsefl.report import pictures
 
     epoch = trainer.current_epoch
     layers = {key.removeprefix(_LAYER): value for key, value in densities.items() if key.startswith(_LAYER)}

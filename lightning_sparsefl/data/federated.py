@@ -48,6 +48,7 @@ class FederatedDataModule(L.LightningDataModule):
             ``PL_GLOBAL_SEED``), or 0 without.
         eval_batch_size: Validation and test samples per batch.
         drop_last: Leave out a last, smaller training batch.
+        examples_per_client: How many of the examples dealt to it each client owns, drawn by chance; None = all.
         num_workers: Worker processes of each loader.
 
     Raises:
@@ -81,6 +82,7 @@ class FederatedDataModule(L.LightningDataModule):
         seed: int | None = None,
         eval_batch_size: int = 256,
         drop_last: bool = False,
+        examples_per_client: int | None = None,
         num_workers: int = 0,
     ) -> None:
         super().__init__()
@@ -94,13 +96,14 @@ class FederatedDataModule(L.LightningDataModule):
             "batch_size": batch_size,
             "test_per_client": test_per_client,
             "eval_batch_size": eval_batch_size,
+            "examples_per_client": examples_per_client,
         }.items():
-            if value < 1:
+            if value is not None and value < 1:
                 raise InvalidOption(f"`{name}={value}`: expected at least 1; change `data.{name}`.")
         self.num_clients, self.partition, self.batch_size = num_clients, partition, batch_size
         self.val_fraction, self.test_per_client, self.eval_split = val_fraction, test_per_client, eval_split
         self.seed, self.eval_batch_size = seed, eval_batch_size
-        self.drop_last, self.num_workers = drop_last, num_workers
+        self.drop_last, self.num_workers, self.examples_per_client = drop_last, num_workers, examples_per_client
         self.client_sizes: list[int] = self._nominal_sizes()
         self._held: _Held | None = None
 
@@ -194,7 +197,7 @@ class FederatedDataModule(L.LightningDataModule):
     def _nominal_sizes(self) -> list[int]:
         check_num_clients(self.num_clients, self.num_train)
         share, rest = divmod(self.num_train, self.num_clients)
-        sizes = [share + (client < rest) for client in range(self.num_clients)]
+        sizes = [self.examples_per_client or share + (client < rest) for client in range(self.num_clients)]
         return [size - self._num_held_out(size, client) for client, size in enumerate(sizes)]
 
     def _num_held_out(self, size: int, client: int) -> int:
@@ -207,6 +210,15 @@ class FederatedDataModule(L.LightningDataModule):
             )
         return min(max(round(self.val_fraction * size), 1), size - 1)
 
+    def _wanted(self, size: int, client: int) -> int:
+        wanted = size if self.examples_per_client is None else self.examples_per_client
+        if wanted > size:
+            raise InvalidOption(
+                f"`examples_per_client={wanted}`: client {client} is dealt {size}; lower it or `data.num_clients`, or "
+                "change `data.partition`."
+            )
+        return wanted
+
     def _seed(self) -> int:
         return int(os.environ.get("PL_GLOBAL_SEED", 0)) if self.seed is None else self.seed
 
@@ -215,8 +227,8 @@ class FederatedDataModule(L.LightningDataModule):
         train, val, test = [], [], []
         for client, owned in enumerate(self.partition.split(labels, self.num_clients, seed)):
             rng = generator(seed, "partition", "held out", client)
-            order = owned[torch.randperm(len(owned), generator=rng)]
-            held_out = self._num_held_out(len(owned), client)
+            order = owned[torch.randperm(len(owned), generator=rng)][: self._wanted(len(owned), client)]
+            held_out = self._num_held_out(len(order), client)
             val.append(order[:held_out])
             train.append(order[held_out:])
             test.append(matching_test(labels[train[-1]], test_labels, self.test_per_client, rng))

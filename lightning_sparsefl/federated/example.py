@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch import LightningModule
 from lightning_utilities.core.apply_func import apply_to_collection
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_sparsefl.cost import count_layers
 from lightning_sparsefl.errors import InvalidOption
@@ -40,7 +43,8 @@ def layers_of(module: LightningModule, data: Any) -> tuple[LayerFlops, ...]:
         rank_zero_warn("FLOPs are not counted: the data has no `sample_shape` and the module no `example_input_array`.")
         return ()
     try:
-        return count_layers(module, sample)
+        with _one_sample_will_do(module):
+            return count_layers(module, sample)
     except Exception as error:
         rank_zero_warn(
             f"FLOPs are not counted: `{type(module).__name__}.forward` fails on one sample "
@@ -62,9 +66,30 @@ def units_of(module: LightningModule, data: Any) -> tuple[UnitGroup, ...]:
             f"The units of `{name}` cannot be found: the data has no `sample_shape`; set the model's "
             "`example_input_array`."
         )
-    groups = find_groups(module, *(sample if isinstance(sample, tuple) else (sample,)))
+    with _one_sample_will_do(module):
+        groups = find_groups(module, *(sample if isinstance(sample, tuple) else (sample,)))
     if not groups:
         raise InvalidOption(
             f"`{name}` has no units, expected a hidden layer whose channels or neurons can be dropped (option `model`)."
         )
-    return groups
+    names = module.state_dict().keys()  # without the lent statistics
+    return tuple(replace(g, slots=tuple(slot for slot in g.slots if slot.name in names)) for g in groups)
+
+
+@contextmanager
+def _one_sample_will_do(module: nn.Module) -> Iterator[None]:
+    """Lend batch norms without running statistics some, since one sample may have none of its own."""
+    norms = [
+        norm
+        for norm in module.modules()
+        if isinstance(norm, nn.modules.batchnorm._BatchNorm) and norm.running_mean is None and norm.weight is not None
+    ]
+    try:
+        for norm in norms:
+            for name, like in (("running_mean", torch.zeros_like), ("running_var", torch.ones_like)):
+                norm.register_buffer(name, like(norm.weight.detach()))
+        yield
+    finally:
+        for norm in norms:
+            for name in ("running_mean", "running_var"):
+                norm.register_buffer(name, None)

@@ -51,6 +51,8 @@ class Federation:
     execution: Literal["mask", "cut"] = "mask"
     """How a client trains some of the model's units: the others are multiplied by zero, or really cut out, which takes
     less time and gives the same weights up to rounding. Methods with masks over single weights do not care."""
+    finetune_epochs: int = 0
+    """Epochs of each client's last fit, of all it is scored with, where the method has no fine-tuning of its own."""
     monitor: str = "train_acc"
     """The metric of local training that methods steer by, such as FedLPS's bandit; the module must log it."""
     local_engine: Literal["auto", "fast", "trainer"] = "auto"
@@ -72,8 +74,9 @@ class Federation:
 
     def __post_init__(self) -> None:
         check_choices(self, "federation.")
-        if self.unseen_clients < 0:
-            raise InvalidOption(f"`federation.unseen_clients` is {self.unseen_clients}; expected a whole number >= 0.")
+        for name in ("unseen_clients", "finetune_epochs"):
+            if getattr(self, name) < 0:
+                raise InvalidOption(f"`federation.{name}` is {getattr(self, name)}; expected a whole number >= 0.")
         for name in ("clients_per_round", "min_clients", "checkpoint_every_n_rounds"):
             if getattr(self, name) < 1:
                 raise InvalidOption(f"`federation.{name}` is {getattr(self, name)}; expected a whole number >= 1.")

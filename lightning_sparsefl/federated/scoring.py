@@ -108,13 +108,19 @@ class Scorer:
         Returns:
             Keys of the final table, and a row for each client.
         """
-        if type(self.algorithm).finetune is FederatedAlgorithm.finetune:
+        owned = type(self.algorithm).finetune is not FederatedAlgorithm.finetune
+        if not owned and not self.federation.finetune_epochs:
             return {}, []
         server = server if self.selected is None else self.selected.server
         before = self.scores(server)
-        after = self._evaluate(server, self.split, lambda client: self.algorithm.finetune(server, client), late=1)
+        tune = self.algorithm.finetune if owned else self._fit_once_more
+        after = self._evaluate(server, self.split, lambda client: tune(server, client), late=1)
         keys: dict[str, float] = {"selected/round": server.round, **before.groups("selected")}
         return {**keys, **after.groups("finetuned")}, _rows(before, after)
+
+    def _fit_once_more(self, server: ServerState, client: Client) -> Weights:
+        weights = self.algorithm.personalize(server, client)
+        return client.fit(weights, epochs=self.federation.finetune_epochs).weights
 
     def _evaluate(
         self,

@@ -185,6 +185,7 @@ class FederatedTrainer:
         """
         summary = self._launch("fit", model, datamodule, ckpt_path)
         if self._in_other_processes and self.run_folder is not None:
+            self.algorithm.adapt(model)  # as the other processes did with theirs
             model.load_state_dict(load_plain(self.run_folder / "checkpoints" / "last.ckpt")["state_dict"])
         return summary
 

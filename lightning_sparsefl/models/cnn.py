@@ -7,16 +7,19 @@ from collections import OrderedDict
 from torch import nn
 
 from lightning_sparsefl.errors import InvalidOption
+from lightning_sparsefl.models.norm import Norm, norm2d
 from lightning_sparsefl.models.task import Classifier, SampleShape, check_sizes
 
 
 class SmallCNN(Classifier):
-    """Two 3x3 convolutions with group norm, the second of stride 2, then one linear layer.
+    """3x3 convolutions with a norm, all but the first of stride 2, then one linear layer.
 
     Args:
         num_classes: Number of classes.
         sample_shape: Channels, height, width; sides of 2 or more.
-        width: Channels of the first convolution, a multiple of 4; the second has twice as many.
+        width: Channels of the first convolution, a multiple of 4; each further one has twice as many.
+        depth: Convolutions.
+        norm: After each convolution.
         lr: Learning rate.
         momentum: Momentum.
         weight_decay: L2 penalty.
@@ -30,6 +33,8 @@ class SmallCNN(Classifier):
         num_classes: int = 10,
         sample_shape: tuple[int, int, int] = (1, 8, 8),
         width: int = 16,
+        depth: int = 2,
+        norm: Norm = "group",
         lr: float = 0.1,
         momentum: float = 0.0,
         weight_decay: float = 0.0,
@@ -37,8 +42,10 @@ class SmallCNN(Classifier):
         check_sizes("SmallCNN", num_classes, sample_shape, min_side=2)
         if width < 4 or width % 4:
             raise InvalidOption(f"`SmallCNN(width={width})`: expected a positive multiple of 4; change `model.width`.")
+        if depth < 1:
+            raise InvalidOption(f"`SmallCNN(depth={depth})`: expected a whole number >= 1; change `model.depth`.")
         super().__init__(
-            _small_cnn(num_classes, sample_shape, width),
+            _small_cnn(num_classes, sample_shape, width, depth, norm),
             num_classes=num_classes,
             lr=lr,
             momentum=momentum,
@@ -46,22 +53,18 @@ class SmallCNN(Classifier):
         )
 
 
-def _small_cnn(num_classes: int, sample_shape: SampleShape, width: int) -> nn.Sequential:
+def _small_cnn(num_classes: int, sample_shape: SampleShape, width: int, depth: int, norm: Norm) -> nn.Sequential:
     channels, rows, columns = sample_shape
-    pixels = ((rows + 1) // 2) * ((columns + 1) // 2)
-    return nn.Sequential(
-        OrderedDict(
-            conv1=nn.Conv2d(channels, width, 3, padding=1),
-            norm1=nn.GroupNorm(4, width),
-            relu1=nn.ReLU(),
-            # A stride, not a pool: with two pools, a last batch of two digits took accuracy from .98 to .26.
-            conv2=nn.Conv2d(width, 2 * width, 3, stride=2, padding=1),
-            norm2=nn.GroupNorm(4, 2 * width),
-            relu2=nn.ReLU(),
-            flatten=nn.Flatten(),
-            fc=nn.Linear(2 * width * pixels, num_classes),
-        )
-    )
+    layers: OrderedDict[str, nn.Module] = OrderedDict()
+    for place in range(1, depth + 1):
+        # A stride, not a pool: with two pools, a last batch of two digits took accuracy from .98 to .26.
+        stride = 1 if place == 1 else 2
+        layers[f"conv{place}"] = nn.Conv2d(channels, width, 3, stride=stride, padding=1)
+        layers[f"norm{place}"] = norm2d(norm, width, 4, "SmallCNN")
+        layers[f"relu{place}"] = nn.ReLU()
+        rows, columns = ((side + stride - 1) // stride for side in (rows, columns))
+        channels, width = width, 2 * width
+    return nn.Sequential(layers | {"flatten": nn.Flatten(), "fc": nn.Linear(channels * rows * columns, num_classes)})
 
 
 class MNISTNet(Classifier):

@@ -50,5 +50,5 @@ def blocks(mask: Tensor) -> Tensor:
                 [1., 1.]])
     """
     table = mask.detach().cpu().reshape(mask.shape[0] if mask.dim() else 1, -1).float()
-    sides = [max(1, min(_SIDE, size)) for size in table.shape]
-    return adaptive_avg_pool2d(table[None, None], sides)[0, 0]
+    height, width = (max(1, min(_SIDE, size)) for size in table.shape)
+    return adaptive_avg_pool2d(table[None, None], (height, width))[0, 0]

@@ -37,7 +37,10 @@ class Stencil:
             self._parts = [(part, scratch[: part.numel()]) for part in mask.view(-1).split(_CHUNK)]
 
     def zero_(self, tensor: Tensor) -> None:
-        """Zero a tensor where the mask is False."""
+        """Zero a tensor where the mask is False; it may also be sparse, as the gradient of an embedding."""
+        if tensor.is_sparse:
+            tensor.mul_(self.mask)
+            return
         bits = tensor.detach().view(self._dtype)
         if self._parts and bits.is_contiguous():
             for part, (kept, ones) in zip(bits.view(-1).split(_CHUNK), self._parts, strict=True):

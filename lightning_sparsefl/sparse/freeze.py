@@ -16,7 +16,7 @@ group trains at least one, and a group that fits some client is trained by one (
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from math import inf
+from math import gcd, inf
 from typing import NamedTuple
 
 import torch
@@ -32,6 +32,7 @@ _BLOCKS = 16
 _RANDOM_BLOCKS = 4
 """The same in a random start, whose search takes time in proportion to the rows that differ."""
 _RANDOM_STARTS = 4
+"""Starts of :func:`optimized` besides those that are not left to chance."""
 
 
 def bias(plan: Tensor, sizes: Sequence[int]) -> float:
@@ -270,8 +271,10 @@ def _first_fit(sizes: Sequence[int], budget: int, order: Sequence[int]) -> list[
 def _knapsack(sizes: Sequence[int], budget: int) -> list[int]:
     """The subset of the largest sum within a budget; of several the first in the order of groups.
 
-    Bit s of ``sums[j]`` says whether some of the groups from j on have s parameters together.
+    Bit s of ``sums[j]`` says whether some of the last j groups have s units together; a unit divides all sizes.
     """
+    unit = gcd(*sizes)
+    sizes, budget = [size // unit for size in sizes], min(budget, sum(sizes)) // unit
     fitting, sums = (1 << (budget + 1)) - 1, [1]
     for size in reversed(sizes):
         sums.append((sums[-1] | sums[-1] << size) & fitting)
@@ -335,11 +338,8 @@ def _program(sizes: Sequence[int], budgets: Sequence[int]) -> _Program:
     """Variables m_nj, z_jt for t = 0..N, gamma_n, in this order; parameters are counted in units of d."""
     clients, groups, dense = len(budgets), len(sizes), sum(sizes)
     share = [size / dense for size in sizes]
-    marks, numbers, width = (
-        clients * groups,
-        groups * (clients + 1),
-        clients * groups + groups * (clients + 1) + clients,
-    )
+    marks, numbers = clients * groups, groups * (clients + 1)
+    width = marks + numbers + clients
     rows: list[list[float]] = []
     low: list[float] = []
     high: list[float] = []

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -62,11 +64,23 @@ def test_refuses_a_head_that_is_everything():
 def test_a_client_trains_what_fits_its_share_of_the_body():
     # 18 parameters: 1/3 is the 6 of b, .66 is 11 and so b too, 2/3 is the 12 of a, 1 is all, .3 is nothing
     people = views(1 / 3, 0.66, 2 / 3, 1.0, 0.3)
-    assert frozen(PerFedMask(), people) == [A | HEAD, A | HEAD, B | HEAD, HEAD, A | B | HEAD]
+    assert frozen(PerFedMask(), people) == [A | HEAD, A | HEAD, B | HEAD, HEAD, set(WEIGHTS)]
+
+
+def test_a_client_that_can_train_nothing_does_not_try(client, facts):
+    (weak, _) = people = views(0.3, 1.0)
+    method = PerFedMask()
+    message = method.download(started(method, people), weak)
+    someone, script = client({})
+    update = method.train(message, someone)
+    assert (dict(update.weights), update.weight, script.fits) == ({}, 7, [])
+    assert method.trained(message, update) == WEIGHTS
+    costs = method.costs(replace(facts(), message=message))
+    assert (costs.flops_paper, costs.flops_analytic, costs.bytes_up_paper) == (0, 0, 0)
 
 
 def test_two_weak_clients_share_the_work():
-    # Groups of 10 and 8, budgets of 10: one each costs 18 * 3 / 2 - 18 + 2 = 11, the first for both 18 * 5 / 3 - 18 = 12.
+    # Groups of 10 and 8, budgets of 10: one each costs 18 * 3 / 2 - 18 + 2 = 11, one for both 18 * 5 / 3 - 18 = 12.
     first, second = {"a.weight"} | HEAD, {"a.bias"} | B | HEAD
     plan = frozen(PerFedMask(groups=("a.weight", "*")), views(10 / 18, 10 / 18, 1.0))
     assert plan in ([first, second, HEAD], [second, first, HEAD])

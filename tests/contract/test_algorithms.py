@@ -18,6 +18,8 @@ VARIANTS = [
     *(algorithm() for algorithm in ALGORITHMS),
     algorithms.FedSpa(search="static", mask_init="different", layer_density="uniform", density=0.3),
     algorithms.FedSpa(mask_init="different", growth="random", merge="count", mask_pool="all"),
+    algorithms.FedLPS(ratio="fixed", refresh="round", reduction="mean"),
+    algorithms.FedLPS(ratio="capacity", pattern="rolling", dynamic=True, mu=0.1),
     algorithms.FedDIP(density=0.3, initial_density=1.0, reconfigure_every=1, penalty=0.01, mu=0.1, recover=False),
 ]
 

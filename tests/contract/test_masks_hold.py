@@ -148,6 +148,16 @@ def test_averaged_weights_are_masked_wherever_they_are_seen(case, average, first
 
 
 @pytest.mark.parametrize("first", ["mask first", "average first"])
+def test_a_schedule_ends_in_time_although_averaging_adds_an_epoch_without_steps(first, tmp_path):
+    module, callback = Net(), callbacks.GradualPruning(density=0.25, end=1.0, every_n_steps=3)
+    pair = [callback, AVERAGES["SWA"]()]
+    trainer = trainer_of(tmp_path, pair if first == "mask first" else pair[::-1])
+    trainer.fit(module, loader())
+    assert trainer.max_epochs == EPOCHS  # again
+    assert [kept({name: mask}) for name, mask in callback.masks.items()] == [8, 12, 6]
+
+
+@pytest.mark.parametrize("first", ["mask first", "average first"])
 @pytest.mark.parametrize("case", SETTLED)
 def test_an_average_is_that_of_the_weights_under_the_masks_and_disturbs_no_training(case, first, tmp_path):
     kind, options = CASES[case]

@@ -81,6 +81,20 @@ def test_nominal_sizes_are_the_actual_ones_of_an_equal_split():
     assert sorted(ready(num_clients=7, val_fraction=0.3).client_sizes) == sorted(nominal)
 
 
+def test_clients_may_own_a_part_of_what_they_are_dealt():
+    data = ready(partition=Pathological(classes_per_client=2), examples_per_client=6, val_fraction=0.5)
+    whole = ready(partition=Pathological(classes_per_client=2))
+    for client in range(10):
+        own = drawn(data.client_train_dataloader(client)) + drawn(data.client_val_dataloader(client))
+        assert len(own) == len(set(own)) == 6
+        assert set(own) < set(drawn(whole.client_train_dataloader(client)))
+    assert (
+        data.client_sizes == Numbered(num_clients=10, examples_per_client=6, val_fraction=0.5).client_sizes == [3] * 10
+    )
+    with pytest.raises(InvalidOption, match="client 0 is dealt 10"):
+        ready(examples_per_client=11)
+
+
 def test_validation_is_drawn_and_has_the_share_asked_for():
     data = ready(num_clients=2, val_fraction=0.1)
     assert [len(drawn(data.client_val_dataloader(k))) for k in (0, 1)] == [5, 5]

@@ -110,6 +110,15 @@ def test_the_best_round_is_fine_tuned_at_its_own_round(fit):
     assert json.loads((folder / "summary.json").read_text())["selected/round"] == best
 
 
+def test_a_method_without_fine_tuning_gets_it_from_the_federation(fit):
+    folder, summary = fit(FedAvg(), federation={"finetune_epochs": 3})
+    assert len(rows(folder / "finetuned.csv")) == 6
+    assert summary["selected/val_loss"] == summary["personal/val_loss"]
+    assert summary["finetuned/val_loss"] < summary["selected/val_loss"]
+    _, longer = fit(FedAvg(), federation={"finetune_epochs": 6})
+    assert longer["finetuned/val_loss"] != summary["finetuned/val_loss"]
+
+
 def test_the_best_round_survives_a_stop_and_a_resume(fit):
     options = {"federation": {"select": "global/val_loss"}}
     _, straight = fit(Tuned(), max_rounds=4, **options)

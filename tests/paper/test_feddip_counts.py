@@ -163,7 +163,11 @@ def test_a_round_down_costs_what_the_schedule_says(data: str, profile_of):
 @pytest.mark.parametrize("cell", COUNTED)
 def test_the_document_says_what_the_command_prints(cell: str, profile_of):
     (row,) = (line for line in DOCUMENT.read_text().splitlines() if line.startswith(f"| `{cell}` |"))
-    assert row == document_row(cell, profile_of(cell))
+    *counted, down, up = row.strip("| ").split(" | ")
+    *ours, our_down, our_up = document_row(cell, profile_of(cell)).strip("| ").split(" | ")
+    assert counted == ours
+    travelled = [[float(number.replace(",", "")) for number in pair] for pair in ((down, up), (our_down, our_up))]
+    assert travelled[0] == pytest.approx(travelled[1], rel=1e-3)
 
 
 def document_row(cell: str, profile: Any) -> str:

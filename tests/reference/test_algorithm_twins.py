@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import importlib.util
 import itertools
 from collections import defaultdict
@@ -16,18 +17,35 @@ from lightning.pytorch import Callback
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_sparsefl import FedAvg, FedBABU, FedDIP, FederatedTrainer, Federation, FedProx, FedSpa, Local, PerFedMask
+from lightning_sparsefl import (
+    FedAvg,
+    FedBABU,
+    FedDIP,
+    FederatedTrainer,
+    Federation,
+    FedLPS,
+    FedProx,
+    FedSpa,
+    Local,
+    PerFedMask,
+)
 from lightning_sparsefl.federated.fleet import Fleet
 from lightning_sparsefl.federated.round_lr import ExponentialRoundLR
 from lightning_sparsefl.federated.store import unpack_plain
-from lightning_sparsefl.seeds import generator, seed_all
+from lightning_sparsefl.seeds import derive_seed, generator, seed_all
 from lightning_sparsefl.sparse.prune import random_masks
 from lightning_sparsefl.sparse.scores import random as random_scores
 from lightning_sparsefl.types import ClientView
 
-_spec = importlib.util.spec_from_file_location("numpy_federation", Path(__file__).with_name("numpy_federation.py"))
-slow = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(slow)
+
+def beside(name):
+    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+slow, slow_lps, slow_bandit = (beside(name) for name in ("numpy_federation", "numpy_fedlps", "numpy_pucbv"))
 
 SEED, ROUNDS, EPOCHS, PER_ROUND = 11, 5, 2, 3
 SIZES = (5, 9, 14, 7, 20, 11)
@@ -61,6 +79,13 @@ class ClientData(L.LightningDataModule):
         return DataLoader(self._part(slice(-HELD_OUT, None), np.full(HELD_OUT, self.client)), batch_size=64)
 
 
+class Notes(list):
+    """Shared with a narrow copy of the module."""
+
+    def __deepcopy__(self, memo):
+        return self
+
+
 class Net(L.LightningModule):
     """A user's module, which also notes what it was trained and scored on."""
 
@@ -68,7 +93,7 @@ class Net(L.LightningModule):
         super().__init__()
         self.rates = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
         self.net = nn.Sequential(nn.Linear(FEATURES, 8), nn.ReLU(), nn.Linear(8, 7), nn.ReLU(), nn.Linear(7, CLASSES))
-        self.trained_on, self.scored_with = [], {}
+        self.trained_on, self.scored_with = Notes(), {}
 
     def forward(self, x):
         return self.net(x)
@@ -76,13 +101,18 @@ class Net(L.LightningModule):
     def training_step(self, batch):
         x, y, samples = batch
         self.trained_on.append((self.training, samples.numpy().copy()))
-        return nn.functional.cross_entropy(self(x), y)
+        logits = self(x)
+        accuracy = (logits.argmax(1) == y).double().mean()
+        self.log("train_acc", accuracy, on_step=False, on_epoch=True, batch_size=len(y))
+        return nn.functional.cross_entropy(logits, y)
 
     def validation_step(self, batch):
         x, y, client = batch
         owners = set(client.tolist())
         self.scored_with[owners.pop() if len(owners) == 1 else "global"] = arrays(self.state_dict())
-        self.log("val_loss", nn.functional.cross_entropy(self(x), y))
+        logits = self(x)
+        self.log("val_loss", nn.functional.cross_entropy(logits, y))
+        self.log("val_acc", (logits.argmax(1) == y).double().mean())
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), **self.rates)
@@ -107,6 +137,10 @@ class Round(NamedTuple):
     """(training mode, samples) of every call of the training step."""
     server_masks: dict
     """The server's, from the checkpoint."""
+    memory: dict
+    """By client number: what it keeps for itself."""
+    rows: dict
+    """By client number: what the round's table says of it."""
 
 
 class Recording(Callback):
@@ -132,11 +166,20 @@ class Recording(Callback):
                 masks={k: arrays(r["shared"]["masks"]) for k, r in records.items() if "masks" in r["shared"]},
                 trained_on=list(pl_module.trained_on),
                 server_masks=arrays(unpack_plain(content["sparsefl"]["masks"], torch.device("cpu"))),
+                memory={k: r["memory"] for k, r in records.items()},
+                rows=table_of(self.folder, len(self.rounds)),
             )
         )
         self.cohort = []
         pl_module.trained_on.clear()
         pl_module.scored_with.clear()
+
+
+def table_of(folder, number):
+    """The rows of the run's newest table that belong to a round, by client number."""
+    newest = max(folder.rglob("clients.csv"), key=lambda path: path.stat().st_mtime)
+    with newest.open() as file:
+        return {int(row["client"]): row for row in csv.DictReader(file) if int(row["round"]) == number}
 
 
 @pytest.fixture
@@ -531,6 +574,129 @@ def test_perfedmask_whichever_way_the_engine_goes(fit, option):
     _, second = fit(method, CLIPPED, 4, capacities=CAPACITIES, **option)
     for one, other in zip(first, second, strict=True):
         assert all(np.array_equal(one.weights[name], other.weights[name]) for name in one.weights)
+
+
+HIDDEN = {"net.0": 8, "net.2": 7}
+LEVELS = [1.0, 0.5, 0.25]
+"""Capacities, each of a block of two clients."""
+
+
+def drawn_units(k, t):
+    """What ranks the units of a client in a round where they are drawn."""
+    seed = derive_seed(SEED, k)
+    return [torch.rand(size, generator=generator(seed, t, "units", name)).numpy() for name, size in HIDDEN.items()]
+
+
+class Bandits:
+    """The densities of every client, from the bandit's twin and what the run's table says of rewards."""
+
+    def __init__(self, method):
+        self.method = method
+        self.of = {k: slow_bandit.Bandit(method.arms, method.rho, ROUNDS / PER_ROUND, method.drop) for k in CLIENTS}
+
+    def choose(self, k, t):
+        rng = generator(SEED, t, k, "density")
+        return self.of[k].choose(
+            self.capacity(k),
+            lambda count: int(torch.randint(count, (1,), generator=rng)),
+            lambda: 1 - float(torch.rand((), dtype=torch.float64, generator=rng)),
+        )
+
+    def capacity(self, k):
+        return LEVELS[k // 2]
+
+    def learn(self, k, density, row):
+        before = self.of[k].accuracy
+        first = row["local/train_acc_first"] if before is None else before
+        seconds = float(row["flops_train"]) / (self.capacity(k) * self.method.flops_per_second)
+        seconds += self.method.alpha * float(row["uplink_bytes"]) / self.method.bytes_per_second
+        self.of[k].learn(self.capacity(k), density, float(row["local/train_acc"]), float(first), seconds)
+        return seconds
+
+
+def density_of(method, bandits, k, t):
+    if method.ratio == "fixed":
+        return method.density
+    return bandits.capacity(k) if method.ratio == "capacity" else bandits.choose(k, t)
+
+
+def check_price(method, row, initial, kept, k, before):
+    """Three forward passes of the part for every sample, and of the whole for the probe's batch; the first accuracy."""
+    whole = slow_lps.forward_flops(initial, [np.ones(size, dtype=bool) for size in HIDDEN.values()])
+    flops = 3 * EPOCHS * SIZES[k] * slow_lps.forward_flops(initial, kept)
+    flops += 3 * SIZES[k] * whole * (method.probe and method.pattern == "learned")
+    flops += SIZES[k] * whole * (method.ratio == "bandit" and before is None)
+    assert float(row["flops_train"]) == pytest.approx(flops, rel=1e-12)
+
+
+def compare_fedlps(fit, method, sgd, batch_size, **federation):
+    initial, record = fit(method, sgd, batch_size, capacities=LEVELS, **federation)
+    bandits = Bandits(method)
+    scored_at = {k: method.density if method.ratio == "fixed" else bandits.capacity(k) for k in CLIENTS}
+    twin = slow_lps.FedLPS(initial, SIZES, sgd, method, scored_at)
+    for t, done in enumerate(record):
+        batches, probes = seen_batches(done)
+        assert set(probes) == (set(done.cohort) if method.probe and method.pattern == "learned" else set())
+        densities = {k: density_of(method, bandits, k, t) for k in done.cohort}
+        twin.round(t, batches, probes, densities, {k: drawn_units(k, t) for k in done.cohort})
+        slowest = 0.0
+        for k in done.cohort:
+            for kept, expected in zip(done.memory[k]["kept"].values(), twin.kept[k], strict=True):
+                assert np.array_equal(kept.numpy(), expected)
+            for score, expected in zip(done.memory[k]["scores"].values(), twin.scores[k] or [], strict=True):
+                assert np.abs(score.numpy() - expected).max() < TOLERANCE
+            if batch_size == 64:  # a batch of all
+                check_price(method, done.rows[k], initial, twin.kept[k], k, bandits.of[k].accuracy)
+            if method.ratio == "bandit":
+                if bandits.of[k].accuracy is None:
+                    own = ClientData(k, 1)
+                    right = slow.forward(initial, own.x[: SIZES[k]])[1].argmax(1) == own.y[: SIZES[k]]
+                    assert float(done.rows[k]["local/train_acc_first"]) == pytest.approx(right.mean())
+                slowest = max(slowest, bandits.learn(k, densities[k], done.rows[k]))
+        if method.ratio == "bandit":
+            assert done.losses["time/simulated"] == pytest.approx(slowest)
+        close(done.weights, twin.weights)
+        for k in CLIENTS:
+            close(done.scored_with[k], twin.personal(k, t + 1, drawn_units(k, t + 1)))
+    assert moved(record, initial)
+    return twin
+
+
+FEDLPS = {
+    "as published": {},
+    "flst": {"ratio": "fixed", "score_lr": 1.0, "reduction": "mean"},
+    "rcr": {"ratio": "capacity", "mu": 0.01, "score_lr": 0.5},
+    "once a round": {"refresh": "round", "mu": 0.01, "score_lr": 1.0},
+    "no probe": {"ratio": "fixed", "density": 0.3, "probe": False, "mu": 0.0, "score_strength": 0.2},
+    "magnitude": {"ratio": "fixed", "pattern": "magnitude", "mu": 0.1},
+    "magnitude once a round": {"ratio": "capacity", "pattern": "magnitude", "refresh": "round", "mu": 0.1},
+    "ordered": {"ratio": "capacity", "pattern": "ordered", "reduction": "mean"},
+    "random": {"ratio": "fixed", "pattern": "random", "mu": 0.1},
+    "rolling": {"ratio": "bandit", "pattern": "rolling", "mu": 0.1, "alpha": 0.0},
+}
+
+
+@pytest.mark.parametrize(("sgd", "batch_size"), [(PLAIN, 64), (CLIPPED, 64)], ids=["plain", "clipped"])
+@pytest.mark.parametrize("options", FEDLPS.values(), ids=FEDLPS)
+def test_fedlps(fit, options, sgd, batch_size):
+    twin = compare_fedlps(fit, FedLPS(**options), sgd, batch_size)
+    assert len(twin.own) > PER_ROUND
+
+
+@pytest.mark.parametrize(
+    "options", [{"ratio": "fixed", "mu": 0.1}, {"ratio": "capacity", "refresh": "round"}], ids=repr
+)
+def test_fedlps_on_small_batches(fit, options):
+    compare_fedlps(fit, FedLPS(**options), HEAVY, 4)
+
+
+@pytest.mark.parametrize(
+    "option", [{"local_engine": "trainer"}, {"wire": "encode"}, {"execution": "cut"}], ids=["trainer", "encode", "cut"]
+)
+@pytest.mark.parametrize("pattern", ["learned", "rolling"])
+def test_fedlps_whichever_way_the_engine_goes(fit, option, pattern):
+    method = FedLPS(ratio="capacity", refresh="round", pattern=pattern, mu=0.1)
+    compare_fedlps(fit, method, CLIPPED, 4, **option)
 
 
 def test_cohorts_and_orders_follow_from_seed_round_and_client(fit):

@@ -1,0 +1,111 @@
+"""How a narrow network trains in the place of a wide one: HeteroFL, arXiv:2010.01264, section 3."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule
+from torch import Tensor, nn
+
+from lightning_sparsefl.errors import InvalidOption
+
+
+class OutputHook(Callback):
+    """Changes what some layers put out while they train; in evaluation they are as they were.
+
+    Args:
+        layers: Names of modules.
+    """
+
+    def __init__(self, layers: Iterable[str]) -> None:
+        self.layers = tuple(layers)
+        self._handles: list[Any] = []
+
+    def setup(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
+        """Put the hooks on."""
+        if stage == "fit":
+            self._handles = [pl_module.get_submodule(name).register_forward_hook(self._hook) for name in self.layers]
+
+    def _hook(self, layer: nn.Module, inputs: Any, output: Any) -> Any:
+        return self.changed(output) if layer.training and isinstance(output, Tensor) else output
+
+    def changed(self, output: Tensor) -> Tensor:
+        """What takes the place of a layer's output."""
+        raise NotImplementedError
+
+    def teardown(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
+        """Take the hooks off."""
+        self._release()
+
+    def on_exception(self, trainer: Any, pl_module: LightningModule, exception: BaseException) -> None:
+        """Also where the run failed, since Lightning calls no teardown then."""
+        self._release()
+
+    def _release(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+
+class OutputScaler(OutputHook):
+    """Divides the outputs of layers by the width, since a sum over fewer inputs is smaller (HeteroFL's Scaler).
+
+    Recurrent layers, whose outputs are bounded, are left alone.
+
+    Args:
+        layers: Names of modules.
+        rate: Width, in (0, 1].
+    """
+
+    def __init__(self, layers: Iterable[str], rate: float) -> None:
+        super().__init__(layers)
+        self.rate = rate
+
+    def changed(self, output: Tensor) -> Tensor:
+        """``output / rate``."""
+        return output / self.rate
+
+
+class LabelMask(OutputHook):
+    """Sets the logits of classes that a client does not have to 0 (HeteroFL's masked cross-entropy).
+
+    Args:
+        head: Name of the layer that puts out the logits, ``(*, classes)``.
+        client: Number of the client; the data module's `client_label_counts` says what it has.
+
+    Raises:
+        InvalidOption: If the data module does not know labels, or the head has another number of outputs.
+    """
+
+    def __init__(self, head: str, client: int) -> None:
+        super().__init__([head])
+        self.client = client
+        self.classes: Tensor | None = None
+        """Which classes the client has, ``(classes,)``; None before the fit."""
+
+    def setup(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
+        """Look the client's classes up."""
+        if stage == "fit":
+            self.classes = self._own(trainer.datamodule, pl_module.get_submodule(self.layers[0]))
+        super().setup(trainer, pl_module, stage)
+
+    def _own(self, data: Any, head: nn.Module) -> Tensor:
+        if not hasattr(data, "client_label_counts"):
+            raise InvalidOption(
+                f"`label_mask` needs the labels of client {self.client}, but `{type(data).__name__}` has no "
+                "`client_label_counts`; expected a data module that has it (option `data`)."
+            )
+        weight: Tensor = head.weight  # type: ignore[assignment]
+        with torch.random.fork_rng(devices=[]):  # it may read the training loader, whose order is drawn
+            counts: Tensor = data.client_label_counts(self.client).to(weight.device)
+        if len(counts) > len(weight):
+            raise InvalidOption(f"`{self.layers[0]}` puts out {len(weight)} logits, expected {len(counts)} classes.")
+        own = torch.zeros(len(weight), dtype=torch.bool, device=weight.device)
+        own[: len(counts)] = counts > 0
+        return own
+
+    def changed(self, output: Tensor) -> Tensor:
+        """Logits of the client's own classes, and zeros."""
+        return output if self.classes is None else output * self.classes

@@ -1,0 +1,139 @@
+"""FedLPS in cases that can be worked out by hand; the equations as a whole are compared with a NumPy twin."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_sparsefl import FedLPS
+from lightning_sparsefl.algorithms import pucbv
+from lightning_sparsefl.errors import InvalidOption
+from lightning_sparsefl.sparse.units import find_groups
+from lightning_sparsefl.types import Message, ServerState
+
+NET = nn.Sequential(nn.Linear(5, 4), nn.ReLU(), nn.Linear(4, 3))
+WEIGHTS = {name: torch.ones_like(value) for name, value in NET.state_dict().items()}
+UNITS = find_groups(NET, torch.zeros(1, 5))
+XI = {"bandit": {"xi": torch.tensor([10.0])}}
+
+
+@pytest.fixture
+def asked(client):
+    """A client whose model has the units, and whose training adds 1 to all."""
+
+    def make(**facts):
+        made, script = client(trained={name: value + 1 for name, value in WEIGHTS.items()}, **facts)
+        script.units = UNITS
+        return made, script
+
+    return make
+
+
+def message(density=0.5, weights=WEIGHTS):
+    return Message(weights=weights, extra={"units": {"density": torch.tensor(density)}})
+
+
+def server(round=0):
+    return ServerState(round=round, weights=WEIGHTS, extra=XI)
+
+
+def test_the_upload_is_the_change_of_the_kept_units(asked):
+    made, script = asked(memory={})
+    update = FedLPS(ratio="fixed", pattern="ordered").train(message(), made)
+    assert script.fits[0][1] == {}
+    rows = torch.tensor([True, True, False, False])
+    assert torch.equal(update.votes["0.weight"], rows[:, None].expand(4, 5))
+    assert torch.equal(update.votes["2.weight"], rows[None, :].expand(3, 4))
+    for name, mask in update.votes.items():
+        assert torch.equal(update.weights[name], mask.float())
+    assert (update.kind, update.weight, update.shared) == ("difference", 7, None)
+    assert {name: value.shape for name, value in update.memory["weights"].items()} == {
+        "0.weight": (2, 5),
+        "0.bias": (2,),
+        "2.weight": (3, 2),
+        "2.bias": (3,),
+    }
+
+
+def test_a_client_is_scored_with_what_it_trained_and_others_with_their_first_mask(asked, view):
+    method = FedLPS(ratio="capacity", pattern="ordered")
+    made, _ = asked()
+    update = method.train(message(0.25), made)
+    trained, _ = asked(memory=update.memory)
+    own = method.personalize(server(), trained)
+    assert own["0.bias"].tolist() == [2, 0, 0, 0]
+    assert method.trained(message(), update)["0.bias"].tolist() == [2, 0, 0, 0]
+    assert method.personalize(server(), asked()[0])["0.bias"].tolist() == [1, 1, 1, 1]  # of capacity 1
+
+
+def test_rules_for_the_density(view):
+    weak = replace(view(), capacity=0.125)
+    assert float(
+        FedLPS(ratio="fixed", density=0.3).download(server(), weak).extra["units"]["density"]
+    ) == pytest.approx(0.3)
+    assert float(FedLPS(ratio="capacity").download(server(), weak).extra["units"]["density"]) == 0.125
+    for round in range(20):
+        bandit = FedLPS().download(server(round), replace(weak, round=round)).extra["units"]["density"]
+        assert 0 < float(bandit) <= 0.125
+    dynamic = FedLPS(ratio="capacity", dynamic=True)
+    drawn = {float(dynamic.download(server(), replace(weak, round=r)).extra["units"]["density"]) for r in range(40)}
+    assert drawn == {1, 0.5, 0.25, 0.125, 0.0625}
+
+
+def test_the_bandit_learns_from_accuracy_and_time(view):
+    method = FedLPS()
+    report = {"train_acc": 0.6, "train_acc_first": 0.1, "seconds": 2.0}
+    state = method.observe(server(), view(), report)["bandit"]
+    density = float(method.download(server(), view()).extra["units"]["density"])
+    rewarded = [arm for arm in state["arms"] if arm["pulls"]]
+    assert rewarded[0]["high"] == pytest.approx(density)
+    assert rewarded[0]["mean"] == pytest.approx((pucbv.utility(0.6) - pucbv.utility(0.1)) / 2)
+    later = view(shared={"bandit": state}, round=3)
+    assert method.observe(server(3), later, {"train_acc": 0.7, "seconds": 1.0})["bandit"]["accuracy"] == 0.7
+    assert FedLPS(ratio="fixed").observe(server(), view(), report) is None
+    with pytest.raises(InvalidOption, match=r"federation\.monitor"):
+        method.observe(server(), view(), {"train_loss": 0.1, "seconds": 1.0})
+
+
+def test_seconds_are_those_of_the_client_s_device(view):
+    method = FedLPS(flops_per_second=100.0, bytes_per_second=10.0, alpha=2.0)
+    assert method.seconds(replace(view(), capacity=0.5), 300.0, 40) == 300 / 50 + 2 * 40 / 10
+
+
+def test_costs_by_hand(facts):
+    """Two epochs of 7 samples in batches of 4; a forward pass is 34 FLOPs, 2 * 5 + 2 + 2 * 3 of one unit of `a`."""
+    net = nn.Module()
+    net.a, net.b = nn.Linear(5, 2), nn.Linear(2, 3, bias=False)
+    net.forward = lambda x: net.b(net.a(x))
+
+    class Model:
+        units = find_groups(net, torch.zeros(1, 5))
+
+    made = facts(message=message(0.5, {name: value.detach() for name, value in net.state_dict().items()}))
+    costs = FedLPS(ratio="fixed").costs(replace(made, model=Model()))
+    assert costs.flops_paper == 3 * 2 * 8 * (10 + 2 + 12)  # rows only: `b` is whole
+    assert costs.flops_analytic == 3 * 2 * 7 * (10 + 2 + 6) + 3 * 4 * 34  # and the probe
+    assert costs.bytes_down_paper == 4 * (10 + 2 + 6)
+    assert costs.bytes_up_paper == 4 * (5 + 2 + 6)
+    first = FedLPS(probe=False).costs(replace(made, model=Model()))
+    assert first.flops_analytic == 3 * 2 * 7 * (10 + 2 + 6) + 7 * 34  # and the first accuracy
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"density": 0},
+        {"ratio": "best"},
+        {"pattern": "best"},
+        {"mu": -1},
+        {"arms": 0},
+        {"bytes_per_second": 0},
+        {"drop": -1},
+    ],
+)
+def test_bad_options_are_named(options):
+    with pytest.raises(InvalidOption, match=next(iter(options))):
+        FedLPS(**options)

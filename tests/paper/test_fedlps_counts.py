@@ -1,0 +1,130 @@
+"""Parameters and FLOPs of FedLPS's published tables: outgoing rows only, and the last batch of a client in full."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from lightning_sparsefl.cli import main
+from lightning_sparsefl.cost import count_layers, forward_flops
+from lightning_sparsefl.models import VGG11, VGG13, VGG16, MNISTNet
+
+CONFIGS = Path(__file__).parents[2] / "configs" / "paper" / "fedlps"
+CELLS = sorted(str(path.relative_to(CONFIGS).with_suffix("")) for path in CONFIGS.rglob("*.yaml"))
+PARAMETERS = {"mnist": 21_840, "cifar10": 9_231_114, "cifar100": 9_462_180}
+LABELS = {"mnist": "MNIST", "cifar10": "CIFAR-10", "cifar100": "CIFAR-100"}
+METHODS = {
+    "table1": {"fedavg": "FedAvg", "fedprox": "FedProx", "fedspa": "FedSpa", "fedlps": "FedLPS"},
+    "table2": {
+        "flst": "FLST",
+        "rcr_fix": "RCR-Fix",
+        "rcr_dyn": "RCR-Dyn",
+        "pucbv_fix": "P-UCBV-Fix",
+        "pucbv_dyn": "P-UCBV-Dyn",
+    },
+}
+COUNTED = {
+    "table1/cifar10_fedavg": ("825.4", "825.3647"),
+    "table1/cifar100_fedavg": ("4934.3", "4934.2622"),
+    "table2/cifar10_flst": ("412.9", "412.9008"),
+    "table2/mnist_flst": ("1.4", "1.4057"),
+}
+"""FLOPs in 1e12 as printed, and as counted. MNIST's dense rows charge 192 samples for a client's 180."""
+
+
+@pytest.fixture(scope="session")
+def profile_of(tmp_path_factory) -> Callable[[str], Any]:
+    """What ``sparsefl profile --json`` prints, without the data."""
+    folder, known = tmp_path_factory.mktemp("empty"), {}
+
+    def profile_of(cell: str) -> Any:
+        if cell not in known:
+            shown = io.StringIO()
+            with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(shown):
+                patch.chdir(folder)
+                patch.setattr(sys, "argv", sys.argv[:1])
+                patch.setattr(sys, "path", list(sys.path))
+                patch.setenv("PL_GLOBAL_SEED", "0")
+                assert main(["profile", "--config", str(CONFIGS / f"{cell}.yaml"), "--json"]) == 0
+            known[cell] = json.loads(shown.getvalue())
+        return known[cell]
+
+    return profile_of
+
+
+@pytest.mark.parametrize("cell", CELLS)
+def test_a_cell_says_what_it_is(cell: str):
+    table, name = cell.split("/")
+    data, _, method = name.partition("_")
+    first, second, *_ = (CONFIGS / f"{cell}.yaml").read_text().splitlines()
+    numeral = {"table1": "I", "table2": "II"}[table]
+    assert first == f"# FedLPS (arXiv:2412.07216), Table {numeral}: {LABELS[data]}, {METHODS[table][method]}."
+    assert re.fullmatch(r"# Printed there: accuracy [\d.]+, [\d.]+e12 FLOPs\.", second)
+    if cell in COUNTED:
+        assert f", {COUNTED[cell][0]}e12 " in second
+
+
+def test_every_row_has_a_cell():
+    sets = {"table1": LABELS, "table2": ("mnist", "cifar10")}
+    assert sorted(f"{t}/{d}_{m}" for t, methods in METHODS.items() for m in methods for d in sets[t]) == CELLS
+
+
+@pytest.mark.parametrize("cell", COUNTED)
+def test_printed_flops(cell: str, profile_of):
+    printed, counted = COUNTED[cell]
+    profile = profile_of(cell)
+    flops = profile["run"]["paper"]["flops"] / 1e12
+    assert profile["parameters"] == PARAMETERS[cell.split("/")[1].split("_")[0]]
+    assert f"{flops:.4f}" == counted
+    assert f"{flops:.1f}" == printed
+
+
+@pytest.mark.parametrize(
+    ("model", "samples", "flops"),
+    [
+        (MNISTNet(), 192, "2.788128"),
+        (VGG11(norm="batch_static"), 180, "825.3647"),
+        (VGG13(100, norm="batch_static"), 720, "4934.2622"),
+        (VGG16(200, (3, 64, 64), norm="batch_static"), 720, "27080.9749"),
+    ],
+    ids=["MNIST", "CIFAR-10", "CIFAR-100", "Tiny-ImageNet"],
+)
+def test_dense_rows_of_table_1(model, samples, flops):
+    """10 clients, 100 rounds, 5 epochs, three forward passes."""
+    forward = forward_flops(count_layers(model, torch.zeros(1, *model.hparams.sample_shape)))
+    total = 10 * 100 * 5 * 3 * samples * forward / 1e12
+    assert f"{total:.{len(flops.partition('.')[2])}f}" == flops
+
+
+def test_a_cut_sub_model_costs_less_than_the_paper_counts(profile_of):
+    """Its layers read fewer channels too."""
+    run = profile_of("table2/cifar10_flst")["run"]
+    probe = 100 * 10 * 3 * 20 * 825.3647e12 / (10 * 100 * 5 * 3 * 180)
+    assert 0.25 < (run["analytic"]["flops"] - probe) / 825.3647e12 < 0.26
+    assert run["wire"]["uplink_bytes"] - run["wire"]["mask_bytes"] < 0.51 * run["paper"]["uplink_bytes"]
+
+
+def test_adaptive_densities_cost_less_than_capacities(profile_of):
+    """Table II: a bandit's density is at most the capacity."""
+    for devices in ("fix", "dyn"):
+        bandit, rigid = (profile_of(f"table2/mnist_{rule}_{devices}") for rule in ("pucbv", "rcr"))
+        assert 0.28e12 < bandit["run"]["paper"]["flops"] < rigid["run"]["paper"]["flops"] < 1.4e12
+
+
+def test_the_bandit_s_run_in_table_1_is_that_of_table_2():
+    for data in ("mnist", "cifar10"):
+        one, other = (
+            yaml.safe_load((CONFIGS / cell).read_text())
+            for cell in (f"table1/{data}_fedlps.yaml", f"table2/{data}_pucbv_dyn.yaml")
+        )
+        assert one == other
