@@ -3,7 +3,7 @@
 Xue, Sun, Liu, Wang, Liu, Wang, arXiv:2412.07216. Equations and tables are numbered as there.
 
 Each client trains a part of the units (channels, neurons, hidden states) of the common model: as many as its density s
-says, which a bandit chooses for it within its capacity (P-UCBV, section 4; see `pucbv`), and those of the largest
+says, which a bandit chooses for it within its capacity (P-UCBV, section 4; see `cost.pucbv`), and those of the largest
 scores Q, which it keeps and trains with the weights on ``task(w M) + mu ||w - w_r||^2 + lambda ||Q - sigma(|w|)||^2``
 (eqs. 6 to 11). It uploads its change of the kept weights (eq. 12), and the server adds their mean by samples (eq. 13).
 
@@ -31,11 +31,10 @@ from typing import Literal
 
 import torch
 
-from lightning_sparsefl.algorithms import pucbv
 from lightning_sparsefl.callbacks import LearnedImportance, ProximalTerm
 from lightning_sparsefl.callbacks.learned_importance import blind_ranking
 from lightning_sparsefl.callbacks.unit_scores import ScoreSteps, UnitScores
-from lightning_sparsefl.cost import Devices, forward_flops
+from lightning_sparsefl.cost import Devices, forward_flops, pucbv
 from lightning_sparsefl.errors import InvalidOption
 from lightning_sparsefl.federated.algorithm import BYTES_PER_WEIGHT, FederatedAlgorithm
 from lightning_sparsefl.federated.client import Client

@@ -8,8 +8,8 @@ Once before training the server decides which groups of layers each client train
 those who trained it (eq. 3). The head keeps its random start until each client fine-tunes the whole model at the end.
 
 With `base`, clients hold narrow networks of HeteroFL or Split-Mix, of which they train some layers (Tables 2 and 8).
-The paper does not say how P^mask is solved then. Here it is solved among the clients whose networks are of one size, and a
-budget is a share of one network: of the one of the client's width, or of each of its base networks.
+The paper does not say how P^mask is solved then. Here it is solved among the clients whose networks are of one size;
+a budget is the capacity's share of one network: of the client's width, or of each of its base networks.
 
 Departures. The authors' code was read, not copied:
 

@@ -102,6 +102,7 @@ class DynamicMask(MaskingCallback):
 
     def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
         """Plan the moves."""
+        super().on_train_start(trainer, pl_module)
         if not self._clock.start(trainer, "DynamicMask"):
             self._due = []
         self._last = max(1, ceil_count(self.stop, self._clock.total))

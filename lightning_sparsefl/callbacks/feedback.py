@@ -36,7 +36,6 @@ class ErrorFeedback(MaskingCallback):
         super().__init__(layers, masks)
         self._pruned: dict[str, Tensor] = {}
         self._joined = False
-        self._hooks: list[Any] = []
 
     @property
     def pruned(self) -> Weights:
@@ -92,9 +91,6 @@ class ErrorFeedback(MaskingCallback):
         """Leave the module pruned, and let go of its tensors and of the optimizers."""
         self._part()
         super().release()
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
 
     def state_dict(self) -> dict[str, Any]:
         """The masks, one bit a weight, and what they prune of the dense weights."""

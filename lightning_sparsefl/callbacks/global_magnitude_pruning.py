@@ -52,6 +52,7 @@ class GlobalMagnitudePruning(MaskingCallback):
 
     def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
         """A new fit prunes anew."""
+        super().on_train_start(trainer, pl_module)
         if not self._resumed:
             self._pruned_at = -1
         self._resumed = False

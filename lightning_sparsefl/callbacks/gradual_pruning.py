@@ -88,6 +88,7 @@ class GradualPruning(MaskingCallback):
 
     def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
         """Plan the prunings."""
+        super().on_train_start(trainer, pl_module)
         if not self._clock.start(trainer, "GradualPruning"):
             self._initial = counts(self.masks)
         first = floor_count(self.start, self._clock.total)

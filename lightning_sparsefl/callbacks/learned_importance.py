@@ -267,7 +267,7 @@ def blind_ranking(groups: Sequence[UnitGroup], pattern: Pattern, seed: int, turn
         >>> from lightning_sparsefl.sparse.units import find_groups
         >>> groups = find_groups(nn.Sequential(nn.Linear(1, 4), nn.Linear(4, 1)), torch.zeros(1, 1))
         >>> blind_ranking(groups, "rolling", seed=0, turn=3)
-        {'0': tensor([-1., -2., -3., 0.])}
+        {'0': tensor([-1., -2., -3.,  0.])}
     """
     if pattern == "random":
         return {g.name: torch.rand(g.size, generator=generator(seed, turn, "units", g.name)) for g in groups}

@@ -82,7 +82,7 @@ class LotteryRewind(MaskingCallback):
         self._initial: dict[str, int] = {}
         self._weights_then: dict[str, Tensor] = {}
         self._optimizers_then: list[dict[str, Any]] = []
-        self._schedulers_then: list[dict[str, Any]] = []
+        self._schedulers_then: list[tuple[str, dict[str, Any]]] = []
 
     def cycle_ends(self, total: int) -> list[int]:
         """The steps of a fit of `total` steps after which weights are pruned: the ends of all cycles but the last.
@@ -108,6 +108,7 @@ class LotteryRewind(MaskingCallback):
 
     def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
         """Plan the cycles."""
+        super().on_train_start(trainer, pl_module)
         resumed = self._clock.start(trainer, "LotteryRewind")
         if not resumed:
             self._initial = counts(self.masks)
@@ -172,7 +173,10 @@ class LotteryRewind(MaskingCallback):
         self._weights_then = {name: value.clone() for name, value in _tensors(pl_module).items()}
         for then, optimizer in zip(self._optimizers_then, trainer.optimizers, strict=True):
             then["param_groups"] = copy.deepcopy(optimizer.state_dict()["param_groups"])
-        self._schedulers_then = [copy.deepcopy(c.scheduler.state_dict()) for c in trainer.lr_scheduler_configs]
+        self._schedulers_then = [
+            (type(config.scheduler).__name__, copy.deepcopy(config.scheduler.state_dict()))
+            for config in trainer.lr_scheduler_configs
+        ]
 
     @torch.no_grad()
     def _return(self, trainer: Any, pl_module: LightningModule) -> None:
@@ -181,9 +185,12 @@ class LotteryRewind(MaskingCallback):
             value.copy_(self._weights_then[name])
         self.mask_weights()
         for then, optimizer in zip(self._optimizers_then, trainer.optimizers, strict=True):
-            optimizer.load_state_dict(copy.deepcopy(then))
-        for then, config in zip(self._schedulers_then, trainer.lr_scheduler_configs, strict=True):
-            config.scheduler.load_state_dict(copy.deepcopy(then))
+            _rewind(optimizer, copy.deepcopy(then))
+        self.forget(trainer.optimizers, self.masks)
+        # weight averaging puts a scheduler of its own there in the course of a fit, which is not rewound
+        for (kind, then), config in zip(self._schedulers_then, trainer.lr_scheduler_configs, strict=False):
+            if type(config.scheduler).__name__ == kind:
+                config.scheduler.load_state_dict(copy.deepcopy(then))
         if self._clock.step == self._ends[-1]:  # what nobody returns to need not lie in checkpoints
             self._let_go()
 
@@ -213,3 +220,11 @@ class LotteryRewind(MaskingCallback):
 def _tensors(module: LightningModule) -> dict[str, Tensor]:
     """Parameters and buffers, as a checkpoint names them, to be written to."""
     return {name: value for name, value in module.state_dict().items() if isinstance(value, Tensor)}
+
+
+def _rewind(optimizer: Any, then: dict[str, Any]) -> None:
+    """Give an optimizer its state of then; what others have noted in its groups since, such as a rate of SWA, stays."""
+    noted = [dict(group) for group in optimizer.param_groups]
+    optimizer.load_state_dict(then)
+    for group, notes in zip(optimizer.param_groups, noted, strict=True):
+        group.update({name: value for name, value in notes.items() if name not in group})

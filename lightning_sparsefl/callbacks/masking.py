@@ -18,6 +18,14 @@ from lightning_sparsefl.sparse.apply import Stencil
 from lightning_sparsefl.sparse.masks import check, dense_like, pack, unpack
 from lightning_sparsefl.types import Masks, Weights
 
+_STILL = frozenset(
+    (
+        *(torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam),
+        *(torch.optim.Adamax, torch.optim.Adagrad, torch.optim.Adadelta, torch.optim.RMSprop, torch.optim.Rprop),
+    )
+)
+"""Optimizers that leave a weight of 0 alone whose gradient and whose memory are 0, momentum and weight decay or not."""
+
 _unattached = itertools.count()
 
 
@@ -27,6 +35,10 @@ class MaskingCallback(Callback):
     Masking only the weights would be wrong with momentum and weight decay, whose buffers would keep moving. Copies of
     the module that other callbacks keep, such as the averages of Lightning's `WeightAveraging`, are masked with it, in
     whichever order the callbacks stand: a mean of weights under moving masks has more non-zeros than any of them.
+
+    Where the optimizers are such that a weight stays 0 by itself, the weights are only masked if somebody else has
+    written them, which their version counters tell. They cannot tell of writes through ``weight.data``, for which the
+    weights are masked at the end of every epoch too.
 
     Args:
         layers: Patterns of names and types; see :func:`lightning_sparsefl.callbacks.layers.choose`.
@@ -43,6 +55,9 @@ class MaskingCallback(Callback):
         self._stencils: dict[str, Stencil] = {}
         self._around: tuple[Any, LightningModule] | None = None
         self._copies: list[tuple[str, Tensor]] | None = None
+        self._still = False
+        self._versions: list[int] = []
+        self._hooks: list[Any] = []
 
     def first_masks(self, weights: Weights) -> Masks:
         """The masks that the first fit starts with."""
@@ -119,6 +134,15 @@ class MaskingCallback(Callback):
         """Zero the weights that are not held."""
         for name, weight in self._weights.items():
             self._stencils[name].zero_(weight)
+        self._look()
+
+    def _look(self) -> None:
+        """Remember the weights as they are, all that are not held at 0."""
+        self._versions = [weight._version for weight in self._weights.values()]
+
+    def _written(self) -> bool:
+        """Whether somebody has written weights since."""
+        return self._versions != [weight._version for weight in self._weights.values()]
 
     def mask_copies(self) -> None:
         """Zero what is not held in copies of the module too."""
@@ -138,16 +162,30 @@ class MaskingCallback(Callback):
                     if isinstance(value, Tensor) and value.shape == weight.shape:
                         value.masked_fill_(dropped, 0)
 
+    def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
+        """Forget what a restored optimizer has of weights that are not held, and see whether they stay 0 from here."""
+        self.forget(trainer.optimizers, self.masks)
+        self._still = pl_module.automatic_optimization and all(map(_leaves_zeros, trainer.optimizers))
+        if self._still:  # a step of theirs is no write of somebody else
+            self._hooks = [o.register_step_post_hook(lambda *_: self._look()) for o in trainer.optimizers]
+
     def on_before_optimizer_step(self, trainer: Any, pl_module: LightningModule, optimizer: Any) -> None:
-        """Mask the gradients."""
+        """Mask the gradients, and weights that somebody has written since the last step."""
+        if self._still and self._written():
+            self.mask_weights()
         for name, weight in self._weights.items():
             if weight.grad is not None:
                 self._stencils[name].zero_(weight.grad)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Mask the weights."""
-        self.mask_weights()
+        """Mask the weights, unless they are masked."""
+        if not self._still or self._written():
+            self.mask_weights()
         self.mask_copies()
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: LightningModule) -> None:
+        """Mask the weights, whoever has written them."""
+        self.mask_weights()
 
     def on_validation_batch_start(
         self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
@@ -171,6 +209,9 @@ class MaskingCallback(Callback):
     def release(self) -> None:
         """Let go of the module's tensors."""
         self._weights, self._stencils, self._copies, self._around = {}, {}, None, None
+        for hook in self._hooks:
+            hook.remove()
+        self._still, self._hooks = False, []
 
     def state_dict(self) -> dict[str, Any]:
         """The masks, one bit a weight."""
@@ -179,6 +220,11 @@ class MaskingCallback(Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Hold the masks of a checkpoint."""
         self.masks, self._made = unpacked(state_dict["masks"]), True
+
+
+def _leaves_zeros(optimizer: Any) -> bool:
+    """Whether a step leaves weights of 0 alone whose gradient and memory are 0; without eps some divide 0 by 0."""
+    return type(optimizer) in _STILL and all(group.get("eps", 1) > 0 for group in optimizer.param_groups)
 
 
 def packed(masks: Masks) -> dict[str, tuple[Tensor, list[int]]]:

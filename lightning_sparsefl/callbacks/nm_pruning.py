@@ -86,6 +86,7 @@ class NMPruning(MaskingCallback):
 
     def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
         """Plan the pruning; prune now if it is at the start."""
+        super().on_train_start(trainer, pl_module)
         self._clock.start(trainer, "NMPruning")
         self._at = floor_count(self.start, self._clock.total)
         self._prune(trainer)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from lightning_sparsefl import FedLPS
-from lightning_sparsefl.algorithms import pucbv
+from lightning_sparsefl.cost import pucbv
 from lightning_sparsefl.errors import InvalidOption
 from lightning_sparsefl.sparse.units import find_groups
 from lightning_sparsefl.types import Message, ServerState

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from lightning.pytorch import Callback
 from torch import nn
 
 from lightning_sparsefl.callbacks import (
@@ -157,3 +158,93 @@ def test_masks_of_another_module_are_refused(kind, net, fit):
 def test_options_out_of_range_are_refused(kind, options, message):
     with pytest.raises(InvalidOption, match=message):
         kind(**options)
+
+
+STILL = {
+    "SGD": {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 1e-2},
+    "Adam": {"weight_decay": 1e-2, "amsgrad": True},
+    "AdamW": {"weight_decay": 0.1},
+    "NAdam": {},
+    "RAdam": {},
+    "Adamax": {},
+    "Adagrad": {"initial_accumulator_value": 0.1},
+    "Adadelta": {"lr": 0.5},
+    "RMSprop": {"centered": True, "momentum": 0.9},
+    "Rprop": {},
+}
+
+
+class Counted(StaticMask):
+    """Notes how often the weights are masked."""
+
+    passes = 0
+
+    def mask_weights(self):
+        self.passes += 1
+        super().mask_weights()
+
+
+class Always(Counted):
+    """Never trusts an optimizer."""
+
+    def on_train_start(self, trainer, pl_module):
+        super().on_train_start(trainer, pl_module)
+        self._still = False
+
+
+def optimized(net, name, options):
+    module = net()
+    module.configure_optimizers = lambda: getattr(torch.optim, name)(module.parameters(), **options)
+    return module
+
+
+@pytest.mark.parametrize("name", STILL)
+def test_weights_that_an_optimizer_leaves_at_zero_need_no_masking(name, net, fit):
+    modules = [optimized(net, name, STILL[name]) for _ in range(2)]
+    quick, slow = Counted(0.3), Always(0.3)
+    for module, callback in zip(modules, (quick, slow), strict=True):
+        fit(module, [callback])
+    assert quick.passes < 6 < slow.passes
+    for one, other in zip(*(module.parameters() for module in modules), strict=True):
+        assert torch.equal(one, other)
+        assert not torch.signbit(one[one == 0]).any()
+
+
+class Writer(Callback):
+    """Writes all weights in one of the hooks."""
+
+    def __init__(self, hook):
+        def write(trainer, pl_module, *_, **__):
+            with torch.no_grad():
+                for parameter in pl_module.parameters():
+                    parameter.add_(0.01)
+
+        setattr(self, hook, write)
+
+
+@pytest.mark.parametrize("hook", ["on_train_batch_start", "on_after_backward", "on_before_optimizer_step"])
+def test_weights_that_others_write_are_masked(hook, net, fit):
+    seen, callback = [], Counted(0.3)
+
+    class Watch(Callback):
+        def on_train_batch_end(self, trainer, pl_module, *_):
+            parameters = dict(pl_module.named_parameters())
+            seen.append(all((parameters[name][~mask] == 0).all() for name, mask in callback.masks.items()))
+
+    fit(net(), [Writer(hook), callback, Watch()])
+    assert len(seen) > 6
+    assert all(seen)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"), [("Adam", {"eps": 0.0}), ("LBFGS", {"lr": 0.01}), ("SGD", {"lr": 0.1, "momentum": 0.9})]
+)
+def test_other_optimizers_are_not_trusted(name, options, net, fit):
+    module, callback = optimized(net, name, options), Counted(0.3)
+    if name == "SGD":
+        kind = type("Drifting", (torch.optim.SGD,), {})
+        module.configure_optimizers = lambda: kind(module.parameters(), **options)
+    fit(module, [callback])
+    assert callback.passes > 6
+    parameters = dict(module.named_parameters())
+    assert all((parameters[name][~mask] == 0).all() for name, mask in callback.masks.items())

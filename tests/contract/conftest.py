@@ -51,8 +51,7 @@ def federation(tmp_path, monkeypatch):
 
     def run(algorithm, *, devices=1, rounds=3, folder="run", module=None, ckpt_path=None, verb="fit", **options):
         monkeypatch.setenv("PL_GLOBAL_SEED", "0")
-        capacities = [0.75, 0.75, 1.0]  # for the methods that care
-        federation = Federation(clients_per_round=4, **{"capacities": capacities, **options.pop("federation", {})})
+        federation = Federation(clients_per_round=4, **options.pop("federation", {}))
         data = FederatedBlobs(
             num_clients=6,
             num_classes=4,

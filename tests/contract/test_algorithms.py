@@ -14,13 +14,18 @@ from lightning_sparsefl.federated import FederatedAlgorithm
 from lightning_sparsefl.wire import Codec
 
 ALGORITHMS = [getattr(algorithms, name) for name in algorithms.__all__]
+NARROW = {algorithms.SplitMix: {"bases": 2}}
+"""Options for the 16 hidden units of the contracts' module, where the default leaves too little to learn with."""
 VARIANTS = [
-    *(algorithm() for algorithm in ALGORITHMS),
+    *(algorithm(**NARROW.get(algorithm, {})) for algorithm in ALGORITHMS),
     algorithms.FedSpa(search="static", mask_init="different", layer_density="uniform", density=0.3),
     algorithms.FedSpa(mask_init="different", growth="random", merge="count", mask_pool="all"),
     algorithms.FedLPS(ratio="fixed", refresh="round", reduction="mean"),
     algorithms.FedLPS(ratio="capacity", pattern="rolling", dynamic=True, mu=0.1),
     algorithms.FedDIP(density=0.3, initial_density=1.0, reconfigure_every=1, penalty=0.01, mu=0.1, recover=False),
+    algorithms.HeteroFL(rates=(0.5,), label_mask=True),
+    algorithms.PerFedMask(base=algorithms.HeteroFL(rates=(0.5,))),
+    algorithms.PerFedMask(base=algorithms.SplitMix(bases=2)),
 ]
 
 every_algorithm = pytest.mark.parametrize("algorithm", [kind() for kind in ALGORITHMS], ids=lambda a: type(a).__name__)

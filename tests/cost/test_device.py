@@ -31,7 +31,15 @@ def test_seconds_by_hand():
 
 
 @pytest.mark.parametrize(
-    "options", [{"levels": (0.0,)}, {"levels": ()}, {"levels": (1.5,)}, {"flops_per_second": 0}, {"bytes_per_second": -1}, {"alpha": -1}]
+    "options",
+    [
+        {"levels": (0.0,)},
+        {"levels": ()},
+        {"levels": (1.5,)},
+        {"flops_per_second": 0},
+        {"bytes_per_second": -1},
+        {"alpha": -1},
+    ],
 )
 def test_bad_options_are_named(options):
     with pytest.raises(InvalidOption, match=next(iter(options))):

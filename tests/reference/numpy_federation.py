@@ -372,3 +372,155 @@ class PerFedMask:
 
     def finetuned(self, batches):
         return train_some(self.weights, batches, list(self.weights), **self.sgd)
+
+
+# ---- narrow networks; a width is the numbers of the units that each hidden layer keeps
+
+
+def reach(weights, width):
+    """For each tensor, the index of what a narrow network has of it: rows of its units, columns of those it reads."""
+    places, reads = {}, None
+    for (weight, bias), units in itertools.zip_longest(layers(weights), width):
+        rows = np.arange(weights[weight].shape[0]) if units is None else np.array(units)
+        columns = np.arange(weights[weight].shape[1]) if reads is None else reads
+        places[weight], places[bias], reads = np.ix_(rows, columns), rows, rows
+    return places
+
+
+def narrow_gradient(weights, x, y, rate=1.0, own=None):
+    """Of the mean loss, where hidden layers put out max(0, (a W^T + b) / rate), and logits of no own class are 0."""
+    inputs, a, last = [], x, layers(weights)[-1]
+    for weight, bias in layers(weights):
+        inputs.append(a)
+        a = a @ weights[weight].T + weights[bias]
+        a = a if (weight, bias) == last else np.maximum(a / rate, 0.0)
+    own = np.ones(a.shape[1]) if own is None else own
+    delta = probabilities(a * own)
+    delta[np.arange(len(y)), y] -= 1.0
+    delta = delta * own / len(y)
+    slopes = {}
+    for (weight, bias), a in reversed(list(zip(layers(weights), inputs, strict=True))):
+        slopes[weight], slopes[bias] = delta.T @ a, delta.sum(axis=0)
+        delta = (delta @ weights[weight]) * (a > 0) / rate
+    return slopes
+
+
+def train_narrow(received, batches, *, rate=1.0, own=None, lr, momentum=0.0, weight_decay=0.0, clip=None, names=None):
+    """SGD on the arrays of a narrow network, or on the named ones of them."""
+    weights = copied(received)
+    velocity = {name: np.zeros_like(value) for name, value in weights.items() if names is None or name in names}
+    for x, y in batches:
+        slopes = narrow_gradient(weights, x, y, rate, own)
+        slopes = {name: slopes[name] for name in velocity}
+        if clip is not None:
+            slopes = clipped(slopes, clip)
+        for name, slope in slopes.items():
+            velocity[name] = momentum * velocity[name] + slope + weight_decay * weights[name]
+            weights[name] = weights[name] - lr * velocity[name]
+    return weights
+
+
+class HeteroFL:
+    """Diao et al., arXiv:2010.01264, Algorithm 1: eqs. 1 and 2 on arrays that are really narrow.
+
+    `rates[k]` is client k's width; with `classes`, `classes[k]` says which classes it has; `trains[k]` names the
+    tensors that it trains.
+    """
+
+    def __init__(self, weights, rates, sgd, scaler=True, classes=None, trains=None):
+        self.weights, self.rates, self.sgd = copied(weights), rates, sgd
+        self.scaler, self.classes, self.trains = scaler, classes, trains
+
+    def place(self, client):
+        sizes = [self.weights[bias].size for _, bias in layers(self.weights)[:-1]]
+        return reach(self.weights, [range(math.ceil(self.rates[client] * size)) for size in sizes])
+
+    def round(self, batches):
+        sums = {name: np.zeros_like(value) for name, value in self.weights.items()}
+        holders = {name: np.zeros_like(value) for name, value in self.weights.items()}
+        for k in batches:
+            place, own = self.place(k), None if self.classes is None else self.classes[k]
+            narrow = {name: self.weights[name][place[name]] for name in self.weights}
+            names = None if self.trains is None else self.trains[k]
+            rate = self.rates[k] if self.scaler else 1.0
+            trained = train_narrow(narrow, batches[k], rate=rate, own=own, names=names, **self.sgd)
+            for name in self.weights if names is None else names:
+                votes = np.ones_like(trained[name])
+                if own is not None and name in layers(self.weights)[-1]:
+                    votes = (votes.T * own).T
+                sums[name][place[name]] += votes * trained[name]
+                holders[name][place[name]] += votes
+        for name, count in holders.items():
+            self.weights[name] = np.where(count > 0, sums[name] / np.maximum(count, 1), self.weights[name])
+
+    def personal(self, client):
+        zeros = {name: np.zeros_like(value) for name, value in self.weights.items()}
+        for name, place in self.place(client).items():
+            zeros[name][place] = self.weights[name][place]
+        return zeros
+
+
+class SplitMix:
+    """Hong et al., arXiv:2203.09747: M networks, each a dict of its own narrow arrays; the last bias is common.
+
+    `counts[k]` is how many of them client k can train; `trains[k]` names the tensors that it trains.
+    """
+
+    def __init__(self, weights, bases, counts, sizes, sgd, trains=None):
+        self.full, self.counts, self.sizes, self.sgd, self.trains = copied(weights), counts, sizes, sgd, trains
+        self.bases, self.t = bases, 0
+        hidden = [weights[bias].size for _, bias in layers(weights)[:-1]]
+        units = [[[i for i in range(size) if i * bases // size == b] for size in hidden] for b in range(bases)]
+        self.places = [reach(weights, width) for width in units]
+        self.nets = [{name: weights[name][place[name]] for name in weights} for place in self.places]
+        self.last = layers(weights)[-1][1]
+        for net in self.nets:
+            for weight, _ in layers(weights)[1:]:
+                net[weight] = net[weight] * math.sqrt(bases)
+
+    def own(self, client, turn):
+        return sorted((client + turn + place) % self.bases for place in range(self.counts[client]))
+
+    def train_own(self, client, turn, batches, names):
+        """The networks of a client, trained alone, and the mean of their last biases."""
+        trained = {b: train_narrow(self.nets[b], batches[b], names=names, **self.sgd) for b in self.own(client, turn)}
+        return trained, sum(net[self.last] for net in trained.values()) / len(trained)
+
+    def round(self, batches):
+        """`batches[k][b]` are client k's mini-batches for network b."""
+        trained = {}
+        for k in batches:
+            names = None if self.trains is None else self.trains[k]
+            trained[k] = self.train_own(k, self.t, batches[k], names)
+        nets = [dict(net) for net in self.nets]
+        for b, net in enumerate(self.nets):
+            for name in net:
+                owners = [
+                    k
+                    for k in batches
+                    if (b in trained[k][0] or name == self.last) and (self.trains is None or name in self.trains[k])
+                ]
+                ends = {k: trained[k][1] if name == self.last else trained[k][0][b][name] for k in owners}
+                if owners:
+                    nets[b][name] = sum(self.sizes[k] * ends[k] for k in owners) / sum(self.sizes[k] for k in owners)
+        self.nets, self.t = nets, self.t + 1
+
+    def mix(self, numbers):
+        """The networks side by side in full arrays; the mean of their logits is one product with W / their number."""
+        mixed = {name: np.zeros_like(value) for name, value in self.full.items()}
+        for b in numbers:
+            for name, place in self.places[b].items():
+                share = len(numbers) if name == layers(self.full)[-1][0] else 1
+                mixed[name][place] = self.nets[b][name] / share
+        return mixed
+
+    @property
+    def weights(self):
+        return self.mix(range(self.bases))
+
+    def personal(self, client):
+        return self.mix(self.own(client, 0))
+
+    def logits(self, numbers, x):
+        """The mean of what the networks say, one after another."""
+        return sum(forward(self.nets[b], x)[1] for b in numbers) / len(numbers)

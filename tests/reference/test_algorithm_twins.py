@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import importlib.util
 import itertools
+import math
 from collections import defaultdict
 from pathlib import Path
 from typing import NamedTuple
@@ -26,9 +27,12 @@ from lightning_sparsefl import (
     FedLPS,
     FedProx,
     FedSpa,
+    HeteroFL,
     Local,
     PerFedMask,
+    SplitMix,
 )
+from lightning_sparsefl.data import ClientDataModules
 from lightning_sparsefl.federated.fleet import Fleet
 from lightning_sparsefl.federated.round_lr import ExponentialRoundLR
 from lightning_sparsefl.federated.store import unpack_plain
@@ -697,6 +701,119 @@ def test_fedlps_on_small_batches(fit, options):
 def test_fedlps_whichever_way_the_engine_goes(fit, option, pattern):
     method = FedLPS(ratio="capacity", refresh="round", pattern=pattern, mu=0.1)
     compare_fedlps(fit, method, CLIPPED, 4, **option)
+
+
+RATES = (1.0, 0.6, 0.5, 0.3)
+WIDE = [0.5, 0.7, 1.0]
+"""Capacities of two clients each: widths of .5, .6 and 1."""
+OWN_WIDTH = [0.5, 0.5, 0.6, 0.6, 1.0, 1.0]
+
+
+OWN_CLASSES = np.array([[1, 1, 0], [1, 1, 1], [0, 1, 1], [1, 0, 1], [1, 1, 0], [1, 0, 0]], dtype=bool)
+"""Which classes each client is taken to have."""
+
+
+def compare_heterofl(fit, method, sgd, batch_size, trains=None, **federation):
+    initial, record = fit(method, sgd, batch_size, capacities=WIDE, **federation)
+    inner = method.base if isinstance(method, PerFedMask) else method
+    twin = slow.HeteroFL(
+        initial,
+        OWN_WIDTH,
+        sgd,
+        scaler=inner.scaler,
+        classes=OWN_CLASSES if inner.label_mask else None,
+        trains=trains,
+    )
+    for done in record:
+        twin.round(full_batches(done.cohort)[0] if batch_size == 64 else seen_batches(done)[0])
+        agree(done, twin)
+    assert moved(record, initial)
+    return initial, record, twin
+
+
+@pytest.mark.parametrize(("sgd", "batch_size"), [(PLAIN, 64), (HEAVY, 4), (CLIPPED, 4)])
+@pytest.mark.parametrize("scaler", [True, False], ids=["scaler", "no scaler"])
+@pytest.mark.parametrize("execution", ["mask", "cut"])
+def test_heterofl(fit, scaler, execution, sgd, batch_size):
+    compare_heterofl(fit, HeteroFL(rates=RATES, scaler=scaler), sgd, batch_size, execution=execution)
+
+
+@pytest.mark.parametrize("batch_size", [64, 4])
+def test_heterofl_with_masked_labels(fit, monkeypatch, batch_size):
+    counts = torch.from_numpy(OWN_CLASSES).long()
+    monkeypatch.setattr(ClientDataModules, "client_label_counts", lambda self, client: counts[client])
+    compare_heterofl(fit, HeteroFL(rates=RATES, label_mask=True), HEAVY, batch_size, wire="encode")
+
+
+def test_heterofl_of_one_width_is_the_plain_mean(fit):
+    initial, record = fit(HeteroFL(), HEAVY, 64)
+    twin = slow.FedAvg(initial, [1] * len(SIZES), HEAVY)
+    for done in record:
+        twin.round(full_batches(done.cohort)[0])
+        agree(done, twin)
+
+
+def batches_by_base(done, twin):
+    """What each base network of a client was trained on: they take turns, all epochs at once."""
+    found = {}
+    for k in done.cohort:
+        numbers = [n for _, n in done.trained_on if n[0] // 100 == k]
+        bases = twin.own(k, twin.t)
+        share = len(numbers) // len(bases)
+        assert share * len(bases) == len(numbers)
+        found[k] = {b: [samples(n) for n in numbers[i * share : (i + 1) * share]] for i, b in enumerate(bases)}
+        assert all(sum(len(y) for _, y in steps) == EPOCHS * SIZES[k] for steps in found[k].values())
+    return found
+
+
+def compare_splitmix(fit, method, sgd, batch_size, trains=None, **federation):
+    initial, record = fit(method, sgd, batch_size, capacities=WIDE, **federation)
+    bases = (method.base if isinstance(method, PerFedMask) else method).bases
+    counts = [max(1, math.floor(capacity * bases)) for capacity in np.repeat(WIDE, 2)]
+    twin = slow.SplitMix(initial, bases, counts, SIZES, sgd, trains)
+    x = ClientData(0, 1).x
+    for done in record:
+        twin.round(batches_by_base(done, twin))
+        agree(done, twin)
+        for k in CLIENTS:  # one module holds the ensemble
+            mixed = slow.forward(done.scored_with[k], x)[1]
+            assert np.abs(mixed - twin.logits(twin.own(k, 0), x)).max() < TOLERANCE
+    assert moved(record, initial)
+    return initial, record, twin
+
+
+@pytest.mark.parametrize(("sgd", "batch_size"), [(PLAIN, 64), (HEAVY, 4), (CLIPPED, 4)])
+@pytest.mark.parametrize("bases", [2, 3])
+@pytest.mark.parametrize("execution", ["mask", "cut"])
+def test_splitmix(fit, bases, execution, sgd, batch_size):
+    compare_splitmix(fit, SplitMix(bases=bases), sgd, batch_size, execution=execution)
+
+
+def test_splitmix_of_one_network_is_fedavg(fit):
+    initial, record = fit(SplitMix(bases=1), HEAVY, 64)
+    twin = slow.FedAvg(initial, SIZES, HEAVY)
+    for done in record:
+        twin.round(full_batches(done.cohort)[0])
+        agree(done, twin)
+
+
+NARROW_PLAN = [["net.2"], ["net.2"], ["net.0"], ["net.0"], list(BODY), list(BODY)]
+"""The first groups that fit: the body has 28 + 20 parameters at width .5 and in a base network, 35 + 30 at width .6."""
+
+
+@pytest.mark.parametrize("execution", ["mask", "cut"])
+def test_perfedmask_over_heterofl(fit, execution):
+    method = PerFedMask(base=HeteroFL(rates=RATES), masking="sequential", finetune_epochs=0)
+    trains = [tensors(groups) for groups in NARROW_PLAN]
+    initial, record, _ = compare_heterofl(fit, method, CLIPPED, 4, trains, execution=execution)
+    assert all(np.array_equal(record[-1].weights[name], initial[name]) for name in tensors(HEAD))
+
+
+@pytest.mark.parametrize("execution", ["mask", "cut"])
+def test_perfedmask_over_splitmix(fit, execution):
+    method = PerFedMask(base=SplitMix(bases=2), masking="sequential", finetune_epochs=0)
+    trains = [tensors(groups) for groups in NARROW_PLAN]
+    compare_splitmix(fit, method, CLIPPED, 4, trains, execution=execution, wire="encode")
 
 
 def test_cohorts_and_orders_follow_from_seed_round_and_client(fit):

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_sparsefl.algorithms import pucbv
-from lightning_sparsefl.algorithms.pucbv import Options
+from lightning_sparsefl.cost import pucbv
+from lightning_sparsefl.cost.pucbv import Options
 
 _path = Path(__file__).parents[1] / "reference" / "numpy_pucbv.py"
 _spec = importlib.util.spec_from_file_location("numpy_pucbv", _path)
