@@ -59,6 +59,7 @@ class Side:
 
     def __init__(self, net: nn.Module, batch: tuple[torch.Tensor, torch.Tensor], callback: Any, total: int) -> None:
         self.net, self.batch, self.callback = net, batch, callback
+        net.automatic_optimization = True  # as a LightningModule says
         self.global_step, self.estimated_stepping_batches = 0, total
         self.optimizers = [torch.optim.SGD(net.parameters(), **RATES)]
         self.callbacks = [] if callback is None else [callback]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import importlib.util
+import json
 import runpy
 import sys
 from pathlib import Path
@@ -120,6 +121,18 @@ def test_a_stopped_run_goes_on_and_a_finished_one_is_left_alone(runs, in_process
     assert float(rows[0]["best"]) == max(scores)
     assert float(rows[0]["bytes_up"]) == float(rounds[-1]["comm/uplink_bytes_total"])
     assert float(rows[0]["seconds"]) > 0
+    assert rows[0]["simulated"] == ""  # FedSpa has no devices
+
+
+def test_simulated_seconds_are_added_up(runs, tmp_path):
+    run = runs.Run("tiny", "quickstart.yaml")
+    folder = tmp_path / run.key / "FedLPS" / "version_0"
+    folder.mkdir(parents=True)
+    counts = dict.fromkeys(runs._COUNTS.values(), 1)
+    (folder / "summary.json").write_text(json.dumps({"rounds": 2, **counts}))
+    (folder / "metrics.csv").write_text("global/test_acc,time/round,time/simulated\n,2,0.5\n0.75,2,0.25\n")
+    row = run.row(tmp_path, "abc")
+    assert (row["simulated"], row["seconds"], row["final"]) == (0.75, 4.0, 0.75)
 
 
 def test_numbers_of_a_table(runs):

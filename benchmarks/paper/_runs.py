@@ -23,10 +23,11 @@ RESULTS = REPOSITORY / "benchmarks" / "results" / "paper"
 DOCUMENT = REPOSITORY / "docs" / "results.md"
 COLUMNS = (
     *("run", "seed", "rounds", "final", "best", "best5", "before", "after", "bytes_down", "bytes_up", "bytes_paper"),
-    *("flops_train", "flops_paper", "density", "seconds", "commit"),
+    *("flops_train", "flops_paper", "density", "simulated", "seconds", "commit"),
 )
 """Accuracies in [0, 1] of the followed metric: after the last round, the best, the mean of the best five; before and
-after fine-tuning, where there was some. Bytes and FLOPs of the whole run; seconds of its rounds, without scoring."""
+after fine-tuning, where there was some. Bytes and FLOPs of the whole run; seconds of its rounds, without scoring, on
+the devices that the method simulates and on the machine that it ran on."""
 _COUNTS = {
     "bytes_down": "comm/downlink_bytes_total",
     "bytes_up": "comm/uplink_bytes_total",
@@ -84,6 +85,7 @@ class Run:
         with (newest / "metrics.csv").open(newline="") as file:
             rounds = list(csv.DictReader(file))
         scores = [float(row[self.metric]) for row in rounds if row[self.metric]]
+        simulated = [float(row["time/simulated"]) for row in rounds if row.get("time/simulated")]
         return {
             "run": self.name,
             "seed": self.seed,
@@ -94,6 +96,7 @@ class Run:
             "before": summary.get(f"selected/{self.metric.rpartition('/')[2]}", ""),
             "after": summary.get(f"finetuned/{self.metric.rpartition('/')[2]}", ""),
             **{column: summary[key] for column, key in _COUNTS.items()},
+            "simulated": round(sum(simulated), 3) if simulated else "",
             "seconds": round(sum(float(row["time/round"]) for row in rounds), 1),
             "commit": commit,
         }

@@ -111,6 +111,10 @@ class FedLPS(FederatedAlgorithm):
             raise InvalidOption(f"`FedLPS(arms={self.arms})`: expected a whole number >= 1.")
         self._devices()
 
+    @property
+    def _changes_in_training(self) -> bool:
+        return self.refresh == "step" and self.pattern in ("learned", "magnitude")
+
     def _devices(self) -> Devices:
         return Devices(
             dynamic=self.dynamic,
@@ -122,7 +126,16 @@ class FedLPS(FederatedAlgorithm):
     # ---- the server
 
     def init(self, weights: Weights, fleet: Fleet) -> ServerState:
-        """Note how long a run is for one client (the bandit's xi)."""
+        """Note how long a run is for one client (the bandit's xi).
+
+        Raises:
+            InvalidOption: If units that change before every step should be cut out.
+        """
+        if fleet.execution == "cut" and self._changes_in_training:
+            raise InvalidOption(
+                f"`federation.execution: cut` trains the same units for a round, but `FedLPS(pattern={self.pattern!r}, "
+                "refresh='step')` changes them before every step; set `algorithm.refresh: round`."
+            )
         often = torch.tensor([fleet.max_rounds / fleet.clients_per_round])
         return ServerState(round=0, weights=weights, extra={"bandit": {"xi": often}})
 
@@ -173,7 +186,7 @@ class FedLPS(FederatedAlgorithm):
             scored = client.evaluate({}, "train")
             first = {_first(client.monitor): v for n, v in scored.items() if n == _as_validated(client.monitor)}
         scores = self._scores(message.weights, client) if self.pattern == "learned" else {}
-        if self.refresh == "step" and self.pattern in ("learned", "magnitude"):
+        if self._changes_in_training:
             result, kept, scores = self._fit_and_choose(message, client, density, scores)
         else:
             result, kept, scores = self._choose_and_fit(message, client, density, scores)

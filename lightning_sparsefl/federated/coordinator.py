@@ -74,7 +74,7 @@ class Outcome:
     record: Mapping[str, Any] | None = None
     """As :func:`pack_record` made it."""
     densities: Mapping[str, float] | None = None
-    """Per masked tensor, the fraction that the client held."""
+    """Per masked tensor, the fraction that the client held; without masks, what it says it trained (its votes)."""
     changed: float = 0.0
     """Fraction of the mask that local training changed."""
     after: Mapping[str, float] | None = None
@@ -240,7 +240,7 @@ class Coordinator:
             metrics=dict(update.metrics),
             charge=charge,
             record=self._record(record, update, buffers, held),
-            densities={n: kept / max(message.masks[n].numel(), 1) for n, kept in counts(message.masks).items()},
+            densities=_densities(message.masks or trained.votes or {}),
             changed=_changed(message, update),
             after=client.evaluate(self.algorithm.trained(message, trained), score_after) if score_after else None,
             seconds=self.algorithm.seconds(view, charge.flops_train, charge.uplink_bytes),
@@ -385,6 +385,10 @@ class Coordinator:
             for o in trained
         ]
         return sum(densities) / max(len(densities), 1)
+
+
+def _densities(masks: Masks) -> dict[str, float]:
+    return {name: kept / max(masks[name].numel(), 1) for name, kept in counts(masks).items()}
 
 
 def _changed(message: Message, update: Update) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 
@@ -34,6 +34,7 @@ class Fleet:
         client: Makes a client of its number; None where none can be asked.
         ranks: The processes; None = this one alone.
         clients_per_round: Clients of a cohort; None = all.
+        execution: How units are left out of local training, `federation.execution`.
     """
 
     def __init__(
@@ -45,12 +46,13 @@ class Fleet:
         client: Callable[[int], Client] | None = None,
         ranks: Ranks | None = None,
         clients_per_round: int | None = None,
+        execution: Literal["mask", "cut"] = "mask",
     ) -> None:
         self.views, self.buffers, self.device = tuple(views), buffers, device
         self._sizes = {view.id: view.num_examples for view in views}
         self.seed = views[0].seed
         self.max_rounds = views[0].max_rounds
-        self.clients_per_round = clients_per_round or len(views)
+        self.clients_per_round, self.execution = clients_per_round or len(views), execution
         self._bench, self._client, self._ranks = bench, client, ranks
 
     @property

@@ -206,6 +206,7 @@ def profile(
         stage,
         lambda i: Client(by_id[i], {}, stage),
         clients_per_round=federation.clients_per_round,
+        execution=federation.execution,
     )
     server = algorithm.init(weights, fleet)
     workload = Workload(

@@ -261,6 +261,7 @@ class Session:
             client=lambda i: self.coordinator.client(i, 0),
             ranks=self.ranks,
             clients_per_round=self.federation.clients_per_round,
+            execution=self.federation.execution,
         )
         return self.algorithm.init(self.bench.initial, fleet), {}
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_CHUNK = 1 << 16
+_CHUNK = 1 << 17
 """Elements. A CPU multiplies fast by numbers of one type only, and of this many a copy stays in its cache."""
 
 

@@ -11,6 +11,7 @@ from torch import nn
 from lightning_sparsefl import FedLPS
 from lightning_sparsefl.cost import pucbv
 from lightning_sparsefl.errors import InvalidOption
+from lightning_sparsefl.federated.fleet import Fleet
 from lightning_sparsefl.sparse.units import find_groups
 from lightning_sparsefl.types import Message, ServerState
 
@@ -120,6 +121,20 @@ def test_costs_by_hand(facts):
     assert costs.bytes_up_paper == 4 * (5 + 2 + 6)
     first = FedLPS(probe=False).costs(replace(made, model=Model()))
     assert first.flops_analytic == 3 * 2 * 7 * (10 + 2 + 6) + 7 * 34  # and the first accuracy
+
+
+@pytest.mark.parametrize("pattern", ["learned", "magnitude", "ordered"])
+@pytest.mark.parametrize("refresh", ["step", "round"])
+def test_units_that_change_in_training_cannot_be_cut_out(pattern, refresh, view):
+    method = FedLPS(pattern=pattern, refresh=refresh)
+    whole = Fleet([view()], frozenset(), torch.device("cpu"))
+    narrow = Fleet([view()], frozenset(), torch.device("cpu"), execution="cut")
+    assert method.init(WEIGHTS, whole).round == 0
+    if refresh == "round" or pattern == "ordered":
+        assert method.init(WEIGHTS, narrow).round == 0
+    else:
+        with pytest.raises(InvalidOption, match=r"federation\.execution: cut.*algorithm\.refresh: round"):
+            method.init(WEIGHTS, narrow)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from lightning_sparsefl import FederatedAlgorithm, FederatedTrainer, Federation
+from lightning_sparsefl import FederatedAlgorithm, FederatedTrainer, Federation, FedLPS
 from lightning_sparsefl.data import FederatedDigits
 from lightning_sparsefl.errors import InvalidOption
 from lightning_sparsefl.models import MLP
@@ -125,6 +125,20 @@ def test_a_cut_client_trains_a_narrow_module(fit):
     Grouped.widths.clear()
     fit(Narrower(), Grouped, "mask")
     assert Grouped.widths == {8}
+
+
+@pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning")
+def test_the_density_is_that_of_what_clients_train(fit):
+    def make():
+        return MLP(num_classes=10, sample_shape=(1, 8, 8), hidden=(8, 6))
+
+    weights, summary = fit(FedLPS(ratio="fixed", refresh="round"), make, "cut")
+    kept = {  # half of the hidden units, so a quarter of what lies between two hidden layers
+        name: (0.25 if "fc2" in name and value.dim() > 1 else 0.5) * value.numel()
+        for name, value in weights.items()
+        if name != "net.fc3.bias"
+    }
+    assert summary["sparsity/density"] == pytest.approx(sum(kept.values()) / sum(weights[n].numel() for n in kept))
 
 
 def test_a_model_without_units_is_refused_by_name(fit):
