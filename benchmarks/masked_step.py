@@ -59,7 +59,6 @@ class Side:
 
     def __init__(self, net: nn.Module, batch: tuple[torch.Tensor, torch.Tensor], callback: Any, total: int) -> None:
         self.net, self.batch, self.callback = net, batch, callback
-        net.automatic_optimization = True  # as a LightningModule says
         self.global_step, self.estimated_stepping_batches = 0, total
         self.optimizers = [torch.optim.SGD(net.parameters(), **RATES)]
         self.callbacks = [] if callback is None else [callback]
@@ -162,7 +161,7 @@ def models(width: int, batch: int) -> dict[str, tuple[nn.Module, Any]]:
         ("resnet18", ResNet18(num_classes=10), (3, 32, 32), max(1, batch // 4)),
     ):
         inputs = torch.randn(samples, *shape, generator=rng)
-        found[name] = (module.net, (inputs, torch.randint(10, (samples,), generator=rng)))
+        found[name] = (module, (inputs, torch.randint(10, (samples,), generator=rng)))
     return found
 
 

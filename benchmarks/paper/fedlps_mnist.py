@@ -43,7 +43,7 @@ RUNS = [
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Per method: accuracy and FLOPs beside the paper's, what was sent and computed, and how long devices would take."""
+    """Per method: accuracy and FLOPs beside the paper's, what was sent and computed, and the devices' time."""
     lines = []
     for method, (label, paper, flops, _, _) in METHODS.items():
         own = [row for row in rows if row["run"] == method]

@@ -17,9 +17,16 @@ are drawn anew in every round, and what pulls them is the same for all units.
 - A dropped unit loses its bias, its norm and its readers' incoming slices too, so that it really can be cut out
   (`federation.execution: cut`, with `refresh: round`). ``flops/paper`` counts outgoing rows only and the last batch in
   full, as Tables I and II do; ``flops/train`` counts what is left. Bytes count the pattern, the paper's do not.
-- Exactly ``max(floor(s J + .5), 1)`` of a layer's J units are kept; the code keeps one less, or none.
+- Exactly ``max(floor(s J + .5), 1)`` of a layer's J units are kept; the code keeps one less, or none. The units of the
+  last step are kept and uploaded, not those of the scores after it, which may not have been trained.
 - The server adds no noise, and clients that were never drawn are scored with the common model under their first mask.
 - The bandit's logarithm is never negative, and arms that were never pulled come first.
+
+The defaults are those that the paper prints, mu = lambda = 1 on sums of squares. At a learning rate of .1 they take a
+fifth of a client's change back in every step; the authors' code leaves the pull towards the received weights out and
+averages the other term. `reduction: mean` is close to that. Their code also draws densities below .5 for a lower
+capacity alone, trains on batches of 5, and scores clients of density 1/4 or less with the dense common model; what each
+of these is worth stands in docs/results.md.
 """
 
 from __future__ import annotations
@@ -27,7 +34,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 
@@ -63,6 +70,8 @@ from lightning_sparsefl.types import (
 @dataclass(frozen=True, kw_only=True)
 class FedLPS(FederatedAlgorithm):
     """A client trains the units that its own scores choose, as many as its own bandit chooses."""
+
+    fixed_length: ClassVar[bool] = True
 
     ratio: Literal["bandit", "fixed", "capacity"] = "bandit"
     """What a client's density is: the bandit's choice, `density` whatever the client's capacity (the paper's FLST), or

@@ -75,10 +75,13 @@ class HeteroFL(FederatedAlgorithm):
         make_norms_static(module)
 
     def init(self, weights: Weights, fleet: Fleet) -> ServerState:
-        """The masks of each width that somebody has."""
-        rates = sorted({self.rate(view.capacity) for view in fleet.views})
+        """The masks of each width, also of those that only clients have who never train."""
+        for view in fleet.views:
+            self.rate(view.capacity)  # refuses what is too weak
         masks = {
-            str(rate): unit_masks(fleet.units, prefix_units(fleet.units, rate), weights) for rate in rates if rate < 1
+            str(rate): unit_masks(fleet.units, prefix_units(fleet.units, rate), weights)
+            for rate in self.rates
+            if rate < 1
         }
         return ServerState(round=0, weights=weights, extra=masks)
 
@@ -106,7 +109,8 @@ class HeteroFL(FederatedAlgorithm):
             server: In any round.
             view: Of the client.
         """
-        return server.extra.get(str(self.rate(view.capacity)), {})
+        rate = self.rate(view.capacity)
+        return server.extra[str(rate)] if rate < 1 else {}
 
     def download(self, server: ServerState, view: ClientView) -> Message:
         """The client's narrow network."""

@@ -60,6 +60,11 @@ class GroupPenalty(Callback):
                 "before, where they are pruned."
             )
 
+    @property
+    def state_key(self) -> str:
+        """Tells penalties on different layers apart."""
+        return self._generate_state_key(layers=self.layers)
+
     def on_fit_start(self, trainer: Any, pl_module: LightningModule) -> None:
         """Find the layers."""
         parameters = dict(pl_module.named_parameters())
@@ -80,8 +85,8 @@ class GroupPenalty(Callback):
     @torch.no_grad()
     def on_before_optimizer_step(self, trainer: Any, pl_module: LightningModule, optimizer: Any) -> None:
         """Add the gradient of the term."""
-        strength = self.now
-        weights = [weight for weight in self._weights if weight.grad is not None]
+        strength, stepping = self.now, {id(weight) for group in optimizer.param_groups for weight in group["params"]}
+        weights = [weight for weight in self._weights if weight.grad is not None and id(weight) in stepping]
         if strength == 0 or not weights:
             return
         for weight, norm in zip(weights, torch._foreach_norm(weights), strict=True):

@@ -36,9 +36,9 @@ class MaskingCallback(Callback):
     the module that other callbacks keep, such as the averages of Lightning's `WeightAveraging`, are masked with it, in
     whichever order the callbacks stand: a mean of weights under moving masks has more non-zeros than any of them.
 
-    Where the optimizers are such that a weight stays 0 by itself, the weights are only masked if somebody else has
-    written them, which their version counters tell. They cannot tell of writes through ``weight.data``, for which the
-    weights are masked at the end of every epoch too.
+    Where the optimizers are such that a weight stays 0 by itself, and nobody gets at gradients after they are masked,
+    the weights are only masked if somebody else has written them, which their version counters tell. Those miss writes
+    through ``weight.data``, for which the weights are masked at the end of every epoch too.
 
     Args:
         layers: Patterns of names and types; see :func:`lightning_sparsefl.callbacks.layers.choose`.
@@ -165,7 +165,8 @@ class MaskingCallback(Callback):
     def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
         """Forget what a restored optimizer has of weights that are not held, and see whether they stay 0 from here."""
         self.forget(trainer.optimizers, self.masks)
-        self._still = pl_module.automatic_optimization and all(map(_leaves_zeros, trainer.optimizers))
+        behind = trainer.callbacks[trainer.callbacks.index(self) + 1 :] if self in trainer.callbacks else ()
+        self._still = all(map(_leaves_zeros, trainer.optimizers)) and not _touches_gradients(pl_module, behind)
         if self._still:  # a step of theirs is no write of somebody else
             self._hooks = [o.register_step_post_hook(lambda *_: self._look()) for o in trainer.optimizers]
 
@@ -225,6 +226,15 @@ class MaskingCallback(Callback):
 def _leaves_zeros(optimizer: Any) -> bool:
     """Whether a step leaves weights of 0 alone whose gradient and memory are 0; without eps some divide 0 by 0."""
     return type(optimizer) in _STILL and all(group.get("eps", 1) > 0 for group in optimizer.param_groups)
+
+
+def _touches_gradients(module: LightningModule, behind: Iterable[Callback]) -> bool:
+    """Whether the module, or a callback behind a masking one, may write gradients that are masked already."""
+    hooks = ("on_before_optimizer_step", "configure_gradient_clipping", "optimizer_step")
+    if not module.automatic_optimization or any(is_overridden(hook, module) for hook in hooks):
+        return True
+    others = (callback for callback in behind if not isinstance(callback, MaskingCallback))
+    return any(type(other).on_before_optimizer_step is not Callback.on_before_optimizer_step for other in others)
 
 
 def packed(masks: Masks) -> dict[str, tuple[Tensor, list[int]]]:

@@ -50,9 +50,10 @@ class ProximalTerm(Callback):
 
     @torch.no_grad()
     def on_before_optimizer_step(self, trainer: Any, pl_module: LightningModule, optimizer: Any) -> None:
-        """Add the gradient of the term."""
+        """Add the gradient of the term, for the weights of this optimizer."""
+        stepping = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         for parameter, anchor in self._pairs:
-            if parameter.grad is not None:
+            if parameter.grad is not None and id(parameter) in stepping:
                 parameter.grad.add_(parameter - anchor, alpha=self.strength)
 
     def state_dict(self) -> dict[str, Any]:

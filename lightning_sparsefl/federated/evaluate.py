@@ -157,7 +157,7 @@ def evaluate(
         weights = own(client)
         if weights is None:
             return {}
-        return dict(client.evaluate({**weights, **client.buffers} if client.buffers else weights, split))
+        return dict(client.evaluate(weights, split))
 
     parts = ranks.share(lambda: {job: score(job) for job in longest_first(loads, ranks.size)[ranks.rank]})
     merged = {job: metrics for part in parts for job, metrics in part.items()}

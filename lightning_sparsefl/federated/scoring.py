@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from lightning_sparsefl.federated.coordinator import Coordinator
 from lightning_sparsefl.federated.evaluate import Scores, evaluate, higher_is_better
 from lightning_sparsefl.federated.sampling import evaluated_clients
 from lightning_sparsefl.federated.store import pack_plain, unpack_plain
+from lightning_sparsefl.sparse.density import maskable
 from lightning_sparsefl.types import ServerState, Weights
 
 
@@ -23,22 +24,26 @@ from lightning_sparsefl.types import ServerState, Weights
 class Selected:
     """The best round so far by `federation.select`."""
 
+    key: str
+    """That was selected by."""
     value: float
-    """Of the selected key."""
+    """Of the key."""
     server: ServerState
     """After that round."""
+    records: dict[int, dict[str, Any]]
+    """What was kept of each client then, packed."""
 
     def state_dict(self) -> dict[str, Any]:
         """For a checkpoint."""
         server = self.server
         trees = {name: pack_plain(getattr(server, name)) for name in ("weights", "masks", "extra")}
-        return {"value": self.value, "round": server.round, **trees}
+        return {"key": self.key, "value": self.value, "round": server.round, "records": self.records, **trees}
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any], device: torch.device) -> Selected:
         """What `state_dict` made, with its tensors on a device."""
         trees = {name: unpack_plain(state[name], device) for name in ("weights", "masks", "extra")}
-        return cls(state["value"], ServerState(round=state["round"], **trees))
+        return cls(state["key"], state["value"], ServerState(round=state["round"], **trees), dict(state["records"]))
 
 
 class Scorer:
@@ -54,9 +59,18 @@ class Scorer:
         self.algorithm, self.federation = coordinator.algorithm, coordinator.federation
         self.selected: Selected | None = None
 
+    def restore(self, state: Mapping[str, Any] | None) -> None:
+        """Go on from a checkpoint; a round that was selected by another key is none."""
+        if state is not None and state["key"] == self.federation.select:
+            self.selected = Selected.from_state(state, self.coordinator.bench.device)
+
     def scores(self, server: ServerState) -> Scores:
         """Of the global model, and of each client's own: those that train, and those that never did."""
-        return self._evaluate(server, self.split, lambda client: self.algorithm.personalize(server, client))
+        return self._evaluate(server, self.split, self._own(server))
+
+    def _own(self, server: ServerState) -> Callable[[Client], Weights]:
+        """A client's own model, with its own buffers where it keeps some."""
+        return lambda client: {**self.algorithm.personalize(server, client), **client.buffers}
 
     def select(self, server: ServerState, scores: Scores) -> dict[str, float]:
         """See whether a round is the best so far.
@@ -66,8 +80,7 @@ class Scorer:
             scores: Of the round.
 
         Returns:
-            Further logged keys: those of the validation sets, where the key to select by is theirs and test sets are
-            scored.
+            Further logged keys: those of the validation sets, where test sets are scored, which select nothing.
 
         Raises:
             InvalidOption: If there is no score of the name.
@@ -76,18 +89,17 @@ class Scorer:
         if key is None:
             return {}
         logged, further = scores.summary(), {}
-        if key not in logged and self.split == "test":
+        if self.split == "test":
             further = logged = self._validated(server, key).summary()
         if key not in logged:
-            raise InvalidOption(f"`federation.select` is {key!r}; expected one of {sorted(logged)}.")
+            raise InvalidOption(f"`federation.select` is {key!r}; expected a validation score: {sorted(logged)}.")
         if self._is_better(logged[key]):
-            self.selected = Selected(logged[key], server)
+            self.selected = Selected(key, logged[key], server, self.coordinator.store.records())
         return further
 
     def _validated(self, server: ServerState, key: str) -> Scores:
         """Scores on the validation sets; only of the global model if no more is asked for."""
-        own = None if key.startswith("global/") else lambda client: self.algorithm.personalize(server, client)
-        return self._evaluate(server, "val", own)
+        return self._evaluate(server, "val", None if key.startswith("global/") else self._own(server))
 
     def _is_better(self, value: float) -> bool:
         assert self.federation.select is not None
@@ -97,10 +109,10 @@ class Scorer:
         return value > self.selected.value if rising else value < self.selected.value
 
     def finetuned(self, server: ServerState) -> tuple[dict[str, float], list[dict[str, Any]]]:
-        """Scores before and after each client's last local fit, where the method has one.
+        """Scores of the selected round, and after each client's last local fit, where there is one.
 
-        The state is that of the selected round, and without `federation.select` that of the last one. Clients work as
-        in the round that made it, so at its learning rates.
+        Without `federation.select` the round is the last one. Clients work as in the round that made the state, so at
+        its learning rates, with what was kept of them then.
 
         Args:
             server: After the last round.
@@ -108,19 +120,36 @@ class Scorer:
         Returns:
             Keys of the final table, and a row for each client.
         """
-        owned = type(self.algorithm).finetune is not FederatedAlgorithm.finetune
-        if not owned and not self.federation.finetune_epochs:
+        tune = self._tuning()
+        if tune is None and self.selected is None:
             return {}, []
-        server = server if self.selected is None else self.selected.server
-        before = self.scores(server)
-        tune = self.algorithm.finetune if owned else self._fit_once_more
-        after = self._evaluate(server, self.split, lambda client: tune(server, client), late=1)
-        keys: dict[str, float] = {"selected/round": server.round, **before.groups("selected")}
+        store, now = self.coordinator.store, self.coordinator.store.records()
+        if self.selected is not None:
+            server = self.selected.server
+            store.replace(self.selected.records)
+        try:
+            before = self.scores(server)
+            keys: dict[str, float] = {"selected/round": server.round, **before.groups("selected")}
+            if tune is None:
+                return keys, _rows(before, Scores({}, {}))
+            after = self._evaluate(server, self.split, lambda client: tune(_localized(server, client), client), late=1)
+        finally:
+            store.replace(now)
         return {**keys, **after.groups("finetuned")}, _rows(before, after)
 
+    def _tuning(self) -> Callable[[ServerState, Client], Weights | None] | None:
+        """How clients are fine-tuned: by the method, unless it does not, else by the federation; None = not at all."""
+        owned = type(self.algorithm).finetune is not FederatedAlgorithm.finetune
+        if owned and getattr(self.algorithm, "finetune_epochs", 1) != 0:
+            return self.algorithm.finetune
+        return self._fit_once_more if self.federation.finetune_epochs else None
+
     def _fit_once_more(self, server: ServerState, client: Client) -> Weights:
+        """A sparse model stays as sparse."""
         weights = self.algorithm.personalize(server, client)
-        return client.fit(weights, epochs=self.federation.finetune_epochs).weights
+        masks = {name: weights[name] != 0 for name in maskable(weights)}
+        masks = {name: mask for name, mask in masks.items() if not bool(mask.all())}
+        return client.fit(weights, masks, epochs=self.federation.finetune_epochs).weights
 
     def _evaluate(
         self,
@@ -143,6 +172,11 @@ class Scorer:
             coordinator.seed,
             unseen=frozenset(drawn["unseen"]),
         )
+
+
+def _localized(server: ServerState, client: Client) -> ServerState:
+    """The server's state with a client's own buffers, where it keeps some."""
+    return replace(server, weights={**server.weights, **client.buffers}) if client.buffers else server
 
 
 def _rows(before: Scores, after: Scores) -> list[dict[str, Any]]:

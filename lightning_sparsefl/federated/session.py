@@ -26,7 +26,7 @@ from lightning_sparsefl.federated.options import Federation
 from lightning_sparsefl.federated.process import Ranks
 from lightning_sparsefl.federated.record import Recorder, hyperparameters, log_hyperparameters
 from lightning_sparsefl.federated.runfolder import RunFolder, last_run, new_version
-from lightning_sparsefl.federated.scoring import Scorer, Selected
+from lightning_sparsefl.federated.scoring import Scorer
 from lightning_sparsefl.federated.store import ClientStore
 from lightning_sparsefl.report import print_table, summary_rows
 from lightning_sparsefl.seeds import seed_all
@@ -129,6 +129,9 @@ class Session:
             "unseen clients": self.federation.unseen_clients,
             "monitor": self.federation.monitor,
             "execution": self.federation.execution,
+            "capacities": self.federation.capacities,
+            "shuffled capacities": self.federation.shuffle_capacities,
+            **({"max_rounds": self.trainer.max_rounds} if self.algorithm.fixed_length else {}),
             "round_lr": repr(self.trainer.round_lr),
         }
 
@@ -249,8 +252,7 @@ class Session:
             resumed = checkpoint.restore(
                 self._ckpt_path, self.bench, self.ledger, self.store, self.identity, self.settings if training else {}
             )
-            if resumed.selected is not None and self.federation.select is not None:
-                self.scorer.selected = Selected.from_state(resumed.selected, self.bench.device)
+            self.scorer.restore(resumed.selected)
             return resumed.server, resumed.callbacks
         views = [self.coordinator.view(i, 0) for i in self.coordinator.training_clients]
         fleet = Fleet(

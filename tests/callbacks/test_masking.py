@@ -248,3 +248,47 @@ def test_other_optimizers_are_not_trusted(name, options, net, fit):
     assert callback.passes > 6
     parameters = dict(module.named_parameters())
     assert all((parameters[name][~mask] == 0).all() for name, mask in callback.masks.items())
+
+
+class Shaken(Callback):
+    """Stands behind, and writes into gradients that are masked."""
+
+    def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+        for parameter in pl_module.parameters():
+            parameter.grad.add_(0.1)
+
+
+def noisy(module):
+    class Noisy(type(module)):
+        def on_before_optimizer_step(self, optimizer):
+            for parameter in self.parameters():
+                parameter.grad.add_(0.1)
+
+    module.__class__ = Noisy
+    return module
+
+
+def clipped(module):
+    class Clipped(type(module)):
+        def configure_gradient_clipping(self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None):
+            for parameter in self.parameters():
+                parameter.grad.add_(0.1)
+
+    module.__class__ = Clipped
+    return module
+
+
+@pytest.mark.parametrize("change", [noisy, clipped, Shaken])
+@pytest.mark.parametrize("kind", [StaticMask, DynamicMask])
+def test_gradients_that_change_after_they_are_masked_move_no_weight(kind, change, net, fit):
+    seen, callback, module = [], kind(0.3), net()
+
+    class Watch(Callback):
+        def on_train_batch_end(self, trainer, pl_module, *_):
+            parameters = dict(pl_module.named_parameters())
+            seen.append(all((parameters[name][~mask] == 0).all() for name, mask in callback.masks.items()))
+
+    behind = [Shaken()] if change is Shaken else []
+    fit(module if behind else change(module), [callback, *behind, Watch()])
+    assert len(seen) > 6
+    assert all(seen)

@@ -8,9 +8,19 @@ from dataclasses import replace
 import pytest
 import torch
 
-from lightning_sparsefl import FedAvg, FederatedAlgorithm, FederatedTrainer, Federation, FedSpa, Local
+from lightning_sparsefl import (
+    FedAvg,
+    FedBABU,
+    FedDIP,
+    FederatedAlgorithm,
+    FederatedTrainer,
+    Federation,
+    FedSpa,
+    Local,
+)
 from lightning_sparsefl.data import FederatedBlobs
 from lightning_sparsefl.errors import InvalidOption
+from lightning_sparsefl.federated.client import Client
 from lightning_sparsefl.federated.sampling import split_unseen
 from lightning_sparsefl.models import MLP
 
@@ -138,7 +148,9 @@ def test_a_round_is_selected_by_validation_where_test_sets_are_scored(fit):
 
 
 def test_an_unknown_key_to_select_by_is_refused_by_name(fit):
-    with pytest.raises(InvalidOption, match=r"`federation.select` is 'global/accuracy'; expected one of \['global/val"):
+    with pytest.raises(
+        InvalidOption, match=r"select` is 'global/accuracy'; expected a validation score: \['gl"
+    ):
         fit(Tuned(), federation={"select": "global/accuracy"})
 
 
@@ -155,3 +167,56 @@ def test_a_score_that_is_no_number_is_never_the_best(fit):
 
     _, summary = fit(Poisoned(), federation={"select": "global/val_loss"}, max_rounds=2)
     assert summary["selected/round"] == 1
+
+
+def test_test_scores_select_nothing(fit):
+    with pytest.raises(InvalidOption, match=r"is 'global/test_acc'; expected a validation score: \['global/val_acc'"):
+        fit(Tuned(), federation={"select": "global/test_acc"}, data={"eval_split": "test"})
+
+
+def test_a_selection_by_another_key_starts_anew(fit):
+    folder, _ = fit(Tuned(), max_rounds=2, federation={"select": "global/val_loss"})
+    path = str(folder / "checkpoints" / "last.ckpt")
+    folder, summary = fit(Tuned(), max_rounds=4, federation={"select": "global/val_acc"}, ckpt_path=path)
+    accuracies = [float(row["global/val_acc"]) for row in rows(folder / "metrics.csv")][2:]
+    assert summary["selected/round"] == 3 + accuracies.index(max(accuracies))
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_the_selected_round_is_scored_with_what_was_kept_of_the_clients_then(fit, resume):
+    select = {"select": "personal/val_loss", "eval_clients": "all"}
+    if resume:
+        folder, _ = fit(FedSpa(density=0.3), max_rounds=3, federation=select)
+        path = str(folder / "checkpoints" / "last.ckpt")
+        folder, summary = fit(FedSpa(density=0.3), max_rounds=6, federation=select, ckpt_path=path)
+    else:
+        folder, summary = fit(FedSpa(density=0.3), max_rounds=6, federation=select)
+    losses = [float(row["personal/val_loss"]) for row in rows(folder / "metrics.csv")]
+    assert summary["selected/round"] == 1 + losses.index(min(losses))
+    assert summary["selected/val_loss"] == pytest.approx(min(losses), rel=1e-6)
+
+
+def test_a_sparse_model_is_fine_tuned_as_sparse_as_it_is(fit, monkeypatch):
+    densities = []
+    score = Client.evaluate
+
+    def watch(client, weights, split="val"):
+        sizes = {name: w for name, w in weights.items() if w.ndim > 1}
+        densities.append(sum(int((w != 0).sum()) for w in sizes.values()) / sum(w.numel() for w in sizes.values()))
+        return score(client, weights, split)
+
+    monkeypatch.setattr(Client, "evaluate", watch)
+    fit(FedSpa(density=0.3), federation={"finetune_epochs": 1}, max_rounds=2)
+    assert max(densities) <= 0.3
+
+
+def test_a_method_that_need_not_fine_tune_gets_it_from_the_federation(fit):
+    _, summary = fit(FedBABU(finetune_epochs=0), federation={"finetune_epochs": 1})
+    assert summary["finetuned/val_loss"] != summary["selected/val_loss"]
+
+
+@pytest.mark.parametrize("algorithm", [FedDIP(reconfigure_every=1)])
+def test_a_plan_for_a_number_of_rounds_is_not_continued_with_another(fit, algorithm):
+    folder, _ = fit(algorithm, max_rounds=2)
+    with pytest.raises(ValueError, match="its max_rounds is 2, this run's is 4"):
+        fit(algorithm, max_rounds=4, ckpt_path=str(folder / "checkpoints" / "last.ckpt"))
