@@ -29,7 +29,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from typing import ClassVar
 
 import torch
 from lightning.pytorch import Callback
@@ -54,7 +53,7 @@ from lightning_sparsefl.types import CostFacts, Costs, Masks, Merged, Message, S
 class FedDIP(FederatedAlgorithm):
     """One global mask, taken anew from dense uploads, and a penalty that climbs."""
 
-    fixed_length: ClassVar[bool] = True
+    fixed_length = True
 
     density: float = 0.1
     """Fraction of the weights that the last mask keeps (d_p), in (0, 1]."""

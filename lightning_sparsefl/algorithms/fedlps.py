@@ -25,8 +25,8 @@ are drawn anew in every round, and what pulls them is the same for all units.
 The defaults are those that the paper prints, mu = lambda = 1 on sums of squares. At a learning rate of .1 they take a
 fifth of a client's change back in every step; the authors' code leaves the pull towards the received weights out and
 averages the other term. `reduction: mean` is close to that. Their code also draws densities below .5 for a lower
-capacity alone, trains on batches of 5, and scores clients of density 1/4 or less with the dense common model; what each
-of these is worth stands in docs/results.md.
+capacity alone, trains on batches of 5, and scores clients of density 1/4 or less with the dense common model; measured
+differences are in docs/results.md.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 
@@ -71,7 +71,7 @@ from lightning_sparsefl.types import (
 class FedLPS(FederatedAlgorithm):
     """A client trains the units that its own scores choose, as many as its own bandit chooses."""
 
-    fixed_length: ClassVar[bool] = True
+    fixed_length = True
 
     ratio: Literal["bandit", "fixed", "capacity"] = "bandit"
     """What a client's density is: the bandit's choice, `density` whatever the client's capacity (the paper's FLST), or

@@ -112,12 +112,13 @@ class LotteryRewind(MaskingCallback):
         resumed = self._clock.start(trainer, "LotteryRewind")
         if not resumed:
             self._initial = counts(self.masks)
-            self._optimizers_then = [copy.deepcopy(optimizer.state_dict()) for optimizer in trainer.optimizers]
         ends = self.cycle_ends(self._clock.total)
         self._back = floor_count(self.rewind, ends[0])
         self._ends = ends if self._drops() else []
-        if not resumed and self._back == 0:
-            self._keep(trainer, pl_module)
+        if not resumed and self._ends:
+            self._optimizers_then = [copy.deepcopy(optimizer.state_dict()) for optimizer in trainer.optimizers]
+            if self._back == 0:
+                self._keep(trainer, pl_module)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Mask the weights; keep the state, or prune and return to it, if it is time."""

@@ -2,8 +2,8 @@
 
 Xue et al., "Learnable Sparse Customization in Heterogeneous Edge Computing" (FedLPS), arXiv:2412.07216, section 4.
 An arm is an interval of densities, which is split where it was tried; arms compare by upper confidence bounds that know
-the rewards' variance. Pure functions; the state is a dict of numbers and lists, so that a checkpoint can hold it, and
-of a size that does not depend on how many rewards there were::
+the rewards' variance. Pure functions; the state is a dict of numbers and lists, so that a checkpoint can hold it. It
+keeps sums, not rewards; what grows is the list of arms, by one or none at each selection::
 
     {"arms": [{"low": 0.0, "high": 0.2, "pulls": 0, "mean": 0.0, "squares": 0.0}, ...], "eps": 1.0, "accuracy": None}
 

@@ -23,7 +23,7 @@ from __future__ import annotations
 from abc import ABC
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 import torch
 from lightning.pytorch import Callback, LightningModule
@@ -55,7 +55,7 @@ BYTES_PER_WEIGHT = 4
 class FederatedAlgorithm(ABC):  # noqa: B024 - every hook has a default, and jsonargparse needs a plain base
     """One federated method; the defaults are FedAvg (McMahan et al. 2017, arXiv:1602.05629)."""
 
-    fixed_length: ClassVar[bool] = False
+    fixed_length = False
     """Whether the first state holds a plan for `max_rounds`, so that a run cannot go on with another number."""
 
     def adapt(self, module: LightningModule) -> None:  # noqa: B027 - a default, as of every hook

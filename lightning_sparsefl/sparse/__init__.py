@@ -4,6 +4,7 @@ from lightning_sparsefl.sparse import (
     apply,
     density,
     freeze,
+    importance,
     layer_groups,
     masks,
     nm,
@@ -13,12 +14,14 @@ from lightning_sparsefl.sparse import (
     scores,
     submodel,
     units,
+    width,
 )
 
 __all__ = [
     "apply",
     "density",
     "freeze",
+    "importance",
     "layer_groups",
     "masks",
     "nm",
@@ -28,4 +31,5 @@ __all__ = [
     "scores",
     "submodel",
     "units",
+    "width",
 ]
