@@ -148,9 +148,7 @@ def test_a_round_is_selected_by_validation_where_test_sets_are_scored(fit):
 
 
 def test_an_unknown_key_to_select_by_is_refused_by_name(fit):
-    with pytest.raises(
-        InvalidOption, match=r"select` is 'global/accuracy'; expected a validation score: \['gl"
-    ):
+    with pytest.raises(InvalidOption, match=r"select` is 'global/accuracy'; expected a validation score: \['gl"):
         fit(Tuned(), federation={"select": "global/accuracy"})
 
 
