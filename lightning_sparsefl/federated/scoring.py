@@ -70,7 +70,12 @@ class Scorer:
 
     def _own(self, server: ServerState) -> Callable[[Client], Weights]:
         """A client's own model, with its own buffers where it keeps some."""
-        return lambda client: {**self.algorithm.personalize(server, client), **client.buffers}
+
+        def own(client: Client) -> Weights:
+            weights = self.algorithm.personalize(server, client)
+            return {**weights, **client.buffers} if client.buffers else weights  # a flat tree is loaded in one copy
+
+        return own
 
     def select(self, server: ServerState, scores: Scores) -> dict[str, float]:
         """See whether a round is the best so far.
@@ -80,7 +85,7 @@ class Scorer:
             scores: Of the round.
 
         Returns:
-            Further logged keys: those of the validation sets, where test sets are scored, which select nothing.
+            Further logged keys: scores on validation sets where test sets are scored, since those select nothing.
 
         Raises:
             InvalidOption: If there is no score of the name.
