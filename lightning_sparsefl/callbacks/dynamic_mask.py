@@ -15,6 +15,7 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.rank_zero import WarningCache
 
 from lightning_sparsefl.callbacks.clock import StepClock
+from lightning_sparsefl.callbacks.layers import stepped_by
 from lightning_sparsefl.callbacks.masking import MaskingCallback
 from lightning_sparsefl.callbacks.options import (
     LayerDensity,
@@ -115,7 +116,7 @@ class DynamicMask(MaskingCallback):
     def on_before_optimizer_step(self, trainer: Any, pl_module: LightningModule, optimizer: Any) -> None:
         """Move the mask if it is time, and mask the gradients."""
         if self._due:
-            stepping = {id(weight) for group in optimizer.param_groups for weight in group["params"]}
+            stepping = stepped_by(optimizer)
             ready = [name for name in self._due if id(self._weights[name]) in stepping and self._has_gradient(name)]
             if ready:
                 self._move(ready, trainer.optimizers)

@@ -12,6 +12,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule
 from torch import Tensor
 
+from lightning_sparsefl.callbacks.layers import stepped_by
 from lightning_sparsefl.errors import IncompatibleMasks
 from lightning_sparsefl.types import Weights
 
@@ -53,7 +54,7 @@ class GradientOffset(Callback):
     @torch.no_grad()
     def on_before_optimizer_step(self, trainer: Any, pl_module: LightningModule, optimizer: Any) -> None:
         """Add the offset to the gradients of this optimizer."""
-        stepping = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        stepping = stepped_by(optimizer)
         for parameter, offset in self._pairs:
             if parameter.grad is not None and id(parameter) in stepping:
                 parameter.grad.add_(offset)

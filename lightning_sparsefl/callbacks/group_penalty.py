@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lightning_sparsefl.callbacks.clock import StepClock
 from lightning_sparsefl.callbacks.feedback import ErrorFeedback
-from lightning_sparsefl.callbacks.layers import choose
+from lightning_sparsefl.callbacks.layers import choose, stepped_by
 from lightning_sparsefl.callbacks.options import require
 from lightning_sparsefl.errors import InvalidOption
 from lightning_sparsefl.sparse.schedule import staircase
@@ -85,7 +85,7 @@ class GroupPenalty(Callback):
     @torch.no_grad()
     def on_before_optimizer_step(self, trainer: Any, pl_module: LightningModule, optimizer: Any) -> None:
         """Add the gradient of the term."""
-        strength, stepping = self.now, {id(weight) for group in optimizer.param_groups for weight in group["params"]}
+        strength, stepping = self.now, stepped_by(optimizer)
         weights = [weight for weight in self._weights if weight.grad is not None and id(weight) in stepping]
         if strength == 0 or not weights:
             return

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
+from typing import Any
 
 from torch import nn
 
@@ -70,6 +71,18 @@ def _kinds(module: nn.Module) -> dict[str, list[str]]:
         ]
         for name in maskable(dict(module.named_parameters()))
     }
+
+
+def stepped_by(optimizer: Any) -> set[int]:
+    """The ``id`` of each parameter that an optimizer steps: with several optimizers, each has its own.
+
+    Example:
+        >>> import torch
+        >>> weight = torch.ones(1, requires_grad=True)
+        >>> stepped_by(torch.optim.SGD([weight])) == {id(weight)}
+        True
+    """
+    return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
 
 
 def _matching(pattern: str, kinds: Mapping[str, Sequence[str]]) -> set[str]:

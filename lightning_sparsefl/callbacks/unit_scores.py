@@ -9,6 +9,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule
 from torch import Tensor
 
+from lightning_sparsefl.callbacks.layers import stepped_by
 from lightning_sparsefl.sparse.importance import Reduction, gate_gradients, narrow_groups, row_gradients, tie
 from lightning_sparsefl.sparse.masks import apply, subtract
 from lightning_sparsefl.sparse.units import UnitGroup, unit_masks, unit_norms
@@ -73,7 +74,7 @@ class ScoreSteps:
 
 def add_gradients(optimizer: Any, weights: Weights, gradients: Weights) -> None:
     """Add to the gradients of those weights that an optimizer steps."""
-    ours = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    ours = stepped_by(optimizer)
     for name, gradient in gradients.items():
         slope = weights[name].grad
         if slope is not None and id(weights[name]) in ours:
