@@ -156,11 +156,11 @@ class MaskingCallback(Callback):
     def forget(self, optimizers: Iterable[Any], names: Iterable[str]) -> None:
         """Zero what optimizers remember of weights that are not held: momentum, Adam's moments."""
         for name in names:
-            weight, dropped = self._weights[name], ~self.masks[name]
+            weight = self._weights[name]
             for optimizer in optimizers:
                 for value in optimizer.state.get(weight, {}).values():
                     if isinstance(value, Tensor) and value.shape == weight.shape:
-                        value.masked_fill_(dropped, 0)
+                        Stencil(self.masks[name], value.dtype).zero_(value)
 
     def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
         """Forget what a restored optimizer has of weights that are not held, and see whether they stay 0 from here."""

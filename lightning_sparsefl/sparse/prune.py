@@ -29,30 +29,65 @@ def keep_largest(score: Tensor, count: int) -> Tensor:
         >>> keep_largest(torch.tensor([1.0, 3.0, 3.0, 3.0]), 2)
         tensor([False,  True,  True, False])
     """
-    size = score.numel()
+    return keep_largest_among(score, torch.ones_like(score, dtype=torch.bool), count)
+
+
+def keep_largest_among(score: Tensor, mask: Tensor, count: int) -> Tensor:
+    """The same, of the positions that a mask keeps.
+
+    Args:
+        score: Any shape.
+        mask: Bool, the shape of `score`, with n positions True.
+        count: 0 to n.
+
+    Returns:
+        Bool, the shape of `score`, exactly `count` of them True.
+
+    Raises:
+        InvalidOption: If `count` is outside 0 to n.
+
+    Example:
+        >>> keep_largest_among(torch.tensor([9.0, 1.0, 2.0]), torch.tensor([False, True, True]), 1)
+        tensor([False, False,  True])
+    """
+    size = int(torch.count_nonzero(mask))
     if not 0 <= count <= size:
         raise InvalidOption(f"`count={count}`: expected 0 to {size}, the positions that there are.")
     if count in (0, size):
-        return torch.full_like(score, bool(count), dtype=torch.bool)
-    flat = score.detach().reshape(-1)
-    if flat.is_floating_point():
-        flat = torch.nan_to_num(flat, nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
-    threshold = _nth_largest(flat, count)
-    keep = flat >= threshold
+        return mask.clone() if count else torch.zeros_like(mask)
+    score, mask = score.detach().contiguous(), mask.contiguous()
+    if score.is_floating_point():
+        score = torch.nan_to_num(score, nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
+    threshold = _nth_largest(select(score, mask), count)
+    keep = (score >= threshold).logical_and_(mask)
     excess = int(torch.count_nonzero(keep)) - count
     if excess:
-        ties = (flat == threshold).nonzero().reshape(-1)
-        keep[ties[len(ties) - excess :]] = False
-    return keep.reshape(score.shape)
+        ties = ((score == threshold) & mask).view(-1).nonzero().reshape(-1)
+        keep.view(-1)[ties[len(ties) - excess :]] = False
+    return keep
 
 
-def _nth_largest(flat: Tensor, count: int) -> Tensor:
-    """The value at place `count`, from 1, of a flat tensor without NaN, sorted from the largest down."""
-    if flat.device.type != "cpu" or flat.dtype not in (torch.float32, torch.float64):
-        return flat.topk(count, sorted=False).values.min()
-    values = flat.clone()
-    values.numpy().partition(len(flat) - count)  # on a CPU several times faster than topk and kthvalue
-    return values[len(flat) - count]
+def _nth_largest(values: Tensor, count: int) -> Tensor:
+    """The value at place `count`, from 1, of flat values without NaN, from the largest down; they may be reordered."""
+    if values.device.type != "cpu" or values.dtype not in (torch.float32, torch.float64):
+        return values.topk(count, sorted=False).values.min()
+    values.numpy().partition(len(values) - count)  # on a CPU several times faster than topk and kthvalue
+    return values[len(values) - count]
+
+
+def select(score: Tensor, mask: Tensor) -> Tensor:
+    """The scores where a mask is True, in order, flat, in memory of their own.
+
+    Example:
+        >>> select(torch.tensor([4.0, 1.0, 2.0]), torch.tensor([True, False, True]))
+        tensor([4., 2.])
+    """
+    score = score.detach()
+    if mask.all():
+        return score.flatten().clone()
+    if score.device.type != "cpu" or score.dtype not in (torch.float32, torch.float64):
+        return score.masked_select(mask)
+    return torch.from_numpy(score.numpy()[mask.numpy()])  # several times faster on a CPU
 
 
 def prune(scores: Weights, masks: Masks, fraction: float) -> dict[str, Tensor]:
@@ -78,9 +113,8 @@ def prune(scores: Weights, masks: Masks, fraction: float) -> dict[str, Tensor]:
         raise InvalidOption(f"`fraction={fraction}`: expected a number in [0, 1].")
     pruned = {}
     for name, mask in masks.items():
-        survivors = _select(score_of(scores, name, mask), mask)
-        keep = keep_largest(survivors, survivors.numel() - ceil_count(fraction, survivors.numel()))
-        pruned[name] = scatter(mask, keep)
+        kept = int(torch.count_nonzero(mask))
+        pruned[name] = keep_largest_among(score_of(scores, name, mask), mask, kept - ceil_count(fraction, kept))
     return pruned
 
 
@@ -119,8 +153,7 @@ def shrink(scores: Weights, masks: Masks, counts: Mapping[str, int]) -> dict[str
     shrunk = {}
     for name, mask in masks.items():
         if name in counts:
-            survivors = _select(score_of(scores, name, mask), mask)
-            mask = scatter(mask, keep_largest(survivors, counts[name]))
+            mask = keep_largest_among(score_of(scores, name, mask), mask, counts[name])
         shrunk[name] = mask
     return shrunk
 
@@ -146,7 +179,7 @@ def shrink_globally(scores: Weights, masks: Masks, count: int) -> dict[str, Tens
     """
     if not masks:
         return {}
-    survivors = {name: _select(score_of(scores, name, mask).detach(), mask) for name, mask in masks.items()}
+    survivors = {name: select(score_of(scores, name, mask), mask) for name, mask in masks.items()}
     keep = keep_largest(torch.cat(list(survivors.values())), count)
     parts = keep.split([value.numel() for value in survivors.values()])
     return {name: scatter(mask, part) for (name, mask), part in zip(masks.items(), parts, strict=True)}
@@ -198,11 +231,6 @@ def score_of(scores: Weights, name: str, mask: Tensor | None = None) -> Tensor:
         shapes = f"{tuple(scores[name].shape)}, expected {tuple(mask.shape)} as its mask"
         raise IncompatibleMasks(f"The score of `{name}` has shape {shapes}.")
     return scores[name]
-
-
-def _select(score: Tensor, mask: Tensor) -> Tensor:
-    """The scores where a mask is True, in order, flat."""
-    return score.reshape(-1) if mask.all() else score.masked_select(mask)  # faster than indexing
 
 
 def scatter(mask: Tensor, values: Tensor) -> Tensor:

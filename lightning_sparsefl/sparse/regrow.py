@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import torch
 from torch import Tensor
 
 from lightning_sparsefl.errors import InvalidOption
-from lightning_sparsefl.sparse.prune import keep_largest, scatter, score_of
+from lightning_sparsefl.sparse.prune import keep_largest_among, score_of
 from lightning_sparsefl.types import Masks, Weights
 
 
@@ -39,9 +40,8 @@ def regrow(scores: Weights, masks: Masks, counts: Mapping[str, int]) -> dict[str
 
 
 def _fill(score: Tensor, mask: Tensor, count: int, name: str) -> Tensor:
-    candidates = score.masked_select(~mask)  # faster than indexing
-    kept = mask.numel() - candidates.numel()
+    kept = int(torch.count_nonzero(mask))
     if not kept <= count <= mask.numel():
         expected = f"{kept} (kept already) to {mask.numel()}"
         raise InvalidOption(f"`counts[{name!r}]={count}`: expected {expected}.")
-    return mask | scatter(~mask, keep_largest(candidates, count - kept))
+    return mask | keep_largest_among(score, ~mask, count - kept)
