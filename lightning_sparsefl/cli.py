@@ -20,10 +20,11 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 import lightning_sparsefl.algorithms
 import lightning_sparsefl.callbacks
 import lightning_sparsefl.data
+import lightning_sparsefl.federated
 import lightning_sparsefl.models
 from lightning_sparsefl.data import Partition
 from lightning_sparsefl.errors import ClientFailed, InvalidOption, SparseFLError
-from lightning_sparsefl.federated import FederatedAlgorithm, FederatedTrainer, Federation
+from lightning_sparsefl.federated import FederatedAlgorithm, FederatedTrainer, Federation, Reducer
 
 _EXIT_USAGE = 2
 _EXIT_INTERRUPTED = 130
@@ -34,6 +35,7 @@ _KINDS: dict[str, type] = {
     "model": LightningModule,
     "data": LightningDataModule,
     "partition": Partition,
+    "reducer": Reducer,
 }
 """Groups whose class the user chooses by name."""
 _NOISE = re.compile(
@@ -64,7 +66,12 @@ def one_sentence(message: str) -> str:
 
 def _known(kind: type) -> list[str]:
     """Names of this package's classes of a kind that a user may choose."""
-    packages = (lightning_sparsefl.algorithms, lightning_sparsefl.data, lightning_sparsefl.models)
+    packages = (
+        lightning_sparsefl.algorithms,
+        lightning_sparsefl.data,
+        lightning_sparsefl.models,
+        lightning_sparsefl.federated,
+    )
     classes = {name: getattr(package, name) for package in packages for name in package.__all__}
     return sorted(n for n, c in classes.items() if isinstance(c, type) and issubclass(c, kind) and c is not kind)
 

@@ -16,3 +16,5 @@ from lightning_sparsefl.federated.algorithm import FederatedAlgorithm
 @dataclass(frozen=True, kw_only=True)
 class FedAvg(FederatedAlgorithm):
     """The mean of the clients' weights, weighted by their training samples."""
+
+    can_be_private = True

@@ -32,6 +32,8 @@ from lightning_sparsefl.types import ClientView, CostFacts, Costs, Message, Serv
 class FedBABU(FederatedAlgorithm):
     """Only the body is trained; the head is fine-tuned at the end."""
 
+    can_be_private = True
+
     head: str | None = None
     """Module that is the head; none = the last linear layer."""
     finetune_epochs: int = 5

@@ -54,6 +54,7 @@ class FedDIP(FederatedAlgorithm):
     """One global mask, taken anew from dense uploads, and a penalty that climbs."""
 
     fixed_length = True
+    can_be_private = True
 
     density: float = 0.1
     """Fraction of the weights that the last mask keeps (d_p), in (0, 1]."""

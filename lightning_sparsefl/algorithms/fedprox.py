@@ -24,6 +24,8 @@ from lightning_sparsefl.types import Message
 class FedProx(FederatedAlgorithm):
     """FedAvg with a proximal term in the clients' loss."""
 
+    can_be_private = True
+
     mu: float = 0.01
     """Strength of the pull, >= 0; 0 is FedAvg."""
 

@@ -82,6 +82,11 @@ class FedSpa(FederatedAlgorithm):
         if not 0 <= self.exchange <= 1:
             raise InvalidOption(f"`FedSpa(exchange={self.exchange})`: expected a number in [0, 1].")
 
+    @property
+    def can_be_private(self) -> bool:
+        """Where all clients hold one mask, drawn by chance: a searched one follows the client's data."""
+        return self.search == "static" and self.mask_init == "same"
+
     def init(self, weights: Weights, fleet: Fleet) -> ServerState:
         """Draw the common mask; it fixes every layer's budget for good."""
         parameters = {name: value for name, value in weights.items() if name not in fleet.buffers}

@@ -4,22 +4,27 @@ from lightning_sparsefl.federated.algorithm import FederatedAlgorithm
 from lightning_sparsefl.federated.client import Client
 from lightning_sparsefl.federated.fleet import Fleet
 from lightning_sparsefl.federated.options import Federation
+from lightning_sparsefl.federated.privacy import Privacy
 from lightning_sparsefl.federated.progress import RoundProgressBar
 from lightning_sparsefl.federated.reduce import CoverageMean, PlainMean, Reducer
+from lightning_sparsefl.federated.robust import CoverageMedian, TrimmedMean
 from lightning_sparsefl.federated.round_lr import ExponentialRoundLR, RoundLR, StepRoundLR
 from lightning_sparsefl.federated.trainer import FederatedTrainer
 
 __all__ = [
     "Client",
     "CoverageMean",
+    "CoverageMedian",
     "ExponentialRoundLR",
     "FederatedAlgorithm",
     "FederatedTrainer",
     "Federation",
     "Fleet",
     "PlainMean",
+    "Privacy",
     "Reducer",
     "RoundLR",
     "RoundProgressBar",
     "StepRoundLR",
+    "TrimmedMean",
 ]

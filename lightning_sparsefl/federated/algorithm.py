@@ -58,6 +58,15 @@ class FederatedAlgorithm(ABC):  # noqa: B024 - every hook has a default, and jso
     fixed_length = False
     """Whether the first state holds a plan for `max_rounds`, so that a run cannot go on with another number."""
 
+    @property
+    def can_be_private(self) -> bool:
+        """Whether a client's data reach the server through the merged weights alone, as `federation.privacy` needs it.
+
+        That is: updates have no `shared` and no `extra`; every client may change and votes on the same coordinates;
+        these and the first state follow from no data but what the merged weights tell; and reports are not used.
+        """
+        return False
+
     def adapt(self, module: LightningModule) -> None:  # noqa: B027 - a default, as of every hook
         """Change the module once, before `init`, for example to add exits. Default: nothing."""
 

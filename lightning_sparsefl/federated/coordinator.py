@@ -18,6 +18,7 @@ from lightning_sparsefl.federated.algorithm import FederatedAlgorithm
 from lightning_sparsefl.federated.buffers import localize, strip
 from lightning_sparsefl.federated.client import Bench, Client, Split
 from lightning_sparsefl.federated.evaluate import not_finite, spread
+from lightning_sparsefl.federated.merging import Merging
 from lightning_sparsefl.federated.options import Federation
 from lightning_sparsefl.federated.placement import assigned
 from lightning_sparsefl.federated.process import Ranks
@@ -133,6 +134,7 @@ class Coordinator:
             seed, bench.data.num_clients, federation.unseen_clients
         )
         self.capacities = federation.fleet_capacities(bench.data.num_clients, seed)
+        self.merging = Merging(algorithm, federation, bench.flat.layout, len(self.training_clients), seed)
 
     def cohort(self, round: int) -> list[int]:
         """Numbers of a round's clients."""
@@ -173,7 +175,7 @@ class Coordinator:
         cohort = self.cohort(server.round)
         sizes = {i: self.bench.data.num_examples(i) for i in cohort}
         total_weight = max(sum(sizes.values()), len(sizes))
-        merge = self.algorithm.reducer().start(self.bench.flat.layout, server.weights, total_weight)
+        merge = self.merging.reducer(server.round).start(self.bench.flat.layout, server.weights, total_weight)
         loads = {i: float(size) * self.capacities[i] for i, size in sizes.items()}
         mine = assigned(loads, self.ranks, self.federation.placement, f"round {server.round}")
         parts = self.ranks.share(lambda: [self._attempt(server, i, merge, score_after) for i in mine])
@@ -185,6 +187,7 @@ class Coordinator:
         metrics = {
             **self._metrics(outcomes, trained),
             **spread("personal_after", {o.client: o.after for o in trained if o.after is not None}),
+            **self.merging.metrics(server.round),
             "mask/coverage_min": merge.coverage_min(len(trained)),
             "time/aggregate": time.perf_counter() - trained_at,
             "time/round": time.perf_counter() - started,
@@ -232,6 +235,7 @@ class Coordinator:
         if update.votes is None and type(self.algorithm).may_vote is not FederatedAlgorithm.may_vote:
             update = replace(update, votes=self.algorithm.may_vote(message))
         self._validate(update, view)
+        update = self.merging.limited(update, message)
         up, update = self._send_up(update, message)
         charge = self._charge(view, message, down, up)
         outcome = Outcome(
@@ -335,6 +339,7 @@ class Coordinator:
             for key, tree in part.items():
                 shapes.setdefault(key, {}).update(tree)
         merge.all_reduce(self.ranks.sum, shapes)
+        merge.collect(self.ranks.gather)
         reports = {outcome.client: outcome.metrics for outcome in trained}
         merged = self.algorithm.aggregate(server, merge.result(reports))
         for outcome in trained:

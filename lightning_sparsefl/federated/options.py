@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import torch
 
 from lightning_sparsefl.errors import InvalidOption
+from lightning_sparsefl.federated.privacy import Privacy
+from lightning_sparsefl.federated.reduce import Reducer
 from lightning_sparsefl.seeds import generator
 
 
@@ -65,6 +68,15 @@ class Federation:
     """How clients are given to ranks: longest first by samples and capacity, or whoever is free takes the next."""
     buffers: Literal["average", "local", "server"] = "average"
     """Floating-point buffers such as running means: averaged by samples, kept by each client, or never changed."""
+    reducer: Reducer | None = None
+    """How updates are merged: `CoverageMedian`, `TrimmedMean`, `PlainMean` or `CoverageMean`; none = as the method
+    says. A method whose equations name another than `CoverageMean` refuses a change."""
+    clip_update: float | None = None
+    """Largest Euclidean norm of what a client changes, over the parameters that it votes on; a longer update is scaled
+    down before it is sent, as a difference. None = not clipped."""
+    privacy: Privacy | None = None
+    """Differential privacy of clients, as `noise_multiplier` and `delta`; needs `clip_update`, a secret seed, and a
+    method whose updates are weights alone. ``privacy/epsilon`` is logged. See docs/merging.md."""
     wire: Literal["count", "encode"] = "count"
     """Whether messages are only measured, exactly, or really encoded and decoded on their way."""
     checkpoint_every_n_rounds: int = 1
@@ -88,6 +100,24 @@ class Federation:
             raise InvalidOption(f"`federation.eval_clients` is {self.eval_clients}; expected 'all' or a number >= 1.")
         if any(not 0 < capacity <= 1 for capacity in self.capacities or []):
             raise InvalidOption(f"`federation.capacities` is {self.capacities}; expected numbers in (0, 1].")
+
+        self._check_merge()
+
+    def _check_merge(self) -> None:
+        if self.clip_update is not None and not 0 < self.clip_update < math.inf:
+            raise InvalidOption(f"`federation.clip_update` is {self.clip_update}; expected a number above 0, or null.")
+        if self.privacy is None:
+            return
+        if self.clip_update is None:
+            raise InvalidOption(
+                "`federation.privacy` is set and `federation.clip_update` is not; expected a norm above 0, since the "
+                "noise hides no more than an update of that norm."
+            )
+        if self.reducer is not None:
+            raise InvalidOption(
+                f"`federation.reducer` is {self.reducer}; expected null with `federation.privacy`, whose noise is "
+                "that of a sum."
+            )
 
     def check_fleet(self, num_clients: int) -> None:
         """Raise :class:`InvalidOption` where the options do not fit the number of clients."""

@@ -199,7 +199,7 @@ class Recorder:
             "clients": self.session.data.num_clients,
             "seed": self.session.seed,
             **self._scores,
-            **{name: value for name, value in self._metrics.items() if name.startswith("personal_after/")},
+            **{n: value for n, value in self._metrics.items() if n.startswith(("personal_after/", "privacy/"))},
             **self.finetuned,
             **totals,
         }

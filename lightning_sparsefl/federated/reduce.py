@@ -10,7 +10,8 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Literal
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -22,6 +23,8 @@ from lightning_sparsefl.types import Masks, Merged, Message, Update, Weights
 
 AllReduce = Callable[[Tensor], Tensor]
 """Sums a tensor over the ranks, in place, and returns it."""
+Gather = Callable[[Any], list[Any]]
+"""Every rank's value, on every rank."""
 
 _HEADROOM = 10
 """A value may exceed its tensor's largest server weight by 2**10 before its sum loses exactness."""
@@ -43,6 +46,7 @@ class Reducer(ABC):
         """
 
 
+@dataclass(frozen=True)
 class CoverageMean(Reducer):
     """Each coordinate is averaged over those who voted on it; where nobody voted the server keeps its value."""
 
@@ -51,6 +55,7 @@ class CoverageMean(Reducer):
         return Accumulator(layout, server, total_weight, silence_counts=False)
 
 
+@dataclass(frozen=True)
 class PlainMean(Reducer):
     """Every update counts for every coordinate; silence is no change (FedSpa, eq. 4)."""
 
@@ -218,6 +223,13 @@ class Accumulator:
             mine = self._extra.setdefault(key, {})
             for name, shape in shapes.items():
                 mine[name] = reduce(mine.get(name, torch.zeros(shape, dtype=torch.float64)).to(self.device))
+
+    def collect(self, gather: Gather) -> None:
+        """Show the ranks each other what is not a sum; a mean has nothing of the kind.
+
+        Args:
+            gather: Gives every rank's value.
+        """
 
     def extra_shapes(self) -> dict[str, dict[str, torch.Size]]:
         """Shapes of the extra trees seen so far."""

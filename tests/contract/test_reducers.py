@@ -1,0 +1,213 @@
+"""What every exported reducer, clipped updates and private runs promise inside a federation."""
+
+import copy
+import csv
+import dataclasses
+import importlib.util
+import pickle
+import sys
+
+import pytest
+import torch
+
+from lightning_sparsefl import FedAvg, FedBABU, FedDIP, FedLPS, FedProx, FedSpa, HeteroFL, algorithms, federated
+from lightning_sparsefl.errors import CheckpointMismatch, InvalidOption
+from lightning_sparsefl.federated import CoverageMedian, PlainMean, Privacy, Reducer, TrimmedMean
+from lightning_sparsefl.federated.sampling import uniform_cohort
+from lightning_sparsefl.models import MLP
+
+EXPORTED = [getattr(federated, name) for name in federated.__all__]
+REDUCERS = [kind for kind in EXPORTED if isinstance(kind, type) and issubclass(kind, Reducer) and kind is not Reducer]
+SHORT = {"rounds": 2, "max_epochs": 1}
+PRIVATE = {"clip_update": 0.5, "buffers": "local", "privacy": Privacy(noise_multiplier=0.1, delta=1e-5)}
+
+every_reducer = pytest.mark.parametrize("reducer", [kind() for kind in REDUCERS], ids=repr)
+needs_accountant = pytest.mark.skipif(
+    importlib.util.find_spec("dp_accounting") is None, reason="dp-accounting is not installed (extra `privacy`)"
+)
+
+
+def weights(trainer):
+    return torch.load(trainer.run_folder / "checkpoints" / "last.ckpt", weights_only=True)["state_dict"]
+
+
+def small():
+    """Without buffers, and without dropout."""
+    torch.manual_seed(0)
+    return MLP(num_classes=4, sample_shape=(1, 1, 8))
+
+
+def furthest(one, other):
+    """Largest difference of a weight."""
+    return max(float((value - other[name]).abs().max()) for name, value in one.items())
+
+
+def distance(one, other):
+    """Euclidean."""
+    return sum(float((value.double() - other[name]).square().sum()) for name, value in one.items()) ** 0.5
+
+
+def rounds_of(trainer):
+    with (trainer.run_folder / "metrics.csv").open() as file:
+        return list(csv.DictReader(file))
+
+
+@every_reducer
+def test_is_a_frozen_value(reducer):
+    assert pickle.loads(pickle.dumps(reducer)) == reducer
+    assert eval(repr(reducer), vars(federated)) == reducer
+    with pytest.raises((dataclasses.FrozenInstanceError, AttributeError)):
+        reducer.anything = 1
+
+
+@every_reducer
+def test_learns_and_two_ranks_give_the_bytes_of_one(reducer, federation, last):
+    options = {"reducer": reducer, "clip_update": 5.0}
+    one = federation(HeteroFL(rates=(1.0, 0.5)), federation={**options, "capacities": [0.5, 1.0]}, folder="one")
+    assert one.summary["personal/val_acc"] > 0.45  # four classes
+    two = federation(
+        HeteroFL(rates=(1.0, 0.5)),
+        devices=2,
+        federation={**options, "capacities": [0.5, 1.0], "placement": "dynamic", "wire": "encode"},
+        folder="two",
+    )
+    assert last(two) == last(one)
+
+
+@pytest.mark.parametrize("reducer", [CoverageMedian(), TrimmedMean(fraction=0.25)], ids=repr)
+def test_a_poisoned_client_does_not_move_the_model(reducer, federation, monkeypatch):
+    train = FedAvg.train
+
+    def poisoned(self, message, client):
+        update = train(self, message, client)
+        factor = 1e6 if client.id == 1 else 1.0
+        moved = {n: message.weights[n] + factor * (w - message.weights[n]) for n, w in update.weights.items()}
+        return dataclasses.replace(update, weights=moved)
+
+    honest = weights(federation(FedAvg(), **SHORT, federation={"reducer": reducer}, folder="honest"))
+    monkeypatch.setattr(FedAvg, "train", poisoned)
+    robust = weights(federation(FedAvg(), **SHORT, federation={"reducer": reducer}, folder="robust"))
+    naive = weights(federation(FedAvg(), **SHORT, folder="naive"))
+    assert furthest(robust, honest) < 3  # of few clients the middle moves by as much as they differ
+    assert furthest(naive, honest) > 1e3
+
+
+def test_a_clipped_update_moves_the_model_no_further(federation):
+    module = small()
+    before = copy.deepcopy(module.state_dict())
+    options = {"clip_update": 0.01}
+    trainer = federation(FedAvg(), **SHORT, module=module, federation=options)
+    assert (
+        0.01 < distance(before, module.state_dict()) <= 0.02 + 1e-6
+    )  # two rounds, and no client stays within the norm
+    assert all(float(row["local/update_norm"]) > 0.01 for row in rounds_of(trainer))
+
+
+def test_a_norm_that_nobody_reaches_changes_nothing(federation):
+    """But for rounding: what is clipped travels as a difference."""
+    plain = federation(FedAvg(), **SHORT, folder="plain")
+    clipped = federation(FedAvg(), **SHORT, federation={"clip_update": 1e6}, folder="clipped")
+    assert furthest(weights(plain), weights(clipped)) < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "reducer"), [(FedSpa(), CoverageMedian()), (FedLPS(), TrimmedMean())], ids=["FedSpa", "FedLPS"]
+)
+def test_a_method_that_names_its_reducer_keeps_it(algorithm, reducer, federation):
+    with pytest.raises(InvalidOption, match=r"merges by PlainMean\(\), as its equations say"):
+        federation(algorithm, federation={"reducer": reducer})
+
+
+def test_a_method_takes_the_reducer_that_it_has(federation):
+    own = federation(FedSpa(), **SHORT, folder="own")
+    said = federation(FedSpa(), **SHORT, federation={"reducer": PlainMean()}, folder="said")
+    assert furthest(weights(said), weights(own)) == 0
+
+
+# ---- privacy
+
+DENSE = [FedAvg(), FedProx(), FedBABU(), FedDIP(), FedSpa(search="static")]
+CANNOT = [
+    FedSpa(),
+    FedSpa(search="static", mask_init="different"),
+    *(getattr(algorithms, n)() for n in algorithms.__all__ if n not in {type(method).__name__ for method in DENSE}),
+]
+
+
+@needs_accountant
+@pytest.mark.parametrize("algorithm", DENSE, ids=lambda a: type(a).__name__)
+def test_a_private_run_logs_what_it_costs(algorithm, federation):
+    trainer = federation(algorithm, **SHORT, federation=PRIVATE)
+    costs = [PRIVATE["privacy"].epsilon(rounds, cohort=4, clients=6) for rounds in (1, 2)]
+    assert [float(row["privacy/epsilon"]) for row in rounds_of(trainer)] == pytest.approx(costs)
+    assert trainer.summary["privacy/epsilon"] == pytest.approx(costs[-1])
+    assert trainer.summary["privacy/delta"] == 1e-5
+
+
+@needs_accountant
+def test_two_ranks_and_a_resumed_run_draw_the_same_noise(federation, last):
+    straight = federation(FedBABU(), rounds=3, max_epochs=1, federation=PRIVATE, folder="straight")
+    two = federation(FedBABU(), devices=2, rounds=3, max_epochs=1, federation=PRIVATE, folder="two")
+    assert last(two) == last(straight)
+    federation(FedBABU(), rounds=1, max_epochs=1, federation=PRIVATE, folder="resumed")
+    resumed = federation(FedBABU(), rounds=3, max_epochs=1, federation=PRIVATE, folder="resumed", ckpt_path="last")
+    assert last(resumed) == last(straight)
+    assert resumed.summary == straight.summary
+
+
+@needs_accountant
+@pytest.mark.parametrize("name", ["clip_update", "privacy", "reducer"])
+def test_a_run_goes_on_with_the_merge_it_had(name, federation):
+    other = {"clip_update": 0.4, "privacy": Privacy(noise_multiplier=0.2, delta=1e-5), "reducer": CoverageMedian()}
+    had = {"reducer": TrimmedMean()} if name == "reducer" else PRIVATE
+    federation(FedAvg(), rounds=1, max_epochs=1, federation=had)
+    with pytest.raises(CheckpointMismatch, match=f"its {name} is"):
+        federation(FedAvg(), **SHORT, federation={**had, name: other[name]}, ckpt_path="last")
+
+
+@needs_accountant
+def test_a_client_that_fails_changes_neither_denominator_nor_epsilon(federation, monkeypatch):
+    train = FedAvg.train
+
+    def only_client_zero(self, message, client):
+        if client.id:
+            raise ValueError("no luck")
+        return train(self, message, client)
+
+    monkeypatch.setattr(FedAvg, "train", only_client_zero)
+    module = small()
+    before = copy.deepcopy(module.state_dict())
+    quiet = {**PRIVATE, "privacy": Privacy(noise_multiplier=1e-9, delta=1e-5), "on_client_error": "skip"}
+    seed = next(s for s in range(20) if 0 in uniform_cohort(s, 0, list(range(6)), 4))
+    trainer = federation(FedAvg(), rounds=1, max_epochs=2, module=module, federation=quiet, seed=seed)
+    assert distance(before, module.state_dict()) == pytest.approx(
+        0.5 / 4, rel=1e-4
+    )  # one clipped update over the cohort of four
+    assert float(rounds_of(trainer)[0]["clients/failed"]) == 3
+
+
+@needs_accountant
+@pytest.mark.parametrize("algorithm", CANNOT, ids=repr)
+def test_a_method_whose_updates_tell_more_is_refused(algorithm, federation):
+    with pytest.raises(InvalidOption, match=r"`federation.privacy` cannot hold for"):
+        federation(algorithm, federation=PRIVATE)
+
+
+@needs_accountant
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"buffers": "average"}, "adds no noise to averaged buffers"),
+        ({"privacy": Privacy(noise_multiplier=1.0, delta=0.2)}, "expected below 1 / 6"),
+    ],
+    ids=["buffers", "delta"],
+)
+def test_options_that_would_make_epsilon_a_lie_are_refused(options, sentence, federation):
+    with pytest.raises(InvalidOption, match=sentence):
+        federation(FedAvg(), federation={**PRIVATE, **options})
+
+
+def test_without_the_accountant_a_sentence_names_the_extra(federation, monkeypatch):
+    monkeypatch.setitem(sys.modules, "dp_accounting", None)
+    with pytest.raises(InvalidOption, match=r"pip install 'lightning-sparsefl\[privacy\]'"):
+        federation(FedAvg(), federation=PRIVATE)
