@@ -1,4 +1,4 @@
-"""The command line: ``sparsefl fit | validate | test | profile``."""
+"""The command line: ``sparsefl fit | validate | test | profile | replay``."""
 
 from __future__ import annotations
 
@@ -38,6 +38,11 @@ _KINDS: dict[str, type] = {
     "reducer": Reducer,
 }
 """Groups whose class the user chooses by name."""
+_FLAGS: dict[str, dict[str, str]] = {
+    "profile": {"json": "Print JSON instead of tables."},
+    "replay": {"pdb": "If the fit fails, open Python's debugger where it did."},
+}
+"""Arguments of verbs that take no value."""
 _NOISE = re.compile(
     r"Does not validate|Subtypes:|Errors:|Expected a <class 'NoneType'>|Given value|Expected a path but"
 )
@@ -95,7 +100,8 @@ class SparseFLCLI(LightningCLI):
     def subcommands() -> dict[str, set[str]]:
         """The verbs, and which of their arguments are groups of the configuration."""
         groups = {"model", "datamodule"}
-        return {"fit": groups, "validate": groups, "test": groups, "profile": groups | {"json"}}
+        flags = {verb: set(names) for verb, names in _FLAGS.items()}
+        return {verb: groups | flags.get(verb, set()) for verb in ("fit", "validate", "test", "profile", "replay")}
 
     def add_core_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Add the groups; Lightning's own way accepts nothing but a `Trainer`."""
@@ -114,11 +120,11 @@ class SparseFLCLI(LightningCLI):
             parser.link_arguments(f"data.{name}", f"model.init_args.{name}", apply_on="instantiate")
 
     def _prepare_subcommand_parser(self, klass: type, subcommand: str, **kwargs: Any) -> LightningArgumentParser:
-        """`profile` takes a plain flag ``--json``."""
+        """Some arguments are plain flags, such as ``--json``."""
         parser = super()._prepare_subcommand_parser(klass, subcommand, **kwargs)
-        if subcommand == "profile":
-            parser.add_argument("--json", action="store_true", help="Print JSON instead of tables.")
-            self._subcommand_method_arguments[subcommand].append("json")
+        for name, text in _FLAGS.get(subcommand, {}).items():
+            parser.add_argument(f"--{name}", action="store_true", help=text)
+            self._subcommand_method_arguments[subcommand].append(name)
         return parser
 
     def _set_seed(self) -> None:

@@ -5,6 +5,7 @@
     SparseFLError
     |-- InvalidOption        (also ValueError)         an option, or a combination of options, that cannot work
     |-- IncompatibleMasks    (also ValueError)         masks or weights that do not fit each other
+    |-- InvalidUpdate        (also ValueError)         a method's update that does not answer its message
     |-- MalformedPayload     (also ValueError)         bytes that are no message of ours
     |-- DataNotFound         (also FileNotFoundError)  a data set that is not on disk
     |-- CheckpointMismatch   (also ValueError)         a checkpoint that is torn, foreign, or of another run
@@ -19,6 +20,9 @@ prints that sentence and exits with code 2.
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 
 class SparseFLError(Exception):
     """Base of every error this package raises on purpose."""
@@ -30,6 +34,10 @@ class InvalidOption(SparseFLError, ValueError):
 
 class IncompatibleMasks(SparseFLError, ValueError):
     """Masks or weights that do not fit each other."""
+
+
+class InvalidUpdate(SparseFLError, ValueError):
+    """An update that does not answer its message: a mistake of the method, whatever the client's data."""
 
 
 class MalformedPayload(SparseFLError, ValueError):
@@ -64,11 +72,33 @@ class ClientFailed(SparseFLError, RuntimeError):
         client: Number of the client.
         round: Number of the round, from 0.
         rank: The process that trained the client.
+        left: With `federation.on_client_error: skip`, the clients that are left and `federation.min_clients`.
+        replay: How to run that local fit again.
     """
 
-    def __init__(self, reason: str, *, client: int, round: int, rank: int) -> None:
-        super().__init__(
-            f"Client {client} failed in round {round} on rank {rank}: {reason}; set "
-            "`federation.on_client_error: skip` to merge the round without it."
-        )
+    def __init__(
+        self,
+        reason: str,
+        *,
+        client: int,
+        round: int,
+        rank: int,
+        left: tuple[int, int] | None = None,
+        replay: str | None = None,
+    ) -> None:
+        super().__init__(reason)
         self.reason, self.client, self.round, self.rank = reason, client, round, rank
+        self.left, self.replay = left, replay
+
+    def __str__(self) -> str:
+        """The sentence, and below it how to run the fit again, if that is known."""
+        advice = "set `federation.on_client_error: skip` to merge the round without it"
+        if self.left is not None:
+            advice = f"it leaves {self.left[0]} clients, where `federation.min_clients` = {self.left[1]}; lower that"
+        sentence = f"Client {self.client} failed in round {self.round} on rank {self.rank}: {self.reason}; {advice}."
+        return sentence if self.replay is None else f"{sentence}\nTo run that local fit again: {self.replay}"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Travels between processes with all it says."""
+        facts = {name: getattr(self, name) for name in ("client", "round", "rank", "left", "replay")}
+        return partial(type(self), self.reason, **facts), ()

@@ -14,6 +14,7 @@ from lightning.pytorch import Callback, LightningModule
 from lightning_sparsefl.callbacks import LayerFreezing, StaticMask
 from lightning_sparsefl.errors import InvalidOption
 from lightning_sparsefl.federated.example import units_of
+from lightning_sparsefl.federated.faults import Deadline, KeepDeadline
 from lightning_sparsefl.federated.flat import FlatModule, FlatTree
 from lightning_sparsefl.federated.local import LocalTrainer
 from lightning_sparsefl.federated.round_lr import RoundLR, ScaleLearningRates
@@ -67,13 +68,21 @@ class Client:
         memory: What the client kept for itself.
         bench: Does the local work.
         buffers: The client's own floating-point buffers, with `federation.buffers: local`.
+        deadline: When its round must be over, with `federation.client_timeout`.
     """
 
-    def __init__(self, view: ClientView, memory: Shared, bench: Trains, buffers: Weights | None = None) -> None:
+    def __init__(
+        self,
+        view: ClientView,
+        memory: Shared,
+        bench: Trains,
+        buffers: Weights | None = None,
+        deadline: Deadline | None = None,
+    ) -> None:
         self.id, self.num_examples, self.capacity = view.id, view.num_examples, view.capacity
         self.round, self.max_rounds, self.seed = view.round, view.max_rounds, view.seed
         self.shared, self.memory, self.view, self.monitor = view.shared, memory, view, view.monitor
-        self.buffers = buffers or {}
+        self.buffers, self.deadline = buffers or {}, deadline
         self._bench = bench
         self._uses: dict[str, int] = {}
 
@@ -266,6 +275,8 @@ class Bench:
     def _callbacks(self, client: Client, masks: Masks, trainable: Masks, own: Sequence[Callback]) -> list[Callback]:
         """The user's, copied; the method's; then the roles of the masks, which have the last word on gradients."""
         attached = [*copy.deepcopy(list(self.work.client_callbacks)), *own]
+        if client.deadline is not None:
+            attached.insert(0, KeepDeadline(client.deadline))
         if trainable:
             attached.append(LayerFreezing(trainable))
         if masks:

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-import math
 import time
 import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_info
 
 from lightning_sparsefl.cost import Charge, Ledger
-from lightning_sparsefl.errors import ClientFailed, SparseFLError
+from lightning_sparsefl.errors import ClientFailed, InvalidUpdate, SparseFLError
 from lightning_sparsefl.federated.algorithm import FederatedAlgorithm
 from lightning_sparsefl.federated.buffers import localize, strip
 from lightning_sparsefl.federated.client import Bench, Client, Split
-from lightning_sparsefl.federated.evaluate import not_finite, spread
+from lightning_sparsefl.federated.evaluate import spread
+from lightning_sparsefl.federated.faults import Deadline, out_of_memory, reason, release
 from lightning_sparsefl.federated.merging import Merging
 from lightning_sparsefl.federated.options import Federation
 from lightning_sparsefl.federated.placement import assigned
@@ -25,6 +26,7 @@ from lightning_sparsefl.federated.process import Ranks
 from lightning_sparsefl.federated.reduce import Accumulator
 from lightning_sparsefl.federated.sampling import split_unseen, uniform_cohort
 from lightning_sparsefl.federated.store import ClientStore, Record, pack_record
+from lightning_sparsefl.federated.validate import check_form, fault
 from lightning_sparsefl.sparse.masks import changed, counts, digest
 from lightning_sparsefl.types import ClientView, CostFacts, LayerFlops, Masks, Message, ServerState, Update
 from lightning_sparsefl.wire import Codec, Size
@@ -178,7 +180,7 @@ class Coordinator:
         merge = self.merging.reducer(server.round).start(self.bench.flat.layout, server.weights, total_weight)
         loads = {i: float(size) * self.capacities[i] for i, size in sizes.items()}
         mine = assigned(loads, self.ranks, self.federation.placement, f"round {server.round}")
-        parts = self.ranks.share(lambda: [self._attempt(server, i, merge, score_after) for i in mine])
+        parts = self.ranks.share(lambda: [self.attempt(server, i, merge, score_after) for i in mine])
         outcomes = sorted((o for part in parts for o in part), key=lambda outcome: outcome.client)
         assert [outcome.client for outcome in outcomes] == cohort, "every client is placed on exactly one rank"
         trained = self._survivors(server, outcomes)
@@ -194,10 +196,21 @@ class Coordinator:
         }
         return RoundResult(server=server, outcomes=outcomes, metrics=metrics)
 
-    def _attempt(
+    def attempt(
         self, server: ServerState, client: int, merge: Accumulator, score_after: Split | None = None
     ) -> Outcome:
-        """One client's round; a failure is an outcome, since the other ranks wait for this one."""
+        """One client's round; a failure is an outcome, since the other ranks wait for this one.
+
+        Args:
+            server: Before the round.
+            client: Number of the client.
+            merge: The update is added to it.
+            score_after: As in :meth:`round`.
+
+        Raises:
+            ClientFailed: If the client fails, this is the only rank, and `federation.on_client_error` is ``raise``.
+            InvalidUpdate: If the method's update does not answer its message.
+        """
         record = self.store.get(client)
         view = self._view(client, server.round, record)
         message = localize(self.algorithm.download(server, view), record.buffers, self.bench.flat.layout)
@@ -206,18 +219,19 @@ class Coordinator:
         down, message = self._send_down(message, known)
         try:
             return self._serve(view, record, message, held, down, merge, score_after)
+        except InvalidUpdate:
+            raise  # the method's mistake, not the client's
         except Exception as error:
             if self.ranks.size == 1 and self.federation.on_client_error == "raise":
                 if isinstance(error, SparseFLError):
                     raise  # a client's failure, or a mistake that every client would meet
-                raise self._failed(view, _reason(error)) from error
-            if isinstance(error, ClientFailed):
-                reason = error.reason
-            else:
-                reason = _reason(error)
+                raise self._failed(view, reason(error)) from error
+            if not isinstance(error, ClientFailed):
                 traceback.print_exception(error)  # it cannot travel to the other ranks
+            if out_of_memory(error):
+                release(error, self.bench.module)
             charge = self._charge(view, message, down, None)
-            return Outcome(view.id, view.num_examples, {}, charge=charge, failure=reason, rank=self.ranks.rank)
+            return Outcome(view.id, view.num_examples, {}, charge=charge, failure=reason(error), rank=self.ranks.rank)
 
     def _serve(
         self,
@@ -229,12 +243,12 @@ class Coordinator:
         merge: Accumulator,
         score_after: Split | None,
     ) -> Outcome:
-        client = Client(view, record.memory, self.bench)
+        client = Client(view, record.memory, self.bench, deadline=self._deadline(view))
         trained = self.algorithm.train(message, client)
+        self._validate(trained, message, client)
         update, buffers = strip(trained, message, self.federation.buffers, self.bench.flat.layout)
         if update.votes is None and type(self.algorithm).may_vote is not FederatedAlgorithm.may_vote:
             update = replace(update, votes=self.algorithm.may_vote(message))
-        self._validate(update, view)
         update = self.merging.limited(update, message)
         up, update = self._send_up(update, message)
         charge = self._charge(view, message, down, up)
@@ -266,15 +280,17 @@ class Coordinator:
             update = replace(_to(decoded, self.bench.device), memory=update.memory)
         return size, update
 
-    def _validate(self, update: Update, view: ClientView) -> None:
-        self.bench.flat.layout.check(update.weights, f"The update of client {view.id}")
-        for name in not_finite(update.metrics):
-            if "loss" in name:  # other metrics may be undefined on a client's data
-                raise self._failed(view, f"its {name} is {update.metrics[name]}")
-        for name, tensor in update.weights.items():
-            # most are told by their sum, which is finite only if all terms are, and costs a fiftieth
-            if not math.isfinite(float(tensor.sum())) and not bool(torch.isfinite(tensor).all()):
-                raise self._failed(view, f"its update of {name!r} holds values that are not finite")
+    def _deadline(self, view: ClientView) -> Deadline | None:
+        seconds = self.federation.client_timeout
+        return None if seconds is None else Deadline(seconds, partial(self._failed, view))
+
+    def _validate(self, update: Update, message: Message, client: Client) -> None:
+        if client.deadline is not None:
+            client.deadline.check()
+        check_form(update, message, self.bench.flat.layout, self.algorithm.may_vote, client.id)
+        wrong = fault(update)
+        if wrong is not None:
+            raise self._failed(client.view, wrong)
 
     def _failed(self, view: ClientView, reason: str) -> ClientFailed:
         return ClientFailed(reason, client=view.id, round=view.round, rank=self.ranks.rank)
@@ -318,10 +334,9 @@ class Coordinator:
         failed = [outcome for outcome in outcomes if outcome.failure is not None]
         enough = len(trained) >= self.federation.min_clients
         if failed and (self.federation.on_client_error == "raise" or not enough):
-            first, reason = failed[0], failed[0].failure or ""
-            if self.federation.on_client_error == "skip":
-                reason += f", and {len(trained)} of `federation.min_clients` = {self.federation.min_clients} are left"
-            raise ClientFailed(reason, client=first.client, round=server.round, rank=first.rank)
+            first, fewest = failed[0], self.federation.min_clients
+            left = (len(trained), fewest) if self.federation.on_client_error == "skip" else None
+            raise ClientFailed(first.failure or "", client=first.client, round=server.round, rank=first.rank, left=left)
         for outcome in failed:
             if outcome.charge is not None:
                 self.ledger.add(outcome.charge)
@@ -399,10 +414,6 @@ def _densities(masks: Masks) -> dict[str, float]:
 def _changed(message: Message, update: Update) -> float:
     masks = (update.shared or {}).get("masks")
     return 0.0 if masks is None else changed(message.masks, masks)
-
-
-def _reason(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"
 
 
 def _to(value: Any, device: torch.device) -> Any:

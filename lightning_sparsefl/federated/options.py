@@ -64,6 +64,10 @@ class Federation:
     """Whether a client whose local work fails ends the run, or is left out of the round."""
     min_clients: int = 1
     """With `skip`: the fewest clients a round may be merged from."""
+    client_timeout: float | None = None
+    """Seconds by the clock that a client's round may take, above which the client has failed; none = no limit. Looked
+    at between batches, so a step that hangs is ended by `trainer.timeout` at best; with `skip` a run that depends on
+    the clock does not repeat itself."""
     placement: Literal["static", "dynamic"] = "static"
     """How clients are given to ranks: longest first by samples and capacity, or whoever is free takes the next."""
     buffers: Literal["average", "local", "server"] = "average"
@@ -92,6 +96,10 @@ class Federation:
         for name in ("clients_per_round", "min_clients", "checkpoint_every_n_rounds"):
             if getattr(self, name) < 1:
                 raise InvalidOption(f"`federation.{name}` is {getattr(self, name)}; expected a whole number >= 1.")
+        if self.client_timeout is not None and not self.client_timeout > 0:
+            raise InvalidOption(
+                f"`federation.client_timeout` is {self.client_timeout}; expected a number of seconds above 0, or none."
+            )
         if self.pictures_every_n_rounds < 0:
             raise InvalidOption(
                 f"`federation.pictures_every_n_rounds` is {self.pictures_every_n_rounds}; expected >= 0."

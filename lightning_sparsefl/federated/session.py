@@ -1,4 +1,4 @@
-"""One process's part of a fit, a validation or a test."""
+"""One process's part of a fit, a validation, a test or a replay."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.nn.parameter import UninitializedParameter
 
 from lightning_sparsefl.cost import Ledger
-from lightning_sparsefl.errors import CheckpointMismatch, InvalidOption
+from lightning_sparsefl.errors import CheckpointMismatch, ClientFailed, InvalidOption
 from lightning_sparsefl.federated import checkpoint
 from lightning_sparsefl.federated.client import Bench, LocalWork, Split, require_set
 from lightning_sparsefl.federated.coordinator import Coordinator, Workload
@@ -25,6 +25,7 @@ from lightning_sparsefl.federated.local import isolate_metrics, local_engine
 from lightning_sparsefl.federated.options import Federation
 from lightning_sparsefl.federated.process import Ranks
 from lightning_sparsefl.federated.record import Recorder, hyperparameters, log_hyperparameters
+from lightning_sparsefl.federated.replay import Replay, how_to, run_again
 from lightning_sparsefl.federated.runfolder import RunFolder, last_run, new_version
 from lightning_sparsefl.federated.scoring import Scorer
 from lightning_sparsefl.federated.store import ClientStore
@@ -89,6 +90,8 @@ class Session:
         default: Split = getattr(data, "eval_split", "val")
         self.split: Split = split or default
         self.folder: RunFolder | None = None
+        self._committed: int | None = None
+        """The round of the folder's checkpoint, if this session knows it."""
         self._ckpt_path = self._resolve(ckpt_path)
         seed_all(self.seed, "data")
         ranks.share(self._prepare_data)
@@ -220,6 +223,8 @@ class Session:
         try:
             server = self._rounds(server, facade, recorder)
         except BaseException as error:
+            if isinstance(error, ClientFailed):
+                self._offer_replay(error)
             facade.call("on_exception", error)
             for logger in loggers:
                 logger.finalize("failed")
@@ -248,6 +253,20 @@ class Session:
                 summary_rows(scores),
             )
         return scores
+
+    def replay(self, client: int, round: int | None = None) -> Replay:
+        """Run one local fit again; nothing is written."""
+        again = run_again(self, self._start()[0], client, round)
+        again.print()
+        return again
+
+    def _offer_replay(self, error: ClientFailed) -> None:
+        """Commit the state that the client started from, and say how to run its fit again."""
+        assert self.folder is not None
+        last = self.folder.checkpoints / checkpoint.LAST
+        if self._committed != self._server.round:
+            self._commit()
+        error.replay = how_to(error, self.folder.path, last)
 
     def _start(self, training: bool = True) -> tuple[ServerState, Mapping[str, Any]]:
         """The state to go on from."""
@@ -372,6 +391,7 @@ class Session:
             index = self.store.commit(folder / checkpoint.CLIENTS, self._server.round)
             checkpoint.save(folder / checkpoint.LAST, self._checkpoint({"index": index}))
             self.store.discard_unreferenced(folder / checkpoint.CLIENTS)
+        self._committed = self._server.round
         self.ranks.barrier()
 
     def _close(self, recorder: Recorder, loggers: list[Logger]) -> dict[str, float]:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from pdb import post_mortem
 from typing import Any, Literal
 
 from lightning.fabric import Fabric
@@ -26,12 +27,15 @@ from lightning_sparsefl.federated.options import Federation
 from lightning_sparsefl.federated.process import Ranks, build_fabric, intra_op_threads
 from lightning_sparsefl.federated.profile import Profile, profile
 from lightning_sparsefl.federated.progress import RoundProgressBar
+from lightning_sparsefl.federated.replay import Replay
 from lightning_sparsefl.federated.round_lr import RoundLR
 from lightning_sparsefl.federated.session import Session, check_data, check_module
 
 ClientData = LightningDataModule | Sequence[LightningDataModule]
 """A data module that knows its clients, or one ordinary data module per client."""
 
+Verb = Literal["fit", "validate", "test", "replay"]
+_ONE_PROCESS = {"num_nodes": 1, "strategy": "auto"}
 _DOORS = (
     "num_clients",
     "num_examples",
@@ -152,14 +156,15 @@ class FederatedTrainer:
             limit_test_batches=limit_test_batches,
             default_root_dir=default_root_dir,
         )
-        self.fabric = build_fabric(
-            accelerator=accelerator,
-            devices=devices,
-            num_nodes=num_nodes,
-            strategy=strategy,
-            precision=precision,
-            timeout=timeout,
-        )
+        self._processes: dict[str, Any] = {
+            "accelerator": accelerator,
+            "devices": devices,
+            "num_nodes": num_nodes,
+            "strategy": strategy,
+            "precision": precision,
+            "timeout": timeout,
+        }
+        self.fabric = build_fabric(**self._processes)
         self.run_folder: Path | None = None
 
     def fit(
@@ -183,7 +188,7 @@ class FederatedTrainer:
             CheckpointMismatch: If the checkpoint is of another run.
             InvalidOption: If the module or the data cannot be trained like this.
         """
-        summary = self._launch("fit", model, datamodule, ckpt_path)
+        summary: dict[str, float] = self._launch("fit", model, datamodule, ckpt_path)
         if self._in_other_processes and self.run_folder is not None:
             self.algorithm.adapt(model)  # as the other processes did with theirs
             model.load_state_dict(load_plain(self.run_folder / "checkpoints" / "last.ckpt")["state_dict"])
@@ -202,7 +207,7 @@ class FederatedTrainer:
             datamodule: The clients' data.
             ckpt_path: Of the run, or ``last``; default: the module's weights as they are, before round 0.
         """
-        return self._launch("validate", model, datamodule, ckpt_path)
+        return dict(self._launch("validate", model, datamodule, ckpt_path))
 
     def test(
         self,
@@ -217,7 +222,7 @@ class FederatedTrainer:
             datamodule: The clients' data.
             ckpt_path: Of the run, or ``last``; default: the module's weights as they are, before round 0.
         """
-        return self._launch("test", model, datamodule, ckpt_path)
+        return dict(self._launch("test", model, datamodule, ckpt_path))
 
     def profile(
         self,
@@ -242,6 +247,49 @@ class FederatedTrainer:
         print(result.to_json()) if json else result.print()
         return result
 
+    def replay(
+        self,
+        model: LightningModule,
+        datamodule: ClientData | None = None,
+        ckpt_path: str | None = None,
+        *,
+        client: int,
+        round: int | None = None,
+        pdb: bool = False,
+    ) -> Replay:
+        """Run one client's local fit again, bit for bit, in this process; nothing is written.
+
+        The client gets the same message, seeds and memory as in the run, and no `federation.client_timeout`.
+
+        Args:
+            model: The module.
+            datamodule: The clients' data.
+            ckpt_path: Of the run, or ``last``; default: the module's weights as they are, before round 0.
+            client: Number of the client.
+            round: Of the fit; default: the one that the checkpoint stands before. For a later one, the rounds between
+                are run again first.
+            pdb: If the fit fails, open Python's debugger where it did.
+
+        Returns:
+            What the client received, and what it would send.
+
+        Raises:
+            ClientFailed: If the local fit fails.
+            InvalidOption: If the client does not train in that round, or the round is not ahead of the checkpoint.
+            CheckpointMismatch: If the checkpoint is of another run.
+        """
+        alone = copy.copy(self)
+        alone.fabric = build_fabric(**self._processes | _ONE_PROCESS | {"devices": _first(self._processes["devices"])})
+        alone.federation = replace(self.federation, on_client_error="raise", client_timeout=None)
+        try:
+            result: Replay = alone._launch("replay", model, datamodule, ckpt_path, client=client, round=round)
+        except Exception as error:
+            if pdb:
+                print(error)
+                post_mortem((error.__cause__ or error).__traceback__)
+            raise
+        return result
+
     @property
     def _in_other_processes(self) -> bool:
         """Whether fork or spawn does the work, so that this process's module is not the one that trains."""
@@ -250,11 +298,12 @@ class FederatedTrainer:
 
     def _launch(
         self,
-        verb: Literal["fit", "validate", "test"],
+        verb: Verb,
         model: LightningModule,
         data: ClientData | None,
         ckpt_path: str | None,
-    ) -> dict[str, float]:
+        **asked: Any,
+    ) -> Any:
         client_data = as_client_data(data)
         if self.fabric.world_size > client_data.num_clients:
             raise InvalidOption(
@@ -264,9 +313,9 @@ class FederatedTrainer:
         settings = self._fast_dev_settings(client_data) if self.fast_dev_run else self
         check_data(client_data, settings.federation)
         check_module(model)
-        result = self.fabric.launch(partial(_work, settings, verb, model, client_data, ckpt_path))
+        result = self.fabric.launch(partial(_work, settings, verb, model, client_data, ckpt_path, asked))
         self.run_folder = None if result["folder"] is None else Path(result["folder"])
-        return dict(result["summary"])
+        return result["summary"]
 
     def _fast_dev_settings(self, data: Any) -> FederatedTrainer:
         """This trainer, shrunk to one round of two clients and one batch each."""
@@ -282,10 +331,11 @@ class FederatedTrainer:
 
 def _work(
     trainer: FederatedTrainer,
-    verb: Literal["fit", "validate", "test"],
+    verb: Verb,
     model: LightningModule,
     data: Any,
     ckpt_path: str | None,
+    asked: dict[str, Any],
     fabric: Fabric,
 ) -> dict[str, Any]:
     """One process's part; what it returns is small and plain, since it may cross a pipe."""
@@ -293,7 +343,8 @@ def _work(
     split: dict[str, Split] = {"validate": "val", "test": "test"}
     with intra_op_threads(trainer.num_threads), isolate_rng():
         session = Session(trainer, Ranks(fabric), model, data, ckpt_path, split.get(verb))
-        summary = session.fit() if verb == "fit" else session.score()
+        work: dict[Verb, Callable[..., Any]] = {"fit": session.fit, "replay": session.replay}
+        summary = work.get(verb, session.score)(**asked)
     return {"summary": summary, "folder": None if session.folder is None else str(session.folder.path)}
 
 
@@ -318,6 +369,11 @@ def as_client_data(data: ClientData | None) -> Any:
             "or a list with one LightningDataModule per client."
         )
     return data
+
+
+def _first(devices: int | str | list[int]) -> int | list[int]:
+    """One of the devices."""
+    return devices[:1] if isinstance(devices, list) else 1
 
 
 def _listed(callbacks: list[Callback] | Callback | None) -> list[Callback]:
