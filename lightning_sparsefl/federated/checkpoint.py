@@ -1,11 +1,13 @@
 """`checkpoints/last.ckpt`: the last committed round, from which a run goes on.
 
 A checkpoint is an ordinary Lightning one, whose ``state_dict`` is the global model, plus the engine's own part under
-``sparsefl``. It holds plain types and tensors only, so it loads with ``weights_only=True``.
+``sparsefl``, with a checksum of all of it and of the record files. It holds plain types and tensors only, so it loads
+with ``weights_only=True``. The one before it is kept beside it, with the record files that it names.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,12 +21,12 @@ from lightning_sparsefl.cost import Ledger
 from lightning_sparsefl.errors import CheckpointMismatch
 from lightning_sparsefl.federated.algorithm import FederatedAlgorithm
 from lightning_sparsefl.federated.client import Bench
-from lightning_sparsefl.federated.files import load_plain, write_atomically
+from lightning_sparsefl.federated.files import fingerprint, load_plain, write_atomically
 from lightning_sparsefl.federated.store import ClientStore, pack_plain, unpack_plain
 from lightning_sparsefl.types import ServerState
 
-FORMAT = 1
-LAST = "last.ckpt"
+FORMAT = 2
+LAST, PREVIOUS, REFUSED = "last.ckpt", "previous.ckpt", "last.ckpt.refused"
 CLIENTS = "clients"
 
 
@@ -48,14 +50,21 @@ def _fields(value: Any) -> dict[str, Any]:
     return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
 
 
+def callback_states(callbacks: list[Callback]) -> dict[str, Any]:
+    """States of the round level's callbacks, as plain types; one that cannot be read again is refused, by its type."""
+    return {callback.state_key: pack_plain(state) for callback in callbacks if (state := callback.state_dict())}
+
+
 def compose(
     server: ServerState,
     bench: Bench,
     ledger: Ledger,
-    callbacks: list[Callback],
+    callbacks: Mapping[str, Any],
     who: Mapping[str, Any],
     clients: Mapping[str, Any],
+    log: Mapping[str, Any],
     selected: Mapping[str, Any] | None = None,
+    stopped: bool = False,
 ) -> dict[str, Any]:
     """The content of a checkpoint.
 
@@ -63,20 +72,20 @@ def compose(
         server: After the committed round.
         bench: With the module.
         ledger: Of the costs so far.
-        callbacks: Of the round level; each saves its own state.
+        callbacks: As :func:`callback_states` made them.
         who: As :func:`identity` made it.
-        clients: ``index`` into the record files, or the ``records`` themselves.
+        clients: ``index`` into the record files and their ``checksums``, or the ``records`` themselves.
+        log: What the recorder goes on with.
         selected: The best round so far, if one is looked for.
+        stopped: Whether a callback asked for no more rounds.
     """
     bench.load(server.weights)
-    states = {callback.state_key: state for callback in callbacks if (state := callback.state_dict())}
-    pack_plain(states)  # a state that could not be read again is refused now, by its type
-    return {
+    content = {
         "state_dict": {name: tensor.detach().cpu().clone() for name, tensor in bench.module.state_dict().items()},
         "epoch": server.round,
         "global_step": server.round,
         "pytorch-lightning_version": L.__version__,
-        "callbacks": states,
+        "callbacks": dict(callbacks),
         LightningModule.CHECKPOINT_HYPER_PARAMS_KEY: _plain_hparams(bench.module),
         "sparsefl": {
             "format": FORMAT,
@@ -87,21 +96,31 @@ def compose(
             "ledger": ledger.state_dict(),
             "clients": dict(clients),
             "selected": selected,
+            "log": dict(log),
+            "stopped": stopped,
         },
     }
+    content["sparsefl"]["checksum"] = fingerprint(content)
+    return content
 
 
 def _plain_hparams(module: LightningModule) -> dict[str, Any]:
     """Hyper-parameters that a checkpoint may hold; others (classes, functions) stay out."""
-    return {name: value for name, value in module.hparams.items() if _is_plain(value)}
+    plain = {}
+    for name, value in module.hparams.items():
+        with contextlib.suppress(TypeError):
+            pack_plain(value)
+            plain[name] = _builtin(value)
+    return plain
 
 
-def _is_plain(value: Any) -> bool:
-    try:
-        pack_plain(value)
-    except TypeError:
-        return False
-    return True
+def _builtin(value: Any) -> Any:
+    """Plain values without kinds of mappings and sequences that only a pickle could bring back."""
+    if isinstance(value, Mapping):
+        return {key: _builtin(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return (tuple if isinstance(value, tuple) else list)(_builtin(item) for item in value)
+    return value
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,6 +131,10 @@ class Resumed:
     callbacks: Mapping[str, Any]
     selected: Mapping[str, Any] | None = None
     """The best round so far, as it was composed."""
+    log: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """What the recorder goes on with."""
+    stopped: bool = False
+    """Whether a callback had asked for no more rounds."""
 
 
 def restore(
@@ -121,8 +144,9 @@ def restore(
     store: ClientStore,
     who: Mapping[str, Any],
     settings: Mapping[str, Any],
+    moved: bool = False,
 ) -> Resumed:
-    """Read a checkpoint into the ledger and the store.
+    """Read a checkpoint into the ledger and the store, which stay as they are if it is refused.
 
     Args:
         path: Of the checkpoint.
@@ -131,21 +155,18 @@ def restore(
         store: Filled.
         who: The identity of this run.
         settings: Further facts that must agree where training goes on; none where models are only scored.
+        moved: Whether training goes on in another folder.
 
     Raises:
-        CheckpointMismatch: If it is torn, foreign, or of another run.
+        CheckpointMismatch: If it is torn, damaged, foreign, or of another run.
     """
-    content = load_plain(path)
-    own = content.get("sparsefl") if isinstance(content, Mapping) else None
-    if not isinstance(own, Mapping) or own.get("format") != FORMAT:
-        raise CheckpointMismatch(
-            f"{path} is not a checkpoint of a federated run in format {FORMAT}; expected a run's `checkpoints/{LAST}` "
-            "(option `ckpt_path`)."
-        )
+    content = load_checkpoint(path)
+    own = content["sparsefl"]
     _compare(path, own["identity"], who)
     _compare(path, own["identity"]["training"], settings)
     clients = own["clients"]
-    store.load(clients.get("index", {}), path.parent / CLIENTS, clients.get("records", {}))
+    index, records, checksums = (clients.get(part, {}) for part in ("index", "records", "checksums"))
+    store.load(index, path.parent / CLIENTS, records, checksums, moved)
     ledger.load_state_dict(own["ledger"])
     bench.restore_counters(content["state_dict"])
     device = bench.device
@@ -159,7 +180,26 @@ def restore(
         masks=unpack_plain(own["masks"], device),
         extra=unpack_plain(own["extra"], device),
     )
-    return Resumed(server=server, callbacks=content["callbacks"], selected=own.get("selected"))
+    states = {key: unpack_plain(state, torch.device("cpu")) for key, state in content["callbacks"].items()}
+    return Resumed(server, states, own["selected"], own["log"], own["stopped"])
+
+
+def load_checkpoint(path: Path) -> dict[str, Any]:
+    """Read a checkpoint of ours.
+
+    Raises:
+        CheckpointMismatch: If it is torn, damaged or foreign.
+    """
+    content = load_plain(path)
+    own = content.get("sparsefl") if isinstance(content, dict) else None
+    if not isinstance(own, dict) or own.get("format") != FORMAT:
+        raise CheckpointMismatch(
+            f"{path} is not a checkpoint of a federated run in format {FORMAT}; expected a run's `checkpoints/{LAST}` "
+            "(option `ckpt_path`)."
+        )
+    if own.pop("checksum", None) != fingerprint(content):
+        raise CheckpointMismatch(f"{path} is damaged: its checksum is of another content; choose another `ckpt_path`.")
+    return content
 
 
 def _compare(path: Path, theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
@@ -182,5 +222,5 @@ def _difference(theirs: Any, ours: Any) -> tuple[Any, Any]:
 
 
 def save(path: Path, content: Mapping[str, Any]) -> None:
-    """Write a checkpoint; whole, or not at all."""
-    write_atomically(path, dict(content))
+    """Write a checkpoint, whole or not at all, and keep the one that it replaces."""
+    write_atomically(path, dict(content), keep=path.with_name(PREVIOUS))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -19,6 +19,7 @@ from lightning_sparsefl.federated.buffers import localize, strip
 from lightning_sparsefl.federated.client import Bench, Client, Split
 from lightning_sparsefl.federated.evaluate import spread
 from lightning_sparsefl.federated.faults import Deadline, out_of_memory, reason, release
+from lightning_sparsefl.federated.interrupt import Interrupts
 from lightning_sparsefl.federated.merging import Merging
 from lightning_sparsefl.federated.options import Federation
 from lightning_sparsefl.federated.placement import assigned
@@ -132,6 +133,7 @@ class Coordinator:
         self.algorithm, self.federation, self.bench, self.ranks = algorithm, federation, bench, ranks
         self.store, self.codec, self.workload, self.ledger = store, codec, workload, ledger
         self.max_rounds, self.seed = max_rounds, seed
+        self.interrupts = Interrupts()
         self.training_clients, self.unseen_clients = split_unseen(
             seed, bench.data.num_clients, federation.unseen_clients
         )
@@ -172,6 +174,7 @@ class Coordinator:
 
         Raises:
             ClientFailed: If a client fails and `federation.on_client_error` is ``raise``, or too few are left.
+            Interrupted: If a signal asks to stop; the round has left no trace then.
         """
         started = time.perf_counter()
         cohort = self.cohort(server.round)
@@ -180,7 +183,7 @@ class Coordinator:
         merge = self.merging.reducer(server.round).start(self.bench.flat.layout, server.weights, total_weight)
         loads = {i: float(size) * self.capacities[i] for i, size in sizes.items()}
         mine = assigned(loads, self.ranks, self.federation.placement, f"round {server.round}")
-        parts = self.ranks.share(lambda: [self.attempt(server, i, merge, score_after) for i in mine])
+        parts = self.ranks.share(lambda: self._train(server, mine, merge, score_after))
         outcomes = sorted((o for part in parts for o in part), key=lambda outcome: outcome.client)
         assert [outcome.client for outcome in outcomes] == cohort, "every client is placed on exactly one rank"
         trained = self._survivors(server, outcomes)
@@ -195,6 +198,21 @@ class Coordinator:
             "time/round": time.perf_counter() - started,
         }
         return RoundResult(server=server, outcomes=outcomes, metrics=metrics)
+
+    def _train(
+        self, server: ServerState, clients: Iterable[int], merge: Accumulator, score_after: Split | None
+    ) -> list[Outcome]:
+        """This rank's clients, one after another, until a signal asks to stop."""
+        outcomes = []
+        self.interrupts.check()
+        for client in clients:
+            try:
+                outcomes.append(self.attempt(server, client, merge, score_after))
+            except Exception:
+                self.interrupts.check()  # a signal that ended a loader's workers, too, is no failure of the client
+                raise
+            self.interrupts.check()
+        return outcomes
 
     def attempt(
         self, server: ServerState, client: int, merge: Accumulator, score_after: Split | None = None

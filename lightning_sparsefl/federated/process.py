@@ -19,6 +19,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
 from lightning_sparsefl.errors import InvalidOption, RankFailed, WorldSizeMismatch
+from lightning_sparsefl.federated.interrupt import Interrupted
 
 T = TypeVar("T")
 
@@ -180,20 +181,24 @@ class Ranks:
 
         Raises:
             RankFailed: If another rank's part failed; where it failed, its own error is raised.
+            Interrupted: On all ranks, if a signal asks any of them to stop.
         """
         if self.size == 1:
             return [work()]
         mine: tuple[T | None, BaseException | None]
         try:
             mine = (work(), None)
-        except Exception as error:
+        except (Exception, Interrupted) as error:
             mine = (None, error)
-        shared = self.gather((mine[0], None if mine[1] is None else f"{type(mine[1]).__name__}: {mine[1]}"))
-        if mine[1] is not None:
+        shared = self.gather((mine[0], _told(mine[1])))
+        if isinstance(mine[1], Exception):
             raise mine[1]
         for rank, (_, failure) in enumerate(shared):
-            if failure is not None:
+            if isinstance(failure, str):
                 raise RankFailed(f"Rank {rank} failed: {failure}")
+        for _, signal in shared:
+            if signal is not None:
+                raise Interrupted(signal)
         return [value for value, _ in shared]
 
     def broadcast(self, tensor: Tensor) -> None:
@@ -213,6 +218,13 @@ class Ranks:
     def barrier(self) -> None:
         """Wait for all ranks."""
         self.fabric.barrier()
+
+
+def _told(error: BaseException | None) -> str | int | None:
+    """What the other ranks are told of a failure, or of a signal."""
+    if error is None or isinstance(error, Interrupted):
+        return error and error.number
+    return f"{type(error).__name__}: {error}"
 
 
 @contextmanager

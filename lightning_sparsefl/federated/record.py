@@ -190,6 +190,24 @@ class Recorder:
             for logger in self.loggers:
                 logger.log_metrics(dict(self._scores), step=rounds - 1)
 
+    def state_dict(self) -> dict[str, Any]:
+        """For a checkpoint: what the final table and the next pictures are made of, and what callbacks see."""
+        pictured = self._boards and self.session.federation.pictures_every_n_rounds
+        return {
+            "scores": dict(self._scores),
+            "scored": self.scored,
+            "personal": {i: dict(metrics) for i, metrics in self._personal.items()} if pictured else {},
+            "metrics": _untimed(self._metrics),
+            "callback_metrics": _untimed({n: float(v) for n, v in self.facade.callback_metrics.items()}),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a checkpoint; of a new run there is nothing to take."""
+        if state:
+            self._scores, self.scored, self._metrics = state["scores"], state["scored"], state["metrics"]
+            self._personal = state["personal"]
+            self.facade.report(state["callback_metrics"])
+
     def summary(self, server: ServerState) -> dict[str, Any]:
         """The final table: the last scores, the totals, and what they belong to."""
         totals = {n: v for n, v in self._metrics.items() if n.endswith("_total")}
@@ -257,6 +275,11 @@ class Recorder:
             if len(masks) == most:
                 break
         return masks
+
+
+def _untimed(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Without what no two runs have in common."""
+    return {name: value for name, value in metrics.items() if not name.startswith("time/")}
 
 
 def _was_scored(folder: RunFolder) -> bool:

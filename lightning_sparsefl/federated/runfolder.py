@@ -7,16 +7,19 @@
     clients.csv      a row per client and round, for those that trained or were scored
     finetuned.csv    a row per client, before and after fine-tuning, where the method has one
     summary.json     the final table
-    checkpoints/     last.ckpt, and the records of the clients
+    checkpoints/     last.ckpt, the one before it (previous.ckpt), and the records of the clients
 """
 
 from __future__ import annotations
 
 import csv
+import io
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from lightning_sparsefl.federated.files import remove_leftovers, write_text_atomically
 
 
 class Table:
@@ -48,23 +51,25 @@ class Table:
             return list(csv.DictReader(file))
 
     def cut_back(self, rounds: int) -> None:
-        """Drop the rows of rounds that were not committed.
+        """Drop the rows of rounds that were not committed, and one that a kill has torn.
 
         Args:
-            rounds: That were; rows whose `round` is smaller stay.
+            rounds: That were; whole rows whose `round` is smaller stay.
         """
-        rows = self.read()
+        # a torn row lacks cells, and the first of its cells, the round, may be a part of the number
+        rows = [row for row in self.read() if None not in row.values() and int(row["round"]) < rounds]
         self._columns = list(rows[0]) if rows else []
         if rows:
-            self._write([row for row in rows if int(row["round"]) < rounds])
+            self._write(rows)
+        else:
+            self.path.unlink(missing_ok=True)
 
     def _write(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        temporary = self.path.with_suffix(".tmp")
-        with temporary.open("w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, self._columns, restval="")
-            writer.writeheader()
-            writer.writerows(rows)
-        temporary.replace(self.path)
+        text = io.StringIO(newline="")
+        writer = csv.DictWriter(text, self._columns, restval="")
+        writer.writeheader()
+        writer.writerows(rows)
+        write_text_atomically(self.path, text.getvalue())
 
 
 class RunFolder:
@@ -86,7 +91,9 @@ class RunFolder:
         return self.path / "checkpoints"
 
     def cut_back(self, rounds: int) -> None:
-        """Make the tables agree with a checkpoint of so many rounds."""
+        """Make the tables agree with a checkpoint of so many rounds, and delete half-written files."""
+        for folder in (self.path, self.checkpoints, self.checkpoints / "clients"):
+            remove_leftovers(folder)
         self.metrics.cut_back(rounds)
         self.clients.cut_back(rounds)
 
@@ -104,7 +111,7 @@ class RunFolder:
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Write `summary.json`."""
         text = json.dumps(summary, indent=2, sort_keys=False)
-        (self.path / "summary.json").write_text(text + "\n", encoding="utf-8")
+        write_text_atomically(self.path / "summary.json", text + "\n")
 
 
 def new_version(folder: Path) -> Path:
@@ -114,8 +121,7 @@ def new_version(folder: Path) -> Path:
         folder: Of an algorithm's runs; made if needed.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    used = [int(p.name.split("_")[1]) for p in folder.glob("version_*") if p.name.split("_")[1].isdigit()]
-    version = max(used, default=-1) + 1
+    version = max(_versions(folder), default=-1) + 1
     while True:
         path = folder / f"version_{version}"
         try:
@@ -126,6 +132,20 @@ def new_version(folder: Path) -> Path:
             return path
 
 
+def newest_version(folder: Path) -> Path | None:
+    """The newest of an algorithm's runs, whether or not it has a checkpoint; None if there is none.
+
+    Args:
+        folder: Of the runs.
+    """
+    versions = _versions(folder)
+    return versions[max(versions)] if versions else None
+
+
+def _versions(folder: Path) -> dict[int, Path]:
+    return {int(p.name.split("_")[1]): p for p in folder.glob("version_*") if p.name.split("_")[1].isdigit()}
+
+
 def last_run(root: Path, name: str) -> Path | None:
     """The newest run of an algorithm that has a checkpoint; None if there is none.
 
@@ -133,9 +153,14 @@ def last_run(root: Path, name: str) -> Path | None:
         root: Where run folders are made; a logger of the user's may have put its own below it.
         name: Of the algorithm's folder.
     """
-    runs = [p.parent.parent for p in (root / name).glob("version_*/checkpoints/last.ckpt")]
+    runs = {version: run for version, run in _versions(root / name).items() if _checkpoints(run)}
     if runs:
-        return max(runs, key=lambda run: int(run.name.split("_")[1]))
-    elsewhere = list(root.glob("lightning_logs/version_*/checkpoints/last.ckpt"))
+        return runs[max(runs)]
+    elsewhere = [path for run in root.glob("lightning_logs/version_*") for path in _checkpoints(run)]
     newest = max(elsewhere, key=lambda path: path.stat().st_mtime, default=None)
     return None if newest is None else newest.parent.parent
+
+
+def _checkpoints(run: Path) -> list[Path]:
+    """Those of a run's that are there; a kill may have left the one before the last alone."""
+    return [path for name in ("last", "previous") if (path := run / "checkpoints" / f"{name}.ckpt").is_file()]

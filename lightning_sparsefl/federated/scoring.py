@@ -137,7 +137,7 @@ class Scorer:
             keys: dict[str, float] = {"selected/round": server.round, **before.groups("selected")}
             if tune is None:
                 return keys, _rows(before, Scores({}, {}))
-            after = self._evaluate(server, self.split, lambda client: tune(_localized(server, client), client), late=1)
+            after = self._evaluate(server, self.split, self._tuned(server, tune), late=1)
         finally:
             store.replace(now)
         return {**keys, **after.groups("finetuned")}, _rows(before, after)
@@ -148,6 +148,17 @@ class Scorer:
         if owned and getattr(self.algorithm, "finetune_epochs", 1) != 0:
             return self.algorithm.finetune
         return self._fit_once_more if self.federation.finetune_epochs else None
+
+    def _tuned(
+        self, server: ServerState, tune: Callable[[ServerState, Client], Weights | None]
+    ) -> Callable[[Client], Weights | None]:
+        """A client's weights after its last local fit, unless a signal asks to stop."""
+
+        def own(client: Client) -> Weights | None:
+            self.coordinator.interrupts.check()
+            return tune(_localized(server, client), client)
+
+        return own
 
     def _fit_once_more(self, server: ServerState, client: Client) -> Weights:
         """A sparse model stays as sparse."""

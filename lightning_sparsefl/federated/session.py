@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,20 +14,23 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.nn.parameter import UninitializedParameter
 
 from lightning_sparsefl.cost import Ledger
-from lightning_sparsefl.errors import CheckpointMismatch, ClientFailed, InvalidOption
+from lightning_sparsefl.errors import ClientFailed, InvalidOption
 from lightning_sparsefl.federated import checkpoint
 from lightning_sparsefl.federated.client import Bench, LocalWork, Split, require_set
 from lightning_sparsefl.federated.coordinator import Coordinator, Workload
 from lightning_sparsefl.federated.example import layers_of
 from lightning_sparsefl.federated.facade import RoundTrainer
+from lightning_sparsefl.federated.files import full_disk_told
 from lightning_sparsefl.federated.flat import require_trainable
 from lightning_sparsefl.federated.fleet import Fleet
+from lightning_sparsefl.federated.interrupt import Interrupted
 from lightning_sparsefl.federated.local import isolate_metrics, local_engine
 from lightning_sparsefl.federated.options import Federation
 from lightning_sparsefl.federated.process import Ranks
 from lightning_sparsefl.federated.record import Recorder, hyperparameters, log_hyperparameters
 from lightning_sparsefl.federated.replay import Replay, how_to, run_again
-from lightning_sparsefl.federated.runfolder import RunFolder, last_run, new_version
+from lightning_sparsefl.federated.resume import find_origin
+from lightning_sparsefl.federated.runfolder import RunFolder, new_version
 from lightning_sparsefl.federated.scoring import Scorer
 from lightning_sparsefl.federated.store import ClientStore
 from lightning_sparsefl.report import print_table, summary_rows
@@ -90,9 +94,8 @@ class Session:
         default: Split = getattr(data, "eval_split", "val")
         self.split: Split = split or default
         self.folder: RunFolder | None = None
-        self._committed: int | None = None
-        """The round of the folder's checkpoint, if this session knows it."""
-        self._ckpt_path = self._resolve(ckpt_path)
+        root = Path(trainer.default_root_dir)
+        self.origin = ranks.share(lambda: find_origin(ckpt_path, root, self._name, training=split is None))[0]
         seed_all(self.seed, "data")
         ranks.share(self._prepare_data)
         self._check_scoring()
@@ -140,18 +143,6 @@ class Session:
             **({"max_rounds": self.trainer.max_rounds} if self.algorithm.fixed_length else {}),
             "round_lr": repr(self.trainer.round_lr),
         }
-
-    def _resolve(self, ckpt_path: str | None) -> Path | None:
-        if ckpt_path != "last":
-            return None if ckpt_path is None else Path(ckpt_path)
-        root = Path(self.trainer.default_root_dir)
-        run = last_run(root, self._name)
-        if run is None:
-            raise CheckpointMismatch(
-                f"`ckpt_path` is 'last', but {root / self._name} holds no run with a checkpoint; "
-                "give a path, or set `trainer.default_root_dir`."
-            )
-        return run / "checkpoints" / checkpoint.LAST
 
     @property
     def _name(self) -> str:
@@ -210,36 +201,77 @@ class Session:
 
     def fit(self) -> dict[str, float]:
         """Run the rounds that are left; returns the final table."""
-        server, callback_states = self._start()
-        if self._ckpt_path is not None and self._goes_on_in_its_folder() and server.round >= self.trainer.max_rounds:
-            return self._finished(self._ckpt_path, server)
-        loggers = self._open_run()
+        server, resumed = self._start()
+        if self._has_ended(server):
+            return self._finished(server)
+        loggers = self._open_run(server.round)
+        assert self.folder is not None
         facade = self._facade(loggers)
+        with full_disk_told(self.folder.path):
+            return self._fit(server, resumed, facade, loggers)
+
+    def _fit(
+        self, server: ServerState, resumed: checkpoint.Resumed | None, facade: RoundTrainer, loggers: list[Logger]
+    ) -> dict[str, float]:
+        assert self.folder is not None
         facade.call("setup", "fit")  # first, as in a Trainer: ModelCheckpoint restores what belongs to its folder
+        if self.ranks.first:
+            self.folder.cut_back(server.round)
+        self._recorder = recorder = Recorder(self, facade, loggers)
+        if resumed is not None:
+            self._go_on(resumed, facade)
+        self._server, self._committed, self._stopped = server, server.round, facade.should_stop
+        self._states = checkpoint.callback_states(self.trainer.callbacks)
+        with self.coordinator.interrupts:
+            try:
+                server = self._rounds(server, facade, recorder)
+                recorder.finetuned, rows = self.scorer.finetuned(server)
+            except BaseException as error:
+                self._fail(error, facade, loggers)
+                raise
+        if rows and self.ranks.first:
+            self.folder.write_finetuned(rows)
+        self.bench.load(server.weights)
+        return self._close(recorder, loggers)
+
+    def _go_on(self, resumed: checkpoint.Resumed, facade: RoundTrainer) -> None:
+        """Take over what a checkpoint holds beside the rounds' own state."""
         for callback in self.trainer.callbacks:
-            if callback.state_key in callback_states:
-                callback.load_state_dict(callback_states[callback.state_key])
-        recorder = Recorder(self, facade, loggers)
-        try:
-            server = self._rounds(server, facade, recorder)
-        except BaseException as error:
+            if callback.state_key in resumed.callbacks:
+                callback.load_state_dict(resumed.callbacks[callback.state_key])
+        self._recorder.load_state_dict(resumed.log)
+        if self.origin.folder is not None:  # where a run was killed after a callback had stopped it
+            facade.should_stop = resumed.stopped and self._summary().get("rounds") != resumed.server.round
+
+    def _fail(self, error: BaseException, facade: RoundTrainer, loggers: list[Logger]) -> None:
+        """Commit what a signal has left, and tell those who want to know."""
+        if isinstance(error, Interrupted):
+            if self._server.round > self._committed:
+                self._commit()
+            rank_zero_info(f"{error}: {self._committed} rounds are committed; `ckpt_path: last` goes on from there.")
+        with contextlib.suppress(OSError):  # what cannot be written now hides no error before it
             if isinstance(error, ClientFailed):
                 self._offer_replay(error)
             facade.call("on_exception", error)
             for logger in loggers:
                 logger.finalize("failed")
-            raise
-        recorder.finetuned, rows = self.scorer.finetuned(server)
-        if rows and self.ranks.first and self.folder is not None:
-            self.folder.write_finetuned(rows)
-        self.bench.load(server.weights)
-        return self._close(recorder, loggers)
 
-    def _finished(self, ckpt_path: Path, server: ServerState) -> dict[str, float]:
+    def _has_ended(self, server: ServerState) -> bool:
+        """Whether the run that is to go on has its final table, and no rounds are left."""
+        return server.round >= self.trainer.max_rounds and self._summary().get("rounds") == server.round
+
+    def _summary(self) -> dict[str, Any]:
+        """The table of the run that goes on in its folder."""
+        return {} if self.origin.folder is None else RunFolder(self.origin.folder).read_summary()
+
+    def _finished(self, server: ServerState) -> dict[str, float]:
         """A run that has no rounds left keeps its table."""
+        assert self.origin.folder is not None
         self.bench.load(server.weights)
-        self.folder = RunFolder(ckpt_path.parent.parent)
-        rank_zero_info(f"{ckpt_path} has finished its {self.trainer.max_rounds} rounds; raise `trainer.max_rounds`.")
+        self.folder = RunFolder(self.origin.folder)
+        rank_zero_info(
+            f"{self.folder.path} has finished its {self.trainer.max_rounds} rounds; raise `trainer.max_rounds`."
+        )
         return self.folder.read_summary()
 
     def score(self) -> dict[str, float]:
@@ -264,18 +296,21 @@ class Session:
         """Commit the state that the client started from, and say how to run its fit again."""
         assert self.folder is not None
         last = self.folder.checkpoints / checkpoint.LAST
-        if self._committed != self._server.round:
+        if self._committed != self._server.round or not last.exists():
             self._commit()
         error.replay = how_to(error, self.folder.path, last)
 
-    def _start(self, training: bool = True) -> tuple[ServerState, Mapping[str, Any]]:
+    def _start(self, training: bool = True) -> tuple[ServerState, checkpoint.Resumed | None]:
         """The state to go on from."""
-        if self._ckpt_path is not None:
-            resumed = checkpoint.restore(
-                self._ckpt_path, self.bench, self.ledger, self.store, self.identity, self.settings if training else {}
+        if self.origin.checkpoint is not None:
+            settings, moved = self.settings if training else {}, self.origin.folder is None
+            resumed = self.origin.read(
+                lambda path: checkpoint.restore(
+                    path, self.bench, self.ledger, self.store, self.identity, settings, moved
+                )
             )
             self.scorer.restore(resumed.selected)
-            return resumed.server, resumed.callbacks
+            return resumed.server, resumed
         views = [self.coordinator.view(i, 0) for i in self.coordinator.training_clients]
         fleet = Fleet(
             views,
@@ -287,16 +322,16 @@ class Session:
             clients_per_round=self.federation.clients_per_round,
             execution=self.federation.execution,
         )
-        return self.algorithm.init(self.bench.initial, fleet), {}
+        return self.algorithm.init(self.bench.initial, fleet), None
 
-    def _open_run(self) -> list[Logger]:
-        """The run folder, the same on all ranks, and the loggers in it."""
+    def _open_run(self, rounds: int) -> list[Logger]:
+        """The run folder, the same on all ranks, and the loggers in it, which drop what came after `rounds`."""
         path: Path | None = None
         root = Path(self.trainer.default_root_dir)
         option = self.trainer.logger_option
         loggers = [option] if isinstance(option, Logger) else list(option) if isinstance(option, list) else []
-        if self._ckpt_path is not None and self._goes_on_in_its_folder():
-            path = self._ckpt_path.parent.parent
+        if self.origin.folder is not None:
+            path = self.origin.folder
         elif self.ranks.first:
             # a CSVLogger's folder has a metrics.csv of its own
             own = next((log.log_dir for log in loggers if log.log_dir and not isinstance(log, CSVLogger)), None)
@@ -304,15 +339,15 @@ class Session:
         path = self.ranks.gather(path)[0]
         assert path is not None
         self.folder = RunFolder(path)
+        if self.ranks.first:
+            self.origin.reinstate()
         if not loggers and option is not False:
-            loggers = [TensorBoardLogger(path.parent.parent, path.parent.name, path.name, default_hp_metric=False)]
+            purge = {} if self.origin.folder is None else {"purge_step": rounds}
+            loggers = [
+                TensorBoardLogger(path.parent.parent, path.parent.name, path.name, default_hp_metric=False, **purge)
+            ]
         log_hyperparameters(loggers, hyperparameters(self.trainer, self.data, self.module))
         return loggers
-
-    def _goes_on_in_its_folder(self) -> bool:
-        """Whether the checkpoint is a run's own; a copy starts a folder of its own, so that it spoils no other run."""
-        path = self._ckpt_path
-        return path is not None and path.name == checkpoint.LAST and path.parent.name == "checkpoints"
 
     def _facade(self, loggers: list[Logger]) -> RoundTrainer:
         assert self.folder is not None
@@ -326,24 +361,26 @@ class Session:
             trainer.max_rounds,
             self.federation.clients_per_round,
             trainer.check_val_every_n_round,
-            lambda: self._checkpoint({"records": self.store.records()}),
+            lambda: self._checkpoint(
+                {"records": self.store.records()}, checkpoint.callback_states(self.trainer.callbacks)
+            ),
         )
 
     def _rounds(self, server: ServerState, facade: RoundTrainer, recorder: Recorder) -> ServerState:
-        assert self.folder is not None
-        self._server = server
-        if self.ranks.first:
-            self.folder.cut_back(server.round)
         facade.current_epoch = facade.global_step = server.round
         for hook in ("on_fit_start", "on_train_start"):
             facade.call(hook)
         while server.round < self.trainer.max_rounds and not facade.should_stop:
             server = self._round(server, facade, recorder)
-        if recorder.scored != server.round:  # a callback stopped the run between two evaluations
-            recorder.add_scores(self.scorer.scores(server), server.round)
+        self._score_late(server, recorder)
         for hook in ("on_train_end", "on_fit_end", "teardown"):
             facade.call(hook, *(["fit"] if hook == "teardown" else []))
         return server
+
+    def _score_late(self, server: ServerState, recorder: Recorder) -> None:
+        """The last round is scored even if a callback stopped the run between two evaluations."""
+        if recorder.scored != server.round:
+            recorder.add_scores(self.scorer.scores(server), server.round)
 
     def _round(self, server: ServerState, facade: RoundTrainer, recorder: Recorder) -> ServerState:
         """One round, scored, recorded and committed."""
@@ -366,33 +403,41 @@ class Session:
             facade.call("on_validation_end")
         facade.call("on_train_epoch_end")
         facade.current_epoch = server.round
+        if facade.should_stop:
+            self._score_late(server, recorder)
+        self._stopped = facade.should_stop
+        self._states = checkpoint.callback_states(self.trainer.callbacks)
         if last or facade.should_stop or server.round % self.federation.checkpoint_every_n_rounds == 0:
             self._commit()
         return server
 
-    def _checkpoint(self, clients: Mapping[str, Any]) -> dict[str, Any]:
+    def _checkpoint(self, clients: Mapping[str, Any], callbacks: Mapping[str, Any]) -> dict[str, Any]:
         who = {**self.identity, "training": self.settings}
         selected = self.scorer.selected
         return checkpoint.compose(
             self._server,
             self.bench,
             self.ledger,
-            self.trainer.callbacks,
+            callbacks,
             who,
             clients,
+            self._recorder.state_dict(),
             None if selected is None else selected.state_dict(),
+            self._stopped,
         )
 
     def _commit(self) -> None:
-        """Make the finished round the one that a crash leaves; the first rank writes."""
-        assert self.folder is not None
-        if self.ranks.first:
-            folder = self.folder.checkpoints
-            index = self.store.commit(folder / checkpoint.CLIENTS, self._server.round)
-            checkpoint.save(folder / checkpoint.LAST, self._checkpoint({"index": index}))
-            self.store.discard_unreferenced(folder / checkpoint.CLIENTS)
+        """Make the finished round the one that a crash leaves; the first rank writes, and the others wait."""
+        self.ranks.share(self._write if self.ranks.first else lambda: None)
         self._committed = self._server.round
-        self.ranks.barrier()
+
+    def _write(self) -> None:
+        assert self.folder is not None
+        folder = self.folder.checkpoints
+        index = self.store.commit(folder / checkpoint.CLIENTS, self._server.round)
+        clients = {"index": index, "checksums": self.store.checksums}
+        checkpoint.save(folder / checkpoint.LAST, self._checkpoint(clients, self._states))
+        self.store.discard_unreferenced(folder / checkpoint.CLIENTS)
 
     def _close(self, recorder: Recorder, loggers: list[Logger]) -> dict[str, float]:
         assert self.folder is not None

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lightning_sparsefl.errors import CheckpointMismatch
-from lightning_sparsefl.federated.files import load_plain, write_atomically
+from lightning_sparsefl.federated.files import fingerprint, load_plain, write_atomically
 from lightning_sparsefl.sparse.masks import pack, unpack
 from lightning_sparsefl.types import Shared
 
@@ -50,11 +50,14 @@ def pack_plain(value: Any) -> Any:
             return {_MASK: pack(value.cpu()), "shape": list(value.shape)}
         return value.detach().cpu()
     if isinstance(value, Mapping):
-        return {key: pack_plain(item) for key, item in value.items()}
+        return {pack_plain(key): pack_plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [pack_plain(item) for item in value]
-    if value is None or isinstance(value, bool | int | float | str):
+    if value is None or isinstance(value, bool):
         return value
+    for kind in (int, float, str):
+        if isinstance(value, kind):
+            return kind(value)  # a `numpy.float64` is a float, too, and could not be read again
     raise TypeError(
         f"`shared`, `memory` and `extra` hold a {type(value).__name__}; expected numbers, strings, None, tensors, and "
         "dicts and lists of these, since they are written into the checkpoint."
@@ -96,6 +99,8 @@ class ClientStore:
         self._packed: dict[int, dict[str, Any]] = {}
         self._changed: set[int] = set()
         self._index: dict[int, int] = {}
+        self._checksums: dict[int, str] = {}
+        self._before: set[int] = set()
 
     def get(self, client: int) -> Record:
         """The record of a client; empty if it never took part."""
@@ -125,15 +130,23 @@ class ClientStore:
         Returns:
             The index: client to the round whose file holds its record.
         """
+        self._before = set(self._index.values())
         if self._changed:
-            write_atomically(_file(folder, round), {client: self._packed[client] for client in sorted(self._changed)})
+            content = {client: self._packed[client] for client in sorted(self._changed)}
+            write_atomically(_file(folder, round), content)
             self._index.update(dict.fromkeys(sorted(self._changed), round))
+            self._checksums[round] = fingerprint(content)
             self._changed.clear()
         return dict(self._index)
 
+    @property
+    def checksums(self) -> dict[int, str]:
+        """Of the files that the index names, by round."""
+        return {round_: self._checksums[round_] for round_ in sorted(set(self._index.values()))}
+
     def discard_unreferenced(self, folder: Path) -> None:
-        """Delete record files that the committed index does not name."""
-        needed = {_file(folder, round_).name for round_ in self._index.values()}
+        """Delete record files that neither the committed index names nor the one before it."""
+        needed = {_file(folder, round_).name for round_ in {*self._index.values(), *self._before}}
         for path in folder.glob("round-*.pt"):
             if path.name not in needed:
                 path.unlink()
@@ -146,27 +159,37 @@ class ClientStore:
         """All packed records, for a checkpoint that stands alone."""
         return dict(self._packed)
 
-    def load(self, index: Mapping[int, int], folder: Path, records: Mapping[int, dict[str, Any]]) -> None:
-        """Take over a checkpoint's records.
+    def load(
+        self,
+        index: Mapping[int, int],
+        folder: Path,
+        records: Mapping[int, dict[str, Any]],
+        checksums: Mapping[int, str],
+        moved: bool = False,
+    ) -> None:
+        """Take over a checkpoint's records; all of them, or none.
 
         Args:
             index: Client to round, as :meth:`commit` returned it.
             folder: Of the record files.
             records: Records that the checkpoint holds itself.
+            checksums: Of the files.
+            moved: Whether what follows is committed elsewhere, so that all records must be written there.
 
         Raises:
-            CheckpointMismatch: If a record file lacks a client that the index promises.
+            CheckpointMismatch: If a record file is missing, damaged, or another run's.
         """
-        self._packed, self._index, self._changed = dict(records), dict(index), set(records)
+        packed = dict(records)
         for round_ in sorted(set(index.values())):
             content = load_plain(_file(folder, round_))
-            for client in [c for c, r in index.items() if r == round_]:
-                if client not in content:
-                    raise CheckpointMismatch(
-                        f"{_file(folder, round_)} lacks client {client}, which the checkpoint promises; "
-                        "resume from another one."
-                    )
-                self._packed[client] = content[client]
+            if fingerprint(content) != checksums.get(round_):
+                raise CheckpointMismatch(
+                    f"{_file(folder, round_)} is damaged or of another run: it is not what the checkpoint was written "
+                    "with; choose another `ckpt_path`."
+                )
+            packed.update({client: content[client] for client, r in index.items() if r == round_})
+        self._packed, self._changed = packed, set(packed if moved else records)
+        self._index, self._checksums = ({}, {}) if moved else (dict(index), dict(checksums))
 
 
 def _file(folder: Path, round_: int) -> Path:

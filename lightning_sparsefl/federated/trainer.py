@@ -22,6 +22,7 @@ from lightning_sparsefl.errors import InvalidOption
 from lightning_sparsefl.federated.algorithm import FederatedAlgorithm
 from lightning_sparsefl.federated.client import Split
 from lightning_sparsefl.federated.files import load_plain
+from lightning_sparsefl.federated.interrupt import Interrupted, leave
 from lightning_sparsefl.federated.local import LocalOptions
 from lightning_sparsefl.federated.options import Federation
 from lightning_sparsefl.federated.process import Ranks, build_fabric, intra_op_threads
@@ -178,14 +179,18 @@ class FederatedTrainer:
         Args:
             model: The module that every client trains.
             datamodule: The clients' data.
-            ckpt_path: A checkpoint to go on from, or ``last`` for the newest run of this algorithm.
+            ckpt_path: A checkpoint to go on from, or ``last`` for the newest run of this algorithm: from its last
+                good checkpoint, or from the beginning if it has none yet.
 
         Returns:
             The final table, as in `summary.json`.
 
         Raises:
             ClientFailed: If a client's local work fails and `federation.on_client_error` is ``raise``.
-            CheckpointMismatch: If the checkpoint is of another run.
+            CheckpointMismatch: If the checkpoint is damaged or of another run.
+            DiskFull: If there is no space to write the run on.
+            KeyboardInterrupt: After Ctrl-C, when the last finished round is committed.
+            SystemExit: After SIGTERM, likewise.
             InvalidOption: If the module or the data cannot be trained like this.
         """
         summary: dict[str, float] = self._launch("fit", model, datamodule, ckpt_path)
@@ -315,6 +320,8 @@ class FederatedTrainer:
         check_module(model)
         result = self.fabric.launch(partial(_work, settings, verb, model, client_data, ckpt_path, asked))
         self.run_folder = None if result["folder"] is None else Path(result["folder"])
+        if result["signal"] is not None:
+            raise leave(result["signal"], self._in_other_processes or self.fabric.is_global_zero)
         return result["summary"]
 
     def _fast_dev_settings(self, data: Any) -> FederatedTrainer:
@@ -344,8 +351,13 @@ def _work(
     with intra_op_threads(trainer.num_threads), isolate_rng():
         session = Session(trainer, Ranks(fabric), model, data, ckpt_path, split.get(verb))
         work: dict[Verb, Callable[..., Any]] = {"fit": session.fit, "replay": session.replay}
-        summary = work.get(verb, session.score)(**asked)
-    return {"summary": summary, "folder": None if session.folder is None else str(session.folder.path)}
+        signal, summary = None, {}
+        try:
+            summary = work.get(verb, session.score)(**asked)
+        except Interrupted as stop:
+            signal = stop.number
+    folder = None if session.folder is None else str(session.folder.path)
+    return {"summary": summary, "folder": folder, "signal": signal}
 
 
 def as_client_data(data: ClientData | None) -> Any:

@@ -46,7 +46,7 @@ def test_commit_and_load(tmp_path):
     index = store.commit(tmp_path, 2)
     assert index == {3: 1, 5: 2}
     other = ClientStore(CPU)
-    other.load(index, tmp_path, {})
+    other.load(index, tmp_path, {}, store.checksums)
     assert_equal(other.get(3), record(3))
     assert_equal(other.get(5), record(55))
     assert 4 not in other
@@ -55,17 +55,30 @@ def test_commit_and_load(tmp_path):
 
 def test_files_that_no_client_needs_are_deleted(tmp_path):
     store = ClientStore(CPU)
-    for round_ in (1, 2):
+    for round_ in (1, 2, 3):
         store.put(0, pack_record(record(round_)))
         store.commit(tmp_path, round_)
     store.discard_unreferenced(tmp_path)
-    assert [path.name for path in tmp_path.glob("*.pt")] == ["round-000002.pt"]
+    assert sorted(path.name for path in tmp_path.glob("*.pt")) == ["round-000002.pt", "round-000003.pt"]
 
 
-def test_a_file_without_its_client_is_refused(tmp_path):
-    write_atomically(tmp_path / "round-000001.pt", {7: {}})
-    with pytest.raises(CheckpointMismatch, match="lacks client 3"):
-        ClientStore(CPU).load({3: 1}, tmp_path, {})
+def test_another_runs_file_is_refused_and_nothing_is_taken_over(tmp_path):
+    store, other = ClientStore(CPU), ClientStore(CPU)
+    for each, folder in ((store, "a"), (other, "b")):
+        each.put(3, pack_record(record(len(folder) if each is store else 9)))
+        each.commit(tmp_path / folder, 1)
+    with pytest.raises(CheckpointMismatch, match=r"round-000001\.pt is damaged or of another run"):
+        store.load({3: 1}, tmp_path / "b", {}, store.checksums)
+    assert_equal(store.get(3), record(1))
+
+
+def test_a_run_that_moves_writes_every_record_anew(tmp_path):
+    store, other = ClientStore(CPU), ClientStore(CPU)
+    store.put(3, pack_record(record(3)))
+    store.commit(tmp_path / "old", 1)
+    other.load({3: 1}, tmp_path / "old", {}, store.checksums, moved=True)
+    assert other.commit(tmp_path / "new", 2) == {3: 2}
+    assert [path.name for path in (tmp_path / "new").iterdir()] == ["round-000002.pt"]
 
 
 def test_a_write_that_fails_leaves_the_old_file(tmp_path, monkeypatch):

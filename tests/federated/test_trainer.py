@@ -288,11 +288,11 @@ def test_a_crash_after_training_leaves_the_last_checkpoint(trainer, monkeypatch)
 
     write, calls = checkpoint.write_atomically, []
 
-    def full_disk(path, content):
+    def full_disk(path, content, **options):
         calls.append(path)
         if len(calls) == 2:
             raise OSError(28, "No space left on device")
-        write(path, content)
+        write(path, content, **options)
 
     monkeypatch.setattr(checkpoint, "write_atomically", full_disk)
     module = MLP(num_classes=4, sample_shape=(1, 1, 8))

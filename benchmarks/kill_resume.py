@@ -1,0 +1,157 @@
+"""Kills runs at random moments, resumes them until they are done, and compares what they leave with a straight run.
+
+For each exported method a tiny federation on the digits runs once without interruption. Then processes that run it are
+killed with SIGKILL: at a moment drawn uniformly over the straight run's time, or in turn as soon as a half-written file
+is seen. The next process goes on with ``ckpt_path: last``; a run that ends is compared, and a new one begins, until
+the kills are used up. Compared are the checkpoint, the clients' records, the tables byte by byte but for times, the
+final table, the steps and values in TensorBoard, and the names of the files.
+
+    python benchmarks/kill_resume.py --out result.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import shutil
+import signal
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from _federations import Run, algorithm, environment, leaves, start, wait
+
+from lightning_sparsefl import algorithms
+
+ROUNDS = 6
+
+
+def main() -> None:
+    """Run the methods that are asked for, one after another, and write the report."""
+    arguments = parsed()
+    torch.set_num_threads(1)
+    report: dict[str, Any] = {"environment": environment(), "rounds": ROUNDS, "algorithms": {}}
+    for name in arguments.algorithms:
+        with tempfile.TemporaryDirectory() as folder:
+            rng = random.Random(f"{arguments.seed} {name}")
+            report["algorithms"][name] = found = killed(a_run(name), arguments.kills, rng, Path(folder))
+        print(name, json.dumps(found), flush=True)
+        if arguments.out:
+            arguments.out.write_text(json.dumps(report, indent=2) + "\n")
+    differences = sum(found["differences"] for found in report["algorithms"].values())
+    if differences:
+        raise SystemExit(f"{differences} parts of resumed runs differ from the straight run's.")
+
+
+def parsed() -> argparse.Namespace:
+    """The options."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--algorithms", nargs="+", default=algorithms.__all__, choices=algorithms.__all__)
+    parser.add_argument("--kills", type=int, default=20, help="for each method")
+    parser.add_argument("--seed", type=int, default=0, help="of the moments")
+    parser.add_argument("--out", type=Path)
+    return parser.parse_args()
+
+
+def a_run(name: str) -> Run:
+    """A method's run: the best validated round is looked for, clients are fine-tuned from it, not all is committed."""
+    federation = {"select": "global/val_acc", "finetune_epochs": 1, "checkpoint_every_n_rounds": 2}
+    return Run(algorithm(name), ROUNDS, federation=federation)
+
+
+def killed(run: Run, kills: int, rng: random.Random, root: Path) -> dict[str, Any]:
+    """Kill processes of a run, and count.
+
+    Args:
+        run: What runs.
+        kills: How many.
+        rng: Draws the moments.
+        root: For the runs' folders.
+    """
+    straight, duration = root / "straight", time.monotonic()
+    if wait(start(lambda: run.fit(straight), root / "straight.log")):
+        raise SystemExit((root / "straight.log").read_text())
+    duration = time.monotonic() - duration
+    expected = leaves(run.folder(straight))
+    counts = {"kills": 0, "inside_a_write": 0, "before_the_first_commit": 0, "while_fine_tuning": 0}
+    runs, differing, number = 0, [], 0
+    while counts["kills"] < kills or number > 0:
+        folder = root / f"killed-{runs}"
+        done = attempt(run, folder, None if counts["kills"] >= kills else rng, duration, number, counts, root)
+        number += 1
+        if done:
+            found = leaves(run.folder(folder))
+            differing += [f"run {runs}: {name}" for name in expected if found[name] != expected[name]]
+            shutil.rmtree(folder)
+            runs, number = runs + 1, 0
+    return {
+        **counts,
+        "runs": runs,
+        "straight_seconds": round(duration, 2),
+        "differences": len(differing),
+        "differing": differing,
+    }
+
+
+def attempt(
+    run: Run, folder: Path, rng: random.Random | None, duration: float, number: int, counts: dict[str, int], root: Path
+) -> bool:
+    """Start or resume a run and kill it; whether it ended first."""
+    process = start(lambda: run.fit(folder), root / "killed.log")
+    if rng is not None:
+        ended = wait_for_a_write(process, folder, rng) if counts["kills"] % 2 else sleep(process, rng, duration)
+        if not ended:
+            os.kill(process, signal.SIGKILL)
+    code = wait(process)
+    if code == -signal.SIGKILL:
+        note(run, folder, counts)
+        return False
+    if code:
+        raise SystemExit(f"Attempt {number} failed:\n{(root / 'killed.log').read_text()[-4000:]}")
+    return True
+
+
+def sleep(process: int, rng: random.Random, duration: float) -> bool:
+    """Wait for a random moment."""
+    time.sleep(rng.uniform(0, duration))
+    return ended(process)
+
+
+def wait_for_a_write(process: int, folder: Path, rng: random.Random) -> bool:
+    """Wait for one of the next half-written files, the first, second or third."""
+    seen: set[tuple[str, int]] = set()
+    few = rng.randint(1, 3)
+    while not ended(process):
+        for path in folder.glob("*/version_*/checkpoints/**/.*.tmp"):
+            try:
+                seen.add((path.name, path.stat().st_ino))
+            except FileNotFoundError:
+                continue
+            if len(seen) >= few:
+                return False
+        time.sleep(0.0005)
+    return True
+
+
+def ended(process: int) -> bool:
+    """Whether a process has ended, without taking its code."""
+    return os.waitid(os.P_PID, process, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+
+
+def note(run: Run, folder: Path, counts: dict[str, int]) -> None:
+    """Count a kill, and what state it left."""
+    counts["kills"] += 1
+    left = run.folder(folder)
+    counts["inside_a_write"] += bool(list(left.glob("checkpoints/**/.*.tmp")))
+    counts["before_the_first_commit"] += not (left / "checkpoints" / "last.ckpt").exists()
+    table = left / "metrics.csv"
+    rounds = len(table.read_text().splitlines()) - 1 if table.exists() else 0
+    counts["while_fine_tuning"] += rounds == run.rounds
+
+
+if __name__ == "__main__":
+    main()
