@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import random
+from functools import cache
 
 import numpy as np
 import torch
@@ -41,6 +42,13 @@ def seed_all(*key: int | str) -> None:
         True
     """
     seed = derive_seed(*key)
-    torch.manual_seed(seed)
+    (torch.manual_seed if _accelerated() else torch.default_generator.manual_seed)(seed)
     np.random.seed(seed % 2**32)
     random.seed(seed)
+
+
+@cache
+def _accelerated() -> bool:
+    """Whether there is a device besides the CPU; for each that may yet come, torch would note a stack trace."""
+    own = hasattr(torch, torch._C._get_privateuse1_backend_name())
+    return own or torch.backends.mps.is_available() or torch.cuda.device_count() + torch.xpu.device_count() > 0

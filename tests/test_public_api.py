@@ -44,10 +44,11 @@ def spy(name, globals=None, *rest):
     return original(name, globals, *rest)
 
 builtins.__import__ = spy
-import lightning_sparsefl
-print(*seen)
+import sys
+import lightning_sparsefl, lightning_sparsefl.report
+print(*seen, *(name for name in sys.modules if name.startswith("lightning_sparsefl")))
 """
-"""Prints what our own modules import: Lightning's TorchMetrics loads matplotlib by itself."""
+"""Prints what our own modules import, and which of them are loaded; TorchMetrics loads matplotlib by itself."""
 
 
 def in_the_order_of_ruff(name: str) -> tuple[int, list[tuple[int, str]]]:
@@ -109,9 +110,12 @@ def test_the_citation_names_this_version():
 
 def test_importing_the_package_does_not_import_matplotlib():
     out = subprocess.run([sys.executable, "-c", IMPORTS_OURS], capture_output=True, text=True, check=True)
-    seen = {name.partition(".")[0] for name in out.stdout.split()}
+    names = out.stdout.split()
+    seen = {name.partition(".")[0] for name in names}
     assert "torch" in seen
     assert "matplotlib" not in seen
+    assert "lightning_sparsefl.report" in names
+    assert "lightning_sparsefl.report.pictures" not in names
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(REPOSITORY)))

@@ -50,7 +50,7 @@ from lightning_sparsefl.federated.options import check_choices
 from lightning_sparsefl.federated.reduce import PlainMean, Reducer
 from lightning_sparsefl.seeds import derive_seed, generator
 from lightning_sparsefl.sparse.importance import gate_gradients, relative
-from lightning_sparsefl.sparse.masks import add, apply, subtract
+from lightning_sparsefl.sparse.masks import add, apply, counts, subtract
 from lightning_sparsefl.sparse.submodel import narrow, widen
 from lightning_sparsefl.sparse.units import UnitGroup, keep_units, unit_counts, unit_masks, unit_norms
 from lightning_sparsefl.types import (
@@ -287,7 +287,8 @@ class FedLPS(FederatedAlgorithm):
         if self.ratio == "bandit" and not facts.view.shared:
             extra += facts.samples * dense
         counted = {name: weight for name, weight in weights.items() if name not in facts.buffers}
-        sent = sum(int(rows[n].sum()) if n in rows and w.dim() > 1 else w.numel() for n, w in counted.items())
+        held = counts({name: mask for name, mask in rows.items() if mask.dim() > 1})
+        sent = sum(held.get(name, weight.numel()) for name, weight in counted.items())
         return Costs(
             flops_paper=3 * facts.epochs * batches * facts.batch_size * forward_flops(facts.layers, rows),
             flops_analytic=exact.flops_analytic + extra,

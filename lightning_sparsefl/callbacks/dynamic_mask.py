@@ -13,6 +13,7 @@ from typing import Any, Literal
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.rank_zero import WarningCache
+from torch import Tensor
 
 from lightning_sparsefl.callbacks.clock import StepClock
 from lightning_sparsefl.callbacks.layers import stepped_by
@@ -117,14 +118,18 @@ class DynamicMask(MaskingCallback):
         """Move the mask if it is time, and mask the gradients."""
         if self._due:
             stepping = stepped_by(optimizer)
-            ready = [name for name in self._due if id(self._weights[name]) in stepping and self._has_gradient(name)]
+            ready = [name for name in self._due if id(self._weights[name]) in stepping and self._is_finite(name)]
             if ready:
                 self._move(ready, trainer.optimizers)
         super().on_before_optimizer_step(trainer, pl_module, optimizer)
 
-    def _has_gradient(self, name: str) -> bool:
-        grad = self._weights[name].grad
-        return grad is not None and bool(torch.isfinite(grad).all())
+    def _is_finite(self, name: str) -> bool:
+        gradient = self._gradient(name)
+        return gradient is not None and bool(torch.isfinite(gradient).all())
+
+    def _gradient(self, name: str) -> Tensor | None:
+        gradient = self._weights[name].grad
+        return gradient.to_dense() if gradient is not None and gradient.is_sparse else gradient
 
     def _move(self, names: Sequence[str], optimizers: Sequence[Any]) -> None:
         held = {name: self.masks[name] for name in names}
@@ -136,7 +141,7 @@ class DynamicMask(MaskingCallback):
 
     def _growth_scores(self, names: Sequence[str]) -> Weights:
         if self.growth == "gradient":
-            gradients = {name: self._weights[name].grad for name in names}
+            gradients = {name: self._gradient(name) for name in names}
             return scores.gradient({name: grad for name, grad in gradients.items() if grad is not None})
         self._draws += 1
         weights = {name: self._weights[name] for name in names}

@@ -12,7 +12,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule
 from torch import Tensor
 
-from lightning_sparsefl.callbacks.layers import stepped_by
+from lightning_sparsefl.callbacks.layers import require_dense_gradients, stepped_by
 from lightning_sparsefl.errors import IncompatibleMasks
 from lightning_sparsefl.types import Weights
 
@@ -28,6 +28,7 @@ class GradientOffset(Callback):
 
     Raises:
         IncompatibleMasks: If `offset` names no tensor of the module, or has another shape than the parameter.
+        InvalidOption: If it names an embedding with sparse gradients.
 
     Example:
         >>> callback = GradientOffset({"weight": torch.ones(2, 3)})
@@ -41,6 +42,7 @@ class GradientOffset(Callback):
 
     def on_fit_start(self, trainer: Any, pl_module: LightningModule) -> None:
         """Pair the offset with the parameters, on their device and in their type."""
+        require_dense_gradients(pl_module, self.offset, "GradientOffset")
         parameters = dict(pl_module.named_parameters())
         known = parameters.keys() | pl_module.state_dict().keys()
         for name, value in self.offset.items():

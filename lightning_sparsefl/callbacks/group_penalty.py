@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lightning_sparsefl.callbacks.clock import StepClock
 from lightning_sparsefl.callbacks.feedback import ErrorFeedback
-from lightning_sparsefl.callbacks.layers import choose, stepped_by
+from lightning_sparsefl.callbacks.layers import choose, require_dense_gradients, stepped_by
 from lightning_sparsefl.callbacks.options import require
 from lightning_sparsefl.errors import InvalidOption
 from lightning_sparsefl.sparse.schedule import staircase
@@ -35,7 +35,8 @@ class GroupPenalty(Callback):
 
     Raises:
         InvalidOption: If an option is out of its range, a pattern matches no layer, the length of the training is
-            unknown, or the callback stands after one that makes weights dense for the step.
+            unknown, a layer has sparse gradients, or the callback stands after one that makes weights dense for the
+            step.
 
     Example:
         >>> GroupPenalty(strength=0.01, stairs=None).strength
@@ -68,7 +69,9 @@ class GroupPenalty(Callback):
     def on_fit_start(self, trainer: Any, pl_module: LightningModule) -> None:
         """Find the layers."""
         parameters = dict(pl_module.named_parameters())
-        self._weights = [parameters[name] for name in choose(pl_module, self.layers, "GroupPenalty")]
+        chosen = choose(pl_module, self.layers, "GroupPenalty")
+        require_dense_gradients(pl_module, chosen, "GroupPenalty")
+        self._weights = [parameters[name] for name in chosen]
 
     def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
         """Lay the stairs over the fit."""

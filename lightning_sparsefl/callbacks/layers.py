@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -83,6 +83,27 @@ def stepped_by(optimizer: Any) -> set[int]:
         True
     """
     return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+
+
+def require_dense_gradients(module: nn.Module, names: Collection[str], owner: str) -> None:
+    """See that the gradients of parameters are tensors to which a dense one can be added.
+
+    Raises:
+        InvalidOption: Naming the first embedding that has sparse ones.
+
+    Example:
+        >>> require_dense_gradients(nn.Sequential(nn.Embedding(3, 2, sparse=True)), ["0.weight"], "ProximalTerm")
+        Traceback (most recent call last):
+        lightning_sparsefl.errors.InvalidOption: `ProximalTerm` adds a dense gradient to that of `0.weight`, which is \
+sparse; expected an Embedding with `sparse=False`.
+    """
+    for path, layer in module.named_modules():
+        name = f"{path}.weight".lstrip(".")
+        if name in names and getattr(layer, "sparse", False):
+            raise InvalidOption(
+                f"`{owner}` adds a dense gradient to that of `{name}`, which is sparse; expected an "
+                f"{type(layer).__name__} with `sparse=False`."
+            )
 
 
 def _matching(pattern: str, kinds: Mapping[str, Sequence[str]]) -> set[str]:

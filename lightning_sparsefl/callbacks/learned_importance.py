@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from lightning_sparsefl.callbacks.layers import choose
 from lightning_sparsefl.callbacks.masking import MaskingCallback, packed, unpacked
 from lightning_sparsefl.callbacks.options import require, require_density
-from lightning_sparsefl.callbacks.trial import trial, trial_loss
+from lightning_sparsefl.callbacks.trial import first_samples, trial, trial_loss
 from lightning_sparsefl.callbacks.unit_scores import ScoreSteps, add_gradients
 from lightning_sparsefl.errors import IncompatibleMasks, InvalidOption
 from lightning_sparsefl.seeds import generator
@@ -162,9 +162,15 @@ class LearnedImportance(MaskingCallback):
             del module.forward  # which the step may call
             return trial_loss(module, batch, batch_idx)
 
-        module.forward = step  # type: ignore[method-assign]
-        with trial(module):
-            groups = find_groups(module, batch)
+        def find(batch: Any) -> Sequence[UnitGroup]:
+            module.forward = step  # type: ignore[method-assign]
+            with trial(module):
+                return find_groups(module, batch)
+
+        try:
+            groups = find(first_samples(batch))
+        except InvalidOption:  # a step may want whole batches
+            groups = find(batch)
         chosen = [group for group in groups if _rows(group, module) <= rows]
         if not chosen:
             names = ", ".join(f"`{group.name}`" for group in groups) or "none"

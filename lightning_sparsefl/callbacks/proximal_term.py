@@ -8,7 +8,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule
 from torch import Tensor
 
-from lightning_sparsefl.callbacks.layers import stepped_by
+from lightning_sparsefl.callbacks.layers import require_dense_gradients, stepped_by
 from lightning_sparsefl.errors import InvalidOption
 from lightning_sparsefl.types import Weights
 
@@ -21,7 +21,7 @@ class ProximalTerm(Callback):
         anchor: Named weights to stay near; default: the weights when training starts.
 
     Raises:
-        InvalidOption: If the strength is negative.
+        InvalidOption: If the strength is negative, or an embedding has sparse gradients.
 
     Example:
         >>> ProximalTerm(strength=0.1).strength
@@ -40,6 +40,7 @@ class ProximalTerm(Callback):
         """Take the anchor; copies, since training writes into the weights."""
         anchor = self.anchor or self._resumed or {name: p.detach() for name, p in pl_module.named_parameters()}
         self._resumed = None
+        require_dense_gradients(pl_module, anchor, "ProximalTerm")
         self._pairs = [
             (p, anchor[name].to(p.device, p.dtype, copy=True))
             for name, p in pl_module.named_parameters()

@@ -9,7 +9,9 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 from torchmetrics import Metric
 
 from lightning_sparsefl.errors import InvalidOption
@@ -29,6 +31,25 @@ def trial_loss(module: LightningModule, batch: Any, batch_idx: int) -> Tensor:
     if not isinstance(loss, Tensor):
         raise InvalidOption(f"`{type(module).__name__}.training_step` returned {loss!r} as loss; expected a tensor.")
     return loss
+
+
+def first_samples(batch: Any, number: int = 2) -> Any:
+    """A batch with fewer samples, or as it is where that is not plain: all its leaves are tensors of as many rows.
+
+    Args:
+        batch: Any nested lists, tuples and mappings.
+        number: Of samples; two still show a step that mixes them.
+
+    Example:
+        >>> first_samples([torch.arange(4), {"y": torch.arange(4)}])
+        [tensor([0, 1]), {'y': tensor([0, 1])}]
+        >>> first_samples([torch.arange(3), "name"])
+        [tensor([0, 1, 2]), 'name']
+    """
+    rows = {leaf.shape[0] if isinstance(leaf, Tensor) and leaf.dim() else None for leaf in tree_leaves(batch)}
+    if len(rows) != 1 or None in rows:
+        return batch
+    return apply_to_collection(batch, Tensor, lambda value: value[:number])
 
 
 @contextmanager

@@ -69,7 +69,7 @@ def forward_flops(layers: Sequence[LayerFlops], masks: Masks | None = None) -> f
         >>> forward_flops(layers), forward_flops(layers, {"w": torch.tensor([True, False])})
         (22.0, 12.0)
     """
-    return sum(_passes(layers, masks or {}))
+    return sum(_passes(layers, _fractions(layers, masks or {})))
 
 
 def training_flops(
@@ -99,8 +99,9 @@ def training_flops(
         (90.0, 50.0)
     """
     masks, trainable = masks or {}, trainable or {}
-    forward = _passes(layers, masks)
-    kept, changing = _fractions(layers, masks), _fractions(layers, intersect(masks, trainable))
+    kept = _fractions(layers, masks)
+    changing = _fractions(layers, intersect(masks, trainable)) if trainable else kept
+    forward = _passes(layers, kept)
     shares = [t / k if k else 0.0 for k, t in zip(kept, changing, strict=True)]
     weighted = [place for place, layer in enumerate(layers) if layer.weight]
     first = next((place for place in weighted if shares[place]), len(layers))
@@ -109,11 +110,8 @@ def training_flops(
     return samples * (sum(forward) + sum(forward[first:]) + weight_gradients)
 
 
-def _passes(layers: Sequence[LayerFlops], masks: Masks) -> list[float]:
-    return [
-        2.0 * layer.macs * fraction + layer.bias
-        for layer, fraction in zip(layers, _fractions(layers, masks), strict=True)
-    ]
+def _passes(layers: Sequence[LayerFlops], fractions: Sequence[float]) -> list[float]:
+    return [2.0 * layer.macs * share + layer.bias for layer, share in zip(layers, fractions, strict=True)]
 
 
 def _fractions(layers: Sequence[LayerFlops], masks: Masks) -> list[float]:

@@ -56,7 +56,7 @@ def keep_largest_among(score: Tensor, mask: Tensor, count: int) -> Tensor:
     if count in (0, size):
         return mask.clone() if count else torch.zeros_like(mask)
     score, mask = score.detach().contiguous(), mask.contiguous()
-    if score.is_floating_point():
+    if score.is_floating_point() and bool(score.amax().isnan()):  # to look is cheaper than to copy
         score = torch.nan_to_num(score, nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
     threshold = _nth_largest(select(score, mask), count)
     keep = (score >= threshold).logical_and_(mask)

@@ -295,6 +295,28 @@ def test_a_probe_leaves_no_trace(train):
     assert all(torch.equal(weights[name], others[name]) for name in weights)
 
 
+def test_two_samples_find_the_units_and_all_where_a_step_wants_all(train):
+    class Rows(Net):
+        def __init__(self, whole):
+            super().__init__()
+            self.whole, self.rows = whole, []
+
+        def training_step(self, batch):
+            self.rows.append(len(batch[0]))
+            return super().training_step([batch[0].view(4, 4), batch[1]] if self.whole else batch)
+
+    few, whole = Rows(False), Rows(True)
+    found = [LearnedImportance(probe=False), LearnedImportance(probe=False)]
+    for module, callback in zip((few, whole), found, strict=True):
+        train(module, [callback], epochs=1)
+    assert few.rows == [2, *[4] * 5]
+    assert whole.rows == [2, 4, *[4] * 5]
+    assert {name: mask.shape for name, mask in found[0].masks.items()} == {
+        name: mask.shape for name, mask in found[1].masks.items()
+    }
+    assert all(torch.equal(units, found[1].kept[name]) for name, units in found[0].kept.items())
+
+
 def test_what_another_callback_adds_to_the_gradient_moves_weights_but_no_scores(train):
     module, callback = Net(), LearnedImportance(probe=False, lr=0.5)
     start = [(module.net[i].weight.detach().clone(), module.net[i].bias.detach().clone()) for i in (0, 2, 4)]

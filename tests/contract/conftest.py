@@ -53,6 +53,8 @@ def federation(tmp_path, monkeypatch):
         monkeypatch.setenv("PL_GLOBAL_SEED", "0")
         federation = Federation(clients_per_round=4, **options.pop("federation", {}))
         data = FederatedBlobs(
+            num_train=options.pop("num_train", 300),
+            num_test=100,
             num_clients=6,
             num_classes=4,
             dim=8,

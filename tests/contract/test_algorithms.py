@@ -56,7 +56,7 @@ def test_says_what_it_is_and_where_it_departs(algorithm):
 @every_variant
 def test_learns(algorithm, federation):
     untrained = federation(algorithm, verb="validate")
-    trained = federation(algorithm, rounds=8)
+    trained = federation(algorithm, rounds=8, num_train=1000)
     assert trained.summary["personal/val_acc"] > untrained.summary["personal/val_acc"] + 0.2
 
 

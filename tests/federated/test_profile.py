@@ -99,7 +99,7 @@ CASES = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_profile_says_what_a_run_is_charged(name: str, tmp_path, capsys):
-    algorithm, data = CASES[name], digits()
+    algorithm, data = CASES[name], digits(batch_size=64)
     capacities = [0.25, 0.5, 1.0] * 4 if name == "capacities" else None
     fleet = trainer(algorithm, tmp_path, Federation(clients_per_round=5, capacities=capacities), max_epochs=2)
     data.setup()

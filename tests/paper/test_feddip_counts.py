@@ -5,19 +5,16 @@ The paper's "MB" are Mibit: 1,000 rounds of FedAvg on LeNet-5 move 18,831 of the
 
 from __future__ import annotations
 
-import contextlib
-import io
-import json
 import re
-import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from lightning_sparsefl.cli import main
+pytestmark = pytest.mark.xdist_group("feddip")  # which share profiles
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "paper" / "feddip"
 DOCUMENT = CONFIGS.parents[2] / "docs" / "paper_counts.md"
@@ -56,32 +53,9 @@ TABLES = {
 COUNTED = [f"table3/{data}_{method}" for data in NETWORKS for method in ("fedavg", "feddip")]
 
 
-@pytest.fixture(scope="session")
-def profile_of(tmp_path_factory) -> Callable[[str], Any]:
-    """What ``sparsefl profile --json`` prints; run once for cells that differ in what costs nothing."""
-    folder, known = tmp_path_factory.mktemp("empty"), {}
-
-    def profile_of(cell: str) -> Any:
-        path = CONFIGS / f"{cell}.yaml"
-        content = yaml.safe_load(path.read_text())
-        content["data"]["init_args"].pop("partition", None)
-        for option in ("penalty", "mu"):
-            content["algorithm"].get("init_args", {}).pop(option, None)
-        if content["algorithm"]["class_path"] == "FedProx":
-            content["algorithm"] = {"class_path": "FedAvg"}
-        key = json.dumps(content, sort_keys=True)
-        if key not in known:
-            shown = io.StringIO()
-            with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(shown):
-                patch.chdir(folder)
-                patch.setattr(sys, "argv", sys.argv[:1])
-                patch.setattr(sys, "path", list(sys.path))
-                patch.setenv("PL_GLOBAL_SEED", "0")
-                assert main(["profile", "--config", str(path), "--json"]) == 0
-            known[key] = json.loads(shown.getvalue())
-        return known[key]
-
-    return profile_of
+@pytest.fixture
+def profile_of(profile) -> Callable[[str], Any]:
+    return partial(profile, "feddip")
 
 
 def parts(cell: str) -> tuple[str, str, str]:

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
-import json
 import re
-import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +12,10 @@ import pytest
 import torch
 import yaml
 
-from lightning_sparsefl.cli import main
 from lightning_sparsefl.cost import count_layers, forward_flops
 from lightning_sparsefl.models import VGG11, VGG13, VGG16, MNISTNet
+
+pytestmark = pytest.mark.xdist_group("fedlps")  # which share profiles
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "paper" / "fedlps"
 CELLS = sorted(str(path.relative_to(CONFIGS).with_suffix("")) for path in CONFIGS.rglob("*.yaml"))
@@ -42,24 +40,9 @@ COUNTED = {
 """FLOPs in 1e12 as printed, and as counted. MNIST's dense rows charge 192 samples for a client's 180."""
 
 
-@pytest.fixture(scope="session")
-def profile_of(tmp_path_factory) -> Callable[[str], Any]:
-    """What ``sparsefl profile --json`` prints, without the data."""
-    folder, known = tmp_path_factory.mktemp("empty"), {}
-
-    def profile_of(cell: str) -> Any:
-        if cell not in known:
-            shown = io.StringIO()
-            with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(shown):
-                patch.chdir(folder)
-                patch.setattr(sys, "argv", sys.argv[:1])
-                patch.setattr(sys, "path", list(sys.path))
-                patch.setenv("PL_GLOBAL_SEED", "0")
-                assert main(["profile", "--config", str(CONFIGS / f"{cell}.yaml"), "--json"]) == 0
-            known[cell] = json.loads(shown.getvalue())
-        return known[cell]
-
-    return profile_of
+@pytest.fixture
+def profile_of(profile) -> Callable[[str], Any]:
+    return partial(profile, "fedlps")
 
 
 @pytest.mark.parametrize("cell", CELLS)

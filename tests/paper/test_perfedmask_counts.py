@@ -6,19 +6,16 @@ of ``sparsefl profile`` divided by 4 bytes.
 
 from __future__ import annotations
 
-import contextlib
-import io
-import json
 import re
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from lightning_sparsefl.cli import main
+pytestmark = pytest.mark.xdist_group("perfedmask")  # which share profiles
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "paper" / "perfedmask"
 DOCUMENT = CONFIGS.parents[2] / "docs" / "paper_counts.md"
@@ -72,36 +69,9 @@ OTHER_PLANS = {
 """Printed means that no optimum of the paper's problem has; at nu = .6 and .8 they exceed the clients' budgets."""
 
 
-@contextlib.contextmanager
-def elsewhere(folder: Path) -> Iterator[None]:
-    """An empty folder, and what the command changes in this process put back."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
-        patch.setattr(sys, "argv", sys.argv[:1])
-        patch.setattr(sys, "path", list(sys.path))
-        patch.setenv("PL_GLOBAL_SEED", "0")
-        yield
-        assert not list(folder.iterdir())
-
-
-@pytest.fixture(scope="module")
-def profile_of(tmp_path_factory) -> Callable[[str], Any]:
-    """What ``sparsefl profile --json`` prints; run once for all cells that differ in fine-tuning only."""
-    folder, known = tmp_path_factory.mktemp("empty"), {}
-
-    def profile_of(cell: str) -> Any:
-        path = CONFIGS / f"{cell}.yaml"
-        content = yaml.safe_load(path.read_text())
-        content["algorithm"].get("init_args", {}).pop("finetune_epochs", None)
-        key = json.dumps(content, sort_keys=True)
-        if key not in known:
-            shown = io.StringIO()
-            with elsewhere(folder), contextlib.redirect_stdout(shown):
-                assert main(["profile", "--config", str(path), "--json"]) == 0
-            known[key] = json.loads(shown.getvalue())
-        return known[key]
-
-    return profile_of
+@pytest.fixture
+def profile_of(profile) -> Callable[[str], Any]:
+    return partial(profile, "perfedmask")
 
 
 def header(cell: str) -> str | None:

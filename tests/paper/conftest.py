@@ -1,0 +1,71 @@
+"""Profiles of the papers' cells, from the command that a reader would type; what cells share is done once."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from lightning_sparsefl.cli import SparseFLCLI, main
+
+PAPERS = Path(__file__).parents[2] / "configs" / "paper"
+FREE = ("penalty", "mu", "finetune_epochs")
+"""Options of an algorithm that cost nothing that a profile counts."""
+
+
+@pytest.fixture(scope="session")
+def profile(tmp_path_factory) -> Callable[[str, str], Any]:
+    """What ``sparsefl profile --json`` prints for a paper's cell; run once for cells that differ in what is free."""
+    folder, known, parser = tmp_path_factory.mktemp("empty"), {}, {}
+
+    def profile(paper: str, cell: str) -> Any:
+        path = PAPERS / paper / f"{cell}.yaml"
+        content = yaml.safe_load(path.read_text())
+        content["data"]["init_args"].pop("partition", None)  # without data all clients have the nominal size
+        for option in FREE:
+            content["algorithm"].get("init_args", {}).pop(option, None)
+        key = json.dumps(content, sort_keys=True)
+        if key not in known:
+            shown = io.StringIO()
+            with elsewhere(folder), one_parser(parser), contextlib.redirect_stdout(shown):
+                assert main(["profile", "--config", str(path), "--json"]) == 0
+            known[key] = json.loads(shown.getvalue())
+        return known[key]
+
+    return profile
+
+
+@contextlib.contextmanager
+def elsewhere(folder: Path) -> Iterator[None]:
+    """An empty folder that stays empty, and what the command changes in this process put back."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setattr(sys, "argv", sys.argv[:1])
+        patch.setattr(sys, "path", list(sys.path))
+        patch.setenv("PL_GLOBAL_SEED", "0")
+        yield
+        assert not list(folder.iterdir())
+
+
+@contextlib.contextmanager
+def one_parser(built: dict[str, Any]) -> Iterator[None]:
+    """The command takes the parser that it has built before: to build one takes longer than to use it."""
+    build = SparseFLCLI.setup_parser
+
+    def setup_parser(cli: SparseFLCLI, *arguments: Any) -> None:
+        if not built:
+            before = set(vars(cli))
+            build(cli, *arguments)
+            built.update({name: value for name, value in vars(cli).items() if name not in before})
+        vars(cli).update(built)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SparseFLCLI, "setup_parser", setup_parser)
+        yield
