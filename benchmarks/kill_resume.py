@@ -88,7 +88,13 @@ def killed(run: Run, kills: int, rng: random.Random, root: Path) -> dict[str, An
             differing += [f"run {runs}: {name}" for name in expected if found[name] != expected[name]]
             shutil.rmtree(folder)
             runs, number = runs + 1, 0
-    return {**counts, "runs": runs, "straight_seconds": round(duration, 2), "differences": len(differing), "differing": differing}
+    return {
+        **counts,
+        "runs": runs,
+        "straight_seconds": round(duration, 2),
+        "differences": len(differing),
+        "differing": differing,
+    }
 
 
 def attempt(
