@@ -18,7 +18,6 @@ import os
 import random
 import shutil
 import signal
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -37,10 +36,7 @@ ROUNDS, FAULTY = 6, 0.1
 """Of a turn; share of the local fits that fail."""
 WARM = 2 * len(algorithms.__all__) * ROUNDS
 """Rounds of the long-living process that its memory slope leaves out: the first ones fill caches."""
-EMPTY: dict[str, Any] = {
-    **{"turns": 0, "rounds": 0, "faults": 0, "kills": 0, "resumes": 0, "differences": 0, "differing": []},
-    **{"seconds": 0.0, "algorithms": {}, "memory": []},
-}
+COUNTS = ("turns", "rounds", "faults", "kills", "resumes", "differences")
 
 
 class Faults(Callback):
@@ -77,7 +73,8 @@ def main() -> None:
     arguments = parsed()
     torch.set_num_threads(1)
     before = json.loads(arguments.out.read_text()) if arguments.out.exists() else {}
-    report = {"environment": environment(), "seed": arguments.seed, **EMPTY, **before}
+    report: dict[str, Any] = {"environment": environment(), "seed": arguments.seed, **dict.fromkeys(COUNTS, 0)}
+    report |= {"differing": [], "seconds": 0.0, "algorithms": {}, "memory": [], **before}
     with tempfile.TemporaryDirectory() as folder, long_living(arguments.seed, Path(folder)) as straight:
         earlier, report["memory"] = report["memory"], []
         while report["seconds"] < 3600 * arguments.hours:
@@ -88,7 +85,7 @@ def main() -> None:
             arguments.out.parent.mkdir(parents=True, exist_ok=True)
             arguments.out.with_suffix(".tmp").write_text(json.dumps(report, indent=2) + "\n")
             arguments.out.with_suffix(".tmp").replace(arguments.out)
-            print({name: report[name] for name in ("turns", "rounds", "faults", "kills", "differences")}, flush=True)
+            print({name: report[name] for name in COUNTS}, flush=True)
     if report["differences"]:
         raise SystemExit(f"{report['differences']} parts of resumed runs differ from the straight run's.")
 
@@ -195,9 +192,8 @@ def kill_and_resume(seed: int, turn: int, rng: random.Random, duration: float, w
             break
         kills += 1
     if (code == 0) != whole:
-        sys.exit(
-            f"Turn {turn} left with {code}, the straight run did not:\n{(root / 'killed.log').read_text()[-4000:]}"
-        )
+        log = (root / "killed.log").read_text()[-4000:]
+        raise SystemExit(f"Turn {turn} left with {code}, and the straight run did {'' if whole else 'not '}end:\n{log}")
     return kills
 
 
