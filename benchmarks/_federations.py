@@ -7,7 +7,6 @@ import hashlib
 import json
 import os
 import sys
-import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -120,12 +119,6 @@ def start(work: Callable[[], None], log: Path) -> int:
 def wait(process: int) -> int:
     """Wait until a process has ended; negative: the signal that ended it."""
     return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
-
-
-def seconds(work: Callable[[], int]) -> tuple[int, float]:
-    """What some work returns, and how long it takes."""
-    started = time.monotonic()
-    return work(), time.monotonic() - started
 
 
 def leaves(folder: Path) -> dict[str, str]:

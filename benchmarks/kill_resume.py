@@ -91,7 +91,6 @@ def killed(run: Run, kills: int, rng: random.Random, root: Path) -> dict[str, An
     return {
         **counts,
         "runs": runs,
-        "straight_seconds": round(duration, 2),
         "differences": len(differing),
         "differing": differing,
     }

@@ -1,0 +1,215 @@
+"""Runs every exported method in turn for hours, with random kills, resumes and injected faults, and counts differences.
+
+A turn is a tiny federation on the digits in which some clients raise an exception or return NaN, by their seed, round
+and number alone; `federation.on_client_error: skip` merges the rounds without them. A process that lives as long as the
+script runs it without interruption and notes its memory after every round. Other processes run it too and are killed
+with SIGKILL at random moments and resumed until it is done; then all that the two runs have left is compared.
+
+    python benchmarks/soak.py --hours 2 --out result.json
+
+A script that was stopped and is called again with the same report goes on after its last whole turn.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import shutil
+import signal
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from _federations import Run, algorithm, environment, leaves, start, wait, without_finetuning
+from lightning.pytorch import Callback
+
+from lightning_sparsefl import algorithms
+from lightning_sparsefl.federated.runfolder import Table
+
+ROUNDS, FAULTY = 6, 0.1
+"""Of a turn; share of the local fits that fail."""
+WARM = 2 * len(algorithms.__all__) * ROUNDS
+"""Rounds of the long-living process that its memory slope leaves out: the first ones fill caches."""
+COUNTS = ("turns", "rounds", "faults", "kills", "resumes", "differences")
+
+
+class Faults(Callback):
+    """Lets some local fits fail: one half by an exception, the other by NaN."""
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        """Draw; the generators are seeded by the run's seed, the round and the client."""
+        self.drawn = random.Random(torch.initial_seed()).random()
+        if self.drawn < FAULTY / 2:
+            raise RuntimeError("injected")
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """Spoil a weight."""
+        if FAULTY / 2 <= self.drawn < FAULTY:
+            with torch.no_grad():
+                next(pl_module.parameters()).view(-1)[0] = float("nan")
+
+
+class Memory(Callback):
+    """Notes the resident memory after every round."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        """Add a line."""
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        with self.path.open("a") as file:
+            file.write(f"{pages * os.sysconf('SC_PAGE_SIZE')}\n")
+
+
+def main() -> None:
+    """Run turns until the time is up, and write the report after each."""
+    arguments = parsed()
+    torch.set_num_threads(1)
+    before = json.loads(arguments.out.read_text()) if arguments.out.exists() else {}
+    report: dict[str, Any] = {"environment": environment(), "seed": arguments.seed, **dict.fromkeys(COUNTS, 0)}
+    report |= {"differing": [], "seconds": 0.0, "algorithms": {}, "memory": [], **before}
+    with tempfile.TemporaryDirectory() as folder, long_living(arguments.seed, Path(folder)) as straight:
+        earlier, report["memory"] = report["memory"], []
+        while report["seconds"] < 3600 * arguments.hours:
+            started = time.monotonic()
+            take_a_turn(report, straight, Path(folder))
+            report["seconds"] += time.monotonic() - started
+            report["memory"] = [*earlier, slope(Path(folder) / "memory.txt")]
+            arguments.out.parent.mkdir(parents=True, exist_ok=True)
+            arguments.out.with_suffix(".tmp").write_text(json.dumps(report, indent=2) + "\n")
+            arguments.out.with_suffix(".tmp").replace(arguments.out)
+            print({name: report[name] for name in COUNTS}, flush=True)
+    if report["differences"]:
+        raise SystemExit(f"{report['differences']} parts of resumed runs differ from the straight run's.")
+
+
+def parsed() -> argparse.Namespace:
+    """The options."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--hours", type=float, default=2.0, help="that all calls with one report take together")
+    parser.add_argument("--seed", type=int, default=0, help="of the turns")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "soak.json")
+    return parser.parse_args()
+
+
+def the_run(seed: int, turn: int, *callbacks: Callback) -> Run:
+    """A turn's run: the next method, with options and faults of its own."""
+    rng = random.Random(f"{seed} {turn} options")
+    federation = {
+        "on_client_error": "skip",
+        "checkpoint_every_n_rounds": rng.choice([1, 1, 2, 3]),
+        "wire": rng.choice(["count", "encode"]),
+        "buffers": rng.choice(["average", "local", "server"]),
+    }
+    method = without_finetuning(algorithm(algorithms.__all__[turn % len(algorithms.__all__)]))
+    return Run(method, ROUNDS, 1000 * seed + turn, federation, [Faults()], callbacks)
+
+
+@contextmanager
+def long_living(seed: int, root: Path) -> Iterator[Any]:
+    """A process that runs turns without interruption, one after another.
+
+    Yields:
+        Runs a turn in a folder there; returns False if the run has failed.
+    """
+    (orders, order), (answers, answer) = os.pipe(), os.pipe()
+    process = start(lambda: obey(seed, orders, answer, root), root / "straight.log")
+
+    def run(turn: int) -> bool:
+        os.write(order, f"{turn}\n".encode())
+        told = os.read(answers, 1)
+        if not told:
+            raise SystemExit((root / "straight.log").read_text()[-4000:])
+        return told == b"1"
+
+    os.close(answer)
+    try:
+        yield run
+    finally:
+        os.kill(process, signal.SIGKILL)
+        wait(process)
+
+
+def obey(seed: int, orders: int, answer: int, root: Path) -> None:
+    """What the long-living process does."""
+    for line in os.fdopen(orders):
+        good = b"1"
+        try:
+            the_run(seed, int(line), Memory(root / "memory.txt")).fit(root / "straight")
+        except Exception as error:
+            print(f"turn {line.strip()}: {error}", flush=True)
+            good = b"0"
+        os.write(answer, good)
+
+
+def take_a_turn(report: dict[str, Any], straight: Any, root: Path) -> None:
+    """Run a turn twice, with and without kills, and compare."""
+    turn = report["turns"]
+    rng, name = random.Random(f"{report['seed']} {turn} kills"), algorithms.__all__[turn % len(algorithms.__all__)]
+    started = time.monotonic()
+    whole = straight(turn)
+    duration = time.monotonic() - started
+    kills = kill_and_resume(report["seed"], turn, rng, duration, whole, root)
+    run, differing = the_run(report["seed"], turn), []
+    if whole:
+        expected, found = leaves(run.folder(root / "straight")), leaves(run.folder(root / "killed"))
+        differing = [f"turn {turn}, {name}: {part}" for part in expected if expected[part] != found[part]]
+    rows = Table(run.folder(root / "straight") / "clients.csv").read()
+    news = {
+        "turns": 1,
+        "rounds": len({row["round"] for row in rows}),
+        "faults": sum(bool(row["failure"]) for row in rows),
+        "kills": kills,
+        "resumes": kills,
+        "differences": len(differing),
+    }
+    counts = report["algorithms"].setdefault(name, dict.fromkeys(news, 0))
+    for key, number in news.items():
+        report[key] += number
+        counts[key] += number
+    report["differing"] += differing
+    for part in ("straight", "killed"):
+        shutil.rmtree(root / part)
+
+
+def kill_and_resume(seed: int, turn: int, rng: random.Random, duration: float, whole: bool, root: Path) -> int:
+    """Run a turn in processes that are killed at random moments; returns how many were."""
+    planned, kills = rng.randint(1, 4), 0
+    while True:
+        process = start(lambda: the_run(seed, turn).fit(root / "killed"), root / "killed.log")
+        if kills < planned:
+            time.sleep(rng.uniform(0, 1.5 * duration))
+            os.kill(process, signal.SIGKILL)
+        code = wait(process)
+        if code != -signal.SIGKILL:
+            break
+        kills += 1
+    if (code == 0) != whole:
+        log = (root / "killed.log").read_text()[-4000:]
+        raise SystemExit(f"Turn {turn} left with {code}, and the straight run did {'' if whole else 'not '}end:\n{log}")
+    return kills
+
+
+def slope(path: Path) -> dict[str, float]:
+    """How the memory of the long-living process grows, by least squares, over the rounds after the first ones.
+
+    Args:
+        path: A line of bytes for each round.
+    """
+    sizes = [int(line) for line in path.read_text().splitlines()]
+    late = torch.tensor(sizes[WARM:], dtype=torch.float64)
+    rounds = torch.arange(len(late), dtype=torch.float64)
+    spread = rounds - rounds.mean()
+    steep = float(spread @ (late - late.mean()) / (spread @ spread)) if len(late) > 1 else 0.0
+    return {"rounds": len(sizes), "first_bytes": sizes[0], "last_bytes": sizes[-1], "bytes_per_round": steep}
+
+
+if __name__ == "__main__":
+    main()
