@@ -124,6 +124,15 @@ BAD = {
     "wrong choice": (["--federation.on_client_error=skp"], "skp"),
     "density": (["--algorithm.density=1.5"], "`FedSpa(density=1.5)`: expected a number in (0, 1]."),
     "too many clients": (["--federation.clients_per_round=50"], "`federation.clients_per_round` is 50"),
+    "unknown reducer": (["--federation.reducer=Median"], "known by short name: CoverageMean, CoverageMedian"),
+    "fraction": (
+        ["--federation.reducer=TrimmedMean", "--federation.reducer.fraction=0.7"],
+        "`TrimmedMean(fraction=0.7)`",
+    ),
+    "privacy without a norm": (
+        ["--federation.privacy.noise_multiplier=1", "--federation.privacy.delta=1e-3"],
+        "`federation.clip_update` is not",
+    ),
     "empty client": (["--data.partition.min_examples=80"], "found no split of 1442 examples over 20 clients"),
     "another algorithm's option": (["--algorithm=FedProx", "--algorithm.density=0.3"], "Option 'density'"),
     "no module": (["--model=torch.nn.Linear"], "LightningModule"),

@@ -180,7 +180,7 @@ class Coordinator:
         cohort = self.cohort(server.round)
         sizes = {i: self.bench.data.num_examples(i) for i in cohort}
         total_weight = max(sum(sizes.values()), len(sizes))
-        merge = self.merging.reducer(server.round).start(self.bench.flat.layout, server.weights, total_weight)
+        merge = self.merging.start(server, total_weight)
         loads = {i: float(size) * self.capacities[i] for i, size in sizes.items()}
         mine = assigned(loads, self.ranks, self.federation.placement, f"round {server.round}")
         parts = self.ranks.share(lambda: self._train(server, mine, merge, score_after))

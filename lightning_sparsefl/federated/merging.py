@@ -7,9 +7,9 @@ from lightning_sparsefl.federated.algorithm import FederatedAlgorithm
 from lightning_sparsefl.federated.clipping import clipped
 from lightning_sparsefl.federated.flat import Layout
 from lightning_sparsefl.federated.options import Federation
-from lightning_sparsefl.federated.privacy import Privacy, PrivateMean
-from lightning_sparsefl.federated.reduce import CoverageMean, Reducer
-from lightning_sparsefl.types import Message, Update
+from lightning_sparsefl.federated.privacy import NoisySum, Privacy
+from lightning_sparsefl.federated.reduce import Accumulator, CoverageMean
+from lightning_sparsefl.types import Message, ServerState, Update
 
 
 class Merging:
@@ -35,16 +35,25 @@ class Merging:
         if federation.privacy is not None:
             self._check_privacy(federation.privacy)
 
-    def reducer(self, round: int) -> Reducer:
-        """How a round's updates are merged."""
+    def start(self, server: ServerState, total_weight: int) -> Accumulator:
+        """An empty merge for one round.
+
+        Args:
+            server: Before the round.
+            total_weight: Upper bound of the updates' summed weights.
+        """
         federation = self.federation
-        if federation.privacy is not None and federation.clip_update is not None:
-            return PrivateMean(
-                deviation=federation.privacy.noise_multiplier * federation.clip_update,
-                cohort=federation.clients_per_round,
-                key=(self.seed, round, "privacy"),
-            )
-        return federation.reducer or self.algorithm.reducer()
+        if federation.privacy is None or federation.clip_update is None:
+            reducer = federation.reducer or self.algorithm.reducer()
+            return reducer.start(self.layout, server.weights, total_weight)
+        return NoisySum(
+            self.layout,
+            server.weights,
+            total_weight,
+            deviation=federation.privacy.noise_multiplier * federation.clip_update,
+            cohort=federation.clients_per_round,
+            key=(self.seed, server.round, "privacy"),
+        )
 
     def limited(self, update: Update, message: Message) -> Update:
         """The update as it is sent: with `federation.clip_update`, by the client itself."""

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lightning_sparsefl.errors import InvalidOption
 from lightning_sparsefl.federated.flat import Layout
-from lightning_sparsefl.federated.reduce import Accumulator, Reducer
+from lightning_sparsefl.federated.reduce import Accumulator
 from lightning_sparsefl.seeds import generator
 from lightning_sparsefl.types import Merged, Message, Update, Weights
 
@@ -83,35 +83,32 @@ def _round(noise_multiplier: float, cohort: int, clients: int) -> list[tuple[Any
     return bounds
 
 
-@dataclass(frozen=True, kw_only=True)
-class PrivateMean(Reducer):
-    """The noisy sum of clipped differences over a fixed number; clients count alike, whatever their samples."""
-
-    deviation: float
-    """Standard deviation of the noise in the sum."""
-    cohort: int
-    """What the sum is divided by, whoever failed."""
-    key: tuple[int | str, ...]
-    """Of the noise."""
-
-    def start(self, layout: Layout, server: Weights, total_weight: int) -> Accumulator:
-        """See :class:`Reducer`."""
-        return NoisySum(layout, server, total_weight, self)
-
-
 class NoisySum(Accumulator):
-    """Adds noise once, after the sum over the ranks: the same noise on each of them.
+    """The mean of clipped differences, with noise; clients count alike, whatever their samples.
+
+    The noise is added once, after the sum over the ranks, and is the same on each of them.
 
     Args:
         layout: Of the model.
         server: The weights before the round.
-        total_weight: Upper bound of the summed weights.
-        options: How much noise, and which.
+        total_weight: Upper bound of the updates' number.
+        deviation: Standard deviation of the noise in the sum.
+        cohort: What the sum is divided by, whoever failed.
+        key: Of the noise.
     """
 
-    def __init__(self, layout: Layout, server: Weights, total_weight: int, options: PrivateMean) -> None:
+    def __init__(
+        self,
+        layout: Layout,
+        server: Weights,
+        total_weight: int,
+        *,
+        deviation: float,
+        cohort: int,
+        key: tuple[int | str, ...],
+    ) -> None:
         super().__init__(layout, server, total_weight, silence_counts=True)
-        self._options = options
+        self._deviation, self._cohort, self._key = deviation, cohort, key
 
     def add(self, update: Update, message: Message, num_examples: int) -> None:
         """Add one client's clipped update, with the weight 1.
@@ -130,13 +127,13 @@ class NoisySum(Accumulator):
     def result(self, reports: Mapping[int, Mapping[str, float]]) -> Merged:
         """Add the noise and divide; the clients' metrics are kept from the method."""
         self._sum += self._noise()
-        self._counts.fill_(self._options.cohort)
+        self._counts.fill_(self._cohort)
         return super().result({})
 
     def _noise(self) -> Tensor:
         """On every parameter that clients may change; the same for all of them, so that any one's votes tell."""
-        drawn = torch.randn(self.layout.size, dtype=torch.float64, generator=generator(*self._options.key))
-        noise = drawn.to(self.device) * self._options.deviation
+        drawn = torch.randn(self.layout.size, dtype=torch.float64, generator=generator(*self._key))
+        noise = drawn.to(self.device) * self._deviation
         for name, piece in zip(self.layout.names, self._pieces(noise), strict=True):
             if name in self.layout.buffers:
                 piece.zero_()

@@ -88,7 +88,7 @@ def _standard_output() -> Console:
 
 
 def summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Rows of the final table: scores of the global and the personal models, then bytes, FLOPs and density.
+    """Rows of the final table: scores of the global and the personal models, then bytes, FLOPs, density and privacy.
 
     Within a group losses come last; a metric's spread over clients stands under it.
 
@@ -104,6 +104,8 @@ def summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     rows += [(word, quantity(summary[n], unit)) for n, word, unit in spent if summary[n] or n != _MASK_BYTES]
     if "sparsity/density" in summary:
         rows.append(("density held by clients", score(summary["sparsity/density"])))
+    if "privacy/epsilon" in summary:
+        rows.append((f"epsilon at delta {summary['privacy/delta']:g}", f"{summary['privacy/epsilon']:.2f}"))
     return rows
 
 

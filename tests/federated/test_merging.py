@@ -11,7 +11,7 @@ from lightning_sparsefl.errors import InvalidOption
 from lightning_sparsefl.federated import CoverageMedian, Privacy, TrimmedMean
 from lightning_sparsefl.federated.clipping import clipped
 from lightning_sparsefl.federated.flat import FlatModule
-from lightning_sparsefl.federated.privacy import PrivateMean
+from lightning_sparsefl.federated.privacy import NoisySum
 from lightning_sparsefl.federated.record import hyperparameters
 from lightning_sparsefl.models import MLP
 from lightning_sparsefl.types import Message, Update
@@ -104,8 +104,7 @@ def test_a_tensor_that_was_not_sent_cannot_be_clipped():
 
 def private(flat, given, deviation, cohort=4, key=(0, 0, "privacy")):
     server = flat.read()
-    reducer = PrivateMean(deviation=deviation, cohort=cohort, key=key)
-    accumulator = reducer.start(flat.layout, server, 1000)
+    accumulator = NoisySum(flat.layout, server, 1000, deviation=deviation, cohort=cohort, key=key)
     for update in given:
         accumulator.add(update, Message(weights=server), 100)
     return accumulator.result({0: {"loss": 1.0}})
@@ -140,7 +139,7 @@ def test_without_noise_it_is_the_sum_over_the_cohort():
 def test_what_nobody_may_change_gets_no_noise():
     flat, server = flat_module(), flat_module().read()
     frozen = Message(weights=server, trainable={"2.weight": torch.zeros(3, 7, dtype=torch.bool)})
-    accumulator = PrivateMean(deviation=1.0, cohort=1, key=(0,)).start(flat.layout, server, 1000)
+    accumulator = NoisySum(flat.layout, server, 1000, deviation=1.0, cohort=1, key=(0,))
     accumulator.add(Update(weights=server), frozen, 1)
     merged = accumulator.result({})
     assert not merged.weights["2.weight"].any()

@@ -1,6 +1,7 @@
 """Robust reducers, clipping and the accountant against their slow twins."""
 
 import importlib.util
+import re
 from pathlib import Path
 
 import numpy as np
@@ -159,3 +160,13 @@ def test_half_the_noise_would_not_be_enough():
 @pytest.mark.usefixtures("accountant")
 def test_epsilon_of_no_rounds_is_none():
     assert Privacy(noise_multiplier=1.0, delta=1e-5).epsilon(0, cohort=10, clients=1000) == 0
+
+
+@pytest.mark.usefixtures("accountant")
+def test_the_documented_table():
+    text = (Path(__file__).parents[2] / "docs" / "merging.md").read_text()
+    rows = [line.strip("| ").split(" | ") for line in text.splitlines() if re.match(r"\| \d", line)]
+    assert len(rows) == 5
+    for clients, cohort, noise, rounds, delta, epsilon in rows:
+        privacy = Privacy(noise_multiplier=float(noise), delta=float(delta))
+        assert f"{privacy.epsilon(int(rounds), int(cohort), int(clients)):.2f}" == epsilon

@@ -64,6 +64,10 @@ def test_the_final_table_has_one_order():
     ]
 
 
+def test_epsilon_stands_with_its_delta():
+    assert summary_rows({"privacy/epsilon": 1.25, "privacy/delta": 1e-5}) == [("epsilon at delta 1e-05", "1.25")]
+
+
 def test_no_scores_no_rows():
     assert summary_rows({}) == []
 
