@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from lightning_sparsefl.errors import InvalidOption
+from lightning_sparsefl.errors import InvalidUpdate
 from lightning_sparsefl.federated.flat import Layout
 from lightning_sparsefl.federated.reduce import voted
 from lightning_sparsefl.sparse.masks import apply
@@ -27,7 +27,7 @@ def clipped(update: Update, message: Message, limit: float, layout: Layout) -> U
         layout: Of the model.
 
     Raises:
-        InvalidOption: If a tensor was not received, so that nobody knows how far it moved.
+        InvalidUpdate: If a tensor was not received, so that nobody knows how far it moved.
     """
     moved = _difference(update, message)
     norm = _norm({n: w for n, w in apply(moved, _within(update, message)).items() if n not in layout.buffers})
@@ -41,7 +41,7 @@ def _difference(update: Update, message: Message) -> Weights:
         return update.weights
     unknown = [name for name in update.weights if name not in message.weights]
     if unknown:
-        raise InvalidOption(
+        raise InvalidUpdate(
             f"`federation.clip_update` bounds how far a client moves what it received, and {unknown[0]!r} was not sent "
             "to it; send it (`download`), or set `federation.clip_update: null`."
         )

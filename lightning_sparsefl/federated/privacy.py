@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_sparsefl.errors import InvalidOption
+from lightning_sparsefl.errors import InvalidOption, InvalidUpdate
 from lightning_sparsefl.federated.flat import Layout
 from lightning_sparsefl.federated.reduce import Accumulator
 from lightning_sparsefl.seeds import generator
@@ -114,11 +114,11 @@ class NoisySum(Accumulator):
         """Add one client's clipped update, with the weight 1.
 
         Raises:
-            InvalidOption: If it carries what no noise is added to.
+            InvalidUpdate: If it carries what no noise is added to.
         """
         if update.extra or update.shared is not None:
             carried = "extra" if update.extra else "shared"
-            raise InvalidOption(
+            raise InvalidUpdate(
                 f"An update carries `{carried}`, which `federation.privacy` adds no noise to; expected weights alone "
                 "(`can_be_private` of the algorithm), or `federation.privacy: null`."
             )

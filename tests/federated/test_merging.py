@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from lightning_sparsefl import FedAvg, FederatedTrainer, Federation
-from lightning_sparsefl.errors import InvalidOption
+from lightning_sparsefl.errors import InvalidOption, InvalidUpdate
 from lightning_sparsefl.federated import CoverageMedian, Privacy, TrimmedMean
 from lightning_sparsefl.federated.clipping import clipped
 from lightning_sparsefl.federated.flat import FlatModule
@@ -95,7 +95,7 @@ def test_the_result_lies_among_the_honest_votes(reducer, poison):
 def test_a_tensor_that_was_not_sent_cannot_be_clipped():
     flat = flat_module()
     update = Update(weights={"0.bias": torch.ones(7)})
-    with pytest.raises(InvalidOption, match=r"'0.bias' was not sent to it"):
+    with pytest.raises(InvalidUpdate, match=r"'0.bias' was not sent to it"):
         clipped(update, Message(weights={}), 1.0, flat.layout)
 
 
@@ -149,7 +149,7 @@ def test_what_nobody_may_change_gets_no_noise():
 @pytest.mark.parametrize("carried", [{"shared": {"masks": {}}}, {"extra": {"control": {"c": torch.ones(1)}}}], ids=str)
 def test_an_update_that_carries_more_is_refused(carried):
     flat = flat_module()
-    with pytest.raises(InvalidOption, match=f"carries `{next(iter(carried))}`"):
+    with pytest.raises(InvalidUpdate, match=f"carries `{next(iter(carried))}`"):
         private(flat, [Update(weights=flat.read(), **carried)], deviation=1.0)
 
 
