@@ -155,6 +155,8 @@ class CostFacts:
     """Names of the model's floating-point buffers, which travel but which papers do not count."""
     model: Any = None
     """Knows the model's groups of units, as `units`."""
+    again: bool = False
+    """In a rehearsal, where the view cannot tell: whether the client took part before."""
 
 
 @dataclass(frozen=True)

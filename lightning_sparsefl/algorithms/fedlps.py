@@ -45,6 +45,7 @@ from lightning_sparsefl.cost import Devices, forward_flops, pucbv
 from lightning_sparsefl.errors import InvalidOption
 from lightning_sparsefl.federated.algorithm import BYTES_PER_WEIGHT, FederatedAlgorithm
 from lightning_sparsefl.federated.client import Client
+from lightning_sparsefl.federated.evaluate import higher_is_better
 from lightning_sparsefl.federated.fleet import Fleet
 from lightning_sparsefl.federated.options import check_choices
 from lightning_sparsefl.federated.reduce import PlainMean, Reducer
@@ -138,8 +139,15 @@ class FedLPS(FederatedAlgorithm):
         """Note how long a run is for one client (the bandit's xi).
 
         Raises:
-            InvalidOption: If units that change before every step should be cut out.
+            InvalidOption: If units that change before every step should be cut out, or the bandit's metric is better
+                when it is lower.
         """
+        monitor = fleet.views[0].monitor
+        if self.ratio == "bandit" and not higher_is_better(monitor):
+            raise InvalidOption(
+                f"`federation.monitor` is {monitor!r}, which falls as a model gets better, but FedLPS' bandit rewards "
+                "what rises; expected an accuracy, such as 'train_acc'."
+            )
         if fleet.execution == "cut" and self._changes_in_training:
             raise InvalidOption(
                 f"`federation.execution: cut` trains the same units for a round, but `FedLPS(pattern={self.pattern!r}, "
@@ -284,7 +292,7 @@ class FedLPS(FederatedAlgorithm):
         exact = super().costs(replace(facts, message=replace(facts.message, masks=both)))
         dense, batches = forward_flops(facts.layers), math.ceil(facts.samples / facts.batch_size)
         extra = 3 * min(facts.batch_size, facts.samples) * dense if self.probe and self.pattern == "learned" else 0.0
-        if self.ratio == "bandit" and not facts.view.shared:
+        if self.ratio == "bandit" and not (facts.view.shared or facts.again):
             extra += facts.samples * dense
         counted = {name: weight for name, weight in weights.items() if name not in facts.buffers}
         held = counts({name: mask for name, mask in rows.items() if mask.dim() > 1})

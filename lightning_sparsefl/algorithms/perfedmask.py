@@ -81,6 +81,11 @@ class PerFedMask(FederatedAlgorithm):
         check_choices(self, "algorithm.")
         if self.base is not None and not hasattr(self.base, "network"):
             raise InvalidOption(f"`PerFedMask(base={self.base})`: expected `HeteroFL` or `SplitMix`, or none.")
+        if getattr(self.base, "finetune_epochs", 0):
+            raise InvalidOption(
+                f"`PerFedMask(base={self.base})`: its base does not fine-tune, PerFedMask does; expected "
+                "`algorithm.finetune_epochs` instead of the base's."
+            )
         if self.finetune_epochs < 0:
             raise InvalidOption(f"`PerFedMask(finetune_epochs={self.finetune_epochs})`: expected a whole number >= 0.")
 

@@ -3,7 +3,8 @@
 The algorithm's own code runs: client-rounds at several points of the run are rehearsed by a client that takes one
 step on no data. The messages are real, so their sizes are what the wire will see, with two exceptions. The metrics
 that a real client adds, some 20 bytes each, are missing. And gradients are noise: a mask that follows them moves
-further than in training, where dropped weights tend to return, so its bytes are rather too many.
+further than in training, where dropped weights tend to return, so its bytes are rather too many. And nothing is
+learnt from a client-round (`observe`): a bandit chooses each time as it does at first.
 """
 
 from __future__ import annotations
@@ -341,11 +342,12 @@ def _total(
     total: dict[str, float] = defaultdict(int)
     for part, client_rounds in parts.items():
         view, message, down, up = rehearsals.rehearse(part, clients[part.capacity])
-        first = algorithm.costs(workload.facts(view, message))
+        first = algorithm.costs(replace(workload.facts(view, message), again=part.again))
         for size, times in client_rounds.items():
             key = first, part.capacity, size
             if key not in known:
-                known[key] = algorithm.costs(workload.facts(replace(view, num_examples=size), message))
+                facts = workload.facts(replace(view, num_examples=size), message)
+                known[key] = algorithm.costs(replace(facts, again=part.again))
             for name, value in _flat(known[key], down, up).items():
                 total[name] += times * value
     return total

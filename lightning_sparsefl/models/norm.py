@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal, get_args
 
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_sparsefl.errors import InvalidOption
 
@@ -12,7 +12,24 @@ Norm = Literal["group", "batch", "batch_static"]
 """``group``: over groups of channels of each sample. ``batch``: over the batch in training, by running statistics in
 evaluation; the statistics are buffers, which `federation.buffers` is about. ``batch_static``: over the batch, in
 training and in evaluation, without running statistics, so that there is no buffer to average (PerFedMask, FedLPS).
-Scores then depend on what else is in a batch, and a batch of one sample is normalised over its own pixels."""
+Scores then depend on what else is in a batch, and a batch of one sample is normalised over its own pixels; where it has
+but one pixel left, it is refused."""
+
+
+class _BatchNorm2d(nn.BatchNorm2d):
+    """Says what to do about a batch in which there is nothing to normalise over."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        try:
+            return super().forward(inputs)
+        except ValueError as error:
+            if "more than 1 value per channel" not in str(error):
+                raise
+            raise InvalidOption(
+                f"A batch norm over {self.num_features} channels got a batch of one sample and one pixel, which leaves "
+                "nothing to normalise over; expected batches of two samples at least: set `data.drop_last: true`, "
+                "another `data.batch_size` (`data.eval_batch_size`), or `model.norm: group`."
+            ) from error
 
 
 def norm2d(norm: Norm, channels: int, groups: int, model: str) -> nn.Module:
@@ -36,4 +53,4 @@ def norm2d(norm: Norm, channels: int, groups: int, model: str) -> nn.Module:
         raise InvalidOption(f"`{model}(norm={norm!r})`: expected {expected}; change `model.norm`.")
     if norm == "group":
         return nn.GroupNorm(groups, channels)
-    return nn.BatchNorm2d(channels, track_running_stats=norm == "batch")
+    return _BatchNorm2d(channels, track_running_stats=norm == "batch")

@@ -121,6 +121,15 @@ def test_costs_by_hand(facts):
     assert costs.bytes_up_paper == 4 * (5 + 2 + 6)
     first = FedLPS(probe=False).costs(replace(made, model=Model()))
     assert first.flops_analytic == 3 * 2 * 7 * (10 + 2 + 6) + 7 * 34  # and the first accuracy
+    again = FedLPS(probe=False).costs(replace(made, model=Model(), again=True))
+    assert again.flops_analytic == 3 * 2 * 7 * (10 + 2 + 6)
+
+
+def test_a_metric_that_falls_is_refused(view):
+    fleet = Fleet([replace(view(), monitor="train_loss")], frozenset(), torch.device("cpu"))
+    with pytest.raises(InvalidOption, match=r"is 'train_loss', which falls.*such as 'train_acc'"):
+        FedLPS().init(WEIGHTS, fleet)
+    assert FedLPS(ratio="capacity").init(WEIGHTS, fleet).round == 0  # which rewards nothing
 
 
 @pytest.mark.parametrize("pattern", ["learned", "magnitude", "ordered"])

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from lightning_sparsefl import FedBABU, Federation, PerFedMask
+from lightning_sparsefl import FedBABU, Federation, HeteroFL, PerFedMask, SplitMix
 from lightning_sparsefl.errors import InvalidOption
 from lightning_sparsefl.federated.fleet import Fleet
 from lightning_sparsefl.federated.reduce import CoverageMean
@@ -49,6 +49,12 @@ A, B, HEAD = {"a.weight", "a.bias"}, {"b.weight"}, {"c.weight", "c.bias"}
 def test_refuses_options_out_of_range(method):
     with pytest.raises(InvalidOption, match=r"\(finetune_epochs=-1\)`: expected a whole number >= 0"):
         method(finetune_epochs=-1)
+
+
+@pytest.mark.parametrize("base", [HeteroFL(finetune_epochs=3), SplitMix(finetune_epochs=3)])
+def test_refuses_fine_tuning_of_its_base(base):
+    with pytest.raises(InvalidOption, match=r"expected `algorithm.finetune_epochs` instead of the base's"):
+        PerFedMask(base=base)
 
 
 def test_refuses_an_unknown_masking():

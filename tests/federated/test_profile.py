@@ -21,6 +21,7 @@ from lightning_sparsefl.errors import InvalidOption
 from lightning_sparsefl.federated import FederatedAlgorithm
 from lightning_sparsefl.federated.flat import Layout
 from lightning_sparsefl.federated.profile import Rehearsal
+from lightning_sparsefl.federated.sampling import uniform_cohort
 from lightning_sparsefl.models import MLP, Classifier
 from lightning_sparsefl.sparse.masks import apply, subtract
 from lightning_sparsefl.types import Message
@@ -143,6 +144,21 @@ def test_a_change_is_not_taken_for_a_tensor_of_zeros(capsys):
     content = trainer(SendsItsChange()).profile(mlp(), digits()).content
     both = 2 * 4 * content["parameters"]
     assert both < content["client_round"]["wire"]["uplink_bytes"] < both + 200
+
+
+@dataclass(frozen=True, kw_only=True)
+class PaysOnce(FederatedAlgorithm):
+    """Something that a client does at its first time only."""
+
+    def costs(self, facts):
+        return replace(super().costs(facts), flops_analytic=float(not facts.again))
+
+
+def test_a_client_s_first_time_is_charged_once(capsys):
+    fleet = trainer(PaysOnce())
+    run = fleet.profile(mlp(), digits()).content["run"]
+    drawn = {client for number in range(8) for client in uniform_cohort(fleet.seed, number, list(range(12)), 5)}
+    assert run["analytic"]["flops"] == len(drawn) < 40
 
 
 def test_masks_that_come_to_rest_make_a_run_cheaper_than_its_first_rounds(capsys):

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from lightning_sparsefl.errors import InvalidOption
 from lightning_sparsefl.models import AlexNet256, MobileNet, PreResNet18
+from lightning_sparsefl.models.norm import norm2d
 
 
 @pytest.mark.parametrize("kind", [MobileNet, PreResNet18])
@@ -45,3 +47,12 @@ def test_a_single_sample_is_its_own_mean():
         assert torch.equal(norm(torch.randn(1, 4096)), torch.full((1, 4096), 0.5))
         pair = norm(torch.randn(2, 4096))
     torch.testing.assert_close(pair.mean(0), torch.full((4096,), 0.5), atol=1e-3, rtol=0)
+
+
+@pytest.mark.parametrize("norm", ["batch", "batch_static"])
+def test_one_pixel_of_one_sample_is_refused(norm):
+    layer = norm2d(norm, 4, 2, "VGG11").train()
+    with pytest.raises(InvalidOption, match=r"one sample and one pixel.*`data.drop_last: true`"):
+        layer(torch.zeros(1, 4, 1, 1))
+    assert layer(torch.zeros(2, 4, 1, 1)).shape == (2, 4, 1, 1)
+    assert layer(torch.zeros(1, 4, 2, 1)).shape == (1, 4, 2, 1)
