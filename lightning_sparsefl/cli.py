@@ -28,6 +28,7 @@ from lightning_sparsefl.federated import FederatedAlgorithm, FederatedTrainer, F
 
 _EXIT_USAGE = 2
 _EXIT_INTERRUPTED = 130
+_PARENT = os.getppid()
 
 
 _KINDS: dict[str, type] = {
@@ -218,7 +219,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _refuse(error: Exception) -> int:
-    if os.environ.get("LOCAL_RANK", "0") == "0":
+    orphan = os.getppid() != _PARENT  # the first rank, which would speak, is gone
+    if orphan or os.environ.get("LOCAL_RANK", "0") == "0":
         print(f"sparsefl: error: {error}", file=sys.stderr)
     return _EXIT_USAGE
 

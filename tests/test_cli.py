@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -262,3 +263,53 @@ class Killer(L.Callback):
         weights = torch.load(files[0], weights_only=True)["state_dict"]
         content[name] = [{k: v.numpy().tobytes() for k, v in weights.items()}, files[1].read_text()]
     assert content["straight"] == content["killed"]
+
+
+def test_a_failure_prints_the_command_that_runs_the_fit_again(sparsefl, tmp_path):
+    (tmp_path / "fragile.py").write_text(
+        "from pathlib import Path\n\n"
+        "from lightning_sparsefl.models import MLP\n\n\n"
+        "class Fragile(MLP):\n"
+        "    def on_fit_start(self):\n"
+        "        fits = Path('fits')\n"
+        "        fits.write_text(fits.read_text() + '.')\n"
+        "        if len(fits.read_text()) == 5:\n"  # the second round's second client
+        "            raise ZeroDivisionError('mine')\n"
+    )
+    (tmp_path / "fits").write_text("")
+    options = ["--model=fragile.Fragile", "--federation.checkpoint_every_n_rounds=2"]
+    code, _, err = sparsefl("fit", "--config", QUICKSTART, *SHORT, *options)
+    assert code == 2
+    sentence, command = err.splitlines()[-2:]
+    assert " failed in round 1 on rank 0: ZeroDivisionError: mine" in sentence
+    program, *words = shlex.split(command.removeprefix("To run that local fit again: "))
+    assert program == "sparsefl"
+    files = {path: path.read_bytes() for path in run_folder(tmp_path).rglob("*") if path.is_file()}
+    code, out, err = sparsefl(*words)
+    assert code == 0, err
+    assert " in round 1, again" in out
+    assert "norm of the update" in out
+    (tmp_path / "fits").write_text("....")
+    assert sparsefl(*words)[0] == 2
+    assert files == {path: path.read_bytes() for path in run_folder(tmp_path).rglob("*") if path.is_file()}
+
+
+def test_a_rank_that_is_killed_ends_the_other_in_a_sentence(tmp_path):
+    (tmp_path / "killer.py").write_text(
+        "import os\nimport signal\n\nimport lightning as L\n\n\n"
+        "class Killer(L.Callback):\n"
+        "    fits = 0\n\n"
+        "    def on_fit_start(self, trainer, pl_module):\n"
+        "        Killer.fits += 1\n"
+        "        if os.environ.get('LOCAL_RANK') == '1' and Killer.fits == 2:\n"
+        "            os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    options = [*SHORT, "--trainer.max_rounds=3", "--trainer.client_callbacks+=killer.Killer", "--trainer.devices=2"]
+    done = in_shell([*SCRIPT, "fit", "--config", QUICKSTART, *options, "--trainer.timeout=200"], tmp_path)
+    assert done.returncode == 2
+    said = [line for line in done.stderr.splitlines() if line.startswith("sparsefl: error: ")]
+    assert len(said) == 1
+    assert "Rank 0 lost another one (" in said[0]
+    assert "Traceback" not in done.stderr
+    checkpoint = torch.load(run_folder(tmp_path) / "checkpoints" / "last.ckpt", weights_only=True)
+    assert 1 <= checkpoint["sparsefl"]["round"] < 3

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 
 from lightning_sparsefl.errors import InvalidOption, RankFailed, WorldSizeMismatch
 from lightning_sparsefl.federated.interrupt import Interrupted
+from lightning_sparsefl.federated.launch import WatchedLauncher
 
 T = TypeVar("T")
 
@@ -38,6 +40,12 @@ class ClientParallelStrategy(DDPStrategy):
     def setup_module(self, module: nn.Module) -> nn.Module:  # type: ignore[override]
         """Nothing to wrap: clients do not share gradients."""
         return module
+
+    def _configure_launcher(self) -> None:
+        super()._configure_launcher()
+        if self._start_method == "popen":
+            assert self.cluster_environment is not None
+            self._launcher = WatchedLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
 
     @property
     def distributed_sampler_kwargs(self) -> None:  # type: ignore[override]
@@ -162,7 +170,8 @@ class Ranks:
     def sum(self, tensor: Tensor) -> Tensor:
         """Sum over ranks, in place."""
         if self.size > 1:
-            dist.all_reduce(tensor)
+            with self._in_touch():
+                dist.all_reduce(tensor)
         return tensor
 
     def gather(self, value: Any) -> list[Any]:
@@ -170,7 +179,8 @@ class Ranks:
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value)
+        with self._in_touch():
+            dist.all_gather_object(values, value)
         return values
 
     def share(self, work: Callable[[], T]) -> list[T]:
@@ -205,19 +215,35 @@ class Ranks:
         """Overwrite a tensor with the first rank's."""
         if self.size > 1:  # as bytes, since not every backend knows every dtype
             flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
-            dist.broadcast(flat, 0)
+            with self._in_touch():
+                dist.broadcast(flat, 0)
             tensor.data.copy_(flat.view(tensor.dtype).view(tensor.shape))
 
     def next_ticket(self, name: str) -> int:
         """The next number of a queue, counted from 0 over all ranks."""
         if self.size > 1 and _distributed_is_initialized():
-            return int(dist.distributed_c10d._get_default_store().add(f"{self._queues}/{name}", 1)) - 1
+            with self._in_touch():
+                return int(dist.distributed_c10d._get_default_store().add(f"{self._queues}/{name}", 1)) - 1
         self._tickets[name] = self._tickets.get(name, -1) + 1
         return self._tickets[name]
 
     def barrier(self) -> None:
         """Wait for all ranks."""
-        self.fabric.barrier()
+        with self._in_touch():
+            self.fabric.barrier()
+
+    @contextmanager
+    def _in_touch(self) -> Iterator[None]:
+        """Say what it means if another process is lost; torch has no one type for that."""
+        try:
+            yield
+        except RuntimeError as error:
+            said = re.split(r"\n|\. ", re.sub(r"^\[.*?\] ", "", str(error).strip()))[0].rstrip(".")
+            limit = getattr(self.fabric.strategy, "_timeout", None) or timedelta()
+            raise RankFailed(
+                f"Rank {self.rank} lost another one ({said}), which died or took longer than `trainer.timeout` = "
+                f"{limit.total_seconds():g} seconds; go on from the last committed round with `ckpt_path: last`."
+            ) from error
 
 
 def _told(error: BaseException | None) -> str | int | None:

@@ -23,6 +23,7 @@ from lightning_sparsefl.federated.algorithm import FederatedAlgorithm
 from lightning_sparsefl.federated.client import Split
 from lightning_sparsefl.federated.files import load_plain
 from lightning_sparsefl.federated.interrupt import Interrupted, leave
+from lightning_sparsefl.federated.launch import launch
 from lightning_sparsefl.federated.local import LocalOptions
 from lightning_sparsefl.federated.options import Federation
 from lightning_sparsefl.federated.process import Ranks, build_fabric, intra_op_threads
@@ -318,7 +319,7 @@ class FederatedTrainer:
         settings = self._fast_dev_settings(client_data) if self.fast_dev_run else self
         check_data(client_data, settings.federation)
         check_module(model)
-        result = self.fabric.launch(partial(_work, settings, verb, model, client_data, ckpt_path, asked))
+        result = launch(self.fabric, partial(_work, settings, verb, model, client_data, ckpt_path, asked))
         self.run_folder = None if result["folder"] is None else Path(result["folder"])
         if result["signal"] is not None:
             raise leave(result["signal"], self._in_other_processes or self.fabric.is_global_zero)
