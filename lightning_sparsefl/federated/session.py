@@ -238,8 +238,9 @@ class Session:
         """Take over what a checkpoint holds beside the rounds' own state."""
         for callback in self.trainer.callbacks:
             if callback.state_key in resumed.callbacks:
-                callback.load_state_dict(resumed.callbacks[callback.state_key])
-        self._recorder.load_state_dict(resumed.log)
+                checkpoint.load_callback(self.origin.checkpoint, callback, resumed.callbacks[callback.state_key])
+        with checkpoint.refusing(self.origin.checkpoint):
+            self._recorder.load_state_dict(resumed.log)
         if self.origin.folder is not None:  # where a run was killed after a callback had stopped it
             facade.should_stop = resumed.stopped and self._summary().get("rounds") != resumed.server.round
 
@@ -309,7 +310,8 @@ class Session:
                     path, self.bench, self.ledger, self.store, self.identity, settings, moved
                 )
             )
-            self.scorer.restore(resumed.selected)
+            with checkpoint.refusing(self.origin.checkpoint):
+                self.scorer.restore(resumed.selected)
             return resumed.server, resumed
         views = [self.coordinator.view(i, 0) for i in self.coordinator.training_clients]
         fleet = Fleet(
