@@ -1,4 +1,4 @@
-"""The command line: ``sparsefl fit | validate | test | profile | replay``."""
+"""The command line: ``sparsefl fit | validate | test | profile | replay | export``."""
 
 from __future__ import annotations
 
@@ -41,9 +41,11 @@ _KINDS: dict[str, type] = {
 """Groups whose class the user chooses by name."""
 _FLAGS: dict[str, dict[str, str]] = {
     "profile": {"json": "Print JSON instead of tables."},
+    "export": {"check": "Load each file into a fresh module, score it as the run does, and compare."},
     "replay": {"pdb": "If the fit fails, open Python's debugger where it did."},
 }
 """Arguments of verbs that take no value."""
+_VERBS = ("fit", "validate", "test", "profile", "replay", "export")
 _NOISE = re.compile(
     r"Does not validate|Subtypes:|Errors:|Expected a <class 'NoneType'>|Given value|Expected a path but"
 )
@@ -102,7 +104,7 @@ class SparseFLCLI(LightningCLI):
         """The verbs, and which of their arguments are groups of the configuration."""
         groups = {"model", "datamodule"}
         flags = {verb: set(names) for verb, names in _FLAGS.items()}
-        return {verb: groups | flags.get(verb, set()) for verb in ("fit", "validate", "test", "profile", "replay")}
+        return {verb: groups | flags.get(verb, set()) for verb in _VERBS}
 
     def add_core_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Add the groups; Lightning's own way accepts nothing but a `Trainer`."""

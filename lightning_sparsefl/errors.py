@@ -9,6 +9,7 @@
     |-- MalformedPayload     (also ValueError)         bytes that are no message of ours
     |-- DataNotFound         (also FileNotFoundError)  a data set that is not on disk
     |-- CheckpointMismatch   (also ValueError)         a checkpoint that is torn, foreign, or of another run
+    |-- ExportMismatch       (also RuntimeError)       an exported file that does not score as the model that it is of
     |-- DiskFull             (also OSError)            a run that could not be written on; what it committed is intact
     |-- WorldSizeMismatch    (also RuntimeError)       the launcher and the configuration disagree
     |-- MissingAttribute     (also AttributeError)     a callback asks for what a round-level trainer does not have
@@ -51,6 +52,10 @@ class DataNotFound(SparseFLError, FileNotFoundError):
 
 class CheckpointMismatch(SparseFLError, ValueError):
     """A checkpoint that is torn, foreign, or of another run."""
+
+
+class ExportMismatch(SparseFLError, RuntimeError):
+    """An exported file that does not score as the model that it is of."""
 
 
 class DiskFull(SparseFLError, OSError):

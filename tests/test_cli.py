@@ -82,6 +82,18 @@ def test_the_saved_configuration_repeats_the_run_and_tests_it(sparsefl, tmp_path
     assert sparsefl("profile", "--config", config)[0] == 0
 
 
+def test_export_writes_a_checked_model_of_one_client(sparsefl, tmp_path):
+    assert sparsefl("fit", "--config", QUICKSTART, *SHORT)[0] == 0
+    config = run_folder(tmp_path) / "config.yaml"
+    code, out, _ = sparsefl("export", "--config", config, "--client=7", "--check", "--out=mine")
+    assert code == 0
+    assert "FedSpa after 2 rounds: client 7, test set" in out
+    assert {path.name for path in (tmp_path / "mine").iterdir()} == {"model.ckpt", "model.safetensors"}
+    code, _, err = sparsefl("export", "--config", config, "--client=20")
+    assert code == 2
+    assert "`client` is 20; expected a number from 0 to 19" in err
+
+
 def test_print_config_stacks_files_options_and_environment(sparsefl, tmp_path, monkeypatch):
     more = tmp_path / "more.yaml"
     more.write_text("trainer:\n  max_rounds: 7\n")

@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import torch
 from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_sparsefl.cost import Ledger
-from lightning_sparsefl.errors import CheckpointMismatch
+from lightning_sparsefl.errors import CheckpointMismatch, SparseFLError
 from lightning_sparsefl.federated.algorithm import FederatedAlgorithm
 from lightning_sparsefl.federated.client import Bench
 from lightning_sparsefl.federated.files import fingerprint, load_plain, write_atomically
@@ -86,7 +87,7 @@ def compose(
         "global_step": server.round,
         "pytorch-lightning_version": L.__version__,
         "callbacks": dict(callbacks),
-        LightningModule.CHECKPOINT_HYPER_PARAMS_KEY: _plain_hparams(bench.module),
+        LightningModule.CHECKPOINT_HYPER_PARAMS_KEY: plain_hparams(bench.module),
         "sparsefl": {
             "format": FORMAT,
             "identity": dict(who),
@@ -104,7 +105,7 @@ def compose(
     return content
 
 
-def _plain_hparams(module: LightningModule) -> dict[str, Any]:
+def plain_hparams(module: LightningModule) -> dict[str, Any]:
     """Hyper-parameters that a checkpoint may hold; others (classes, functions) stay out."""
     plain = {}
     for name, value in module.hparams.items():
@@ -160,10 +161,26 @@ def restore(
     Raises:
         CheckpointMismatch: If it is torn, damaged, foreign, or of another run.
     """
-    content = load_checkpoint(path)
+    with refusing(path):
+        return _take_over(path, load_checkpoint(path), bench, ledger, store, who, settings, moved)
+
+
+def _take_over(
+    path: Path,
+    content: Mapping[str, Any],
+    bench: Bench,
+    ledger: Ledger,
+    store: ClientStore,
+    who: Mapping[str, Any],
+    settings: Mapping[str, Any],
+    moved: bool,
+) -> Resumed:
     own = content["sparsefl"]
     _compare(path, own["identity"], who)
     _compare(path, own["identity"]["training"], settings)
+    _require_shapes(path, content["state_dict"], bench.module.state_dict())
+    _require_round(own["round"])
+    bench.flat.layout.check(unpack_plain(own["masks"], bench.device), f"{path}, among its masks,")
     clients = own["clients"]
     index, records, checksums = (clients.get(part, {}) for part in ("index", "records", "checksums"))
     store.load(index, path.parent / CLIENTS, records, checksums, moved)
@@ -200,6 +217,56 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
     if own.pop("checksum", None) != fingerprint(content):
         raise CheckpointMismatch(f"{path} is damaged: its checksum is of another content; choose another `ckpt_path`.")
     return content
+
+
+@contextlib.contextmanager
+def refusing(path: Path | None) -> Iterator[None]:
+    """What fails inside, since the content of a checkpoint is not what it should be, becomes a sentence."""
+    try:
+        yield
+    except SparseFLError:
+        raise
+    except Exception as error:
+        raise CheckpointMismatch(
+            f"{path} is damaged, or of another version ({type(error).__name__}: {error}); choose another `ckpt_path`."
+        ) from error
+
+
+def _require_shapes(path: Path, state: Mapping[str, Any], like: Mapping[str, Any]) -> None:
+    for name, value in like.items():
+        if isinstance(value, torch.Tensor) and state[name].shape != value.shape:
+            raise CheckpointMismatch(
+                f"{path} is damaged: `{name}` has the shape {tuple(state[name].shape)}, expected {tuple(value.shape)}."
+            )
+
+
+def _require_round(number: Any) -> None:
+    if type(number) is not int or number < 0:
+        raise TypeError(f"its round is {str(number)[:20]!r}")
+
+
+def load_callback(path: Path | None, callback: Callback, state: Any) -> None:
+    """Give a round-level callback its state back.
+
+    A `ModelCheckpoint` deletes files that its state names, in its own folder; Lightning takes ``folder/../elsewhere``
+    for a part of that folder.
+
+    Args:
+        path: Of the checkpoint.
+        callback: Set up already.
+        state: From the checkpoint.
+
+    Raises:
+        CheckpointMismatch: If the state does not fit, or names a file elsewhere.
+    """
+    with refusing(path):
+        if isinstance(callback, ModelCheckpoint) and state.get("dirpath") == callback.dirpath is not None:
+            folder = Path(callback.dirpath).resolve()
+            named = [*state["best_k_models"], state["kth_best_model_path"], state["last_model_path"]]
+            strays = [name for name in named if name and not Path(name).resolve().is_relative_to(folder)]
+            if strays:
+                raise CheckpointMismatch(f"{path} names {strays[0]!r}, which is not in {folder}; choose another one.")
+        callback.load_state_dict(state)
 
 
 def _compare(path: Path, theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> None:

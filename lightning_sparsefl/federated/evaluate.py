@@ -151,7 +151,7 @@ def evaluate(
 
     def score(job: int) -> dict[str, float]:
         if job == _POOLED:
-            return dict(_score_global(server, bench, split, seed))
+            return dict(score_global(server, bench, split, seed))
         assert own is not None
         client = make_client(job)
         weights = own(client)
@@ -169,7 +169,8 @@ def evaluate(
     )
 
 
-def _score_global(server: ServerState, bench: Bench, split: Split, seed: int) -> Mapping[str, float]:
+def score_global(server: ServerState, bench: Bench, split: Split, seed: int) -> Mapping[str, float]:
+    """Metrics of the global model on all clients' data."""
     loader: Any = getattr(bench.data, f"{split}_dataloader")()
     return bench.score(apply(server.weights, server.masks), loader, split, (seed, server.round, "evaluate global"))
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from lightning_sparsefl.errors import CheckpointMismatch, DiskFull
+from lightning_sparsefl.federated.plain import NotPlain, require_plain
 
 _LEFTOVERS = ".*.tmp"
 
@@ -84,18 +85,21 @@ def _sync_folder(folder: Path) -> None:
 
 
 def load_plain(path: Path) -> Any:
-    """Read a file of plain types and tensors on the CPU; nothing in it is executed.
+    """Read a file of plain types and tensors on the CPU; nothing in it is executed, and no size in it is believed.
 
     Raises:
-        CheckpointMismatch: If it is missing, torn, or holds anything but plain types.
+        CheckpointMismatch: If it is missing, torn, holds anything but plain types, or asks for more memory than its
+            own size justifies.
     """
     if not path.is_file():
         raise CheckpointMismatch(f"There is no checkpoint at {path}; expected a file (option `ckpt_path`).")
     try:
+        require_plain(path)
         return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
+        reason = str(error) if isinstance(error, NotPlain) else type(error).__name__
         raise CheckpointMismatch(
-            f"{path} is torn or not a checkpoint of plain types ({type(error).__name__}); choose another `ckpt_path`."
+            f"{path} is torn or not a checkpoint of plain types ({reason}); choose another `ckpt_path`."
         ) from error
 
 

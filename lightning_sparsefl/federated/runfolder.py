@@ -8,6 +8,7 @@
     finetuned.csv    a row per client, before and after fine-tuning, where the method has one
     summary.json     the final table
     checkpoints/     last.ckpt, the one before it (previous.ckpt), and the records of the clients
+    export/          models as files of their own, from `sparsefl export`
 """
 
 from __future__ import annotations

@@ -66,9 +66,9 @@ class Scorer:
 
     def scores(self, server: ServerState) -> Scores:
         """Of the global model, and of each client's own: those that train, and those that never did."""
-        return self._evaluate(server, self.split, self._own(server))
+        return self._evaluate(server, self.split, self.own(server))
 
-    def _own(self, server: ServerState) -> Callable[[Client], Weights]:
+    def own(self, server: ServerState) -> Callable[[Client], Weights]:
         """A client's own model, with its own buffers where it keeps some."""
 
         def own(client: Client) -> Weights:
@@ -104,7 +104,7 @@ class Scorer:
 
     def _validated(self, server: ServerState, key: str) -> Scores:
         """Scores on the validation sets; only of the global model if no more is asked for."""
-        return self._evaluate(server, "val", None if key.startswith("global/") else self._own(server))
+        return self._evaluate(server, "val", None if key.startswith("global/") else self.own(server))
 
     def _is_better(self, value: float) -> bool:
         assert self.federation.select is not None

@@ -19,6 +19,7 @@ from lightning_sparsefl.federated import checkpoint
 from lightning_sparsefl.federated.client import Bench, LocalWork, Split, require_set
 from lightning_sparsefl.federated.coordinator import Coordinator, Workload
 from lightning_sparsefl.federated.example import layers_of
+from lightning_sparsefl.federated.export import Exported, ExportRequest, export
 from lightning_sparsefl.federated.facade import RoundTrainer
 from lightning_sparsefl.federated.files import full_disk_told
 from lightning_sparsefl.federated.flat import require_trainable
@@ -106,7 +107,7 @@ class Session:
         isolate_metrics(module)
         for tensor in (*module.parameters(), *module.buffers()):
             ranks.broadcast(tensor)
-        self.bench = self._bench()
+        self.bench = self.bench_of(module)
         self.store, self.ledger = ClientStore(self.bench.device), Ledger()
         self.coordinator = Coordinator(
             algorithm=self.algorithm,
@@ -170,19 +171,20 @@ class Session:
         for split in sorted(needed):
             require_set(getattr(self.data, f"client_{split}_dataloader")(0), split)
 
-    def _bench(self) -> Bench:
+    def bench_of(self, module: LightningModule) -> Bench:
+        """A bench for a module, with this run's data and local engine."""
         trainer = self.trainer
         engine = local_engine(
             self.federation.local_engine,
             self.ranks.fabric,
             trainer.local_options,
-            self.module,
+            module,
             trainer.client_callbacks,
         )
         work = LocalWork(
             trainer.client_callbacks, trainer.round_lr, trainer.validate_locally, self.federation.execution
         )
-        return Bench(self.module, self.data, engine, work, self.ranks.fabric.device)
+        return Bench(module, self.data, engine, work, self.ranks.fabric.device)
 
     def _workload(self) -> Workload:
         options = self.trainer.local_options
@@ -238,8 +240,9 @@ class Session:
         """Take over what a checkpoint holds beside the rounds' own state."""
         for callback in self.trainer.callbacks:
             if callback.state_key in resumed.callbacks:
-                callback.load_state_dict(resumed.callbacks[callback.state_key])
-        self._recorder.load_state_dict(resumed.log)
+                checkpoint.load_callback(self.origin.checkpoint, callback, resumed.callbacks[callback.state_key])
+        with checkpoint.refusing(self.origin.checkpoint):
+            self._recorder.load_state_dict(resumed.log)
         if self.origin.folder is not None:  # where a run was killed after a callback had stopped it
             facade.should_stop = resumed.stopped and self._summary().get("rounds") != resumed.server.round
 
@@ -286,6 +289,13 @@ class Session:
             )
         return scores
 
+    def export(self, request: ExportRequest) -> Exported:
+        """Write one model of a checkpoint as files; the first rank works, and the others wait for it."""
+        server, _ = self._start(training=False)
+        exported = self.ranks.share(lambda: export(self, server, request) if self.ranks.first else None)[0]
+        assert exported is not None
+        return exported
+
     def replay(self, client: int, round: int | None = None) -> Replay:
         """Run one local fit again; nothing is written."""
         again = run_again(self, self._start()[0], client, round)
@@ -309,7 +319,8 @@ class Session:
                     path, self.bench, self.ledger, self.store, self.identity, settings, moved
                 )
             )
-            self.scorer.restore(resumed.selected)
+            with checkpoint.refusing(self.origin.checkpoint):
+                self.scorer.restore(resumed.selected)
             return resumed.server, resumed
         views = [self.coordinator.view(i, 0) for i in self.coordinator.training_clients]
         fleet = Fleet(

@@ -48,7 +48,7 @@ def pack_plain(value: Any) -> Any:
     if isinstance(value, Tensor):
         if value.dtype == torch.bool:
             return {_MASK: pack(value.cpu()), "shape": list(value.shape)}
-        return value.detach().cpu()
+        return value.detach().cpu().contiguous()  # an expanded one would be refused when it is read
     if isinstance(value, Mapping):
         return {pack_plain(key): pack_plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

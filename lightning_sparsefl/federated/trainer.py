@@ -21,6 +21,7 @@ from lightning_sparsefl.data import ClientDataModules
 from lightning_sparsefl.errors import InvalidOption
 from lightning_sparsefl.federated.algorithm import FederatedAlgorithm
 from lightning_sparsefl.federated.client import Split
+from lightning_sparsefl.federated.export import Exported, ExportRequest, Format
 from lightning_sparsefl.federated.files import load_plain
 from lightning_sparsefl.federated.interrupt import Interrupted, leave
 from lightning_sparsefl.federated.launch import launch
@@ -36,7 +37,7 @@ from lightning_sparsefl.federated.session import Session, check_data, check_modu
 ClientData = LightningDataModule | Sequence[LightningDataModule]
 """A data module that knows its clients, or one ordinary data module per client."""
 
-Verb = Literal["fit", "validate", "test", "replay"]
+Verb = Literal["fit", "validate", "test", "replay", "export"]
 _ONE_PROCESS = {"num_nodes": 1, "strategy": "auto"}
 _DOORS = (
     "num_clients",
@@ -296,6 +297,37 @@ class FederatedTrainer:
             raise
         return result
 
+    def export(
+        self,
+        model: LightningModule,
+        datamodule: ClientData | None = None,
+        ckpt_path: str | None = None,
+        client: int | None = None,
+        out: str | None = None,
+        formats: Sequence[Format] = ("ckpt", "safetensors"),
+        check: bool = False,
+    ) -> Exported:
+        """Write the global model or a client's own as an ordinary Lightning checkpoint, safetensors and ONNX.
+
+        Args:
+            model: The module.
+            datamodule: The clients' data.
+            ckpt_path: Of the run; default: ``last``, the newest run of this algorithm.
+            client: Number of the client whose personal model is written; default: the global model.
+            out: Folder of the files; default: ``export/client-7``, or ``export/global``, in the run folder.
+            formats: Some of ``ckpt``, ``safetensors`` and ``onnx``; the last needs the extra ``onnx``.
+            check: Load each file into a fresh copy of the module, score it as the run does, and compare.
+
+        Raises:
+            CheckpointMismatch: If there is no run, or the checkpoint is of another one.
+            InvalidOption: If there is no such client, or something cannot be written.
+            ExportMismatch: If a file scores otherwise than the model in memory.
+        """
+        request = ExportRequest(copy.deepcopy(model), client, out, tuple(formats), check)
+        request.require(as_client_data(datamodule).num_clients)
+        exported: Exported = self._launch("export", model, datamodule, ckpt_path or "last", request=request)
+        return exported
+
     @property
     def _in_other_processes(self) -> bool:
         """Whether fork or spawn does the work, so that this process's module is not the one that trains."""
@@ -348,10 +380,10 @@ def _work(
 ) -> dict[str, Any]:
     """One process's part; what it returns is small and plain, since it may cross a pipe."""
     rank_zero_info(f"{fabric.world_size} rank(s), {trainer.num_threads} intra-op thread(s) each")
-    split: dict[str, Split] = {"validate": "val", "test": "test"}
+    split: dict[str, Split] = {"validate": "val", "test": "test", "export": getattr(data, "eval_split", "val")}
     with intra_op_threads(trainer.num_threads), isolate_rng():
         session = Session(trainer, Ranks(fabric), model, data, ckpt_path, split.get(verb))
-        work: dict[Verb, Callable[..., Any]] = {"fit": session.fit, "replay": session.replay}
+        work: dict[Verb, Callable[..., Any]] = {"fit": session.fit, "replay": session.replay, "export": session.export}
         signal, summary = None, {}
         try:
             summary = work.get(verb, session.score)(**asked)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from lightning_sparsefl.errors import InvalidOption
 from lightning_sparsefl.sparse.density import ceil_count
 from lightning_sparsefl.sparse.units import UnitGroup
+from lightning_sparsefl.types import Weights
 
 
 def prefix_units(groups: Sequence[UnitGroup], rate: float) -> dict[str, Tensor]:
@@ -32,6 +33,38 @@ def prefix_units(groups: Sequence[UnitGroup], rate: float) -> dict[str, Tensor]:
     if not 0 < rate <= 1:
         raise InvalidOption(f"`rate={rate}`: expected a number in (0, 1].")
     return {group.name: torch.arange(group.size) < ceil_count(rate, group.size) for group in groups}
+
+
+def used_units(groups: Sequence[UnitGroup], weights: Weights) -> dict[str, Tensor]:
+    """The units that have a weight besides zeros; of each group one at least.
+
+    Cutting the others out changes nothing, as masking them would not.
+
+    Args:
+        groups: From :func:`~lightning_sparsefl.sparse.units.find_groups`.
+        weights: That the units have; a name that is missing counts as zeros.
+
+    Returns:
+        For each group, ``(units,)``.
+
+    Example:
+        >>> from lightning_sparsefl.sparse.units import find_groups
+        >>> net = nn.Sequential(nn.Linear(1, 3, bias=False), nn.Linear(3, 1))
+        >>> weights = {"0.weight": torch.tensor([[0.0], [2.0], [0.0]]), "1.weight": torch.tensor([[0.0, 0.0, 3.0]])}
+        >>> used_units(find_groups(net, torch.zeros(1, 1)), weights)
+        {'0': tensor([False,  True,  True])}
+    """
+    return {group.name: _used(group, weights) for group in groups}
+
+
+def _used(group: UnitGroup, weights: Weights) -> Tensor:
+    used = torch.zeros(group.size, dtype=torch.bool)
+    for slot in group.slots:
+        if slot.role != "buffer" and slot.name in weights:
+            lines = (weights[slot.name].detach() != 0).movedim(slot.dim, 0).unsqueeze(-1).flatten(1).any(1)
+            used |= lines.cpu()[slot.positions].any(1)
+    used[0] |= not bool(used.any())
+    return used
 
 
 def block_units(groups: Sequence[UnitGroup], block: int, blocks: int) -> dict[str, Tensor]:

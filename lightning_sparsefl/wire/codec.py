@@ -177,8 +177,8 @@ class Codec:
     def _finish(self, writer: Writer, held: int) -> bytes:
         if writer.decoded > self._room(writer.total, held):
             raise InvalidOption(
-                f"{writer.total} bytes would decode to {writer.decoded}: too many trees of tensors that are "
-                "nearly all the same value in `extra` or `shared`."
+                f"{writer.total} bytes would decode to {writer.decoded}: too many tensors in `extra` or `shared` that "
+                "are tiny, or nearly all the same value."
             )
         return writer.payload()
 

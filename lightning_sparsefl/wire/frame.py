@@ -12,6 +12,10 @@ _VARINT_BYTES = 9
 """63 bits, all that a length can be."""
 
 
+OBJECT = 1024
+"""About the bytes of a tensor besides its values, which a few bytes of a payload can ask for."""
+
+
 @dataclass(frozen=True)
 class Size:
     """What a payload weighs, in bytes."""

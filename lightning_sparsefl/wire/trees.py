@@ -11,7 +11,7 @@ from lightning_sparsefl.errors import IncompatibleMasks, MalformedPayload
 from lightning_sparsefl.sparse.masks import counts
 from lightning_sparsefl.types import Masks, Weights
 from lightning_sparsefl.wire import bitmask, dense, indices
-from lightning_sparsefl.wire.frame import Reader, Writer, varint_size
+from lightning_sparsefl.wire.frame import OBJECT, Reader, Writer, varint_size
 from lightning_sparsefl.wire.schema import Schema, dtype_number
 
 _SAME, _NONE, _ALL, _BITS, _GRID, _KEPT, _DROPPED, _FLIPPED = range(8)
@@ -96,6 +96,7 @@ def write_masks(writer: Writer, schema: Schema, masks: Masks, reference: Masks, 
         bounded = schema.shape(name) == mask.shape
         writer.varint(schema.index[name] + 1 if bounded else 0)
         if not bounded:
+            writer.claim(OBJECT)
             writer.text(name)
             _write_shape(writer, mask.shape)
         write_mask(writer, mask, near[name], bounded=bounded, kept=kept[name], flips=flips[name])
@@ -146,6 +147,7 @@ def write_weights(writer: Writer, schema: Schema, weights: Weights, masks: Masks
         if not implied:
             writer.varint(schema.index[name] + 1 if fitting[name] else 0)
             if not fitting[name]:
+                writer.claim(OBJECT)
                 writer.text(name)
                 write_type(writer, value, name)
         writer.claim(value.numel() * value.element_size())
@@ -224,7 +226,10 @@ def _read_kept(
 def _entries(reader: Reader, schema: Schema) -> Iterator[int]:
     """The number of each entry's tensor in the schema, from 1; 0 = it is not in there."""
     for _ in range(reader.varint(reader.left)):
-        yield reader.varint(len(schema.names))
+        index = reader.varint(len(schema.names))
+        if not index:
+            reader.claim(OBJECT)
+        yield index
 
 
 def _require_new(name: str, tree: Mapping[str, object]) -> None:

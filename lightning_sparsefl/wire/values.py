@@ -12,7 +12,7 @@ from lightning_sparsefl.errors import InvalidOption, MalformedPayload
 from lightning_sparsefl.sparse.masks import counts
 from lightning_sparsefl.types import Masks
 from lightning_sparsefl.wire import bitmask, dense, indices
-from lightning_sparsefl.wire.frame import Reader, Writer, varint_size
+from lightning_sparsefl.wire.frame import OBJECT, Reader, Writer, varint_size
 from lightning_sparsefl.wire.schema import Schema
 from lightning_sparsefl.wire.trees import flipped, read_mask, read_type, write_mask, write_type
 
@@ -91,7 +91,13 @@ def write_metrics(writer: Writer, metrics: Mapping[str, float]) -> None:
 
 def read_metrics(reader: Reader) -> dict[str, float]:
     """Read what :func:`write_metrics` wrote."""
-    return {reader.text(): reader.real() for _ in range(reader.varint(reader.left))}
+    metrics: dict[str, float] = {}
+    for _ in range(reader.varint(reader.left)):
+        name = reader.text()
+        if name in metrics:
+            raise MalformedPayload(f"`{name}` comes twice among the metrics.")
+        metrics[name] = reader.real()
+    return metrics
 
 
 def _write_plain(writer: Writer, value: Any, name: str) -> None:
@@ -137,6 +143,7 @@ def _read_key(reader: Reader, schema: Schema) -> str:
 
 
 def _write_tensor(writer: Writer, schema: Schema, value: Tensor, reference: Masks, name: str) -> None:
+    writer.claim(OBJECT)
     expected = schema.dtypes[schema.index[name]] if name in schema.index else None
     known = schema.shape(name) == value.shape and value.dtype in (torch.bool, expected)
     writer.write(bytes((_KNOWN if known else _TENSOR,)))
@@ -157,6 +164,7 @@ def _write_tensor(writer: Writer, schema: Schema, value: Tensor, reference: Mask
 def _read_tensor(reader: Reader, schema: Schema, reference: Masks, name: str, *, known: bool) -> Tensor:
     if known and name not in schema.index:
         raise MalformedPayload(f"`{name}` comes without a shape, and is no tensor of the model.")
+    reader.claim(OBJECT)
     if known:
         index = schema.index[name]
         shape, dtype = schema.shapes[index], torch.bool if reader.byte(2) else schema.dtypes[index]

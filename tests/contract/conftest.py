@@ -51,6 +51,7 @@ def federation(tmp_path, monkeypatch):
 
     def run(algorithm, *, devices=1, rounds=3, folder="run", module=None, ckpt_path=None, verb="fit", **options):
         monkeypatch.setenv("PL_GLOBAL_SEED", "0")
+        arguments = options.pop("arguments", {})  # of the verb
         federation = Federation(clients_per_round=4, **options.pop("federation", {}))
         data = FederatedBlobs(
             num_train=options.pop("num_train", 300),
@@ -81,7 +82,7 @@ def federation(tmp_path, monkeypatch):
         )
         before = dict(os.environ)
         try:
-            summary = getattr(trainer, verb)(module or Net(), data, ckpt_path)
+            summary = getattr(trainer, verb)(module or Net(), data, ckpt_path, **arguments)
         finally:
             for name in LAUNCHER:  # a launcher leaves these behind, and the next one stumbles over them
                 if name not in before:
@@ -89,6 +90,7 @@ def federation(tmp_path, monkeypatch):
         trainer.summary = summary
         return trainer
 
+    run.module = Net
     return run
 
 

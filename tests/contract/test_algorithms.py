@@ -8,10 +8,11 @@ import re
 import sys
 
 import pytest
+import torch
 
 from lightning_sparsefl import algorithms
 from lightning_sparsefl.federated import FederatedAlgorithm
-from lightning_sparsefl.wire import Codec
+from lightning_sparsefl.wire import Codec, load_sparse
 
 ALGORITHMS = [getattr(algorithms, name) for name in algorithms.__all__]
 NARROW = {algorithms.SplitMix: {"bases": 2}}
@@ -138,6 +139,28 @@ def test_a_client_that_fails_is_left_out(algorithm, federation, monkeypatch):
     assert failed
     assert all(row["trained"] == "0" and row["failure"] == "ValueError: no luck" for row in failed)
     assert sum(float(row["clients/failed"]) for row in rows(trainer.run_folder / "metrics.csv")) == len(failed)
+
+
+@every_algorithm
+def test_what_is_exported_loads_into_the_users_module_and_scores_as_in_the_run(algorithm, federation):
+    trainer = federation(algorithm, rounds=2)
+    scored = {row["client"]: row for row in rows(trainer.run_folder / "clients.csv") if row["round"] == "1"}
+    for client in (None, 1):
+        arguments = {"client": client, "check": True}
+        exported = federation(algorithm, rounds=2, verb="export", ckpt_path="last", arguments=arguments).summary
+        expected = trainer.summary["global/val_acc"] if client is None else float(scored["1"]["personal/val_acc"])
+        assert exported.scores == {name: {"val_acc": expected} for name in ("in memory", "ckpt", "safetensors")}
+        state = torch.load(exported.files["ckpt"], weights_only=True)["state_dict"]
+        module = federation.module()
+        changed = state.keys() != module.state_dict().keys()
+        assert changed == any("call `algorithm.adapt(module)`" in note for note in exported.notes)
+        if changed:
+            algorithm.adapt(module)
+            module.load_state_dict(state, strict=True)
+        else:
+            module = federation.module.load_from_checkpoint(exported.files["ckpt"], weights_only=True)
+        sparse = load_sparse(exported.files["safetensors"])
+        assert all(torch.equal(sparse[name], value) for name, value in module.state_dict().items())
 
 
 def test_the_twins_cover_every_algorithm():

@@ -373,7 +373,7 @@ def test_a_short_payload_cannot_take_much_memory():
 def test_what_could_not_be_decoded_is_not_encoded():
     codec = Codec({"w": torch.zeros(1000)})
     zeros = Update(weights={}, shared={"many": {f"{i}": {"w": torch.zeros(1000)} for i in range(40)}})
-    with pytest.raises(InvalidOption, match="too many trees"):
+    with pytest.raises(InvalidOption, match="too many tensors"):
         codec.encode_update(zeros, Message(weights={}))
     fine = Update(weights={}, shared={"many": {f"{i}": {"w": torch.zeros(1000)} for i in range(10)}})
     assert len(codec.encode_update(fine, Message(weights={}))) < 200

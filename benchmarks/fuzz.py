@@ -1,0 +1,367 @@
+"""What hostile bytes do to whatever reads them: messages, updates, sparse files, a run's checkpoint files.
+
+Valid bytes are changed at random (bits, bytes, lengths, whole pieces, numbers made huge, names doubled or made paths;
+in archives also the records inside, with right checksums) and read. Only the package's own errors may come out, no
+allocation may fail under a limit of 96 MB above what the process has, and nothing may appear outside the run folder.
+
+    python benchmarks/fuzz.py --minutes 10 --out result.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import platform
+import random
+import resource
+import tempfile
+import time
+import warnings
+import zipfile
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, redirect_stdout
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lightning_sparsefl import FederatedTrainer, Federation, FedSpa, export_sparse, load_sparse
+from lightning_sparsefl.data import FederatedBlobs
+from lightning_sparsefl.errors import CheckpointMismatch, MalformedPayload, SparseFLError
+from lightning_sparsefl.federated.process import Ranks
+from lightning_sparsefl.federated.session import Session
+from lightning_sparsefl.models import MLP
+from lightning_sparsefl.types import Message, Update
+from lightning_sparsefl.wire import Codec
+
+HEADROOM = 96 * 2**20
+HUGE = (b"\xff" * 8, b"\x7f" + b"\xff" * 7, b"\xff" * 4, b"\xff\xff\xff\x7f", b"\x00\x00\x00\x80", b"\xfe\xff")
+PATHS = (b"../../outside", b"/tmp/outside", b"..\\outside")
+
+
+@dataclass
+class Target:
+    """Something that reads bytes."""
+
+    seeds: list[bytes]
+    """Valid ones."""
+    read: Callable[[bytes], object]
+    error: type[SparseFLError]
+    """Besides errors about what was read well but does not fit."""
+
+
+@dataclass
+class Found:
+    """What came out of a target."""
+
+    cases: int = 0
+    refused: int = 0
+    slowest_seconds: float = 0.0
+    strangers: Counter[str] = field(default_factory=Counter)
+    """Errors that are not the package's own, by type and text."""
+    hungry: int = 0
+    """Cases where memory could not be had."""
+
+    def report(self) -> dict[str, Any]:
+        """As plain values."""
+        return {
+            "cases": self.cases,
+            "refused": self.refused,
+            "read": self.cases - self.refused,
+            "foreign_errors": sum(self.strangers.values()),
+            "failed_allocations": self.hungry,
+            "slowest_seconds": self.slowest_seconds,
+        }
+
+
+# ---- bytes
+
+
+def mutate(data: bytes, pick: random.Random, other: bytes = b"") -> bytes:
+    """Bytes like `data`, changed in one to four places."""
+    out = bytearray(data)
+    for _ in range(pick.choice((1, 1, 1, 2, 4))):
+        at, length = pick.randrange(len(out) + 1), pick.choice((1, 1, 2, 4, 8, 32))
+        piece = pick.choice((pick.randbytes(length), pick.choice(HUGE), bytes(length), pick.choice(PATHS)))
+        source = other if other and pick.random() < 0.5 else bytes(out)
+        start = pick.randrange(len(source) + 1)
+        how = pick.randrange(7)
+        if how == 0 and at < len(out):
+            out[at] ^= 1 << pick.randrange(8)
+        elif how == 1:
+            out[at : at + len(piece)] = piece
+        elif how == 2:
+            out[at:at] = piece
+        elif how == 3:
+            del out[at : at + length]
+        elif how == 4:
+            out[at:at] = source[start : start + 8 * length]
+        elif how == 5:
+            out[at : at + length] = source[start : start + length]
+        elif pick.random() < 0.3:
+            del out[at:]
+    return bytes(out)
+
+
+def mutate_archive(data: bytes, pick: random.Random, other: bytes = b"") -> bytes:
+    """An archive with a record changed, doubled, renamed, dropped or compressed, and right checksums."""
+    if pick.random() < 0.4:
+        return mutate(data, pick, other)
+    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        records = [(entry.filename, archive.read(entry)) for entry in archive.infolist()]
+    at = next(i for i, (name, _) in enumerate(records) if name.endswith("data.pkl"))
+    at = pick.randrange(len(records)) if pick.random() < 0.3 else at
+    name, content = records[at]
+    how = pick.randrange(8)
+    if how < 5:
+        records[at] = name, mutate(content, pick, records[pick.randrange(len(records))][1])
+    elif how == 5:
+        records[at] = pick.choice(PATHS).decode() + name, content
+    elif how == 6:
+        records.insert(at, (pick.choice(records)[0], content))
+    else:
+        del records[at]
+    packed, compress = io.BytesIO(), pick.choice((zipfile.ZIP_STORED, zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED))
+    with warnings.catch_warnings(), zipfile.ZipFile(packed, "w", compress) as archive:
+        warnings.simplefilter("ignore")  # two records of one name are the point
+        for name, content in records:
+            with archive.open(_entry(name, compress), "w") as file:
+                file.write(content)
+    return packed.getvalue()
+
+
+def _entry(name: str, compress: int) -> zipfile.ZipInfo:
+    entry = zipfile.ZipInfo(name)
+    entry.compress_type = compress
+    return entry
+
+
+def mutate_header(data: bytes, pick: random.Random, other: bytes = b"") -> bytes:
+    """A safetensors file with a value of its header changed, or a name; else any bytes."""
+    if pick.random() < 0.4:
+        return mutate(data, pick, other)
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    if pick.random() < 0.5:
+        tensors = json.loads(header["__metadata__"]["tensors"])
+        _change(tensors, pick)
+        header["__metadata__"]["tensors"] = json.dumps(tensors)
+    else:
+        _change(header, pick)
+    text = json.dumps(header).encode()
+    return len(text).to_bytes(8, "little") + text + data[8 + length :]
+
+
+def _change(tree: dict[str, Any], pick: random.Random) -> None:
+    name = pick.choice(list(tree))
+    value = tree[name]
+    strange = pick.choice((2**62, 2**31, -1, 0, 1.5, True, None, "8", [], {}, [2**40, 2**40], [1] * 70, 10**30))
+    if isinstance(value, dict) and value and pick.random() < 0.8:
+        _change(value, pick)
+    elif isinstance(value, list) and value and pick.random() < 0.7:
+        value[pick.randrange(len(value))] = strange
+    elif pick.random() < 0.3:
+        tree[pick.choice(PATHS).decode()] = tree.pop(name)
+    else:
+        tree[name] = strange
+
+
+# ---- what reads them
+
+
+def wire_targets() -> dict[str, Target]:
+    """The decoders of messages and updates."""
+    schema = {"a": torch.zeros(6), "b": torch.zeros(20, 30), "n": torch.zeros(2, dtype=torch.int64)}
+    rng = torch.Generator().manual_seed(0)
+    few = torch.rand(20, 30, generator=rng) < 0.01
+    masks = {"a": torch.arange(6) < 3, "b": few, "x": torch.tensor([True, False])}
+    rows = torch.zeros(20, 30, dtype=torch.bool)
+    rows[:10, ::2] = True
+    codec, dense = Codec(schema), Message(weights=schema)
+    message = Message(
+        weights={"b": torch.randn(20, 30, generator=rng), "a": torch.ones(6), "x": torch.ones(2)},
+        masks=masks,
+        trainable={"b": ~few, "a": masks["a"]},
+        extra={"c": {"b": torch.randn(20, 30, generator=rng) * few, "y": torch.zeros(9)}},
+    )
+    grid = Message(weights=schema, masks={"b": rows})
+    update = Update(
+        weights={"a": torch.ones(6), "x": torch.ones(2)},
+        votes={"a": ~masks["a"]},
+        metrics={"loss": 1.0, "acc": 0.5},
+        shared={"masks": masks, "list": [None, True, -5, 0.5, "s", ("t",), {"b": ~few}], "w": torch.arange(3)},
+    )
+    messages = [codec.encode_message(value) for value in (message, grid, dense)]
+    known = codec.encode_message(message, masks)
+    updates = [codec.encode_update(update, message)]
+    return {
+        "message": Target(messages, codec.decode_message, MalformedPayload),
+        "message_known": Target([known], lambda data: codec.decode_message(data, masks), MalformedPayload),
+        "update": Target(updates, lambda data: codec.decode_update(data, message), MalformedPayload),
+    }
+
+
+def file_target(folder: Path) -> Target:
+    """The reader of sparse files."""
+    path, eye = folder / "w.safetensors", torch.eye(64)
+    export_sparse({"d": torch.ones(3), "s": eye, "h": eye.half(), "e": torch.zeros(0, 2), "n": torch.tensor(3)}, path)
+
+    def read(data: bytes) -> object:
+        path.write_bytes(data)
+        return load_sparse(path)
+
+    return Target([path.read_bytes()], read, CheckpointMismatch)
+
+
+def checkpoint_targets(folder: Path) -> dict[str, Target]:
+    """The reader of checkpoints, with each kind of file that a run leaves beside its last one changed."""
+    data = FederatedBlobs(num_clients=4, num_classes=3, dim=4, val_fraction=0.2, batch_size=8)
+    trainer = FederatedTrainer(
+        algorithm=FedSpa(density=0.5),
+        federation=Federation(clients_per_round=2, select="personal/val_acc", pictures_every_n_rounds=0),
+        max_rounds=2,
+        accelerator="cpu",
+        logger=False,
+        enable_progress_bar=False,
+        default_root_dir=str(folder),
+        seed=0,
+    )
+    with redirect_stdout(io.StringIO()):
+        trainer.fit(_module(), data)
+    assert trainer.run_folder is not None
+    checkpoints = trainer.run_folder / "checkpoints"
+    last = checkpoints / "last.ckpt"
+    trainer.fabric.launch()
+    session = Session(trainer, Ranks(trainer.fabric), _module(), data, str(last))
+
+    def reads(path: Path) -> Target:
+        good = path.read_bytes()
+
+        def read(content: bytes) -> object:
+            path.write_bytes(content)
+            try:
+                return session._start()
+            finally:
+                path.write_bytes(good)
+
+        return Target([good], read, CheckpointMismatch)
+
+    beside = sorted(path for path in checkpoints.rglob("*") if path.is_file() and path != last)
+    return {"checkpoint": reads(last), **({"records": reads(beside[-1])} if beside else {})}
+
+
+def _module() -> MLP:
+    torch.manual_seed(0)
+    return MLP(num_classes=3, sample_shape=(1, 1, 4))
+
+
+MUTATIONS: Mapping[str, Callable[[bytes, random.Random, bytes], bytes]] = {
+    "file": mutate_header,
+    "checkpoint": mutate_archive,
+    "records": mutate_archive,
+}
+"""Besides :func:`mutate`."""
+
+
+def make_targets(folder: Path) -> dict[str, Target]:
+    """All of them.
+
+    Args:
+        folder: For files and a small run.
+    """
+    return {**wire_targets(), "file": file_target(folder), **checkpoint_targets(folder)}
+
+
+# ---- the loop
+
+
+@contextmanager
+def little_memory(room: int = HEADROOM) -> Iterator[None]:
+    """Allocations fail that would need more address space than there is now, and `room` bytes."""
+    if not Path("/proc/self/statm").exists():  # only Linux says how much there is now
+        yield
+        return
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + room, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+
+
+def wanted_memory(error: BaseException | None) -> bool:
+    """Whether an allocation that failed is behind an error."""
+    while error is not None:
+        if isinstance(error, MemoryError) or "llocate" in str(error) or "nough memory" in str(error):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def attempt(name: str, target: Target, pick: random.Random, found: Found) -> None:
+    """Read changed bytes once."""
+    change = MUTATIONS.get(name, mutate)
+    data = change(pick.choice(target.seeds), pick, pick.choice(target.seeds))
+    start = time.perf_counter()
+    try:
+        target.read(data)
+    except SparseFLError as error:
+        found.refused += 1
+        found.hungry += wanted_memory(error)
+        if type(error) is SparseFLError or not str(error):
+            found.strangers[f"{type(error).__name__}: {error}"] += 1
+    except BaseException as error:
+        if isinstance(error, KeyboardInterrupt | SystemExit):
+            raise
+        found.refused += 1
+        found.hungry += wanted_memory(error)
+        found.strangers[f"{type(error).__name__}: {str(error)[:200]}"] += 1
+    found.cases += 1
+    found.slowest_seconds = max(found.slowest_seconds, time.perf_counter() - start)
+
+
+def main() -> None:
+    """Fuzz, print JSON, and write it if asked to."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=1, help="of fuzzing, shared by the targets")
+    parser.add_argument("--seed", type=int, default=0, help="of the changes")
+    parser.add_argument("--out", type=Path, help="file for the JSON")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    pick = random.Random(arguments.seed)
+    result: dict[str, Any] = {
+        "machine": platform.machine(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "minutes": arguments.minutes,
+        "seed": arguments.seed,
+    }
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name) / "inside"
+        folder.mkdir()
+        targets = make_targets(folder)
+        found = {target: Found() for target in targets}
+        end = time.monotonic() + 60 * arguments.minutes
+        before = sorted(path.relative_to(name) for path in Path(name).rglob("*"))
+        with little_memory():
+            while time.monotonic() < end:
+                for target in targets:
+                    attempt(target, targets[target], pick, found[target])
+        after = sorted(path.relative_to(name) for path in Path(name).rglob("*"))
+    result |= {target: found[target].report() for target in targets}
+    result["new_files"] = len(set(after) - set(before))
+    text = json.dumps(result, indent=2)
+    print(text)
+    if arguments.out is not None:
+        arguments.out.write_text(text + "\n")
+    strangers = [f"{target}: {text}" for target in targets for text in found[target].strangers]
+    if strangers:
+        raise SystemExit("\n".join(strangers))
+
+
+if __name__ == "__main__":
+    main()
