@@ -1,11 +1,77 @@
+"""Any number of ranks, started in any way, ends with the bytes of one, or with an error that names the round."""
+
+import csv
+import runpy
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_sparsefl import FedAvg
+from lightning_sparsefl import FedAvg, algorithms
 from lightning_sparsefl.errors import RanksDisagree
 from lightning_sparsefl.federated.agreement import agree, fingerprint
+from lightning_sparsefl.federated.coordinator import Coordinator
 from lightning_sparsefl.types import ServerState
+
+RANKS = Path(__file__).parents[2] / "benchmarks" / "ranks.py"
+PLAN = {
+    "popen 3": [("FedSpa", "static"), ("FedLPS", "dynamic"), ("extra trees", "dynamic"), ("SplitMix", "static")],
+    "torchrun, 2 nodes of 1": [("FedLPS", "static"), ("FedDIP", "dynamic"), ("PerFedMask", "dynamic")],
+    "slurm, 2 nodes of 1": [("extra trees", "static"), ("FedSpa", "dynamic"), ("HeteroFL", "dynamic")],
+    "fork, 2 workers on a device": [("extra trees", "dynamic")],
+}
+"""A selection; benchmarks/ranks.py runs all pairs, and test_algorithms.py every algorithm in forked processes."""
+
+
+def test_every_way_of_starting_ranks_gives_the_bytes_of_one():
+    script = runpy.run_path(str(RANKS))
+    assert {type(case) for case in script["CASES"].values()} >= {getattr(algorithms, n) for n in algorithms.__all__}
+    *_, result = script["compare"](PLAN, rounds=2)
+    assert result["runs"] == 11
+    assert {name: launch["differences"] for name, launch in result["launches"].items()} == {name: [] for name in PLAN}
+    marks = [case["weights"] for case in result["one rank"].values()]
+    assert len(set(marks)) == len(marks) > 5  # a comparison of constants would see nothing
+
+
+class Noted(FedAvg):
+    """Each client leaves a note of where it was trained."""
+
+    notes = None
+
+    def train(self, message, client):
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        (self.notes / f"{client.round} {rank} {client.id}").touch()
+        return super().train(message, client)
+
+
+def test_a_slow_rank_is_given_less_without_a_change_of_a_byte(federation, last, tmp_path, monkeypatch):
+    timed = Coordinator._timed
+
+    def by_a_clock_of_ours(self, *args):
+        outcome = timed(self, *args)
+        return replace(outcome, elapsed=outcome.charge.flops_train * (9.0 if outcome.rank else 1.0))
+
+    monkeypatch.setattr(Coordinator, "_timed", by_a_clock_of_ours)
+    runs = {}
+    for devices in (1, 2):
+        Noted.notes = tmp_path / f"notes {devices}"
+        Noted.notes.mkdir()
+        runs[devices] = federation(Noted(), devices=devices, folder=str(devices))
+    assert last(runs[2]) == last(runs[1])
+    clients = Counter(tuple(map(int, note.name.split()[:2])) for note in Noted.notes.iterdir())
+    assert clients[0, 1] == 2
+    assert clients[2, 1] < 2
+    tables = {}
+    for devices, run in runs.items():
+        with (run.run_folder / "metrics.csv").open() as file:
+            tables[devices] = list(csv.DictReader(file))
+    assert all(row["time/idle"] == "0.0" and "time/idle/rank_0" not in row for row in tables[1])
+    first = {name: float(value) for name, value in tables[2][0].items() if name.startswith("time/idle")}
+    assert first["time/idle"] == (first["time/idle/rank_0"] + first["time/idle/rank_1"]) / 2
+    assert min(first.values()) >= 0
 
 
 class FakeRanks:
