@@ -21,5 +21,5 @@ test: ## Run the tests and doctests; ARGS go to pytest, as in: make test ARGS="-
 quickstart: ## Train the first federation, on a CPU and without a download
 	sparsefl fit --config configs/quickstart.yaml
 
-bench: ## Run every benchmark but the long sparse_training.py; benchmarks/README.md says what the numbers mean
-	@set -e; for script in $(filter-out benchmarks/sparse_training.py,$(wildcard benchmarks/*.py)); do echo "== $$script"; $(PYTHON) $$script; done
+bench: ## Run every benchmark but the long sparse_training.py and ranks.py; benchmarks/README.md says what the numbers mean
+	@set -e; for script in $(filter-out benchmarks/sparse_training.py benchmarks/ranks.py,$(wildcard benchmarks/*.py)); do echo "== $$script"; $(PYTHON) $$script; done

@@ -14,6 +14,7 @@
     |-- WorldSizeMismatch    (also RuntimeError)       the launcher and the configuration disagree
     |-- MissingAttribute     (also AttributeError)     a callback asks for what a round-level trainer does not have
     |-- RankFailed           (also RuntimeError)       another process failed
+    |-- RanksDisagree        (also RuntimeError)       the processes hold different servers; has `parts`, `round`
     `-- ClientFailed         (also RuntimeError)       one client's local work failed; has `client`, `round`, `rank`
 
 Every message is one sentence with the value, what was expected, and the option to change. The command line
@@ -22,6 +23,7 @@ prints that sentence and exits with code 2.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -72,6 +74,28 @@ class MissingAttribute(SparseFLError, AttributeError):
 
 class RankFailed(SparseFLError, RuntimeError):
     """Another process failed, where this one would have waited for it."""
+
+
+class RanksDisagree(SparseFLError, RuntimeError):
+    """After a round, two processes hold different servers, so the round is not committed.
+
+    Args:
+        parts: Of the server's state that differ: weights, masks, extra, or what it keeps about clients.
+        round: Number of the round, from 0.
+        rank: The first process that differs from process 0.
+    """
+
+    def __init__(self, parts: Sequence[str], *, round: int, rank: int) -> None:
+        super().__init__(
+            f"After round {round} the server's {', '.join(parts)} on rank {rank} are not those on rank 0; expected "
+            "`aggregate` and `observe` to give the same on every rank, so draw their randomness from the seed and the "
+            "round, run the same software on all nodes, and go on with `--ckpt_path last`."
+        )
+        self.parts, self.round, self.rank = tuple(parts), round, rank
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Travels between processes with all it says."""
+        return partial(type(self), self.parts, round=self.round, rank=self.rank), ()
 
 
 class ClientFailed(SparseFLError, RuntimeError):

@@ -14,6 +14,7 @@ from lightning_sparsefl import cli
 
 ROOT = Path(__file__).parents[1]
 QUICKSTART = str(ROOT / "configs" / "quickstart.yaml")
+TORCHRUN = str(ROOT / "configs" / "cluster" / "torchrun.sh")
 SHORT = [
     "--trainer.max_rounds=2",
     "--trainer.max_epochs=1",
@@ -214,16 +215,20 @@ def in_shell(command, folder, **environment):
 SCRIPT = [sys.executable, "-m", "lightning_sparsefl.cli"]
 
 
-def test_processes_and_torchrun_give_the_bytes_of_one_rank(tmp_path):
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "-m", "lightning_sparsefl.cli"]
-    weights = {}
-    for name, command, devices in (("one", SCRIPT, 1), ("popen", SCRIPT, 2), ("torchrun", torchrun, "auto")):
-        folder = tmp_path / name
-        folder.mkdir()
-        options = [*SHORT, f"--trainer.devices={devices}"]
-        done = in_shell([*command, "fit", "--config", QUICKSTART, *options], folder)
+def test_processes_and_torchrun_give_the_bytes_of_one_rank(sparsefl, tmp_path):
+    assert sparsefl("fit", "--config", QUICKSTART, *SHORT)[0] == 0
+    scripts = {"popen": [*SCRIPT, "fit"], "torchrun": [TORCHRUN]}
+    folders = {"one": tmp_path}
+    for name, command in scripts.items():
+        folders[name] = tmp_path / name
+        folders[name].mkdir()
+        arguments = ["--config", QUICKSTART, *SHORT, *(["--trainer.devices=2"] if name == "popen" else [])]
+        here = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+        done = in_shell([*command, *arguments], folders[name], RANKS="2", HEAD="localhost:29512", PATH=here)
         assert done.returncode == 0, done.stderr
-        assert ("2 rank(s)" if devices != 1 else "1 rank(s), 1 intra-op thread(s) each") in done.stderr
+        assert "2 rank(s)" in done.stderr
+    weights = {}
+    for name, folder in folders.items():
         content = torch.load(run_folder(folder) / "checkpoints/last.ckpt", weights_only=True)["state_dict"]
         weights[name] = {key: value.numpy().tobytes() for key, value in content.items()}
     assert weights["one"] == weights["popen"] == weights["torchrun"]

@@ -14,11 +14,14 @@ from lightning.fabric.utilities.rank_zero import rank_zero_info
 
 from lightning_sparsefl.cost import Charge, Ledger
 from lightning_sparsefl.errors import ClientFailed, InvalidUpdate, SparseFLError
+from lightning_sparsefl.federated.agreement import agree, idle
 from lightning_sparsefl.federated.algorithm import FederatedAlgorithm
 from lightning_sparsefl.federated.buffers import localize, strip
 from lightning_sparsefl.federated.client import Bench, Client, Split
 from lightning_sparsefl.federated.evaluate import spread
+from lightning_sparsefl.federated.exact import Extents, joined
 from lightning_sparsefl.federated.faults import Deadline, out_of_memory, reason, release
+from lightning_sparsefl.federated.forecast import Forecast, Job
 from lightning_sparsefl.federated.interrupt import Interrupts
 from lightning_sparsefl.federated.merging import Merging
 from lightning_sparsefl.federated.options import Federation
@@ -29,7 +32,7 @@ from lightning_sparsefl.federated.sampling import split_unseen, uniform_cohort
 from lightning_sparsefl.federated.store import ClientStore, Record, pack_record
 from lightning_sparsefl.federated.validate import check_form, fault
 from lightning_sparsefl.sparse.masks import changed, counts, digest
-from lightning_sparsefl.types import ClientView, CostFacts, LayerFlops, Masks, Message, ServerState, Update
+from lightning_sparsefl.types import ClientView, CostFacts, LayerFlops, Masks, Message, ServerState, Shared, Update
 from lightning_sparsefl.wire import Codec, Size
 
 
@@ -88,7 +91,9 @@ class Outcome:
     failure: str | None = None
     """Why the client is left out."""
     rank: int = 0
-    """The process where it failed."""
+    """The process that trained it."""
+    elapsed: float = 0.0
+    """Seconds by the clock of that process."""
 
 
 @dataclass(frozen=True)
@@ -134,6 +139,7 @@ class Coordinator:
         self.store, self.codec, self.workload, self.ledger = store, codec, workload, ledger
         self.max_rounds, self.seed = max_rounds, seed
         self.interrupts = Interrupts()
+        self.forecast = Forecast(ranks.size)
         self.training_clients, self.unseen_clients = split_unseen(
             seed, bench.data.num_clients, federation.unseen_clients
         )
@@ -181,19 +187,22 @@ class Coordinator:
         sizes = {i: self.bench.data.num_examples(i) for i in cohort}
         total_weight = max(sum(sizes.values()), len(sizes))
         merge = self.merging.start(server, total_weight)
-        loads = {i: float(size) * self.capacities[i] for i, size in sizes.items()}
-        mine = assigned(loads, self.ranks, self.federation.placement, f"round {server.round}")
-        parts = self.ranks.share(lambda: self._train(server, mine, merge, score_after))
-        outcomes = sorted((o for part in parts for o in part), key=lambda outcome: outcome.client)
+        loads = self.forecast.loads({i: float(size) * self.capacities[i] for i, size in sizes.items()})
+        queue, paces = f"round {server.round}", self.forecast.paces
+        mine = assigned(loads, self.ranks, self.federation.placement, queue, paces)
+        parts = self.ranks.share(lambda: (self._train(server, mine, merge, score_after), merge.extents()))
+        outcomes = sorted((o for part, _ in parts for o in part), key=lambda outcome: outcome.client)
         assert [outcome.client for outcome in outcomes] == cohort, "every client is placed on exactly one rank"
         trained = self._survivors(server, outcomes)
+        self.forecast.learn(Job(o.client, o.rank, o.charge.flops_train, o.elapsed) for o in trained if o.charge)
         trained_at = time.perf_counter()
-        server = self._merge(server, merge, trained)
+        server, waited = self._merge(server, merge, trained, joined(extents for _, extents in parts))
         metrics = {
             **self._metrics(outcomes, trained),
             **spread("personal_after", {o.client: o.after for o in trained if o.after is not None}),
             **self.merging.metrics(server.round),
             "mask/coverage_min": merge.coverage_min(len(trained)),
+            **idle(waited),
             "time/aggregate": time.perf_counter() - trained_at,
             "time/round": time.perf_counter() - started,
         }
@@ -207,12 +216,17 @@ class Coordinator:
         self.interrupts.check()
         for client in clients:
             try:
-                outcomes.append(self.attempt(server, client, merge, score_after))
+                outcomes.append(self._timed(server, client, merge, score_after))
             except Exception:
                 self.interrupts.check()  # a signal that ended a loader's workers, too, is no failure of the client
                 raise
             self.interrupts.check()
         return outcomes
+
+    def _timed(self, server: ServerState, client: int, merge: Accumulator, score_after: Split | None = None) -> Outcome:
+        started = time.perf_counter()
+        outcome = self.attempt(server, client, merge, score_after)
+        return replace(outcome, rank=self.ranks.rank, elapsed=time.perf_counter() - started)
 
     def attempt(
         self, server: ServerState, client: int, merge: Accumulator, score_after: Split | None = None
@@ -249,7 +263,7 @@ class Coordinator:
             if out_of_memory(error):
                 release(error, self.bench.module)
             charge = self._charge(view, message, down, None)
-            return Outcome(view.id, view.num_examples, {}, charge=charge, failure=reason(error), rank=self.ranks.rank)
+            return Outcome(view.id, view.num_examples, {}, charge=charge, failure=reason(error))
 
     def _serve(
         self,
@@ -366,21 +380,19 @@ class Coordinator:
         server: ServerState,
         merge: Accumulator,
         trained: Sequence[Outcome],
-    ) -> ServerState:
-        shapes: dict[str, dict[str, torch.Size]] = {}
-        for part in self.ranks.gather(merge.extra_shapes()):
-            for key, tree in part.items():
-                shapes.setdefault(key, {}).update(tree)
-        merge.all_reduce(self.ranks.sum, shapes)
+        extents: Extents,
+    ) -> tuple[ServerState, list[float]]:
+        """The next server, and the seconds that each rank waited for the others' clients."""
+        merge.all_reduce(self.ranks.sum, extents)
         merge.collect(self.ranks.gather)
         reports = {outcome.client: outcome.metrics for outcome in trained}
         merged = self.algorithm.aggregate(server, merge.result(reports))
-        for outcome in trained:
-            self._keep(server, outcome)
-        return replace(merged, round=server.round + 1)
+        observed = {outcome.client: self._keep(server, outcome) for outcome in trained}
+        merged = replace(merged, round=server.round + 1)
+        return merged, agree(merged, observed, self.ranks)
 
-    def _keep(self, server: ServerState, outcome: Outcome) -> None:
-        """File what a participant left, and what the algorithm newly observes about it."""
+    def _keep(self, server: ServerState, outcome: Outcome) -> Shared | None:
+        """File what a participant left, and what the algorithm newly observes about it, which is returned."""
         assert outcome.record is not None
         assert outcome.charge is not None
         observed = None
@@ -391,6 +403,7 @@ class Coordinator:
         self.ledger.add(outcome.charge)
         if observed is not None:
             self.store.put(outcome.client, pack_record(replace(self.store.get(outcome.client), shared=observed)))
+        return observed
 
     def _metrics(self, outcomes: Sequence[Outcome], trained: Sequence[Outcome]) -> dict[str, float]:
         """The round's logged keys, besides scores and the ledger's."""

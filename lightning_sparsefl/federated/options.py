@@ -69,7 +69,10 @@ class Federation:
     at between batches, so a step that hangs is ended by `trainer.timeout` at best; with `skip` a run that depends on
     the clock does not repeat itself."""
     placement: Literal["static", "dynamic"] = "static"
-    """How clients are given to ranks: longest first by samples and capacity, or whoever is free takes the next."""
+    """How clients are given to ranks: planned, the longest first, by the FLOPs they were charged last and the speed
+    that each rank has shown; or whoever is free takes the longest one left. The weights are the same."""
+    workers_per_device: int = 1
+    """Ranks on each device, for models so small that one client leaves it idle; on a CPU, processes."""
     buffers: Literal["average", "local", "server"] = "average"
     """Floating-point buffers such as running means: averaged by samples, kept by each client, or never changed."""
     reducer: Reducer | None = None
@@ -93,7 +96,7 @@ class Federation:
         for name in ("unseen_clients", "finetune_epochs"):
             if getattr(self, name) < 0:
                 raise InvalidOption(f"`federation.{name}` is {getattr(self, name)}; expected a whole number >= 0.")
-        for name in ("clients_per_round", "min_clients", "checkpoint_every_n_rounds"):
+        for name in ("clients_per_round", "min_clients", "checkpoint_every_n_rounds", "workers_per_device"):
             if getattr(self, name) < 1:
                 raise InvalidOption(f"`federation.{name}` is {getattr(self, name)}; expected a whole number >= 1.")
         if self.client_timeout is not None and not self.client_timeout > 0:

@@ -8,23 +8,27 @@ from typing import Literal
 from lightning_sparsefl.federated.process import Ranks
 
 
-def longest_first(loads: Mapping[int, float], ranks: int) -> list[list[int]]:
-    """Jobs per rank: each job, longest first, goes to the rank with the least to do.
+def longest_first(loads: Mapping[int, float], ranks: int, paces: Sequence[float] | None = None) -> list[list[int]]:
+    """Jobs per rank: each job, longest first, goes to the rank that would be done with it first.
 
     Args:
         loads: Expected work of each job.
         ranks: Number of ranks.
+        paces: Time that each rank takes for a unit of work; None = all the same.
 
     Example:
         >>> longest_first({0: 5.0, 1: 3.0, 2: 3.0}, 2)
         [[0], [1, 2]]
+        >>> longest_first({0: 5.0, 1: 3.0, 2: 3.0}, 2, paces=[3.0, 1.0])
+        [[2], [0, 1]]
     """
     plan: list[list[int]] = [[] for _ in range(ranks)]
-    totals = [0.0] * ranks
+    totals, paces = [0.0] * ranks, paces or [1.0] * ranks
     for job in _longest_first(loads):
-        rank = totals.index(min(totals))
+        ends = [total + loads[job] * pace for total, pace in zip(totals, paces, strict=True)]
+        rank = ends.index(min(ends))
         plan[rank].append(job)
-        totals[rank] += loads[job]
+        totals[rank] = ends[rank]
     return plan
 
 
@@ -33,7 +37,11 @@ def _longest_first(loads: Mapping[int, float]) -> Sequence[int]:
 
 
 def assigned(
-    loads: Mapping[int, float], ranks: Ranks, mode: Literal["static", "dynamic"], ticket: str
+    loads: Mapping[int, float],
+    ranks: Ranks,
+    mode: Literal["static", "dynamic"],
+    ticket: str,
+    paces: Sequence[float] | None = None,
 ) -> Iterator[int]:
     """This rank's jobs.
 
@@ -42,9 +50,10 @@ def assigned(
         ranks: The processes.
         mode: ``static`` plans ahead; with ``dynamic`` whoever is free takes the longest job left.
         ticket: Name of the queue, new for each batch of jobs.
+        paces: As in :func:`longest_first`.
     """
     if mode == "static" or ranks.size == 1:
-        yield from longest_first(loads, ranks.size)[ranks.rank]
+        yield from longest_first(loads, ranks.size, paces)[ranks.rank]
         return
     order = _longest_first(loads)
     while (number := ranks.next_ticket(ticket)) < len(order):

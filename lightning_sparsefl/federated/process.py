@@ -1,10 +1,11 @@
-"""Processes: one Fabric rank per device, each with clients of its own."""
+"""Processes: one Fabric rank per device, or several, each with clients of its own."""
 
 from __future__ import annotations
 
 import os
 import re
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -15,7 +16,7 @@ import torch.distributed as dist
 from lightning.fabric import Fabric
 from lightning.fabric.strategies import STRATEGY_REGISTRY, DDPStrategy
 from lightning.fabric.strategies.registry import _StrategyRegistry
-from lightning.fabric.utilities.distributed import _distributed_is_initialized
+from lightning.fabric.utilities.distributed import _distributed_is_initialized, _init_dist_connection
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
@@ -31,11 +32,17 @@ _START_METHODS = {"": "popen", "_spawn": "spawn", "_fork": "fork"}
 
 
 class ClientParallelStrategy(DDPStrategy):
-    """DDP's processes, devices, launchers and collectives; but a module belongs to its rank alone."""
+    """DDP's processes, devices, launchers and collectives; but a module belongs to its rank alone.
 
-    def __init__(self, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
+    Args:
+        shared: The device of each rank of a node, where several ranks have the same one; None = one device each.
+        kwargs: Of `DDPStrategy`.
+    """
+
+    def __init__(self, shared: list[torch.device] | None = None, **kwargs: Any) -> None:
+        super().__init__(parallel_devices=shared, **kwargs)
         self._backward_sync_control = None
+        self._shares_devices = shared is not None
 
     def setup_module(self, module: nn.Module) -> nn.Module:  # type: ignore[override]
         """Nothing to wrap: clients do not share gradients."""
@@ -51,6 +58,16 @@ class ClientParallelStrategy(DDPStrategy):
     def distributed_sampler_kwargs(self) -> None:  # type: ignore[override]
         """None, so that Fabric does not shard a client's data over ranks."""
         return
+
+    def _setup_distributed(self) -> None:
+        """On a shared device gloo, and no group bound to the device: NCCL refuses two ranks on one."""
+        if not self._shares_devices:
+            super()._setup_distributed()
+            return
+        self._set_world_ranks()
+        self._process_group_backend = "gloo"
+        assert self.cluster_environment is not None
+        _init_dist_connection(self.cluster_environment, "gloo", timeout=self._timeout)
 
     @classmethod
     def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
@@ -82,6 +99,16 @@ def _launched_local_size() -> int | None:
     return None if size is None else size // int(os.environ.get("SLURM_NNODES", "1"))
 
 
+def _adopted_devices(local: int, workers_per_device: int) -> int:
+    """Devices of this node, where the launcher started so many processes on it."""
+    if local % workers_per_device:
+        raise InvalidOption(
+            f"`federation.workers_per_device` is {workers_per_device}, but the launcher started {local} process(es) on "
+            "this node; expected a multiple of it, so that each device gets as many."
+        )
+    return local // workers_per_device
+
+
 def build_fabric(
     *,
     accelerator: str,
@@ -90,6 +117,7 @@ def build_fabric(
     strategy: str,
     precision: Any,
     timeout: float,
+    workers_per_device: int = 1,
 ) -> Fabric:
     """A Fabric whose ranks train clients side by side.
 
@@ -100,9 +128,11 @@ def build_fabric(
         strategy: ``auto``, or a name starting with ``client_parallel``.
         precision: As in Lightning's `Trainer`.
         timeout: Seconds that a rank waits for the others.
+        workers_per_device: Ranks on each device.
 
     Raises:
-        InvalidOption: If the strategy shards a model instead of clients.
+        InvalidOption: If the strategy shards a model instead of clients, or the launcher's processes cannot be spread
+            evenly over devices.
         WorldSizeMismatch: If the launcher started another number of processes.
     """
     if strategy not in ("auto", *(f"client_parallel{suffix}" for suffix in _START_METHODS)):
@@ -112,15 +142,20 @@ def build_fabric(
         )
     local = _launched_local_size()
     if devices == "auto" and local is not None:
-        devices = local
+        devices = _adopted_devices(local, workers_per_device)
     probe = _fabric(accelerator=accelerator, devices=devices)
-    count = len(probe.strategy.parallel_devices or ()) if isinstance(probe.strategy, DDPStrategy) else 1
+    found = probe.strategy.parallel_devices if isinstance(probe.strategy, DDPStrategy) else None
+    places = (found or [probe.device]) * workers_per_device
+    count = len(places)
     chosen: Any = "auto"
     if count * num_nodes > 1:
         if strategy == "auto":
             strategy = "client_parallel_fork" if hasattr(sys, "ps1") else "client_parallel"
-        method: Any = _START_METHODS[strategy.removeprefix("client_parallel")]
-        chosen = ClientParallelStrategy(start_method=method, timeout=timedelta(seconds=timeout))
+        chosen = ClientParallelStrategy(
+            shared=places if workers_per_device > 1 else None,
+            start_method=_START_METHODS[strategy.removeprefix("client_parallel")],
+            timeout=timedelta(seconds=timeout),
+        )
     fabric = _fabric(
         accelerator=accelerator, devices=devices, num_nodes=num_nodes, strategy=chosen, precision=precision
     )
@@ -142,7 +177,7 @@ def _check_world_size(configured: int) -> None:
     if launched is not None and launched != configured:
         raise WorldSizeMismatch(
             f"The launcher started {launched} processes, but `trainer.devices` and `trainer.num_nodes` ask for "
-            f"{configured}; make them equal, or leave `trainer.devices: auto`."
+            f"{configured}; make them equal, or leave `trainer.devices: auto` and set `trainer.num_nodes` to the nodes."
         )
 
 
@@ -161,6 +196,8 @@ class Ranks:
         self.fabric = fabric
         self.rank, self.size = fabric.global_rank, fabric.world_size
         self._tickets: dict[str, int] = {}
+        self.waited = 0.0
+        """Seconds that this rank waited for the others in the newest :meth:`share`."""
 
     @property
     def first(self) -> bool:
@@ -200,7 +237,9 @@ class Ranks:
             mine = (work(), None)
         except (Exception, Interrupted) as error:
             mine = (None, error)
+        done = time.perf_counter()
         shared = self.gather((mine[0], _told(mine[1])))
+        self.waited = time.perf_counter() - done
         if isinstance(mine[1], Exception):
             raise mine[1]
         for rank, (_, failure) in enumerate(shared):

@@ -25,7 +25,10 @@ if TYPE_CHECKING:
 
 
 _SILENT = {
-    "federation": ("local_engine", "placement", "wire", "checkpoint_every_n_rounds", "pictures_every_n_rounds"),
+    "federation": (
+        *("local_engine", "placement", "wire", "checkpoint_every_n_rounds", "pictures_every_n_rounds"),
+        "workers_per_device",
+    ),
     "trainer": ("max_steps", "log_every_n_steps", "default_root_dir"),
 }
 """Options that change no result, or follow from others."""

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from lightning_sparsefl.errors import InvalidOption
+from lightning_sparsefl.federated.exact import ExactSum, Extents
 from lightning_sparsefl.federated.flat import Layout
 from lightning_sparsefl.sparse.masks import intersect
 from lightning_sparsefl.types import Masks, Merged, Message, Update, Weights
@@ -83,7 +84,7 @@ class Accumulator:
         self._coordinate_counts: Tensor | None = None
         self._voters: Tensor | None = None
         self._dense_voters = 0
-        self._extra: dict[str, dict[str, Tensor]] = {}
+        self._extra: dict[str, dict[str, ExactSum]] = {}
         self._total = 0
         self._kind: Literal["weights", "difference"] | None = "difference" if silence_counts else None
         self._grid = self._rounding_constants(vector, total_weight)
@@ -184,20 +185,26 @@ class Accumulator:
         return voters / max(clients, 1)
 
     def _add_extra(self, update: Update) -> None:
-        """Extra trees have no counterpart at the server to take a grid from: plain float64 sums."""
+        """Extra trees have no counterpart at the server to take a grid from."""
+        terms = {
+            (k, n): update.weight * t.detach().double() for k, tree in update.extra.items() for n, t in tree.items()
+        }
+        for (key, name), term in terms.items():
+            if not bool(torch.isfinite(term).all()):
+                raise InvalidOption(f"`Update.extra[{key!r}][{name!r}]` holds values that are not finite.")
         self._total += update.weight
-        for key, tree in update.extra.items():
+        for (key, name), term in terms.items():
             sums = self._extra.setdefault(key, {})
-            for name, tensor in tree.items():
-                term = update.weight * tensor.detach().double()
-                sums[name] = sums[name] + term if name in sums else term
+            if name not in sums:
+                sums[name] = ExactSum(term.shape, self.device)
+            sums[name].add(term)
 
-    def all_reduce(self, reduce: AllReduce, extra_names: Mapping[str, Mapping[str, torch.Size]]) -> None:
+    def all_reduce(self, reduce: AllReduce, extents: Extents) -> None:
         """Sum over the ranks.
 
         Args:
             reduce: Sums a tensor over the ranks in place.
-            extra_names: Shapes of the extra trees that any rank has, in one order on all ranks.
+            extents: Of the extra trees that any rank has, in one order on all ranks.
         """
         difference = self._kind == "difference"
         facts = [
@@ -219,10 +226,10 @@ class Accumulator:
         for sums in (self._sum, self._counts, self._coordinate_counts, self._voters):
             if sums is not None:
                 reduce(sums)
-        for key, shapes in extra_names.items():
+        for key, extent_of in extents.items():
             mine = self._extra.setdefault(key, {})
-            for name, shape in shapes.items():
-                mine[name] = reduce(mine.get(name, torch.zeros(shape, dtype=torch.float64)).to(self.device))
+            for name, extent in extent_of.items():
+                mine.setdefault(name, ExactSum(extent.shape, self.device)).all_reduce(reduce, extent)
 
     def collect(self, gather: Gather) -> None:
         """Show the ranks each other what is not a sum; a mean has nothing of the kind.
@@ -231,9 +238,9 @@ class Accumulator:
             gather: Gives every rank's value.
         """
 
-    def extra_shapes(self) -> dict[str, dict[str, torch.Size]]:
-        """Shapes of the extra trees seen so far."""
-        return {key: {name: tensor.shape for name, tensor in tree.items()} for key, tree in self._extra.items()}
+    def extents(self) -> Extents:
+        """Of the extra trees seen so far."""
+        return {key: {name: total.extent for name, total in tree.items()} for key, tree in self._extra.items()}
 
     def result(self, reports: Mapping[int, Mapping[str, float]]) -> Merged:
         """Divide, once."""
@@ -247,7 +254,8 @@ class Accumulator:
             target.copy_(total / counts.clamp_min(1))  # the sum is zero where nobody voted
             covered[name] = (counts > 0).expand(total.shape)
         complete = bool(torch.stack([mask.all() for mask in covered.values()]).all())
-        extra = {k: {n: (t / max(self._total, 1)).float() for n, t in tree.items()} for k, tree in self._extra.items()}
+        weight = max(self._total, 1)
+        extra = {k: {n: (tree[n].value() / weight).float() for n in sorted(tree)} for k, tree in self._extra.items()}
         return Merged(
             weights=self.layout.tree(mean),
             covered={} if complete else covered,

@@ -38,7 +38,7 @@ ClientData = LightningDataModule | Sequence[LightningDataModule]
 """A data module that knows its clients, or one ordinary data module per client."""
 
 Verb = Literal["fit", "validate", "test", "replay", "export"]
-_ONE_PROCESS = {"num_nodes": 1, "strategy": "auto"}
+_ONE_PROCESS = {"num_nodes": 1, "strategy": "auto", "workers_per_device": 1}
 _DOORS = (
     "num_clients",
     "num_examples",
@@ -57,7 +57,8 @@ class FederatedTrainer:
 
     Args:
         accelerator: As in `Trainer`.
-        devices: As in `Trainer`; each device is one rank, which trains clients of its own.
+        devices: As in `Trainer`; each device is one rank, which trains clients of its own, or
+            `federation.workers_per_device` ranks.
         num_nodes: Machines.
         strategy: How ranks are started: ``auto``, ``client_parallel``, or that with ``_fork`` or ``_spawn``.
         precision: As in `Trainer`.
@@ -166,6 +167,7 @@ class FederatedTrainer:
             "strategy": strategy,
             "precision": precision,
             "timeout": timeout,
+            "workers_per_device": self.federation.workers_per_device,
         }
         self.fabric = build_fabric(**self._processes)
         self.run_folder: Path | None = None
@@ -345,8 +347,9 @@ class FederatedTrainer:
         client_data = as_client_data(data)
         if self.fabric.world_size > client_data.num_clients:
             raise InvalidOption(
-                f"`trainer.devices` asks for {self.fabric.world_size} ranks, but the data has "
-                f"{client_data.num_clients} clients; expected at most one rank per client."
+                f"`trainer.devices`, `trainer.num_nodes` and `federation.workers_per_device` ask for "
+                f"{self.fabric.world_size} ranks, but the data has {client_data.num_clients} clients; "
+                "expected at most one rank per client."
             )
         settings = self._fast_dev_settings(client_data) if self.fast_dev_run else self
         check_data(client_data, settings.federation)

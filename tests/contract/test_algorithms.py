@@ -62,11 +62,15 @@ def test_learns(algorithm, federation):
 
 
 @every_variant
-def test_two_ranks_give_the_bytes_of_one(algorithm, federation, last):
-    one = last(federation(algorithm, folder="one"))
-    assert last(federation(algorithm, devices=2, folder="static")) == one
-    dynamic = federation(algorithm, devices=2, folder="dynamic", federation={"placement": "dynamic"})
-    assert last(dynamic) == one
+def test_several_ranks_give_the_bytes_of_one(algorithm, federation, last):
+    """Other ways of starting them: test_ranks.py."""
+    one = federation(algorithm, folder="one")
+    for devices, placement in ((2, "static"), (3, "dynamic")):
+        run = federation(algorithm, devices=devices, folder=placement, federation={"placement": placement})
+        assert last(run) == last(one)
+        assert run.summary == one.summary
+        for table in ("metrics.csv", "clients.csv"):
+            assert rows(run.run_folder / table) == rows(one.run_folder / table)
 
 
 @every_variant

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from lightning_sparsefl.errors import InvalidOption
+from lightning_sparsefl.federated.exact import joined
 from lightning_sparsefl.federated.flat import FlatModule
 from lightning_sparsefl.federated.reduce import CoverageMean, PlainMean
 from lightning_sparsefl.types import Message, Update
@@ -35,13 +36,10 @@ def merge(reducer, flat, server, parts, message):
         for update, examples in part:
             accumulator.add(update, message, examples)
         accumulators.append(accumulator)
-    shapes = {}
-    for accumulator in accumulators:
-        shapes.update(accumulator.extra_shapes())
-    return all_reduced(accumulators, shapes).result({})
+    return all_reduced(accumulators, joined(a.extents() for a in accumulators)).result({})
 
 
-def all_reduced(accumulators, shapes):
+def all_reduced(accumulators, extents):
     """What a process group does: every call sums the ranks' tensors."""
     calls = [[] for _ in accumulators]
     for calls_of, accumulator in zip(calls, accumulators, strict=True):
@@ -55,7 +53,7 @@ def all_reduced(accumulators, shapes):
             calls_of.append(tensor.clone())
             return tensor
 
-        accumulator.all_reduce(record, shapes)
+        accumulator.all_reduce(record, extents)
     totals = [sum(tensors) for tensors in zip(*calls, strict=True)]
     replay = iter(totals)
 
@@ -63,7 +61,7 @@ def all_reduced(accumulators, shapes):
         return tensor.copy_(next(replay))
 
     accumulators[0]._kind = accumulators[0]._kind or accumulators[-1]._kind
-    accumulators[0].all_reduce(reduce, shapes)
+    accumulators[0].all_reduce(reduce, extents)
     return accumulators[0]
 
 
@@ -108,6 +106,38 @@ def test_any_order_and_any_number_of_ranks_give_the_same_bytes(reducer):
         rng.shuffle(parts)
         split = merge(reducer, flat, server, [parts[i::ranks] for i in range(ranks)], message)
         assert split.weights.vector.numpy().tobytes() == whole.weights.vector.numpy().tobytes()
+
+
+@pytest.mark.parametrize("spread", [1, 60])
+def test_extra_trees_too_are_the_same_bytes_in_any_order_and_on_any_number_of_ranks(spread):
+    """Terms of one size, and of sizes 2**60 apart, which ranks that have only the small ones cannot know of."""
+    flat, server, rng = flat_module(), flat_module().read(), random.Random(0)
+    g = torch.Generator().manual_seed(0)
+    parts = []
+    for k in range(24):
+        size = 2.0 ** (spread * (k % 3 - 1))
+        extra = {
+            "control": {"c": size * torch.randn(50, generator=g)},
+            **({"rare": {"r": torch.randn(3)}} if k else {}),
+        }
+        parts.append((Update(weights={}, weight=k + 1, extra=extra), 1))
+    whole = merge(CoverageMean(), flat, server, [parts], Message(weights=server)).extra
+    for ranks in (1, 2, 3, 5):
+        rng.shuffle(parts)
+        split = merge(CoverageMean(), flat, server, [parts[i::ranks] for i in range(ranks)], Message(weights=server))
+        assert list(split.extra) == list(whole)
+        for key, tree in whole.items():
+            assert all(torch.equal(split.extra[key][name], value) for name, value in tree.items())
+
+
+def test_extra_trees_must_be_finite_and_leave_no_trace_otherwise():
+    flat = flat_module()
+    server = flat.read()
+    accumulator = CoverageMean().start(flat.layout, server, 100)
+    extra = {"a": {"x": torch.ones(2)}, "b": {"y": torch.tensor([1.0, float("nan")])}}
+    with pytest.raises(InvalidOption, match=r"`Update.extra\['b'\]\['y'\]` holds values that are not finite"):
+        accumulator.add(Update(weights=server, extra=extra), Message(weights=server), 1)
+    assert accumulator.extents() == {}
 
 
 def test_plain_float64_sums_would_depend_on_the_order():

@@ -1,0 +1,152 @@
+"""Any number of ranks, started in any way, ends with the bytes of one, or with an error that names the round."""
+
+import csv
+import runpy
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_sparsefl import FedAvg, algorithms
+from lightning_sparsefl.errors import RanksDisagree
+from lightning_sparsefl.federated.agreement import agree, fingerprint
+from lightning_sparsefl.federated.coordinator import Coordinator
+from lightning_sparsefl.types import ServerState
+
+RANKS = Path(__file__).parents[2] / "benchmarks" / "ranks.py"
+PLAN = {
+    "popen 3": [("FedSpa", "static"), ("FedLPS", "dynamic"), ("extra trees", "dynamic"), ("SplitMix", "static")],
+    "torchrun, 2 nodes of 1": [("FedLPS", "static"), ("FedDIP", "dynamic"), ("PerFedMask", "dynamic")],
+    "slurm, 2 nodes of 1": [("extra trees", "static"), ("FedSpa", "dynamic"), ("HeteroFL", "dynamic")],
+    "fork, 2 workers on a device": [("extra trees", "dynamic")],
+}
+"""A selection; benchmarks/ranks.py runs all pairs, and test_algorithms.py every algorithm in forked processes."""
+
+
+def test_every_way_of_starting_ranks_gives_the_bytes_of_one():
+    script = runpy.run_path(str(RANKS))
+    assert {type(case) for case in script["CASES"].values()} >= {getattr(algorithms, n) for n in algorithms.__all__}
+    *_, result = script["compare"](PLAN, rounds=2)
+    assert result["runs"] == 11
+    assert {name: launch["differences"] for name, launch in result["launches"].items()} == {name: [] for name in PLAN}
+    marks = [case["weights"] for case in result["one rank"].values()]
+    assert len(set(marks)) == len(marks) > 5  # a comparison of constants would see nothing
+
+
+class Noted(FedAvg):
+    """Each client leaves a note of where it was trained."""
+
+    notes = None
+
+    def train(self, message, client):
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        (self.notes / f"{client.round} {rank} {client.id}").touch()
+        return super().train(message, client)
+
+
+def test_a_slow_rank_is_given_less_without_a_change_of_a_byte(federation, last, tmp_path, monkeypatch):
+    timed = Coordinator._timed
+
+    def by_a_clock_of_ours(self, *args):
+        outcome = timed(self, *args)
+        return replace(outcome, elapsed=outcome.charge.flops_train * (9.0 if outcome.rank else 1.0))
+
+    monkeypatch.setattr(Coordinator, "_timed", by_a_clock_of_ours)
+    runs = {}
+    for devices in (1, 2):
+        Noted.notes = tmp_path / f"notes {devices}"
+        Noted.notes.mkdir()
+        runs[devices] = federation(Noted(), devices=devices, folder=str(devices))
+    assert last(runs[2]) == last(runs[1])
+    clients = Counter(tuple(map(int, note.name.split()[:2])) for note in Noted.notes.iterdir())
+    assert clients[0, 1] == 2
+    assert clients[2, 1] < 2
+    tables = {}
+    for devices, run in runs.items():
+        with (run.run_folder / "metrics.csv").open() as file:
+            tables[devices] = list(csv.DictReader(file))
+    assert all(row["time/idle"] == "0.0" and "time/idle/rank_0" not in row for row in tables[1])
+    first = {name: float(value) for name, value in tables[2][0].items() if name.startswith("time/idle")}
+    assert first["time/idle"] == (first["time/idle/rank_0"] + first["time/idle/rank_1"]) / 2
+    assert min(first.values()) >= 0
+
+
+class FakeRanks:
+    """What the processes would see, each with its server."""
+
+    size = 2
+    waited = 0.5
+
+    def __init__(self, others):
+        self.others = others
+
+    def gather(self, value):
+        return [*self.others, value]
+
+
+def server(**changed):
+    state = {"weights": {"w": torch.ones(3)}, "masks": {}, "extra": {"plan": {"rounds": torch.tensor(3)}}}
+    return ServerState(round=5, **{**state, **changed})
+
+
+def seen_by_the_first(state, observed=None):
+    sent = []
+    ranks = FakeRanks([])
+    ranks.gather = lambda value: sent.append(value) or [value]
+    agree(state, observed or {}, ranks)
+    return sent
+
+
+@pytest.mark.parametrize(
+    ("part", "changed", "observed"),
+    [
+        ("weights", {"weights": {"w": torch.tensor([1.0, 1.0, 1.0 + 2**-23])}}, {}),
+        ("weights", {"weights": {"w": torch.tensor([1.0, 1.0, 1.0], dtype=torch.float64)}}, {}),
+        ("weights", {"weights": {"v": torch.ones(3)}}, {}),
+        ("masks", {"masks": {"w": torch.tensor([True, True, False])}}, {}),
+        ("extra", {"extra": {"plan": {"rounds": torch.tensor(4)}}}, {}),
+        ("shared", {}, {7: {"pulls": 2}}),
+    ],
+)
+def test_a_rank_with_another_server_is_named_with_the_round_and_the_part(part, changed, observed):
+    first = seen_by_the_first(server())
+    assert agree(server(), {}, FakeRanks(first)) == [0.5, 0.5]
+    with pytest.raises(RanksDisagree, match=f"After round 4 the server's {part} on rank 1") as caught:
+        agree(server(**changed), observed, FakeRanks(first))
+    assert (caught.value.parts, caught.value.round, caught.value.rank) == ((part,), 4, 1)
+
+
+def test_every_bit_and_every_name_is_in_the_fingerprint():
+    g = torch.Generator().manual_seed(0)
+    values = torch.randint(0, 2**31, (50,), generator=g, dtype=torch.int32)
+    whole = fingerprint({"a": values})
+    for place in range(50):
+        for bit in (0, 13, 30):
+            flipped = values.clone()
+            flipped[place] ^= 1 << bit
+            assert fingerprint({"a": flipped}) != whole
+    assert fingerprint({"b": values}) != whole
+    assert fingerprint({"a": values.view(5, 10)}) != whole
+    assert fingerprint({"a": values.view(5, 10).T}) != fingerprint({"a": values.view(10, 5)})
+    assert fingerprint([1, None, "x", True]) != fingerprint([1, None, "x", False])
+    assert fingerprint(torch.zeros((), dtype=torch.bfloat16)) != fingerprint(torch.ones((), dtype=torch.bfloat16))
+
+
+class Astray(FedAvg):
+    """From round 1 on, the last rank's server is another one, by a single bit."""
+
+    def aggregate(self, server, merged):
+        state = super().aggregate(server, merged)
+        if state.round == 1 and dist.is_initialized() and dist.get_rank() == dist.get_world_size() - 1:
+            next(iter(state.weights.values())).view(torch.int32).view(-1)[0] ^= 1
+        return state
+
+
+def test_a_run_whose_ranks_part_ways_ends_with_the_round_and_without_committing_it(federation, tmp_path):
+    with pytest.raises(Exception, match="After round 1 the server's weights on rank 2 are not those on rank 0"):
+        federation(Astray(), devices=3, rounds=4)
+    last = torch.load(next(tmp_path.rglob("last.ckpt")), weights_only=True)
+    assert last["sparsefl"]["round"] == 1

@@ -1,0 +1,72 @@
+import pytest
+import torch
+
+from lightning_sparsefl import Federation
+from lightning_sparsefl.errors import InvalidOption, WorldSizeMismatch
+from lightning_sparsefl.federated import process
+from lightning_sparsefl.federated.process import ClientParallelStrategy, build_fabric
+
+CPU = torch.device("cpu")
+
+
+def fabric(**options):
+    settings = {"accelerator": "cpu", "devices": "auto", "num_nodes": 1, "strategy": "auto", "precision": "32-true"}
+    return build_fabric(**{**settings, "timeout": 60, **options})
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """As if torchrun had started so many processes on each node."""
+
+    def start(local, nodes=1):
+        names = {"TORCHELASTIC_RUN_ID": "x", "RANK": 0, "LOCAL_RANK": 0, "GROUP_RANK": 0, "LOCAL_WORLD_SIZE": local}
+        for name, value in {**names, "WORLD_SIZE": local * nodes}.items():
+            monkeypatch.setenv(name, str(value))
+
+    return start
+
+
+@pytest.mark.parametrize(("devices", "workers", "ranks"), [(1, 1, 1), (2, 1, 2), (1, 3, 3), (2, 2, 4)])
+def test_each_device_has_as_many_ranks_as_it_has_workers(devices, workers, ranks):
+    built = fabric(devices=devices, workers_per_device=workers)
+    assert built.world_size == ranks
+    if ranks > 1:
+        assert built.strategy.parallel_devices == [CPU] * ranks
+
+
+def test_a_launchers_processes_are_spread_evenly_over_devices(launched):
+    launched(local=4)
+    assert fabric(workers_per_device=2).strategy.parallel_devices == [CPU] * 4
+    launched(local=4, nodes=2)
+    assert fabric(workers_per_device=4, num_nodes=2).world_size == 8
+    launched(local=3)
+    with pytest.raises(InvalidOption, match=r"`federation.workers_per_device` is 2, but the launcher started 3"):
+        fabric(workers_per_device=2)
+    launched(local=2)
+    with pytest.raises(WorldSizeMismatch, match="The launcher started 2 processes"):
+        fabric(devices=2, workers_per_device=2)
+
+
+def test_ranks_on_one_gpu_share_it_by_gloo_without_a_group_bound_to_it(monkeypatch):
+    """NCCL refuses two ranks on one device; without a GPU, what is asked of torch is all that can be seen."""
+    asked = []
+    monkeypatch.setattr(process, "_init_dist_connection", lambda *args, **options: asked.append((args[1], options)))
+    gpu = torch.device("cuda", 0)
+    strategy = ClientParallelStrategy(shared=[gpu, gpu], cluster_environment=process_of_rank(1))
+    assert (strategy.root_device, strategy.num_processes) == (gpu, 2)
+    strategy._setup_distributed()
+    assert [(backend, set(options)) for backend, options in asked] == [("gloo", {"timeout"})]
+
+
+def process_of_rank(rank):
+    from lightning.fabric.plugins.environments import LightningEnvironment
+
+    environment = LightningEnvironment()
+    environment.local_rank = lambda: rank
+    environment.set_global_rank = environment.set_world_size = lambda number: None
+    return environment
+
+
+def test_at_least_one_worker():
+    with pytest.raises(InvalidOption, match=r"`federation.workers_per_device` is 0; expected a whole number >= 1"):
+        Federation(workers_per_device=0)
