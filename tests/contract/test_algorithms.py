@@ -64,8 +64,8 @@ def test_learns(algorithm, federation):
 def test_two_ranks_give_the_bytes_of_one(algorithm, federation, last):
     one = last(federation(algorithm, folder="one"))
     assert last(federation(algorithm, devices=2, folder="static")) == one
-    dynamic = federation(algorithm, devices=2, folder="dynamic", federation={"placement": "dynamic"})
-    assert last(dynamic) == one
+    dynamic = {"placement": "dynamic", "store": "disk"}
+    assert last(federation(algorithm, devices=2, folder="dynamic", federation=dynamic)) == one
 
 
 @every_variant
