@@ -17,6 +17,7 @@ TINY = {
     "local_trainer": ["--steps", "2", "--cycles", "1"],
     "cut_step": ["--batch", "2", "--size", "8", "--cycles", "1"],
     "masked_step": ["--width", "8", "--batch", "4", "--steps", "4", "2", "--cycles", "1", "1"],
+    "fleet": ["--sizes", "6", "--ram", "6", "--cohort", "1", "--rounds", "1", "--inline"],
     "federated_round": ["--clients", "2", "--samples", "30", "--rounds", "2"],
 }
 
