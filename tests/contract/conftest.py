@@ -102,6 +102,7 @@ def last():
         folder = trainer.run_folder / "checkpoints"
         content = torch.load(folder / "last.ckpt", weights_only=True)
         clients = content["sparsefl"].pop("clients")
+        del content["sparsefl"]["checksum"]  # of another index where records lie elsewhere
         store = (DiskStore if isinstance(clients["index"], int) else ClientStore)(torch.device("cpu"))
         store.load(clients["index"], folder / "clients", {}, clients["checksums"])
         content["records"] = dict(sorted(store.records().items()))
