@@ -18,6 +18,7 @@ TINY = {
     "cut_step": ["--batch", "2", "--size", "8", "--cycles", "1"],
     "masked_step": ["--width", "8", "--batch", "4", "--steps", "4", "2", "--cycles", "1", "1"],
     "fuzz": ["--minutes", "0.002"],
+    "fleet": ["--sizes", "6", "--ram", "6", "--cohort", "1", "--rounds", "1", "--inline"],
     "federated_round": ["--clients", "2", "--samples", "30", "--rounds", "2"],
 }
 

@@ -5,7 +5,7 @@ from lightning_sparsefl.data.digits import FederatedDigits
 from lightning_sparsefl.data.examples import CropFlip, Examples, Normalize
 from lightning_sparsefl.data.federated import FederatedDataModule
 from lightning_sparsefl.data.partition import IID, Dirichlet, Partition, Pathological, matching_test
-from lightning_sparsefl.data.synthetic import FederatedBlobs
+from lightning_sparsefl.data.synthetic import FederatedBlobs, FederatedBlobsOnDemand
 from lightning_sparsefl.data.vision import (
     FederatedCIFAR10,
     FederatedCIFAR100,
@@ -21,6 +21,7 @@ __all__ = [
     "Dirichlet",
     "Examples",
     "FederatedBlobs",
+    "FederatedBlobsOnDemand",
     "FederatedCIFAR10",
     "FederatedCIFAR100",
     "FederatedDataModule",

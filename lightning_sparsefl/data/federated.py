@@ -104,7 +104,7 @@ class FederatedDataModule(L.LightningDataModule):
         self.val_fraction, self.test_per_client, self.eval_split = val_fraction, test_per_client, eval_split
         self.seed, self.eval_batch_size = seed, eval_batch_size
         self.drop_last, self.num_workers, self.examples_per_client = drop_last, num_workers, examples_per_client
-        self.client_sizes: list[int] = self._nominal_sizes()
+        self.client_sizes: Sequence[int] = self._nominal_sizes()
         self._held: _Held | None = None
 
     def load(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -136,7 +136,7 @@ class FederatedDataModule(L.LightningDataModule):
         """
         if self._held is None:
             self._held = self._split(*self.load())
-            self.client_sizes = [stop - start for start, stop in self._held.train_spans]
+            self.client_sizes = self._held.train_stops.diff(prepend=torch.zeros(1, dtype=torch.int64)).tolist()
 
     def num_examples(self, client: int) -> int:
         """Training samples of a client: nominal before :meth:`setup`, actual after it."""
@@ -144,23 +144,23 @@ class FederatedDataModule(L.LightningDataModule):
 
     def client_train_dataloader(self, client: int) -> DataLoader[Any]:
         """A client's training data, in an order drawn from torch's global generator."""
-        start, stop = self._ready.train_spans[client]
+        start, stop = _span(self._ready.train_stops, client)
         return self._train_loader(self._ready.train, start, stop)
 
     def client_val_dataloader(self, client: int) -> DataLoader[Any] | None:
         """A client's validation data; None without a `val_fraction`."""
-        if not self._ready.val_spans:
+        if self._ready.val_stops is None:
             return None
-        start, stop = self._ready.val_spans[client]
-        return self._eval_loader(self._ready.val, slice(start, stop))
+        return self._eval_loader(self._ready.val, slice(*_span(self._ready.val_stops, client)))
 
     def client_test_dataloader(self, client: int) -> DataLoader[Any]:
         """Test data with the label proportions of a client's training data."""
-        return self._eval_loader(self._ready.test, self._ready.test_indices[client])
+        start, stop = _span(self._ready.test_stops, client)
+        return self._eval_loader(self._ready.test, self._ready.test_indices[start:stop])
 
     def client_label_counts(self, client: int) -> Tensor:
         """How many training examples of each class a client owns: int64 of shape (classes,)."""
-        start, stop = self._ready.train_spans[client]
+        start, stop = _span(self._ready.train_stops, client)
         return torch.bincount(self._ready.train[1][start:stop], minlength=self.num_classes)
 
     def train_dataloader(self) -> DataLoader[Any]:
@@ -169,7 +169,7 @@ class FederatedDataModule(L.LightningDataModule):
 
     def val_dataloader(self) -> DataLoader[Any] | list[Any] | None:
         """All clients' validation data; without a `val_fraction` None, or nothing in a plain ``Trainer``."""
-        if not self._ready.val_spans:
+        if self._ready.val_stops is None:
             return no_loader(self)
         return self._eval_loader(self._ready.val, slice(None))
 
@@ -194,7 +194,7 @@ class FederatedDataModule(L.LightningDataModule):
         examples = Examples(inputs[which], labels[which], self.transform(train=False))
         return examples.loader(self.eval_batch_size, num_workers=self.num_workers)
 
-    def _nominal_sizes(self) -> list[int]:
+    def _nominal_sizes(self) -> Sequence[int]:
         check_num_clients(self.num_clients, self.num_train)
         share, rest = divmod(self.num_train, self.num_clients)
         sizes = [self.examples_per_client or share + (client < rest) for client in range(self.num_clients)]
@@ -239,11 +239,12 @@ class FederatedDataModule(L.LightningDataModule):
                 )
         return _Held(
             train=_reorder(inputs, labels, train),
-            train_spans=_spans(train),
+            train_stops=_stops(train),
             val=_reorder(inputs, labels, val),
-            val_spans=_spans(val) if self.val_fraction else [],
+            val_stops=_stops(val) if self.val_fraction else None,
             test=(test_inputs, test_labels),
-            test_indices=test,
+            test_indices=torch.cat(test),
+            test_stops=_stops(test),
         )
 
 
@@ -254,14 +255,18 @@ def no_loader(data: L.LightningDataModule) -> list[Any] | None:
 
 @dataclass(frozen=True, kw_only=True)
 class _Held:
-    """The loaded data. A client's examples lie side by side, so its share is a view, not a copy."""
+    """The loaded data, in which a client's examples lie side by side, so that its share is a view, not a copy.
+
+    What is known of a client is where its share stops; it starts where the one before stops.
+    """
 
     train: tuple[Tensor, Tensor]
-    train_spans: list[tuple[int, int]]
+    train_stops: Tensor
     val: tuple[Tensor, Tensor]
-    val_spans: list[tuple[int, int]]
+    val_stops: Tensor | None
     test: tuple[Tensor, Tensor]
-    test_indices: list[Tensor]
+    test_indices: Tensor
+    test_stops: Tensor
 
 
 def _reorder(inputs: Tensor, labels: Tensor, parts: list[Tensor]) -> tuple[Tensor, Tensor]:
@@ -269,6 +274,9 @@ def _reorder(inputs: Tensor, labels: Tensor, parts: list[Tensor]) -> tuple[Tenso
     return inputs[order], labels[order]
 
 
-def _spans(parts: list[Tensor]) -> list[tuple[int, int]]:
-    stops = torch.tensor([len(part) for part in parts]).cumsum(0).tolist()
-    return list(zip([0, *stops[:-1]], stops, strict=True))
+def _stops(parts: list[Tensor]) -> Tensor:
+    return torch.tensor([len(part) for part in parts]).cumsum(0)
+
+
+def _span(stops: Tensor, client: int) -> tuple[int, int]:
+    return int(stops[client - 1]) if client else 0, int(stops[client])

@@ -1,15 +1,19 @@
-"""A toy set for tests and notebooks: Gaussian blobs."""
+"""Toy sets: Gaussian blobs, as one set that is split, or made client by client."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, overload
 
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset
 
+from lightning_sparsefl.data.examples import Examples
 from lightning_sparsefl.data.federated import FederatedDataModule
 from lightning_sparsefl.errors import InvalidOption
-from lightning_sparsefl.seeds import generator
+from lightning_sparsefl.seeds import derive_seed, generator
 
 
 class FederatedBlobs(FederatedDataModule):
@@ -55,3 +59,156 @@ class FederatedBlobs(FederatedDataModule):
         samples = centres[labels] + noise
         n = self.num_train
         return samples[:n], labels[:n], samples[n:], labels[n:]
+
+
+class FederatedBlobsOnDemand(FederatedDataModule):
+    """Gaussian blobs for any number of clients: a client's examples are made when it is asked for, and not kept.
+
+    Everything about client k follows from the seed and k: how many examples it owns, which few classes, and what they
+    look like. The common sets, which score the global model, have all classes.
+
+    Args:
+        num_clients: Number of clients.
+        num_classes: Number of classes.
+        sample_shape: Channels, height, width of a sample.
+        fewest: Training examples of the smallest clients.
+        most: Training examples of the largest clients; sizes are spread evenly between.
+        classes_per_client: How many classes a client owns, with equal shares.
+        noise: Standard deviation within a class; the classes' centres have 1.
+        num_pooled: Examples of each of the common validation and test sets.
+        options: Arguments of :class:`FederatedDataModule`, but for those that say how one set is split: `partition`,
+            `val_fraction` (validation sets are as large as test sets) and `examples_per_client`.
+
+    Raises:
+        InvalidOption: If an option is out of its range.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_clients: int = 1_000_000,
+        num_classes: int = 10,
+        sample_shape: tuple[int, int, int] = (1, 28, 28),
+        fewest: int = 20,
+        most: int = 60,
+        classes_per_client: int = 2,
+        noise: float = 0.5,
+        num_pooled: int = 1000,
+        test_per_client: int = 20,
+        **options: Any,
+    ) -> None:
+        for name, value in {"num_clients": num_clients, "fewest": fewest, "num_pooled": num_pooled}.items():
+            if value < 1:
+                raise InvalidOption(f"`{name}={value}`: expected at least 1; change `data.{name}`.")
+        if most < fewest:
+            raise InvalidOption(f"`most={most}`: expected at least `fewest`, {fewest}; change `data.most`.")
+        if not 1 <= classes_per_client <= num_classes:
+            raise InvalidOption(
+                f"`classes_per_client={classes_per_client}`: expected 1 up to the {num_classes} classes; "
+                "change `data.classes_per_client`."
+            )
+        for name in ("partition", "val_fraction", "examples_per_client"):
+            if name in options:
+                raise InvalidOption(f"`data.{name}` splits one set, but here each client's examples are made; omit it.")
+        self.num_classes, self.sample_shape = num_classes, sample_shape
+        self.classes_per_client, self.noise, self.num_pooled = classes_per_client, noise, num_pooled
+        self.fewest, self.most = fewest, most
+        super().__init__(num_clients=num_clients, test_per_client=test_per_client, **options)
+
+    def setup(self, stage: str | None = None) -> None:
+        """Nothing is to be loaded."""
+
+    def client_train_dataloader(self, client: int) -> DataLoader[Any]:
+        """A client's training data, in an order drawn from torch's global generator."""
+        examples = self._examples(client, "train", self.num_examples(client))
+        return examples.loader(self.batch_size, shuffle=True, drop_last=self.drop_last, num_workers=self.num_workers)
+
+    def client_val_dataloader(self, client: int) -> DataLoader[Any]:
+        """A client's validation data."""
+        return self._scored(self._examples(client, "val", self.test_per_client))
+
+    def client_test_dataloader(self, client: int) -> DataLoader[Any]:
+        """A client's test data."""
+        return self._scored(self._examples(client, "test", self.test_per_client))
+
+    def client_label_counts(self, client: int) -> Tensor:
+        """How many training examples of each class a client owns: int64 of shape (classes,)."""
+        return torch.bincount(self._labels(client, self.num_examples(client)), minlength=self.num_classes)
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        """All clients' training data, client by client in an order drawn from torch's global generator."""
+        return DataLoader(_OneByOne(self), batch_size=None)
+
+    def val_dataloader(self) -> DataLoader[Any]:
+        """A common set of all classes."""
+        return self._scored(self._common("val"))
+
+    def test_dataloader(self) -> DataLoader[Any]:
+        """Another one."""
+        return self._scored(self._common("test"))
+
+    def _nominal_sizes(self) -> Sequence[int]:
+        return SpreadSizes(self.num_clients, self.fewest, self.most, self._seed())
+
+    def _scored(self, examples: Examples) -> DataLoader[Any]:
+        return examples.loader(self.eval_batch_size, num_workers=self.num_workers)
+
+    def _examples(self, client: int, part: str, count: int) -> Examples:
+        return self._blobs(self._labels(client, count), client, part)
+
+    def _labels(self, client: int, count: int) -> Tensor:
+        classes = torch.randperm(self.num_classes, generator=generator(self._seed(), client, "blob classes"))
+        return classes[torch.arange(count) % self.classes_per_client]
+
+    def _common(self, part: str) -> Examples:
+        return self._blobs(torch.arange(self.num_pooled) % self.num_classes, "common", part)
+
+    def _blobs(self, labels: Tensor, *key: int | str) -> Examples:
+        centres = torch.randn(self.num_classes, *self.sample_shape, generator=generator(self._seed(), "blobs"))
+        noise = torch.randn(len(labels), *self.sample_shape, generator=generator(self._seed(), *key, "blobs"))
+        return Examples(centres[labels] + self.noise * noise, labels)
+
+
+@dataclass(frozen=True)
+class SpreadSizes(Sequence[int]):
+    """Sizes spread evenly from the smallest to the largest, by chance, none of which is kept.
+
+    Example:
+        >>> sizes = SpreadSizes(10**9, 20, 60, seed=0)
+        >>> sizes[7] == sizes[7], min(sizes[:100]) >= 20, max(sizes[:100]) <= 60
+        (True, True, True)
+    """
+
+    clients: int
+    fewest: int
+    most: int
+    seed: int
+
+    @property
+    def rule(self) -> str:
+        """From what all sizes follow."""
+        return repr(self)
+
+    def __len__(self) -> int:
+        return self.clients
+
+    @overload
+    def __getitem__(self, client: int) -> int: ...
+    @overload
+    def __getitem__(self, client: slice) -> list[int]: ...
+    def __getitem__(self, client: int | slice) -> int | list[int]:
+        if isinstance(client, slice):
+            return [self[i] for i in range(self.clients)[client]]
+        number = range(self.clients)[client]
+        return self.fewest + derive_seed(self.seed, number, "size") % (self.most - self.fewest + 1)
+
+
+class _OneByOne(IterableDataset[Any]):
+    """The batches of one client after the other."""
+
+    def __init__(self, data: FederatedBlobsOnDemand) -> None:
+        self.data = data
+
+    def __iter__(self) -> Iterator[Any]:
+        for client in torch.randperm(self.data.num_clients):
+            yield from self.data.client_train_dataloader(int(client))

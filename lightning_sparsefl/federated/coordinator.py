@@ -399,10 +399,11 @@ class Coordinator:
         if type(self.algorithm).observe is not FederatedAlgorithm.observe:  # a view takes time: its record is packed
             report = outcome.metrics if outcome.seconds is None else {**outcome.metrics, "seconds": outcome.seconds}
             observed = self.algorithm.observe(server, self.view(outcome.client, server.round), report)
-        self.store.put(outcome.client, dict(outcome.record))
+        self.store.put(outcome.client, dict(outcome.record), server.round + 1)
         self.ledger.add(outcome.charge)
         if observed is not None:
-            self.store.put(outcome.client, pack_record(replace(self.store.get(outcome.client), shared=observed)))
+            seen = replace(self.store.get(outcome.client), shared=observed)
+            self.store.put(outcome.client, pack_record(seen), server.round + 1)
         return observed
 
     def _metrics(self, outcomes: Sequence[Outcome], trained: Sequence[Outcome]) -> dict[str, float]:

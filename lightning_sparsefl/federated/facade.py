@@ -74,7 +74,7 @@ class RoundTrainer:
         max_rounds: int,
         clients_per_round: int,
         check_val_every_n_round: int,
-        compose_checkpoint: Callable[[], Mapping[str, Any]],
+        compose_checkpoint: Callable[[bool], Mapping[str, Any]],
     ) -> None:
         self.fabric, self.lightning_module, self.model = fabric, module, module
         self.callbacks, self.loggers = list(callbacks), list(loggers)
@@ -145,7 +145,7 @@ class RoundTrainer:
         """
         if Path(filepath).resolve() == (Path(self.log_dir) / "checkpoints" / "last.ckpt").resolve():
             return
-        content = dict(self._compose_checkpoint())
+        content = dict(self._compose_checkpoint(not weights_only))
         if weights_only:
             content.pop("sparsefl")
         if self.is_global_zero:

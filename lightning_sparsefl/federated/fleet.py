@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
+from array import array
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, overload
 
 import torch
 
@@ -12,6 +14,8 @@ from lightning_sparsefl.federated.placement import longest_first
 from lightning_sparsefl.federated.process import Ranks
 from lightning_sparsefl.sparse.units import UnitGroup
 from lightning_sparsefl.types import ClientView, Weights
+
+_MOST_LISTED = 1000
 
 
 class KnowsUnits(Protocol):
@@ -23,11 +27,53 @@ class KnowsUnits(Protocol):
         ...
 
 
+class Views(Sequence[ClientView]):
+    """The views of many clients, each made when it is asked for.
+
+    Args:
+        clients: Their numbers.
+        view: Makes one.
+    """
+
+    def __init__(self, clients: Sequence[int], view: Callable[[int], ClientView]) -> None:
+        self._clients, self._view = clients, view
+
+    def __len__(self) -> int:
+        return len(self._clients)
+
+    @overload
+    def __getitem__(self, place: int) -> ClientView: ...
+    @overload
+    def __getitem__(self, place: slice) -> Views: ...
+    def __getitem__(self, place: int | slice) -> ClientView | Views:
+        chosen = self._clients[place]
+        return self._view(chosen) if isinstance(chosen, int) else Views(chosen, self._view)
+
+
+def sizes_fact(data: Any) -> list[int] | str:
+    """The clients' training samples as a short fact, which differs where one of them does.
+
+    Args:
+        data: The clients' data. Where its `client_sizes` follow from a rule, they may say which in an attribute `rule`,
+            so that no client needs to be asked.
+
+    Returns:
+        The sizes of up to 1,000 clients; of more, the rule or a digest.
+    """
+    rule = getattr(getattr(data, "client_sizes", None), "rule", None)
+    if data.num_clients > _MOST_LISTED and rule is not None:
+        return str(rule)
+    sizes = (int(data.num_examples(client)) for client in range(data.num_clients))
+    if data.num_clients <= _MOST_LISTED:
+        return list(sizes)
+    return "digest " + hashlib.blake2b(array("q", sizes).tobytes(), digest_size=16).hexdigest()
+
+
 class Fleet:
     """What a method may know of all clients, and what it may ask of them.
 
     Args:
-        views: The facts of the clients that train, before round 0.
+        views: The facts of the clients that train, before round 0; :class:`Views` where they are many.
         buffers: Names of the model's floating-point buffers, which no mask may hold.
         device: Where the server's weights live.
         bench: Knows the model's units.
@@ -48,10 +94,8 @@ class Fleet:
         clients_per_round: int | None = None,
         execution: Literal["mask", "cut"] = "mask",
     ) -> None:
-        self.views, self.buffers, self.device = tuple(views), buffers, device
-        self._sizes = {view.id: view.num_examples for view in views}
-        self.seed = views[0].seed
-        self.max_rounds = views[0].max_rounds
+        self.views, self.buffers, self.device = views, buffers, device
+        self.seed, self.max_rounds = views[0].seed, views[0].max_rounds
         self.clients_per_round, self.execution = clients_per_round or len(views), execution
         self._bench, self._client, self._ranks = bench, client, ranks
 
@@ -80,7 +124,7 @@ class Fleet:
             raise RuntimeError("Clients cannot be asked here, since nothing is trained.")
         if self._ranks is None:
             return {view.id: ask(self._client(view.id)) for view in self.views}
-        loads = {client: float(size) for client, size in self._sizes.items()}
+        loads = {view.id: float(view.num_examples) for view in self.views}
         mine, client = longest_first(loads, self._ranks.size)[self._ranks.rank], self._client
         parts = self._ranks.share(lambda: {i: ask(client(i)) for i in mine})
         answers = {i: answer for part in parts for i, answer in part.items()}
@@ -89,11 +133,12 @@ class Fleet:
     def mean(self, ask: Callable[[Client], Weights]) -> Mapping[str, torch.Tensor]:
         """The mean of what every client answers, weighted by its training samples, summed in client order."""
         answers = self.map(ask)
-        total = sum(self._sizes[i] for i in answers)
+        sizes = {view.id: view.num_examples for view in self.views}
+        total = sum(sizes[i] for i in answers)
         sums: dict[str, torch.Tensor] = {}
         dtypes = {name: tensor.dtype for tree in answers.values() for name, tensor in tree.items()}
         for i, tree in answers.items():
             for name, tensor in tree.items():
-                term = self._sizes[i] * tensor.double()
+                term = sizes[i] * tensor.double()
                 sums[name] = sums[name] + term if name in sums else term
         return {name: (tensor / total).to(dtypes[name]) for name, tensor in sums.items()}

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import torch
+from torch import Tensor
 
 from lightning_sparsefl.errors import InvalidOption
 from lightning_sparsefl.federated.privacy import Privacy
@@ -86,6 +88,9 @@ class Federation:
     method whose updates are weights alone. ``privacy/epsilon`` is logged. See docs/merging.md."""
     wire: Literal["count", "encode"] = "count"
     """Whether messages are only measured, exactly, or really encoded and decoded on their way."""
+    store: Literal["ram", "disk"] = "ram"
+    """Where what is kept per client lies between rounds: in the memory of every rank, or in one file of the run folder,
+    which all ranks must see. On disk memory grows with the cohort, not with the number of clients that ever trained."""
     checkpoint_every_n_rounds: int = 1
     """Rounds between two commits of `checkpoints/last.ckpt`; the last round is always committed."""
     pictures_every_n_rounds: int = 10
@@ -150,7 +155,7 @@ class Federation:
                 f"{num_clients} clients, or for each of several blocks of equal size."
             )
 
-    def fleet_capacities(self, num_clients: int, seed: int) -> list[float]:
+    def fleet_capacities(self, num_clients: int, seed: int) -> Capacities:
         """Capacity of each client, in (0, 1].
 
         Args:
@@ -158,13 +163,30 @@ class Federation:
             seed: Of the run, where they are dealt by chance.
 
         Example:
-            >>> Federation(capacities=[0.25, 1.0]).fleet_capacities(4, seed=0)
+            >>> capacities = Federation(capacities=[0.25, 1.0]).fleet_capacities(4, seed=0)
+            >>> [capacities[client] for client in range(4)]
             [0.25, 0.25, 1.0, 1.0]
         """
-        if self.capacities is None:
-            return [1.0] * num_clients
-        block = num_clients // len(self.capacities)
-        dealt = [self.capacities[client // block] for client in range(num_clients)]
-        if not self.shuffle_capacities:
-            return dealt
-        return [dealt[place] for place in torch.randperm(num_clients, generator=generator(seed, "capacities"))]
+        places = torch.randperm(num_clients, generator=generator(seed, "capacities")) if self.deals_by_chance else None
+        levels = [1.0] if self.capacities is None else self.capacities
+        return Capacities(levels, num_clients // len(levels), places)
+
+    @property
+    def deals_by_chance(self) -> bool:
+        """Whether clients have different capacities in an order that chance decides."""
+        return self.shuffle_capacities and self.capacities is not None
+
+
+@dataclass(frozen=True)
+class Capacities:
+    """Capacity of each client by its number, found when it is asked for."""
+
+    levels: Sequence[float]
+    """Of the blocks of clients."""
+    block: int
+    """Clients of each block."""
+    places: Tensor | None = None
+    """Where capacities are dealt by chance: the place of each client, int64 of shape (clients,)."""
+
+    def __getitem__(self, client: int) -> float:
+        return self.levels[(client if self.places is None else int(self.places[client])) // self.block]

@@ -28,7 +28,7 @@ from lightning_sparsefl.federated.client import Client, Split
 from lightning_sparsefl.federated.coordinator import Workload
 from lightning_sparsefl.federated.example import layers_of, units_of
 from lightning_sparsefl.federated.flat import FlatModule, Layout
-from lightning_sparsefl.federated.fleet import Fleet
+from lightning_sparsefl.federated.fleet import Fleet, Views
 from lightning_sparsefl.federated.local import LocalOptions
 from lightning_sparsefl.federated.options import Federation
 from lightning_sparsefl.federated.sampling import split_unseen, uniform_cohort
@@ -183,29 +183,28 @@ def profile(
     algorithm.adapt(module)
     layers = layers_of(module, data)
     flat = FlatModule(module)
-    training = set(split_unseen(seed, len(sizes), federation.unseen_clients)[0])
+    training, _ = split_unseen(seed, len(sizes), federation.unseen_clients)
     capacities = federation.fleet_capacities(len(sizes), seed)
-    views = [
-        ClientView(
+
+    def view(client: int) -> ClientView:
+        return ClientView(
             id=client,
-            num_examples=size,
+            num_examples=sizes[client],
             capacity=capacities[client],
             round=0,
             max_rounds=max_rounds,
             seed=seed,
             monitor=federation.monitor,
         )
-        for client, size in enumerate(sizes)
-        if client in training
-    ]
-    weights = flat.read()
-    stage, by_id = Rehearsal(flat.layout, seed, lambda: units_of(module, data)), {view.id: view for view in views}
+
+    views, weights = Views(training, view), flat.read()
+    stage = Rehearsal(flat.layout, seed, lambda: units_of(module, data))
     fleet = Fleet(
         views,
         flat.layout.buffers,
         weights.vector.device,
         stage,
-        lambda i: Client(by_id[i], {}, stage),
+        lambda i: Client(view(i), {}, stage),
         clients_per_round=federation.clients_per_round,
         execution=federation.execution,
     )
@@ -234,15 +233,15 @@ def profile(
     )
 
 
-def _nominal_sizes(data: Any) -> list[int]:
+def _nominal_sizes(data: Any) -> Sequence[int]:
     """Training samples of each client."""
     for name in ("client_sizes", "batch_size"):
         if getattr(data, name, None) is None:
             raise InvalidOption(f"`data` is a {type(data).__name__} without `{name}`, which `profile` needs.")
-    sizes = list(data.client_sizes)
+    sizes: Sequence[int] = data.client_sizes
     if len(sizes) != data.num_clients or min(sizes) < 1:
         raise InvalidOption(
-            f"`data.client_sizes` starts with {sizes[:3]}; `profile` needs the training samples of each of the "
+            f"`data.client_sizes` starts with {list(sizes[:3])}; `profile` needs the training samples of each of the "
             f"{data.num_clients} clients: give them to the {type(data).__name__}, or call its `setup()` first."
         )
     return sizes
@@ -262,13 +261,13 @@ def _parts(views: Sequence[ClientView], clients_per_round: int, phases: int) -> 
     """How many client-rounds of each part fall on clients of each size; the cohorts are those of the run."""
     parts: dict[_Part, Counter[int]] = defaultdict(Counter)
     seen: set[int] = set()
-    rounds, seed, by_id = views[0].max_rounds, views[0].seed, {view.id: view for view in views}
+    rounds, seed = views[0].max_rounds, views[0].seed
     middles = _middles(rounds, phases)
     for number in range(rounds):
-        for client in uniform_cohort(seed, number, list(by_id), clients_per_round):
-            part = _Part(middles[number], client in seen, by_id[client].capacity)
-            parts[part][by_id[client].num_examples] += 1
-            seen.add(client)
+        for place in uniform_cohort(seed, number, range(len(views)), clients_per_round):
+            view = views[place]
+            parts[_Part(middles[number], view.id in seen, view.capacity)][view.num_examples] += 1
+            seen.add(view.id)
     return dict(sorted(parts.items()))
 
 

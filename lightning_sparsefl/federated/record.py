@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from lightning.pytorch.loggers import Logger, TensorBoardLogger
-from torch import Tensor
 
 from lightning_sparsefl.federated.coordinator import Outcome, RoundResult
 from lightning_sparsefl.federated.evaluate import Scores, higher_is_better
@@ -218,6 +217,7 @@ class Recorder:
             "algorithm": type(self.session.algorithm).__name__,
             "rounds": server.round,
             "clients": self.session.data.num_clients,
+            "clients_scored": len(self._personal),
             "seed": self.session.seed,
             **self._scores,
             **{n: value for n, value in self._metrics.items() if n.startswith(("personal_after/", "privacy/"))},
@@ -253,7 +253,7 @@ class Recorder:
         from lightning_sparsefl.report import pictures  # matplotlib is slow to import
 
         figures = {}
-        masks = self._masks(pictures.MOST_CLIENTS)
+        masks = self.session.store.packed_masks(pictures.MOST_CLIENTS)
         if len(masks) > 1:
             figures["mask/overlap"] = pictures.overlap_figure(masks, number, of=self.session.data.num_clients)
         layers = {n.removeprefix(_LAYER): v for n, v in result.metrics.items() if n.startswith(_LAYER)}
@@ -267,17 +267,6 @@ class Recorder:
             image = pictures.pixels(figure)
             for board in self._boards:
                 board.experiment.add_image(tag, image, number)
-
-    def _masks(self, most: int) -> dict[int, dict[str, Tensor]]:
-        """Packed, the masks of the first clients that uploaded some, where the method keeps masks per client."""
-        store, masks = self.session.store, {}
-        for client in range(self.session.data.num_clients):
-            held = store.packed_masks(client)
-            if held:
-                masks[client] = held
-            if len(masks) == most:
-                break
-        return masks
 
 
 def _untimed(metrics: Mapping[str, float]) -> dict[str, float]:

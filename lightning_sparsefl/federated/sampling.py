@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
+from typing import overload
 
 import torch
 
@@ -21,30 +23,66 @@ def uniform_cohort(seed: int, round: int, clients: Sequence[int], count: int) ->
     return _drawn(clients, count, seed, round, "cohort")
 
 
-def evaluated_clients(seed: int, clients: Sequence[int], count: int | str) -> list[int]:
+def evaluated_clients(seed: int, clients: Sequence[int], count: int | str) -> Sequence[int]:
     """Clients that an evaluation scores: all of them, or one fixed draw.
 
     Example:
         >>> evaluated_clients(0, range(3), "all"), len(evaluated_clients(0, range(100), 7))
-        ([0, 1, 2], 7)
+        (range(0, 3), 7)
     """
     if count == "all" or int(count) >= len(clients):
-        return list(clients)
+        return clients
     return _drawn(clients, int(count), seed, "evaluated clients")
 
 
-def split_unseen(seed: int, num_clients: int, count: int) -> tuple[list[int], list[int]]:
+class Training(Sequence[int]):
+    """The numbers below `num_clients` without some of them, in ascending order; only the missing ones are kept.
+
+    Args:
+        num_clients: Of the fleet.
+        unseen: The missing numbers, ascending.
+
+    Example:
+        >>> list(Training(5, [1, 3])), Training(10**9, [0])[-1]
+        ([0, 2, 4], 999999999)
+    """
+
+    def __init__(self, num_clients: int, unseen: Sequence[int]) -> None:
+        self._present = range(num_clients - len(unseen))
+        self._before = [client - place for place, client in enumerate(unseen)]  # present numbers below each missing one
+
+    def __len__(self) -> int:
+        return len(self._present)
+
+    @overload
+    def __getitem__(self, place: int) -> int: ...
+    @overload
+    def __getitem__(self, place: slice) -> list[int]: ...
+    def __getitem__(self, place: int | slice) -> int | list[int]:
+        if isinstance(place, slice):
+            return [self[i] for i in self._present[place]]
+        number = self._present[place]
+        return number + bisect_right(self._before, number)
+
+
+def split_unseen(seed: int, num_clients: int, count: int) -> tuple[Sequence[int], list[int]]:
     """The clients that train, and those that a run holds out of training, by one fixed draw.
 
     Example:
         >>> training, unseen = split_unseen(0, 5, 2)
-        >>> len(unseen), sorted(training + unseen)
+        >>> len(unseen), sorted([*training, *unseen])
         (2, [0, 1, 2, 3, 4])
     """
     unseen = _drawn(range(num_clients), count, seed, "unseen clients")
-    return sorted(set(range(num_clients)).difference(unseen)), unseen
+    return Training(num_clients, unseen), unseen
 
 
 def _drawn(clients: Sequence[int], count: int, *key: int | str) -> list[int]:
-    order = torch.randperm(len(clients), generator=generator(*key))
-    return sorted(clients[i] for i in order[:count].tolist())
+    """The first entries of ``torch.randperm``, drawn without the others: a shuffle that only notes what it moved."""
+    rng, moved, drawn = generator(*key), dict[int, int](), list[int]()
+    for place in range(min(count, len(clients))):
+        left = len(clients) - place
+        other = place + (int(torch.randint(left, (), generator=rng)) if left > 1 else 0)
+        drawn.append(clients[moved.get(other, other)])
+        moved[other] = moved.get(place, place)
+    return sorted(drawn)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -30,8 +31,8 @@ class Selected:
     """Of the key."""
     server: ServerState
     """After that round."""
-    records: dict[int, dict[str, Any]]
-    """What was kept of each client then, packed."""
+    records: Any
+    """What was kept of each client then, as the store's `snapshot`."""
 
     def state_dict(self) -> dict[str, Any]:
         """For a checkpoint."""
@@ -43,7 +44,7 @@ class Selected:
     def from_state(cls, state: Mapping[str, Any], device: torch.device) -> Selected:
         """What `state_dict` made, with its tensors on a device."""
         trees = {name: unpack_plain(state[name], device) for name in ("weights", "masks", "extra")}
-        return cls(state["key"], state["value"], ServerState(round=state["round"], **trees), dict(state["records"]))
+        return cls(state["key"], state["value"], ServerState(round=state["round"], **trees), state["records"])
 
 
 class Scorer:
@@ -59,9 +60,14 @@ class Scorer:
         self.algorithm, self.federation = coordinator.algorithm, coordinator.federation
         self.selected: Selected | None = None
 
+    def state_dict(self) -> dict[str, Any] | None:
+        """The best round so far, for a checkpoint; None if none is looked for."""
+        return None if self.selected is None else self.selected.state_dict()
+
     def restore(self, state: Mapping[str, Any] | None) -> None:
         """Go on from a checkpoint; a round that was selected by another key is none."""
         if state is not None and state["key"] == self.federation.select:
+            state = {**state, "records": self.coordinator.store.take_over(state["records"])}
             self.selected = Selected.from_state(state, self.coordinator.bench.device)
 
     def scores(self, server: ServerState) -> Scores:
@@ -99,7 +105,7 @@ class Scorer:
         if key not in logged:
             raise InvalidOption(f"`federation.select` is {key!r}; expected a validation score: {sorted(logged)}.")
         if self._is_better(logged[key]):
-            self.selected = Selected(key, logged[key], server, self.coordinator.store.records())
+            self.selected = Selected(key, logged[key], server, self.coordinator.store.snapshot(server.round))
         return further
 
     def _validated(self, server: ServerState, key: str) -> Scores:
@@ -128,18 +134,14 @@ class Scorer:
         tune = self._tuning()
         if tune is None and self.selected is None:
             return {}, []
-        store, now = self.coordinator.store, self.coordinator.store.records()
-        if self.selected is not None:
-            server = self.selected.server
-            store.replace(self.selected.records)
-        try:
+        store, selected = self.coordinator.store, self.selected
+        with nullcontext() if selected is None else store.seen_as(selected.records):
+            server = server if selected is None else selected.server
             before = self.scores(server)
             keys: dict[str, float] = {"selected/round": server.round, **before.groups("selected")}
             if tune is None:
                 return keys, _rows(before, Scores({}, {}))
             after = self._evaluate(server, self.split, self._tuned(server, tune), late=1)
-        finally:
-            store.replace(now)
         return {**keys, **after.groups("finetuned")}, _rows(before, after)
 
     def _tuning(self) -> Callable[[ServerState, Client], Weights | None] | None:

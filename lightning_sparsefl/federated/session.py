@@ -18,12 +18,13 @@ from lightning_sparsefl.errors import ClientFailed, InvalidOption
 from lightning_sparsefl.federated import checkpoint
 from lightning_sparsefl.federated.client import Bench, LocalWork, Split, require_set
 from lightning_sparsefl.federated.coordinator import Coordinator, Workload
+from lightning_sparsefl.federated.disk_store import DiskStore
 from lightning_sparsefl.federated.example import layers_of
 from lightning_sparsefl.federated.export import Exported, ExportRequest, export
 from lightning_sparsefl.federated.facade import RoundTrainer
 from lightning_sparsefl.federated.files import full_disk_told
 from lightning_sparsefl.federated.flat import require_trainable
-from lightning_sparsefl.federated.fleet import Fleet
+from lightning_sparsefl.federated.fleet import Fleet, Views, sizes_fact
 from lightning_sparsefl.federated.interrupt import Interrupted
 from lightning_sparsefl.federated.local import isolate_metrics, local_engine
 from lightning_sparsefl.federated.options import Federation
@@ -108,7 +109,8 @@ class Session:
         for tensor in (*module.parameters(), *module.buffers()):
             ranks.broadcast(tensor)
         self.bench = self.bench_of(module)
-        self.store, self.ledger = ClientStore(self.bench.device), Ledger()
+        self.store = {"ram": ClientStore, "disk": DiskStore}[self.federation.store](self.bench.device)
+        self.ledger = Ledger()
         self.coordinator = Coordinator(
             algorithm=self.algorithm,
             federation=self.federation,
@@ -128,7 +130,7 @@ class Session:
     def _settings(self) -> dict[str, Any]:
         """Further facts that the weights depend on, which a run that goes on must share."""
         return {
-            "client sizes": [self.data.num_examples(i) for i in range(self.data.num_clients)],
+            "client sizes": sizes_fact(self.data),
             "local epochs": self.trainer.local_options.max_epochs,
             "batch size": self.coordinator.workload.batch_size,
             "clients per round": self.federation.clients_per_round,
@@ -322,7 +324,7 @@ class Session:
             with checkpoint.refusing(self.origin.checkpoint):
                 self.scorer.restore(resumed.selected)
             return resumed.server, resumed
-        views = [self.coordinator.view(i, 0) for i in self.coordinator.training_clients]
+        views = Views(self.coordinator.training_clients, lambda i: self.coordinator.view(i, 0))
         fleet = Fleet(
             views,
             self.bench.flat.layout.buffers,
@@ -372,9 +374,7 @@ class Session:
             trainer.max_rounds,
             self.federation.clients_per_round,
             trainer.check_val_every_n_round,
-            lambda: self._checkpoint(
-                {"records": self.store.records()}, checkpoint.callback_states(self.trainer.callbacks)
-            ),
+            self._copy,
         )
 
     def _rounds(self, server: ServerState, facade: RoundTrainer, recorder: Recorder) -> ServerState:
@@ -422,9 +422,21 @@ class Session:
             self._commit()
         return server
 
-    def _checkpoint(self, clients: Mapping[str, Any], callbacks: Mapping[str, Any]) -> dict[str, Any]:
+    def _copy(self, with_clients: bool) -> dict[str, Any]:
+        """A checkpoint that stands alone; its records are needed where it is written."""
+        states = checkpoint.callback_states(self.trainer.callbacks)
+        if not with_clients or not self.ranks.first:
+            return self._checkpoint({}, states)
+        selected = self.scorer.state_dict()
+        if selected is not None:
+            with self.store.seen_as(selected["records"]):
+                selected = {**selected, "records": self.store.records()}
+        return self._checkpoint({"records": self.store.records()}, states, selected)
+
+    def _checkpoint(
+        self, clients: Mapping[str, Any], callbacks: Mapping[str, Any], selected: Mapping[str, Any] | None = None
+    ) -> dict[str, Any]:
         who = {**self.identity, "training": self.settings}
-        selected = self.scorer.selected
         return checkpoint.compose(
             self._server,
             self.bench,
@@ -433,13 +445,14 @@ class Session:
             who,
             clients,
             self._recorder.state_dict(),
-            None if selected is None else selected.state_dict(),
+            selected or self.scorer.state_dict(),
             self._stopped,
         )
 
     def _commit(self) -> None:
         """Make the finished round the one that a crash leaves; the first rank writes, and the others wait."""
         self.ranks.share(self._write if self.ranks.first else lambda: None)
+        self.ranks.share(self._follow)
         self._committed = self._server.round
 
     def _write(self) -> None:
@@ -449,6 +462,10 @@ class Session:
         clients = {"index": index, "checksums": self.store.checksums}
         checkpoint.save(folder / checkpoint.LAST, self._checkpoint(clients, self._states))
         self.store.discard_unreferenced(folder / checkpoint.CLIENTS)
+
+    def _follow(self) -> None:
+        assert self.folder is not None
+        self.store.follow(self.folder.checkpoints / checkpoint.CLIENTS, self._server.round)
 
     def _close(self, recorder: Recorder, loggers: list[Logger]) -> dict[str, float]:
         assert self.folder is not None

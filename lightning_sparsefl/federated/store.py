@@ -1,13 +1,17 @@
 """What is kept per client between rounds: `shared` by the server, `memory` by the client itself.
 
-Every rank holds all records, masks packed to one bit a weight, so that any rank can train any client. On disk a
+Here every rank holds all records, masks packed to one bit a weight, so that any rank can train any client. On disk a
 round's changed records make one file, and the checkpoint's index says which file holds a client's newest one.
+:class:`~lightning_sparsefl.federated.disk_store.DiskStore` keeps the records on disk alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +20,7 @@ from torch import Tensor
 
 from lightning_sparsefl.errors import CheckpointMismatch
 from lightning_sparsefl.federated.files import fingerprint, load_plain, write_atomically
+from lightning_sparsefl.federated.record_file import RecordFile
 from lightning_sparsefl.sparse.masks import pack, unpack
 from lightning_sparsefl.types import Shared
 
@@ -88,7 +93,7 @@ def pack_record(record: Record) -> dict[str, Any]:
 
 
 class ClientStore:
-    """Records of all clients.
+    """Records of all clients, in memory.
 
     Args:
         device: Where unpacked tensors go.
@@ -101,34 +106,58 @@ class ClientStore:
         self._index: dict[int, int] = {}
         self._checksums: dict[int, str] = {}
         self._before: set[int] = set()
+        self._folder: Path | None = None
 
     def get(self, client: int) -> Record:
         """The record of a client; empty if it never took part."""
-        packed = self._packed.get(client)
+        packed = self._find(client)
         return Record() if packed is None else Record(**unpack_plain(packed, self.device))
 
-    def packed_masks(self, client: int) -> dict[str, Tensor]:
-        """The masks that a client uploaded last, at one bit a weight; empty if it uploaded none."""
-        shared = self._packed.get(client, {}).get("shared", {})
-        return {name: mask[_MASK] for name, mask in shared.get("masks", {}).items()}
+    def packed_masks(self, most: int) -> dict[int, dict[str, Tensor]]:
+        """The masks that clients uploaded last, at one bit a weight.
 
-    def put(self, client: int, packed: dict[str, Any]) -> None:
-        """Replace a client's record by one that :func:`pack_record` made."""
+        Args:
+            most: How many clients, of those with a record the first ones, are looked at.
+
+        Returns:
+            By client; none of a client that uploaded none.
+        """
+        found = {}
+        for client in islice(self.clients(), most):
+            masks = (self._find(client) or {}).get("shared", {}).get("masks", {})
+            found[client] = {name: mask[_MASK] for name, mask in masks.items()}
+        return {client: masks for client, masks in found.items() if masks}
+
+    def put(self, client: int, packed: dict[str, Any], round: int) -> None:
+        """Replace a client's record.
+
+        Args:
+            client: Its number.
+            packed: As :func:`pack_record` made it.
+            round: Number of finished rounds, the one of this record among them.
+        """
         self._packed[client] = packed
         self._changed.add(client)
 
-    def __contains__(self, client: int) -> bool:
-        return client in self._packed
+    def clients(self) -> Iterable[int]:
+        """Numbers of the clients that have a record, ascending."""
+        return sorted(self._packed)
 
-    def commit(self, folder: Path, round: int) -> dict[int, int]:
-        """Write the records that changed since the last commit.
+    def __contains__(self, client: int) -> bool:
+        return self._find(client) is not None
+
+    def _find(self, client: int) -> dict[str, Any] | None:
+        return self._packed.get(client)
+
+    def commit(self, folder: Path, round: int) -> Any:
+        """Write the records that changed since the last commit; only on the first rank.
 
         Args:
             folder: Of the record files.
             round: Names the file.
 
         Returns:
-            The index: client to the round whose file holds its record.
+            The index, for the checkpoint: client to the round whose file holds its record.
         """
         self._before = set(self._index.values())
         if self._changed:
@@ -144,6 +173,9 @@ class ClientStore:
         """Of the files that the index names, by round."""
         return {round_: self._checksums[round_] for round_ in sorted(set(self._index.values()))}
 
+    def follow(self, folder: Path, round: int) -> None:
+        """Take notice, on the other ranks, of what the first one committed."""
+
     def discard_unreferenced(self, folder: Path) -> None:
         """Delete record files that neither the committed index names nor the one before it."""
         needed = {_file(folder, round_).name for round_ in {*self._index.values(), *self._before}}
@@ -151,9 +183,26 @@ class ClientStore:
             if path.name not in needed:
                 path.unlink()
 
-    def replace(self, records: Mapping[int, dict[str, Any]]) -> None:
+    def snapshot(self, round: int) -> Any:
+        """What is kept now, for :meth:`seen_as`; plain, so that a checkpoint can hold it. Only the newest stays good.
+
+        Args:
+            round: Number of finished rounds.
+        """
+        return self.records()
+
+    def take_over(self, snapshot: Any) -> Any:
+        """A checkpoint's snapshot as one of this store, which has loaded the checkpoint's index."""
+        return dict(snapshot) if isinstance(snapshot, Mapping) else _read_all(self._folder, snapshot)
+
+    @contextmanager
+    def seen_as(self, snapshot: Any) -> Iterator[None]:
         """Look at other records for a while; what is to be committed stays as it is."""
-        self._packed = dict(records)
+        now, self._packed = self._packed, dict(snapshot)
+        try:
+            yield
+        finally:
+            self._packed = now
 
     def records(self) -> dict[int, dict[str, Any]]:
         """All packed records, for a checkpoint that stands alone."""
@@ -161,16 +210,16 @@ class ClientStore:
 
     def load(
         self,
-        index: Mapping[int, int],
+        index: Any,
         folder: Path,
         records: Mapping[int, dict[str, Any]],
         checksums: Mapping[int, str],
         moved: bool = False,
     ) -> None:
-        """Take over a checkpoint's records; all of them, or none.
+        """Take over a checkpoint's records, also those of a store of the other kind; all of them, or none.
 
         Args:
-            index: Client to round, as :meth:`commit` returned it.
+            index: As :meth:`commit` returned it.
             folder: Of the record files.
             records: Records that the checkpoint holds itself.
             checksums: Of the files.
@@ -179,17 +228,42 @@ class ClientStore:
         Raises:
             CheckpointMismatch: If a record file is missing, damaged, or another run's.
         """
-        packed = dict(records)
-        for round_ in sorted(set(index.values())):
-            content = load_plain(_file(folder, round_))
-            if fingerprint(content) != checksums.get(round_):
-                raise CheckpointMismatch(
-                    f"{_file(folder, round_)} is damaged or of another run: it is not what the checkpoint was written "
-                    "with; choose another `ckpt_path`."
-                )
-            packed.update({client: content[client] for client, r in index.items() if r == round_})
-        self._packed, self._changed = packed, set(packed if moved else records)
-        self._index, self._checksums = ({}, {}) if moved else (dict(index), dict(checksums))
+        files = isinstance(index, Mapping)
+        packed = {**records, **(read_files(index, folder, checksums) if files else _read_all(folder, index))}
+        self._packed, self._changed, self._folder = packed, set(records if files and not moved else packed), folder
+        self._index, self._checksums = (dict(index), dict(checksums)) if files and not moved else ({}, {})
+
+
+def read_files(index: Mapping[int, int], folder: Path, checksums: Mapping[int, str]) -> dict[int, dict[str, Any]]:
+    """The records that an index names.
+
+    Args:
+        index: Client to round.
+        folder: Of the record files.
+        checksums: Of the files.
+
+    Raises:
+        CheckpointMismatch: If a record file is missing, damaged, or another run's.
+    """
+    records, clients = {}, defaultdict[int, list[int]](list)
+    for client, round_ in index.items():
+        clients[round_].append(client)
+    for round_ in sorted(clients):
+        content = load_plain(_file(folder, round_))
+        if fingerprint(content) != checksums.get(round_):
+            raise CheckpointMismatch(
+                f"{_file(folder, round_)} is damaged or of another run: it is not what the checkpoint was written "
+                "with; choose another `ckpt_path`."
+            )
+        records.update({client: content[client] for client in clients[round_]})
+    return records
+
+
+def _read_all(folder: Path | None, round_: int) -> dict[int, dict[str, Any]]:
+    """What a store on disk kept after a round."""
+    assert folder is not None
+    with closing(RecordFile.at(folder, round_)) as file:
+        return {client: file.read(client, round_) for client in file.clients(round_)}
 
 
 def _file(folder: Path, round_: int) -> Path:

@@ -10,6 +10,8 @@ from torch.nn import functional as F
 
 from lightning_sparsefl import FederatedTrainer, Federation
 from lightning_sparsefl.data import Dirichlet, FederatedBlobs
+from lightning_sparsefl.federated.disk_store import DiskStore
+from lightning_sparsefl.federated.store import ClientStore
 
 LAUNCHER = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "NODE_RANK", "LOCAL_RANK", "GLOBAL_RANK")
 
@@ -101,11 +103,11 @@ def last():
     def read(trainer):
         folder = trainer.run_folder / "checkpoints"
         content = torch.load(folder / "last.ckpt", weights_only=True)
-        index = content["sparsefl"]["clients"]["index"]
-        files = {
-            r: torch.load(folder / "clients" / f"round-{r:06d}.pt", weights_only=True) for r in set(index.values())
-        }
-        content["records"] = {client: files[round_][client] for client, round_ in sorted(index.items())}
+        clients = content["sparsefl"].pop("clients")
+        del content["sparsefl"]["checksum"]  # of another index where records lie elsewhere
+        store = (DiskStore if isinstance(clients["index"], int) else ClientStore)(torch.device("cpu"))
+        store.load(clients["index"], folder / "clients", {}, clients["checksums"])
+        content["records"] = dict(sorted(store.records().items()))
         return comparable(content)
 
     return read

@@ -65,8 +65,9 @@ def test_learns(algorithm, federation):
 def test_several_ranks_give_the_bytes_of_one(algorithm, federation, last):
     """Other ways of starting them: test_ranks.py."""
     one = federation(algorithm, folder="one")
-    for devices, placement in ((2, "static"), (3, "dynamic")):
-        run = federation(algorithm, devices=devices, folder=placement, federation={"placement": placement})
+    for devices, placement, store in ((2, "static", "ram"), (3, "dynamic", "disk")):
+        options = {"placement": placement, "store": store}
+        run = federation(algorithm, devices=devices, folder=placement, federation=options)
         assert last(run) == last(one)
         assert run.summary == one.summary
         for table in ("metrics.csv", "clients.csv"):

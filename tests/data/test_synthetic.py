@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightning_sparsefl.data import FederatedBlobs
+from lightning_sparsefl.data import FederatedBlobs, FederatedBlobsOnDemand
 from lightning_sparsefl.errors import InvalidOption
 
 
@@ -36,3 +36,66 @@ def test_the_seed_draws_the_examples():
 def test_refuses_empty_sets(wrong):
     with pytest.raises(InvalidOption, match=r"change `data\."):
         FederatedBlobs(**wrong)
+
+
+def on_demand(**options):
+    return FederatedBlobsOnDemand(**{"num_clients": 10**9, "sample_shape": (1, 2, 3), "seed": 0, **options})
+
+
+def whole(loader):
+    return tuple(torch.cat(parts) for parts in zip(*loader, strict=True))
+
+
+def test_a_client_is_made_from_the_seed_and_its_number_alone():
+    for client in (0, 7, 999_999_999):
+        first, again = (on_demand().client_test_dataloader(client) for _ in range(2))
+        assert all(map(torch.equal, whole(first), whole(again)))
+    inputs, labels = whole(on_demand().client_test_dataloader(7))
+    assert inputs.shape == (20, 1, 2, 3)
+    assert len(labels.unique()) == 2
+    for other in (on_demand().client_val_dataloader(7), on_demand().client_test_dataloader(8)):
+        assert not torch.equal(whole(other)[0], inputs)
+    assert not torch.equal(whole(on_demand(seed=1).client_test_dataloader(7))[0], inputs)
+
+
+def test_sizes_are_known_before_the_examples_and_spread():
+    data = on_demand(num_clients=500, fewest=3, most=6)
+    sizes = [data.num_examples(client) for client in range(500)]
+    assert sizes == list(data.client_sizes)
+    assert set(sizes) == {3, 4, 5, 6}
+    for client in range(5):
+        assert len(whole(data.client_train_dataloader(client))[1]) == sizes[client]
+        assert int(data.client_label_counts(client).sum()) == sizes[client]
+
+
+def test_nothing_grows_with_the_number_of_clients():
+    for data in (on_demand(), on_demand(num_clients=10)):
+        data.setup()
+        assert not [v for v in vars(data).values() if isinstance(v, list | dict | torch.Tensor) and len(v) > 20]
+
+
+def test_common_sets_have_all_classes_and_the_clients_centres():
+    data = on_demand(num_clients=4, num_classes=3, noise=1e-3, classes_per_client=1, num_pooled=9)
+    inputs, labels = whole(data.test_dataloader())
+    assert labels.bincount().tolist() == [3, 3, 3]
+    own, owned = whole(data.client_train_dataloader(0))
+    assert torch.allclose(own[0], inputs[labels == owned[0]][0], atol=0.02)
+    joined, _ = whole(data.train_dataloader())
+    assert len(joined) == sum(data.client_sizes)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"num_clients": 0},
+        {"fewest": 0},
+        {"most": 1},
+        {"classes_per_client": 11},
+        {"num_pooled": 0},
+        {"batch_size": 0},
+        {"val_fraction": 0.1},
+    ],
+)
+def test_refuses_what_cannot_be_made(wrong):
+    with pytest.raises(InvalidOption, match=r"`data\."):
+        on_demand(**wrong)

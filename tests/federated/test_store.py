@@ -39,10 +39,10 @@ def test_what_a_checkpoint_cannot_hold_is_refused_by_name():
 
 def test_commit_and_load(tmp_path):
     store = ClientStore(CPU)
-    store.put(3, pack_record(record(3)))
-    store.put(5, pack_record(record(5)))
+    store.put(3, pack_record(record(3)), 1)
+    store.put(5, pack_record(record(5)), 1)
     assert store.commit(tmp_path, 1) == {3: 1, 5: 1}
-    store.put(5, pack_record(record(55)))
+    store.put(5, pack_record(record(55)), 2)
     index = store.commit(tmp_path, 2)
     assert index == {3: 1, 5: 2}
     other = ClientStore(CPU)
@@ -56,7 +56,7 @@ def test_commit_and_load(tmp_path):
 def test_files_that_no_client_needs_are_deleted(tmp_path):
     store = ClientStore(CPU)
     for round_ in (1, 2, 3):
-        store.put(0, pack_record(record(round_)))
+        store.put(0, pack_record(record(round_)), round_)
         store.commit(tmp_path, round_)
     store.discard_unreferenced(tmp_path)
     assert sorted(path.name for path in tmp_path.glob("*.pt")) == ["round-000002.pt", "round-000003.pt"]
