@@ -3,11 +3,14 @@
 import csv
 import json
 import runpy
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+from lightning_sparsefl import algorithms
 from lightning_sparsefl.data import FederatedCIFAR10, FederatedFashionMNIST
 from lightning_sparsefl.federated import algorithm
 
@@ -37,8 +40,8 @@ def numbers(tree):
 
 
 def test_each_script_is_tested_described_and_measured():
-    scripts = {path.stem for path in FOLDER.glob("*.py")}
-    assert scripts == {*TINY, "sparse_training"}
+    scripts = {path.stem for path in FOLDER.glob("[!_]*.py")}
+    assert scripts == {*TINY, "sparse_training", "kill_resume", "soak"}
     described = (FOLDER / "README.md").read_text()
     for name in scripts:
         assert f"`{name}.py`" in described
@@ -128,3 +131,20 @@ def test_the_kept_rows_of_sparse_training_reach_their_densities():
     for row in rows:
         assert float(row["density_reached"]) == pytest.approx(float(row["density"]), abs=2e-4)
         assert 0.1 <= float(row["test_accuracy"]) <= 1
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [("kill_resume", ["--algorithms", "FedAvg", "--kills", "2"]), ("soak", ["--hours", "0.0001"])],
+)
+def test_killed_runs_leave_what_straight_ones_do(name, arguments, tmp_path):
+    """In a process of its own, since it forks."""
+    out = tmp_path / "result.json"
+    command = [sys.executable, str(FOLDER / f"{name}.py"), *arguments, "--out", str(out)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    result, kept = (json.loads(path.read_text()) for path in (out, FOLDER / "results" / f"{name}.json"))
+    assert result.keys() == kept.keys()
+    assert result["algorithms"]["FedAvg"].keys() == kept["algorithms"]["FedAvg"].keys()
+    assert set(kept["algorithms"]) == set(algorithms.__all__)
+    assert all(found["kills"] >= 0 and found["differences"] == 0 for found in kept["algorithms"].values())

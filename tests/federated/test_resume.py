@@ -123,28 +123,12 @@ def at_call(patch, owner, name, number):
     patch.setattr(owner, name, count)
 
 
-def tear_a_row(patch):
-    """Kills the process when it has written half of the third round's last row."""
-    append, calls = runfolder.Table.append, []
-
-    def torn(self, rows):
-        append(self, rows)
-        calls.append(self)
-        if len(calls) == 6:
-            self.path.write_bytes(self.path.read_bytes()[:-12])
-            die()
-
-    patch.setattr(runfolder.Table, "append", torn)
-
-
 MOMENTS = {
-    "inside the first client": lambda patch: {"client_callbacks": [Die("on_train_batch_end", 1)]},
-    "inside a client of the third round": lambda patch: {"client_callbacks": [Die("on_train_batch_end", 14)]},
+    "inside a client": lambda patch: {"client_callbacks": [Die("on_train_batch_end", 14)]},
     "between rounds": lambda patch: {"callbacks": [Die("on_train_epoch_start", 3)]},
     "in a half-written record file": lambda patch: at_call(patch, files.os, "fsync", 5),
     "in a half-written checkpoint": lambda patch: at_call(patch, files.os, "fsync", 7),
     "before the checkpoint has its name": lambda patch: at_call(patch, files, "_keep", 2),
-    "in a half-written row": tear_a_row,
     "before the final table": lambda patch: at_call(patch, runfolder.RunFolder, "write_summary", 1),
 }
 
@@ -240,19 +224,34 @@ def half(tmp_path_factory):
     return folder
 
 
+@pytest.fixture
+def spoil(half, tmp_path):
+    """Copies the run and damages its last checkpoint; returns its path, and what is said of it."""
+
+    def spoilt(damage):
+        shutil.copytree(half, tmp_path, dirs_exist_ok=True)
+        path = tmp_path / "FedSpa/version_0/checkpoints/last.ckpt"
+        DAMAGE[damage][0](path)
+        return path, DAMAGE[damage][1]
+
+    return spoilt
+
+
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_the_checkpoint_before_stands_in_for_a_damaged_one(damage, half, straight, tmp_path, caplog):
-    shutil.copytree(half, tmp_path, dirs_exist_ok=True)
-    path = tmp_path / "FedSpa/version_0/checkpoints/last.ckpt"
-    spoil, said = DAMAGE[damage]
-    spoil(path)
+def test_a_damaged_checkpoint_is_refused_by_name(damage, spoil, tmp_path):
+    path, said = spoil(damage)
+    before = {file: file.read_bytes() for file in path.parent.rglob("*.*")}
     with pytest.raises(CheckpointMismatch, match=f"{said}(.|\n)*previous.ckpt; `ckpt_path: last` takes it"):
         fit(tmp_path, str(path))
-    caplog.clear()
+    assert {file: file.read_bytes() for file in path.parent.rglob("*.*")} == before
+
+
+@pytest.mark.parametrize("damage", ["missing", "one bit", "its records"])
+def test_the_checkpoint_before_stands_in_for_a_damaged_one(damage, spoil, straight, tmp_path, caplog):
+    path, said = spoil(damage)
     folder = fit(tmp_path, "last")
-    told = caplog.text
-    assert said in told
-    assert f"Going on from the one before it, {path.with_name('previous.ckpt')}, after round 1." in told
+    assert said in caplog.text
+    assert f"Going on from the one before it, {path.with_name('previous.ckpt')}, after round 1." in caplog.text
     assert left(folder) == left(straight)
     assert path.with_name("last.ckpt.refused").exists() == (damage != "missing")
 
@@ -291,18 +290,13 @@ def test_no_flipped_byte_goes_unnoticed(half, tmp_path):
 def test_a_run_that_has_committed_nothing_starts_over(straight, tmp_path, caplog):
     first = fit(tmp_path, rounds=1)
     with pytest.raises(ZeroDivisionError):
-        fit(tmp_path, client_callbacks=[Fail()])
+        fit(tmp_path, callbacks=[FailBefore(0)])
     folder = fit(tmp_path, "last")
     assert folder.name == "version_1"
     told = caplog.text
     assert "version_1 is the newest run and has committed no round: it starts over" in told
     assert f"set `ckpt_path` to {first}/checkpoints/last.ckpt" in told
     assert left(folder) == left(straight)
-
-
-class Fail(Callback):
-    def on_fit_start(self, trainer, pl_module):
-        raise ZeroDivisionError
 
 
 class FailBefore(Callback):
@@ -312,22 +306,6 @@ class FailBefore(Callback):
     def on_train_epoch_start(self, trainer, pl_module):
         if trainer.current_epoch == self.rounds:
             raise ZeroDivisionError
-
-
-@pytest.fixture(autouse=True)
-def the_cause(monkeypatch):
-    """Clients' own errors come out as they are."""
-    from lightning_sparsefl.federated.coordinator import Coordinator
-
-    attempt = Coordinator._attempt
-
-    def bare(self, *args):
-        try:
-            return attempt(self, *args)
-        except Exception as error:
-            raise error.__cause__ or error from None
-
-    monkeypatch.setattr(Coordinator, "_attempt", bare)
 
 
 def test_a_copy_of_a_checkpoint_takes_its_records_along(half, straight, tmp_path):
