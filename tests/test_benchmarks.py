@@ -135,7 +135,7 @@ def test_the_kept_rows_of_sparse_training_reach_their_densities():
 
 @pytest.mark.parametrize(
     ("name", "arguments"),
-    [("kill_resume", ["--algorithms", "FedAvg", "--kills", "2"]), ("soak", ["--hours", "0.0001"])],
+    [("kill_resume", ["--algorithms", "FedAvg", "--kills", "1"]), ("soak", ["--hours", "0.0001"])],
 )
 def test_killed_runs_leave_what_straight_ones_do(name, arguments, tmp_path):
     """In a process of its own, since it forks."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
@@ -71,7 +72,8 @@ class Interrupts:
         if self._number is None:
             self._number, self._since = number, now
             # not `print`, which must not be entered twice, as it would be if the signal came within it
-            os.write(2, f"\n{signal.Signals(number).name}: stopping after the client that trains now.\n".encode())
+            with contextlib.suppress(OSError):
+                os.write(2, f"\n{signal.Signals(number).name}: stopping after the client that trains now.\n".encode())
         elif number == signal.SIGINT and now - self._since > _ECHO:
             self._at_once = True
             raise KeyboardInterrupt
