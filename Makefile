@@ -21,5 +21,6 @@ test: ## Run the tests and doctests; ARGS go to pytest, as in: make test ARGS="-
 quickstart: ## Train the first federation, on a CPU and without a download
 	sparsefl fit --config configs/quickstart.yaml
 
-bench: ## Run every benchmark but the long sparse_training.py and ranks.py; benchmarks/README.md says what the numbers mean
-	@set -e; for script in $(filter-out benchmarks/sparse_training.py benchmarks/ranks.py,$(wildcard benchmarks/*.py)); do echo "== $$script"; $(PYTHON) $$script; done
+LONG = sparse_training moving_masks ranks kill_resume soak fleet
+bench: ## Run every benchmark but the long ones; benchmarks/README.md says what the numbers mean
+	@set -e; for script in $(filter-out $(LONG:%=benchmarks/%.py),$(wildcard benchmarks/[!_]*.py)); do echo "== $$script"; $(PYTHON) $$script; done

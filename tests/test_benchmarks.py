@@ -3,11 +3,14 @@
 import csv
 import json
 import runpy
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+from lightning_sparsefl import algorithms
 from lightning_sparsefl.data import FederatedCIFAR10, FederatedFashionMNIST
 from lightning_sparsefl.federated import algorithm
 
@@ -38,8 +41,9 @@ def numbers(tree):
 
 
 def test_each_script_is_tested_described_and_measured():
-    scripts = {path.stem for path in FOLDER.glob("*.py")}
-    assert scripts == {*TINY, "sparse_training", "ranks"}  # the last one runs in contract/test_ranks.py
+    scripts = {path.stem for path in FOLDER.glob("[!_]*.py")}
+    elsewhere = {"sparse_training", "moving_masks", "ranks", "kill_resume", "soak"}  # ranks: contract/test_ranks.py
+    assert scripts == {*TINY, *elsewhere}
     described = (FOLDER / "README.md").read_text()
     for name in scripts:
         assert f"`{name}.py`" in described
@@ -129,3 +133,50 @@ def test_the_kept_rows_of_sparse_training_reach_their_densities():
     for row in rows:
         assert float(row["density_reached"]) == pytest.approx(float(row["density"]), abs=2e-4)
         assert 0.1 <= float(row["test_accuracy"]) <= 1
+
+
+@pytest.fixture
+def moving_masks(monkeypatch):
+    """What the script defines."""
+    monkeypatch.syspath_prepend(str(FOLDER))
+    return runpy.run_path(str(FOLDER / "moving_masks.py"))
+
+
+@pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning")
+@pytest.mark.filterwarnings("ignore:.*bottleneck.*", "ignore:.*does not have many workers.*")
+def test_moving_masks_counts_what_is_tried_and_kept(moving_masks):
+    rng = torch.Generator().manual_seed(0)
+    images, labels = torch.randn(512, 1, 28, 28, generator=rng), torch.randint(10, (512,), generator=rng)
+    tried = {}
+    for every in (2, 1000):
+        row = moving_masks["measure"](moving_masks["Run"]("fashion-mnist", "set", 1, every, 0), (images, labels) * 2)
+        assert tuple(row) == moving_masks["COLUMNS"]
+        tried[every] = float(row["tried"])
+        assert row["moves"] == (4 if every == 2 else 0)  # 12 steps, until 75 % of them
+        assert row["kept"] == "" if every == 1000 else 0 <= float(row["kept"]) <= 1
+    assert tried[1000] == pytest.approx(moving_masks["DENSITY"], abs=2e-3) < tried[2]
+
+
+def test_the_page_has_the_table_of_the_kept_moving_masks(tmp_path, moving_masks):
+    page = FOLDER.parent / "docs" / "sparse_training.md"
+    copied = tmp_path / "page.md"
+    copied.write_text(page.read_text())
+    moving_masks["write_page"](copied, moving_masks["rows"](FOLDER / "results" / "moving_masks.csv"))
+    assert copied.read_text() == page.read_text()
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [("kill_resume", ["--algorithms", "FedAvg", "--kills", "1"]), ("soak", ["--hours", "0.0001"])],
+)
+def test_killed_runs_leave_what_straight_ones_do(name, arguments, tmp_path):
+    """In a process of its own, since it forks."""
+    out = tmp_path / "result.json"
+    command = [sys.executable, str(FOLDER / f"{name}.py"), *arguments, "--out", str(out)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    result, kept = (json.loads(path.read_text()) for path in (out, FOLDER / "results" / f"{name}.json"))
+    assert result.keys() == kept.keys()
+    assert result["algorithms"]["FedAvg"].keys() == kept["algorithms"]["FedAvg"].keys()
+    assert set(kept["algorithms"]) == set(algorithms.__all__)
+    assert all(found["kills"] >= 0 and found["differences"] == 0 for found in kept["algorithms"].values())

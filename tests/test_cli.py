@@ -1,16 +1,20 @@
 """The command line, in process where it can be, as a user's shell where it must be."""
 
+import errno
 import json
 import os
 import shlex
+import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 import torch
 
 from lightning_sparsefl import cli
+from lightning_sparsefl.federated.coordinator import Coordinator
 
 ROOT = Path(__file__).parents[1]
 QUICKSTART = str(ROOT / "configs" / "quickstart.yaml")
@@ -242,6 +246,40 @@ def test_a_launcher_with_another_world_size_is_refused(tmp_path):
     )
     assert done.returncode == 2
     assert "The launcher started 2 processes" in done.stderr
+
+
+def test_a_full_disk_is_one_sentence(sparsefl, tmp_path, monkeypatch):
+    fsync, calls = os.fsync, []
+
+    def full(descriptor):
+        calls.append(descriptor)
+        if len(calls) > 4:  # the second round
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        fsync(descriptor)
+
+    monkeypatch.setattr("os.fsync", full)
+    code, _, err = sparsefl("fit", "--config", QUICKSTART, *SHORT)
+    assert code == 2
+    assert f"sparsefl: error: The disk of {run_folder(Path('.'))} is full" in err.replace(f"{tmp_path}/", "")
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize(("number", "expected"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_leaves_with_the_usual_code(number, expected, sparsefl, tmp_path, monkeypatch):
+    if threading.current_thread() is not threading.main_thread():
+        pytest.skip("handlers of signals are set in the main thread, and the tests run in another one")
+    attempt, calls = Coordinator.attempt, []
+
+    def signalled(self, *args):
+        calls.append(self)
+        if len(calls) == 5:  # in the second round
+            os.kill(os.getpid(), number)
+        return attempt(self, *args)
+
+    monkeypatch.setattr(Coordinator, "attempt", signalled)
+    code, _, _ = sparsefl("fit", "--config", QUICKSTART, *SHORT)
+    assert (code, len(calls)) == (expected, 5)
+    assert torch.load(run_folder(tmp_path) / "checkpoints/last.ckpt", weights_only=True)["epoch"] == 1
 
 
 def test_a_run_killed_inside_a_client_resumes_to_the_same_bytes(tmp_path):

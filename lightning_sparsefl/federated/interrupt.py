@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
@@ -46,7 +47,7 @@ class Interrupts:
 
     def __init__(self) -> None:
         self._number: int | None = None
-        self._since = 0.0
+        self._since, self._at_once = 0.0, False
         self._former: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Interrupts:
@@ -54,10 +55,12 @@ class Interrupts:
             self._former = {number: signal.signal(number, self._note) for number in _SIGNALS}
         return self
 
-    def __exit__(self, *_: Any) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
         for number, handler in self._former.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
         self._former = {}
+        if self._at_once and kind is not None and issubclass(kind, SystemExit):
+            raise KeyboardInterrupt  # which a client's Trainer has turned into an exit
 
     def check(self) -> None:
         """Raise :class:`Interrupted` if a signal has come."""
@@ -69,6 +72,8 @@ class Interrupts:
         if self._number is None:
             self._number, self._since = number, now
             # not `print`, which must not be entered twice, as it would be if the signal came within it
-            os.write(2, f"\n{signal.Signals(number).name}: stopping after the client that trains now.\n".encode())
+            with contextlib.suppress(OSError):
+                os.write(2, f"\n{signal.Signals(number).name}: stopping after the client that trains now.\n".encode())
         elif number == signal.SIGINT and now - self._since > _ECHO:
+            self._at_once = True
             raise KeyboardInterrupt

@@ -168,7 +168,7 @@ class StockTrainer:
 
     def _trainer(self, callbacks: Sequence[Callback], loggers: Sequence[Logger] = (), **options: Any) -> Trainer:
         device = self.fabric.device
-        return Trainer(
+        trainer = Trainer(
             **{**vars(self.options), **options},
             accelerator=device.type,
             devices=1,
@@ -182,3 +182,6 @@ class StockTrainer:
             num_sanity_val_steps=0,
             use_distributed_sampler=False,
         )
+        # signals are the run's concern: a Trainer would end the client in the middle, or requeue its SLURM job
+        vars(trainer._signal_connector)["register_signal_handlers"] = lambda: None
+        return trainer
