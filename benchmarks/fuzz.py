@@ -249,7 +249,7 @@ def checkpoint_targets(folder: Path) -> dict[str, Target]:
 
         return Target([good], read, CheckpointMismatch)
 
-    beside = sorted(path for path in checkpoints.rglob("*") if path.is_file() and path != last)
+    beside = sorted(path for path in checkpoints.rglob("*") if path.is_file() and path.parent != checkpoints)
     return {"checkpoint": reads(last), **({"records": reads(beside[-1])} if beside else {})}
 
 
