@@ -81,7 +81,7 @@ def compose(
         stopped: Whether a callback asked for no more rounds.
     """
     bench.load(server.weights)
-    content = {
+    content: dict[str, Any] = {
         "state_dict": {name: tensor.detach().cpu().clone() for name, tensor in bench.module.state_dict().items()},
         "epoch": server.round,
         "global_step": server.round,
@@ -207,7 +207,7 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
     Raises:
         CheckpointMismatch: If it is torn, damaged or foreign.
     """
-    content = load_plain(path)
+    content: dict[str, Any] = load_plain(path)
     own = content.get("sparsefl") if isinstance(content, dict) else None
     if not isinstance(own, dict) or own.get("format") != FORMAT:
         raise CheckpointMismatch(

@@ -287,9 +287,9 @@ class Ranks:
 
 def _told(error: BaseException | None) -> str | int | None:
     """What the other ranks are told of a failure, or of a signal."""
-    if error is None or isinstance(error, Interrupted):
-        return error and error.number
-    return f"{type(error).__name__}: {error}"
+    if error is None:
+        return None
+    return error.number if isinstance(error, Interrupted) else f"{type(error).__name__}: {error}"
 
 
 @contextmanager

@@ -355,7 +355,7 @@ class Session:
         if self.ranks.first:
             self.origin.reinstate()
         if not loggers and option is not False:
-            purge = {} if self.origin.folder is None else {"purge_step": rounds}
+            purge: dict[str, Any] = {} if self.origin.folder is None else {"purge_step": rounds}
             loggers = [
                 TensorBoardLogger(path.parent.parent, path.parent.name, path.name, default_hp_metric=False, **purge)
             ]
