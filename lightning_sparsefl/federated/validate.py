@@ -78,12 +78,16 @@ def _check_votes(who: str, votes: Masks, weights: Weights, allowed: Masks) -> No
     """A missing vote is dense, so it needs leave for the whole tensor; what is not sent casts none."""
     for name in allowed.keys() & weights.keys():
         vote, may = votes.get(name), allowed[name]
-        beyond = vote is not may and bool((~may if vote is None else vote > may).any())
-        if beyond:
+        if vote is not may and _any(~may if vote is None else vote > may):
             raise InvalidUpdate(
                 f"{who} votes on coordinates of {name!r} that `may_vote` forbids; vote only where the message lets "
                 "the client hold and change, or override `may_vote`."
             )
+
+
+def _any(mask: Tensor) -> bool:
+    """As ``Tensor.any``, which takes ten times as long on the CPU."""
+    return mask.numel() > 0 and bool(mask.view(torch.uint8).max())
 
 
 def fault(update: Update) -> str | None:
