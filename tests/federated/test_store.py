@@ -95,7 +95,7 @@ def test_files_that_no_client_needs_are_deleted(tmp_path):
 def test_another_runs_file_is_refused_and_nothing_is_taken_over(tmp_path):
     store, other = ClientStore(CPU), ClientStore(CPU)
     for each, folder in ((store, "a"), (other, "b")):
-        each.put(3, pack_record(record(len(folder) if each is store else 9)))
+        each.put(3, pack_record(record(len(folder) if each is store else 9)), 1)
         each.commit(tmp_path / folder, 1)
     with pytest.raises(CheckpointMismatch, match=r"round-000001\.pt is damaged or of another run"):
         store.load({3: 1}, tmp_path / "b", {}, store.checksums)
@@ -104,7 +104,7 @@ def test_another_runs_file_is_refused_and_nothing_is_taken_over(tmp_path):
 
 def test_a_run_that_moves_writes_every_record_anew(tmp_path):
     store, other = ClientStore(CPU), ClientStore(CPU)
-    store.put(3, pack_record(record(3)))
+    store.put(3, pack_record(record(3)), 1)
     store.commit(tmp_path / "old", 1)
     other.load({3: 1}, tmp_path / "old", {}, store.checksums, moved=True)
     assert other.commit(tmp_path / "new", 2) == {3: 2}
