@@ -89,6 +89,16 @@ def test_dense_rows_of_table_1(model, samples, flops):
     assert f"{total:.{len(flops.partition('.')[2])}f}" == flops
 
 
+@pytest.mark.parametrize("cell", CELLS)
+def test_every_cell_costs_at_most_what_its_dense_row_does(cell: str, profile_of):
+    table, data = cell.partition("_")[0].split("/")
+    profile, dense = profile_of(cell), profile_of(f"table1/{data}_fedavg")
+    assert profile["parameters"] == dense["parameters"] == PARAMETERS[data]
+    assert 0 < profile["run"]["paper"]["flops"] <= dense["run"]["paper"]["flops"]
+    if table == "table2":
+        assert profile["run"]["paper"]["uplink_bytes"] < dense["run"]["paper"]["uplink_bytes"]
+
+
 def test_a_cut_sub_model_costs_less_than_the_paper_counts(profile_of):
     """Its layers read fewer channels too."""
     run = profile_of("table2/cifar10_flst")["run"]
