@@ -33,6 +33,7 @@ from torch.nn import functional as F
 from lightning_sparsefl import algorithms
 from lightning_sparsefl.data import Dirichlet, FederatedBlobs
 from lightning_sparsefl.federated import FederatedAlgorithm, FederatedTrainer, Federation
+from lightning_sparsefl.federated.store import ClientStore
 from lightning_sparsefl.types import Update
 
 CLUSTER = Path(__file__).resolve().parents[1] / "configs" / "cluster"
@@ -165,17 +166,14 @@ def left_by(folder: Path, summary: Mapping[str, Any]) -> dict[str, str]:
     """A fingerprint of each thing that a run leaves."""
     content = torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True)
     own = content["sparsefl"]
-    index = own["clients"]["index"]
-    files = {
-        r: torch.load(folder / "checkpoints" / "clients" / f"round-{r:06d}.pt", weights_only=True)
-        for r in set(index.values())
-    }
+    store = ClientStore(torch.device("cpu"))
+    store.load(own["clients"]["index"], folder / "checkpoints" / "clients", {}, own["clients"]["checksums"])
     things = {
         "weights": content["state_dict"],
         "masks": own["masks"],
         "extra": own["extra"],
         "ledger": own["ledger"],
-        "records": {client: files[round_][client] for client, round_ in index.items()},
+        "records": store.records(),
         "summary": dict(summary),
         **{table: rows(folder / table) for table in ("metrics.csv", "clients.csv", "finetuned.csv")},
     }
