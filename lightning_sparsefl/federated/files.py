@@ -94,7 +94,8 @@ def load_plain(path: Path) -> Any:
     if not path.is_file():
         raise CheckpointMismatch(f"There is no checkpoint at {path}; expected a file (option `ckpt_path`).")
     try:
-        require_plain(path)
+        with path.open("rb") as file:
+            require_plain(file)
         return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
         reason = str(error) if isinstance(error, NotPlain) else type(error).__name__

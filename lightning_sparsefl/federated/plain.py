@@ -15,8 +15,7 @@ import zipfile
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from math import prod
-from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, BinaryIO, ClassVar
 
 import torch
 
@@ -51,16 +50,19 @@ class NotPlain(ValueError):
     """Why a file is not loaded, as a clause."""
 
 
-def require_plain(path: Path) -> None:
+def require_plain(file: BinaryIO) -> None:
     """See that a file holds plain types and tensors, and is as large as it says.
+
+    Args:
+        file: Open; the place in it afterwards is any.
 
     Raises:
         NotPlain: If it is not.
     """
-    length = path.stat().st_size
+    length = file.seek(0, io.SEEK_END)
     try:
-        with zipfile.ZipFile(path) as archive:
-            _require_end(path, archive, length)
+        with zipfile.ZipFile(file) as archive:
+            _require_end(file, archive, length)
             sizes = _records(archive, length)
             name = next(name for name in archive.namelist() if name.partition("/")[2] == "data.pkl")
             data = archive.read(name)
@@ -72,13 +74,12 @@ def require_plain(path: Path) -> None:
         raise NotPlain(f"{type(error).__name__}") from error
 
 
-def _require_end(path: Path, archive: zipfile.ZipFile, length: int) -> None:
+def _require_end(file: BinaryIO, archive: zipfile.ZipFile, length: int) -> None:
     """See that the table of contents ends the file, so that every reader finds the same one."""
-    with path.open("rb") as file:
-        file.seek(length - 22)
-        mark, size, start, comment = struct.unpack("<4s8xLLH", file.read(22))
-        file.seek(start + size)
-        long = 76 if file.read(4) == b"PK\x06\x06" else 0
+    file.seek(length - 22)
+    mark, size, start, comment = struct.unpack("<4s8xLLH", file.read(22))
+    file.seek(start + size)
+    long = 76 if file.read(4) == b"PK\x06\x06" else 0
     if mark != b"PK\x05\x06" or comment or start != archive.start_dir or start + size + long + 22 != length:
         raise NotPlain("its table of contents is not at its end")
 

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from lightning_sparsefl.errors import CheckpointMismatch
+from lightning_sparsefl.federated.plain import NotPlain, require_plain
 
 NAME = "records.sqlite"
 _TABLES = {
@@ -160,9 +161,10 @@ class RecordFile:
     def _decoded(self, client: int, crc: Any, content: Any) -> Any:
         try:
             if zlib.crc32(content) == crc:
+                require_plain(io.BytesIO(content))
                 return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
         except Exception as error:
-            reason = type(error).__name__
+            reason = str(error) if isinstance(error, NotPlain) else type(error).__name__
         else:
             reason = "its checksum is another"
         raise CheckpointMismatch(

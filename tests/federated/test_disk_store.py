@@ -252,7 +252,7 @@ def test_pickled_code_in_a_record_is_refused(stored):
     change(stored, "UPDATE records SET content = ?, crc = ?", content, zlib.crc32(content))
     store = DiskStore(CPU)
     store.load(1, stored, {}, {})
-    with pytest.raises(CheckpointMismatch, match=r"torn record of client 0 \(UnpicklingError\)"):
+    with pytest.raises(CheckpointMismatch, match="torn record of client 0"):
         store.get(0)
 
 
