@@ -23,7 +23,9 @@ from lightning_sparsefl.data import Dirichlet, FederatedDigits
 from lightning_sparsefl.errors import SparseFLError
 from lightning_sparsefl.federated import FederatedAlgorithm, FederatedTrainer, Federation
 from lightning_sparsefl.federated.checkpoint import load_checkpoint
-from lightning_sparsefl.federated.files import fingerprint, load_plain
+from lightning_sparsefl.federated.files import fingerprint
+from lightning_sparsefl.federated.record_file import RecordFile
+from lightning_sparsefl.federated.store import read_files
 from lightning_sparsefl.models import MLP
 
 NARROW: dict[str, dict[str, Any]] = {"SplitMix": {"bases": 2}}
@@ -129,11 +131,10 @@ def leaves(folder: Path) -> dict[str, str]:
     """
     checkpoints = folder / "checkpoints"
     content = load_checkpoint(checkpoints / "last.ckpt")
-    index = content["sparsefl"]["clients"]["index"]
-    files = {r: load_plain(checkpoints / "clients" / f"round-{r:06d}.pt") for r in set(index.values())}
+    clients = content["sparsefl"]["clients"]
     found = {
         "checkpoint": fingerprint(content),
-        "records": fingerprint({client: files[r][client] for client, r in index.items()}),
+        "records": fingerprint(_records(checkpoints / "clients", clients["index"], clients["checksums"])),
         "summary.json": fingerprint(json.loads((folder / "summary.json").read_text())),
         "tensorboard": fingerprint(_scalars(folder)),
         "files": fingerprint(sorted(path.name for path in checkpoints.rglob("*"))),
@@ -141,6 +142,14 @@ def leaves(folder: Path) -> dict[str, str]:
     for name in ("metrics.csv", "clients.csv", "finetuned.csv"):
         found[name] = _table(folder / name)
     return found
+
+
+def _records(folder: Path, index: Any, checksums: dict[int, str]) -> dict[int, Any]:
+    """The clients' records that a checkpoint names, in files of rounds or, with `federation.store: disk`, in one."""
+    if isinstance(index, dict):
+        return read_files(index, folder, checksums)
+    file = RecordFile.at(folder, index)
+    return {client: file.read(client, index) for client in file.clients(index)}
 
 
 def _scalars(folder: Path) -> dict[str, list[list[float]]]:

@@ -121,7 +121,7 @@ def _builtin(value: Any) -> Any:
         return {key: _builtin(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return (tuple if isinstance(value, tuple) else list)(_builtin(item) for item in value)
-    return value
+    return value if isinstance(value, torch.Tensor) else pack_plain(value)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -42,7 +42,8 @@ def leave(number: int, first: bool) -> BaseException:
 class Interrupts:
     """Notes SIGTERM and SIGINT while it is entered; whoever can stop asks :meth:`check`.
 
-    A second Ctrl-C stops at once. Handlers are set in the main thread only, and the former ones come back.
+    A second Ctrl-C stops at once. Handlers are set in the main thread only, for signals that are not ignored (a shell
+    ignores SIGINT for what it runs in the background), and the former ones come back.
     """
 
     def __init__(self) -> None:
@@ -52,7 +53,8 @@ class Interrupts:
 
     def __enter__(self) -> Interrupts:
         if threading.current_thread() is threading.main_thread():
-            self._former = {number: signal.signal(number, self._note) for number in _SIGNALS}
+            heard = [number for number in _SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+            self._former = {number: signal.signal(number, self._note) for number in heard}
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:

@@ -11,6 +11,7 @@ import subprocess
 import threading
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch import Callback
@@ -21,7 +22,7 @@ from lightning_sparsefl import FederatedTrainer, Federation, FedSpa
 from lightning_sparsefl.data import FederatedBlobs
 from lightning_sparsefl.errors import CheckpointMismatch, DiskFull
 from lightning_sparsefl.federated import files, interrupt, runfolder
-from lightning_sparsefl.federated.checkpoint import load_checkpoint
+from lightning_sparsefl.federated.checkpoint import load_checkpoint, plain_hparams
 from lightning_sparsefl.models import MLP
 
 pytestmark = [
@@ -282,6 +283,14 @@ def test_no_flipped_byte_goes_unnoticed(half, tmp_path):
         except CheckpointMismatch:
             refused += 1
     assert refused > len(places) / 4
+
+
+def test_hyper_parameters_of_numpy_can_be_read_again(tmp_path):
+    module = MLP(num_classes=4, sample_shape=(1, 1, 8), lr=np.float64(0.5))
+    files.write_atomically(tmp_path / "x.ckpt", plain_hparams(module))
+    found = files.load_plain(tmp_path / "x.ckpt")
+    assert found["lr"] == 0.5
+    assert found["sample_shape"] == (1, 1, 8)
 
 
 # ---- where `last` starts
