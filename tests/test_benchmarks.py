@@ -144,6 +144,7 @@ def moving_masks(monkeypatch):
 
 @pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning")
 @pytest.mark.filterwarnings("ignore:.*bottleneck.*", "ignore:.*does not have many workers.*")
+@pytest.mark.filterwarnings("ignore:.*never moves its mask.*")
 def test_moving_masks_counts_what_is_tried_and_kept(moving_masks):
     rng = torch.Generator().manual_seed(0)
     images, labels = torch.randn(512, 1, 28, 28, generator=rng), torch.randint(10, (512,), generator=rng)
@@ -154,7 +155,8 @@ def test_moving_masks_counts_what_is_tried_and_kept(moving_masks):
         tried[every] = float(row["tried"])
         assert row["moves"] == (4 if every == 2 else 0)  # 12 steps, until 75 % of them
         assert row["kept"] == "" if every == 1000 else 0 <= float(row["kept"]) <= 1
-    assert tried[1000] == pytest.approx(moving_masks["DENSITY"], abs=2e-3) < tried[2]
+    assert tried[1000] == pytest.approx(moving_masks["DENSITY"], abs=2e-3)
+    assert tried[1000] < tried[2]
 
 
 def test_the_page_has_the_table_of_the_kept_moving_masks(tmp_path, moving_masks):

@@ -101,6 +101,7 @@ def test_every_key_has_a_point_for_every_round(board):
         "local/train_acc",
         "time/round",
         "time/aggregate",
+        "time/idle",
     ]
     costs = [*COSTS, *(f"{name}_total" for name in COSTS)]
     assert sorted(board.Tags()["scalars"]) == sorted([*scores, *masks, *others, *costs])

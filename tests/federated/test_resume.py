@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -52,6 +53,7 @@ def fit(root, ckpt_path=None, *, devices=1, rounds=4, federation=None, **options
     )
     data = FederatedBlobs(num_clients=4, dim=8, num_train=160, num_test=40, batch_size=16, val_fraction=0.2, seed=0)
     torch.manual_seed(0)
+    wait_for_the_next_second(root)
     try:
         trainer.fit(MLP(num_classes=4, sample_shape=(1, 1, 8), hidden=(8,)), data, ckpt_path)
     finally:
@@ -59,6 +61,13 @@ def fit(root, ckpt_path=None, *, devices=1, rounds=4, federation=None, **options
             if value is None:
                 os.environ.pop(name, None)
     return trainer.run_folder
+
+
+def wait_for_the_next_second(root):
+    """TensorBoard reads event files in the order of their names, which have seconds, and then numbers of processes."""
+    stamps = [int(path.name.split(".")[3]) for path in root.rglob("events.out.tfevents.*")]
+    while stamps and time.time() < max(stamps) + 1:
+        time.sleep(0.02)
 
 
 def left(folder):
