@@ -14,7 +14,7 @@ from lightning_sparsefl.federated.process import Ranks
 from lightning_sparsefl.types import ServerState
 
 
-def fingerprint(value: Any, start: int = 0) -> int:
+def checksum(value: Any, start: int = 0) -> int:
     """CRC-32 of nested values, from names, types, shapes and bytes; the order of a mapping's names does not matter.
 
     Args:
@@ -22,9 +22,9 @@ def fingerprint(value: Any, start: int = 0) -> int:
         start: The checksum of what stands before.
 
     Example:
-        >>> fingerprint({"a": 1, "b": torch.ones(2)}) == fingerprint({"b": torch.ones(2), "a": 1})
+        >>> checksum({"a": 1, "b": torch.ones(2)}) == checksum({"b": torch.ones(2), "a": 1})
         True
-        >>> fingerprint(torch.zeros(2)) == fingerprint(-torch.zeros(2))
+        >>> checksum(torch.zeros(2)) == checksum(-torch.zeros(2))
         False
     """
     if isinstance(value, Tensor):
@@ -33,11 +33,11 @@ def fingerprint(value: Any, start: int = 0) -> int:
         return zlib.crc32(flat.numpy().data, start)
     if isinstance(value, Mapping):
         for name in sorted(value, key=str):
-            start = fingerprint(value[name], zlib.crc32(repr(name).encode(), start))
+            start = checksum(value[name], zlib.crc32(repr(name).encode(), start))
         return start
     if isinstance(value, list | tuple):
         for item in value:
-            start = fingerprint(item, start)
+            start = checksum(item, start)
         return start
     return zlib.crc32(repr(value).encode(), start)
 
@@ -59,7 +59,7 @@ def agree(server: ServerState, observed: Mapping[int, Any], ranks: Ranks) -> lis
     if ranks.size == 1:
         return [0.0]
     parts = {"weights": server.weights, "masks": server.masks, "extra": server.extra, "shared": observed}
-    checksums = {name: fingerprint(part) for name, part in parts.items()}
+    checksums = {name: checksum(part) for name, part in parts.items()}
     reports = ranks.gather((checksums, ranks.waited))
     first = reports[0][0]
     for rank, (theirs, _) in enumerate(reports):

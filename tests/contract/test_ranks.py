@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from lightning_sparsefl import FedAvg, algorithms
 from lightning_sparsefl.errors import RanksDisagree
-from lightning_sparsefl.federated.agreement import agree, fingerprint
+from lightning_sparsefl.federated.agreement import agree, checksum
 from lightning_sparsefl.federated.coordinator import Coordinator
 from lightning_sparsefl.types import ServerState
 
@@ -122,17 +122,17 @@ def test_a_rank_with_another_server_is_named_with_the_round_and_the_part(part, c
 def test_every_bit_and_every_name_is_in_the_fingerprint():
     g = torch.Generator().manual_seed(0)
     values = torch.randint(0, 2**31, (50,), generator=g, dtype=torch.int32)
-    whole = fingerprint({"a": values})
+    whole = checksum({"a": values})
     for place in range(50):
         for bit in (0, 13, 30):
             flipped = values.clone()
             flipped[place] ^= 1 << bit
-            assert fingerprint({"a": flipped}) != whole
-    assert fingerprint({"b": values}) != whole
-    assert fingerprint({"a": values.view(5, 10)}) != whole
-    assert fingerprint({"a": values.view(5, 10).T}) != fingerprint({"a": values.view(10, 5)})
-    assert fingerprint([1, None, "x", True]) != fingerprint([1, None, "x", False])
-    assert fingerprint(torch.zeros((), dtype=torch.bfloat16)) != fingerprint(torch.ones((), dtype=torch.bfloat16))
+            assert checksum({"a": flipped}) != whole
+    assert checksum({"b": values}) != whole
+    assert checksum({"a": values.view(5, 10)}) != whole
+    assert checksum({"a": values.view(5, 10).T}) != checksum({"a": values.view(10, 5)})
+    assert checksum([1, None, "x", True]) != checksum([1, None, "x", False])
+    assert checksum(torch.zeros((), dtype=torch.bfloat16)) != checksum(torch.ones((), dtype=torch.bfloat16))
 
 
 class Astray(FedAvg):
