@@ -219,23 +219,18 @@ def in_shell(command, folder, **environment):
 SCRIPT = [sys.executable, "-m", "lightning_sparsefl.cli"]
 
 
-def test_processes_and_torchrun_give_the_bytes_of_one_rank(sparsefl, tmp_path):
+def test_the_script_for_torchrun_gives_the_bytes_of_one_rank(sparsefl, tmp_path):
+    """Other ways of starting ranks: contract/test_ranks.py."""
     assert sparsefl("fit", "--config", QUICKSTART, *SHORT)[0] == 0
-    scripts = {"popen": [*SCRIPT, "fit"], "torchrun": [TORCHRUN]}
-    folders = {"one": tmp_path}
-    for name, command in scripts.items():
-        folders[name] = tmp_path / name
-        folders[name].mkdir()
-        arguments = ["--config", QUICKSTART, *SHORT, *(["--trainer.devices=2"] if name == "popen" else [])]
-        here = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-        done = in_shell([*command, *arguments], folders[name], RANKS="2", HEAD="localhost:29512", PATH=here)
-        assert done.returncode == 0, done.stderr
-        assert "2 rank(s)" in done.stderr
-    weights = {}
-    for name, folder in folders.items():
-        content = torch.load(run_folder(folder) / "checkpoints/last.ckpt", weights_only=True)["state_dict"]
-        weights[name] = {key: value.numpy().tobytes() for key, value in content.items()}
-    assert weights["one"] == weights["popen"] == weights["torchrun"]
+    there = tmp_path / "torchrun"
+    there.mkdir()
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    done = in_shell([TORCHRUN, "--config", QUICKSTART, *SHORT], there, RANKS="2", HEAD="localhost:29512", PATH=path)
+    assert done.returncode == 0, done.stderr
+    assert "2 rank(s)" in done.stderr
+    files = (run_folder(folder) / "checkpoints/last.ckpt" for folder in (tmp_path, there))
+    one, two = (torch.load(file, weights_only=True)["state_dict"] for file in files)
+    assert {n: w.numpy().tobytes() for n, w in one.items()} == {n: w.numpy().tobytes() for n, w in two.items()}
 
 
 def test_a_launcher_with_another_world_size_is_refused(tmp_path):
@@ -277,7 +272,13 @@ def test_a_signal_leaves_with_the_usual_code(number, expected, sparsefl, tmp_pat
         return attempt(self, *args)
 
     monkeypatch.setattr(Coordinator, "attempt", signalled)
-    code, _, _ = sparsefl("fit", "--config", QUICKSTART, *SHORT)
+    former = signal.signal(
+        number, signal.default_int_handler
+    )  # a shell's background jobs ignore SIGINT, and so would we
+    try:
+        code, _, _ = sparsefl("fit", "--config", QUICKSTART, *SHORT)
+    finally:
+        signal.signal(number, former)
     assert (code, len(calls)) == (expected, 5)
     assert torch.load(run_folder(tmp_path) / "checkpoints/last.ckpt", weights_only=True)["epoch"] == 1
 

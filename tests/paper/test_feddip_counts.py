@@ -14,8 +14,6 @@ from typing import Any
 import pytest
 import yaml
 
-pytestmark = pytest.mark.xdist_group("feddip")  # which share profiles
-
 CONFIGS = Path(__file__).parents[2] / "configs" / "paper" / "feddip"
 DOCUMENT = CONFIGS.parents[2] / "docs" / "paper_counts.md"
 CELLS = sorted(str(path.relative_to(CONFIGS).with_suffix("")) for path in CONFIGS.rglob("*.yaml"))

@@ -15,8 +15,6 @@ import yaml
 from lightning_sparsefl.cost import count_layers, forward_flops
 from lightning_sparsefl.models import VGG11, VGG13, VGG16, MNISTNet
 
-pytestmark = pytest.mark.xdist_group("fedlps")  # which share profiles
-
 CONFIGS = Path(__file__).parents[2] / "configs" / "paper" / "fedlps"
 CELLS = sorted(str(path.relative_to(CONFIGS).with_suffix("")) for path in CONFIGS.rglob("*.yaml"))
 PARAMETERS = {"mnist": 21_840, "cifar10": 9_231_114, "cifar100": 9_462_180}

@@ -13,8 +13,6 @@ import yaml
 from lightning_sparsefl import callbacks
 from lightning_sparsefl.callbacks.masking import MaskingCallback
 
-pytestmark = pytest.mark.xdist_group("recipes")  # which share two processes
-
 ROOT = Path(__file__).parents[2]
 RECIPES = sorted((ROOT / "callbacks").glob("*.yaml"))
 RUN_EACH = """
