@@ -128,6 +128,7 @@ class Recorder:
         self.finetuned: Mapping[str, float] = {}
         """Scores after the clients' last local fit."""
         self._personal: Mapping[int, Mapping[str, float]] = {}
+        self._clients_scored = 0
         self._metrics: Mapping[str, float] = {}
         self._declared = session.folder is not None and _was_scored(session.folder)
 
@@ -184,6 +185,7 @@ class Recorder:
             rounds: Finished when they were taken.
         """
         self._scores, self._personal, self.scored = scores.summary(), scores.personal, rounds
+        self._clients_scored = len(scores.personal)
 
     def add_scores(self, scores: Scores, rounds: int) -> None:
         """Keep and log scores of a round that was recorded without them, because a callback stopped the run there."""
@@ -198,6 +200,7 @@ class Recorder:
         return {
             "scores": dict(self._scores),
             "scored": self.scored,
+            "clients_scored": self._clients_scored,
             "personal": {i: dict(metrics) for i, metrics in self._personal.items()} if pictured else {},
             "metrics": _untimed(self._metrics),
             "callback_metrics": _untimed({n: float(v) for n, v in self.facade.callback_metrics.items()}),
@@ -207,7 +210,7 @@ class Recorder:
         """Go on from a checkpoint; of a new run there is nothing to take."""
         if state:
             self._scores, self.scored, self._metrics = state["scores"], state["scored"], state["metrics"]
-            self._personal = state["personal"]
+            self._personal, self._clients_scored = state["personal"], state["clients_scored"]
             self.facade.report(state["callback_metrics"])
 
     def summary(self, server: ServerState) -> dict[str, Any]:
@@ -217,7 +220,7 @@ class Recorder:
             "algorithm": type(self.session.algorithm).__name__,
             "rounds": server.round,
             "clients": self.session.data.num_clients,
-            "clients_scored": len(self._personal),
+            "clients_scored": self._clients_scored,
             "seed": self.session.seed,
             **self._scores,
             **{n: value for n, value in self._metrics.items() if n.startswith(("personal_after/", "privacy/"))},

@@ -143,13 +143,13 @@ MOMENTS = {
 }
 
 
-def killed(root, moment):
+def killed(root, moment, **options):
     """Runs in a process of its own until it kills itself."""
     process = os.fork()
     if process == 0:
         with contextlib.suppress(BaseException):
             patch = pytest.MonkeyPatch()
-            fit(root, **(MOMENTS[moment](patch) or {}))
+            fit(root, **(MOMENTS[moment](patch) or {}), **options)
         os._exit(3)
     assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == -signal.SIGKILL
 
@@ -158,6 +158,15 @@ def killed(root, moment):
 def test_a_killed_run_goes_on_as_if_nothing_had_happened(moment, straight, tmp_path):
     killed(tmp_path, moment)
     assert left(fit(tmp_path, "last")) == left(straight)
+
+
+def test_the_final_table_needs_no_pictures(tmp_path):
+    """Without a logger the checkpoint holds no scores of single clients."""
+    killed(tmp_path / "killed", "before the final table", logger=False)
+    folders = fit(tmp_path / "killed", "last", logger=False), fit(tmp_path / "straight", logger=False)
+    resumed, straight = (json.loads((folder / "summary.json").read_text()) for folder in folders)
+    assert resumed == straight
+    assert resumed["clients_scored"] == 4
 
 
 def test_killed_twice(straight, tmp_path):
