@@ -4,42 +4,29 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping
+from functools import reduce
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from lightning_sparsefl.errors import RanksDisagree
+from lightning_sparsefl.federated.files import pieces
 from lightning_sparsefl.federated.process import Ranks
 from lightning_sparsefl.types import ServerState
 
 
-def checksum(value: Any, start: int = 0) -> int:
+def checksum(value: Any) -> int:
     """CRC-32 of nested values, from names, types, shapes and bytes; the order of a mapping's names does not matter.
 
     Args:
         value: Numbers, strings, None, tensors, and mappings and sequences of these.
-        start: The checksum of what stands before.
 
     Example:
+        >>> import torch
         >>> checksum({"a": 1, "b": torch.ones(2)}) == checksum({"b": torch.ones(2), "a": 1})
         True
         >>> checksum(torch.zeros(2)) == checksum(-torch.zeros(2))
         False
     """
-    if isinstance(value, Tensor):
-        start = zlib.crc32(repr((value.dtype, tuple(value.shape))).encode(), start)
-        flat = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-        return zlib.crc32(flat.numpy().data, start)
-    if isinstance(value, Mapping):
-        for name in sorted(value, key=str):
-            start = checksum(value[name], zlib.crc32(repr(name).encode(), start))
-        return start
-    if isinstance(value, list | tuple):
-        for item in value:
-            start = checksum(item, start)
-        return start
-    return zlib.crc32(repr(value).encode(), start)
+    return reduce(lambda crc, piece: zlib.crc32(piece, crc), pieces(value), 0)
 
 
 def agree(server: ServerState, observed: Mapping[int, Any], ranks: Ranks) -> list[float]:

@@ -117,12 +117,12 @@ def fingerprint(content: Any) -> str:
         False
     """
     digest = hashlib.sha256()
-    for piece in _pieces(content):
+    for piece in pieces(content):
         digest.update(piece)
     return digest.hexdigest()
 
 
-def _pieces(value: Any) -> Iterator[Any]:
+def pieces(value: Any) -> Iterator[Any]:
     """What is hashed: of each value its kind, its length and its bytes, so that no two contents share them."""
     if isinstance(value, Tensor):
         yield f"tensor {value.dtype} {list(value.shape)} ".encode()
@@ -130,12 +130,12 @@ def _pieces(value: Any) -> Iterator[Any]:
     elif isinstance(value, Mapping):
         yield f"mapping {len(value)} ".encode()
         for key in sorted(value, key=lambda key: (type(key).__name__, key)):
-            yield from _pieces(key)
-            yield from _pieces(value[key])
+            yield from pieces(key)
+            yield from pieces(value[key])
     elif isinstance(value, list | tuple):
         yield f"sequence {len(value)} ".encode()
         for item in value:
-            yield from _pieces(item)
+            yield from pieces(item)
     elif isinstance(value, str):
         text = value.encode("utf-8", "surrogatepass")
         yield f"text {len(text)} ".encode() + text
