@@ -1,7 +1,7 @@
 """What the number of clients costs: memory, disk and time of a FedSpa run on LeNet-5 (61,706 parameters).
 
 For each number of clients: a new run makes one round and ends. Then every client gets a record, as if it had taken part
-in that round: a copy of one that was trained, put into the file of `federation.store: disk`. The run goes on from there
+in an earlier one: a copy of one that was trained, put into the file of `federation.store: disk`. The run goes on from there
 for some rounds with a cohort, and scores as many clients in its last round. Each of the two is a process of its own, so
 that peaks of memory are its own. Client data is made on demand, and a client has 20 to 60 training samples. The same is
 done with the records in memory, up to a number of clients where that fits.
@@ -97,7 +97,7 @@ def fill(path: Path, clients: int) -> int:
     with database:
         version, crc, content = database.execute("SELECT round, crc, content FROM records LIMIT 1").fetchone()
         known = {client for (client,) in database.execute("SELECT client FROM records")}
-        rows = ((client, version, crc, content) for client in range(clients) if client not in known)
+        rows = ((client, version - 1, crc, content) for client in range(clients) if client not in known)
         database.executemany("INSERT INTO records VALUES (?, ?, ?, ?)", rows)
     database.close()
     return len(content)

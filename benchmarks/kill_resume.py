@@ -1,10 +1,11 @@
 """Kills runs at random moments, resumes them until they are done, and compares what they leave with a straight run.
 
-For each exported method a tiny federation on the digits runs once without interruption. Then processes that run it are
-killed with SIGKILL: at a moment drawn uniformly over the straight run's time, or in turn as soon as a half-written file
-is seen. The next process goes on with ``ckpt_path: last``; a run that ends is compared, and a new one begins, until
-the kills are used up. Compared are the checkpoint, the clients' records, the tables byte by byte but for times, the
-final table, the steps and values in TensorBoard, and the names of the files.
+For each exported method, with the clients' records in memory and on disk (`federation.store`), a tiny federation on the
+digits runs once without interruption. Then processes that run it are killed with SIGKILL: at a moment drawn uniformly
+over the straight run's time, or in turn as soon as a half-written file is seen. The next process goes on with
+``ckpt_path: last``; a run that ends is compared, and a new one begins, until the kills are used up. Compared are the
+checkpoint, the clients' records, the tables byte by byte but for times, the final table, the steps and values in
+TensorBoard, and the names of the files.
 
     python benchmarks/kill_resume.py --out result.json
 """
@@ -12,6 +13,7 @@ final table, the steps and values in TensorBoard, and the names of the files.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import random
@@ -34,32 +36,34 @@ def main() -> None:
     """Run the methods that are asked for, one after another, and write the report."""
     arguments = parsed()
     torch.set_num_threads(1)
-    report: dict[str, Any] = {"environment": environment(), "rounds": ROUNDS, "algorithms": {}}
-    for name in arguments.algorithms:
+    report: dict[str, Any] = {"environment": environment(), "rounds": ROUNDS, "differences": 0, "algorithms": {}}
+    for name, store in itertools.product(arguments.algorithms, arguments.stores):
         with tempfile.TemporaryDirectory() as folder:
-            rng = random.Random(f"{arguments.seed} {name}")
-            report["algorithms"][name] = found = killed(a_run(name), arguments.kills, rng, Path(folder))
-        print(name, json.dumps(found), flush=True)
+            rng = random.Random(f"{arguments.seed} {name} {store}")
+            found = killed(a_run(name, store), arguments.kills, rng, Path(folder))
+        report["algorithms"].setdefault(name, {})[store] = found
+        report["differences"] += found["differences"]
+        print(name, store, json.dumps(found), flush=True)
         if arguments.out:
             arguments.out.write_text(json.dumps(report, indent=2) + "\n")
-    differences = sum(found["differences"] for found in report["algorithms"].values())
-    if differences:
-        raise SystemExit(f"{differences} parts of resumed runs differ from the straight run's.")
+    if report["differences"]:
+        raise SystemExit(f"{report['differences']} parts of resumed runs differ from the straight run's.")
 
 
 def parsed() -> argparse.Namespace:
     """The options."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--algorithms", nargs="+", default=algorithms.__all__, choices=algorithms.__all__)
-    parser.add_argument("--kills", type=int, default=20, help="for each method")
+    parser.add_argument("--stores", nargs="+", default=["ram", "disk"], choices=["ram", "disk"])
+    parser.add_argument("--kills", type=int, default=20, help="for each method and store")
     parser.add_argument("--seed", type=int, default=0, help="of the moments")
     parser.add_argument("--out", type=Path)
     return parser.parse_args()
 
 
-def a_run(name: str) -> Run:
+def a_run(name: str, store: str) -> Run:
     """A method's run: the best validated round is looked for, clients are fine-tuned from it, not all is committed."""
-    federation = {"select": "global/val_acc", "finetune_epochs": 1, "checkpoint_every_n_rounds": 2}
+    federation = {"select": "global/val_acc", "finetune_epochs": 1, "checkpoint_every_n_rounds": 2, "store": store}
     return Run(algorithm(name), ROUNDS, federation=federation)
 
 
@@ -125,7 +129,7 @@ def wait_for_a_write(process: int, folder: Path, rng: random.Random) -> bool:
     seen: set[tuple[str, int]] = set()
     few = rng.randint(1, 3)
     while not ended(process):
-        for path in folder.glob("*/version_*/checkpoints/**/.*.tmp"):
+        for path in half_written(folder):
             try:
                 seen.add((path.name, path.stat().st_ino))
             except FileNotFoundError:
@@ -134,6 +138,11 @@ def wait_for_a_write(process: int, folder: Path, rng: random.Random) -> bool:
                 return False
         time.sleep(0.0005)
     return True
+
+
+def half_written(folder: Path) -> list[Path]:
+    """Files that are there only while something is written: those that get their name last, and SQLite's journal."""
+    return [path for name in (".*.tmp", "*-journal") for path in folder.glob(f"*/version_*/checkpoints/**/{name}")]
 
 
 def ended(process: int) -> bool:
@@ -145,7 +154,7 @@ def note(run: Run, folder: Path, counts: dict[str, int]) -> None:
     """Count a kill, and what state it left."""
     counts["kills"] += 1
     left = run.folder(folder)
-    counts["inside_a_write"] += bool(list(left.glob("checkpoints/**/.*.tmp")))
+    counts["inside_a_write"] += bool(half_written(folder))
     counts["before_the_first_commit"] += not (left / "checkpoints" / "last.ckpt").exists()
     table = left / "metrics.csv"
     rounds = len(table.read_text().splitlines()) - 1 if table.exists() else 0

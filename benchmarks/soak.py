@@ -107,6 +107,7 @@ def the_run(seed: int, turn: int, *callbacks: Callback) -> Run:
         "checkpoint_every_n_rounds": rng.choice([1, 1, 2, 3]),
         "wire": rng.choice(["count", "encode"]),
         "buffers": rng.choice(["average", "local", "server"]),
+        "store": rng.choice(["ram", "disk"]),
     }
     method = without_finetuning(algorithm(algorithms.__all__[turn % len(algorithms.__all__)]))
     return Run(method, ROUNDS, 1000 * seed + turn, federation, [Faults()], callbacks)

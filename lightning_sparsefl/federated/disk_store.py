@@ -146,13 +146,20 @@ class DiskStore(ClientStore):
         checksums: Mapping[int, str],
         moved: bool = False,
     ) -> None:
-        """As the base; records of the other kind count as changed, so that the next commit writes them."""
+        """As the base; records of the other kind count as changed, so that the next commit writes them.
+
+        Raises:
+            CheckpointMismatch: If the file is torn, or a record of its newest commit; older ones are checked as they
+                are read.
+        """
         if isinstance(index, Mapping):
             versions = {**dict.fromkeys(records, 0), **index}
             packed = {**records, **read_files(index, folder, checksums)}
             self._new = {client: {versions[client]: record} for client, record in packed.items()}
         else:
-            self._file, self._committed = RecordFile.at(folder, index), index
+            file = RecordFile.at(folder, index)
+            file.require_newest_whole(index)
+            self._file, self._committed = file, index
 
 
 def _merged(first: Iterator[int], second: Iterable[int]) -> Iterator[int]:

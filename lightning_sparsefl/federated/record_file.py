@@ -102,6 +102,17 @@ class RecordFile:
         )
         return self._decoded(client, *found[0]) if found else None
 
+    def require_newest_whole(self, round: int) -> None:
+        """Read what the commit of a round wrote, all of it, since a crash or a full disk spoils the newest first.
+
+        Raises:
+            CheckpointMismatch: If a record of it is torn.
+        """
+        earlier = 'SELECT COALESCE(MAX("commit"), ? - 1) FROM served WHERE "commit" < ?'
+        ((before,),) = self._rows(earlier, round, round)
+        for client, version in self._rows("SELECT client, round FROM records WHERE round > ? AND round <= ?", before, round):
+            self.read(client, version)
+
     def clients(self, round: int) -> Iterator[int]:
         """Numbers of the clients that had a record after a round, ascending."""
         client = -1

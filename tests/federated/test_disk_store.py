@@ -238,22 +238,35 @@ def change(folder, statement, *values):
     database.close()
 
 
-def test_a_torn_record_is_refused_by_name(stored):
+def test_a_torn_record_of_the_newest_commit_is_refused_by_name(stored):
     change(stored, "UPDATE records SET content = substr(content, 1, 100)")
+    with pytest.raises(CheckpointMismatch, match=r"torn record of client 0 \(its checksum is another\)"):
+        DiskStore(CPU).load(1, stored, {}, {})
+
+
+def test_an_older_torn_record_is_refused_as_it_is_read(stored):
     store = DiskStore(CPU)
     store.load(1, stored, {}, {})
-    with pytest.raises(CheckpointMismatch, match=r"torn record of client 0 \(its checksum is another\)"):
-        store.get(0)
+    for round_, client in enumerate((1, 2), start=2):
+        store.put(client, packed(round_), round_)
+        store.commit(stored, round_)
+    store._file.close()
+    change(stored, "UPDATE records SET content = substr(content, 1, 100) WHERE client < 2")
+    store = DiskStore(CPU)
+    store.load(3, stored, {}, {})
+    store.get(2)
+    with pytest.raises(CheckpointMismatch, match="torn record of client 1"):
+        store.get(1)
+    with pytest.raises(CheckpointMismatch, match="torn record of client 1"):
+        DiskStore(CPU).load(2, stored, {}, {})
 
 
 def test_pickled_code_in_a_record_is_refused(stored):
     torch.save({"f": ClientStore}, stored / "x.pt")
     content = (stored / "x.pt").read_bytes()
     change(stored, "UPDATE records SET content = ?, crc = ?", content, zlib.crc32(content))
-    store = DiskStore(CPU)
-    store.load(1, stored, {}, {})
     with pytest.raises(CheckpointMismatch, match="torn record of client 0"):
-        store.get(0)
+        DiskStore(CPU).load(1, stored, {}, {})
 
 
 @pytest.mark.parametrize(

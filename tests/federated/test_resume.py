@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import signal
+import sqlite3
 import subprocess
 import threading
 import time
@@ -24,6 +25,7 @@ from lightning_sparsefl.data import FederatedBlobs
 from lightning_sparsefl.errors import CheckpointMismatch, DiskFull
 from lightning_sparsefl.federated import files, interrupt, runfolder
 from lightning_sparsefl.federated.checkpoint import load_checkpoint, plain_hparams
+from lightning_sparsefl.federated.record_file import NAME, RecordFile
 from lightning_sparsefl.models import MLP
 
 pytestmark = [
@@ -273,6 +275,24 @@ def test_the_checkpoint_before_stands_in_for_a_damaged_one(damage, spoil, straig
     assert f"Going on from the one before it, {path.with_name('previous.ckpt')}, after round 1." in caplog.text
     assert left(folder) == left(straight)
     assert path.with_name("last.ckpt.refused").exists() == (damage != "missing")
+
+
+def test_the_checkpoint_before_stands_in_for_a_torn_record_on_disk(tmp_path, caplog):
+    def records(folder):
+        file = RecordFile.at(folder / "checkpoints" / "clients", 4)
+        return {client: files.fingerprint(file.read(client, 4)) for client in file.clients(4)}
+
+    on_disk = {"federation": {"store": "disk"}}
+    straight = fit(tmp_path / "straight", **on_disk)
+    killed(tmp_path / "killed", "between rounds", **on_disk)
+    path = tmp_path / "killed/FedSpa/version_0/checkpoints/clients" / NAME
+    with contextlib.closing(sqlite3.connect(path)) as database, database:
+        database.execute("UPDATE records SET content = substr(content, 1, 100) WHERE round = 2")
+    folder = fit(tmp_path / "killed", "last", **on_disk)
+    assert "holds a torn record" in caplog.text
+    assert "Going on from the one before it" in caplog.text
+    assert left(folder) == left(straight)
+    assert records(folder) == records(straight)
 
 
 def test_where_both_are_damaged_the_newest_is_named(half, tmp_path):
