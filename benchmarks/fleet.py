@@ -1,10 +1,10 @@
 """What the number of clients costs: memory, disk and time of a FedSpa run on LeNet-5 (61,706 parameters).
 
 For each number of clients: a new run makes one round and ends. Then every client gets a record, as if it had taken part
-in an earlier one: a copy of one that was trained, put into the file of `federation.store: disk`. The run goes on from there
-for some rounds with a cohort, and scores as many clients in its last round. Each of the two is a process of its own, so
-that peaks of memory are its own. Client data is made on demand, and a client has 20 to 60 training samples. The same is
-done with the records in memory, up to a number of clients where that fits.
+in an earlier one: a copy of one that was trained, put into the file of `federation.store: disk`. The run goes on from
+there for some rounds with a cohort, and scores as many clients in its last round. Each of the two is a process of its
+own, so that peaks of memory are its own. Client data is made on demand, and a client has 20 to 60 training samples. The
+same is done with the records in memory, up to a number of clients where that fits.
 
     python benchmarks/fleet.py --out result.json
 """

@@ -1,7 +1,8 @@
 """What hostile bytes do to whatever reads them: messages, updates, sparse files, a run's checkpoint files.
 
 Valid bytes are changed at random (bits, bytes, lengths, whole pieces, numbers made huge, names doubled or made paths;
-in archives also the records inside, with right checksums) and read. Only the package's own errors may come out, no
+in archives also the records inside, in checkpoints the values, and in databases the rows, all with right checksums) and
+read. Only the package's own errors may come out, no
 allocation may fail under a limit of 96 MB above what the process has, and nothing may appear outside the run folder.
 
     python benchmarks/fuzz.py --minutes 10 --out result.json
@@ -10,27 +11,31 @@ allocation may fail under a limit of 96 MB above what the process has, and nothi
 from __future__ import annotations
 
 import argparse
+import copy
 import io
 import json
 import platform
 import random
 import resource
+import sqlite3
 import tempfile
 import time
 import warnings
 import zipfile
+import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, redirect_stdout
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, redirect_stdout
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from lightning_sparsefl import FederatedTrainer, Federation, FedSpa, export_sparse, load_sparse
 from lightning_sparsefl.data import FederatedBlobs
 from lightning_sparsefl.errors import CheckpointMismatch, MalformedPayload, SparseFLError
+from lightning_sparsefl.federated.files import fingerprint
 from lightning_sparsefl.federated.process import Ranks
 from lightning_sparsefl.federated.session import Session
 from lightning_sparsefl.models import MLP
@@ -155,12 +160,49 @@ def mutate_header(data: bytes, pick: random.Random, other: bytes = b"") -> bytes
     return len(text).to_bytes(8, "little") + text + data[8 + length :]
 
 
-def _change(tree: dict[str, Any], pick: random.Random) -> None:
+def mutate_content(data: bytes, pick: random.Random, other: bytes = b"") -> bytes:
+    """A checkpoint or a record file with one to three of its values changed; a checkpoint with its right checksum."""
+    content = torch.load(io.BytesIO(data), weights_only=True)
+    for _ in range(pick.choice((1, 1, 2, 3))):
+        _change(content, pick, STRANGE + STRANGE_TENSORS)
+    own = content.get("sparsefl")
+    if isinstance(own, dict):
+        own.pop("checksum", None)
+        own["checksum"] = fingerprint(content)
+    packed = io.BytesIO()
+    torch.save(content, packed)
+    return packed.getvalue()
+
+
+def mutate_rows(data: bytes, pick: random.Random, other: bytes = b"") -> bytes:
+    """A database of records with a row's content changed, with its right checksum; else any bytes."""
+    if pick.random() < 0.4:
+        return mutate(data, pick, other)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "rows.sqlite"
+        path.write_bytes(data)
+        with closing(sqlite3.connect(path)) as database, database:
+            rows = database.execute("SELECT rowid, content FROM records").fetchall()
+            row, content = pick.choice(rows)
+            changed = pick.choice((mutate_archive, mutate_content))(content, pick, b"")
+            database.execute(
+                "UPDATE records SET content = ?, crc = ? WHERE rowid = ?", (changed, zlib.crc32(changed), row)
+            )
+        return path.read_bytes()
+
+
+STRANGE: tuple[Any, ...] = (2**62, 2**31, -1, 0, 1.5, True, None, "8", [], {}, [2**40, 2**40], [1] * 70, 10**30)
+STRANGE_TENSORS = (torch.zeros(0), torch.ones(3, dtype=torch.uint8), torch.full((2, 2), torch.nan), torch.tensor(2**62))
+
+
+def _change(tree: dict[Any, Any], pick: random.Random, values: Sequence[Any] = STRANGE) -> None:
+    if not tree:
+        return
     name = pick.choice(list(tree))
     value = tree[name]
-    strange = pick.choice((2**62, 2**31, -1, 0, 1.5, True, None, "8", [], {}, [2**40, 2**40], [1] * 70, 10**30))
+    strange = copy.deepcopy(pick.choice(values))
     if isinstance(value, dict) and value and pick.random() < 0.8:
-        _change(value, pick)
+        _change(value, pick, values)
     elif isinstance(value, list) and value and pick.random() < 0.7:
         value[pick.randrange(len(value))] = strange
     elif pick.random() < 0.3:
@@ -218,10 +260,17 @@ def file_target(folder: Path) -> Target:
 
 def checkpoint_targets(folder: Path) -> dict[str, Target]:
     """The reader of checkpoints, with each kind of file that a run leaves beside its last one changed."""
+    last, records = files_of_a_run(folder / "ram", "ram")
+    _, database = files_of_a_run(folder / "disk", "disk")
+    return {"checkpoint": last, "checkpoint_content": last, "records": records, "database": database}
+
+
+def files_of_a_run(folder: Path, store: Literal["ram", "disk"]) -> tuple[Target, Target]:
+    """A small run's last checkpoint, and what holds its clients' newest records; both are read by going on."""
     data = FederatedBlobs(num_clients=4, num_classes=3, dim=4, val_fraction=0.2, batch_size=8)
     trainer = FederatedTrainer(
         algorithm=FedSpa(density=0.5),
-        federation=Federation(clients_per_round=2, select="personal/val_acc", pictures_every_n_rounds=0),
+        federation=Federation(clients_per_round=2, select="personal/val_acc", pictures_every_n_rounds=0, store=store),
         max_rounds=2,
         accelerator="cpu",
         logger=False,
@@ -232,8 +281,7 @@ def checkpoint_targets(folder: Path) -> dict[str, Target]:
     with redirect_stdout(io.StringIO()):
         trainer.fit(_module(), data)
     assert trainer.run_folder is not None
-    checkpoints = trainer.run_folder / "checkpoints"
-    last = checkpoints / "last.ckpt"
+    last = trainer.run_folder / "checkpoints" / "last.ckpt"
     trainer.fabric.launch()
     session = Session(trainer, Ranks(trainer.fabric), _module(), data, str(last))
 
@@ -249,8 +297,7 @@ def checkpoint_targets(folder: Path) -> dict[str, Target]:
 
         return Target([good], read, CheckpointMismatch)
 
-    beside = sorted(path for path in checkpoints.rglob("*") if path.is_file() and path.parent != checkpoints)
-    return {"checkpoint": reads(last), **({"records": reads(beside[-1])} if beside else {})}
+    return reads(last), reads(max((last.parent / "clients").iterdir()))
 
 
 def _module() -> MLP:
@@ -261,7 +308,9 @@ def _module() -> MLP:
 MUTATIONS: Mapping[str, Callable[[bytes, random.Random, bytes], bytes]] = {
     "file": mutate_header,
     "checkpoint": mutate_archive,
+    "checkpoint_content": mutate_content,
     "records": mutate_archive,
+    "database": mutate_rows,
 }
 """Besides :func:`mutate`."""
 

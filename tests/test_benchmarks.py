@@ -181,4 +181,4 @@ def test_killed_runs_leave_what_straight_ones_do(name, arguments, tmp_path):
     assert result.keys() == kept.keys()
     assert result["algorithms"]["FedAvg"].keys() == kept["algorithms"]["FedAvg"].keys()
     assert set(kept["algorithms"]) == set(algorithms.__all__)
-    assert all(found["kills"] >= 0 and found["differences"] == 0 for found in kept["algorithms"].values())
+    assert kept["differences"] == 0

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from lightning.pytorch import Callback
 
 from lightning_sparsefl import cli
 from lightning_sparsefl.federated.coordinator import Coordinator
@@ -219,18 +220,40 @@ def in_shell(command, folder, **environment):
 SCRIPT = [sys.executable, "-m", "lightning_sparsefl.cli"]
 
 
+class Die(Callback):
+    """The second rank is killed when the second round begins."""
+
+    def on_train_epoch_start(self, trainer, pl_module):
+        if os.environ["RANK"] == "1" and trainer.current_epoch == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
 def test_the_script_for_torchrun_gives_the_bytes_of_one_rank(sparsefl, tmp_path):
-    """Other ways of starting ranks: contract/test_ranks.py."""
+    """Also where a rank dies, and one goes on alone. Other ways of starting ranks: contract/test_ranks.py."""
     assert sparsefl("fit", "--config", QUICKSTART, *SHORT)[0] == 0
-    there = tmp_path / "torchrun"
-    there.mkdir()
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    done = in_shell([TORCHRUN, "--config", QUICKSTART, *SHORT], there, RANKS="2", HEAD="localhost:29512", PATH=path)
+    places = {"one": tmp_path, **{name: tmp_path / name for name in ("two", "dying")}}
+
+    def torchrun(name, *arguments):
+        places[name].mkdir()
+        command, environment = [TORCHRUN, "--config", QUICKSTART, *SHORT, *arguments], {"PATH": path, "RANKS": "2"}
+        return in_shell(
+            command, places[name], **environment, HEAD="localhost:29512", PYTHONPATH=str(Path(__file__).parent)
+        )
+
+    done = torchrun("two")
     assert done.returncode == 0, done.stderr
     assert "2 rank(s)" in done.stderr
-    files = (run_folder(folder) / "checkpoints/last.ckpt" for folder in (tmp_path, there))
-    one, two = (torch.load(file, weights_only=True)["state_dict"] for file in files)
-    assert {n: w.numpy().tobytes() for n, w in one.items()} == {n: w.numpy().tobytes() for n, w in two.items()}
+    lost = torchrun("dying", "--trainer.callbacks+=test_cli.Die", "--trainer.timeout=60")
+    assert lost.returncode != 0
+    assert "sparsefl: error: Rank 0 lost another one" in lost.stderr
+    assert "go on from the last committed round with `ckpt_path: last`" in lost.stderr
+    there = ["--trainer.default_root_dir", places["dying"] / "runs"]
+    assert sparsefl("fit", "--config", QUICKSTART, *SHORT, *there, "--ckpt_path", "last")[0] == 0
+    files = (run_folder(folder) / "checkpoints/last.ckpt" for folder in places.values())
+    states = (torch.load(file, weights_only=True)["state_dict"] for file in files)
+    one, two, resumed = ({name: weight.numpy().tobytes() for name, weight in state.items()} for state in states)
+    assert one == two == resumed
 
 
 def test_a_launcher_with_another_world_size_is_refused(tmp_path):

@@ -219,6 +219,17 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
     return content
 
 
+def index_of(path: Path) -> Any:
+    """The index of the clients' records in a checkpoint; empty if there is no such file, None if it is no good."""
+    if not path.exists():
+        return {}
+    try:
+        with refusing(path):
+            return load_checkpoint(path)["sparsefl"]["clients"]["index"]
+    except CheckpointMismatch:
+        return None
+
+
 @contextlib.contextmanager
 def refusing(path: Path | None) -> Iterator[None]:
     """What fails inside, since the content of a checkpoint is not what it should be, becomes a sentence."""
@@ -232,7 +243,9 @@ def refusing(path: Path | None) -> Iterator[None]:
         ) from error
 
 
-def _require_shapes(path: Path, state: Mapping[str, Any], like: Mapping[str, Any]) -> None:
+def _require_shapes(path: Path, state: Any, like: Mapping[str, Any]) -> None:
+    if not isinstance(state, Mapping):
+        raise TypeError("its state_dict is none")
     for name, value in like.items():
         if isinstance(value, torch.Tensor) and state[name].shape != value.shape:
             raise CheckpointMismatch(

@@ -152,7 +152,14 @@ class Coordinator:
 
     def view(self, client: int, round: int) -> ClientView:
         """What the server knows of a client in a round."""
-        return self._view(client, round, self.store.get(client))
+        return self._view(client, round, self._kept(client))
+
+    def _kept(self, client: int) -> Record:
+        """What is kept about a client; what a checkpoint brought must be of this model."""
+        record, layout = self.store.get(client), self.bench.flat.layout
+        masks = {name: mask for name, mask in record.shared.get("masks", {}).items() if name in layout.shapes}
+        layout.check(masks, f"The record of client {client}")
+        return record
 
     def _view(self, client: int, round: int, record: Record) -> ClientView:
         return ClientView(
@@ -168,7 +175,7 @@ class Coordinator:
 
     def client(self, client: int, round: int) -> Client:
         """A client of a round, with its memory."""
-        record = self.store.get(client)
+        record = self._kept(client)
         return Client(self._view(client, round, record), record.memory, self.bench, record.buffers)
 
     def round(self, server: ServerState, score_after: Split | None = None) -> RoundResult:
@@ -243,7 +250,7 @@ class Coordinator:
             ClientFailed: If the client fails, this is the only rank, and `federation.on_client_error` is ``raise``.
             InvalidUpdate: If the method's update does not answer its message.
         """
-        record = self.store.get(client)
+        record = self._kept(client)
         view = self._view(client, server.round, record)
         message = localize(self.algorithm.download(server, view), record.buffers, self.bench.flat.layout)
         held = digest(message.masks)

@@ -92,7 +92,7 @@ class DiskStore(ClientStore):
         self._committed = round
         self._new.clear()
 
-    def discard_unreferenced(self, folder: Path) -> None:
+    def discard_unreferenced(self, folder: Path, before: Any = None) -> None:
         """Nothing: what no checkpoint needs goes with the next commit."""
 
     def snapshot(self, round: int) -> Any:

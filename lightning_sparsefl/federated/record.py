@@ -209,6 +209,10 @@ class Recorder:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a checkpoint; of a new run there is nothing to take."""
         if state:
+            counts = {name: state[name] for name in ("scored", "clients_scored")}
+            logged = [state[name] for name in ("scores", "metrics", "callback_metrics")]
+            for numbers in (counts, *logged, *state["personal"].values()):
+                _require_numbers(numbers)
             self._scores, self.scored, self._metrics = state["scores"], state["scored"], state["metrics"]
             self._personal, self._clients_scored = state["personal"], state["clients_scored"]
             self.facade.report(state["callback_metrics"])
@@ -275,6 +279,13 @@ class Recorder:
 def _untimed(metrics: Mapping[str, float]) -> dict[str, float]:
     """Without what no two runs have in common."""
     return {name: value for name, value in metrics.items() if not name.startswith("time/")}
+
+
+def _require_numbers(metrics: Mapping[str, Any]) -> None:
+    """Raise :class:`TypeError` unless all values are numbers, as those of a checkpoint should be."""
+    for name, value in metrics.items():
+        if not isinstance(value, int | float):
+            raise TypeError(f"its {name!r} is of the type {type(value).__name__}")
 
 
 def _was_scored(folder: RunFolder) -> bool:

@@ -110,7 +110,9 @@ class RecordFile:
         """
         earlier = 'SELECT COALESCE(MAX("commit"), ? - 1) FROM served WHERE "commit" < ?'
         ((before,),) = self._rows(earlier, round, round)
-        for client, version in self._rows("SELECT client, round FROM records WHERE round > ? AND round <= ?", before, round):
+        for client, version in self._rows(
+            "SELECT client, round FROM records WHERE round > ? AND round <= ?", before, round
+        ):
             self.read(client, version)
 
     def clients(self, round: int) -> Iterator[int]:

@@ -43,6 +43,8 @@ class Selected:
     @classmethod
     def from_state(cls, state: Mapping[str, Any], device: torch.device) -> Selected:
         """What `state_dict` made, with its tensors on a device."""
+        if type(state["value"]) is not float:
+            raise TypeError(f"its selected value is {state['value']!r}"[:80])
         trees = {name: unpack_plain(state[name], device) for name in ("weights", "masks", "extra")}
         return cls(state["key"], state["value"], ServerState(round=state["round"], **trees), state["records"])
 

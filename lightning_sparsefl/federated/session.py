@@ -221,6 +221,7 @@ class Session:
         facade.call("setup", "fit")  # first, as in a Trainer: ModelCheckpoint restores what belongs to its folder
         if self.ranks.first:
             self.folder.cut_back(server.round)
+            self._discard_unreferenced()
         self._recorder = recorder = Recorder(self, facade, loggers)
         if resumed is not None:
             self._go_on(resumed, facade)
@@ -247,6 +248,15 @@ class Session:
             self._recorder.load_state_dict(resumed.log)
         if self.origin.folder is not None:  # where a run was killed after a callback had stopped it
             facade.should_stop = resumed.stopped and self._summary().get("rounds") != resumed.server.round
+
+    def _discard_unreferenced(self) -> None:
+        """Delete record files that a run left which was killed after a commit, and before it could."""
+        assert self.folder is not None
+        if self.origin.folder is None:
+            return
+        before = checkpoint.index_of(self.folder.checkpoints / checkpoint.PREVIOUS)
+        if before is not None:
+            self.store.discard_unreferenced(self.folder.checkpoints / checkpoint.CLIENTS, before)
 
     def _fail(self, error: BaseException, facade: RoundTrainer, loggers: list[Logger]) -> None:
         """Commit what a signal has left, and tell those who want to know."""

@@ -92,6 +92,21 @@ def pack_record(record: Record) -> dict[str, Any]:
     }
 
 
+def unpack_record(packed: Mapping[str, Any], device: torch.device) -> Record:
+    """Undo :func:`pack_record`.
+
+    Raises:
+        TypeError: If what a checkpoint brought is no record, as other errors do.
+    """
+    record = Record(**unpack_plain(packed, device))
+    masks = record.shared.get("masks", {})
+    if not all(isinstance(tree, Mapping) for tree in (record.memory, record.buffers, masks)):
+        raise TypeError("its trees are none")
+    if not all(isinstance(mask, Tensor) and mask.dtype == torch.bool for mask in masks.values()):
+        raise TypeError("its masks are none")
+    return record
+
+
 class ClientStore:
     """Records of all clients, in memory.
 
@@ -109,9 +124,21 @@ class ClientStore:
         self._folder: Path | None = None
 
     def get(self, client: int) -> Record:
-        """The record of a client; empty if it never took part."""
+        """The record of a client; empty if it never took part.
+
+        Raises:
+            CheckpointMismatch: If a checkpoint brought one that is none.
+        """
         packed = self._find(client)
-        return Record() if packed is None else Record(**unpack_plain(packed, self.device))
+        if packed is None:
+            return Record()
+        try:
+            return unpack_record(packed, self.device)
+        except Exception as error:
+            raise CheckpointMismatch(
+                f"The record of client {client} is damaged, or of another version ({type(error).__name__}: {error}); "
+                "choose another `ckpt_path`."
+            ) from error
 
     def packed_masks(self, most: int) -> dict[int, dict[str, Tensor]]:
         """The masks that clients uploaded last, at one bit a weight.
@@ -176,8 +203,15 @@ class ClientStore:
     def follow(self, folder: Path, round: int) -> None:
         """Take notice, on the other ranks, of what the first one committed."""
 
-    def discard_unreferenced(self, folder: Path) -> None:
-        """Delete record files that neither the committed index names nor the one before it."""
+    def discard_unreferenced(self, folder: Path, before: Any = None) -> None:
+        """Delete record files that neither the committed index names nor the one before it.
+
+        Args:
+            folder: Of the record files.
+            before: The index before it; None = that of the last commit but one.
+        """
+        if before is not None:
+            self._before = set(before.values()) if isinstance(before, Mapping) else set()
         needed = {_file(folder, round_).name for round_ in {*self._index.values(), *self._before}}
         for path in folder.glob("round-*.pt"):
             if path.name not in needed:

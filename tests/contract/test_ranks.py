@@ -17,23 +17,39 @@ from lightning_sparsefl.federated.coordinator import Coordinator
 from lightning_sparsefl.types import ServerState
 
 RANKS = Path(__file__).parents[2] / "benchmarks" / "ranks.py"
-PLAN = {
-    "popen 3": [("FedSpa", "static"), ("FedLPS", "dynamic"), ("extra trees", "dynamic"), ("SplitMix", "static")],
-    "torchrun, 2 nodes of 1": [("FedLPS", "static"), ("FedDIP", "dynamic"), ("PerFedMask", "dynamic")],
-    "slurm, 2 nodes of 1": [("extra trees", "static"), ("FedSpa", "dynamic"), ("HeteroFL", "dynamic")],
-    "fork, 2 workers on a device": [("extra trees", "dynamic")],
+WAYS = {
+    "popen": ("popen 2", "popen 3"),
+    "torchrun": ("torchrun 1", "torchrun 3"),
+    "torchrun, 2 nodes": ("torchrun, 2 nodes of 1",),
+    "slurm": ("slurm, 2 nodes of 1",),
+    "workers": ("fork, 2 workers on a device",),
 }
-"""A selection; benchmarks/ranks.py runs all pairs, and test_algorithms.py every algorithm in forked processes."""
+"""Two and three forked ranks: test_algorithms.py."""
+
+
+def pairwise(cases, placements):
+    """Every algorithm with every way and both placements, and both placements in every launch."""
+    plan = {launch: [] for launches in WAYS.values() for launch in launches}
+    for number, case in enumerate(cases):
+        for way, launches in enumerate(WAYS.values()):
+            placement = placements[(number // 2 + way) % 2]
+            plan[launches[(number + way) % len(launches)]].append((case, placement))
+    return plan
 
 
 def test_every_way_of_starting_ranks_gives_the_bytes_of_one():
+    """A pairwise selection; benchmarks/ranks.py runs all combinations, with more options of the algorithms."""
     script = runpy.run_path(str(RANKS))
-    assert {type(case) for case in script["CASES"].values()} >= {getattr(algorithms, n) for n in algorithms.__all__}
-    *_, result = script["compare"](PLAN, rounds=2)
-    assert result["runs"] == 11
-    assert {name: launch["differences"] for name, launch in result["launches"].items()} == {name: [] for name in PLAN}
+    cases = [*algorithms.__all__, "extra trees"]
+    assert [type(script["CASES"][name]).__name__ for name in algorithms.__all__] == algorithms.__all__
+    plan = pairwise(cases, script["PLACEMENTS"])
+    assert all({placement for _, placement in runs} == {"static", "dynamic"} for runs in plan.values())
+    assert len({run for runs in plan.values() for run in runs}) == 2 * len(cases)
+    *_, result = script["compare"](plan, rounds=2)
+    assert result["runs"] == len(WAYS) * len(cases)
+    assert {name: launch["differences"] for name, launch in result["launches"].items()} == {name: [] for name in plan}
     marks = [case["weights"] for case in result["one rank"].values()]
-    assert len(set(marks)) == len(marks) > 5  # a comparison of constants would see nothing
+    assert len(set(marks)) > 9  # a comparison of constants would see nothing
 
 
 class Noted(FedAvg):

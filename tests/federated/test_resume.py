@@ -26,6 +26,7 @@ from lightning_sparsefl.errors import CheckpointMismatch, DiskFull
 from lightning_sparsefl.federated import files, interrupt, runfolder
 from lightning_sparsefl.federated.checkpoint import load_checkpoint, plain_hparams
 from lightning_sparsefl.federated.record_file import NAME, RecordFile
+from lightning_sparsefl.federated.store import ClientStore
 from lightning_sparsefl.models import MLP
 
 pytestmark = [
@@ -141,6 +142,7 @@ MOMENTS = {
     "in a half-written record file": lambda patch: at_call(patch, files.os, "fsync", 5),
     "in a half-written checkpoint": lambda patch: at_call(patch, files.os, "fsync", 7),
     "before the checkpoint has its name": lambda patch: at_call(patch, files, "_keep", 2),
+    "before what no checkpoint names is deleted": lambda patch: at_call(patch, ClientStore, "discard_unreferenced", 4),
     "before the final table": lambda patch: at_call(patch, runfolder.RunFolder, "write_summary", 1),
 }
 
