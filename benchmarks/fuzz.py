@@ -17,6 +17,7 @@ import json
 import platform
 import random
 import resource
+import shutil
 import sqlite3
 import tempfile
 import time
@@ -161,7 +162,7 @@ def mutate_header(data: bytes, pick: random.Random, other: bytes = b"") -> bytes
 
 
 def mutate_content(data: bytes, pick: random.Random, other: bytes = b"") -> bytes:
-    """A checkpoint or a record file with one to three of its values changed; a checkpoint with its right checksum."""
+    """A checkpoint or a record with one to three of its values changed; a checkpoint with its right checksum."""
     content = torch.load(io.BytesIO(data), weights_only=True)
     for _ in range(pick.choice((1, 1, 2, 3))):
         _change(content, pick, STRANGE + STRANGE_TENSORS)
@@ -195,10 +196,15 @@ STRANGE: tuple[Any, ...] = (2**62, 2**31, -1, 0, 1.5, True, None, "8", [], {}, [
 STRANGE_TENSORS = (torch.zeros(0), torch.ones(3, dtype=torch.uint8), torch.full((2, 2), torch.nan), torch.tensor(2**62))
 
 
+METHODS_OWN = "extra"
+"""What only the method can tell from something else (docs/security.md)."""
+
+
 def _change(tree: dict[Any, Any], pick: random.Random, values: Sequence[Any] = STRANGE) -> None:
-    if not tree:
+    names = [name for name in tree if name != METHODS_OWN]
+    if not names:
         return
-    name = pick.choice(list(tree))
+    name = pick.choice(names)
     value = tree[name]
     strange = copy.deepcopy(pick.choice(values))
     if isinstance(value, dict) and value and pick.random() < 0.8:
@@ -260,30 +266,19 @@ def file_target(folder: Path) -> Target:
 
 def checkpoint_targets(folder: Path) -> dict[str, Target]:
     """The reader of checkpoints, with each kind of file that a run leaves beside its last one changed."""
-    last, records = files_of_a_run(folder / "ram", "ram")
-    _, database = files_of_a_run(folder / "disk", "disk")
-    return {"checkpoint": last, "checkpoint_content": last, "records": records, "database": database}
+    last, records, goes_on = files_of_a_run(folder / "ram", "ram")
+    _, database, _ = files_of_a_run(folder / "disk", "disk")
+    return {"checkpoint": last, "checkpoint_content": goes_on, "records": records, "database": database}
 
 
-def files_of_a_run(folder: Path, store: Literal["ram", "disk"]) -> tuple[Target, Target]:
-    """A small run's last checkpoint, and what holds its clients' newest records; both are read by going on."""
-    data = FederatedBlobs(num_clients=4, num_classes=3, dim=4, val_fraction=0.2, batch_size=8)
-    trainer = FederatedTrainer(
-        algorithm=FedSpa(density=0.5),
-        federation=Federation(clients_per_round=2, select="personal/val_acc", pictures_every_n_rounds=0, store=store),
-        max_rounds=2,
-        accelerator="cpu",
-        logger=False,
-        enable_progress_bar=False,
-        default_root_dir=str(folder),
-        seed=0,
-    )
+def files_of_a_run(folder: Path, store: Literal["ram", "disk"]) -> tuple[Target, Target, Target]:
+    """A small run's last checkpoint, and what holds its clients' newest records, both read; and how the run goes on."""
     with redirect_stdout(io.StringIO()):
-        trainer.fit(_module(), data)
+        trainer = _fit(folder, store)
     assert trainer.run_folder is not None
     last = trainer.run_folder / "checkpoints" / "last.ckpt"
     trainer.fabric.launch()
-    session = Session(trainer, Ranks(trainer.fabric), _module(), data, str(last))
+    session = Session(trainer, Ranks(trainer.fabric), _module(), _data(), str(last))
 
     def reads(path: Path) -> Target:
         good = path.read_bytes()
@@ -297,7 +292,38 @@ def files_of_a_run(folder: Path, store: Literal["ram", "disk"]) -> tuple[Target,
 
         return Target([good], read, CheckpointMismatch)
 
-    return reads(last), reads(max((last.parent / "clients").iterdir()))
+    def go_on(content: bytes) -> object:
+        with tempfile.TemporaryDirectory(dir=folder) as place, redirect_stdout(io.StringIO()):
+            copied = Path(place) / last.relative_to(folder)
+            shutil.copytree(last.parents[1], copied.parents[1])
+            copied.write_bytes(content)
+            return _fit(Path(place), store, str(copied))
+
+    return (
+        reads(last),
+        reads(max((last.parent / "clients").iterdir())),
+        Target([last.read_bytes()], go_on, CheckpointMismatch),
+    )
+
+
+def _fit(folder: Path, store: Literal["ram", "disk"], ckpt_path: str | None = None) -> FederatedTrainer:
+    """Two rounds, or a third one from a checkpoint."""
+    trainer = FederatedTrainer(
+        algorithm=FedSpa(density=0.5),
+        federation=Federation(clients_per_round=2, select="personal/val_acc", pictures_every_n_rounds=0, store=store),
+        max_rounds=2 if ckpt_path is None else 3,
+        accelerator="cpu",
+        logger=False,
+        enable_progress_bar=False,
+        default_root_dir=str(folder),
+        seed=0,
+    )
+    trainer.fit(_module(), _data(), ckpt_path)
+    return trainer
+
+
+def _data() -> FederatedBlobs:
+    return FederatedBlobs(num_clients=4, num_classes=3, dim=4, val_fraction=0.2, batch_size=8)
 
 
 def _module() -> MLP:

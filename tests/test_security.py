@@ -67,7 +67,7 @@ CASES = {
     "update": 400,
     "file": 250,
     "checkpoint": 120,
-    "checkpoint_content": 150,
+    "checkpoint_content": 60,
     "records": 60,
     "database": 150,
 }

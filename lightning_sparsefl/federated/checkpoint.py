@@ -180,6 +180,8 @@ def _take_over(
     _compare(path, own["identity"]["training"], settings)
     _require_shapes(path, content["state_dict"], bench.module.state_dict())
     _require_round(own["round"])
+    if type(own["stopped"]) is not bool:
+        raise TypeError("it does not say whether the run was stopped")
     bench.flat.layout.check(unpack_plain(own["masks"], bench.device), f"{path}, among its masks,")
     clients = own["clients"]
     index, records, checksums = (clients.get(part, {}) for part in ("index", "records", "checksums"))
