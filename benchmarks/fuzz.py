@@ -286,7 +286,7 @@ def files_of_a_run(folder: Path, store: Literal["ram", "disk"]) -> tuple[Target,
         def read(content: bytes) -> object:
             path.write_bytes(content)
             try:
-                return session._start()
+                return session.start()
             finally:
                 path.write_bytes(good)
 

@@ -2,37 +2,31 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning.fabric.utilities.rank_zero import rank_zero_info
 from lightning.pytorch import LightningModule
-from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.nn.parameter import UninitializedParameter
 
 from lightning_sparsefl.cost import Ledger
-from lightning_sparsefl.errors import ClientFailed, InvalidOption
+from lightning_sparsefl.errors import InvalidOption
 from lightning_sparsefl.federated import checkpoint
 from lightning_sparsefl.federated.client import Bench, LocalWork, Split, require_set
 from lightning_sparsefl.federated.coordinator import Coordinator, Workload
 from lightning_sparsefl.federated.disk_store import DiskStore
 from lightning_sparsefl.federated.example import layers_of
 from lightning_sparsefl.federated.export import Exported, ExportRequest, export
-from lightning_sparsefl.federated.facade import RoundTrainer
-from lightning_sparsefl.federated.files import full_disk_told
+from lightning_sparsefl.federated.fit import Fit
 from lightning_sparsefl.federated.flat import require_trainable
 from lightning_sparsefl.federated.fleet import Fleet, Views, sizes_fact
-from lightning_sparsefl.federated.interrupt import Interrupted
 from lightning_sparsefl.federated.local import isolate_metrics, local_engine
 from lightning_sparsefl.federated.options import Federation
 from lightning_sparsefl.federated.process import Ranks
-from lightning_sparsefl.federated.record import Recorder, hyperparameters, log_hyperparameters
-from lightning_sparsefl.federated.replay import Replay, how_to, run_again
+from lightning_sparsefl.federated.replay import Replay, run_again
 from lightning_sparsefl.federated.resume import find_origin
-from lightning_sparsefl.federated.runfolder import RunFolder, new_version
+from lightning_sparsefl.federated.runfolder import RunFolder
 from lightning_sparsefl.federated.scoring import Scorer
 from lightning_sparsefl.federated.store import ClientStore
 from lightning_sparsefl.report import print_table, summary_rows
@@ -97,7 +91,7 @@ class Session:
         self.split: Split = split or default
         self.folder: RunFolder | None = None
         root = Path(trainer.default_root_dir)
-        self.origin = ranks.share(lambda: find_origin(ckpt_path, root, self._name, training=split is None))[0]
+        self.origin = ranks.share(lambda: find_origin(ckpt_path, root, self.name, training=split is None))[0]
         seed_all(self.seed, "data")
         ranks.share(self._prepare_data)
         self._check_scoring()
@@ -148,7 +142,7 @@ class Session:
         }
 
     @property
-    def _name(self) -> str:
+    def name(self) -> str:
         """Name of the runs' common folder."""
         return "fast_dev_run" if self.trainer.fast_dev_run else type(self.algorithm).__name__
 
@@ -205,77 +199,16 @@ class Session:
 
     def fit(self) -> dict[str, float]:
         """Run the rounds that are left; returns the final table."""
-        server, resumed = self._start()
+        server, resumed = self.start()
         if self._has_ended(server):
             return self._finished(server)
-        loggers = self._open_run(server.round)
-        assert self.folder is not None
-        facade = self._facade(loggers)
-        with full_disk_told(self.folder.path):
-            return self._fit(server, resumed, facade, loggers)
-
-    def _fit(
-        self, server: ServerState, resumed: checkpoint.Resumed | None, facade: RoundTrainer, loggers: list[Logger]
-    ) -> dict[str, float]:
-        assert self.folder is not None
-        facade.call("setup", "fit")  # first, as in a Trainer: ModelCheckpoint restores what belongs to its folder
-        if self.ranks.first:
-            self.folder.cut_back(server.round)
-            self._discard_unreferenced()
-        self._recorder = recorder = Recorder(self, facade, loggers)
-        if resumed is not None:
-            self._go_on(resumed, facade)
-        self._server, self._committed, self._stopped = server, server.round, facade.should_stop
-        self._states = checkpoint.callback_states(self.trainer.callbacks)
-        with self.coordinator.interrupts:
-            try:
-                server = self._rounds(server, facade, recorder)
-                recorder.finetuned, rows = self.scorer.finetuned(server)
-            except BaseException as error:
-                self._fail(error, facade, loggers)
-                raise
-        if rows and self.ranks.first:
-            self.folder.write_finetuned(rows)
-        self.bench.load(server.weights)
-        return self._close(recorder, loggers)
-
-    def _go_on(self, resumed: checkpoint.Resumed, facade: RoundTrainer) -> None:
-        """Take over what a checkpoint holds beside the rounds' own state."""
-        for callback in self.trainer.callbacks:
-            if callback.state_key in resumed.callbacks:
-                checkpoint.load_callback(self.origin.checkpoint, callback, resumed.callbacks[callback.state_key])
-        with checkpoint.refusing(self.origin.checkpoint):
-            self._recorder.load_state_dict(resumed.log)
-        if self.origin.folder is not None:  # where a run was killed after a callback had stopped it
-            facade.should_stop = resumed.stopped and self._summary().get("rounds") != resumed.server.round
-
-    def _discard_unreferenced(self) -> None:
-        """Delete record files that a run left which was killed after a commit, and before it could."""
-        assert self.folder is not None
-        if self.origin.folder is None:
-            return
-        before = checkpoint.index_of(self.folder.checkpoints / checkpoint.PREVIOUS)
-        if before is not None:
-            self.store.discard_unreferenced(self.folder.checkpoints / checkpoint.CLIENTS, before)
-
-    def _fail(self, error: BaseException, facade: RoundTrainer, loggers: list[Logger]) -> None:
-        """Commit what a signal has left, and tell those who want to know."""
-        if isinstance(error, Interrupted):
-            if self._server.round > self._committed:
-                self._commit()
-            rank_zero_info(f"{error}: {self._committed} rounds are committed; `ckpt_path: last` goes on from there.")
-        with contextlib.suppress(OSError):  # what cannot be written now hides no error before it
-            if isinstance(error, ClientFailed):
-                self._offer_replay(error)
-            facade.call("on_exception", error)
-            for logger in loggers:
-                logger.finalize("failed")
+        return Fit(self, server, resumed).run()
 
     def _has_ended(self, server: ServerState) -> bool:
         """Whether the run that is to go on has its final table, and no rounds are left."""
-        return server.round >= self.trainer.max_rounds and self._summary().get("rounds") == server.round
+        return server.round >= self.trainer.max_rounds and self.final_table().get("rounds") == server.round
 
-    def _summary(self) -> dict[str, Any]:
+    def final_table(self) -> dict[str, Any]:
         """The table of the run that goes on in its folder."""
         return {} if self.origin.folder is None else RunFolder(self.origin.folder).read_summary()
 
@@ -291,7 +224,7 @@ class Session:
 
     def score(self) -> dict[str, float]:
         """Score the models of a checkpoint, or the initial ones."""
-        server, _ = self._start(training=False)
+        server, _ = self.start(training=False)
         scores = self.scorer.scores(server).summary()
         if self.ranks.first:
             print_table(
@@ -303,26 +236,18 @@ class Session:
 
     def export(self, request: ExportRequest) -> Exported:
         """Write one model of a checkpoint as files; the first rank works, and the others wait for it."""
-        server, _ = self._start(training=False)
+        server, _ = self.start(training=False)
         exported = self.ranks.share(lambda: export(self, server, request) if self.ranks.first else None)[0]
         assert exported is not None
         return exported
 
     def replay(self, client: int, round: int | None = None) -> Replay:
         """Run one local fit again; nothing is written."""
-        again = run_again(self, self._start()[0], client, round)
+        again = run_again(self, self.start()[0], client, round)
         again.print()
         return again
 
-    def _offer_replay(self, error: ClientFailed) -> None:
-        """Commit the state that the client started from, and say how to run its fit again."""
-        assert self.folder is not None
-        last = self.folder.checkpoints / checkpoint.LAST
-        if self._committed != self._server.round or not last.exists():
-            self._commit()
-        error.replay = how_to(error, self.folder.path, last)
-
-    def _start(self, training: bool = True) -> tuple[ServerState, checkpoint.Resumed | None]:
+    def start(self, training: bool = True) -> tuple[ServerState, checkpoint.Resumed | None]:
         """The state to go on from."""
         if self.origin.checkpoint is not None:
             settings, moved = self.settings if training else {}, self.origin.folder is None
@@ -346,149 +271,3 @@ class Session:
             execution=self.federation.execution,
         )
         return self.algorithm.init(self.bench.initial, fleet), None
-
-    def _open_run(self, rounds: int) -> list[Logger]:
-        """The run folder, the same on all ranks, and the loggers in it, which drop what came after `rounds`."""
-        path: Path | None = None
-        root = Path(self.trainer.default_root_dir)
-        option = self.trainer.logger_option
-        loggers = [option] if isinstance(option, Logger) else list(option) if isinstance(option, list) else []
-        if self.origin.folder is not None:
-            path = self.origin.folder
-        elif self.ranks.first:
-            # a CSVLogger's folder has a metrics.csv of its own
-            own = next((log.log_dir for log in loggers if log.log_dir and not isinstance(log, CSVLogger)), None)
-            path = Path(own) if own else new_version(root / self._name)
-        path = self.ranks.gather(path)[0]
-        assert path is not None
-        self.folder = RunFolder(path)
-        if self.ranks.first:
-            self.origin.reinstate()
-        if not loggers and option is not False:
-            purge: dict[str, Any] = {} if self.origin.folder is None else {"purge_step": rounds}
-            loggers = [
-                TensorBoardLogger(path.parent.parent, path.parent.name, path.name, default_hp_metric=False, **purge)
-            ]
-        log_hyperparameters(loggers, hyperparameters(self.trainer, self.data, self.module))
-        return loggers
-
-    def _facade(self, loggers: list[Logger]) -> RoundTrainer:
-        assert self.folder is not None
-        trainer = self.trainer
-        return RoundTrainer(
-            self.ranks.fabric,
-            self.module,
-            trainer.callbacks,
-            loggers,
-            str(self.folder.path),
-            trainer.max_rounds,
-            self.federation.clients_per_round,
-            trainer.check_val_every_n_round,
-            self._copy,
-        )
-
-    def _rounds(self, server: ServerState, facade: RoundTrainer, recorder: Recorder) -> ServerState:
-        facade.current_epoch = facade.global_step = server.round
-        for hook in ("on_fit_start", "on_train_start"):
-            facade.call(hook)
-        while server.round < self.trainer.max_rounds and not facade.should_stop:
-            server = self._round(server, facade, recorder)
-        self._score_late(server, recorder)
-        for hook in ("on_train_end", "on_fit_end", "teardown"):
-            facade.call(hook, *(["fit"] if hook == "teardown" else []))
-        return server
-
-    def _score_late(self, server: ServerState, recorder: Recorder) -> None:
-        """The last round is scored even if a callback stopped the run between two evaluations."""
-        if recorder.scored != server.round:
-            recorder.add_scores(self.scorer.scores(server), server.round)
-
-    def _round(self, server: ServerState, facade: RoundTrainer, recorder: Recorder) -> ServerState:
-        """One round, scored, recorded and committed."""
-        number = server.round
-        facade.call("on_train_epoch_start")
-        last = number + 1 == self.trainer.max_rounds
-        scored = last or (number + 1) % self.trainer.check_val_every_n_round == 0
-        after = self.split if scored and self.federation.eval_after_training else None
-        result = self.coordinator.round(server, after)
-        self._server = server = result.server
-        for index, outcome in enumerate(result.outcomes):
-            facade.call("on_train_batch_start", outcome.client, index)
-            facade.call("on_train_batch_end", dict(outcome.metrics), outcome.client, index)
-        scores = self.scorer.scores(server) if scored else None
-        further = {} if scores is None else self.scorer.select(server, scores)
-        facade.global_step = server.round
-        facade.report(recorder.record(number, result, scores, last, further))
-        if scores is not None:
-            facade.call("on_validation_start")
-            facade.call("on_validation_end")
-        facade.call("on_train_epoch_end")
-        facade.current_epoch = server.round
-        if facade.should_stop:
-            self._score_late(server, recorder)
-        self._stopped = facade.should_stop
-        self._states = checkpoint.callback_states(self.trainer.callbacks)
-        if last or facade.should_stop or server.round % self.federation.checkpoint_every_n_rounds == 0:
-            self._commit()
-        return server
-
-    def _copy(self, with_clients: bool) -> dict[str, Any]:
-        """A checkpoint that stands alone; its records are needed where it is written."""
-        states = checkpoint.callback_states(self.trainer.callbacks)
-        if not with_clients or not self.ranks.first:
-            return self._checkpoint({}, states)
-        selected = self.scorer.state_dict()
-        if selected is not None:
-            with self.store.seen_as(selected["records"]):
-                selected = {**selected, "records": self.store.records()}
-        return self._checkpoint({"records": self.store.records()}, states, selected)
-
-    def _checkpoint(
-        self, clients: Mapping[str, Any], callbacks: Mapping[str, Any], selected: Mapping[str, Any] | None = None
-    ) -> dict[str, Any]:
-        who = {**self.identity, "training": self.settings}
-        return checkpoint.compose(
-            self._server,
-            self.bench,
-            self.ledger,
-            callbacks,
-            who,
-            clients,
-            self._recorder.state_dict(),
-            selected or self.scorer.state_dict(),
-            self._stopped,
-        )
-
-    def _commit(self) -> None:
-        """Make the finished round the one that a crash leaves; the first rank writes, and the others wait."""
-        self.ranks.share(self._write if self.ranks.first else lambda: None)
-        self.ranks.share(self._follow)
-        self._committed = self._server.round
-
-    def _write(self) -> None:
-        assert self.folder is not None
-        folder = self.folder.checkpoints
-        index = self.store.commit(folder / checkpoint.CLIENTS, self._server.round)
-        clients = {"index": index, "checksums": self.store.checksums}
-        checkpoint.save(folder / checkpoint.LAST, self._checkpoint(clients, self._states))
-        self.store.discard_unreferenced(folder / checkpoint.CLIENTS)
-
-    def _follow(self) -> None:
-        assert self.folder is not None
-        self.store.follow(self.folder.checkpoints / checkpoint.CLIENTS, self._server.round)
-
-    def _close(self, recorder: Recorder, loggers: list[Logger]) -> dict[str, float]:
-        assert self.folder is not None
-        summary = recorder.summary(self._server)
-        if self.ranks.first:
-            self.folder.write_summary(summary)
-            title = (
-                f"{type(self.algorithm).__name__} after {self._server.round} rounds, {self.data.num_clients} clients"
-            )
-            print_table(title, ("", ""), summary_rows(summary))
-            print(f"Run folder: {self.folder.path}")
-            if any(isinstance(logger, TensorBoardLogger) for logger in loggers):
-                print(f"TensorBoard: tensorboard --logdir {self.folder.path}")
-        for logger in loggers:
-            logger.finalize("success")
-        return summary
