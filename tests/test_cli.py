@@ -224,36 +224,36 @@ class Die(Callback):
     """The second rank is killed when the second round begins."""
 
     def on_train_epoch_start(self, trainer, pl_module):
-        if os.environ["RANK"] == "1" and trainer.current_epoch == 1:
+        if os.environ.get("RANK", os.environ.get("LOCAL_RANK")) == "1" and trainer.current_epoch == 1:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_the_script_for_torchrun_gives_the_bytes_of_one_rank(sparsefl, tmp_path):
-    """Also where a rank dies, and one goes on alone. Other ways of starting ranks: contract/test_ranks.py."""
+DYING = ["--config", QUICKSTART, *SHORT, "--trainer.callbacks+=test_cli.Die", "--trainer.timeout=60"]
+
+
+def test_a_rank_that_dies_ends_the_others_and_one_goes_on_alone(sparsefl, tmp_path):
+    """By popen and by the script for torchrun; ranks that live: contract/test_ranks.py."""
+    launches = {
+        "popen": ([*SCRIPT, "fit", *DYING, "--trainer.devices=2"], {}),
+        "torchrun": ([TORCHRUN, *DYING], {"RANKS": "2", "HEAD": "localhost:29512"}),
+    }
+    path = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "PYTHONPATH": str(Path(__file__).parent)}
+
+    def left(name):
+        state = torch.load(run_folder(tmp_path / name) / "checkpoints/last.ckpt", weights_only=True)["state_dict"]
+        return {name: weight.numpy().tobytes() for name, weight in state.items()}
+
     assert sparsefl("fit", "--config", QUICKSTART, *SHORT)[0] == 0
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    places = {"one": tmp_path, **{name: tmp_path / name for name in ("two", "dying")}}
-
-    def torchrun(name, *arguments):
-        places[name].mkdir()
-        command, environment = [TORCHRUN, "--config", QUICKSTART, *SHORT, *arguments], {"PATH": path, "RANKS": "2"}
-        return in_shell(
-            command, places[name], **environment, HEAD="localhost:29512", PYTHONPATH=str(Path(__file__).parent)
-        )
-
-    done = torchrun("two")
-    assert done.returncode == 0, done.stderr
-    assert "2 rank(s)" in done.stderr
-    lost = torchrun("dying", "--trainer.callbacks+=test_cli.Die", "--trainer.timeout=60")
-    assert lost.returncode != 0
-    assert "sparsefl: error: Rank 0 lost another one" in lost.stderr
-    assert "go on from the last committed round with `ckpt_path: last`" in lost.stderr
-    there = ["--trainer.default_root_dir", places["dying"] / "runs"]
-    assert sparsefl("fit", "--config", QUICKSTART, *SHORT, *there, "--ckpt_path", "last")[0] == 0
-    files = (run_folder(folder) / "checkpoints/last.ckpt" for folder in places.values())
-    states = (torch.load(file, weights_only=True)["state_dict"] for file in files)
-    one, two, resumed = ({name: weight.numpy().tobytes() for name, weight in state.items()} for state in states)
-    assert one == two == resumed
+    for name, (command, environment) in launches.items():
+        (tmp_path / name).mkdir()
+        done = in_shell(command, tmp_path / name, **path, **environment)
+        assert done.returncode != 0
+        assert "2 rank(s)" in done.stderr
+        assert "sparsefl: error: Rank 0 lost another one" in done.stderr
+        assert "go on from the last committed round with `ckpt_path: last`" in done.stderr
+        there = ["--trainer.default_root_dir", tmp_path / name / "runs"]
+        assert sparsefl("fit", "--config", QUICKSTART, *SHORT, *there, "--ckpt_path", "last")[0] == 0
+        assert left(name) == left(".")
 
 
 def test_a_launcher_with_another_world_size_is_refused(tmp_path):

@@ -1,9 +1,12 @@
+import subprocess
+import sys
+
 import pytest
 import torch
 
 from lightning_sparsefl import Federation
 from lightning_sparsefl.errors import InvalidOption, WorldSizeMismatch
-from lightning_sparsefl.federated import process
+from lightning_sparsefl.federated import launch, process
 from lightning_sparsefl.federated.process import ClientParallelStrategy, build_fabric
 
 CPU = torch.device("cpu")
@@ -70,3 +73,21 @@ def process_of_rank(rank):
 def test_at_least_one_worker():
     with pytest.raises(InvalidOption, match=r"`federation.workers_per_device` is 0; expected a whole number >= 1"):
         Federation(workers_per_device=0)
+
+
+def test_a_rank_that_died_is_noticed_while_this_one_trains(monkeypatch, capfd):
+    """Between two collectives, a thread alone can; it ends the others, and then this process."""
+    sleep = [sys.executable, "-c", "import time; time.sleep(600)"]
+    died, other = (subprocess.Popen(sleep) for _ in range(2))
+    died.kill()
+    monkeypatch.setattr(launch, "_PATIENCE", 0)
+    monkeypatch.setattr(launch.os, "_exit", sys.exit)
+    with pytest.raises(SystemExit) as left:
+        launch._watch([died, other])
+    assert left.value.code == 2
+    assert "sparsefl: error: Rank 1 was ended by signal 9, so all were; go on from" in capfd.readouterr().err
+    assert other.wait(timeout=60) == -9
+
+
+def test_ranks_that_end_well_are_not_waited_for():
+    launch._watch([subprocess.Popen([sys.executable, "-c", ""])])
