@@ -7,7 +7,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NoReturn, TypeVar
 
@@ -15,7 +16,9 @@ import torch.multiprocessing as mp
 from lightning.fabric import Fabric
 from lightning.fabric.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
 from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
+from lightning_utilities.core.inheritance import get_all_subclasses
 from torch.distributed import DistError
+from torch.utils.data import BatchSampler, DataLoader
 
 from lightning_sparsefl.errors import RankFailed, SparseFLError
 
@@ -40,13 +43,29 @@ def launch(fabric: Fabric, work: Callable[[Fabric], T]) -> T:
     try:
         if isinstance(launcher, _MultiProcessingLauncher):
             return _in_children(fabric, work, launcher._start_method)
-        result: T = fabric.launch(work)
+        with _loaders_restored():
+            result: T = fabric.launch(work)
     except DistError as error:
         raise RankFailed(
             f"The processes did not meet within `trainer.timeout` ({str(error).partition(chr(10))[0]}); "
             "raise it, or see why one of them did not start."
         ) from error
     return result
+
+
+@contextmanager
+def _loaders_restored() -> Iterator[None]:
+    """While it runs, Fabric puts methods around those of data loaders' classes; after an error it leaves them there."""
+    try:
+        yield
+    except BaseException:
+        for base in (DataLoader, BatchSampler):
+            for kind in {base, *get_all_subclasses(base)}:
+                for name in ("__init__", "__setattr__", "__delattr__"):
+                    if (old := f"__old{name}") in vars(kind):
+                        setattr(kind, name, vars(kind)[old])
+                        delattr(kind, old)
+        raise
 
 
 def _in_children(fabric: Fabric, work: Callable[[Fabric], T], method: Any) -> T:

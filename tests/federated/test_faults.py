@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import lightning as L
 import pytest
 import torch
+from torch.utils.data import BatchSampler, DataLoader
 
 from lightning_sparsefl import FedAvg, FederatedTrainer, Federation, FedSpa
 from lightning_sparsefl.data import FederatedBlobs
@@ -154,6 +155,23 @@ def test_memory_is_freed_before_the_next_client():
     faults.release(kept, module)
     assert held[0]() is None
     assert all(parameter.grad is None for parameter in module.parameters())
+
+
+class Broken(MLP):
+    """Cannot train."""
+
+    def training_step(self, batch, batch_idx):
+        raise ZeroDivisionError
+
+
+def test_a_run_that_fails_leaves_the_classes_of_data_loaders_as_they_were(trainer):
+    """Lightning does not, and a process with a thousand such runs could make no loader any more."""
+    kinds = (DataLoader, BatchSampler)
+    before = [vars(kind)["__init__"] for kind in kinds]
+    with pytest.raises(ClientFailed):
+        trainer(FedAvg()).fit(Broken(num_classes=4, sample_shape=(1, 1, 8)), blobs())
+    assert [vars(kind)["__init__"] for kind in kinds] == before
+    assert not any(name.startswith("__old") for kind in kinds for name in vars(kind))
 
 
 def test_a_timeout_that_cannot_be(trainer):
