@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from lightning_sparsefl.errors import CheckpointMismatch
+from lightning_sparsefl.federated.faults import out_of_memory
 from lightning_sparsefl.federated.files import fingerprint, load_plain, write_atomically
 from lightning_sparsefl.federated.record_file import RecordFile
 from lightning_sparsefl.sparse.masks import pack, unpack
@@ -135,6 +136,8 @@ class ClientStore:
         try:
             return unpack_record(packed, self.device)
         except Exception as error:
+            if out_of_memory(error):
+                raise
             raise CheckpointMismatch(
                 f"The record of client {client} is damaged, or of another version ({type(error).__name__}: {error}); "
                 "choose another `ckpt_path`."

@@ -49,6 +49,7 @@ def check_form(
             raise InvalidUpdate(f"{who} holds a difference of {name!r}, which was not sent; return it as weights.")
     for key, tree in update.extra.items():
         _check_extra(f"{who} holds `extra[{key!r}]`", tree, message.extra.get(key, {}))
+    _check_held(f"{who} holds `shared['masks']`", (update.shared or {}).get("masks", {}), layout)
     if update.votes is not None:
         for name, vote in update.votes.items():
             _check_tensor(f"{who} votes on {name!r}", name, vote, layout, torch.bool)
@@ -72,6 +73,18 @@ def _check_extra(what: str, tree: Weights, sent: Weights) -> None:
             raise InvalidUpdate(
                 f"{what} with {name!r} of shape {tuple(tensor.shape)}; expected {tuple(sent[name].shape)} as sent."
             )
+
+
+def _check_held(what: str, masks: Any, layout: Layout) -> None:
+    if not isinstance(masks, Mapping):
+        raise InvalidUpdate(f"{what} as {type(masks).__name__}; expected a tree of masks, or another key.")
+    for name, mask in masks.items():
+        if (
+            not isinstance(mask, Tensor)
+            or mask.dtype != torch.bool
+            or mask.shape != layout.shapes.get(name, mask.shape)
+        ):
+            raise InvalidUpdate(f"{what} with {name!r}, which is no mask of the model's shape; expected booleans.")
 
 
 def _check_votes(who: str, votes: Masks, weights: Weights, allowed: Masks) -> None:

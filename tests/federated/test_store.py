@@ -125,6 +125,37 @@ def test_a_write_that_fails_leaves_the_old_file(tmp_path, monkeypatch):
     assert [p.name for p in tmp_path.iterdir()] == ["x.pt"]
 
 
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"shared": "all"},
+        {"memory": [1]},
+        {"new": {}},
+        {"shared": {"masks": torch.ones(3)}},
+        {"shared": {"masks": {"w": 1}}},
+        {"shared": {"masks": {"w": {"packed_mask": torch.zeros(1, dtype=torch.uint8), "shape": [2**40, 5]}}}},
+    ],
+)
+def test_a_record_that_is_none_is_refused_by_the_clients_number(damage):
+    store = ClientStore(CPU)
+    store.load({}, None, {4: pack_record(record(0)), 5: pack_record(record(0)) | damage}, {})
+    store.get(4)
+    with pytest.raises(CheckpointMismatch, match=r"The record of client 5 is damaged, or of another version \("):
+        store.get(5)
+
+
+def test_no_memory_for_a_record_is_not_the_records_fault(monkeypatch):
+    store = ClientStore(CPU)
+    store.put(4, pack_record(record(0)), 1)
+    monkeypatch.setattr("lightning_sparsefl.federated.store.unpack_plain", exhausted)
+    with pytest.raises(MemoryError):
+        store.get(4)
+
+
+def exhausted(*_):
+    raise MemoryError
+
+
 @pytest.mark.parametrize("keep", [0, 10, 400])
 def test_torn_files_are_refused_in_a_sentence(tmp_path, keep):
     path = tmp_path / "x.pt"

@@ -32,6 +32,7 @@ GOOD = {
     "the votes that follow": Update(weights=WEIGHTS, votes={"b": HALF}),
     "fewer votes": Update(weights=WEIGHTS, votes={"b": torch.zeros(4, dtype=torch.bool)}),
     "votes on what is not sent": Update(weights={"a": torch.ones(3, 2)}, votes={}),
+    "masks": Update(weights=WEIGHTS, shared={"masks": {"b": HALF, "own": HALF[:3]}}),
     "extra": Update(weights=WEIGHTS, extra={"control": {"b": torch.zeros(4)}, "new": {"c": torch.zeros(7)}}),
 }
 BAD = {
@@ -47,6 +48,9 @@ BAD = {
     "vote's dtype": (Update(weights=WEIGHTS, votes={"b": HALF.float()}), "votes on 'b' as torch.float32"),
     "vote's place": (Update(weights=WEIGHTS, votes={"b": ~HALF}), "coordinates of 'b' that `may_vote` forbids"),
     "dense votes": (Update(weights=WEIGHTS, votes={}), "coordinates of 'b' that `may_vote` forbids"),
+    "masks of numbers": (Update(weights=WEIGHTS, shared={"masks": {"b": HALF.float()}}), r"\['masks'\]` with 'b'"),
+    "masks' shape": (Update(weights=WEIGHTS, shared={"masks": {"b": HALF[:2]}}), "no mask of the model's shape"),
+    "one mask": (Update(weights=WEIGHTS, shared={"masks": HALF}), r"`shared\['masks'\]` as Tensor; expected a tree"),
     "whole extra": (Update(weights=WEIGHTS, extra={"n": {"b": torch.ones(4).int()}}), "expected floats"),
     "extra's shape": (
         Update(weights=WEIGHTS, extra={"control": {"b": torch.ones(2)}}),
