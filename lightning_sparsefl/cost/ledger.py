@@ -115,9 +115,9 @@ class Ledger:
         """
         names = {field.name for field in fields(Charge)}
         closed, rows = state.get("closed"), state.get("rows")
-        if not (isinstance(closed, Mapping) and set(closed) == set(_KEYS)):
-            raise CheckpointMismatch(f"The ledger's sums are {closed!r}, expected one for each of {list(_KEYS)}.")
-        if not (isinstance(rows, list) and all(isinstance(row, Mapping) and set(row) == names for row in rows)):
+        if not (isinstance(closed, Mapping) and set(closed) == set(_KEYS) and _all_numbers(closed)):
+            raise CheckpointMismatch(f"The ledger's sums are {closed!r}, expected a number for each of {list(_KEYS)}.")
+        if not (isinstance(rows, list) and all(_is_row(row, names) for row in rows)):
             raise CheckpointMismatch(f"The ledger's rows are {rows!r}, expected a list of {sorted(names)}.")
         self._closed, self._rows = dict(closed), [Charge(**row) for row in rows]
 
@@ -133,3 +133,11 @@ def _sums(rows: Iterable[Charge]) -> dict[str, float]:
 def _sum(values: list[float]) -> float:
     """Rounded once, so that the order of the charges does not matter; integers stay integers."""
     return sum(values) if all(isinstance(value, int) for value in values) else math.fsum(values)
+
+
+def _is_row(row: Any, names: set[str]) -> bool:
+    return isinstance(row, Mapping) and set(row) == names and _all_numbers(row)
+
+
+def _all_numbers(amounts: Mapping[str, Any]) -> bool:
+    return all(isinstance(amount, int | float) for amount in amounts.values())

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import fields
 
 import pytest
 
@@ -129,6 +130,8 @@ def test_the_state_is_a_copy():
         {"closed": dict.fromkeys(KEYS, 0), "rows": [{"round": 0}]},
         {"closed": dict.fromkeys(KEYS, 0), "rows": None},
         {"closed": [], "rows": []},
+        {"closed": dict.fromkeys(KEYS, "0"), "rows": []},
+        {"closed": dict.fromkeys(KEYS, 0), "rows": [{field.name: [] for field in fields(Charge)}]},
     ],
 )
 def test_a_foreign_state_is_refused(state):
