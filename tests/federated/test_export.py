@@ -224,12 +224,16 @@ def test_a_checkpoint_of_another_run_is_refused(run):
         run(FedSpa(), None, fit=False, ckpt_path=path)
 
 
-def test_onnx_says_what_is_missing(run, monkeypatch):
+@needs_onnx
+def test_onnx_needs_a_forward(run):
     class Blind(Net):
         forward = L.LightningModule.forward
 
     with pytest.raises(InvalidOption, match="`Blind` has no `forward`"):
         run(FedAvg(), None, Blind(), fit=False, formats=["onnx"])
+
+
+def test_onnx_says_what_is_missing(run, monkeypatch):
     monkeypatch.setattr(exporting.onnx_file, "find_spec", lambda name: None)
     with pytest.raises(InvalidOption, match=r"needs onnx and onnxscript: pip install 'lightning-sparsefl\[onnx\]'"):
         run(FedAvg(), None, fit=False, formats=["onnx"])
