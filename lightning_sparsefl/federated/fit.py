@@ -77,7 +77,9 @@ class Fit:
             path = self.origin.folder
         elif self.ranks.first:
             # a CSVLogger's folder has a metrics.csv of its own
-            own = next((log.log_dir for log in self._own() if log.log_dir and not isinstance(log, CSVLogger)), None)
+            own = next(
+                (log.log_dir for log in self._users_loggers() if log.log_dir and not isinstance(log, CSVLogger)), None
+            )
             path = Path(own) if own else new_version(Path(self.trainer.default_root_dir) / self.session.name)
         path = self.ranks.gather(path)[0]
         assert path is not None
@@ -85,14 +87,14 @@ class Fit:
             self.origin.reinstate()
         return RunFolder(path)
 
-    def _own(self) -> list[Logger]:
+    def _users_loggers(self) -> list[Logger]:
         """The user's loggers."""
         option = self.trainer.logger_option
         return [option] if isinstance(option, Logger) else list(option) if isinstance(option, list) else []
 
     def _open_loggers(self) -> list[Logger]:
         """The user's, or one in the run folder, which drops what came after the committed round."""
-        loggers, path = self._own(), self.folder.path
+        loggers, path = self._users_loggers(), self.folder.path
         if not loggers and self.trainer.logger_option is not False:
             purge: dict[str, Any] = {} if self.origin.folder is None else {"purge_step": self._server.round}
             loggers = [
