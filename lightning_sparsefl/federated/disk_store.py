@@ -6,7 +6,7 @@ Every rank reads the first one's file, so all nodes must see the run folder.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -92,7 +92,10 @@ class DiskStore(ClientStore):
         self._committed = round
         self._new.clear()
 
-    def discard_unreferenced(self, folder: Path, before: Any = None) -> None:
+    def discard_left_over(self, folder: Path, index_before: Callable[[], Any]) -> None:
+        """Nothing, as :meth:`discard_unreferenced`."""
+
+    def discard_unreferenced(self, folder: Path) -> None:
         """Nothing: what no checkpoint needs goes with the next commit."""
 
     def snapshot(self, round: int) -> Any:

@@ -108,20 +108,16 @@ class Fit:
         self._facade.call("setup", "fit")  # first, as in a Trainer: ModelCheckpoint restores what belongs to its folder
         if self.ranks.first:
             self.folder.cut_back(self._server.round)
-            self._discard_unreferenced()
+            if self.origin.folder is not None:
+                folder = self.folder.checkpoints
+                self.store.discard_left_over(
+                    folder / checkpoint.CLIENTS, lambda: checkpoint.index_of(folder / checkpoint.PREVIOUS)
+                )
         self._recorder = Recorder(self.session, self._facade, self._loggers)
         if self._resumed is not None:
             self._go_on(self._resumed)
         self._stopped = self._facade.should_stop
         self._states = checkpoint.callback_states(self.trainer.callbacks)
-
-    def _discard_unreferenced(self) -> None:
-        """Delete record files that a run left which was killed after a commit, and before it could."""
-        if self.origin.folder is None:
-            return
-        before = checkpoint.index_of(self.folder.checkpoints / checkpoint.PREVIOUS)
-        if before is not None:
-            self.store.discard_unreferenced(self.folder.checkpoints / checkpoint.CLIENTS, before)
 
     def _go_on(self, resumed: checkpoint.Resumed) -> None:
         for callback in self.trainer.callbacks:

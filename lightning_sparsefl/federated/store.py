@@ -8,7 +8,7 @@ round's changed records make one file, and the checkpoint's index says which fil
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
@@ -206,15 +206,20 @@ class ClientStore:
     def follow(self, folder: Path, round: int) -> None:
         """Take notice, on the other ranks, of what the first one committed."""
 
-    def discard_unreferenced(self, folder: Path, before: Any = None) -> None:
-        """Delete record files that neither the committed index names nor the one before it.
+    def discard_left_over(self, folder: Path, index_before: Callable[[], Any]) -> None:
+        """Delete what a run left that was killed after a commit, and before :meth:`discard_unreferenced`.
 
         Args:
             folder: Of the record files.
-            before: The index before it; None = that of the last commit but one.
+            index_before: Reads the index of the checkpoint before; it returns None where that is no good.
         """
+        before = index_before()
         if before is not None:
             self._before = set(before.values()) if isinstance(before, Mapping) else set()
+            self.discard_unreferenced(folder)
+
+    def discard_unreferenced(self, folder: Path) -> None:
+        """Delete record files that neither the committed index names nor the one before it."""
         needed = {_file(folder, round_).name for round_ in {*self._index.values(), *self._before}}
         for path in folder.glob("round-*.pt"):
             if path.name not in needed:
