@@ -5,11 +5,21 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 
 os.environ["JSONARGPARSE_DEPRECATION_WARNINGS"] = "off"  # Lightning's CLI still calls what jsonargparse renames
+
+
+@pytest.fixture(autouse=True)
+def own_environment() -> Iterator[None]:
+    """Without the seed that ``seed_everything`` leaves in the environment for whatever runs next."""
+    with mock.patch.dict(os.environ):
+        os.environ.pop("PL_GLOBAL_SEED", None)
+        os.environ.pop("PL_SEED_WORKERS", None)
+        yield
 
 
 @pytest.fixture(autouse=True)

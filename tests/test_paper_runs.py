@@ -62,7 +62,6 @@ def in_process(monkeypatch, runs, tmp_path):
         with monkeypatch.context() as patch:
             patch.setattr(sys, "argv", sys.argv[:1])
             patch.setattr(sys, "path", list(sys.path))
-            patch.setenv("PL_GLOBAL_SEED", "0")
             if stops:
                 patch.setattr("lightning_sparsefl.federated.coordinator.Coordinator.round", killed(stops.pop()))
             assert main(command[3:]) == 0

@@ -48,11 +48,10 @@ class Net(L.LightningModule):
 
 
 @pytest.fixture
-def federation(tmp_path, monkeypatch):
+def federation(tmp_path):
     """Runs the small federation; returns the trainer and the checkpoint's content."""
 
     def run(algorithm, *, devices=1, rounds=3, folder="run", module=None, ckpt_path=None, verb="fit", **options):
-        monkeypatch.setenv("PL_GLOBAL_SEED", "0")
         arguments = options.pop("arguments", {})  # of the verb
         federation = Federation(clients_per_round=4, **options.pop("federation", {}))
         data = FederatedBlobs(

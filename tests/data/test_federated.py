@@ -146,7 +146,6 @@ def test_everything_depends_on_the_seed(monkeypatch: pytest.MonkeyPatch):
     assert picture(Numbered(seed=7, **options)) == seven
     assert picture(Numbered(seed=8, **options)) != seven
 
-    monkeypatch.delenv("PL_GLOBAL_SEED", raising=False)
     assert picture(Numbered(**options)) == picture(Numbered(seed=0, **options))
     early = Numbered(**options)
     monkeypatch.setenv("PL_GLOBAL_SEED", "7")
@@ -264,7 +263,6 @@ def test_is_the_centralised_baseline_in_a_plain_trainer(val_fraction: float, tmp
     assert scores["test_acc"] > 0.9
 
 
-def test_digits_without_a_global_seed_repeat(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.delenv("PL_GLOBAL_SEED", raising=False)
+def test_digits_without_a_global_seed_repeat():
     first, second = FederatedDigits(), FederatedDigits()
     assert torch.equal(first.client_label_counts(5), second.client_label_counts(5))

@@ -49,7 +49,6 @@ def elsewhere(folder: Path) -> Iterator[None]:
         patch.chdir(folder)
         patch.setattr(sys, "argv", sys.argv[:1])
         patch.setattr(sys, "path", list(sys.path))
-        patch.setenv("PL_GLOBAL_SEED", "0")
         yield
         assert not list(folder.iterdir())
 

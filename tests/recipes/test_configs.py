@@ -31,7 +31,6 @@ def process_as_before(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", sys.argv[:1])
     monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setenv("PL_GLOBAL_SEED", "0")
 
 
 @pytest.fixture(scope="module")
