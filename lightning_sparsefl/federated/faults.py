@@ -16,6 +16,8 @@ from lightning_sparsefl.errors import ClientFailed
 
 _SAYS_OUT_OF_MEMORY = re.compile(r"out of memory|not enough memory|can't allocate memory")
 """Of a RuntimeError: on the CPU, and on devices other than CUDA, torch has no type for it."""
+_SAYS_ONE_SAMPLE = "more than 1 value per channel"
+"""Of torch's ValueError, which a client meets whose last batch is one sample."""
 
 
 class Deadline:
@@ -86,9 +88,11 @@ def reason(error: Exception) -> str:
     if isinstance(error, ClientFailed):
         return error.reason
     said = f"{type(error).__name__}: {error}"
-    if not out_of_memory(error):
-        return said
-    return f"it ran out of memory ({said.splitlines()[0].rstrip('. :')}); lower `data.batch_size`"
+    if out_of_memory(error):
+        return f"it ran out of memory ({said.splitlines()[0].rstrip('. :')}); lower `data.batch_size`"
+    if isinstance(error, ValueError) and _SAYS_ONE_SAMPLE in said:
+        return f"a batch norm got a batch of one sample ({said}); set `data.drop_last: true` or another batch size"
+    return said
 
 
 def release(error: BaseException, module: LightningModule) -> None:

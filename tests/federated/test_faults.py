@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import lightning as L
 import pytest
 import torch
+from torch import nn
 from torch.utils.data import BatchSampler, DataLoader
 
 from lightning_sparsefl import FedAvg, FederatedTrainer, Federation, FedSpa
@@ -91,6 +92,28 @@ class Unlucky(FedAvg):
         if client.id != 3:
             return update
         return replace(update, weights={n: w / 0 for n, w in update.weights.items()})
+
+
+class Normalised(MLP):
+    """Has a batch norm of torch's own, which takes no batch of one sample."""
+
+    def __init__(self):
+        super().__init__(num_classes=4, sample_shape=(1, 1, 8))
+        self.net = nn.Sequential(nn.Flatten(), nn.BatchNorm1d(8), nn.Linear(8, 4))
+
+
+def test_a_last_batch_of_one_sample_names_the_option_that_leaves_it_out(trainer):
+    options = {
+        "num_clients": 6,
+        "num_classes": 4,
+        "dim": 8,
+        "num_train": 6 * 17,
+        "batch_size": 16,
+        "eval_split": "test",
+    }
+    with pytest.raises(ClientFailed, match=r"one sample .* set `data.drop_last: true`"):
+        trainer(FedAvg()).fit(Normalised(), FederatedBlobs(**options))
+    trainer(FedAvg()).fit(Normalised(), FederatedBlobs(**options, drop_last=True))
 
 
 @pytest.mark.parametrize("engine", ["fast", "trainer"])
