@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, NoReturn, TypeVar
 
+import torch.distributed as dist
 import torch.multiprocessing as mp
 from lightning.fabric import Fabric
 from lightning.fabric.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
@@ -27,6 +28,8 @@ T = TypeVar("T")
 _EXIT = 2
 _PATIENCE = 30.0
 """Seconds in which a process may end by itself after another one was lost."""
+_MOMENT = 0.1
+"""Seconds in which the threads of a process group free what they still hold."""
 
 
 def launch(fabric: Fabric, work: Callable[[Fabric], T]) -> T:
@@ -39,7 +42,7 @@ def launch(fabric: Fabric, work: Callable[[Fabric], T]) -> T:
     Raises:
         RankFailed: If a process died, or the processes could not meet.
     """
-    launcher = fabric.strategy.launcher
+    launcher, work = fabric.strategy.launcher, partial(_to_the_end, work)
     try:
         if isinstance(launcher, _MultiProcessingLauncher):
             return _in_children(fabric, work, launcher._start_method)
@@ -66,6 +69,18 @@ def _loaders_restored() -> Iterator[None]:
                         setattr(kind, name, vars(kind)[old])
                         delattr(kind, old)
         raise
+
+
+def _to_the_end(work: Callable[[Fabric], T], fabric: Fabric) -> T:
+    """Work, and let the process group's threads free the tensors of the last exchange, for which they need the GIL.
+
+    One that asks for it when the interpreter is ending aborts the process, and what a launcher sees is a failed rank.
+    """
+    try:
+        return work(fabric)
+    finally:
+        if dist.is_available() and dist.is_initialized():
+            time.sleep(_MOMENT)
 
 
 def _in_children(fabric: Fabric, work: Callable[[Fabric], T], method: Any) -> T:

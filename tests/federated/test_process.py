@@ -1,8 +1,11 @@
 import subprocess
 import sys
+import weakref
 
 import pytest
 import torch
+import torch.distributed as dist
+from lightning.fabric import Fabric
 
 from lightning_sparsefl import Federation
 from lightning_sparsefl.errors import InvalidOption, WorldSizeMismatch
@@ -91,3 +94,27 @@ def test_a_rank_that_died_is_noticed_while_this_one_trains(monkeypatch, capfd):
 
 def test_ranks_that_end_well_are_not_waited_for():
     launch._watch([subprocess.Popen([sys.executable, "-c", ""])])
+
+
+@pytest.fixture
+def process_group(tmp_path):
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(10.0)  # so that its threads run only while this one waits
+    yield
+    sys.setswitchinterval(interval)
+    dist.destroy_process_group()
+
+
+def test_the_threads_of_a_process_group_are_done_when_the_work_is(process_group):
+    """They free a tensor that Python has let go of, and to do so while the interpreter ends would abort the process."""
+    seen = []
+
+    def exchange(fabric):
+        tensor = torch.ones(100)
+        dist.all_reduce(tensor)
+        seen.append(weakref.ref(tensor))
+
+    for _ in range(30):
+        launch.launch(Fabric(accelerator="cpu", devices=1), exchange)
+        assert seen[-1]() is None
