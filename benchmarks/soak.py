@@ -20,6 +20,7 @@ import shutil
 import signal
 import tempfile
 import time
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -144,8 +145,8 @@ def obey(seed: int, orders: int, answer: int, root: Path) -> None:
         good = b"1"
         try:
             the_run(seed, int(line), Memory(root / "memory.txt")).fit(root / "straight")
-        except Exception as error:
-            print(f"turn {line.strip()}: {error}", flush=True)
+        except Exception:
+            print(f"turn {line.strip()}: {traceback.format_exc()}", flush=True)
             good = b"0"
         os.write(answer, good)
 
@@ -193,8 +194,9 @@ def kill_and_resume(seed: int, turn: int, rng: random.Random, duration: float, w
             break
         kills += 1
     if (code == 0) != whole:
-        log = (root / "killed.log").read_text()[-4000:]
-        raise SystemExit(f"Turn {turn} left with {code}, and the straight run did {'' if whole else 'not '}end:\n{log}")
+        logs = "\n".join(f"{name}:\n{(root / name).read_text()[-4000:]}" for name in ("straight.log", "killed.log"))
+        ended = "ended" if whole else "did not end"
+        raise SystemExit(f"Turn {turn} left with {code}, and the straight run {ended}.\n{logs}")
     return kills
 
 
