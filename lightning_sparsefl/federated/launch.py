@@ -30,6 +30,8 @@ _PATIENCE = 30.0
 """Seconds in which a process may end by itself after another one was lost."""
 _MOMENT = 0.1
 """Seconds in which the threads of a process group free what they still hold."""
+_REPLACED = [f"{prefix}{name}" for name in ("__init__", "__setattr__", "__delattr__") for prefix in ("", "__old")]
+"""Attributes of data loaders' classes that Fabric and Lightning change."""
 
 
 def launch(fabric: Fabric, work: Callable[[Fabric], T]) -> T:
@@ -58,17 +60,22 @@ def launch(fabric: Fabric, work: Callable[[Fabric], T]) -> T:
 
 @contextmanager
 def _loaders_restored() -> Iterator[None]:
-    """While it runs, Fabric puts methods around those of data loaders' classes; after an error it leaves them there."""
+    """While it runs, Fabric puts methods around those of data loaders' classes; leave the classes as they were.
+
+    Lightning does not after an error, nor after a run in which a `Trainer` did the same inside: one layer stays then,
+    and after some hundred such runs a process can make no loader any more.
+    """
+    kinds = {kind for base in (DataLoader, BatchSampler) for kind in {base, *get_all_subclasses(base)}}
+    before = {kind: {name: vars(kind)[name] for name in _REPLACED if name in vars(kind)} for kind in kinds}
     try:
         yield
-    except BaseException:
-        for base in (DataLoader, BatchSampler):
-            for kind in {base, *get_all_subclasses(base)}:
-                for name in ("__init__", "__setattr__", "__delattr__"):
-                    if (old := f"__old{name}") in vars(kind):
-                        setattr(kind, name, vars(kind)[old])
-                        delattr(kind, old)
-        raise
+    finally:
+        for kind, own in before.items():
+            for name in _REPLACED:
+                if name in own:
+                    setattr(kind, name, own[name])
+                elif name in vars(kind):
+                    delattr(kind, name)
 
 
 def _to_the_end(work: Callable[[Fabric], T], fabric: Fabric) -> T:
