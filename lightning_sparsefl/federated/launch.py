@@ -12,11 +12,10 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, NoReturn, TypeVar
 
-import torch.distributed as dist
 import torch.multiprocessing as mp
 from lightning.fabric import Fabric
 from lightning.fabric.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
-from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
+from lightning.fabric.utilities.distributed import _distributed_is_initialized, _set_num_threads_if_needed
 from lightning_utilities.core.inheritance import get_all_subclasses
 from torch.distributed import DistError
 from torch.utils.data import BatchSampler, DataLoader
@@ -86,7 +85,7 @@ def _to_the_end(work: Callable[[Fabric], T], fabric: Fabric) -> T:
     try:
         return work(fabric)
     finally:
-        if dist.is_available() and dist.is_initialized():
+        if _distributed_is_initialized():
             time.sleep(_MOMENT)
 
 
