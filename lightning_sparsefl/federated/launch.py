@@ -82,11 +82,10 @@ def _to_the_end(work: Callable[[Fabric], T], fabric: Fabric) -> T:
 
     One that asks for it when the interpreter is ending aborts the process, and what a launcher sees is a failed rank.
     """
-    try:
-        return work(fabric)
-    finally:
-        if _distributed_is_initialized():
-            time.sleep(_MOMENT)
+    result = work(fabric)
+    if _distributed_is_initialized():  # not after an error, which must be told before a launcher ends this process
+        time.sleep(_MOMENT)
+    return result
 
 
 def _in_children(fabric: Fabric, work: Callable[[Fabric], T], method: Any) -> T:
