@@ -22,10 +22,10 @@ from lightning_sparsefl import algorithms
 from lightning_sparsefl.data import Dirichlet, FederatedDigits
 from lightning_sparsefl.errors import SparseFLError
 from lightning_sparsefl.federated import FederatedAlgorithm, FederatedTrainer, Federation
-from lightning_sparsefl.federated.checkpoint import load_checkpoint
-from lightning_sparsefl.federated.files import fingerprint
-from lightning_sparsefl.federated.record_file import RecordFile
-from lightning_sparsefl.federated.store import read_files
+from lightning_sparsefl.federated.storage.atomic_files import fingerprint
+from lightning_sparsefl.federated.storage.checkpoint import load_checkpoint
+from lightning_sparsefl.federated.storage.record_database import RecordDatabase
+from lightning_sparsefl.federated.storage.records import read_files
 from lightning_sparsefl.models import MLP
 
 NARROW: dict[str, dict[str, Any]] = {"SplitMix": {"bases": 2}}
@@ -148,7 +148,7 @@ def _records(folder: Path, index: Any, checksums: dict[int, str]) -> dict[int, A
     """The clients' records that a checkpoint names, in files of rounds or, with `federation.store: disk`, in one."""
     if isinstance(index, dict):
         return read_files(index, folder, checksums)
-    file = RecordFile.at(folder, index)
+    file = RecordDatabase.at(folder, index)
     return {client: file.read(client, index) for client in file.clients(index)}
 
 

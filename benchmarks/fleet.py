@@ -35,7 +35,7 @@ from lightning.pytorch import Callback
 from lightning_sparsefl.algorithms import FedSpa
 from lightning_sparsefl.data import FederatedBlobsOnDemand
 from lightning_sparsefl.federated import FederatedTrainer, Federation
-from lightning_sparsefl.federated.record_file import NAME
+from lightning_sparsefl.federated.storage.record_database import NAME
 from lightning_sparsefl.models import LeNet5
 
 SEED = 0

@@ -36,9 +36,9 @@ import torch
 from lightning_sparsefl import FederatedTrainer, Federation, FedSpa, export_sparse, load_sparse
 from lightning_sparsefl.data import FederatedBlobs
 from lightning_sparsefl.errors import CheckpointMismatch, MalformedPayload, SparseFLError
-from lightning_sparsefl.federated.files import fingerprint
-from lightning_sparsefl.federated.process import Ranks
-from lightning_sparsefl.federated.session import Session
+from lightning_sparsefl.federated.commands.run import Session
+from lightning_sparsefl.federated.distributed.ranks import Ranks
+from lightning_sparsefl.federated.storage.atomic_files import fingerprint
 from lightning_sparsefl.models import MLP
 from lightning_sparsefl.types import Message, Update
 from lightning_sparsefl.wire import Codec

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_sparsefl.federated.local import LocalOptions, LocalTrainer
+from lightning_sparsefl.federated.local.engines import FastEngine, LocalOptions
 from lightning_sparsefl.models import LeNet5
 
 BATCH, RATES = 20, {"lr": 0.01, "momentum": 0.9, "weight_decay": 5e-4}
@@ -86,7 +86,7 @@ def compare(kind: type[LeNet5], sums: bool, steps: int, cycles: int) -> dict[str
     loader = DataLoader(TensorDataset(images, labels), batch_size=BATCH)
     module = kind(num_classes=10, **RATES)
     net = copy.deepcopy(module.net)
-    local = LocalTrainer(Fabric(accelerator="cpu", devices=1), LocalOptions())
+    local = FastEngine(Fabric(accelerator="cpu", devices=1), LocalOptions())
     sides = [lambda: bare(net, loader, sums), lambda: local.fit(module, loader)]
     for side in sides:
         side()

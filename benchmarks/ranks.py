@@ -33,7 +33,7 @@ from torch.nn import functional as F
 from lightning_sparsefl import algorithms
 from lightning_sparsefl.data import Dirichlet, FederatedBlobs
 from lightning_sparsefl.federated import FederatedAlgorithm, FederatedTrainer, Federation
-from lightning_sparsefl.federated.store import ClientStore
+from lightning_sparsefl.federated.storage.records import MemoryStore
 from lightning_sparsefl.types import Update
 
 CLUSTER = Path(__file__).resolve().parents[1] / "configs" / "cluster"
@@ -166,7 +166,7 @@ def left_by(folder: Path, summary: Mapping[str, Any]) -> dict[str, str]:
     """A fingerprint of each thing that a run leaves."""
     content = torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True)
     own = content["sparsefl"]
-    store = ClientStore(torch.device("cpu"))
+    store = MemoryStore(torch.device("cpu"))
     store.load(own["clients"]["index"], folder / "checkpoints" / "clients", {}, own["clients"]["checksums"])
     things = {
         "weights": content["state_dict"],

@@ -31,7 +31,7 @@ from _federations import Run, algorithm, environment, leaves, start, wait, witho
 from lightning.pytorch import Callback
 
 from lightning_sparsefl import algorithms
-from lightning_sparsefl.federated.runfolder import Table
+from lightning_sparsefl.federated.storage.run_folder import Table
 
 ROUNDS, FAULTY = 6, 0.1
 """Of a turn; share of the local fits that fail."""

@@ -224,7 +224,7 @@ def test_a_planted_fence_jumper_is_caught(tmp_path: Path, where: str, source: st
 @pytest.mark.parametrize(
     ("where", "source"),
     [
-        ("federated/reduce.py", "import torch.distributed\nfrom lightning.fabric import Fabric"),
+        ("federated/aggregation/reducers.py", "import torch.distributed\nfrom lightning.fabric import Fabric"),
         ("report/plots.py", "import matplotlib.pyplot as plt"),
         ("wire/file.py", "from safetensors.torch import save_file"),
         ("callbacks/monitor.py", "from lightning.fabric.utilities import rank_zero_info"),

@@ -15,7 +15,7 @@ import torch
 from lightning.pytorch import Callback
 
 from lightning_sparsefl import cli
-from lightning_sparsefl.federated.coordinator import Coordinator
+from lightning_sparsefl.federated.rounds.coordinator import Coordinator
 
 ROOT = Path(__file__).parents[1]
 QUICKSTART = str(ROOT / "configs" / "quickstart.yaml")

@@ -63,7 +63,7 @@ def in_process(monkeypatch, runs, tmp_path):
             patch.setattr(sys, "argv", sys.argv[:1])
             patch.setattr(sys, "path", list(sys.path))
             if stops:
-                patch.setattr("lightning_sparsefl.federated.coordinator.Coordinator.round", killed(stops.pop()))
+                patch.setattr("lightning_sparsefl.federated.rounds.coordinator.Coordinator.round", killed(stops.pop()))
             assert main(command[3:]) == 0
 
     monkeypatch.setattr(runs.subprocess, "run", run)
@@ -72,7 +72,7 @@ def in_process(monkeypatch, runs, tmp_path):
 
 
 def killed(number):
-    from lightning_sparsefl.federated.coordinator import Coordinator
+    from lightning_sparsefl.federated.rounds.coordinator import Coordinator
 
     original = Coordinator.round
 

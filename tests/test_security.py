@@ -17,9 +17,9 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_sparsefl.errors import CheckpointMismatch
-from lightning_sparsefl.federated import checkpoint
-from lightning_sparsefl.federated.files import load_plain, write_atomically
-from lightning_sparsefl.federated.store import pack_plain
+from lightning_sparsefl.federated.storage import checkpoint
+from lightning_sparsefl.federated.storage.atomic_files import load_plain, write_atomically
+from lightning_sparsefl.federated.storage.records import pack_plain
 
 ROOT = Path(__file__).parents[1]
 FUZZ = runpy.run_path(str(ROOT / "benchmarks" / "fuzz.py"))

@@ -156,7 +156,7 @@ class FedDIP(FederatedAlgorithm):
         """The pruned model; the rest of the dense one is for the server alone."""
         return apply(update.weights, message.masks)
 
-    def foresee(self, server: ServerState, round: int) -> ServerState:
+    def profile_state(self, server: ServerState, round: int) -> ServerState:
         """Masks of the densities that the round's will have, taken from the first weights."""
         masks = server.masks
         if round >= self.reconfigure_every:

@@ -43,12 +43,12 @@ from lightning_sparsefl.callbacks.learned_importance import blind_ranking
 from lightning_sparsefl.callbacks.unit_scores import ScoreSteps, UnitScores
 from lightning_sparsefl.cost import Devices, forward_flops, pucbv
 from lightning_sparsefl.errors import InvalidOption
+from lightning_sparsefl.federated.aggregation.reducers import PlainMean, Reducer
 from lightning_sparsefl.federated.algorithm import BYTES_PER_WEIGHT, FederatedAlgorithm
 from lightning_sparsefl.federated.client import Client
-from lightning_sparsefl.federated.evaluate import higher_is_better
+from lightning_sparsefl.federated.evaluation.scores import higher_is_better
 from lightning_sparsefl.federated.fleet import Fleet
 from lightning_sparsefl.federated.options import check_choices
-from lightning_sparsefl.federated.reduce import PlainMean, Reducer
 from lightning_sparsefl.seeds import derive_seed, generator
 from lightning_sparsefl.sparse.importance import gate_gradients, relative
 from lightning_sparsefl.sparse.masks import add, apply, counts, subtract

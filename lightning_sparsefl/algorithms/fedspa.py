@@ -30,11 +30,11 @@ import torch
 
 from lightning_sparsefl.cost import forward_flops
 from lightning_sparsefl.errors import InvalidOption
+from lightning_sparsefl.federated.aggregation.reducers import CoverageMean, PlainMean, Reducer
 from lightning_sparsefl.federated.algorithm import FederatedAlgorithm
 from lightning_sparsefl.federated.client import Client
 from lightning_sparsefl.federated.fleet import Fleet
 from lightning_sparsefl.federated.options import check_choices
-from lightning_sparsefl.federated.reduce import CoverageMean, PlainMean, Reducer
 from lightning_sparsefl.seeds import generator
 from lightning_sparsefl.sparse.density import erk, kept_counts, maskable, uniform
 from lightning_sparsefl.sparse.masks import apply, subtract

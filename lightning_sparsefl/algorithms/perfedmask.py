@@ -40,11 +40,11 @@ from torch import Tensor
 from lightning_sparsefl.algorithms.fedavg import FedAvg
 from lightning_sparsefl.algorithms.fedbabu import upload_of_the_trained
 from lightning_sparsefl.errors import InvalidOption
+from lightning_sparsefl.federated.aggregation.reducers import Reducer
 from lightning_sparsefl.federated.algorithm import FederatedAlgorithm
 from lightning_sparsefl.federated.client import Client
 from lightning_sparsefl.federated.fleet import Fleet
 from lightning_sparsefl.federated.options import check_choices
-from lightning_sparsefl.federated.reduce import Reducer
 from lightning_sparsefl.seeds import generator
 from lightning_sparsefl.sparse import freeze
 from lightning_sparsefl.sparse.density import floor_count

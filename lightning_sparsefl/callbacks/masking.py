@@ -14,7 +14,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from lightning_sparsefl.callbacks.layers import choose
 from lightning_sparsefl.errors import InvalidOption
-from lightning_sparsefl.sparse.apply import Stencil
+from lightning_sparsefl.sparse.apply import InPlaceMask
 from lightning_sparsefl.sparse.masks import check, dense_like, pack, unpack
 from lightning_sparsefl.types import Masks, Weights
 
@@ -52,7 +52,7 @@ class MaskingCallback(Callback):
         self._made = masks is not None
         self._key: str | None = None
         self._weights: dict[str, Tensor] = {}
-        self._stencils: dict[str, Stencil] = {}
+        self._stencils: dict[str, InPlaceMask] = {}
         self._around: tuple[Any, LightningModule] | None = None
         self._copies: list[tuple[str, Tensor]] | None = None
         self._still = False
@@ -121,7 +121,7 @@ class MaskingCallback(Callback):
     def adopt(self, masks: Masks) -> None:
         """Go over to other masks of the same layers, or of some of them, and leave the weights as they are."""
         for name, mask in masks.items():
-            self.masks[name], self._stencils[name] = mask, Stencil(mask, self._weights[name].dtype)
+            self.masks[name], self._stencils[name] = mask, InPlaceMask(mask, self._weights[name].dtype)
         self.mask_copies()
 
     def hold(self, masks: Masks) -> None:
@@ -150,7 +150,7 @@ class MaskingCallback(Callback):
             self._copies = [] if self._around is None else list(_copies(*self._around))
         for name, copy in self._copies:
             if name in self.masks:
-                Stencil(self.masks[name].to(copy.device), copy.dtype).zero_(copy)
+                InPlaceMask(self.masks[name].to(copy.device), copy.dtype).zero_(copy)
 
     @torch.no_grad()
     def forget(self, optimizers: Iterable[Any], names: Iterable[str]) -> None:
@@ -160,7 +160,7 @@ class MaskingCallback(Callback):
             for optimizer in optimizers:
                 for value in optimizer.state.get(weight, {}).values():
                     if isinstance(value, Tensor) and value.shape == weight.shape:
-                        Stencil(self.masks[name], value.dtype).zero_(value)
+                        InPlaceMask(self.masks[name], value.dtype).zero_(value)
 
     def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
         """Forget what a restored optimizer has of weights that are not held, and see whether they stay 0 from here."""

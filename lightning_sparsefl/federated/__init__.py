@@ -1,14 +1,14 @@
 """The engine: knows rounds, ranks and bytes; knows no method."""
 
+from lightning_sparsefl.federated.aggregation.privacy import Privacy
+from lightning_sparsefl.federated.aggregation.reducers import CoverageMean, PlainMean, Reducer
+from lightning_sparsefl.federated.aggregation.robust import CoverageMedian, TrimmedMean
 from lightning_sparsefl.federated.algorithm import FederatedAlgorithm
 from lightning_sparsefl.federated.client import Client
 from lightning_sparsefl.federated.fleet import Fleet
+from lightning_sparsefl.federated.local.round_lr import ExponentialRoundLR, RoundLR, StepRoundLR
 from lightning_sparsefl.federated.options import Federation
-from lightning_sparsefl.federated.privacy import Privacy
-from lightning_sparsefl.federated.progress import RoundProgressBar
-from lightning_sparsefl.federated.reduce import CoverageMean, PlainMean, Reducer
-from lightning_sparsefl.federated.robust import CoverageMedian, TrimmedMean
-from lightning_sparsefl.federated.round_lr import ExponentialRoundLR, RoundLR, StepRoundLR
+from lightning_sparsefl.federated.tracking.progress_bar import RoundProgressBar
 from lightning_sparsefl.federated.trainer import FederatedTrainer
 
 __all__ = [

@@ -29,7 +29,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule
 
 from lightning_sparsefl.cost import forward_flops, training_flops
-from lightning_sparsefl.federated.reduce import CoverageMean, Reducer
+from lightning_sparsefl.federated.aggregation.reducers import CoverageMean, Reducer
 from lightning_sparsefl.sparse import masks as mask_algebra
 from lightning_sparsefl.types import (
     ClientView,
@@ -143,7 +143,7 @@ class FederatedAlgorithm(ABC):  # noqa: B024 - every hook has a default, and jso
         """
         return None
 
-    def foresee(self, server: ServerState, round: int) -> ServerState:
+    def profile_state(self, server: ServerState, round: int) -> ServerState:
         """What `profile` takes for the server's state at the start of a round, since nothing is trained there.
 
         A method whose masks follow a schedule overrides this. Default: the first state.

@@ -13,12 +13,12 @@ from lightning.pytorch import Callback, LightningModule
 
 from lightning_sparsefl.callbacks import LayerFreezing, StaticMask
 from lightning_sparsefl.errors import InvalidOption
-from lightning_sparsefl.federated.example import units_of
-from lightning_sparsefl.federated.faults import Deadline, KeepDeadline
-from lightning_sparsefl.federated.flat import FlatModule, FlatTree
-from lightning_sparsefl.federated.local import LocalTrainer
-from lightning_sparsefl.federated.round_lr import RoundLR, ScaleLearningRates
-from lightning_sparsefl.federated.stock import StockTrainer
+from lightning_sparsefl.federated.exchange.failures import Deadline, KeepDeadline
+from lightning_sparsefl.federated.exchange.flat import FlatModule, FlatTree
+from lightning_sparsefl.federated.local.engines import FastEngine
+from lightning_sparsefl.federated.local.example_input import units_of
+from lightning_sparsefl.federated.local.lightning_trainer import LightningEngine
+from lightning_sparsefl.federated.local.round_lr import RoundLR, ScaleLearningRates
 from lightning_sparsefl.seeds import derive_seed, generator, seed_all
 from lightning_sparsefl.sparse.masks import apply, intersect
 from lightning_sparsefl.sparse.submodel import cut, narrow, widen
@@ -29,7 +29,7 @@ Split = Literal["val", "test", "train"]
 _STAGES: dict[Split, Literal["validate", "test"]] = {"val": "validate", "test": "test", "train": "validate"}
 
 
-class Trains(Protocol):
+class LocalWorker(Protocol):
     """What a client asks of whoever does its local work: the only door to the local engines."""
 
     @property
@@ -75,7 +75,7 @@ class Client:
         self,
         view: ClientView,
         memory: Shared,
-        bench: Trains,
+        bench: LocalWorker,
         buffers: Weights | None = None,
         deadline: Deadline | None = None,
     ) -> None:
@@ -165,7 +165,7 @@ def require_set(loader: Any, split: Split) -> None:
         )
 
 
-class Bench:
+class ClientWorker:
     """One rank's module, data and local engine; clients use them one after another.
 
     Args:
@@ -180,7 +180,7 @@ class Bench:
         self,
         module: LightningModule,
         datamodule: Any,
-        engine: LocalTrainer | StockTrainer,
+        engine: FastEngine | LightningEngine,
         work: LocalWork,
         device: torch.device,
     ) -> None:

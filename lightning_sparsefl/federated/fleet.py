@@ -10,8 +10,8 @@ from typing import Any, Literal, Protocol, overload
 import torch
 
 from lightning_sparsefl.federated.client import Client
-from lightning_sparsefl.federated.placement import longest_first
-from lightning_sparsefl.federated.process import Ranks
+from lightning_sparsefl.federated.distributed.placement import longest_first
+from lightning_sparsefl.federated.distributed.ranks import Ranks
 from lightning_sparsefl.sparse.units import UnitGroup
 from lightning_sparsefl.types import ClientView, Weights
 
@@ -27,7 +27,7 @@ class KnowsUnits(Protocol):
         ...
 
 
-class Views(Sequence[ClientView]):
+class LazyClientViews(Sequence[ClientView]):
     """The views of many clients, each made when it is asked for.
 
     Args:
@@ -44,10 +44,10 @@ class Views(Sequence[ClientView]):
     @overload
     def __getitem__(self, place: int) -> ClientView: ...
     @overload
-    def __getitem__(self, place: slice) -> Views: ...
-    def __getitem__(self, place: int | slice) -> ClientView | Views:
+    def __getitem__(self, place: slice) -> LazyClientViews: ...
+    def __getitem__(self, place: int | slice) -> ClientView | LazyClientViews:
         chosen = self._clients[place]
-        return self._view(chosen) if isinstance(chosen, int) else Views(chosen, self._view)
+        return self._view(chosen) if isinstance(chosen, int) else LazyClientViews(chosen, self._view)
 
 
 def sizes_fact(data: Any) -> list[int] | str:
@@ -73,7 +73,7 @@ class Fleet:
     """What a method may know of all clients, and what it may ask of them.
 
     Args:
-        views: The facts of the clients that train, before round 0; :class:`Views` where they are many.
+        views: The facts of the clients that train, before round 0; :class:`LazyClientViews` where they are many.
         buffers: Names of the model's floating-point buffers, which no mask may hold.
         device: Where the server's weights live.
         bench: Knows the model's units.

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from lightning_sparsefl.errors import InvalidOption
-from lightning_sparsefl.federated.privacy import Privacy
-from lightning_sparsefl.federated.reduce import Reducer
+from lightning_sparsefl.federated.aggregation.privacy import Privacy
+from lightning_sparsefl.federated.aggregation.reducers import Reducer
 from lightning_sparsefl.seeds import generator
 
 

@@ -21,18 +21,18 @@ from lightning_sparsefl.data import ClientDataModules
 from lightning_sparsefl.errors import InvalidOption
 from lightning_sparsefl.federated.algorithm import FederatedAlgorithm
 from lightning_sparsefl.federated.client import Split
-from lightning_sparsefl.federated.export import Exported, ExportRequest, Format
-from lightning_sparsefl.federated.files import load_plain
-from lightning_sparsefl.federated.interrupt import Interrupted, leave
-from lightning_sparsefl.federated.launch import launch
-from lightning_sparsefl.federated.local import LocalOptions
+from lightning_sparsefl.federated.commands.export import Exported, ExportRequest, Format
+from lightning_sparsefl.federated.commands.profile import Profile, profile
+from lightning_sparsefl.federated.commands.replay import Replay
+from lightning_sparsefl.federated.commands.run import Session, check_data, check_module
+from lightning_sparsefl.federated.distributed.launcher import launch
+from lightning_sparsefl.federated.distributed.ranks import Ranks, build_fabric, intra_op_threads
+from lightning_sparsefl.federated.distributed.signals import Interrupted, exit_exception
+from lightning_sparsefl.federated.local.engines import LocalOptions
+from lightning_sparsefl.federated.local.round_lr import RoundLR
 from lightning_sparsefl.federated.options import Federation
-from lightning_sparsefl.federated.process import Ranks, build_fabric, intra_op_threads
-from lightning_sparsefl.federated.profile import Profile, profile
-from lightning_sparsefl.federated.progress import RoundProgressBar
-from lightning_sparsefl.federated.replay import Replay
-from lightning_sparsefl.federated.round_lr import RoundLR
-from lightning_sparsefl.federated.session import Session, check_data, check_module
+from lightning_sparsefl.federated.storage.atomic_files import load_plain
+from lightning_sparsefl.federated.tracking.progress_bar import RoundProgressBar
 
 ClientData = LightningDataModule | Sequence[LightningDataModule]
 """A data module that knows its clients, or one ordinary data module per client."""
@@ -357,7 +357,7 @@ class FederatedTrainer:
         result = launch(self.fabric, partial(_work, settings, verb, model, client_data, ckpt_path, asked))
         self.run_folder = None if result["folder"] is None else Path(result["folder"])
         if result["signal"] is not None:
-            raise leave(result["signal"], self._in_other_processes or self.fabric.is_global_zero)
+            raise exit_exception(result["signal"], self._in_other_processes or self.fabric.is_global_zero)
         return result["summary"]
 
     def _fast_dev_settings(self, data: Any) -> FederatedTrainer:

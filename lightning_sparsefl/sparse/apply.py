@@ -12,7 +12,7 @@ _CHUNK = 1 << 17
 """Elements. A CPU multiplies fast by numbers of one type only, and of this many a copy stays in its cache."""
 
 
-class Stencil:
+class InPlaceMask:
     """A mask, made ready to be applied often to tensors of its shape and device.
 
     A value is multiplied as an integer of its own width: by 1 it keeps its bits, by 0 it becomes 0.0, also where it was
@@ -24,7 +24,7 @@ class Stencil:
 
     Example:
         >>> tensor, rest = torch.tensor([-1.0, torch.nan, 3.0]), torch.empty(3)
-        >>> Stencil(torch.tensor([False, False, True]), tensor.dtype).zero_(tensor)
+        >>> InPlaceMask(torch.tensor([False, False, True]), tensor.dtype).zero_(tensor)
         >>> tensor
         tensor([0., 0., 3.])
     """
@@ -53,7 +53,7 @@ class Stencil:
 
         Example:
             >>> tensor, rest = torch.tensor([1.0, 2.0]), torch.empty(2)
-            >>> Stencil(torch.tensor([True, False]), tensor.dtype).split_(tensor, rest)
+            >>> InPlaceMask(torch.tensor([True, False]), tensor.dtype).split_(tensor, rest)
             >>> tensor, rest
             (tensor([1., 0.]), tensor([0., 2.]))
         """

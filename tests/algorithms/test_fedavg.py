@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lightning_sparsefl import FedAvg
-from lightning_sparsefl.federated.reduce import CoverageMean
+from lightning_sparsefl.federated.aggregation.reducers import CoverageMean
 from lightning_sparsefl.types import Costs, Merged, Message, ServerState
 
 WEIGHTS = {"w": torch.tensor([1.0, 2.0, 3.0])}

@@ -128,7 +128,7 @@ def test_profile_foresees_the_densities_of_the_run(fleet):
     first = method.init(LAYERS, fleet(buffers=["norm.mean"]))
     state = first
     for round in range(6):
-        foreseen = method.foresee(first, round)
+        foreseen = method.profile_state(first, round)
         assert foreseen.round == round
         assert kept(foreseen.masks) == kept(state.masks)
         assert not any(foreseen.weights[name][~mask].any() for name, mask in foreseen.masks.items())

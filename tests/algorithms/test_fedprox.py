@@ -6,7 +6,7 @@ import torch
 from lightning_sparsefl import FedAvg, FedProx
 from lightning_sparsefl.callbacks import ProximalTerm
 from lightning_sparsefl.errors import InvalidOption
-from lightning_sparsefl.federated.reduce import CoverageMean
+from lightning_sparsefl.federated.aggregation.reducers import CoverageMean
 from lightning_sparsefl.types import Message
 
 

@@ -5,7 +5,7 @@ import torch
 
 from lightning_sparsefl import FedSpa
 from lightning_sparsefl.errors import InvalidOption
-from lightning_sparsefl.federated.reduce import CoverageMean, PlainMean
+from lightning_sparsefl.federated.aggregation.reducers import CoverageMean, PlainMean
 from lightning_sparsefl.seeds import generator
 from lightning_sparsefl.sparse.masks import same
 from lightning_sparsefl.types import Message, ServerState

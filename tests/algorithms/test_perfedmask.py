@@ -7,8 +7,8 @@ import torch
 
 from lightning_sparsefl import FedBABU, Federation, HeteroFL, PerFedMask, SplitMix
 from lightning_sparsefl.errors import InvalidOption
+from lightning_sparsefl.federated.aggregation.reducers import CoverageMean
 from lightning_sparsefl.federated.fleet import Fleet
-from lightning_sparsefl.federated.reduce import CoverageMean
 from lightning_sparsefl.types import ClientView
 
 WEIGHTS = {

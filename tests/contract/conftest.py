@@ -10,8 +10,8 @@ from torch.nn import functional as F
 
 from lightning_sparsefl import FederatedTrainer, Federation
 from lightning_sparsefl.data import Dirichlet, FederatedBlobs
-from lightning_sparsefl.federated.disk_store import DiskStore
-from lightning_sparsefl.federated.store import ClientStore
+from lightning_sparsefl.federated.storage.records import MemoryStore
+from lightning_sparsefl.federated.storage.sqlite_store import SqliteStore
 
 LAUNCHER = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "NODE_RANK", "LOCAL_RANK", "GLOBAL_RANK")
 
@@ -104,7 +104,7 @@ def last():
         content = torch.load(folder / "last.ckpt", weights_only=True)
         clients = content["sparsefl"].pop("clients")
         del content["sparsefl"]["checksum"]  # of another index where records lie elsewhere
-        store = (DiskStore if isinstance(clients["index"], int) else ClientStore)(torch.device("cpu"))
+        store = (SqliteStore if isinstance(clients["index"], int) else MemoryStore)(torch.device("cpu"))
         store.load(clients["index"], folder / "clients", {}, clients["checksums"])
         content["records"] = dict(sorted(store.records().items()))
         return comparable(content)

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_sparsefl import callbacks, export_sparse, load_sparse
 from lightning_sparsefl.callbacks.masking import MaskingCallback
-from lightning_sparsefl.federated.local import LocalOptions, LocalTrainer
+from lightning_sparsefl.federated.local.engines import FastEngine, LocalOptions
 from lightning_sparsefl.sparse.density import erk, kept_counts, uniform
 
 pytestmark = [
@@ -259,7 +259,7 @@ def test_a_client_trains_as_a_trainer_does_and_density_is_as_promised(case, reci
         else:
             rest = dict(options)
             fabric = Fabric(accelerator="cpu", devices=1, precision=rest.pop("precision", "32-true"))
-            local = LocalTrainer(fabric, LocalOptions(max_epochs=EPOCHS, **rest))
+            local = FastEngine(fabric, LocalOptions(max_epochs=EPOCHS, **rest))
             metrics = local.fit(module, loader(shuffle=True), loader(), callbacks=attached)
         assert all(other.batches == EPOCHS * BATCHES for other in attached[1:])
         runs.append((module.state_dict(), {name: float(value) for name, value in metrics.items()}, callback))

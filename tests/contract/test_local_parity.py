@@ -23,9 +23,9 @@ from torch.optim import SGD, Adam
 from torch.optim import lr_scheduler as schedules
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_sparsefl.federated.covered import CALLED_HOOKS, COVERED_CALLBACKS
-from lightning_sparsefl.federated.local import LocalOptions, LocalTrainer
-from lightning_sparsefl.federated.stock import StockTrainer
+from lightning_sparsefl.federated.local.engines import FastEngine, LocalOptions
+from lightning_sparsefl.federated.local.lightning_trainer import LightningEngine
+from lightning_sparsefl.federated.local.support import CALLED_HOOKS, SUPPORTED_CALLBACKS
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::lightning.fabric.utilities.warnings.PossibleUserWarning"),
@@ -222,7 +222,7 @@ def by_us(
     validate: bool = True,
     seed: int = 0,
     logger: Any = None,
-    engine: Any = LocalTrainer,
+    engine: Any = FastEngine,
     precision: Any = "32-true",
     local: Any = None,
     **options: Any,
@@ -346,7 +346,7 @@ class Loud(PlainLoss):
 def test_every_client_starts_with_a_fresh_loss_scale() -> None:
     module = Loud(adam)
     half = Fabric(accelerator="cpu", devices=1, plugins=[FabricMixedPrecision("16-mixed", "cpu")])
-    local = LocalTrainer(half, LocalOptions(max_epochs=2, log_every_n_steps=5))
+    local = FastEngine(half, LocalOptions(max_epochs=2, log_every_n_steps=5))
     plugin = MixedPrecision("16-mixed", "cpu")
     theirs = by_lightning(copy.deepcopy(module), max_epochs=2, plugins=[plugin])
     assert plugin.scaler.get_scale() != 2.0**16
@@ -462,7 +462,7 @@ def test_runs_stock_callbacks_as_lightning_does(case: str, tmp_path: Path) -> No
 
 
 def test_every_covered_callback_is_compared() -> None:
-    assert {kind.__name__ for kind in COVERED_CALLBACKS} <= {name.split()[0] for name in CALLBACKS}
+    assert {kind.__name__ for kind in SUPPORTED_CALLBACKS} <= {name.split()[0] for name in CALLBACKS}
 
 
 def test_early_stopping_stopped(tmp_path: Path) -> None:
@@ -507,7 +507,7 @@ def test_samplers_are_told_the_epoch() -> None:
     module, data = Net(), loaders()[1].dataset
     states = []
     for fit in (
-        LocalTrainer(fabric(), LocalOptions(max_epochs=3)).fit,
+        FastEngine(fabric(), LocalOptions(max_epochs=3)).fit,
         pl.Trainer(**trainer_kwargs(max_epochs=3)).fit,
     ):
         train, val = (DataLoader(data, batch_size=4, sampler=ByEpoch()) for _ in range(2))
@@ -570,7 +570,7 @@ def evaluated(module: Any) -> Any:
     results = []
     for stage in ("validate", "test"):
         if module._trainer is None:
-            local = LocalTrainer(fabric(), LocalOptions())
+            local = FastEngine(fabric(), LocalOptions())
             results.append(local.evaluate(module, val, stage=stage))  # type: ignore[arg-type]
         else:
             trainer = pl.Trainer(**trainer_kwargs(log_every_n_steps=50))
@@ -579,7 +579,7 @@ def evaluated(module: Any) -> Any:
     return results
 
 
-@pytest.mark.parametrize("engine", [LocalTrainer, StockTrainer])
+@pytest.mark.parametrize("engine", [FastEngine, LightningEngine])
 @pytest.mark.parametrize("stage", ["validate", "test"])
 def test_evaluates_as_lightning_does(stage: Any, engine: Any) -> None:
     module, (_, val) = Net(), loaders()
@@ -595,7 +595,7 @@ def test_evaluates_as_lightning_does(stage: Any, engine: Any) -> None:
 
 
 def test_two_clients_equal_two_trainers() -> None:
-    local = LocalTrainer(fabric(), LocalOptions(max_epochs=2, log_every_n_steps=5))
+    local = FastEngine(fabric(), LocalOptions(max_epochs=2, log_every_n_steps=5))
     module = Net(plateau)
     start = copy.deepcopy(module.state_dict())
     for seed in (3, 4):
@@ -608,7 +608,7 @@ def test_two_clients_equal_two_trainers() -> None:
 def test_the_stock_engine_equals_both(case: str) -> None:
     build, options = CASES[case]
     module, options = build(), {"max_epochs": 2, **options}
-    stock = by_us(copy.deepcopy(module), engine=StockTrainer, **options)
+    stock = by_us(copy.deepcopy(module), engine=LightningEngine, **options)
     same(stock, by_lightning(copy.deepcopy(module), **options))
 
 
@@ -620,8 +620,8 @@ def test_gradients_of_both_engines_are_the_losses() -> None:
         grads = []
         for take in (
             by_hand,
-            LocalTrainer(fabric(), LocalOptions()).gradient,
-            StockTrainer(fabric(), LocalOptions()).gradient,
+            FastEngine(fabric(), LocalOptions()).gradient,
+            LightningEngine(fabric(), LocalOptions()).gradient,
         ):
             torch.manual_seed(5)
             take(module, batch)

@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 from lightning_sparsefl import FedAvg, algorithms
 from lightning_sparsefl.errors import RanksDisagree
-from lightning_sparsefl.federated.agreement import agree, checksum
-from lightning_sparsefl.federated.coordinator import Coordinator
+from lightning_sparsefl.federated.distributed.rank_consistency import check_ranks_agree, checksum
+from lightning_sparsefl.federated.rounds.coordinator import Coordinator
 from lightning_sparsefl.types import ServerState
 
 RANKS = Path(__file__).parents[2] / "benchmarks" / "ranks.py"
@@ -112,7 +112,7 @@ def seen_by_the_first(state, observed=None):
     sent = []
     ranks = FakeRanks([])
     ranks.gather = lambda value: sent.append(value) or [value]
-    agree(state, observed or {}, ranks)
+    check_ranks_agree(state, observed or {}, ranks)
     return sent
 
 
@@ -129,9 +129,9 @@ def seen_by_the_first(state, observed=None):
 )
 def test_a_rank_with_another_server_is_named_with_the_round_and_the_part(part, changed, observed):
     first = seen_by_the_first(server())
-    assert agree(server(), {}, FakeRanks(first)) == [0.5, 0.5]
+    assert check_ranks_agree(server(), {}, FakeRanks(first)) == [0.5, 0.5]
     with pytest.raises(RanksDisagree, match=f"After round 4 the server's {part} on rank 1") as caught:
-        agree(server(**changed), observed, FakeRanks(first))
+        check_ranks_agree(server(**changed), observed, FakeRanks(first))
     assert (caught.value.parts, caught.value.round, caught.value.rank) == ((part,), 4, 1)
 
 

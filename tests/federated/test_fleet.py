@@ -12,12 +12,12 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
 from lightning_sparsefl import FedAvg, FederatedTrainer, Federation, FedSpa
 from lightning_sparsefl.data import FederatedBlobs, FederatedBlobsOnDemand
-from lightning_sparsefl.federated.disk_store import DiskStore
-from lightning_sparsefl.federated.files import load_plain
-from lightning_sparsefl.federated.fleet import Fleet, Views, sizes_fact
-from lightning_sparsefl.federated.record_file import RecordFile
+from lightning_sparsefl.federated.fleet import Fleet, LazyClientViews, sizes_fact
 from lightning_sparsefl.federated.sampling import Training, split_unseen, uniform_cohort
-from lightning_sparsefl.federated.store import ClientStore
+from lightning_sparsefl.federated.storage.atomic_files import load_plain
+from lightning_sparsefl.federated.storage.record_database import RecordDatabase
+from lightning_sparsefl.federated.storage.records import MemoryStore
+from lightning_sparsefl.federated.storage.sqlite_store import SqliteStore
 from lightning_sparsefl.models import MLP
 from lightning_sparsefl.seeds import generator
 from lightning_sparsefl.types import ClientView
@@ -76,7 +76,7 @@ def outcome(folder):
     """All that a run leaves but for times, in comparable form."""
     content = load_plain(folder / "checkpoints" / "last.ckpt")
     own = content["sparsefl"]
-    store = (ClientStore if isinstance(own["clients"]["index"], dict) else DiskStore)(CPU)
+    store = (MemoryStore if isinstance(own["clients"]["index"], dict) else SqliteStore)(CPU)
     store.load(own["clients"]["index"], folder / "checkpoints" / "clients", {}, own["clients"]["checksums"])
     rows = [*table(folder / "metrics.csv"), *table(folder / "clients.csv")]
     timeless = [{name: value for name, value in row.items() if not name.startswith("time/")} for row in rows]
@@ -124,9 +124,9 @@ def test_a_killed_run_resumes_to_the_same_bytes(tmp_path, in_memory, moment, mon
     child = os.fork()
     if child == 0:
         owner, name, calls = {
-            "inside the file's commit": (RecordFile, "_insert", 5),
-            "before the checkpoint": (DiskStore, "commit", 3),
-            "after the checkpoint": (DiskStore, "discard_unreferenced", 3),
+            "inside the file's commit": (RecordDatabase, "_insert", 5),
+            "before the checkpoint": (SqliteStore, "commit", 3),
+            "after the checkpoint": (SqliteStore, "discard_unreferenced", 3),
         }[moment]
         kill_after(owner, name, calls)
         fit(tmp_path)
@@ -228,7 +228,7 @@ def test_views_are_made_when_they_are_looked_at():
         made.append(client)
         return ClientView(client, client + 1, 1.0, 0, 3, 7)
 
-    fleet = Fleet(Views(range(10, 10 + MILLION), view), frozenset(), CPU)
+    fleet = Fleet(LazyClientViews(range(10, 10 + MILLION), view), frozenset(), CPU)
     assert (len(fleet), fleet.seed, fleet.max_rounds) == (MILLION, 7, 3)
     assert [v.id for v in fleet.views[5:7]] == [15, 16]
     assert made == [10, 10, 15, 16]

@@ -284,7 +284,7 @@ def test_the_users_error_is_the_cause(trainer):
 
 def test_a_crash_after_training_leaves_the_last_checkpoint(trainer, monkeypatch):
     """A full disk: the round that could not be written is lost, the one before is not."""
-    from lightning_sparsefl.federated import checkpoint
+    from lightning_sparsefl.federated.storage import checkpoint
 
     write, calls = checkpoint.write_atomically, []
 

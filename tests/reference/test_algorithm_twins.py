@@ -34,8 +34,8 @@ from lightning_sparsefl import (
 )
 from lightning_sparsefl.data import ClientDataModules
 from lightning_sparsefl.federated.fleet import Fleet
-from lightning_sparsefl.federated.round_lr import ExponentialRoundLR
-from lightning_sparsefl.federated.store import unpack_plain
+from lightning_sparsefl.federated.local.round_lr import ExponentialRoundLR
+from lightning_sparsefl.federated.storage.records import unpack_plain
 from lightning_sparsefl.seeds import derive_seed, generator, seed_all
 from lightning_sparsefl.sparse.prune import random_masks
 from lightning_sparsefl.sparse.scores import random as random_scores

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_sparsefl import FedAvg, FederatedTrainer, Federation, FedSpa
-from lightning_sparsefl.federated.store import unpack_plain
+from lightning_sparsefl.federated.storage.records import unpack_plain
 from lightning_sparsefl.seeds import generator
 from lightning_sparsefl.sparse.density import erk, kept_counts
 from lightning_sparsefl.sparse.prune import random_masks

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from lightning_sparsefl.federated import CoverageMedian, Privacy, TrimmedMean
-from lightning_sparsefl.federated.clipping import clipped
-from lightning_sparsefl.federated.flat import Layout
+from lightning_sparsefl.federated.aggregation.clipping import clipped
+from lightning_sparsefl.federated.exchange.flat import Layout
 from lightning_sparsefl.types import Message, Update
 
 

@@ -5,8 +5,8 @@ import math
 import torch
 
 from lightning_sparsefl.errors import InvalidUpdate
-from lightning_sparsefl.federated.flat import Layout
-from lightning_sparsefl.federated.validate import check_form, fault
+from lightning_sparsefl.federated.exchange.flat import Layout
+from lightning_sparsefl.federated.rounds.update_checks import check_update_schema, non_finite_reason
 from lightning_sparsefl.types import Message, Update
 
 WEIGHTS = {"a": torch.ones(3, 2), "b": torch.ones(4)}
@@ -53,8 +53,8 @@ def test_the_sum_tells_what_the_single_numbers_tell():
         update = Update(
             weights={"a": drawn[:3], "b": drawn[3:5]}, extra={"e": {"a": drawn[5:]}}, shared={"n": drawn[:1]}
         )
-        assert (fault(update) is None) == all_finite(update)
-        seen.add(fault(update) is None)
+        assert (non_finite_reason(update) is None) == all_finite(update)
+        seen.add(non_finite_reason(update) is None)
     assert seen == {True, False}
 
 
@@ -69,7 +69,9 @@ def test_votes_are_compared_as_slowly_as_can_be():
     for _ in range(300):
         message, votes = Message(weights=WEIGHTS, masks=some_masks(0.95)), some_masks(0.5)
         try:
-            check_form(Update(weights=WEIGHTS, votes=votes), message, Layout(WEIGHTS, {}), lambda m: m.masks, 0)
+            check_update_schema(
+                Update(weights=WEIGHTS, votes=votes), message, Layout(WEIGHTS, {}), lambda m: m.masks, 0
+            )
             passes = True
         except InvalidUpdate:
             passes = False

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lightning_sparsefl.sparse import apply
-from lightning_sparsefl.sparse.apply import Stencil
+from lightning_sparsefl.sparse.apply import InPlaceMask
 
 STRANGE = [torch.nan, torch.inf, -torch.inf, -1.5, -0.0, 0.0, 1e-40]
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
@@ -49,8 +49,8 @@ def test_it_keeps_every_bit_of_what_is_kept_and_zeroes_the_rest(shape, dtype, la
     if layout == "transposed mask":
         mask = mask.transpose(0, 1).contiguous().transpose(0, 1)
     zeroed, split, other = tensor.clone(), tensor.clone(), torch.full_like(tensor, 7.0)
-    Stencil(mask, dtype).zero_(zeroed)
-    Stencil(mask, dtype).split_(split, other)
+    InPlaceMask(mask, dtype).zero_(zeroed)
+    InPlaceMask(mask, dtype).split_(split, other)
     assert bits(zeroed) == bits(split) == bits(kept)
     assert bits(other) == bits(rest)
 
@@ -58,7 +58,7 @@ def test_it_keeps_every_bit_of_what_is_kept_and_zeroes_the_rest(shape, dtype, la
 def test_a_parameter_is_changed_in_place():
     weight = torch.nn.Parameter(torch.ones(3, 4))
     before = weight._version
-    Stencil(torch.zeros(3, 4, dtype=torch.bool), weight.dtype).zero_(weight)
+    InPlaceMask(torch.zeros(3, 4, dtype=torch.bool), weight.dtype).zero_(weight)
     assert not weight.any()
     assert weight._version > before
 
@@ -67,5 +67,5 @@ def test_the_gradient_of_an_embedding_may_be_sparse():
     layer = torch.nn.Embedding(5, 2, sparse=True)
     layer(torch.tensor([1, 3, 3])).sum().backward()
     mask = torch.tensor([[True, False]]).expand(5, 2)
-    Stencil(mask, torch.float32).zero_(layer.weight.grad)
+    InPlaceMask(mask, torch.float32).zero_(layer.weight.grad)
     assert layer.weight.grad.to_dense().tolist() == [[0, 0], [1, 0], [0, 0], [2, 0], [0, 0]]

@@ -1,0 +1,1 @@
+"""How updates become one: sums, order statistics, clipping and noise."""

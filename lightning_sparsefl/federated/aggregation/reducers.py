@@ -1,0 +1,275 @@
+"""How a round's updates become one: weighted sums, divided once.
+
+The terms of a sum are rounded to a grid that every rank derives from the server's weights, coarse enough that
+float64 adds them without error. An exact sum does not depend on its order, so one rank and many give the same
+bytes. The grid lies about 40 bits below the largest weight of a tensor, beyond what float32 can tell.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from lightning_sparsefl.errors import InvalidOption
+from lightning_sparsefl.federated.aggregation.exact_sum import ExactSum, SumHeaders
+from lightning_sparsefl.federated.exchange.flat import Layout
+from lightning_sparsefl.sparse.masks import intersect
+from lightning_sparsefl.types import Masks, Merged, Message, Update, Weights
+
+AllReduce = Callable[[Tensor], Tensor]
+"""Sums a tensor over the ranks, in place, and returns it."""
+Gather = Callable[[Any], list[Any]]
+"""Every rank's value, on every rank."""
+
+_HEADROOM = 10
+"""A value may exceed its tensor's largest server weight by 2**10 before its sum loses exactness."""
+_SMALLEST_SCALE = 2.0**-4
+"""Tensors that start at zero, such as biases, grow to about this size."""
+
+
+class Reducer(ABC):
+    """How updates are merged; a value without state."""
+
+    @abstractmethod
+    def start(self, layout: Layout, server: Weights, total_weight: int) -> Accumulator:
+        """An empty sum for one round.
+
+        Args:
+            layout: Of the model.
+            server: The weights before the round, the same on every rank.
+            total_weight: Upper bound of the updates' summed weights.
+        """
+
+
+@dataclass(frozen=True)
+class CoverageMean(Reducer):
+    """Each coordinate is averaged over those who voted on it; where nobody voted the server keeps its value."""
+
+    def start(self, layout: Layout, server: Weights, total_weight: int) -> Accumulator:
+        """See :class:`Reducer`."""
+        return Accumulator(layout, server, total_weight, silence_counts=False)
+
+
+@dataclass(frozen=True)
+class PlainMean(Reducer):
+    """Every update counts for every coordinate; silence is no change (FedSpa, eq. 4)."""
+
+    def start(self, layout: Layout, server: Weights, total_weight: int) -> Accumulator:
+        """See :class:`Reducer`."""
+        return Accumulator(layout, server, total_weight, silence_counts=True)
+
+
+class Accumulator:
+    """Streams updates into one float64 sum.
+
+    Args:
+        layout: Of the model.
+        server: The weights before the round.
+        total_weight: Upper bound of the summed weights.
+        silence_counts: Whether a coordinate that an update does not vote on counts as unchanged.
+    """
+
+    def __init__(self, layout: Layout, server: Weights, total_weight: int, *, silence_counts: bool) -> None:
+        self.layout, self.silence_counts = layout, silence_counts
+        vector = layout.flatten(server)
+        self.device = vector.device
+        self._sum = torch.zeros(layout.size, dtype=torch.float64, device=self.device)
+        self._counts = torch.zeros(len(layout.names), dtype=torch.float64, device=self.device)
+        self._coordinate_counts: Tensor | None = None
+        self._voters: Tensor | None = None
+        self._dense_voters = 0
+        self._extra: dict[str, dict[str, ExactSum]] = {}
+        self._total = 0
+        self._kind: Literal["weights", "difference"] | None = "difference" if silence_counts else None
+        self._grid = self._rounding_constants(vector, total_weight)
+        self._scratch = torch.empty(2, max(layout.sizes), dtype=torch.float64, device=self.device)
+
+    def _rounding_constants(self, server: Tensor, total_weight: int) -> list[float]:
+        """Per tensor 1.5 * 2**52 * g: adding and subtracting it rounds to multiples of g in float64."""
+        largest = torch.stack(
+            [piece.abs().max() if piece.numel() else piece.new_zeros(()) for piece in server.split(self.layout.sizes)]
+        )
+        scale = 2.0 ** largest.double().clamp_min(_SMALLEST_SCALE).log2().ceil()
+        bits = _HEADROOM + math.ceil(math.log2(max(total_weight, 2))) - 51
+        constants: list[float] = (1.5 * 2.0 ** (52 + bits) * scale).tolist()
+        return constants
+
+    def add(self, update: Update, message: Message, num_examples: int) -> None:
+        """Add one client's update.
+
+        Args:
+            update: As the client returned it; `weight` is a positive integer.
+            message: What the client had received.
+            num_examples: Its training samples, by which buffers are averaged.
+
+        Raises:
+            InvalidOption: If the kinds of updates differ, or a weight is not a positive integer.
+        """
+        self._check(update)
+        self._add_extra(update)
+        if update.weights or self.silence_counts:
+            self._add_weights(update, message, num_examples)
+
+    def _add_weights(self, update: Update, message: Message, num_examples: int) -> None:
+        """Tensor by tensor in memory that is there already, since fresh pages take longer than the arithmetic."""
+        values, votes = update.weights, voted(update, message)
+        self.layout.check({n: vote for n, vote in votes.items() if n in self.layout.shapes}, "The votes of an update")
+        if self.silence_counts and update.kind == "weights":
+            values = {name: value - message.weights[name] for name, value in values.items()}
+        for name, constant, total in zip(self.layout.names, self._grid, self._pieces(self._sum), strict=True):
+            if name in values:
+                term, vote = self._scratch[:, : total.numel()]
+                term.copy_(values[name].detach().reshape(-1))
+                term *= num_examples if name in self.layout.buffers else update.weight
+                if name in votes:
+                    term *= vote.copy_(votes[name].reshape(-1))
+                total += term.add_(constant).sub_(constant)
+        self._count_voters(votes)
+        self._count(update, votes, num_examples)
+
+    def _pieces(self, vector: Tensor) -> Sequence[Tensor]:
+        """The flat tensors of a vector, in the layout's order."""
+        pieces: Sequence[Tensor] = vector.split(self.layout.sizes)
+        return pieces
+
+    def _check(self, update: Update) -> None:
+        if not isinstance(update.weight, int) or update.weight < 1:
+            raise InvalidOption(f"`Update(weight={update.weight!r})`: expected a positive integer, samples or 1.")
+        kind = "difference" if self.silence_counts else update.kind
+        if self._kind not in (None, kind):
+            raise InvalidOption(
+                f"`Update(kind={update.kind!r})`: expected {self._kind!r} as from the other clients of the round."
+            )
+        self._kind = kind
+
+    def _count(self, update: Update, votes: Masks, num_examples: int) -> None:
+        weights = [float(num_examples if n in self.layout.buffers else update.weight) for n in self.layout.names]
+        sent = [self.silence_counts or n in update.weights for n in self.layout.names]
+        counts = [weight * was_sent for weight, was_sent in zip(weights, sent, strict=True)]
+        if not votes or self.silence_counts:
+            self._counts += torch.tensor(counts, dtype=torch.float64, device=self.device)
+            return
+        if self._coordinate_counts is None:
+            self._coordinate_counts = torch.zeros_like(self._sum)
+        self._spread(votes, counts, self._coordinate_counts)
+
+    def _count_voters(self, votes: Masks) -> None:
+        if not votes:
+            self._dense_voters += 1
+            return
+        if self._voters is None:
+            self._voters = torch.zeros(self.layout.size, dtype=torch.int32, device=self.device)
+        self._spread(votes, [1] * len(self.layout.names), self._voters)
+
+    def _spread(self, votes: Masks, amounts: Sequence[float], onto: Tensor) -> None:
+        """Add each tensor's amount to the coordinates that were voted on."""
+        for name, amount, piece in zip(self.layout.names, amounts, self._pieces(onto), strict=True):
+            if name in votes:
+                piece.add_(votes[name].to(self.device).reshape(-1), alpha=amount)
+            else:
+                piece.add_(amount)
+
+    def coverage_min(self, clients: int) -> float:
+        """Smallest share of the round's clients that voted on a coordinate.
+
+        Args:
+            clients: That the round merges.
+        """
+        voters = self._dense_voters + (0 if self._voters is None else int(self._voters.min()))
+        return voters / max(clients, 1)
+
+    def _add_extra(self, update: Update) -> None:
+        """Extra trees have no counterpart at the server to take a grid from."""
+        terms = {
+            (k, n): update.weight * t.detach().double() for k, tree in update.extra.items() for n, t in tree.items()
+        }
+        for (key, name), term in terms.items():
+            if not bool(torch.isfinite(term).all()):
+                raise InvalidOption(f"`Update.extra[{key!r}][{name!r}]` holds values that are not finite.")
+        self._total += update.weight
+        for (key, name), term in terms.items():
+            sums = self._extra.setdefault(key, {})
+            if name not in sums:
+                sums[name] = ExactSum(term.shape, self.device)
+            sums[name].add(term)
+
+    def all_reduce(self, reduce: AllReduce, headers: SumHeaders) -> None:
+        """Sum over the ranks.
+
+        Args:
+            reduce: Sums a tensor over the ranks in place.
+            headers: Of the extra trees that any rank has, in one order on all ranks.
+        """
+        difference = self._kind == "difference"
+        facts = [
+            self._coordinate_counts is not None,
+            self._voters is not None,
+            self._total,
+            self._dense_voters,
+            difference,
+        ]
+        masked, voted, total, dense_voters, differences = reduce(
+            torch.tensor(facts, dtype=torch.float64, device=self.device)
+        ).tolist()
+        self._total, self._dense_voters = int(total), int(dense_voters)
+        self._kind = "difference" if differences else self._kind
+        if masked and self._coordinate_counts is None:
+            self._coordinate_counts = torch.zeros_like(self._sum)
+        if voted and self._voters is None:
+            self._voters = torch.zeros(self.layout.size, dtype=torch.int32, device=self.device)
+        for sums in (self._sum, self._counts, self._coordinate_counts, self._voters):
+            if sums is not None:
+                reduce(sums)
+        for key, extent_of in headers.items():
+            mine = self._extra.setdefault(key, {})
+            for name, header in extent_of.items():
+                mine.setdefault(name, ExactSum(header.shape, self.device)).all_reduce(reduce, header)
+
+    def collect(self, gather: Gather) -> None:
+        """Show the ranks each other what is not a sum; a mean has nothing of the kind.
+
+        Args:
+            gather: Gives every rank's value.
+        """
+
+    def headers(self) -> SumHeaders:
+        """Of the extra trees seen so far."""
+        return {key: {name: total.header for name, total in tree.items()} for key, tree in self._extra.items()}
+
+    def result(self, reports: Mapping[int, Mapping[str, float]]) -> Merged:
+        """Divide, once."""
+        mean = torch.empty(self.layout.size, dtype=self.layout.dtype, device=self.device)
+        voted_on = {} if self._coordinate_counts is None else dict(self.layout.split(self._coordinate_counts))
+        covered = {}
+        for count, (name, total), (_, target) in zip(
+            self._counts, self.layout.split(self._sum), self.layout.split(mean), strict=True
+        ):
+            counts = count + voted_on[name] if name in voted_on else count
+            target.copy_(total / counts.clamp_min(1))  # the sum is zero where nobody voted
+            covered[name] = (counts > 0).expand(total.shape)
+        complete = bool(torch.stack([mask.all() for mask in covered.values()]).all())
+        weight = max(self._total, 1)
+        extra = {k: {n: (tree[n].value() / weight).float() for n in sorted(tree)} for k, tree in self._extra.items()}
+        return Merged(
+            weights=self.layout.tree(mean),
+            covered={} if complete else covered,
+            kind=self._kind or "weights",
+            extra=extra,
+            reports=reports,
+        )
+
+
+def voted(update: Update, message: Message) -> Masks:
+    """The coordinates that an update votes on; a missing name is dense.
+
+    Args:
+        update: With `votes`, or None for those the message lets the client hold and change.
+        message: What the client received.
+    """
+    return intersect(message.trainable, message.masks) if update.votes is None else update.votes

@@ -1,0 +1,1 @@
+"""What a run can be asked for: fit, score, export, replay, profile."""

@@ -1,0 +1,121 @@
+"""The forward pass of a module as an ONNX file, and such a file in the place of a forward pass."""
+
+from __future__ import annotations
+
+import os
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning_utilities.core.apply_func import apply_to_collection
+from lightning_utilities.core.imports import RequirementCache
+from torch import Tensor
+
+from lightning_sparsefl.errors import InvalidOption
+from lightning_sparsefl.federated.local.example_input import example_of, units_of
+from lightning_sparsefl.sparse.submodel import cut
+from lightning_sparsefl.sparse.width import used_units
+from lightning_sparsefl.types import Weights
+
+
+def require(module: LightningModule) -> None:
+    """Raise :class:`InvalidOption` where a module cannot be written, or what writes it is not installed."""
+    missing = [name for name in ("onnx", "onnxscript") if find_spec(name) is None]
+    if missing:
+        raise InvalidOption(
+            f"`formats` has 'onnx', which needs {' and '.join(missing)}: pip install 'lightning-sparsefl[onnx]'."
+        )
+    if not RequirementCache("torch>=2.6.0"):
+        raise InvalidOption(f"`formats` has 'onnx', which needs torch >= 2.6; this is {torch.__version__}.")
+    if not is_overridden("forward", module, LightningModule):
+        raise InvalidOption(
+            f"`{type(module).__name__}` has no `forward`, which is what an ONNX file holds; define it, or leave 'onnx' "
+            "out of `formats`."
+        )
+
+
+def narrowed(module: LightningModule, data: Any, weights: Weights) -> tuple[LightningModule, str]:
+    """A module without the units that are all zeros, and a sentence about them; the module itself where there are none.
+
+    Args:
+        module: With the weights loaded.
+        data: The clients' data, which knows what a sample looks like.
+        weights: The module's.
+    """
+    try:
+        groups = units_of(module, data)
+    except InvalidOption:  # a module without units, or one that cannot be followed, is written as it is
+        return module, ""
+    used = used_units(groups, weights)
+    units, kept = sum(group.size for group in groups), sum(int(mask.sum()) for mask in used.values())
+    if kept == units:
+        return module, ""
+    try:
+        small = cast(LightningModule, cut(module, groups, used))
+    except InvalidOption as reason:
+        return module, f"model.onnx holds {units - kept:,} of {units:,} units that are all zeros: {reason}"
+    return small, f"model.onnx keeps {kept:,} of {units:,} units: the weights of the others are zeros."
+
+
+def write(module: LightningModule, data: Any, path: Path) -> None:
+    """Write the forward pass, for batches of any size.
+
+    Raises:
+        InvalidOption: If it cannot be exported.
+    """
+    sample, name = example_of(module, data), type(module).__name__
+    if sample is None:
+        raise InvalidOption(f"`{name}` has no `example_input_array`, and the data no `sample_shape`; set one for ONNX.")
+    inputs = apply_to_collection(sample if isinstance(sample, tuple) else (sample,), Tensor, _two)
+    batch = torch.export.Dim("batch")
+    shapes = apply_to_collection(inputs, Tensor, lambda _: {0: batch})
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    options: dict[str, Any] = {"dynamo": True, "dynamic_shapes": shapes, "external_data": False, "verbose": False}
+    try:
+        module.eval().to_onnx(temporary, inputs, **options)
+        temporary.replace(path)
+    except Exception as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise InvalidOption(
+            f"`{name}.forward` cannot be exported to ONNX ({type(error).__name__}: {reason}); leave 'onnx' out of "
+            "`formats`."
+        ) from error
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _two(value: Tensor) -> Tensor:
+    """A batch of two, since an exporter takes a length of 1 for a constant."""
+    return torch.cat([value, value])
+
+
+class Forward:
+    """Calls an ONNX file: with onnxruntime if that is installed, else with the reference of onnx itself.
+
+    Args:
+        path: Of the file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.calls = 0
+        if find_spec("onnxruntime") is None:
+            from onnx.reference import ReferenceEvaluator
+
+            self._session: Any = ReferenceEvaluator(str(path))
+            self._names = list(self._session.input_names)
+        else:
+            from onnxruntime import InferenceSession
+
+            self._session = InferenceSession(str(path), providers=["CPUExecutionProvider"])
+            self._names = [entry.name for entry in self._session.get_inputs()]
+
+    def __call__(self, *inputs: Tensor) -> Any:
+        """As the module's `forward`."""
+        self.calls += 1
+        feeds = {name: value.detach().cpu().numpy() for name, value in zip(self._names, inputs, strict=True)}
+        outputs = [torch.from_numpy(value.copy()).to(inputs[0].device) for value in self._session.run(None, feeds)]
+        return outputs[0] if len(outputs) == 1 else tuple(outputs)

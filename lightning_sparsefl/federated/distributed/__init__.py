@@ -1,0 +1,1 @@
+"""Processes: how they start, what they exchange, who trains whom."""

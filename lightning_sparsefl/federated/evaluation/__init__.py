@@ -1,0 +1,1 @@
+"""Scores of the global and of the personal models."""

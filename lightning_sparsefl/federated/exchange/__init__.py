@@ -1,0 +1,1 @@
+"""What crosses between the server and the nodes, and its layout."""

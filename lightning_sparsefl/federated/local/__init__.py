@@ -1,0 +1,1 @@
+"""One node's work: its module, its engines, and what it keeps of its clients."""

@@ -1,0 +1,65 @@
+"""One loader's batches, for the fast client loop."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from lightning.fabric.utilities.data import _auto_add_worker_init_fn, _set_sampler_epoch
+from lightning.pytorch.trainer.connectors.data_connector import _parse_num_batches
+from lightning.pytorch.trainer.states import RunningStage
+from lightning.pytorch.utilities.combined_loader import _shutdown_workers_and_reset_iterator
+from torch.utils.data import DataLoader
+
+from lightning_sparsefl.errors import InvalidOption
+from lightning_sparsefl.federated.local.support import unsupported_loader_reason
+
+
+class BatchIterator:
+    """The batches of one loader, the way Lightning counts and moves them.
+
+    Args:
+        trainer: Of this client.
+        loader: Of the client's batches.
+        stage: What they are for.
+        limit: `limit_train_batches` and its kin.
+
+    Raises:
+        InvalidOption: If the loader is of a kind that only a real Trainer reads.
+    """
+
+    def __init__(self, trainer: Any, loader: Any, stage: RunningStage, limit: int | float) -> None:
+        reason = unsupported_loader_reason(loader)
+        if reason is not None:
+            raise InvalidOption(f"Clients cannot train: {reason}; set `federation.local_engine: trainer`.")
+        if not isinstance(loader, DataLoader):
+            iter(loader)  # Lightning probes it, and it may draw random numbers
+        _auto_add_worker_init_fn(loader, 0)
+        self.loader, self.length = loader, int(_parse_num_batches(stage, len(loader), limit))
+        self._trainer, self._plugin, self._hooks = trainer, trainer.precision_plugin, trainer.hooks
+        self._iterator: Iterator[Any] = iter(())
+        self._fetched = 0
+        self.done = False
+
+    def tell_epoch(self, epoch: int) -> None:
+        """Give a sampler that shuffles by epoch its number."""
+        _set_sampler_epoch(self.loader, epoch)
+
+    def start(self) -> None:
+        """Begin a pass."""
+        self._iterator, self._fetched, self.done = iter(self.loader), 0, self.length == 0
+
+    def __next__(self) -> Any:
+        """The next batch, on the device."""
+        if self._fetched >= self.length:
+            raise StopIteration
+        batch = next(self._iterator)
+        self._fetched += 1
+        self.done = self._fetched >= self.length
+        batch = self._plugin.convert_input(batch)
+        return self._hooks.to_device(batch, self._trainer.strategy.root_device)
+
+    def close(self) -> None:
+        """Stop the loader's workers."""
+        self._iterator = iter(())
+        _shutdown_workers_and_reset_iterator(self.loader)

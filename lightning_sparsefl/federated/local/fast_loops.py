@@ -1,0 +1,279 @@
+"""The loops over epochs and batches, in the order of Lightning's fit, training epoch and evaluation loops."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from lightning.pytorch.loops.utilities import _verify_dataloader_idx_requirement
+from lightning.pytorch.trainer.states import RunningStage
+from lightning.pytorch.utilities.model_helpers import _ModuleMode
+
+from lightning_sparsefl.federated.local.batches import BatchIterator
+from lightning_sparsefl.federated.local.fast_steps import AutomaticStep, ManualStep, StepCaller, step_schedulers
+from lightning_sparsefl.federated.local.results import FastResults
+from lightning_sparsefl.federated.local.support import UnknownAttribute
+
+
+class EvalLoop:
+    """One pass over validation or test batches.
+
+    Args:
+        trainer: Of this client.
+        loader: Of the batches.
+        stage: VALIDATING or TESTING.
+    """
+
+    def __init__(self, trainer: Any, loader: Any, stage: RunningStage) -> None:
+        self._trainer, self._loader, self._stage = trainer, loader, stage
+        self._name = "test" if stage is RunningStage.TESTING else "validation"
+        self.results = FastResults(training=False)
+        self.feed: BatchIterator | None = None
+        self.ready = 0
+        self._seen = 0
+
+    def setup_data(self) -> None:
+        """Look at the loader, once."""
+        limit = getattr(self._trainer, f"limit_{self._stage.dataloader_prefix}_batches")
+        if self.feed is None and limit != 0:
+            self.feed = BatchIterator(self._trainer, self._loader, self._stage, limit)
+
+    def close(self) -> None:
+        """Stop the loader's workers."""
+        if self.feed is not None:
+            self.feed.close()
+
+    def run(self, inference: bool) -> None:
+        """Evaluate; the module's modes are restored.
+
+        Args:
+            inference: Use ``torch.inference_mode``, else ``torch.no_grad``.
+        """
+        with torch.inference_mode() if inference and not _gloo() else torch.no_grad():
+            self.setup_data()
+            if self.feed is not None and self.feed.length:
+                self._run(self.feed)
+
+    def _run(self, feed: BatchIterator) -> None:
+        trainer, module = self._trainer, self._trainer.lightning_module
+        self.ready = 0
+        feed.tell_epoch(trainer.fit_loop.epochs_processed)
+        feed.start()
+        hooks = (f"{self._name}_step", f"on_{self._name}_batch_start", f"on_{self._name}_batch_end")
+        _verify_dataloader_idx_requirement(hooks, False, self._stage, module)
+        modes = _ModuleMode()
+        modes.capture(module)
+        try:
+            trainer.hooks.always(f"on_{self._name}_model_eval")
+            self._epoch(feed)
+        except BaseException:
+            modes.restore(module)
+            raise
+        if f"on_{self._name}_model_train" in trainer.hooks.overridden:
+            trainer.hooks.always(f"on_{self._name}_model_train")
+        else:
+            modes.restore(module)
+
+    def _epoch(self, feed: BatchIterator) -> None:
+        hooks, connector = self._trainer.hooks, self._trainer._logger_connector
+        hooks.both(f"on_{self._name}_start")
+        hooks.both(f"on_{self._name}_epoch_start")
+        step = StepCaller(hooks, self._trainer.lightning_module, f"{self._name}_step", self._trainer.precision_plugin)
+        try:
+            while True:
+                self._batch(next(feed), step)
+        except StopIteration:
+            pass
+        connector.epoch_end_reached()
+        logged = connector.update_eval_epoch_metrics()
+        connector._evaluation_epoch_end()
+        hooks.both(f"on_{self._name}_epoch_end")
+        connector.on_epoch_end()
+        logged.update(connector.update_eval_epoch_metrics())
+        connector.log_eval_end_metrics(logged)
+        hooks.both(f"on_{self._name}_end")
+        connector.reset_results()
+
+    def _batch(self, batch: Any, step: StepCaller) -> None:
+        hooks, connector, index = self._trainer.hooks, self._trainer._logger_connector, self.ready
+        self.ready += 1
+        connector.on_batch_start(batch)
+        hooks.both(f"on_{self._name}_batch_start", batch, index)
+        output = step(batch, index)
+        hooks.both(f"on_{self._name}_batch_end", output, batch, index)
+        connector.on_batch_end()
+        connector.update_eval_step_metrics(self._seen)
+        self._seen += 1
+
+
+def _gloo() -> bool:
+    """Whether Lightning would avoid inference mode, which Gloo does not know."""
+    distributed = torch.distributed
+    return distributed.is_available() and distributed.is_initialized() and distributed.get_backend() == "gloo"
+
+
+class FitLoop(UnknownAttribute):
+    """The epochs and batches of one client; also what callbacks find as `trainer.fit_loop`.
+
+    Args:
+        trainer: Of this client.
+        loader: Of the training batches.
+        validation: After each epoch, if there is anything to validate.
+        max_epochs: Epochs to train for; -1 = no limit.
+        max_steps: Optimizer steps to train for; -1 = no limit.
+    """
+
+    def __init__(self, trainer: Any, loader: Any, validation: EvalLoop | None, max_epochs: int, max_steps: int) -> None:
+        self._trainer, self._loader, self._validation = trainer, loader, validation
+        self.max_epochs, self.max_steps, self.min_epochs, self.min_steps = max_epochs, max_steps, 0, None
+        self.results = FastResults(training=True)
+        self.feed: BatchIterator | None = None
+        self.max_batches: int | float = float("inf")
+        self.epochs_processed = self.epochs_completed = 0
+        self.optimizer_steps = self._batches_that_stepped = 0
+        self._ready = self._ready_before = 0
+        self.is_last_batch = False
+        self._step: AutomaticStep | ManualStep | None = None
+
+    @property
+    def epoch_loop(self) -> FitLoop:
+        """Lightning nests two loops here."""
+        return self
+
+    @property
+    def batch_idx(self) -> int:
+        """Number of the batch within the epoch, from 0."""
+        return self._ready - 1
+
+    @property
+    def total_batch_idx(self) -> int:
+        """Number of the batch within the fit, from 0."""
+        return self._ready_before + self._ready - 1
+
+    def setup_data(self) -> None:
+        """Look at the loader and begin the first pass, once; `estimated_stepping_batches` may come first."""
+        trainer = self._trainer
+        if self.feed is None and trainer.limit_train_batches != 0:
+            self.feed = BatchIterator(trainer, self._loader, RunningStage.TRAINING, trainer.limit_train_batches)
+            self.feed.start()
+            self.max_batches = self.feed.length
+            trainer.val_check_batch = max(1, self.feed.length)
+
+    def _done(self) -> bool:
+        steps, epochs = (
+            self._steps_reached(),
+            self.max_epochs != -1 and self.epochs_processed >= self.max_epochs,
+        )
+        if epochs and not steps and self.max_batches != 0:
+            self.epochs_completed = self.epochs_processed
+        return self.max_batches == 0 or steps or epochs or bool(self._trainer.should_stop)
+
+    def _steps_reached(self) -> bool:
+        return self.max_steps != -1 and self.optimizer_steps >= self.max_steps
+
+    def _epoch_over(self) -> bool:
+        return self.is_last_batch or self._ready == self.max_batches
+
+    def _should_accumulate(self) -> bool:
+        return self._ready % self._trainer.accumulate_grad_batches != 0 and not self._epoch_over()
+
+    def _should_check_val_epoch(self) -> bool:
+        return self._validation is not None
+
+    def run(self) -> None:
+        """Train."""
+        self.setup_data()
+        if self._done() or self.feed is None:
+            return
+        trainer, hooks = self._trainer, self._trainer.hooks
+        self._step = (AutomaticStep if trainer.lightning_module.automatic_optimization else ManualStep)(trainer, hooks)
+        if self._validation is not None:
+            self._validation.setup_data()
+        hooks.both("on_train_start")
+        while not self._done():
+            self.feed.tell_epoch(self.epochs_processed)
+            hooks.both("on_train_epoch_start")
+            self._epoch(self.feed)
+            self._epoch_end()
+        hooks.both("on_train_end")
+
+    def _epoch(self, feed: BatchIterator) -> None:
+        self._ready_before, self._ready, self.is_last_batch = self._ready_before + self._ready, 0, False
+        if self.epochs_completed > 0:
+            feed.start()
+        try:
+            while not (self._steps_reached() or self._epoch_over() or self._trainer.should_stop):
+                self._batch(feed)
+                self._batch_end()
+        except StopIteration:  # the loader ended early, or `on_train_batch_start` returned -1
+            pass
+
+    def _batch(self, feed: BatchIterator) -> None:
+        hooks, connector = self._trainer.hooks, self._trainer._logger_connector
+        batch = next(feed)
+        self.is_last_batch, index = feed.done, self._ready
+        self._ready += 1
+        connector.on_batch_start(batch)
+        skip, outputs = False, None
+        if batch is not None:
+            hooks.callbacks("on_train_batch_start", batch, index)
+            skip = hooks.module("on_train_batch_start", batch, index) == -1
+            if skip:
+                self.is_last_batch = True
+            else:
+                outputs = self._step.run(batch, index, self._should_accumulate())  # type: ignore[union-attr]
+        self._schedulers("step", plateau=False)
+        if self._epoch_over():
+            self._schedulers("epoch", plateau=False)
+        if skip:
+            raise StopIteration
+        hooks.both("on_train_batch_end", outputs, batch, index)
+        connector.on_batch_end()
+        connector.update_train_step_metrics()
+
+    def _batch_end(self) -> None:
+        trainer, connector = self._trainer, self._trainer._logger_connector
+        due = trainer.should_stop or self._ready % trainer.val_check_batch == 0
+        if self._validation is not None and due:
+            trainer.validating, first = True, connector._first_loop_iter
+            if not self._should_accumulate():
+                trainer.hooks.always("on_validation_model_zero_grad")
+            self._validation.run(inference=False)
+            trainer.training = True
+            connector._first_loop_iter = first
+        self._schedulers("step", plateau=True)
+        if not self._should_accumulate():
+            self._batches_that_stepped += 1
+        if trainer.should_stop:
+            for logger in trainer.loggers:
+                logger.save()
+
+    def _epoch_end(self) -> None:
+        hooks, connector = self._trainer.hooks, self._trainer._logger_connector
+        connector.epoch_end_reached()
+        self.epochs_processed += 1
+        hooks.callbacks("on_train_epoch_end", monitoring=False)
+        hooks.module("on_train_epoch_end")
+        hooks.callbacks("on_train_epoch_end", monitoring=True)
+        connector.on_epoch_end()
+        if self._epoch_over():
+            self._schedulers("epoch", plateau=True)
+        self._batches_that_stepped -= 1  # the loggers' step is that of the epoch's last batch
+        connector.update_train_epoch_metrics()
+        self._batches_that_stepped += 1
+        self.epochs_completed += 1
+
+    def _schedulers(self, interval: str, *, plateau: bool) -> None:
+        trainer = self._trainer
+        if not trainer.lr_scheduler_configs or not trainer.lightning_module.automatic_optimization:
+            return
+        if interval == "epoch" or not self._should_accumulate():
+            index = self.batch_idx if interval == "step" else self.epochs_completed
+            step_schedulers(trainer, trainer.hooks, interval, index, plateau)
+
+    def close(self) -> None:
+        """Stop the loaders' workers."""
+        if self.feed is not None:
+            self.feed.close()
+        if self._validation is not None:
+            self._validation.close()

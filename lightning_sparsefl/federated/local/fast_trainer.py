@@ -1,0 +1,215 @@
+"""What a client's module and callbacks see as `trainer` in the fast loop: an object per fit, so nothing stays."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lightning.fabric import Fabric
+from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.accelerators import Accelerator, CPUAccelerator, CUDAAccelerator, MPSAccelerator
+from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.loggers import Logger
+from lightning.pytorch.loggers.utilities import _log_hyperparams
+from lightning.pytorch.plugins import DoublePrecision, HalfPrecision, MixedPrecision, Precision
+from lightning.pytorch.profilers import PassThroughProfiler
+from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning.pytorch.trainer.states import RunningStage, TrainerFn, TrainerState, TrainerStatus
+from lightning.pytorch.utilities import GradClipAlgorithmType
+from torch import Tensor
+
+from lightning_sparsefl.federated.local.fast_loops import EvalLoop, FitLoop
+from lightning_sparsefl.federated.local.fast_steps import AutomaticStep
+from lightning_sparsefl.federated.local.hooks import Hooks
+from lightning_sparsefl.federated.local.isolation import isolate_metrics
+from lightning_sparsefl.federated.local.results import LogConnector
+from lightning_sparsefl.federated.local.trainer_view import TrainerView
+
+if TYPE_CHECKING:
+    from lightning_sparsefl.federated.local.engines import LocalOptions
+
+_ACCELERATORS: dict[str, Callable[[], Accelerator]] = {
+    "cpu": CPUAccelerator,
+    "cuda": CUDAAccelerator,
+    "mps": MPSAccelerator,
+}
+_PRECISIONS = ("32-true", "64-true", "16-true", "bf16-true", "16-mixed", "bf16-mixed")
+
+
+def unsupported(fabric: Fabric) -> str | None:
+    """Why the fast loop cannot train at a Fabric's precision or on its device, or None."""
+    precision, device = fabric.strategy.precision.precision, fabric.device.type
+    if precision not in _PRECISIONS:
+        return f"`trainer.precision` is {precision!r}, not one of {list(_PRECISIONS)}"
+    if device not in _ACCELERATORS:
+        return f"`trainer.accelerator` gives the device {device!r}, not one of {list(_ACCELERATORS)}"
+    return None
+
+
+def _precision_plugin(precision: str, device: torch.device) -> Precision:
+    """Lightning's precision for a Trainer, fresh, with a loss scale of its own.
+
+    Fabric's namesakes differ: theirs for mixed precision convert inputs, and so targets, to half.
+    """
+    if precision == "32-true":
+        return Precision()
+    if precision == "64-true":
+        return DoublePrecision()
+    if precision.endswith("true"):
+        return HalfPrecision(precision)  # type: ignore[arg-type]
+    return MixedPrecision(precision, device.type)  # type: ignore[arg-type]
+
+
+class FastTrainer(TrainerView):
+    """A trainer for one client, once; reading what it lacks raises an ``AttributeError`` that says so.
+
+    Args:
+        options: As for Lightning's Trainer.
+        fabric: Says on which device, and at which precision.
+        module: The user's.
+        callbacks: The client's.
+        loggers: Where its metrics go.
+        datamodule: Shown as `trainer.datamodule`; only its hooks round the batch transfer are called.
+    """
+
+    def __init__(
+        self,
+        options: LocalOptions,
+        fabric: Fabric,
+        module: LightningModule,
+        callbacks: Sequence[Callback] = (),
+        loggers: Sequence[Logger] = (),
+        datamodule: Any = None,
+    ) -> None:
+        self._limits = (options.max_epochs, options.max_steps)
+        self.accumulate_grad_batches = options.accumulate_grad_batches
+        self.limit_train_batches = options.limit_train_batches
+        self.limit_val_batches = options.limit_val_batches
+        self.limit_test_batches = options.limit_test_batches
+        self.log_every_n_steps = options.log_every_n_steps
+        self.gradient_clip_val = options.gradient_clip_val
+        algorithm = options.gradient_clip_algorithm
+        self.gradient_clip_algorithm = None if algorithm is None else GradClipAlgorithmType(algorithm)
+        self.default_root_dir = os.path.normpath(os.path.expanduser(options.default_root_dir))
+        self.lightning_module, self.datamodule = module, datamodule
+        self.callbacks, self.loggers = _checkpoints_last(callbacks), list(loggers)
+        self.should_stop, self.val_check_batch = False, 1
+        self.state, self.profiler = TrainerState(), PassThroughProfiler()
+        device, precision = fabric.device, str(fabric.strategy.precision.precision)
+        self.strategy = SingleDeviceStrategy(
+            device, _ACCELERATORS[device.type](), precision_plugin=_precision_plugin(precision, device)
+        )
+        self.strategy.connect(module)
+        self.precision_plugin = self.strategy.precision_plugin
+        self.hooks = Hooks(self, module, self.callbacks, datamodule)
+        self.fit_loop = FitLoop(self, None, None, *self._limits)
+        self.eval_loop: EvalLoop | None = None
+        self._accelerator_connector = SimpleNamespace(is_distributed=False)
+        self._logger_connector = LogConnector(self)  # type: ignore[arg-type]
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Attach the module; whatever happens, free the optimizers now and not when cycles are collected."""
+        self.lightning_module.trainer = self  # type: ignore[assignment]
+        try:
+            yield
+        except BaseException as exception:
+            self._interrupt(exception)
+            raise
+        finally:
+            self.strategy._reset_optimizers_and_schedulers()
+
+    def fit(self, loader: Any, validation: Any = None) -> dict[str, Tensor]:
+        """Train; the last value of each logged key."""
+        if validation is not None and "validation_step" in self.hooks.overridden and self.limit_val_batches > 0:
+            self.eval_loop = EvalLoop(self, validation, RunningStage.VALIDATING)
+        self.fit_loop = FitLoop(self, loader, self.eval_loop, *self._limits)
+        self._start(TrainerFn.FITTING, RunningStage.TRAINING)
+        self.strategy.setup_optimizers(self)  # type: ignore[arg-type]
+        self.hooks.both("on_fit_start")
+        _log_hyperparams(self)  # type: ignore[arg-type]
+        self.lightning_module.zero_grad()
+        with torch.enable_grad():
+            self.fit_loop.run()
+        self._close()
+        self.hooks.both("on_fit_end")
+        return self._finish()
+
+    def evaluate(self, loader: Any, stage: RunningStage) -> dict[str, Tensor]:
+        """Validate or test; the value of each logged key."""
+        self.eval_loop = EvalLoop(self, loader, stage)
+        self._start(TrainerFn(stage.value), stage)
+        _log_hyperparams(self)  # type: ignore[arg-type]
+        self.lightning_module.zero_grad()
+        self.eval_loop.run(inference=True)
+        self._close()
+        return self._finish()
+
+    def gradient(self, batch: Any, batch_idx: int) -> None:
+        """Leave the gradients of the training loss of one batch; what is logged is thrown away."""
+        if self.scaler is not None:
+            self.precision_plugin.scaler = None  # type: ignore[attr-defined]  # the gradients are wanted unscaled
+        self._start(TrainerFn.FITTING, RunningStage.TRAINING)
+        self.lightning_module.zero_grad()
+        batch = self.hooks.to_device(self.precision_plugin.convert_input(batch), self.strategy.root_device)
+        self._logger_connector.on_batch_start(batch)
+        AutomaticStep(self, self.hooks).gradients(batch, batch_idx)
+        isolate_metrics(self.lightning_module)
+        self._finish()
+
+    def _start(self, fn: TrainerFn, stage: RunningStage) -> None:
+        """Attach everything, as `Trainer._run` does before its loops."""
+        module = self.lightning_module
+        self.state.fn, self.state.stage, self.state.status = fn, stage, TrainerStatus.RUNNING
+        for callback in self.callbacks:
+            callback.log, callback.log_dict = module.log, module.log_dict  # type: ignore[attr-defined]
+        for child in module.modules():
+            if isinstance(child, LightningModule):
+                child._device = self.strategy.root_device
+        for logger in self.loggers:
+            _ = getattr(logger, "experiment", None)  # made now, so that it exists in the hooks
+        self.hooks.callbacks("setup", stage=fn)
+        self.hooks.module("setup", stage=fn)
+        isolate_metrics(module)
+        self._logger_connector.reset_results()
+        self._logger_connector.reset_metrics()
+        self.precision_plugin.convert_module(module)
+        self.strategy.model_to_device()
+
+    def _close(self) -> None:
+        """Let go of the data; metrics go to the CPU."""
+        loop = self.fit_loop if self.state.fn is TrainerFn.FITTING else self.eval_loop
+        if loop is not None:
+            loop.close()
+        self._logger_connector.teardown()
+
+    def _finish(self) -> dict[str, Tensor]:
+        self.hooks.callbacks("teardown", stage=self.state.fn)
+        self.hooks.module("teardown", stage=self.state.fn)
+        for logger in self.loggers:
+            logger.finalize("success")
+        self.state.status, self.state.stage = TrainerStatus.FINISHED, None
+        return dict(self.callback_metrics)
+
+    def _interrupt(self, exception: BaseException) -> None:
+        """Tell callbacks and loggers that the run failed, as Lightning does."""
+        self.state.status = TrainerStatus.INTERRUPTED
+        try:
+            self.hooks.callbacks("on_exception", exception)
+            for logger in self.loggers:
+                logger.finalize("failed")
+        finally:
+            self._close()
+            self.state.stage = None
+            for parameter, wanted in self.lightning_module._param_requires_grad_state.items():
+                parameter.requires_grad = wanted  # type: ignore[attr-defined]  # a toggled optimizer's, half way
+            self.lightning_module._param_requires_grad_state = {}
+
+
+def _checkpoints_last(callbacks: Sequence[Callback]) -> list[Callback]:
+    """In their order, but those that save checkpoints at the end, where Lightning has them."""
+    return sorted(callbacks, key=lambda callback: isinstance(callback, Checkpoint))

@@ -1,0 +1,179 @@
+"""What the fast client loop serves: the hooks and callbacks that a test compares with Lightning's Trainer."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.callbacks import (
+    BackboneFinetuning,
+    BaseFinetuning,
+    DeviceStatsMonitor,
+    EarlyStopping,
+    EMAWeightAveraging,
+    GradientAccumulationScheduler,
+    LambdaCallback,
+    LearningRateMonitor,
+    ModelPruning,
+    ModelSummary,
+    Timer,
+    WeightAveraging,
+)
+from lightning.pytorch.core.hooks import CheckpointHooks, DataHooks, ModelHooks
+from lightning.pytorch.utilities import CombinedLoader
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+
+from lightning_sparsefl.errors import InvalidOption
+
+SUPPORTED_CALLBACKS: frozenset[type[Callback]] = frozenset(
+    {
+        BackboneFinetuning,
+        DeviceStatsMonitor,
+        EarlyStopping,
+        EMAWeightAveraging,
+        GradientAccumulationScheduler,
+        LambdaCallback,
+        LearningRateMonitor,
+        ModelPruning,
+        ModelSummary,
+        Timer,
+        WeightAveraging,
+    }
+)
+"""Lightning's callbacks that train bit-equal here; a subclass may do anything, so it is not meant."""
+
+_EVERY_STAGE = ("batch_end", "batch_start", "end", "epoch_end", "epoch_start", "start")
+CALLED_HOOKS: frozenset[str] = frozenset(
+    {
+        *(f"on_{stage}_{when}" for stage in ("train", "validation", "test") for when in _EVERY_STAGE),
+        *(
+            "backward",
+            "clip_gradients",
+            "configure_gradient_clipping",
+            "configure_optimizers",
+            "lr_scheduler_step",
+        ),
+        *("on_after_backward", "on_after_batch_transfer", "on_before_backward", "on_before_batch_transfer"),
+        *(
+            "on_before_optimizer_step",
+            "on_before_zero_grad",
+            "on_fit_end",
+            "on_fit_start",
+            "on_test_model_eval",
+        ),
+        *("on_test_model_train", "on_validation_model_eval", "on_validation_model_train"),
+        *("on_validation_model_zero_grad", "optimizer_step", "optimizer_zero_grad", "setup", "teardown"),
+        *("test_step", "training_step", "transfer_batch_to_device", "validation_step"),
+    }
+)
+"""The hooks of a LightningModule that the loop calls, when and as the Trainer does."""
+
+_NEVER_CALLED = frozenset(
+    {
+        *(f"on_predict_{when}" for when in (*_EVERY_STAGE, "model_eval")),
+        *("on_load_checkpoint", "on_save_checkpoint", "predict_step"),
+    }
+)
+"""Hooks that neither this loop nor a Trainer calls while it fits or evaluates without checkpoints."""
+
+_INNER_HOOKS = ("_apply_batch_transfer_handler", "_call_batch_hook", "_on_before_batch_transfer")
+_HOOKS = frozenset(
+    {
+        *(name for kind in (ModelHooks, DataHooks, CheckpointHooks) for name in vars(kind) if name[0] != "_"),
+        *(CALLED_HOOKS | _NEVER_CALLED),
+        *("configure_callbacks", *_INNER_HOOKS),
+    }
+)
+_STEPS = ("training_step", "validation_step", "test_step")
+
+
+@functools.cache
+def _overridden_by(kind: Any) -> frozenset[str]:
+    return frozenset(name for name in _HOOKS if getattr(kind, name) is not getattr(LightningModule, name))
+
+
+def overridden(module: LightningModule) -> frozenset[str]:
+    """Names of the Lightning hooks that a module's class, or the object itself, overrides."""
+    kind: Any = type(module)
+    return _overridden_by(kind) | (_HOOKS & vars(module).keys())
+
+
+@functools.cache
+def _iterates(step: Any) -> bool:
+    return is_param_in_hook_signature(step, "dataloader_iter", explicit=True)
+
+
+def unsupported_hook_reason(module: LightningModule) -> str | None:
+    """Why the fast loop would do wrong by a module, or None."""
+    hooks = overridden(module)
+    names = sorted(hooks - CALLED_HOOKS - _NEVER_CALLED)
+    if names:
+        return f"`{type(module).__name__}` overrides `{names[0]}`"
+    for step in _STEPS:
+        if step in hooks and _iterates(getattr(type(module), step)):
+            return f"`{type(module).__name__}.{step}` takes `dataloader_iter`"
+    return None
+
+
+def unsupported_loader_reason(loader: Any) -> str | None:
+    """Why the fast loop cannot read a loader, or None."""
+    if isinstance(loader, (CombinedLoader, dict, list, tuple)):
+        return f"the loader is a `{type(loader).__name__}`, which Lightning takes for several loaders"
+    try:
+        len(loader)
+    except (TypeError, NotImplementedError):
+        return f"the loader `{type(loader).__name__}` has no length"
+    return None
+
+
+def _covered(callback: Callback) -> bool:
+    kind = type(callback)
+    ours = kind.__module__.partition(".")[0] == __name__.partition(".")[0]
+    return ours or kind in SUPPORTED_CALLBACKS or isinstance(callback, BaseFinetuning)
+
+
+def unsupported_reason(module: LightningModule, callbacks: Iterable[Callback]) -> str | None:
+    """Why the fast client loop does not serve a module with these callbacks.
+
+    Args:
+        module: The user's.
+        callbacks: Those its clients train with.
+
+    Returns:
+        The reason as a clause, naming the hook or the callback; None if the loop serves them.
+
+    Example:
+        >>> unsupported_reason(LightningModule(), [Timer()]) is None
+        True
+        >>> from lightning.pytorch.callbacks import ModelCheckpoint
+        >>> unsupported_reason(LightningModule(), [ModelCheckpoint()])
+        'the callback `ModelCheckpoint` is not known to train alike'
+    """
+    reason = unsupported_hook_reason(module)
+    if reason is not None:
+        return reason
+    for callback in callbacks:
+        if not _covered(callback):
+            return f"the callback `{type(callback).__name__}` is not known to train alike"
+    return None
+
+
+def require_automatic(module: LightningModule) -> None:
+    """Raise :class:`InvalidOption` unless a module's training has one loss, whose gradient can be taken."""
+    if not module.automatic_optimization:
+        raise InvalidOption(
+            f"`{type(module).__name__}` optimizes manually, so there is no one training loss to take the gradient "
+            "of; expected automatic optimization (option `model`), or an algorithm that needs no gradient."
+        )
+
+
+class UnknownAttribute:
+    """Says what to do where code reads what only a real Trainer has."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"The fast client loop has no `trainer` attribute {name!r}; "
+            "set `federation.local_engine: trainer` to train clients with a real Lightning Trainer."
+        )

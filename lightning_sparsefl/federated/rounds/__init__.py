@@ -1,0 +1,1 @@
+"""One round: orders, answers, and what the server makes of them."""

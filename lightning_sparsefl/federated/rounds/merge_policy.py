@@ -1,0 +1,95 @@
+"""What a federation's options change about the merge: another reducer, clipped updates, noise."""
+
+from __future__ import annotations
+
+from lightning_sparsefl.errors import InvalidOption
+from lightning_sparsefl.federated.aggregation.clipping import clipped
+from lightning_sparsefl.federated.aggregation.privacy import NoisySum, Privacy
+from lightning_sparsefl.federated.aggregation.reducers import Accumulator, CoverageMean
+from lightning_sparsefl.federated.algorithm import FederatedAlgorithm
+from lightning_sparsefl.federated.exchange.flat import Layout
+from lightning_sparsefl.federated.options import Federation
+from lightning_sparsefl.types import Message, ServerState, Update
+
+
+class Merging:
+    """How the updates of a run's rounds are merged.
+
+    Args:
+        algorithm: The method, whose own reducer is the default.
+        federation: The options.
+        layout: Of the model.
+        clients: That cohorts are drawn from.
+        seed: Of the run.
+
+    Raises:
+        InvalidOption: If the options do not fit the method or the model.
+    """
+
+    def __init__(
+        self, algorithm: FederatedAlgorithm, federation: Federation, layout: Layout, clients: int, seed: int
+    ) -> None:
+        self.algorithm, self.federation, self.layout = algorithm, federation, layout
+        self.clients, self.seed = clients, seed
+        self._check_reducer()
+        if federation.privacy is not None:
+            self._check_privacy(federation.privacy)
+
+    def start(self, server: ServerState, total_weight: int) -> Accumulator:
+        """An empty merge for one round.
+
+        Args:
+            server: Before the round.
+            total_weight: Upper bound of the updates' summed weights.
+        """
+        federation = self.federation
+        if federation.privacy is None or federation.clip_update is None:
+            reducer = federation.reducer or self.algorithm.reducer()
+            return reducer.start(self.layout, server.weights, total_weight)
+        return NoisySum(
+            self.layout,
+            server.weights,
+            total_weight,
+            deviation=federation.privacy.noise_multiplier * federation.clip_update,
+            cohort=federation.clients_per_round,
+            key=(self.seed, server.round, "privacy"),
+        )
+
+    def limited(self, update: Update, message: Message) -> Update:
+        """The update as it is sent: with `federation.clip_update`, by the client itself."""
+        limit = self.federation.clip_update
+        return update if limit is None else clipped(update, message, limit, self.layout)
+
+    def metrics(self, rounds: int) -> dict[str, float]:
+        """What the finished rounds have cost in privacy; nothing without `federation.privacy`."""
+        privacy = self.federation.privacy
+        if privacy is None:
+            return {}
+        epsilon = privacy.epsilon(rounds, self.federation.clients_per_round, self.clients)
+        return {"privacy/epsilon": epsilon, "privacy/delta": privacy.delta}
+
+    def _check_reducer(self) -> None:
+        chosen, own = self.federation.reducer, self.algorithm.reducer()
+        if chosen is not None and type(own) is not CoverageMean and chosen != own:
+            raise InvalidOption(
+                f"`federation.reducer` is {chosen}, but {type(self.algorithm).__name__} merges by {own}, as its "
+                "equations say; set `federation.reducer: null`."
+            )
+
+    def _check_privacy(self, privacy: Privacy) -> None:
+        if not self.algorithm.can_be_private:
+            raise InvalidOption(
+                f"`federation.privacy` cannot hold for {self.algorithm}, where more than the sum of the updates tells "
+                "of a client; expected a method that says `can_be_private`, such as FedAvg."
+            )
+        if self.layout.buffers and self.federation.buffers == "average":
+            raise InvalidOption(
+                "`federation.privacy` adds no noise to averaged buffers, and the model has "
+                f"{min(self.layout.buffers)!r}; set `federation.buffers` to `local` or `server`."
+            )
+        if privacy.delta >= 1 / self.clients:
+            raise InvalidOption(
+                f"`federation.privacy.delta` is {privacy.delta}; expected below 1 / {self.clients}, the number of "
+                "clients: else giving away one client at random would count as private."
+            )
+        self.metrics(1)  # asks for dp-accounting now, not after a round

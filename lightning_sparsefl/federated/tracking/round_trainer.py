@@ -1,0 +1,159 @@
+"""What round-level callbacks see: a trainer whose epoch is a round and whose batch is a client.
+
+Stock ModelCheckpoint, EarlyStopping, progress bars and loggers run against it unchanged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from lightning.fabric import Fabric
+from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.loggers import Logger
+from lightning.pytorch.trainer.states import RunningStage, TrainerFn, TrainerState, TrainerStatus
+from torch import Tensor
+
+from lightning_sparsefl.errors import MissingAttribute
+from lightning_sparsefl.federated.storage.atomic_files import write_atomically
+
+
+class _ProcessStrategy:
+    """Fabric's process strategy with the two methods that only Lightning's has."""
+
+    def __init__(self, fabric: Fabric) -> None:
+        self._fabric = fabric
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._fabric.strategy, name)
+
+    def remove_checkpoint(self, path: str) -> None:
+        if self._fabric.is_global_zero:
+            Path(path).unlink(missing_ok=True)
+
+    def reduce(self, tensor: Any, *_: Any, reduce_op: str = "mean", **__: Any) -> Any:
+        return self._fabric.strategy.all_reduce(tensor, reduce_op=reduce_op)
+
+
+class RoundTrainer:
+    """The round-level view of a federated fit.
+
+    Args:
+        fabric: Launched.
+        module: The user's module.
+        callbacks: Of the round level.
+        loggers: Of the run.
+        log_dir: The run folder.
+        max_rounds: Of the run.
+        clients_per_round: Of the federation.
+        check_val_every_n_round: Rounds between two evaluations.
+        compose_checkpoint: Makes the content of a checkpoint that stands alone.
+    """
+
+    sanity_checking = fast_dev_run = barebones = received_sigterm = False
+    enable_validation = True
+    ckpt_path = None
+    training = True
+    validating = testing = predicting = False
+    max_steps = -1
+    val_check_interval = 1.0
+    val_check_batch = None
+    num_sanity_val_batches: Sequence[int] = ()
+    datamodule: Any = None
+
+    def __init__(
+        self,
+        fabric: Fabric,
+        module: LightningModule,
+        callbacks: Sequence[Callback],
+        loggers: Sequence[Logger],
+        log_dir: str,
+        max_rounds: int,
+        clients_per_round: int,
+        check_val_every_n_round: int,
+        compose_checkpoint: Callable[[bool], Mapping[str, Any]],
+    ) -> None:
+        self.fabric, self.lightning_module, self.model = fabric, module, module
+        self.callbacks, self.loggers = list(callbacks), list(loggers)
+        self.log_dir, self.default_root_dir = log_dir, log_dir
+        self.max_epochs, self.num_training_batches, self.num_val_batches = max_rounds, clients_per_round, [1]
+        self.check_val_every_n_epoch = check_val_every_n_round
+        self.optimizers: list[Any] = []
+        self.lr_scheduler_configs: list[Any] = []
+        self.strategy = _ProcessStrategy(fabric)
+        self.state = TrainerState(fn=TrainerFn.FITTING, status=TrainerStatus.RUNNING, stage=RunningStage.TRAINING)
+        self.callback_metrics: dict[str, Tensor] = {}
+        self.progress_bar_metrics: dict[str, float] = {}
+        self.current_epoch = self.global_step = 0
+        self.should_stop = False
+        epoch_loop = SimpleNamespace(
+            val_loop=SimpleNamespace(_has_run=True),
+            batch_progress=SimpleNamespace(is_last_batch=False),
+            _should_check_val_epoch=lambda: True,
+        )
+        self.fit_loop = SimpleNamespace(epoch_loop=epoch_loop, max_epochs=max_rounds, total_batch_idx=0)
+        self._compose_checkpoint = compose_checkpoint
+
+    @property
+    def is_global_zero(self) -> bool:
+        """Whether this is the first rank."""
+        return self.fabric.is_global_zero
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self.fabric.world_size
+
+    @property
+    def global_rank(self) -> int:
+        """Number of this rank."""
+        return self.fabric.global_rank
+
+    @property
+    def logger(self) -> Logger | None:
+        """The first logger."""
+        return self.loggers[0] if self.loggers else None
+
+    @property
+    def checkpoint_callbacks(self) -> list[Callback]:
+        """Callbacks that write checkpoints."""
+        return [callback for callback in self.callbacks if hasattr(callback, "best_model_path")]
+
+    @property
+    def progress_bar_callback(self) -> Callback | None:
+        """The progress bar, if there is one."""
+        return next((c for c in self.callbacks if hasattr(c, "get_metrics")), None)
+
+    def call(self, hook: str, *args: Any) -> None:
+        """Call a hook of every round-level callback."""
+        for callback in self.callbacks:
+            getattr(callback, hook)(self, self.lightning_module, *args)
+
+    def report(self, metrics: Mapping[str, float]) -> None:
+        """Make metrics visible to callbacks."""
+        self.callback_metrics.update({name: torch.tensor(value) for name, value in metrics.items()})
+
+    def save_checkpoint(
+        self, filepath: str | Path, weights_only: bool | None = False, storage_options: Any = None
+    ) -> None:
+        """Write a checkpoint that stands alone, with the clients' records inside.
+
+        The engine's own `last.ckpt` is never written here: it must be the newest committed round and nothing else.
+        """
+        if Path(filepath).resolve() == (Path(self.log_dir) / "checkpoints" / "last.ckpt").resolve():
+            return
+        content = dict(self._compose_checkpoint(not weights_only))
+        if weights_only:
+            content.pop("sparsefl")
+        if self.is_global_zero:
+            write_atomically(Path(filepath), content)
+        self.fabric.barrier()
+
+    def __getattr__(self, name: str) -> Any:
+        raise MissingAttribute(
+            f"The round-level trainer has no attribute {name!r}; a callback that needs it belongs to the clients "
+            "(`trainer.client_callbacks`)."
+        )

@@ -1,0 +1,201 @@
+import random
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_sparsefl.errors import InvalidOption
+from lightning_sparsefl.federated.aggregation.exact_sum import merge_headers
+from lightning_sparsefl.federated.aggregation.reducers import CoverageMean, PlainMean
+from lightning_sparsefl.federated.exchange.flat import FlatModule
+from lightning_sparsefl.types import Message, Update
+
+
+def flat_module():
+    torch.manual_seed(0)
+    return FlatModule(nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Linear(7, 3)))
+
+
+def updates(layout, server, count=6, kind="weights", seed=0):
+    g = torch.Generator().manual_seed(seed)
+    result = []
+    for k in range(count):
+        weights = {n: w + 0.1 * torch.randn(w.shape, generator=g) for n, w in server.items()}
+        votes = {
+            "0.weight": torch.rand(7, 5, generator=g) < 0.4,
+            "2.weight": torch.rand(3, 7, generator=g) < 0.4,
+        }
+        result.append((Update(weights=weights, kind=kind, weight=k + 1, votes=votes), 10 * k + 1))
+    return result
+
+
+def merge(reducer, flat, server, parts, message):
+    accumulators = []
+    for part in parts:
+        accumulator = reducer.start(flat.layout, server, 1000)
+        for update, examples in part:
+            accumulator.add(update, message, examples)
+        accumulators.append(accumulator)
+    return all_reduced(accumulators, merge_headers(a.headers() for a in accumulators)).result({})
+
+
+def all_reduced(accumulators, headers):
+    """What a process group does: every call sums the ranks' tensors."""
+    calls = [[] for _ in accumulators]
+    for calls_of, accumulator in zip(calls, accumulators, strict=True):
+        any_masks = any(a._coordinate_counts is not None for a in accumulators)
+        if any_masks and accumulator._coordinate_counts is None:
+            accumulator._coordinate_counts = torch.zeros_like(accumulator._sum)
+        if any(a._voters is not None for a in accumulators) and accumulator._voters is None:
+            accumulator._voters = torch.zeros(accumulator.layout.size, dtype=torch.int32)
+
+        def record(tensor, calls_of=calls_of):
+            calls_of.append(tensor.clone())
+            return tensor
+
+        accumulator.all_reduce(record, headers)
+    totals = [sum(tensors) for tensors in zip(*calls, strict=True)]
+    replay = iter(totals)
+
+    def reduce(tensor):
+        return tensor.copy_(next(replay))
+
+    accumulators[0]._kind = accumulators[0]._kind or accumulators[-1]._kind
+    accumulators[0].all_reduce(reduce, headers)
+    return accumulators[0]
+
+
+def slow_mean(server, parts, message, silence_counts):
+    """The definition, tensor by tensor, in double precision."""
+    means, covered = {}, {}
+    for name, old in server.items():
+        total, count = torch.zeros_like(old, dtype=torch.float64), torch.zeros_like(old, dtype=torch.float64)
+        for update, examples in parts:
+            weight = examples if name.startswith("1.running") else update.weight
+            vote = update.votes.get(name, torch.ones_like(old, dtype=torch.bool)).double()
+            value = update.weights[name] - (message.weights[name] if silence_counts else 0)
+            total += weight * vote * value
+            count += weight * (torch.ones_like(vote) if silence_counts else vote)
+        means[name], covered[name] = (total / count.clamp_min(1)).float(), count > 0
+    return means, covered
+
+
+@pytest.mark.parametrize(("reducer", "silence"), [(CoverageMean(), False), (PlainMean(), True)])
+def test_means_follow_the_definition(reducer, silence):
+    flat = flat_module()
+    server = flat.read()
+    message = Message(weights=server)
+    parts = updates(flat.layout, server)
+    merged = merge(reducer, flat, server, [parts], message)
+    means, covered = slow_mean(server, parts, message, silence)
+    for name in server:
+        torch.testing.assert_close(merged.weights[name], means[name], rtol=1e-6, atol=1e-9)
+        assert torch.equal(merged.covered.get(name, torch.ones_like(covered[name])), covered[name])
+    assert merged.kind == ("difference" if silence else "weights")
+
+
+@pytest.mark.parametrize("reducer", [CoverageMean(), PlainMean()])
+def test_any_order_and_any_number_of_ranks_give_the_same_bytes(reducer):
+    flat = flat_module()
+    server = flat.read()
+    message = Message(weights=server)
+    parts = updates(flat.layout, server, count=40)
+    whole = merge(reducer, flat, server, [parts], message)
+    rng = random.Random(0)
+    for ranks in (1, 2, 3, 5):
+        rng.shuffle(parts)
+        split = merge(reducer, flat, server, [parts[i::ranks] for i in range(ranks)], message)
+        assert split.weights.vector.numpy().tobytes() == whole.weights.vector.numpy().tobytes()
+
+
+@pytest.mark.parametrize("spread", [1, 60])
+def test_extra_trees_too_are_the_same_bytes_in_any_order_and_on_any_number_of_ranks(spread):
+    """Terms of one size, and of sizes 2**60 apart, which ranks that have only the small ones cannot know of."""
+    flat, server, rng = flat_module(), flat_module().read(), random.Random(0)
+    g = torch.Generator().manual_seed(0)
+    parts = []
+    for k in range(24):
+        size = 2.0 ** (spread * (k % 3 - 1))
+        extra = {
+            "control": {"c": size * torch.randn(50, generator=g)},
+            **({"rare": {"r": torch.randn(3)}} if k else {}),
+        }
+        parts.append((Update(weights={}, weight=k + 1, extra=extra), 1))
+    whole = merge(CoverageMean(), flat, server, [parts], Message(weights=server)).extra
+    for ranks in (1, 2, 3, 5):
+        rng.shuffle(parts)
+        split = merge(CoverageMean(), flat, server, [parts[i::ranks] for i in range(ranks)], Message(weights=server))
+        assert list(split.extra) == list(whole)
+        for key, tree in whole.items():
+            assert all(torch.equal(split.extra[key][name], value) for name, value in tree.items())
+
+
+def test_extra_trees_must_be_finite_and_leave_no_trace_otherwise():
+    flat = flat_module()
+    server = flat.read()
+    accumulator = CoverageMean().start(flat.layout, server, 100)
+    extra = {"a": {"x": torch.ones(2)}, "b": {"y": torch.tensor([1.0, float("nan")])}}
+    with pytest.raises(InvalidOption, match=r"`Update.extra\['b'\]\['y'\]` holds values that are not finite"):
+        accumulator.add(Update(weights=server, extra=extra), Message(weights=server), 1)
+    assert accumulator.headers() == {}
+
+
+def test_plain_float64_sums_would_depend_on_the_order():
+    """The test above can fail: without the grid, the order shows in the last bits of the float64 sum."""
+    flat = flat_module()
+    server = flat.read()
+    parts = updates(flat.layout, server, count=40)
+    sums = []
+    for order in (parts, parts[::-1]):
+        total = torch.zeros(flat.layout.size, dtype=torch.float64)
+        for update, _ in order:
+            total += update.weight * flat.layout.flatten(update.weights).double() * 1.1
+        sums.append(total)
+    assert not torch.equal(*sums)
+
+
+def test_a_missing_name_does_not_vote():
+    flat = flat_module()
+    server = flat.read()
+    message = Message(weights=server)
+    update = Update(weights={"0.bias": server["0.bias"] + 1}, weight=3)
+    merged = merge(CoverageMean(), flat, server, [[(update, 3)]], message)
+    assert merged.covered["0.bias"].all()
+    assert not merged.covered["0.weight"].any()
+
+
+def test_extra_trees_are_averaged_by_weight():
+    flat = flat_module()
+    server = flat.read()
+    message = Message(weights=server)
+    parts = [(Update(weights=server, weight=w, extra={"control": {"c": torch.tensor([float(w)])}}), w) for w in (1, 3)]
+    merged = merge(CoverageMean(), flat, server, [parts[:1], parts[1:]], message)
+    assert merged.extra["control"]["c"].item() == pytest.approx((1 * 1 + 3 * 3) / 4)
+
+
+def test_coverage_min_is_the_share_of_the_least_covered_coordinate():
+    flat = flat_module()
+    server = flat.read()
+    accumulator = CoverageMean().start(flat.layout, server, 100)
+    nothing = torch.zeros(7, 5, dtype=torch.bool)
+    for votes in ({}, {"0.weight": nothing}):
+        accumulator.add(Update(weights=server, votes=votes), Message(weights=server), 1)
+    assert accumulator.coverage_min(2) == 0.5
+
+
+@pytest.mark.parametrize("weight", [0, -1, 0.5])
+def test_weights_must_be_positive_integers(weight):
+    flat = flat_module()
+    server = flat.read()
+    accumulator = CoverageMean().start(flat.layout, server, 100)
+    with pytest.raises(InvalidOption, match="expected a positive integer"):
+        accumulator.add(Update(weights=server, weight=weight), Message(weights=server), 1)
+
+
+def test_kinds_must_not_be_mixed_in_a_round():
+    flat = flat_module()
+    server = flat.read()
+    accumulator = CoverageMean().start(flat.layout, server, 100)
+    accumulator.add(Update(weights=server), Message(weights=server), 1)
+    with pytest.raises(InvalidOption, match="expected 'weights'"):
+        accumulator.add(Update(weights=server, kind="difference"), Message(weights=server), 1)

@@ -1,0 +1,239 @@
+"""A model of a run as files that need no federation."""
+
+import copy
+import csv
+import importlib.util
+
+import lightning as L
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from lightning_sparsefl import FedAvg, FederatedTrainer, Federation, FedLPS, FedSpa, SplitMix, load_sparse
+from lightning_sparsefl.data import FederatedBlobs
+from lightning_sparsefl.errors import CheckpointMismatch, ExportMismatch, InvalidOption
+from lightning_sparsefl.federated.commands import export as exporting
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning:(onnx|torch|copyreg).*",
+    "ignore::FutureWarning:(onnx|torch|copyreg).*",
+    "ignore:The '.*_dataloader' does not have many workers",
+    "ignore:.*LeafSpec.*:FutureWarning",
+)  # of the exporter's libraries, and of a stock Trainer
+needs_onnx = pytest.mark.skipif(
+    torch.__version__ < (2, 6) or not all(map(importlib.util.find_spec, ("onnx", "onnxscript"))),
+    reason="ONNX needs the extra `onnx` and torch 2.6",
+)
+
+
+class Net(L.LightningModule):
+    def __init__(self, width=16, loss=F.cross_entropy):
+        super().__init__()
+        self.save_hyperparameters(*(["width"] if loss is F.cross_entropy else []))
+        self.net = nn.Sequential(nn.Linear(8, width), nn.BatchNorm1d(width), nn.ReLU(), nn.Linear(width, 4))
+        self.loss = loss
+
+    def forward(self, x):
+        return self.net(x.flatten(1))
+
+    def training_step(self, batch, batch_idx):
+        return self.loss(self(batch[0]), batch[1])
+
+    def validation_step(self, batch, batch_idx):
+        logits = self(batch[0])
+        self.log("val_loss", self.loss(logits, batch[1]))
+        self.log("val_acc", (logits.argmax(1) == batch[1]).float().mean())
+
+    test_step = validation_step
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def blobs(**options):
+    settings = {"num_clients": 5, "num_classes": 4, "dim": 8, "val_fraction": 0.2, "batch_size": 16, "drop_last": True}
+    return FederatedBlobs(**{**settings, **options})
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Trains one round with two of the clients, and exports; returns what was exported and the trainer."""
+
+    def go(algorithm, client, module=None, fit=True, federation=None, data=None, precision="32-true", **request):
+        options = {"logger": False, "enable_progress_bar": False, "default_root_dir": str(tmp_path), "seed": 0}
+        federation = Federation(clients_per_round=2, pictures_every_n_rounds=0, **(federation or {}))
+        trainer = FederatedTrainer(
+            algorithm=algorithm, federation=federation, max_rounds=1, precision=precision, accelerator="cpu", **options
+        )
+        if fit:
+            trainer.fit(copy.deepcopy(module or Net()), data or blobs())
+            go.folder, go.cohort = trainer.run_folder, [c for c in range(5) if trained(trainer.run_folder, c)]
+        client = go.cohort[0] if client == "trained" else client
+        return trainer.export(module or Net(), data or blobs(), client=client, **request)
+
+    return go
+
+
+def trained(folder, client):
+    with (folder / "clients.csv").open() as file:
+        return any(int(row["client"]) == client and row["trained"] == "1" for row in csv.DictReader(file))
+
+
+def test_an_ordinary_checkpoint_for_an_ordinary_trainer(run, tmp_path):
+    data = blobs()
+    exported = run(FedSpa(density=0.3), "trained", check=True)
+    folder = run.folder / "export" / f"client-{run.cohort[0]}"
+    assert sorted(path.name for path in folder.iterdir()) == ["model.ckpt", "model.safetensors"]
+    assert {path.parent for path in exported.files.values()} == {folder}
+    module = Net.load_from_checkpoint(folder / "model.ckpt", weights_only=True)
+    assert module.hparams.width == 16
+    kept = sum(int((p != 0).sum()) for p in module.net[0].parameters())
+    assert kept < 0.5 * sum(p.numel() for p in module.net[0].parameters())
+    data.setup("fit")
+    tester = L.Trainer(logger=False, enable_progress_bar=False, enable_model_summary=False, accelerator="cpu")
+    loader = data.client_val_dataloader(run.cohort[0])
+    metrics = tester.test(Net(), loader, ckpt_path=folder / "model.ckpt", verbose=False, weights_only=True)[0]
+    assert metrics["val_acc"] == pytest.approx(exported.scores["in memory"]["val_acc"], abs=1e-6)
+    assert metrics["val_loss"] == pytest.approx(exported.scores["in memory"]["val_loss"], abs=1e-6)
+
+
+def test_the_table_says_what_was_written(run, capsys):
+    exported = run(FedAvg(), None, check=True)
+    lines = capsys.readouterr().out.splitlines()
+    start = next(i for i, line in enumerate(lines) if line.startswith("FedAvg after 1 rounds: global, val set"))
+    table = {line[:16].strip(): line[16:].split() for line in lines[start + 3 :] if line}
+    assert table["parameters"] == ["244"] * 3
+    assert table["val_acc"] == [f"{exported.scores['in memory']['val_acc']:.4f}"] * 3
+    assert lines[-1] == f"Folder: {run.folder / 'export' / 'global'}"
+
+
+@needs_onnx
+@pytest.mark.parametrize(
+    ("algorithm", "parameters"),
+    [(FedSpa(density=0.5), 244), (FedLPS(ratio="fixed"), 124), (SplitMix(bases=2), 124)],
+    ids=lambda a: type(a).__name__,
+)
+def test_onnx_holds_the_cut_model_and_scores_alike(run, algorithm, parameters):
+    exported = run(algorithm, "trained", federation={"capacities": [0.5]}, formats=["onnx"], check=True)
+    assert list(exported.files) == ["onnx"]
+    assert exported.kept["onnx"][0] == parameters
+    assert exported.kept["in memory"][0] == 244
+    assert any("keeps 8 of 16 units" in note for note in exported.notes) == (parameters < 244)
+    for name, value in exported.scores["in memory"].items():
+        assert exported.scores["onnx"][name] == pytest.approx(value, abs=1e-5)
+
+
+@needs_onnx
+def test_onnx_that_no_step_would_call_is_not_said_to_be_checked(run, monkeypatch):
+    monkeypatch.setattr(exporting.onnx_file, "write", lambda module, data, path: path.parent.mkdir(parents=True))
+    monkeypatch.setattr(exporting.onnx_file.Forward, "__init__", lambda self, path: setattr(self, "calls", 0))
+
+    class Around(Net):
+        def validation_step(self, batch, batch_idx):
+            self.log("val_acc", (self.net(batch[0].flatten(1)).argmax(1) == batch[1]).float().mean())
+
+    with pytest.raises(ExportMismatch, match="`validation_step` never calls the module's `forward`"):
+        run(FedAvg(), 0, Around(), formats=["onnx"], check=True)
+
+
+def test_a_client_that_never_trained_gets_what_the_method_gives_it(run):
+    run(FedLPS(ratio="fixed"), "trained")
+    stranger = next(client for client in range(5) if client not in run.cohort)
+    exported = run(FedLPS(ratio="fixed"), stranger, fit=False)
+    assert exported.notes[0] == (
+        f"Client {stranger} never trained: this is what FedLPS gives to a client that it meets."
+    )
+    assert not run(FedLPS(ratio="fixed"), "trained", fit=False).notes
+
+
+def test_own_buffers_and_double_precision_come_along(run):
+    class Double(Net):
+        def forward(self, x):
+            return self.net(x.flatten(1).to(self.net[0].weight.dtype))
+
+    exported = run(FedAvg(), "trained", Double(), federation={"buffers": "local"}, precision="64-true", check=True)
+    state = load_sparse(exported.files["safetensors"])
+    assert state["net.0.weight"].dtype == torch.float64
+    common = torch.load(run.folder / "checkpoints" / "last.ckpt", weights_only=True)["state_dict"]
+    assert torch.equal(state["net.0.weight"], common["net.0.weight"])
+    assert not torch.equal(state["net.1.running_mean"], common["net.1.running_mean"])
+
+
+def test_hyper_parameters_that_are_no_plain_values_are_named(run):
+    exported = run(FedAvg(), None, Net(loss=F.nll_loss))
+    assert exported.notes == (
+        "The hyper-parameters ['loss'] are no plain values and not in model.ckpt: give them to `load_from_checkpoint`.",
+    )
+
+
+def test_a_module_that_holds_more_than_its_state_dict_says_is_found_out(run):
+    class Secret(Net):
+        def __init__(self):
+            super().__init__()
+            self.shift = 0.0
+
+        def training_step(self, batch, batch_idx):
+            self.shift += 1.0
+            return super().training_step(batch, batch_idx)
+
+        def validation_step(self, batch, batch_idx):
+            self.log("val_loss", self.shift)
+
+        def on_save_checkpoint(self, checkpoint):
+            self.shift = 5.0
+
+    with pytest.raises(ExportMismatch, match=r"The ckpt file has a val_loss of 0\.0, the model in memory one of 5\.0"):
+        run(FedAvg(), None, Secret(), check=True)
+
+
+def test_what_a_module_adds_to_its_checkpoint_must_be_plain(run):
+    class Adds(Net):
+        def on_save_checkpoint(self, checkpoint):
+            checkpoint["mine"] = self.mine
+
+    module = Adds()
+    module.mine = [1, "two"]
+    exported = run(FedAvg(), None, module)
+    assert torch.load(exported.files["ckpt"], weights_only=True)["mine"] == [1, "two"]
+    module.mine = print
+    with pytest.raises(InvalidOption, match=r"`Adds\.on_save_checkpoint` adds what is no plain value"):
+        run(FedAvg(), None, module, fit=False)
+
+
+@pytest.mark.parametrize(
+    ("request_", "error", "words"),
+    [
+        ({"client": 5}, InvalidOption, "`client` is 5; expected a number from 0 to 4"),
+        ({"client": -1}, InvalidOption, "`client` is -1"),
+        ({"formats": []}, InvalidOption, r"`formats` is \[\]; expected some of"),
+        ({"formats": ["pt"]}, InvalidOption, r"`formats` is \['pt'\]"),
+        ({"client": 0}, CheckpointMismatch, "holds no run with a checkpoint"),
+        ({"client": 0, "ckpt_path": "missing.ckpt"}, CheckpointMismatch, "There is no checkpoint at missing"),
+    ],
+)
+def test_requests_that_cannot_be_met(run, request_, error, words):
+    with pytest.raises(error, match=words):
+        run(FedAvg(), fit=False, **{"client": None, **request_})
+
+
+def test_a_checkpoint_of_another_run_is_refused(run):
+    run(FedAvg(), None)
+    path = str(run.folder / "checkpoints" / "last.ckpt")
+    with pytest.raises(CheckpointMismatch, match="its algorithm is FedAvg, this run's is FedSpa"):
+        run(FedSpa(), None, fit=False, ckpt_path=path)
+
+
+@needs_onnx
+def test_onnx_needs_a_forward(run):
+    class Blind(Net):
+        forward = L.LightningModule.forward
+
+    with pytest.raises(InvalidOption, match="`Blind` has no `forward`"):
+        run(FedAvg(), None, Blind(), fit=False, formats=["onnx"])
+
+
+def test_onnx_says_what_is_missing(run, monkeypatch):
+    monkeypatch.setattr(exporting.onnx_file, "find_spec", lambda name: None)
+    with pytest.raises(InvalidOption, match=r"needs onnx and onnxscript: pip install 'lightning-sparsefl\[onnx\]'"):
+        run(FedAvg(), None, fit=False, formats=["onnx"])

@@ -1,0 +1,115 @@
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.fabric import Fabric
+
+from lightning_sparsefl import Federation
+from lightning_sparsefl.errors import InvalidOption, WorldSizeMismatch
+from lightning_sparsefl.federated.distributed import launcher as launch
+from lightning_sparsefl.federated.distributed import ranks as process
+from lightning_sparsefl.federated.distributed.ranks import ClientParallelStrategy, build_fabric
+
+CPU = torch.device("cpu")
+
+
+def fabric(**options):
+    settings = {"accelerator": "cpu", "devices": "auto", "num_nodes": 1, "strategy": "auto", "precision": "32-true"}
+    return build_fabric(**{**settings, "timeout": 60, **options})
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """As if torchrun had started so many processes on each node."""
+
+    def start(local, nodes=1):
+        names = {"TORCHELASTIC_RUN_ID": "x", "RANK": 0, "LOCAL_RANK": 0, "GROUP_RANK": 0, "LOCAL_WORLD_SIZE": local}
+        for name, value in {**names, "WORLD_SIZE": local * nodes}.items():
+            monkeypatch.setenv(name, str(value))
+
+    return start
+
+
+@pytest.mark.parametrize(("devices", "workers", "ranks"), [(1, 1, 1), (2, 1, 2), (1, 3, 3), (2, 2, 4)])
+def test_each_device_has_as_many_ranks_as_it_has_workers(devices, workers, ranks):
+    built = fabric(devices=devices, workers_per_device=workers)
+    assert built.world_size == ranks
+    if ranks > 1:
+        assert built.strategy.parallel_devices == [CPU] * ranks
+
+
+def test_a_launchers_processes_are_spread_evenly_over_devices(launched):
+    launched(local=4)
+    assert fabric(workers_per_device=2).strategy.parallel_devices == [CPU] * 4
+    launched(local=4, nodes=2)
+    assert fabric(workers_per_device=4, num_nodes=2).world_size == 8
+    launched(local=3)
+    with pytest.raises(InvalidOption, match=r"`federation.workers_per_device` is 2, but the launcher started 3"):
+        fabric(workers_per_device=2)
+    launched(local=2)
+    with pytest.raises(WorldSizeMismatch, match="The launcher started 2 processes"):
+        fabric(devices=2, workers_per_device=2)
+
+
+def test_ranks_on_one_gpu_share_it_by_gloo_without_a_group_bound_to_it(monkeypatch):
+    """NCCL refuses two ranks on one device; without a GPU, what is asked of torch is all that can be seen."""
+    asked = []
+    monkeypatch.setattr(process, "_init_dist_connection", lambda *args, **options: asked.append((args[1], options)))
+    gpu = torch.device("cuda", 0)
+    strategy = ClientParallelStrategy(shared=[gpu, gpu], cluster_environment=process_of_rank(1))
+    assert (strategy.root_device, strategy.num_processes) == (gpu, 2)
+    strategy._setup_distributed()
+    assert [(backend, set(options)) for backend, options in asked] == [("gloo", {"timeout"})]
+
+
+def process_of_rank(rank):
+    from lightning.fabric.plugins.environments import LightningEnvironment
+
+    environment = LightningEnvironment()
+    environment.local_rank = lambda: rank
+    environment.set_global_rank = environment.set_world_size = lambda number: None
+    return environment
+
+
+def test_at_least_one_worker():
+    with pytest.raises(InvalidOption, match=r"`federation.workers_per_device` is 0; expected a whole number >= 1"):
+        Federation(workers_per_device=0)
+
+
+def test_a_rank_that_died_is_noticed_while_this_one_trains(monkeypatch, capfd):
+    """Between two collectives, a thread alone can; it ends the others, and then this process."""
+    sleep = [sys.executable, "-c", "import time; time.sleep(600)"]
+    died, other = (subprocess.Popen(sleep) for _ in range(2))
+    died.kill()
+    monkeypatch.setattr(launch, "_PATIENCE", 0)
+    monkeypatch.setattr(launch.os, "_exit", sys.exit)
+    with pytest.raises(SystemExit) as left:
+        launch._watch([died, other])
+    assert left.value.code == 2
+    assert "sparsefl: error: Rank 1 was ended by signal 9, so all were; go on from" in capfd.readouterr().err
+    assert other.wait(timeout=60) == -9
+
+
+def test_ranks_that_end_well_are_not_waited_for():
+    launch._watch([subprocess.Popen([sys.executable, "-c", ""])])
+
+
+@pytest.fixture
+def process_group(tmp_path):
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(10.0)  # so that its threads run only while this one waits
+    yield
+    sys.setswitchinterval(interval)
+    dist.destroy_process_group()
+
+
+def test_the_threads_of_a_process_group_are_done_when_the_work_is(process_group):
+    """They free the tensors of an exchange, and to do so while the interpreter ends would abort the process."""
+    exchanged, freed = threading.Event(), []
+    threading.Thread(target=lambda: exchanged.wait() and freed.append(True), daemon=True).start()
+    launch.launch(Fabric(accelerator="cpu", devices=1), lambda fabric: exchanged.set())
+    assert freed

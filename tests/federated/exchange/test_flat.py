@@ -1,0 +1,82 @@
+import pytest
+import torch
+from torch import nn
+
+from lightning_sparsefl.errors import InvalidOption
+from lightning_sparsefl.federated.exchange.flat import FlatModule
+
+
+def network():
+    return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+
+
+def test_weights_are_parameters_then_float_buffers():
+    module = network()
+    layout = FlatModule(module).layout
+    assert layout.names[-2:] == ("1.running_mean", "1.running_var")
+    assert layout.buffers == {"1.running_mean", "1.running_var"}  # the counter is an integer: not a weight
+    assert layout.size == sum(parameter.numel() for parameter in module.parameters()) + 8
+
+
+def test_a_swap_changes_what_the_module_computes_and_reading_copies():
+    module = network().eval()
+    flat = FlatModule(module)
+    first = flat.read()
+    x = torch.randn(5, 3)
+    before = module(x)
+    flat.load({name: tensor + 1 for name, tensor in first.items()})
+    assert not torch.equal(module(x), before)
+    flat.load(first)
+    assert torch.equal(module(x), before)
+    with torch.no_grad():
+        module[0].weight.zero_()
+    assert first["0.weight"].abs().sum() > 0
+
+
+def test_training_in_place_is_seen_by_the_vector():
+    module = network()
+    flat = FlatModule(module)
+    before = flat.vector.clone()
+    optimizer = torch.optim.Adam(module.parameters(), lr=0.1)
+    module(torch.randn(8, 3)).square().sum().backward()
+    optimizer.step()
+    assert not torch.equal(flat.vector, before)
+    assert torch.equal(flat.read()["1.running_mean"], module[1].running_mean)
+
+
+def test_data_that_training_assigned_anew_is_followed():
+    module = network()
+    flat = FlatModule(module)
+    module[0].weight.data = torch.full((4, 3), 7.0)
+    module[1].running_mean = torch.full((4,), 5.0)
+    read = flat.read()
+    assert read["0.weight"].eq(7).all()
+    assert read["1.running_mean"].eq(5).all()
+    flat.load({name: tensor * 0 for name, tensor in read.items()})
+    assert module[0].weight.eq(0).all()
+    assert module[1].running_mean.eq(0).all()
+
+
+def test_mixed_precision_parameters_keep_their_dtypes():
+    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double())
+    flat = FlatModule(module)
+    read = flat.read()
+    assert read["0.weight"].dtype == torch.float32
+    assert read["1.weight"].dtype == torch.float64
+    flat.load({name: tensor + 1 for name, tensor in read.items()})
+    torch.testing.assert_close(module[1].weight, read["1.weight"] + 1)
+
+
+def test_a_module_without_trainable_parameters_is_refused():
+    with pytest.raises(InvalidOption, match="`Flatten` has no trainable parameter"):
+        FlatModule(nn.Flatten())
+
+
+def test_renamed_parameters_are_refused():
+    module = network()
+    flat = FlatModule(module)
+    weight = module[0].weight
+    del module[0].weight
+    module[0].weight_orig = weight
+    with pytest.raises(InvalidOption, match=r"renamed '0\.weight'"):
+        flat.read()

@@ -1,0 +1,460 @@
+"""What the client loop promises besides equal numbers: isolation, freed memory, clear refusals."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import logging
+import pickle
+import weakref
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torchmetrics
+from lightning.fabric import Fabric
+from lightning.pytorch import Callback, LightningDataModule, LightningModule
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, StochasticWeightAveraging
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.utilities import CombinedLoader
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+from lightning_sparsefl.errors import InvalidOption
+from lightning_sparsefl.federated.local.engines import (
+    FastEngine,
+    LocalOptions,
+    isolate_metrics,
+    local_engine,
+    unsupported_reason,
+)
+from lightning_sparsefl.federated.local.lightning_trainer import LightningEngine
+from lightning_sparsefl.types import TrainerLike
+
+LEAFSPEC = pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning")
+ENGINES = pytest.mark.parametrize("engine", [FastEngine, LightningEngine])
+
+
+class Net(LightningModule):
+    """An ordinary user's module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(4, 3)
+        self.acc = torchmetrics.Accuracy("multiclass", num_classes=3)
+
+    def training_step(self, batch: Any) -> Tensor:
+        x, y = batch
+        logits = self.net(x)
+        self.acc(logits, y)
+        self.log("acc", self.acc, on_step=False, on_epoch=True)
+        loss = nn.functional.cross_entropy(logits, y)
+        self.log("loss", loss)
+        return loss
+
+    def validation_step(self, batch: Any) -> None:
+        self.log("val_loss", nn.functional.cross_entropy(self.net(batch[0]), batch[1]))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), 0.1, momentum=0.9)
+
+
+class Manual(Net):
+    """Optimizes by itself, and fails between toggling and untoggling."""
+
+    fails = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.other = nn.Linear(4, 3)
+
+    def training_step(self, batch: Any) -> None:
+        mine, _ = self.optimizers()
+        self.toggle_optimizer(mine)
+        if self.fails:
+            raise RuntimeError("half way")
+        self.untoggle_optimizer(mine)
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(part.parameters(), 0.1) for part in (self.net, self.other)]
+
+
+def data(size: int = 20) -> TensorDataset:
+    x = torch.randn(size, 4, generator=torch.Generator().manual_seed(0))
+    return TensorDataset(x, x[:, :3].argmax(1))
+
+
+def loader(size: int = 20) -> DataLoader[Any]:
+    return DataLoader(data(size), batch_size=5)
+
+
+@pytest.fixture
+def fabric() -> Fabric:
+    torch.manual_seed(0)
+    return Fabric(accelerator="cpu", devices=1)
+
+
+@pytest.fixture
+def local(fabric: Fabric) -> FastEngine:
+    return FastEngine(fabric, LocalOptions())
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_epochs": -2},
+        {"max_epochs": -1},
+        {"max_steps": -2},
+        {"accumulate_grad_batches": 0},
+        {"gradient_clip_algorithm": "median"},
+        {"limit_train_batches": 1.5},
+        {"limit_val_batches": -1},
+    ],
+)
+def test_options_are_checked(options: dict[str, Any]) -> None:
+    with pytest.raises(InvalidOption, match=f"`trainer.{next(iter(options))}` is"):
+        LocalOptions(**options)
+
+
+class Reads(Callback):
+    """Reads one attribute of the trainer, or of its loops."""
+
+    def __init__(self, *path: str) -> None:
+        self.path = path
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        for name in self.path:
+            trainer = getattr(trainer, name)
+
+
+@pytest.mark.parametrize("path", [("tuner",), ("fit_loop", "epoch_progress"), ("fit_loop", "epoch_loop", "val_loop")])
+def test_reading_what_only_a_trainer_has_says_what_to_do(local: FastEngine, path: tuple[str, ...]) -> None:
+    with pytest.raises(AttributeError, match=rf"{path[-1]}.*`federation.local_engine: trainer`"):
+        local.fit(Net(), loader(), callbacks=[Reads(*path)])
+
+
+class Keeps(Callback):
+    """Keeps what it was given."""
+
+    def __init__(self) -> None:
+        self.kept: Any = None
+        self.events: list[str] = []
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        self.kept = trainer
+        self.log  # noqa: B018 - attached by the loop, as by Lightning
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        self.events.append(f"{type(exception).__name__} {trainer.interrupted}")
+
+
+def test_the_trainer_is_what_callbacks_may_rely_on(local: FastEngine) -> None:
+    keeps = Keeps()
+    local.fit(Net(), loader(), callbacks=[keeps])
+    assert isinstance(keeps.kept, TrainerLike)
+
+
+class Buggy(Net):
+    """Fails in its third batch, or in validation."""
+
+    where = ""
+
+    def training_step(self, batch: Any) -> Tensor:
+        if self.where == "training" and self.global_step == 2:
+            raise ZeroDivisionError
+        return super().training_step(batch)
+
+    def validation_step(self, batch: Any) -> None:
+        super().validation_step(batch)
+        if self.where == "validation":
+            raise ZeroDivisionError
+
+
+@pytest.mark.parametrize("where", ["training", "validation"])
+def test_a_client_that_fails_leaves_nothing_to_the_next(local: FastEngine, where: str, tmp_path: Path) -> None:
+    module, keeps = Buggy(), Keeps()
+    start = copy.deepcopy(module.state_dict())
+    expected = local.fit(copy.deepcopy(module), loader(), loader())
+    module.where = where
+    with pytest.raises(ZeroDivisionError):
+        local.fit(module, loader(), loader(), callbacks=[keeps], loggers=[CSVLogger(tmp_path)])
+    assert keeps.events == ["ZeroDivisionError True"]
+    assert (module._trainer, module._current_fx_name) == (None, None)
+    assert module.training
+    assert torch.is_grad_enabled()
+    assert local.global_step == (2 if where == "training" else 4)
+    module.load_state_dict(start)
+    module.where = ""
+    assert local.fit(module, loader(), loader()) == expected
+
+
+def test_a_failed_manual_step_leaves_no_frozen_parameter(local: FastEngine) -> None:
+    module = Manual()
+    with pytest.raises(RuntimeError, match="half way"):
+        local.fit(module, loader())
+    assert all(parameter.requires_grad for parameter in module.parameters())
+    module.fails = False
+    assert local.fit(module, loader()) == {}
+
+
+@ENGINES
+def test_module_and_callbacks_come_back_as_they_were(fabric: Fabric, engine: Any) -> None:
+    module, keeps = Net(), Keeps()
+    storage = module.net.weight.data_ptr()
+    engine(fabric, LocalOptions()).fit(module, loader(), callbacks=[keeps])
+    assert module._trainer is None
+    assert module.net.weight.data_ptr() == storage
+    keeps.kept = None
+    assert not {"log", "log_dict"} & vars(pickle.loads(pickle.dumps(keeps))).keys()
+
+
+class Watched(Net):
+    """Its optimizer can be watched."""
+
+    watched: Any = None
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        type(self).watched = weakref.ref(optimizer)
+        return optimizer
+
+
+def test_optimizers_are_freed_without_the_cycle_collector(local: FastEngine) -> None:
+    gc.disable()
+    try:
+        local.fit(Watched(), loader())
+        assert Watched.watched is not None
+        assert Watched.watched() is None
+    finally:
+        gc.enable()
+
+
+def test_metrics_speak_with_no_other_rank_and_start_empty(local: FastEngine) -> None:
+    module, fresh = (Net() for _ in range(2))
+    fresh.load_state_dict(module.state_dict())
+    module.acc(torch.eye(3), torch.tensor([1, 2, 0]))
+    assert local.fit(module, loader())["acc"] == local.fit(fresh, loader())["acc"]
+    assert module.acc.distributed_available_fn() is False
+    assert not module.acc.update_called
+    with pytest.raises(InvalidOption, match=r"'1'.*BatchNorm"):
+        isolate_metrics(nn.Sequential(nn.Linear(2, 2), nn.SyncBatchNorm(2)))
+
+
+class SeesGrad(Net):
+    """Notes whether it is evaluated in inference mode."""
+
+    def validation_step(self, batch: Any) -> None:
+        super().validation_step(batch)
+        self.log("inference", float(torch.is_inference_mode_enabled()))
+
+
+def test_gloo_gets_no_inference_mode_and_no_advice_to_sync(local: FastEngine, tmp_path: Path) -> None:
+    module = SeesGrad()
+    assert local.evaluate(module, loader(), stage="validate")["inference"] == 1
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        assert local.evaluate(module, loader(), stage="validate")["inference"] == 0
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+class Augmented(LightningDataModule):
+    """Adds one on the device; must not be set up for each client."""
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return batch[0] + 1, batch[1]
+
+    def setup(self, stage: str) -> None:
+        raise AssertionError
+
+    prepare_data = teardown = setup  # type: ignore[assignment]
+
+
+class SeesData(Net):
+    """Looks at the data module and at its batches."""
+
+    def training_step(self, batch: Any) -> Tensor:
+        assert isinstance(self.trainer.datamodule, Augmented)
+        self.log("mean", batch[0].mean(), on_step=False, on_epoch=True)
+        return super().training_step(batch)
+
+
+@ENGINES
+@pytest.mark.filterwarnings("ignore:You have overridden")
+def test_a_data_module_is_shown_but_not_run(fabric: Fabric, engine: Any) -> None:
+    metrics = engine(fabric, LocalOptions()).fit(SeesData(), loader(), datamodule=Augmented())
+    assert float(metrics["mean"]) == pytest.approx(float(data().tensors[0].mean()) + 1, abs=1e-6)
+
+
+class Endless(IterableDataset[Any]):
+    """Has no length."""
+
+    def __iter__(self) -> Any:
+        yield from data()
+
+
+@pytest.mark.parametrize(
+    ("batches", "reason"),
+    [
+        (lambda: [loader()], "several loaders"),
+        (lambda: {"a": loader()}, "several loaders"),
+        (lambda: CombinedLoader([loader()]), "CombinedLoader"),
+        (lambda: DataLoader(Endless(), batch_size=5), "no length"),
+    ],
+)
+@LEAFSPEC
+def test_refuses_loaders_that_it_cannot_read(local: FastEngine, batches: Any, reason: str) -> None:
+    with pytest.raises(InvalidOption, match=f"{reason}.*`federation.local_engine: trainer`"):
+        local.fit(Net(), batches())
+
+
+class Plain(Callback):
+    """A user's own callback."""
+
+
+class Ours(Plain):
+    """As if it came with this package."""
+
+    __module__ = "lightning_sparsefl.callbacks.anything"
+
+
+class Iterates(Net):
+    def training_step(self, dataloader_iter: Any) -> Tensor:  # type: ignore[override]
+        return super().training_step(next(dataloader_iter)[0])
+
+
+def overriding(name: str) -> Net:
+    return type("Overriding", (Net,), {name: lambda self: getattr(super(Net, self), name)()})()
+
+
+@pytest.mark.parametrize(
+    ("module", "callbacks", "reason"),
+    [
+        (Net(), [EarlyStopping("loss"), Ours()], None),
+        (Manual(), [], None),
+        (Net(), [Plain()], "`Plain`"),
+        (Net(), [ModelCheckpoint()], "`ModelCheckpoint`"),
+        (Net(), [StochasticWeightAveraging(0.1)], "`StochasticWeightAveraging`"),
+        (Iterates(), [], "`Iterates.training_step` takes `dataloader_iter`"),
+        *(
+            (overriding(name), [], f"`Overriding` overrides `{name}`")
+            for name in ("configure_callbacks", "configure_model", "prepare_data", "train_dataloader", "val_dataloader")
+        ),
+    ],
+)
+def test_knows_what_it_does_not_serve(module: Net, callbacks: list[Callback], reason: str | None) -> None:
+    found = unsupported_reason(module, callbacks)
+    assert found is None if reason is None else reason in str(found)
+
+
+def test_auto_falls_back_with_one_message(
+    fabric: Fabric, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Lightning cuts its logger off from the root if nobody had configured logging when it was imported
+    monkeypatch.setattr(logging.getLogger("lightning.pytorch"), "propagate", True)
+    module, options = overriding("configure_model"), LocalOptions()
+    with caplog.at_level(logging.INFO):
+        for _ in range(2):
+            assert isinstance(local_engine("auto", fabric, options, module, []), LightningEngine)
+    records = {id(record): record.message for record in caplog.records}  # a record may reach two handlers
+    messages = [message for message in records.values() if "real Lightning Trainer" in message]
+    assert len(messages) == 1
+    assert "`configure_model`" in messages[0]
+    assert isinstance(local_engine("auto", fabric, options, Net(), []), FastEngine)
+    assert isinstance(local_engine("trainer", fabric, options, Net(), []), LightningEngine)
+    with pytest.raises(InvalidOption, match=r"overrides `configure_model`"):
+        local_engine("fast", fabric, options, module, []).fit(module, loader())
+    with pytest.raises(InvalidOption, match=r"`federation.local_engine` is 'quick'"):
+        local_engine("quick", fabric, options, module, [])  # type: ignore[arg-type]
+
+
+def test_the_real_trainer_serves_the_rest(fabric: Fabric) -> None:
+    class Late(Net):
+        def configure_model(self) -> None:
+            self.late = nn.Linear(3, 3)
+
+        def training_step(self, batch: Any) -> Tensor:
+            return super().training_step(batch) + self.late(batch[0][:, :3]).mean()
+
+    module = Late()
+    stock = LightningEngine(fabric, LocalOptions(max_epochs=2))
+    assert {"loss", "acc"} <= stock.fit(module, loader()).keys()
+    assert stock.global_step == 8
+    before = copy.deepcopy(module.net.state_dict())
+    stock.gradient(module, next(iter(loader())))
+    assert module.late.weight.grad is not None
+    assert all(torch.equal(before[name], tensor) for name, tensor in module.net.state_dict().items())
+
+
+def test_manual_optimization_refuses_what_it_cannot_have(fabric: Fabric) -> None:
+    for name, value in (("gradient_clip_val", 0.5), ("accumulate_grad_batches", 2)):
+        with pytest.raises(InvalidOption, match=f"`trainer.{name}` is {value}.*manually"):
+            FastEngine(fabric, LocalOptions(**{name: value})).fit(Manual(), loader())
+    for engine in (FastEngine, LightningEngine):
+        with pytest.raises(InvalidOption, match="optimizes manually"):
+            engine(fabric, LocalOptions()).gradient(Manual(), next(iter(loader())))
+
+
+def test_refuses_modules_without_a_step(local: FastEngine) -> None:
+    with pytest.raises(InvalidOption, match=r"no `test_step`"):
+        local.evaluate(Net(), loader(), stage="test")
+    with pytest.raises(InvalidOption, match="no `training_step`"):
+        local.fit(LightningModule(), loader())
+
+
+def test_a_gradient_changes_neither_weights_nor_metrics_nor_mode(local: FastEngine) -> None:
+    module, batch = Net().eval(), next(iter(loader()))
+    before = copy.deepcopy(module.state_dict())
+    for _ in range(2):  # the second replaces the first
+        local.gradient(module, batch)
+    expected = torch.autograd.grad(nn.functional.cross_entropy(module.net(batch[0]), batch[1]), module.net.weight)
+    assert torch.equal(module.net.weight.grad, expected[0])
+    assert all(torch.equal(before[name], tensor) for name, tensor in module.state_dict().items())
+    assert not module.training
+    assert not module.acc.update_called
+    assert module._trainer is None
+
+
+class Noted(Net):
+    """Saves its hyper-parameters, prints and gathers."""
+
+    def __init__(self, width: int = 3) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+
+    def training_step(self, batch: Any) -> Tensor:
+        if self.trainer.is_last_batch:
+            self.print("last", self.all_gather(batch[0].sum()).shape, self.lr_schedulers())
+        return super().training_step(batch)
+
+
+def test_hyperparameters_reach_the_loggers(
+    local: FastEngine, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    local.fit(Noted(7), loader(), loggers=[CSVLogger(tmp_path, name="a", version=0)])
+    assert "width: 7" in (tmp_path / "a" / "version_0" / "hparams.yaml").read_text()
+    assert capsys.readouterr().out == "last torch.Size([]) None\n"
+
+
+def test_an_unknown_precision_or_device_is_refused() -> None:
+    strategy = SimpleNamespace(precision=SimpleNamespace(precision="transformer-engine"))
+    exotic: Any = SimpleNamespace(strategy=strategy, device=torch.device("cpu"))
+    with pytest.raises(InvalidOption, match=r"`trainer.precision` is 'transformer-engine'"):
+        FastEngine(exotic, LocalOptions())
+    assert isinstance(local_engine("auto", exotic, LocalOptions(), Net(), []), LightningEngine)
+    strategy.precision.precision, exotic.device = "32-true", torch.device("meta")
+    with pytest.raises(InvalidOption, match="'meta'"):
+        FastEngine(exotic, LocalOptions())
+
+
+@pytest.mark.parametrize("options", [{"limit_train_batches": 0}, {"max_epochs": 0}])
+def test_no_batches_no_training(fabric: Fabric, options: dict[str, Any]) -> None:
+    module = Net()
+    before = copy.deepcopy(module.state_dict())
+    local = FastEngine(fabric, LocalOptions(**options))
+    assert local.fit(module, loader()) == {}
+    assert local.global_step == 0
+    assert all(torch.equal(before[name], tensor) for name, tensor in module.state_dict().items())

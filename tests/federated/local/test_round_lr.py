@@ -1,0 +1,36 @@
+import pytest
+import torch
+
+from lightning_sparsefl.errors import InvalidOption
+from lightning_sparsefl.federated import ExponentialRoundLR, StepRoundLR
+from lightning_sparsefl.federated.local.round_lr import ScaleLearningRates
+
+
+class Config:
+    def __init__(self, scheduler):
+        self.scheduler = scheduler
+
+
+class FakeTrainer:
+    def __init__(self, optimizer, scheduler):
+        self.optimizers, self.lr_scheduler_configs = [optimizer], [Config(scheduler)]
+
+
+def test_rates_of_optimizer_and_scheduler_are_scaled():
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.4)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
+    ScaleLearningRates(0.25).on_fit_start(FakeTrainer(optimizer, scheduler), None)
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1)
+    optimizer.step()
+    scheduler.step()
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.05)
+
+
+def test_factors():
+    assert ExponentialRoundLR(gamma=0.998).factor(3, 10) == pytest.approx(0.998**3)
+    assert [StepRoundLR().factor(r, 100) for r in (0, 49, 50, 75)] == pytest.approx([1, 1, 0.1, 0.01])
+
+
+def test_a_factor_that_grows_is_refused():
+    with pytest.raises(InvalidOption, match=r"gamma=1\.5"):
+        ExponentialRoundLR(gamma=1.5)

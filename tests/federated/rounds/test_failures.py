@@ -1,0 +1,351 @@
+"""Clients that fail in every way, ranks that die, and the one local fit run again."""
+
+import copy
+import csv
+import os
+import signal
+import time
+import weakref
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+
+import lightning as L
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import BatchSampler, DataLoader
+
+from lightning_sparsefl import FedAvg, FederatedTrainer, Federation, FedSpa
+from lightning_sparsefl.data import FederatedBlobs
+from lightning_sparsefl.errors import ClientFailed, InvalidOption, InvalidUpdate, RankFailed
+from lightning_sparsefl.federated.aggregation.reducers import Accumulator
+from lightning_sparsefl.federated.exchange import failures as faults
+from lightning_sparsefl.federated.sampling import uniform_cohort
+from lightning_sparsefl.models import MLP
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning")
+FORK = {"devices": 2, "strategy": "client_parallel_fork"}
+
+
+def mlp():
+    torch.manual_seed(0)
+    return MLP(num_classes=4, sample_shape=(1, 1, 8))
+
+
+def blobs():
+    return FederatedBlobs(num_clients=6, num_classes=4, dim=8, val_fraction=0.2, batch_size=16)
+
+
+@pytest.fixture
+def trainer(tmp_path):
+    def make(algorithm, *, folder="runs", federation=None, **options):
+        settings = {
+            "accelerator": "cpu",
+            "devices": 1,
+            "max_rounds": 3,
+            "default_root_dir": str(tmp_path / folder),
+            "logger": False,
+            "enable_progress_bar": False,
+            "seed": 0,
+            "federation": Federation(**{"clients_per_round": 6, "pictures_every_n_rounds": 0, **(federation or {})}),
+        }
+        return FederatedTrainer(algorithm=algorithm, **{**settings, **options})
+
+    return make
+
+
+def table(run, name="clients.csv"):
+    with (run.run_folder / name).open() as file:
+        return list(csv.DictReader(file))
+
+
+class Hours:
+    """A clock that clients wind."""
+
+    now = 0.0
+
+
+class Misfortune(L.Callback):
+    """What happens inside the fit of a client."""
+
+    def __init__(self, client):
+        self.client = client
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        if self.client == 0:
+            raise ZeroDivisionError("mine")
+        if self.client == 1:
+            raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.\nMore of it")
+        if self.client == 2:
+            Hours.now += 4.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unlucky(FedAvg):
+    """Clients 0 to 3 fail, each in its own way."""
+
+    def callbacks(self, message, client):
+        return [Misfortune(client.id)]
+
+    def train(self, message, client):
+        update = super().train(message, client)
+        if client.id != 3:
+            return update
+        return replace(update, weights={n: w / 0 for n, w in update.weights.items()})
+
+
+class Normalised(MLP):
+    """Has a batch norm of torch's own, which takes no batch of one sample."""
+
+    def __init__(self):
+        super().__init__(num_classes=4, sample_shape=(1, 1, 8))
+        self.net = nn.Sequential(nn.Flatten(), nn.BatchNorm1d(8), nn.Linear(8, 4))
+
+
+def test_a_last_batch_of_one_sample_names_the_option_that_leaves_it_out(trainer):
+    options = {
+        "num_clients": 6,
+        "num_classes": 4,
+        "dim": 8,
+        "num_train": 6 * 17,
+        "batch_size": 16,
+        "eval_split": "test",
+    }
+    with pytest.raises(ClientFailed, match=r"one sample .* set `data.drop_last: true`"):
+        trainer(FedAvg()).fit(Normalised(), FederatedBlobs(**options))
+    trainer(FedAvg()).fit(Normalised(), FederatedBlobs(**options, drop_last=True))
+
+
+@pytest.mark.parametrize("engine", ["fast", "trainer"])
+def test_clients_that_fail_are_left_out_and_listed(engine, trainer, monkeypatch):
+    monkeypatch.setattr(faults, "time", SimpleNamespace(monotonic=lambda: Hours.now))
+    options = {"on_client_error": "skip", "client_timeout": 5.0, "local_engine": engine, "min_clients": 2}
+    run = trainer(Unlucky(), federation=options, max_rounds=1)
+    module = mlp()
+    run.fit(module, blobs())
+    reasons = {int(row["client"]): row["failure"] for row in table(run) if row["failure"]}
+    assert reasons.pop(0) == "ZeroDivisionError: mine"
+    assert reasons.pop(1) == (
+        "it ran out of memory (OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB); lower `data.batch_size`"
+    )
+    assert reasons.pop(2) == "it took 8.0 seconds and is not done, where `federation.client_timeout` is 5"
+    assert reasons.pop(3) == "its update of weights['net.fc1.weight'] holds values that are not finite"
+    assert not reasons
+    assert table(run, "metrics.csv")[0]["clients/failed"] == "4"
+    alone = mlp()
+    monkeypatch.setattr(FedAvg, "train", _only(4, 5))
+    trainer(FedAvg(), folder="alone", federation={"on_client_error": "skip"}, max_rounds=1).fit(alone, blobs())
+    assert all(torch.equal(tensor, alone.state_dict()[name]) for name, tensor in module.state_dict().items())
+
+
+def _only(*clients):
+    train = FedAvg.train
+
+    def some(self, message, client):
+        if client.id not in clients:
+            raise ValueError("not today")
+        return train(self, message, client)
+
+    return some
+
+
+def test_too_few_left_says_which_option(trainer):
+    with pytest.raises(ClientFailed, match=r"leaves 3 clients, where `federation\.min_clients` = 5; lower that\.\n"):
+        trainer(Unlucky(), federation={"on_client_error": "skip", "min_clients": 5}).fit(mlp(), blobs())
+
+
+def test_a_mistake_of_the_method_ends_the_run_even_where_clients_are_skipped(trainer, monkeypatch):
+    train = FedAvg.train
+    monkeypatch.setattr(FedAvg, "train", lambda self, *args: replace(train(self, *args), weight=0.5))
+    with pytest.raises(InvalidUpdate, match=r"`weight` 0\.5"):
+        trainer(FedAvg(), federation={"on_client_error": "skip"}).fit(mlp(), blobs())
+
+
+def test_memory_is_freed_before_the_next_client():
+    module, held = mlp(), []
+
+    def step():
+        activations = torch.ones(10)
+        held.append(weakref.ref(activations))
+        raise MemoryError
+
+    try:
+        step()
+    except MemoryError as error:
+        kept = error
+    module(torch.ones(1, 1, 1, 8)).sum().backward()
+    assert held[0]() is not None
+    faults.release(kept, module)
+    assert held[0]() is None
+    assert all(parameter.grad is None for parameter in module.parameters())
+
+
+class Broken(MLP):
+    """Cannot train."""
+
+    def training_step(self, batch, batch_idx):
+        raise ZeroDivisionError
+
+
+def loader_methods():
+    names = ("__init__", "__setattr__", "__delattr__")
+    found = {(kind, name): value for kind in (DataLoader, BatchSampler) for name, value in vars(kind).items()}
+    return {key: value for key, value in found.items() if key[1].removeprefix("__old") in names}
+
+
+@pytest.mark.parametrize("engine", ["fast", "trainer"])
+def test_a_run_leaves_the_classes_of_data_loaders_as_they_were(engine, trainer):
+    """Lightning leaves a layer around them, and a process with hundreds of runs could make no loader any more."""
+    before = loader_methods()
+    options = {"federation": {"local_engine": engine}, "max_rounds": 1}
+    trainer(FedAvg(), **options).fit(mlp(), blobs())
+    assert loader_methods() == before
+    with pytest.raises(ClientFailed):
+        trainer(FedAvg(), **options).fit(Broken(num_classes=4, sample_shape=(1, 1, 8)), blobs())
+    assert loader_methods() == before
+
+
+def test_a_timeout_that_cannot_be(trainer):
+    for seconds in (0, -1.0, float("nan")):
+        with pytest.raises(InvalidOption, match=r"`federation\.client_timeout` is"):
+            Federation(client_timeout=seconds)
+
+
+class Fragile(MLP):
+    """Fails in the third round's second client, while it is armed."""
+
+    armed, fits = True, 0
+
+    def on_fit_start(self):
+        Fragile.fits += 1
+
+    def training_step(self, batch, batch_idx):
+        if Fragile.armed and Fragile.fits == 14:
+            raise ZeroDivisionError("mine")
+        return super().training_step(batch, batch_idx)
+
+
+def fragile():
+    torch.manual_seed(0)
+    return Fragile(num_classes=4, sample_shape=(1, 1, 8))
+
+
+def files(folder):
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("engine", ["fast", "trainer"])
+def test_the_sentence_of_a_failure_runs_the_same_fit_again(engine, trainer, tmp_path, monkeypatch):
+    """FedSpa keeps masks per client; the state before the round is committed, though it was not due.
+
+    Growth is random here, since a gradient is one more fit for a Trainer, and fits are counted.
+    """
+    sent = []
+    add = Accumulator.add
+    monkeypatch.setattr(Accumulator, "add", lambda self, *args: (sent.append(args[0]), add(self, *args))[1])
+    options = {"checkpoint_every_n_rounds": 3, "local_engine": engine}
+    monkeypatch.setattr(Fragile, "fits", -100)
+    trainer(FedSpa(growth="random"), folder="straight", federation=options).fit(fragile(), blobs())
+    expected = sent[13]
+    monkeypatch.setattr(Fragile, "fits", 0)
+    run = trainer(FedSpa(growth="random"), federation=options)
+    with pytest.raises(ClientFailed) as caught:
+        run.fit(fragile(), blobs())
+    assert (caught.value.round, caught.value.client) == (2, 1)
+    _, _, call = str(caught.value).partition("\nTo run that local fit again: ")
+    names = {"trainer": run, "module": fragile(), "datamodule": blobs()}
+    before = files(tmp_path)
+    monkeypatch.setattr(Fragile, "fits", 13)
+    with pytest.raises(ClientFailed, match="mine"):
+        eval(call, dict(names))
+    monkeypatch.setattr(Fragile, "armed", False)
+    names["module"] = fragile()
+    again = eval(call, dict(names))
+    assert files(tmp_path) == before
+    for name, tensor in expected.weights.items():
+        assert torch.equal(again.update.weights[name], tensor)
+    for name, mask in expected.shared["masks"].items():
+        assert torch.equal(again.update.shared["masks"][name], mask)
+    assert dict(again.update.metrics) == dict(expected.metrics)
+    assert dict(again.rows())["its weight in the merge"] == "1"
+
+
+def test_which_rounds_and_clients_can_be_run_again(trainer):
+    few = {"clients_per_round": 2}
+    run = trainer(FedAvg(), federation=few)
+    first = run.replay(mlp(), blobs(), client=_drawn(run, 0), round=0)
+    assert first.round == 0
+    run.fit(mlp(), blobs())
+    later = trainer(FedAvg(), federation=few, max_rounds=5)
+    for options, said in (
+        ({"client": 0, "round": 2}, "the state before round 3; rounds that can be replayed from it: 3 to 4"),
+        ({"client": 0, "round": 5}, "3 to 4"),
+        ({"client": 77}, "`client` is 77, which does not train in round 3; expected one of"),
+    ):
+        with pytest.raises(InvalidOption, match=said):
+            later.replay(mlp(), blobs(), "last", **options)
+    with pytest.raises(InvalidOption, match="none, since all 3 are finished"):
+        run.replay(mlp(), blobs(), "last", client=0)
+    straight = later.replay(mlp(), blobs(), "last", client=_drawn(later, 4), round=4)
+    from_the_start = later.replay(mlp(), blobs(), client=_drawn(later, 4), round=4)
+    assert straight.norm == from_the_start.norm
+    assert straight.norm > 0
+
+
+def _drawn(run, round):
+    return uniform_cohort(0, round, range(6), run.federation.clients_per_round)[0]
+
+
+class Dying(MLP):
+    """The second rank dies, hangs or fails in its second round, if it should."""
+
+    fate, fits = "", 0
+
+    def on_train_start(self):
+        Dying.fits += 1
+        if os.environ.get("LOCAL_RANK") != "1" or Dying.fits < 4:
+            return
+        if Dying.fate == "dies":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if Dying.fate == "hangs":
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)  # as a step deep in another library would be ended
+            time.sleep(600)
+        if Dying.fate == "fails":
+            raise ZeroDivisionError("mine")
+
+
+def dying():
+    torch.manual_seed(0)
+    return Dying(num_classes=4, sample_shape=(1, 1, 8))
+
+
+@pytest.mark.parametrize(
+    ("fate", "timeout", "said"),
+    [
+        ("dies", 120, "Rank 1 was ended by SIGKILL, so all were"),
+        ("hangs", 6, r"Rank 0 lost another one \(.*\), which died or took longer than `trainer\.timeout` = 6 seconds"),
+    ],
+)
+def test_a_rank_that_is_lost_ends_the_others_and_the_run_resumes(fate, timeout, said, trainer, monkeypatch):
+    straight, resumed = dying(), dying()
+    trainer(FedAvg(), folder="straight").fit(straight, blobs())
+    monkeypatch.setattr(Dying, "fits", 0)
+    monkeypatch.setattr(Dying, "fate", fate)
+    with pytest.raises(RankFailed, match=said):
+        trainer(FedAvg(), **FORK, timeout=timeout).fit(dying(), blobs())
+    monkeypatch.setattr(Dying, "fate", "")
+    summary = trainer(FedAvg()).fit(resumed, blobs(), "last")
+    assert summary["rounds"] == 3
+    assert all(torch.equal(tensor, resumed.state_dict()[name]) for name, tensor in straight.state_dict().items())
+
+
+def test_a_client_that_fails_on_another_rank_says_how_to_run_it_again_in_this_one(trainer, monkeypatch):
+    monkeypatch.setattr(Dying, "fits", 0)
+    monkeypatch.setattr(Dying, "fate", "fails")
+    run = trainer(FedAvg(), **FORK, timeout=120)
+    with pytest.raises(ClientFailed, match="on rank 1: ZeroDivisionError: mine") as caught:
+        run.fit(dying(), blobs())
+    call = str(caught.value).partition("\nTo run that local fit again: ")[2]
+    again = eval(call, {"trainer": run, "module": dying(), "datamodule": blobs()})
+    assert (again.round, again.outcome.client) == (caught.value.round, caught.value.client)
+    assert str(copy.copy(caught.value)) == str(caught.value)

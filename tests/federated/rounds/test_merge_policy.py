@@ -1,0 +1,198 @@
+"""Robust reducers, clipped updates and private sums, without a federation around them."""
+
+import random
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_sparsefl import FedAvg, FederatedTrainer, Federation
+from lightning_sparsefl.errors import InvalidOption, InvalidUpdate
+from lightning_sparsefl.federated import CoverageMedian, Privacy, TrimmedMean
+from lightning_sparsefl.federated.aggregation.clipping import clipped
+from lightning_sparsefl.federated.aggregation.privacy import NoisySum
+from lightning_sparsefl.federated.exchange.flat import FlatModule
+from lightning_sparsefl.federated.tracking.recorder import hyperparameters
+from lightning_sparsefl.models import MLP
+from lightning_sparsefl.types import Message, Update
+
+ROBUST = [CoverageMedian(), TrimmedMean(fraction=0.2)]
+
+
+def flat_module():
+    torch.manual_seed(0)
+    return FlatModule(nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Linear(7, 3)))
+
+
+def updates(server, count, seed=0):
+    g = torch.Generator().manual_seed(seed)
+    result = []
+    for _ in range(count):
+        weights = {n: w + (torch.randn(w.shape, generator=g) * 2).round() for n, w in server.items()}
+        votes = {n: torch.rand(server[n].shape, generator=g) < 0.4 for n in ("0.weight", "2.weight")}
+        result.append(Update(weights=weights, votes=votes))
+    return result
+
+
+def ballots(reducer, flat, parts):
+    """One for each rank, of its own clients."""
+    server = flat.read()
+    result = []
+    for part in parts:
+        ballot = reducer.start(flat.layout, server, 1000)
+        for update in part:
+            ballot.add(update, Message(weights=server), 1)
+        result.append(ballot)
+    return result
+
+
+def collected(reducer, flat, parts):
+    """What a process group does: every call shows each rank the values of all."""
+    shown = []
+    for ballot in ballots(reducer, flat, parts):
+        mine = []
+        ballot.collect(lambda own, mine=mine: mine.append(own) or [own])
+        shown.append(mine)
+    results = []
+    for ballot in ballots(reducer, flat, parts):
+        replay = iter(list(zip(*shown, strict=True)))
+        ballot.collect(lambda own, replay=replay: list(next(replay)))
+        results.append(ballot.result({}).weights.vector.numpy().tobytes())
+    return results
+
+
+@pytest.mark.parametrize("reducer", ROBUST, ids=repr)
+def test_any_order_and_any_number_of_ranks_give_the_same_bytes(reducer):
+    flat = flat_module()
+    given = updates(flat.read(), 12)
+    whole = collected(reducer, flat, [given])[0]
+    rng = random.Random(0)
+    for ranks in (2, 3, 12, 15):  # some have no client
+        rng.shuffle(given)
+        assert set(collected(reducer, flat, [given[i::ranks] for i in range(ranks)])) == {whole}
+
+
+def test_of_zeros_with_and_without_a_sign_neither_is_first():
+    flat = flat_module()
+    signs = [Update(weights={"0.bias": torch.full((7,), zero)}) for zero in (0.0, -0.0, 0.0)]
+    assert collected(CoverageMedian(), flat, [signs]) == collected(CoverageMedian(), flat, [signs[1:] + signs[:1]])
+
+
+@pytest.mark.parametrize("reducer", [CoverageMedian(), TrimmedMean(fraction=0.4)], ids=repr)
+@pytest.mark.parametrize("poison", [1e6, -1e30])
+def test_the_result_lies_among_the_honest_votes(reducer, poison):
+    flat, server = flat_module(), flat_module().read()
+    honest = [Update(weights=u.weights) for u in updates(server, 3)]
+    wrong = [Update(weights={n: w * poison for n, w in u.weights.items()}) for u in updates(server, 2, seed=1)]
+    ballot = ballots(reducer, flat, [[wrong[0], *honest, wrong[1]]])[0]
+    ballot.collect(lambda own: [own])
+    for name, value in ballot.result({}).weights.items():
+        votes = torch.stack([update.weights[name] for update in honest])
+        assert (value >= votes.amin(0)).all()
+        assert (value <= votes.amax(0)).all()
+
+
+def test_a_tensor_that_was_not_sent_cannot_be_clipped():
+    flat = flat_module()
+    update = Update(weights={"0.bias": torch.ones(7)})
+    with pytest.raises(InvalidUpdate, match=r"'0.bias' was not sent to it"):
+        clipped(update, Message(weights={}), 1.0, flat.layout)
+
+
+# ---- privacy
+
+
+def private(flat, given, deviation, cohort=4, key=(0, 0, "privacy")):
+    server = flat.read()
+    accumulator = NoisySum(flat.layout, server, 1000, deviation=deviation, cohort=cohort, key=key)
+    for update in given:
+        accumulator.add(update, Message(weights=server), 100)
+    return accumulator.result({0: {"loss": 1.0}})
+
+
+def test_noise_has_the_deviation_that_was_asked_for():
+    flat = FlatModule(nn.Sequential(nn.Linear(300, 300), nn.BatchNorm1d(300)))
+    change = {n: torch.full_like(w, 0.01) for n, w in flat.read().items() if n not in flat.layout.buffers}
+    given = [Update(weights=change, kind="difference", weight=w) for w in (1, 99)]  # samples do not count
+    merged = private(flat, given, deviation=3.0)
+    noise = (merged.weights["0.weight"] * 4 - 0.02).double()
+    assert float(noise.std()) == pytest.approx(3.0, rel=0.02)
+    assert float(noise.mean()) == pytest.approx(0.0, abs=0.05)
+    assert not merged.weights["1.running_mean"].any()
+    assert merged.kind == "difference"
+    assert merged.reports == {}
+    again = private(flat, given, deviation=3.0)
+    other = private(flat, given, deviation=3.0, key=(0, 1, "privacy"))
+    assert torch.equal(merged.weights["0.weight"], again.weights["0.weight"])
+    assert not torch.equal(merged.weights["0.weight"], other.weights["0.weight"])
+
+
+def test_without_noise_it_is_the_sum_over_the_cohort():
+    flat = flat_module()
+    given = [Update(weights=u.weights, weight=k + 1) for k, u in enumerate(updates(flat.read(), 3))]
+    merged = private(flat, given, deviation=0.0, cohort=5)  # two failed
+    for name, old in flat.read().items():
+        total = sum((update.weights[name] - old).double() for update in given)
+        torch.testing.assert_close(merged.weights[name].double(), total / 5, rtol=1e-6, atol=1e-7)
+
+
+def test_what_nobody_may_change_gets_no_noise():
+    flat, server = flat_module(), flat_module().read()
+    frozen = Message(weights=server, trainable={"2.weight": torch.zeros(3, 7, dtype=torch.bool)})
+    accumulator = NoisySum(flat.layout, server, 1000, deviation=1.0, cohort=1, key=(0,))
+    accumulator.add(Update(weights=server), frozen, 1)
+    merged = accumulator.result({})
+    assert not merged.weights["2.weight"].any()
+    assert merged.weights["0.weight"].all()
+
+
+@pytest.mark.parametrize("carried", [{"shared": {"masks": {}}}, {"extra": {"control": {"c": torch.ones(1)}}}], ids=str)
+def test_an_update_that_carries_more_is_refused(carried):
+    flat = flat_module()
+    with pytest.raises(InvalidUpdate, match=f"carries `{next(iter(carried))}`"):
+        private(flat, [Update(weights=flat.read(), **carried)], deviation=1.0)
+
+
+# ---- options
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"clip_update": 0.0}, "`federation.clip_update` is 0.0; expected a number above 0"),
+        ({"clip_update": float("nan")}, "`federation.clip_update` is nan"),
+        ({"privacy": Privacy(noise_multiplier=1, delta=1e-5)}, "`federation.clip_update` is not"),
+        (
+            {"privacy": Privacy(noise_multiplier=1, delta=1e-5), "clip_update": 1.0, "reducer": CoverageMedian()},
+            r"`federation.reducer` is CoverageMedian\(\); expected null",
+        ),
+    ],
+    ids=["zero", "nan", "privacy without a norm", "privacy with a median"],
+)
+def test_options_that_cannot_work(options, sentence):
+    with pytest.raises(InvalidOption, match=sentence):
+        Federation(**options)
+
+
+@pytest.mark.parametrize(
+    ("make", "sentence"),
+    [
+        (lambda: TrimmedMean(fraction=0.5), r"`TrimmedMean\(fraction=0.5\)`: expected a number in \[0, 0.5\)"),
+        (lambda: TrimmedMean(fraction=-0.1), "expected a number in"),
+        (lambda: Privacy(noise_multiplier=0, delta=1e-5), "`federation.privacy.noise_multiplier` is 0"),
+        (lambda: Privacy(noise_multiplier=1, delta=1), "`federation.privacy.delta` is 1"),
+    ],
+    ids=["half", "negative", "noise", "delta"],
+)
+def test_values_that_cannot_work(make, sentence):
+    with pytest.raises(InvalidOption, match=sentence):
+        make()
+
+
+def test_they_are_hyper_parameters_of_the_run():
+    options = {"reducer": TrimmedMean(fraction=0.2), "clip_update": 1.5}
+    trainer = FederatedTrainer(algorithm=FedAvg(), federation=Federation(**options), accelerator="cpu", devices=1)
+    found = hyperparameters(trainer, None, MLP(num_classes=4, sample_shape=(1, 1, 8)))
+    assert found["federation/reducer"] == "TrimmedMean"
+    assert found["federation/reducer/fraction"] == 0.2
+    assert found["federation/clip_update"] == 1.5

@@ -1,0 +1,93 @@
+"""An update is compared with its message before anything of it is kept."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from lightning_sparsefl.errors import InvalidUpdate
+from lightning_sparsefl.federated.exchange.flat import Layout
+from lightning_sparsefl.federated.rounds.update_checks import check_update_schema, non_finite_reason
+from lightning_sparsefl.sparse.masks import intersect
+from lightning_sparsefl.types import Message, Update
+
+WEIGHTS = {"a": torch.ones(3, 2), "b": torch.ones(4)}
+LAYOUT = Layout(WEIGHTS, {})
+HALF = torch.tensor([True, True, False, False])
+MESSAGE = Message(weights=WEIGHTS, masks={"b": HALF}, extra={"control": {"b": torch.ones(4)}})
+
+
+def may_vote(message):
+    return intersect(message.trainable, message.masks)
+
+
+def check(update, message=MESSAGE):
+    check_update_schema(update, message, LAYOUT, may_vote, client=3)
+
+
+GOOD = {
+    "all": Update(weights=WEIGHTS),
+    "some names": Update(weights={"b": torch.zeros(4)}),
+    "nothing": Update(weights={}, shared={"n": 1}),
+    "the votes that follow": Update(weights=WEIGHTS, votes={"b": HALF}),
+    "fewer votes": Update(weights=WEIGHTS, votes={"b": torch.zeros(4, dtype=torch.bool)}),
+    "votes on what is not sent": Update(weights={"a": torch.ones(3, 2)}, votes={}),
+    "masks": Update(weights=WEIGHTS, shared={"masks": {"b": HALF, "own": HALF[:3]}}),
+    "extra": Update(weights=WEIGHTS, extra={"control": {"b": torch.zeros(4)}, "new": {"c": torch.zeros(7)}}),
+}
+BAD = {
+    "name": (Update(weights={"c": torch.ones(2)}), "holds 'c', which the model does not have"),
+    "shape": (Update(weights={"b": torch.ones(5)}), r"'b' with shape \(5,\); expected \(4,\)"),
+    "dtype": (Update(weights={"b": torch.ones(4).double()}), "'b' as torch.float64; expected torch.float32"),
+    "kind": (Update(weights=WEIGHTS, kind="both"), "`kind` 'both'"),
+    "zero": (Update(weights=WEIGHTS, weight=0), "`weight` 0; expected a positive integer"),
+    "fraction": (Update(weights=WEIGHTS, weight=0.5), "`weight` 0.5"),
+    "flag": (Update(weights=WEIGHTS, weight=True), "`weight` True"),
+    "vote's name": (Update(weights=WEIGHTS, votes={"c": HALF}), "votes on 'c', which the model"),
+    "vote's shape": (Update(weights=WEIGHTS, votes={"b": HALF[:2]}), r"votes on 'b' with shape \(2,\)"),
+    "vote's dtype": (Update(weights=WEIGHTS, votes={"b": HALF.float()}), "votes on 'b' as torch.float32"),
+    "vote's place": (Update(weights=WEIGHTS, votes={"b": ~HALF}), "coordinates of 'b' that `may_vote` forbids"),
+    "dense votes": (Update(weights=WEIGHTS, votes={}), "coordinates of 'b' that `may_vote` forbids"),
+    "masks of numbers": (Update(weights=WEIGHTS, shared={"masks": {"b": HALF.float()}}), r"\['masks'\]` with 'b'"),
+    "masks' shape": (Update(weights=WEIGHTS, shared={"masks": {"b": HALF[:2]}}), "no mask of the model's shape"),
+    "one mask": (Update(weights=WEIGHTS, shared={"masks": HALF}), r"`shared\['masks'\]` as Tensor; expected a tree"),
+    "whole extra": (Update(weights=WEIGHTS, extra={"n": {"b": torch.ones(4).int()}}), "expected floats"),
+    "extra's shape": (
+        Update(weights=WEIGHTS, extra={"control": {"b": torch.ones(2)}}),
+        r"`extra\['control'\]` with 'b' of shape \(2,\); expected \(4,\)",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", GOOD)
+def test_what_answers_the_message_passes(case):
+    check(GOOD[case])
+    assert non_finite_reason(GOOD[case]) is None
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_what_does_not_is_refused_in_a_sentence(case):
+    update, said = BAD[case]
+    with pytest.raises(InvalidUpdate, match=said) as caught:
+        check(update)
+    assert "client 3" in str(caught.value)
+
+
+def test_a_difference_needs_something_to_differ_from():
+    part = replace(MESSAGE, weights={"b": torch.ones(4)})
+    check(Update(weights=WEIGHTS), part)
+    with pytest.raises(InvalidUpdate, match="a difference of 'a', which was not sent"):
+        check(Update(weights=WEIGHTS, kind="difference"), part)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_numbers_that_are_not_finite_are_named(value):
+    broken = torch.tensor([1.0, value])
+    assert (
+        non_finite_reason(Update(weights={"b": broken}))
+        == "its update of weights['b'] holds values that are not finite"
+    )
+    assert "extra['c']['b']" in non_finite_reason(Update(weights=WEIGHTS, extra={"c": {"b": broken}}))
+    assert "shared['list'][1]" in non_finite_reason(Update(weights=WEIGHTS, shared={"list": [1.0, broken]}))
+    assert non_finite_reason(Update(weights=WEIGHTS, metrics={"train_loss": value})) == f"its train_loss is {value}"
+    assert non_finite_reason(Update(weights=WEIGHTS, metrics={"auroc": value}, memory={"b": broken})) is None

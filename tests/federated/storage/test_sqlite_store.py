@@ -1,0 +1,296 @@
+"""The store on disk against a dict, and what a crash, a stranger or a flipped bit does to its file."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import sqlite3
+import zlib
+
+import pytest
+import torch
+
+from lightning_sparsefl.errors import CheckpointMismatch, InvalidOption
+from lightning_sparsefl.federated.storage import sqlite_store as disk_store
+from lightning_sparsefl.federated.storage.record_database import NAME, RecordDatabase
+from lightning_sparsefl.federated.storage.records import ClientRecord, MemoryStore, pack_record
+from lightning_sparsefl.federated.storage.sqlite_store import SqliteStore
+
+CPU = torch.device("cpu")
+
+
+def packed(number):
+    return pack_record(ClientRecord(shared={"masks": {"w": torch.arange(16) < number % 16}, "n": number}))
+
+
+def numbers(records):
+    return {client: record["shared"]["n"] for client, record in records.items()}
+
+
+class Run:
+    """Rounds on a store, with a dict of numbers as the slow twin; two checkpoints are kept."""
+
+    def __init__(self, folder, rng):
+        self.folder, self.rng, self.store = folder, rng, SqliteStore(CPU)
+        self.now, self.round, self.snapshot, self.checkpoints = {}, 0, None, []
+
+    def play(self):
+        self.round += 1
+        for client in self.rng.sample(range(12), 3):
+            self.now[client] = number = self.rng.randrange(10**6)
+            self.store.put(client, packed(number), self.round)
+        if self.rng.random() < 0.2:
+            self.snapshot = (self.store.snapshot(self.round), dict(self.now))
+
+    def commit(self, torn=False):
+        index = self.store.commit(self.folder, self.round)
+        if not torn:  # else the process dies before the checkpoint is written
+            self.checkpoints = [*self.checkpoints[-1:], (index, self.round, dict(self.now), self.snapshot)]
+            self.store.discard_unreferenced(self.folder)
+
+    def resume(self):
+        index, self.round, now, self.snapshot = self.rng.choice(self.checkpoints)
+        self.checkpoints = [c for c in self.checkpoints if c[1] <= self.round]
+        self.now, self.store = dict(now), SqliteStore(CPU)
+        self.store.load(index, self.folder, {}, {})
+        if self.snapshot is not None:
+            self.store.take_over(self.snapshot[0])
+
+    def check(self):
+        check(self.store, self.now, self.snapshot)
+        for index, _, now, snapshot in self.checkpoints:
+            for kind in (SqliteStore, MemoryStore):
+                other = kind(CPU)
+                other.load(index, self.folder, {}, {})
+                mark = None if snapshot is None else (other.take_over(snapshot[0]), snapshot[1])
+                check(other, now, mark)
+
+
+def check(store, now, snapshot):
+    assert list(store.clients()) == sorted(now)
+    assert numbers(store.records()) == now
+    assert store.get(99) == ClientRecord()
+    assert 99 not in store
+    if snapshot is not None:
+        with store.seen_as(snapshot[0]):
+            assert list(store.clients()) == sorted(snapshot[1])
+            assert {client: store.get(client).shared["n"] for client in store.clients()} == snapshot[1]
+        assert numbers(store.records()) == now
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_any_order_of_commits_crashes_and_resumes_reads_as_a_dict(tmp_path, seed):
+    rng = random.Random(seed)
+    run = Run(tmp_path, rng)
+    for _ in range(25):
+        run.play()
+        torn = bool(run.checkpoints) and rng.random() < 0.2
+        if rng.random() < 0.6:
+            run.commit(torn)
+        if torn or (run.checkpoints and rng.random() < 0.2):
+            run.resume()
+        run.check()
+
+
+def test_a_kill_inside_a_commit_leaves_the_round_before(tmp_path, monkeypatch):
+    run = Run(tmp_path, random.Random(0))
+    run.play()
+    run.commit()
+    run.play()
+
+    def killed(records):
+        for number, record in enumerate(records):
+            yield record
+            if number == 2:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    commit = RecordDatabase.commit
+    monkeypatch.setattr(
+        RecordDatabase,
+        "commit",
+        lambda self, after, round, records, pins: commit(self, after, round, killed(records), pins),
+    )
+    child = os.fork()
+    if child == 0:
+        run.commit()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == signal.SIGKILL
+    monkeypatch.undo()
+    assert (tmp_path / f"{NAME}-journal").stat().st_size > 0
+    run.resume()
+    run.check()
+    run.play()
+    run.commit()
+    run.check()
+
+
+def test_nothing_is_left_of_what_no_checkpoint_needs(tmp_path):
+    store = SqliteStore(CPU)
+    for round_ in range(1, 30):
+        store.put(round_ % 2, packed(round_), round_)
+        store.commit(tmp_path, round_)
+    with sqlite3.connect(tmp_path / NAME) as database:
+        kept = sorted(database.execute("SELECT client, round FROM records"))
+    database.close()
+    assert kept == [(0, 26), (0, 28), (1, 27), (1, 29)]
+
+
+def steps_of_a_commit(folder, stored):
+    """Instructions of SQLite for one commit of two records, with so many stored."""
+    store = SqliteStore(CPU)
+    for client in range(stored):
+        store.put(client, packed(client), 1)
+    store.commit(folder, 1)
+    counted = []
+    for round_ in range(2, 6):
+        store._file._database.set_progress_handler(lambda: counted.append(1), 10)
+        store.put(0, packed(0), round_)
+        store.put(stored + round_, packed(1), round_)
+        store.commit(folder, round_)
+        store.get(stored // 2)
+    return len(counted)
+
+
+def test_a_commit_costs_what_changed_and_not_what_is_stored(tmp_path):
+    assert steps_of_a_commit(tmp_path / "many", 2000) <= 1.2 * steps_of_a_commit(tmp_path / "few", 20)
+
+
+def test_memory_holds_nothing_after_a_commit_and_masks_come_from_the_file(tmp_path):
+    store = SqliteStore(CPU)
+    store.put(3, packed(3), 1)
+    store.put(5, pack_record(ClientRecord()), 1)
+    store.put(8, packed(8), 1)
+    assert set(store.packed_masks(2)) == {3}
+    store.commit(tmp_path, 1)
+    assert store._new == {}
+    assert set(store.packed_masks(3)) == {3, 8}
+    assert torch.equal(store.get(3).shared["masks"]["w"], torch.arange(16) < 3)
+
+
+@pytest.mark.parametrize("old", [MemoryStore, SqliteStore])
+@pytest.mark.parametrize("new", [MemoryStore, SqliteStore])
+def test_a_run_may_go_on_in_another_folder_and_with_another_store(tmp_path, old, new):
+    first = old(CPU)
+    for client in range(4):
+        first.put(client, packed(client), 1)
+    index = first.commit(tmp_path / "a", 1)
+    second = new(CPU)
+    second.load(index, tmp_path / "a", {}, first.checksums, moved=True)
+    second.put(2, packed(20), 2)
+    index = second.commit(tmp_path / "b", 2)
+    again = new(CPU)
+    again.load(index, tmp_path / "b", {}, second.checksums)
+    assert numbers(again.records()) == {0: 0, 1: 1, 2: 20, 3: 3}
+
+
+def test_records_of_a_copy_are_written_by_the_next_commit(tmp_path):
+    store = SqliteStore(CPU)
+    store.load({}, tmp_path, {7: packed(7)}, {})
+    index = store.commit(tmp_path, 4)
+    again = SqliteStore(CPU)
+    again.load(index, tmp_path, {}, {})
+    assert numbers(again.records()) == {7: 7}
+
+
+def test_a_copy_that_would_not_fit_into_memory_is_refused(tmp_path, monkeypatch):
+    store = SqliteStore(CPU)
+    store.put(0, packed(0), 1)
+    store.commit(tmp_path, 1)
+    monkeypatch.setattr(disk_store, "_MOST_BYTES_OF_A_COPY", 100)
+    with pytest.raises(InvalidOption, match="`save_weights_only` of `ModelCheckpoint`"):
+        store.records()
+
+
+def test_a_rank_that_sees_another_disk_says_so(tmp_path):
+    first, other = SqliteStore(CPU), SqliteStore(CPU)
+    first.put(0, packed(0), 1)
+    first.commit(tmp_path / "here", 1)
+    other.follow(tmp_path / "here", 1)
+    assert 0 in other
+    with pytest.raises(InvalidOption, match="a run folder that all ranks see"):
+        other.follow(tmp_path / "there", 2)
+
+
+def test_a_checkpoint_that_is_too_old_is_refused(tmp_path):
+    store = SqliteStore(CPU)
+    for round_ in range(1, 6):
+        store.put(0, packed(round_), round_)
+        store.commit(tmp_path, round_)
+    for gone in (1, 2, 6):
+        with pytest.raises(CheckpointMismatch, match=f"records of round {gone} any more, or not yet"):
+            SqliteStore(CPU).load(gone, tmp_path, {}, {})
+
+
+@pytest.fixture
+def stored(tmp_path):
+    store = SqliteStore(CPU)
+    store.put(0, packed(1), 1)
+    store.commit(tmp_path, 1)
+    store._file.close()
+    return tmp_path
+
+
+def change(folder, statement, *values):
+    database = sqlite3.connect(folder / NAME)
+    with database:
+        database.execute(statement, values)
+    database.close()
+
+
+def test_a_torn_record_of_the_newest_commit_is_refused_by_name(stored):
+    change(stored, "UPDATE records SET content = substr(content, 1, 100)")
+    with pytest.raises(CheckpointMismatch, match=r"torn record of client 0 \(its checksum is another\)"):
+        SqliteStore(CPU).load(1, stored, {}, {})
+
+
+def test_an_older_torn_record_is_refused_as_it_is_read(stored):
+    store = SqliteStore(CPU)
+    store.load(1, stored, {}, {})
+    for round_, client in enumerate((1, 2), start=2):
+        store.put(client, packed(round_), round_)
+        store.commit(stored, round_)
+    store._file.close()
+    change(stored, "UPDATE records SET content = substr(content, 1, 100) WHERE client < 2")
+    store = SqliteStore(CPU)
+    store.load(3, stored, {}, {})
+    store.get(2)
+    with pytest.raises(CheckpointMismatch, match="torn record of client 1"):
+        store.get(1)
+    with pytest.raises(CheckpointMismatch, match="torn record of client 1"):
+        SqliteStore(CPU).load(2, stored, {}, {})
+
+
+def test_pickled_code_in_a_record_is_refused(stored):
+    torch.save({"f": MemoryStore}, stored / "x.pt")
+    content = (stored / "x.pt").read_bytes()
+    change(stored, "UPDATE records SET content = ?, crc = ?", content, zlib.crc32(content))
+    with pytest.raises(CheckpointMismatch, match="torn record of client 0"):
+        SqliteStore(CPU).load(1, stored, {}, {})
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "CREATE TRIGGER bad AFTER INSERT ON records BEGIN DELETE FROM records; END",
+        "CREATE VIEW bad AS SELECT 1",
+        "DROP TABLE superseded",
+    ],
+)
+def test_a_file_of_another_layout_is_refused(stored, statement):
+    change(stored, statement)
+    with pytest.raises(CheckpointMismatch, match="is no file of clients' records"):
+        SqliteStore(CPU).load(1, stored, {}, {})
+
+
+@pytest.mark.parametrize("content", [b"", b"no database", None])
+def test_a_file_that_is_none_is_refused(stored, content):
+    path = stored / NAME
+    path.write_bytes(path.read_bytes()[:5000] if content is None else content)
+    with pytest.raises(CheckpointMismatch, match=r"records\.sqlite"):
+        SqliteStore(CPU).load(1, stored, {}, {})
+
+
+def test_a_missing_file_is_refused(tmp_path):
+    with pytest.raises(CheckpointMismatch, match=r"There is no .*records\.sqlite"):
+        SqliteStore(CPU).load(1, tmp_path, {}, {})

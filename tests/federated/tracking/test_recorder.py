@@ -1,0 +1,310 @@
+"""A small federation, and what its folder and its event file say of it."""
+
+import csv
+import json
+import math
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+from tensorboard.plugins.custom_scalar import layout_pb2
+from tensorboard.plugins.hparams import plugin_data_pb2
+from torch import nn
+
+from lightning_sparsefl.algorithms import FedAvg, FedSpa
+from lightning_sparsefl.data import Dirichlet, FederatedBlobs
+from lightning_sparsefl.federated import ExponentialRoundLR, FederatedTrainer, Federation
+from lightning_sparsefl.federated.evaluation.scores import Scores
+from lightning_sparsefl.federated.tracking.recorder import Recorder, hyperparameters, log_hyperparameters
+from lightning_sparsefl.models import MLP
+
+CLIENTS, ROUNDS = 6, 2
+MASKED = ("net.fc1.weight", "net.fc2.weight")
+METRICS = ("test_acc", "test_loss")
+COSTS = (
+    "comm/uplink_bytes",
+    "comm/downlink_bytes",
+    "comm/mask_bytes",
+    "comm/paper_bytes",
+    "flops/train",
+    "flops/paper",
+)
+
+
+def trainer(folder, algorithm=None, rounds=ROUNDS, federation=None, **options):
+    return FederatedTrainer(
+        accelerator="cpu",
+        devices=1,
+        max_rounds=rounds,
+        default_root_dir=str(folder),
+        enable_progress_bar=False,
+        algorithm=algorithm or FedSpa(density=0.5),
+        federation=Federation(clients_per_round=3, **(federation or {})),
+        seed=1,
+        **options,
+    )
+
+
+def module():
+    torch.manual_seed(1)
+    return MLP(sample_shape=(1, 1, 8), num_classes=4, hidden=(12,))
+
+
+def blobs():
+    return FederatedBlobs(
+        num_clients=CLIENTS, dim=8, num_train=240, test_per_client=10, eval_split="test", seed=1, batch_size=16
+    )
+
+
+def fit(*args, ckpt_path=None, **options):
+    run = trainer(*args, **options)
+    run.fit(module(), blobs(), ckpt_path)
+    return run.run_folder
+
+
+def events(folder):
+    guidance = dict.fromkeys(("scalars", "images", "histograms", "tensors"), 0)
+    return EventAccumulator(str(folder), size_guidance=guidance).Reload()
+
+
+def rows(path):
+    with path.open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield fit(tmp_path_factory.mktemp("runs"))
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def board(folder):
+    return events(folder)
+
+
+def test_every_key_has_a_point_for_every_round(board):
+    scores = [f"global/{m}" for m in METRICS]
+    scores += [f"personal/{m}{end}" for m in METRICS for end in ("", "_std", "_worst10")]
+    masks = ["sparsity/density", *(f"sparsity/layer/{n}" for n in MASKED), "mask/changed", "mask/coverage_min"]
+    others = [
+        "clients/trained",
+        "clients/failed",
+        "local/train_loss",
+        "local/train_acc",
+        "time/round",
+        "time/aggregate",
+        "time/idle",
+    ]
+    costs = [*COSTS, *(f"{name}_total" for name in COSTS)]
+    assert sorted(board.Tags()["scalars"]) == sorted([*scores, *masks, *others, *costs])
+    for name in board.Tags()["scalars"]:
+        assert [point.step for point in board.Scalars(name)] == list(range(ROUNDS)), name
+
+
+def test_totals_add_up_and_values_are_sane(board):
+    for name in COSTS:
+        per_round = [point.value for point in board.Scalars(name)]
+        total = [point.value for point in board.Scalars(f"{name}_total")]
+        assert total == pytest.approx([per_round[0], sum(per_round)], rel=1e-6)
+    assert board.Scalars("sparsity/density")[0].value == pytest.approx(0.5, abs=0.01)
+    assert board.Scalars("mask/changed")[0].value > 0
+
+
+def test_metrics_csv_agrees_with_the_events(folder, board):
+    table = rows(folder / "metrics.csv")
+    assert [row["round"] for row in table] == ["0", "1"]
+    assert set(table[0]) - {"round"} == set(board.Tags()["scalars"])
+    for name in board.Tags()["scalars"]:
+        values = [point.value for point in board.Scalars(name)]
+        assert [float(row[name]) for row in table] == pytest.approx(values, rel=1e-6), name
+
+
+def test_clients_csv_agrees_with_the_events(folder, board):
+    table = rows(folder / "clients.csv")
+    for number in range(ROUNDS):
+        mine = [row for row in table if row["round"] == str(number)]
+        assert [row["client"] for row in mine] == [str(k) for k in range(CLIENTS)]
+        accuracies = [float(row["personal/test_acc"]) for row in mine]
+        assert sum(accuracies) / CLIENTS == pytest.approx(board.Scalars("personal/test_acc")[number].value)
+        assert min(accuracies) == pytest.approx(board.Scalars("personal/test_acc_worst10")[number].value)
+        trained = [row for row in mine if row["trained"] == "1"]
+        assert len(trained) == board.Scalars("clients/trained")[number].value == 3
+        up = sum(int(row["uplink_bytes"]) for row in trained)
+        assert up == board.Scalars("comm/uplink_bytes")[number].value
+        examples = [int(row["num_examples"]) for row in trained]
+        losses = [float(row["local/train_loss"]) for row in trained]
+        mean = sum(n * loss for n, loss in zip(examples, losses, strict=True)) / sum(examples)
+        assert mean == pytest.approx(board.Scalars("local/train_loss")[number].value, rel=1e-6)
+
+
+def test_the_summary_holds_the_last_scores_and_the_totals(folder, board):
+    summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+    assert (summary["algorithm"], summary["rounds"], summary["clients"], summary["seed"]) == ("FedSpa", 2, CLIENTS, 1)
+    for name in ("global/test_acc", "personal/test_loss_worst10", "flops/paper_total", "sparsity/density"):
+        assert summary[name] == pytest.approx(board.Scalars(name)[-1].value)
+
+
+def test_histograms_hold_every_client_at_every_evaluation(folder, board):
+    assert board.Tags()["histograms"] == [f"clients/{name}" for name in METRICS]
+    table = rows(folder / "clients.csv")
+    for name in METRICS:
+        for point in board.Histograms(f"clients/{name}"):
+            mine = [float(row[f"personal/{name}"]) for row in table if row["round"] == str(point.step)]
+            assert sum(point.histogram_value.bucket) == point.histogram_value.num == CLIENTS
+            assert (point.histogram_value.min, point.histogram_value.max) == (min(mine), max(mine))
+        assert [point.step for point in board.Histograms(f"clients/{name}")] == [0, 1]
+
+
+def test_the_last_round_has_pictures(board):
+    assert board.Tags()["images"] == ["mask/overlap", "sparsity/density_per_layer", "clients/test_acc_sorted"]
+    for name in board.Tags()["images"]:
+        assert [image.step for image in board.Images(name)] == [ROUNDS - 1]
+        assert board.Images(name)[0].width == 880
+
+
+def test_pictures_come_every_n_rounds_or_never(tmp_path):
+    often = events(fit(tmp_path, rounds=3, federation={"pictures_every_n_rounds": 2}, check_val_every_n_round=3))
+    assert [image.step for image in often.Images("sparsity/density_per_layer")] == [1, 2]
+    assert [image.step for image in often.Images("clients/test_acc_sorted")] == [2]
+    never = events(fit(tmp_path, rounds=1, federation={"pictures_every_n_rounds": 0}))
+    assert never.Tags()["images"] == []
+    assert never.Tags()["histograms"] == [f"clients/{name}" for name in METRICS]
+
+
+def test_without_masks_there_are_no_pictures_of_masks(tmp_path):
+    assert events(fit(tmp_path, FedAvg(), rounds=1)).Tags()["images"] == ["clients/test_acc_sorted"]
+
+
+def plugin(board, tag):
+    content = board.SummaryMetadata(f"_hparams_/{tag}").plugin_data.content
+    return plugin_data_pb2.HParamsPluginData.FromString(content)
+
+
+def test_hyperparameters_stand_beside_the_metrics(board):
+    experiment = plugin(board, "experiment").experiment
+    declared = [info.name.tag for info in experiment.metric_infos]
+    assert declared[:3] == ["global/test_acc", "personal/test_acc", "personal/test_acc_worst10"]
+    assert set(declared) <= set(board.Tags()["scalars"])
+    assert {"comm/uplink_bytes_total", "flops/train_total", "sparsity/density"} <= set(declared)
+    params = plugin(board, "session_start_info").session_start_info.hparams
+    assert params["algorithm"].string_value == "FedSpa"
+    assert params["algorithm/density"].number_value == 0.5
+    assert params["model/lr"].number_value == pytest.approx(0.1)
+
+
+def test_custom_charts_name_keys_that_are_logged(board):
+    content = board.Tensors("custom_scalars__config__")[0].tensor_proto.string_val[0]
+    layout = layout_pb2.Layout.FromString(content)
+    assert [c.title for c in layout.category] == ["scores", "costs"]
+    assert [c.title for c in layout.category[0].chart] == ["test_acc", "test_loss"]
+    patterns = [tag for category in layout.category for chart in category.chart for tag in chart.multiline.tag]
+    for pattern in patterns:
+        assert len([name for name in board.Tags()["scalars"] if re.match(pattern, name)]) == 1, pattern
+
+
+def declarations(folder):
+    """How often the hyper-parameters are written in a folder's event files."""
+    tags = [value.tag for path in folder.glob("events*") for event in read(path) for value in event.summary.value]
+    return tags.count("_hparams_/experiment")
+
+
+def read(path):
+    return EventFileLoader(str(path)).Load()
+
+
+def test_a_resumed_run_does_not_declare_again(tmp_path):
+    folder = fit(tmp_path, rounds=1)
+    assert fit(tmp_path, rounds=2, ckpt_path="last") == folder
+    assert len(list(folder.glob("events*"))) == 2
+    assert declarations(folder) == 1
+    board = events(folder)
+    assert [point.step for point in board.Scalars("global/test_acc")] == [0, 1]
+    assert [image.step for image in board.Images("mask/overlap")] == [0, 1]
+
+
+def test_a_run_resumed_before_its_first_evaluation_declares(tmp_path):
+    class Stop(Callback):
+        def on_train_epoch_end(self, trainer, pl_module):
+            if trainer.current_epoch == 1:
+                raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        fit(tmp_path, rounds=3, check_val_every_n_round=3, callbacks=[Stop()])
+    folder = fit(tmp_path, rounds=3, check_val_every_n_round=3, ckpt_path="last")
+    assert declarations(folder) == 1
+    assert [point.step for point in events(folder).Scalars("global/test_acc")] == [2]
+
+
+class Holder:
+    def __init__(self, **names):
+        self.__dict__.update(names)
+
+
+def test_hyperparameters_are_few_plain_and_free_of_defaults(tmp_path):
+    run = trainer(tmp_path, FedAvg(), round_lr=ExponentialRoundLR(gamma=0.5), gradient_clip_val=2.0)
+    data = Holder(num_clients=4, partition=Dirichlet(alpha=0.5))
+    params = hyperparameters(run, data, Holder(hparams={"_class_path": "x", "lr": 0.5, "net": nn.ReLU(), "no": None}))
+    assert params == {
+        "algorithm": "FedAvg",
+        "data": "Holder",
+        "model": "Holder",
+        **{f"algorithm/{name}": value for name, value in vars(FedAvg()).items()},
+        "federation/clients_per_round": 3,
+        "trainer/max_rounds": 2,
+        "trainer/max_epochs": 1,
+        "trainer/seed": 1,
+        "trainer/round_lr": "ExponentialRoundLR",
+        "trainer/round_lr/gamma": 0.5,
+        "trainer/gradient_clip_val": 2.0,
+        "data/num_clients": 4,
+        "data/partition": "Dirichlet",
+        "data/partition/alpha": 0.5,
+        "data/partition/min_examples": 1,
+        "model/lr": 0.5,
+        "model/net": "ReLU()",
+    }
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [((1, 8, 8), "(1, 8, 8)"), (object(), "object"), (nn.ReLU, "ReLU"), (blobs, "blobs")]
+)
+def test_hyperparameters_name_no_address(tmp_path, value, text):
+    model = Holder(hparams={"x": value})
+    assert hyperparameters(trainer(tmp_path), Holder(num_clients=4), model)["model/x"] == text
+
+
+def test_long_hyperparameters_are_shortened(tmp_path):
+    capacities = {"capacities": [0.5] * 100}
+    assert (
+        len(hyperparameters(trainer(tmp_path, federation=capacities), blobs(), module())["federation/capacities"]) < 81
+    )
+
+
+def test_loggers_get_hyperparameters_and_no_made_up_metric(tmp_path):
+    loggers = [TensorBoardLogger(tmp_path, "a", "b"), CSVLogger(tmp_path, "c", "d")]
+    log_hyperparameters(loggers, {"x": 1})
+    for logger in loggers:
+        logger.log_metrics({"y": 1.0}, 0)
+        logger.save()
+        assert "x: 1" in (Path(logger.log_dir) / "hparams.yaml").read_text(encoding="utf-8")
+    assert events(loggers[0].log_dir).Tags()["scalars"] == ["y"]
+
+
+def test_a_client_that_diverged_is_left_out_of_the_histogram(tmp_path):
+    logger = TensorBoardLogger(tmp_path, "a", "b")
+    recorder = Recorder(Holder(folder=None), None, [logger])
+    bad = {"loss": math.nan, "only_bad": math.inf}
+    recorder._histograms(4, Scores({}, {0: {"loss": 1.0}, 1: {"loss": 3.0}, 2: bad}))
+    logger.save()
+    board = events(logger.log_dir)
+    assert board.Tags()["histograms"] == ["clients/loss"]
+    value = board.Histograms("clients/loss")[0].histogram_value
+    assert (value.num, value.min, value.max) == (2, 1.0, 3.0)
