@@ -2,10 +2,10 @@ PYTHON ?= python
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help install check test quickstart bench
+.PHONY: help install check test test-all quickstart bench
 
 help: ## Show this list
-	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
 
 install: ## Install the package, editable, with all that development needs
 	$(PYTHON) -m pip install -e ".[dev]"
@@ -15,12 +15,15 @@ check: ## Lint, formatting and types
 	ruff format --check .
 	mypy
 
-test: ## Run the tests and doctests; ARGS go to pytest, as in: make test ARGS="-k wire"
+test: ## Run the tests and doctests that are not marked slow; ARGS go to pytest, as in: make test ARGS="-k wire"
 	$(PYTHON) -m pytest $(ARGS)
+
+test-all: ## Run all tests, the slow ones included; ARGS go to pytest
+	$(PYTHON) -m pytest -m "" $(ARGS)
 
 quickstart: ## Train the first federation, on a CPU and without a download
 	sparsefl fit --config configs/quickstart.yaml
 
-LONG = sparse_training moving_masks ranks kill_resume soak fleet
+LONG = sparse_training moving_masks
 bench: ## Run every benchmark but the long ones; benchmarks/README.md says what the numbers mean
 	@set -e; for script in $(filter-out $(LONG:%=benchmarks/%.py),$(wildcard benchmarks/[!_]*.py)); do echo "== $$script"; $(PYTHON) $$script; done

@@ -10,7 +10,15 @@ from unittest import mock
 import pytest
 import torch
 
+from helpers.slow import mark_slow_cases
+
 os.environ["JSONARGPARSE_DEPRECATION_WARNINGS"] = "off"  # Lightning's CLI still calls what jsonargparse renames
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` selects
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Take the marker `slow_after_first` for what it stands for."""
+    mark_slow_cases(items)
 
 
 @pytest.fixture(autouse=True)

@@ -36,6 +36,7 @@ def headless(monkeypatch, tmp_path):
     plt.switch_backend(backend)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # a reader sees them, or has turned them off as the notebook shows
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 @pytest.mark.usefixtures("headless")

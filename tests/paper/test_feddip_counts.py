@@ -94,11 +94,13 @@ def test_a_cell_says_what_it_is(cell: str):
     assert content["algorithm"].get("init_args", {}).get("penalty") != 0.0 or method == "feddp"
 
 
+@pytest.mark.slow_after_first
 @pytest.mark.parametrize("cell", [cell for cell in CELLS if not cell.startswith("table4")])  # the runs of table 3
 def test_the_parameters(cell: str, profile_of):
     assert profile_of(cell)["parameters"] == PARAMETERS[parts(cell)[1]]
 
 
+@pytest.mark.slow_after_first
 @pytest.mark.parametrize("data", NETWORKS)
 def test_the_traffic_of_dense_rounds(data: str, profile_of):
     run = profile_of(f"table3/{data}_fedavg")["run"]
@@ -106,6 +108,7 @@ def test_the_traffic_of_dense_rounds(data: str, profile_of):
     assert run["paper"]["bytes"] == 2 * 4 * PARAMETERS[data] * 5 * 1000
 
 
+@pytest.mark.slow_after_first
 @pytest.mark.parametrize("data", NETWORKS)
 def test_what_is_kept_in_the_end(data: str, profile_of):
     profile = profile_of(f"table3/{data}_feddip")
@@ -119,6 +122,7 @@ def test_lenet_keeps_6383_with_its_biases(profile_of):
     assert kept(profile_of("table3/fashion_mnist_feddip")) + ALWAYS["fashion_mnist"] == 6_383
 
 
+@pytest.mark.slow_after_first
 @pytest.mark.parametrize("data", NETWORKS)
 def test_a_round_down_costs_what_the_schedule_says(data: str, profile_of):
     dense, sparse = (profile_of(f"table3/{data}_{method}")["run"] for method in ("fedavg", "feddip"))
@@ -132,6 +136,7 @@ def test_a_round_down_costs_what_the_schedule_says(data: str, profile_of):
     )
 
 
+@pytest.mark.slow_after_first
 @pytest.mark.parametrize("cell", COUNTED)
 def test_the_document_says_what_the_command_prints(cell: str, profile_of):
     (row,) = (line for line in DOCUMENT.read_text().splitlines() if line.startswith(f"| `{cell}` |"))

@@ -60,6 +60,7 @@ def test_every_row_has_a_cell():
     assert sorted(f"{t}/{d}_{m}" for t, methods in METHODS.items() for m in methods for d in sets[t]) == CELLS
 
 
+@pytest.mark.slow_after_first
 @pytest.mark.parametrize("cell", COUNTED)
 def test_printed_flops(cell: str, profile_of):
     printed, counted = COUNTED[cell]
@@ -70,6 +71,7 @@ def test_printed_flops(cell: str, profile_of):
     assert f"{flops:.1f}" == printed
 
 
+@pytest.mark.slow_after_first
 @pytest.mark.parametrize(
     ("model", "samples", "flops"),
     [
@@ -87,6 +89,7 @@ def test_dense_rows_of_table_1(model, samples, flops):
     assert f"{total:.{len(flops.partition('.')[2])}f}" == flops
 
 
+@pytest.mark.slow_after_first
 @pytest.mark.parametrize("cell", CELLS)
 def test_every_cell_costs_at_most_what_its_dense_row_does(cell: str, profile_of):
     table, data = cell.partition("_")[0].split("/")

@@ -87,6 +87,7 @@ def test_a_header_prints_the_papers_figures(cell: str):
     assert header(cell) == PRINTED[cell]
 
 
+@pytest.mark.slow_after_first
 @pytest.mark.parametrize("cell", IID)
 def test_the_iid_column_digit_for_digit(cell: str, profile_of):
     gigabytes, flops = PRINTED[cell]
@@ -100,6 +101,7 @@ def test_the_iid_column_digit_for_digit(cell: str, profile_of):
         assert printed(paper["bytes"] / 1e9, gigabytes) == gigabytes
 
 
+@pytest.mark.slow_after_first
 @pytest.mark.parametrize("cell", IID)
 def test_the_document_says_what_the_command_prints(cell: str, profile_of):
     (row,) = (line for line in DOCUMENT.read_text().splitlines() if line.startswith(f"| `{cell}` |"))
@@ -113,6 +115,7 @@ def test_the_document_says_what_the_command_prints(cell: str, profile_of):
     assert [float(value) for value in wire] == pytest.approx(charged, rel=1e-3, abs=0.005)
 
 
+@pytest.mark.slow_after_first
 @pytest.mark.parametrize("cell", [cell for cell in CELLS if cell not in IID])
 def test_the_other_splits_have_the_same_bytes_and_nearly_the_same_flops(cell: str, profile_of):
     gigabytes, flops = header(cell)
@@ -124,6 +127,7 @@ def test_the_other_splits_have_the_same_bytes_and_nearly_the_same_flops(cell: st
     assert printed(paper["bytes"] / 1e9, gigabytes or "0.0") == (gigabytes or "0.0")
 
 
+@pytest.mark.slow_after_first
 @pytest.mark.parametrize(("static", "dst", "dense"), TRIPLES, ids=[dst for _, dst, _ in TRIPLES])
 def test_the_paper_charges_a_search_to_static_masks_and_the_hardware_does_not(static, dst, dense, profile_of):
     static, dst, dense = map(profile_of, (static, dst, dense))
@@ -136,6 +140,7 @@ def test_the_paper_charges_a_search_to_static_masks_and_the_hardware_does_not(st
     assert saved == pytest.approx(search, rel=1e-9)
 
 
+@pytest.mark.slow_after_first
 @pytest.mark.parametrize(("static", "dst", "dense"), TRIPLES, ids=[dst for _, dst, _ in TRIPLES])
 def test_the_wire_carries_what_the_paper_counts_and_the_masks(static, dst, dense, profile_of):
     static, dst, dense = map(profile_of, (static, dst, dense))

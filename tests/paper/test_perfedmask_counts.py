@@ -97,6 +97,7 @@ def test_a_cell_says_what_it_is(cell: str):
     assert content["trainer"]["max_rounds"] * content["trainer"]["max_epochs"] == 320  # section 6.1
 
 
+@pytest.mark.slow_after_first
 @pytest.mark.parametrize("cell", WHOLE)
 def test_a_cell_is_profiled(cell: str, profile_of):
     profile = profile_of(cell)
@@ -107,6 +108,7 @@ def test_a_cell_is_profiled(cell: str, profile_of):
     assert profile["run"]["wire"]["mask_bytes"] == 0  # whole tensors are named, not drawn
 
 
+@pytest.mark.slow_after_first
 @pytest.mark.parametrize("cell", TRAINABLE)
 def test_trainable_parameters(cell: str, profile_of):
     ours, printed = trainable(profile_of(cell)), header(cell)
@@ -118,6 +120,7 @@ def test_trainable_parameters(cell: str, profile_of):
         assert printed in (f"{ours / 1e6:.3f}", f"{int(ours / 1000) / 1000:.3f}")
 
 
+@pytest.mark.slow_after_first
 @pytest.mark.parametrize("cell", NARROW)
 def test_a_narrow_cell_is_profiled(cell: str, profile_of):
     profile = profile_of(cell)
@@ -128,6 +131,7 @@ def test_a_narrow_cell_is_profiled(cell: str, profile_of):
     assert 0 < profile["client_round"]["wire"]["mask_bytes"] < 0.02 * up
 
 
+@pytest.mark.slow_after_first
 @pytest.mark.parametrize("cell", NARROW_TRAINABLE)
 def test_trainable_parameters_of_narrow_networks(cell: str, profile_of):
     (ours, printed), profile = NARROW_TRAINABLE[cell], profile_of(cell)
@@ -139,6 +143,7 @@ def test_trainable_parameters_of_narrow_networks(cell: str, profile_of):
         assert f"{ours / 1e6:.3f}" == printed
 
 
+@pytest.mark.slow_after_first
 @pytest.mark.parametrize("cell", TRAINABLE)
 def test_the_document_says_what_the_command_prints(cell: str, profile_of):
     (row,) = (line for line in DOCUMENT.read_text().splitlines() if line.startswith(f"| `{cell}` |"))

@@ -179,6 +179,7 @@ def test_recipes_that_mask_the_same_weights_do_not_stack(plain):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_in_a_federation(path, federated):
     output, errors = federated[path.stem]
@@ -186,6 +187,7 @@ def test_in_a_federation(path, federated):
     assert f"{', '.join(names(path))} in `trainer.callbacks` works on clients" in errors
 
 
+@pytest.mark.slow
 def test_an_algorithm_with_masks_of_its_own_takes_no_second_one(federated):
     output, errors = federated["conflict"]
     assert "CODE 2" in output

@@ -179,6 +179,7 @@ def expected_rounds(method, buffers, initial, rounds):
 METHODS = {"fedavg": FedAvg(), "fedspa": FedSpa(), "fedspa count all": FedSpa(merge="count", mask_pool="all")}
 
 
+@pytest.mark.slow_after_first("method")
 @pytest.mark.parametrize("buffers", ["average", "local", "server"])
 @pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
 def test_the_servers_statistics(fit, method, buffers):
@@ -194,6 +195,7 @@ def test_the_servers_statistics(fit, method, buffers):
     assert same == (buffers != "average")
 
 
+@pytest.mark.slow_after_first
 @pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
 def test_a_client_goes_on_from_its_own_statistics(fit, method):
     initial, rounds = fit(method, "local")
@@ -206,6 +208,7 @@ def test_a_client_goes_on_from_its_own_statistics(fit, method):
             close(done.kept[client], expected)
 
 
+@pytest.mark.slow_after_first
 @pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
 def test_a_client_is_scored_with_its_own_statistics(fit, method):
     initial, rounds = fit(method, "local")

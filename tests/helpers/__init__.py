@@ -1,0 +1,1 @@
+"""What tests of several folders share; `pythonpath` in pyproject.toml makes it importable."""

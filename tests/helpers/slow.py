@@ -1,0 +1,34 @@
+"""Cases of a test that are marked `slow`, and so left out of a plain `pytest`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable
+from typing import Any
+
+import pytest
+
+
+def first_then_slow(values: Iterable[Any], by: Callable[[Any], Hashable] = lambda value: None) -> list[Any]:
+    """Return the values of one parameter; all but the first, or the first of each `by`, marked `slow`."""
+    seen: set[Hashable] = set()
+    marked = []
+    for value in values:
+        key = by(value)
+        marked.append(pytest.param(value, marks=pytest.mark.slow) if key in seen else value)
+        seen.add(key)
+    return marked
+
+
+def mark_slow_cases(items: Iterable[pytest.Item]) -> None:
+    """Mark as `slow` the cases that the marker `slow_after_first` names."""
+    for item in items:
+        if (marker := item.get_closest_marker("slow_after_first")) and not _is_first(item, marker.args):
+            item.add_marker(pytest.mark.slow)
+
+
+def _is_first(item: pytest.Item, parameters: tuple[str, ...]) -> bool:
+    """Return whether the parameters of a case, by default all of them, have their first value."""
+    indices: dict[str, int] = item.callspec.indices if hasattr(item, "callspec") else {}
+    if unknown := set(parameters) - set(indices):
+        raise pytest.UsageError(f"{item.nodeid}: slow_after_first names {sorted(unknown)}, not among {sorted(indices)}")
+    return not any(indices[name] for name in parameters or indices)
