@@ -30,7 +30,7 @@ MODULES = [
 ]
 DOCUMENTS = sorted(
     path
-    for pattern in ("*.md", "docs/*.md", "callbacks/*.md", "configs/*.md", "benchmarks/*.md")
+    for pattern in ("*.md", "docs/*.md", "callbacks/*.md", "configs/*.md", "benchmarks/*.md", "tests/*/*.md")
     for path in REPOSITORY.glob(pattern)
 )
 

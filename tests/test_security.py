@@ -22,7 +22,7 @@ from lightning_sparsefl.federated.storage.atomic_files import load_plain, write_
 from lightning_sparsefl.federated.storage.records import pack_plain
 
 ROOT = Path(__file__).parents[1]
-FUZZ = runpy.run_path(str(ROOT / "benchmarks" / "fuzz.py"))
+FUZZ = runpy.run_path(str(ROOT / "tests" / "stress" / "fuzz.py"))
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ from lightning_sparsefl.federated.distributed.rank_consistency import check_rank
 from lightning_sparsefl.federated.rounds.coordinator import Coordinator
 from lightning_sparsefl.types import ServerState
 
-RANKS = Path(__file__).parents[2] / "benchmarks" / "ranks.py"
+RANKS = Path(__file__).parents[1] / "stress" / "ranks.py"
 WAYS = {
     "popen": ("popen 2", "popen 3"),
     "torchrun": ("torchrun 1", "torchrun 3"),
@@ -38,7 +38,7 @@ def pairwise(cases, placements):
 
 
 def test_every_way_of_starting_ranks_gives_the_bytes_of_one():
-    """A pairwise selection; benchmarks/ranks.py runs all combinations, with more options of the algorithms."""
+    """A pairwise selection; tests/stress/ranks.py runs all combinations, with more options of the algorithms."""
     script = runpy.run_path(str(RANKS))
     cases = [*algorithms.__all__, "extra trees"]
     assert [type(script["CASES"][name]).__name__ for name in algorithms.__all__] == algorithms.__all__

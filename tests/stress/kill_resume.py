@@ -7,7 +7,7 @@ over the straight run's time, or in turn as soon as a half-written file is seen.
 checkpoint, the clients' records, the tables byte by byte but for times, the final table, the steps and values in
 TensorBoard, and the names of the files.
 
-    python benchmarks/kill_resume.py --out result.json
+    python tests/stress/kill_resume.py --out result.json
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Each launch runs all its cases one after another in the same processes; what they leave is compared with one rank's:
 the server, every client's record, the ledger, the tables (without times), and the final table. Nothing is timed.
 
-    python benchmarks/ranks.py --out result.json
+    python tests/stress/ranks.py --out result.json
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from lightning_sparsefl.federated import FederatedAlgorithm, FederatedTrainer, F
 from lightning_sparsefl.federated.storage.records import MemoryStore
 from lightning_sparsefl.types import Update
 
-CLUSTER = Path(__file__).resolve().parents[1] / "configs" / "cluster"
+CLUSTER = Path(__file__).resolve().parents[2] / "configs" / "cluster"
 LAUNCHER = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "NODE_RANK", "LOCAL_RANK", "GLOBAL_RANK")
 PLACEMENTS = ("static", "dynamic")
 

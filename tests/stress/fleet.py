@@ -6,7 +6,7 @@ there for some rounds with a cohort, and scores as many clients in its last roun
 own, so that peaks of memory are its own. Client data is made on demand, and a client has 20 to 60 training samples. The
 same is done with the records in memory, up to a number of clients where that fits.
 
-    python benchmarks/fleet.py --out result.json
+    python tests/stress/fleet.py --out result.json
 """
 
 from __future__ import annotations

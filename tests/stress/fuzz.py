@@ -5,7 +5,7 @@ in archives also the records inside, in checkpoints the values, and in databases
 read. Only the package's own errors may come out, no
 allocation may fail under a limit of 96 MB above what the process has, and nothing may appear outside the run folder.
 
-    python benchmarks/fuzz.py --minutes 10 --out result.json
+    python tests/stress/fuzz.py --minutes 10 --out result.json
 """
 
 from __future__ import annotations

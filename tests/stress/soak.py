@@ -5,7 +5,7 @@ and number alone; `federation.on_client_error: skip` merges the rounds without t
 script runs it without interruption and notes its memory after every round. Other processes run it too and are killed
 with SIGKILL at random moments and resumed until it is done; then all that the two runs have left is compared.
 
-    python benchmarks/soak.py --hours 2 --out result.json
+    python tests/stress/soak.py --hours 2 --out result.json
 
 A script that was stopped and is called again with the same report goes on after its last whole turn.
 """
