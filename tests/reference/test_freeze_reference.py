@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
-from pathlib import Path
-
 import pytest
 import torch
 
 from lightning_sparsefl.sparse import freeze
-
-_spec = importlib.util.spec_from_file_location("numpy_federation", Path(__file__).with_name("numpy_federation.py"))
-slow = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(slow)
+from reference import numpy_perfedmask as slow
 
 SHAPES = [(1, 4), (2, 3), (2, 5), (3, 3), (3, 4), (4, 3)]
 """Clients, groups."""

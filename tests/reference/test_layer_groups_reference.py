@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 import random
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,12 +11,7 @@ from torch import nn
 
 from lightning_sparsefl.models import VGG11, LeNet5, MobileNet, PreResNet18
 from lightning_sparsefl.sparse.layer_groups import group_sizes, head_of, layer_groups
-
-_spec = importlib.util.spec_from_file_location(
-    "layer_groups_reference", Path(__file__).with_name("layer_groups_reference.py")
-)
-slow = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(slow)
+from reference import layer_groups_reference as slow
 
 KEYS = ["conv", "norm", "fc", "block_1", "block_2", "block_10", "stage1", "0", "1", "2"]
 

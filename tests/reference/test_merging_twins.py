@@ -1,6 +1,5 @@
 """Robust reducers, clipping and the accountant against their slow twins."""
 
-import importlib.util
 import re
 from pathlib import Path
 
@@ -12,16 +11,7 @@ from lightning_sparsefl.federated import CoverageMedian, Privacy, TrimmedMean
 from lightning_sparsefl.federated.aggregation.clipping import clipped
 from lightning_sparsefl.federated.exchange.flat import Layout
 from lightning_sparsefl.types import Message, Update
-
-
-def beside(name):
-    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-slow = beside("numpy_merging")
+from reference import numpy_merging as slow
 
 SHAPES = {"a.weight": (3, 4), "a.bias": (3,), "b.weight": (2, 3)}
 ROBUST = {

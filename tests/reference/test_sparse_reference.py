@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
 
 from lightning_sparsefl.sparse import density, masks, nm, prune, regrow, schedule, scores
-
-_spec = importlib.util.spec_from_file_location("sparse_reference", Path(__file__).with_name("sparse_reference.py"))
-slow = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(slow)
+from reference import sparse_reference as slow
 
 SHAPES = [(), (1,), (5,), (0, 3), (4, 3), (2, 3, 2, 2), (17,), (8, 9)]
 
