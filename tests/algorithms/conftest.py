@@ -1,12 +1,17 @@
-"""Hand-made clients: what an algorithm asks of the engine is answered from a script, and noted."""
+"""Hand-made clients, whose engine is a script that notes what an algorithm asks of it, and networks to make narrow."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
+from lightning_sparsefl.cost import count_layers
 from lightning_sparsefl.federated.client import Client
 from lightning_sparsefl.federated.fleet import Fleet
+from lightning_sparsefl.models import MLP, PreResNet18
+from lightning_sparsefl.sparse.masks import counts
+from lightning_sparsefl.sparse.submodel import cut
+from lightning_sparsefl.sparse.units import find_groups
 from lightning_sparsefl.types import ClientView, CostFacts, FitResult, LayerFlops, Message
 
 
@@ -25,11 +30,11 @@ class Script:
         return self.slopes
 
 
-def view_of(client=0, round=0, max_rounds=5, shared=None, num_examples=7, seed=0):
+def view_of(client=0, round=0, max_rounds=5, shared=None, num_examples=7, seed=0, capacity=1.0):
     return ClientView(
         id=client,
         num_examples=num_examples,
-        capacity=1.0,
+        capacity=capacity,
         round=round,
         max_rounds=max_rounds,
         seed=seed,
@@ -82,3 +87,54 @@ def facts():
         )
 
     return make
+
+
+class Network:
+    """A network whose units are known, as the engine knows them."""
+
+    def __init__(self, module, side):
+        self.module, self.sample = module, torch.zeros(1, *side)
+        self.units = find_groups(module, self.sample)
+
+    def start(self, method, *capacities):
+        """The server's state and the views of clients with these capacities."""
+        views = [view_of(i, capacity=capacity) for i, capacity in enumerate(capacities)]
+        weights = {name: value.detach() for name, value in self.module.named_parameters()}
+        return method.init(weights, Fleet(views, frozenset(), torch.device("cpu"), self)), views
+
+    def facts(self, method, server, person):
+        message = method.download(server, person)
+        layers = count_layers(self.module, self.sample)
+        return CostFacts(view=person, message=message, layers=layers, epochs=1, samples=1, batch_size=1)
+
+    @staticmethod
+    def sent(message):
+        """How many numbers a message carries."""
+        kept = counts(message.masks)
+        return sum(kept.get(name, value.numel()) for name, value in message.weights.items())
+
+    def check_costs(self, method, server, person, kept):
+        """What a client is charged is the work and the size of the narrow networks with the units `kept`."""
+        costs = method.costs(self.facts(method, server, person))
+        narrow = [cut(self.module, self.units, units) for units in kept]
+        work = sum(2 * layer.macs + layer.bias for net in narrow for layer in count_layers(net, self.sample))
+        work -= (len(kept) - 1) * 4  # the common bias of the four logits is counted once
+        assert costs.flops_analytic == costs.flops_paper == pytest.approx(3 * work)
+        weights = sum(p.numel() for net in narrow for p in net.parameters()) - (len(kept) - 1) * 4
+        assert costs.bytes_down_paper == costs.bytes_up_paper == 4 * weights
+
+
+@pytest.fixture
+def network():
+    return Network
+
+
+@pytest.fixture(scope="module")
+def preresnet():
+    return Network(PreResNet18(num_classes=10), (3, 32, 32))
+
+
+@pytest.fixture
+def mlp():
+    """16 and 8 hidden units, 4 classes."""
+    return Network(MLP(num_classes=4, sample_shape=(1, 3, 3), hidden=(16, 8)), (1, 3, 3))

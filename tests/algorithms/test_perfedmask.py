@@ -1,3 +1,5 @@
+"""PerFedMask: who trains what, alone and over a base, what it costs, and what is refused."""
+
 from __future__ import annotations
 
 from dataclasses import replace
@@ -5,50 +7,22 @@ from dataclasses import replace
 import pytest
 import torch
 
-from lightning_sparsefl import FedBABU, Federation, HeteroFL, PerFedMask, SplitMix
+from helpers.freezing import BUFFERS, HEAD, WEIGHTS, A, B, frozen, started, views
+from lightning_sparsefl import FedAvg, Federation, HeteroFL, PerFedMask, SplitMix
 from lightning_sparsefl.errors import InvalidOption
 from lightning_sparsefl.federated.aggregation.reducers import CoverageMean
 from lightning_sparsefl.federated.fleet import Fleet
-from lightning_sparsefl.types import ClientView
-
-WEIGHTS = {
-    "a.weight": torch.ones(2, 5),
-    "a.bias": torch.ones(2),
-    "b.weight": torch.ones(3, 2),
-    "b.mean": torch.zeros(3, 3),
-    "c.weight": torch.ones(4, 3),
-    "c.bias": torch.ones(4),
-    "positions": torch.ones(2, 2),
-}
-"""Groups of 12 and 6 parameters, a head of 16; `b.mean` and `positions` are buffers."""
-BUFFERS = frozenset({"b.mean", "positions"})
+from lightning_sparsefl.sparse.masks import counts
 
 
-def views(*capacities, ids=None, seed=0):
-    ids = ids or range(len(capacities))
-    facts = {"num_examples": 7, "round": 0, "max_rounds": 5, "seed": seed}
-    return [ClientView(id=i, capacity=c, **facts) for i, c in zip(ids, capacities, strict=True)]
-
-
-def started(method, people):
-    return method.init(WEIGHTS, Fleet(people, BUFFERS, torch.device("cpu")))
-
-
-def frozen(method, people):
-    """What each client may not change; frozen throughout."""
-    server = started(method, people)
-    messages = [method.download(server, view) for view in people]
-    assert all(not mask.any() for message in messages for mask in message.trainable.values())
-    return [set(message.trainable) for message in messages]
-
-
-A, B, HEAD = {"a.weight", "a.bias"}, {"b.weight"}, {"c.weight", "c.bias"}
-
-
-@pytest.mark.parametrize("method", [PerFedMask, FedBABU])
-def test_refuses_options_out_of_range(method):
+def test_refuses_options_out_of_range():
     with pytest.raises(InvalidOption, match=r"\(finetune_epochs=-1\)`: expected a whole number >= 0"):
-        method(finetune_epochs=-1)
+        PerFedMask(finetune_epochs=-1)
+
+
+def test_refuses_a_base_of_another_kind():
+    with pytest.raises(InvalidOption, match="expected `HeteroFL` or `SplitMix`"):
+        PerFedMask(base=FedAvg())
 
 
 @pytest.mark.parametrize("base", [HeteroFL(finetune_epochs=3), SplitMix(finetune_epochs=3)])
@@ -113,11 +87,6 @@ def test_without_a_frozen_head_it_is_a_group():
 
 def test_the_head_by_name():
     assert frozen(PerFedMask(head="b"), views(1.0)) == [B]
-    assert frozen(FedBABU(head="b"), views(1.0)) == [B]
-
-
-def test_fedbabu_freezes_the_head_of_everybody():
-    assert frozen(FedBABU(), views(0.1, 1.0)) == [HEAD, HEAD]
 
 
 def test_clients_may_have_gaps_in_their_numbers():
@@ -125,9 +94,25 @@ def test_clients_may_have_gaps_in_their_numbers():
     assert frozen(PerFedMask(), people) == [A | HEAD, HEAD]
 
 
-@pytest.mark.parametrize("method", [PerFedMask(), FedBABU()])
-def test_everything_travels_down_and_only_voters_count(method):
-    people = views(1 / 3, 1.0)
+def test_plans_under_a_base_are_made_by_width(preresnet):
+    method = PerFedMask(base=HeteroFL())
+    server, views = preresnet.start(method, 0.125, 0.125, 1.0, 1.0)
+    for person in views:
+        message = method.download(server, person)
+        kept = counts(message.masks)
+        body = {n: kept.get(n, w.numel()) for n, w in message.weights.items() if not n.startswith("net.fc.")}
+        trained = sum(size for name, size in body.items() if name not in message.trainable)
+        assert {"net.fc.weight", "net.fc.bias"} <= set(message.trainable)
+        if person.capacity == 1:
+            assert trained == sum(body.values()) == 11_167_040
+        else:
+            assert 0.1 * sum(body.values()) < trained <= 0.125 * sum(body.values())
+        costs = method.costs(preresnet.facts(method, server, person))
+        assert costs.bytes_up_paper == 4 * trained
+
+
+def test_everything_travels_down_and_only_voters_count():
+    method, people = PerFedMask(), views(1 / 3, 1.0)
     server = started(method, people)
     message = method.download(server, people[0])
     assert set(message.weights) == set(WEIGHTS)
@@ -135,27 +120,25 @@ def test_everything_travels_down_and_only_voters_count(method):
     assert isinstance(method.reducer(), CoverageMean)
 
 
-@pytest.mark.parametrize("kind", [PerFedMask, FedBABU])
-def test_fine_tuning_is_of_the_whole_model(kind, client):
-    server = started(kind(), views(1.0))
+def test_fine_tuning_is_of_the_whole_model(client):
+    server = started(PerFedMask(), views(1.0))
     tuned = {name: value + 1 for name, value in WEIGHTS.items()}
     someone, script = client(tuned)
-    assert kind(finetune_epochs=2).finetune(server, someone) == tuned
+    assert PerFedMask(finetune_epochs=2).finetune(server, someone) == tuned
     ((weights, masks, trainable, callbacks),) = script.fits
     assert (weights, masks, trainable, list(callbacks)) == (WEIGHTS, {}, {}, [])
-    assert kind(finetune_epochs=0).finetune(server, someone) is None
+    assert PerFedMask(finetune_epochs=0).finetune(server, someone) is None
     assert len(script.fits) == 1
 
 
 def test_costs(facts):
     # The forward pass is 22 FLOPs in a and 12 in b, 14 samples. Of a frozen a neither gradient is computed below b.
     frozen_a = {name: torch.zeros(size, dtype=torch.bool) for name, size in (("a.weight", (2, 5)), ("a.bias", (2,)))}
-    for kind in (PerFedMask, FedBABU):
-        costs = kind().costs(facts(trainable=frozen_a))
-        assert costs.flops_analytic == costs.flops_paper == 14 * (34 + 2 * 12)
-        assert (costs.bytes_down_paper, costs.bytes_up_paper) == (4 * 18, 4 * 6)
-        everything = kind().costs(facts())
-        assert (everything.flops_paper, everything.bytes_up_paper) == (14 * 3 * 34, 4 * 18)
+    costs = PerFedMask().costs(facts(trainable=frozen_a))
+    assert costs.flops_analytic == costs.flops_paper == 14 * (34 + 2 * 12)
+    assert (costs.bytes_down_paper, costs.bytes_up_paper) == (4 * 18, 4 * 6)
+    everything = PerFedMask().costs(facts())
+    assert (everything.flops_paper, everything.bytes_up_paper) == (14 * 3 * 34, 4 * 18)
 
 
 def test_capacities_of_blocks():

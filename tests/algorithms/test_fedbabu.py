@@ -1,0 +1,54 @@
+"""FedBABU: everybody trains the body."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from helpers.freezing import HEAD, WEIGHTS, B, frozen, started, views
+from lightning_sparsefl import FedBABU
+from lightning_sparsefl.errors import InvalidOption
+from lightning_sparsefl.federated.aggregation.reducers import CoverageMean
+
+
+def test_refuses_options_out_of_range():
+    with pytest.raises(InvalidOption, match=r"\(finetune_epochs=-1\)`: expected a whole number >= 0"):
+        FedBABU(finetune_epochs=-1)
+
+
+def test_fedbabu_freezes_the_head_of_everybody():
+    assert frozen(FedBABU(), views(0.1, 1.0)) == [HEAD, HEAD]
+
+
+def test_the_head_by_name():
+    assert frozen(FedBABU(head="b"), views(1.0)) == [B]
+
+
+def test_everything_travels_down_and_only_voters_count():
+    method, people = FedBABU(), views(1 / 3, 1.0)
+    server = started(method, people)
+    message = method.download(server, people[0])
+    assert set(message.weights) == set(WEIGHTS)
+    assert set(method.may_vote(message)) == set(message.trainable)
+    assert isinstance(method.reducer(), CoverageMean)
+
+
+def test_fine_tuning_is_of_the_whole_model(client):
+    server = started(FedBABU(), views(1.0))
+    tuned = {name: value + 1 for name, value in WEIGHTS.items()}
+    someone, script = client(tuned)
+    assert FedBABU(finetune_epochs=2).finetune(server, someone) == tuned
+    ((weights, masks, trainable, callbacks),) = script.fits
+    assert (weights, masks, trainable, list(callbacks)) == (WEIGHTS, {}, {}, [])
+    assert FedBABU(finetune_epochs=0).finetune(server, someone) is None
+    assert len(script.fits) == 1
+
+
+def test_costs(facts):
+    # The forward pass is 22 FLOPs in a and 12 in b, 14 samples. Of a frozen a neither gradient is computed below b.
+    frozen_a = {name: torch.zeros(size, dtype=torch.bool) for name, size in (("a.weight", (2, 5)), ("a.bias", (2,)))}
+    costs = FedBABU().costs(facts(trainable=frozen_a))
+    assert costs.flops_analytic == costs.flops_paper == 14 * (34 + 2 * 12)
+    assert (costs.bytes_down_paper, costs.bytes_up_paper) == (4 * 18, 4 * 6)
+    everything = FedBABU().costs(facts())
+    assert (everything.flops_paper, everything.bytes_up_paper) == (14 * 3 * 34, 4 * 18)
