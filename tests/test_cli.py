@@ -231,6 +231,7 @@ class Die(Callback):
 DYING = ["--config", QUICKSTART, *SHORT, "--trainer.callbacks+=test_cli.Die", "--trainer.timeout=60"]
 
 
+@pytest.mark.slow
 def test_a_rank_that_dies_ends_the_others_and_one_goes_on_alone(sparsefl, tmp_path):
     """By popen and by the script for torchrun; ranks that live: contract/test_ranks.py."""
     launches = {
@@ -256,6 +257,7 @@ def test_a_rank_that_dies_ends_the_others_and_one_goes_on_alone(sparsefl, tmp_pa
         assert left(name) == left(".")
 
 
+@pytest.mark.slow
 def test_a_launcher_with_another_world_size_is_refused(tmp_path):
     launched = {"TORCHELASTIC_RUN_ID": "x", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0"}
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511", "GROUP_RANK": "0"}
@@ -306,6 +308,7 @@ def test_a_signal_leaves_with_the_usual_code(number, expected, sparsefl, tmp_pat
     assert torch.load(run_folder(tmp_path) / "checkpoints/last.ckpt", weights_only=True)["epoch"] == 1
 
 
+@pytest.mark.slow
 def test_a_run_killed_inside_a_client_resumes_to_the_same_bytes(tmp_path):
     killer = """
 import os
@@ -373,6 +376,7 @@ def test_a_failure_prints_the_command_that_runs_the_fit_again(sparsefl, tmp_path
     assert files == {path: path.read_bytes() for path in run_folder(tmp_path).rglob("*") if path.is_file()}
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_killed_ends_the_other_in_a_sentence(tmp_path):
     (tmp_path / "killer.py").write_text(
         "import os\nimport signal\nfrom pathlib import Path\n\nimport lightning as L\n\n\n"

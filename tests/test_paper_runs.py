@@ -87,6 +87,7 @@ def killed(number):
 QUICK = ("--trainer.max_rounds", "3", "--trainer.max_epochs", "1", "--trainer.logger", "false")
 
 
+@pytest.mark.slow
 def test_a_stopped_run_goes_on_and_a_finished_one_is_left_alone(runs, in_process, tmp_path, capsys):
     ran, stops = in_process
     plan = [runs.Run("tiny", "quickstart.yaml", seed, QUICK, metric="personal/test_acc") for seed in (0, 1)]

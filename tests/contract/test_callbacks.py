@@ -244,6 +244,7 @@ def test_every_callback_takes_part():
     assert masking == set(PROMISES) == {kind for kind, _ in MASKING.values()}
 
 
+@pytest.mark.slow_after_first("recipe")
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("case", CASES)
 def test_a_client_trains_as_a_trainer_does_and_density_is_as_promised(case, recipe, tmp_path):
@@ -288,6 +289,7 @@ class Kill(Callback):
             raise RuntimeError("killed")
 
 
+@pytest.mark.slow_after_first("recipe")
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("case", CASES)
 def test_killed_and_resumed_is_as_if_nothing_had_happened(case, recipe, tmp_path):

@@ -120,6 +120,7 @@ AVERAGES = {
 }
 
 
+@pytest.mark.slow_after_first("average", "first")
 @pytest.mark.parametrize("first", ["mask first", "average first"])
 @pytest.mark.parametrize("average", AVERAGES)
 @pytest.mark.parametrize("case", SETTLED)
@@ -157,6 +158,7 @@ def test_a_schedule_ends_in_time_although_averaging_adds_an_epoch_without_steps(
     assert [kept({name: mask}) for name, mask in callback.masks.items()] == [8, 12, 6]
 
 
+@pytest.mark.slow_after_first("first")
 @pytest.mark.parametrize("first", ["mask first", "average first"])
 @pytest.mark.parametrize("case", SETTLED)
 def test_an_average_is_that_of_the_weights_under_the_masks_and_disturbs_no_training(case, first, tmp_path):
@@ -199,6 +201,7 @@ def test_an_average_is_that_of_the_weights_under_the_masks_and_disturbs_no_train
     assert same(callback.masks, again.masks)
 
 
+@pytest.mark.slow_after_first("first")
 @pytest.mark.parametrize("first", ["mask first", "average first"])
 @pytest.mark.parametrize("case", CASES)
 def test_a_step_that_loss_scaling_skips_leaves_nothing_unmasked(case, first, tmp_path):
@@ -297,6 +300,7 @@ class Kill(Callback):
             raise RuntimeError("killed")
 
 
+@pytest.mark.slow_after_first("optimizer", "extra")
 @pytest.mark.parametrize("extra", ["", "EMA"])
 @pytest.mark.parametrize("optimizer", [SGD, Adam])
 @pytest.mark.parametrize("case", CASES)
@@ -389,6 +393,7 @@ class Compare(Callback):
         (self.folder / f"rank-{trainer.global_rank} {self.batches}").touch()
 
 
+@pytest.mark.slow_after_first
 @pytest.mark.parametrize("cases", RANKED.values(), ids=RANKED)
 def test_two_ranks_hold_the_same_masks(cases, tmp_path, monkeypatch):
     for name in ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "NODE_RANK", "LOCAL_RANK"):

@@ -144,6 +144,7 @@ def test_a_private_run_logs_what_it_costs(algorithm, federation):
     assert trainer.summary["privacy/delta"] == 1e-5
 
 
+@pytest.mark.slow
 @needs_accountant
 def test_two_ranks_and_a_resumed_run_draw_the_same_noise(federation, last):
     straight = federation(FedBABU(), rounds=3, max_epochs=1, federation=PRIVATE, folder="straight")

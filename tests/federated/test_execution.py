@@ -98,6 +98,7 @@ def fit(tmp_path):
     return run
 
 
+@pytest.mark.slow_after_first
 @pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning")
 @pytest.mark.parametrize(
     ("algorithm", "make", "engine"),

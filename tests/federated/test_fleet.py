@@ -106,6 +106,7 @@ def test_both_stores_leave_the_same_bytes(tmp_path, in_memory, every):
     assert [path.name for path in (folder / "checkpoints" / "clients").iterdir()] == ["records.sqlite"]
 
 
+@pytest.mark.slow_after_first
 @pytest.mark.parametrize("moment", ["inside the file's commit", "before the checkpoint", "after the checkpoint"])
 def test_a_killed_run_resumes_to_the_same_bytes(tmp_path, in_memory, moment, monkeypatch):
     def kill_after(owner, name, calls):
@@ -160,6 +161,7 @@ def test_a_copy_of_a_run_on_disk_stands_alone(tmp_path, in_memory):
     assert state == in_memory[0]
 
 
+@pytest.mark.slow_after_first
 @pytest.mark.parametrize("every", [1, 3])
 def test_the_selected_round_is_finetuned_from_its_records(tmp_path, every):
     options = {"select": "personal/val_loss_std", "finetune_epochs": 1}

@@ -19,6 +19,7 @@ def test_flops_by_hand(tied):
     assert forward_flops(layers) == 3 * (embedding + first + second + decoder)
 
 
+@pytest.mark.slow_after_first
 @pytest.mark.parametrize("tied", [True, False])
 def test_learns_to_count(tied):
     torch.manual_seed(0)

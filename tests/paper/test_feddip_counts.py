@@ -118,6 +118,7 @@ def test_what_is_kept_in_the_end(data: str, profile_of):
     assert printed(EXACT[data], KEPT[data]) == KEPT[data]
 
 
+@pytest.mark.slow
 def test_lenet_keeps_6383_with_its_biases(profile_of):
     assert kept(profile_of("table3/fashion_mnist_feddip")) + ALWAYS["fashion_mnist"] == 6_383
 

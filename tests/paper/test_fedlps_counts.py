@@ -100,6 +100,7 @@ def test_every_cell_costs_at_most_what_its_dense_row_does(cell: str, profile_of)
         assert profile["run"]["paper"]["uplink_bytes"] < dense["run"]["paper"]["uplink_bytes"]
 
 
+@pytest.mark.slow
 def test_a_cut_sub_model_costs_less_than_the_paper_counts(profile_of):
     """Its layers read fewer channels too."""
     run = profile_of("table2/cifar10_flst")["run"]
@@ -108,6 +109,7 @@ def test_a_cut_sub_model_costs_less_than_the_paper_counts(profile_of):
     assert run["wire"]["uplink_bytes"] - run["wire"]["mask_bytes"] < 0.51 * run["paper"]["uplink_bytes"]
 
 
+@pytest.mark.slow
 def test_adaptive_densities_cost_less_than_capacities(profile_of):
     """Table II: a bandit's density is at most the capacity."""
     for devices in ("fix", "dyn"):

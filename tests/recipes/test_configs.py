@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from helpers.slow import first_then_slow
 from lightning_sparsefl.cli import SparseFLCLI, main
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -58,7 +59,12 @@ def stacked(path: Path) -> list[str]:
     return [f"--config={file}" for file in ([path] if whole else [QUICKSTART, path])]
 
 
-@pytest.mark.parametrize("path", FILES, ids=named)
+def kind(path: Path) -> Path:
+    """The table that a cell belongs to; other files are each of a kind of their own."""
+    return path.parent if "paper" in path.parts else path
+
+
+@pytest.mark.parametrize("path", first_then_slow(FILES, by=kind), ids=named)
 def test_a_file_is_understood_and_all_it_says_arrives(path: Path, parser):
     parsed = parser.parse_args(["fit", *stacked(path)])
     arrived = yaml.safe_load(parser.dump(parsed))["fit"]

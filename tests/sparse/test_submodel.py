@@ -259,6 +259,7 @@ def test_weights_that_do_not_fit_are_refused():
         narrow(weights, groups, half("1", 1))
 
 
+@pytest.mark.slow_after_first
 @pytest.mark.parametrize("net", ["flatten", "group norm", "lstm"], indirect=True)
 @pytest.mark.parametrize("dynamo", [False, True])
 def test_a_cut_module_exports_to_onnx(net, dynamo, tmp_path, recwarn):

@@ -131,6 +131,7 @@ def test_a_residual_stream_is_one_group_with_several_layers():
     assert groups["net.stage4.0.conv2"].consumers[-1].dim == -1
 
 
+@pytest.mark.slow_after_first
 @pytest.mark.parametrize(
     ("name", "count", "total"),
     [("resnet18", 12, 2880), ("mobilenet_v2", 25, 9128), ("alexnet", 7, 9344), ("densenet121", 120, 10240)],

@@ -319,6 +319,7 @@ def dying():
     return Dying(num_classes=4, sample_shape=(1, 1, 8))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fate", "timeout", "said"),
     [

@@ -160,6 +160,7 @@ def killed(root, moment, **options):
     assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == -signal.SIGKILL
 
 
+@pytest.mark.slow_after_first
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_a_killed_run_goes_on_as_if_nothing_had_happened(moment, straight, tmp_path):
     killed(tmp_path, moment)
@@ -175,6 +176,7 @@ def test_the_final_table_needs_no_pictures(tmp_path):
     assert resumed["clients_scored"] == 4
 
 
+@pytest.mark.slow
 def test_killed_twice(straight, tmp_path):
     for moment in ("between rounds", "in a half-written checkpoint"):
         killed(tmp_path, moment)
@@ -271,6 +273,7 @@ def test_a_damaged_checkpoint_is_refused_by_name(damage, spoil, tmp_path):
     assert {file: file.read_bytes() for file in path.parent.rglob("*.*")} == before
 
 
+@pytest.mark.slow_after_first
 @pytest.mark.parametrize("damage", ["missing", "one bit", "its records"])
 def test_the_checkpoint_before_stands_in_for_a_damaged_one(damage, spoil, straight, tmp_path, caplog):
     path, said = spoil(damage)
@@ -401,6 +404,7 @@ def handlers():
         signal.signal(number, handler)
 
 
+@pytest.mark.slow_after_first
 @pytest.mark.parametrize(
     ("number", "ends"), [(signal.SIGTERM, SystemExit), (signal.SIGINT, KeyboardInterrupt)], ids=["SIGTERM", "SIGINT"]
 )
@@ -432,6 +436,7 @@ def test_a_second_ctrl_c_stops_at_once(handlers, tmp_path, monkeypatch):
     assert seen.calls == 13
 
 
+@pytest.mark.slow
 def test_a_signal_to_one_rank_stops_all(straight, tmp_path):
     with pytest.raises(SystemExit) as stopped:
         fit(tmp_path, devices=2, client_callbacks=[Signal(signal.SIGTERM, 5, rank=1)])

@@ -79,6 +79,7 @@ def check(store, now, snapshot):
         assert numbers(store.records()) == now
 
 
+@pytest.mark.slow_after_first
 @pytest.mark.parametrize("seed", range(4))
 def test_any_order_of_commits_crashes_and_resumes_reads_as_a_dict(tmp_path, seed):
     rng = random.Random(seed)
