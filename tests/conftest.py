@@ -10,6 +10,7 @@ from unittest import mock
 import pytest
 import torch
 
+from helpers.federation import federation, last  # noqa: F401  (fixtures)
 from helpers.slow import mark_slow_cases
 
 os.environ["JSONARGPARSE_DEPRECATION_WARNINGS"] = "off"  # Lightning's CLI still calls what jsonargparse renames

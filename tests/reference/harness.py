@@ -60,10 +60,13 @@ class Notes(list):
 class Net(L.LightningModule):
     """A user's module, which also notes what it was trained and scored on."""
 
-    def __init__(self, lr, momentum=0.0, weight_decay=0.0, clip=None):
+    def __init__(self, lr, momentum=0.0, weight_decay=0.0, clip=None, norm=False):
         super().__init__()
         self.rates = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
-        self.net = nn.Sequential(nn.Linear(FEATURES, 8), nn.ReLU(), nn.Linear(8, 7), nn.ReLU(), nn.Linear(7, CLASSES))
+        between = [nn.BatchNorm1d(8)] if norm else []
+        self.net = nn.Sequential(
+            nn.Linear(FEATURES, 8), *between, nn.ReLU(), nn.Linear(8, 7), nn.ReLU(), nn.Linear(7, CLASSES)
+        )
         self.trained_on, self.scored_with = Notes(), {}
 
     def forward(self, x):
@@ -110,6 +113,8 @@ class Round(NamedTuple):
     """The server's, from the checkpoint."""
     memory: dict
     """By client number: what it keeps for itself."""
+    buffers: dict
+    """By client number: the buffers that it keeps."""
     rows: dict
     """By client number: what the round's table says of it."""
 
@@ -138,6 +143,7 @@ class Recording(Callback):
                 trained_on=list(pl_module.trained_on),
                 server_masks=arrays(unpack_plain(content["sparsefl"]["masks"], torch.device("cpu"))),
                 memory={k: r["memory"] for k, r in records.items()},
+                buffers={k: arrays(r["buffers"]) for k, r in records.items()},
                 rows=table_of(self.folder, len(self.rounds)),
             )
         )
@@ -160,10 +166,19 @@ class Fit:
         self.folder = folder
 
     def __call__(
-        self, algorithm, sgd, batch_size=64, rounds=ROUNDS, *, dtype=torch.float64, round_lr=None, **federation
+        self,
+        algorithm,
+        sgd,
+        batch_size=64,
+        rounds=ROUNDS,
+        *,
+        dtype=torch.float64,
+        round_lr=None,
+        norm=False,
+        **federation,
     ):
         torch.manual_seed(0)
-        module, recording = Net(**sgd).to(dtype), Recording(self.folder)
+        module, recording = Net(**sgd, norm=norm).to(dtype), Recording(self.folder)
         module.example_input_array = torch.zeros(1, FEATURES, dtype=dtype)
         initial = {name: value.astype(np.float64) for name, value in arrays(module.state_dict()).items()}
         trainer = FederatedTrainer(

@@ -1,13 +1,13 @@
-"""A small federation that every contract runs."""
+"""A small federation, and what its runs leave in a form that can be compared; the fixtures are in tests/conftest.py."""
+
+from __future__ import annotations
 
 import os
 
-import lightning as L
 import pytest
 import torch
-from torch import nn
-from torch.nn import functional as F
 
+from helpers.networks import Classifier
 from lightning_sparsefl import FederatedTrainer, Federation
 from lightning_sparsefl.data import Dirichlet, FederatedBlobs
 from lightning_sparsefl.federated.storage.records import MemoryStore
@@ -16,43 +16,12 @@ from lightning_sparsefl.federated.storage.sqlite_store import SqliteStore
 LAUNCHER = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "NODE_RANK", "LOCAL_RANK", "GLOBAL_RANK")
 
 
-class Net(L.LightningModule):
-    """A user's module: dropout and batch norm, so that randomness and buffers take part."""
-
-    def __init__(self, width=16):
-        super().__init__()
-        self.save_hyperparameters()
-        self.net = nn.Sequential(
-            nn.Linear(8, width), nn.BatchNorm1d(width), nn.ReLU(), nn.Dropout(0.2), nn.Linear(width, 4)
-        )
-
-    def forward(self, x):
-        return self.net(x.flatten(1))
-
-    def training_step(self, batch, batch_idx):
-        logits = self(batch[0])
-        loss = F.cross_entropy(logits, batch[1])
-        self.log("train_loss", loss, on_step=False, on_epoch=True)
-        self.log("train_acc", (logits.argmax(1) == batch[1]).float().mean(), on_step=False, on_epoch=True)
-        return loss
-
-    def validation_step(self, batch, batch_idx):
-        self.log("val_acc", (self(batch[0]).argmax(1) == batch[1]).float().mean())
-
-    def test_step(self, batch, batch_idx):
-        self.log("test_acc", (self(batch[0]).argmax(1) == batch[1]).float().mean())
-
-    def configure_optimizers(self):
-        optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-3)
-        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)]
-
-
 @pytest.fixture
 def federation(tmp_path):
-    """Runs the small federation; returns the trainer and the checkpoint's content."""
+    """Run a verb of the trainer on a small federation, with `arguments`; return the trainer, its result as `summary`."""
 
     def run(algorithm, *, devices=1, rounds=3, folder="run", module=None, ckpt_path=None, verb="fit", **options):
-        arguments = options.pop("arguments", {})  # of the verb
+        arguments = options.pop("arguments", {})
         federation = Federation(clients_per_round=4, **options.pop("federation", {}))
         data = FederatedBlobs(
             num_train=options.pop("num_train", 300),
@@ -83,7 +52,7 @@ def federation(tmp_path):
         )
         before = dict(os.environ)
         try:
-            summary = getattr(trainer, verb)(module or Net(), data, ckpt_path, **arguments)
+            summary = getattr(trainer, verb)(module or Classifier(), data, ckpt_path, **arguments)
         finally:
             for name in LAUNCHER:  # a launcher leaves these behind, and the next one stumbles over them
                 if name not in before:
@@ -91,13 +60,13 @@ def federation(tmp_path):
         trainer.summary = summary
         return trainer
 
-    run.module = Net
+    run.module = Classifier
     return run
 
 
 @pytest.fixture
 def last():
-    """The content of a trainer's last checkpoint, clients' records included, in comparable form."""
+    """Read the content of a trainer's last checkpoint, clients' records included, in comparable form."""
 
     def read(trainer):
         folder = trainer.run_folder / "checkpoints"
