@@ -18,7 +18,7 @@ LAUNCHER = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "NODE_RANK", "LOCAL_RANK
 
 @pytest.fixture
 def federation(tmp_path):
-    """Run a verb of the trainer on a small federation, with `arguments`; return the trainer, its result as `summary`."""
+    """Run a verb of the trainer on a small federation; return the trainer, with the result as `summary`."""
 
     def run(algorithm, *, devices=1, rounds=3, folder="run", module=None, ckpt_path=None, verb="fit", **options):
         arguments = options.pop("arguments", {})
