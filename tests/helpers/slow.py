@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from typing import Any
 
 import pytest
@@ -22,13 +22,13 @@ def first_then_slow(values: Iterable[Any], by: Callable[[Any], Hashable] = lambd
 def mark_slow_cases(items: Iterable[pytest.Item]) -> None:
     """Mark as `slow` the cases that the marker `slow_after_first` names."""
     for item in items:
-        if (marker := item.get_closest_marker("slow_after_first")) and not _is_first(item, marker.args):
+        marker = item.get_closest_marker("slow_after_first")
+        if marker and not is_first(item.callspec.indices if hasattr(item, "callspec") else {}, marker.args):
             item.add_marker(pytest.mark.slow)
 
 
-def _is_first(item: pytest.Item, parameters: tuple[str, ...]) -> bool:
-    """Return whether the parameters of a case, by default all of them, have their first value."""
-    indices: dict[str, int] = item.callspec.indices if hasattr(item, "callspec") else {}
+def is_first(indices: Mapping[str, int], parameters: Collection[str]) -> bool:
+    """Return whether the named parameters of a case, by default all of them, have their first value."""
     if unknown := set(parameters) - set(indices):
-        raise pytest.UsageError(f"{item.nodeid}: slow_after_first names {sorted(unknown)}, not among {sorted(indices)}")
+        raise pytest.UsageError(f"slow_after_first names {sorted(unknown)}, not among {sorted(indices)}")
     return not any(indices[name] for name in parameters or indices)
