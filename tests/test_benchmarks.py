@@ -44,6 +44,7 @@ def test_each_script_is_tested_described_and_measured():
         assert list((FOLDER / "results").glob(f"{name}.*"))
 
 
+@pytest.mark.slow_after_first
 @pytest.mark.parametrize("name", TINY)
 def test_a_tiny_run_writes_the_keys_of_the_kept_result(name, tmp_path, monkeypatch, capsys):
     run(name, [*TINY[name], "--out", str(tmp_path / "result.json")], monkeypatch)
@@ -84,6 +85,7 @@ def sparse_training(monkeypatch):
     return start
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning")
 @pytest.mark.filterwarnings("ignore:.*bottleneck.*", "ignore:.*does not have many workers.*")
 def test_sparse_training_reaches_each_density_and_skips_what_is_done(sparse_training, tmp_path, capsys):

@@ -127,7 +127,7 @@ def test_the_other_splits_have_the_same_bytes_and_nearly_the_same_flops(cell: st
     assert printed(paper["bytes"] / 1e9, gigabytes or "0.0") == (gigabytes or "0.0")
 
 
-@pytest.mark.slow_after_first
+@pytest.mark.slow
 @pytest.mark.parametrize(("static", "dst", "dense"), TRIPLES, ids=[dst for _, dst, _ in TRIPLES])
 def test_the_paper_charges_a_search_to_static_masks_and_the_hardware_does_not(static, dst, dense, profile_of):
     static, dst, dense = map(profile_of, (static, dst, dense))
@@ -140,7 +140,7 @@ def test_the_paper_charges_a_search_to_static_masks_and_the_hardware_does_not(st
     assert saved == pytest.approx(search, rel=1e-9)
 
 
-@pytest.mark.slow_after_first
+@pytest.mark.slow
 @pytest.mark.parametrize(("static", "dst", "dense"), TRIPLES, ids=[dst for _, dst, _ in TRIPLES])
 def test_the_wire_carries_what_the_paper_counts_and_the_masks(static, dst, dense, profile_of):
     static, dst, dense = map(profile_of, (static, dst, dense))

@@ -46,6 +46,7 @@ def test_each_script_is_tested_described_and_has_a_report():
         assert kept(name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", INLINE)
 def test_a_short_run_writes_the_keys_of_the_kept_report(name, tmp_path):
     report, printed = run(name, INLINE[name], tmp_path / "report.json")

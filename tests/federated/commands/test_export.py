@@ -108,6 +108,7 @@ def test_the_table_says_what_was_written(run, capsys):
     assert lines[-1] == f"Folder: {run.folder / 'export' / 'global'}"
 
 
+@pytest.mark.slow_after_first
 @needs_onnx
 @pytest.mark.parametrize(
     ("algorithm", "parameters"),

@@ -208,6 +208,7 @@ def test_json_holds_what_was_promised(capsys):
             assert content["client_round"][column][key] == value / 40
 
 
+@pytest.mark.slow
 def test_stdout_is_nothing_but_json(tmp_path):
     arguments = ["profile", "--json", "--seed_everything", "7", "--algorithm", "FedAvg", "--model", "SmallCNN"]
     command = [sys.executable, "-m", "lightning_sparsefl.cli", *arguments, "--data", "FederatedDigits"]

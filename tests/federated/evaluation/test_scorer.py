@@ -180,6 +180,7 @@ def test_a_selection_by_another_key_starts_anew(fit):
     assert summary["selected/round"] == 3 + accuracies.index(max(accuracies))
 
 
+@pytest.mark.slow_after_first
 @pytest.mark.parametrize("resume", [False, True])
 def test_the_selected_round_is_scored_with_what_was_kept_of_the_clients_then(fit, resume):
     select = {"select": "personal/val_loss", "eval_clients": "all"}
