@@ -36,6 +36,30 @@ class InvalidOption(SparseFLError, ValueError):
     """An option, or a combination of options, that cannot work."""
 
 
+def require(condition: bool, option: str, value: Any, expected: str) -> None:
+    """Raise :class:`InvalidOption` unless an option satisfies a condition.
+
+    Args:
+        condition: Whether the value is valid.
+        option: Dotted name of the option: as on the command line (``federation.min_clients``), or with the name of the
+            class where the option has no fixed place in a config (``StaticMask.density``).
+        value: Value of the option; the message shows its ``repr``.
+        expected: Description of the valid values, without a final full stop; a hint about what else to change may
+            follow after a semicolon.
+
+    Raises:
+        InvalidOption: If `condition` is false.
+
+    Example:
+        >>> density = 2.0
+        >>> require(0 < density <= 1, "algorithm.density", density, "a number in (0, 1]")
+        Traceback (most recent call last):
+        lightning_sparsefl.errors.InvalidOption: `algorithm.density` is 2.0; expected a number in (0, 1].
+    """
+    if not condition:
+        raise InvalidOption(f"`{option}` is {value!r}; expected {expected}.")
+
+
 class IncompatibleMasks(SparseFLError, ValueError):
     """Masks or weights that do not fit each other."""
 

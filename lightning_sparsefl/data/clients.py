@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.data import ConcatDataset, DataLoader
 
 from lightning_sparsefl.data.federated import FederatedDataModule, no_loader
-from lightning_sparsefl.errors import InvalidOption
+from lightning_sparsefl.errors import InvalidOption, require
 
 
 class ClientDataModules(FederatedDataModule):
@@ -42,12 +42,11 @@ class ClientDataModules(FederatedDataModule):
         eval_split: Literal["val", "test"] = "val",
         client_sizes: Sequence[int] | None = None,
     ) -> None:
-        if not modules:
-            raise InvalidOption("`modules=[]`: expected at least one; change `data.modules`.")
+        require(len(modules) > 0, "data.modules", modules, "at least one data module")
         if client_sizes is not None and len(client_sizes) != len(modules):
             raise InvalidOption(
-                f"`client_sizes` has {len(client_sizes)} entries for {len(modules)} modules: expected one "
-                "per client; change `data.client_sizes`."
+                f"`data.client_sizes` has {len(client_sizes)} entries; expected one for each of the {len(modules)} "
+                "modules."
             )
         self._told_sizes = client_sizes
         super().__init__(

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 
 from lightning_sparsefl.data.examples import CropFlip, Examples, Normalize, Transform
 from lightning_sparsefl.data.partition import IID, Partition, check_num_clients, matching_test
-from lightning_sparsefl.errors import InvalidOption
+from lightning_sparsefl.errors import InvalidOption, require
 from lightning_sparsefl.seeds import generator
 
 
@@ -86,20 +86,15 @@ class FederatedDataModule(L.LightningDataModule):
         num_workers: int = 0,
     ) -> None:
         super().__init__()
-        if not 0 <= val_fraction < 1:
-            raise InvalidOption(
-                f"`val_fraction={val_fraction}`: expected a number in [0, 1); change `data.val_fraction`."
-            )
-        if eval_split not in ("val", "test"):
-            raise InvalidOption(f"`eval_split={eval_split}`: expected val or test; change `data.eval_split`.")
+        require(0 <= val_fraction < 1, "data.val_fraction", val_fraction, "a number in [0, 1)")
+        require(eval_split in ("val", "test"), "data.eval_split", eval_split, "'val' or 'test'")
         for name, value in {
             "batch_size": batch_size,
             "test_per_client": test_per_client,
             "eval_batch_size": eval_batch_size,
             "examples_per_client": examples_per_client,
         }.items():
-            if value is not None and value < 1:
-                raise InvalidOption(f"`{name}={value}`: expected at least 1; change `data.{name}`.")
+            require(value is None or value >= 1, f"data.{name}", value, "a whole number >= 1")
         self.num_clients, self.partition, self.batch_size = num_clients, partition, batch_size
         self.val_fraction, self.test_per_client, self.eval_split = val_fraction, test_per_client, eval_split
         self.seed, self.eval_batch_size = seed, eval_batch_size
@@ -205,8 +200,9 @@ class FederatedDataModule(L.LightningDataModule):
             return 0
         if size < 2:
             raise InvalidOption(
-                f"`val_fraction={self.val_fraction}` needs 2 examples per client, but client {client} owns "
-                f"{size}; lower `data.num_clients`, change `data.partition`, or set `data.val_fraction` to 0."
+                f"`data.val_fraction` is {self.val_fraction}, which needs at least 2 examples per client, but client "
+                f"{client} has {size}; lower `data.num_clients`, change `data.partition`, or set `data.val_fraction` "
+                "to 0."
             )
         return min(max(round(self.val_fraction * size), 1), size - 1)
 
@@ -214,8 +210,8 @@ class FederatedDataModule(L.LightningDataModule):
         wanted = size if self.examples_per_client is None else self.examples_per_client
         if wanted > size:
             raise InvalidOption(
-                f"`examples_per_client={wanted}`: client {client} is dealt {size}; lower it or `data.num_clients`, or "
-                "change `data.partition`."
+                f"`data.examples_per_client` is {wanted}, but the partition gives client {client} only {size}; lower "
+                "it or `data.num_clients`, or change `data.partition`."
             )
         return wanted
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_sparsefl.errors import InvalidOption
+from lightning_sparsefl.errors import InvalidOption, require
 from lightning_sparsefl.seeds import generator
 
 _MAX_DRAWS = 2000
@@ -91,15 +91,8 @@ class Dirichlet(Partition):
     """Fewest examples that a client may own."""
 
     def __post_init__(self) -> None:
-        if not 0 < self.alpha < float("inf"):
-            raise InvalidOption(
-                f"`Dirichlet(alpha={self.alpha})`: expected a finite number above 0; change `data.partition.alpha`."
-            )
-        if self.min_examples < 1:
-            raise InvalidOption(
-                f"`Dirichlet(min_examples={self.min_examples})`: expected at least 1; "
-                "change `data.partition.min_examples`."
-            )
+        require(0 < self.alpha < float("inf"), "data.partition.alpha", self.alpha, "a finite number above 0")
+        require(self.min_examples >= 1, "data.partition.min_examples", self.min_examples, "a whole number >= 1")
 
     def assign(self, labels: Tensor, num_clients: int, rng: torch.Generator) -> list[Tensor]:
         """Draw counts until they suffice, then deal."""
@@ -136,20 +129,13 @@ class Pathological(Partition):
     """Number of classes that each client owns."""
 
     def __post_init__(self) -> None:
-        if self.classes_per_client < 1:
-            raise InvalidOption(
-                f"`Pathological(classes_per_client={self.classes_per_client})`: expected at least 1; "
-                "change `data.partition.classes_per_client`."
-            )
+        self._require_classes(self.classes_per_client >= 1, "a whole number >= 1")
 
     def assign(self, labels: Tensor, num_clients: int, rng: torch.Generator) -> list[Tensor]:
         """Choose the owners of each class, then deal."""
         classes = _indices_by_class(labels, rng)
-        if self.classes_per_client > len(classes):
-            raise InvalidOption(
-                f"`Pathological(classes_per_client={self.classes_per_client})`: expected at most the "
-                f"{len(classes)} classes of the data; change `data.partition.classes_per_client`."
-            )
+        expected = f"at most {len(classes)}, the number of classes in the data"
+        self._require_classes(self.classes_per_client <= len(classes), expected)
         owns = self._owners(len(classes), num_clients, rng)
         sizes = torch.tensor([len(indices) for indices in classes])
         owners = owns.sum(1)
@@ -168,6 +154,9 @@ class Pathological(Partition):
             rarest_first = (owns.sum(1) + torch.rand(num_classes, generator=rng)).argsort()
             owns[rarest_first[: self.classes_per_client], client] = True
         return owns
+
+    def _require_classes(self, condition: bool, expected: str) -> None:
+        require(condition, "data.partition.classes_per_client", self.classes_per_client, expected)
 
     def _check_sizes(self, sizes: Tensor, owners: Tensor) -> None:
         short = (sizes < owners).nonzero()
@@ -216,11 +205,8 @@ def check_num_clients(num_clients: int, examples: int) -> None:
     Raises:
         InvalidOption: If `num_clients` is below 1 or above `examples`.
     """
-    if not 1 <= num_clients <= examples:
-        raise InvalidOption(
-            f"`num_clients={num_clients}`: expected at least 1 and at most the {examples} training examples; "
-            "change `data.num_clients`."
-        )
+    expected = f"a number from 1 to {examples}, the number of training examples"
+    require(1 <= num_clients <= examples, "data.num_clients", num_clients, expected)
 
 
 def _indices_by_class(labels: Tensor, rng: torch.Generator) -> list[Tensor]:

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_sparsefl.data.examples import Examples
 from lightning_sparsefl.data.federated import FederatedDataModule
-from lightning_sparsefl.errors import InvalidOption
+from lightning_sparsefl.errors import InvalidOption, require
 from lightning_sparsefl.seeds import derive_seed, generator
 
 
@@ -44,8 +44,7 @@ class FederatedBlobs(FederatedDataModule):
         **options: Any,
     ) -> None:
         for name, value in {"num_classes": num_classes, "dim": dim, "num_test": num_test}.items():
-            if value < 1:
-                raise InvalidOption(f"`{name}={value}`: expected at least 1; change `data.{name}`.")
+            require(value >= 1, f"data.{name}", value, "a whole number >= 1")
         self.num_classes, self.sample_shape = num_classes, (1, 1, dim)
         self.num_train, self.num_test, self.noise = num_train, num_test, noise
         super().__init__(num_clients=num_clients, **options)
@@ -98,18 +97,15 @@ class FederatedBlobsOnDemand(FederatedDataModule):
         **options: Any,
     ) -> None:
         for name, value in {"num_clients": num_clients, "fewest": fewest, "num_pooled": num_pooled}.items():
-            if value < 1:
-                raise InvalidOption(f"`{name}={value}`: expected at least 1; change `data.{name}`.")
-        if most < fewest:
-            raise InvalidOption(f"`most={most}`: expected at least `fewest`, {fewest}; change `data.most`.")
-        if not 1 <= classes_per_client <= num_classes:
-            raise InvalidOption(
-                f"`classes_per_client={classes_per_client}`: expected 1 up to the {num_classes} classes; "
-                "change `data.classes_per_client`."
-            )
+            require(value >= 1, f"data.{name}", value, "a whole number >= 1")
+        require(most >= fewest, "data.most", most, f"at least `data.fewest`, which is {fewest}")
+        expected = f"a number from 1 to {num_classes}, the number of classes"
+        require(1 <= classes_per_client <= num_classes, "data.classes_per_client", classes_per_client, expected)
         for name in ("partition", "val_fraction", "examples_per_client"):
             if name in options:
-                raise InvalidOption(f"`data.{name}` splits one set, but here each client's examples are made; omit it.")
+                raise InvalidOption(
+                    f"`data.{name}` splits one data set, but this class generates the examples of each client; omit it."
+                )
         self.num_classes, self.sample_shape = num_classes, sample_shape
         self.classes_per_client, self.noise, self.num_pooled = classes_per_client, noise, num_pooled
         self.fewest, self.most = fewest, most

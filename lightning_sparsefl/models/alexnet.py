@@ -126,7 +126,7 @@ def _alexnet256(num_classes: int, channels: int, norm: Norm) -> nn.Sequential:
     net = nn.Sequential()
     for number, (out, kernel, stride, padding) in enumerate(_CONVS, start=1):
         net.add_module(f"conv{number}", nn.Conv2d(channels, out, kernel, stride=stride, padding=padding))
-        net.add_module(f"norm{number}", norm2d(norm, out, _GROUPS, "AlexNet256"))
+        net.add_module(f"norm{number}", norm2d(norm, out, _GROUPS))
         net.add_module(f"relu{number}", nn.ReLU())
         if number in _POOLED:
             net.add_module(f"pool{number}", nn.MaxPool2d(3, stride=2))

@@ -6,7 +6,7 @@ from collections import OrderedDict
 
 from torch import nn
 
-from lightning_sparsefl.errors import InvalidOption
+from lightning_sparsefl.errors import require
 from lightning_sparsefl.models.norm import Norm, norm2d
 from lightning_sparsefl.models.task import Classifier, SampleShape, check_sizes
 
@@ -40,10 +40,8 @@ class SmallCNN(Classifier):
         weight_decay: float = 0.0,
     ) -> None:
         check_sizes("SmallCNN", num_classes, sample_shape, min_side=2)
-        if width < 4 or width % 4:
-            raise InvalidOption(f"`SmallCNN(width={width})`: expected a positive multiple of 4; change `model.width`.")
-        if depth < 1:
-            raise InvalidOption(f"`SmallCNN(depth={depth})`: expected a whole number >= 1; change `model.depth`.")
+        require(width >= 4 and width % 4 == 0, "model.width", width, "a positive multiple of 4")
+        require(depth >= 1, "model.depth", depth, "a whole number >= 1")
         super().__init__(
             _small_cnn(num_classes, sample_shape, width, depth, norm),
             num_classes=num_classes,
@@ -60,7 +58,7 @@ def _small_cnn(num_classes: int, sample_shape: SampleShape, width: int, depth: i
         # A stride, not a pool: with two pools, a last batch of two digits took accuracy from .98 to .26.
         stride = 1 if place == 1 else 2
         layers[f"conv{place}"] = nn.Conv2d(channels, width, 3, stride=stride, padding=1)
-        layers[f"norm{place}"] = norm2d(norm, width, 4, "SmallCNN")
+        layers[f"norm{place}"] = norm2d(norm, width, 4)
         layers[f"relu{place}"] = nn.ReLU()
         rows, columns = ((side + stride - 1) // stride for side in (rows, columns))
         channels, width = width, 2 * width

@@ -7,7 +7,7 @@ from typing import Literal
 
 from torch import nn
 
-from lightning_sparsefl.errors import InvalidOption
+from lightning_sparsefl.errors import require
 from lightning_sparsefl.models.task import Classifier, SampleShape, check_sizes
 
 
@@ -40,8 +40,7 @@ class LeNet5(Classifier):
         variant: Literal["caffe", "1998"] = "caffe",
     ) -> None:
         check_sizes("LeNet5", num_classes, sample_shape, min_side=16)
-        if variant not in _VARIANTS:
-            raise InvalidOption(f"`LeNet5(variant={variant!r})`: expected 'caffe' or '1998'.")
+        require(variant in _VARIANTS, "model.variant", variant, "'caffe' or '1998'")
         super().__init__(
             _VARIANTS[variant](num_classes, sample_shape),
             num_classes=num_classes,

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_sparsefl.errors import InvalidOption
+from lightning_sparsefl.errors import require
 from lightning_sparsefl.models.task import Classifier
 
 
@@ -46,8 +46,7 @@ class LanguageLSTM(Classifier):
         weight_decay: float = 0.0,
     ) -> None:
         for name, value in {"embedding": embedding, "hidden": hidden, "length": length}.items():
-            if value < 1:
-                raise InvalidOption(f"`LanguageLSTM({name}={value})`: expected at least 1; change `model.{name}`.")
+            require(value >= 1, f"model.{name}", value, "a whole number >= 1")
         super().__init__(
             _Language(num_classes, embedding, hidden, tied),
             num_classes=num_classes,

@@ -6,7 +6,7 @@ from math import prod
 
 from torch import nn
 
-from lightning_sparsefl.errors import InvalidOption
+from lightning_sparsefl.errors import require
 from lightning_sparsefl.models.task import Classifier, SampleShape, check_sizes
 
 
@@ -35,8 +35,7 @@ class MLP(Classifier):
         weight_decay: float = 0.0,
     ) -> None:
         check_sizes("MLP", num_classes, sample_shape, min_side=1)
-        if any(width < 1 for width in hidden):
-            raise InvalidOption(f"`MLP(hidden={tuple(hidden)})`: expected widths of 1 or more; change `model.hidden`.")
+        require(all(width >= 1 for width in hidden), "model.hidden", tuple(hidden), "widths of at least 1")
         super().__init__(
             _mlp(num_classes, sample_shape, hidden),
             num_classes=num_classes,

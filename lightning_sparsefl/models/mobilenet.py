@@ -54,7 +54,7 @@ def _mobilenet(num_classes: int, channels: int, norm: Norm) -> nn.Sequential:
     return nn.Sequential(
         OrderedDict(
             conv1=nn.Conv2d(channels, _STEM, 3, padding=1, bias=False),
-            norm1=norm2d(norm, _STEM, _GROUPS, "MobileNet"),
+            norm1=norm2d(norm, _STEM, _GROUPS),
             relu1=nn.ReLU(),
             blocks=nn.Sequential(*blocks),
             pool=nn.AdaptiveAvgPool2d(1),
@@ -68,10 +68,10 @@ def _block(channels: int, out: int, stride: int, norm: Norm) -> nn.Sequential:
     return nn.Sequential(
         OrderedDict(
             depthwise=nn.Conv2d(channels, channels, 3, stride=stride, padding=1, groups=channels, bias=False),
-            norm1=norm2d(norm, channels, _GROUPS, "MobileNet"),
+            norm1=norm2d(norm, channels, _GROUPS),
             relu1=nn.ReLU(),
             pointwise=nn.Conv2d(channels, out, 1, bias=False),
-            norm2=norm2d(norm, out, _GROUPS, "MobileNet"),
+            norm2=norm2d(norm, out, _GROUPS),
             relu2=nn.ReLU(),
         )
     )

@@ -6,7 +6,7 @@ from typing import Literal, get_args
 
 from torch import Tensor, nn
 
-from lightning_sparsefl.errors import InvalidOption
+from lightning_sparsefl.errors import InvalidOption, require
 
 Norm = Literal["group", "batch", "batch_static"]
 """``group``: over groups of channels of each sample. ``batch``: over the batch in training, by running statistics in
@@ -32,25 +32,22 @@ class _BatchNorm2d(nn.BatchNorm2d):
             ) from error
 
 
-def norm2d(norm: Norm, channels: int, groups: int, model: str) -> nn.Module:
+def norm2d(norm: Norm, channels: int, groups: int) -> nn.Module:
     """A layer of the kind.
 
     Args:
         norm: The kind.
         channels: Of the images.
         groups: With ``group``, how many; a divisor of the channels.
-        model: Class name of the network, for the message.
 
     Raises:
         InvalidOption: If the kind is unknown.
 
     Example:
-        >>> norm2d("batch_static", 4, 2, "VGG11").running_mean is None
+        >>> norm2d("batch_static", 4, 2).running_mean is None
         True
     """
-    if norm not in get_args(Norm):
-        expected = "'group', 'batch' or 'batch_static'"
-        raise InvalidOption(f"`{model}(norm={norm!r})`: expected {expected}; change `model.norm`.")
+    require(norm in get_args(Norm), "model.norm", norm, "'group', 'batch' or 'batch_static'")
     if norm == "group":
         return nn.GroupNorm(groups, channels)
     return _BatchNorm2d(channels, track_running_stats=norm == "batch")

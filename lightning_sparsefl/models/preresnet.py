@@ -54,7 +54,7 @@ def _preresnet18(num_classes: int, channels: int, norm: Norm) -> nn.Sequential:
             stage2=_stage(64, 128, 2, norm),
             stage3=_stage(128, 256, 2, norm),
             stage4=_stage(256, 512, 2, norm),
-            norm=norm2d(norm, 512, _GROUPS, "PreResNet18"),
+            norm=norm2d(norm, 512, _GROUPS),
             relu=nn.ReLU(),
             pool=nn.AdaptiveAvgPool2d(1),
             flatten=nn.Flatten(),
@@ -75,10 +75,10 @@ class _Block(nn.Module):
 
     def __init__(self, channels: int, out: int, stride: int, norm: Norm) -> None:
         super().__init__()
-        self.norm1 = norm2d(norm, channels, _GROUPS, "PreResNet18")
+        self.norm1 = norm2d(norm, channels, _GROUPS)
         self.relu1 = nn.ReLU()
         self.conv1 = nn.Conv2d(channels, out, 3, stride=stride, padding=1, bias=False)
-        self.norm2 = norm2d(norm, out, _GROUPS, "PreResNet18")
+        self.norm2 = norm2d(norm, out, _GROUPS)
         self.relu2 = nn.ReLU()
         self.conv2 = nn.Conv2d(out, out, 3, padding=1, bias=False)
         self.shortcut: nn.Module | None = None

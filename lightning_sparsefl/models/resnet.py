@@ -68,7 +68,7 @@ def _resnet18(num_classes: int, channels: int, norm: Norm) -> nn.Sequential:
 
 
 def _norm(norm: Norm, channels: int) -> nn.Module:
-    return norm2d(norm, channels, _GROUPS, "ResNet18")
+    return norm2d(norm, channels, _GROUPS)
 
 
 def _stage(channels: int, out: int, stride: int, norm: Norm) -> nn.Sequential:

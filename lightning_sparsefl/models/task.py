@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torchmetrics.classification import MulticlassAccuracy
 
-from lightning_sparsefl.errors import InvalidOption
+from lightning_sparsefl.errors import require
 
 SampleShape = tuple[int, int, int]
 """Channels, height, width of one sample."""
@@ -100,22 +100,15 @@ def check_sizes(model: str, num_classes: int, sample_shape: SampleShape, min_sid
     """
     _check_classes(num_classes)
     channels, height, width = sample_shape
-    if channels < 1 or min(height, width) < min_side:
-        raise InvalidOption(
-            f"`{model}(sample_shape={tuple(sample_shape)})`: expected at least 1 channel and sides of at "
-            f"least {min_side} pixels; change `model` or `data`."
-        )
+    expected = f"at least 1 channel and sides of at least {min_side} pixels for `{model}`; change `model` or `data`"
+    require(channels >= 1 and min(height, width) >= min_side, "model.sample_shape", tuple(sample_shape), expected)
 
 
 def _check_classes(num_classes: int) -> None:
-    if num_classes < 2:
-        raise InvalidOption(f"`num_classes={num_classes}`: expected at least 2; change `model.num_classes` or `data`.")
+    require(num_classes >= 2, "model.num_classes", num_classes, "a whole number >= 2; change it or `data`")
 
 
 def _check_rates(lr: float, momentum: float, weight_decay: float) -> None:
-    if lr <= 0:
-        raise InvalidOption(f"`lr={lr}`: expected a number above 0; change `model.lr`.")
-    if not 0 <= momentum < 1:
-        raise InvalidOption(f"`momentum={momentum}`: expected a number in [0, 1); change `model.momentum`.")
-    if weight_decay < 0:
-        raise InvalidOption(f"`weight_decay={weight_decay}`: expected at least 0; change `model.weight_decay`.")
+    require(lr > 0, "model.lr", lr, "a number above 0")
+    require(0 <= momentum < 1, "model.momentum", momentum, "a number in [0, 1)")
+    require(weight_decay >= 0, "model.weight_decay", weight_decay, "a number >= 0")

@@ -46,7 +46,7 @@ class VGG11(Classifier):
         weight_decay: float = 5e-4,
     ) -> None:
         check_sizes("VGG11", num_classes, sample_shape, min_side=32)
-        net = _vgg("VGG11", _A, num_classes, sample_shape, norm)
+        net = _vgg(_A, num_classes, sample_shape, norm)
         super().__init__(net, num_classes=num_classes, lr=lr, momentum=momentum, weight_decay=weight_decay)
 
 
@@ -75,7 +75,7 @@ class VGG13(Classifier):
         weight_decay: float = 5e-4,
     ) -> None:
         check_sizes("VGG13", num_classes, sample_shape, min_side=32)
-        net = _vgg("VGG13", _B, num_classes, sample_shape, norm)
+        net = _vgg(_B, num_classes, sample_shape, norm)
         super().__init__(net, num_classes=num_classes, lr=lr, momentum=momentum, weight_decay=weight_decay)
 
 
@@ -104,13 +104,11 @@ class VGG16(Classifier):
         weight_decay: float = 5e-4,
     ) -> None:
         check_sizes("VGG16", num_classes, sample_shape, min_side=32)
-        net = _vgg("VGG16", _D, num_classes, sample_shape, norm)
+        net = _vgg(_D, num_classes, sample_shape, norm)
         super().__init__(net, num_classes=num_classes, lr=lr, momentum=momentum, weight_decay=weight_decay)
 
 
-def _vgg(
-    model: str, widths: tuple[int | None, ...], num_classes: int, sample_shape: SampleShape, norm: Norm
-) -> nn.Sequential:
+def _vgg(widths: tuple[int | None, ...], num_classes: int, sample_shape: SampleShape, norm: Norm) -> nn.Sequential:
     channels, height, width = sample_shape
     features = nn.Sequential()
     convs = 0
@@ -120,7 +118,7 @@ def _vgg(
             continue
         convs += 1
         features.add_module(f"conv{convs}", nn.Conv2d(channels, out, 3, padding=1))
-        features.add_module(f"norm{convs}", norm2d(norm, out, _GROUPS, model))
+        features.add_module(f"norm{convs}", norm2d(norm, out, _GROUPS))
         features.add_module(f"relu{convs}", nn.ReLU())
         channels = out
     features.add_module("flatten", nn.Flatten())

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from lightning_sparsefl.errors import InvalidOption, MalformedPayload, SparseFLError
+from lightning_sparsefl.errors import InvalidOption, MalformedPayload, SparseFLError, require
 from lightning_sparsefl.sparse.masks import counts, intersect
 from lightning_sparsefl.types import Masks, Message, Update, Weights
 from lightning_sparsefl.wire.frame import Reader, Size, Writer
@@ -148,10 +148,9 @@ class Codec:
         return writer
 
     def _write_update(self, update: Update, message: Message, *, keep: bool) -> Writer:
-        if update.kind not in _KINDS:
-            raise InvalidOption(f"`Update(kind={update.kind!r})`: expected one of {_KINDS}.")
-        if not (isinstance(update.weight, int) and 0 < update.weight < 2**63):
-            raise InvalidOption(f"`Update(weight={update.weight!r})`: expected a positive integer.")
+        require(update.kind in _KINDS, "Update.kind", update.kind, f"one of {_KINDS}")
+        fits = isinstance(update.weight, int) and 0 < update.weight < 2**63
+        require(fits, "Update.weight", update.weight, "a whole number from 1 to 2**63 - 1")
         _require_trees(update.extra, InvalidOption)
         _require_tree(update.shared, InvalidOption)
         writer = self._start(_UPDATE, keep=keep)

@@ -153,7 +153,9 @@ def test_refuses_streams_and_empty_sets():
 
 
 def test_refuses_bad_arguments():
-    with pytest.raises(InvalidOption, match=r"data\.modules"):
+    with pytest.raises(InvalidOption, match=r"`data.modules` is \[\]; expected at least one data module"):
         ClientDataModules([])
-    with pytest.raises(InvalidOption, match=r"data\.client_sizes"):
+    with pytest.raises(
+        InvalidOption, match=r"`data.client_sizes` has 2 entries; expected one for each of the 1 modules"
+    ):
         ClientDataModules([TrainOnly()], client_sizes=[1, 2])

@@ -137,7 +137,9 @@ def test_pathological_leaves_out_classes_that_nobody_is_dealt(labels):
 def test_pathological_counts_the_classes_that_occur():
     two = torch.tensor([3, 9] * 10)
     assert [len(i) for i in Pathological(classes_per_client=2).split(two, num_clients=2, seed=0)] == [10, 10]
-    with pytest.raises(InvalidOption, match="at most the 2 classes"):
+    with pytest.raises(
+        InvalidOption, match=r"`data.partition.classes_per_client` is 3; expected at most 2, the number of classes"
+    ):
         Pathological(classes_per_client=3).split(two, num_clients=2, seed=0)
 
 
@@ -149,7 +151,7 @@ def test_pathological_refuses_more_owners_than_examples():
 @pytest.mark.parametrize("num_clients", [0, -1, 1001])
 @pytest.mark.parametrize("partition", PARTITIONS, ids=repr)
 def test_refuses_impossible_numbers_of_clients(partition, labels, num_clients):
-    with pytest.raises(InvalidOption, match=f"num_clients={num_clients}.*at most the 1000 training examples"):
+    with pytest.raises(InvalidOption, match=f"`data.num_clients` is {num_clients}; expected a number from 1 to 1000"):
         partition.split(labels, num_clients, seed=0)
 
 
@@ -164,7 +166,7 @@ def test_refuses_impossible_numbers_of_clients(partition, labels, num_clients):
     ],
 )
 def test_refuses_options_out_of_range(make, option):
-    with pytest.raises(InvalidOption, match=rf"data\.partition\.{option}"):
+    with pytest.raises(InvalidOption, match=rf"`data\.partition\.{option}` is .*; expected a"):
         make()
 
 

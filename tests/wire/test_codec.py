@@ -263,9 +263,9 @@ def test_messages_that_cannot_be_sent(message, error, words):
 @pytest.mark.parametrize(
     ("update", "words"),
     [
-        (Update(weights={}, weight=0), r"`Update\(weight=0\)`: expected a positive integer"),
-        (Update(weights={}, weight=1.5), r"`Update\(weight=1.5\)`: expected a positive integer"),
-        (Update(weights={}, kind="both"), r"`Update\(kind='both'\)`: expected one of"),
+        (Update(weights={}, weight=0), "`Update.weight` is 0; expected a whole number from 1"),
+        (Update(weights={}, weight=1.5), "`Update.weight` is 1.5; expected a whole number from 1"),
+        (Update(weights={}, kind="both"), "`Update.kind` is 'both'; expected one of"),
         (Update(weights={}, shared=[1]), "`shared` is a list"),
         (Update(weights={}, shared={"f": print}), "`f` holds a builtin_function_or_method"),
     ],
