@@ -1,4 +1,4 @@
-"""A multi-layer perceptron."""
+"""Multi-layer perceptron."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from lightning_sparsefl.models.task import Classifier, SampleShape, check_sizes
 
 
 class MLP(Classifier):
-    """Linear layers with ReLU between them, over the flattened sample.
+    """Multi-layer perceptron with ReLU on flattened samples.
 
     Args:
         num_classes: Number of classes.
-        sample_shape: Channels, height, width.
-        hidden: Width of every hidden layer; empty = logistic regression.
+        sample_shape: Channels, height and width of a sample.
+        hidden: Width of each hidden layer; empty for logistic regression.
         lr: Learning rate.
-        momentum: Momentum.
-        weight_decay: L2 penalty.
+        momentum: Momentum of SGD.
+        weight_decay: Weight decay (L2 penalty) of SGD.
 
     Raises:
-        InvalidOption: If a number is out of its range.
+        InvalidOption: If an option is out of its range.
     """
 
     def __init__(

@@ -11,23 +11,23 @@ from lightning_sparsefl.models.task import Classifier, check_sizes
 
 _STEM = 32
 _WIDTHS = (64, 128, 128, 256, 256, 512, 512, 512, 512, 512, 512, 1024, 1024)
-"""Output channels of each block; where they double the block halves the sides, but for the first."""
+"""Output channels of each block; a block that doubles them has stride 2, except for the first."""
 _GROUPS = 32
 
 
 class MobileNet(Classifier):
-    """Howard et al. (2017), version 1, for small images: a stem of stride 1 and 13 depthwise separable blocks.
+    """MobileNet (Howard et al., 2017) for small images: a stem of stride 1 and 13 depthwise separable blocks.
 
     The variant of Setayesh et al., "PerFedMask: Personalized Federated Learning with Optimized Masking Vectors",
-    section 6: bias-free convolutions, and batch norm that keeps no statistics.
+    section 6: bias-free convolutions, and batch norm without running statistics.
 
     Args:
         num_classes: Number of classes.
-        sample_shape: Channels, height, width; sides of 17 or more.
-        norm: After each convolution.
+        sample_shape: Channels, height and width of a sample; sides of at least 17 pixels.
+        norm: Norm after each convolution.
         lr: Learning rate.
-        momentum: Momentum.
-        weight_decay: L2 penalty.
+        momentum: Momentum of SGD.
+        weight_decay: Weight decay (L2 penalty) of SGD.
 
     Raises:
         InvalidOption: If an option is out of its range, or the samples are too small.
