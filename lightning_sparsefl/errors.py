@@ -130,7 +130,7 @@ class ClientFailed(SparseFLError, RuntimeError):
         client: Number of the client.
         round: Number of the round, from 0.
         rank: Rank on which the client failed.
-        left: With `federation.on_client_error: skip`, the number of remaining clients and `federation.min_clients`.
+        left: Number of remaining clients and `federation.min_clients`, with `federation.on_client_error: skip`.
         replay: Command or call that repeats the local fit.
     """
 
