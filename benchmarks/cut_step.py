@@ -1,8 +1,8 @@
-"""What a client's step takes when units are cut out: ResNet18 at several densities against itself, one thread.
+"""Time of a training step when units are cut out: ResNet18 at several densities, one thread.
 
-Both sides run the same bare loop, one on the whole network, one on a copy with the kept units only, as clients train
-with `federation.execution: cut`. They take turns within a cycle; a ratio is the median over the cycles of the narrow
-side's processor time over the whole side's. `flops` is the ratio that counting promises, the forward pass's.
+Both sides run the same loop, one on the full network and one on a copy with the kept units only, as clients train with
+`federation.execution: cut`. They take turns within a cycle. A ratio is the median over the cycles of the CPU time of
+the narrow network divided by that of the full one; `flops` is the ratio of the FLOPs of the forward pass.
 
     python benchmarks/cut_step.py --out result.json
 """
@@ -31,7 +31,7 @@ RATES = {"lr": 0.01, "momentum": 0.9, "weight_decay": 5e-4}
 
 
 def step(net: nn.Module, optimizer: torch.optim.Optimizer, batch: tuple[torch.Tensor, torch.Tensor]) -> float:
-    """Processor time of one step."""
+    """Run one step and return its CPU time in seconds."""
     start = time.process_time()
     optimizer.zero_grad()
     cross_entropy(net(batch[0]), batch[1]).backward()
@@ -40,13 +40,13 @@ def step(net: nn.Module, optimizer: torch.optim.Optimizer, batch: tuple[torch.Te
 
 
 def compare(net: nn.Module, batch: tuple[torch.Tensor, torch.Tensor], density: float, cycles: int) -> dict[str, float]:
-    """Medians over the cycles.
+    """Compare the full and the narrow network by medians over the cycles.
 
     Args:
-        net: The whole network.
-        batch: Of every step.
-        density: Fraction of the units that is kept, the largest.
-        cycles: Turns of the two sides.
+        net: Full network.
+        batch: Inputs and labels of each step.
+        density: Fraction of the units that is kept; the units with the largest norms are kept.
+        cycles: Number of cycles.
     """
     groups, weights = find_groups(net, batch[0][:1]), net.state_dict()
     kept = keep_units(unit_norms(groups, weights), unit_counts(groups, density))
@@ -59,7 +59,7 @@ def compare(net: nn.Module, batch: tuple[torch.Tensor, torch.Tensor], density: f
     for cycle in range(cycles + 1):
         for index in (0, 1) if cycle % 2 else (1, 0):
             seconds = step(*sides[index], batch)
-            if cycle:  # the first makes allocations
+            if cycle:  # the first cycle allocates memory
                 taken[index].append(seconds)
     return {
         "whole_ms": statistics.median(taken[0]) * 1e3,
@@ -71,12 +71,12 @@ def compare(net: nn.Module, batch: tuple[torch.Tensor, torch.Tensor], density: f
 
 
 def main() -> None:
-    """Measure, print JSON, and write it if asked to."""
+    """Measure, print JSON, and write it to `--out`."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--densities", type=float, nargs="*", default=[0.5, 0.25, 0.125], help="of the units")
-    parser.add_argument("--batch", type=int, default=32, help="samples")
-    parser.add_argument("--size", type=int, default=32, help="of the images, in pixels")
-    parser.add_argument("--cycles", type=int, default=8, help="turns of the two sides")
+    parser.add_argument("--densities", type=float, nargs="*", default=[0.5, 0.25, 0.125], help="densities of the units")
+    parser.add_argument("--batch", type=int, default=32, help="batch size")
+    parser.add_argument("--size", type=int, default=32, help="height and width of the images in pixels")
+    parser.add_argument("--cycles", type=int, default=8, help="number of cycles")
     parser.add_argument("--out", type=Path, help="file for the JSON")
     arguments = parser.parse_args()
     torch.set_num_threads(1)

@@ -1,8 +1,8 @@
-"""What a round of `FederatedTrainer` costs over a bare FedAvg loop: 10 clients of 500 samples, batches of 20.
+"""Overhead of a round of `FederatedTrainer` over a plain FedAvg loop: 10 clients of 500 samples, batches of 20.
 
-Both sides train the same clients on the same batches of the same loaders, in turns within one process and one thread,
-in an order that flips every round, and must end a round with the same weights. A ratio is the median over the rounds
-of our time over the bare loop's.
+Both sides train the same clients on the same batches of the same loaders, in turns within one process and one thread.
+Their order alternates between rounds, and they must end each round with the same weights. A ratio is the median over
+the rounds of our time divided by that of the plain loop.
 
     python benchmarks/federated_round.py --out result.json
 """
@@ -40,15 +40,15 @@ from lightning_sparsefl.seeds import derive_seed, generator
 
 SEED, BATCH, RATES = 0, 20, {"lr": 0.01, "momentum": 0.9, "weight_decay": 5e-4}
 TOLERANCE = 1e-6
-"""Largest difference of two weights after one round: the bare loop averages in float32, we in float64."""
+"""Largest difference of two weights after one round: the plain loop averages in float32, we in float64."""
 
 
 class Pictures(FederatedDataModule):
-    """Noise of MNIST's shape, as float32, so that a loader costs as little as a loader can.
+    """Random float32 images with the shape of MNIST, which need no conversion by the loader.
 
     Args:
         clients: Number of clients.
-        samples: Training samples of each.
+        samples: Number of training samples of each client.
     """
 
     num_classes, sample_shape = 10, (1, 28, 28)
@@ -58,35 +58,35 @@ class Pictures(FederatedDataModule):
         super().__init__(num_clients=clients, batch_size=BATCH, eval_split="test", test_per_client=10, seed=SEED)
 
     def load(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """See :class:`FederatedDataModule`."""
+        """Generate the data; see :class:`FederatedDataModule`."""
         rng, total = generator(SEED, "noise"), self.num_train + 100
         images, labels = torch.randn(total, *self.sample_shape, generator=rng), torch.arange(total) % self.num_classes
         return images[:-100], labels[:-100], images[-100:], labels[-100:]
 
 
 class Silent(Classifier):
-    """Trains without a log."""
+    """Classifier that does not log."""
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        """The batch's mean cross-entropy."""
+        """Compute the mean cross-entropy of a batch."""
         inputs, targets = batch
         return cross_entropy(self(inputs), targets)
 
 
 class SilentLeNet5(Silent, LeNet5):
-    """The same network, without a log."""
+    """LeNet5 that does not log."""
 
 
 class SilentMLP(Silent, MLP):
-    """The same network, without a log."""
+    """MLP that does not log."""
 
 
 class Bare:
-    """FedAvg as one would write it by hand.
+    """Plain FedAvg loop.
 
     Args:
-        net: Of the first weights; changed in place.
-        data: The clients', all of whom take part.
+        net: Network with the initial weights; changed in place.
+        data: Data of the clients, all of which take part in each round.
     """
 
     def __init__(self, net: nn.Module, data: Pictures) -> None:
@@ -94,7 +94,7 @@ class Bare:
         self.weights = [parameter.detach().clone() for parameter in net.parameters()]
 
     def round(self, number: int) -> None:
-        """Train every client from the same weights, and average by samples."""
+        """Train every client from the same weights, and average weighted by samples."""
         sums = [torch.zeros_like(weight) for weight in self.weights]
         total = sum(self.data.num_examples(client) for client in range(self.data.num_clients))
         for client in range(self.data.num_clients):
@@ -120,15 +120,15 @@ class Bare:
 
 @dataclass(frozen=True)
 class Moment:
-    """A time, or the time between two, in seconds."""
+    """A time, or the difference of two times, in seconds."""
 
     cpu: float
-    """Of this process, on all its threads."""
+    """CPU time of this process, of all threads."""
     wall: float
 
     @classmethod
     def now(cls) -> Moment:
-        """This one."""
+        """Return the current time."""
         return cls(time.process_time(), time.perf_counter())
 
     def __sub__(self, earlier: Moment) -> Moment:
@@ -136,10 +136,10 @@ class Moment:
 
 
 class Referee(Callback):
-    """Lets the bare loop run before a round of the trainer, or after it, in turns, and times both.
+    """Callback that runs the plain loop before or after a round of the trainer, in turns, and times both.
 
     Args:
-        bare: The other side.
+        bare: Plain loop.
     """
 
     def __init__(self, bare: Bare) -> None:
@@ -150,23 +150,23 @@ class Referee(Callback):
         self._number = 0
 
     def on_train_epoch_start(self, trainer: Any, pl_module: LightningModule) -> None:
-        """The round before is committed by now; the next one begins when this returns."""
+        """End the previous round, which is committed now, and start the next one."""
         self._finish(pl_module)
         if self._number % 2 == 0:
             self._run_bare()
         self._started = Moment.now()
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        """Clients are shown when all are trained and merged, so the first one ends the round's own time."""
+        """Stop the clock of a round at its first batch, which is reported after all clients are trained and merged."""
         if batch_idx == 0 and self._started is not None:
             self.times["round"].append(Moment.now() - self._started)
 
     def on_fit_end(self, trainer: Any, pl_module: LightningModule) -> None:
-        """The last round is committed."""
+        """End the last round, which is committed now."""
         self._finish(pl_module)
 
     def _finish(self, module: LightningModule) -> None:
-        """End a round: give the bare loop its turn if it had none, and compare what a commit leaves in the module."""
+        """End a round: run the plain loop if it has not run yet, and compare the committed weights."""
         if self._started is None:
             return
         self.times["committed"].append(Moment.now() - self._started)
@@ -189,7 +189,7 @@ class Case:
     model: type[Classifier]
     algorithm: FederatedAlgorithm
     equal: bool = True
-    """Whether the bare loop does the same arithmetic, so that its weights must be the same."""
+    """Whether the plain loop does the same arithmetic, so that its weights must be equal."""
 
 
 CASES = {
@@ -202,7 +202,7 @@ CASES = {
 
 
 def compare(case: Case, clients: int, samples: int, rounds: int) -> dict[str, Any]:
-    """Medians over the rounds, without the first one, which warms up, and the last one, which also evaluates."""
+    """Compare by medians over the rounds, without the first (warm-up) and the last (evaluation)."""
     torch.manual_seed(SEED)
     module, data = case.model(num_classes=10, **RATES), Pictures(clients, samples)
     data.setup()
@@ -224,8 +224,8 @@ def compare(case: Case, clients: int, samples: int, rounds: int) -> dict[str, An
             trainer.fit(module, data)
     if case.equal and not referee.differences[0] <= TOLERANCE:
         sys.exit(
-            f"After one round the two sides have different weights, by {referee.differences[0]:.1e} where at most "
-            f"{TOLERANCE:.0e} was expected, so their times do not compare."
+            f"The weights of the two sides differ by {referee.differences[0]:.1e} after one round; expected at most "
+            f"{TOLERANCE:.0e}, so their times cannot be compared."
         )
     times = {side: taken[1:-1] for side, taken in referee.times.items()}
     return {
@@ -239,7 +239,7 @@ def compare(case: Case, clients: int, samples: int, rounds: int) -> dict[str, An
 
 
 def _summary(clock: str, times: Mapping[str, list[float]]) -> dict[str, float]:
-    """Medians of seconds, and of the ratios within a round."""
+    """Compute the medians of the seconds and of the ratios within a round."""
     seconds = {f"{clock}_{side}_s": statistics.median(taken) for side, taken in times.items()}
     ratios = {
         f"{clock}_ratio_{side}": statistics.median(ours / bare for ours, bare in zip(taken, times["bare"], strict=True))
@@ -250,19 +250,21 @@ def _summary(clock: str, times: Mapping[str, list[float]]) -> dict[str, float]:
 
 
 def processor() -> str:
-    """Name of the processor, where the system tells."""
+    """Return the name of the processor, if the system provides it."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.is_file() else []
     return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.processor())
 
 
 def main() -> None:
-    """Measure, print JSON, and write it if asked to."""
+    """Measure, print JSON, and write it to `--out`."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--clients", type=int, default=10, help="clients, all of which take part in every round")
-    parser.add_argument("--samples", type=int, default=500, help="training samples of a client")
-    parser.add_argument("--rounds", type=int, default=20, help="rounds that are measured")
-    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES), help="what to compare")
+    parser.add_argument(
+        "--clients", type=int, default=10, help="number of clients, all of which take part in every round"
+    )
+    parser.add_argument("--samples", type=int, default=500, help="number of training samples of a client")
+    parser.add_argument("--rounds", type=int, default=20, help="number of measured rounds")
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES), help="cases to compare")
     parser.add_argument("--out", type=Path, help="file for the JSON")
     arguments = parser.parse_args()
     torch.set_num_threads(1)

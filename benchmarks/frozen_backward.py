@@ -1,8 +1,9 @@
-"""Whether frozen layers save the time that their FLOPs promise: a weak client of MobileNet at an eighth, one thread.
+"""Time of the backward pass with frozen layers, compared with its FLOPs: MobileNet, one thread.
 
-PerFedMask's plan for 100 clients, half of which can train an eighth of the body, freezes most of the weak ones' layers.
-The backward pass of one batch is timed with nothing frozen and with the plan, in turns within a cycle. Its promise is
-counted: training FLOPs less those of a forward pass. A ratio of 1.0 keeps the promise, 1.15 takes 15 percent longer.
+The plan of PerFedMask for 100 clients, half of which can train an eighth of the body, freezes most layers of the weak
+clients. The backward pass of one batch is timed without frozen layers and with the plan, in turns within a cycle. The
+expected share is that of the FLOPs: training FLOPs minus those of the forward pass. At a ratio of 1.0 the time falls as
+the FLOPs do; at 1.15 it takes 15 percent longer.
 
     python benchmarks/frozen_backward.py --out result.json
 """
@@ -27,11 +28,11 @@ from lightning_sparsefl.sparse.layer_groups import group_sizes, head_of, layer_g
 
 CLIENTS, WEAK = 100, 1 / 8
 _LATE = 11
-"""The last group that a weak client could train, 268,800 parameters: what freezing early layers would save."""
+"""Index of the last group within the budget of a weak client, 268,800 parameters; all earlier layers are frozen."""
 
 
 def plans(module: nn.Module) -> dict[str, set[str]]:
-    """Frozen tensors: of a weak client, of one that trains one late group instead, of FedBABU."""
+    """Return the frozen tensors of a weak client, of a client that trains one late group, and of FedBABU."""
     weights = dict(module.named_parameters())
     head = head_of(weights)
     groups = layer_groups({name: value for name, value in weights.items() if name not in head})
@@ -50,7 +51,7 @@ def plans(module: nn.Module) -> dict[str, set[str]]:
 
 
 def backward_seconds(module: nn.Module, frozen: set[str], images: Tensor, labels: Tensor) -> float:
-    """Processor time of one backward pass."""
+    """Run one backward pass and return its CPU time in seconds."""
     for name, parameter in module.named_parameters():
         parameter.requires_grad_(name not in frozen)
         parameter.grad = None
@@ -61,7 +62,7 @@ def backward_seconds(module: nn.Module, frozen: set[str], images: Tensor, labels
 
 
 def promised(module: nn.Module, frozen: set[str]) -> float:
-    """FLOPs of the backward pass as a share of that of the whole model."""
+    """Compute the FLOPs of the backward pass as a fraction of those without frozen layers."""
     layers = count_layers(module, torch.zeros(1, 3, 32, 32))
     forward = forward_flops(layers)
     masks = {n: torch.zeros_like(p, dtype=torch.bool) for n, p in module.named_parameters() if n in frozen}
@@ -69,11 +70,11 @@ def promised(module: nn.Module, frozen: set[str]) -> float:
 
 
 def measure(batch: int, cycles: int) -> dict[str, dict[str, float]]:
-    """Medians over the cycles, by case.
+    """Measure all cases by medians over the cycles.
 
     Args:
-        batch: Samples of a batch.
-        cycles: In which the cases take turns.
+        batch: Batch size.
+        cycles: Number of cycles, in each of which the cases take turns.
     """
     rng = torch.Generator().manual_seed(0)
     images = torch.randn(batch, 3, 32, 32, generator=rng)
@@ -82,7 +83,7 @@ def measure(batch: int, cycles: int) -> dict[str, dict[str, float]]:
     module = MobileNet()
     cases: dict[str, set[str]] = {"dense": set(), **plans(module)}
     taken: dict[str, list[float]] = {name: [] for name in cases}
-    for cycle in range(-1, cycles):  # the first is not counted
+    for cycle in range(-1, cycles):  # the first cycle is not counted
         for name in list(cases) if cycle % 2 else reversed(list(cases)):
             seconds = backward_seconds(module, cases[name], images, labels)
             if cycle >= 0:
@@ -100,10 +101,10 @@ def measure(batch: int, cycles: int) -> dict[str, dict[str, float]]:
 
 
 def main() -> None:
-    """Measure, print JSON, and write it if asked to."""
+    """Measure, print JSON, and write it to `--out`."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--batch", type=int, default=50, help="samples of a batch")
-    parser.add_argument("--cycles", type=int, default=20, help="turns of the cases")
+    parser.add_argument("--batch", type=int, default=50, help="batch size")
+    parser.add_argument("--cycles", type=int, default=20, help="number of cycles")
     parser.add_argument("--out", type=Path, help="file for the JSON")
     arguments = parser.parse_args()
     torch.set_num_threads(1)

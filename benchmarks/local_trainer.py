@@ -1,9 +1,9 @@
-"""What a client's local fit costs over a bare PyTorch loop: LeNet5-Caffe, batches of 20, one thread.
+"""Overhead of a client's local fit over a plain PyTorch loop: LeNet5 (Caffe), batches of 20, one thread.
 
-Both sides take the same batches from one loader, in turns within a cycle, and must end with the same weights. The
-ratio is the median over the cycles of our processor time over the bare loop's. With logging, our side logs loss and
-accuracy on each step (``on_step=False, on_epoch=True``), against the bare loop as it is, and against one that adds
-both up by hand.
+Both sides take the same batches from one loader, in turns within a cycle, and must end with the same weights. The ratio
+is the median over the cycles of our CPU time divided by that of the plain loop. With logging, our side logs loss and
+accuracy in each step (``on_step=False, on_epoch=True``), and is compared with the plain loop and with one that sums
+both.
 
     python benchmarks/local_trainer.py --out result.json
 """
@@ -35,21 +35,21 @@ BATCH, RATES = 20, {"lr": 0.01, "momentum": 0.9, "weight_decay": 5e-4}
 
 
 class Silent(LeNet5):
-    """The same network, without a log."""
+    """LeNet5 that does not log."""
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        """The batch's mean cross-entropy."""
+        """Compute the mean cross-entropy of a batch."""
         inputs, targets = batch
         return cross_entropy(self(inputs), targets)
 
 
 def bare(net: nn.Module, loader: Any, sums: bool) -> None:
-    """One epoch as one would write it by hand.
+    """Train one epoch in a plain loop.
 
     Args:
-        net: Changed in place.
-        loader: Of the batches.
-        sums: Whether to add up loss and correct answers.
+        net: Network; changed in place.
+        loader: Loader of the batches.
+        sums: Whether to sum the loss and the number of correct predictions.
     """
     optimizer = torch.optim.SGD(net.parameters(), **RATES)
     total_loss = total_correct = torch.zeros(())
@@ -65,20 +65,20 @@ def bare(net: nn.Module, loader: Any, sums: bool) -> None:
 
 
 def seconds(work: Callable[[], object]) -> float:
-    """Processor time of one call."""
+    """Run a function and return its CPU time in seconds."""
     start = time.process_time()
     work()
     return time.process_time() - start
 
 
 def compare(kind: type[LeNet5], sums: bool, steps: int, cycles: int) -> dict[str, float]:
-    """Medians over the cycles.
+    """Compare the two sides by medians over the cycles.
 
     Args:
-        kind: Of the module, with a log or without.
-        sums: Whether the bare loop adds up loss and accuracy.
-        steps: Of one epoch.
-        cycles: In which the two sides take turns.
+        kind: Class of the module, with or without logging.
+        sums: Whether the plain loop sums loss and accuracy.
+        steps: Number of steps of an epoch.
+        cycles: Number of cycles, in each of which the two sides take turns.
     """
     rng = torch.Generator().manual_seed(0)
     images = torch.randn(BATCH * steps, 1, 28, 28, generator=rng)
@@ -91,7 +91,7 @@ def compare(kind: type[LeNet5], sums: bool, steps: int, cycles: int) -> dict[str
     for side in sides:
         side()
     if any(not torch.equal(a, b) for a, b in zip(net.parameters(), module.net.parameters(), strict=True)):
-        sys.exit("The two sides trained different weights, so their times do not compare.")
+        sys.exit("The weights of the two sides differ; expected equal weights, so their times cannot be compared.")
     times = []
     for cycle in range(cycles):
         taken = {index: seconds(sides[index]) for index in ((0, 1) if cycle % 2 else (1, 0))}
@@ -104,10 +104,10 @@ def compare(kind: type[LeNet5], sums: bool, steps: int, cycles: int) -> dict[str
 
 
 def main() -> None:
-    """Measure, print JSON, and write it if asked to."""
+    """Measure, print JSON, and write it to `--out`."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=50, help="steps of one fit")
-    parser.add_argument("--cycles", type=int, default=20, help="turns of the two sides")
+    parser.add_argument("--steps", type=int, default=50, help="number of steps of a fit")
+    parser.add_argument("--cycles", type=int, default=20, help="number of cycles")
     parser.add_argument("--out", type=Path, help="file for the JSON")
     arguments = parser.parse_args()
     torch.set_num_threads(1)

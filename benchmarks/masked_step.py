@@ -1,9 +1,9 @@
-"""What a masking callback costs a training step: an MLP of width 512 and a ResNet18, SGD with momentum, one thread.
+"""Overhead of a masking callback in a training step: an MLP of width 512 and a ResNet18, SGD with momentum, one thread.
 
-Both sides run the same bare loop on their own copy of the module, the one with the callback's hooks where a Trainer
-calls them. They take turns within a cycle, and a ratio is the median over the cycles of the masked side's processor
-time over the dense side's. Steps at which the mask moves are told apart: `ratio` has none of them, `ratio_with_moves`
-adds the mean cost of a move over the callback's default number of steps between two.
+Both sides run the same plain loop on their own copy of the module, one of them with the hooks of the callback where a
+Trainer calls them. They take turns within a cycle. A ratio is the median over the cycles of the CPU time of the masked
+side divided by that of the dense side. Steps in which the mask changes are excluded from `ratio`; `ratio_with_moves`
+adds their mean extra time, spread over the default number of steps between two changes.
 
     python benchmarks/masked_step.py --out result.json
 """
@@ -38,17 +38,17 @@ CALLBACKS: dict[str, tuple[Any, dict[str, Any]]] = {
     "GlobalMagnitudePruning": (callbacks.GlobalMagnitudePruning, {"fraction": 0.8}),
     "DynamicPruningWithFeedback": (callbacks.DynamicPruningWithFeedback, {"end": 1.0}),
 }
-"""At density 0.2, or on the way there; masks move until the end."""
+"""Callbacks at density 0.2 or with it as the target; masks change until the end."""
 
 
 class Side:
-    """One of the two: a module, its optimizer, and perhaps a callback, to which this is the trainer.
+    """One side of a comparison: a module, its optimizer and optionally a callback, for which it acts as the trainer.
 
     Args:
-        net: Trained in place.
-        batch: Inputs and labels of every step.
-        callback: Attached here; None = dense.
-        total: Steps of the fit that the callback plans for.
+        net: Module; trained in place.
+        batch: Inputs and labels of each step.
+        callback: Callback; None for dense training.
+        total: Number of steps of the fit, for the schedule of the callback.
     """
 
     current_epoch = 0
@@ -68,7 +68,7 @@ class Side:
                 getattr(callback, hook)(self, net)
 
     def step(self) -> tuple[float, bool]:
-        """One step: processor time, and whether the mask moved."""
+        """Run one step; return its CPU time in seconds and whether the mask changed."""
         (optimizer,), (inputs, targets) = self.optimizers, self.batch
         before = None if self.callback is None else dict(self.callback.masks)
         start = time.process_time()
@@ -86,14 +86,14 @@ class Side:
 
 
 def compare(net: nn.Module, batch: Any, kind: Any, options: dict[str, Any], size: dict[str, int]) -> dict[str, float]:
-    """Medians over the cycles.
+    """Compare the masked and the dense side by medians over the cycles.
 
     Args:
-        net: Copied for each side.
-        batch: Of every step.
-        kind: The callback's class.
-        options: Its own.
-        size: Steps of a turn, cycles, and steps between two moves.
+        net: Module, which is copied for each side.
+        batch: Inputs and labels of each step.
+        kind: Class of the callback.
+        options: Options of the callback.
+        size: Number of steps of a turn, of cycles, and of steps between two changes of the mask.
     """
     moves = callbacks_interval(kind)
     given = options | ({"every_n_steps": size["moves"]} if moves else {})
@@ -105,7 +105,7 @@ def compare(net: nn.Module, batch: Any, kind: Any, options: dict[str, Any], size
         for index in (0, 1) if cycle % 2 else (1, 0):
             taken[index] = [sides[index].step() for _ in range(size["steps"])]
         if cycle == 0:
-            continue  # first allocations
+            continue  # the first cycle allocates memory
         plain = [seconds for seconds, _ in taken[0]]
         held = [seconds for seconds, moved in taken[1] if not moved]
         dense.append(statistics.median(plain))
@@ -127,19 +127,19 @@ def compare(net: nn.Module, batch: Any, kind: Any, options: dict[str, Any], size
 
 
 def callbacks_interval(kind: Any) -> int:
-    """Steps between two moves by default; 0 where there are none."""
+    """Return the default number of steps between two changes of the mask; 0 if it does not change."""
     return int(getattr(kind(), "every_n_steps", 0))
 
 
 def live_bytes(side: Side) -> float:
-    """Bytes of all tensors that the callback keeps and the module does not, a weight."""
+    """Compute the bytes per weight of all tensors that belong to the callback and not to the module."""
     own = {weight.data_ptr() for weight in side.net.parameters()}
     held = {t.data_ptr(): t.numel() * t.element_size() for t in tensors(vars(side.callback)) if t.data_ptr() not in own}
     return sum(held.values()) / sum(mask.numel() for mask in side.callback.masks.values())
 
 
 def tensors(value: Any) -> list[torch.Tensor]:
-    """Those in a nest of dicts and lists."""
+    """Return the tensors in nested dicts and lists."""
     if isinstance(value, torch.Tensor):
         return [value]
     parts = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
@@ -147,11 +147,11 @@ def tensors(value: Any) -> list[torch.Tensor]:
 
 
 def models(width: int, batch: int) -> dict[str, tuple[nn.Module, Any]]:
-    """The two modules, each with a batch.
+    """Create the two modules, each with a batch.
 
     Args:
-        width: Of the MLP's hidden layers.
-        batch: Samples of the MLP's batch; ResNet18 gets a quarter.
+        width: Width of the hidden layers of the MLP.
+        batch: Batch size of the MLP; that of ResNet18 is a quarter.
     """
     rng = torch.Generator().manual_seed(0)
     torch.manual_seed(0)
@@ -166,12 +166,12 @@ def models(width: int, batch: int) -> dict[str, tuple[nn.Module, Any]]:
 
 
 def main() -> None:
-    """Measure, print JSON, and write it if asked to."""
+    """Measure, print JSON, and write it to `--out`."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--width", type=int, default=512, help="of the MLP's two hidden layers")
-    parser.add_argument("--batch", type=int, default=128, help="samples of the MLP's batch, four times ResNet18's")
-    parser.add_argument("--steps", type=int, nargs=2, default=(20, 4), help="of one turn: MLP, ResNet18")
-    parser.add_argument("--cycles", type=int, nargs=2, default=(30, 5), help="turns of the two sides: MLP, ResNet18")
+    parser.add_argument("--width", type=int, default=512, help="width of the two hidden layers of the MLP")
+    parser.add_argument("--batch", type=int, default=128, help="batch size of the MLP; that of ResNet18 is a quarter")
+    parser.add_argument("--steps", type=int, nargs=2, default=(20, 4), help="number of steps of a turn: MLP, ResNet18")
+    parser.add_argument("--cycles", type=int, nargs=2, default=(30, 5), help="number of cycles: MLP, ResNet18")
     parser.add_argument("--models", nargs="*", default=["mlp", "resnet18"], choices=["mlp", "resnet18"])
     parser.add_argument("--callbacks", nargs="*", default=list(CALLBACKS), choices=list(CALLBACKS))
     parser.add_argument("--out", type=Path, help="file for the JSON")

@@ -1,11 +1,11 @@
-"""Why RigL does not beat SET in a short training: how many weights a moving mask tries, and how many of them it keeps.
+"""Why RigL is not better than SET in a short training: how many weights a dynamic mask tries, and how many it keeps.
 
-The network, data and learning rate of `sparse_training.py`, at density 0.05, with trainings and intervals of several
-lengths. A weight is *tried* once the mask has held it; a grown weight is *kept* if the mask still holds it after the
-next move. A run whose row is in the CSV is skipped.
+The network, data and learning rate are those of `sparse_training.py`, at density 0.05, with several lengths of training
+and intervals. A weight is *tried* if the mask has kept it at any time; a grown weight is *kept* if it is still in the
+mask after the next update. Runs that are in the CSV file are skipped.
 
     python benchmarks/moving_masks.py --root data
-    python benchmarks/moving_masks.py --page docs/sparse_training.md   # no training: the table from the rows
+    python benchmarks/moving_masks.py --page docs/sparse_training.md   # only writes the table
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ RESULTS = Path(__file__).parent / "results" / "moving_masks.csv"
 DENSITY = 0.05
 GROWTHS = {"rigl": "gradient", "set": "random"}
 SCHEDULES = ((1, 25), (1, 100), (4, 100))
-"""Length of the training, in those of `sparse_training.py`, and steps between two moves."""
+"""Length of the training as a multiple of that in `sparse_training.py`, and number of steps between two updates."""
 MARKS = ("<!-- moving masks: made by benchmarks/moving_masks.py --page -->", "<!-- end of moving masks -->")
 
 
 class Run(NamedTuple):
-    """One row; the fields are its first columns."""
+    """Key of a run; its fields are the first columns of a row."""
 
     dataset: str
     method: str
@@ -48,23 +48,23 @@ COLUMNS = (*Run._fields, "epochs", "moves", "tried", "kept", "test_accuracy")
 
 
 class Watch(Callback):
-    """Counts what a mask tries and keeps.
+    """Callback that counts the weights that a mask tries and keeps.
 
     Args:
-        moving: The callback that moves it.
+        moving: Callback that updates the mask.
     """
 
     def __init__(self, moving: DynamicMask) -> None:
         self.moving, self.moves, self.shares = moving, 0, []
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """The first mask; the moving callback stands before this one."""
+        """Store the initial mask, which the other callback has created before."""
         self.held = {name: mask.clone() for name, mask in self.moving.masks.items()}
         self.tried = {name: mask.clone() for name, mask in self.held.items()}
         self.grown: dict[str, Tensor] = {}
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
-        """Look whether the mask moved."""
+        """Update the counts if the mask has changed."""
         now = self.moving.masks
         if all(torch.equal(now[name], mask) for name, mask in self.held.items()):
             return
@@ -77,12 +77,12 @@ class Watch(Callback):
         self.tried = {name: mask | self.tried[name] for name, mask in now.items()}
 
     def share_tried(self) -> float:
-        """Of all weights under the mask."""
+        """Return the fraction of all masked weights that were tried."""
         return sum(int(mask.sum()) for mask in self.tried.values()) / sum(mask.numel() for mask in self.tried.values())
 
 
 def runs(seeds: int) -> Iterator[Run]:
-    """Every run, one seed after another."""
+    """Yield all runs, one seed after another."""
     for seed in range(seeds):
         for dataset in PROBLEMS:
             for length, every in SCHEDULES:
@@ -90,7 +90,7 @@ def runs(seeds: int) -> Iterator[Run]:
 
 
 def measure(run: Run, data: tuple[Tensor, Tensor, Tensor, Tensor]) -> dict[str, Any]:
-    """Train once, and score the last weights on the whole test set."""
+    """Train once, and evaluate the final weights on the whole test set."""
     images, labels, test_images, test_labels = data
     L.seed_everything(run.seed, verbose=False)
     train, test = Batches(images, labels, run.seed), Batches(test_images, test_labels, None, 500)
@@ -122,7 +122,7 @@ def measure(run: Run, data: tuple[Tensor, Tensor, Tensor, Tensor]) -> dict[str, 
 
 
 def sweep(path: Path, seeds: int, root: str) -> None:
-    """Train what has no row yet, and write its row at once."""
+    """Train the runs that are not in the file, and write the row of each as soon as it ends."""
     kinds = (str, str, int, int, int)
     done = {Run(*(kind(row[name]) for kind, name in zip(kinds, Run._fields, strict=True))) for row in rows(path)}
     data = {name: load(name, root, None) for name in PROBLEMS}
@@ -139,7 +139,7 @@ def sweep(path: Path, seeds: int, root: str) -> None:
 
 
 def table(found: list[dict[str, str]]) -> str:
-    """One line a schedule, RigL beside SET."""
+    """Create the table with one line per schedule, RigL beside SET."""
     lines = [
         "| data | epochs | steps between moves | moves | seeds | tried, % | kept, % | test accuracy, % |",
         "|---|--:|--:|--:|--:|--:|--:|--:|",
@@ -154,25 +154,25 @@ def table(found: list[dict[str, str]]) -> str:
 
 
 def spread(found: list[dict[str, str]], column: str) -> str:
-    """Mean and standard deviation in percent; a dash without runs."""
+    """Format mean and standard deviation in percent; a dash without runs."""
     values = [100 * float(row[column]) for row in found if row[column]]
     deviation = f" ({statistics.stdev(values):.2f})" if len(values) > 1 else ""
     return f"{statistics.mean(values):.2f}{deviation}" if values else "-"
 
 
 def write_page(page: Path, found: list[dict[str, str]]) -> None:
-    """Put a new table between the marks of the page, and leave its words."""
+    """Replace the table between the marks of a page."""
     before, _, rest = page.read_text().partition(MARKS[0])
     page.write_text(f"{before}{MARKS[0]}\n\n{table(found)}\n\n{MARKS[1]}{rest.partition(MARKS[1])[2]}")
 
 
 def main() -> None:
-    """Train what is missing, or make the table."""
+    """Train the missing runs, or write the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--root", default=os.environ.get("SPARSEFL_DATA", "data"), help="folder of the data sets")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="the CSV; a run whose row is in it is skipped")
-    parser.add_argument("--seeds", type=int, default=3, help="how many, from 0")
-    parser.add_argument("--page", type=Path, help="train nothing, and put the table of the CSV into this page")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="CSV file; runs in it are skipped")
+    parser.add_argument("--seeds", type=int, default=3, help="number of seeds, from 0")
+    parser.add_argument("--page", type=Path, help="page to write the table of the CSV file to, without training")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     if arguments.page:

@@ -1,4 +1,4 @@
-"""The command line: ``sparsefl fit | validate | test | profile | replay | export``."""
+"""Command line ``sparsefl``, a LightningCLI for federations."""
 
 from __future__ import annotations
 
@@ -38,42 +38,42 @@ _KINDS: dict[str, type] = {
     "partition": Partition,
     "reducer": Reducer,
 }
-"""Groups whose class the user chooses by name."""
+"""Option groups whose class is chosen by name."""
 _FLAGS: dict[str, dict[str, str]] = {
     "profile": {"json": "Print JSON instead of tables."},
-    "export": {"check": "Load each file into a fresh module, score it as the run does, and compare."},
-    "replay": {"pdb": "If the fit fails, open Python's debugger where it did."},
+    "export": {"check": "Load each file into a new module, score it as the run does, and compare the scores."},
+    "replay": {"pdb": "If the fit fails, start Python's debugger where it failed."},
 }
-"""Arguments of verbs that take no value."""
-_VERBS = ("fit", "validate", "test", "profile", "replay", "export")
-_NOISE = re.compile(
+"""Flags of subcommands, with their help texts."""
+_SUBCOMMANDS = ("fit", "validate", "test", "profile", "replay", "export")
+_PARSER_DETAILS = re.compile(
     r"Does not validate|Subtypes:|Errors:|Expected a <class 'NoneType'>|Given value|Expected a path but"
 )
 
 
-def one_sentence(message: str) -> str:
-    r"""What is wrong, without the parser's inner types.
+def short_message(message: str) -> str:
+    r"""Shorten an error message of jsonargparse to one line without the types that the parser tried.
 
     Args:
-        message: Of jsonargparse, many lines.
+        message: Error message of jsonargparse, of several lines.
 
     Example:
-        >>> one_sentence("Parser key 'lr':\n  Does not validate\n  Errors:\n    - Expected a <class 'float'>")
+        >>> short_message("Parser key 'lr':\n  Does not validate\n  Errors:\n    - Expected a <class 'float'>")
         "Parser key 'lr': Expected a <class 'float'>."
     """
     lines = [line.strip().removeprefix("- ") for line in message.splitlines()]
-    parts = list(dict.fromkeys(line for line in lines if line and not _NOISE.match(line)))
+    parts = list(dict.fromkeys(line for line in lines if line and not _PARSER_DETAILS.match(line)))
     text = " ".join(part if part.endswith((":", ".")) else f"{part};" for part in parts).rstrip(";")
     unknown = re.search(r"Expected a dot import path string: (\S+)", text)
     key = re.search(r"NestedArg\(key='(\w+)'", message) or re.search(r'Parser key "(?:\w+\.)*(\w+)"', message)
     if unknown and key and key[1] in _KINDS:
-        known = ", ".join(_known(_KINDS[key[1]]))
-        text = f"`{key[1]}`: there is no class {unknown[1]!r}; known by short name: {known}"
+        known = ", ".join(_class_names(_KINDS[key[1]]))
+        text = f"`{key[1]}` is {unknown[1]!r}, which is not a known class; expected an import path or one of {known}"
     return text if text.endswith(".") else f"{text}."
 
 
-def _known(kind: type) -> list[str]:
-    """Names of this package's classes of a kind that a user may choose."""
+def _class_names(kind: type) -> list[str]:
+    """Return the names of the classes of this package that can be chosen for an option group."""
     packages = (
         lightning_sparsefl.algorithms,
         lightning_sparsefl.data,
@@ -85,29 +85,29 @@ def _known(kind: type) -> list[str]:
 
 
 class SparseFLParser(LightningArgumentParser):
-    """Refuses in one sentence."""
+    """Parser that reports errors in one line."""
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        """Print the sentence and exit with code 2."""
+        """Print the message and exit with code 2."""
         if not self.exit_on_error:
             super().error(message, ex)
-        print(f"sparsefl: error: {one_sentence(message)}", file=sys.stderr)
-        print("tip: `sparsefl VERB --help` lists the options.", file=sys.stderr)
+        print(f"sparsefl: error: {short_message(message)}", file=sys.stderr)
+        print("tip: `sparsefl SUBCOMMAND --help` lists the options.", file=sys.stderr)
         sys.exit(_EXIT_USAGE)
 
 
 class SparseFLCLI(LightningCLI):
-    """LightningCLI over a `FederatedTrainer`, with the groups `algorithm` and `federation`."""
+    """LightningCLI for a `FederatedTrainer`, with the option groups `algorithm` and `federation`."""
 
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
-        """The verbs, and which of their arguments are groups of the configuration."""
+        """Return the subcommands, each with the arguments that are not added as options of its method."""
         groups = {"model", "datamodule"}
-        flags = {verb: set(names) for verb, names in _FLAGS.items()}
-        return {verb: groups | flags.get(verb, set()) for verb in _VERBS}
+        flags = {name: set(names) for name, names in _FLAGS.items()}
+        return {name: groups | flags.get(name, set()) for name in _SUBCOMMANDS}
 
     def add_core_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """Add the groups; Lightning's own way accepts nothing but a `Trainer`."""
+        """Add the option groups; the method of LightningCLI only accepts a subclass of `Trainer`."""
         skip = {"algorithm", "federation", "seed"}
         parser.add_class_arguments(
             self.trainer_class, "trainer", instantiate=False, fail_untyped=False, sub_configs=True, skip=skip
@@ -118,12 +118,12 @@ class SparseFLCLI(LightningCLI):
         parser.add_lightning_class_args(LightningDataModule, "data", subclass_mode=True)
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """A model that asks for `num_classes` or `sample_shape` gets the data's."""
+        """Link `num_classes` and `sample_shape` of the model to those of the data."""
         for name in ("num_classes", "sample_shape"):
             parser.link_arguments(f"data.{name}", f"model.init_args.{name}", apply_on="instantiate")
 
     def _prepare_subcommand_parser(self, klass: type, subcommand: str, **kwargs: Any) -> LightningArgumentParser:
-        """Some arguments are plain flags, such as ``--json``."""
+        """Add flags such as ``--json`` to the parser of a subcommand."""
         parser = super()._prepare_subcommand_parser(klass, subcommand, **kwargs)
         for name, text in _FLAGS.get(subcommand, {}).items():
             parser.add_argument(f"--{name}", action="store_true", help=text)
@@ -131,17 +131,17 @@ class SparseFLCLI(LightningCLI):
         return parser
 
     def _set_seed(self) -> None:
-        """Seed as Lightning does; refuse in a sentence what it refuses."""
+        """Set the seed as LightningCLI does, and raise its errors as `InvalidOption`."""
         try:
             super()._set_seed()
         except ValueError as error:
             raise InvalidOption(f"`seed_everything`: {error}") from error
 
     def _parse_ckpt_path(self) -> None:
-        """The engine reads checkpoints itself, and says in a sentence what is wrong with one."""
+        """Do nothing: the engine reads checkpoints itself, with its own error messages."""
 
     def instantiate_classes(self) -> None:
-        """Build what the configuration names; the sentence of a refused option passes through the parser unchanged."""
+        """Create the objects of the configuration; the parser's wrappers around our exceptions are removed."""
         try:
             super().instantiate_classes()
         except SparseFLError:
@@ -151,19 +151,19 @@ class SparseFLCLI(LightningCLI):
             while cause is not None and not isinstance(cause, SparseFLError):
                 cause = cause.__cause__ or cause.__context__
             if cause is None and str(error).startswith(("Does not validate", "Parser key")):
-                cause = InvalidOption(one_sentence(str(error)))  # older jsonargparse keeps the text alone
+                cause = InvalidOption(short_message(str(error)))  # older jsonargparse versions only keep the text
             if cause is None:
                 raise
             raise cause from None
 
     def instantiate_trainer(self, **kwargs: Any) -> FederatedTrainer:  # type: ignore[override]
-        """Build the trainer with the algorithm and the federation of the configuration."""
+        """Create the trainer with the algorithm and the federation of the configuration."""
         groups = {name: self._get(self.config_init, name) for name in ("algorithm", "federation")}
         trainer: Any = super().instantiate_trainer(**groups, **kwargs)
         return trainer  # type: ignore[no-any-return]
 
     def _add_configure_optimizers_method_to_model(self, subcommand: str | None) -> None:
-        """A fresh optimizer for each client; Lightning's way would share one, and its momentum."""
+        """Make the model create a new optimizer for each client, which would otherwise share its state."""
         if not self.auto_configure_optimizers:
             return
         optimizer = self._get(self.config_init, "optimizer")
@@ -182,7 +182,9 @@ class SparseFLCLI(LightningCLI):
 
 def run() -> SparseFLCLI:
     """Parse and run the command line."""
-    set_parsing_settings(docstring_parse_attribute_docstrings=True)  # help for the fields of dataclasses
+    set_parsing_settings(
+        docstring_parse_attribute_docstrings=True
+    )  # the docstrings of dataclass fields become help texts
     for plugin in entry_points(group="lightning_sparsefl.plugins"):
         plugin.load()
     return SparseFLCLI(
@@ -194,34 +196,34 @@ def run() -> SparseFLCLI:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The console script.
+    """Run the console script.
 
     Args:
-        argv: Instead of the command line's.
+        argv: Arguments; None for those of the command line.
 
     Returns:
-        0, or 2 after a sentence that says what is wrong.
+        Exit code: 0, 2 after an error message, or 130 after an interrupt.
     """
     if argv is not None:
         sys.argv = [sys.argv[0], *argv]
-    sys.path.insert(0, str(Path.cwd()))  # so that `--model my_models.Net` finds the user's own file
+    sys.path.insert(0, str(Path.cwd()))  # for `--model my_models.Net` with a file of the user
     try:
         run()
     except ClientFailed as error:
-        if error.__cause__ is not None:  # the user's own code failed: show where
+        if error.__cause__ is not None:  # the code of the user failed, so show where
             traceback.print_exception(error.__cause__)
-        return _refuse(error)
+        return _report(error)
     except (SparseFLError, MisconfigurationException) as error:
-        return _refuse(error)
-    except OSError as error:  # a folder that cannot be written, a full disk, a download without a network
-        return _refuse(error)
+        return _report(error)
+    except OSError as error:  # such as a folder without write permission, a full disk, or a download without network
+        return _report(error)
     except KeyboardInterrupt:
         return _EXIT_INTERRUPTED
     return 0
 
 
-def _refuse(error: Exception) -> int:
-    orphan = os.getppid() != _PARENT  # the first rank, which would speak, is gone
+def _report(error: Exception) -> int:
+    orphan = os.getppid() != _PARENT  # rank 0, which reports errors, has ended
     if orphan or os.environ.get("LOCAL_RANK", "0") == "0":
         print(f"sparsefl: error: {error}", file=sys.stderr)
     return _EXIT_USAGE

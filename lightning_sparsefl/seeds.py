@@ -1,4 +1,7 @@
-"""Randomness keyed by what it is for, never by rank or order, so that a run repeats on any number of ranks."""
+"""Random seeds derived from keys that name their use.
+
+A key never contains the rank or the order of execution, so a run is reproducible on any number of ranks.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +14,10 @@ import torch
 
 
 def derive_seed(*key: int | str) -> int:
-    """A 63-bit seed that is a function of the key alone.
+    """Derive a 63-bit seed from a key.
 
     Args:
-        key: The run's seed, then whatever names the use: round, client, purpose.
+        key: Seed of the run, followed by what names the use, such as round, client and purpose.
 
     Example:
         >>> derive_seed(42, 3, 7, "fit") == derive_seed(42, 3, 7, "fit") != derive_seed(42, 3, 8, "fit")
@@ -25,7 +28,10 @@ def derive_seed(*key: int | str) -> int:
 
 
 def generator(*key: int | str) -> torch.Generator:
-    """A CPU generator seeded with :func:`derive_seed`.
+    """Create a CPU generator that is seeded with :func:`derive_seed`.
+
+    Args:
+        key: Key of the seed.
 
     Example:
         >>> int(torch.randint(100, (1,), generator=generator(0, "doc"))) in range(100)
@@ -36,6 +42,9 @@ def generator(*key: int | str) -> torch.Generator:
 
 def seed_all(*key: int | str) -> None:
     """Seed the global generators of torch (all devices), NumPy and Python with :func:`derive_seed`.
+
+    Args:
+        key: Key of the seed.
 
     Example:
         >>> seed_all(0, "doc"); first = torch.rand(1); seed_all(0, "doc"); bool(first == torch.rand(1))
@@ -49,6 +58,10 @@ def seed_all(*key: int | str) -> None:
 
 @cache
 def _accelerated() -> bool:
-    """Whether there is a device besides the CPU; for each that may yet come, torch would note a stack trace."""
+    """Return whether there is a device besides the CPU.
+
+    Without one, seeding the CPU generator alone is faster: for each kind of device that is not initialised yet,
+    `torch.manual_seed` stores a deferred call with a stack trace.
+    """
     own = hasattr(torch, torch._C._get_privateuse1_backend_name())
     return own or torch.backends.mps.is_available() or torch.cuda.device_count() + torch.xpu.device_count() > 0

@@ -10,6 +10,7 @@ import torch
 
 from lightning_sparsefl.data import FederatedCIFAR10, FederatedFashionMNIST
 from lightning_sparsefl.federated import algorithm
+from lightning_sparsefl.federated.local import engines
 
 FOLDER = Path(__file__).parents[1] / "benchmarks"
 TINY = {
@@ -61,8 +62,11 @@ def keys(tree):
 def test_a_round_stops_where_the_two_sides_end_with_different_weights(monkeypatch):
     adopt = algorithm._adopt
     monkeypatch.setattr(algorithm, "_adopt", lambda *arguments: adopt(*arguments) + 1e-3)
-    with pytest.raises(SystemExit, match="different weights"):
+    with pytest.raises(SystemExit, match=r"weights of the two sides differ by .* after one round; expected at most"):
         run("federated_round", [*TINY["federated_round"], "--cases", "mlp"], monkeypatch)
+    monkeypatch.setattr(engines.FastEngine, "fit", lambda *arguments: None)
+    with pytest.raises(SystemExit, match="weights of the two sides differ; expected equal weights"):
+        run("local_trainer", TINY["local_trainer"], monkeypatch)
 
 
 @pytest.fixture

@@ -137,13 +137,20 @@ def test_a_users_own_module_from_the_working_folder(sparsefl, tmp_path):
 
 
 BAD = {
-    "unknown class": (["--algorithm=FedFoo"], "there is no class 'FedFoo'; known by short name: FedAvg"),
-    "unknown data": (["--data=Nothing"], "known by short name: ClientDataModules"),
+    "seed": (["--seed_everything=-1"], "`seed_everything`: "),
+    "unknown class": (
+        ["--algorithm=FedFoo"],
+        "`algorithm` is 'FedFoo', which is not a known class; expected an import path or one of FedAvg, ",
+    ),
+    "unknown data": (["--data=Nothing"], "expected an import path or one of ClientDataModules, "),
     "unknown option": (["--federation.on_client_errr=skip"], "--federation.on_client_errr"),
     "wrong choice": (["--federation.on_client_error=skp"], "skp"),
     "density": (["--algorithm.density=1.5"], "`FedSpa(density=1.5)`: expected a number in (0, 1]."),
     "too many clients": (["--federation.clients_per_round=50"], "`federation.clients_per_round` is 50"),
-    "unknown reducer": (["--federation.reducer=Median"], "known by short name: CoverageMean, CoverageMedian"),
+    "unknown reducer": (
+        ["--federation.reducer=Median"],
+        "expected an import path or one of CoverageMean, CoverageMedian",
+    ),
     "fraction": (
         ["--federation.reducer=TrimmedMean", "--federation.reducer.fraction=0.7"],
         "`TrimmedMean(fraction=0.7)`",
@@ -152,7 +159,7 @@ BAD = {
         ["--federation.privacy.noise_multiplier=1", "--federation.privacy.delta=1e-3"],
         "`federation.clip_update` is not",
     ),
-    "empty client": (["--data.partition.min_examples=80"], "found no split of 1442 examples over 20 clients"),
+    "empty client": (["--data.partition.min_examples=80"], "found no partition of 1442 examples over 20 clients"),
     "another algorithm's option": (["--algorithm=FedProx", "--algorithm.density=0.3"], "Option 'density'"),
     "no module": (["--model=torch.nn.Linear"], "LightningModule"),
     "no such config": (["--config=missing.yaml"], "missing.yaml"),
@@ -175,6 +182,12 @@ def test_bad_input_is_one_sentence_and_exit_code_2(case, sparsefl):
     assert len(said) == 1
     assert part in said[0]
     assert "Traceback" not in err
+
+
+def test_a_usage_error_ends_with_a_tip(sparsefl):
+    code, _, err = sparsefl("fit", "--config", QUICKSTART, "--trainer.max_roundz=1")
+    assert code == 2
+    assert err.splitlines()[-1] == "tip: `sparsefl SUBCOMMAND --help` lists the options."
 
 
 def test_a_diverging_client_names_the_option_that_decides(sparsefl):

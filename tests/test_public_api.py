@@ -124,11 +124,17 @@ def test_documented_python_compiles(path: Path):
         compile(block, f"{path.name}, block {number}", "exec")
 
 
-def test_the_readme_runs(tmp_path: Path):
-    """Its ```python blocks, top to bottom, as one script; fragments are fenced otherwise."""
-    blocks = python_blocks(REPOSITORY / "README.md")
+@pytest.mark.parametrize("name", ["README.md", "docs/your_project.md"])
+def test_the_examples_of_a_page_run(name: str, tmp_path: Path):
+    """The ```python blocks, top to bottom, as one script; fragments are fenced as ```py."""
+    blocks = python_blocks(REPOSITORY / name)
     assert blocks
-    script = tmp_path / "readme.py"
+    script = tmp_path / "page.py"
     script.write_text("\n".join(blocks))
     done = subprocess.run([sys.executable, script], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+    assert "FLOPs are not counted" not in done.stderr
+
+
+def test_the_readme_is_short():
+    assert len((REPOSITORY / "README.md").read_text().splitlines()) <= 120

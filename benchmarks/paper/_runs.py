@@ -1,7 +1,7 @@
-"""What the scripts of this folder share: runs of ``sparsefl fit``, a row of a CSV for each that has finished.
+"""Shared code of the scripts in this folder: runs of ``sparsefl fit``, with a CSV row for each finished run.
 
-A script lists its runs and hands them to :func:`main`. A run that was stopped goes on where it was committed last, one
-that has its row is not started again, so a script can be killed and called again until its table is full.
+A script passes its list of runs to :func:`main`. An interrupted run is resumed from its last commit, and a run with a
+row is skipped, so a script can be killed and started again until its table is complete.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ COLUMNS = (
     *("run", "seed", "rounds", "final", "best", "best5", "before", "after", "bytes_down", "bytes_up", "bytes_paper"),
     *("flops_train", "flops_paper", "density", "simulated", "seconds", "commit"),
 )
-"""Accuracies in [0, 1] of the followed metric: after the last round, the best, the mean of the best five; before and
-after fine-tuning, where there was some. Bytes and FLOPs of the whole run; seconds of its rounds, without scoring, on
-the devices that the method simulates and on the machine that it ran on."""
+"""Columns of the CSV file. Accuracies are values of the metric in [0, 1]: after the last round, the best, the mean of
+the best five, and before and after fine-tuning if there was any. Bytes and FLOPs are those of the whole run. Seconds
+are those of the rounds without evaluation, on the simulated devices and on the machine of the run."""
 _COUNTS = {
     "bytes_down": "comm/downlink_bytes_total",
     "bytes_up": "comm/uplink_bytes_total",
@@ -44,27 +44,27 @@ class Run:
     """One run of ``sparsefl fit``."""
 
     name: str
-    """What the table calls it; with the seed it is unique."""
+    """Name of the run in the table; unique together with the seed."""
     config: str
-    """A file under ``configs/``."""
+    """Configuration file, relative to ``configs/``."""
     seed: int = 0
-    """Of the run."""
+    """Random seed of the run."""
     options: tuple[str, ...] = ()
     """Further arguments of the command line."""
     metric: str = "global/test_acc"
-    """The key of ``metrics.csv`` that is followed."""
+    """Column of ``metrics.csv`` with the accuracy."""
 
     @property
     def key(self) -> str:
-        """Name and seed."""
+        """Name and seed of the run."""
         return f"{self.name}-seed{self.seed}"
 
     def command(self, folder: Path, data: str) -> list[str]:
-        """The command line.
+        """Return the command of the run, which resumes it if it has been committed.
 
         Args:
-            folder: For the run folders of all runs.
-            data: The folder that holds the data sets.
+            folder: Parent folder of the run folders of all runs.
+            data: Folder of the data sets.
         """
         arguments = ["--config", str(REPOSITORY / "configs" / self.config), "--seed_everything", str(self.seed)]
         arguments += ["--trainer.default_root_dir", str(folder / self.key), "--trainer.enable_progress_bar", "false"]
@@ -74,11 +74,11 @@ class Run:
         return [sys.executable, "-m", "lightning_sparsefl.cli", "fit", *arguments, *self.options]
 
     def row(self, folder: Path, commit: str) -> dict[str, object]:
-        """What the newest run folder says.
+        """Return the row of a finished run, from its newest run folder.
 
         Args:
-            folder: For the run folders of all runs.
-            commit: Of the code.
+            folder: Parent folder of the run folders of all runs.
+            commit: Commit of the code.
         """
         newest = max((folder / self.key).glob("*/version_*"), key=lambda path: int(path.name.rpartition("_")[2]))
         summary = json.loads((newest / "summary.json").read_text())
@@ -105,22 +105,22 @@ class Run:
 def main(
     runs: Sequence[Run], name: str, table: Callable[[Sequence[Row]], str], argv: Sequence[str] | None = None
 ) -> None:
-    """The command line of a script.
+    """Run the command line of a script.
 
     Args:
-        runs: In the order in which they should be started.
-        name: Of the CSV file.
-        table: Makes the document's table of the rows.
-        argv: Instead of the command line's.
+        runs: Runs, in the order in which they are started.
+        name: Name of the CSV file.
+        table: Function that creates the Markdown table from the rows.
+        argv: Arguments; None for those of the command line.
     """
     parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("--only", default="*", help="runs whose name and seed match the pattern")
+    parser.add_argument("--only", default="*", help="pattern for the names and seeds of the runs")
     parser.add_argument("--data", default=os.environ.get("SPARSEFL_DATA", "data"), help="folder of the data sets")
-    parser.add_argument("--folder", type=Path, default=Path("runs/paper"), help="for the run folders")
-    parser.add_argument("--out", type=Path, default=RESULTS / f"{name}.csv", help="the CSV")
-    parser.add_argument("--commit", default=None, help="of the code; default: git's")
-    parser.add_argument("--list", action="store_true", help="print the commands, run nothing")
-    parser.add_argument("--table", action="store_true", help="put the CSV's table into docs/results.md, run nothing")
+    parser.add_argument("--folder", type=Path, default=Path("runs/paper"), help="parent folder of the run folders")
+    parser.add_argument("--out", type=Path, default=RESULTS / f"{name}.csv", help="CSV file")
+    parser.add_argument("--commit", default=None, help="commit of the code; default: that of git")
+    parser.add_argument("--list", action="store_true", help="only print the commands")
+    parser.add_argument("--table", action="store_true", help="only write the table of the CSV file to docs/results.md")
     options = parser.parse_args(argv)
     if options.table:
         DOCUMENT.write_text(with_table(DOCUMENT.read_text(), name, table(read(options.out))))
@@ -134,13 +134,13 @@ def main(
 
 
 def chosen(runs: Iterable[Run], only: str, rows: Iterable[Row]) -> list[Run]:
-    """The runs that match a pattern and have no row yet."""
+    """Return the runs that match a pattern and have no row yet."""
     done = {(row["run"], row["seed"]) for row in rows}
     return [run for run in runs if fnmatchcase(run.key, only) and (run.name, str(run.seed)) not in done]
 
 
 def read(path: Path) -> list[Row]:
-    """The rows of a table; none if there is no file."""
+    """Read the rows of a CSV file; empty if there is none."""
     if not path.exists():
         return []
     with path.open(newline="") as file:
@@ -148,7 +148,7 @@ def read(path: Path) -> list[Row]:
 
 
 def append(path: Path, row: Mapping[str, object]) -> None:
-    """Add a row; older rows that lack a column have nothing there."""
+    """Add a row; columns that older rows lack are left empty."""
     rows = [*read(path), row]
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", newline="") as file:
@@ -158,7 +158,7 @@ def append(path: Path, row: Mapping[str, object]) -> None:
 
 
 def commit() -> str:
-    """The hash of the code that runs, marked where files differ from it."""
+    """Return the commit of the code, with a suffix if there are uncommitted changes."""
 
     def git(*arguments: str) -> str:
         return subprocess.run(("git", *arguments), cwd=REPOSITORY, check=True, capture_output=True, text=True).stdout
@@ -167,12 +167,12 @@ def commit() -> str:
 
 
 def with_table(text: str, name: str, table: str) -> str:
-    """A document with the table between its two marks replaced.
+    """Replace the table between two marks of a document.
 
     Args:
-        text: Of the document.
-        name: Of the marks ``<!-- name -->`` and ``<!-- /name -->``.
-        table: The new one.
+        text: Text of the document.
+        name: Name in the marks ``<!-- name -->`` and ``<!-- /name -->``.
+        table: New table.
     """
     before, _, rest = text.partition(f"<!-- {name} -->\n")
     _, mark, after = rest.partition(f"<!-- /{name} -->")
@@ -180,11 +180,11 @@ def with_table(text: str, name: str, table: str) -> str:
 
 
 def percent(rows: Sequence[Row], column: str = "final") -> str:
-    """Mean of a column in percent, with the standard deviation if there are several rows; a dash without rows.
+    """Format the mean of a column in percent, with the standard deviation for several rows; a dash without rows.
 
     Args:
-        rows: Of one method.
-        column: An accuracy.
+        rows: Rows of one method.
+        column: Name of an accuracy column.
     """
     values = [100 * float(row[column]) for row in rows]
     if not values:
@@ -193,7 +193,7 @@ def percent(rows: Sequence[Row], column: str = "final") -> str:
 
 
 def markdown(head: Sequence[str], lines: Iterable[Sequence[object]]) -> str:
-    """A table: the first column to the left, the others to the right."""
+    """Create a Markdown table with the first column left-aligned and the others right-aligned."""
     rule = "|---|" + "--:|" * (len(head) - 1)
     return "\n".join([_line(head), rule, *map(_line, lines)])
 

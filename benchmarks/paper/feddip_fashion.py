@@ -1,7 +1,7 @@
 """FedDIP (arXiv:2309.06805), Table III, on Fashion-MNIST: LeNet-5, IID, 50 clients, 5 a round, 5 epochs.
 
-The paper's 1000 rounds once for FedAvg and FedDIP, and 200 rounds with three seeds for FedAvg, FedDP, and FedDIP with
-and without the return of pruned weights. The schedules of density and penalty span the run, whatever its length.
+The 1000 rounds of the paper with one seed for FedAvg and FedDIP, and 200 rounds with three seeds for FedAvg, FedDP, and
+FedDIP with and without recovery of pruned weights. The schedules of density and penalty have the length of the run.
 
     python benchmarks/paper/feddip_fashion.py --data DIR [--only 'feddip-T200-*']
 """
@@ -21,19 +21,19 @@ METHODS = {
     "feddp": ("FedDP", "feddp", ()),
     "feddip-never": ("FedDIP, `recover: false`", "feddip", ("--algorithm.recover", "false")),
 }
-"""Label, cell, further options."""
+"""Label, configuration and further options of each method."""
 PAPER = {("fedavg", 1000): "89.50 (0.09)", ("feddip", 1000): "88.26 (0.09)", ("feddp", 1000): "88.06 (0.08)"}
 """Accuracy and its standard deviation in percent."""
 
 
 def run(method: str, rounds: int, seed: int, every: int) -> Run:
-    """A run.
+    """Create a run.
 
     Args:
-        method: A key of `METHODS`.
-        rounds: T.
-        seed: Of the run.
-        every: Rounds between two evaluations.
+        method: Key of `METHODS`.
+        rounds: Number of rounds T.
+        seed: Random seed of the run.
+        every: Number of rounds between two evaluations.
     """
     _, cell, options = METHODS[method]
     length = ("--trainer.max_rounds", str(rounds), "--trainer.check_val_every_n_round", str(every))
@@ -49,7 +49,7 @@ RUNS = [
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Per method and length: accuracies beside the paper's, what was sent and computed, and the time."""
+    """Create the table: for each method and length, accuracies beside the paper's, bytes, FLOPs and time."""
     lines = []
     for rounds in (1000, 200):
         for method, (label, _, _) in METHODS.items():

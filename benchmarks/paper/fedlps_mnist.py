@@ -1,7 +1,7 @@
 """FedLPS (arXiv:2412.07216), Tables I and II, on MNIST: 2 classes a client, 10 of 100 clients a round, 100 rounds.
 
-FedAvg, FedSpa, FedLPS and its ablations: who chooses the density (the bandit, the capacity, or .5 for all), capacities
-that are fixed or drawn anew in every round, and at density .5 which units are kept. FedLPS and FLST run as printed too,
+FedAvg, FedSpa, FedLPS and its ablations: the choice of the density (bandit, capacity, or .5 for all), capacities that
+are fixed or drawn in every round, and the choice of units at density .5. FedLPS and FLST also run as published,
 where mu and lambda are 1 and multiply sums of squares; all others have `reduction: mean`.
 
     python benchmarks/paper/fedlps_mnist.py --data DIR [--only 'fedlps*']
@@ -33,7 +33,7 @@ METHODS = {
         for pattern in ("magnitude", "ordered", "random", "rolling")
     },
 }
-"""Label, the paper's accuracy and its deviation in percent, its TFLOP, cell, further options."""
+"""Label, the paper's accuracy (standard deviation) in percent and TFLOP, configuration and further options of each."""
 FEW = ("--trainer.check_val_every_n_round", "20", "--federation.checkpoint_every_n_rounds", "10")
 RUNS = [
     Run(method, f"paper/fedlps/{cell}.yaml", seed, (*FEW, *options), metric="personal/test_acc")
@@ -43,7 +43,7 @@ RUNS = [
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Per method: accuracy and FLOPs beside the paper's, what was sent and computed, and the devices' time."""
+    """Create the table: for each method, accuracy and FLOPs beside the paper's, bytes, and simulated time."""
     lines = []
     for method, (label, paper, flops, _, _) in METHODS.items():
         own = [row for row in rows if row["run"] == method]

@@ -1,7 +1,7 @@
 """FedSpa (arXiv:2201.11380), Table 1, on EMNIST-Letters, setting B (Dirichlet 0.1): LeNet5, 100 clients, 10 a round.
 
 The first 100 of the paper's 400 rounds for FedAvg, Local, and FedSpa with searched and with static masks. The learning
-rate falls by 0.998 a round as there; FedSpa's exchange of weights falls to nothing over the rounds that are run.
+rate is multiplied by 0.998 in each round as in the paper; the exchange rate of FedSpa decays to zero over these rounds.
 
     python benchmarks/paper/fedspa_emnist.py --data DIR [--only 'fedspa*']
 """
@@ -21,7 +21,7 @@ METHODS = {
     "fedspa_dst": ("FedSpa, searched masks", "96.5"),
     "fedspa_static": ("FedSpa, static masks", "90.6"),
 }
-"""Label, and the paper's accuracy after its rounds in percent."""
+"""Label, and the paper's accuracy after 400 rounds in percent."""
 ROUNDS = 100
 RUNS = [
     Run(
@@ -38,7 +38,7 @@ RUNS = [
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Per method: mean accuracy of the clients' own models beside the paper's, what was sent and computed, the time."""
+    """Create the table: for each method, accuracy of the personal models beside the paper's, bytes, FLOPs, time."""
     lines = []
     for method, (label, paper) in METHODS.items():
         own = [row for row in rows if row["run"] == method]

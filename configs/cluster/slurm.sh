@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# A federation over several machines, by SLURM:
+# Start a federation on several machines with SLURM:
 #
 #   sbatch --nodes 2 --ntasks-per-node 4 --gpus-per-node 4 configs/cluster/slurm.sh --config FILE [options of `fit`]
 #
-# A task is a rank: --ntasks-per-node is devices times federation.workers_per_device. Every task must see all GPUs of
-# its machine (--gpus-per-node, not --gpus-per-task).
+# Each task is a rank: --ntasks-per-node is the number of devices times federation.workers_per_device. Every task must
+# see all GPUs of its machine (--gpus-per-node, not --gpus-per-task).
 #
-# RUNS    where run folders are made, on a disk that all machines see (default: runs)
-# RESUME  number of an earlier job to go on with (default: this one, if SLURM has started it again)
+# RUNS    folder for run folders, on a disk that all machines share (default: runs)
+# RESUME  number of an earlier job to resume (default: this job, if SLURM has requeued it)
 #SBATCH --job-name=sparsefl
 #SBATCH --ntasks-per-node=1
 #SBATCH --cpus-per-task=2
@@ -21,6 +21,6 @@ resume=()
 if compgen -G "$root/*/version_*/checkpoints/last.ckpt" >/dev/null; then
   resume=(--ckpt_path last)
 fi
-export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # what counts is trainer.num_threads; this is for what starts before
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # only for the start-up; the run uses trainer.num_threads
 exec srun --kill-on-bad-exit=1 sparsefl fit "$@" ${resume[@]+"${resume[@]}"} \
   --trainer.num_nodes "$SLURM_NNODES" --trainer.devices auto --trainer.default_root_dir "$root"

@@ -1,4 +1,4 @@
-"""Who owns which examples: partitions, federated data modules, data sets."""
+"""Partitions of a data set over clients, federated data modules, and data sets."""
 
 from lightning_sparsefl.data.clients import ClientDataModules
 from lightning_sparsefl.data.digits import FederatedDigits

@@ -1,4 +1,4 @@
-"""Ordinary Lightning data modules, one per client, as a federation."""
+"""A federation of ordinary Lightning data modules, one per client."""
 
 from __future__ import annotations
 
@@ -12,25 +12,32 @@ from torch import Tensor
 from torch.utils.data import ConcatDataset, DataLoader
 
 from lightning_sparsefl.data.federated import FederatedDataModule, no_loader
-from lightning_sparsefl.errors import InvalidOption
+from lightning_sparsefl.errors import InvalidOption, require
 
 
 class ClientDataModules(FederatedDataModule):
-    """Client k trains and is scored on the loaders of ``modules[k]``, as they are.
+    """Federated data module over one ordinary LightningDataModule per client.
 
-    The pooled loaders join the clients' data sets, with the batch size and ``collate_fn`` of client 0.
+    Client k trains on and is evaluated with the loaders of ``modules[k]``, unchanged. The pooled loaders concatenate
+    the data sets of all clients, with the batch size and the ``collate_fn`` of client 0.
 
     Args:
-        modules: One LightningDataModule per client. Each is prepared, and set up once for fitting
-            and testing.
-        num_classes: Number of classes; None = that of ``modules[0]``, and unknown if it has none.
-        sample_shape: Channels, height, width; None = that of ``modules[0]``, and unknown if it has none.
-        eval_split: Whether training is followed on the clients' validation or test loaders.
-        client_sizes: Training samples of each client, for what is computed before ``setup``; None = unknown,
-            shown as 0 until then.
+        modules: Data modules, one per client. Each is prepared, and set up once for fitting and once for testing.
+        num_classes: Number of classes; None for the attribute `num_classes` of ``modules[0]``, if it has one.
+        sample_shape: Channels, height and width of a sample; None for the attribute `sample_shape` of ``modules[0]``,
+            if it has one.
+        eval_split: Split of the clients that is evaluated during training.
+        client_sizes: Number of training samples of each client, for computations before ``setup``; None for unknown
+            sizes, which read as 0 until then.
 
     Raises:
-        InvalidOption: If there is no module, or `client_sizes` does not fit them.
+        InvalidOption: If `modules` is empty, or `client_sizes` has another length.
+
+    Example:
+        ::
+
+            data = ClientDataModules([MyData(hospital) for hospital in hospitals], num_classes=3)
+            FederatedTrainer(algorithm=FedAvg(), max_rounds=10).fit(MyModule(), data)
     """
 
     def __init__(
@@ -42,14 +49,13 @@ class ClientDataModules(FederatedDataModule):
         eval_split: Literal["val", "test"] = "val",
         client_sizes: Sequence[int] | None = None,
     ) -> None:
-        if not modules:
-            raise InvalidOption("`modules=[]`: expected at least one; change `data.modules`.")
+        require(len(modules) > 0, "data.modules", modules, "at least one data module")
         if client_sizes is not None and len(client_sizes) != len(modules):
             raise InvalidOption(
-                f"`client_sizes` has {len(client_sizes)} entries for {len(modules)} modules: expected one "
-                "per client; change `data.client_sizes`."
+                f"`data.client_sizes` has {len(client_sizes)} entries; expected one for each of the {len(modules)} "
+                "modules."
             )
-        self._told_sizes = client_sizes
+        self._given_sizes = client_sizes
         super().__init__(
             num_clients=len(modules), batch_size=getattr(modules[0], "batch_size", 1), eval_split=eval_split
         )
@@ -61,12 +67,12 @@ class ClientDataModules(FederatedDataModule):
         self._is_set_up = False
 
     def prepare_data(self) -> None:
-        """Prepare every client's module."""
+        """Prepare the data of each client."""
         for module in self.modules:
             module.prepare_data()
 
     def setup(self, stage: str | None = None) -> None:
-        """Set up every client's module and count its training samples. Later calls do nothing.
+        """Set up the data of each client and count its training samples; later calls have no effect.
 
         Raises:
             InvalidOption: If a training data set is empty or has no length.
@@ -83,16 +89,16 @@ class ClientDataModules(FederatedDataModule):
         self._is_set_up = True
 
     def teardown(self, stage: str) -> None:
-        """Tear down every client's module."""
+        """Tear down the data module of each client."""
         for module in self.modules:
             module.teardown(stage)
 
     def client_train_dataloader(self, client: int) -> DataLoader[Any]:
-        """The client's own ``train_dataloader()``."""
+        """Return the loader of the client's own ``train_dataloader()``."""
         return _single(self.modules[client].train_dataloader(), "train_dataloader", client)
 
     def client_val_dataloader(self, client: int) -> DataLoader[Any] | None:
-        """The client's own ``val_dataloader()``; None if it has none."""
+        """Return the loader of the client's own ``val_dataloader()``, or None if it does not define one."""
         module = self.modules[client]
         if not is_overridden("val_dataloader", module):
             return None
@@ -100,10 +106,10 @@ class ClientDataModules(FederatedDataModule):
         return None if loader is None else _single(loader, "val_dataloader", client)
 
     def client_test_dataloader(self, client: int) -> DataLoader[Any]:
-        """The client's own ``test_dataloader()``.
+        """Return the loader of the client's own ``test_dataloader()``.
 
         Raises:
-            InvalidOption: If it has none.
+            InvalidOption: If the data module does not define one.
         """
         module = self.modules[client]
         if not is_overridden("test_dataloader", module):
@@ -114,42 +120,47 @@ class ClientDataModules(FederatedDataModule):
         return _single(module.test_dataloader(), "test_dataloader", client)
 
     def client_label_counts(self, client: int) -> Tensor:
-        """How many training examples of each class a client owns; reads its training loader once.
+        """Count the training examples of each class of a client, by reading its training loader once.
+
+        Returns:
+            Number of examples, int64 of shape (classes,).
 
         Raises:
             InvalidOption: If the number of classes is unknown.
         """
         if not hasattr(self, "num_classes"):
-            raise InvalidOption("Counting labels needs the number of classes; set `data.num_classes`.")
+            raise InvalidOption(
+                "`data.num_classes` is not set, but label counts need it; expected a whole number >= 1."
+            )
         counts = torch.zeros(self.num_classes, dtype=torch.int64)
         for _, labels in self.client_train_dataloader(client):
             counts += torch.bincount(labels, minlength=self.num_classes)
         return counts
 
     def train_dataloader(self) -> DataLoader[Any]:
-        """All clients' training data."""
+        """Return a loader of the training data of all clients."""
         clients = range(self.num_clients)
         return _pool([self.client_train_dataloader(client) for client in clients], shuffle=True)
 
     def val_dataloader(self) -> DataLoader[Any] | list[Any] | None:
-        """All clients' validation data; without any None, or nothing in a plain ``Trainer``."""
+        """Return a loader of the validation data of all clients, if any; a plain ``Trainer`` gets ``[]`` for None."""
         loaders = [self.client_val_dataloader(client) for client in range(self.num_clients)]
         present = [loader for loader in loaders if loader is not None]
         return _pool(present) if present else no_loader(self)
 
     def test_dataloader(self) -> DataLoader[Any]:
-        """All clients' test data."""
+        """Return a loader of the test data of all clients."""
         return _pool([self.client_test_dataloader(client) for client in range(self.num_clients)])
 
     def _nominal_sizes(self) -> list[int]:
-        return [0] * self.num_clients if self._told_sizes is None else list(self._told_sizes)
+        return [0] * self.num_clients if self._given_sizes is None else list(self._given_sizes)
 
 
 def _single(loader: Any, hook: str, client: int) -> DataLoader[Any]:
     if not isinstance(loader, DataLoader):
         raise InvalidOption(
-            f"`{hook}` of client {client} returns a {type(loader).__name__}: expected one DataLoader; change "
-            "that data module."
+            f"`{hook}` of the data module of client {client} returns a {type(loader).__name__}; expected a single "
+            "DataLoader."
         )
     return loader
 
@@ -158,8 +169,8 @@ def _num_samples(loader: DataLoader[Any], client: int) -> int:
     size = len(loader.dataset) if hasattr(loader.dataset, "__len__") else 0
     if size == 0:
         raise InvalidOption(
-            f"The training data set of client {client} is empty or has no length: expected a sized data set; "
-            "change that data module."
+            f"The training data set of client {client} is empty or has no length; expected a data set with "
+            "`__len__` and at least one sample."
         )
     return size
 

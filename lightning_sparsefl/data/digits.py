@@ -1,4 +1,4 @@
-"""The 1,797 handwritten 8x8 digits that scikit-learn ships: real data without a download."""
+"""The 1,797 handwritten digits of 8x8 pixels that scikit-learn includes, so that no download is needed."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from lightning_sparsefl.data.federated import FederatedDataModule
 
 
 class FederatedDigits(FederatedDataModule):
-    """Digits of the UCI set (Alpaydin and Kaynak, 1998); every fifth example of each class is for testing.
+    """Handwritten digits (UCI; Alpaydin and Kaynak, 1998); every fifth example of each class is for testing.
 
     Args:
         num_clients: Number of clients.
-        options: Arguments of :class:`FederatedDataModule`.
+        options: Further arguments of :class:`FederatedDataModule`.
     """
 
     num_classes = 10
@@ -27,10 +27,8 @@ class FederatedDigits(FederatedDataModule):
         super().__init__(num_clients=num_clients, **options)
 
     def load(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """1,442 training and 355 test images, uint8 with values 0 to 16."""
-        from sklearn.datasets import (
-            load_digits,  # takes a second, which the command line's help need not wait for
-        )
+        """Load 1,442 training and 355 test images, uint8 with values from 0 to 16."""
+        from sklearn.datasets import load_digits  # a slow import, which `--help` should not wait for
 
         digits = load_digits()
         images = torch.tensor(digits.images, dtype=torch.uint8)[:, None]

@@ -1,7 +1,6 @@
-"""Examples held as tensors, so that a stock DataLoader fetches a batch with one ``index_select``.
+"""Data sets in memory, from which a DataLoader takes a batch with one ``index_select``.
 
-What is drawn per batch (crop, flip) comes from torch's global generator, which the federation seeds per
-client and round.
+Random crops and flips draw from torch's global generator, which the federation seeds for each client and round.
 """
 
 from __future__ import annotations
@@ -15,19 +14,19 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
 Transform: TypeAlias = Callable[[Tensor], Tensor]
-"""Maps a batch of stored inputs to a batch of network inputs."""
+"""Function from a batch of stored inputs to a batch of network inputs."""
 
 
 class Examples(Dataset[tuple[Tensor, Tensor]]):
-    """Inputs and labels as two tensors.
+    """Data set of two tensors, inputs and labels.
 
-    Its ``__getitems__`` returns a collated batch, so its DataLoader needs an identity ``collate_fn``:
-    :meth:`loader` makes one.
+    ``__getitems__`` returns a collated batch, so a DataLoader needs an identity as ``collate_fn``; :meth:`loader`
+    creates such a DataLoader.
 
     Args:
-        inputs: Any dtype, shape (examples, ...).
-        labels: int64, shape (examples,).
-        transform: Applied to each batch of inputs; None = as stored.
+        inputs: Inputs of any type, shape (examples, ...).
+        labels: Labels, int64 of shape (examples,).
+        transform: Transform of each batch of inputs; None for the inputs as stored.
     """
 
     def __init__(self, inputs: Tensor, labels: Tensor, transform: Transform | None = None) -> None:
@@ -46,22 +45,22 @@ class Examples(Dataset[tuple[Tensor, Tensor]]):
         return (inputs if self.transform is None else self.transform(inputs)), labels
 
     def loader(self, batch_size: int, **options: Any) -> DataLoader[tuple[Tensor, Tensor]]:
-        """A DataLoader of whole batches.
+        """Create a DataLoader that takes whole batches.
 
         Args:
-            batch_size: Examples per batch.
+            batch_size: Number of examples in a batch.
             options: Further arguments of ``torch.utils.data.DataLoader``.
         """
         return DataLoader(self, batch_size=batch_size, collate_fn=_as_is, **options)
 
 
 class Normalize:
-    """Maps stored values to ``(x / high - mean) / std``, channel by channel, in float32.
+    """Normalisation ``(x / high - mean) / std`` of each channel, in float32.
 
     Args:
-        mean: Mean of each channel, of values in [0, 1].
-        std: Standard deviation of each channel.
-        high: The stored value that stands for 1.
+        mean: Mean of each channel, after scaling to [0, 1].
+        std: Standard deviation of each channel, after scaling to [0, 1].
+        high: Stored value that is scaled to 1.
 
     Example:
         >>> Normalize(mean=(0.5,), std=(0.5,))(torch.tensor([[[[0, 255]]]], dtype=torch.uint8))
@@ -74,30 +73,30 @@ class Normalize:
         self.shift = (-mean_ / std_)[:, None, None]
 
     def __call__(self, images: Tensor) -> Tensor:
-        """Images of shape (batch, channels, height, width) as float32."""
+        """Normalise images of shape (batch, channels, height, width)."""
         return (images * self.scale).add_(self.shift)
 
 
 class CropFlip:
-    """Random crop after zero padding, then a random left-right flip: the usual augmentation of CIFAR.
+    """Random crop after zero padding and random horizontal flip, the usual augmentation for CIFAR.
 
     Args:
-        padding: Zero pixels added on each side before cropping back to the size given.
-        then: What follows, for example a :class:`Normalize`; None = nothing.
+        padding: Number of zero pixels added on each side before the crop to the original size.
+        then: Transform that is applied afterwards, for example a :class:`Normalize`; None for no transform.
     """
 
     def __init__(self, padding: int = 4, then: Transform | None = None) -> None:
         self.padding, self.then = padding, then
 
     def __call__(self, images: Tensor) -> Tensor:
-        """Images of shape (batch, channels, height, width), each cropped and flipped on its own."""
+        """Crop and flip images of shape (batch, channels, height, width) independently of each other."""
         batch, channels, height, width = images.shape
         padded = F.pad(images, [self.padding] * 4)
         top, left = torch.randint(0, 2 * self.padding + 1, (2, batch, 1))
         flip = torch.rand(batch, 1) < 0.5
         rows = top + torch.arange(height)
         columns = left + torch.where(flip, torch.arange(width).flip(0), torch.arange(width))
-        # One gather over flattened pixels: half the time of unfold and index, a fifth of advanced indexing.
+        # One gather over flattened pixels takes half the time of `unfold`, and a fifth of that of advanced indexing.
         pixels = rows[:, :, None] * (width + 2 * self.padding) + columns[:, None, :]
         pixels = pixels.view(batch, 1, -1).expand(-1, channels, -1)
         cropped = padded.flatten(2).gather(2, pixels).view(images.shape)

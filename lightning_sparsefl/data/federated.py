@@ -1,6 +1,7 @@
-"""One data set, many owners: a LightningDataModule with a loader for each client, and pooled loaders.
+"""Base class of data modules that split one data set over clients.
 
-In a plain ``Trainer`` it is the centralised baseline: all clients' training data in one loader.
+It has loaders for each client, and pooled loaders as any LightningDataModule: in a plain ``Trainer`` it gives the
+centralised baseline, with the training data of all clients in one loader.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ from torch.utils.data import DataLoader
 
 from lightning_sparsefl.data.examples import CropFlip, Examples, Normalize, Transform
 from lightning_sparsefl.data.partition import IID, Partition, check_num_clients, matching_test
-from lightning_sparsefl.errors import InvalidOption
+from lightning_sparsefl.errors import InvalidOption, require
 from lightning_sparsefl.seeds import generator
 
 
 class FederatedDataModule(L.LightningDataModule):
-    """Base of the federated data sets. A subclass states four facts and implements :meth:`load`.
+    """Base class of federated data sets; a subclass sets class attributes and implements :meth:`load`.
 
     ::
 
@@ -33,23 +34,24 @@ class FederatedDataModule(L.LightningDataModule):
             def load(self):
                 return train_images, train_labels, test_images, test_labels
 
-    Loaders take their order, and augmentation its draws, from torch's global generator.
+    The order of training samples and the augmentation are drawn from torch's global generator.
 
     Args:
         num_clients: Number of clients.
-        partition: Who owns which training examples.
-        batch_size: Training samples per batch.
-        val_fraction: Share of each client's training data that is held out for validation, in [0, 1); at
-            least one example when above 0.
-        test_per_client: Size of each client's test set, drawn from the common one with the label proportions
-            of its training data, rounded up per label.
-        eval_split: Whether training is followed on the clients' validation or test sets.
-        seed: What partition and held-out sets depend on; None = the seed of ``seed_everything`` (the variable
-            ``PL_GLOBAL_SEED``), or 0 without.
-        eval_batch_size: Validation and test samples per batch.
-        drop_last: Leave out a last, smaller training batch.
-        examples_per_client: How many of the examples dealt to it each client owns, drawn by chance; None = all.
-        num_workers: Worker processes of each loader.
+        partition: Partition of the training examples over the clients.
+        batch_size: Number of samples in a training batch.
+        val_fraction: Fraction of each client's training data that is held out for validation, in [0, 1); at least
+            one example if above 0.
+        test_per_client: Number of test examples of each client, drawn from the common test set with the label
+            proportions of the client's training data, rounded up per label.
+        eval_split: Split of the clients that is evaluated during training.
+        seed: Random seed of the partition and the held-out sets; None for the seed of ``seed_everything`` (the
+            environment variable ``PL_GLOBAL_SEED``), or 0 if it is not set.
+        eval_batch_size: Number of samples in a validation or test batch.
+        drop_last: Whether to leave out a smaller last training batch.
+        examples_per_client: Number of examples that each client keeps of those the partition gives it, chosen at
+            random; None for all.
+        num_workers: Number of worker processes of each loader.
 
     Raises:
         InvalidOption: If an option is out of its range.
@@ -58,23 +60,23 @@ class FederatedDataModule(L.LightningDataModule):
     num_classes: int
     """Number of classes."""
     sample_shape: tuple[int, int, int]
-    """Channels, height, width of one sample."""
+    """Channels, height and width of one sample."""
     num_train: int
-    """Training examples of the whole data set, known before it is loaded."""
+    """Number of training examples of the whole data set, known before it is loaded."""
     mean: Sequence[float] = ()
-    """Mean of each channel, of values in [0, 1]; empty = inputs are used as stored."""
+    """Mean of each channel, after scaling to [0, 1]; empty to use the inputs as stored."""
     std: Sequence[float] = ()
-    """Standard deviation of each channel."""
+    """Standard deviation of each channel, after scaling to [0, 1]."""
     high: float = 255.0
-    """The stored value that stands for 1."""
+    """Stored value that is scaled to 1."""
     crop_padding: int | None = None
-    """Padding of the random crop and flip in training; None = no augmentation."""
+    """Padding of the random crop in training, which is followed by a random flip; None for no augmentation."""
 
     def __init__(
         self,
         *,
         num_clients: int = 100,
-        partition: Partition = IID(),  # noqa: B008 - a frozen value; the command line shows it as the default
+        partition: Partition = IID(),  # noqa: B008 - immutable, and shown as the default by `--help`
         batch_size: int = 32,
         val_fraction: float = 0.0,
         test_per_client: int = 100,
@@ -86,41 +88,36 @@ class FederatedDataModule(L.LightningDataModule):
         num_workers: int = 0,
     ) -> None:
         super().__init__()
-        if not 0 <= val_fraction < 1:
-            raise InvalidOption(
-                f"`val_fraction={val_fraction}`: expected a number in [0, 1); change `data.val_fraction`."
-            )
-        if eval_split not in ("val", "test"):
-            raise InvalidOption(f"`eval_split={eval_split}`: expected val or test; change `data.eval_split`.")
+        require(0 <= val_fraction < 1, "data.val_fraction", val_fraction, "a number in [0, 1)")
+        require(eval_split in ("val", "test"), "data.eval_split", eval_split, "'val' or 'test'")
         for name, value in {
             "batch_size": batch_size,
             "test_per_client": test_per_client,
             "eval_batch_size": eval_batch_size,
             "examples_per_client": examples_per_client,
         }.items():
-            if value is not None and value < 1:
-                raise InvalidOption(f"`{name}={value}`: expected at least 1; change `data.{name}`.")
+            require(value is None or value >= 1, f"data.{name}", value, "a whole number >= 1")
         self.num_clients, self.partition, self.batch_size = num_clients, partition, batch_size
         self.val_fraction, self.test_per_client, self.eval_split = val_fraction, test_per_client, eval_split
         self.seed, self.eval_batch_size = seed, eval_batch_size
         self.drop_last, self.num_workers, self.examples_per_client = drop_last, num_workers, examples_per_client
         self.client_sizes: Sequence[int] = self._nominal_sizes()
-        self._held: _Held | None = None
+        self._held: _SplitData | None = None
 
     def load(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """The whole data set.
+        """Load the whole data set.
 
         Returns:
-            Training inputs (examples, *sample_shape), training labels (int64), test inputs, test labels.
-            Images are best given as uint8: they are normalised batch by batch.
+            Training inputs of shape (examples, *sample_shape), training labels (int64), test inputs and test labels.
+            Images should be uint8: they take a quarter of the memory of float32, and are normalised batch by batch.
         """
         raise NotImplementedError(f"`{type(self).__name__}` must implement `load()`.")
 
     def transform(self, train: bool) -> Transform | None:
-        """What happens to each batch of stored inputs.
+        """Return the transform of a batch of stored inputs, or None for no transform.
 
         Args:
-            train: Whether the batch is for training.
+            train: Whether the transform is for training, with augmentation.
         """
         normalize = Normalize(self.mean, self.std, self.high) if self.mean else None
         if train and self.crop_padding is not None:
@@ -128,7 +125,7 @@ class FederatedDataModule(L.LightningDataModule):
         return normalize
 
     def setup(self, stage: str | None = None) -> None:
-        """Load and split; `client_sizes` become the actual ones. Later calls do nothing.
+        """Load and split the data set, and update `client_sizes`; later calls have no effect.
 
         Raises:
             DataNotFound: If the data is not on disk.
@@ -139,46 +136,46 @@ class FederatedDataModule(L.LightningDataModule):
             self.client_sizes = self._held.train_stops.diff(prepend=torch.zeros(1, dtype=torch.int64)).tolist()
 
     def num_examples(self, client: int) -> int:
-        """Training samples of a client: nominal before :meth:`setup`, actual after it."""
+        """Return the number of training samples of a client: nominal before :meth:`setup`, actual after it."""
         return self.client_sizes[client]
 
     def client_train_dataloader(self, client: int) -> DataLoader[Any]:
-        """A client's training data, in an order drawn from torch's global generator."""
+        """Return a loader of a client's training data, in an order drawn from torch's global generator."""
         start, stop = _span(self._ready.train_stops, client)
         return self._train_loader(self._ready.train, start, stop)
 
     def client_val_dataloader(self, client: int) -> DataLoader[Any] | None:
-        """A client's validation data; None without a `val_fraction`."""
+        """Return a loader of a client's validation data, or None if `val_fraction` is 0."""
         if self._ready.val_stops is None:
             return None
         return self._eval_loader(self._ready.val, slice(*_span(self._ready.val_stops, client)))
 
     def client_test_dataloader(self, client: int) -> DataLoader[Any]:
-        """Test data with the label proportions of a client's training data."""
+        """Return a loader of test data with the label proportions of a client's training data."""
         start, stop = _span(self._ready.test_stops, client)
         return self._eval_loader(self._ready.test, self._ready.test_indices[start:stop])
 
     def client_label_counts(self, client: int) -> Tensor:
-        """How many training examples of each class a client owns: int64 of shape (classes,)."""
+        """Count the training examples of each class of a client, int64 of shape (classes,)."""
         start, stop = _span(self._ready.train_stops, client)
         return torch.bincount(self._ready.train[1][start:stop], minlength=self.num_classes)
 
     def train_dataloader(self) -> DataLoader[Any]:
-        """All clients' training data."""
+        """Return a loader of the training data of all clients."""
         return self._train_loader(self._ready.train, 0, len(self._ready.train[1]))
 
     def val_dataloader(self) -> DataLoader[Any] | list[Any] | None:
-        """All clients' validation data; without a `val_fraction` None, or nothing in a plain ``Trainer``."""
+        """Return a loader of the validation data of all clients; None (``[]`` in a ``Trainer``) without any."""
         if self._ready.val_stops is None:
             return no_loader(self)
         return self._eval_loader(self._ready.val, slice(None))
 
     def test_dataloader(self) -> DataLoader[Any]:
-        """The whole test set."""
+        """Return a loader of the whole test set."""
         return self._eval_loader(self._ready.test, slice(None))
 
     @property
-    def _ready(self) -> _Held:
+    def _ready(self) -> _SplitData:
         if self._held is None:
             self.setup()
         assert self._held is not None
@@ -205,8 +202,9 @@ class FederatedDataModule(L.LightningDataModule):
             return 0
         if size < 2:
             raise InvalidOption(
-                f"`val_fraction={self.val_fraction}` needs 2 examples per client, but client {client} owns "
-                f"{size}; lower `data.num_clients`, change `data.partition`, or set `data.val_fraction` to 0."
+                f"`data.val_fraction` is {self.val_fraction}, which needs at least 2 examples per client, but client "
+                f"{client} has {size}; lower `data.num_clients`, change `data.partition`, or set `data.val_fraction` "
+                "to 0."
             )
         return min(max(round(self.val_fraction * size), 1), size - 1)
 
@@ -214,15 +212,15 @@ class FederatedDataModule(L.LightningDataModule):
         wanted = size if self.examples_per_client is None else self.examples_per_client
         if wanted > size:
             raise InvalidOption(
-                f"`examples_per_client={wanted}`: client {client} is dealt {size}; lower it or `data.num_clients`, or "
-                "change `data.partition`."
+                f"`data.examples_per_client` is {wanted}, but the partition gives client {client} only {size}; lower "
+                "it or `data.num_clients`, or change `data.partition`."
             )
         return wanted
 
     def _seed(self) -> int:
         return int(os.environ.get("PL_GLOBAL_SEED", 0)) if self.seed is None else self.seed
 
-    def _split(self, inputs: Tensor, labels: Tensor, test_inputs: Tensor, test_labels: Tensor) -> _Held:
+    def _split(self, inputs: Tensor, labels: Tensor, test_inputs: Tensor, test_labels: Tensor) -> _SplitData:
         seed = self._seed()
         train, val, test = [], [], []
         for client, owned in enumerate(self.partition.split(labels, self.num_clients, seed)):
@@ -234,10 +232,10 @@ class FederatedDataModule(L.LightningDataModule):
             test.append(matching_test(labels[train[-1]], test_labels, self.test_per_client, rng))
             if not len(test[-1]):
                 raise InvalidOption(
-                    f"The test set has none of the classes of client {client}, so it cannot be scored; "
-                    "change `data.partition` or lower `data.num_clients`."
+                    f"The test set contains no example of the classes of client {client}, so the client cannot be "
+                    "evaluated; change `data.partition` or lower `data.num_clients`."
                 )
-        return _Held(
+        return _SplitData(
             train=_reorder(inputs, labels, train),
             train_stops=_stops(train),
             val=_reorder(inputs, labels, val),
@@ -249,15 +247,15 @@ class FederatedDataModule(L.LightningDataModule):
 
 
 def no_loader(data: L.LightningDataModule) -> list[Any] | None:
-    """No data to validate on: a plain ``Trainer`` refuses None but takes an empty list."""
+    """Return what stands for missing validation data: None, or ``[]`` for a plain ``Trainer``, which rejects None."""
     return [] if isinstance(data.trainer, L.Trainer) else None
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Held:
-    """The loaded data, in which a client's examples lie side by side, so that its share is a view, not a copy.
+class _SplitData:
+    """Split data set, ordered by client, so that the examples of a client are a view and not a copy.
 
-    What is known of a client is where its share stops; it starts where the one before stops.
+    The examples of a client end at its entry of `*_stops`, and start where those of the previous client end.
     """
 
     train: tuple[Tensor, Tensor]

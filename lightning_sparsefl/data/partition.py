@@ -1,7 +1,6 @@
-"""Who owns which examples: labels in, one list of indices per client out.
+"""Partitions of a data set over clients: functions from labels to the indices of each client's examples.
 
-A partition is a value. It draws from a generator keyed by the seed alone, so every rank computes the same
-split.
+A partition is a frozen dataclass. Its randomness depends on the seed alone, so every rank computes the same partition.
 """
 
 from __future__ import annotations
@@ -12,28 +11,29 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_sparsefl.errors import InvalidOption
+from lightning_sparsefl.errors import InvalidOption, require
 from lightning_sparsefl.seeds import generator
 
 _MAX_DRAWS = 2000
+"""Number of draws after which `Dirichlet` gives up."""
 
 
 class Partition(ABC):
-    """How the training examples are dealt to the clients. A subclass implements :meth:`assign`."""
+    """Partition of the training examples over the clients; a subclass implements :meth:`assign`."""
 
     def split(self, labels: Tensor, num_clients: int, seed: int) -> list[Tensor]:
-        """Deal the examples.
+        """Assign the examples to the clients, and check the result.
 
         Args:
-            labels: Class of every example, int64 of shape (examples,).
+            labels: Class of each example, int64 of shape (examples,).
             num_clients: Number of clients.
-            seed: What the draw depends on, besides the labels.
+            seed: Random seed.
 
         Returns:
-            Per client the sorted indices of its examples; disjoint, and none is empty.
+            Sorted indices of each client's examples; they are disjoint, and no client is without examples.
 
         Raises:
-            InvalidOption: If a client would get no example.
+            InvalidOption: If a client would have no examples.
 
         Example:
             >>> owned = Pathological(classes_per_client=1).split(torch.tensor([0, 1, 1, 0]), num_clients=2, seed=0)
@@ -45,67 +45,60 @@ class Partition(ABC):
         empty = [client for client, indices in enumerate(owned) if not len(indices)]
         if empty:
             raise InvalidOption(
-                f"`{self}` leaves {len(empty)} of {num_clients} clients without an example, the first being "
+                f"`{self}` leaves {len(empty)} of {num_clients} clients without examples, the first of them is "
                 f"client {empty[0]}; lower `data.num_clients` or change `data.partition`."
             )
         return [indices.sort().values for indices in owned]
 
     @abstractmethod
     def assign(self, labels: Tensor, num_clients: int, rng: torch.Generator) -> list[Tensor]:
-        """Deal the examples; :meth:`split` has checked the arguments and will check the result.
+        """Assign the examples to the clients; :meth:`split` checks the arguments and the result.
 
         Args:
-            labels: Class of every example, int64 of shape (examples,).
-            num_clients: Number of clients, at least 1 and at most the number of examples.
-            rng: The only source of randomness.
+            labels: Class of each example, int64 of shape (examples,).
+            num_clients: Number of clients, from 1 to the number of examples.
+            rng: Generator for all random draws.
 
         Returns:
-            Per client the indices of its examples, disjoint, in any order.
+            Indices of each client's examples; disjoint, in any order.
         """
 
 
 @dataclass(frozen=True, kw_only=True)
 class IID(Partition):
-    """Every client draws from the same distribution; sizes differ by one at most."""
+    """Independent and identically distributed clients, whose sizes differ by at most one."""
 
     def assign(self, labels: Tensor, num_clients: int, rng: torch.Generator) -> list[Tensor]:
-        """Cut one permutation into equal parts."""
+        """Split a random permutation into equal parts."""
         return list(torch.randperm(len(labels), generator=rng).tensor_split(num_clients))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Dirichlet(Partition):
-    """Each class is dealt to the clients in proportions drawn from Dir(alpha).
+    """Partition in which the proportions of each class over the clients are drawn from Dir(alpha).
 
-    The usual "hetero" split: a client that already owns an equal share of all examples gets none of the
-    classes that follow, so sizes differ within bounds. Drawn again until every client owns `min_examples`.
+    This is the usual "hetero" partition. The classes are assigned one after another, and a client that already has an
+    equal share of all examples gets no examples of the following classes, which bounds the differences in size. The
+    partition is drawn again until each client has at least `min_examples`.
 
-    Yurochkin et al., "Bayesian Nonparametric Federated Learning of Neural Networks" (arXiv:1905.12022); with
-    the cap, as in Li et al., "Federated Learning on Non-IID Data Silos: An Experimental Study"
-    (arXiv:2102.02079).
+    Yurochkin et al., "Bayesian Nonparametric Federated Learning of Neural Networks" (arXiv:1905.12022), with the bound
+    on the size of Li et al., "Federated Learning on Non-IID Data Silos: An Experimental Study" (arXiv:2102.02079).
     """
 
     alpha: float
-    """Concentration: small = few classes per client, large = nearly IID."""
+    """Concentration parameter: small values give few classes per client, large values are close to IID."""
     min_examples: int = 1
-    """Fewest examples that a client may own."""
+    """Smallest number of examples of a client."""
 
     def __post_init__(self) -> None:
-        if not 0 < self.alpha < float("inf"):
-            raise InvalidOption(
-                f"`Dirichlet(alpha={self.alpha})`: expected a finite number above 0; change `data.partition.alpha`."
-            )
-        if self.min_examples < 1:
-            raise InvalidOption(
-                f"`Dirichlet(min_examples={self.min_examples})`: expected at least 1; "
-                "change `data.partition.min_examples`."
-            )
+        require(0 < self.alpha < float("inf"), "data.partition.alpha", self.alpha, "a finite number above 0")
+        require(self.min_examples >= 1, "data.partition.min_examples", self.min_examples, "a whole number >= 1")
 
     def assign(self, labels: Tensor, num_clients: int, rng: torch.Generator) -> list[Tensor]:
-        """Draw counts until they suffice, then deal."""
+        """Draw the number of examples per class and client, then assign the examples."""
         classes = _indices_by_class(labels, rng)
         counts = self._counts([len(indices) for indices in classes], num_clients, rng)
-        return _deal(classes, counts)
+        return _assign(classes, counts)
 
     def _counts(self, class_sizes: list[int], num_clients: int, rng: torch.Generator) -> Tensor:
         if self.min_examples * num_clients <= sum(class_sizes):
@@ -114,7 +107,7 @@ class Dirichlet(Partition):
                 if int(counts.sum(0).min()) >= self.min_examples:
                     return counts
         raise InvalidOption(
-            f"`Dirichlet(alpha={self.alpha}, min_examples={self.min_examples})` found no split of "
+            f"`Dirichlet(alpha={self.alpha}, min_examples={self.min_examples})` found no partition of "
             f"{sum(class_sizes)} examples over {num_clients} clients in {_MAX_DRAWS} draws; raise "
             "`data.partition.alpha`, or lower `data.partition.min_examples` or `data.num_clients`."
         )
@@ -122,59 +115,54 @@ class Dirichlet(Partition):
 
 @dataclass(frozen=True, kw_only=True)
 class Pathological(Partition):
-    """Every client owns exactly `classes_per_client` classes.
+    """Partition in which each client has examples of exactly `classes_per_client` classes.
 
-    Each class is cut into equal parts, one for each client that owns it; classes are dealt so that their
-    numbers of owners differ by one at most. With equally frequent classes, and `num_clients *
-    classes_per_client` a multiple of their number, all clients own equally many examples. A class that nobody
-    is dealt is left out.
+    Each class is split into equal parts, one for each of its clients, and the numbers of clients per class differ by at
+    most one. If the classes are equally frequent and ``num_clients * classes_per_client`` is a multiple of their
+    number, all clients have the same number of examples. A class that is assigned to no client is left out.
 
     After McMahan et al., "Communication-Efficient Learning of Deep Networks from Decentralized Data" (2017).
     """
 
     classes_per_client: int
-    """Number of classes that each client owns."""
+    """Number of classes of each client."""
 
     def __post_init__(self) -> None:
-        if self.classes_per_client < 1:
-            raise InvalidOption(
-                f"`Pathological(classes_per_client={self.classes_per_client})`: expected at least 1; "
-                "change `data.partition.classes_per_client`."
-            )
+        self._require_classes(self.classes_per_client >= 1, "a whole number >= 1")
 
     def assign(self, labels: Tensor, num_clients: int, rng: torch.Generator) -> list[Tensor]:
-        """Choose the owners of each class, then deal."""
+        """Choose the clients of each class, then assign the examples."""
         classes = _indices_by_class(labels, rng)
-        if self.classes_per_client > len(classes):
-            raise InvalidOption(
-                f"`Pathological(classes_per_client={self.classes_per_client})`: expected at most the "
-                f"{len(classes)} classes of the data; change `data.partition.classes_per_client`."
-            )
+        expected = f"at most {len(classes)}, the number of classes in the data"
+        self._require_classes(self.classes_per_client <= len(classes), expected)
         owns = self._owners(len(classes), num_clients, rng)
         sizes = torch.tensor([len(indices) for indices in classes])
         owners = owns.sum(1)
         self._check_sizes(sizes, owners)
-        # The k-th owner of a class gets one example more while k < size mod owners.
+        # The k-th owner of a class gets one more example if k < size mod owners.
         rank = owns.cumsum(1) - 1
         counts = sizes.div(owners.clamp(min=1), rounding_mode="floor")[:, None] + (
             rank < sizes.remainder(owners.clamp(min=1))[:, None]
         )
-        return _deal(classes, counts * owns)
+        return _assign(classes, counts * owns)
 
     def _owners(self, num_classes: int, num_clients: int, rng: torch.Generator) -> Tensor:
-        """Who owns what: bool of shape (classes, clients)."""
+        """Choose the classes of each client: bool of shape (classes, clients)."""
         owns = torch.zeros(num_classes, num_clients, dtype=torch.bool)
         for client in range(num_clients):
             rarest_first = (owns.sum(1) + torch.rand(num_classes, generator=rng)).argsort()
             owns[rarest_first[: self.classes_per_client], client] = True
         return owns
 
+    def _require_classes(self, condition: bool, expected: str) -> None:
+        require(condition, "data.partition.classes_per_client", self.classes_per_client, expected)
+
     def _check_sizes(self, sizes: Tensor, owners: Tensor) -> None:
         short = (sizes < owners).nonzero()
         if len(short):
             label = int(short[0])
             raise InvalidOption(
-                f"`Pathological(classes_per_client={self.classes_per_client})` deals class {label} to "
+                f"`Pathological(classes_per_client={self.classes_per_client})` assigns class {label} to "
                 f"{int(owners[label])} clients, but it has {int(sizes[label])} examples; lower "
                 "`data.num_clients` or `data.partition.classes_per_client`."
             )
@@ -183,14 +171,14 @@ class Pathological(Partition):
 def matching_test(train_labels: Tensor, test_labels: Tensor, count: int, rng: torch.Generator) -> Tensor:
     """Choose test examples with the label proportions of a client's training data.
 
-    Of each label ``ceil(share * count)`` examples, or all there are; so up to one per label more than
-    `count`. The draws of two clients may overlap (FedSpa's protocol).
+    For each label, ``ceil(proportion * count)`` examples are chosen, or all if there are fewer. The result may exceed
+    `count` by up to one example per label, and the test sets of two clients may overlap (protocol of FedSpa).
 
     Args:
         train_labels: The client's training labels, int64 of shape (examples,).
         test_labels: Labels of the whole test set, int64 of shape (test examples,).
-        count: How many examples to aim at.
-        rng: The only source of randomness.
+        count: Intended number of examples.
+        rng: Generator for all random draws.
 
     Returns:
         Sorted indices into the test set.
@@ -211,20 +199,21 @@ def matching_test(train_labels: Tensor, test_labels: Tensor, count: int, rng: to
 
 
 def check_num_clients(num_clients: int, examples: int) -> None:
-    """Refuse a number of clients that cannot all own an example.
+    """Check that every client can have at least one example.
+
+    Args:
+        num_clients: Number of clients.
+        examples: Number of training examples.
 
     Raises:
         InvalidOption: If `num_clients` is below 1 or above `examples`.
     """
-    if not 1 <= num_clients <= examples:
-        raise InvalidOption(
-            f"`num_clients={num_clients}`: expected at least 1 and at most the {examples} training examples; "
-            "change `data.num_clients`."
-        )
+    expected = f"a number from 1 to {examples}, the number of training examples"
+    require(1 <= num_clients <= examples, "data.num_clients", num_clients, expected)
 
 
 def _indices_by_class(labels: Tensor, rng: torch.Generator) -> list[Tensor]:
-    """Per class that occurs, the shuffled indices of its examples."""
+    """Return the shuffled indices of the examples of each class that occurs."""
     shuffled = torch.randperm(len(labels), generator=rng)
     by_class = shuffled[labels[shuffled].argsort(stable=True)]
     sizes = torch.bincount(labels)
@@ -232,16 +221,17 @@ def _indices_by_class(labels: Tensor, rng: torch.Generator) -> list[Tensor]:
 
 
 def _draw_counts(class_sizes: list[int], num_clients: int, alpha: float, rng: torch.Generator) -> Tensor:
-    """How many examples of each class each client gets: int64 of shape (classes, clients)."""
+    """Draw the number of examples of each class for each client: int64 of shape (classes, clients)."""
     equal_share = sum(class_sizes) / num_clients
     shape = (len(class_sizes), num_clients)
-    # Normalised Gamma(alpha) draws are a Dirichlet draw (torch.distributions.Dirichlet takes no generator). With a
-    # small alpha they underflow, so their logarithms are drawn: Gamma(alpha) = Gamma(alpha + 1) * U ** (1 / alpha).
+    # Normalised Gamma(alpha) samples are a Dirichlet sample (torch.distributions.Dirichlet takes no generator). For a
+    # small alpha they underflow, so use logarithms: Gamma(alpha) = Gamma(alpha + 1) * U ** (1 / alpha).
     boosted = torch._standard_gamma(torch.full(shape, alpha + 1, dtype=torch.float64), generator=rng)
     draws = boosted.log() + torch.rand(shape, dtype=torch.float64, generator=rng).log() / alpha
     owned = torch.zeros(num_clients, dtype=torch.int64)
     counts = []
     for size, draw in zip(class_sizes, draws, strict=True):
+        # Clients with an equal share get nothing of this class; round the cumulative proportions to whole examples.
         weight = draw.masked_fill(owned >= equal_share, -torch.inf).softmax(0)
         edges = weight.cumsum(0)
         edges = (edges / edges[-1] * size).long()
@@ -250,13 +240,13 @@ def _draw_counts(class_sizes: list[int], num_clients: int, alpha: float, rng: to
     return torch.stack(counts)
 
 
-def _deal(classes: list[Tensor], counts: Tensor) -> list[Tensor]:
-    """Hand out each class's indices from the front, as many as `counts` (classes, clients) says."""
+def _assign(classes: list[Tensor], counts: Tensor) -> list[Tensor]:
+    """Assign consecutive indices of each class to the clients, `counts` (classes, clients) many."""
     shares = [_cut(indices, count) for indices, count in zip(classes, counts, strict=True)]
     return [torch.cat(own) for own in zip(*shares, strict=True)]
 
 
 def _cut(indices: Tensor, sizes: Tensor) -> list[Tensor]:
-    """Consecutive parts of the given sizes, which sum to at most the length."""
+    """Split into consecutive parts of the given sizes, whose sum is at most the length."""
     stops = sizes.cumsum(0)
     return list(indices[: int(stops[-1])].tensor_split(stops[:-1]))

@@ -1,4 +1,4 @@
-"""Toy sets: Gaussian blobs, as one set that is split, or made client by client."""
+"""Synthetic data sets of Gaussian blobs, as one data set or generated for each client on demand."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_sparsefl.data.examples import Examples
 from lightning_sparsefl.data.federated import FederatedDataModule
-from lightning_sparsefl.errors import InvalidOption
+from lightning_sparsefl.errors import InvalidOption, require
 from lightning_sparsefl.seeds import derive_seed, generator
 
 
 class FederatedBlobs(FederatedDataModule):
-    """One Gaussian blob per class, with samples of shape (1, 1, `dim`).
+    """Synthetic data set with one Gaussian blob per class and samples of shape (1, 1, `dim`).
 
     Args:
         num_clients: Number of clients.
         num_classes: Number of classes.
-        dim: Features of one sample.
-        num_train: Training examples.
-        num_test: Test examples.
-        noise: Standard deviation within a class; the classes' centres have 1.
-        options: Arguments of :class:`FederatedDataModule`. The seed also draws the examples.
+        dim: Number of features of a sample.
+        num_train: Number of training examples.
+        num_test: Number of test examples.
+        noise: Standard deviation within a class; that of the class centres is 1.
+        options: Further arguments of :class:`FederatedDataModule`; the seed also determines the examples.
 
     Raises:
         InvalidOption: If an option is out of its range.
@@ -44,14 +44,13 @@ class FederatedBlobs(FederatedDataModule):
         **options: Any,
     ) -> None:
         for name, value in {"num_classes": num_classes, "dim": dim, "num_test": num_test}.items():
-            if value < 1:
-                raise InvalidOption(f"`{name}={value}`: expected at least 1; change `data.{name}`.")
+            require(value >= 1, f"data.{name}", value, "a whole number >= 1")
         self.num_classes, self.sample_shape = num_classes, (1, 1, dim)
         self.num_train, self.num_test, self.noise = num_train, num_test, noise
         super().__init__(num_clients=num_clients, **options)
 
     def load(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Training and test samples as float32, with the classes in turn."""
+        """Generate training and test samples, float32, whose classes alternate."""
         rng = generator(self._seed(), "blobs")
         centres = torch.randn(self.num_classes, *self.sample_shape, generator=rng)
         labels = torch.arange(self.num_train + self.num_test) % self.num_classes
@@ -62,22 +61,23 @@ class FederatedBlobs(FederatedDataModule):
 
 
 class FederatedBlobsOnDemand(FederatedDataModule):
-    """Gaussian blobs for any number of clients: a client's examples are made when it is asked for, and not kept.
+    """Synthetic data set for any number of clients, whose examples are generated on each access and not kept.
 
-    Everything about client k follows from the seed and k: how many examples it owns, which few classes, and what they
-    look like. The common sets, which score the global model, have all classes.
+    The data of client k depend on the seed and k alone: the number of examples, their classes and their features. The
+    common validation and test sets, with which the global model is evaluated, have all classes.
 
     Args:
         num_clients: Number of clients.
         num_classes: Number of classes.
-        sample_shape: Channels, height, width of a sample.
-        fewest: Training examples of the smallest clients.
-        most: Training examples of the largest clients; sizes are spread evenly between.
-        classes_per_client: How many classes a client owns, with equal shares.
-        noise: Standard deviation within a class; the classes' centres have 1.
-        num_pooled: Examples of each of the common validation and test sets.
-        options: Arguments of :class:`FederatedDataModule`, but for those that say how one set is split: `partition`,
-            `val_fraction` (validation sets are as large as test sets) and `examples_per_client`.
+        sample_shape: Channels, height and width of a sample.
+        fewest: Number of training examples of the smallest clients.
+        most: Number of training examples of the largest clients; the sizes are uniformly distributed between the two.
+        classes_per_client: Number of classes of a client, which are equally frequent.
+        noise: Standard deviation within a class; that of the class centres is 1.
+        num_pooled: Number of examples in each of the common validation and test sets.
+        test_per_client: Number of validation and of test examples of a client.
+        options: Further arguments of :class:`FederatedDataModule`, except those that split one data set: `partition`,
+            `val_fraction` and `examples_per_client`.
 
     Raises:
         InvalidOption: If an option is out of its range.
@@ -98,53 +98,50 @@ class FederatedBlobsOnDemand(FederatedDataModule):
         **options: Any,
     ) -> None:
         for name, value in {"num_clients": num_clients, "fewest": fewest, "num_pooled": num_pooled}.items():
-            if value < 1:
-                raise InvalidOption(f"`{name}={value}`: expected at least 1; change `data.{name}`.")
-        if most < fewest:
-            raise InvalidOption(f"`most={most}`: expected at least `fewest`, {fewest}; change `data.most`.")
-        if not 1 <= classes_per_client <= num_classes:
-            raise InvalidOption(
-                f"`classes_per_client={classes_per_client}`: expected 1 up to the {num_classes} classes; "
-                "change `data.classes_per_client`."
-            )
+            require(value >= 1, f"data.{name}", value, "a whole number >= 1")
+        require(most >= fewest, "data.most", most, f"at least `data.fewest`, which is {fewest}")
+        expected = f"a number from 1 to {num_classes}, the number of classes"
+        require(1 <= classes_per_client <= num_classes, "data.classes_per_client", classes_per_client, expected)
         for name in ("partition", "val_fraction", "examples_per_client"):
             if name in options:
-                raise InvalidOption(f"`data.{name}` splits one set, but here each client's examples are made; omit it.")
+                raise InvalidOption(
+                    f"`data.{name}` splits one data set, but this class generates the examples of each client; omit it."
+                )
         self.num_classes, self.sample_shape = num_classes, sample_shape
         self.classes_per_client, self.noise, self.num_pooled = classes_per_client, noise, num_pooled
         self.fewest, self.most = fewest, most
         super().__init__(num_clients=num_clients, test_per_client=test_per_client, **options)
 
     def setup(self, stage: str | None = None) -> None:
-        """Nothing is to be loaded."""
+        """Do nothing, since there is no data set to load."""
 
     def client_train_dataloader(self, client: int) -> DataLoader[Any]:
-        """A client's training data, in an order drawn from torch's global generator."""
+        """Return a loader of a client's training data, in an order drawn from torch's global generator."""
         examples = self._examples(client, "train", self.num_examples(client))
         return examples.loader(self.batch_size, shuffle=True, drop_last=self.drop_last, num_workers=self.num_workers)
 
     def client_val_dataloader(self, client: int) -> DataLoader[Any]:
-        """A client's validation data."""
+        """Return a loader of a client's validation data."""
         return self._scored(self._examples(client, "val", self.test_per_client))
 
     def client_test_dataloader(self, client: int) -> DataLoader[Any]:
-        """A client's test data."""
+        """Return a loader of a client's test data."""
         return self._scored(self._examples(client, "test", self.test_per_client))
 
     def client_label_counts(self, client: int) -> Tensor:
-        """How many training examples of each class a client owns: int64 of shape (classes,)."""
+        """Count the training examples of each class of a client, int64 of shape (classes,)."""
         return torch.bincount(self._labels(client, self.num_examples(client)), minlength=self.num_classes)
 
     def train_dataloader(self) -> DataLoader[Any]:
-        """All clients' training data, client by client in an order drawn from torch's global generator."""
+        """Return a loader of the training data of all clients, one client after another in random order."""
         return DataLoader(_OneByOne(self), batch_size=None)
 
     def val_dataloader(self) -> DataLoader[Any]:
-        """A common set of all classes."""
+        """Return a loader of the common validation set."""
         return self._scored(self._common("val"))
 
     def test_dataloader(self) -> DataLoader[Any]:
-        """Another one."""
+        """Return a loader of the common test set."""
         return self._scored(self._common("test"))
 
     def _nominal_sizes(self) -> Sequence[int]:
@@ -171,7 +168,13 @@ class FederatedBlobsOnDemand(FederatedDataModule):
 
 @dataclass(frozen=True)
 class SpreadSizes(Sequence[int]):
-    """Sizes spread evenly from the smallest to the largest, by chance, none of which is kept.
+    """Sequence of random sizes between two bounds, which are computed on access and not kept.
+
+    Args:
+        clients: Number of clients.
+        fewest: Smallest size.
+        most: Largest size.
+        seed: Random seed.
 
     Example:
         >>> sizes = SpreadSizes(10**9, 20, 60, seed=0)
@@ -186,7 +189,7 @@ class SpreadSizes(Sequence[int]):
 
     @property
     def rule(self) -> str:
-        """From what all sizes follow."""
+        """Description from which all sizes follow."""
         return repr(self)
 
     def __len__(self) -> int:
@@ -204,7 +207,7 @@ class SpreadSizes(Sequence[int]):
 
 
 class _OneByOne(IterableDataset[Any]):
-    """The batches of one client after the other."""
+    """Batches of all clients, one client after another in random order."""
 
     def __init__(self, data: FederatedBlobsOnDemand) -> None:
         self.data = data

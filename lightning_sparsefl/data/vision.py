@@ -1,4 +1,4 @@
-"""Image sets that torchvision reads: the MNIST family and CIFAR."""
+"""Image data sets that are read by torchvision: MNIST, Fashion-MNIST, EMNIST and CIFAR."""
 
 from __future__ import annotations
 
@@ -13,64 +13,64 @@ from lightning_sparsefl.errors import DataNotFound
 
 
 class _FromTorchvision(FederatedDataModule):
-    """Images from a folder in torchvision's layout.
+    """Base class of image data sets in torchvision's folder layout.
 
     Args:
-        root: The folder that torchvision would download to.
-        download: Whether to download what is missing.
-        options: Arguments of :class:`FederatedDataModule`.
+        root: Folder to which torchvision downloads.
+        download: Whether to download missing data.
+        options: Further arguments of :class:`FederatedDataModule`.
     """
 
     source: str
     """Name of the class in ``torchvision.datasets``."""
     folder: str
-    """Sub-folder of `root` that holds the set."""
+    """Subfolder of `root` that contains the data set."""
 
     def __init__(self, root: str = "data", download: bool = False, **options: Any) -> None:
         super().__init__(**options)
         self.root, self.download = root, download
 
     def prepare_data(self) -> None:
-        """Download, if `download` says so."""
+        """Download the data set if `download` is set."""
         if self.download:
             self.read(train=True, download=True)
 
     def load(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Training images (examples, channels, height, width) as uint8, their labels, the same for testing.
+        """Load the images, uint8 of shape (examples, channels, height, width), and the labels.
 
         Raises:
-            DataNotFound: If the set, or a part of it, is not in `root`.
+            DataNotFound: If the data set, or a part of it, is not in `root`.
         """
         try:
             train, test = (self.read(train=train, download=False) for train in (True, False))
         except (RuntimeError, FileNotFoundError):
             where = Path(self.root).absolute() / self.folder
             raise DataNotFound(
-                f"`{type(self).__name__}` found no complete copy of its data in {where}; name another folder "
-                "with `--data.root <folder>`, or fetch the data with `--data.download true`."
+                f"`{type(self).__name__}` found no complete copy of its data in {where}; set another folder with "
+                "`--data.root <folder>`, or download the data with `--data.download true`."
             ) from None
         return *self.tensors(train), *self.tensors(test)
 
     def read(self, *, download: bool, **arguments: Any) -> Any:
-        """The torchvision data set."""
-        import torchvision  # takes a second, which the command line's help need not wait for
+        """Create the torchvision data set."""
+        import torchvision  # a slow import, which `--help` should not wait for
 
         return getattr(torchvision.datasets, self.source)(self.root, download=download, **arguments)
 
     def tensors(self, dataset: Any) -> tuple[Tensor, Tensor]:
-        """Images with the channels first, and labels."""
+        """Return the images, with the channels first, and the labels."""
         images = torch.as_tensor(dataset.data)
         images = images[:, None] if images.ndim == 3 else images.permute(0, 3, 1, 2).contiguous()
         return images, torch.as_tensor(dataset.targets)
 
 
 class FederatedMNIST(_FromTorchvision):
-    """MNIST: 60,000 digits of 28x28 pixels (LeCun et al., 1998).
+    """MNIST: 60,000 handwritten digits of 28x28 pixels (LeCun et al., 1998).
 
     Args:
-        root: The folder that holds ``MNIST/raw``.
-        download: Whether to download what is missing.
-        options: Arguments of :class:`FederatedDataModule`.
+        root: Folder that contains ``MNIST/raw``.
+        download: Whether to download missing data.
+        options: Further arguments of :class:`FederatedDataModule`.
     """
 
     num_classes, sample_shape, num_train = 10, (1, 28, 28), 60_000
@@ -79,12 +79,12 @@ class FederatedMNIST(_FromTorchvision):
 
 
 class FederatedFashionMNIST(_FromTorchvision):
-    """Fashion-MNIST: 60,000 garments of 28x28 pixels (Xiao et al., 2017).
+    """Fashion-MNIST: 60,000 images of clothing of 28x28 pixels (Xiao et al., 2017).
 
     Args:
-        root: The folder that holds ``FashionMNIST/raw``.
-        download: Whether to download what is missing.
-        options: Arguments of :class:`FederatedDataModule`.
+        root: Folder that contains ``FashionMNIST/raw``.
+        download: Whether to download missing data.
+        options: Further arguments of :class:`FederatedDataModule`.
     """
 
     num_classes, sample_shape, num_train = 10, (1, 28, 28), 60_000
@@ -93,12 +93,12 @@ class FederatedFashionMNIST(_FromTorchvision):
 
 
 class FederatedEMNISTLetters(_FromTorchvision):
-    """EMNIST Letters: 124,800 letters of 28x28 pixels in 26 classes (Cohen et al., 2017).
+    """EMNIST Letters: 124,800 handwritten letters of 28x28 pixels in 26 classes (Cohen et al., 2017).
 
     Args:
-        root: The folder that holds ``EMNIST/raw``.
-        download: Whether to download what is missing.
-        options: Arguments of :class:`FederatedDataModule`.
+        root: Folder that contains ``EMNIST/raw``.
+        download: Whether to download missing data.
+        options: Further arguments of :class:`FederatedDataModule`.
     """
 
     num_classes, sample_shape, num_train = 26, (1, 28, 28), 124_800
@@ -106,11 +106,11 @@ class FederatedEMNISTLetters(_FromTorchvision):
     source, folder = "EMNIST", "EMNIST/raw"
 
     def read(self, *, download: bool, **arguments: Any) -> Any:
-        """The torchvision data set."""
+        """Create the torchvision data set."""
         return super().read(download=download, split="letters", **arguments)
 
     def tensors(self, dataset: Any) -> tuple[Tensor, Tensor]:
-        """Upright images, labels 0 (a) to 25 (z): the files are transposed and count from 1."""
+        """Return upright images and labels from 0 (a) to 25 (z); the files are transposed and count from 1."""
         images, labels = super().tensors(dataset)
         return images.transpose(2, 3).contiguous(), labels - 1
 
@@ -121,9 +121,9 @@ class FederatedCIFAR10(_FromTorchvision):
     Training images are cropped and flipped at random.
 
     Args:
-        root: The folder that holds ``cifar-10-batches-py``.
-        download: Whether to download what is missing.
-        options: Arguments of :class:`FederatedDataModule`.
+        root: Folder that contains ``cifar-10-batches-py``.
+        download: Whether to download missing data.
+        options: Further arguments of :class:`FederatedDataModule`.
     """
 
     num_classes, sample_shape, num_train = 10, (3, 32, 32), 50_000
@@ -138,9 +138,9 @@ class FederatedCIFAR100(_FromTorchvision):
     Training images are cropped and flipped at random.
 
     Args:
-        root: The folder that holds ``cifar-100-python``.
-        download: Whether to download what is missing.
-        options: Arguments of :class:`FederatedDataModule`.
+        root: Folder that contains ``cifar-100-python``.
+        download: Whether to download missing data.
+        options: Further arguments of :class:`FederatedDataModule`.
     """
 
     num_classes, sample_shape, num_train = 100, (3, 32, 32), 50_000

@@ -1,6 +1,7 @@
-"""AlexNet: for small images as FedDIP trains it on CIFAR-10 (23,272,266 parameters), and for large ones with norms.
+"""Two variants of AlexNet, for small and for large images.
 
-The second is PerFedMask's for DomainNet (57,063,498 parameters).
+`AlexNet` is the network that FedDIP trains on CIFAR-10 (23,272,266 parameters), and `AlexNet256` the network that
+PerFedMask trains on DomainNet (57,063,498 parameters).
 """
 
 from __future__ import annotations
@@ -13,26 +14,26 @@ from lightning_sparsefl.models.norm import Norm, norm2d
 from lightning_sparsefl.models.task import Classifier, check_sizes
 
 _PIXELS = 2
-"""Height and width that the convolutions are pooled to."""
+"""Height and width after the adaptive pooling."""
 _WIDTH = 4096
 
 
 class AlexNet(Classifier):
-    """Krizhevsky et al. (2012) with 3x3 convolutions throughout, no norm, and dropout before two wide linear layers.
+    """AlexNet (Krizhevsky et al., 2012) with 3x3 convolutions, dropout before the wide linear layers, and no norms.
 
     The variant of Long et al., "FedDIP: Federated Learning with Extreme Dynamic Pruning and Incremental
     Regularization", section VI.
 
     Args:
         num_classes: Number of classes.
-        sample_shape: Channels, height, width; sides of 15 or more.
+        sample_shape: Channels, height and width of a sample; sides of at least 15 pixels.
         lr: Learning rate.
-        momentum: Momentum.
-        weight_decay: L2 penalty.
-        dropout: Share of the inputs of the wide layers that is dropped in training.
+        momentum: Momentum of SGD.
+        weight_decay: Weight decay (L2 penalty) of SGD.
+        dropout: Dropout probability of the inputs of the two wide linear layers.
 
     Raises:
-        InvalidOption: If a number is out of its range, or the samples are too small.
+        InvalidOption: If an option is out of its range, or the samples are too small.
     """
 
     def __init__(
@@ -84,18 +85,19 @@ def _alexnet(num_classes: int, channels: int, dropout: float) -> nn.Sequential:
 
 
 class AlexNet256(Classifier):
-    """Krizhevsky et al. (2012) for images of about 256x256 pixels, a norm after every layer but the last.
+    """AlexNet (Krizhevsky et al., 2012) for images of about 256x256 pixels, with a norm after each layer but the last.
 
     The variant of Setayesh et al., "PerFedMask: Personalized Federated Learning with Optimized Masking Vectors",
-    appendix I: kernels of 11, 5 and 3, biases, batch norm that keeps no statistics, two wide linear layers, no dropout.
+    appendix I: kernels of 11, 5 and 3, biases, batch norm without running statistics, two wide linear layers, no
+    dropout.
 
     Args:
         num_classes: Number of classes.
-        sample_shape: Channels, height, width; sides of 63 or more.
-        norm: After each convolution; the linear layers have group norm with ``group``, else the same.
+        sample_shape: Channels, height and width of a sample; sides of at least 63 pixels.
+        norm: Norm after each convolution, and after each linear layer but the last.
         lr: Learning rate.
-        momentum: Momentum.
-        weight_decay: L2 penalty.
+        momentum: Momentum of SGD.
+        weight_decay: Weight decay (L2 penalty) of SGD.
 
     Raises:
         InvalidOption: If an option is out of its range, or the samples are too small.
@@ -116,8 +118,9 @@ class AlexNet256(Classifier):
 
 
 _CONVS = ((64, 11, 4, 2), (192, 5, 1, 2), (384, 3, 1, 1), (256, 3, 1, 1), (256, 3, 1, 1))
-"""Output channels, kernel, stride, padding."""
+"""Output channels, kernel size, stride and padding of each convolution."""
 _POOLED = (1, 2, 5)
+"""Convolutions that are followed by max-pooling, numbered from 1."""
 _GROUPS = 32
 _SIDE = 6
 
@@ -126,7 +129,7 @@ def _alexnet256(num_classes: int, channels: int, norm: Norm) -> nn.Sequential:
     net = nn.Sequential()
     for number, (out, kernel, stride, padding) in enumerate(_CONVS, start=1):
         net.add_module(f"conv{number}", nn.Conv2d(channels, out, kernel, stride=stride, padding=padding))
-        net.add_module(f"norm{number}", norm2d(norm, out, _GROUPS, "AlexNet256"))
+        net.add_module(f"norm{number}", norm2d(norm, out, _GROUPS))
         net.add_module(f"relu{number}", nn.ReLU())
         if number in _POOLED:
             net.add_module(f"pool{number}", nn.MaxPool2d(3, stride=2))
@@ -148,8 +151,10 @@ def _vector_norm(norm: Norm) -> nn.Module:
 
 
 class _BatchNorm1d(nn.BatchNorm1d):
-    """Over the batch; a single sample is its own mean, so that what is left of it is the bias."""
+    """Batch norm that maps a batch of one sample to the bias, since the sample equals the mean of the batch."""
 
     def forward(self, inputs: Tensor) -> Tensor:
         uses_batch = self.training or self.running_mean is None
-        return super().forward(inputs) if len(inputs) > 1 or not uses_batch else 0 * inputs + self.bias
+        return (
+            super().forward(inputs) if len(inputs) > 1 or not uses_batch else 0 * inputs + self.bias
+        )  # keeps the gradient defined

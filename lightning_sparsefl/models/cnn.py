@@ -1,4 +1,4 @@
-"""Small convolutional networks: one for images such as the quickstart's 8x8 digits, one for MNIST."""
+"""Small convolutional networks for 8x8 digits and for MNIST."""
 
 from __future__ import annotations
 
@@ -6,26 +6,26 @@ from collections import OrderedDict
 
 from torch import nn
 
-from lightning_sparsefl.errors import InvalidOption
+from lightning_sparsefl.errors import require
 from lightning_sparsefl.models.norm import Norm, norm2d
 from lightning_sparsefl.models.task import Classifier, SampleShape, check_sizes
 
 
 class SmallCNN(Classifier):
-    """3x3 convolutions with a norm, all but the first of stride 2, then one linear layer.
+    """Convolutional network of 3x3 convolutions with norms, strided after the first, and one linear layer.
 
     Args:
         num_classes: Number of classes.
-        sample_shape: Channels, height, width; sides of 2 or more.
-        width: Channels of the first convolution, a multiple of 4; each further one has twice as many.
-        depth: Convolutions.
-        norm: After each convolution.
+        sample_shape: Channels, height and width of a sample; sides of at least 2 pixels.
+        width: Channels of the first convolution, a multiple of 4; they double with each further convolution.
+        depth: Number of convolutions.
+        norm: Norm after each convolution.
         lr: Learning rate.
-        momentum: Momentum.
-        weight_decay: L2 penalty.
+        momentum: Momentum of SGD.
+        weight_decay: Weight decay (L2 penalty) of SGD.
 
     Raises:
-        InvalidOption: If a number is out of its range, or the samples are too small.
+        InvalidOption: If an option is out of its range, or the samples are too small.
     """
 
     def __init__(
@@ -40,10 +40,8 @@ class SmallCNN(Classifier):
         weight_decay: float = 0.0,
     ) -> None:
         check_sizes("SmallCNN", num_classes, sample_shape, min_side=2)
-        if width < 4 or width % 4:
-            raise InvalidOption(f"`SmallCNN(width={width})`: expected a positive multiple of 4; change `model.width`.")
-        if depth < 1:
-            raise InvalidOption(f"`SmallCNN(depth={depth})`: expected a whole number >= 1; change `model.depth`.")
+        require(width >= 4 and width % 4 == 0, "model.width", width, "a positive multiple of 4")
+        require(depth >= 1, "model.depth", depth, "a whole number >= 1")
         super().__init__(
             _small_cnn(num_classes, sample_shape, width, depth, norm),
             num_classes=num_classes,
@@ -57,10 +55,10 @@ def _small_cnn(num_classes: int, sample_shape: SampleShape, width: int, depth: i
     channels, rows, columns = sample_shape
     layers: OrderedDict[str, nn.Module] = OrderedDict()
     for place in range(1, depth + 1):
-        # A stride, not a pool: with two pools, a last batch of two digits took accuracy from .98 to .26.
+        # Strides instead of pooling: with two pools, a last batch of two digits lowered the accuracy from .98 to .26.
         stride = 1 if place == 1 else 2
         layers[f"conv{place}"] = nn.Conv2d(channels, width, 3, stride=stride, padding=1)
-        layers[f"norm{place}"] = norm2d(norm, width, 4, "SmallCNN")
+        layers[f"norm{place}"] = norm2d(norm, width, 4)
         layers[f"relu{place}"] = nn.ReLU()
         rows, columns = ((side + stride - 1) // stride for side in (rows, columns))
         channels, width = width, 2 * width
@@ -68,19 +66,19 @@ def _small_cnn(num_classes: int, sample_shape: SampleShape, width: int, depth: i
 
 
 class MNISTNet(Classifier):
-    """Two 5x5 convolutions with pools, then two linear layers; without a norm (21,840 parameters on MNIST).
+    """Convolutional network of two 5x5 convolutions with pooling and two linear layers, without norms.
 
-    The network that FedLPS trains on MNIST.
+    This is the network that FedLPS trains on MNIST (21,840 parameters).
 
     Args:
         num_classes: Number of classes.
-        sample_shape: Channels, height, width; sides of 16 or more.
+        sample_shape: Channels, height and width of a sample; sides of at least 16 pixels.
         lr: Learning rate.
-        momentum: Momentum.
-        weight_decay: L2 penalty.
+        momentum: Momentum of SGD.
+        weight_decay: Weight decay (L2 penalty) of SGD.
 
     Raises:
-        InvalidOption: If a number is out of its range, or the samples are too small.
+        InvalidOption: If an option is out of its range, or the samples are too small.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""LeNet-5, as in Caffe (FedSpa on EMNIST-Letters: 439,096 parameters) and as first published (FedDIP: 61,706)."""
+"""LeNet-5 in two variants: Caffe's (FedSpa on EMNIST Letters, 439,096 parameters) and LeCun's (FedDIP, 61,706)."""
 
 from __future__ import annotations
 
@@ -7,27 +7,28 @@ from typing import Literal
 
 from torch import nn
 
-from lightning_sparsefl.errors import InvalidOption
+from lightning_sparsefl.errors import require
 from lightning_sparsefl.models.task import Classifier, SampleShape, check_sizes
 
 
 class LeNet5(Classifier):
-    """Two 5x5 convolutions with max-pooling, then linear layers.
+    """LeNet-5: two 5x5 convolutions with max-pooling, then linear layers.
 
     The variant ``caffe`` has 20 and 50 unpadded channels and two linear layers (Huang et al., "Achieving Personalized
-    Federated Learning with Sparse Local Models", section 5); ``1998`` has 6 and 16 channels, the first ones padded, and
-    three linear layers, as LeCun et al., with ReLU (Long et al., "FedDIP", section VI).
+    Federated Learning with Sparse Local Models", section 5); ``1998`` has 6 and 16 channels, padding in the
+    first convolution, and three linear layers, as in LeCun et al. (1998) but with ReLU (Long et al., "FedDIP",
+    section VI).
 
     Args:
         num_classes: Number of classes.
-        sample_shape: Channels, height, width; sides of 16 or more.
-        variant: Which of the two.
+        sample_shape: Channels, height and width of a sample; sides of at least 16 pixels.
+        variant: Variant of the network, ``caffe`` or ``1998``.
         lr: Learning rate.
-        momentum: Momentum.
-        weight_decay: L2 penalty.
+        momentum: Momentum of SGD.
+        weight_decay: Weight decay (L2 penalty) of SGD.
 
     Raises:
-        InvalidOption: If a number is out of its range, or the samples are too small.
+        InvalidOption: If an option is out of its range, or the samples are too small.
     """
 
     def __init__(
@@ -40,8 +41,7 @@ class LeNet5(Classifier):
         variant: Literal["caffe", "1998"] = "caffe",
     ) -> None:
         check_sizes("LeNet5", num_classes, sample_shape, min_side=16)
-        if variant not in _VARIANTS:
-            raise InvalidOption(f"`LeNet5(variant={variant!r})`: expected 'caffe' or '1998'.")
+        require(variant in _VARIANTS, "model.variant", variant, "'caffe' or '1998'")
         super().__init__(
             _VARIANTS[variant](num_classes, sample_shape),
             num_classes=num_classes,
@@ -92,7 +92,7 @@ def _published(num_classes: int, sample_shape: SampleShape) -> nn.Sequential:
 
 
 def _side_after(side: int) -> int:
-    """Pixels that are left of a side after the first convolution."""
+    """Compute the side after both poolings from the side after the first convolution."""
     return (side // 2 - 4) // 2
 
 

@@ -1,4 +1,4 @@
-"""A language model of two recurrent layers, the network that FedLPS trains on Reddit (2,845,392 parameters)."""
+"""Language model of two LSTM layers, the network that FedLPS trains on Reddit (2,845,392 parameters)."""
 
 from __future__ import annotations
 
@@ -6,28 +6,28 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_sparsefl.errors import InvalidOption
+from lightning_sparsefl.errors import require
 from lightning_sparsefl.models.task import Classifier
 
 
 class LanguageLSTM(Classifier):
-    """Predicts the next token at every place of a sequence: an embedding, two LSTM layers, and a linear decoder.
+    """Language model that predicts the next token: an embedding, two LSTM layers and a linear decoder.
 
-    A batch is two tensors of int64 of shape (batch, length): tokens, and the tokens that follow them. Accuracies and
-    losses are means over all places.
+    A batch is two int64 tensors of shape (batch, length): the tokens, and the token that follows each of them.
+    Accuracies and losses are means over all positions.
 
     Args:
         num_classes: Size of the vocabulary.
-        embedding: Width of the embedding, and of the second layer.
-        hidden: Width of the first layer.
-        length: Tokens of a sequence; for the counts alone.
-        tied: Whether the decoder's weights are the embedding's.
+        embedding: Size of the embedding and of the second LSTM layer.
+        hidden: Size of the first LSTM layer.
+        length: Number of tokens in a sequence, used only to count FLOPs.
+        tied: Whether the decoder shares the weights of the embedding.
         lr: Learning rate.
-        momentum: Momentum.
-        weight_decay: L2 penalty.
+        momentum: Momentum of SGD.
+        weight_decay: Weight decay (L2 penalty) of SGD.
 
     Raises:
-        InvalidOption: If a number is out of its range.
+        InvalidOption: If an option is out of its range.
 
     Example:
         >>> sum(parameter.numel() for parameter in LanguageLSTM(num_classes=10_000).parameters())
@@ -46,8 +46,7 @@ class LanguageLSTM(Classifier):
         weight_decay: float = 0.0,
     ) -> None:
         for name, value in {"embedding": embedding, "hidden": hidden, "length": length}.items():
-            if value < 1:
-                raise InvalidOption(f"`LanguageLSTM({name}={value})`: expected at least 1; change `model.{name}`.")
+            require(value >= 1, f"model.{name}", value, "a whole number >= 1")
         super().__init__(
             _Language(num_classes, embedding, hidden, tied),
             num_classes=num_classes,
@@ -59,7 +58,7 @@ class LanguageLSTM(Classifier):
 
 
 class _Language(nn.Module):
-    """Logits of shape (batch, vocabulary, length), as `cross_entropy` wants them."""
+    """Network with logits of shape (batch, vocabulary, length), the layout that `cross_entropy` expects."""
 
     def __init__(self, vocabulary: int, embedding: int, hidden: int, tied: bool) -> None:
         super().__init__()
@@ -67,7 +66,7 @@ class _Language(nn.Module):
         self.lstm1 = nn.LSTM(embedding, hidden, batch_first=True)
         self.lstm2 = nn.LSTM(hidden, embedding, batch_first=True)
         self.decoder = None if tied else nn.Linear(embedding, vocabulary)
-        if tied:  # the embedding's parameter itself, under one name: two would be averaged, sent and counted twice
+        if tied:  # one name for the shared parameter: under two it would be averaged, sent and counted twice
             self.bias = nn.Parameter(torch.zeros(vocabulary))
             nn.init.uniform_(self.embedding.weight, -0.1, 0.1)
 

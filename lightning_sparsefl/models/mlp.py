@@ -1,4 +1,4 @@
-"""A multi-layer perceptron."""
+"""Multi-layer perceptron."""
 
 from __future__ import annotations
 
@@ -6,23 +6,23 @@ from math import prod
 
 from torch import nn
 
-from lightning_sparsefl.errors import InvalidOption
+from lightning_sparsefl.errors import require
 from lightning_sparsefl.models.task import Classifier, SampleShape, check_sizes
 
 
 class MLP(Classifier):
-    """Linear layers with ReLU between them, over the flattened sample.
+    """Multi-layer perceptron with ReLU on flattened samples.
 
     Args:
         num_classes: Number of classes.
-        sample_shape: Channels, height, width.
-        hidden: Width of every hidden layer; empty = logistic regression.
+        sample_shape: Channels, height and width of a sample.
+        hidden: Width of each hidden layer; empty for logistic regression.
         lr: Learning rate.
-        momentum: Momentum.
-        weight_decay: L2 penalty.
+        momentum: Momentum of SGD.
+        weight_decay: Weight decay (L2 penalty) of SGD.
 
     Raises:
-        InvalidOption: If a number is out of its range.
+        InvalidOption: If an option is out of its range.
     """
 
     def __init__(
@@ -35,8 +35,7 @@ class MLP(Classifier):
         weight_decay: float = 0.0,
     ) -> None:
         check_sizes("MLP", num_classes, sample_shape, min_side=1)
-        if any(width < 1 for width in hidden):
-            raise InvalidOption(f"`MLP(hidden={tuple(hidden)})`: expected widths of 1 or more; change `model.hidden`.")
+        require(all(width >= 1 for width in hidden), "model.hidden", tuple(hidden), "widths of at least 1")
         super().__init__(
             _mlp(num_classes, sample_shape, hidden),
             num_classes=num_classes,

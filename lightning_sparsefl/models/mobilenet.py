@@ -11,23 +11,23 @@ from lightning_sparsefl.models.task import Classifier, check_sizes
 
 _STEM = 32
 _WIDTHS = (64, 128, 128, 256, 256, 512, 512, 512, 512, 512, 512, 1024, 1024)
-"""Output channels of each block; where they double the block halves the sides, but for the first."""
+"""Output channels of each block; a block that doubles them has stride 2, except for the first."""
 _GROUPS = 32
 
 
 class MobileNet(Classifier):
-    """Howard et al. (2017), version 1, for small images: a stem of stride 1 and 13 depthwise separable blocks.
+    """MobileNet (Howard et al., 2017) for small images: a stem of stride 1 and 13 depthwise separable blocks.
 
     The variant of Setayesh et al., "PerFedMask: Personalized Federated Learning with Optimized Masking Vectors",
-    section 6: bias-free convolutions, and batch norm that keeps no statistics.
+    section 6: bias-free convolutions, and batch norm without running statistics.
 
     Args:
         num_classes: Number of classes.
-        sample_shape: Channels, height, width; sides of 17 or more.
-        norm: After each convolution.
+        sample_shape: Channels, height and width of a sample; sides of at least 17 pixels.
+        norm: Norm after each convolution.
         lr: Learning rate.
-        momentum: Momentum.
-        weight_decay: L2 penalty.
+        momentum: Momentum of SGD.
+        weight_decay: Weight decay (L2 penalty) of SGD.
 
     Raises:
         InvalidOption: If an option is out of its range, or the samples are too small.
@@ -54,7 +54,7 @@ def _mobilenet(num_classes: int, channels: int, norm: Norm) -> nn.Sequential:
     return nn.Sequential(
         OrderedDict(
             conv1=nn.Conv2d(channels, _STEM, 3, padding=1, bias=False),
-            norm1=norm2d(norm, _STEM, _GROUPS, "MobileNet"),
+            norm1=norm2d(norm, _STEM, _GROUPS),
             relu1=nn.ReLU(),
             blocks=nn.Sequential(*blocks),
             pool=nn.AdaptiveAvgPool2d(1),
@@ -68,10 +68,10 @@ def _block(channels: int, out: int, stride: int, norm: Norm) -> nn.Sequential:
     return nn.Sequential(
         OrderedDict(
             depthwise=nn.Conv2d(channels, channels, 3, stride=stride, padding=1, groups=channels, bias=False),
-            norm1=norm2d(norm, channels, _GROUPS, "MobileNet"),
+            norm1=norm2d(norm, channels, _GROUPS),
             relu1=nn.ReLU(),
             pointwise=nn.Conv2d(channels, out, 1, bias=False),
-            norm2=norm2d(norm, out, _GROUPS, "MobileNet"),
+            norm2=norm2d(norm, out, _GROUPS),
             relu2=nn.ReLU(),
         )
     )

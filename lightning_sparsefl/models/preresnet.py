@@ -1,4 +1,4 @@
-"""ResNet-18 with its norms in front, the network that PerFedMask trains on CIFAR-10 (11,172,170 parameters)."""
+"""Pre-activation ResNet-18, the network that PerFedMask trains on CIFAR-10 (11,172,170 parameters)."""
 
 from __future__ import annotations
 
@@ -13,20 +13,22 @@ _GROUPS = 32
 
 
 class PreResNet18(Classifier):
-    """He et al. (2016), "Identity Mappings in Deep Residual Networks", for small images: a 3x3 stem, no max-pooling.
+    """Pre-activation ResNet-18 for small images, with a 3x3 stem and no max-pooling.
+
+    He et al., "Identity Mappings in Deep Residual Networks" (2016).
 
     The variant of HeteroFL (Diao et al., 2021) and of Setayesh et al., "PerFedMask: Personalized Federated Learning
     with Optimized Masking Vectors", section 6: bias-free convolutions, 1x1 convolutions as shortcuts where the shape
-    changes, which see the normed input, one last norm, and batch norm that keeps no statistics. The last layer's bias
-    starts at 0.
+    changes, applied to the normalised input, a norm after the last block, and batch norm without running statistics.
+    The bias of the last layer is initialised to 0.
 
     Args:
         num_classes: Number of classes.
-        sample_shape: Channels, height, width; sides of 9 or more.
-        norm: Before each convolution but the first, and after the last.
+        sample_shape: Channels, height and width of a sample; sides of at least 9 pixels.
+        norm: Norm before each convolution but the first, and after the last.
         lr: Learning rate.
-        momentum: Momentum.
-        weight_decay: L2 penalty.
+        momentum: Momentum of SGD.
+        weight_decay: Weight decay (L2 penalty) of SGD.
 
     Raises:
         InvalidOption: If an option is out of its range, or the samples are too small.
@@ -54,7 +56,7 @@ def _preresnet18(num_classes: int, channels: int, norm: Norm) -> nn.Sequential:
             stage2=_stage(64, 128, 2, norm),
             stage3=_stage(128, 256, 2, norm),
             stage4=_stage(256, 512, 2, norm),
-            norm=norm2d(norm, 512, _GROUPS, "PreResNet18"),
+            norm=norm2d(norm, 512, _GROUPS),
             relu=nn.ReLU(),
             pool=nn.AdaptiveAvgPool2d(1),
             flatten=nn.Flatten(),
@@ -71,14 +73,14 @@ def _stage(channels: int, out: int, stride: int, norm: Norm) -> nn.Sequential:
 
 
 class _Block(nn.Module):
-    """Norm, ReLU and a 3x3 convolution, twice, beside a shortcut."""
+    """Residual block: norm, ReLU and a 3x3 convolution, twice, and a shortcut."""
 
     def __init__(self, channels: int, out: int, stride: int, norm: Norm) -> None:
         super().__init__()
-        self.norm1 = norm2d(norm, channels, _GROUPS, "PreResNet18")
+        self.norm1 = norm2d(norm, channels, _GROUPS)
         self.relu1 = nn.ReLU()
         self.conv1 = nn.Conv2d(channels, out, 3, stride=stride, padding=1, bias=False)
-        self.norm2 = norm2d(norm, out, _GROUPS, "PreResNet18")
+        self.norm2 = norm2d(norm, out, _GROUPS)
         self.relu2 = nn.ReLU()
         self.conv2 = nn.Conv2d(out, out, 3, padding=1, bias=False)
         self.shortcut: nn.Module | None = None

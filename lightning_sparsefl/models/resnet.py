@@ -1,4 +1,7 @@
-"""ResNet-18, which FedSpa trains on CIFAR-100 with group norm, FedDIP with batch norm (11,220,132 parameters)."""
+"""ResNet-18, the network that FedSpa (group norm) and FedDIP (batch norm) train on CIFAR-100.
+
+It has 11,220,132 parameters with 100 classes.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ _GROUPS = 32
 
 
 class ResNet18(Classifier):
-    """He et al. (2016) for small images: a 3x3 stem of stride 1, no max-pooling.
+    """ResNet-18 (He et al., 2016) for small images, with a 3x3 stem of stride 1 and no max-pooling.
 
     The variant of Huang et al., "Achieving Personalized Federated Learning with Sparse Local Models",
     section 5, and of Long et al., "FedDIP", section VI: bias-free convolutions, 1x1 convolutions as shortcuts where the
@@ -21,14 +24,14 @@ class ResNet18(Classifier):
 
     Args:
         num_classes: Number of classes.
-        sample_shape: Channels, height, width; sides of 8 or more.
-        norm: After each convolution; group norm has 32 groups.
+        sample_shape: Channels, height and width of a sample; sides of at least 8 pixels.
+        norm: Norm after each convolution; group norm has 32 groups.
         lr: Learning rate.
-        momentum: Momentum.
-        weight_decay: L2 penalty.
+        momentum: Momentum of SGD.
+        weight_decay: Weight decay (L2 penalty) of SGD.
 
     Raises:
-        InvalidOption: If a number is out of its range, or the samples are too small.
+        InvalidOption: If an option is out of its range, or the samples are too small.
     """
 
     def __init__(
@@ -68,7 +71,7 @@ def _resnet18(num_classes: int, channels: int, norm: Norm) -> nn.Sequential:
 
 
 def _norm(norm: Norm, channels: int) -> nn.Module:
-    return norm2d(norm, channels, _GROUPS, "ResNet18")
+    return norm2d(norm, channels, _GROUPS)
 
 
 def _stage(channels: int, out: int, stride: int, norm: Norm) -> nn.Sequential:
@@ -76,7 +79,7 @@ def _stage(channels: int, out: int, stride: int, norm: Norm) -> nn.Sequential:
 
 
 class _Block(nn.Module):
-    """Two 3x3 convolutions beside a shortcut."""
+    """Residual block: two 3x3 convolutions and a shortcut."""
 
     def __init__(self, channels: int, out: int, stride: int, norm: Norm) -> None:
         super().__init__()

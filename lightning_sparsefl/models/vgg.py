@@ -1,7 +1,7 @@
-"""VGG networks for small images: convolutions of 3x3, pools, and one linear layer.
+"""VGG networks for small images: 3x3 convolutions, max-pooling and one linear layer.
 
-VGG-11 with group norm is the network that FedSpa trains on CIFAR-10 (9,231,114 parameters); with batch norm that keeps
-no statistics, FedLPS trains VGG-11 on CIFAR-10, VGG-13 on CIFAR-100 and VGG-16 on Tiny-ImageNet.
+VGG-11 with group norm is the network that FedSpa trains on CIFAR-10 (9,231,114 parameters). With batch norm without
+running statistics, FedLPS trains VGG-11 on CIFAR-10, VGG-13 on CIFAR-100 and VGG-16 on Tiny-ImageNet.
 """
 
 from __future__ import annotations
@@ -14,23 +14,24 @@ from lightning_sparsefl.models.task import Classifier, SampleShape, check_sizes
 _A = (64, None, 128, None, 256, 256, None, 512, 512, None, 512, 512, None)
 _B = (64, 64, None, 128, 128, None, 256, 256, None, 512, 512, None, 512, 512, None)
 _D = (64, 64, None, 128, 128, None, 256, 256, 256, None, 512, 512, 512, None, 512, 512, 512, None)
-"""Output channels of each convolution, None = max-pooling (the configurations' letters are the paper's)."""
+"""Output channels of each convolution, and None for max-pooling; the letters are those of the paper."""
 _GROUPS = 32
 
 
 class VGG11(Classifier):
-    """Configuration A of Simonyan and Zisserman (2015) with 32-group norm and one linear layer.
+    """VGG-11 (configuration A of Simonyan and Zisserman, 2015) with norms and one linear layer.
 
     The variant of Huang et al., "Achieving Personalized Federated Learning with Sparse Local Models",
-    section 5. Convolutions start from He's normal distribution (fan out), the linear layer from N(0, 0.01).
+    section 5, with group norm of 32 groups. Convolutions are initialised from He's normal distribution (fan out), the
+    linear layer from a normal distribution with standard deviation 0.01.
 
     Args:
         num_classes: Number of classes.
-        sample_shape: Channels, height, width; sides of 32 or more.
-        norm: After each convolution.
+        sample_shape: Channels, height and width of a sample; sides of at least 32 pixels.
+        norm: Norm after each convolution.
         lr: Learning rate.
-        momentum: Momentum.
-        weight_decay: L2 penalty.
+        momentum: Momentum of SGD.
+        weight_decay: Weight decay (L2 penalty) of SGD.
 
     Raises:
         InvalidOption: If an option is out of its range, or the samples are too small.
@@ -46,20 +47,20 @@ class VGG11(Classifier):
         weight_decay: float = 5e-4,
     ) -> None:
         check_sizes("VGG11", num_classes, sample_shape, min_side=32)
-        net = _vgg("VGG11", _A, num_classes, sample_shape, norm)
+        net = _vgg(_A, num_classes, sample_shape, norm)
         super().__init__(net, num_classes=num_classes, lr=lr, momentum=momentum, weight_decay=weight_decay)
 
 
 class VGG13(Classifier):
-    """Configuration B, else as :class:`VGG11`.
+    """VGG-13 (configuration B), otherwise like :class:`VGG11`.
 
     Args:
         num_classes: Number of classes.
-        sample_shape: Channels, height, width; sides of 32 or more.
-        norm: After each convolution.
+        sample_shape: Channels, height and width of a sample; sides of at least 32 pixels.
+        norm: Norm after each convolution.
         lr: Learning rate.
-        momentum: Momentum.
-        weight_decay: L2 penalty.
+        momentum: Momentum of SGD.
+        weight_decay: Weight decay (L2 penalty) of SGD.
 
     Raises:
         InvalidOption: If an option is out of its range, or the samples are too small.
@@ -75,20 +76,20 @@ class VGG13(Classifier):
         weight_decay: float = 5e-4,
     ) -> None:
         check_sizes("VGG13", num_classes, sample_shape, min_side=32)
-        net = _vgg("VGG13", _B, num_classes, sample_shape, norm)
+        net = _vgg(_B, num_classes, sample_shape, norm)
         super().__init__(net, num_classes=num_classes, lr=lr, momentum=momentum, weight_decay=weight_decay)
 
 
 class VGG16(Classifier):
-    """Configuration D, else as :class:`VGG11`.
+    """VGG-16 (configuration D), otherwise like :class:`VGG11`.
 
     Args:
         num_classes: Number of classes.
-        sample_shape: Channels, height, width; sides of 32 or more.
-        norm: After each convolution.
+        sample_shape: Channels, height and width of a sample; sides of at least 32 pixels.
+        norm: Norm after each convolution.
         lr: Learning rate.
-        momentum: Momentum.
-        weight_decay: L2 penalty.
+        momentum: Momentum of SGD.
+        weight_decay: Weight decay (L2 penalty) of SGD.
 
     Raises:
         InvalidOption: If an option is out of its range, or the samples are too small.
@@ -104,13 +105,11 @@ class VGG16(Classifier):
         weight_decay: float = 5e-4,
     ) -> None:
         check_sizes("VGG16", num_classes, sample_shape, min_side=32)
-        net = _vgg("VGG16", _D, num_classes, sample_shape, norm)
+        net = _vgg(_D, num_classes, sample_shape, norm)
         super().__init__(net, num_classes=num_classes, lr=lr, momentum=momentum, weight_decay=weight_decay)
 
 
-def _vgg(
-    model: str, widths: tuple[int | None, ...], num_classes: int, sample_shape: SampleShape, norm: Norm
-) -> nn.Sequential:
+def _vgg(widths: tuple[int | None, ...], num_classes: int, sample_shape: SampleShape, norm: Norm) -> nn.Sequential:
     channels, height, width = sample_shape
     features = nn.Sequential()
     convs = 0
@@ -120,7 +119,7 @@ def _vgg(
             continue
         convs += 1
         features.add_module(f"conv{convs}", nn.Conv2d(channels, out, 3, padding=1))
-        features.add_module(f"norm{convs}", norm2d(norm, out, _GROUPS, model))
+        features.add_module(f"norm{convs}", norm2d(norm, out, _GROUPS))
         features.add_module(f"relu{convs}", nn.ReLU())
         channels = out
     features.add_module("flatten", nn.Flatten())

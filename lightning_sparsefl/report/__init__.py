@@ -1,6 +1,6 @@
-"""Run folders into tables and pictures.
+"""Tables and figures of a run.
 
-The pictures need matplotlib, which is slow to import: `lightning_sparsefl.report.pictures` is imported on use.
+The figures need matplotlib, which is slow to import, so `lightning_sparsefl.report.pictures` is only imported on use.
 """
 
 from lightning_sparsefl.report.bins import bin_edges

@@ -1,4 +1,4 @@
-"""Bins for histograms over clients; needs no matplotlib."""
+"""Bins of histograms over clients, in a module that does not import matplotlib."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from collections.abc import Sequence
 
 
 def bin_edges(values: Sequence[float], rising: bool) -> list[float]:
-    """Edges of equal bins.
+    """Compute the edges of bins of equal width.
 
     Args:
-        values: One metric of every client.
-        rising: Whether more is better.
+        values: Values of one metric, one per client.
+        rising: Whether higher is better.
 
     Returns:
-        Hundredths from 0 to 1, the same in every round, for what rises and lies there, such as an accuracy; else 30
-        bins from the least value to the greatest.
+        Edges of the bins: 100 bins from 0 to 1, equal in every round, for a metric in [0, 1] of which higher is better,
+        such as an accuracy; 30 bins from the lowest to the highest value for any other metric.
 
     Example:
         >>> len(bin_edges([0.5, 0.75], rising=True)), len(bin_edges([0.5, 0.75], rising=False))

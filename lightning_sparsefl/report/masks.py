@@ -1,4 +1,4 @@
-"""Where the weights of one module are zero."""
+"""Figure of the masks of one module."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from torch.nn.functional import adaptive_avg_pool2d
 from lightning_sparsefl.report.pictures import _SMALL, _TINY, _WIDTH, _short, _title
 from lightning_sparsefl.types import Masks
 
-_COLUMNS, _MOST_LAYERS, _SIDE = 4, 32, 96
-"""Of the picture; layers in it; pixels of a layer's longer side."""
+_COLUMNS, _MAX_LAYERS, _SIDE = 4, 32, 96
+"""Columns of the figure, maximum number of layers, and maximum number of pixels of the side of a layer."""
 
 
 def mask_figure(masks: Masks, epoch: int) -> Figure:
-    """Each layer's mask as an image: a row for an output, dark where weights are kept.
+    """Draw the mask of each layer as an image with one row per output, dark where weights are kept.
 
-    A large layer is shown by the density of its blocks.
+    A large layer is drawn as the densities of its blocks.
 
     Args:
-        masks: By tensor name, in the model's order; the first 32 are drawn.
-        epoch: Named in the title.
+        masks: Masks by tensor name, in the order of the model; the first 32 are drawn.
+        epoch: Number of the epoch, for the title.
     """
-    shown = dict(list(masks.items())[:_MOST_LAYERS])
+    shown = dict(list(masks.items())[:_MAX_LAYERS])
     rows = -(-len(shown) // _COLUMNS)
     figure = Figure(figsize=(_WIDTH, 0.5 + 1.2 * rows), layout="constrained")
     grid = figure.subplots(max(1, rows), _COLUMNS, squeeze=False)
@@ -32,7 +32,7 @@ def mask_figure(masks: Masks, epoch: int) -> Figure:
         axes.imshow(blocks(mask).numpy(), vmin=0, vmax=1, cmap="Greys", interpolation="nearest", aspect="auto")
         axes.set_title(name, fontsize=_TINY)
     left = len(masks) - len(shown)
-    title = f"Kept weights, epoch {epoch}" + (f" ({left} layers more)" if left else "")
+    title = f"Kept weights, epoch {epoch}" + (f" ({left} more layers)" if left else "")
     if shown:
         figure.suptitle(title, fontsize=_SMALL + 1)
     else:
@@ -41,7 +41,10 @@ def mask_figure(masks: Masks, epoch: int) -> Figure:
 
 
 def blocks(mask: Tensor) -> Tensor:
-    """Densities of the blocks of a mask, its outputs against all else, at most 96 a side.
+    """Compute the densities of the blocks of a mask, at most 96 by 96, with the outputs as rows.
+
+    Args:
+        mask: Mask, bool of any shape; the first dimension is that of the outputs.
 
     Example:
         >>> import torch

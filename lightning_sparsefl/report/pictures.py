@@ -1,4 +1,4 @@
-"""Pictures for TensorBoard: wide enough to be read in its cards, sharp enough when enlarged."""
+"""Figures for TensorBoard, in the width of its cards and with a resolution for enlarging."""
 
 from __future__ import annotations
 
@@ -13,59 +13,62 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 MOST_CLIENTS = 64
-"""The most clients in a picture of all pairs."""
+"""Maximum number of clients in a figure of all pairs."""
 _CHUNK = 1 << 13
-"""Packed bytes a client, in one matrix product: 16 MiB of floats for 64 clients, whose sums stay exact."""
+"""Packed bytes per client in one matrix product: 16 MiB of float32 for 64 clients, with exact sums."""
 _WIDTH, _DPI = 4.4, 200
-"""In inches, and dots an inch. A card shows about 80 dots an inch, so 9 points are 10 dots there."""
+"""Width in inches and dots per inch. A card shows about 80 dots per inch, so 9 points are 10 dots there."""
 _INK, _WARM, _GRID = "#23395b", "#d1495b", "#d7dbe0"
 _SMALL, _TINY = 9, 7
 """Font sizes in points."""
-_MOST_NAMED = 24
-"""The most clients whose numbers stand under their dots."""
-_MOST_BARS = 72
-"""The most layers whose bars get a line of text each."""
+_MAX_NAMED = 24
+"""Maximum number of clients whose numbers are shown below their dots."""
+_MAX_BARS = 72
+"""Maximum number of layers with one line of text for each bar."""
 
 
 def mask_overlap(packed: Sequence[Mapping[str, Tensor]]) -> Tensor:
-    """Jaccard overlap of every pair of clients' masks, as :func:`lightning_sparsefl.sparse.masks.overlap` defines it.
+    """Compute the Jaccard overlap of the masks of each pair of clients.
+
+    The definition is that of :func:`lightning_sparsefl.sparse.masks.overlap`.
 
     Args:
-        packed: Per client, the masks as :func:`lightning_sparsefl.sparse.masks.pack` packs them.
+        packed: Masks of each client by tensor name, packed by :func:`lightning_sparsefl.sparse.masks.pack`.
 
     Returns:
-        In [0, 1], float64 of shape (K, K).
+        Overlaps in [0, 1], float64 of shape (clients, clients).
     """
     both = torch.zeros(len(packed), len(packed), dtype=torch.float64)
     either = torch.zeros_like(both)
     for name in dict.fromkeys(name for masks in packed for name in masks):
         holders = torch.tensor([row for row, masks in enumerate(packed) if name in masks])
         common = _common_bits(torch.stack([masks[name] for masks in packed if name in masks]))
-        kept = common.diagonal()
+        kept = common.diagonal()  # number of positions that each client keeps
         both[holders[:, None], holders] += common
         either[holders[:, None], holders] += kept[:, None] + kept - common
     return torch.where(either > 0, both / either.clamp_min(1), 1.0)
 
 
 def _common_bits(packed: Tensor) -> Tensor:
-    """How many bits every two rows share: uint8 (K, bytes) to float64 (K, K)."""
+    """Count the bits that each pair of rows has in common: uint8 (rows, bytes) to float64 (rows, rows)."""
     places = torch.arange(8, dtype=torch.uint8, device=packed.device)
     common = torch.zeros(len(packed), len(packed), dtype=torch.float64)
     for part in packed.split(_CHUNK, dim=1):
+        # Unpack to one float per bit; the product of two rows then counts the bits that are set in both.
         bits = ((part.unsqueeze(-1) >> places) & 1).flatten(1).float()
         common += (bits @ bits.T).cpu()
     return common
 
 
 def overlap_figure(packed: Mapping[int, Mapping[str, Tensor]], round: int, of: int | None = None) -> Figure:
-    """The mask overlap between clients as a heat map.
+    """Draw the overlap of masks between clients as a heat map.
 
-    The colours span what is found between different clients; a client's overlap with itself is left out.
+    The colour scale covers the overlaps between different clients; the diagonal is left out.
 
     Args:
-        packed: By client number, the masks as `pack` packs them; the first 64 clients are drawn.
-        round: Named in the title.
-        of: Number of all clients, named in the title where not all are drawn; default: those in `packed`.
+        packed: Packed masks by client number; the first 64 clients are drawn.
+        round: Number of the round, for the title.
+        of: Number of all clients, for the title if not all are drawn; default: the length of `packed`.
     """
     clients = list(packed)[:MOST_CLIENTS]
     of = len(packed) if of is None else of
@@ -89,7 +92,7 @@ def overlap_figure(packed: Mapping[int, Mapping[str, Tensor]], round: int, of: i
 
 
 def _colour_range(table: np.ndarray) -> tuple[float, float]:
-    """Lower and upper end of the colours: of what is found, widened to whole twentieths, and never empty."""
+    """Compute the ends of the colour scale: the range of the table, widened to multiples of 0.05, and never empty."""
     found = table[~np.isnan(table)]
     low = np.floor(found.min(initial=1.0) * 20 + 1e-6) / 20
     high = np.ceil(found.max(initial=0.0) * 20 - 1e-6) / 20
@@ -97,23 +100,23 @@ def _colour_range(table: np.ndarray) -> tuple[float, float]:
 
 
 def density_figure(densities: Mapping[str, float], round: int, unit: str = "round") -> Figure:
-    """Mean density per layer as a bar chart.
+    """Draw the mean density of each layer as a bar chart.
 
     Args:
-        densities: By tensor name, in the model's order.
-        round: Named in the title.
-        unit: What `round` is the number of.
+        densities: Densities by tensor name, in the order of the model.
+        round: Number of the round, for the title.
+        unit: Word for `round` in the title.
     """
     names, values = _short(list(densities)), list(densities.values())
-    spacious, crowded = len(names) <= 16, len(names) > _MOST_BARS
-    pitch = 0.28 if spacious else 0.17 * min(1, _MOST_BARS / len(names))
+    spacious, crowded = len(names) <= 16, len(names) > _MAX_BARS
+    pitch = 0.28 if spacious else 0.17 * min(1, _MAX_BARS / len(names))
     size = _SMALL if spacious else _TINY
     figure = Figure(figsize=(_WIDTH, max(1.5, pitch * len(names) + 0.8)), layout="constrained")
     axes = figure.add_subplot()
     bars = axes.barh(range(len(names)), values, color=_INK, height=0.72)
     if not crowded:
         axes.bar_label(bars, labels=[_density(value) for value in values], padding=3, fontsize=size)
-    ticks = range(0, len(names), -(-len(names) // _MOST_BARS))
+    ticks = range(0, len(names), -(-len(names) // _MAX_BARS))
     axes.set_yticks(list(ticks), [names[tick] for tick in ticks], fontsize=size)
     axes.tick_params(axis="x", labelsize=_SMALL)
     axes.set_xlim(0, 1.14)
@@ -126,7 +129,7 @@ def density_figure(densities: Mapping[str, float], round: int, unit: str = "roun
 
 
 def _density(value: float) -> str:
-    """Two decimals, and two digits below a tenth.
+    """Format a density with two decimals, or two digits below 0.1.
 
     Example:
         >>> _density(0.85), _density(0.0123)
@@ -136,7 +139,7 @@ def _density(value: float) -> str:
 
 
 def _short(names: Sequence[str]) -> list[str]:
-    """Names without the dotted parts that all of them begin or end with.
+    """Remove the dotted parts that are common to all names at the start and at the end.
 
     Example:
         >>> _short(["net.conv1.weight", "net.layer.fc.weight"])
@@ -151,13 +154,13 @@ def _short(names: Sequence[str]) -> list[str]:
 
 
 def clients_figure(scores: Mapping[int, float], name: str, round: int, rising: bool = True) -> Figure:
-    """One metric of every client as a dot, worst first, with the mean and the worst tenth.
+    """Draw one metric of each client as a dot, worst first, with the mean and the worst tenth.
 
     Args:
-        scores: By client number.
-        name: Of the metric.
-        round: Named in the title.
-        rising: Whether more is better.
+        scores: Values of the metric by client number.
+        name: Name of the metric.
+        round: Number of the round, for the title.
+        rising: Whether higher is better.
     """
     clients = sorted(scores, key=lambda client: scores[client], reverse=not rising)
     values = [scores[client] for client in clients]
@@ -165,7 +168,7 @@ def clients_figure(scores: Mapping[int, float], name: str, round: int, rising: b
     mean, tenth = sum(values) / len(values), sum(values[:worst]) / worst
     figure = Figure(figsize=(_WIDTH, 0.7 * _WIDTH), layout="constrained")
     axes = figure.add_subplot()
-    size = 30 if len(clients) <= _MOST_NAMED else 10
+    size = 30 if len(clients) <= _MAX_NAMED else 10
     axes.axhline(mean, color=_INK, linewidth=1, linestyle="--", label=f"mean {mean:.3f}")
     axes.scatter(range(worst), values[:worst], size, _WARM, zorder=3, label=f"worst tenth {tenth:.3f}")
     axes.scatter(range(worst, len(values)), values[worst:], size, _INK, zorder=3)
@@ -173,7 +176,7 @@ def clients_figure(scores: Mapping[int, float], name: str, round: int, rising: b
     if rising and max(values) <= 1:
         axes.set_ylim(top=min(axes.get_ylim()[1], 1.01))
     axes.tick_params(labelsize=_SMALL)
-    if len(clients) <= _MOST_NAMED:
+    if len(clients) <= _MAX_NAMED:
         axes.set_xticks(range(len(clients)), [str(client) for client in clients], fontsize=_TINY)
         axes.set_xlabel("client, worst first", fontsize=_SMALL)
     else:
@@ -188,14 +191,14 @@ def _title(axes: Axes, text: str) -> None:
 
 
 def _plain_axes(axes: Axes, grid: str) -> None:
-    """Thin grid lines behind the bars across one axis, and no frame."""
+    """Draw thin grid lines behind the data for one axis, and no frame."""
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis=grid, color=_GRID, linewidth=0.6)  # type: ignore[arg-type]
     axes.set_axisbelow(True)
 
 
 def pixels(figure: Figure) -> Tensor:
-    """The figure as an image, uint8 of shape (3, height, width)."""
+    """Render a figure as an image, uint8 of shape (3, height, width)."""
     canvas = FigureCanvasAgg(figure)
     figure.set_dpi(_DPI)
     canvas.draw()

@@ -1,4 +1,4 @@
-"""Tables for the terminal, drawn by rich."""
+"""Tables for the terminal, printed with rich."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _GROUPS = (
     "finetuned",
     "finetuned_unseen",
 )
-_SPREAD = {"_std": "std over clients", "_worst10": "worst tenth", "_gap": "trained less unseen"}
+_SPREAD = {"_std": "std over clients", "_worst10": "worst tenth", "_gap": "participants minus unseen"}
 _MASK_BYTES = "comm/mask_bytes_total"
 _COSTS = (
     ("comm/uplink_bytes_total", "bytes up", "B"),
@@ -35,7 +35,11 @@ _COSTS = (
 
 
 def quantity(value: float, unit: str) -> str:
-    """A number with an SI prefix and four digits.
+    """Format a number with an SI prefix and four digits.
+
+    Args:
+        value: Number.
+        unit: Unit of the number.
 
     Example:
         >>> quantity(7.385e11, "B"), quantity(12, "B")
@@ -48,7 +52,7 @@ def quantity(value: float, unit: str) -> str:
 
 
 def score(value: float) -> str:
-    """A metric with four decimals.
+    """Format a metric with four decimals.
 
     Example:
         >>> score(0.91234)
@@ -60,15 +64,15 @@ def score(value: float) -> str:
 def print_table(
     title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], console: Console | None = None
 ) -> None:
-    """Print rows under a title; the first column is left-aligned, the others are right-aligned.
+    """Print a table; the first column is left-aligned, the others are right-aligned.
 
-    On a terminal the table keeps to its width; in a pipe or a file no line is broken.
+    On a terminal the table is limited to its width; in a pipe or a file no line is wrapped.
 
     Args:
-        title: A line of its own.
-        columns: Their heads; if all are empty, there is no head.
-        rows: A cell for each column.
-        console: Default: standard output.
+        title: Title, printed on a line of its own.
+        columns: Headers of the columns; without a header row if all are empty.
+        rows: Rows, with one cell per column.
+        console: Console to print to; default: standard output.
     """
     console = console or _standard_output()
     table = Table(box=box.SIMPLE_HEAD, show_header=any(columns), show_edge=False, pad_edge=False)
@@ -82,18 +86,18 @@ def print_table(
 
 
 def _standard_output() -> Console:
-    """As wide as the terminal; where there is none, as wide as any table."""
+    """Create a console with the width of the terminal, or without a limit if there is no terminal."""
     console = Console()
     return console if console.is_terminal else Console(width=10_000)
 
 
 def summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Rows of the final table: scores of the global and the personal models, then bytes, FLOPs, density and privacy.
+    """Create the rows of the final table: scores of all models, then bytes, FLOPs, density and privacy.
 
-    Within a group losses come last; a metric's spread over clients stands under it.
+    In each group losses come last, and the spread of a metric over clients follows the metric.
 
     Args:
-        summary: As in a run's `summary.json`.
+        summary: Summary of a run, as in its `summary.json`.
 
     Example:
         >>> summary_rows({"comm/uplink_bytes_total": 2e6, "global/val_loss": 0.5, "global/val_acc": 0.75})

@@ -1,4 +1,4 @@
-"""What a message weighs, because it was encoded; and sparse weights as a file."""
+"""Encoding of messages as bytes, their exact sizes, and a file format for sparse weights."""
 
 from lightning_sparsefl.wire.codec import Codec
 from lightning_sparsefl.wire.file import export_sparse, load_sparse

@@ -1,4 +1,4 @@
-"""Where things are, at one bit a position."""
+"""Encoding of a mask as one bit per position."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from lightning_sparsefl.wire import dense
 
 
 def size(positions: int) -> int:
-    """Bytes of a mask of so many positions.
+    """Return the number of bytes that encode a mask.
+
+    Args:
+        positions: Number of positions in the mask.
 
     Example:
         >>> size(9)
@@ -21,7 +24,7 @@ def size(positions: int) -> int:
 
 
 def encode(mask: Tensor) -> bytes:
-    """The bits of a mask, the first in the lowest bit.
+    """Encode a mask; the first position is the lowest bit of the first byte.
 
     Example:
         >>> encode(torch.tensor([True, False, True])).hex()
@@ -31,19 +34,23 @@ def encode(mask: Tensor) -> bytes:
 
 
 def decode(data: memoryview, positions: int) -> Tensor:
-    r"""The mask, in one dimension.
+    r"""Decode a mask.
 
     Args:
-        data: ``size(positions)`` bytes.
-        positions: Length of the mask.
+        data: Encoded mask of ``size(positions)`` bytes.
+        positions: Number of positions in the mask.
+
+    Returns:
+        The mask, bool of shape (positions,).
 
     Raises:
-        MalformedPayload: If a bit past the end is set.
+        MalformedPayload: If a padding bit after the last position is set.
 
     Example:
         >>> decode(memoryview(b"\x05"), 3)
         tensor([ True, False,  True])
     """
+    # The last byte may hold bits after the last position, which `encode` leaves at zero.
     if positions % 8 and data[-1] >> positions % 8:
-        raise MalformedPayload(f"A mask of {positions} positions has bits past its end.")
+        raise MalformedPayload(f"A mask of {positions} positions has padding bits that are set; expected zeros.")
     return unpack(dense.decode(data, torch.uint8), (positions,))

@@ -1,9 +1,10 @@
-"""Messages and updates as bytes: what is charged is what was encoded.
+"""Encoding of messages and updates as bytes; the ledger charges the length of the encoding.
 
-Both ends know the model (the schema) and the masks that went before, so a tensor is named by its number, a
-mask is sent only where it changed, and of the weights only what the masks keep, without positions. Everything
-else is in the cheapest of three forms: values (`dense`), values and a bit a position (`bitmask`), values and
-their positions (`indices`). There is no pickle, and no length is believed before it is checked.
+Both ends know the model (the schema) and the masks that were sent before. A tensor is therefore identified by its
+index in the schema, a mask is sent as its difference from the previous one, and weights are sent as the values that
+the masks keep, without positions. Any other tensor is encoded in the smallest of three forms: all values (`dense`),
+non-zero values with one bit per position (`bitmask`), or non-zero values with their positions (`indices`). The format
+uses no pickle, and the decoder checks every length before it allocates memory.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from lightning_sparsefl.errors import InvalidOption, MalformedPayload, SparseFLError
+from lightning_sparsefl.errors import InvalidOption, MalformedPayload, SparseFLError, require
 from lightning_sparsefl.sparse.masks import counts, intersect
 from lightning_sparsefl.types import Masks, Message, Update, Weights
 from lightning_sparsefl.wire.frame import Reader, Size, Writer
@@ -21,19 +22,19 @@ from lightning_sparsefl.wire.trees import read_masks, read_weights, write_masks,
 from lightning_sparsefl.wire.values import read_metrics, read_value, write_metrics, write_value
 
 _MAGIC = b"SFL\x01"
-"""The last byte is the version."""
+"""First bytes of every payload; the last of them is the version of the format."""
 _MESSAGE, _UPDATE = b"M", b"U"
 _KINDS = ("weights", "difference")
 
 
 class Codec:
-    """Encodes what server and client send each other, and says what that weighs.
+    """Encoder and decoder of the messages between server and client, and of their sizes.
 
     Args:
-        schema: The model's tree, which both ends know; the values do not matter.
+        schema: Weights of the model, known to both ends; only names, shapes and types are used.
 
     Raises:
-        InvalidOption: If a tensor has a type that cannot be sent.
+        InvalidOption: If a tensor has a type that cannot be encoded.
 
     Example:
         >>> import torch
@@ -50,32 +51,33 @@ class Codec:
         self._schema = Schema(schema)
 
     def encode_message(self, message: Message, known: Masks | None = None) -> bytes:
-        """A message as bytes.
+        """Encode a message.
 
         Args:
-            message: Its weights are sent only where its masks are True.
+            message: Message to encode; its weights are sent only where its masks are True.
             known: Masks that the client already holds.
 
         Raises:
-            InvalidOption: If something in it cannot be sent.
-            IncompatibleMasks: If a mask does not fit its weights.
+            InvalidOption: If the message contains a value that cannot be encoded.
+            IncompatibleMasks: If the shape of a mask differs from that of its tensor.
         """
         return self._finish(self._write_message(message, known or {}, keep=True), _held(known or {}))
 
     def message_size(self, message: Message, known: Masks | None = None) -> Size:
-        """What :meth:`encode_message` weighs, without encoding it."""
+        """Compute the size of :meth:`encode_message`'s result without encoding tensors."""
         return self._write_message(message, known or {}, keep=False).size()
 
     def decode_message(self, payload: bytes, known: Masks | None = None) -> Message:
-        """The message, with zeros where its masks are False.
+        """Decode a message; weights are zero where the masks are False.
 
         Args:
-            payload: What :meth:`encode_message` made.
-            known: The same as there. Masks that did not change are these very tensors.
+            payload: Result of :meth:`encode_message`.
+            known: Masks that were passed to :meth:`encode_message`. An unchanged mask is returned as the same tensor
+                object.
 
         Raises:
-            MalformedPayload: If the payload is anything else. Whatever it says, decoding takes memory in
-                proportion to the model and the payload only.
+            MalformedPayload: If the payload is not a valid message. The memory that decoding allocates is bounded by
+                a multiple of the sizes of the model and of the payload, whatever the payload contains.
         """
         reader = self._open(payload, _MESSAGE, _held(known or {}))
         masks = read_masks(reader, self._schema, known or {})
@@ -87,37 +89,38 @@ class Codec:
         return Message(weights=weights, masks=masks, trainable=trainable, extra=extra)
 
     def encode_update(self, update: Update, message: Message) -> bytes:
-        """An update as bytes, without its memory, which stays with the client.
+        """Encode an update without its `memory`, which stays with the client.
 
         Args:
-            update: Its weights are sent only where they vote.
-            message: What the client had received.
+            update: Update to encode; its weights are sent only where its votes are True.
+            message: Message that the update answers.
 
         Raises:
-            InvalidOption: If something in it cannot be sent.
-            IncompatibleMasks: If a mask does not fit its weights.
+            InvalidOption: If the update contains a value that cannot be encoded.
+            IncompatibleMasks: If the shape of a mask differs from that of its tensor.
         """
         return self._finish(self._write_update(update, message, keep=True), _held_by(message))
 
     def update_size(self, update: Update, message: Message) -> Size:
-        """What :meth:`encode_update` weighs, without encoding it."""
+        """Compute the size of :meth:`encode_update`'s result without encoding tensors."""
         return self._write_update(update, message, keep=False).size()
 
     def decode_update(self, payload: bytes, message: Message) -> Update:
-        """The update, with zeros where it does not vote, and no memory.
+        """Decode an update; weights are zero where its votes are False, and it has no `memory`.
 
         Args:
-            payload: What :meth:`encode_update` made.
-            message: The same as there. Masks that are as the message's are these very tensors.
+            payload: Result of :meth:`encode_update`.
+            message: Message that the update answers. A mask equal to the message's is returned as the same tensor
+                object.
 
         Raises:
-            MalformedPayload: If the payload is anything else.
+            MalformedPayload: If the payload is not a valid update.
         """
         reader = self._open(payload, _UPDATE, _held_by(message))
         kind = _KINDS[reader.byte(2)]
         weight = reader.varint(2**63 - 1)
         if not weight:
-            raise MalformedPayload("The update has weight 0, expected at least 1.")
+            raise MalformedPayload("The update has weight 0; expected at least 1.")
         default = intersect(message.trainable, message.masks)
         votes = read_masks(reader, self._schema, default) if reader.byte(2) else None
         weights = read_weights(reader, self._schema, default if votes is None else votes)
@@ -148,10 +151,9 @@ class Codec:
         return writer
 
     def _write_update(self, update: Update, message: Message, *, keep: bool) -> Writer:
-        if update.kind not in _KINDS:
-            raise InvalidOption(f"`Update(kind={update.kind!r})`: expected one of {_KINDS}.")
-        if not (isinstance(update.weight, int) and 0 < update.weight < 2**63):
-            raise InvalidOption(f"`Update(weight={update.weight!r})`: expected a positive integer.")
+        require(update.kind in _KINDS, "Update.kind", update.kind, f"one of {_KINDS}")
+        fits = isinstance(update.weight, int) and 0 < update.weight < 2**63
+        require(fits, "Update.weight", update.weight, "a whole number from 1 to 2**63 - 1")
         _require_trees(update.extra, InvalidOption)
         _require_tree(update.shared, InvalidOption)
         writer = self._start(_UPDATE, keep=keep)
@@ -177,8 +179,8 @@ class Codec:
     def _finish(self, writer: Writer, held: int) -> bytes:
         if writer.decoded > self._room(writer.total, held):
             raise InvalidOption(
-                f"{writer.total} bytes would decode to {writer.decoded}: too many tensors in `extra` or `shared` that "
-                "are tiny, or nearly all the same value."
+                f"The payload of {writer.total} bytes would decode to {writer.decoded} bytes, more than a receiver "
+                "allocates; expected fewer tensors in `extra` or `shared` that are tiny or almost all zeros."
             )
         return writer.payload()
 
@@ -187,20 +189,24 @@ class Codec:
         head, kind, fingerprint = bytes(reader.take(4)), bytes(reader.take(1)), bytes(reader.take(4))
         if head != _MAGIC or kind != what:
             expected = _MAGIC + what
-            raise MalformedPayload(f"The payload starts with {head + kind!r}, expected {expected!r}.")
+            raise MalformedPayload(f"The payload starts with {head + kind!r}; expected {expected!r}.")
         if fingerprint != self._schema.fingerprint:
             raise MalformedPayload(
-                f"The payload is of model {fingerprint.hex()}, expected {self._schema.fingerprint.hex()}."
+                f"The payload was encoded for a model with fingerprint {fingerprint.hex()}; expected "
+                f"{self._schema.fingerprint.hex()}."
             )
         return reader
 
     def _room(self, length: int, held: int) -> int:
-        """Bytes that the tensors of a payload may take; one byte of it can stand for 72 at most."""
+        """Return how many bytes the decoded tensors of a payload may take.
+
+        One byte of a bit mask decodes to 8 bools and, with values of 8 bytes, to 64 more bytes: 72 at most.
+        """
         return 16 * (self._schema.nbytes + held) + 72 * length
 
 
 def _held(masks: Masks) -> int:
-    """Bytes of the widest tensors for which the receiver has these masks."""
+    """Return the bytes of float64 tensors with the shapes of these masks."""
     return sum(8 * mask.numel() for mask in masks.values())
 
 
@@ -210,12 +216,12 @@ def _held_by(message: Message) -> int:
 
 def _require_trees(extra: object, error: type[SparseFLError]) -> None:
     if not isinstance(extra, Mapping):
-        raise error(f"`extra` is a {type(extra).__name__}, expected trees of tensors by name.")
+        raise error(f"`extra` is a {type(extra).__name__}; expected a mapping from names to mappings of tensors.")
     for name, tree in extra.items():
         if not (isinstance(tree, Mapping) and all(isinstance(leaf, Tensor) for leaf in tree.values())):
-            raise error(f"`extra[{name!r}]` is no tree of tensors.")
+            raise error(f"`extra[{name!r}]` is not a mapping of tensors; expected a mapping from names to tensors.")
 
 
 def _require_tree(shared: object, error: type[SparseFLError]) -> None:
     if not (shared is None or isinstance(shared, Mapping)):
-        raise error(f"`shared` is a {type(shared).__name__}, expected a mapping from names, or None.")
+        raise error(f"`shared` is a {type(shared).__name__}; expected a mapping with string keys, or None.")

@@ -1,4 +1,4 @@
-"""Values as they are: little-endian, in their own type."""
+"""Encoding of all values of a tensor, little-endian, in the tensor's own type."""
 
 from __future__ import annotations
 
@@ -17,11 +17,15 @@ DTYPES = (
     torch.int64,
     torch.bool,
 )
-"""What can be sent; the position is the type's number on the wire, so new ones go to the end."""
+"""Types that can be encoded. A type is encoded as its index here, so new types are appended."""
 
 
 def size(count: int, dtype: torch.dtype) -> int:
-    """Bytes of `count` values.
+    """Return the number of bytes that encode `count` values.
+
+    Args:
+        count: Number of values.
+        dtype: Type of the values.
 
     Example:
         >>> size(3, torch.float16)
@@ -31,7 +35,7 @@ def size(count: int, dtype: torch.dtype) -> int:
 
 
 def encode(values: Tensor) -> bytes:
-    """The bytes of a tensor, row by row.
+    """Encode a tensor in row-major order.
 
     Example:
         >>> encode(torch.tensor([1, 2], dtype=torch.int16)).hex()
@@ -42,11 +46,14 @@ def encode(values: Tensor) -> bytes:
 
 
 def decode(data: memoryview, dtype: torch.dtype) -> Tensor:
-    """The values, in one dimension.
+    """Decode values.
 
     Args:
-        data: A whole number of values.
-        dtype: Their type.
+        data: Encoded values; the length is a multiple of the size of one value.
+        dtype: Type of the values.
+
+    Returns:
+        The values in one dimension, on the CPU.
 
     Example:
         >>> decode(memoryview(bytes.fromhex("01000200")), torch.int16)
@@ -56,4 +63,4 @@ def decode(data: memoryview, dtype: torch.dtype) -> Tensor:
         return torch.empty(0, dtype=dtype)
     if dtype == torch.bool:
         return torch.frombuffer(bytearray(data), dtype=torch.uint8) != 0
-    return torch.frombuffer(bytearray(data), dtype=dtype)
+    return torch.frombuffer(bytearray(data), dtype=dtype)  # the copy in `bytearray` makes the tensor writable

@@ -1,9 +1,10 @@
-"""Sparse weights as a file: safetensors, without the zeros.
+"""File format for sparse weights: safetensors that store only non-zero values.
 
-A tensor that has enough zeros is two entries: its other values in one dimension, under its own name, and a bit for
-each position under the name with ``#mask`` behind. All others are ordinary entries. The metadata say which is which:
-``format`` names this layout and its version, ``tensors`` is a JSON object from names, in their order, to the shape of
-a tensor without zeros and null for an ordinary one. Nothing in a file is executed, and no name is taken for a path.
+A tensor with enough zeros is stored as two entries: its non-zero values in one dimension, under its own name, and one
+bit per position, under its name followed by ``#mask``. All other tensors are ordinary entries. Two metadata fields
+describe the layout: ``format`` is the name and version of this format, and ``tensors`` is a JSON object that maps the
+names, in their order, to the shape of a sparse tensor and to null for an ordinary one. Loading executes nothing from
+the file and never uses a tensor name as a path.
 """
 
 from __future__ import annotations
@@ -27,8 +28,9 @@ from lightning_sparsefl.wire import bitmask
 _FORMAT = "lightning-sparsefl sparse weights, version 1"
 _MASK = "#mask"
 _ENTRY = 128
-"""About the bytes of one more entry in the header."""
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Approximate size of one entry in the header, in bytes."""
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Integer type of each element size, in bytes; an integer view compares bit patterns."""
 _DTYPES = frozenset(
     {
         *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.bool),
@@ -38,17 +40,18 @@ _DTYPES = frozenset(
 
 
 def export_sparse(weights: nn.Module | Mapping[str, Tensor], path: str | os.PathLike[str]) -> None:
-    """Write weights as safetensors that leave out zeros: a bit a position, and the values that are not zero.
+    """Write weights as safetensors that store one bit per position and the non-zero values.
 
-    A zero is a value all of whose bits are, so that ``-0.0`` and NaN come back as they were. The file appears whole or
-    not at all.
+    Only values whose bits are all zero are left out, so ``-0.0`` and NaN are restored exactly. The file is written
+    atomically.
 
     Args:
-        weights: A module, whose `state_dict` is written, or named tensors of any shapes.
-        path: The file; its folder is made if needed.
+        weights: Module, whose ``state_dict()`` is written, or a mapping from names to tensors of any shape.
+        path: Path of the file; missing parent folders are created.
 
     Raises:
-        InvalidOption: If something cannot be written.
+        InvalidOption: If an entry is not a dense tensor of a supported type, or its name is reserved.
+        OSError: If the file cannot be written.
 
     Example:
         >>> import tempfile
@@ -59,61 +62,70 @@ def export_sparse(weights: nn.Module | Mapping[str, Tensor], path: str | os.Path
         True
     """
     if isinstance(weights, nn.Module):
-        weights = getattr(weights, "_orig_mod", weights).state_dict()  # a compiled module has names of its own
+        weights = getattr(weights, "_orig_mod", weights).state_dict()  # the names of a compiled module have a prefix
     entries: dict[str, Tensor] = {}
     shapes: dict[str, list[int] | None] = {}
     for name, value in weights.items():
         _require_writable(name, value)
         value = value.detach().cpu().contiguous()
-        kept = value.view(_BITS[value.element_size()]) != 0
+        kept = value.view(_INTEGERS[value.element_size()]) != 0
         if value.dim() and _sparse_size(kept, value.element_size()) < value.nbytes:
             entries[name], entries[name + _MASK], shapes[name] = value[kept], pack(kept), list(value.shape)
         else:
-            entries[name], shapes[name] = value.clone(), None  # since two names may share their memory
+            entries[name], shapes[name] = value.clone(), None  # two names may share memory, which safetensors refuses
     _write(entries, {"format": _FORMAT, "tensors": json.dumps(shapes)}, Path(path))
 
 
 def load_sparse(path: str | os.PathLike[str]) -> dict[str, Tensor]:
-    """The tensors that :func:`export_sparse` wrote, bit for bit and in their order, on the CPU.
+    """Load the tensors of a file that :func:`export_sparse` wrote.
 
-    They fit ``module.load_state_dict`` and need no more memory than their shapes say, each of which the file must
-    justify by its mask, at one bit a position.
+    The memory that loading allocates is bounded by the size of the file: a sparse tensor of n positions needs a mask
+    of n bits.
+
+    Args:
+        path: Path of the file.
+
+    Returns:
+        The tensors by name, bit for bit and in their original order, on the CPU; an argument for
+        ``module.load_state_dict``.
 
     Raises:
-        CheckpointMismatch: If the file is missing, torn, or not of this layout.
+        CheckpointMismatch: If the file is missing, truncated or of another format.
     """
     path = Path(path)
     if not path.is_file():
-        raise CheckpointMismatch(f"There is no file at {path}; expected one that `export_sparse` wrote.")
+        raise CheckpointMismatch(f"{path} does not exist or is not a file; expected a file that `export_sparse` wrote.")
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
             found = _read(file)
-    except _Foreign as reason:
+    except _OtherFormat as reason:
         raise CheckpointMismatch(f"{path} {reason}; expected a file that `export_sparse` wrote.") from None
     except Exception as error:
         raise CheckpointMismatch(
-            f"{path} is torn or no safetensors file ({type(error).__name__}); expected one that `export_sparse` wrote."
+            f"{path} is truncated or not a safetensors file ({type(error).__name__}); expected a file that "
+            "`export_sparse` wrote."
         ) from error
     return found
 
 
-class _Foreign(Exception):
-    """Why a safetensors file is none of ours, as a clause."""
+class _OtherFormat(Exception):
+    """Reason why a safetensors file is not of this format; the message continues with it after the path."""
 
 
 def _require_writable(name: str, value: Any) -> None:
     if not isinstance(value, Tensor):
         raise InvalidOption(
-            f"`{name}` is a {type(value).__name__}, expected a tensor: take it out of the `state_dict`."
+            f"`{name}` is a {type(value).__name__}; expected a tensor, so remove it from the `state_dict`."
         )
     if value.dtype not in _DTYPES or value.layout != torch.strided or value.is_meta:
         kind = f"{value.layout} tensor of {value.dtype} on {value.device}"
-        raise InvalidOption(f"`{name}` is a {kind}, expected a dense one of floats, integers or bools.")
+        raise InvalidOption(f"`{name}` is a {kind}; expected a dense tensor of floats, integers or bools.")
     if name.endswith(_MASK) or name == "__metadata__":
-        raise InvalidOption(f"`{name}` is a name with a meaning of its own in the file; choose another.")
+        raise InvalidOption(f"The name `{name}` is reserved by the file format; expected another name.")
 
 
 def _sparse_size(kept: Tensor, width: int) -> int:
+    """Return the bytes of a sparse entry whose values have `width` bytes each."""
     return bitmask.size(kept.numel()) + int(torch.count_nonzero(kept)) * width + _ENTRY
 
 
@@ -132,12 +144,12 @@ def _write(entries: Mapping[str, Tensor], metadata: dict[str, str], path: Path) 
 def _read(file: Any) -> dict[str, Tensor]:
     metadata = file.metadata() or {}
     if metadata.get("format") != _FORMAT:
-        raise _Foreign(f"says its format is {metadata.get('format')!r}, not {_FORMAT!r}")
+        raise _OtherFormat(f"has the format {metadata.get('format')!r} instead of {_FORMAT!r}")
     shapes = json.loads(metadata.get("tensors", ""))
     entries = {name for name, shape in shapes.items()} | {name + _MASK for name, shape in shapes.items() if shape}
     if entries != set(file.keys()):
-        raise _Foreign("does not hold the tensors that its header lists")
-    # cloned, since the original is a view of the file, which may change
+        raise _OtherFormat("does not contain exactly the tensors that its header lists")
+    # Clone, since `get_tensor` may return a view of the memory-mapped file, which can change later.
     return {
         name: file.get_tensor(name).clone() if shape is None else _dense(file, name, shape)
         for name, shape in shapes.items()
@@ -149,8 +161,8 @@ def _dense(file: Any, name: str, shape: list[int]) -> Tensor:
     positions = math.prod(shape)
     fits = packed.dtype == torch.uint8 and packed.dim() == values.dim() == 1 and min(shape) > 0
     if not fits or len(packed) != bitmask.size(positions):
-        raise _Foreign(f"has a mask of `{name}` that does not fit its shape {shape}")
+        raise _OtherFormat(f"has a mask of `{name}` that does not match its shape {shape}")
     mask = unpack(packed, tuple(shape))
     if int(torch.count_nonzero(mask)) != len(values):
-        raise _Foreign(f"has {len(values)} values of `{name}`, another number than its mask keeps")
+        raise _OtherFormat(f"has {len(values)} values of `{name}`, but its mask keeps another number")
     return torch.zeros(shape, dtype=values.dtype).masked_scatter_(mask, values)

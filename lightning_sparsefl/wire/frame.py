@@ -1,4 +1,4 @@
-"""The bytes under the codec: numbers, strings, and bounds that hold against any input."""
+"""Reading and writing of numbers and strings, with bounds that hold for any input."""
 
 from __future__ import annotations
 
@@ -9,28 +9,27 @@ from dataclasses import dataclass
 from lightning_sparsefl.errors import MalformedPayload
 
 _VARINT_BYTES = 9
-"""63 bits, all that a length can be."""
-
+"""Longest encoding of a number, which has up to 63 bits."""
 
 OBJECT = 1024
-"""About the bytes of a tensor besides its values, which a few bytes of a payload can ask for."""
+"""Approximate memory of a tensor object besides its values, in bytes; a few bytes of a payload can create one."""
 
 
 @dataclass(frozen=True)
 class Size:
-    """What a payload weighs, in bytes."""
+    """Size of a payload in bytes."""
 
     total: int
-    """All of it."""
+    """Whole payload."""
     masks: int
-    """Of which say where things are: mask bits and positions, without names and flags."""
+    """Part of the payload that encodes masks: bits and positions, without names and flags."""
 
 
 class Writer:
-    """Collects a payload, or only its size.
+    """Writer of a payload, or of its size alone.
 
     Args:
-        keep: False adds up lengths and never makes the bytes of a tensor.
+        keep: Whether to keep the bytes; False only adds up lengths and never encodes a tensor.
     """
 
     def __init__(self, *, keep: bool) -> None:
@@ -38,24 +37,30 @@ class Writer:
         self._parts: list[bytes] | None = [] if keep else None
 
     def write(self, data: bytes) -> None:
-        """Append bytes that are cheap to make."""
+        """Append bytes."""
         self.total += len(data)
         if self._parts is not None:
             self._parts.append(data)
 
     def bulk(self, length: int, make: Callable[[], bytes], *, masks: bool = False) -> None:
-        """Append `length` bytes that are made only if they are kept; `masks` = they say where things are."""
+        """Append bytes that are only made if they are kept.
+
+        Args:
+            length: Number of bytes.
+            make: Function that returns the bytes.
+            masks: Whether the bytes encode a mask and count towards :attr:`Size.masks`.
+        """
         self.total += length
         self.masks += length if masks else 0
         if self._parts is not None:
             self._parts.append(make())
 
     def claim(self, size: int) -> None:
-        """Note that the receiver will need `size` bytes for what follows."""
+        """Add to the memory that the receiver needs for decoding, in bytes."""
         self.decoded += size
 
     def varint(self, value: int) -> None:
-        """A number from 0 to 2**63 - 1, seven bits a byte, the low ones first."""
+        """Append a number from 0 to 2**63 - 1 with seven bits per byte, lowest first."""
         data = bytearray()
         while value > 127:
             data.append(value & 127 | 128)
@@ -64,30 +69,30 @@ class Writer:
         self.write(bytes(data))
 
     def real(self, value: float) -> None:
-        """A float64."""
+        """Append a float64."""
         self.write(struct.pack("<d", value))
 
     def text(self, value: str) -> None:
-        """A string, with its length in front."""
+        """Append the length of a string, then the string as UTF-8."""
         data = value.encode("utf-8", "surrogatepass")
         self.varint(len(data))
         self.write(data)
 
     def size(self) -> Size:
-        """The size so far."""
+        """Return the size of what was written."""
         return Size(total=self.total, masks=self.masks)
 
     def payload(self) -> bytes:
-        """The bytes so far; empty if they are not kept."""
+        """Return the bytes that were written; empty if they are not kept."""
         return b"".join(self._parts or ())
 
 
 class Reader:
-    """Walks over a payload and never past its end.
+    """Reader of a payload that checks every length against what is left.
 
     Args:
-        payload: The bytes.
-        room: Bytes that the decoded tensors may take together.
+        payload: Bytes to read.
+        room: Limit on the memory of all decoded tensors together, in bytes.
     """
 
     def __init__(self, payload: bytes | bytearray | memoryview, *, room: int) -> None:
@@ -97,33 +102,33 @@ class Reader:
 
     @property
     def left(self) -> int:
-        """Bytes not read yet."""
+        """Number of bytes that were not read yet."""
         return len(self._data) - self._at
 
     def take(self, length: int) -> memoryview:
-        """The next `length` bytes."""
+        """Read `length` bytes."""
         if length > self.left:
-            raise MalformedPayload(f"The payload ends at byte {len(self._data)}, expected {length - self.left} more.")
+            raise MalformedPayload(f"The payload ends at byte {len(self._data)}; expected {length - self.left} more.")
         self._at += length
         return self._data[self._at - length : self._at]
 
     def claim(self, size: int) -> None:
-        """Ask for memory before it is allocated."""
+        """Count memory against the limit before it is allocated."""
         self._room -= size
         if self._room < 0:
             raise MalformedPayload(
-                f"Before byte {self._at} the payload asks for {-self._room} bytes more than its model allows."
+                f"At byte {self._at} the payload needs {-self._room} bytes of memory beyond the limit for this model."
             )
 
     def byte(self, below: int) -> int:
-        """The next byte, which must be less than `below`."""
+        """Read a byte, which must be less than `below`."""
         value = self.take(1)[0]
         if value >= below:
-            raise MalformedPayload(f"Byte {self._at - 1} of the payload is {value}, expected less than {below}.")
+            raise MalformedPayload(f"Byte {self._at - 1} of the payload is {value}; expected less than {below}.")
         return value
 
     def varint(self, most: int) -> int:
-        """A number from 0 to `most`."""
+        """Read a number from 0 to `most`."""
         value = 0
         for place in range(_VARINT_BYTES):
             byte = self.take(1)[0]
@@ -131,31 +136,35 @@ class Reader:
             if byte < 128:
                 break
         else:
-            raise MalformedPayload(f"The number that ends at byte {self._at} of the payload has no end.")
+            raise MalformedPayload(
+                f"The number before byte {self._at} of the payload has more than {_VARINT_BYTES} bytes."
+            )
         if value > most:
-            raise MalformedPayload(f"Before byte {self._at} the payload says {value}, expected at most {most}.")
+            raise MalformedPayload(
+                f"The number before byte {self._at} of the payload is {value}; expected at most {most}."
+            )
         return value
 
     def real(self) -> float:
-        """A float64."""
+        """Read a float64."""
         return float(struct.unpack("<d", self.take(8))[0])
 
     def text(self) -> str:
-        """A string."""
+        """Read a string."""
         data = self.take(self.varint(self.left))
         try:
             return str(data, "utf-8", "surrogatepass")
         except UnicodeDecodeError as error:
-            raise MalformedPayload(f"The string before byte {self._at} of the payload is no UTF-8.") from error
+            raise MalformedPayload(f"The string before byte {self._at} of the payload is not valid UTF-8.") from error
 
     def finish(self) -> None:
-        """See that nothing is left."""
+        """Check that the whole payload was read."""
         if self.left:
-            raise MalformedPayload(f"{self.left} bytes follow the end of the payload.")
+            raise MalformedPayload(f"{self.left} bytes follow after the end of the payload; expected none.")
 
 
 def varint_size(value: int) -> int:
-    """Bytes that :meth:`Writer.varint` takes.
+    """Return the number of bytes that :meth:`Writer.varint` writes.
 
     Example:
         >>> varint_size(127), varint_size(128)

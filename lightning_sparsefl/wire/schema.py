@@ -1,4 +1,4 @@
-"""What both ends know of a model before anything is sent."""
+"""Facts about a model that both ends know before the first message."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ class Schema:
     """Names, shapes and types of a model's tensors, and a fingerprint of them.
 
     Args:
-        weights: The model's tree; the values do not matter.
+        weights: Weights of the model; only names, shapes and types are used.
 
     Raises:
-        InvalidOption: If a tensor has a type that cannot be sent.
+        InvalidOption: If a tensor has a type that cannot be encoded.
     """
 
     def __init__(self, weights: Weights) -> None:
@@ -32,20 +32,24 @@ class Schema:
         self.fingerprint = hashlib.blake2b(repr(facts).encode(), digest_size=4).digest()
 
     def shape(self, name: str) -> torch.Size | None:
-        """Shape of a tensor; None if it is not in here."""
+        """Return the shape of the tensor with a name, or None if the model has no such tensor."""
         return self.shapes[self.index[name]] if name in self.index else None
 
     def fits(self, name: str, value: Tensor) -> bool:
-        """Whether a tensor is the one of that name, by shape and type."""
+        """Return whether a tensor has the shape and the type of the model's tensor with that name."""
         index = self.index.get(name)
         return index is not None and self.shapes[index] == value.shape and self.dtypes[index] == value.dtype
 
 
 def dtype_number(dtype: torch.dtype, name: str) -> int:
-    """A type's number on the wire.
+    """Return the number that encodes a type.
+
+    Args:
+        dtype: Type of the tensor.
+        name: Name of the tensor, for the error message.
 
     Raises:
-        InvalidOption: If it has none.
+        InvalidOption: If the type cannot be encoded.
 
     Example:
         >>> dtype_number(torch.float64, "w")
@@ -53,5 +57,5 @@ def dtype_number(dtype: torch.dtype, name: str) -> int:
     """
     if dtype not in DTYPES:
         known = ", ".join(str(known).removeprefix("torch.") for known in DTYPES)
-        raise InvalidOption(f"`{name}` is {dtype}, which cannot be sent: expected one of {known}.")
+        raise InvalidOption(f"`{name}` is {dtype}, which cannot be encoded; expected one of {known}.")
     return DTYPES.index(dtype)

@@ -1,4 +1,4 @@
-"""Trees of masks and weights as bytes, each tensor in the cheapest of its encodings."""
+"""Encoding of mappings of masks and weights, each tensor in its smallest encoding."""
 
 from __future__ import annotations
 
@@ -15,23 +15,24 @@ from lightning_sparsefl.wire.frame import OBJECT, Reader, Writer, varint_size
 from lightning_sparsefl.wire.schema import Schema, dtype_number
 
 _SAME, _NONE, _ALL, _BITS, _GRID, _KEPT, _DROPPED, _FLIPPED = range(8)
-"""How a mask is written: like the reference, all False, all True, as bits, as bits along each dimension where it keeps
-whole rows and columns, or as the positions of the True, of the False, or of what differs from the reference."""
+"""Encodings of a mask: equal to the reference, all False, all True, one bit per position, one bit per index of each
+dimension (for a mask that keeps whole rows and columns), or positions: of True, of False, or of differences from the
+reference."""
 _LISTED, _IMPLIED = range(2)
-"""How a tree is written: name by name, or names, shapes and types are as the receiver expects."""
+"""Encodings of a mapping: with names, or without since names, shapes and types are those the receiver expects."""
 
 
 def write_mask(writer: Writer, mask: Tensor, reference: Tensor | None, *, bounded: bool, kept: int, flips: int) -> None:
     """Write one mask.
 
     Args:
-        writer: Where to.
-        mask: Bool, n positions.
-        reference: What the receiver compares with, same shape; None = all True.
-        bounded: Whether the receiver knows n without us. Else it believes only what n / 8 bytes stand for, so
-            that a short payload cannot ask for a long mask.
-        kept: How many are True.
-        flips: How many differ from the reference.
+        writer: Writer of the payload.
+        mask: Mask, bool of any shape.
+        reference: Mask of the same shape that the receiver holds; None stands for all True.
+        bounded: Whether the receiver knows the shape from the schema. Otherwise only encodings of n / 8 bytes for n
+            positions are used, so that a short payload cannot make the receiver allocate a long mask.
+        kept: Number of positions that are True.
+        flips: Number of positions that differ from the reference.
     """
     positions = mask.numel()
     writer.claim(positions)
@@ -50,11 +51,11 @@ def write_mask(writer: Writer, mask: Tensor, reference: Tensor | None, *, bounde
 
 
 def read_mask(reader: Reader, shape: torch.Size, reference: Tensor | None, *, bounded: bool) -> Tensor:
-    """Read what :func:`write_mask` wrote; a mask that is as the reference is the reference itself."""
+    """Read a mask that :func:`write_mask` wrote; a mask equal to the reference is returned as the same object."""
     positions = shape.numel()
     code = reader.byte(8)
     if not bounded and code != _BITS and not (code == _SAME and reference is not None):
-        raise MalformedPayload(f"A mask of unknown shape comes in encoding {code}, expected bits.")
+        raise MalformedPayload(f"A mask that is not in the schema has encoding {code}; expected one bit per position.")
     if code == _BITS:
         data = reader.take(bitmask.size(positions))
         reader.claim(positions)
@@ -73,18 +74,21 @@ def read_mask(reader: Reader, shape: torch.Size, reference: Tensor | None, *, bo
 
 
 def write_masks(writer: Writer, schema: Schema, masks: Masks, reference: Masks, kept: Mapping[str, int]) -> None:
-    """Write a tree of masks; one byte if it is the reference tree.
+    """Write masks; they take one byte together if all are equal to the reference.
 
     Args:
-        writer: Where to.
-        schema: What both ends know.
-        masks: Bool tensors.
-        reference: The masks that the receiver compares with; a missing name is dense.
-        kept: Number of True in each mask.
+        writer: Writer of the payload.
+        schema: Facts about the model that both ends know.
+        masks: Masks by tensor name.
+        reference: Masks that the receiver holds, by tensor name; a missing name stands for all True.
+        kept: Number of positions that are True in each mask.
+
+    Raises:
+        IncompatibleMasks: If a mask is not bool.
     """
     for name, mask in masks.items():
         if mask.dtype != torch.bool:
-            raise IncompatibleMasks(f"The mask of `{name}` is {mask.dtype}, expected torch.bool.")
+            raise IncompatibleMasks(f"The mask of `{name}` is {mask.dtype}; expected torch.bool.")
     near = {name: _alike(reference.get(name), mask.shape) for name, mask in masks.items()}
     flips = flipped(masks, near, kept)
     if list(masks) == list(reference) and None not in near.values() and not any(flips.values()):
@@ -103,7 +107,13 @@ def write_masks(writer: Writer, schema: Schema, masks: Masks, reference: Masks, 
 
 
 def flipped(masks: Masks, references: Mapping[str, Tensor | None], kept: Mapping[str, int]) -> dict[str, int]:
-    """Positions of each mask that differ from its reference, which has the same shape; None = all True."""
+    """Count the positions of each mask that differ from its reference.
+
+    Args:
+        masks: Masks by tensor name.
+        references: References of the same names and shapes; None stands for all True.
+        kept: Number of positions that are True in each mask.
+    """
     flips = {name: mask.numel() - kept[name] for name, mask in masks.items()}
     differ = {}
     for name, reference in references.items():
@@ -115,7 +125,7 @@ def flipped(masks: Masks, references: Mapping[str, Tensor | None], kept: Mapping
 
 
 def read_masks(reader: Reader, schema: Schema, reference: Masks) -> dict[str, Tensor]:
-    """Read what :func:`write_masks` wrote."""
+    """Read masks that :func:`write_masks` wrote."""
     if reader.byte(2) == _IMPLIED:
         return dict(reference)
     masks: dict[str, Tensor] = {}
@@ -129,14 +139,18 @@ def read_masks(reader: Reader, schema: Schema, reference: Masks) -> dict[str, Te
 
 
 def write_weights(writer: Writer, schema: Schema, weights: Weights, masks: Masks, kept: Mapping[str, int]) -> None:
-    """Write the kept values of a tree, whose masks the receiver knows.
+    """Write the values that the masks keep; the receiver knows the masks.
 
     Args:
-        writer: Where to.
-        schema: What both ends know.
-        weights: Any tree.
-        masks: What to send of it; a missing name is dense.
-        kept: Number of True in each mask.
+        writer: Writer of the payload.
+        schema: Facts about the model that both ends know.
+        weights: Tensors by name.
+        masks: Masks by tensor name; a tensor without a mask is written as a whole.
+        kept: Number of positions that are True in each mask.
+
+    Raises:
+        IncompatibleMasks: If the shape of a mask differs from that of its tensor.
+        InvalidOption: If a tensor has a type that cannot be encoded.
     """
     fitting = {name: schema.fits(name, value) for name, value in weights.items()}
     implied = tuple(weights) == schema.names and all(fitting.values())
@@ -155,7 +169,7 @@ def write_weights(writer: Writer, schema: Schema, weights: Weights, masks: Masks
 
 
 def read_weights(reader: Reader, schema: Schema, masks: Masks) -> dict[str, Tensor]:
-    """Read what :func:`write_weights` wrote; zeros where a mask is False."""
+    """Read weights that :func:`write_weights` wrote; they are zero where a mask is False."""
     kept = counts(masks)
     if reader.byte(2) == _IMPLIED:
         return {
@@ -172,13 +186,13 @@ def read_weights(reader: Reader, schema: Schema, masks: Masks) -> dict[str, Tens
 
 
 def write_type(writer: Writer, value: Tensor, name: str) -> None:
-    """Write the type and the shape of a tensor the receiver knows nothing about."""
+    """Write the type and the shape of a tensor that is not in the schema."""
     writer.write(bytes((dtype_number(value.dtype, name),)))
     _write_shape(writer, value.shape)
 
 
 def read_type(reader: Reader) -> tuple[torch.dtype, torch.Size]:
-    """Read what :func:`write_type` wrote."""
+    """Read a type and a shape that :func:`write_type` wrote."""
     return dense.DTYPES[reader.byte(len(dense.DTYPES))], read_shape(reader)
 
 
@@ -189,13 +203,15 @@ def _write_shape(writer: Writer, shape: torch.Size) -> None:
 
 
 def read_shape(reader: Reader) -> torch.Size:
-    """Read a shape that a tensor can have."""
+    """Read a shape, bounded to 64 dimensions and 2**48 elements."""
     shape = [reader.varint(2**48) for _ in range(reader.varint(64))]
     volume = 1
     for length in shape:
         volume *= max(1, length)
         if volume > 2**48:
-            raise MalformedPayload(f"A tensor of shape {tuple(shape)} is too large to be one.")
+            raise MalformedPayload(
+                f"A tensor of the payload has shape {tuple(shape)}; expected at most 2**48 elements."
+            )
     return torch.Size(shape)
 
 
@@ -204,7 +220,7 @@ def _write_kept(writer: Writer, name: str, value: Tensor, mask: Tensor | None, k
         writer.bulk(dense.size(value.numel(), value.dtype), lambda: dense.encode(value))
         return
     if mask.shape != value.shape:
-        shapes = f"{tuple(mask.shape)}, expected {tuple(value.shape)}"
+        shapes = f"{tuple(mask.shape)}; expected {tuple(value.shape)}"
         raise IncompatibleMasks(f"The mask of `{name}` has shape {shapes}.")
     writer.bulk(dense.size(kept, value.dtype), lambda: dense.encode(value.detach()[mask.to(value.device)]))
 
@@ -214,7 +230,9 @@ def _read_kept(
 ) -> Tensor:
     mask, positions = masks.get(name), shape.numel()
     if mask is not None and mask.shape != shape:
-        raise MalformedPayload(f"`{name}` has shape {tuple(shape)}, expected {tuple(mask.shape)} as its mask.")
+        raise MalformedPayload(
+            f"`{name}` has shape {tuple(shape)}; expected {tuple(mask.shape)}, the shape of its mask."
+        )
     data = reader.take(dense.size(positions if mask is None else kept[name], dtype))
     reader.claim(positions * dtype.itemsize)
     values = dense.decode(data, dtype)
@@ -224,7 +242,7 @@ def _read_kept(
 
 
 def _entries(reader: Reader, schema: Schema) -> Iterator[int]:
-    """The number of each entry's tensor in the schema, from 1; 0 = it is not in there."""
+    """Yield the index of each entry in the schema, from 1; 0 stands for an entry that is not in the schema."""
     for _ in range(reader.varint(reader.left)):
         index = reader.varint(len(schema.names))
         if not index:
@@ -234,16 +252,20 @@ def _entries(reader: Reader, schema: Schema) -> Iterator[int]:
 
 def _require_new(name: str, tree: Mapping[str, object]) -> None:
     if name in tree:
-        raise MalformedPayload(f"`{name}` comes twice.")
+        raise MalformedPayload(f"`{name}` occurs twice in the payload; expected each name once.")
 
 
 def _alike(reference: Tensor | None, shape: torch.Size) -> Tensor | None:
-    """The reference, if it has that shape."""
+    """Return the reference if it has the shape, else None."""
     return reference if reference is not None and reference.shape == shape else None
 
 
 def _plan(positions: int, kept: int, flips: int, *, bounded: bool, referenced: bool) -> tuple[int, int, int]:
-    """The cheapest encoding: its code, the positions it lists, and its bytes."""
+    """Choose the smallest encoding of a mask.
+
+    Returns:
+        The code of the encoding, the number of positions that it lists, and its size in bytes.
+    """
     if not flips and (bounded or referenced):
         return _SAME, 0, 0
     best, price = (_BITS, 0, bitmask.size(positions)), bitmask.size(positions)
@@ -259,19 +281,24 @@ def _plan(positions: int, kept: int, flips: int, *, bounded: bool, referenced: b
 
 
 def _lines(mask: Tensor, kept: int) -> Tensor | None:
-    """Where each dimension keeps anything, one after another; None if the mask is not of whole rows and columns."""
+    """Return the indices that a mask keeps in each dimension, if it is the product of them.
+
+    Returns:
+        One bool per index, dimension after dimension; None if the mask does not keep whole rows and columns.
+    """
+    # The mask is the product of its lines if it keeps as many positions as the product of their counts.
     lines, left = [], kept
     for dim in range(mask.dim() if mask.dim() > 1 else 0):
         line = mask.amax([other for other in range(mask.dim()) if other != dim])
         left, rest = divmod(left, int(line.sum()))
-        if rest:  # nearly always told by the first dimension
+        if rest:  # for most masks the first dimension decides
             return None
         lines.append(line)
     return torch.cat(lines) if lines and left == 1 else None
 
 
 def _grid(lines: Tensor, shape: torch.Size) -> Tensor:
-    """The mask of :func:`_lines`."""
+    """Compute the mask whose lines :func:`_lines` returned."""
     mask = torch.ones(shape, dtype=torch.bool)
     for dim, line in enumerate(lines.split(list(shape))):
         mask &= line.view([-1 if other == dim else 1 for other in range(len(shape))])

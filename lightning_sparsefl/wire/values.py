@@ -1,4 +1,4 @@
-"""What a client may share besides weights: numbers, strings, tensors, and lists and named trees of them."""
+"""Encoding of nested values: numbers, strings, tensors, and lists and mappings of them."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ from lightning_sparsefl.wire.schema import Schema
 from lightning_sparsefl.wire.trees import flipped, read_mask, read_type, write_mask, write_type
 
 _NONE, _FALSE, _TRUE, _INT, _FLOAT, _TEXT, _LIST, _TUPLE, _TREE, _TENSOR, _KNOWN = range(11)
-"""The kinds of value; `_KNOWN` is a tensor with the shape that its name has in the schema."""
+"""Kinds of values; `_KNOWN` is a tensor whose name and shape are in the schema."""
 _DENSE, _BITMASK, _INDICES = range(3)
-_DEEPEST = 32
+"""Encodings of a tensor: all values, or the non-zero values with one bit per position or with positions."""
+_MAX_DEPTH = 32
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Integers of each width, through which -0.0 differs from 0.0."""
+"""Integer type of each element size, in bytes; in an integer view -0.0 differs from 0.0."""
 
 
 def write_value(
@@ -30,18 +31,18 @@ def write_value(
     """Write one value.
 
     Args:
-        writer: Where to.
-        schema: What both ends know.
-        value: None, bool, int, float, str, a tensor, or a list, tuple or str-keyed mapping of such.
-        reference: The masks that a bool tensor of the same name is compared with.
-        name: The key under which it stands.
-        depth: Levels above it.
+        writer: Writer of the payload.
+        schema: Facts about the model that both ends know.
+        value: None, bool, int, float, str, a tensor, or a list, tuple or mapping with string keys of such values.
+        reference: Masks that the receiver holds; a bool tensor of the same name is encoded as its difference from them.
+        name: Key of the value, for error messages and to find its tensor in the schema.
+        depth: Number of levels above the value.
 
     Raises:
-        InvalidOption: If the value is of another type, or nested more than 32 levels deep.
+        InvalidOption: If the value has another type, or is nested more than 32 levels deep.
     """
-    if depth > _DEEPEST:
-        raise InvalidOption(f"`{name}` is nested more than {_DEEPEST} levels deep, which cannot be sent.")
+    if depth > _MAX_DEPTH:
+        raise InvalidOption(f"`{name}` is nested more than {_MAX_DEPTH} levels deep; expected fewer levels.")
     if isinstance(value, Tensor):
         _write_tensor(writer, schema, value, reference, name)
     elif isinstance(value, Mapping):
@@ -60,9 +61,9 @@ def write_value(
 
 
 def read_value(reader: Reader, schema: Schema, reference: Masks, name: str = "shared", depth: int = 0) -> Any:
-    """Read what :func:`write_value` wrote."""
-    if depth > _DEEPEST:
-        raise MalformedPayload(f"`{name}` is nested more than {_DEEPEST} levels deep.")
+    """Read a value that :func:`write_value` wrote."""
+    if depth > _MAX_DEPTH:
+        raise MalformedPayload(f"`{name}` is nested more than {_MAX_DEPTH} levels deep; expected fewer levels.")
     kind = reader.byte(11)
     if kind in (_TENSOR, _KNOWN):
         return _read_tensor(reader, schema, reference, name, known=kind == _KNOWN)
@@ -71,7 +72,7 @@ def read_value(reader: Reader, schema: Schema, reference: Masks, name: str = "sh
         for _ in range(reader.varint(reader.left)):
             key = _read_key(reader, schema)
             if key in tree:
-                raise MalformedPayload(f"`{key}` comes twice in `{name}`.")
+                raise MalformedPayload(f"`{key}` occurs twice in `{name}`; expected each key once.")
             tree[key] = read_value(reader, schema, reference, key, depth + 1)
         return tree
     if kind in (_LIST, _TUPLE):
@@ -82,7 +83,7 @@ def read_value(reader: Reader, schema: Schema, reference: Masks, name: str = "sh
 
 
 def write_metrics(writer: Writer, metrics: Mapping[str, float]) -> None:
-    """Write named scalars, eight bytes each and the name."""
+    """Write metrics: the name and eight bytes for each value."""
     writer.varint(len(metrics))
     for name, value in metrics.items():
         writer.text(name)
@@ -90,12 +91,12 @@ def write_metrics(writer: Writer, metrics: Mapping[str, float]) -> None:
 
 
 def read_metrics(reader: Reader) -> dict[str, float]:
-    """Read what :func:`write_metrics` wrote."""
+    """Read metrics that :func:`write_metrics` wrote."""
     metrics: dict[str, float] = {}
     for _ in range(reader.varint(reader.left)):
         name = reader.text()
         if name in metrics:
-            raise MalformedPayload(f"`{name}` comes twice among the metrics.")
+            raise MalformedPayload(f"The metric `{name}` occurs twice; expected each name once.")
         metrics[name] = reader.real()
     return metrics
 
@@ -115,8 +116,10 @@ def _write_plain(writer: Writer, value: Any, name: str) -> None:
         writer.write(bytes((_TEXT,)))
         writer.text(value)
     else:
-        expected = "None, bool, int, float, str, tensors, and lists or named trees of them"
-        raise InvalidOption(f"`{name}` holds a {type(value).__name__}, which cannot be sent: expected {expected}.")
+        expected = "None, bool, int, float, str, tensors, and lists or mappings of them"
+        raise InvalidOption(
+            f"`{name}` contains a {type(value).__name__}, which cannot be encoded; expected {expected}."
+        )
 
 
 def _read_plain(reader: Reader, kind: int) -> bool | int | float | str | None:
@@ -131,7 +134,7 @@ def _read_plain(reader: Reader, kind: int) -> bool | int | float | str | None:
 
 def _write_key(writer: Writer, schema: Schema, key: Any, name: str) -> None:
     if not isinstance(key, str):
-        raise InvalidOption(f"`{name}` has the key {key!r}, expected names: keys are strings.")
+        raise InvalidOption(f"`{name}` has the key {key!r}; expected keys that are strings.")
     writer.varint(schema.index.get(key, -1) + 1)
     if key not in schema.index:
         writer.text(key)
@@ -163,7 +166,9 @@ def _write_tensor(writer: Writer, schema: Schema, value: Tensor, reference: Mask
 
 def _read_tensor(reader: Reader, schema: Schema, reference: Masks, name: str, *, known: bool) -> Tensor:
     if known and name not in schema.index:
-        raise MalformedPayload(f"`{name}` comes without a shape, and is no tensor of the model.")
+        raise MalformedPayload(
+            f"`{name}` is encoded without a shape but is not in the schema; expected a tensor of the model."
+        )
     reader.claim(OBJECT)
     if known:
         index = schema.index[name]
@@ -177,7 +182,7 @@ def _read_tensor(reader: Reader, schema: Schema, reference: Masks, name: str, *,
 
 
 def _write_sparse(writer: Writer, value: Tensor, *, bounded: bool) -> None:
-    """A tensor that may be full of zeros, whose places the receiver cannot know."""
+    """Write a tensor in its smallest encoding; the receiver does not know where it is zero."""
     positions, dtype = value.numel(), value.dtype
     writer.claim(dense.size(positions, dtype))
     count = int(torch.count_nonzero(_words(value)))
@@ -187,7 +192,7 @@ def _write_sparse(writer: Writer, value: Tensor, *, bounded: bool) -> None:
         _BITMASK: bitmask.size(positions) + values,
         _INDICES: indices.size(positions, count) + varint_size(count) + values,
     }
-    if not bounded:  # a few bytes of positions can stand for any length, see write_mask
+    if not bounded:  # a few bytes of positions could stand for any length, see `write_mask`
         del prices[_INDICES]
     code = min(prices, key=lambda code: prices[code])
     writer.write(bytes((code,)))

@@ -105,7 +105,7 @@ def test_facts_come_from_the_first_module_or_stay_unknown():
 def test_label_counts(data):
     data.setup()
     assert data.client_label_counts(0).tolist() == [4, 3, 3]
-    with pytest.raises(InvalidOption, match=r"data\.num_classes"):
+    with pytest.raises(InvalidOption, match=r"`data.num_classes` is not set, .*; expected a whole number >= 1"):
         ClientDataModules([Own(0, 4)]).client_label_counts(0)
 
 
@@ -130,7 +130,10 @@ def test_refuses_several_loaders_for_one_client():
         def train_dataloader(self):
             return [super().train_dataloader()] * 2
 
-    with pytest.raises(InvalidOption, match="`train_dataloader` of client 0 returns a list"):
+    with pytest.raises(
+        InvalidOption,
+        match="`train_dataloader` of the data module of client 0 returns a list; expected a single DataLoader",
+    ):
         ClientDataModules([Two()]).setup()
 
 
@@ -148,12 +151,16 @@ def test_refuses_streams_and_empty_sets():
             return DataLoader(numbers(0, 0))
 
     for module in (Streaming(), Empty()):
-        with pytest.raises(InvalidOption, match="client 1 is empty or has no length"):
+        with pytest.raises(
+            InvalidOption, match="client 1 is empty or has no length; expected a data set with `__len__`"
+        ):
             ClientDataModules([TrainOnly(), module]).setup()
 
 
 def test_refuses_bad_arguments():
-    with pytest.raises(InvalidOption, match=r"data\.modules"):
+    with pytest.raises(InvalidOption, match=r"`data.modules` is \[\]; expected at least one data module"):
         ClientDataModules([])
-    with pytest.raises(InvalidOption, match=r"data\.client_sizes"):
+    with pytest.raises(
+        InvalidOption, match=r"`data.client_sizes` has 2 entries; expected one for each of the 1 modules"
+    ):
         ClientDataModules([TrainOnly()], client_sizes=[1, 2])

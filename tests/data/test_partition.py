@@ -137,19 +137,21 @@ def test_pathological_leaves_out_classes_that_nobody_is_dealt(labels):
 def test_pathological_counts_the_classes_that_occur():
     two = torch.tensor([3, 9] * 10)
     assert [len(i) for i in Pathological(classes_per_client=2).split(two, num_clients=2, seed=0)] == [10, 10]
-    with pytest.raises(InvalidOption, match="at most the 2 classes"):
+    with pytest.raises(
+        InvalidOption, match=r"`data.partition.classes_per_client` is 3; expected at most 2, the number of classes"
+    ):
         Pathological(classes_per_client=3).split(two, num_clients=2, seed=0)
 
 
 def test_pathological_refuses_more_owners_than_examples():
-    with pytest.raises(InvalidOption, match="to 6 clients, but it has 2 examples"):
+    with pytest.raises(InvalidOption, match="assigns class 1 to 6 clients, but it has 2 examples; lower"):
         Pathological(classes_per_client=1).split(torch.tensor([0] * 10 + [1] * 2), num_clients=12, seed=0)
 
 
 @pytest.mark.parametrize("num_clients", [0, -1, 1001])
 @pytest.mark.parametrize("partition", PARTITIONS, ids=repr)
 def test_refuses_impossible_numbers_of_clients(partition, labels, num_clients):
-    with pytest.raises(InvalidOption, match=f"num_clients={num_clients}.*at most the 1000 training examples"):
+    with pytest.raises(InvalidOption, match=f"`data.num_clients` is {num_clients}; expected a number from 1 to 1000"):
         partition.split(labels, num_clients, seed=0)
 
 
@@ -164,7 +166,7 @@ def test_refuses_impossible_numbers_of_clients(partition, labels, num_clients):
     ],
 )
 def test_refuses_options_out_of_range(make, option):
-    with pytest.raises(InvalidOption, match=rf"data\.partition\.{option}"):
+    with pytest.raises(InvalidOption, match=rf"`data\.partition\.{option}` is .*; expected a"):
         make()
 
 
@@ -174,7 +176,7 @@ def test_a_partition_of_ones_own_may_leave_nobody_empty():
         def assign(self, labels: Tensor, num_clients: int, rng: torch.Generator) -> list[Tensor]:
             return [torch.arange(len(labels)), *[torch.arange(0)] * (num_clients - 1)]
 
-    with pytest.raises(InvalidOption, match=r"leaves 2 of 3 clients without an example.* client 1"):
+    with pytest.raises(InvalidOption, match=r"leaves 2 of 3 clients without examples, .* client 1; lower"):
         Greedy().split(torch.zeros(9, dtype=torch.int64), num_clients=3, seed=0)
 
 

@@ -34,7 +34,7 @@ def test_the_seed_draws_the_examples():
 
 @pytest.mark.parametrize("wrong", [{"num_classes": 0}, {"dim": 0}, {"num_test": 0}, {"num_train": 5}])
 def test_refuses_empty_sets(wrong):
-    with pytest.raises(InvalidOption, match=r"change `data\."):
+    with pytest.raises(InvalidOption, match=r"`data\.\w+` is (0|10); expected a "):
         FederatedBlobs(**wrong)
 
 
@@ -89,13 +89,24 @@ def test_common_sets_have_all_classes_and_the_clients_centres():
     [
         {"num_clients": 0},
         {"fewest": 0},
-        {"most": 1},
-        {"classes_per_client": 11},
         {"num_pooled": 0},
         {"batch_size": 0},
-        {"val_fraction": 0.1},
     ],
 )
-def test_refuses_what_cannot_be_made(wrong):
-    with pytest.raises(InvalidOption, match=r"`data\."):
+def test_refuses_numbers_below_one(wrong):
+    (name,) = wrong
+    with pytest.raises(InvalidOption, match=f"`data.{name}` is 0; expected a whole number >= 1"):
+        on_demand(**wrong)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"most": 1}, "`data.most` is 1; expected at least `data.fewest`, which is "),
+        ({"classes_per_client": 11}, "`data.classes_per_client` is 11; expected a number from 1 to 10"),
+        ({"val_fraction": 0.1}, "`data.val_fraction` splits one data set, but this class generates the examples"),
+    ],
+)
+def test_refuses_what_cannot_be_made(wrong, message):
+    with pytest.raises(InvalidOption, match=message):
         on_demand(**wrong)

@@ -33,5 +33,5 @@ def test_the_variant_of_1998_takes_any_side(side):
 
 
 def test_an_unknown_variant_is_refused():
-    with pytest.raises(InvalidOption, match=r"`LeNet5\(variant='lenet-300'\)`: expected 'caffe' or '1998'"):
+    with pytest.raises(InvalidOption, match=r"`model.variant` is 'lenet-300'; expected 'caffe' or '1998'"):
         LeNet5(variant="lenet-300")

@@ -36,5 +36,5 @@ def test_learns_to_count(tied):
 
 
 def test_bad_widths_are_refused():
-    with pytest.raises(InvalidOption, match=r"model\.hidden"):
+    with pytest.raises(InvalidOption, match=r"`model.hidden` is 0; expected a whole number >= 1"):
         LanguageLSTM(hidden=0)

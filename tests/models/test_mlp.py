@@ -19,5 +19,5 @@ def test_hidden_layers(hidden, widths):
 
 
 def test_refuses_empty_layers():
-    with pytest.raises(InvalidOption, match=r"model\.hidden"):
+    with pytest.raises(InvalidOption, match=r"`model.hidden` is .*; expected widths of at least 1"):
         MLP(hidden=(8, 0))

@@ -28,5 +28,5 @@ def test_statistics_are_the_batch_s_in_evaluation_too():
 
 
 def test_an_unknown_norm_is_refused():
-    with pytest.raises(InvalidOption, match=r"model\.norm"):
+    with pytest.raises(InvalidOption, match=r"`model.norm` is 'layer'; expected 'group', 'batch' or 'batch_static'"):
         VGG11(norm="layer")

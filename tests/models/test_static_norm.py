@@ -51,8 +51,8 @@ def test_a_single_sample_is_its_own_mean():
 
 @pytest.mark.parametrize("norm", ["batch", "batch_static"])
 def test_one_pixel_of_one_sample_is_refused(norm):
-    layer = norm2d(norm, 4, 2, "VGG11").train()
-    with pytest.raises(InvalidOption, match=r"one sample and one pixel.*`data.drop_last: true`"):
+    layer = norm2d(norm, 4, 2).train()
+    with pytest.raises(InvalidOption, match=r"received a batch of one sample and one pixel.*`data.drop_last: true`"):
         layer(torch.zeros(1, 4, 1, 1))
     assert layer(torch.zeros(2, 4, 1, 1)).shape == (2, 4, 1, 1)
     assert layer(torch.zeros(1, 4, 2, 1)).shape == (1, 4, 2, 1)

@@ -96,16 +96,17 @@ def test_lightning_cli_can_replace_the_optimizer(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("wrong", "option"),
+    ("wrong", "message"),
     [
-        ({"num_classes": 1}, "model.num_classes"),
-        ({"lr": 0.0}, "model.lr"),
-        ({"momentum": 1.0}, "model.momentum"),
-        ({"weight_decay": -1.0}, "model.weight_decay"),
+        ({"num_classes": 1}, "`model.num_classes` is 1; expected a whole number >= 2; change it or `data`."),
+        ({"lr": 0.0}, "`model.lr` is 0.0; expected a number above 0."),
+        ({"lr": float("nan")}, "`model.lr` is nan; expected a number above 0."),
+        ({"momentum": 1.0}, r"`model.momentum` is 1.0; expected a number in \[0, 1\)."),
+        ({"weight_decay": -1.0}, "`model.weight_decay` is -1.0; expected a number >= 0."),
     ],
 )
-def test_refuses_numbers_out_of_range(wrong, option):
-    with pytest.raises(InvalidOption, match=option):
+def test_refuses_numbers_out_of_range(wrong, message):
+    with pytest.raises(InvalidOption, match=message):
         Classifier(nn.Linear(2, 2), **{"num_classes": 2, **wrong})
-    with pytest.raises(InvalidOption, match=option):
+    with pytest.raises(InvalidOption, match=message):
         MLP(**wrong)

@@ -50,7 +50,7 @@ def test_a_cell_says_what_it_is(cell: str):
     first, second, *_ = (CONFIGS / f"{cell}.yaml").read_text().splitlines()
     numeral = {"table1": "I", "table2": "II"}[table]
     assert first == f"# FedLPS (arXiv:2412.07216), Table {numeral}: {LABELS[data]}, {METHODS[table][method]}."
-    assert re.fullmatch(r"# Printed there: accuracy [\d.]+, [\d.]+e12 FLOPs\.", second)
+    assert re.fullmatch(r"# Published: accuracy [\d.]+, [\d.]+e12 FLOPs\.", second)
     if cell in COUNTED:
         assert f", {COUNTED[cell][0]}e12 " in second
 

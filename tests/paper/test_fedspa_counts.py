@@ -73,7 +73,7 @@ def printed(value: float, like: str) -> str:
 def header(cell: str) -> tuple[str | None, str]:
     """GB and FLOPs in a file's second line."""
     line = (CONFIGS / f"{cell}.yaml").read_text().splitlines()[1]
-    found = re.fullmatch(r"# Printed there: accuracy [\d.]+, (?:([\d.]+) GB|no bytes), ([\de.]+) FLOPs\.", line)
+    found = re.fullmatch(r"# Published: accuracy [\d.]+, (?:([\d.]+) GB|no bytes), ([\de.]+) FLOPs\.", line)
     assert found, line
     return found[1], found[2]
 

@@ -64,6 +64,11 @@ def test_the_final_table_has_one_order():
     ]
 
 
+def test_the_participation_gap_is_named():
+    rows = summary_rows({"unseen/val_acc": 0.75, "unseen/val_acc_gap": 0.125})
+    assert rows == [("unseen val_acc", "0.7500"), ("  participants minus unseen", "0.1250")]
+
+
 def test_epsilon_stands_with_its_delta():
     assert summary_rows({"privacy/epsilon": 1.25, "privacy/delta": 1e-5}) == [("epsilon at delta 1e-05", "1.25")]
 

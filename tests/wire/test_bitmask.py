@@ -16,5 +16,5 @@ def test_bits_survive(positions):
 
 
 def test_bits_past_the_end_are_refused():
-    with pytest.raises(MalformedPayload, match="3 positions has bits past its end"):
+    with pytest.raises(MalformedPayload, match="A mask of 3 positions has padding bits that are set; expected zeros"):
         bitmask.decode(memoryview(b"\x0d"), 3)

@@ -237,20 +237,20 @@ def test_a_tensor_of_64_dimensions():
         (
             Message(weights=SCHEMA, masks={"scale": torch.ones(2, dtype=torch.bool)}),
             IncompatibleMasks,
-            r"mask of `scale` has shape \(2,\), expected \(\)",
+            r"mask of `scale` has shape \(2,\); expected \(\)",
         ),
         (
             Message(weights=SCHEMA, masks={"scale": torch.ones(())}),
             IncompatibleMasks,
-            "mask of `scale` is torch.float32, expected torch.bool",
+            "mask of `scale` is torch.float32; expected torch.bool",
         ),
         (
             Message(weights={"z": torch.zeros(1, dtype=torch.complex64)}),
             InvalidOption,
-            "`z` is torch.complex64, which cannot be sent",
+            "`z` is torch.complex64, which cannot be encoded",
         ),
-        (Message(weights={}, extra={"c": torch.ones(1)}), InvalidOption, r"`extra\['c'\]` is no tree of tensors"),
-        (Message(weights={}, extra=[1]), InvalidOption, "`extra` is a list"),
+        (Message(weights={}, extra={"c": torch.ones(1)}), InvalidOption, r"`extra\['c'\]` is not a mapping of tensors"),
+        (Message(weights={}, extra=[1]), InvalidOption, "`extra` is a list; expected a mapping from names"),
     ],
 )
 def test_messages_that_cannot_be_sent(message, error, words):
@@ -263,11 +263,11 @@ def test_messages_that_cannot_be_sent(message, error, words):
 @pytest.mark.parametrize(
     ("update", "words"),
     [
-        (Update(weights={}, weight=0), r"`Update\(weight=0\)`: expected a positive integer"),
-        (Update(weights={}, weight=1.5), r"`Update\(weight=1.5\)`: expected a positive integer"),
-        (Update(weights={}, kind="both"), r"`Update\(kind='both'\)`: expected one of"),
-        (Update(weights={}, shared=[1]), "`shared` is a list"),
-        (Update(weights={}, shared={"f": print}), "`f` holds a builtin_function_or_method"),
+        (Update(weights={}, weight=0), "`Update.weight` is 0; expected a whole number from 1"),
+        (Update(weights={}, weight=1.5), "`Update.weight` is 1.5; expected a whole number from 1"),
+        (Update(weights={}, kind="both"), "`Update.kind` is 'both'; expected one of"),
+        (Update(weights={}, shared=[1]), "`shared` is a list; expected a mapping with string keys, or None"),
+        (Update(weights={}, shared={"f": print}), "`f` contains a builtin_function_or_method"),
     ],
 )
 def test_updates_that_cannot_be_sent(update, words):
@@ -278,14 +278,24 @@ def test_updates_that_cannot_be_sent(update, words):
 def test_a_payload_of_another_kind_version_or_model():
     message = Message(weights={})
     payload = CODEC.encode_message(message)
-    with pytest.raises(MalformedPayload, match=r"starts with b'SFL.x01M', expected b'SFL.x01U'"):
+    with pytest.raises(MalformedPayload, match=r"starts with b'SFL.x01M'; expected b'SFL.x01U'"):
         CODEC.decode_update(payload, message)
     with pytest.raises(MalformedPayload, match=r"starts with b'SFL.x02M'"):
         CODEC.decode_message(payload.replace(b"\x01M", b"\x02M"))
-    with pytest.raises(MalformedPayload, match="is of model"):
+    with pytest.raises(
+        MalformedPayload, match=r"encoded for a model with fingerprint [0-9a-f]{8}; expected [0-9a-f]{8}"
+    ):
         Codec({"w": torch.ones(1)}).decode_message(payload)
     with pytest.raises(MalformedPayload, match="ends at byte 0"):
         CODEC.decode_message(b"")
+
+
+def test_an_update_of_weight_zero_is_refused():
+    payload = bytearray(CODEC.encode_update(Update(weights={}), Message(weights={})))
+    assert payload[HEADER + 1] == 1
+    payload[HEADER + 1] = 0
+    with pytest.raises(MalformedPayload, match="The update has weight 0; expected at least 1"):
+        CODEC.decode_update(bytes(payload), Message(weights={}))
 
 
 def small():
@@ -366,14 +376,17 @@ def test_a_short_payload_cannot_take_much_memory():
     empty = codec.encode_message(Message(weights={}))[:HEADER]
     all_zero = b"\x0a\x00\x02\x00"  # a known tensor, not bool, by its positions, of which there are none
     extra = b"\x08\x7f" + b"".join(b"\x00\x02" + b"%02d" % i + b"\x08\x01\x01" + all_zero for i in range(99))
-    with pytest.raises(MalformedPayload, match="than its model allows"):
+    with pytest.raises(MalformedPayload, match="beyond the limit for this model"):
         codec.decode_message(empty + b"\x01" + b"\x00\x00" + b"\x01" + extra)
 
 
 def test_what_could_not_be_decoded_is_not_encoded():
     codec = Codec({"w": torch.zeros(1000)})
     zeros = Update(weights={}, shared={"many": {f"{i}": {"w": torch.zeros(1000)} for i in range(40)}})
-    with pytest.raises(InvalidOption, match="too many tensors"):
+    with pytest.raises(
+        InvalidOption,
+        match=r"The payload of .* bytes would decode to .*; expected fewer tensors in `extra` or `shared`",
+    ):
         codec.encode_update(zeros, Message(weights={}))
     fine = Update(weights={}, shared={"many": {f"{i}": {"w": torch.zeros(1000)} for i in range(10)}})
     assert len(codec.encode_update(fine, Message(weights={}))) < 200

@@ -51,15 +51,15 @@ def test_the_size_of_a_number(value):
 @pytest.mark.parametrize(
     ("payload", "read", "words"),
     [
-        (b"ab", lambda r: r.take(3), "ends at byte 2, expected 1 more"),
-        (b"\x80" * 20, lambda r: r.varint(MOST), "has no end"),
+        (b"ab", lambda r: r.take(3), "ends at byte 2; expected 1 more"),
+        (b"\x80" * 20, lambda r: r.varint(MOST), "The number before byte 9 of the payload has more than 9 bytes"),
         (b"\x80", lambda r: r.varint(MOST), "ends at byte 1"),
-        (b"\x05", lambda r: r.varint(4), "says 5, expected at most 4"),
-        (b"\x02", lambda r: r.byte(2), "Byte 0 of the payload is 2, expected less than 2"),
-        (b"\x05ab", lambda r: r.text(), "says 5, expected at most 3"),
-        (b"\x01\xff", lambda r: r.text(), "no UTF-8"),
-        (b"ab", lambda r: r.finish(), "2 bytes follow the end"),
-        (b"", lambda r: r.claim(9), "asks for 1 bytes more than its model allows"),
+        (b"\x05", lambda r: r.varint(4), "The number before byte 1 of the payload is 5; expected at most 4"),
+        (b"\x02", lambda r: r.byte(2), "Byte 0 of the payload is 2; expected less than 2"),
+        (b"\x05ab", lambda r: r.text(), "is 5; expected at most 3"),
+        (b"\x01\xff", lambda r: r.text(), "before byte 2 of the payload is not valid UTF-8"),
+        (b"ab", lambda r: r.finish(), "2 bytes follow after the end"),
+        (b"", lambda r: r.claim(9), "At byte 0 the payload needs 1 bytes of memory beyond the limit for this model"),
     ],
 )
 def test_nothing_is_believed(payload, read, words):

@@ -49,9 +49,10 @@ def test_close_to_the_best_possible_and_below_bits_when_few():
 @pytest.mark.parametrize(
     ("data", "positions", "count", "words"),
     [
-        (b"\x00\x00", 16, 2, "0 positions, expected 2 of 16"),
-        (b"\x00\x07", 16, 2, "3 positions, expected 2 of 16"),
-        (b"\xff", 3, 3, "bits past its end"),
+        (b"\x00\x00", 16, 2, "holds 0 positions; expected 2 of 16"),
+        (b"\x00\x07", 16, 2, "holds 3 positions; expected 2 of 16"),
+        (b"\x00\x03", 4, 2, "do not ascend; expected 2 ascending positions below 4"),
+        (b"\xff", 3, 3, "padding bits that are set"),
     ],
 )
 def test_wrong_counts_are_refused(data, positions, count, words):

@@ -128,7 +128,10 @@ def test_parts_and_strangers_carry_their_names():
 @pytest.mark.parametrize(
     ("data", "words"),
     [
-        (b"\x00\x02" + b"\x02" + b"\x00" * 32 + b"\x02" + b"\x00" * 32, "`b` comes twice"),
+        (
+            b"\x00\x02" + b"\x02" + b"\x00" * 32 + b"\x02" + b"\x00" * 32,
+            "`b` occurs twice in the payload; expected each name once",
+        ),
         (b"\x00\x01\x03", "expected at most 2"),
         (b"\x00\x01\x00\x01n\x63", "expected less than"),
         (b"\x00\x09", "expected at most"),
@@ -140,19 +143,21 @@ def test_hostile_weights(data, words):
 
 
 def test_hostile_masks():
-    with pytest.raises(MalformedPayload, match="unknown shape comes in encoding 2, expected bits"):
+    with pytest.raises(MalformedPayload, match="not in the schema has encoding 2; expected one bit per position"):
         read_masks(Reader(b"\x00\x01\x00\x01n\x01\x7f\x02", room=10**6), SCHEMA, {})
-    with pytest.raises(MalformedPayload, match="`w` comes twice"):
+    with pytest.raises(MalformedPayload, match="`w` occurs twice in the payload"):
         read_masks(Reader(b"\x00\x02\x01\x00\x01\x00", room=10**6), SCHEMA, {})
-    with pytest.raises(MalformedPayload, match="than its model allows"):
+    with pytest.raises(MalformedPayload, match="beyond the limit for this model"):
         read_masks(Reader(b"\x00\x01\x01\x02", room=999), SCHEMA, {})
+    with pytest.raises(MalformedPayload, match=r"`w` has shape \(2,\); expected \(1000,\), the shape of its mask"):
+        read_weights(Reader(b"\x00\x01\x00\x01w\x00\x01\x02" + b"\x00" * 8, room=10**6), SCHEMA, {"w": at()})
 
 
 def test_a_shape_is_that_of_a_possible_tensor():
     writer = Writer(keep=True)
     for number in (3, 2**40, 0, 2**40):
         writer.varint(number)
-    with pytest.raises(MalformedPayload, match="too large"):
+    with pytest.raises(MalformedPayload, match=r"expected at most 2\*\*48 elements"):
         read_shape(Reader(writer.payload(), room=0))
     with pytest.raises(MalformedPayload, match="expected at most 64"):
         read_shape(Reader(b"\x41" + b"\x01" * 65, room=0))

@@ -96,9 +96,9 @@ def test_a_stranger_may_not_expand_without_bytes_to_show_for_it():
 @pytest.mark.parametrize(
     ("value", "words"),
     [
-        ({"s": {1, 2}}, "`s` holds a set, which cannot be sent"),
-        ([object()], "`shared` holds a object"),
-        ({"a": {3: 4}}, "`a` has the key 3, expected names"),
+        ({"s": {1, 2}}, "`s` contains a set, which cannot be encoded"),
+        ([object()], "`shared` contains a object"),
+        ({"a": {3: 4}}, "`a` has the key 3; expected keys that are strings"),
         ({"z": torch.zeros(1, dtype=torch.complex64)}, "`z` is torch.complex64"),
     ],
 )
@@ -119,9 +119,9 @@ def test_depth_is_bounded_on_both_ends():
 
 
 def test_hostile_trees():
-    with pytest.raises(MalformedPayload, match="`w` comes twice"):
+    with pytest.raises(MalformedPayload, match="`w` occurs twice in `shared`"):
         read_value(Reader(b"\x08\x02\x01\x00\x01\x00", room=0), SCHEMA, {})
-    with pytest.raises(MalformedPayload, match="no tensor of the model"):
+    with pytest.raises(MalformedPayload, match="`x` is encoded without a shape but is not in the schema"):
         read_value(Reader(b"\x08\x01\x00\x01x\x0a\x00", room=0), SCHEMA, {})
     with pytest.raises(MalformedPayload, match="expected at most"):
         read_value(Reader(b"\x06\xff\xff\x03", room=0), SCHEMA, {})
@@ -133,3 +133,5 @@ def test_metrics_are_eight_bytes_and_a_name():
     write_metrics(writer, metrics)
     assert writer.total == 1 + 3 * 9 + len("train_loss" + "n" + "lr")
     assert read_metrics(Reader(writer.payload(), room=0)) == metrics
+    with pytest.raises(MalformedPayload, match="metric `n` occurs twice; expected each name once"):
+        read_metrics(Reader(b"\x02" + 2 * (b"\x01n" + b"\x00" * 8), room=0))

@@ -150,7 +150,7 @@ def _only(*clients):
 
 
 def test_too_few_left_says_which_option(trainer):
-    with pytest.raises(ClientFailed, match=r"leaves 3 clients, where `federation\.min_clients` = 5; lower that\.\n"):
+    with pytest.raises(ClientFailed, match=r"this leaves 3 clients, but `federation\.min_clients` is 5; lower it\.\n"):
         trainer(Unlucky(), federation={"on_client_error": "skip", "min_clients": 5}).fit(mlp(), blobs())
 
 
