@@ -16,7 +16,7 @@ from lightning_sparsefl.cost import count_layers, forward_flops
 from lightning_sparsefl.models import VGG11, VGG13, VGG16, MNISTNet
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "paper" / "fedlps"
-CELLS = sorted(str(path.relative_to(CONFIGS).with_suffix("")) for path in CONFIGS.rglob("*.yaml"))
+CELLS = sorted(str(path.relative_to(CONFIGS).with_suffix("")) for path in CONFIGS.glob("table*/*.yaml"))
 PARAMETERS = {"mnist": 21_840, "cifar10": 9_231_114, "cifar100": 9_462_180}
 LABELS = {"mnist": "MNIST", "cifar10": "CIFAR-10", "cifar100": "CIFAR-100"}
 METHODS = {
