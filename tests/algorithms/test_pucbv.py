@@ -82,7 +82,7 @@ def test_every_arm_is_tried_before_any_is_tried_again():
     ("capability", "share"), [(1, 0.0), (0.5, 0.5), (0.25, 0.75), (0.125, 0.875), (0.0625, 0.9375)]
 )
 def test_a_first_density_is_uniform_and_reset_where_it_exceeds_the_capability(capability, share):
-    """E[min(U, z)] = z - z^2 / 2; a share 1 - z of the draws is reset to z, so weak clients train at z, not at z / 2."""
+    """E[min(U, z)] = z - z^2 / 2; a share 1 - z of the draws is reset, so weak clients train at z, not at z / 2."""
     used = [min(pucbv.choose(pucbv.start(Options()), rng(t), Options()), capability) for t in range(2000)]
     assert statistics.fmean(used) == pytest.approx(capability - capability**2 / 2, abs=0.02)
     assert sum(density == capability for density in used) / 2000 == pytest.approx(share, abs=0.03)
