@@ -106,7 +106,10 @@ def fence_violations(root: Path) -> list[str]:
 
 
 def depth_violations(root: Path) -> list[str]:
-    """Public classes under algorithms/ with another base than FederatedAlgorithm, and any built on those."""
+    """Public classes under algorithms/ with another base than FederatedAlgorithm, and any built on those.
+
+    A private module there holds a part of one method, not a method.
+    """
     classes = [
         (path, node)
         for path, layer, tree in modules(root)
@@ -117,7 +120,7 @@ def depth_violations(root: Path) -> list[str]:
     found = []
     for path, node in classes:
         bases = [ast.unparse(base).rpartition(".")[2] for base in node.bases]
-        public = not node.name.startswith("_")
+        public = not (node.name.startswith("_") or path.name.startswith("_"))
         if (public and bases != ["FederatedAlgorithm"]) or methods & set(bases):
             found.append(f"{path.name}: {node.name}({', '.join(bases)})")
     return found
@@ -246,3 +249,10 @@ def test_inside_the_fence_all_is_well(tmp_path: Path, where: str, source: str):
 )
 def test_a_deep_hierarchy_is_caught(tmp_path: Path, source: str, violations: int):
     assert len(depth_violations(planted(tmp_path, "algorithms/fedavg.py", source))) == violations
+
+
+def test_a_private_module_of_a_method_may_have_other_classes(tmp_path: Path):
+    package = planted(tmp_path, "algorithms/_bandit.py", "class Options: ...")
+    assert depth_violations(package) == []
+    planted(tmp_path, "algorithms/_bandit.py", "class FedProx(FederatedAlgorithm): ...\nclass Deep(FedProx): ...")
+    assert len(depth_violations(package)) == 1

@@ -151,10 +151,12 @@ def append(path: Path, row: Mapping[str, object]) -> None:
     """Add a row; columns that older rows lack are left empty."""
     rows = [*read(path), row]
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", newline="") as file:
+    new = path.with_suffix(".new")  # so that a kill while writing loses no row
+    with new.open("w", newline="") as file:
         writer = csv.DictWriter(file, COLUMNS, restval="")
         writer.writeheader()
         writer.writerows(rows)
+    new.replace(path)
 
 
 def commit() -> str:

@@ -10,7 +10,10 @@ the error feedback of DPF, arXiv:2006.07253) under a penalty on the norms of lay
 Departures from the authors' code:
 
 - The mask is taken from the merged dense weights and only then applied, as in Algorithm 1. The code applies the old
-  mask first, so that what was pruned never returns: ``recover=False``.
+  mask first, so that what was pruned never returns: ``recover=False``. The published results were made that way.
+- The mask is taken anew after rounds R, 2R, ..., as in Algorithm 1, so a run whose length R divides ends with a mask
+  under which nothing has been trained. The code takes it after rounds 1, R + 1, ..., and trains R - 1 rounds after the
+  last one.
 - The server draws the first mask, and keeps it until round R. In the code every client of round 0 draws its own, and
   the server replaces them right after that round.
 - The stairs are those of eq. 9, 0 in the first of Q parts; the code has 20 parts and jumps to 5e-4 in the second.

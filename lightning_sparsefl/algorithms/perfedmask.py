@@ -20,6 +20,8 @@ Departures. The authors' code was read, not copied:
 - A group is averaged by samples, as in the code; eq. 3 averages evenly. A group that no participant trains keeps the
   server's value, where eq. 3 divides by zero.
 - The five "local update iterations" of fine-tuning are epochs, as in the code and Table 3.
+- All clients train the same number of epochs. The paper lets the weak half of its baselines (FedAvg, FedProx, FedBABU)
+  train half as many, which no method here does. Its code also augments the images of the validation sets.
 - FLOPs of the paper's tables were read from hardware counters; both columns here are counted, with no backward pass
   below the earliest trained layer.
 - The bias of the paper's Table 5 does not follow from its own formula (at capacities of 1/8 it is at least four fifths

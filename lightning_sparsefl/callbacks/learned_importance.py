@@ -47,7 +47,7 @@ class LearnedImportance(MaskingCallback):
         pattern: What ranks the units; all but "learned" train no score.
         lr: Learning rate of the scores.
         strength: How strongly scores are tied to magnitudes (the paper's lambda).
-        reduction: Whether that term is the sum over all units or their mean.
+        reduction: Whether that term is the sum over all units, or the mean over each layer's units, summed over layers.
         refresh: When the units are chosen anew: before every optimizer step, or once a fit.
         probe: Whether dropped units get a gradient at the start.
         seed: Of the pattern "random".

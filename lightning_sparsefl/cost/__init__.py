@@ -1,4 +1,4 @@
-"""What a round costs: operations and bytes."""
+"""Costs of a round: operations, bytes and simulated time."""
 
 from lightning_sparsefl.cost.device import Devices
 from lightning_sparsefl.cost.flops import count_layers, forward_flops, training_flops

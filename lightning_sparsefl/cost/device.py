@@ -1,4 +1,4 @@
-"""How long a client-round would take on the client's own device."""
+"""Simulated devices of clients: their capacity and the time of a client-round."""
 
 from __future__ import annotations
 
@@ -13,10 +13,13 @@ from lightning_sparsefl.types import ClientView
 
 @dataclass(frozen=True, kw_only=True)
 class Devices:
-    """The clients' devices: which share of the full model each can train, how fast, and over which link.
+    """Devices of the clients: the share of the full model that each can train, its speed and its uplink.
 
-    The defaults are those of FedLPS (Xue et al., arXiv:2412.07216): five classes of devices, the strongest with
-    727 GFLOP/s, and an uplink of 14.9 MiB/s.
+    The defaults are those of FedLPS (Xue et al., arXiv:2412.07216): five levels of capacity, 727 GFLOP/s for a capacity
+    of 1, and an uplink of 14.9 MiB/s.
+
+    Raises:
+        InvalidOption: If an option is out of its range.
 
     Example:
         >>> devices = Devices()
@@ -25,19 +28,19 @@ class Devices:
     """
 
     dynamic: bool = False
-    """Whether every client draws another device in every round; else it has that of `federation.capacities`."""
+    """Whether a client's capacity is drawn from `levels` in every round; else it is that of `federation.capacities`."""
     levels: tuple[float, ...] = (1.0, 0.5, 0.25, 0.125, 0.0625)
-    """With `dynamic`: the capacities to draw from."""
+    """Capacities to draw from with `dynamic`, each in (0, 1]."""
     flops_per_second: float = 727e9
-    """Operations of a device of capacity 1; the others have their share of it."""
+    """Operations per second of a device of capacity 1; other devices have the fraction that is their capacity."""
     bytes_per_second: float = 14.9 * 2**20
-    """Uplink of every device."""
+    """Uplink bandwidth of every device."""
     alpha: float = 1.0
-    """Weight of the upload beside the computing."""
+    """Weight of the upload in the time of a round, >= 0."""
 
     def __post_init__(self) -> None:
         if not self.levels or any(not 0 < level <= 1 for level in self.levels):
-            raise InvalidOption(f"`Devices(levels={self.levels})`: expected capacities in (0, 1].")
+            raise InvalidOption(f"`Devices(levels={self.levels})`: expected one or more capacities in (0, 1].")
         for name in ("flops_per_second", "bytes_per_second"):
             if not getattr(self, name) > 0:
                 raise InvalidOption(f"`Devices({name}={getattr(self, name)})`: expected a number above 0.")
@@ -45,10 +48,10 @@ class Devices:
             raise InvalidOption(f"`Devices(alpha={self.alpha})`: expected a number >= 0.")
 
     def capacity(self, view: ClientView) -> float:
-        """A client's capacity in a round, in (0, 1].
+        """Return a client's capacity in a round, in (0, 1].
 
         Args:
-            view: Of the client.
+            view: What the server knows of the client.
         """
         if not self.dynamic:
             return view.capacity
@@ -56,11 +59,11 @@ class Devices:
         return self.levels[int(torch.randint(len(self.levels), (1,), generator=rng))]
 
     def seconds(self, capacity: float, flops: float, bytes_up: float) -> float:
-        """``flops / F + alpha bytes / B``, with F the capacity's share of the operations per second.
+        """Return the seconds of a client-round: ``flops / F + alpha bytes / B``, F being capacity times speed.
 
         Args:
-            capacity: Of the device, in (0, 1].
+            capacity: Capacity of the device, in (0, 1].
             flops: Operations of the local training.
-            bytes_up: Encoded upload.
+            bytes_up: Bytes of the encoded upload.
         """
         return flops / (capacity * self.flops_per_second) + self.alpha * bytes_up / self.bytes_per_second

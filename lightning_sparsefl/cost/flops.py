@@ -1,8 +1,8 @@
-"""What a model computes: fvcore's multiply-accumulates of every layer, scaled by the density of its weights.
+"""Operations of a model: fvcore's multiply-accumulates of every layer, scaled by the density of its weights.
 
-One multiply-accumulate is two operations, a bias one per element and output position. Normalisation,
-activation and pooling are free. fvcore knows nothing of masks, and counts recurrent layers, embeddings and
-fused attention as 0; they are counted here.
+One multiply-accumulate is two operations; a bias is one operation per element and output position. Normalisation,
+activation and pooling are not counted. fvcore ignores masks and counts recurrent layers, embeddings and fused
+attention as 0, so these are counted here.
 """
 
 from __future__ import annotations
@@ -21,21 +21,25 @@ from lightning_sparsefl.sparse.masks import counts, intersect
 from lightning_sparsefl.types import LayerFlops, Masks
 
 _PRODUCTS = ("conv", "linear", "addmm", "matmul", "bmm", "mm", "einsum", "scaled_dot_product_attention")
-"""The operators that are charged; what else fvcore counts is normalisation and pooling."""
+"""Operators that are counted; fvcore's other counts are those of normalisation and pooling."""
 
 
 def count_layers(module: nn.Module, sample: Tensor | tuple[Any, ...]) -> tuple[LayerFlops, ...]:
-    """The work of every layer on one sample, in the order of the forward pass.
+    """Count the operations of every layer on one sample, in the order of the forward pass.
 
     The module runs twice, in evaluation mode and without gradients; its modes and the random state are
-    restored. A layer that is called several times is counted as often, under the first name of its weight.
-    Work of a module without a weight matrix (a `torch.matmul` in its `forward`) has the empty name, which no
-    mask has; a module with several matrices shares its work out by their sizes. Recurrent layers are counted
-    for every time step, an embedding as a product with a one-hot vector, whose zeros cost nothing.
+    restored. A layer that is called several times is counted each time, under the first name of its weight.
+    Operations of a module without a weight matrix (a `torch.matmul` in its `forward`) have the empty name, to which
+    no mask applies; those of a module with several matrices are divided in proportion to their sizes. Recurrent
+    layers are counted for every time step. An embedding is counted as a product with a one-hot vector without its
+    zeros.
 
     Args:
-        module: Any module, also a ``LightningModule``, whose ``forward`` takes the sample.
-        sample: A batch of one, on the module's device; a tuple is several arguments.
+        module: Module, which may be a ``LightningModule``, whose ``forward`` takes the sample.
+        sample: Batch of one sample, on the module's device; a tuple is passed as several arguments.
+
+    Returns:
+        Multiply-accumulates and bias additions of each layer.
 
     Example:
         >>> count_layers(nn.Sequential(nn.Conv2d(1, 2, 3), nn.ReLU()), torch.zeros(1, 1, 5, 5))
@@ -58,11 +62,11 @@ def count_layers(module: nn.Module, sample: Tensor | tuple[Any, ...]) -> tuple[L
 
 
 def forward_flops(layers: Sequence[LayerFlops], masks: Masks | None = None) -> float:
-    """Operations of one forward pass of one sample: ``sum of 2 * macs * density(weight) + bias``.
+    """Return the operations of a forward pass of one sample: ``sum of 2 * macs * density(weight) + bias``.
 
     Args:
-        layers: From :func:`count_layers`.
-        masks: Of the weights; a missing name is dense. Biases are counted in full.
+        layers: Layers from :func:`count_layers`.
+        masks: Masks of the weights; a missing name is dense. Biases are counted in full.
 
     Example:
         >>> layers = [LayerFlops(weight="w", macs=10, bias=2)]
@@ -78,20 +82,19 @@ def training_flops(
     trainable: Masks | None = None,
     samples: int = 1,
 ) -> float:
-    """Operations of one forward and backward pass over `samples` samples, of what is not frozen.
+    """Return the operations of a forward and backward pass over `samples` samples, without those of frozen layers.
 
-    Each layer's forward pass costs its share of :func:`forward_flops`. The backward pass costs that much
-    again for the gradient of the input, in every layer from the earliest trainable one on, and again for
-    the gradient of the weights, times the fraction of the kept weights that is trainable. The input
-    gradient of the earliest layer is counted too although nobody needs it, so that a fully trainable model
-    costs exactly three forward passes, as the papers have it. Products without a weight have the gradients of
-    both factors.
+    The backward pass of a layer costs as much as its forward pass for the gradient of the input, from the earliest
+    trainable layer on, and as much again for the gradient of the weights, times the fraction of its kept weights
+    that is trainable. The input gradient of the earliest layer is counted although it is not needed, so that a
+    fully trainable model costs exactly three forward passes, as in the papers. Products without a weight have the
+    gradients of both factors.
 
     Args:
-        layers: From :func:`count_layers`.
-        masks: What is held; a missing name is dense.
-        trainable: What may change; a missing name is trainable.
-        samples: Samples passed.
+        layers: Layers from :func:`count_layers`.
+        masks: Masks of the weights that the model holds; a missing name is dense.
+        trainable: Masks of the weights that may change; a missing name is trainable.
+        samples: Number of samples.
 
     Example:
         >>> layers = [LayerFlops(weight="a", macs=10, bias=0), LayerFlops(weight="b", macs=5, bias=0)]
@@ -115,16 +118,16 @@ def _passes(layers: Sequence[LayerFlops], fractions: Sequence[float]) -> list[fl
 
 
 def _fractions(layers: Sequence[LayerFlops], masks: Masks) -> list[float]:
-    """The density of each layer's weight."""
+    """Return the density of each layer's weight."""
     held = {layer.weight: masks[layer.weight] for layer in layers if layer.weight in masks}
     densities = {name: kept / max(1, held[name].numel()) for name, kept in counts(held).items()}
     return [densities.get(layer.weight, 1.0) for layer in layers]
 
 
 def _work(module: nn.Module, amount: int, products: int) -> Iterator[tuple[Tensor | None, int, int]]:
-    """Weight tensor, multiply-accumulates and bias additions of one module, without its children's.
+    """Yield weight tensor, multiply-accumulates and bias additions of one module, without its children's.
 
-    `amount` is what :func:`_amount` says, added up over the calls.
+    `amount` is the sum of :func:`_amount` over the module's calls.
     """
     matrices = _matrices(module)
     if isinstance(module, (nn.RNNBase, nn.RNNCellBase)):
@@ -147,7 +150,7 @@ def _work(module: nn.Module, amount: int, products: int) -> Iterator[tuple[Tenso
 
 
 def _matrices(module: nn.Module) -> dict[str, nn.Parameter]:
-    """The weights that are a module's own, also behind `torch.nn.utils.parametrize`."""
+    """Return the module's own weight matrices, including those under `torch.nn.utils.parametrize`."""
     return {
         name: parameter
         for name, parameter in module.named_parameters()
@@ -156,7 +159,7 @@ def _matrices(module: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def _observe(module: nn.Module, arguments: tuple[Any, ...]) -> dict[str, int]:
-    """Run the module and note, in the order in which they finish, how much each submodule was asked for."""
+    """Run the module and sum :func:`_amount` for each submodule, in the order in which they finish."""
     calls: dict[str, int] = {}
 
     def note(name: str) -> Any:
@@ -175,7 +178,7 @@ def _observe(module: nn.Module, arguments: tuple[Any, ...]) -> dict[str, int]:
 
 
 def _amount(module: nn.Module, inputs: Sequence[Any], output: Any) -> int:
-    """Time steps of a recurrent layer, tokens of an embedding, output elements of anything else."""
+    """Return the time steps of a recurrent layer, the tokens of an embedding, or else the output elements."""
     values = next((x for x in inputs if isinstance(x, (Tensor, PackedSequence))), torch.empty(0))
     if isinstance(values, PackedSequence):
         return values.data.shape[0]
@@ -187,7 +190,7 @@ def _amount(module: nn.Module, inputs: Sequence[Any], output: Any) -> int:
 
 
 class _TensorsOnly(nn.Module):
-    """Lets a module be traced whatever else it returns."""
+    """Module that returns only the tensors of another module's output, so that it can be traced."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -198,8 +201,8 @@ class _TensorsOnly(nn.Module):
 
 
 def _count_products(module: nn.Module, arguments: tuple[Any, ...]) -> dict[str, int]:
-    """Multiply-accumulates, by fvcore, of every submodule, without its children's."""
-    from fvcore.nn import FlopCountAnalysis  # importing it warns, so it is imported where that is silenced
+    """Return fvcore's multiply-accumulates of every submodule, without its children's."""
+    from fvcore.nn import FlopCountAnalysis  # imported here, where the warnings of its import are suppressed
 
     analysis = FlopCountAnalysis(_TensorsOnly(module).eval(), arguments)
     analysis.unsupported_ops_warnings(False).uncalled_modules_warnings(False).tracer_warnings("none")
@@ -214,7 +217,7 @@ def _count_products(module: nn.Module, arguments: tuple[Any, ...]) -> dict[str, 
 
 
 def _attention(inputs: Sequence[Any], outputs: Sequence[Any]) -> int:
-    """Scores, then their product with the values: ``queries * keys`` positions times both widths."""
+    """Count attention scores and their product with the values: ``queries * keys`` positions times both widths."""
     query, key, value = (node.type().sizes() for node in inputs[:3])
     rows = torch.Size(query[:-1]).numel()
     return int(rows * key[-2] * (query[-1] + value[-1]))
@@ -222,7 +225,7 @@ def _attention(inputs: Sequence[Any], outputs: Sequence[Any]) -> int:
 
 @contextmanager
 def _undisturbed(module: nn.Module) -> Iterator[None]:
-    """Evaluation mode without warnings, and afterwards every mode and random state as before."""
+    """Enter evaluation mode without warnings; restore all modes and random states on exit."""
     modes = {layer: layer.training for layer in module.modules()}
     devices = {parameter.device for parameter in module.parameters() if parameter.device.type == "cuda"}
     fused = torch.backends.mha.get_fastpath_enabled()

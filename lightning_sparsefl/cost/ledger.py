@@ -1,4 +1,4 @@
-"""What each client was charged, and what a round and the run add up to."""
+"""The ledger: bytes and operations charged to each client, with the sums of a round and of the run."""
 
 from __future__ import annotations
 
@@ -17,35 +17,35 @@ _KEYS = {
     "flops/train": ("flops_train",),
     "flops/paper": ("flops_paper",),
 }
-"""The log's keys, and what of a charge goes into each."""
+"""Keys of the log, with the fields of a charge that each one sums."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Charge:
-    """One client in one round; bytes as encoded, FLOPs in operations."""
+    """Costs of one client in one round."""
 
     round: int
     """Number of the round, from 0."""
     client: int
     """Number of the client, from 0."""
     downlink_bytes: int = 0
-    """Encoded, server to client, masks included."""
+    """Encoded bytes from the server to the client, including masks."""
     uplink_bytes: int = 0
-    """Encoded, client to server, masks included."""
+    """Encoded bytes from the client to the server, including masks."""
     mask_bytes: int = 0
-    """Of both, the bits and positions of masks."""
+    """Bytes of masks (bits or positions) in both directions, included in the two above."""
     paper_bytes_down: float = 0.0
-    """Server to client, by the paper's formula."""
+    """Bytes from the server to the client by the paper's formula."""
     paper_bytes_up: float = 0.0
-    """Client to server, by the paper's formula."""
+    """Bytes from the client to the server by the paper's formula."""
     flops_train: float = 0.0
-    """What the hardware must do."""
+    """Operations that the hardware has to execute."""
     flops_paper: float = 0.0
-    """By the paper's formula."""
+    """Operations by the paper's formula."""
 
 
 class Ledger:
-    """Sums of charges. Rows are kept for the current round only; sums do not depend on the order of charges.
+    """Sums of charges, which do not depend on the order of the charges; rows are stored for the current round only.
 
     Example:
         >>> ledger = Ledger()
@@ -60,38 +60,41 @@ class Ledger:
         self._rows: list[Charge] = []
 
     def add(self, charge: Charge) -> None:
-        """Count one charge; the first of a new round closes the round before.
+        """Add one charge; the first charge of a round closes the previous round.
+
+        Args:
+            charge: Charge of the current round or a later one.
 
         Raises:
             InvalidOption: If the charge's round is closed.
         """
         current = self._current
         if charge.round < current:
-            raise InvalidOption(f"`Charge(round={charge.round})`: expected {current} or later, it is closed.")
+            raise InvalidOption(f"`Charge(round={charge.round})`: expected {current} or later; the round is closed.")
         if charge.round > current:
             self._closed = {key: self._closed[key] + value for key, value in _sums(self._rows).items()}
             self._rows = []
         self._rows.append(charge)
 
     def rows(self, round: int) -> tuple[Charge, ...]:
-        """The charges of the current round, by client.
+        """Return the charges of the current round, ordered by client.
 
         Args:
-            round: The current round, or a later one, which has none yet.
+            round: Number of the current round, or of a later one, which has no charges yet.
 
         Raises:
             InvalidOption: If the round is closed.
         """
         if round < self._current:
-            raise InvalidOption(f"`round={round}`: its rows are gone, expected {self._current} or later.")
+            raise InvalidOption(f"`round={round}`: expected {self._current} or later; earlier rows are not stored.")
         rows = (row for row in self._rows if row.round == round)
         return tuple(sorted(rows, key=lambda row: row.client))
 
     def round_totals(self, round: int) -> dict[str, float]:
-        """Sums of the current round under the log's keys.
+        """Return the sums of the current round under the log's keys.
 
         Args:
-            round: As for :meth:`rows`.
+            round: Number of the round, as for :meth:`rows`.
 
         Raises:
             InvalidOption: If the round is closed.
@@ -100,18 +103,21 @@ class Ledger:
 
     @property
     def totals(self) -> dict[str, float]:
-        """Sums of all rounds under the log's keys, with ``_total`` behind."""
+        """Sums of all rounds under the log's keys, with the suffix ``_total``."""
         return {f"{key}_total": self._closed[key] + value for key, value in _sums(self._rows).items()}
 
     def state_dict(self) -> dict[str, Any]:
-        """The sums and the current round's rows, in plain types."""
+        """Return the sums and the current round's rows in plain types."""
         return {"closed": dict(self._closed), "rows": [asdict(row) for row in self._rows]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from :meth:`state_dict`.
+        """Restore the sums and rows that :meth:`state_dict` returned.
+
+        Args:
+            state: State to restore.
 
         Raises:
-            CheckpointMismatch: If it is of another layout.
+            CheckpointMismatch: If the state has another layout.
         """
         names = {field.name for field in fields(Charge)}
         closed, rows = state.get("closed"), state.get("rows")
@@ -131,7 +137,7 @@ def _sums(rows: Iterable[Charge]) -> dict[str, float]:
 
 
 def _sum(values: list[float]) -> float:
-    """Rounded once, so that the order of the charges does not matter; integers stay integers."""
+    """Sum with a single rounding, so that the order does not matter; a sum of integers is an integer."""
     return sum(values) if all(isinstance(value, int) for value in values) else math.fsum(values)
 
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeAlias, get_args
 
 import torch
 from torch import Tensor
 
 from lightning_sparsefl.data.federated import FederatedDataModule
-from lightning_sparsefl.errors import DataNotFound
+from lightning_sparsefl.errors import DataNotFound, InvalidOption
+
+Normalization: TypeAlias = Literal["dataset", "half", "unit"]
+"""How images are scaled: to the mean 0 and standard deviation 1 of the data set, to [-1, 1], or to [0, 1]."""
 
 
 class _FromTorchvision(FederatedDataModule):
@@ -18,7 +21,13 @@ class _FromTorchvision(FederatedDataModule):
     Args:
         root: Folder to which torchvision downloads.
         download: Whether to download missing data.
+        normalization: Scale of the inputs: ``"dataset"`` subtracts the mean of the data set and divides by its standard
+            deviation, ``"half"`` maps to [-1, 1], ``"unit"`` to [0, 1].
+        augment: Whether training images are cropped and flipped at random, in the data sets that do so (CIFAR).
         options: Further arguments of :class:`FederatedDataModule`.
+
+    Raises:
+        InvalidOption: If an option is out of its range.
     """
 
     source: str
@@ -26,9 +35,27 @@ class _FromTorchvision(FederatedDataModule):
     folder: str
     """Subfolder of `root` that contains the data set."""
 
-    def __init__(self, root: str = "data", download: bool = False, **options: Any) -> None:
+    def __init__(
+        self,
+        root: str = "data",
+        download: bool = False,
+        *,
+        normalization: Normalization = "dataset",
+        augment: bool = True,
+        **options: Any,
+    ) -> None:
         super().__init__(**options)
+        if normalization not in get_args(Normalization):
+            raise InvalidOption(
+                f"`normalization={normalization}`: expected one of {', '.join(get_args(Normalization))}; change "
+                "`data.normalization`."
+            )
         self.root, self.download = root, download
+        if normalization != "dataset":
+            mean, std = (0.5, 0.5) if normalization == "half" else (0.0, 1.0)
+            self.mean, self.std = (mean,) * len(self.mean), (std,) * len(self.std)
+        if not augment:
+            self.crop_padding = None
 
     def prepare_data(self) -> None:
         """Download the data set if `download` is set."""
@@ -70,6 +97,9 @@ class FederatedMNIST(_FromTorchvision):
     Args:
         root: Folder that contains ``MNIST/raw``.
         download: Whether to download missing data.
+        normalization: Scale of the inputs: ``"dataset"`` (mean 0, standard deviation 1), ``"half"`` ([-1, 1]) or
+            ``"unit"`` ([0, 1]).
+        augment: Whether training images are cropped and flipped at random; without effect on this set.
         options: Further arguments of :class:`FederatedDataModule`.
     """
 
@@ -84,6 +114,9 @@ class FederatedFashionMNIST(_FromTorchvision):
     Args:
         root: Folder that contains ``FashionMNIST/raw``.
         download: Whether to download missing data.
+        normalization: Scale of the inputs: ``"dataset"`` (mean 0, standard deviation 1), ``"half"`` ([-1, 1]) or
+            ``"unit"`` ([0, 1]).
+        augment: Whether training images are cropped and flipped at random; without effect on this set.
         options: Further arguments of :class:`FederatedDataModule`.
     """
 
@@ -98,6 +131,9 @@ class FederatedEMNISTLetters(_FromTorchvision):
     Args:
         root: Folder that contains ``EMNIST/raw``.
         download: Whether to download missing data.
+        normalization: Scale of the inputs: ``"dataset"`` (mean 0, standard deviation 1), ``"half"`` ([-1, 1]) or
+            ``"unit"`` ([0, 1]).
+        augment: Whether training images are cropped and flipped at random; without effect on this set.
         options: Further arguments of :class:`FederatedDataModule`.
     """
 
@@ -118,11 +154,12 @@ class FederatedEMNISTLetters(_FromTorchvision):
 class FederatedCIFAR10(_FromTorchvision):
     """CIFAR-10: 50,000 photographs of 32x32 pixels (Krizhevsky, 2009).
 
-    Training images are cropped and flipped at random.
-
     Args:
         root: Folder that contains ``cifar-10-batches-py``.
         download: Whether to download missing data.
+        normalization: Scale of the inputs: ``"dataset"`` (mean 0, standard deviation 1), ``"half"`` ([-1, 1]) or
+            ``"unit"`` ([0, 1]).
+        augment: Whether training images are cropped and flipped at random.
         options: Further arguments of :class:`FederatedDataModule`.
     """
 
@@ -135,11 +172,12 @@ class FederatedCIFAR10(_FromTorchvision):
 class FederatedCIFAR100(_FromTorchvision):
     """CIFAR-100: 50,000 photographs of 32x32 pixels (Krizhevsky, 2009).
 
-    Training images are cropped and flipped at random.
-
     Args:
         root: Folder that contains ``cifar-100-python``.
         download: Whether to download missing data.
+        normalization: Scale of the inputs: ``"dataset"`` (mean 0, standard deviation 1), ``"half"`` ([-1, 1]) or
+            ``"unit"`` ([0, 1]).
+        augment: Whether training images are cropped and flipped at random.
         options: Further arguments of :class:`FederatedDataModule`.
     """
 

@@ -18,7 +18,7 @@ from lightning_sparsefl.sparse.units import Slot, UnitGroup, check_kept
 from lightning_sparsefl.types import Masks, Weights
 
 Reduction = Literal["sum", "mean"]
-"""How squares are brought together: their sum, or the mean over all of them."""
+"""How squares are combined: their sum, or the mean over each group's units, summed over groups."""
 
 
 def relative(norms: Weights) -> dict[str, Tensor]:
@@ -72,7 +72,7 @@ def tie(scores: Weights, norms: Weights, reduction: Reduction = "sum") -> tuple[
     Args:
         scores: Q, for each group.
         norms: From :func:`~lightning_sparsefl.sparse.units.unit_norms`.
-        reduction: Over all units.
+        reduction: ``"sum"``: sum over all units. ``"mean"``: mean over each group's units, summed over groups.
 
     Returns:
         For each group, the gradients for Q and for the norms.
@@ -84,9 +84,9 @@ def tie(scores: Weights, norms: Weights, reduction: Reduction = "sum") -> tuple[
     with torch.enable_grad():
         own = {name: score.detach().requires_grad_() for name, score in scores.items()}
         lengths = {name: norms[name].detach().requires_grad_() for name in own}
-        squares = torch.cat([(own[name] - target).square() for name, target in relative(lengths).items()])
-        total = squares.sum() if reduction == "sum" else squares.mean()
-        found = torch.autograd.grad(total, [*own.values(), *lengths.values()])
+        squares = [(own[name] - target).square() for name, target in relative(lengths).items()]
+        totals = [square.sum() if reduction == "sum" else square.mean() for square in squares]
+        found = torch.autograd.grad(torch.stack(totals).sum(), [*own.values(), *lengths.values()])
     return dict(zip(own, found[: len(own)], strict=True)), dict(zip(own, found[len(own) :], strict=True))
 
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import statistics
+from dataclasses import fields, replace
+from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from torch import nn
 
 from lightning_sparsefl import FedLPS
-from lightning_sparsefl.cost import pucbv
+from lightning_sparsefl.algorithms import _pucbv as pucbv
 from lightning_sparsefl.errors import InvalidOption
 from lightning_sparsefl.federated.fleet import Fleet
 from lightning_sparsefl.sparse.units import find_groups
@@ -19,6 +22,7 @@ NET = nn.Sequential(nn.Linear(5, 4), nn.ReLU(), nn.Linear(4, 3))
 WEIGHTS = {name: torch.ones_like(value) for name, value in NET.state_dict().items()}
 UNITS = find_groups(NET, torch.zeros(1, 5))
 XI = {"bandit": {"xi": torch.tensor([10.0])}}
+CONFIGS = Path(__file__).parents[2] / "configs" / "paper" / "fedlps"
 
 
 @pytest.fixture
@@ -79,9 +83,75 @@ def test_rules_for_the_density(view):
     for round in range(20):
         bandit = FedLPS().download(server(round), replace(weak, round=round)).extra["units"]["density"]
         assert 0 < float(bandit) <= 0.125
-    dynamic = FedLPS(ratio="capacity", dynamic=True)
-    drawn = {float(dynamic.download(server(), replace(weak, round=r)).extra["units"]["density"]) for r in range(40)}
-    assert drawn == {1, 0.5, 0.25, 0.125, 0.0625}
+    assert densities(FedLPS(ratio="capacity", dynamic=True), weak, 40) == {1, 0.5, 0.25, 0.125, 0.0625}
+
+
+def densities(method, client, rounds):
+    views = (replace(client, round=r) for r in range(rounds))
+    return {float(method.download(server(), view).extra["units"]["density"]) for view in views}
+
+
+def test_a_density_above_the_capability_is_reset_to_it(view):
+    """The paper's section III-B. Drawing below the capability instead would halve a weak client's density."""
+    weak = [replace(view(), capacity=0.0625, round=r) for r in range(200)]
+    used = [float(FedLPS().download(server(), one).extra["units"]["density"]) for one in weak]
+    assert sum(density == 0.0625 for density in used) > 0.88 * 200  # 15/16 expected
+    assert statistics.fmean(used) > 0.058  # .0605 expected
+    state = FedLPS().observe(server(), weak[0], {"train_acc": 0.6, "train_acc_first": 0.1, "seconds": 2.0})["bandit"]
+    assert used[0] == 0.0625
+    assert [arm["high"] for arm in state["arms"] if arm["pulls"]] == [0.0625, 0.2]  # the reset density is rewarded
+
+
+@pytest.mark.parametrize("levels", [(1.0, 0.5), (1.0, 0.5, 0.25)])
+def test_the_levels_of_the_capacities_can_be_chosen(levels, view):
+    """Figures 7 and 8."""
+    assert densities(FedLPS(ratio="capacity", dynamic=True, levels=levels), view(), 40) == set(levels)
+    with pytest.raises(InvalidOption, match=r"levels=.*capacities in \(0, 1\]"):
+        FedLPS(levels=(1.0, 0.0))
+
+
+def test_the_published_program_draws_from_a_half_and_weak_devices_train_at_their_capacity(view):
+    method = FedLPS.as_published_code(dynamic=False)
+    assert densities(method, replace(view(), capacity=0.25), 20) == {0.25}
+    assert all(density > 0.5 for density in densities(method, replace(view(), capacity=1.0), 20))
+
+
+def test_the_file_of_the_published_program_says_what_the_class_says():
+    written = yaml.safe_load((CONFIGS / "as_published_code.yaml").read_text())
+    method, default = FedLPS.as_published_code(), FedLPS()
+    changed = {f.name for f in fields(FedLPS) if getattr(method, f.name) != getattr(default, f.name)}
+    options = written["algorithm"]["init_args"]
+    assert FedLPS(**options) == method
+    assert changed <= set(options)
+    assert FedLPS.as_published_code(mu=1.0, rho=0.1) == FedLPS(**{**options, "mu": 1.0, "rho": 0.1})
+
+
+def test_only_models_above_a_density_are_personal_models(asked):
+    method = FedLPS(ratio="capacity", pattern="ordered", score_above=0.25)
+    stranger, _ = asked()
+    assert method.personalize(server(), stranger) is WEIGHTS  # the dense common model
+    small = method.train(message(0.25), asked(memory={})[0]).memory
+    assert "kept" not in small
+    large = method.train(message(0.5), asked(memory=small)[0]).memory
+    again = method.train(message(0.25), asked(memory=large)[0]).memory
+    assert again["kept"]["0"].tolist() == [True, True, False, False]
+    assert method.personalize(server(), asked(memory=again)[0])["0.bias"].tolist() == [2, 2, 0, 0]
+
+
+def test_rewards_are_per_unit_of_time(view):
+    report = {"train_acc": 0.6, "train_acc_first": 0.1, "seconds": 2.0}
+    means = [
+        max(arm["mean"] for arm in FedLPS(time_unit=unit).observe(server(), view(), report)["bandit"]["arms"])
+        for unit in (1.0, 4.0)
+    ]
+    assert means[1] == pytest.approx(4 * means[0])
+
+
+def test_the_mean_pulls_at_each_layer_alike_and_the_proximal_term_fades(asked):
+    made, _ = asked(memory={})
+    size = sum(value.numel() for value in WEIGHTS.values())
+    assert FedLPS()._pull(WEIGHTS, made).strength == pytest.approx(2 / size)
+    assert FedLPS(reduction="sum")._pull(WEIGHTS, made).strength == 2
 
 
 def test_the_bandit_learns_from_accuracy_and_time(view):
@@ -156,6 +226,13 @@ def test_units_that_change_in_training_cannot_be_cut_out(pattern, refresh, view)
         {"arms": 0},
         {"bytes_per_second": 0},
         {"drop": -1},
+        {"levels": ()},
+        {"time_unit": 0},
+        {"arms_from": 1},
+        {"score_above": -0.5},
+        {"explore": "never"},
+        {"compare_with": "mean"},
+        {"reduction": "max"},
     ],
 )
 def test_bad_options_are_named(options):

@@ -77,9 +77,10 @@ class ByHand:
             leaves = [(w.clone().requires_grad_(), b) for w, b in self.w]
             own = [q.clone().requires_grad_() for q in self.q]
             terms = [
-                ((q - torch.sigmoid(a / a.mean())) ** 2).sum() for q, a in zip(own, self.sums(leaves), strict=True)
+                ((q - torch.sigmoid(a / a.mean())) ** 2).sum() / (len(q) if self.reduction == "mean" else 1)
+                for q, a in zip(own, self.sums(leaves), strict=True)
             ]
-            total = self.strength * sum(terms) / (sum(HIDDEN.values()) if self.reduction == "mean" else 1)
+            total = self.strength * sum(terms)
             found = torch.autograd.grad(total, [*own, leaves[0][0], leaves[1][0]])
             self.q = [q - self.lr * (g + r) for q, g, r in zip(self.q, gates, found[:2], strict=True)]
             slopes[0][0], slopes[1][0] = slopes[0][0] + found[2], slopes[1][0] + found[3]

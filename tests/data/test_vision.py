@@ -18,7 +18,7 @@ from lightning_sparsefl.data import (
     FederatedMNIST,
     Pathological,
 )
-from lightning_sparsefl.errors import DataNotFound
+from lightning_sparsefl.errors import DataNotFound, InvalidOption
 
 ALL = [FederatedMNIST, FederatedFashionMNIST, FederatedEMNISTLetters, FederatedCIFAR10, FederatedCIFAR100]
 
@@ -182,3 +182,29 @@ def test_a_real_letter_l_stands_upright(data_root: Path):
     images, labels, *_ = FederatedEMNISTLetters(root=str(data_root)).load()
     ink = images[(labels == 8) | (labels == 11)].float().mean((0, 1))
     assert ink.sum(1).gt(ink.sum(1).max() / 4).sum() > ink.sum(0).gt(ink.sum(0).max() / 4).sum()
+
+
+@pytest.mark.parametrize("data_class", ALL)
+@pytest.mark.parametrize(("normalization", "low", "high"), [("half", -1.0, 1.0), ("unit", 0.0, 1.0)])
+def test_inputs_can_be_scaled_to_a_range_instead(data_class, normalization, low, high):
+    """Torchvision's `Normalize(.5, .5)` after `ToTensor`, and `ToTensor` alone."""
+    channels = data_class.sample_shape[0]
+    pixels = torch.tensor([0, 255], dtype=torch.uint8).view(2, 1, 1, 1).expand(2, channels, 1, 1)
+    data = data_class(normalization=normalization, augment=False)
+    for train in (True, False):
+        darkest, brightest = data.transform(train=train)(pixels)
+        assert darkest.flatten().tolist() == pytest.approx([low] * channels, abs=1e-6)
+        assert brightest.flatten().tolist() == pytest.approx([high] * channels, abs=1e-6)
+    assert not torch.equal(data_class().transform(train=False)(pixels), data.transform(train=False)(pixels))
+
+
+@pytest.mark.parametrize("data_class", [FederatedCIFAR10, FederatedCIFAR100])
+def test_augmentation_can_be_left_out(data_class):
+    image = torch.randint(0, 256, (16, 3, 32, 32), dtype=torch.uint8)
+    data = data_class(augment=False)
+    assert torch.equal(data.transform(train=True)(image), data.transform(train=False)(image))
+
+
+def test_an_unknown_normalization_is_named():
+    with pytest.raises(InvalidOption, match=r"normalization=whiten.*dataset, half, unit.*data\.normalization"):
+        FederatedMNIST(normalization="whiten")

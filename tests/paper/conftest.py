@@ -28,7 +28,8 @@ def profile(tmp_path_factory) -> Callable[[str, str], Any]:
     def profile(paper: str, cell: str) -> Any:
         path = PAPERS / paper / f"{cell}.yaml"
         content = yaml.safe_load(path.read_text())
-        content["data"]["init_args"].pop("partition", None)  # without data all clients have the nominal size
+        for option in ("partition", "test_per_client", "normalization", "augment"):
+            content["data"]["init_args"].pop(option, None)  # without data all clients have the nominal size
         for option in FREE:
             content["algorithm"].get("init_args", {}).pop(option, None)
         key = json.dumps(content, sort_keys=True)

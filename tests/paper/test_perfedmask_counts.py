@@ -161,3 +161,12 @@ def test_the_bias_of_table_5_is_below_what_its_budgets_allow():
     least = 3_206_976 * (20 / 20 + 80 / 100 - 1)
     assert least == pytest.approx(2_565_580.8)
     assert least > 0.609e6
+
+
+@pytest.mark.parametrize("cell", CELLS)
+def test_the_data_are_prepared_and_rounds_selected_as_by_the_authors_program(cell: str):
+    """CIFAR-10 in [0, 1]; every round is a candidate for the selection."""
+    content = yaml.safe_load((CONFIGS / f"{cell}.yaml").read_text())
+    unit = content["data"]["class_path"] == "FederatedCIFAR10"
+    assert content["data"]["init_args"].get("normalization") == ("unit" if unit else None)
+    assert content["trainer"]["check_val_every_n_round"] == 1

@@ -69,10 +69,13 @@ def slopes(weights, x, y):
 
 
 def tie(scores, weights, strength, mean):
-    """Of strength * ||Q - sigma(a / mean a)||^2 for Q and for the weights, by the quotient and the chain rule."""
-    count = sum(len(q) for q in scores) if mean else 1
+    """Gradients of strength * ||Q - sigma(a / mean a)||^2 for Q and for the weights, by the quotient and chain rules.
+
+    With `mean`, the mean over each layer's units instead of the sum.
+    """
     for_scores, for_weights = [], {}
     for q, a, (weight, _) in zip(scores, norms(weights), layers(weights), strict=False):
+        count = len(q) if mean else 1
         target, average = sigmoid(a / a.mean()), a.mean()
         for_scores.append(strength * 2 * (q - target) / count)
         c = -strength * 2 * (q - target) / count * target * (1 - target)
@@ -146,12 +149,15 @@ class FedLPS:
                 velocity[name] = self.sgd.get("momentum", 0.0) * velocity[name] + decayed
                 w[name] = w[name] - self.sgd["lr"] * velocity[name] * m[name]
         self.scores[k], self.kept[k] = scores, kept
-        self.own[k] = {name: value * m[name] for name, value in w.items()}
+        if density > method.score_above:
+            self.own[k] = {name: value * m[name] for name, value in w.items()}
         return {name: (w[name] - received[name]) * m[name] for name in w}
 
     def personal(self, k, t, drawn):
         """After round t - 1."""
         if k in self.own:
             return self.own[k]
+        if self.method.score_above:
+            return self.weights
         m = masks(self.weights, self.choose(self.weights, relative(self.weights), self.capacity[k], drawn, t))
         return {name: value * m[name] for name, value in self.weights.items()}
