@@ -1,4 +1,4 @@
-"""Files that are whole or not there, hold plain types only, and can be told from damaged ones."""
+"""Files that are written whole or not at all, and hold plain types only."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lightning_sparsefl.errors import CheckpointMismatch, DiskFull
-from lightning_sparsefl.federated.storage.safe_load import NotPlain, require_plain
+from lightning_sparsefl.federated.storage.safe_load import NotPlain, load_checked
 
 _LEFTOVERS = ".*.tmp"
 
@@ -85,22 +85,24 @@ def _sync_folder(folder: Path) -> None:
 
 
 def load_plain(path: Path) -> Any:
-    """Read a file of plain types and tensors on the CPU; nothing in it is executed, and no size in it is believed.
+    """Load a file of plain types and tensors on the CPU; nothing in it is executed, and no size in it is trusted.
+
+    Args:
+        path: File that :func:`write_atomically` wrote.
 
     Raises:
-        CheckpointMismatch: If it is missing, torn, holds anything but plain types, or asks for more memory than its
+        CheckpointMismatch: If it is missing, damaged, holds anything but plain types, or asks for more memory than its
             own size justifies.
     """
     if not path.is_file():
         raise CheckpointMismatch(f"There is no checkpoint at {path}; expected a file (option `ckpt_path`).")
     try:
         with path.open("rb") as file:
-            require_plain(file)
-        return torch.load(path, map_location="cpu", weights_only=True)
+            return load_checked(file)
     except Exception as error:
         reason = str(error) if isinstance(error, NotPlain) else type(error).__name__
         raise CheckpointMismatch(
-            f"{path} is torn or not a checkpoint of plain types ({reason}); choose another `ckpt_path`."
+            f"{path} is damaged or not a checkpoint of plain types ({reason}); choose another `ckpt_path`."
         ) from error
 
 
