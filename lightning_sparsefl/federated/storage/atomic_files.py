@@ -9,29 +9,30 @@ import struct
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
 
-from lightning_sparsefl.errors import CheckpointMismatch, DiskFull
+from lightning_sparsefl.errors import CheckpointMismatch, DiskFull, SparseFLError
 from lightning_sparsefl.federated.storage.safe_load import NotPlain, load_checked
 
 _LEFTOVERS = ".*.tmp"
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def write_atomically(path: Path, content: Any, keep: Path | None = None) -> None:
     """Write with ``torch.save`` so that a crash leaves the old file or the new one, never half of it.
 
     Args:
-        path: The file; its folder is made if needed.
+        path: File to write; its folder is made if needed.
         content: Plain types and tensors.
         keep: A second name, in the same folder, for the file that is replaced.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = _temporary(path)
     try:
-        with temporary.open("wb") as file:
+        with _create(temporary) as file:
             torch.save(content, file)
             file.flush()
             os.fsync(file.fileno())
@@ -43,9 +44,19 @@ def write_atomically(path: Path, content: Any, keep: Path | None = None) -> None
         temporary.unlink(missing_ok=True)
 
 
+def _temporary(path: Path) -> Path:
+    return path.with_name(f".{path.name}.{os.getpid()}.tmp")
+
+
+def _create(temporary: Path) -> BinaryIO:
+    """Open a new file for writing; its name can be guessed, so a link that waits there is removed, not followed."""
+    temporary.unlink(missing_ok=True)
+    return temporary.open("xb")
+
+
 def _keep(path: Path, keep: Path) -> None:
     """Give a file a second name; without hard links it moves, and has the second name alone for a moment."""
-    link = keep.with_name(f".{keep.name}.{os.getpid()}.tmp")
+    link = _temporary(keep)
     link.unlink(missing_ok=True)
     try:
         os.link(path, link)
@@ -59,19 +70,20 @@ def write_text_atomically(path: Path, text: str) -> None:
     """Write a text so that a crash leaves the old file or the new one.
 
     Args:
-        path: The file.
-        text: Its content, in UTF-8.
+        path: File to write.
+        text: Its content, written as UTF-8.
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = _temporary(path)
     try:
-        temporary.write_text(text, encoding="utf-8", newline="")
+        with _create(temporary) as file:
+            file.write(text.encode())
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Delete what a process left that was killed while it wrote."""
+    """Delete the temporary files of processes that were killed while they wrote."""
     for path in folder.glob(_LEFTOVERS):
         path.unlink(missing_ok=True)
 
@@ -149,20 +161,33 @@ def pieces(value: Any) -> Iterator[Any]:
 
 @contextmanager
 def raise_disk_full(folder: Path) -> Iterator[None]:
-    """Say what a full disk means for a run, wherever it was met.
+    """Convert an error that a full disk has caused into :class:`DiskFull`.
+
+    Where a write fails inside ``torch.save``, torch may raise its own ``RuntimeError`` while it handles the error of
+    the operating system.
 
     Args:
-        folder: Of the run.
+        folder: Folder of the run.
 
     Raises:
-        DiskFull: Instead of the operating system's error.
+        DiskFull: If the disk or the quota is exhausted.
     """
     try:
         yield
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+    except (OSError, RuntimeError) as error:
+        full = next((cause for cause in _causes(error) if isinstance(cause, OSError) and cause.errno in _FULL), None)
+        if full is None or isinstance(error, SparseFLError):
             raise
         raise DiskFull(
-            f"The disk of {folder} is full ({error.strerror}): the run has stopped, and its last committed round is "
+            f"The disk of {folder} is full ({full.strerror}): the run has stopped, and its last committed round is "
             "intact; free some space, and go on with `ckpt_path: last`."
         ) from error
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an error and those during whose handling it was raised, the newest first."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield error
+        error = error.__cause__ or error.__context__
