@@ -145,6 +145,7 @@ class NoisySum(Accumulator):
 
         Coordinates are chosen by the votes, which are the same for all clients of a private run.
         """
+        self._fold_large()
         stream = NormalStream(derive_key(self._secret, self._context, self._sum))
         sums, everywhere = self._pieces(self._sum), self._voters is None or self._dense_voters > 0
         votes = sums if self._voters is None else self._pieces(self._voters)
