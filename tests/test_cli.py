@@ -215,7 +215,7 @@ def test_a_torn_checkpoint_is_refused_by_name(sparsefl, tmp_path):
     path.write_bytes(path.read_bytes()[:1000])
     code, _, err = sparsefl("test", "--config", QUICKSTART, "--ckpt_path", path)
     assert code == 2
-    assert "last.ckpt is torn or not a checkpoint" in err
+    assert "last.ckpt is damaged or not a checkpoint" in err
 
 
 def in_shell(command, folder, **environment):

@@ -17,7 +17,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_sparsefl.errors import CheckpointMismatch
-from lightning_sparsefl.federated.storage import checkpoint
+from lightning_sparsefl.federated.storage import checkpoint, safe_load
 from lightning_sparsefl.federated.storage.atomic_files import load_plain, write_atomically
 from lightning_sparsefl.federated.storage.records import pack_plain
 
@@ -156,7 +156,7 @@ HOSTILE = {
     "past the end": (tensor(4, (2, 4), (4, 1)), "a tensor reaches past its record"),
     "far offset": (tensor(4, (1,), (1,), 2**40), "a tensor reaches past its record"),
     "one value many times": (tensor(4, (10**9,), (0,)), "its tensors are much larger than the file"),
-    "backwards": (tensor(4, (4,), (-1,)), "a tensor has a length that is none"),
+    "backwards": (tensor(4, (4,), (-1,)), "a tensor has a size or an offset that is not"),
     "lists of lists": (nested(9), "its values contain themselves or each other many times"),
     "a list of itself": (endless(), "its values contain themselves or each other many times"),
     "a far memo": (b"\x80\x02Nr\xff\xff\xff\xff.", None),
@@ -174,7 +174,7 @@ def test_a_hostile_pickle_is_refused_before_it_is_loaded(case, tmp_path, monkeyp
             assert load_plain(path) is None
             return
         monkeypatch.setattr(torch, "load", lambda *_, **__: pytest.fail("was loaded"))
-        with pytest.raises(CheckpointMismatch, match=rf"torn or not a checkpoint of plain types \(({reason})"):
+        with pytest.raises(CheckpointMismatch, match=rf"damaged or not a checkpoint of plain types \(({reason})"):
             load_plain(path)
     assert [file.name for file in tmp_path.iterdir()] == ["last.ckpt"]
 
@@ -190,8 +190,80 @@ def test_a_hostile_archive_is_refused(tmp_path):
         load_plain(path)
     write_atomically(path, tree)
     path.write_bytes(path.read_bytes() + b"PK\x05\x06" + bytes(18))  # a second table of contents, and an empty one
-    with pytest.raises(CheckpointMismatch, match="torn or not a checkpoint"):
+    with pytest.raises(CheckpointMismatch, match="damaged or not a checkpoint"):
         load_plain(path)
+
+
+def rezipped(changes, *, first=(), last=()):
+    """An archive of `{"x": 1}` with changed names of records, and more of them before and after."""
+    saved, out = io.BytesIO(), io.BytesIO()
+    torch.save({"x": 1}, saved)
+    with zipfile.ZipFile(saved) as source, zipfile.ZipFile(out, "w") as target:
+        known = {changes.get(name, name): source.read(name) for name in source.namelist()}
+        for name, data in (*first, *known.items(), *last):
+            target.writestr(name, data)
+    return out.getvalue()
+
+
+OTHER = pickle.dumps({"x": 2}, protocol=2)
+LAYOUTS = {
+    "a suffix in capitals": rezipped({}, last=[("archive/data.PKL", OTHER)]),
+    "capitals first": rezipped({}, first=[("archive/DATA.PKL", OTHER)]),
+    "only capitals": rezipped({"archive/data.pkl": "archive/DATA.PKL"}),
+    "another folder": rezipped({}, first=[("Archive/data.pkl", OTHER)]),
+    "an unknown record": rezipped({}, last=[("archive/more", b"")]),
+    "a script": rezipped({}, last=[("archive/constants.pkl", OTHER)]),
+    "a number with a zero": rezipped({}, last=[("archive/data/00", b"")]),
+    "a name with a NUL": rezipped({}, last=[("archive/data_pkl_", OTHER)]).replace(b"data_pkl_", b"data.pkl\0"),
+    "a folder in a folder": rezipped({}, last=[("archive/archive/data.pkl", OTHER)]),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_torch_cannot_be_shown_another_record(layout, tmp_path, monkeypatch):
+    path = tmp_path / "x.ckpt"
+    path.write_bytes(rezipped({}))
+    assert load_plain(path) == {"x": 1}
+    path.write_bytes(LAYOUTS[layout])
+    monkeypatch.setattr(torch, "load", lambda *_, **__: pytest.fail("was loaded"))
+    with pytest.raises(CheckpointMismatch, match=r"not those that `torch.save` writes"):
+        load_plain(path)
+
+
+def test_a_legacy_file_with_an_archive_behind_it_is_refused(tmp_path, monkeypatch):
+    path = tmp_path / "x.ckpt"
+    torch.save({"x": Calls(bytearray, 10)}, path, _use_new_zipfile_serialization=False)
+    with zipfile.ZipFile(io.BytesIO(rezipped({}))) as source, zipfile.ZipFile(path, "a") as target:
+        for name in source.namelist():
+            target.writestr(name, source.read(name))
+    assert torch.load(path, weights_only=True) == {"x": bytearray(10)}  # torch looks at the front
+    monkeypatch.setattr(torch, "load", lambda *_, **__: pytest.fail("was loaded"))
+    with pytest.raises(CheckpointMismatch, match="does not begin with a record"):
+        load_plain(path)
+
+
+def test_a_file_that_is_replaced_while_it_is_read_is_loaded_as_it_was_checked(tmp_path, monkeypatch):
+    path = tmp_path / "x.ckpt"
+    write_atomically(path, {"x": 1})
+    checked = safe_load.require_plain
+
+    def replaced(file):
+        checked(file)
+        write_atomically(path, {"x": 2})
+
+    monkeypatch.setattr(safe_load, "require_plain", replaced)
+    assert load_plain(path) == {"x": 1}
+    assert load_plain(path) == {"x": 2}
+
+
+@pytest.mark.skipif(os.name == "nt", reason="needs sparse files")
+def test_a_checkpoint_may_be_larger_than_four_gigabytes(tmp_path):
+    path = tmp_path / "x.ckpt"
+    tree = {"a": torch.empty(2**32 + 8, dtype=torch.uint8), "b": torch.ones(2)}  # no page of `a` is ever touched
+    with torch.serialization.skip_data():
+        torch.save(tree, path)
+    with path.open("rb") as file:
+        safe_load.require_plain(file)
 
 
 def test_what_we_write_is_read(tmp_path):

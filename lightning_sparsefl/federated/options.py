@@ -84,8 +84,8 @@ class Federation:
     """Largest Euclidean norm of what a client changes, over the parameters that it votes on; a longer update is scaled
     down before it is sent, as a difference. None = not clipped."""
     privacy: Privacy | None = None
-    """Differential privacy of clients, as `noise_multiplier` and `delta`; needs `clip_update`, a secret seed, and a
-    method whose updates are weights alone. ``privacy/epsilon`` is logged. See docs/merging.md."""
+    """Differential privacy of clients, as `noise_multiplier`, `delta` and `key_file`; needs `clip_update`, and a method
+    whose updates are weights alone. ``privacy/epsilon`` is logged. See docs/merging.md."""
     wire: Literal["count", "encode"] = "count"
     """Whether messages are only measured, exactly, or really encoded and decoded on their way."""
     store: Literal["ram", "disk"] = "ram"

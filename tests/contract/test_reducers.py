@@ -19,12 +19,28 @@ from lightning_sparsefl.models import MLP
 EXPORTED = [getattr(federated, name) for name in federated.__all__]
 REDUCERS = [kind for kind in EXPORTED if isinstance(kind, type) and issubclass(kind, Reducer) and kind is not Reducer]
 SHORT = {"rounds": 2, "max_epochs": 1}
-PRIVATE = {"clip_update": 0.5, "buffers": "local", "privacy": Privacy(noise_multiplier=0.1, delta=1e-5)}
+NOISE = Privacy(noise_multiplier=0.1, delta=1e-5)
+DIGITS = "0123456789abcdef" * 4
 
 every_reducer = pytest.mark.parametrize("reducer", [kind() for kind in REDUCERS], ids=repr)
-needs_accountant = pytest.mark.skipif(
-    importlib.util.find_spec("dp_accounting") is None, reason="dp-accounting is not installed (extra `privacy`)"
+needs_extra = pytest.mark.skipif(
+    any(importlib.util.find_spec(name) is None for name in ("cryptography", "dp_accounting")),
+    reason="the extra `privacy` is not installed",
 )
+
+
+@pytest.fixture
+def key_file(tmp_path):
+    path = tmp_path / "key"
+    path.write_text(DIGITS)
+    path.chmod(0o600)
+    return str(path)
+
+
+@pytest.fixture
+def private(key_file):
+    """The options of a private run."""
+    return {"clip_update": 0.5, "buffers": "local", "privacy": dataclasses.replace(NOISE, key_file=key_file)}
 
 
 def weights(trainer):
@@ -134,40 +150,41 @@ CANNOT = [
 ]
 
 
-@needs_accountant
+@needs_extra
 @pytest.mark.parametrize("algorithm", DENSE, ids=lambda a: type(a).__name__)
-def test_a_private_run_logs_what_it_costs(algorithm, federation):
-    trainer = federation(algorithm, **SHORT, federation=PRIVATE)
-    costs = [PRIVATE["privacy"].epsilon(rounds, cohort=4, clients=6) for rounds in (1, 2)]
+def test_a_private_run_logs_what_it_costs(algorithm, federation, private):
+    trainer = federation(algorithm, **SHORT, federation=private)
+    costs = [NOISE.epsilon(rounds, cohort=4, clients=6) for rounds in (1, 2)]
     assert [float(row["privacy/epsilon"]) for row in rounds_of(trainer)] == pytest.approx(costs)
     assert trainer.summary["privacy/epsilon"] == pytest.approx(costs[-1])
     assert trainer.summary["privacy/delta"] == 1e-5
 
 
 @pytest.mark.slow
-@needs_accountant
-def test_two_ranks_and_a_resumed_run_draw_the_same_noise(federation, last):
-    straight = federation(FedBABU(), rounds=3, max_epochs=1, federation=PRIVATE, folder="straight")
-    two = federation(FedBABU(), devices=2, rounds=3, max_epochs=1, federation=PRIVATE, folder="two")
+@needs_extra
+def test_two_ranks_and_a_resumed_run_draw_the_same_noise(federation, last, private):
+    straight = federation(FedBABU(), rounds=3, max_epochs=1, federation=private, folder="straight")
+    two = federation(FedBABU(), devices=2, rounds=3, max_epochs=1, federation=private, folder="two")
     assert last(two) == last(straight)
-    federation(FedBABU(), rounds=1, max_epochs=1, federation=PRIVATE, folder="resumed")
-    resumed = federation(FedBABU(), rounds=3, max_epochs=1, federation=PRIVATE, folder="resumed", ckpt_path="last")
+    federation(FedBABU(), rounds=1, max_epochs=1, federation=private, folder="resumed")
+    resumed = federation(FedBABU(), rounds=3, max_epochs=1, federation=private, folder="resumed", ckpt_path="last")
     assert last(resumed) == last(straight)
     assert resumed.summary == straight.summary
 
 
-@needs_accountant
+@needs_extra
 @pytest.mark.parametrize("name", ["clip_update", "privacy", "reducer"])
-def test_a_run_goes_on_with_the_merge_it_had(name, federation):
-    other = {"clip_update": 0.4, "privacy": Privacy(noise_multiplier=0.2, delta=1e-5), "reducer": CoverageMedian()}
-    had = {"reducer": TrimmedMean()} if name == "reducer" else PRIVATE
+def test_a_run_goes_on_with_the_merge_it_had(name, federation, private):
+    noisier = dataclasses.replace(private["privacy"], noise_multiplier=0.2)
+    other = {"clip_update": 0.4, "privacy": noisier, "reducer": CoverageMedian()}
+    had = {"reducer": TrimmedMean()} if name == "reducer" else private
     federation(FedAvg(), rounds=1, max_epochs=1, federation=had)
     with pytest.raises(CheckpointMismatch, match=f"its {name} is"):
         federation(FedAvg(), **SHORT, federation={**had, name: other[name]}, ckpt_path="last")
 
 
-@needs_accountant
-def test_a_client_that_fails_changes_neither_denominator_nor_epsilon(federation, monkeypatch):
+@needs_extra
+def test_a_client_that_fails_changes_neither_denominator_nor_epsilon(federation, monkeypatch, private):
     train = FedAvg.train
 
     def only_client_zero(self, message, client):
@@ -178,7 +195,8 @@ def test_a_client_that_fails_changes_neither_denominator_nor_epsilon(federation,
     monkeypatch.setattr(FedAvg, "train", only_client_zero)
     module = small()
     before = copy.deepcopy(module.state_dict())
-    quiet = {**PRIVATE, "privacy": Privacy(noise_multiplier=1e-9, delta=1e-5), "on_client_error": "skip"}
+    quiet = {**private, "privacy": dataclasses.replace(private["privacy"], noise_multiplier=1e-9)}
+    quiet["on_client_error"] = "skip"
     seed = next(s for s in range(20) if 0 in uniform_cohort(s, 0, list(range(6)), 4))
     trainer = federation(FedAvg(), rounds=1, max_epochs=2, module=module, federation=quiet, seed=seed)
     assert distance(before, module.state_dict()) == pytest.approx(
@@ -187,14 +205,14 @@ def test_a_client_that_fails_changes_neither_denominator_nor_epsilon(federation,
     assert float(rounds_of(trainer)[0]["clients/failed"]) == 3
 
 
-@needs_accountant
+@needs_extra
 @pytest.mark.parametrize("algorithm", CANNOT, ids=repr)
-def test_a_method_whose_updates_tell_more_is_refused(algorithm, federation):
+def test_a_method_whose_updates_tell_more_is_refused(algorithm, federation, private):
     with pytest.raises(InvalidOption, match=r"`federation.privacy` cannot hold for"):
-        federation(algorithm, federation=PRIVATE)
+        federation(algorithm, federation=private)
 
 
-@needs_accountant
+@needs_extra
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
@@ -203,12 +221,33 @@ def test_a_method_whose_updates_tell_more_is_refused(algorithm, federation):
     ],
     ids=["buffers", "delta"],
 )
-def test_options_that_would_make_epsilon_a_lie_are_refused(options, sentence, federation):
+def test_options_that_would_make_epsilon_a_lie_are_refused(options, sentence, federation, private):
     with pytest.raises(InvalidOption, match=sentence):
-        federation(FedAvg(), federation={**PRIVATE, **options})
+        federation(FedAvg(), federation={**private, **options})
 
 
-def test_without_the_accountant_a_sentence_names_the_extra(federation, monkeypatch):
+def test_without_the_accountant_a_sentence_names_the_extra(federation, monkeypatch, private):
     monkeypatch.setitem(sys.modules, "dp_accounting", None)
     with pytest.raises(InvalidOption, match=r"pip install 'lightning-sparsefl\[privacy\]'"):
-        federation(FedAvg(), federation=PRIVATE)
+        federation(FedAvg(), federation=private)
+
+
+@needs_extra
+def test_the_seed_is_not_the_key(federation, private, tmp_path):
+    """Another key gives other noise; the key is nowhere in the run's folder."""
+    one = federation(FedBABU(), rounds=1, max_epochs=1, federation=private, folder="one", logger=True)
+    (tmp_path / "key").write_text(DIGITS[::-1])
+    two = federation(FedBABU(), rounds=1, max_epochs=1, federation=private, folder="two")
+    sigma = 0.1 * 0.5 / 4  # in the mean of four
+    count = sum(value.numel() for name, value in weights(one).items() if "running" not in name)
+    assert distance(weights(one), weights(two)) > sigma * count**0.5
+    for path in (path for path in one.run_folder.rglob("*") if path.is_file()):
+        content = path.read_bytes()
+        assert DIGITS.encode() not in content
+        assert bytes.fromhex(DIGITS) not in content
+
+
+@needs_extra
+def test_without_a_key_a_private_run_is_refused(federation, private):
+    with pytest.raises(InvalidOption, match=r"`federation.privacy.key_file` is not set"):
+        federation(FedAvg(), federation={**private, "privacy": NOISE})

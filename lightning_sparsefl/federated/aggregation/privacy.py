@@ -3,48 +3,55 @@
 DP-FedAvg of McMahan, Ramage, Talwar, Zhang (ICLR 2018, arXiv:1710.06963) with a fixed denominator, but for its cohorts:
 here they have a fixed size and are drawn without replacement. Two federations are neighbours if one client, with all
 of its data, is replaced by another. Epsilon is counted by Google's dp-accounting, by the bound of Wang, Balle and
-Kasiviswanathan (AISTATS 2019, arXiv:1808.00087, theorem 27). What it covers, and what not: docs/merging.md.
+Kasiviswanathan (AISTATS 2019, arXiv:1808.00087, theorem 27). The noise is that of a cipher under a secret key
+(:mod:`~lightning_sparsefl.federated.aggregation.noise`). What epsilon covers, and what not: docs/merging.md.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from lightning_sparsefl.errors import InvalidOption, InvalidUpdate
+from lightning_sparsefl.federated.aggregation.noise import NormalStream, derive_key
 from lightning_sparsefl.federated.aggregation.reducers import Accumulator
 from lightning_sparsefl.federated.exchange.flat import Layout
-from lightning_sparsefl.seeds import generator
 from lightning_sparsefl.types import Merged, Message, Update, Weights
+
+_SMALLEST, _LARGEST = 1e-9, 1e6
+"""Noise multipliers between which dp-accounting's numbers neither overflow nor underflow."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Privacy:
-    """Noise, and the delta that epsilon is counted for."""
+    """Noise of the server, its secret key, and the delta that epsilon is computed for."""
 
     noise_multiplier: float
-    """Standard deviation of the noise in the sum of updates, in units of `federation.clip_update`, above 0."""
+    """Standard deviation of the noise in the sum of updates, in units of `federation.clip_update`; in [1e-9, 1e6]."""
     delta: float
     """Probability that epsilon does not hold, in (0, 1); at most 1 / clients."""
+    key_file: str | None = field(default=None, repr=False, compare=False)
+    """File with the secret key of the noise, 64 hexadecimal digits as ``openssl rand -hex 32`` writes them. Every node
+    needs it for training, also to resume. Its content is never written or shown."""
 
     def __post_init__(self) -> None:
-        if not self.noise_multiplier > 0:
-            raise InvalidOption(f"`federation.privacy.noise_multiplier` is {self.noise_multiplier}; expected above 0.")
+        if not _SMALLEST <= self.noise_multiplier <= _LARGEST:
+            raise InvalidOption(
+                f"`federation.privacy.noise_multiplier` is {self.noise_multiplier}; expected a number in "
+                f"[{_SMALLEST:g}, {_LARGEST:g}]."
+            )
         if not 0 < self.delta < 1:
             raise InvalidOption(f"`federation.privacy.delta` is {self.delta}; expected a number in (0, 1).")
 
     def epsilon(self, rounds: int, cohort: int, clients: int) -> float:
-        """The smallest epsilon that is known to hold.
+        """Return the smallest epsilon that is known to hold.
 
         Args:
-            rounds: That were merged.
-            cohort: Clients in a round.
-            clients: That they are drawn from.
+            rounds: Number of merged rounds.
+            cohort: Number of clients in a round.
+            clients: Number of clients that cohorts are drawn from.
 
         Raises:
             InvalidOption: If dp-accounting is not installed.
@@ -59,7 +66,7 @@ def _dp_accounting() -> Any:
         import dp_accounting  # here, since it takes seconds and is an extra
     except ImportError as error:
         raise InvalidOption(
-            "`federation.privacy` counts epsilon with dp-accounting, which is not installed; "
+            "`federation.privacy` computes epsilon with dp-accounting, which is not installed; "
             "`pip install 'lightning-sparsefl[privacy]'`, or set `federation.privacy: null`."
         ) from error
     return dp_accounting
@@ -67,9 +74,9 @@ def _dp_accounting() -> Any:
 
 @lru_cache(maxsize=16)
 def _round(noise_multiplier: float, cohort: int, clients: int) -> list[tuple[Any, Any]]:
-    """Two bounds of one round's Renyi divergences, each with its orders; over rounds they add up.
+    """Compute two bounds of one round's Renyi divergences, each with its orders; over rounds they add up.
 
-    The second one forgets that most clients are not drawn; for large cohorts it is the smaller one.
+    The second one ignores that most clients are not drawn; for large cohorts it is the smaller one.
     """
     accounting = _dp_accounting()
     # replacing a client moves the sum by twice the limit, and dp-accounting leaves that to its caller
@@ -86,15 +93,17 @@ def _round(noise_multiplier: float, cohort: int, clients: int) -> list[tuple[Any
 class NoisySum(Accumulator):
     """The mean of clipped differences, with noise; clients count alike, whatever their samples.
 
-    The noise is added once, after the sum over the ranks, and is the same on each of them.
+    The noise is added once, after the sum over the ranks, and is the same on each of them: it is a function of the
+    secret, of the context and of the exact sum.
 
     Args:
-        layout: Of the model.
-        server: The weights before the round.
-        total_weight: Upper bound of the updates' number.
+        layout: Layout of the model's tensors.
+        server: Weights before the round.
+        total_weight: Upper bound of the number of updates.
         deviation: Standard deviation of the noise in the sum.
-        cohort: What the sum is divided by, whoever failed.
-        key: Of the noise.
+        cohort: Number that the sum is divided by, also where clients have failed.
+        secret: Key of the noise, 32 bytes.
+        context: Names the run and the round.
     """
 
     def __init__(
@@ -105,16 +114,17 @@ class NoisySum(Accumulator):
         *,
         deviation: float,
         cohort: int,
-        key: tuple[int | str, ...],
+        secret: bytes,
+        context: tuple[int | str, ...],
     ) -> None:
         super().__init__(layout, server, total_weight, silence_counts=True)
-        self._deviation, self._cohort, self._key = deviation, cohort, key
+        self._deviation, self._cohort, self._secret, self._context = deviation, cohort, secret, context
 
     def add(self, update: Update, message: Message, num_examples: int) -> None:
         """Add one client's clipped update, with the weight 1.
 
         Raises:
-            InvalidUpdate: If it carries what no noise is added to.
+            InvalidUpdate: If it carries anything that no noise is added to.
         """
         if update.extra or update.shared is not None:
             carried = "extra" if update.extra else "shared"
@@ -125,16 +135,23 @@ class NoisySum(Accumulator):
         super().add(replace(update, weight=1), message, 1)
 
     def result(self, reports: Mapping[int, Mapping[str, float]]) -> Merged:
-        """Add the noise and divide; the clients' metrics are kept from the method."""
-        self._sum += self._noise()
+        """Add the noise and divide; the method does not see the clients' metrics."""
+        self._add_noise()
         self._counts.fill_(self._cohort)
         return super().result({})
 
-    def _noise(self) -> Tensor:
-        """On every parameter that clients may change; the same for all of them, so that any one's votes tell."""
-        drawn = torch.randn(self.layout.size, dtype=torch.float64, generator=generator(*self._key))
-        noise = drawn.to(self.device) * self._deviation
-        for name, piece in zip(self.layout.names, self._pieces(noise), strict=True):
+    def _add_noise(self) -> None:
+        """Add noise to every parameter that clients may change, then round to the grid of the sum.
+
+        Coordinates are chosen by the votes, which are the same for all clients of a private run.
+        """
+        self._fold_large()
+        stream = NormalStream(derive_key(self._secret, self._context, self._sum))
+        sums, everywhere = self._pieces(self._sum), self._voters is None or self._dense_voters > 0
+        votes = sums if self._voters is None else self._pieces(self._voters)
+        for name, constant, total, voters in zip(self.layout.names, self._grid, sums, votes, strict=True):
             if name in self.layout.buffers:
-                piece.zero_()
-        return noise if self._voters is None or self._dense_voters else noise * (self._voters > 0)
+                continue
+            noise = stream.draw(total.numel()).to(self.device) * self._deviation
+            total += noise if everywhere else noise * (voters > 0)
+            total.add_(constant).sub_(constant)

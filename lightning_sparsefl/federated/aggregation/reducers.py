@@ -2,7 +2,8 @@
 
 The terms of a sum are rounded to a grid that every rank derives from the server's weights, coarse enough that
 float64 adds them without error. An exact sum does not depend on its order, so one rank and many give the same
-bytes. The grid lies about 40 bits below the largest weight of a tensor, beyond what float32 can tell.
+bytes. The grid lies about 40 bits below the largest weight of a tensor, beyond what float32 can tell. A tensor whose
+values are far larger than the server's is summed without a grid instead, by :class:`ExactSum`.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ Gather = Callable[[Any], list[Any]]
 """Every rank's value, on every rank."""
 
 _HEADROOM = 10
-"""A value may exceed its tensor's largest server weight by 2**10 before its sum loses exactness."""
+"""Values that exceed their tensor's largest server weight by more than 2**10 are not summed on its grid."""
+_EXTRA, _LARGE = "extra/", "weights"
+"""Keys of headers: prefix of an extra tree's key, and the weights' own."""
 _SMALLEST_SCALE = 2.0**-4
 """Tensors that start at zero, such as biases, grow to about this size."""
 
@@ -85,20 +88,23 @@ class Accumulator:
         self._voters: Tensor | None = None
         self._dense_voters = 0
         self._extra: dict[str, dict[str, ExactSum]] = {}
+        self._large: dict[str, ExactSum] = {}
         self._total = 0
         self._kind: Literal["weights", "difference"] | None = "difference" if silence_counts else None
-        self._grid = self._rounding_constants(vector, total_weight)
+        self._grid, self._bounds = self._rounding_constants(vector, total_weight)
         self._scratch = torch.empty(2, max(layout.sizes), dtype=torch.float64, device=self.device)
 
-    def _rounding_constants(self, server: Tensor, total_weight: int) -> list[float]:
-        """Per tensor 1.5 * 2**52 * g: adding and subtracting it rounds to multiples of g in float64."""
+    def _rounding_constants(self, server: Tensor, total_weight: int) -> tuple[list[float], list[float]]:
+        """Return two numbers for each tensor, of grid g: 1.5 * 2**52 * g, and the largest value that is summed on it.
+
+        Adding the first one and subtracting it rounds to multiples of g in float64, up to sums of 2**51 * g.
+        """
         largest = torch.stack(
             [piece.abs().max() if piece.numel() else piece.new_zeros(()) for piece in server.split(self.layout.sizes)]
         )
         scale = 2.0 ** largest.double().clamp_min(_SMALLEST_SCALE).log2().ceil()
         bits = _HEADROOM + math.ceil(math.log2(max(total_weight, 2))) - 51
-        constants: list[float] = (1.5 * 2.0 ** (52 + bits) * scale).tolist()
-        return constants
+        return (1.5 * 2.0 ** (52 + bits) * scale).tolist(), (2.0**_HEADROOM * scale).tolist()
 
     def add(self, update: Update, message: Message, num_examples: int) -> None:
         """Add one client's update.
@@ -122,6 +128,7 @@ class Accumulator:
         self.layout.check({n: vote for n, vote in votes.items() if n in self.layout.shapes}, "The votes of an update")
         if self.silence_counts and update.kind == "weights":
             values = {name: value - message.weights[name] for name, value in values.items()}
+        large = self._beyond_grid(values)
         for name, constant, total in zip(self.layout.names, self._grid, self._pieces(self._sum), strict=True):
             if name in values:
                 term, vote = self._scratch[:, : total.numel()]
@@ -129,9 +136,33 @@ class Accumulator:
                 term *= num_examples if name in self.layout.buffers else update.weight
                 if name in votes:
                     term *= vote.copy_(votes[name].reshape(-1))
-                total += term.add_(constant).sub_(constant)
+                if name in large:
+                    self._large.setdefault(name, ExactSum(term.shape, self.device)).add(term)
+                else:
+                    total += term.add_(constant).sub_(constant)
         self._count_voters(votes)
         self._count(update, votes, num_examples)
+
+    def _beyond_grid(self, values: Weights) -> set[str]:
+        """Return the names of tensors with a value that the grid cannot hold exactly."""
+        bound_of = {
+            name: bound
+            for name, bound in zip(self.layout.names, self._bounds, strict=True)
+            if name in values and values[name].numel()
+        }
+        if not bound_of:
+            return set()
+        flat = {name: values[name].detach().reshape(-1).float() for name in bound_of}
+        squares = torch.stack([value.dot(value) for value in flat.values()]).tolist()
+        # a Euclidean norm takes a tenth of the time of a maximum, and is no smaller; 2 leaves room for rounding
+        near = [name for name, square in zip(bound_of, squares, strict=True) if not 2 * square < bound_of[name] ** 2]
+        return {name for name in near if float(flat[name].abs().max()) > bound_of[name]}
+
+    def _fold_large(self) -> None:
+        """Add the sums without a grid to the others, after all ranks' terms are in them."""
+        for name, total in zip(self.layout.names, self._pieces(self._sum), strict=True):
+            if name in self._large:
+                total += self._large.pop(name).value()
 
     def _pieces(self, vector: Tensor) -> Sequence[Tensor]:
         """The flat tensors of a vector, in the layout's order."""
@@ -204,7 +235,7 @@ class Accumulator:
 
         Args:
             reduce: Sums a tensor over the ranks in place.
-            headers: Of the extra trees that any rank has, in one order on all ranks.
+            headers: Headers of the sums without a grid that any rank has, in one order on all ranks.
         """
         difference = self._kind == "difference"
         facts = [
@@ -226,9 +257,9 @@ class Accumulator:
         for sums in (self._sum, self._counts, self._coordinate_counts, self._voters):
             if sums is not None:
                 reduce(sums)
-        for key, extent_of in headers.items():
-            mine = self._extra.setdefault(key, {})
-            for name, header in extent_of.items():
+        for key, header_of in headers.items():
+            mine = self._large if key == _LARGE else self._extra.setdefault(key.removeprefix(_EXTRA), {})
+            for name, header in header_of.items():
                 mine.setdefault(name, ExactSum(header.shape, self.device)).all_reduce(reduce, header)
 
     def collect(self, gather: Gather) -> None:
@@ -239,11 +270,15 @@ class Accumulator:
         """
 
     def headers(self) -> SumHeaders:
-        """Of the extra trees seen so far."""
-        return {key: {name: total.header for name, total in tree.items()} for key, tree in self._extra.items()}
+        """Return the headers of the sums without a grid: of extra trees, and of tensors with large values."""
+        trees = {_EXTRA + key: tree for key, tree in self._extra.items()}
+        if self._large:
+            trees[_LARGE] = self._large
+        return {key: {name: total.header for name, total in tree.items()} for key, tree in trees.items()}
 
     def result(self, reports: Mapping[int, Mapping[str, float]]) -> Merged:
         """Divide, once."""
+        self._fold_large()
         mean = torch.empty(self.layout.size, dtype=self.layout.dtype, device=self.device)
         voted_on = {} if self._coordinate_counts is None else dict(self.layout.split(self._coordinate_counts))
         covered = {}

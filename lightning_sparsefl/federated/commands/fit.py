@@ -54,7 +54,7 @@ class Fit:
 
     def run(self) -> dict[str, float]:
         """Run the rounds that are left; returns the final table."""
-        with raise_disk_full(self.folder.path):
+        with self.folder.lock, raise_disk_full(self.folder.path):
             self._begin()
             with self.session.coordinator.interrupts:
                 try:
@@ -83,9 +83,11 @@ class Fit:
             path = Path(own) if own else new_version(Path(self.trainer.default_root_dir) / self.session.name)
         path = self.ranks.gather(path)[0]
         assert path is not None
+        folder = RunFolder(path)
+        self.ranks.share(folder.lock.acquire if self.ranks.first else lambda: None)
         if self.ranks.first:
             self.origin.promote_previous()
-        return RunFolder(path)
+        return folder
 
     def _users_loggers(self) -> list[Logger]:
         """The user's loggers."""

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import operator
+from collections.abc import Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
+from typing import Any
 
 from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.utilities.rank_zero import WarningCache
 from torch import nn
 from torchmetrics import Metric
 
@@ -13,7 +16,7 @@ from lightning_sparsefl.errors import InvalidOption
 
 
 def _alone() -> bool:
-    """Whether a metric may speak with other ranks: they have other clients, so never."""
+    """Return whether a metric may communicate with other ranks: never, since they have other clients."""
     return False
 
 
@@ -24,7 +27,7 @@ def isolate_metrics(module: nn.Module) -> None:
     clients, and hangs where they compute another number of times.
 
     Args:
-        module: Changed in place.
+        module: Module that is changed in place.
 
     Raises:
         InvalidOption: If it has a ``SyncBatchNorm``, which mixes the clients' batches.
@@ -42,13 +45,13 @@ def isolate_metrics(module: nn.Module) -> None:
 
 @contextmanager
 def restore_trainer_refs(module: LightningModule, callbacks: Sequence[Callback]) -> Iterator[None]:
-    """Give a module and callbacks back as they came: detached from the trainer that used them.
+    """Give a module and callbacks back as they came: detached from the trainer that used them, and unchanged by it.
 
     Args:
-        module: Is attached to a trainer inside.
-        callbacks: Get their `log` from the module inside.
+        module: Module that is attached to a trainer inside.
+        callbacks: Callbacks that get their `log` from the module inside.
     """
-    trainer, name = module._trainer, module._current_fx_name
+    trainer, name, before = module._trainer, module._current_fx_name, ModuleState(module)
     try:
         yield
     finally:
@@ -57,3 +60,85 @@ def restore_trainer_refs(module: LightningModule, callbacks: Sequence[Callback])
         for callback in callbacks:
             for method in ("log", "log_dict"):
                 vars(callback).pop(method, None)
+        before.restore()
+
+
+_messages = WarningCache()
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_NO_HOOKS: dict[int, Any] = {}
+_CONTAINERS = (list, dict, set)
+
+
+class ModuleState:
+    """What a module has besides tensors, to put back what one client's code has changed before the next one comes.
+
+    These are `requires_grad` and hooks of parameters, training modes, forward and backward hooks of submodules, and
+    assigned attributes without a leading underscore. What has changed inside an object is out of reach; a list, dict or
+    set that has grown or shrunk is reported once.
+
+    Args:
+        module: Module whose submodules are the same at :meth:`restore`.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._before: list[tuple[str, nn.Module, dict[str, Any]]] = []
+        self._parameters: list[tuple[nn.Parameter, bool, dict[int, Any]]] = []
+        self._hooks: list[tuple[dict[int, Any], dict[int, Any]]] = []
+        self._sizes: list[tuple[str, str, Sized, int]] = []
+        self._visit(type(module).__name__, module)
+
+    def _visit(self, name: str, module: nn.Module) -> None:
+        if isinstance(module, Metric):
+            return  # its attributes are its state, which is emptied elsewhere
+        attributes = vars(module)
+        self._before.append((name, module, attributes.copy()))
+        for value in module._parameters.values():
+            if value is not None:
+                hooks = value._backward_hooks
+                self._parameters.append((value, value.requires_grad, hooks.copy() if hooks else _NO_HOOKS))
+        for hook in _HOOKS:
+            hooks = attributes[hook]
+            self._hooks.append((hooks, hooks.copy() if hooks else _NO_HOOKS))
+        if not type(module).__module__.startswith("torch."):
+            self._sizes += [
+                (name, key, value, len(value))
+                for key, value in attributes.items()
+                if type(value) in _CONTAINERS and key[0] != "_"
+            ]
+        for key, child in module._modules.items():
+            if child is not None:
+                self._visit(f"{name}.{key}", child)
+
+    def restore(self) -> None:
+        """Put everything back."""
+        for parameter, flag, known in self._parameters:
+            if parameter.requires_grad is not flag:
+                parameter.requires_grad_(flag)
+            _restore_hooks(parameter._backward_hooks or known, known)
+        for hooks, known in self._hooks:
+            _restore_hooks(hooks, known)
+        for name, key, value, size in self._sizes:
+            if len(value) != size:
+                _messages.info(
+                    f"A client's training has changed `{name}.{key}` in place, which the next client on the same rank "
+                    "will see, so the result may depend on the number of ranks; empty it in `on_fit_start`."
+                )
+        for _, module, before in self._before:
+            now = vars(module)
+            if len(now) != len(before) or not all(map(operator.is_, now.values(), before.values())):
+                _restore_attributes(module, before)
+
+
+def _restore_hooks(hooks: dict[int, Any], known: dict[int, Any]) -> None:
+    if hooks.keys() != known.keys():
+        hooks.clear()
+        hooks.update(known)
+
+
+def _restore_attributes(module: nn.Module, before: Mapping[str, Any]) -> None:
+    now = vars(module)
+    for key in [key for key in now if key[0] != "_" and key not in before]:
+        del now[key]
+    for key, value in before.items():
+        if key[0] != "_" and now.get(key, now) is not value:
+            now[key] = value

@@ -28,7 +28,7 @@ from lightning_sparsefl.federated.exchange.failures import Deadline, out_of_memo
 from lightning_sparsefl.federated.local.buffers import drop_local_buffers, insert_local_buffers
 from lightning_sparsefl.federated.options import Federation
 from lightning_sparsefl.federated.rounds.merge_policy import Merging
-from lightning_sparsefl.federated.rounds.update_checks import check_update_schema, non_finite_reason
+from lightning_sparsefl.federated.rounds.update_checks import check_update_schema, excess_reason, non_finite_reason
 from lightning_sparsefl.federated.sampling import split_unseen, uniform_cohort
 from lightning_sparsefl.federated.storage.records import ClientRecord, MemoryStore, pack_record
 from lightning_sparsefl.sparse.masks import changed, counts, digest
@@ -327,7 +327,7 @@ class Coordinator:
         if client.deadline is not None:
             client.deadline.check()
         check_update_schema(update, message, self.bench.flat.layout, self.algorithm.may_vote, client.id)
-        wrong = non_finite_reason(update)
+        wrong = non_finite_reason(update) or excess_reason(update, client.num_examples, self.bench.flat.layout)
         if wrong is not None:
             raise self._failed(client.view, wrong)
 

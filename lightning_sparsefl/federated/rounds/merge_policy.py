@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from functools import cached_property
+
 from lightning_sparsefl.errors import InvalidOption
 from lightning_sparsefl.federated.aggregation.clipping import clipped
+from lightning_sparsefl.federated.aggregation.noise import read_key, require_cipher
 from lightning_sparsefl.federated.aggregation.privacy import NoisySum, Privacy
 from lightning_sparsefl.federated.aggregation.reducers import Accumulator, CoverageMean
 from lightning_sparsefl.federated.algorithm import FederatedAlgorithm
@@ -52,7 +55,8 @@ class Merging:
             total_weight,
             deviation=federation.privacy.noise_multiplier * federation.clip_update,
             cohort=federation.clients_per_round,
-            key=(self.seed, server.round, "privacy"),
+            secret=self._secret,
+            context=(self.seed, server.round),
         )
 
     def limited(self, update: Update, message: Message) -> Update:
@@ -67,6 +71,11 @@ class Merging:
             return {}
         epsilon = privacy.epsilon(rounds, self.federation.clients_per_round, self.clients)
         return {"privacy/epsilon": epsilon, "privacy/delta": privacy.delta}
+
+    @cached_property
+    def _secret(self) -> bytes:
+        """Key of the noise."""
+        return read_key(None if self.federation.privacy is None else self.federation.privacy.key_file)
 
     def _check_reducer(self) -> None:
         chosen, own = self.federation.reducer, self.algorithm.reducer()
@@ -92,4 +101,7 @@ class Merging:
                 f"`federation.privacy.delta` is {privacy.delta}; expected below 1 / {self.clients}, the number of "
                 "clients: else giving away one client at random would count as private."
             )
+        if privacy.key_file is None:
+            read_key(None)  # raises now instead of in the first round; only training needs the file itself
+        require_cipher()
         self.metrics(1)  # asks for dp-accounting now, not after a round

@@ -1,9 +1,9 @@
-"""Whether an update answers its message; asked of every update before anything of it is kept or merged.
+"""Checks of an update against its message, before anything of it is kept or merged.
 
-There are two kinds of fault. What a client's own numbers can be blamed for, values and losses that are not finite, is
-that client's failure and obeys `federation.on_client_error`. What only the method's code can have done wrong (names,
-shapes, dtypes, `kind`, `weight`, votes) is an :class:`InvalidUpdate`, which ends the run in either case: every client
-would meet it, and leaving them all out would hide it.
+There are two kinds of fault. What a client itself can cause, values that are not finite or out of any proportion and
+claims beyond its share, is that client's failure and obeys `federation.on_client_error`. What only the method's code
+can have done wrong (names, shapes, dtypes, `kind`, votes) is an :class:`InvalidUpdate`, which ends the run in either
+case: every client would meet it, and leaving them all out would hide it.
 """
 
 from __future__ import annotations
@@ -21,6 +21,11 @@ from lightning_sparsefl.federated.exchange.flat import Layout
 from lightning_sparsefl.types import Masks, Message, Update, Weights
 
 _KINDS = ("weights", "difference")
+_MOST_METRICS = 256
+_SHARED_FACTOR, _SHARED_ROOM = 4, 64 * 1024
+"""Bytes of `shared`: a multiple of the model's, and some more."""
+_LARGEST = 2.0**64
+"""Values whose squares overflow float32: after a mean over them no client could train."""
 
 
 def check_update_schema(
@@ -29,11 +34,11 @@ def check_update_schema(
     """Compare an update with the model and with what was sent.
 
     Args:
-        update: As the method's `train` returned it.
-        message: What the client had received.
-        layout: Of the model.
-        may_vote: The method's; asked only where the update brings votes of its own, since others follow from it.
-        client: Number of the client, for the sentence.
+        update: Update as the method's `train` returned it.
+        message: Message that the client had received.
+        layout: Layout of the model's tensors.
+        may_vote: The method's hook; called only where the update brings votes of its own, since others follow from it.
+        client: Number of the client, for the error message.
 
     Raises:
         InvalidUpdate: If they do not fit.
@@ -104,23 +109,71 @@ def _any(mask: Tensor) -> bool:
 
 
 def non_finite_reason(update: Update) -> str | None:
-    """What is wrong with the numbers that a client returned, as a clause; None if nothing is.
+    """Return what is wrong with the numbers of an update, as a clause, or None.
 
-    Losses, weights, extra trees and the tensors of `shared` must be finite. Metrics that are no losses may be undefined
-    on a client's data, and `memory` is the client's own affair.
+    Losses, weights, extra trees and the tensors of `shared` must be finite, and no value above 2**64, whose square
+    overflows float32. Metrics that are no losses may be undefined on a client's data, and `memory` is the client's own.
 
     Args:
-        update: Of a form that :func:`check_update_schema` accepts.
+        update: Update that :func:`check_update_schema` accepts.
     """
     for name in not_finite(update.metrics):
         if "loss" in name:
             return f"its {name} is {update.metrics[name]}"
-    # all of them are told by one sum, which is finite only if all terms are, and costs a fiftieth
     tensors = dict(_floats("", {"weights": update.weights, "extra": update.extra, "shared": update.shared}))
-    if not tensors or math.isfinite(float(torch.stack([tensor.sum().double() for tensor in tensors.values()]).sum())):
+    if not tensors or math.isfinite(float(torch.stack([_square(tensor) for tensor in tensors.values()]).sum())):
         return None
-    bad = next((name for name, tensor in tensors.items() if not bool(torch.isfinite(tensor).all())), None)
-    return None if bad is None else f"its update of {bad} holds values that are not finite"
+    for name, tensor in tensors.items():
+        if not bool(torch.isfinite(tensor).all()):
+            return f"its update of {name} holds values that are not finite"
+        largest = float(tensor.abs().max()) if tensor.numel() else 0.0
+        if largest > _LARGEST:
+            return f"its update of {name} holds values up to {largest:.3g}; expected at most {_LARGEST:.3g}"
+    return None
+
+
+def _square(tensor: Tensor) -> Tensor:
+    """Return the sum of squares in float32, which is finite only if all squares are, as double."""
+    flat = tensor.detach().reshape(-1).float()
+    return flat.dot(flat).double()
+
+
+def excess_reason(update: Update, num_examples: int, layout: Layout) -> str | None:
+    """Return what an update claims beyond its client's share, as a clause, or None.
+
+    Args:
+        update: Update that :func:`check_update_schema` accepts.
+        num_examples: Number of the client's training samples, the most that its update may weigh.
+        layout: Layout of the model's tensors, which bounds what the server keeps about a client.
+    """
+    if update.weight > max(num_examples, 1):
+        return (
+            f"its update has the weight {update.weight}; expected at most {max(num_examples, 1)}, its training samples"
+        )
+    if len(update.metrics) > _MOST_METRICS:
+        return f"its update has {len(update.metrics)} metrics; expected at most {_MOST_METRICS}"
+    model = sum(size * layout.dtypes[name].itemsize for name, size in zip(layout.names, layout.sizes, strict=True))
+    room = _SHARED_FACTOR * model + _SHARED_ROOM
+    if update.shared is not None and _exceeds(update.shared, room):
+        return f"its update's `shared` takes more than {room} bytes, {_SHARED_FACTOR} times the model and 64 KiB"
+    return None
+
+
+def _exceeds(value: Any, room: int) -> bool:
+    """Whether nested plain values and tensors take more bytes than there is room for; a number takes 8."""
+    left = [value]
+    while left and room >= 0:
+        item = left.pop()
+        if isinstance(item, Tensor):
+            room -= item.numel() * item.itemsize
+        elif isinstance(item, str | bytes):
+            room -= len(item)
+        elif isinstance(item, Mapping):
+            left += [*item.keys(), *item.values()]
+        elif isinstance(item, list | tuple):
+            left += item
+        room -= 8
+    return room < 0
 
 
 def _floats(where: str, value: Any) -> Iterator[tuple[str, Tensor]]:

@@ -1,4 +1,4 @@
-"""Files that are whole or not there, hold plain types only, and can be told from damaged ones."""
+"""Files that are written whole or not at all, and hold plain types only."""
 
 from __future__ import annotations
 
@@ -9,29 +9,30 @@ import struct
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
 
-from lightning_sparsefl.errors import CheckpointMismatch, DiskFull
-from lightning_sparsefl.federated.storage.safe_load import NotPlain, require_plain
+from lightning_sparsefl.errors import CheckpointMismatch, DiskFull, SparseFLError
+from lightning_sparsefl.federated.storage.safe_load import NotPlain, load_checked
 
 _LEFTOVERS = ".*.tmp"
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def write_atomically(path: Path, content: Any, keep: Path | None = None) -> None:
     """Write with ``torch.save`` so that a crash leaves the old file or the new one, never half of it.
 
     Args:
-        path: The file; its folder is made if needed.
+        path: File to write; its folder is made if needed.
         content: Plain types and tensors.
         keep: A second name, in the same folder, for the file that is replaced.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = _temporary(path)
     try:
-        with temporary.open("wb") as file:
+        with _create(temporary) as file:
             torch.save(content, file)
             file.flush()
             os.fsync(file.fileno())
@@ -43,9 +44,19 @@ def write_atomically(path: Path, content: Any, keep: Path | None = None) -> None
         temporary.unlink(missing_ok=True)
 
 
+def _temporary(path: Path) -> Path:
+    return path.with_name(f".{path.name}.{os.getpid()}.tmp")
+
+
+def _create(temporary: Path) -> BinaryIO:
+    """Open a new file for writing; its name can be guessed, so a link that waits there is removed, not followed."""
+    temporary.unlink(missing_ok=True)
+    return temporary.open("xb")
+
+
 def _keep(path: Path, keep: Path) -> None:
     """Give a file a second name; without hard links it moves, and has the second name alone for a moment."""
-    link = keep.with_name(f".{keep.name}.{os.getpid()}.tmp")
+    link = _temporary(keep)
     link.unlink(missing_ok=True)
     try:
         os.link(path, link)
@@ -59,19 +70,20 @@ def write_text_atomically(path: Path, text: str) -> None:
     """Write a text so that a crash leaves the old file or the new one.
 
     Args:
-        path: The file.
-        text: Its content, in UTF-8.
+        path: File to write.
+        text: Its content, written as UTF-8.
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = _temporary(path)
     try:
-        temporary.write_text(text, encoding="utf-8", newline="")
+        with _create(temporary) as file:
+            file.write(text.encode())
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Delete what a process left that was killed while it wrote."""
+    """Delete the temporary files of processes that were killed while they wrote."""
     for path in folder.glob(_LEFTOVERS):
         path.unlink(missing_ok=True)
 
@@ -85,22 +97,24 @@ def _sync_folder(folder: Path) -> None:
 
 
 def load_plain(path: Path) -> Any:
-    """Read a file of plain types and tensors on the CPU; nothing in it is executed, and no size in it is believed.
+    """Load a file of plain types and tensors on the CPU; nothing in it is executed, and no size in it is trusted.
+
+    Args:
+        path: File that :func:`write_atomically` wrote.
 
     Raises:
-        CheckpointMismatch: If it is missing, torn, holds anything but plain types, or asks for more memory than its
+        CheckpointMismatch: If it is missing, damaged, holds anything but plain types, or asks for more memory than its
             own size justifies.
     """
     if not path.is_file():
         raise CheckpointMismatch(f"There is no checkpoint at {path}; expected a file (option `ckpt_path`).")
     try:
         with path.open("rb") as file:
-            require_plain(file)
-        return torch.load(path, map_location="cpu", weights_only=True)
+            return load_checked(file)
     except Exception as error:
         reason = str(error) if isinstance(error, NotPlain) else type(error).__name__
         raise CheckpointMismatch(
-            f"{path} is torn or not a checkpoint of plain types ({reason}); choose another `ckpt_path`."
+            f"{path} is damaged or not a checkpoint of plain types ({reason}); choose another `ckpt_path`."
         ) from error
 
 
@@ -147,20 +161,33 @@ def pieces(value: Any) -> Iterator[Any]:
 
 @contextmanager
 def raise_disk_full(folder: Path) -> Iterator[None]:
-    """Say what a full disk means for a run, wherever it was met.
+    """Convert an error that a full disk has caused into :class:`DiskFull`.
+
+    Where a write fails inside ``torch.save``, torch may raise its own ``RuntimeError`` while it handles the error of
+    the operating system.
 
     Args:
-        folder: Of the run.
+        folder: Folder of the run.
 
     Raises:
-        DiskFull: Instead of the operating system's error.
+        DiskFull: If the disk or the quota is exhausted.
     """
     try:
         yield
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+    except (OSError, RuntimeError) as error:
+        full = next((cause for cause in _causes(error) if isinstance(cause, OSError) and cause.errno in _FULL), None)
+        if full is None or isinstance(error, SparseFLError):
             raise
         raise DiskFull(
-            f"The disk of {folder} is full ({error.strerror}): the run has stopped, and its last committed round is "
+            f"The disk of {folder} is full ({full.strerror}): the run has stopped, and its last committed round is "
             "intact; free some space, and go on with `ckpt_path: last`."
         ) from error
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an error and those during whose handling it was raised, the newest first."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield error
+        error = error.__cause__ or error.__context__

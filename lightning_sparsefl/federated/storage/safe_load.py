@@ -1,15 +1,20 @@
-"""What a file asks for, before anything of it is loaded.
+"""Loads files of ``torch.save`` only after a check of what they ask for.
 
-``torch.load(weights_only=True)`` executes nothing, but believes what a file says about sizes: a few bytes of pickle can
-ask for any amount of memory, a compressed archive can too, and older versions read past the end of a record. So the
-pickle is first walked through with stand-ins that only count: the few names that plain types and tensors need,
-records as long as their tensors say, and no more bytes or objects than the length of the file justifies.
+``torch.load(weights_only=True)`` executes nothing, but trusts the sizes in a file: a few bytes of pickle can ask for
+any amount of memory, a compressed archive can too, and older versions read past the end of a record. So the pickle is
+first walked through with stand-ins that only count: the few names that plain types and tensors need, records as long as
+their tensors, and no more bytes or objects than the length of the file justifies.
+
+The check holds only if torch then reads the same records, so only the layout that ``torch.save`` writes is accepted: an
+archive that fills the file from its first byte to its last, whose records have the known names, all in one folder. Of a
+legacy file with an archive appended torch would read the front, and torch's zip reader ignores the case of names.
 """
 
 from __future__ import annotations
 
 import io
 import pickle
+import re
 import struct
 import zipfile
 from collections import OrderedDict
@@ -44,28 +49,49 @@ _DTYPES = {
 """Bytes of an element."""
 _SPREAD = 64
 """Bytes of tensors that one byte of a file may stand for, by views and masks; and objects that a byte of pickle may."""
+_NAME = re.compile(
+    r"(?P<folder>[^/\0]+)/"
+    r"(?P<leaf>data\.pkl|data/(0|[1-9][0-9]*)|byteorder|version|\.format_version|\.storage_alignment|\.data/serialization_id)"
+)
+"""Names of the records that ``torch.save`` writes."""
+_LARGE = 0xFFFFFFFF
+"""A 32-bit number of an archive that stands for a 64-bit one elsewhere."""
 
 
 class NotPlain(ValueError):
     """Why a file is not loaded, as a clause."""
 
 
-def require_plain(file: BinaryIO) -> None:
-    """See that a file holds plain types and tensors, and is as large as it says.
+def load_checked(file: BinaryIO) -> Any:
+    """Check a file, then load it on the CPU from the same handle, so that both see the same file.
 
     Args:
-        file: Open; the place in it afterwards is any.
+        file: Open for reading, from the start.
 
     Raises:
-        NotPlain: If it is not.
+        NotPlain: If it holds anything but plain types and tensors, or is not as large as it says.
+    """
+    require_plain(file)
+    file.seek(0)
+    return torch.load(file, map_location="cpu", weights_only=True)
+
+
+def require_plain(file: BinaryIO) -> None:
+    """Check that a file holds plain types and tensors, and is as large as it says.
+
+    Args:
+        file: Open for reading, from the start; its position changes.
+
+    Raises:
+        NotPlain: If it does not.
     """
     length = file.seek(0, io.SEEK_END)
     try:
         with zipfile.ZipFile(file) as archive:
             _require_end(file, archive, length)
-            sizes = _records(archive, length)
-            name = next(name for name in archive.namelist() if name.partition("/")[2] == "data.pkl")
-            data = archive.read(name)
+            records = _records(archive, length)
+            sizes = {leaf: entry.file_size for leaf, entry in records.items()}
+            data = archive.read(records["data.pkl"])
         walk = _Walk(data, sizes, _SPREAD * length)
         _require_finite(walk.load(), _SPREAD * len(data))
     except NotPlain:
@@ -75,39 +101,53 @@ def require_plain(file: BinaryIO) -> None:
 
 
 def _require_end(file: BinaryIO, archive: zipfile.ZipFile, length: int) -> None:
-    """See that the table of contents ends the file, so that every reader finds the same one."""
-    file.seek(length - 22)
-    mark, size, start, comment = struct.unpack("<4s8xLLH", file.read(22))
-    file.seek(start + size)
-    long = 76 if file.read(4) == b"PK\x06\x06" else 0
-    if mark != b"PK\x05\x06" or comment or start != archive.start_dir or start + size + long + 22 != length:
+    """Check that the table of contents ends the file, so that every reader finds the same one.
+
+    The file ends with: table | 64-bit record, 56 bytes | its locator, 20 bytes | end record, 22 bytes. The record and
+    its locator are optional.
+    """
+    file.seek(max(length - 98, 0))
+    end = file.read()
+    mark, size, start, comment = struct.unpack("<4s8xLLH", end[-22:])
+    rest = 22
+    if end[-42:-38] == b"PK\x06\x07":
+        short, (size, start), rest = (size, start), struct.unpack("<QQ", end[40:56]), 98
+        located = (end[:4], *struct.unpack("<Q", end[64:72])) == (b"PK\x06\x06", start + size)
+        if not located or short != (min(size, _LARGE), min(start, _LARGE)):
+            raise NotPlain("it has two tables of contents")
+    if mark != b"PK\x05\x06" or comment or start != archive.start_dir or start + size + rest != length:
         raise NotPlain("its table of contents is not at its end")
 
 
-def _records(archive: zipfile.ZipFile, length: int) -> Mapping[str, int]:
-    """The length of each record, by its name in the archive's folder."""
+def _records(archive: zipfile.ZipFile, length: int) -> Mapping[str, zipfile.ZipInfo]:
+    """Return the records by their names within the archive's folder."""
     entries = archive.infolist()
-    sizes = {entry.filename.partition("/")[2]: entry.file_size for entry in entries}
+    named = [(entry, _NAME.fullmatch(entry.orig_filename)) for entry in entries]
+    records = {match["leaf"]: entry for entry, match in named if match is not None}
+    if len({match and match["folder"] for _, match in named}) != 1 or len(records) < len(entries):
+        raise NotPlain("its records are not those that `torch.save` writes")
+    if min(entry.header_offset for entry in entries) != 0:
+        raise NotPlain("it does not begin with a record")
     if any(entry.compress_type or entry.file_size != entry.compress_size for entry in entries):
         raise NotPlain("it is compressed")
-    if len(sizes) < len(entries):
-        raise NotPlain("two of its records have one name")
-    if sum(sizes.values()) > length:
+    if any(entry.extra and max(entry.file_size, entry.header_offset) < _LARGE for entry in entries):
+        raise NotPlain("it gives a record two sizes")
+    if sum(entry.file_size for entry in entries) > length:
         raise NotPlain("its records are longer than the file")
-    return sizes
+    return records
 
 
 class _Walk(pickle._Unpickler):
-    """Walks through a pickle; storages become their lengths, and tensors nothing.
+    """Walks through a pickle; storages become their lengths, and tensors None.
 
     Args:
         data: The pickle.
-        sizes: Of the records.
+        sizes: Length of each record.
         room: Bytes that the tensors may take together.
     """
 
     def _without_state(self) -> None:
-        """What an object would be given besides its content has no use here."""
+        """Drop the state that an object would be given."""
         self.stack.pop()  # type: ignore[attr-defined]
 
     dispatch: ClassVar[dict[int, Callable[..., Any]]] = {
@@ -127,14 +167,14 @@ class _Walk(pickle._Unpickler):
         }
 
     def find_class(self, module: str, name: str) -> Any:
-        """One of the few names, or the bytes of an element."""
+        """Return the stand-in for one of the few names, or the bytes of an element."""
         known = self._names.get(f"{module} {name}") or _DTYPES.get(f"{module} {name}")
         if known is None:
             raise NotPlain(f"it asks for {f'{module}.{name}'[:60]!r}")
         return known
 
     def persistent_load(self, pid: Any) -> tuple[int, int]:
-        """A storage, whose record must be as long as it says."""
+        """Return the itemsize and the length of a storage, whose record must be as long as it says."""
         kind, itemsize, key, _, count = pid
         if kind != "storage" or _whole(itemsize, count) * itemsize * count != self._sizes.get(f"data/{key}"):
             raise NotPlain("a tensor has another length than its record")
@@ -156,18 +196,18 @@ class _Walk(pickle._Unpickler):
 
 
 def _parameter(*_: Any) -> None:
-    """A parameter, whose tensor is counted already."""
+    """Stand in for a parameter, whose tensor is counted already."""
 
 
 def _whole(*numbers: Any) -> int:
-    """1; only for whole numbers that are not negative."""
+    """Return 1 for whole numbers >= 0; raise otherwise."""
     if not all(type(number) is int and number >= 0 for number in numbers):
-        raise NotPlain("a tensor has a length that is none")
+        raise NotPlain("a tensor has a size or an offset that is not a whole number >= 0")
     return 1
 
 
 def _require_finite(tree: Any, most: int) -> None:
-    """See that nested values, each counted as often as it is found, are not many more than were written."""
+    """Check that nested values, each counted as often as it is found, are not many more than were written."""
     found, left = 0, [tree]
     while left:
         value = left.pop()

@@ -1,4 +1,5 @@
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -105,6 +106,27 @@ def test_any_order_and_any_number_of_ranks_give_the_same_bytes(reducer):
     for ranks in (1, 2, 3, 5):
         rng.shuffle(parts)
         split = merge(reducer, flat, server, [parts[i::ranks] for i in range(ranks)], message)
+        assert split.weights.vector.numpy().tobytes() == whole.weights.vector.numpy().tobytes()
+
+
+@pytest.mark.parametrize("reducer", [CoverageMean(), PlainMean()])
+def test_values_far_beyond_the_servers_are_summed_exactly_too(reducer):
+    """Two updates that cancel each other leave what the others say, on any number of ranks."""
+    flat, server, rng = flat_module(), flat_module().read(), random.Random(0)
+    parts = updates(flat.layout, server, count=12)
+    quiet = [Update(weights=server, weight=6, votes=parts[0][0].votes) for _ in range(2)]
+    expected = merge(reducer, flat, server, [[*parts, *((u, 5) for u in quiet)]], Message(weights=server))
+    loud = [
+        replace(u, weights={n: w + sign * 1e12 * (n != "2.bias") for n, w in server.items()})
+        for u, sign in zip(quiet, (1, -1), strict=True)
+    ]
+    parts += [(update, 5) for update in loud]
+    whole = merge(reducer, flat, server, [parts], Message(weights=server))
+    for name, value in expected.weights.items():  # up to the weights below 1e12 that float32 cannot hold beside it
+        torch.testing.assert_close(whole.weights[name], value, rtol=0, atol=0.3 if name != "2.bias" else 1e-6)
+    for ranks in (2, 3, 5):
+        rng.shuffle(parts)
+        split = merge(reducer, flat, server, [parts[i::ranks] for i in range(ranks)], Message(weights=server))
         assert split.weights.vector.numpy().tobytes() == whole.weights.vector.numpy().tobytes()
 
 

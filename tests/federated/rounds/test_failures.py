@@ -161,6 +161,40 @@ def test_a_mistake_of_the_method_ends_the_run_even_where_clients_are_skipped(tra
         trainer(FedAvg(), federation={"on_client_error": "skip"}).fit(mlp(), blobs())
 
 
+@dataclass(frozen=True)
+class Greedy(FedAvg):
+    """Client 0 sends what an honest one never would."""
+
+    how: str = ""
+
+    def train(self, message, client):
+        update = super().train(message, client)
+        return replace(update, **GREEDY[self.how][0](update, client)) if client.id == 0 else update
+
+
+def times(factor):
+    return lambda update, client: {"weights": {name: value * factor for name, value in update.weights.items()}}
+
+
+GREEDY = {
+    "weight": (lambda update, client: {"weight": client.num_examples + 1}, "its update has the weight"),
+    "values": (times(1e30), "its update of weights['net.fc1.weight'] holds values up to"),
+    "metrics": (lambda update, client: {"metrics": {str(i): 0.0 for i in range(300)}}, "has 300 metrics"),
+    "shared": (lambda update, client: {"shared": {"a": torch.zeros(10**6)}}, "`shared` takes more than"),
+}
+
+
+@pytest.mark.parametrize("how", GREEDY)
+def test_a_client_that_claims_too_much_is_left_out_or_ends_the_run_by_name(how, trainer):
+    skips = trainer(Greedy(how=how), max_rounds=1, federation={"on_client_error": "skip"})
+    skips.fit(mlp(), blobs())
+    failures = {row["client"]: row["failure"] for row in table(skips) if row["failure"]}
+    assert list(failures) == ["0"]
+    assert GREEDY[how][1] in failures["0"]
+    with pytest.raises(ClientFailed, match="Client 0 failed in round 0"):
+        trainer(Greedy(how=how), max_rounds=1).fit(mlp(), blobs())
+
+
 def test_memory_is_freed_before_the_next_client():
     module, held = mlp(), []
 

@@ -1,6 +1,7 @@
 """Robust reducers, clipped updates and private sums, without a federation around them."""
 
 import random
+import re
 
 import pytest
 import torch
@@ -102,9 +103,10 @@ def test_a_tensor_that_was_not_sent_cannot_be_clipped():
 # ---- privacy
 
 
-def private(flat, given, deviation, cohort=4, key=(0, 0, "privacy")):
+def private(flat, given, deviation, cohort=4, secret=bytes(32), context=(0, 0)):
     server = flat.read()
-    accumulator = NoisySum(flat.layout, server, 1000, deviation=deviation, cohort=cohort, key=key)
+    noise = {"deviation": deviation, "cohort": cohort, "secret": secret, "context": context}
+    accumulator = NoisySum(flat.layout, server, 1000, **noise)
     for update in given:
         accumulator.add(update, Message(weights=server), 100)
     return accumulator.result({0: {"loss": 1.0}})
@@ -122,9 +124,32 @@ def test_noise_has_the_deviation_that_was_asked_for():
     assert merged.kind == "difference"
     assert merged.reports == {}
     again = private(flat, given, deviation=3.0)
-    other = private(flat, given, deviation=3.0, key=(0, 1, "privacy"))
     assert torch.equal(merged.weights["0.weight"], again.weights["0.weight"])
-    assert not torch.equal(merged.weights["0.weight"], other.weights["0.weight"])
+
+
+@pytest.mark.parametrize(
+    "other",
+    [{"context": (0, 1)}, {"context": (1, 0)}, {"secret": bytes(31) + b"\x01"}, {"shift": 1e-6}],
+    ids=["round", "run", "secret", "sum"],
+)
+def test_no_two_sums_share_their_noise(other):
+    flat = FlatModule(nn.Sequential(nn.Linear(300, 300), nn.BatchNorm1d(300)))
+
+    def merged(shift=0.0, **options):
+        change = {n: torch.full_like(w, 0.01 + shift) for n, w in flat.read().items() if n not in flat.layout.buffers}
+        return private(flat, [Update(weights=change, kind="difference")], 3.0, **options).weights["0.weight"] * 4
+
+    difference = (merged() - merged(**other)).double()
+    assert float(difference.std()) == pytest.approx(3.0 * 2**0.5, rel=0.02)
+
+
+def test_the_noisy_sum_lies_on_the_grid_of_the_sum():
+    flat = flat_module()
+    accumulator = NoisySum(flat.layout, flat.read(), 4, deviation=0.3, cohort=4, secret=bytes(32), context=())
+    accumulator.add(updates(flat.read(), 1)[0], Message(weights=flat.read()), 1)
+    accumulator.result({})
+    for constant, total in zip(accumulator._grid, accumulator._sum.split(flat.layout.sizes), strict=True):
+        assert torch.equal(total, (total + constant) - constant)
 
 
 def test_without_noise_it_is_the_sum_over_the_cohort():
@@ -139,7 +164,7 @@ def test_without_noise_it_is_the_sum_over_the_cohort():
 def test_what_nobody_may_change_gets_no_noise():
     flat, server = flat_module(), flat_module().read()
     frozen = Message(weights=server, trainable={"2.weight": torch.zeros(3, 7, dtype=torch.bool)})
-    accumulator = NoisySum(flat.layout, server, 1000, deviation=1.0, cohort=1, key=(0,))
+    accumulator = NoisySum(flat.layout, server, 1000, deviation=1.0, cohort=1, secret=bytes(32), context=())
     accumulator.add(Update(weights=server), frozen, 1)
     merged = accumulator.result({})
     assert not merged.weights["2.weight"].any()
@@ -179,10 +204,13 @@ def test_options_that_cannot_work(options, sentence):
     [
         (lambda: TrimmedMean(fraction=0.5), r"`TrimmedMean\(fraction=0.5\)`: expected a number in \[0, 0.5\)"),
         (lambda: TrimmedMean(fraction=-0.1), "expected a number in"),
-        (lambda: Privacy(noise_multiplier=0, delta=1e-5), "`federation.privacy.noise_multiplier` is 0"),
+        *(
+            (lambda z=z: Privacy(noise_multiplier=z, delta=1e-5), re.escape(f"noise_multiplier` is {z}; expected"))
+            for z in (0, -1.0, float("nan"), float("inf"), 1e-320, 1e308)
+        ),
         (lambda: Privacy(noise_multiplier=1, delta=1), "`federation.privacy.delta` is 1"),
     ],
-    ids=["half", "negative", "noise", "delta"],
+    ids=["half", "negative", "zero", "below zero", "nan", "inf", "tiny", "huge", "delta"],
 )
 def test_values_that_cannot_work(make, sentence):
     with pytest.raises(InvalidOption, match=sentence):

@@ -7,7 +7,7 @@ import torch
 
 from lightning_sparsefl.errors import InvalidUpdate
 from lightning_sparsefl.federated.exchange.flat import Layout
-from lightning_sparsefl.federated.rounds.update_checks import check_update_schema, non_finite_reason
+from lightning_sparsefl.federated.rounds.update_checks import check_update_schema, excess_reason, non_finite_reason
 from lightning_sparsefl.sparse.masks import intersect
 from lightning_sparsefl.types import Message, Update
 
@@ -91,3 +91,54 @@ def test_numbers_that_are_not_finite_are_named(value):
     assert "shared['list'][1]" in non_finite_reason(Update(weights=WEIGHTS, shared={"list": [1.0, broken]}))
     assert non_finite_reason(Update(weights=WEIGHTS, metrics={"train_loss": value})) == f"its train_loss is {value}"
     assert non_finite_reason(Update(weights=WEIGHTS, metrics={"auroc": value}, memory={"b": broken})) is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_values_whose_squares_overflow_are_the_clients_fault(dtype):
+    for value, said in ((1e19, None), (-3e38, "its update of weights['b'] holds values up to 3")):
+        update = Update(weights={"b": torch.tensor([1.0, value], dtype=dtype)})
+        reason = non_finite_reason(update)
+        assert reason is None if said is None else reason.startswith(said)
+
+
+def endless():
+    tree = []
+    tree.append(tree)
+    return tree
+
+
+ROOM = 4 * 40 + 64 * 1024  # the model has ten float32
+
+
+@pytest.mark.parametrize(
+    ("update", "said"),
+    [
+        (Update(weights={}, weight=31), "its update has the weight 31; expected at most 30, its training samples"),
+        (Update(weights={}, weight=2**62), f"the weight {2**62}; expected at most 30"),
+        (Update(weights={}, metrics=dict.fromkeys(map(str, range(257)), 1.0)), "257 metrics; expected at most 256"),
+        (Update(weights={}, shared={"a": torch.zeros(ROOM, dtype=torch.bool)}), f"more than {ROOM} bytes, 4 times"),
+        (Update(weights={}, shared={"a": [0.0] * (ROOM // 8)}), f"more than {ROOM} bytes"),
+        (Update(weights={}, shared={"a": "x" * ROOM}), f"more than {ROOM} bytes"),
+        (Update(weights={}, shared={"a": endless()}), f"more than {ROOM} bytes"),
+    ],
+    ids=["weight", "huge", "metrics", "tensor", "numbers", "text", "endless"],
+)
+def test_a_client_cannot_claim_more_than_its_share(update, said):
+    assert said in excess_reason(update, 30, LAYOUT)
+
+
+@pytest.mark.parametrize(
+    "update",
+    [
+        Update(weights={}, weight=30),
+        Update(weights={}, metrics=dict.fromkeys(map(str, range(256)), 1.0)),
+        Update(weights={}, shared={"masks": {"b": HALF}, "a": torch.zeros(ROOM - 100, dtype=torch.uint8)}),
+    ],
+    ids=["weight", "metrics", "shared"],
+)
+def test_its_share_is_a_clients_due(update):
+    assert excess_reason(update, 30, LAYOUT) is None
+
+
+def test_a_client_without_samples_may_weigh_one():
+    assert excess_reason(Update(weights={}), 0, LAYOUT) is None

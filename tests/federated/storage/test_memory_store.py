@@ -167,7 +167,7 @@ def test_torn_files_are_refused_in_a_sentence(tmp_path, keep):
     path = tmp_path / "x.pt"
     write_atomically(path, {"a": torch.zeros(100)})
     path.write_bytes(path.read_bytes()[:keep])
-    with pytest.raises(CheckpointMismatch, match=r"x\.pt is torn or not a checkpoint"):
+    with pytest.raises(CheckpointMismatch, match=r"x\.pt is damaged or not a checkpoint"):
         load_plain(path)
 
 

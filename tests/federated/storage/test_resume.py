@@ -234,12 +234,12 @@ def its_newest_records(path):
 
 DAMAGE = {
     "missing": (lambda path: path.unlink(), "There is no checkpoint at"),
-    "empty": (lambda path: path.write_bytes(b""), "torn"),
-    "cut": (cut, "torn"),
+    "empty": (lambda path: path.write_bytes(b""), "damaged or not"),
+    "cut": (cut, "damaged or not"),
     "one bit": (flip, "is damaged: its checksum"),
     "foreign": (foreign, "is not a checkpoint of a federated run"),
     "of another run": (of_another_run, "is of another run"),
-    "its records": (its_newest_records, "torn"),
+    "its records": (its_newest_records, "damaged or not"),
 }
 
 

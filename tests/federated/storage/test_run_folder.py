@@ -1,4 +1,20 @@
+import errno
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from lightning_sparsefl import FedAvg, FederatedTrainer, Federation
+from lightning_sparsefl.data import FederatedBlobs
+from lightning_sparsefl.errors import InvalidOption, RankFailed
+from lightning_sparsefl.federated.storage.folder_lock import FolderLock
 from lightning_sparsefl.federated.storage.run_folder import RunFolder, Table, last_run, new_version
+from lightning_sparsefl.models import MLP
 
 
 def test_new_columns_leave_old_rows_empty(tmp_path):
@@ -27,6 +43,144 @@ def test_cut_back_drops_a_torn_row(tmp_path):
     assert [row["round"] for row in table.read()] == ["0", "1"]
     table.cut_back(0)
     assert not table.path.exists()
+
+
+DAMAGE = {
+    "no header": lambda content: content.partition(b"\r\n")[2],
+    "semicolons": lambda content: content.replace(b",", b";"),
+    "zeros": lambda content: bytes(len(content)),
+    "another encoding": lambda content: content + b"\xff\xfe\r\n",
+    "a longer row": lambda content: content + b"3,1,2,3\r\n",
+    "a round that is no number": lambda content: content + b"x,1\r\n",
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_table_is_set_aside_and_a_new_one_begins(damage, tmp_path):
+    table = Table(tmp_path / "metrics.csv")
+    table.append([{"round": number, "x": number} for number in (0, 1, 2)])
+    spoilt = DAMAGE[damage](table.path.read_bytes())
+    for name in ("metrics.csv.damaged", "metrics.csv.damaged1"):
+        table.path.write_bytes(spoilt)
+        again = Table(table.path)
+        with pytest.warns(UserWarning, match=rf"metrics\.csv is damaged .*: it is {name} now"):
+            again.cut_back(2)
+        assert (tmp_path / name).read_bytes() == spoilt
+    again.append([{"round": 2, "x": 2}])
+    assert again.read() == [{"round": "2", "x": "2"}]
+
+
+def test_a_table_that_is_deleted_during_a_run_begins_again_with_its_header(tmp_path):
+    table = Table(tmp_path / "t.csv")
+    table.append([{"round": 0, "x": 0}])
+    table.path.unlink()
+    table.append([{"round": 1, "x": 1}])
+    assert table.read() == [{"round": "1", "x": "1"}]
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[1]", b"\xff"])
+def test_a_damaged_summary_counts_as_missing(content, tmp_path):
+    folder = RunFolder(tmp_path)
+    assert folder.read_summary() == {}
+    (tmp_path / "summary.json").write_bytes(content)
+    assert folder.read_summary() == {}
+
+
+# ---- one process
+
+HOLD = """
+import os, sys, time
+from pathlib import Path
+from lightning_sparsefl.federated.storage.folder_lock import FolderLock
+lock = FolderLock(Path(sys.argv[1]))
+lock.acquire()
+child = os.fork()  # outlives its parent, as a loader's worker may
+print(child, flush=True) if child else None
+time.sleep(60)
+"""
+
+
+@contextmanager
+def held(folder):
+    """Another process that holds the folder's lock, and a child of it; it is killed at the end, its child later."""
+    with subprocess.Popen([sys.executable, "-c", HOLD, str(folder)], stdout=subprocess.PIPE, text=True) as holder:
+        child = int(holder.stdout.readline())
+        try:
+            yield holder
+        finally:
+            holder.kill()
+            os.kill(child, signal.SIGKILL)
+
+
+def test_a_folder_that_another_process_uses_is_refused_until_that_one_is_killed(tmp_path):
+    lock = FolderLock(tmp_path)
+    with held(tmp_path) as holder:
+        with pytest.raises(InvalidOption, match=rf"is in use by process {holder.pid} on .*, since "):
+            lock.acquire()
+        holder.kill()
+        holder.wait()
+        lock.acquire()  # at once, although the child is alive
+        assert (tmp_path / ".lock").read_text().startswith(f"process {os.getpid()} on ")
+        lock.release()
+
+
+def fit(root, rounds, ckpt_path=None, devices=1):
+    trainer = FederatedTrainer(
+        algorithm=FedAvg(),
+        federation=Federation(clients_per_round=2),
+        accelerator="cpu",
+        devices=devices,
+        strategy="client_parallel_fork" if devices > 1 else "auto",
+        max_rounds=rounds,
+        default_root_dir=str(root),
+        logger=False,
+        enable_progress_bar=False,
+    )
+    data = FederatedBlobs(num_train=60, num_test=20, num_clients=3, num_classes=4, dim=8, val_fraction=0.2)
+    torch.manual_seed(0)
+    trainer.fit(MLP(num_classes=4, sample_shape=(1, 1, 8), hidden=(8,)), data, ckpt_path)
+    return RunFolder(trainer.run_folder)
+
+
+def test_a_run_goes_on_without_its_tables_and_never_beside_another_process(tmp_path):
+    folder = fit(tmp_path, 1)
+    folder.metrics.path.write_bytes(folder.metrics.path.read_bytes().partition(b"\n")[2])
+    folder.clients.path.unlink()
+    with held(folder.path), pytest.raises(InvalidOption, match=r"version_0 is in use by process"):
+        fit(tmp_path, 2, "last")
+    with pytest.warns(UserWarning, match="metrics.csv is damaged"):
+        fit(tmp_path, 2, "last")
+    assert [row["round"] for row in folder.metrics.read()] == ["1"]
+    assert {row["round"] for row in folder.clients.read()} == {"1"}
+
+
+def test_several_ranks_share_a_folder_which_a_second_run_cannot_enter(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    path = fit(tmp_path, 1, devices=2).path
+    with held(path), pytest.raises((InvalidOption, RankFailed), match="version_0 is in use by process"):
+        fit(tmp_path, 2, "last", devices=2)
+    fit(tmp_path, 2, "last", devices=2)
+
+
+def test_one_process_may_train_in_a_folder_again(tmp_path):
+    first, second = FolderLock(tmp_path), FolderLock(tmp_path)
+    with first:
+        first.acquire()
+        first.acquire()
+    with second:
+        second.acquire()
+    assert (tmp_path / ".lock").read_text() == ""
+
+
+def test_without_locks_in_the_file_system_there_is_a_warning(tmp_path, monkeypatch):
+    def refuse(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "lockf", refuse)
+    lock = FolderLock(tmp_path)
+    with pytest.warns(UserWarning, match=r"without locks \(No locks available\)"):
+        lock.acquire()
+    lock.release()
 
 
 def test_what_a_killed_process_half_wrote_is_deleted(tmp_path):

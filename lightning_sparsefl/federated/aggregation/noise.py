@@ -1,0 +1,120 @@
+"""Gaussian noise from a cipher's key stream, under a secret key of 256 bits.
+
+The generators of torch and NumPy are unfit for differential privacy: torch's on the CPU uses 32 bits of its seed, which
+can be searched in minutes, and neither is cryptographic. Here the random bits are those of AES-256 in counter mode. Its
+key is the HMAC-SHA-256, under a secret key, of the values that the noise is added to.
+"""
+
+from __future__ import annotations
+
+import hmac
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from lightning.fabric.utilities.rank_zero import rank_zero_warn
+from scipy.special import ndtri
+from torch import Tensor
+
+from lightning_sparsefl.errors import InvalidOption
+
+_DIGITS = 64
+"""Hexadecimal digits of a key file."""
+_MAKE = "`openssl rand -hex 32` makes one"
+
+
+def read_key(path: str | None) -> bytes:
+    """Return the 32 bytes of a key file.
+
+    Args:
+        path: File with 64 hexadecimal digits, the option `federation.privacy.key_file`.
+
+    Raises:
+        InvalidOption: If the option is not set, or the file is missing or holds anything else. The message never
+            repeats what the file holds.
+    """
+    if path is None:
+        raise InvalidOption(
+            "`federation.privacy.key_file` is not set; expected a file with 64 hexadecimal digits, the secret key of "
+            f"the noise ({_MAKE}). Keep it apart from configurations, run folders and published models."
+        )
+    file = Path(path).expanduser()
+    try:
+        digits = file.read_text(encoding="ascii").strip()
+        shared = os.name == "posix" and bool(file.stat().st_mode & 0o077)
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidOption(
+            f"`federation.privacy.key_file` is {path}, which cannot be read ({type(error).__name__}); expected a file "
+            f"with {_DIGITS} hexadecimal digits ({_MAKE})."
+        ) from None
+    if re.fullmatch(f"[0-9a-fA-F]{{{_DIGITS}}}", digits) is None:
+        raise InvalidOption(
+            f"`federation.privacy.key_file` is {path}, which holds {len(digits)} characters; expected {_DIGITS} "
+            f"hexadecimal digits ({_MAKE})."
+        )
+    if shared:
+        rank_zero_warn(f"Other users can read the key of the noise; run `chmod 600 {path}`.")
+    return bytes.fromhex(digits)
+
+
+def derive_key(secret: bytes, context: tuple[int | str, ...], content: Tensor) -> bytes:
+    """Return the key of one noise vector, 32 bytes: the HMAC-SHA-256 of the context and of the values.
+
+    Because the values are part of it, no two different sums ever get the same noise, also not in a run that is repeated
+    with one secret and one context: their difference would be free of noise (the idea of deterministic authenticated
+    encryption, Rogaway and Shrimpton, EUROCRYPT 2006).
+
+    Args:
+        secret: The run's secret key.
+        context: Names the use: the run, the round.
+        content: Values that the noise will be added to, float64.
+    """
+    label = repr(context).encode()
+    code = hmac.new(secret, len(label).to_bytes(8, "little") + label, "sha256")
+    code.update(content.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return code.digest()
+
+
+class NormalStream:
+    """Standard normal numbers, a function of the key alone.
+
+    Each takes 64 bits of the stream: one for the sign, 63 for the probability of its tail.
+
+    Args:
+        key: 32 bytes, never used for another stream.
+
+    Example:
+        >>> one, two = NormalStream(bytes(32)), NormalStream(bytes(32))
+        >>> bool((torch.cat([one.draw(3), one.draw(2)]) == two.draw(5)).all())
+        True
+    """
+
+    def __init__(self, key: bytes) -> None:
+        self._encryptor = _cipher(key).encryptor()
+
+    def draw(self, count: int) -> Tensor:
+        """Return the next numbers, float64 of shape (count,) on the CPU."""
+        words = np.frombuffer(self._encryptor.update(bytes(8 * count)), dtype="<u8")
+        # exact near 0, so that tails reach to 9 standard deviations: (k + 1/2) / 2**64 for k below 2**63
+        tail = ((words >> np.uint64(1)).astype(np.float64) + 0.5) * 2.0**-64
+        sign = 1.0 - 2.0 * (words & np.uint64(1)).astype(np.float64)
+        return torch.from_numpy(np.asarray(ndtri(tail) * sign))
+
+
+def require_cipher() -> None:
+    """Raise :class:`InvalidOption` if the package `cryptography` is not installed."""
+    _cipher(bytes(32))
+
+
+def _cipher(key: bytes) -> Any:
+    try:
+        from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes  # here, since it is an extra
+    except ImportError as error:
+        raise InvalidOption(
+            "`federation.privacy` draws its noise with the package `cryptography`, which is not installed; "
+            "`pip install 'lightning-sparsefl[privacy]'`, or set `federation.privacy: null`."
+        ) from error
+    return Cipher(algorithms.AES(key), modes.CTR(bytes(16)))  # each key has one stream, which starts at block 0

@@ -1,0 +1,78 @@
+"""A lock that keeps a second process out of a folder, and that ends with the process that holds it.
+
+It is a POSIX record lock (``fcntl``): the operating system releases it however the process ends; forked children, such
+as a loader's workers, do not hold it; and on NFS it holds between machines. One process may take it several times, as a
+notebook does that resumes a run.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import time
+import weakref
+from pathlib import Path
+from typing import IO
+
+from lightning.fabric.utilities.rank_zero import rank_zero_warn
+
+from lightning_sparsefl.errors import InvalidOption
+
+_NAME = ".lock"
+
+
+class FolderLock:
+    """A file of a folder, locked from :meth:`acquire` to :meth:`release`, or to the end of a ``with`` block.
+
+    Args:
+        folder: Existing folder.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / _NAME
+        self._file: IO[str] | None = None
+
+    def __enter__(self) -> FolderLock:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+    def acquire(self) -> None:
+        """Lock the folder; on a file system without locks there is a warning instead.
+
+        Raises:
+            InvalidOption: If another process holds the lock.
+        """
+        if self._file is not None:
+            return
+        import fcntl  # here, since Windows lacks it
+
+        file = os.fdopen(os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666), "r+", encoding="utf-8")
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in (errno.EACCES, errno.EAGAIN):
+                holder = file.read(200).strip() or "another process"
+                file.close()
+                raise InvalidOption(
+                    f"{self.path.parent} is in use by {holder}; expected one process to a run folder. Wait until that "
+                    "one has ended, or set another `ckpt_path` or `trainer.default_root_dir`."
+                ) from None
+            rank_zero_warn(
+                f"{self.path.parent} is on a file system without locks ({error.strerror}); see to it that no other "
+                "process trains in it."
+            )
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()}, since {time.strftime('%Y-%m-%d %H:%M:%S %z')}\n")
+        file.flush()
+        self._file = file
+        weakref.finalize(self, file.close)
+
+    def release(self) -> None:
+        """Unlock the folder."""
+        if self._file is not None:
+            self._file.truncate(0)
+            self._file.close()
+            self._file = None
