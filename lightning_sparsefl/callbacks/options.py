@@ -1,13 +1,15 @@
-"""What several callbacks are told in the same words, checked in the same words."""
+"""Options that several callbacks share, and their checks."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any, Literal, TypeAlias
 
+from lightning_sparsefl.callbacks.clock import StepClock
 from lightning_sparsefl.errors import InvalidOption
 from lightning_sparsefl.seeds import generator
-from lightning_sparsefl.sparse.density import erk, explicit, floor_count, kept_counts, listed, uniform
+from lightning_sparsefl.sparse.density import ceil_count, erk, explicit, floor_count, kept_counts, listed, uniform
+from lightning_sparsefl.sparse.masks import kept
 from lightning_sparsefl.sparse.prune import random_masks
 from lightning_sparsefl.types import Masks, Weights
 
@@ -118,6 +120,34 @@ layer a weight, but 1 weight in all is too few for `a`, `b`.
     plenty = f"{count} weight{'' if count == 1 else 's'} in all is too few for {listed(layers)}"
     expected = f"an option that leaves each layer a weight, but {plenty}"
     require(count >= len(layers), owner, option, value, expected)
+
+
+def window(start: float, end: float, total: int) -> tuple[int, int]:
+    """Return the first and the last step of a window that is given in shares of a training of `total` steps.
+
+    Example:
+        >>> window(0.25, 0.5, 100)
+        (25, 50)
+    """
+    first = floor_count(start, total)
+    return first, max(first + 1, ceil_count(end, total))
+
+
+def too_dense(masks: Masks, goal: int, clock: StepClock) -> str | None:
+    """Return that a fit has ended with more than `goal` weights, and at which step, as a clause; None if it has not.
+
+    Example:
+        >>> import torch
+        >>> too_dense({"w": torch.tensor([True, True, False, True])}, 1, StepClock())
+        'the fit ended at step 0 of 1 with density 0.75, above the 0.25 that was asked for'
+    """
+    left, size = kept(masks), sum(mask.numel() for mask in masks.values())
+    if left <= goal:
+        return None
+    return (
+        f"the fit ended at step {clock.step} of {clock.total} with density {left / size:.3g}, above the "
+        f"{goal / size:.3g} that was asked for"
+    )
 
 
 def drawn(owner: str, weights: Weights, density: float, layer_density: LayerDensity, *key: int | str) -> Masks:

@@ -52,5 +52,5 @@ class StaticMask(MaskingCallback):
         self.density, self.layer_density, self.seed = density, layer_density, seed
 
     def first_masks(self, weights: Weights) -> Masks:
-        """Drawn from the seed."""
+        """Draw masks from the seed."""
         return drawn("StaticMask", weights, self.density, self.layer_density, self.seed, "static mask")

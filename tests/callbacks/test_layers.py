@@ -25,7 +25,7 @@ class Dilated(nn.Conv2d):
 
 
 CONVS, CELL, REST = ["conv1.weight", "conv2.weight"], ["cell.weight_ih_l0", "cell.weight_hh_l0"], ["head.weight"]
-EVERY = ["scale", *CONVS, *CELL, *REST]
+EVERY = [*CONVS, *CELL, *REST]
 
 
 @pytest.mark.parametrize(
@@ -36,8 +36,8 @@ EVERY = ["scale", *CONVS, *CELL, *REST]
         ("conv*", ["conv1.weight", "conv2.weight"]),
         (["head*", "conv1.*"], ["conv1.weight", "head.weight"]),  # in the module's order, and no bias
         (["*", "!head*"], ["scale", *CONVS, *CELL]),
-        (["!head*"], ["scale", *CONVS, *CELL]),
-        (["!head*", "!conv1*"], ["scale", "conv2.weight", *CELL]),
+        (["!head*"], [*CONVS, *CELL]),
+        (["!head*", "!conv1*"], ["conv2.weight", *CELL]),
         (["!conv1*", "conv*"], ["conv2.weight"]),  # in any order
         (["conv[12].weight"], ["conv1.weight", "conv2.weight"]),
         (("head.weight",), ["head.weight"]),

@@ -76,12 +76,27 @@ def test_two_of_a_class_share_a_module_and_a_checkpoint(net, fit, tmp_path):
     assert same(first[1].masks, second[0].masks)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_compiled_layer_is_refused(kind, net, fit):
-    module = net()
-    module.net[2] = torch.compile(module.net[2], backend="eager")
-    with pytest.raises(InvalidOption, match=r"renamed a layer to `net.2._orig_mod.weight`; compile the layer in place"):
-        fit(module, [kind()], epochs=1)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # of torch.compile
+@pytest.mark.filterwarnings("ignore:Guards may run slower:RuntimeWarning")  # torch on Python 3.13.0
+@pytest.mark.parametrize("kind", [DynamicMask, DynamicPruningWithFeedback])
+def test_a_compiled_layer_trains_alike_and_resumes_uncompiled(kind, net, fit, tmp_path):
+    plain, compiled, masks = net(), net(), []
+    compiled.net[2] = torch.compile(compiled.net[2], backend="eager")
+    for module, name in ((plain, "plain"), (compiled, "compiled")):
+        callback = kind(density=0.4, every_n_steps=2, layers=["net.2.*", "net.4.*"])
+        fit(module, [callback]).save_checkpoint(tmp_path / f"{name}.ckpt")
+        masks.append(list(callback.masks.values()))
+    for one, other in zip(plain.parameters(), compiled.parameters(), strict=True):
+        assert torch.equal(one, other)
+    assert all(torch.equal(one, other) for one, other in zip(*masks, strict=True))
+    content = torch.load(tmp_path / "compiled.ckpt", weights_only=True)
+    content["state_dict"] = {name.replace("_orig_mod.", ""): value for name, value in content["state_dict"].items()}
+    torch.save(content, tmp_path / "renamed.ckpt")
+    callback = kind(density=0.4, every_n_steps=2, layers=["net.2.*", "net.4.*"])
+    fit(net(seed=3), [callback], ckpt_path=tmp_path / "renamed.ckpt")
+    assert list(callback.masks) == ["net.2.weight", "net.4.weight"]
+    assert all(torch.equal(one, other) for one, other in zip(callback.masks.values(), masks[0], strict=True))
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
