@@ -171,14 +171,15 @@ Method = Callable[[Net, float, int, int], Plan]
 
 def static(net: Net, density: float, seed: int, steps: int) -> Plan:
     """A random ERK mask that stays."""
-    return Plan([StaticMask(density=density, seed=seed, layers=LAYERS)])
+    return Plan([StaticMask(density=density, seed=seed, layers=LAYERS, rescale=False)])
 
 
 def moving(growth: str) -> Method:
     """A random ERK mask that moves: RigL or SET."""
 
     def plan(net: Net, density: float, seed: int, steps: int) -> Plan:
-        callback = DynamicMask(density=density, growth=growth, every_n_steps=EVERY, seed=seed, layers=LAYERS)
+        options = {"growth": growth, "every_n_steps": EVERY, "seed": seed, "layers": LAYERS, "rescale": False}
+        callback = DynamicMask(density, **options)
         looks = range(EVERY, round(callback.stop * steps), EVERY) if growth == "gradient" else range(0)
         return Plan([callback], looks=looks)
 

@@ -25,6 +25,7 @@ from lightning_sparsefl.callbacks.options import (
     require_density,
     require_interval,
     require_layer_density,
+    rescale_first_weights,
 )
 from lightning_sparsefl.errors import InvalidOption
 from lightning_sparsefl.seeds import generator
@@ -84,6 +85,7 @@ class DynamicMask(MaskingCallback):
         stop: float = 0.75,
         seed: int = 0,
         layers: list[str] | str | None = None,
+        rescale: bool = True,
     ) -> None:
         require_density("DynamicMask", density)
         require_layer_density("DynamicMask", layer_density)
@@ -93,10 +95,15 @@ class DynamicMask(MaskingCallback):
         require(0 < stop <= 1, "DynamicMask", "stop", stop, "a share of the training in (0, 1]")
         super().__init__(layers)
         self.density, self.layer_density, self.growth, self.fraction = density, layer_density, growth, fraction
-        self.every_n_steps, self.stop, self.seed = every_n_steps, stop, seed
+        self.every_n_steps, self.stop, self.seed, self.rescale = every_n_steps, stop, seed, rescale
         self._clock = StepClock()
         self._due: list[str] = []
         self._draws = 0
+
+    def first_weights(self, weights: Weights) -> None:
+        """Rescale the first weights to the fan-in that the drawn masks keep."""
+        if self.rescale and self._around is not None:
+            rescale_first_weights(self._around[1], weights, self.masks)
 
     def first_masks(self, weights: Weights) -> Masks:
         """Draw masks from the seed."""

@@ -30,7 +30,7 @@ _STILL = frozenset(
 )
 """Optimizers that leave a weight of 0 alone whose gradient and whose memory are 0, momentum and weight decay or not."""
 
-_OF_A_FIT = ("_weights", "_stencils", "_copies", "_around", "_guards", "_versions")
+_OF_A_FIT = ("_weights", "_stencils", "_copies", "_around", "_guards", "_versions", "log", "log_dict")
 """Attributes that refer to the module, the trainer or the optimizers, which copies of a callback leave out."""
 
 _unattached = itertools.count()

@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal, TypeAlias
 
+import torch
+from torch import nn
+
 from lightning_sparsefl.callbacks.clock import StepClock
 from lightning_sparsefl.errors import InvalidOption
 from lightning_sparsefl.seeds import generator
 from lightning_sparsefl.sparse.density import ceil_count, erk, explicit, floor_count, kept_counts, listed, uniform
 from lightning_sparsefl.sparse.masks import kept
 from lightning_sparsefl.sparse.prune import random_masks
+from lightning_sparsefl.sparse.rescale import fan_in_scale
 from lightning_sparsefl.types import Masks, Weights
 
 LayerDensity: TypeAlias = Literal["erk", "uniform"] | dict[str, float]
@@ -148,6 +152,32 @@ def too_dense(masks: Masks, goal: int, clock: StepClock) -> str | None:
         f"the fit ended at step {clock.step} of {clock.total} with density {left / size:.3g}, above the "
         f"{goal / size:.3g} that was asked for"
     )
+
+
+@torch.no_grad()
+def rescale_first_weights(module: nn.Module, weights: Weights, masks: Masks) -> None:
+    """Multiply kept weights, in place, by what keeps the variance of outputs that the dense initialization had.
+
+    Embeddings, whose outputs are sums over no inputs, stay as they are.
+
+    Args:
+        module: Module that has the weights.
+        weights: Its parameters that are masked, by name.
+        masks: Their masks.
+
+    Example:
+        >>> layer = nn.Linear(4, 1)
+        >>> _ = nn.init.ones_(layer.weight)
+        >>> mask = torch.tensor([[True, False, False, False]])
+        >>> rescale_first_weights(layer, {"weight": layer.weight}, {"weight": mask})
+        >>> layer.weight.tolist()
+        [[2.0, 2.0, 2.0, 2.0]]
+    """
+    for name, weight in weights.items():
+        holder = module.get_submodule(name.rpartition(".")[0])
+        if not isinstance(holder, nn.Embedding | nn.EmbeddingBag):
+            transposed = getattr(holder, "transposed", False) and getattr(holder, "groups", 1) == 1
+            weight.mul_(fan_in_scale(masks[name], outputs=1 if transposed else 0).to(weight.dtype))
 
 
 def drawn(owner: str, weights: Weights, density: float, layer_density: LayerDensity, *key: int | str) -> Masks:
