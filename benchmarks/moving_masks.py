@@ -97,7 +97,12 @@ def measure(run: Run, data: tuple[Tensor, Tensor, Tensor, Tensor]) -> dict[str, 
     epochs = run.length * PROBLEMS[run.dataset].epochs
     net = Net(images.shape[1], epochs * len(train))
     moving = DynamicMask(
-        density=DENSITY, growth=GROWTHS[run.method], every_n_steps=run.every, seed=run.seed, layers=LAYERS
+        density=DENSITY,
+        growth=GROWTHS[run.method],
+        every_n_steps=run.every,
+        seed=run.seed,
+        layers=LAYERS,
+        rescale=False,
     )
     watch = Watch(moving)
     quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}

@@ -1,78 +1,112 @@
-"""Where a fit stands, in optimizer steps, for callbacks whose options are shares of the training."""
+"""Position of a fit in optimizer steps, for callbacks whose options are shares of the training."""
 
 from __future__ import annotations
 
 import math
 from typing import Any
 
-from lightning.pytorch.callbacks import StochasticWeightAveraging
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, StochasticWeightAveraging
 
 from lightning_sparsefl.errors import InvalidOption
 
 
 class StepClock:
-    """Counts the optimizer steps of one fit, also over a kill and a resume.
+    """Counter of the optimizer steps of one fit, kept across a kill and a resume.
 
-    A batch counts once, however many optimizers step in it; one that only accumulates gradients does not.
+    The unit is a batch in which at least one optimizer steps: a batch counts once, however many optimizers step in
+    it, and a batch that only accumulates gradients does not count. `step` and `total` are in this unit.
+
+    With automatic optimization `total` is exact from the start. With manual optimization the module decides how often
+    it steps, so that `total` is estimated anew after every step from the share of the training that is done, which is
+    measured in what ends the fit: `max_steps` or `max_epochs`. It then changes as the rate of steps changes, and is
+    exact when the fit ends.
     """
 
     def __init__(self) -> None:
         self.step = 0
         self.total = 1
-        self._before = self._seen = 0
-        self._resumed = False
+        self._batches = 0
+        self._steps_before = self._epochs_before = self._seen = 0
 
-    def start(self, trainer: Any, owner: str) -> bool:
-        """Begin a fit, or go on with one.
+    def start(self, trainer: Any, owner: str, resumed: bool = False) -> None:
+        """Begin to count the steps of a fit, or go on where a checkpoint was saved.
 
         Args:
-            trainer: Of the fit, its own counters restored.
-            owner: The callback, to be named in a message.
-
-        Returns:
-            Whether the fit goes on from a checkpoint.
+            trainer: Trainer of the fit, its own counters restored.
+            owner: Name of the callback, for the error message.
+            resumed: Whether the fit goes on from a checkpoint, whose state has been loaded.
 
         Raises:
             InvalidOption: If the trainer does not know how many steps there will be.
         """
-        resumed, self._resumed = self._resumed, False
-        if not resumed:
-            self.step, self._before = 0, trainer.global_step  # not 0 where one trainer fits twice
+        if not resumed:  # a trainer that fits twice does not begin at 0
+            self.step, self._batches = 0, 0
+            self._steps_before, self._epochs_before = trainer.global_step, trainer.current_epoch
         self._seen = trainer.global_step
         expected = trainer.estimated_stepping_batches
         if expected < 0 or math.isinf(expected):
             raise InvalidOption(
-                f"`{owner}` plans in shares of the training, but nothing says how long that is; set "
+                f"`{owner}` plans in shares of the training, but the length of the training is unknown; set "
                 "`trainer.max_steps`, or `trainer.max_epochs` and a loader that has a length."
             )
-        if _ends_without_steps(trainer):
-            steps = math.ceil(trainer.num_training_batches / trainer.accumulate_grad_batches)
-            expected = min(expected, steps * (trainer.max_epochs - 1))
-        self.total = max(1, int(expected) - self._before)
-        return resumed
+        if trainer.lightning_module.automatic_optimization:
+            self.total = max(1, _automatic_steps(trainer) - self._steps_before)
+        else:
+            self.total = max(1, int(expected) - self._steps_before)
+            self._estimate(trainer)
 
     def tick(self, trainer: Any) -> bool:
-        """At the end of a batch: whether an optimizer stepped in it."""
+        """Count a batch that has ended, and return whether an optimizer stepped in it."""
+        self._batches += 1
         stepped = bool(trainer.global_step != self._seen)
         self._seen = trainer.global_step
         self.step += stepped
+        if stepped and not trainer.lightning_module.automatic_optimization:
+            self._estimate(trainer)
         return stepped
 
-    def stop(self) -> None:
-        """The run is over, so what was loaded for it no longer matters."""
-        self._resumed = False
+    def _estimate(self, trainer: Any) -> None:
+        """Set `total` by the share of the training that the steps so far have taken."""
+        shares = []
+        if trainer.max_steps != -1:
+            shares.append((trainer.global_step - self._steps_before, trainer.max_steps - self._steps_before))
+        if trainer.max_epochs != -1 and not math.isinf(trainer.num_training_batches):
+            epochs = trainer.max_epochs - self._epochs_before
+            shares.append((self._batches, trainer.num_training_batches * epochs))
+        done = max((part / whole for part, whole in shares if whole > 0), default=0.0)
+        if self.step and done > 0:
+            self.total = max(self.step, round(self.step / min(1.0, done)))
 
     def state_dict(self) -> dict[str, int]:
-        """What a resumed fit needs."""
-        return {"step": self.step, "before": self._before}
+        """Return the counters that a resumed fit needs."""
+        before = {"steps_before": self._steps_before, "epochs_before": self._epochs_before}
+        return {"step": self.step, "batches": self._batches} | before
 
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
-        """Go on with the fit of a checkpoint."""
-        self.step, self._before, self._resumed = state_dict["step"], state_dict["before"], True
+        """Restore the counters of a checkpoint."""
+        self.step, self._batches = state_dict["step"], state_dict["batches"]
+        self._steps_before, self._epochs_before = state_dict["steps_before"], state_dict["epochs_before"]
+
+
+def _automatic_steps(trainer: Any) -> int:
+    """Return how many steps all epochs of a trainer take under automatic optimization."""
+    if trainer.max_epochs == -1 or math.isinf(trainer.num_training_batches):
+        return int(trainer.max_steps)
+    epochs = max(trainer.max_epochs, 1) - _ends_without_steps(trainer)
+    steps = sum(math.ceil(trainer.num_training_batches / _accumulation(trainer, epoch)) for epoch in range(epochs))
+    return int(steps) if trainer.max_steps == -1 else min(steps, int(trainer.max_steps))
+
+
+def _accumulation(trainer: Any, epoch: int) -> int:
+    """Return over how many batches gradients are accumulated in an epoch."""
+    for callback in trainer.callbacks:
+        if isinstance(callback, GradientAccumulationScheduler):
+            return int(callback.get_accumulate_grad_batches(epoch))
+    return int(trainer.accumulate_grad_batches)
 
 
 def _ends_without_steps(trainer: Any) -> bool:
-    """Whether stochastic weight averaging has added an epoch to the fit, only to renew the statistics of batch norm."""
+    """Return whether stochastic weight averaging has added an epoch only to renew the statistics of batch norm."""
     if not any(isinstance(each, StochasticWeightAveraging) for each in trainer.callbacks):
         return False
     return trainer.max_epochs > 1 and StochasticWeightAveraging.pl_module_contains_batch_norm(trainer.lightning_module)

@@ -25,7 +25,9 @@ from lightning_sparsefl.callbacks.options import (
     require_density,
     require_interval,
     require_layer_density,
+    rescale_first_weights,
 )
+from lightning_sparsefl.errors import InvalidOption
 from lightning_sparsefl.seeds import generator
 from lightning_sparsefl.sparse import scores
 from lightning_sparsefl.sparse.density import ceil_count
@@ -83,6 +85,7 @@ class DynamicMask(MaskingCallback):
         stop: float = 0.75,
         seed: int = 0,
         layers: list[str] | str | None = None,
+        rescale: bool = True,
     ) -> None:
         require_density("DynamicMask", density)
         require_layer_density("DynamicMask", layer_density)
@@ -92,27 +95,41 @@ class DynamicMask(MaskingCallback):
         require(0 < stop <= 1, "DynamicMask", "stop", stop, "a share of the training in (0, 1]")
         super().__init__(layers)
         self.density, self.layer_density, self.growth, self.fraction = density, layer_density, growth, fraction
-        self.every_n_steps, self.stop, self.seed = every_n_steps, stop, seed
+        self.every_n_steps, self.stop, self.seed, self.rescale = every_n_steps, stop, seed, rescale
         self._clock = StepClock()
-        self._last = 1
         self._due: list[str] = []
         self._draws = 0
 
+    def first_weights(self, weights: Weights) -> None:
+        """Rescale the first weights to the fan-in that the drawn masks keep."""
+        if self.rescale and self._around is not None:
+            rescale_first_weights(self._around[1], weights, self.masks)
+
     def first_masks(self, weights: Weights) -> Masks:
-        """Drawn from the seed."""
+        """Draw masks from the seed."""
         return drawn("DynamicMask", weights, self.density, self.layer_density, self.seed, "dynamic mask")
 
     def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
         """Plan the moves."""
         super().on_train_start(trainer, pl_module)
-        if not self._clock.start(trainer, "DynamicMask"):
+        if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in trainer.optimizers):
+            raise InvalidOption(
+                "`DynamicMask` does not support LBFGS, whose step evaluates the loss several times with one history of "
+                "gradients, which a mask that moves makes wrong; expected an optimizer such as SGD or Adam."
+            )
+        self._clock.start(trainer, "DynamicMask", self._resumed)
+        if not self._resumed:
             self._due = []
-        self._last = max(1, ceil_count(self.stop, self._clock.total))
         if self.every_n_steps >= self._last:
             _warnings.warn(
                 f"`DynamicMask(every_n_steps={self.every_n_steps})` never moves its mask, since moves end at step "
                 f"{self._last} of {self._clock.total}; choose fewer steps."
             )
+
+    @property
+    def _last(self) -> int:
+        """The step after which the mask stays."""
+        return max(1, ceil_count(self.stop, self._clock.total))
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: LightningModule, optimizer: Any) -> None:
         """Move the mask if it is time, and mask the gradients."""
@@ -149,18 +166,13 @@ class DynamicMask(MaskingCallback):
         return {name: score.to(weights[name].device) for name, score in drawn.items()}
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Mask the weights, and see whether the next step moves the mask."""
+        """Mask the weights, and determine whether the next step moves the mask."""
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
         if self._clock.tick(trainer) and self._clock.step % self.every_n_steps == 0 and self._clock.step < self._last:
             self._due = list(self.masks)
 
-    def release(self) -> None:
-        """Let go of the module's tensors."""
-        super().release()
-        self._clock.stop()
-
     def state_dict(self) -> dict[str, Any]:
-        """The masks, one bit a weight, and where the schedule stands."""
+        """Return the masks, one bit a weight, and the state of the schedule."""
         plan = {"clock": self._clock.state_dict(), "due": list(self._due), "draws": self._draws}
         return super().state_dict() | plan
 

@@ -11,8 +11,15 @@ from lightning.pytorch import LightningModule
 
 from lightning_sparsefl.callbacks.clock import StepClock
 from lightning_sparsefl.callbacks.feedback import ErrorFeedback
-from lightning_sparsefl.callbacks.options import require_density, require_interval, require_one_each, require_window
-from lightning_sparsefl.sparse.density import ceil_count, floor_count
+from lightning_sparsefl.callbacks.options import (
+    require_density,
+    require_interval,
+    require_one_each,
+    require_window,
+    too_dense,
+    window,
+)
+from lightning_sparsefl.sparse.density import floor_count
 from lightning_sparsefl.sparse.masks import dense_like, density, kept
 from lightning_sparsefl.sparse.prune import shrink_globally
 from lightning_sparsefl.sparse.schedule import gradual
@@ -60,30 +67,42 @@ class DynamicPruningWithFeedback(ErrorFeedback):
         super().__init__(layers)
         self.density, self.start, self.end, self.every_n_steps = density, start, end, every_n_steps
         self._clock = StepClock()
-        self._window = (0, 1)
-        self._initial = 1.0
+        self._initial, self._reached = 1.0, False
 
     def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
-        """Plan the masks, and part the weights again right after every step."""
-        if not self._clock.start(trainer, "DynamicPruningWithFeedback"):
-            self._initial = density(self.masks)
-        count = floor_count(self.density, sum(weight.numel() for weight in self._weights.values()))
-        require_one_each("DynamicPruningWithFeedback", "density", self.density, count, self._weights)
-        first = floor_count(self.start, self._clock.total)
-        self._window = (first, max(first + 1, ceil_count(self.end, self._clock.total)))
+        """Plan the masks, and guard the optimizers' steps."""
+        self._clock.start(trainer, "DynamicPruningWithFeedback", self._resumed)
+        if not self._resumed:
+            self._initial, self._reached = density(self.masks), False
+        require_one_each("DynamicPruningWithFeedback", "density", self.density, self._goal(), self._weights)
         super().on_train_start(trainer, pl_module)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Part the weights, and take a new mask if it is time."""
+        """Prune the weights, and take a new mask if it is time."""
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
         if self._clock.tick(trainer) and self._due():
             self._remask()
 
+    @property
+    def _window(self) -> tuple[int, int]:
+        """The steps between which the density falls."""
+        return window(self.start, self.end, self._clock.total)
+
+    def _goal(self) -> int:
+        """Return how many weights are left in the end."""
+        return max(1, floor_count(self.density, sum(weight.numel() for weight in self._weights.values())))
+
     def _due(self) -> bool:
         step, (first, last) = self._clock.step, self._window
-        return step == last or (step >= first and (step - first) % self.every_n_steps == 0)
+        late = step >= last and not self._reached
+        return late or (step >= first and (step - first) % self.every_n_steps == 0)
+
+    def shortfall(self) -> str | None:
+        """Return at which density the fit has ended, if not at that which was asked for."""
+        return too_dense(self.masks, self._goal(), self._clock)
 
     def _remask(self) -> None:
+        self._reached = self._clock.step >= self._window[1]
         self._join()
         everything = dense_like(self._weights)
         share = gradual(self._initial, self.density, self._clock.step, *self._window)
@@ -91,17 +110,13 @@ class DynamicPruningWithFeedback(ErrorFeedback):
         self.adopt(shrink_globally(magnitude(self._weights), everything, count))
         self._part()
 
-    def release(self) -> None:
-        """Leave the module pruned, and let go of its tensors and of the optimizers."""
-        super().release()
-        self._clock.stop()
-
     def state_dict(self) -> dict[str, Any]:
-        """The masks, one bit a weight, what they prune of the dense weights, and where the schedule stands."""
-        return super().state_dict() | {"clock": self._clock.state_dict(), "initial": self._initial}
+        """Return the masks, one bit a weight, the pruned part of the dense weights, and the state of the schedule."""
+        plan = {"clock": self._clock.state_dict(), "initial": self._initial, "reached": self._reached}
+        return super().state_dict() | plan
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on with the masks, the dense weights and the schedule of a checkpoint."""
         super().load_state_dict(state_dict)
         self._clock.load_state_dict(state_dict["clock"])
-        self._initial = state_dict["initial"]
+        self._initial, self._reached = state_dict["initial"], state_dict["reached"]

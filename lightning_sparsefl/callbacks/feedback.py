@@ -1,17 +1,18 @@
-"""Masks with error feedback: the model is pruned, what the optimizer steps is not.
+"""Masks with error feedback: the model is pruned, the weights that the optimizer steps are dense.
 
 Lin et al., "Dynamic model pruning with feedback", ICLR 2020, arXiv:2006.07253, section 3.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
-from lightning_sparsefl.callbacks.masking import MaskingCallback
+from lightning_sparsefl.callbacks.masking import MaskingCallback, renamed
 from lightning_sparsefl.errors import IncompatibleMasks, InvalidOption
 from lightning_sparsefl.types import Masks, Weights
 
@@ -39,11 +40,16 @@ class ErrorFeedback(MaskingCallback):
 
     @property
     def pruned(self) -> Weights:
-        """What is pruned of the dense weights, by name; zero where the mask keeps."""
+        """The pruned part of the dense weights, by name; zero where the mask keeps."""
+        self.collect()
         return self._pruned
 
+    def _rename(self, parameters: Mapping[str, Tensor]) -> None:
+        super()._rename(parameters)
+        self._pruned = renamed(self._pruned, parameters)
+
     def started(self) -> None:
-        """Take up the pruned part of the dense weights, none at first."""
+        """Take up the pruned part of the dense weights, zeros at first."""
         for name, weight in self._weights.items():
             if name not in self._pruned:
                 self._pruned[name] = torch.zeros_like(weight, requires_grad=False)
@@ -53,19 +59,40 @@ class ErrorFeedback(MaskingCallback):
         self._pruned = {n: self._pruned[n].to(w.device, w.dtype, copy=True) for n, w in self._weights.items()}
 
     def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
-        """Part the weights again right after every step."""
-        for optimizer in trainer.optimizers:
-            if isinstance(optimizer, torch.optim.LBFGS):
-                raise InvalidOption(
-                    f"`{type(self).__name__}` cannot serve LBFGS, which evaluates the loss in the middle of its "
-                    "step; expected an optimizer that does so before, such as SGD or Adam."
-                )
-            # a module that optimizes by itself may look at the weights before the batch ends
-            self._hooks.append(optimizer.register_step_post_hook(lambda *_: self._part()))
+        """Refuse LBFGS, and guard the steps of all other optimizers."""
+        if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in trainer.optimizers):
+            raise InvalidOption(
+                f"`{type(self).__name__}` does not support LBFGS, which evaluates the loss in the middle of its step; "
+                "expected an optimizer that does so before, such as SGD or Adam."
+            )
+        self._guard(trainer)
+
+    def mask_weights(self) -> None:
+        """Zero the weights that are not held; the pruned part of the dense ones stays here."""
+        self._part()
+        super().mask_weights()
+
+    def before_loss(self, again: bool) -> None:
+        """Prune the weights, which a step that evaluates the loss several times has made dense."""
+        self._part()
+        super().before_loss(again)
+
+    def before_update(self, optimizer: Any) -> None:
+        """Make the weights dense for a step that Lightning does not know of, such as one of the bare optimizer."""
+        if not self._prepared:
+            self._join()
+
+    def after_step(self, optimizer: Any) -> None:
+        """Prune the weights again, right after the step: a module may read them before the batch ends."""
+        self._step_count, self._prepared = self._step_count + 1, False
+        self._part()
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: LightningModule, optimizer: Any) -> None:
         """Make the weights dense; their gradients are those of the pruned model."""
+        if not self._joined and self._written():
+            self.mask_weights()
         self._join()
+        self._prepared = True
 
     @torch.no_grad()
     def _join(self) -> None:
@@ -81,22 +108,25 @@ class ErrorFeedback(MaskingCallback):
             for name, weight in self._weights.items():
                 self._stencils[name].split_(weight, self._pruned[name])
             self._joined = False
+            self._look()
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Part the weights, also where mixed precision skipped the step."""
+        """Prune the weights, also where mixed precision skipped the step."""
         self._part()
-        self.mask_copies()
+        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
 
     def release(self) -> None:
-        """Leave the module pruned, and let go of its tensors and of the optimizers."""
+        """Leave the module pruned, and release its tensors and the optimizers."""
         self._part()
         super().release()
 
     def state_dict(self) -> dict[str, Any]:
-        """The masks, one bit a weight, and what they prune of the dense weights."""
+        """Return the masks, one bit a weight, and the pruned part of the dense weights."""
         return super().state_dict() | {"pruned": dict(self._pruned)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on with the masks and the dense weights of a checkpoint."""
         super().load_state_dict(state_dict)
         self._pruned = dict(state_dict["pruned"])
+        if self._weights:
+            self.started()

@@ -12,7 +12,7 @@ from lightning.pytorch import LightningModule
 from lightning_sparsefl.callbacks.masking import MaskingCallback
 from lightning_sparsefl.callbacks.options import require, require_one_each
 from lightning_sparsefl.sparse.density import ceil_count
-from lightning_sparsefl.sparse.masks import kept
+from lightning_sparsefl.sparse.masks import density, kept
 from lightning_sparsefl.sparse.prune import shrink_globally
 from lightning_sparsefl.sparse.scores import magnitude
 
@@ -48,14 +48,12 @@ class GlobalMagnitudePruning(MaskingCallback):
         super().__init__(layers)
         self.fraction, self.epochs = fraction, [0] if epochs is None else list(epochs)
         self._pruned_at = -1
-        self._resumed = False
 
     def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
-        """A new fit prunes anew."""
+        """Prune anew in a new fit."""
         super().on_train_start(trainer, pl_module)
         if not self._resumed:
             self._pruned_at = -1
-        self._resumed = False
 
     def on_train_epoch_start(self, trainer: Any, pl_module: LightningModule) -> None:
         """Prune if it is time."""
@@ -68,16 +66,16 @@ class GlobalMagnitudePruning(MaskingCallback):
             self.forget(trainer.optimizers, self.masks)
             self._pruned_at = epoch
 
-    def release(self) -> None:
-        """Let go of the module's tensors."""
-        super().release()
-        self._resumed = False
+    def shortfall(self) -> str | None:
+        """Return which epochs the fit has not reached, if there are any."""
+        missed = [epoch for epoch in self.epochs if epoch > self._pruned_at]
+        return f"the fit ended at density {density(self.masks):.3g}, before epochs {missed} pruned" if missed else None
 
     def state_dict(self) -> dict[str, Any]:
-        """The masks, one bit a weight, and the last epoch at which it pruned."""
+        """Return the masks, one bit a weight, and the last epoch at which weights were pruned."""
         return super().state_dict() | {"pruned_at": self._pruned_at}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on with the masks of a checkpoint."""
+        """Restore the masks of a checkpoint."""
         super().load_state_dict(state_dict)
-        self._pruned_at, self._resumed = state_dict["pruned_at"], True
+        self._pruned_at = state_dict["pruned_at"]

@@ -21,9 +21,11 @@ from lightning_sparsefl.callbacks.options import (
     require_one_each,
     require_window,
     spread,
+    too_dense,
+    window,
 )
 from lightning_sparsefl.errors import InvalidOption
-from lightning_sparsefl.sparse.density import ceil_count, floor_count, kept_counts
+from lightning_sparsefl.sparse.density import floor_count, kept_counts
 from lightning_sparsefl.sparse.masks import counts
 from lightning_sparsefl.sparse.prune import shrink, shrink_globally
 from lightning_sparsefl.sparse.schedule import gradual, recurs
@@ -82,17 +84,16 @@ class GradualPruning(MaskingCallback):
         self.density, self.start, self.end, self.every_n_steps = density, start, end, every_n_steps
         self.scope, self.layer_density = scope, layer_density
         self._clock = StepClock()
-        self._window = (0, 1)
         self._initial: dict[str, int] = {}
+        self._reached = False
         self._final: dict[str, float] = {}
 
     def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
         """Plan the prunings."""
         super().on_train_start(trainer, pl_module)
-        if not self._clock.start(trainer, "GradualPruning"):
-            self._initial = counts(self.masks)
-        first = floor_count(self.start, self._clock.total)
-        self._window = (first, max(first + 1, ceil_count(self.end, self._clock.total)))
+        self._clock.start(trainer, "GradualPruning", self._resumed)
+        if not self._resumed:
+            self._initial, self._reached = counts(self.masks), False
         now, last = counts(self.masks), self._last_counts()
         if self.scope == "global":
             now = {"all layers": sum(now.values())}
@@ -104,7 +105,7 @@ class GradualPruning(MaskingCallback):
                 )
 
     def _last_counts(self) -> dict[str, int]:
-        """What is kept in the end, of each layer or of all together."""
+        """Return how many weights are kept in the end, of each layer or of all together."""
         if self.scope == "layer":
             self._final = spread("GradualPruning", self._weights, self.density, self.layer_density)
             return kept_counts(self._weights, self._final)
@@ -115,9 +116,24 @@ class GradualPruning(MaskingCallback):
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Mask the weights, and prune if it is time."""
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
-        if self._clock.tick(trainer) and recurs(self._clock.step, *self._window, self.every_n_steps):
+        if self._clock.tick(trainer) and self._due():
+            self._reached = self._clock.step >= self._window[1]
             self.hold(self._pruned())
             self.forget(trainer.optimizers, self.masks)
+
+    @property
+    def _window(self) -> tuple[int, int]:
+        """The steps between which the density falls."""
+        return window(self.start, self.end, self._clock.total)
+
+    def _due(self) -> bool:
+        """Return whether to prune at this step; once when the end is reached, which a new estimate may have moved."""
+        step, (first, last) = self._clock.step, self._window
+        return not self._reached and (step >= last or recurs(step, first, last, self.every_n_steps))
+
+    def shortfall(self) -> str | None:
+        """Return at which density the fit has ended, if not at that which was asked for."""
+        return too_dense(self.masks, sum(self._last_counts().values()), self._clock)
 
     def _pruned(self) -> Masks:
         score, now = magnitude(self._weights), counts(self.masks)
@@ -129,21 +145,17 @@ class GradualPruning(MaskingCallback):
         return shrink_globally(score, self.masks, together)
 
     def _left(self, final: float, initial: int, now: int, size: int) -> int:
-        """How many of `size` weights are kept at this step; never more than now."""
+        """Return how many of `size` weights are kept at this step; never more than now."""
         share = gradual(initial / max(1, size), final, self._clock.step, *self._window)
         return min(now, max(1, floor_count(share, size)))
 
-    def release(self) -> None:
-        """Let go of the module's tensors."""
-        super().release()
-        self._clock.stop()
-
     def state_dict(self) -> dict[str, Any]:
-        """The masks, one bit a weight, and where the schedule stands."""
-        return super().state_dict() | {"clock": self._clock.state_dict(), "initial": dict(self._initial)}
+        """Return the masks, one bit a weight, and the state of the schedule."""
+        plan = {"clock": self._clock.state_dict(), "initial": dict(self._initial), "reached": self._reached}
+        return super().state_dict() | plan
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on with the masks and the schedule of a checkpoint."""
         super().load_state_dict(state_dict)
         self._clock.load_state_dict(state_dict["clock"])
-        self._initial = dict(state_dict["initial"])
+        self._initial, self._reached = dict(state_dict["initial"]), state_dict["reached"]

@@ -49,9 +49,12 @@ class GroupPenalty(Callback):
         self.strength, self.stairs, self.layers = strength, stairs, layers
         self._clock = StepClock()
         self._weights: list[Tensor] = []
+        self._started = self._resumed = False
 
     def setup(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
-        """See that the weights are still pruned where the penalty looks at them."""
+        """Check that the weights are still pruned where the penalty reads them."""
+        if stage == "fit":
+            self._started = self._resumed = False
         callbacks = list(trainer.callbacks)
         before = callbacks[: callbacks.index(self)] if self in callbacks else []
         joins = next((type(other).__name__ for other in before if isinstance(other, ErrorFeedback)), None)
@@ -63,7 +66,7 @@ class GroupPenalty(Callback):
 
     @property
     def state_key(self) -> str:
-        """Tells penalties on different layers apart."""
+        """The class and the layers, which tell the penalty from others."""
         return self._generate_state_key(layers=self.layers)
 
     def on_fit_start(self, trainer: Any, pl_module: LightningModule) -> None:
@@ -74,9 +77,10 @@ class GroupPenalty(Callback):
         self._weights = [parameters[name] for name in chosen]
 
     def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
-        """Lay the stairs over the fit."""
+        """Divide the fit into stairs."""
+        self._started = True
         if self.stairs is not None:
-            self._clock.start(trainer, "GroupPenalty")
+            self._clock.start(trainer, "GroupPenalty", self._resumed)
 
     @property
     def now(self) -> float:
@@ -102,14 +106,18 @@ class GroupPenalty(Callback):
             self._clock.tick(trainer)
 
     def teardown(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
-        """Let go of the module."""
-        self._weights = []
-        self._clock.stop()
+        """Release the module."""
+        self._weights, self._resumed = [], False
+
+    def on_exception(self, trainer: Any, pl_module: LightningModule, exception: BaseException) -> None:
+        """Release the module also where the run failed, since Lightning calls no teardown then."""
+        self._weights, self._resumed = [], False
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the stairs stand."""
-        return {"clock": self._clock.state_dict()}
+        """Return the position on the stairs, and whether a fit has begun to climb them."""
+        return {"clock": self._clock.state_dict(), "started": self._started or self._resumed}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on with the stairs of a checkpoint."""
+        """Restore the position of a checkpoint."""
+        self._resumed = state_dict["started"]
         self._clock.load_state_dict(state_dict["clock"])

@@ -1,33 +1,59 @@
-"""Which layers a callback works on, by patterns of their names and types."""
+"""Selection of the layers that a callback works on, by patterns of their names and types."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
-from torch import nn
+from lightning.pytorch.utilities.rank_zero import WarningCache
+from torch import Tensor, nn
+from torch.nn.parameter import UninitializedParameter
+from torch.nn.utils.parametrizations import _SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
 
 from lightning_sparsefl.errors import InvalidOption
 from lightning_sparsefl.sparse.density import listed, maskable
 
 _TYPE = "type:"
+_COMPILED = "_orig_mod"
+_LINEAR_MAPS = (
+    *(nn.Linear, nn.Bilinear, nn.modules.conv._ConvNd, nn.Embedding, nn.EmbeddingBag),
+    *(nn.RNNBase, nn.RNNCellBase, nn.MultiheadAttention),
+)
+_messages = WarningCache()
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """A parameter of two or more dimensions, and what patterns match."""
+
+    names: tuple[str, ...]
+    """Its name without the parts that `torch.compile` adds, and that of the tensor that it parametrizes."""
+    kinds: tuple[str, ...]
+    """Names of the class of the module that holds it, and of those that it derives from."""
+    default: bool
+    """Whether it is chosen without patterns."""
 
 
 def choose(module: nn.Module, layers: Sequence[str] | str | None, owner: str) -> tuple[str, ...]:
-    """Names of the layers that patterns choose, in the order of `module`; one with ``!`` in front takes away.
+    """Return the names of the layers that patterns choose, in the order of `module`.
 
-    A layer is a parameter of two or more dimensions, so that ``conv1.*`` chooses a kernel and not its bias.
+    A layer is a floating-point or complex parameter of two or more dimensions, so that ``conv1.*`` chooses a kernel
+    and not its bias; quantized and other integer parameters are none. Without patterns, and with patterns that only
+    take away, the choice begins with the weights of linear, convolutional, recurrent, attention and embedding layers,
+    and with parameters called ``weight`` of other modules unless these are norms. Class tokens, tables of positions
+    and scales of layers are chosen by name only.
 
     Args:
-        module: The module, whose parameters are chosen from.
-        layers: Globs over whole names, capitals and all, or with ``type:`` in front over the name of the class that
-            holds the layer, or of one that it derives from: ``type:Conv2d``, ``!type:Linear``. None, and globs that
-            only take away, begin with every layer.
-        owner: The callback, to be named in a message.
+        module: Module whose parameters are chosen from.
+        layers: Globs over whole, case-sensitive names, or with ``type:`` in front over the name of the class that
+            holds the layer, or of one that it derives from: ``type:Conv2d``. A pattern with ``!`` in front takes away.
+        owner: Name of the callback, for messages.
 
     Raises:
-        InvalidOption: If a pattern matches no layer, or none is left.
+        InvalidOption: If a pattern matches no layer, no layer is left, or a layer is not initialized yet.
 
     Example:
         >>> net = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(8, 2))
@@ -38,43 +64,151 @@ def choose(module: nn.Module, layers: Sequence[str] | str | None, owner: str) ->
         lightning_sparsefl.errors.InvalidOption: `StaticMask`: the pattern 'fc*' in `layers` matches no layer; \
 expected one for `0.weight`, `2.weight`.
     """
-    kinds = _kinds(module)
-    if not kinds:
-        raise InvalidOption(f"`{owner}` finds no layer: the module has no parameter of two or more dimensions.")
+    found = _layers(module, owner)
     patterns = [layers] if isinstance(layers, str) else list(layers or ())
-    matched = {pattern: _matching(pattern.removeprefix("!"), kinds) for pattern in patterns}
-    for pattern, found in matched.items():
-        if not found:
-            typed = pattern.removeprefix("!").startswith(_TYPE)
-            known = dict.fromkeys(_TYPE + own[0] for own in kinds.values() if own) if typed else kinds
-            raise InvalidOption(
-                f"`{owner}`: the pattern {pattern!r} in `layers` matches no layer; expected one for {listed(known)}."
-            )
-    added = [found for pattern, found in matched.items() if not pattern.startswith("!")]
-    taken = set().union(*(found for pattern, found in matched.items() if pattern.startswith("!")))
-    chosen = (set().union(*added) if added else set(kinds)) - taken
+    matched = {pattern: _matching(pattern.removeprefix("!"), found) for pattern in patterns}
+    for pattern, names in matched.items():
+        if not names:
+            raise InvalidOption(_unmatched(module, pattern, found, owner))
+    added = [names for pattern, names in matched.items() if not pattern.startswith("!")]
+    taken = set().union(*(names for pattern, names in matched.items() if pattern.startswith("!")))
+    start = set().union(*added) if added else _by_default(found, taken, owner)
+    chosen = start - taken
     if not chosen:
         raise InvalidOption(
             f"`{owner}(layers={layers!r})` leaves no layer to mask; expected patterns that leave some of "
-            f"{listed(kinds)}."
+            f"{listed(found)}."
         )
-    return tuple(name for name in kinds if name in chosen)
+    return tuple(name for name in found if name in chosen)
 
 
-def _kinds(module: nn.Module) -> dict[str, list[str]]:
-    """Each layer, with the name of the class that holds it and of those that it derives from."""
-    return {
-        name: [
-            kind.__name__
-            for kind in type(module.get_submodule(name.rpartition(".")[0])).__mro__
-            if issubclass(kind, nn.Module) and kind is not nn.Module
-        ]
-        for name in maskable(dict(module.named_parameters()))
-    }
+def plain_name(name: str) -> str:
+    """Return the name of a parameter without the parts that ``torch.compile`` adds.
+
+    Example:
+        >>> plain_name("net._orig_mod.0.weight")
+        'net.0.weight'
+    """
+    return ".".join(part for part in name.split(".") if part != _COMPILED)
+
+
+def require_maskable(module: nn.Module, names: Collection[str], owner: str) -> None:
+    """Refuse parameters from which a parametrization computes a weight whose zeros are others.
+
+    Spectral norm only scales a weight, so that zeros stay; weight norm divides by the norms of rows, which a mask may
+    make zero, and others mix the entries.
+
+    Raises:
+        InvalidOption: Naming the first of the parameters.
+
+    Example:
+        >>> net = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(2, 2)))
+        >>> require_maskable(net, ["0.parametrizations.weight.original1"], "StaticMask")
+        Traceback (most recent call last):
+        lightning_sparsefl.errors.InvalidOption: `StaticMask` cannot mask `0.weight`, which the parametrization \
+`_WeightNorm` computes from `0.parametrizations.weight.original1`; take the layer away with '!0.*' in `layers`, or \
+remove the parametrization before training.
+    """
+    for name in names:
+        holder, tensor = _owner(module, name)
+        kind = _changes_zeros(module, name)
+        if kind is not None:
+            weight = f"{holder}.{tensor}".lstrip(".")
+            raise InvalidOption(
+                f"`{owner}` cannot mask `{weight}`, which the parametrization `{kind}` computes from `{name}`; take "
+                f"the layer away with '!{weight.rpartition('.')[0] or weight}.*' in `layers`, or remove the "
+                "parametrization before training."
+            )
+
+
+def _changes_zeros(module: nn.Module, name: str) -> str | None:
+    """Return the class of a parametrization of a parameter that does not keep its zeros, None if there is none."""
+    path, _, leaf = name.rpartition(".")
+    holder = module.get_submodule(path)
+    if ".parametrizations." in f".{name}":
+        owner, tensor = _owner(module, name)
+        steps = getattr(module.get_submodule(owner).parametrizations, tensor)
+        return next((type(step).__name__ for step in steps if not isinstance(step, _SpectralNorm)), None)
+    hooks = holder._forward_pre_hooks.values()
+    normed = any(isinstance(hook, WeightNorm) and leaf in (f"{hook.name}_g", f"{hook.name}_v") for hook in hooks)
+    return "weight_norm" if normed else None
+
+
+def _owner(module: nn.Module, name: str) -> tuple[str, str]:
+    """Return the path of the module that has the weight which a parameter is or makes, and the weight's name."""
+    parts = name.split(".")
+    if "parametrizations" in parts:
+        at = parts.index("parametrizations")
+        return ".".join(parts[:at]), parts[at + 1]
+    path, _, leaf = name.rpartition(".")
+    stem, _, suffix = leaf.rpartition("_")
+    own = getattr(module.get_submodule(path), "_forward_pre_hooks", {})
+    return path, stem if suffix in ("orig", "g", "v") and stem and own else leaf
+
+
+def _layers(module: nn.Module, owner: str) -> dict[str, _Layer]:
+    """Return every parameter that can be masked, by name."""
+    parameters = dict(module.named_parameters())
+    for name, parameter in parameters.items():
+        if isinstance(parameter, UninitializedParameter):
+            raise InvalidOption(
+                f"`{owner}`: `{name}` has no shape yet; expected lazy layers to be initialized in `configure_model` or "
+                "`setup`, by a forward pass."
+            )
+    real = {n: p for n, p in parameters.items() if p.is_floating_point() or p.is_complex()}
+    layers = {name: _layer(module, name, real[name]) for name in maskable(real)}
+    if not layers:
+        raise InvalidOption(f"`{owner}` finds no layer: the module has no parameter of two or more dimensions.")
+    return layers
+
+
+def _layer(module: nn.Module, name: str, value: Tensor) -> _Layer:
+    path, tensor = _owner(module, name)
+    holder = module.get_submodule(path)
+    kinds = (kind for kind in type(holder).__mro__ if issubclass(kind, nn.Module) and kind is not nn.Module)
+    wide = sum(size > 1 for size in value.shape) > 1
+    if isinstance(holder, _LINEAR_MAPS):
+        default = "weight" in tensor and (wide or name.endswith(f"{path}.{tensor}".lstrip(".")))
+    else:
+        default = tensor == "weight" and wide and "norm" not in type(holder).__name__.lower()
+    names = dict.fromkeys((plain_name(name), plain_name(f"{path}.{tensor}".lstrip("."))))
+    return _Layer(tuple(names), tuple(kind.__name__ for kind in kinds), default)
+
+
+def _by_default(found: Mapping[str, _Layer], taken: Collection[str], owner: str) -> set[str]:
+    """Return the layers that are chosen without patterns."""
+    chosen = {name for name, layer in found.items() if layer.default}
+    others = [name for name in found if name not in chosen and name not in taken]
+    if not chosen:
+        raise InvalidOption(
+            f"`{owner}` finds no weight of a linear, convolutional, recurrent, attention or embedding layer; name the "
+            f"parameters in `layers`, among {listed(others or found)}."
+        )
+    if others:
+        _messages.info(
+            f"`{owner}` leaves {listed(others)} as they are, which are no weights of linear, convolutional, recurrent, "
+            "attention or embedding layers; name them in `layers` to include them."
+        )
+    return chosen
+
+
+def _unmatched(module: nn.Module, pattern: str, found: Mapping[str, _Layer], owner: str) -> str:
+    """Return the message for a pattern that matches no layer."""
+    glob = pattern.removeprefix("!")
+    typed = glob.startswith(_TYPE)
+    known = dict.fromkeys(_TYPE + layer.kinds[0] for layer in found.values() if layer.kinds) if typed else found
+    message = f"`{owner}`: the pattern {pattern!r} in `layers` matches no layer; expected one for {listed(known)}."
+    if typed:
+        return message
+    first = {id(parameter): name for name, parameter in module.named_parameters()}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        if fnmatchcase(plain_name(name), glob) and first[id(parameter)] in found:
+            return f"{message} `{name}` is tied to `{first[id(parameter)]}`, which is its name here."
+    return message
 
 
 def stepped_by(optimizer: Any) -> set[int]:
-    """The ``id`` of each parameter that an optimizer steps: with several optimizers, each has its own.
+    """Return the ``id`` of each parameter that an optimizer steps; with several optimizers, each has its own.
 
     Example:
         >>> import torch
@@ -86,7 +220,7 @@ def stepped_by(optimizer: Any) -> set[int]:
 
 
 def require_dense_gradients(module: nn.Module, names: Collection[str], owner: str) -> None:
-    """See that the gradients of parameters are tensors to which a dense one can be added.
+    """Refuse parameters with sparse gradients, to which a dense one cannot be added.
 
     Raises:
         InvalidOption: Naming the first embedding that has sparse ones.
@@ -106,7 +240,8 @@ sparse; expected an Embedding with `sparse=False`.
             )
 
 
-def _matching(pattern: str, kinds: Mapping[str, Sequence[str]]) -> set[str]:
+def _matching(pattern: str, layers: Mapping[str, _Layer]) -> set[str]:
     if pattern.startswith(_TYPE):
-        return {name for name, own in kinds.items() if any(fnmatchcase(k, pattern[len(_TYPE) :]) for k in own)}
-    return {name for name in kinds if fnmatchcase(name, pattern)}
+        kind = pattern[len(_TYPE) :]
+        return {name for name, layer in layers.items() if any(fnmatchcase(k, kind) for k in layer.kinds)}
+    return {name for name, layer in layers.items() if any(fnmatchcase(n, pattern) for n in layer.names)}

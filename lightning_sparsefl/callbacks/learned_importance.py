@@ -12,7 +12,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
-from lightning_sparsefl.callbacks.layers import choose
+from lightning_sparsefl.callbacks.layers import choose, require_maskable
 from lightning_sparsefl.callbacks.masking import MaskingCallback, packed, unpacked
 from lightning_sparsefl.callbacks.options import require, require_density
 from lightning_sparsefl.callbacks.trial import first_samples, trial, trial_loss
@@ -93,24 +93,35 @@ class LearnedImportance(MaskingCallback):
         self.density, self.pattern, self.lr, self.strength = density, pattern, lr, strength
         self.reduction, self.refresh, self.probe, self.seed, self.turn = reduction, refresh, probe, seed, turn
         self._steps = ScoreSteps(scores or {}, lr, strength, reduction)
-        self.kept: dict[str, Tensor] = {}
+        self._kept: dict[str, Tensor] = {}
         self.groups: tuple[UnitGroup, ...] = ()
         self._given_groups = groups
         self._aside: dict[str, Tensor] = {}
         self._rows: Weights = {}
-        self._stepped = self._resumed = False
+        self._stepped = False
 
     @property
     def scores(self) -> Weights:
         """Q of each group; empty before the first fit, and with patterns that train none."""
+        self.collect()
         return self._steps.scores
+
+    @property
+    def kept(self) -> dict[str, Tensor]:
+        """The chosen units of each group, as a bool tensor; empty before the first batch of the first fit."""
+        self.collect()
+        return self._kept
+
+    @kept.setter
+    def kept(self, kept: dict[str, Tensor]) -> None:
+        self._kept = kept
 
     def on_fit_start(self, trainer: Any, pl_module: LightningModule) -> None:
         """Hold the masks of a checkpoint or of an earlier fit; new ones wait for the first batch."""
         if not pl_module.automatic_optimization:
             raise InvalidOption(
-                f"`LearnedImportance` cannot serve `{type(pl_module).__name__}`, which optimizes by itself; expected "
-                "`automatic_optimization = True`."
+                f"`LearnedImportance` does not support `{type(pl_module).__name__}`, which optimizes manually; "
+                "expected `automatic_optimization = True`."
             )
         if self._made:
             super().on_fit_start(trainer, pl_module)
@@ -124,6 +135,7 @@ class LearnedImportance(MaskingCallback):
         elif self._stepped and self.refresh == "step":
             self._choose(trainer.optimizers)
         self._stepped = False
+        super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
 
     def _begin(self, trainer: Any, module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Find the units, and choose from them; a fit that was resumed has its choice."""
@@ -156,7 +168,9 @@ class LearnedImportance(MaskingCallback):
 
     def _found(self, module: LightningModule, batch: Any, batch_idx: int) -> list[UnitGroup]:
         """The groups of units that the training step trains, and that `layers` choose."""
-        rows = set(choose(module, self.layers, "LearnedImportance"))
+        chosen_layers = choose(module, self.layers, "LearnedImportance")
+        require_maskable(module, chosen_layers, "LearnedImportance")
+        rows = set(chosen_layers)
 
         def step(batch: Any) -> Tensor:
             del module.forward  # which the step may call
@@ -173,7 +187,13 @@ class LearnedImportance(MaskingCallback):
             groups = find(batch)
         chosen = [group for group in groups if _rows(group, module) <= rows]
         if not chosen:
-            names = ", ".join(f"`{group.name}`" for group in groups) or "none"
+            if not groups:
+                raise InvalidOption(
+                    f"`LearnedImportance` finds no units in `{type(module).__name__}`; expected linear, convolutional "
+                    "or recurrent layers whose outputs another such layer reads, without parametrizations or adapters "
+                    "between them."
+                )
+            names = ", ".join(f"`{group.name}`" for group in groups)
             raise InvalidOption(
                 f"`LearnedImportance(layers={self.layers!r})` leaves no units to choose from; expected patterns that "
                 f"leave some of {names}."
@@ -246,7 +266,7 @@ class LearnedImportance(MaskingCallback):
     def release(self) -> None:
         """Let go of the module."""
         super().release()
-        self.groups, self._rows, self._resumed = (), {}, False
+        self.groups, self._rows = (), {}
 
     def state_dict(self) -> dict[str, Any]:
         """The masks, the chosen units, the scores, and the values of what is dropped."""
@@ -257,7 +277,7 @@ class LearnedImportance(MaskingCallback):
         """Go on with the choice, the scores and the dense weights of a checkpoint."""
         super().load_state_dict(state_dict)
         self._steps.scores, self._aside = dict(state_dict["scores"]), dict(state_dict["aside"])
-        self.kept, self._stepped, self._resumed = unpacked(state_dict["kept"]), state_dict["stepped"], True
+        self._kept, self._stepped = unpacked(state_dict["kept"]), state_dict["stepped"]
 
 
 def blind_ranking(groups: Sequence[UnitGroup], pattern: Pattern, seed: int, turn: int) -> dict[str, Tensor]:

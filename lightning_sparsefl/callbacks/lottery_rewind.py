@@ -16,8 +16,8 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from lightning_sparsefl.callbacks.clock import StepClock
-from lightning_sparsefl.callbacks.masking import MaskingCallback
-from lightning_sparsefl.callbacks.options import require, require_density, require_one_each, spread
+from lightning_sparsefl.callbacks.masking import MaskingCallback, renamed
+from lightning_sparsefl.callbacks.options import require, require_density, require_one_each, spread, too_dense
 from lightning_sparsefl.errors import InvalidOption
 from lightning_sparsefl.sparse.density import floor_count
 from lightning_sparsefl.sparse.masks import counts
@@ -77,15 +77,18 @@ class LotteryRewind(MaskingCallback):
         super().__init__(layers)
         self.density, self.cycles, self.rewind, self.scope = density, cycles, rewind, scope
         self._clock = StepClock()
-        self._ends: list[int] = []
-        self._back = 0
+        self._done = 0
         self._initial: dict[str, int] = {}
         self._weights_then: dict[str, Tensor] = {}
         self._optimizers_then: list[dict[str, Any]] = []
         self._schedulers_then: list[tuple[str, dict[str, Any]]] = []
 
     def cycle_ends(self, total: int) -> list[int]:
-        """The steps of a fit of `total` steps after which weights are pruned: the ends of all cycles but the last.
+        """Return the steps of a fit after which weights are pruned: the ends of all cycles but the last.
+
+        Args:
+            total: Steps of the fit.
+
 
         Example:
             >>> LotteryRewind(cycles=4, rewind=0.0).cycle_ends(100)
@@ -96,7 +99,11 @@ class LotteryRewind(MaskingCallback):
         return [max(1, floor_count((1 + cycle * later) / whole, total)) for cycle in range(self.cycles - 1)]
 
     def cycle_steps(self, total: int) -> int:
-        """The most steps that a learning-rate scheduler takes before it is rewound, in a fit of `total` steps.
+        """Return the most steps that a learning-rate scheduler takes before it is rewound.
+
+        Args:
+            total: Steps of the fit.
+
 
         Example:
             >>> LotteryRewind(cycles=4, rewind=0.5).cycle_steps(100)
@@ -109,30 +116,42 @@ class LotteryRewind(MaskingCallback):
     def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
         """Plan the cycles."""
         super().on_train_start(trainer, pl_module)
-        resumed = self._clock.start(trainer, "LotteryRewind")
-        if not resumed:
+        self._clock.start(trainer, "LotteryRewind", self._resumed)
+        if not self._resumed:
             self._initial = counts(self.masks)
-        ends = self.cycle_ends(self._clock.total)
-        self._back = floor_count(self.rewind, ends[0])
-        self._ends = ends if self._drops() else []
-        if not resumed and self._ends:
-            self._optimizers_then = [copy.deepcopy(optimizer.state_dict()) for optimizer in trainer.optimizers]
-            if self._back == 0:
-                self._keep(trainer, pl_module)
+            self._done = 0 if self._drops() else self.cycles - 1
+            if self._done == 0:
+                self._optimizers_then = [copy.deepcopy(optimizer.state_dict()) for optimizer in trainer.optimizers]
+        else:
+            self._drops()
+        self._keep_if_due(trainer, pl_module)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Mask the weights; keep the state, or prune and return to it, if it is time."""
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
-        if self._clock.tick(trainer) and self._ends:
-            if self._clock.step in self._ends:
-                self.adopt(self._pruned())
-                self._return(trainer, pl_module)
-            elif self._clock.step == self._back:
-                self._keep(trainer, pl_module)
+        if not self._clock.tick(trainer):
+            return
+        passed = sum(end <= self._clock.step for end in self.cycle_ends(self._clock.total))
+        if passed > self._done:
+            self._keep_if_due(trainer, pl_module)  # if an estimate of the fit's length has just become a shorter one
+            self._done = passed
+            self.adopt(self._pruned())
+            self._return(trainer, pl_module)
+        else:
+            self._keep_if_due(trainer, pl_module)
+
+    def _keep_if_due(self, trainer: Any, pl_module: LightningModule) -> None:
+        """Store the state to return to, once, unless nothing will return to it."""
+        back = floor_count(self.rewind, self.cycle_ends(self._clock.total)[0])
+        if self._done == 0 and not self._weights_then and self._clock.step >= back:
+            self._keep(trainer, pl_module)
+
+    def shortfall(self) -> str | None:
+        """Return at which density the fit has ended, if not at that which was asked for."""
+        return too_dense(self.masks, sum(self._left(1.0)), self._clock)
 
     def _pruned(self) -> Masks:
-        done = sum(end <= self._clock.step for end in self._ends)
-        left, score = self._left(done / len(self._ends)), magnitude(self._weights)
+        left, score = self._left(self._done / (self.cycles - 1)), magnitude(self._weights)
         if self.scope == "layer":
             return shrink(score, self.masks, dict(zip(self.masks, left, strict=True)))
         return shrink_globally(score, self.masks, left[0])
@@ -147,14 +166,14 @@ class LotteryRewind(MaskingCallback):
         return left
 
     def _pools(self) -> dict[str, tuple[int, int]]:
-        """The weights that are ranked together: how many were held when the fit began, of how many."""
+        """Return the weights that are ranked together: how many were held when the fit began, of how many."""
         sizes = {name: mask.numel() for name, mask in self.masks.items()}
         if self.scope == "global":
             return {"all layers": (sum(self._initial.values()), sum(sizes.values()))}
         return {name: (self._initial[name], size) for name, size in sizes.items()}
 
     def _drops(self) -> bool:
-        """Whether there is anything to prune."""
+        """Return whether there is anything to prune."""
         if self.scope == "layer":
             spread("LotteryRewind", self._weights, self.density, "uniform")
         else:
@@ -170,7 +189,7 @@ class LotteryRewind(MaskingCallback):
 
     @torch.no_grad()
     def _keep(self, trainer: Any, pl_module: LightningModule) -> None:
-        """Take down the state to return to."""
+        """Store the state to return to."""
         self._weights_then = {name: value.clone() for name, value in _tensors(pl_module).items()}
         for then, optimizer in zip(self._optimizers_then, trainer.optimizers, strict=True):
             then["param_groups"] = copy.deepcopy(optimizer.state_dict()["param_groups"])
@@ -182,6 +201,7 @@ class LotteryRewind(MaskingCallback):
     @torch.no_grad()
     def _return(self, trainer: Any, pl_module: LightningModule) -> None:
         """Go back, under the masks of now."""
+        self._weights_then = renamed(self._weights_then, _tensors(pl_module))
         for name, value in _tensors(pl_module).items():
             value.copy_(self._weights_then[name])
         self.mask_weights()
@@ -191,41 +211,46 @@ class LotteryRewind(MaskingCallback):
         # weight averaging puts a scheduler of its own there in the course of a fit, which is not rewound
         for (kind, then), config in zip(self._schedulers_then, trainer.lr_scheduler_configs, strict=False):
             if type(config.scheduler).__name__ == kind:
-                config.scheduler.load_state_dict(copy.deepcopy(then))
-        if self._clock.step == self._ends[-1]:  # what nobody returns to need not lie in checkpoints
-            self._let_go()
-
-    def _let_go(self) -> None:
-        self._weights_then, self._optimizers_then, self._schedulers_then = {}, [], []
-
-    def release(self) -> None:
-        """Let go of the module's tensors."""
-        super().release()
-        self._clock.stop()
+                config.scheduler.load_state_dict(_extended(copy.deepcopy(then), config.scheduler.state_dict()))
+        if self._done == self.cycles - 1:  # a state that nothing returns to would only make checkpoints larger
+            self._weights_then, self._optimizers_then, self._schedulers_then = {}, [], []
 
     def state_dict(self) -> dict[str, Any]:
-        """The masks, one bit a weight, where the cycles stand, and the state to return to as long as one will."""
+        """Return the masks, one bit a weight, the cycle, and the state to return to while a return is due."""
         then = {"weights": self._weights_then, "optimizers": self._optimizers_then, "schedulers": self._schedulers_then}
-        plan = {"clock": self._clock.state_dict(), "initial": dict(self._initial)}
+        plan = {"clock": self._clock.state_dict(), "initial": dict(self._initial), "done": self._done}
         return super().state_dict() | plan | {"then": {kind: copy.copy(value) for kind, value in then.items()}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on with the masks and the cycles of a checkpoint."""
+        """Restore the masks and the cycles of a checkpoint."""
         super().load_state_dict(state_dict)
         self._clock.load_state_dict(state_dict["clock"])
-        self._initial, then = dict(state_dict["initial"]), state_dict["then"]
+        self._initial, self._done, then = dict(state_dict["initial"]), state_dict["done"], state_dict["then"]
         self._weights_then, self._optimizers_then = dict(then["weights"]), list(then["optimizers"])
         self._schedulers_then = list(then["schedulers"])
 
 
+def _extended(then: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
+    """Return a scheduler's state of then, with the entries of now for groups that have been added since."""
+    pairs = {name: (value, now.get(name)) for name, value in then.items() if isinstance(value, list)}
+    longer = {n: [*old, *new[len(old) :]] for n, (old, new) in pairs.items() if isinstance(new, list)}
+    return then | longer
+
+
 def _tensors(module: LightningModule) -> dict[str, Tensor]:
-    """Parameters and buffers, as a checkpoint names them, to be written to."""
+    """Return parameters and buffers, as a checkpoint names them, to be written to."""
     return {name: value for name, value in module.state_dict().items() if isinstance(value, Tensor)}
 
 
 def _rewind(optimizer: Any, then: dict[str, Any]) -> None:
-    """Give an optimizer its state of then; what others have noted in its groups since, such as a rate of SWA, stays."""
+    """Give an optimizer its state of then.
+
+    Options that have been added to its groups since, such as a rate of SWA, stay; groups that have been added since
+    keep their options, and their parameters have no state.
+    """
     noted = [dict(group) for group in optimizer.param_groups]
-    optimizer.load_state_dict(then)
+    groups = then["param_groups"]
+    added = optimizer.state_dict()["param_groups"][len(groups) :]  # such as those of an unfrozen backbone
+    optimizer.load_state_dict({**then, "param_groups": groups + added})
     for group, notes in zip(optimizer.param_groups, noted, strict=True):
         group.update({name: value for name, value in notes.items() if name not in group})

@@ -61,10 +61,10 @@ class NMPruning(MaskingCallback):
         super().__init__(layers)
         self.n, self.m, self.start, self.dim = n, m, start, dim
         self._clock = StepClock()
-        self._at = 0
+        self._pruned = False
 
     def claims(self, module: nn.Module) -> tuple[str, ...]:
-        """Names of the layers that can be cut into groups."""
+        """Return the names of the layers that can be cut into groups."""
         names = super().claims(module)
         if self._made:
             return names
@@ -87,8 +87,8 @@ class NMPruning(MaskingCallback):
     def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
         """Plan the pruning; prune now if it is at the start."""
         super().on_train_start(trainer, pl_module)
-        self._clock.start(trainer, "NMPruning")
-        self._at = floor_count(self.start, self._clock.total)
+        self._clock.start(trainer, "NMPruning", self._resumed)
+        self._pruned = is_nm(self.masks, self.n, self.m, self.dim)
         self._prune(trainer)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -98,20 +98,21 @@ class NMPruning(MaskingCallback):
             self._prune(trainer)
 
     def _prune(self, trainer: Any) -> None:
-        if self._clock.step == self._at and not is_nm(self.masks, self.n, self.m, self.dim):
+        if not self._pruned and self._clock.step >= floor_count(self.start, self._clock.total):
             self.hold(nm_masks(magnitude(self._weights), self.n, self.m, self.dim))
             self.forget(trainer.optimizers, self.masks)
+            self._pruned = True
 
-    def release(self) -> None:
-        """Let go of the module's tensors."""
-        super().release()
-        self._clock.stop()
+    def shortfall(self) -> str | None:
+        """Return that the fit has ended before the pruning, if so."""
+        at = f"step {self._clock.step} of {self._clock.total}"
+        return None if self._pruned else f"the fit ended at {at}, before it pruned at `start={self.start}`"
 
     def state_dict(self) -> dict[str, Any]:
-        """The masks, one bit a weight, and where the training stands."""
+        """Return the masks, one bit a weight, and the position in the training."""
         return super().state_dict() | {"clock": self._clock.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on with the masks of a checkpoint."""
+        """Restore the masks of a checkpoint."""
         super().load_state_dict(state_dict)
         self._clock.load_state_dict(state_dict["clock"])

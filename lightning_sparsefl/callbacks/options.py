@@ -1,14 +1,20 @@
-"""What several callbacks are told in the same words, checked in the same words."""
+"""Options that several callbacks share, and their checks."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any, Literal, TypeAlias
 
+import torch
+from torch import nn
+
+from lightning_sparsefl.callbacks.clock import StepClock
 from lightning_sparsefl.errors import InvalidOption
 from lightning_sparsefl.seeds import generator
-from lightning_sparsefl.sparse.density import erk, explicit, floor_count, kept_counts, listed, uniform
+from lightning_sparsefl.sparse.density import ceil_count, erk, explicit, floor_count, kept_counts, listed, uniform
+from lightning_sparsefl.sparse.masks import kept
 from lightning_sparsefl.sparse.prune import random_masks
+from lightning_sparsefl.sparse.rescale import fan_in_scale
 from lightning_sparsefl.types import Masks, Weights
 
 LayerDensity: TypeAlias = Literal["erk", "uniform"] | dict[str, float]
@@ -118,6 +124,60 @@ layer a weight, but 1 weight in all is too few for `a`, `b`.
     plenty = f"{count} weight{'' if count == 1 else 's'} in all is too few for {listed(layers)}"
     expected = f"an option that leaves each layer a weight, but {plenty}"
     require(count >= len(layers), owner, option, value, expected)
+
+
+def window(start: float, end: float, total: int) -> tuple[int, int]:
+    """Return the first and the last step of a window that is given in shares of a training of `total` steps.
+
+    Example:
+        >>> window(0.25, 0.5, 100)
+        (25, 50)
+    """
+    first = floor_count(start, total)
+    return first, max(first + 1, ceil_count(end, total))
+
+
+def too_dense(masks: Masks, goal: int, clock: StepClock) -> str | None:
+    """Return that a fit has ended with more than `goal` weights, and at which step, as a clause; None if it has not.
+
+    Example:
+        >>> import torch
+        >>> too_dense({"w": torch.tensor([True, True, False, True])}, 1, StepClock())
+        'the fit ended at step 0 of 1 with density 0.75, above the 0.25 that was asked for'
+    """
+    left, size = kept(masks), sum(mask.numel() for mask in masks.values())
+    if left <= goal:
+        return None
+    return (
+        f"the fit ended at step {clock.step} of {clock.total} with density {left / size:.3g}, above the "
+        f"{goal / size:.3g} that was asked for"
+    )
+
+
+@torch.no_grad()
+def rescale_first_weights(module: nn.Module, weights: Weights, masks: Masks) -> None:
+    """Multiply kept weights, in place, by what keeps the variance of outputs that the dense initialization had.
+
+    Embeddings, whose outputs are sums over no inputs, stay as they are.
+
+    Args:
+        module: Module that has the weights.
+        weights: Its parameters that are masked, by name.
+        masks: Their masks.
+
+    Example:
+        >>> layer = nn.Linear(4, 1)
+        >>> _ = nn.init.ones_(layer.weight)
+        >>> mask = torch.tensor([[True, False, False, False]])
+        >>> rescale_first_weights(layer, {"weight": layer.weight}, {"weight": mask})
+        >>> layer.weight.tolist()
+        [[2.0, 2.0, 2.0, 2.0]]
+    """
+    for name, weight in weights.items():
+        holder = module.get_submodule(name.rpartition(".")[0])
+        if not isinstance(holder, nn.Embedding | nn.EmbeddingBag):
+            transposed = getattr(holder, "transposed", False) and getattr(holder, "groups", 1) == 1
+            weight.mul_(fan_in_scale(masks[name], outputs=1 if transposed else 0).to(weight.dtype))
 
 
 def drawn(owner: str, weights: Weights, density: float, layer_density: LayerDensity, *key: int | str) -> Masks:

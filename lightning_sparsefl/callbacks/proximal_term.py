@@ -36,6 +36,11 @@ class ProximalTerm(Callback):
         self._resumed: Weights | None = None
         self._taken: dict[str, Tensor] = {}
 
+    def setup(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
+        """Begin a fit without an anchor, unless one is given or a checkpoint has one."""
+        if stage == "fit":
+            self._taken, self._resumed = {}, None
+
     def on_fit_start(self, trainer: Any, pl_module: LightningModule) -> None:
         """Take the anchor; copies, since training writes into the weights."""
         anchor = self.anchor or self._resumed or {name: p.detach() for name, p in pl_module.named_parameters()}
@@ -60,7 +65,7 @@ class ProximalTerm(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """The anchor, unless it was given."""
-        return {"anchor": self._taken}
+        return {"anchor": self._taken or self._resumed or {}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on with the anchor of a checkpoint."""

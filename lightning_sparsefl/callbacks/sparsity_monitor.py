@@ -122,7 +122,8 @@ class SparsityMonitor(Callback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from the last log of a checkpoint."""
-        self._seen, self._resumed = unpacked(state_dict["seen"]), True
+        self._seen = unpacked(state_dict["seen"])
+        self._resumed = bool(self._seen)  # a learning-rate finder saves before there are any
 
 
 def _counted(module: LightningModule, batch: Any) -> tuple[LayerFlops, ...]:

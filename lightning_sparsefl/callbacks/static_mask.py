@@ -3,7 +3,14 @@
 from __future__ import annotations
 
 from lightning_sparsefl.callbacks.masking import MaskingCallback
-from lightning_sparsefl.callbacks.options import LayerDensity, drawn, require, require_density, require_layer_density
+from lightning_sparsefl.callbacks.options import (
+    LayerDensity,
+    drawn,
+    require,
+    require_density,
+    require_layer_density,
+    rescale_first_weights,
+)
 from lightning_sparsefl.types import Masks, Weights
 
 
@@ -42,6 +49,7 @@ class StaticMask(MaskingCallback):
         seed: int = 0,
         masks: Masks | None = None,
         layers: list[str] | str | None = None,
+        rescale: bool = True,
     ) -> None:
         require_layer_density("StaticMask", layer_density)
         require_density("StaticMask", density)
@@ -49,8 +57,13 @@ class StaticMask(MaskingCallback):
             masks is None or layers is None, "StaticMask", "layers", layers, "None beside `masks`, which name theirs"
         )
         super().__init__(layers, masks)
-        self.density, self.layer_density, self.seed = density, layer_density, seed
+        self.density, self.layer_density, self.seed, self.rescale = density, layer_density, seed, rescale
+
+    def first_weights(self, weights: Weights) -> None:
+        """Rescale the first weights to the fan-in that the drawn masks keep."""
+        if self.rescale and self._around is not None:
+            rescale_first_weights(self._around[1], weights, self.masks)
 
     def first_masks(self, weights: Weights) -> Masks:
-        """Drawn from the seed."""
+        """Draw masks from the seed."""
         return drawn("StaticMask", weights, self.density, self.layer_density, self.seed, "static mask")

@@ -20,7 +20,7 @@ class InPlaceMask:
 
     Args:
         mask: Bool, of any shape.
-        dtype: Of the tensors, real.
+        dtype: Type of the tensors, floating-point or complex.
 
     Example:
         >>> tensor, rest = torch.tensor([-1.0, torch.nan, 3.0]), torch.empty(3)
@@ -30,9 +30,11 @@ class InPlaceMask:
     """
 
     def __init__(self, mask: Tensor, dtype: torch.dtype) -> None:
-        self.mask, self._dtype = mask, _INTEGERS[dtype.itemsize]
+        self._pairs = dtype.itemsize == 16  # complex128, for which no integer is wide enough
+        self.mask = mask.unsqueeze(-1) if self._pairs else mask
+        self._dtype = _INTEGERS[8 if self._pairs else dtype.itemsize]
         self._parts: list[tuple[Tensor, Tensor]] = []
-        if mask.device.type == "cpu" and mask.is_contiguous():
+        if not self._pairs and mask.device.type == "cpu" and mask.is_contiguous():
             scratch = _scratch(self._dtype)
             self._parts = [(part, scratch[: part.numel()]) for part in mask.view(-1).split(_CHUNK)]
 
@@ -41,12 +43,17 @@ class InPlaceMask:
         if tensor.is_sparse:
             tensor.mul_(self.mask)
             return
-        bits = tensor.detach().view(self._dtype)
+        bits = self._bits(tensor)
         if self._parts and bits.is_contiguous():
             for part, (kept, ones) in zip(bits.view(-1).split(_CHUNK), self._parts, strict=True):
                 part.mul_(ones.copy_(kept))
         else:
             bits.mul_(self.mask)
+
+    def _bits(self, tensor: Tensor) -> Tensor:
+        """Return a view of a tensor as integers; of pairs of numbers, in a last dimension of two."""
+        plain = tensor.detach()
+        return (torch.view_as_real(plain) if self._pairs else plain).view(self._dtype)
 
     def split_(self, tensor: Tensor, rest: Tensor) -> None:
         """Zero a tensor where the mask is False, and put what was there into `rest`, which is 0.0 elsewhere.
@@ -57,7 +64,7 @@ class InPlaceMask:
             >>> tensor, rest
             (tensor([1., 0.]), tensor([0., 2.]))
         """
-        bits, others = tensor.detach().view(self._dtype), rest.detach().view(self._dtype)
+        bits, others = self._bits(tensor), self._bits(rest)
         if self._parts and bits.is_contiguous() and others.is_contiguous():
             flat = bits.view(-1).split(_CHUNK), others.view(-1).split(_CHUNK)
             for part, other, (kept, ones) in zip(*flat, self._parts, strict=True):

@@ -113,7 +113,8 @@ def _check(module: nn.Module, ignore: Sequence[str]) -> None:
         if isinstance(child, torch.jit.ScriptModule) or hasattr(child, "_orig_mod"):
             kind = "scripted" if isinstance(child, torch.jit.ScriptModule) else "compiled"
             raise InvalidOption(
-                f"`{name or type(child).__name__}` is {kind}, so its units cannot be found; find them before that."
+                f"`{name or type(child).__name__}` is {kind}, so its units cannot be found; expected a module that is "
+                "neither compiled nor scripted."
             )
 
 

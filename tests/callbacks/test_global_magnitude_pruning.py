@@ -74,6 +74,7 @@ def test_three_fits_compound(net, fit):
     assert left == [after(0.5, times) for times in (1, 2, 3)] == [54, 27, 13]
 
 
+@pytest.mark.filterwarnings("ignore:.*before epochs .2. pruned")
 def test_one_trainer_that_fits_twice_goes_on_with_its_epochs(net, fit):
     callback, module = GlobalMagnitudePruning(fraction=0.5, epochs=[0, 2]), net()
     trainer = fit(module, [callback], epochs=2)
@@ -84,6 +85,7 @@ def test_one_trainer_that_fits_twice_goes_on_with_its_epochs(net, fit):
     assert kept(callback.masks) == 27
 
 
+@pytest.mark.filterwarnings("ignore:.*before epochs .1. pruned")
 def test_a_resumed_fit_does_not_prune_an_epoch_twice(net, fit, tmp_path):
     options = {"fraction": 0.5, "epochs": [0, 1]}
     fit(net(), [GlobalMagnitudePruning(**options)], epochs=1).save_checkpoint(tmp_path / "one.ckpt")

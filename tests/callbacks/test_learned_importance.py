@@ -370,5 +370,5 @@ def test_what_cannot_work_is_said(train):
         def training_step(self, batch):
             return None
 
-    with pytest.raises(InvalidOption, match="optimizes by itself"):
+    with pytest.raises(InvalidOption, match="optimizes manually"):
         train(Manual(), [LearnedImportance()])

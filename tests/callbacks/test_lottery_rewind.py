@@ -230,3 +230,48 @@ def test_a_density_that_cannot_be_reached_is_refused(net, fit):
     callback.density = 0.9
     with pytest.raises(InvalidOption, match="`all layers` has 54 weights left, fewer than the 97"):
         fit(net(), [callback])
+
+
+@pytest.mark.parametrize("end", [1, 2, 3])
+def test_a_run_resumed_with_more_epochs_keeps_its_ticket_or_goes_on_to_it(end, net, fit, tmp_path):
+    options = {"density": 0.2, "cycles": 3, "rewind": 0.2}
+    first = LotteryRewind(**options)
+
+    class Save(Callback):
+        def on_train_epoch_end(self, trainer, pl_module):
+            if trainer.current_epoch + 1 == end:
+                trainer.save_checkpoint(tmp_path / "some.ckpt")
+
+    fit(net(), [first, Save()], epochs=3)
+    callback = LotteryRewind(**options)
+    fit(net(seed=3), [callback], epochs=6, ckpt_path=tmp_path / "some.ckpt")
+    assert density(callback.masks) == density(first.masks) <= 0.2
+    if end == 3:  # all cycles were over
+        assert same(first.masks, callback.masks)
+
+
+def test_groups_that_an_unfrozen_backbone_adds_stay(net, fit):
+    """Such as those of `BackboneFinetuning`: their parameters go back, and their options stay."""
+
+    class Thaw(Callback):
+        def on_train_epoch_start(self, trainer, pl_module):
+            if trainer.current_epoch == 1:
+                trainer.optimizers[0].add_param_group({"params": pl_module.net[0].parameters(), "lr": 0.01})
+
+    module, first = net(), net()
+    module.configure_optimizers = lambda: torch.optim.SGD(
+        [parameter for name, parameter in module.named_parameters() if not name.startswith("net.0")], 0.1, momentum=0.9
+    )
+    callback = LotteryRewind(0.5, cycles=2, rewind=0.0)
+    seen = []
+
+    class Look(Callback):
+        def on_train_batch_end(self, trainer, pl_module, *_):
+            if density(callback.masks) < 1 and not seen:
+                seen.append([group["lr"] for group in trainer.optimizers[0].param_groups])
+                for name, weight in pl_module.named_parameters():
+                    mask = callback.masks.get(name, torch.ones_like(weight))
+                    torch.testing.assert_close(weight, first.get_parameter(name) * mask, rtol=0, atol=0)
+
+    fit(module, [callback, Thaw(), Look()], epochs=4)
+    assert seen == [[0.1, 0.01]]

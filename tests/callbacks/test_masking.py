@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from lightning.pytorch import Callback
+from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import nn
 
 from lightning_sparsefl.callbacks import (
@@ -76,12 +77,27 @@ def test_two_of_a_class_share_a_module_and_a_checkpoint(net, fit, tmp_path):
     assert same(first[1].masks, second[0].masks)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_compiled_layer_is_refused(kind, net, fit):
-    module = net()
-    module.net[2] = torch.compile(module.net[2], backend="eager")
-    with pytest.raises(InvalidOption, match=r"renamed a layer to `net.2._orig_mod.weight`; compile the layer in place"):
-        fit(module, [kind()], epochs=1)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # of torch.compile
+@pytest.mark.filterwarnings("ignore:Guards may run slower:RuntimeWarning")  # torch on Python 3.13.0
+@pytest.mark.parametrize("kind", [DynamicMask, DynamicPruningWithFeedback])
+def test_a_compiled_layer_trains_alike_and_resumes_uncompiled(kind, net, fit, tmp_path):
+    plain, compiled, masks = net(), net(), []
+    compiled.net[2] = torch.compile(compiled.net[2], backend="eager")
+    for module, name in ((plain, "plain"), (compiled, "compiled")):
+        callback = kind(density=0.4, every_n_steps=2, layers=["net.2.*", "net.4.*"])
+        fit(module, [callback]).save_checkpoint(tmp_path / f"{name}.ckpt")
+        masks.append(list(callback.masks.values()))
+    for one, other in zip(plain.parameters(), compiled.parameters(), strict=True):
+        assert torch.equal(one, other)
+    assert all(torch.equal(one, other) for one, other in zip(*masks, strict=True))
+    content = torch.load(tmp_path / "compiled.ckpt", weights_only=True)
+    content["state_dict"] = {name.replace("_orig_mod.", ""): value for name, value in content["state_dict"].items()}
+    torch.save(content, tmp_path / "renamed.ckpt")
+    callback = kind(density=0.4, every_n_steps=2, layers=["net.2.*", "net.4.*"])
+    fit(net(seed=3), [callback], ckpt_path=tmp_path / "renamed.ckpt")
+    assert list(callback.masks) == ["net.2.weight", "net.4.weight"]
+    assert all(torch.equal(one, other) for one, other in zip(callback.masks.values(), masks[0], strict=True))
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -292,3 +308,140 @@ def test_gradients_that_change_after_they_are_masked_move_no_weight(kind, change
     fit(module if behind else change(module), [callback, *behind, Watch()])
     assert len(seen) > 6
     assert all(seen)
+
+
+def kept_of(callback):
+    return {name: mask.clone() for name, mask in callback.masks.items()}
+
+
+@pytest.mark.filterwarnings("ignore:.*before epochs .0. pruned")  # the added one comes too late for epoch 0
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_resume_with_one_more_of_its_class_keeps_the_masks(kind, net, fit, tmp_path):
+    first = kind(layers="net.0.*")
+    fit(net(), [first], epochs=3).save_checkpoint(tmp_path / "one.ckpt")
+    pair = [kind(layers=["net.0.*"]), kind(layers="net.2.*")]  # a list instead of a string is no difference
+    before = []
+
+    class Note(Callback):
+        def on_train_start(self, trainer, pl_module):
+            before.extend(kept_of(callback) for callback in pair)
+
+    fit(net(seed=4), [*pair, Note()], epochs=4, ckpt_path=tmp_path / "one.ckpt")
+    assert same(before[0], first.masks)
+    assert list(before[1]) == ["net.2.weight"]
+
+
+def test_two_callbacks_that_have_trained_apart_may_train_together(net, fit):
+    first, second = StaticMask(layers="net.0.*"), StaticMask(layers="net.2.*")
+    for callback in (first, second):
+        fit(net(), [callback], epochs=1)
+    module = net()
+    fit(module, [first, second], epochs=1)
+    assert (module.net[0].weight == 0).any()
+    assert (module.net[2].weight == 0).any()
+
+
+@pytest.mark.filterwarnings("ignore:.*callbacks used to create the checkpoint need to be provided")
+def test_layers_that_are_spelled_in_another_way_find_their_masks(net, fit, tmp_path):
+    first, second = StaticMask(seed=1), StaticMask(seed=2, layers=["net.*"])
+    fit(net(), [first], epochs=1).save_checkpoint(tmp_path / "one.ckpt")
+    fit(net(), [second], epochs=2, ckpt_path=tmp_path / "one.ckpt")
+    assert same(first.masks, second.masks)
+
+
+@pytest.mark.filterwarnings("ignore:.*callbacks used to create the checkpoint need to be provided")
+def test_masks_of_a_checkpoint_that_fit_no_callback_are_refused(net, fit, tmp_path):
+    fit(net(), [StaticMask(layers=["net.0.*", "net.2.*"])], epochs=1).save_checkpoint(tmp_path / "one.ckpt")
+    pair = [StaticMask(layers="net.0.*"), StaticMask(layers="net.2.*")]
+    with pytest.raises(InvalidOption, match=r"the checkpoint has masks of some of these layers by Static"):
+        fit(net(), pair, epochs=2, ckpt_path=tmp_path / "one.ckpt")
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
+@pytest.mark.parametrize("kind", KINDS)
+def test_complex_weights(kind, dtype, net, fit):
+    class Spectral(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight, self.out = nn.Parameter(torch.randn(6, 3, dtype=dtype)), nn.Linear(6, 3)
+
+        def forward(self, x):
+            return self.out((torch.fft.rfft(x).to(dtype) @ self.weight.T).abs().float())
+
+    module, callback = net(), kind()
+    module.net = Spectral()
+    fit(module, [callback])
+    mask = callback.masks["net.weight"]
+    assert module.net.weight[mask].all()
+    assert not module.net.weight[~mask].any()
+    assert module.net.weight.isfinite().all()
+
+
+class Split(SingleDeviceStrategy):
+    """Stands for a strategy that splits parameters over processes, as FSDP does."""
+
+    @property
+    def restore_checkpoint_after_setup(self):
+        return True
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_parameters_that_a_strategy_splits_are_refused(kind, net, fit):
+    with pytest.raises(InvalidOption, match="cannot mask parameters that `Split` splits over processes; expected"):
+        fit(net(), [kind()], strategy=Split("cpu"))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_checkpoint_that_is_loaded_in_the_middle_of_a_fit(kind, net, fit):
+    callback = kind()
+
+    class Loads(Callback):
+        def on_train_epoch_start(self, trainer, pl_module):
+            if trainer.current_epoch == 1:
+                self.masks = kept_of(callback)
+                callback.load_state_dict(callback.state_dict())
+                assert same(callback.masks, self.masks)
+
+    module = net()
+    fit(module, [callback, Loads()])
+    assert all(not module.get_parameter(name)[~mask].any() for name, mask in callback.masks.items())
+
+
+@pytest.mark.parametrize("rescale", [True, False])
+@pytest.mark.parametrize("kind", [StaticMask, DynamicMask])
+def test_first_weights_have_the_scale_of_the_fan_in_that_is_kept(kind, rescale, net, fit):
+    module, first = net(), net()
+    callback = kind(density=0.3, layer_density="uniform", rescale=rescale)
+
+    class Look(Callback):
+        def on_train_start(self, trainer, pl_module):
+            for name, mask in callback.masks.items():
+                kept = mask.sum(1, keepdim=True)
+                scale = (mask.shape[1] / kept.clamp(min=1)).sqrt() if rescale else torch.ones(len(mask), 1)
+                torch.testing.assert_close(
+                    pl_module.get_parameter(name).detach(), first.get_parameter(name).detach() * mask * scale
+                )
+
+    fit(module, [callback, Look()], epochs=1)
+    weights = {name: value.clone() for name, value in module.state_dict().items()}
+    fit(module, [callback], epochs=0)  # a second fit trains on, and rescales nothing
+    assert all(torch.equal(value, weights[name]) for name, value in module.state_dict().items())
+
+
+def test_rescaling_knows_transposed_convolutions_and_leaves_embeddings(net, fit):
+    module = net()
+    module.net = nn.Sequential(nn.Embedding(6, 4), nn.Unflatten(1, (4, 1)), nn.ConvTranspose1d(4, 5, 1))
+    module.loss = lambda batch: module.net(batch[1]).square().mean()
+    module.net[1] = nn.Unflatten(1, (4, 1))
+    first = {name: value.detach().clone() for name, value in module.named_parameters()}
+    callback = StaticMask(0.5, "uniform")
+
+    class Look(Callback):
+        def on_train_start(self, trainer, pl_module):
+            for name, mask in callback.masks.items():
+                ratio = (pl_module.get_parameter(name) / first[name])[mask]
+                kept = mask.sum((0, 2), keepdim=True) if mask.dim() == 3 else None
+                expected = torch.ones_like(ratio) if kept is None else (4 / kept).sqrt().expand_as(mask)[mask]
+                torch.testing.assert_close(ratio.detach(), expected)
+
+    fit(module, [callback, Look()], epochs=1)

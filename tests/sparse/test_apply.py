@@ -7,12 +7,12 @@ from lightning_sparsefl.sparse import apply
 from lightning_sparsefl.sparse.apply import InPlaceMask
 
 STRANGE = [torch.nan, torch.inf, -torch.inf, -1.5, -0.0, 0.0, 1e-40]
-DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64, torch.complex128]
 
 
 def drawn(shape, dtype):
     rng = torch.Generator().manual_seed(0)
-    tensor = torch.randn(shape, generator=rng).to(dtype)
+    tensor = torch.randn(shape, generator=rng).to(dtype) * (1 + 2j if dtype.is_complex else 1)
     tensor.view(-1)[: len(STRANGE)] = torch.tensor(STRANGE).to(dtype)
     tensor.view(-1)[-len(STRANGE) :] = torch.tensor(STRANGE).to(dtype)
     return tensor, torch.rand(shape, generator=rng) < 0.4

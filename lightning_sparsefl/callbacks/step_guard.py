@@ -1,0 +1,99 @@
+"""Calls around every step of an optimizer."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from types import MethodType
+from typing import Any, Protocol
+
+
+class StepListener(Protocol):
+    """An object that is called around the steps of an optimizer."""
+
+    def before_loss(self, again: bool) -> None:
+        """Act before a closure evaluates the loss; `again` = a second or later time within one step."""
+
+    def before_update(self, optimizer: Any) -> None:
+        """Act when gradients are there, and before the optimizer reads them."""
+
+    def after_step(self, optimizer: Any) -> None:
+        """Act after the step."""
+
+
+class StepGuard:
+    """Replacement of the ``step`` of one optimizer object by one that also calls a listener.
+
+    Hooks of PyTorch would not do: those of a base class fire within ``super().step()``, before a subclass writes, and
+    those that a user registers later come last. The replacement surrounds all of them. It also wraps the closure, so
+    that the listener acts before each evaluation of the loss: SAM and LBFGS evaluate several times within a step.
+
+    Args:
+        optimizer: The optimizer, whose ``step`` takes a closure first, or none.
+        listener: The object to call.
+
+    Example:
+        >>> import torch
+        >>> class Listener:
+        ...     def before_loss(self, again): print("loss")
+        ...     def before_update(self, optimizer): print("update")
+        ...     def after_step(self, optimizer): print("stepped")
+        >>> optimizer = torch.optim.SGD([torch.ones(1, requires_grad=True)])
+        >>> guard = StepGuard(optimizer, Listener())
+        >>> optimizer.step(lambda: None)
+        loss
+        update
+        stepped
+        >>> guard.remove()
+        >>> optimizer.step()
+    """
+
+    def __init__(self, optimizer: Any, listener: StepListener) -> None:
+        self._optimizer, self._listener = optimizer, listener
+        self._active = True
+        self._previous = vars(optimizer).get("step")
+        self._inner = optimizer.step
+        self._installed = MethodType(self._function(), optimizer)
+        optimizer.step = self._installed
+
+    def _function(self) -> Callable[..., Any]:
+        # a function of `self` and with the attributes of the former one, since schedulers replace `step` likewise
+        @functools.wraps(getattr(self._inner, "__func__", self._inner))
+        def step(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+            return self._step(args, kwargs) if self._active else self._inner(*args, **kwargs)
+
+        return step
+
+    def _step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if args and callable(args[0]):
+            args = (self._wrapped(args[0]), *args[1:])
+        elif callable(kwargs.get("closure")):
+            kwargs = {**kwargs, "closure": self._wrapped(kwargs["closure"])}
+        else:
+            self._listener.before_update(self._optimizer)
+        result = self._inner(*args, **kwargs)
+        self._listener.after_step(self._optimizer)
+        return result
+
+    def _wrapped(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        evaluations = 0
+
+        def evaluate() -> Any:
+            nonlocal evaluations
+            self._listener.before_loss(evaluations > 0)
+            loss = closure()
+            self._listener.before_update(self._optimizer)
+            evaluations += 1
+            return loss
+
+        return evaluate
+
+    def remove(self) -> None:
+        """Restore the former ``step``; one that has been replaced since only stops to call the listener."""
+        self._active = False
+        if vars(self._optimizer).get("step") is not self._installed:
+            return
+        if self._previous is None:
+            del self._optimizer.step
+        else:
+            self._optimizer.step = self._previous
