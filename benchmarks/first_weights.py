@@ -140,8 +140,9 @@ def table(found: list[dict[str, str]]) -> str:
     for key in dict.fromkeys((row["dataset"], row["epochs"], row["density"], row["method"]) for row in sorted_(found)):
         mine = [row for row in found if (row["dataset"], row["epochs"], row["density"], row["method"]) == key]
         cells = [[100 * float(row["test_accuracy"]) for row in mine if row["rescale"] == flag] for flag in "01"]
+        seeds = " / ".join(str(count) for count in dict.fromkeys(map(len, cells)))
         means = " | ".join(f"{statistics.mean(cell):.2f}" if cell else "-" for cell in cells)
-        lines.append(f"| {' | '.join(key)} | {max(map(len, cells))} | {means} |")
+        lines.append(f"| {' | '.join(key)} | {seeds} | {means} |")
     return "\n".join(lines)
 
 

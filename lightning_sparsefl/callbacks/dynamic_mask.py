@@ -1,4 +1,4 @@
-"""Train under a mask that moves.
+"""Training under a mask that moves.
 
 SET: Mocanu et al., "Scalable training of artificial neural networks with adaptive sparse connectivity inspired by
 network science", Nature Communications 2018. RigL: Evci et al., "Rigging the lottery: making all tickets winners",
@@ -26,6 +26,7 @@ from lightning_sparsefl.callbacks.options import (
     require_interval,
     require_layer_density,
     rescale_first_weights,
+    rescales,
 )
 from lightning_sparsefl.errors import InvalidOption
 from lightning_sparsefl.seeds import generator
@@ -50,7 +51,7 @@ class DynamicMask(MaskingCallback):
     it is zero.
 
     Unlike in the papers' code the optimizer takes its step also where the mask moves, under the new mask. Where
-    mixed precision skips a step for gradients that are not finite, the move waits for the next one. Stand
+    mixed precision skips a step for gradients that are not finite, the move waits for the next one. Put
     callbacks that write gradients before this one. A second `fit` goes on with the masks of the first and starts
     the schedule again.
 
@@ -59,16 +60,19 @@ class DynamicMask(MaskingCallback):
         layer_density: How the density is spread over layers: by the Erdos-Renyi-Kernel rule, evenly, or by name
             pattern, as in ``{"*conv*": 0.5, "head*": 1.0}``, where layers that match none have `density`.
         growth: "gradient" (RigL) or "random" (SET).
-        fraction: Of a layer's weights to move first, in [0, 1]; it decays to zero by a half cosine.
+        fraction: Fraction of a layer's kept weights that the first move exchanges, in [0, 1]; it decays to zero by a
+            half cosine.
         every_n_steps: Optimizer steps between two moves.
         stop: Share of the training after which the mask stays, in (0, 1].
-        seed: Of the first mask and of random growth.
-        layers: Patterns of layer names and types, such as ``["*conv*", "type:Linear", "!head*"]``; None = all tensors
-            of two or more dimensions.
+        seed: Seed of the first mask and of random growth.
+        layers: Patterns of layer names and types, such as ``["*conv*", "type:Linear", "!head*"]``; None = all weights
+            of linear, convolutional, recurrent, attention and embedding layers.
+        rescale: Whether to multiply the first weights of each output by the root of its fan-in over the kept part of
+            it, so that sparse signals do not fade; None = only in modules without normalization layers.
 
     Raises:
         InvalidOption: If an option is out of its range, a pattern matches no layer, another callback masks the same
-            weights, or the length of the training is unknown.
+            weights, the length of the training is unknown, or the optimizer is LBFGS.
 
     Example:
         >>> DynamicMask(density=0.1, growth="random", fraction=0.5).growth
@@ -85,7 +89,7 @@ class DynamicMask(MaskingCallback):
         stop: float = 0.75,
         seed: int = 0,
         layers: list[str] | str | None = None,
-        rescale: bool = True,
+        rescale: bool | None = None,
     ) -> None:
         require_density("DynamicMask", density)
         require_layer_density("DynamicMask", layer_density)
@@ -102,7 +106,7 @@ class DynamicMask(MaskingCallback):
 
     def first_weights(self, weights: Weights) -> None:
         """Rescale the first weights to the fan-in that the drawn masks keep."""
-        if self.rescale and self._around is not None:
+        if self._around is not None and rescales(self.rescale, self._around[1]):
             rescale_first_weights(self._around[1], weights, self.masks)
 
     def first_masks(self, weights: Weights) -> Masks:
@@ -177,7 +181,7 @@ class DynamicMask(MaskingCallback):
         return super().state_dict() | plan
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on with the masks and the schedule of a checkpoint."""
+        """Restore the masks and the schedule of a checkpoint."""
         super().load_state_dict(state_dict)
         self._clock.load_state_dict(state_dict["clock"])
         self._due, self._draws = list(state_dict["due"]), state_dict["draws"]

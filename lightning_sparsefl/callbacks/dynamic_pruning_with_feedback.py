@@ -1,4 +1,4 @@
-"""Prune while training, and let what was pruned come back.
+"""Pruning during training with weights that may return.
 
 Lin et al., "Dynamic model pruning with feedback", ICLR 2020, arXiv:2006.07253, algorithm 1.
 """
@@ -41,8 +41,8 @@ class DynamicPruningWithFeedback(ErrorFeedback):
         start: Share of the training before pruning starts, in [0, 1).
         end: Share of the training at which the density is reached, in (start, 1]; masks move until the end.
         every_n_steps: Optimizer steps between two masks; there is one at `end` in any case.
-        layers: Patterns of layer names and types, such as ``["*conv*", "type:Linear", "!head*"]``; None = all tensors
-            of two or more dimensions.
+        layers: Patterns of layer names and types, such as ``["*conv*", "type:Linear", "!head*"]``; None = all weights
+            of linear, convolutional, recurrent, attention and embedding layers.
 
     Raises:
         InvalidOption: If an option is out of its range, a pattern matches no layer, another callback masks the same
@@ -116,7 +116,7 @@ class DynamicPruningWithFeedback(ErrorFeedback):
         return super().state_dict() | plan
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on with the masks, the dense weights and the schedule of a checkpoint."""
+        """Restore the masks, the dense weights and the schedule of a checkpoint."""
         super().load_state_dict(state_dict)
         self._clock.load_state_dict(state_dict["clock"])
         self._initial, self._reached = state_dict["initial"], state_dict["reached"]

@@ -26,7 +26,7 @@ class ErrorFeedback(MaskingCallback):
 
     Args:
         layers: Patterns of names and types; see :func:`lightning_sparsefl.callbacks.layers.choose`.
-        masks: Named bool tensors to prune by, which say by themselves which layers; None = dense.
+        masks: Bool tensors by name to prune by, which determine the layers; None = dense.
 
     Raises:
         InvalidOption: If another callback masks the same weights, or the optimizer is LBFGS.
@@ -125,7 +125,7 @@ class ErrorFeedback(MaskingCallback):
         return super().state_dict() | {"pruned": dict(self._pruned)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on with the masks and the dense weights of a checkpoint."""
+        """Restore the masks and the dense weights of a checkpoint."""
         super().load_state_dict(state_dict)
         self._pruned = dict(state_dict["pruned"])
         if self._weights:

@@ -1,4 +1,4 @@
-"""Prune by magnitude over all layers together, once or between epochs.
+"""Pruning by magnitude over all layers together, once or between epochs.
 
 Han et al., "Learning both weights and connections for efficient neural networks", NeurIPS 2015.
 """
@@ -25,10 +25,11 @@ class GlobalMagnitudePruning(MaskingCallback):
     0 again, and drops the fraction of what the first one left.
 
     Args:
-        fraction: Of the weights kept so far, in [0, 1); the ``ceil(fraction * kept)`` smallest go.
+        fraction: Fraction of the weights kept so far that is dropped, in [0, 1): the ``ceil(fraction * kept)``
+            smallest.
         epochs: Numbers of the epochs, from 0, at whose start it prunes; None = ``[0]``.
-        layers: Patterns of layer names and types, such as ``["*conv*", "type:Linear", "!head*"]``; None = all tensors
-            of two or more dimensions.
+        layers: Patterns of layer names and types, such as ``["*conv*", "type:Linear", "!head*"]``; None = all weights
+            of linear, convolutional, recurrent, attention and embedding layers.
 
     Raises:
         InvalidOption: If an option is out of its range, a pattern matches no layer, another callback masks the same

@@ -1,4 +1,4 @@
-"""Add a fixed tree to every gradient.
+"""Addition of fixed tensors to every gradient.
 
 SCAFFOLD's control variates ``c - c_i`` (Karimireddy et al., arXiv:1910.06378, algorithm 1), and the linear term of
 FedDyn's local loss (Acar et al., arXiv:2111.04263, eq. 1).
@@ -21,10 +21,11 @@ class GradientOffset(Callback):
     """Adds a linear term ``sum <offset, w>`` to the loss, by its gradient: once per optimizer step, before clipping.
 
     It joins gradients that are accumulated and unscaled, and only those of the optimizer that steps. A parameter that
-    has no gradient, since it is frozen or not used, is left alone. Stand it before a callback that masks.
+    has no gradient, since it is frozen or not used, is left alone. Put the callback before one that masks.
 
     Args:
-        offset: Named tensors of the parameters' shapes; a missing name has none, and those of buffers do nothing.
+        offset: Tensors by name, of the parameters' shapes; a name that is missing has no offset, and names of buffers
+            have no effect.
 
     Raises:
         IncompatibleMasks: If `offset` names no tensor of the module, or has another shape than the parameter.
@@ -47,7 +48,7 @@ class GradientOffset(Callback):
         known = parameters.keys() | pl_module.state_dict().keys()
         for name, value in self.offset.items():
             if name not in known:
-                raise IncompatibleMasks(f"`GradientOffset`: `{name}` in `offset` is no tensor of the module.")
+                raise IncompatibleMasks(f"`GradientOffset`: `{name}` in `offset` is not a tensor of the module.")
             if name in parameters and parameters[name].shape != value.shape:
                 shapes = f"{tuple(value.shape)}, expected {tuple(parameters[name].shape)}"
                 raise IncompatibleMasks(f"`GradientOffset`: `{name}` in `offset` has shape {shapes}.")
@@ -62,9 +63,9 @@ class GradientOffset(Callback):
                 parameter.grad.add_(offset)
 
     def teardown(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
-        """Let go of the module's tensors."""
+        """Release the module's tensors."""
         self._pairs = []
 
     def on_exception(self, trainer: Any, pl_module: LightningModule, exception: BaseException) -> None:
-        """Also where the run failed, since Lightning calls no teardown then."""
+        """Release the module also where the run failed, since Lightning calls no teardown then."""
         self._pairs = []

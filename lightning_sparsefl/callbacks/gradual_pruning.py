@@ -1,4 +1,4 @@
-"""Prune little by little while training.
+"""Gradual pruning during training.
 
 Zhu and Gupta, "To prune, or not to prune: exploring the efficacy of pruning for model compression", 2017,
 arXiv:1710.01878, eq. 1.
@@ -48,11 +48,11 @@ class GradualPruning(MaskingCallback):
         every_n_steps: Optimizer steps between two prunings; the last one is at `end` in any case.
         scope: "layer" ranks the weights of each layer, and leaves ``max(1, floor(density * weights))`` of them;
             "global" ranks those of all layers together.
-        layer_density: With the scope "layer", the density at the end of each layer: the same, by the
+        layer_density: Density, with the scope "layer", at the end of each layer: the same, by the
             Erdos-Renyi-Kernel rule, or by name pattern, as in ``{"*conv*": 0.5, "head*": 1.0}``, where layers that
             match none have `density`.
-        layers: Patterns of layer names and types, such as ``["*conv*", "type:Linear", "!head*"]``; None = all tensors
-            of two or more dimensions.
+        layers: Patterns of layer names and types, such as ``["*conv*", "type:Linear", "!head*"]``; None = all weights
+            of linear, convolutional, recurrent, attention and embedding layers.
 
     Raises:
         InvalidOption: If an option is out of its range, a pattern matches no layer, another callback masks the same
@@ -155,7 +155,7 @@ class GradualPruning(MaskingCallback):
         return super().state_dict() | plan
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on with the masks and the schedule of a checkpoint."""
+        """Restore the masks and the schedule of a checkpoint."""
         super().load_state_dict(state_dict)
         self._clock.load_state_dict(state_dict["clock"])
         self._initial, self._reached = dict(state_dict["initial"]), state_dict["reached"]

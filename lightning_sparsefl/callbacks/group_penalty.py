@@ -1,4 +1,4 @@
-"""Shrink whole layers, more and more.
+"""Penalty on the norms of whole layers that grows during training.
 
 Long, Anagnostopoulos, Puthiya Parambath, Bi, "FedDIP: Federated Learning with Extreme Dynamic Pruning and Incremental
 Regularization", ICDM 2023, arXiv:2309.06805, eqs. 8 and 9.
@@ -28,14 +28,14 @@ class GroupPenalty(Callback):
     mask, the norms are those of the pruned weights.
 
     Args:
-        strength: The paper's lambda_max, >= 0; 0 changes nothing.
-        stairs: Parts of the fit, >= 1, the first one without a penalty; None = the same strength throughout.
-        layers: Patterns of layer names or types, such as ``["type:Conv2d", "!head*"]``; None = all tensors of two or
-            more dimensions.
+        strength: Largest factor of the penalty, the paper's lambda_max, >= 0; 0 changes nothing.
+        stairs: Number of equal parts of the fit, >= 1, the first one without a penalty; None = constant strength.
+        layers: Patterns of layer names or types, such as ``["type:Conv2d", "!head*"]``; None = all weights of
+            linear, convolutional, recurrent, attention and embedding layers.
 
     Raises:
         InvalidOption: If an option is out of its range, a pattern matches no layer, the length of the training is
-            unknown, a layer has sparse gradients, or the callback stands after one that makes weights dense for the
+            unknown, a layer has sparse gradients, or the callback comes after one that makes weights dense for the
             step.
 
     Example:
@@ -60,7 +60,7 @@ class GroupPenalty(Callback):
         joins = next((type(other).__name__ for other in before if isinstance(other, ErrorFeedback)), None)
         if joins is not None:
             raise InvalidOption(
-                f"`GroupPenalty` stands after `{joins}`, which makes the weights dense for the step; expected it "
+                f"`GroupPenalty` comes after `{joins}`, which makes the weights dense for the step; expected it "
                 "before, where they are pruned."
             )
 
@@ -70,7 +70,7 @@ class GroupPenalty(Callback):
         return self._generate_state_key(layers=self.layers)
 
     def on_fit_start(self, trainer: Any, pl_module: LightningModule) -> None:
-        """Find the layers."""
+        """Choose the layers."""
         parameters = dict(pl_module.named_parameters())
         chosen = choose(pl_module, self.layers, "GroupPenalty")
         require_dense_gradients(pl_module, chosen, "GroupPenalty")
@@ -84,7 +84,7 @@ class GroupPenalty(Callback):
 
     @property
     def now(self) -> float:
-        """The strength of this step."""
+        """Strength at this step."""
         if self.stairs is None:
             return self.strength
         return staircase(self.strength, self.stairs, self._clock.step, self._clock.total)

@@ -1,4 +1,4 @@
-"""Train some layers only."""
+"""Training of some layers only."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class LayerFreezing(Callback):
     masked and its frozen entries restored after the step.
 
     Args:
-        trainable: Named bool tensors, True = may change; a missing name trains.
+        trainable: Bool tensors by name, True = may change; a missing name trains.
     """
 
     def __init__(self, trainable: Masks) -> None:
@@ -42,7 +42,7 @@ class LayerFreezing(Callback):
                 self._frozen.append(parameter.requires_grad_(False))
 
     def on_fit_start(self, trainer: Any, pl_module: LightningModule) -> None:
-        """Note what frozen entries hold, now that a checkpoint is loaded and the module is on its device."""
+        """Store the values of frozen entries, now that a checkpoint is loaded and the module is on its device."""
         for name, parameter in pl_module.named_parameters():
             mask = self.trainable.get(name)
             if mask is not None and parameter.requires_grad and not mask.all():
@@ -66,7 +66,7 @@ class LayerFreezing(Callback):
         self._thaw()
 
     def on_exception(self, trainer: Any, pl_module: LightningModule, exception: BaseException) -> None:
-        """Also where the run failed, since Lightning calls no teardown then."""
+        """Release the tensors also where the run failed, since Lightning calls no teardown then."""
         self._thaw()
 
     def _thaw(self) -> None:

@@ -41,10 +41,10 @@ def choose(module: nn.Module, layers: Sequence[str] | str | None, owner: str) ->
     """Return the names of the layers that patterns choose, in the order of `module`.
 
     A layer is a floating-point or complex parameter of two or more dimensions, so that ``conv1.*`` chooses a kernel
-    and not its bias; quantized and other integer parameters are none. Without patterns, and with patterns that only
-    take away, the choice begins with the weights of linear, convolutional, recurrent, attention and embedding layers,
-    and with parameters called ``weight`` of other modules unless these are norms. Class tokens, tables of positions
-    and scales of layers are chosen by name only.
+    and not its bias; quantized and other integer parameters are never chosen. Without patterns, and with patterns
+    that only take away, the choice begins with the weights of linear, convolutional, recurrent, attention and
+    embedding layers, and with parameters called ``weight`` of other modules unless these are norms. Class tokens,
+    tables of positions and scales of layers are chosen by name only.
 
     Args:
         module: Module whose parameters are chosen from.
@@ -122,7 +122,7 @@ remove the parametrization before training.
 
 
 def _changes_zeros(module: nn.Module, name: str) -> str | None:
-    """Return the class of a parametrization of a parameter that does not keep its zeros, None if there is none."""
+    """Return the class of a parametrization of a parameter that does not keep its zeros, or None."""
     path, _, leaf = name.rpartition(".")
     holder = module.get_submodule(path)
     if ".parametrizations." in f".{name}":

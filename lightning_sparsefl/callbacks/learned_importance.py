@@ -1,4 +1,4 @@
-"""Train a part of the units, and train which ones.
+"""Training of a part of the units, and of the choice which ones.
 
 Xue et al., "Learnable Sparse Customization in Heterogeneous Edge Computing" (FedLPS), arXiv:2412.07216, section 3.
 """
@@ -24,8 +24,8 @@ from lightning_sparsefl.sparse.units import UnitGroup, find_groups, keep_units, 
 from lightning_sparsefl.types import Masks, Weights
 
 Pattern = Literal["learned", "magnitude", "ordered", "random", "rolling"]
-"""Which units are kept: those of the best learned score, those of the largest weights, the first ones, drawn ones, or
-a window that moves on with every turn."""
+"""Units that are kept: those of the best learned score, those of the largest weights, the first ones, drawn ones, or a
+window that moves on with every turn."""
 
 
 class LearnedImportance(MaskingCallback):
@@ -37,21 +37,22 @@ class LearnedImportance(MaskingCallback):
     units, those with the largest score Q; layers whose outputs the network returns stay whole.
 
     Each step, ``Q <- Q - lr * (dL/dQ + strength * d/dQ ||Q - sigmoid(|w|_J / layer mean)||^2)``, where Q is taken as a
-    gate on the unit's output h, straight through: ``dL/dQ = sum of h * dL/dh``. A dropped unit has no output, so with
-    `probe` the first batch of a fit passes once more with all units there. The last term also moves the kept weights.
+    gate on the unit's output h, with a straight-through gradient: ``dL/dQ = sum of h * dL/dh``. A dropped unit has no
+    output, so with `probe` the first batch of a fit passes once more with all units in the module. The last term also
+    moves the kept weights.
 
     A second `fit` goes on with the scores and the dropped values of the first one.
 
     Args:
         density: Fraction of each layer's units to keep, in (0, 1]; halves are rounded up, and one unit stays.
-        pattern: What ranks the units; all but "learned" train no score.
+        pattern: Ranking of the units; only "learned" trains scores.
         lr: Learning rate of the scores.
         strength: How strongly scores are tied to magnitudes (the paper's lambda).
         reduction: Whether that term is the sum over all units, or the mean over each layer's units, summed over layers.
-        refresh: When the units are chosen anew: before every optimizer step, or once a fit.
-        probe: Whether dropped units get a gradient at the start.
-        seed: Of the pattern "random".
-        turn: How often "random" was drawn, and how many units "rolling" has moved on, before this fit.
+        refresh: Moment at which the units are chosen again: before every optimizer step, or once a fit.
+        probe: Whether dropped units get a gradient at the start of a fit.
+        seed: Seed of the pattern "random".
+        turn: Number of draws of "random", and units that "rolling" has moved on, before this fit.
         layers: Patterns of names and types of the layers whose units are chosen from, such as ``"!*stem*"``; None =
             all of them.
         scores: Q to start from, by group of units; None = ``sigmoid(|w|_J / layer mean)``.
@@ -59,7 +60,7 @@ class LearnedImportance(MaskingCallback):
 
     Raises:
         InvalidOption: If an option is out of its range, a pattern matches no layer, another callback masks the same
-            weights, or the module optimizes by itself.
+            weights, or the module optimizes manually.
         IncompatibleMasks: If `scores` do not fit the module.
 
     Example:
@@ -167,7 +168,7 @@ class LearnedImportance(MaskingCallback):
         self._steps.follow(self.groups, self._weights, unit_norms(self.groups, self._aside))
 
     def _found(self, module: LightningModule, batch: Any, batch_idx: int) -> list[UnitGroup]:
-        """The groups of units that the training step trains, and that `layers` choose."""
+        """Return the groups of units that the training step trains and that `layers` choose."""
         chosen_layers = choose(module, self.layers, "LearnedImportance")
         require_maskable(module, chosen_layers, "LearnedImportance")
         rows = set(chosen_layers)
@@ -204,11 +205,11 @@ class LearnedImportance(MaskingCallback):
         for group in self.groups:
             score = self.scores.get(group.name)
             if score is None or score.shape != (group.size,):
-                has = "none" if score is None else f"{tuple(score.shape)}"
+                has = "missing" if score is None else f"of shape {tuple(score.shape)}"
                 raise IncompatibleMasks(f"The scores of `{group.name}` are {has}, expected {group.size} numbers.")
 
     def _probed(self, trainer: Any, module: LightningModule, batch: Any, batch_idx: int) -> Weights:
-        """The scores' gradient with all units there."""
+        """Return the gradient of the scores with all units in the module."""
         read = {slot.name for group in self.groups for slot in group.slots if slot.role == "in"}
         weights = {name: w for name, w in self._weights.items() if name in read and w.requires_grad}
         with trial(module), torch.enable_grad(), trainer.precision_plugin.forward_context():
@@ -249,7 +250,7 @@ class LearnedImportance(MaskingCallback):
         return blind_ranking(self.groups, self.pattern, self.seed, self.turn)
 
     def _dense(self) -> dict[str, Tensor]:
-        """The weights without a mask."""
+        """Return the weights without a mask."""
         return {n: torch.where(self.masks[n], w.detach(), self._aside[n]) for n, w in self._weights.items()}
 
     @torch.no_grad()
@@ -264,30 +265,30 @@ class LearnedImportance(MaskingCallback):
             self._follow()
 
     def release(self) -> None:
-        """Let go of the module."""
+        """Release the module."""
         super().release()
         self.groups, self._rows = (), {}
 
     def state_dict(self) -> dict[str, Any]:
-        """The masks, the chosen units, the scores, and the values of what is dropped."""
+        """Return the masks, the chosen units, the scores, and the values of the dropped weights."""
         own = {"scores": dict(self.scores), "kept": packed(self.kept), "aside": dict(self._aside)}
         return super().state_dict() | own | {"stepped": self._stepped}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on with the choice, the scores and the dense weights of a checkpoint."""
+        """Restore the choice, the scores and the dense weights of a checkpoint."""
         super().load_state_dict(state_dict)
         self._steps.scores, self._aside = dict(state_dict["scores"]), dict(state_dict["aside"])
         self._kept, self._stepped = unpacked(state_dict["kept"]), state_dict["stepped"]
 
 
 def blind_ranking(groups: Sequence[UnitGroup], pattern: Pattern, seed: int, turn: int) -> dict[str, Tensor]:
-    """What ranks units of which nothing is known; the largest are kept.
+    """Return a ranking of units that does not depend on weights; the largest values are kept.
 
     Args:
-        groups: Of the module.
+        groups: Groups of units of the module.
         pattern: "ordered", "random" or "rolling".
-        seed: Of what is drawn.
-        turn: How often it was drawn, or how many units the window has moved on.
+        seed: Seed of the draw.
+        turn: Number of earlier draws, or units that the window has moved on.
 
     Example:
         >>> from lightning_sparsefl.sparse.units import find_groups
@@ -302,6 +303,6 @@ def blind_ranking(groups: Sequence[UnitGroup], pattern: Pattern, seed: int, turn
 
 
 def _rows(group: UnitGroup, module: nn.Module) -> set[str]:
-    """The layers, as `choose` names them, whose units the group holds."""
+    """Return the layers, as `choose` names them, whose units the group holds."""
     producing = (slot.name for slot in group.slots if slot.role == "out")
     return {n for n in producing if n.rpartition(".")[0] in group.layers and module.get_parameter(n).dim() > 1}

@@ -1,4 +1,4 @@
-"""Train, prune, go back to where training began, and train again.
+"""Repeated training, pruning and return to an early state.
 
 Frankle and Carbin, "The lottery ticket hypothesis: finding sparse, trainable neural networks", ICLR 2019,
 arXiv:1803.03635 (iterative pruning with resetting). Frankle et al., "Linear mode connectivity and the lottery ticket
@@ -40,6 +40,8 @@ class LotteryRewind(MaskingCallback):
     whole fit, whose end it would never see. The trainer's counters go on. The papers give each cycle the steps of a
     whole training; for that, fit ``cycles - (cycles - 1) * rewind`` times as long.
 
+    Groups of parameters that have been added to an optimizer since, as by `BackboneFinetuning`, keep their options.
+
     A second `fit` starts from the density that the first one reached: after a whole one the masks stay, nothing is
     rewound, and a larger density is refused.
 
@@ -50,8 +52,8 @@ class LotteryRewind(MaskingCallback):
             return to the initial weights.
         scope: "global" ranks the weights of all layers together; "layer" keeps the same density in each layer,
             ``max(1, floor(density * weights))``.
-        layers: Patterns of layer names and types, such as ``["*conv*", "type:Linear", "!head*"]``; None = all tensors
-            of two or more dimensions.
+        layers: Patterns of layer names and types, such as ``["*conv*", "type:Linear", "!head*"]``; None = all weights
+            of linear, convolutional, recurrent, attention and embedding layers.
 
     Raises:
         InvalidOption: If an option is out of its range, a pattern matches no layer, another callback masks the same
@@ -157,7 +159,7 @@ class LotteryRewind(MaskingCallback):
         return shrink_globally(score, self.masks, left[0])
 
     def _left(self, progress: float) -> list[int]:
-        """How many weights each layer, or all together, keep at a share of the prunings: the geometric schedule."""
+        """Return how many weights each layer, or all together, keep at a share of the prunings (geometric schedule)."""
         left = []
         for initial, size in self._pools().values():
             start = initial / max(1, size)
@@ -200,7 +202,7 @@ class LotteryRewind(MaskingCallback):
 
     @torch.no_grad()
     def _return(self, trainer: Any, pl_module: LightningModule) -> None:
-        """Go back, under the masks of now."""
+        """Restore the stored state under the present masks."""
         self._weights_then = renamed(self._weights_then, _tensors(pl_module))
         for name, value in _tensors(pl_module).items():
             value.copy_(self._weights_then[name])
@@ -231,7 +233,7 @@ class LotteryRewind(MaskingCallback):
 
 
 def _extended(then: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
-    """Return a scheduler's state of then, with the entries of now for groups that have been added since."""
+    """Return the stored state of a scheduler, with the present entries for groups that have been added since."""
     pairs = {name: (value, now.get(name)) for name, value in then.items() if isinstance(value, list)}
     longer = {n: [*old, *new[len(old) :]] for n, (old, new) in pairs.items() if isinstance(new, list)}
     return then | longer
@@ -243,7 +245,7 @@ def _tensors(module: LightningModule) -> dict[str, Tensor]:
 
 
 def _rewind(optimizer: Any, then: dict[str, Any]) -> None:
-    """Give an optimizer its state of then.
+    """Restore the stored state of an optimizer.
 
     Options that have been added to its groups since, such as a rate of SWA, stay; groups that have been added since
     keep their options, and their parameters have no state.

@@ -53,7 +53,7 @@ class MaskingCallback(Callback):
 
     Args:
         layers: Patterns of names and types; see :func:`lightning_sparsefl.callbacks.layers.choose`.
-        masks: Named bool tensors to start from, which determine the layers; None = `first_masks`.
+        masks: Bool tensors by name to start from, which determine the layers; None = `first_masks`.
     """
 
     def __init__(self, layers: list[str] | str | None = None, masks: Masks | None = None) -> None:

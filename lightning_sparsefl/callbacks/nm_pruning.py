@@ -1,4 +1,4 @@
-"""Prune to a pattern that hardware multiplies faster: N of every M consecutive weights.
+"""Pruning to a pattern that hardware multiplies faster: N of every M consecutive weights.
 
 Mishra et al., "Accelerating sparse deep neural networks", arXiv:2104.08378 (ASP), section 3: train dense, prune once
 by magnitude, train on under the fixed mask. They repeat the whole training after pruning, with its learning rates;
@@ -28,14 +28,14 @@ class NMPruning(MaskingCallback):
     second `fit` keeps the mask.
 
     Args:
-        n: Weights kept of a group, 1 to `m`.
+        n: Number of weights kept of a group, 1 to `m`.
         m: Length of a group.
         start: Share of the training before pruning, in [0, 1); 0 prunes a module that is trained already.
-        dim: Along which groups lie: None = along rows, all dimensions but the first, flattened, as PyTorch's kernels
-            need them; 1 = along input channels, as TensorRT's convolutions do.
-        layers: Patterns of layer names and types, such as ``["*conv*", "type:Linear", "!head*"]``; None = all tensors
-            of two or more dimensions. A layer whose rows cannot be cut into groups stays dense, unless a pattern
-            chooses it.
+        dim: Dimension along which groups lie: None = along rows, all dimensions but the first, flattened, as PyTorch's
+            kernels need them; 1 = along input channels, as TensorRT's convolutions do.
+        layers: Patterns of layer names and types, such as ``["*conv*", "type:Linear", "!head*"]``; None = all weights
+            of linear, convolutional, recurrent, attention and embedding layers. A layer whose rows cannot be cut into
+            groups stays dense, unless a pattern chooses it.
 
     Raises:
         InvalidOption: If an option is out of its range, a pattern matches no layer or chooses one that cannot be cut

@@ -18,7 +18,7 @@ from lightning_sparsefl.sparse.rescale import fan_in_scale
 from lightning_sparsefl.types import Masks, Weights
 
 LayerDensity: TypeAlias = Literal["erk", "uniform"] | dict[str, float]
-"""How a density is spread over layers: by the Erdos-Renyi-Kernel rule, evenly, or as name patterns say.
+"""Rule that spreads a density over layers: the Erdos-Renyi-Kernel rule, an equal density, or name patterns.
 
 With patterns, such as ``{"*conv*": 0.5, "head*": 1.0}``, a layer that none of them matches has the density itself.
 """
@@ -51,7 +51,7 @@ def require_interval(owner: str, every_n_steps: int) -> None:
 
 
 def require_window(owner: str, start: float, end: float) -> None:
-    """Refuse shares of the training that are in the wrong order."""
+    """Refuse shares of the training that are out of range or order."""
     require(0 <= start < 1, owner, "start", start, "a share of the training in [0, 1)")
     require(start < end <= 1, owner, "end", end, f"a share of the training in (start, 1] = ({start}, 1]")
 
@@ -68,13 +68,13 @@ def require_layer_density(owner: str, layer_density: LayerDensity) -> None:
 
 
 def spread(owner: str, weights: Weights, density: float, layer_density: LayerDensity) -> dict[str, float]:
-    """The density of each layer.
+    """Return the density of each layer.
 
     Args:
-        owner: The callback, to be named in a message.
-        weights: The layers.
-        density: Of all of them together, in (0, 1]; with patterns, of each layer that none of them matches.
-        layer_density: How it is spread over them.
+        owner: Name of the callback, for the error message.
+        weights: Layers by name.
+        density: Density of all of them together, in (0, 1]; with patterns, of each layer that none of them matches.
+        layer_density: Rule or patterns by which the density is spread over the layers.
 
     Raises:
         InvalidOption: If a layer would keep less than one weight, or a pattern matches no layer.
@@ -108,7 +108,7 @@ one of its 4 weights; expected a larger density, one for it in `layer_density`, 
 
 
 def require_one_each(owner: str, option: str, value: Any, count: int, weights: Weights) -> None:
-    """Refuse to leave fewer weights than there are layers: one of them would be empty, and the model cut in two.
+    """Refuse to leave fewer weights than there are layers, of which one would then pass no signal.
 
     Raises:
         InvalidOption: Naming the layers.
@@ -154,6 +154,18 @@ def too_dense(masks: Masks, goal: int, clock: StepClock) -> str | None:
     )
 
 
+def rescales(rescale: bool | None, module: nn.Module) -> bool:
+    """Return whether to rescale the first weights of a module: None = where no normalization layer does so anyway.
+
+    Example:
+        >>> rescales(None, nn.Linear(1, 1)), rescales(None, nn.Sequential(nn.Linear(1, 1), nn.LayerNorm(1)))
+        (True, False)
+    """
+    if rescale is not None:
+        return rescale
+    return not any("norm" in type(layer).__name__.lower() for layer in module.modules())
+
+
 @torch.no_grad()
 def rescale_first_weights(module: nn.Module, weights: Weights, masks: Masks) -> None:
     """Multiply kept weights, in place, by what keeps the variance of outputs that the dense initialization had.
@@ -162,8 +174,8 @@ def rescale_first_weights(module: nn.Module, weights: Weights, masks: Masks) -> 
 
     Args:
         module: Module that has the weights.
-        weights: Its parameters that are masked, by name.
-        masks: Their masks.
+        weights: Masked parameters of the module by name.
+        masks: Masks of these parameters.
 
     Example:
         >>> layer = nn.Linear(4, 1)
@@ -181,14 +193,14 @@ def rescale_first_weights(module: nn.Module, weights: Weights, masks: Masks) -> 
 
 
 def drawn(owner: str, weights: Weights, density: float, layer_density: LayerDensity, *key: int | str) -> Masks:
-    """Random masks of a density.
+    """Draw masks of a density.
 
     Args:
-        owner: The callback, to be named in a message.
-        weights: The layers.
-        density: Of all of them together, in (0, 1].
-        layer_density: How it is spread over them.
-        *key: Of the randomness.
+        owner: Name of the callback, for the error message.
+        weights: Layers by name.
+        density: Density of all of them together, in (0, 1].
+        layer_density: Rule or patterns by which the density is spread over the layers.
+        *key: Key of the randomness.
 
     Raises:
         InvalidOption: If a layer would keep less than one weight, or a pattern matches no layer.

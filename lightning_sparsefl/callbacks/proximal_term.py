@@ -1,4 +1,4 @@
-"""Stay near the weights that training started from."""
+"""Gradient that keeps weights near those that training started from."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class ProximalTerm(Callback):
     """Adds ``strength / 2 * ||w - anchor||^2`` to the loss, by its gradient (FedProx, arXiv:1812.06127, eq. 2).
 
     Args:
-        strength: The papers' mu; 0 changes nothing.
-        anchor: Named weights to stay near; default: the weights when training starts.
+        strength: Factor of the term, the paper's mu; 0 changes nothing.
+        anchor: Weights by name to stay near; default: the weights when training starts.
 
     Raises:
         InvalidOption: If the strength is negative, or an embedding has sparse gradients.
@@ -42,7 +42,7 @@ class ProximalTerm(Callback):
             self._taken, self._resumed = {}, None
 
     def on_fit_start(self, trainer: Any, pl_module: LightningModule) -> None:
-        """Take the anchor; copies, since training writes into the weights."""
+        """Copy the anchor, since training writes into the weights."""
         anchor = self.anchor or self._resumed or {name: p.detach() for name, p in pl_module.named_parameters()}
         self._resumed = None
         require_dense_gradients(pl_module, anchor, "ProximalTerm")
@@ -64,9 +64,9 @@ class ProximalTerm(Callback):
                 parameter.grad.add_(parameter - anchor, alpha=self.strength)
 
     def state_dict(self) -> dict[str, Any]:
-        """The anchor, unless it was given."""
+        """Return the anchor, unless it was given."""
         return {"anchor": self._taken or self._resumed or {}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on with the anchor of a checkpoint."""
+        """Restore the anchor of a checkpoint."""
         self._resumed = state_dict["anchor"]

@@ -1,4 +1,4 @@
-"""Show how sparse a module is, and how its sparsity moves."""
+"""Logs of the sparsity of a module and of its changes."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from lightning_sparsefl.types import LayerFlops, Masks
 
 _messages = WarningCache()
 _work: WeakKeyDictionary[nn.Module, tuple[LayerFlops, ...]] = WeakKeyDictionary()
-"""What modules compute, counted once: all clients of a federation train one module."""
+"""Operations of modules, counted once: all clients of a federation train one module."""
 
 _DENSITY, _LAYER = "sparsity/density", "sparsity/layer/"
 
 
 class SparsityMonitor(Callback):
-    """Logs densities at the end of epochs, counted in weights that are not zero, whoever made the others so.
+    """Logs densities at the end of epochs, counted in weights that are not zero, for whatever reason.
 
     The keys are ``sparsity/density`` (of all layers together), ``sparsity/layer/<name>`` (of one), and
     ``mask/changed``: the fraction of positions that became zero, or ceased to be, since the last time, first since
@@ -44,8 +44,8 @@ class SparsityMonitor(Callback):
         per_layer: Whether each layer has a key of its own.
         flops: Whether to log FLOPs.
         pictures: Whether to draw masks and densities.
-        layers: Patterns of layer names and types, such as ``["*conv*", "type:Linear", "!head*"]``; None = all tensors
-            of two or more dimensions.
+        layers: Patterns of layer names and types, such as ``["*conv*", "type:Linear", "!head*"]``; None = all weights
+            of linear, convolutional, recurrent, attention and embedding layers.
 
     Raises:
         InvalidOption: If `every_n_epochs` is below 1, or a pattern matches no layer.
@@ -72,17 +72,17 @@ class SparsityMonitor(Callback):
 
     @property
     def state_key(self) -> str:
-        """Tells monitors of different layers apart."""
+        """The class and the layers, which tell the monitor from others."""
         return self._generate_state_key(layers=self.layers)
 
     def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
-        """Note where zeros are now, unless a checkpoint has said so."""
+        """Record the positions of zeros, unless a checkpoint has some."""
         if not self._resumed:
             self._seen = self._nonzero(pl_module)
         self._resumed = False
 
     def on_train_batch_start(self, trainer: Any, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Count what the module computes, once."""
+        """Count the operations of the module, once."""
         if self.flops and pl_module not in _work:
             _work[pl_module] = _counted(pl_module, batch)
 
@@ -91,7 +91,7 @@ class SparsityMonitor(Callback):
         return {name: parameters[name].detach() != 0 for name in choose(module, self.layers, "SparsityMonitor")}
 
     def on_train_epoch_end(self, trainer: Any, pl_module: LightningModule) -> None:
-        """Log."""
+        """Log densities, changes and FLOPs."""
         if (trainer.current_epoch + 1) % self.every_n_epochs == 0:
             now = self._nonzero(pl_module)
             seen = {name: mask.to(now[name].device) for name, mask in self._seen.items() if name in now}
@@ -117,17 +117,17 @@ class SparsityMonitor(Callback):
         self._resumed = False
 
     def state_dict(self) -> dict[str, Any]:
-        """Where zeros were at the last log, one bit a weight."""
+        """Return the positions of zeros at the last log, one bit a weight."""
         return {"seen": packed(self._seen)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from the last log of a checkpoint."""
+        """Restore the positions of the last log of a checkpoint."""
         self._seen = unpacked(state_dict["seen"])
         self._resumed = bool(self._seen)  # a learning-rate finder saves before there are any
 
 
 def _counted(module: LightningModule, batch: Any) -> tuple[LayerFlops, ...]:
-    """The work of each layer; none, with one message, where it cannot be counted."""
+    """Return the operations of each layer; an empty tuple, with one message, where they cannot be counted."""
     example = module.example_input_array
     sample = _first(batch) if example is None else _arguments(example)
     try:
@@ -141,14 +141,14 @@ def _counted(module: LightningModule, batch: Any) -> tuple[LayerFlops, ...]:
 
 
 def _arguments(example: Any) -> Tensor | tuple[Any, ...] | None:
-    """One sample of each of the arguments that a module gives as its example."""
+    """Return one sample of each of the arguments that a module gives as its example."""
     if isinstance(example, tuple) and all(isinstance(value, Tensor) for value in example):
         return tuple(value[:1] for value in example)
     return _first(example)
 
 
 def _first(batch: Any) -> Tensor | None:
-    """One sample of a batch's first tensor."""
+    """Return one sample of the first tensor of a batch."""
     leaves = (leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim())
     return next((leaf[:1] for leaf in leaves), None)
 

@@ -19,7 +19,7 @@ class ReturnedState:
     """A file by which a spawned process hands a state back to the object that it was copied from.
 
     Lightning's ``ddp_spawn``, ``ddp_fork`` and ``ddp_notebook`` train copies of the callbacks in other processes, and
-    bring back the weights of the module only. Both copies of this object know the same path, which nobody else can
+    bring back the weights of the module only. Both copies of this object know the same path, which other users cannot
     guess; the file is readable by its owner only and is deleted when it has been read.
 
     Example:

@@ -1,4 +1,4 @@
-"""Train under a fixed mask."""
+"""Training under a fixed mask."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from lightning_sparsefl.callbacks.options import (
     require_density,
     require_layer_density,
     rescale_first_weights,
+    rescales,
 )
 from lightning_sparsefl.types import Masks, Weights
 
@@ -25,10 +26,13 @@ class StaticMask(MaskingCallback):
         density: Fraction of the layers' weights to keep, in (0, 1]; the mask is drawn when training starts.
         layer_density: How the density is spread over layers: by the Erdos-Renyi-Kernel rule, evenly, or by name
             pattern, as in ``{"*conv*": 0.5, "head*": 1.0}``, where layers that match none have `density`.
-        seed: Of the draw.
-        masks: Named bool tensors to hold instead of a drawn mask; a missing name is dense.
-        layers: Patterns of layer names and types, such as ``["*conv*", "type:Linear", "!head*"]``; None = all tensors
-            of two or more dimensions.
+        seed: Seed of the draw.
+        masks: Bool tensors by name to hold instead of a drawn mask; a missing name is dense.
+        layers: Patterns of layer names and types, such as ``["*conv*", "type:Linear", "!head*"]``; None = all weights
+            of linear, convolutional, recurrent, attention and embedding layers.
+        rescale: Whether to multiply the first weights of each output by the root of its fan-in over the kept part of
+            it, so that sparse signals do not fade; None = only in modules without normalization layers. Given masks
+            never rescale.
 
     Raises:
         InvalidOption: If an option is out of its range, a pattern matches no layer, or another callback masks the
@@ -49,7 +53,7 @@ class StaticMask(MaskingCallback):
         seed: int = 0,
         masks: Masks | None = None,
         layers: list[str] | str | None = None,
-        rescale: bool = True,
+        rescale: bool | None = None,
     ) -> None:
         require_layer_density("StaticMask", layer_density)
         require_density("StaticMask", density)
@@ -61,7 +65,7 @@ class StaticMask(MaskingCallback):
 
     def first_weights(self, weights: Weights) -> None:
         """Rescale the first weights to the fan-in that the drawn masks keep."""
-        if self.rescale and self._around is not None:
+        if self._around is not None and rescales(self.rescale, self._around[1]):
             rescale_first_weights(self._around[1], weights, self.masks)
 
     def first_masks(self, weights: Weights) -> Masks:

@@ -1,4 +1,4 @@
-"""A training step beside the training, which leaves no trace."""
+"""Training step that changes nothing besides gradients."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from lightning_sparsefl.errors import InvalidOption
 
 
 def trial_loss(module: LightningModule, batch: Any, batch_idx: int) -> Tensor:
-    """The loss that `training_step` returns.
+    """Return the loss that `training_step` returns.
 
     Raises:
-        InvalidOption: If it returns none.
+        InvalidOption: If it returns no loss.
     """
     arguments = (
         (batch, batch_idx) if is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2) else (batch,)
@@ -34,11 +34,11 @@ def trial_loss(module: LightningModule, batch: Any, batch_idx: int) -> Tensor:
 
 
 def first_samples(batch: Any, number: int = 2) -> Any:
-    """A batch with fewer samples, or as it is where that is not plain: all its leaves are tensors of as many rows.
+    """Return the first samples of a batch whose leaves are tensors with equally many rows; other batches unchanged.
 
     Args:
-        batch: Any nested lists, tuples and mappings.
-        number: Of samples; two still show a step that mixes them.
+        batch: Nested lists, tuples and mappings.
+        number: Number of samples; two suffice for a step that mixes samples.
 
     Example:
         >>> first_samples([torch.arange(4), {"y": torch.arange(4)}])
@@ -54,7 +54,7 @@ def first_samples(batch: Any, number: int = 2) -> Any:
 
 @contextmanager
 def trial(module: LightningModule) -> Iterator[None]:
-    """Log nothing; afterwards buffers, metrics and random numbers are as before."""
+    """Disable logging, and restore buffers, metrics and random numbers afterwards."""
     parts = [part for part in module.modules() if isinstance(part, LightningModule)]
     metrics = [(m, _copied(m.metric_state), m._update_count) for m in module.modules() if isinstance(m, Metric)]
     buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]

@@ -1,4 +1,4 @@
-"""Train the scores of units whose choice is made elsewhere."""
+"""Training of the scores of units whose choice is made elsewhere."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class ScoreSteps:
     """The scores of a module's units, and their gradient descent; see :class:`LearnedImportance` for the equations.
 
     Args:
-        scores: For each group, one number a unit.
-        lr: Of the scores.
-        strength: Of the term that ties scores and magnitudes.
-        reduction: Of that term.
+        scores: Scores of each group, one number a unit.
+        lr: Learning rate of the scores.
+        strength: Factor of the term that ties scores and magnitudes.
+        reduction: Reduction of that term over all units.
     """
 
     def __init__(self, scores: Weights, lr: float, strength: float, reduction: Reduction) -> None:
@@ -32,12 +32,12 @@ class ScoreSteps:
         self._task: Weights = {}
 
     def follow(self, groups: Sequence[UnitGroup], weights: Weights, absent: Weights, at: Weights | None = None) -> None:
-        """Say what is trained.
+        """Set the units and weights whose scores are trained.
 
         Args:
-            groups: Of the module.
-            weights: Its parameters.
-            absent: For each group and all its units, the part of the norms that is not in the module.
+            groups: Groups of units of the module.
+            weights: Parameters of the module.
+            absent: Part of the norms that is not in the module, for each group and all its units.
             at: Numbers of the units that the module has, if it was cut.
         """
         self._groups, self._weights, self._absent = groups, weights, absent
@@ -53,7 +53,7 @@ class ScoreSteps:
         self._task = {n: g / scale for n, g in gate_gradients(self._groups, self._weights, slopes).items()}
 
     def step(self) -> dict[str, Tensor]:
-        """Step the scores; returns the gradient that ties the weights to the scores as they were."""
+        """Step the scores, and return the gradient that ties the weights to the scores before the step."""
         norms = {name: absent.clone() for name, absent in self._absent.items()}
         for name, present in unit_norms(self._groups, self._weights).items():
             norms[name].index_add_(0, self._at[name], present.detach())
@@ -66,7 +66,7 @@ class ScoreSteps:
         return row_gradients(self._groups, own, self._weights)
 
     def descend(self, gradients: Weights) -> None:
-        """A gradient step; not where mixed precision has overflown, as the optimizer does."""
+        """Take a gradient step, except where mixed precision has overflown."""
         for name, gradient in gradients.items():
             stepped = self.scores[name] - self.lr * gradient
             self.scores[name] = torch.where(stepped.isfinite(), stepped, self.scores[name])
@@ -82,13 +82,13 @@ def add_gradients(optimizer: Any, weights: Weights, gradients: Weights) -> None:
 
 
 class UnitScores(Callback):
-    """Trains scores as :class:`LearnedImportance` does, of units that are masked or cut out by somebody else.
+    """Trains scores as :class:`LearnedImportance` does, of units that are masked or cut out elsewhere.
 
     Args:
-        steps: The scores; they hold the result.
-        groups: Of the full module.
-        kept: Which units of each group are trained.
-        weights: The full module's, when the fit starts.
+        steps: Scores, which also hold the result.
+        groups: Groups of units of the full module.
+        kept: Units of each group that are trained, as bool tensors.
+        weights: Weights of the full module when the fit starts.
     """
 
     def __init__(self, steps: ScoreSteps, groups: Sequence[UnitGroup], kept: Masks, weights: Weights) -> None:
@@ -98,7 +98,7 @@ class UnitScores(Callback):
         self._stepped = False
 
     def on_fit_start(self, trainer: Any, pl_module: LightningModule) -> None:
-        """See whether the module is the full one, or has the kept units only."""
+        """Determine whether the module is the full one, or has the kept units only."""
         self._parameters = dict(pl_module.named_parameters())
         masks = unit_masks(self.groups, self.kept, self.weights)
         absent = unit_norms(self.groups, subtract(self.weights, apply(self.weights, masks)))
@@ -120,5 +120,5 @@ class UnitScores(Callback):
         add_gradients(optimizer, self._parameters, self._rows)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Be ready for the next step."""
+        """Reset for the next step."""
         self._stepped = False

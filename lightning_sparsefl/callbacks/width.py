@@ -1,4 +1,4 @@
-"""How a narrow network trains in the place of a wide one: HeteroFL, arXiv:2010.01264, section 3."""
+"""Training of a narrow network in place of a wide one: HeteroFL, arXiv:2010.01264, section 3."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lightning_sparsefl.errors import InvalidOption
 
 
 class OutputHook(Callback):
-    """Changes what some layers put out while they train; in evaluation they are as they were.
+    """Changes the outputs of some layers in training; in evaluation they are unchanged.
 
     Args:
         layers: Names of modules.
@@ -24,7 +24,7 @@ class OutputHook(Callback):
         self._handles: list[Any] = []
 
     def setup(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
-        """Put the hooks on."""
+        """Register the hooks."""
         if stage == "fit":
             self._handles = [pl_module.get_submodule(name).register_forward_hook(self._hook) for name in self.layers]
 
@@ -32,15 +32,15 @@ class OutputHook(Callback):
         return self.changed(output) if layer.training and isinstance(output, Tensor) else output
 
     def changed(self, output: Tensor) -> Tensor:
-        """What takes the place of a layer's output."""
+        """Return the replacement of a layer's output."""
         raise NotImplementedError
 
     def teardown(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
-        """Take the hooks off."""
+        """Remove the hooks."""
         self._release()
 
     def on_exception(self, trainer: Any, pl_module: LightningModule, exception: BaseException) -> None:
-        """Also where the run failed, since Lightning calls no teardown then."""
+        """Remove the hooks also where the run failed, since Lightning calls no teardown then."""
         self._release()
 
     def _release(self) -> None:
@@ -56,7 +56,7 @@ class OutputScaler(OutputHook):
 
     Args:
         layers: Names of modules.
-        rate: Width, in (0, 1].
+        rate: Width of the network, in (0, 1].
     """
 
     def __init__(self, layers: Iterable[str], rate: float) -> None:
@@ -64,7 +64,7 @@ class OutputScaler(OutputHook):
         self.rate = rate
 
     def changed(self, output: Tensor) -> Tensor:
-        """``output / rate``."""
+        """Return ``output / rate``."""
         return output / self.rate
 
 
@@ -72,21 +72,21 @@ class LabelMask(OutputHook):
     """Sets the logits of classes that a client does not have to 0 (HeteroFL's masked cross-entropy).
 
     Args:
-        head: Name of the layer that puts out the logits, ``(*, classes)``.
-        client: Number of the client; the data module's `client_label_counts` says what it has.
+        head: Name of the layer that outputs the logits, ``(*, classes)``.
+        client: Number of the client, whose classes the data module's `client_label_counts` gives.
 
     Raises:
-        InvalidOption: If the data module does not know labels, or the head has another number of outputs.
+        InvalidOption: If the data module has no counts of labels, or the head has too few outputs.
     """
 
     def __init__(self, head: str, client: int) -> None:
         super().__init__([head])
         self.client = client
         self.classes: Tensor | None = None
-        """Which classes the client has, ``(classes,)``; None before the fit."""
+        """Classes of the client as a bool tensor, ``(classes,)``; None before the fit."""
 
     def setup(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
-        """Look the client's classes up."""
+        """Determine the client's classes."""
         if stage == "fit":
             self.classes = self._own(trainer.datamodule, pl_module.get_submodule(self.layers[0]))
         super().setup(trainer, pl_module, stage)
@@ -107,5 +107,5 @@ class LabelMask(OutputHook):
         return own
 
     def changed(self, output: Tensor) -> Tensor:
-        """Logits of the client's own classes, and zeros."""
+        """Return the logits of the client's own classes, and zeros for the others."""
         return output if self.classes is None else output * self.classes

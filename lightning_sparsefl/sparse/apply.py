@@ -19,7 +19,7 @@ class InPlaceMask:
     NaN, infinite or negative, of which a product of floats would leave NaN and -0.0.
 
     Args:
-        mask: Bool, of any shape.
+        mask: Bool tensor of any shape.
         dtype: Type of the tensors, floating-point or complex.
 
     Example:

@@ -1,4 +1,4 @@
-"""How a density budget is split over the tensors of a model.
+"""Split of a density budget over the tensors of a model.
 
 Erdos-Renyi and its kernel form: Mocanu et al., "Scalable training of artificial neural networks with adaptive
 sparse connectivity inspired by network science", Nature Communications 2018; Evci et al., "Rigging the
@@ -19,14 +19,14 @@ from lightning_sparsefl.errors import InvalidOption
 from lightning_sparsefl.types import Weights
 
 Shapes: TypeAlias = Mapping[str, "Sequence[int] | Tensor"]
-"""Named shapes, or tensors that stand for theirs."""
+"""Named shapes, or tensors of these shapes."""
 
 _ROUNDING = 1e-6
-"""What a product of a fraction and a count may be off by: 0.29 * 100 is 28.999999999999996 in floats."""
+"""Rounding error of a product of a fraction and a count: 0.29 * 100 is 28.999999999999996 in floats."""
 
 
 def floor_count(fraction: float, total: int) -> int:
-    """``floor(fraction * total)``, as on paper: a product that is a hair below an integer is that integer.
+    """Return ``floor(fraction * total)`` where a product within rounding error of an integer counts as that integer.
 
     Example:
         >>> floor_count(0.29, 100)
@@ -36,7 +36,7 @@ def floor_count(fraction: float, total: int) -> int:
 
 
 def ceil_count(fraction: float, total: int) -> int:
-    """``ceil(fraction * total)``, as on paper: a product that is a hair above an integer is that integer.
+    """Return ``ceil(fraction * total)`` where a product within rounding error of an integer counts as that integer.
 
     Example:
         >>> ceil_count(0.07, 100), 0.07 * 100 > 7
@@ -46,7 +46,7 @@ def ceil_count(fraction: float, total: int) -> int:
 
 
 def maskable(weights: Weights) -> tuple[str, ...]:
-    """Names of the tensors with two or more dimensions: what is masked unless an option says otherwise.
+    """Return the names of the tensors with two or more dimensions.
 
     Example:
         >>> maskable({"conv.weight": torch.zeros(4, 1, 3, 3), "conv.bias": torch.zeros(4)})
@@ -56,7 +56,7 @@ def maskable(weights: Weights) -> tuple[str, ...]:
 
 
 def uniform(shapes: Shapes, density: float) -> dict[str, float]:
-    """The same density for every tensor.
+    """Return the same density for every tensor.
 
     Raises:
         InvalidOption: If `density` is outside (0, 1].
@@ -70,11 +70,11 @@ def uniform(shapes: Shapes, density: float) -> dict[str, float]:
 
 
 def erdos_renyi(shapes: Shapes, density: float) -> dict[str, float]:
-    """Density in proportion to ``(n_in + n_out) / (n_in * n_out)``; the sizes of a kernel do not count.
+    """Return densities in proportion to ``(n_in + n_out) / (n_in * n_out)``; the sizes of a kernel do not count.
 
     Args:
-        shapes: The pool that shares the budget.
-        density: Fraction of the pool to keep, in (0, 1].
+        shapes: Shapes of the tensors that share the budget.
+        density: Fraction of all their positions to keep, in (0, 1].
 
     Raises:
         InvalidOption: If `density` is outside (0, 1].
@@ -87,18 +87,18 @@ def erdos_renyi(shapes: Shapes, density: float) -> dict[str, float]:
 
 
 def erk(shapes: Shapes, density: float, power: float = 1.0) -> dict[str, float]:
-    """Density in proportion to ``(sum(shape) / prod(shape)) ** power``, every dimension counted.
+    """Return densities in proportion to ``(sum(shape) / prod(shape)) ** power``, every dimension counted.
 
     With raw_l that score and N_l the size of tensor l, ``density_l = eps * raw_l``, where ::
 
         eps = (density * sum_sparse N - (1 - density) * sum_dense N) / sum_sparse raw * N
 
-    A tensor with ``eps * raw_l > 1`` is made dense and eps is solved again, until none is left or all fit.
+    A tensor with ``eps * raw_l > 1`` is made dense and eps is solved again, until all others fit.
 
     Args:
-        shapes: The pool that shares the budget.
-        density: Fraction of the pool to keep, in (0, 1].
-        power: 1 is Erdos-Renyi-Kernel, 0 is uniform.
+        shapes: Shapes of the tensors that share the budget.
+        density: Fraction of all their positions to keep, in (0, 1].
+        power: Exponent of the score: 1 is Erdos-Renyi-Kernel, 0 is uniform.
 
     Returns:
         The density of each tensor, in (0, 1]; dense ones are exactly 1.
@@ -114,14 +114,14 @@ def erk(shapes: Shapes, density: float, power: float = 1.0) -> dict[str, float]:
 
 
 def explicit(shapes: Shapes, patterns: Mapping[str, float], density: float) -> dict[str, float]:
-    """The density that a pattern gives each tensor, and `density` for those that no pattern matches.
+    """Return the density that a pattern gives each tensor, and `density` for those that no pattern matches.
 
     The order of patterns does not matter: a tensor may match several only if they say the same.
 
     Args:
-        shapes: Named shapes.
-        patterns: Globs over whole names, capitals and all, each with a density in (0, 1].
-        density: Of all other tensors, in (0, 1].
+        shapes: Shapes by name.
+        patterns: Globs over whole, case-sensitive names, each with a density in (0, 1].
+        density: Density of all other tensors, in (0, 1].
 
     Raises:
         InvalidOption: If a density is outside (0, 1], a pattern matches no tensor, or two disagree about one.
@@ -149,7 +149,7 @@ def explicit(shapes: Shapes, patterns: Mapping[str, float], density: float) -> d
 
 
 def kept_counts(shapes: Shapes, densities: Mapping[str, float]) -> dict[str, int]:
-    """Positions to keep: ``floor(density * N)``, at least 1; a name without a density is dense.
+    """Return how many positions to keep: ``floor(density * N)``, at least 1; a name without a density is dense.
 
     Example:
         >>> kept_counts({"a": (10, 10), "b": (3,)}, {"a": 0.255, "b": 0.1})
@@ -163,7 +163,7 @@ def kept_counts(shapes: Shapes, densities: Mapping[str, float]) -> dict[str, int
 
 
 def listed(names: Iterable[str], most: int = 12) -> str:
-    """Names for a message, the first few of them.
+    """Return the first few names for a message.
 
     Example:
         >>> listed(["a", "b", "c"], 2)
@@ -193,7 +193,7 @@ def _share(shapes: Shapes, density: float, score: Callable[[Sequence[int]], floa
 
 
 def _raw(shape: Sequence[int]) -> float:
-    """A tensor without dimensions is one weight and scores like a vector: 1."""
+    """Return the raw score of a shape; a tensor without dimensions is one weight and scores like a vector: 1."""
     return sum(shape) / math.prod(shape) if shape else 1.0
 
 

@@ -1,4 +1,4 @@
-"""Who trains which layers: freezing masks under a budget per client, and the problem P^mask.
+"""Assignment of layers to clients: freezing masks under a budget per client, and the problem P^mask.
 
 Setayesh, Li, Wong, "PerFedMask: Personalized Federated Learning with Optimized Masking Vectors", ICLR 2023, section 5
 and appendix F. A *plan* is a bool tensor of shape (clients, groups), True = the client trains that group of layers;
@@ -6,7 +6,7 @@ and appendix F. A *plan* is a bool tensor of shape (clients, groups), True = the
 
 With c_j the number of clients that train group j, and gamma_n the largest 1 / c_j of what client n trains, it is ::
 
-    minimize  d * sum gamma_n - (parameters of the groups that anybody trains) + sum (budget_n - trained_n)
+    minimize  d * sum gamma_n - (parameters of the groups that some client trains) + sum (budget_n - trained_n)
 
 The first two terms are the paper's bias in closed form, since the weights m_nj / c_j of a trained group add up to 1;
 the last is its slack. The paper leaves out what keeps empty masks from winning: here a client whose budget fits some
@@ -32,15 +32,15 @@ _BLOCKS = 16
 _RANDOM_BLOCKS = 4
 """The same in a random start, whose search takes time in proportion to the rows that differ."""
 _RANDOM_STARTS = 4
-"""Starts of :func:`optimized` besides those that are not left to chance."""
+"""Random starts of :func:`optimized`, besides the deterministic ones."""
 
 
 def bias(plan: Tensor, sizes: Sequence[int]) -> float:
-    """What the plan leaves in the convergence bound (remark 1): ``d * sum gamma_n - covered parameters``.
+    """Compute the plan's term in the convergence bound (remark 1): ``d * sum gamma_n - covered parameters``.
 
     Args:
-        plan: Bool, shape (clients, groups).
-        sizes: Parameters of each group.
+        plan: Bool tensor, shape (clients, groups).
+        sizes: Number of parameters of each group.
 
     Example:
         >>> plan = torch.tensor([[True, False], [True, True]])
@@ -54,12 +54,12 @@ def bias(plan: Tensor, sizes: Sequence[int]) -> float:
 
 
 def objective(plan: Tensor, sizes: Sequence[int], budgets: Sequence[int]) -> float:
-    """Bias plus slack, what P^mask minimizes.
+    """Compute bias plus slack, the objective of P^mask.
 
     Args:
-        plan: Bool, shape (clients, groups).
-        sizes: Parameters of each group.
-        budgets: Parameters that each client may train.
+        plan: Bool tensor, shape (clients, groups).
+        sizes: Number of parameters of each group.
+        budgets: Number of parameters that each client may train.
 
     Example:
         >>> objective(torch.tensor([[True, False], [True, True]]), [1, 1], [1, 2])
@@ -69,7 +69,7 @@ def objective(plan: Tensor, sizes: Sequence[int], budgets: Sequence[int]) -> flo
 
 
 def trained(plan: Tensor, sizes: Sequence[int]) -> Tensor:
-    """Parameters that each client trains: int64, shape (clients,).
+    """Return the number of parameters that each client trains: int64, shape (clients,).
 
     Example:
         >>> trained(torch.tensor([[True, False], [True, True]]), [3, 4])
@@ -79,7 +79,7 @@ def trained(plan: Tensor, sizes: Sequence[int]) -> Tensor:
 
 
 def within_budgets(plan: Tensor, sizes: Sequence[int], budgets: Sequence[int]) -> bool:
-    """Whether nobody trains more than it may, nor nothing where a group would fit.
+    """Return whether every client is within its budget, and trains some group if one fits.
 
     Example:
         >>> plan = torch.tensor([[True, False], [True, True]])
@@ -92,7 +92,7 @@ def within_budgets(plan: Tensor, sizes: Sequence[int], budgets: Sequence[int]) -
 
 
 def uncovered(plan: Tensor, sizes: Sequence[int], budgets: Sequence[int]) -> list[int]:
-    """The groups that fit some client's budget and that nobody trains.
+    """Return the groups that fit some client's budget and that no client trains.
 
     Example:
         >>> uncovered(torch.tensor([[True, False, False]]), [1, 1, 9], [2])
@@ -103,7 +103,7 @@ def uncovered(plan: Tensor, sizes: Sequence[int], budgets: Sequence[int]) -> lis
 
 
 def sequential(sizes: Sequence[int], budgets: Sequence[int]) -> Tensor:
-    """Every client trains the first groups, in order, that still fit its budget.
+    """Assign every client the first groups, in order, that still fit its budget.
 
     Returns:
         The plan.
@@ -120,12 +120,12 @@ def sequential(sizes: Sequence[int], budgets: Sequence[int]) -> Tensor:
 
 
 def random(sizes: Sequence[int], budgets: Sequence[int], generator: torch.Generator | None = None) -> Tensor:
-    """Every client tries all groups in an order of its own and trains those that still fit.
+    """Assign every client the groups that still fit its budget, tried in a random order of its own.
 
     Args:
-        sizes: Parameters of each group.
-        budgets: Parameters that each client may train.
-        generator: A CPU generator to draw from.
+        sizes: Number of parameters of each group.
+        budgets: Number of parameters that each client may train.
+        generator: CPU generator to draw from.
 
     Returns:
         The plan.
@@ -144,7 +144,7 @@ def random(sizes: Sequence[int], budgets: Sequence[int], generator: torch.Genera
 
 
 def consensus(sizes: Sequence[int], budgets: Sequence[int]) -> Tensor:
-    """Every client trains the largest subset that fits its budget, the same one as all others of that budget.
+    """Assign every client the largest subset that fits its budget, the same one to all clients of a budget.
 
     Where some group is too large for every weak client this solves P^mask: the weak ones gain most by agreeing.
 
@@ -163,7 +163,7 @@ def consensus(sizes: Sequence[int], budgets: Sequence[int]) -> Tensor:
 
 
 def cover(sizes: Sequence[int], budgets: Sequence[int]) -> Tensor:
-    """Clients take, one after another, the groups that the fewest have taken so far; the smallest budgets choose first.
+    """Assign clients in turn, the smallest budgets first, the groups that the fewest clients have so far.
 
     Returns:
         The plan.
@@ -186,7 +186,7 @@ def cover(sizes: Sequence[int], budgets: Sequence[int]) -> Tensor:
 
 
 def exact(sizes: Sequence[int], budgets: Sequence[int]) -> Tensor:
-    """The optimum, by a mixed-integer linear program; for a few clients and groups only.
+    """Compute the optimum by a mixed-integer linear program; for a few clients and groups only.
 
     One binary variable z_jt says that t clients train group j; then 1 / c_j = sum z_jt / t is linear, and
     gamma_n >= 1 / c_j - (1 - m_nj).
@@ -202,7 +202,7 @@ def exact(sizes: Sequence[int], budgets: Sequence[int]) -> Tensor:
         2.0
     """
     _check(sizes, budgets)
-    from scipy.optimize import Bounds, LinearConstraint, milp  # takes a moment, which no other method need wait for
+    from scipy.optimize import Bounds, LinearConstraint, milp  # slow to import, and needed by this function only
 
     program = _program(sizes, budgets)
     found = milp(
@@ -219,15 +219,15 @@ def exact(sizes: Sequence[int], budgets: Sequence[int]) -> Tensor:
 
 
 def optimized(sizes: Sequence[int], budgets: Sequence[int], generator: torch.Generator | None = None) -> Tensor:
-    """The best plan that local search finds from several starts, and the exact one where that is cheap.
+    """Return the best plan that local search finds from several starts, or the exact one where that is cheap.
 
     The starts are :func:`consensus`, :func:`cover`, :func:`sequential` and some random ones. Clients of one budget are
     interchangeable, so the time depends on the number of different budgets, not of clients.
 
     Args:
-        sizes: Parameters of each group.
-        budgets: Parameters that each client may train.
-        generator: A CPU generator to draw the random starts from.
+        sizes: Number of parameters of each group.
+        budgets: Number of parameters that each client may train.
+        generator: CPU generator to draw the random starts from.
 
     Returns:
         The plan; the same for equal arguments.
@@ -269,7 +269,7 @@ def _first_fit(sizes: Sequence[int], budget: int, order: Sequence[int]) -> list[
 
 
 def _knapsack(sizes: Sequence[int], budget: int) -> list[int]:
-    """The subset of the largest sum within a budget; of several the first in the order of groups.
+    """Return the subset of the largest sum within a budget; of several the first in the order of groups.
 
     Bit s of ``sums[j]`` says whether some of the last j groups have s units together; a unit divides all sizes.
     """
@@ -287,7 +287,7 @@ def _knapsack(sizes: Sequence[int], budget: int) -> list[int]:
 
 
 def _per_budget(budgets: Sequence[int], choose: Callable[[int], list[int]], groups: int) -> Tensor:
-    """The same row for all clients of a budget."""
+    """Return a plan with the same row for all clients of a budget."""
     values, places = torch.tensor(budgets).unique(return_inverse=True)
     return _plan(groups, [choose(budget) for budget in values.tolist()])[places]
 
@@ -300,7 +300,7 @@ def _plan(groups: int, chosen: Sequence[Sequence[int]]) -> Tensor:
 
 
 def _blocks(budgets: Sequence[int], most: int) -> list[list[int]]:
-    """Clients of one budget, in at most `most` parts, the smallest budgets first."""
+    """Split the clients of each budget into at most `most` parts, the smallest budgets first."""
     owners: dict[int, list[int]] = {}
     for client, budget in enumerate(budgets):
         owners.setdefault(budget, []).append(client)
@@ -312,7 +312,7 @@ def _blocks(budgets: Sequence[int], most: int) -> list[list[int]]:
 
 
 def _random_blocks(sizes: Sequence[int], budgets: Sequence[int], generator: torch.Generator | None) -> Tensor:
-    """Like :func:`random`, but one draw for each block of clients: many different rows make the search slow."""
+    """Draw one random row for each block of clients, since many different rows make the search slow."""
     blocks = _blocks(budgets, _RANDOM_BLOCKS)
     rows = random(sizes, [budgets[block[0]] for block in blocks], generator)
     plan = torch.zeros(len(budgets), len(sizes), dtype=torch.bool)
@@ -325,7 +325,7 @@ def _random_blocks(sizes: Sequence[int], budgets: Sequence[int], generator: torc
 
 
 class _Program(NamedTuple):
-    """``min cost x`` where ``low <= rows x <= high`` and 0 <= x <= 1; `whole` says which x are integers."""
+    """``min cost x`` where ``low <= rows x <= high`` and 0 <= x <= 1; `whole` marks the x that are integers."""
 
     cost: list[float]
     whole: list[int]
@@ -335,7 +335,7 @@ class _Program(NamedTuple):
 
 
 def _program(sizes: Sequence[int], budgets: Sequence[int]) -> _Program:
-    """Variables m_nj, z_jt for t = 0..N, gamma_n, in this order; parameters are counted in units of d."""
+    """Build the program with the variables m_nj, z_jt for t = 0..N, gamma_n; parameters are in units of d."""
     clients, groups, dense = len(budgets), len(sizes), sum(sizes)
     share = [size / dense for size in sizes]
     marks, numbers = clients * groups, groups * (clients + 1)

@@ -1,4 +1,4 @@
-"""How much a unit matters, as something that is trained.
+"""Importance of units as scores that are trained.
 
 Xue et al., "Learnable Sparse Customization in Heterogeneous Edge Computing" (FedLPS), arXiv:2412.07216, section 3. A
 unit's score Q is the strength of a gate on its output h, after norm and activation; the gate itself is open or closed,
@@ -22,10 +22,10 @@ Reduction = Literal["sum", "mean"]
 
 
 def relative(norms: Weights) -> dict[str, Tensor]:
-    """``sigmoid(|w|_J / mean of its group)``, in [.5, 1); keeps gradients.
+    """Return ``sigmoid(|w|_J / mean of its group)``, in [.5, 1); keeps gradients.
 
     Args:
-        norms: From :func:`~lightning_sparsefl.sparse.units.unit_norms`.
+        norms: Norms of units from :func:`~lightning_sparsefl.sparse.units.unit_norms`.
 
     Example:
         >>> relative({"conv": torch.tensor([0.0, 2.0])})
@@ -35,16 +35,16 @@ def relative(norms: Weights) -> dict[str, Tensor]:
 
 
 def gate_gradients(groups: Sequence[UnitGroup], weights: Weights, gradients: Weights) -> dict[str, Tensor]:
-    """``sum of h * dL/dh`` for each unit's output h, over samples, places and readers.
+    """Compute ``sum of h * dL/dh`` for each unit's output h, over samples, places and readers.
 
-    It need not be measured where h is: a reader computes ``W h``, so that over a unit's incoming slice of W
-    ``sum of W * dL/dW = sum of h * dL/dh`` (Euler). The weights' gradients are there anyway, and already summed over
-    accumulated batches and processes.
+    It need not be measured at h: a reader computes ``W h``, so that over a unit's incoming slice of W
+    ``sum of W * dL/dW = sum of h * dL/dh`` (Euler). The weights' gradients are computed anyway, and are already
+    summed over accumulated batches and processes.
 
     Args:
-        groups: From :func:`~lightning_sparsefl.sparse.units.find_groups`.
-        weights: At which the gradients were taken; zero where masked.
-        gradients: Of the loss; a layer that is missing, since it is frozen, says nothing.
+        groups: Groups of units from :func:`~lightning_sparsefl.sparse.units.find_groups`.
+        weights: Weights at which the gradients were taken; zero where masked.
+        gradients: Gradients of the loss; a layer that is missing, since it is frozen, does not count.
 
     Returns:
         For each group, ``(units,)``; exactly 0 for a unit that was masked.
@@ -67,11 +67,11 @@ def gate_gradients(groups: Sequence[UnitGroup], weights: Weights, gradients: Wei
 
 
 def tie(scores: Weights, norms: Weights, reduction: Reduction = "sum") -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Gradients of ``||Q - sigmoid(|w|_J / layer mean)||^2``, which keeps scores near magnitudes and vice versa.
+    """Compute the gradients of ``||Q - sigmoid(|w|_J / layer mean)||^2``, which ties scores and magnitudes.
 
     Args:
-        scores: Q, for each group.
-        norms: From :func:`~lightning_sparsefl.sparse.units.unit_norms`.
+        scores: Scores Q of each group.
+        norms: Norms of units from :func:`~lightning_sparsefl.sparse.units.unit_norms`.
         reduction: ``"sum"``: sum over all units. ``"mean"``: mean over each group's units, summed over groups.
 
     Returns:
@@ -91,12 +91,12 @@ def tie(scores: Weights, norms: Weights, reduction: Reduction = "sum") -> tuple[
 
 
 def row_gradients(groups: Sequence[UnitGroup], gradients: Weights, weights: Weights) -> dict[str, Tensor]:
-    """The gradients of the weights in outgoing rows, from those of the norms that they add up to.
+    """Compute the gradients of the weights in outgoing rows from those of the norms that they add up to.
 
     Args:
-        groups: From :func:`~lightning_sparsefl.sparse.units.find_groups`.
-        gradients: For each group, of its norms, ``(units,)``.
-        weights: The model's; one that is zero, as where it is masked, gets no gradient.
+        groups: Groups of units from :func:`~lightning_sparsefl.sparse.units.find_groups`.
+        gradients: Gradients of the norms of each group, ``(units,)``.
+        weights: Weights of the model; one that is zero, as where it is masked, gets no gradient.
 
     Example:
         >>> from lightning_sparsefl.sparse.units import find_groups
@@ -124,12 +124,12 @@ def _is_row(group: UnitGroup, slot: Slot, weight: Tensor) -> bool:
 
 
 def narrow_groups(groups: Sequence[UnitGroup], kept: Masks, weights: Weights) -> tuple[UnitGroup, ...]:
-    """The groups of the model that :func:`~lightning_sparsefl.sparse.submodel.cut` makes, of the kept units alone.
+    """Return the groups of the model that :func:`~lightning_sparsefl.sparse.submodel.cut` makes.
 
     Args:
-        groups: Of the full model.
-        kept: For each group by name, which units stay, ``(units,)``; a group that is missing stays whole.
-        weights: The full model's.
+        groups: Groups of units of the full model.
+        kept: Units of each group that stay, bool, ``(units,)``; a group that is missing stays whole.
+        weights: Weights of the full model.
 
     Example:
         >>> from lightning_sparsefl.sparse.units import find_groups

@@ -1,4 +1,4 @@
-"""What each operation does to the labels of :mod:`~lightning_sparsefl.sparse.tracing`."""
+"""Effect of each operation on the labels of :mod:`~lightning_sparsefl.sparse.tracing`."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def _embed(trace: UnitTrace, call: Call, out: Tensor) -> None:
 
 
 def _recur(trace: UnitTrace, call: Call, out: tuple[Tensor, ...]) -> None:
-    """All layers and directions of an LSTM, a GRU or a plain recurrent network; padded or packed input."""
+    """Label all layers and directions of an LSTM, a GRU or a plain recurrent network; padded or packed input."""
     packed = isinstance(call.args[3], (list, tuple))
     value, state, weights = (call.args[0], *call.args[2:4]) if packed else call.args[:3]
     biases, layers = call.args[4:6] if packed else call.args[3:5]
@@ -88,7 +88,7 @@ def _recur(trace: UnitTrace, call: Call, out: tuple[Tensor, ...]) -> None:
 
 
 def _state_ids(trace: UnitTrace, value: Tensor, ids: Tensor) -> Tensor:
-    """The labels of a state that was passed in; a constant one, such as zeros, has none."""
+    """Return the labels of a state that was passed in; a constant one, such as zeros, takes those of its units."""
     return trace.labels(value).ids if trace.followed(value) else ids.unsqueeze(1)
 
 
@@ -155,12 +155,12 @@ def _require_zeros(trace: UnitTrace, call: Call, value: Tensor) -> None:
 
 def _require_affine(trace: UnitTrace, call: Call, value: Tensor, weight: Tensor | None) -> None:
     if weight is None:
-        trace.pin(trace.labels(value).ids, f"`{call.name}` without an affine part does not tell how wide it is")
+        trace.pin(trace.labels(value).ids, f"`{call.name}` without an affine part does not store its width")
 
 
 def _neighbours(trace: UnitTrace, call: Call, out: Tensor) -> None:
     ids = trace.labels(call.args[0]).ids
-    trace.pin(ids, f"`{call.name}` looks at neighbouring channels")
+    trace.pin(ids, f"`{call.name}` reads neighbouring channels")
     trace.label(out, ids)
 
 
@@ -183,7 +183,7 @@ def _prelu(trace: UnitTrace, call: Call, out: Tensor) -> None:
 
 
 def _combine(trace: UnitTrace, call: Call, out: Tensor) -> None:
-    """Sums, products and the like: what meets is one unit."""
+    """Unify the labels of operands that meet in a sum, a product or the like."""
     operands = list(tensors((call.args, call.kwargs)))
     active = [value for value in operands if trace.followed(value)]
     if not active:  # arithmetic of parameters alone makes a tensor without a name
@@ -216,7 +216,7 @@ def _meet(trace: UnitTrace, call: Call, ids: Tensor, value: Tensor, changing: li
 
 
 def _combined_zero(trace: UnitTrace, call: Call) -> bool:
-    """Whether zeros make a zero."""
+    """Return whether the operation yields zero for dropped units."""
     first, second = (call.args[0], call.args[1]) if len(call.args) > 1 else (call.args[0], 0.0)
     zeros = [_is_zero(trace, value) for value in (first, second)]
     if call.name in _PRODUCTS:
@@ -227,7 +227,7 @@ def _combined_zero(trace: UnitTrace, call: Call) -> bool:
 
 
 def _is_zero(trace: UnitTrace, value: Any) -> bool:
-    """Whether a dropped unit's part of an operand is zero: its activations and its masked parameters."""
+    """Return whether the part of an operand that belongs to a dropped unit is zero."""
     if not isinstance(value, Tensor):
         return bool(value == 0)
     if trace.followed(value):
@@ -239,7 +239,7 @@ def _is_zero(trace: UnitTrace, value: Any) -> bool:
 
 
 def _move(trace: UnitTrace, call: Call, out: Any) -> None:
-    """What only moves elements moves their labels."""
+    """Move labels as the operation moves the elements."""
     filled = call.name in _JOINS
     active = [trace.labels(value) for value in tensors((call.args, call.kwargs)) if trace.followed(value)]
     if not active:  # a parameter that is reshaped is a tensor without a name
@@ -266,7 +266,7 @@ def _move(trace: UnitTrace, call: Call, out: Any) -> None:
 
 
 def _keeps_layout(before: Tensor, after: Tensor, merges: bool) -> bool:
-    """Whether the same call with fewer units along their dimension would yield the same, less those units."""
+    """Return whether the same call with fewer units along their dimension would yield the same, less those units."""
     dim = unit_dim(before)
     if dim is None:
         return True
@@ -318,7 +318,7 @@ def _pad(trace: UnitTrace, call: Call, out: Tensor) -> None:
 
 
 def _shape_only(trace: UnitTrace, call: Call, out: Tensor) -> None:
-    """A new constant, of which no unit is the source."""
+    """Leave a new constant unlabelled, since no unit is its source."""
 
 
 _RESHAPES = {"view", "reshape", "flatten", "unflatten"}
@@ -363,4 +363,4 @@ RULES: Rules = {
     "prelu": _prelu,
     "pad": _pad,
 }
-"""By the name of the function or method, without its underscores."""
+"""Rules by the name of the function or method, without its underscores."""

@@ -1,4 +1,4 @@
-"""The layers of a model, as one would draw them: its stem, its blocks, its head, found by the names of its tensors.
+"""Groups of layers of a model: its stem, its blocks and its head, found by the names of its tensors.
 
 A *group* is what is frozen or trained as one: a convolution or linear layer with the norm after it, or a whole block
 (residual, depthwise, attention) with all that is inside. Names are enough: ``stage1.0.conv1.weight`` says that the
@@ -17,14 +17,14 @@ from lightning_sparsefl.types import Weights
 
 _SHOWN = 12
 _NUMBERED = re.compile(r"(.*_|)\d+")
-"""How the children of a list are named: ``3``, or ``block_3``."""
+"""Names of the children of a list: ``3``, or ``block_3``."""
 
 
 def head_of(weights: Weights, head: str | None = None) -> tuple[str, ...]:
-    """Names of the head's tensors: those of the last linear layer, or of the module that `head` names.
+    """Return the names of the head's tensors: those of the last linear layer, or of the module that `head` names.
 
     Args:
-        weights: A module's parameters by name, in the order in which the module holds them.
+        weights: Parameters of a module by name, in the order in which the module holds them.
         head: Name of a module or a glob over names of tensors; None = the owner of the last matrix.
 
     Raises:
@@ -48,14 +48,14 @@ def head_of(weights: Weights, head: str | None = None) -> tuple[str, ...]:
 
 
 def layer_groups(weights: Weights, patterns: Sequence[str] = ()) -> dict[str, tuple[str, ...]]:
-    """The groups of a body, in order: names of tensors by name of group.
+    """Return the groups of a body, in order: names of tensors by name of group.
 
     From the outermost module that has several children on, a module is taken apart if it is a list of things, or holds
     lists of blocks; otherwise it is a block. A layer outside of blocks is a group; one without a matrix or kernel, such
     as a norm, joins the layer right before it, and is a group of its own after a block.
 
     Args:
-        weights: The body's parameters by name, in the order in which the module holds them.
+        weights: Parameters of the body by name, in the order in which the module holds them.
         patterns: Globs over names of tensors; each makes one group of those that it is the first to match. What none
             matches is grouped by the rule.
 
@@ -87,7 +87,7 @@ def layer_groups(weights: Weights, patterns: Sequence[str] = ()) -> dict[str, tu
 
 
 def group_sizes(weights: Weights, groups: dict[str, tuple[str, ...]]) -> list[int]:
-    """Parameters of each group.
+    """Return the number of parameters of each group.
 
     Example:
         >>> import torch
@@ -99,7 +99,7 @@ def group_sizes(weights: Weights, groups: dict[str, tuple[str, ...]]) -> list[in
 
 @dataclass
 class _Module:
-    """A module as its tensors' names tell it."""
+    """A module as the names of its tensors describe it."""
 
     path: str
     tensors: list[str] = field(default_factory=list)
@@ -119,7 +119,7 @@ class _Module:
         return self.is_list and any(child.children for child in self.children.values())
 
     def names(self) -> tuple[str, ...]:
-        """All tensors inside."""
+        """Return the names of all tensors inside."""
         return (*self.tensors, *(name for child in self.children.values() for name in child.names()))
 
 
@@ -146,7 +146,7 @@ def _is_taken_apart(module: _Module) -> bool:
 
 
 def _pieces(module: _Module, *, outermost: bool = False) -> Iterator[_Module]:
-    """Layers and blocks, in order; a tensor that a divided module holds itself is a layer."""
+    """Yield layers and blocks, in order; a tensor that a divided module holds itself is a layer."""
     if not module.children or not (outermost or _is_taken_apart(module)):
         yield module
         return
@@ -176,5 +176,5 @@ def _owner(name: str) -> str:
 
 def _listed(weights: Weights) -> str:
     owners = list(dict.fromkeys(_owner(name) or name for name in weights))
-    shown = ", ".join(f"`{owner}`" for owner in owners[:_SHOWN]) or "its modules (there is none)"
+    shown = ", ".join(f"`{owner}`" for owner in owners[:_SHOWN]) or "its modules, of which it has 0"
     return shown + (f" and {len(owners) - _SHOWN} more" if len(owners) > _SHOWN else "")

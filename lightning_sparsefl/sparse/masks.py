@@ -16,21 +16,21 @@ from lightning_sparsefl.sparse.density import listed
 from lightning_sparsefl.types import Masks, Weights
 
 _SQUEEZE = 0x0102040810204080
-"""Times eight 0/1 bytes: gathers byte i in bit 56 + i; no two terms meet, so nothing carries."""
+"""Factor of eight 0/1 bytes that gathers byte i in bit 56 + i; no two terms overlap, so nothing carries."""
 _REPEAT = 0x0101010101010101
 _SELECT = 0x8040201008040201 - (1 << 64)
 """Bit i of byte i, as a signed 64-bit integer."""
 
 
 def apply(weights: Weights, masks: Masks) -> dict[str, Tensor]:
-    """Weights with zeros where a mask is False.
+    """Return weights with zeros where a mask is False.
 
     A tensor without a mask is passed on as it is, not copied. The product keeps the gradient, and a weight
     that is not finite stays so.
 
     Args:
-        weights: Any tree.
-        masks: Masks of the same shapes; those that name no tensor of `weights` are ignored.
+        weights: Weights by name.
+        masks: Masks of the same shapes; those whose names `weights` lacks are ignored.
 
     Example:
         >>> apply({"w": torch.tensor([1.0, 2.0])}, {"w": torch.tensor([True, False])})
@@ -40,7 +40,7 @@ def apply(weights: Weights, masks: Masks) -> dict[str, Tensor]:
 
 
 def counts(masks: Masks) -> dict[str, int]:
-    """Kept positions of each mask.
+    """Return the number of kept positions of each mask.
 
     Example:
         >>> counts({"w": torch.tensor([True, False, True])})
@@ -53,7 +53,7 @@ def counts(masks: Masks) -> dict[str, int]:
 
 
 def kept(masks: Masks) -> int:
-    """Kept positions of all masks together.
+    """Return the number of kept positions of all masks together.
 
     Example:
         >>> kept({"w": torch.tensor([True, False, True]), "v": torch.tensor([True])})
@@ -63,7 +63,7 @@ def kept(masks: Masks) -> int:
 
 
 def density(masks: Masks) -> float:
-    """Fraction kept, in [0, 1], over the tensors that have a mask; 1 if there is none.
+    """Return the fraction kept, in [0, 1], over the tensors that have a mask; 1 without masks.
 
     Example:
         >>> density({"w": torch.tensor([True, False, True, False])})
@@ -74,7 +74,7 @@ def density(masks: Masks) -> float:
 
 
 def dense_like(weights: Weights) -> dict[str, Tensor]:
-    """All-True masks for every tensor of `weights`.
+    """Return all-True masks for every tensor of `weights`.
 
     Example:
         >>> dense_like({"w": torch.zeros(2)})
@@ -84,7 +84,7 @@ def dense_like(weights: Weights) -> dict[str, Tensor]:
 
 
 def intersect(a: Masks, b: Masks) -> dict[str, Tensor]:
-    """Kept by both.
+    """Return masks that keep what both keep.
 
     Example:
         >>> intersect({"w": torch.tensor([True, True])}, {"w": torch.tensor([True, False])})
@@ -95,7 +95,7 @@ def intersect(a: Masks, b: Masks) -> dict[str, Tensor]:
 
 
 def union(a: Masks, b: Masks) -> dict[str, Tensor]:
-    """Kept by either; a name that one of them lacks is dense, so it is missing from the result.
+    """Return masks that keep what either keeps; a name that one of them lacks is dense, so the result lacks it.
 
     Example:
         >>> union({"w": torch.tensor([True, False])}, {"w": torch.tensor([False, False])})
@@ -107,7 +107,7 @@ def union(a: Masks, b: Masks) -> dict[str, Tensor]:
 
 
 def overlap(a: Masks, b: Masks) -> float:
-    """Jaccard index, in [0, 1], over the names that are in both; 1 if neither keeps anything there.
+    """Return the Jaccard index, in [0, 1], over the names that are in both; 1 if neither keeps anything there.
 
     Example:
         >>> overlap({"w": torch.tensor([True, True, False])}, {"w": torch.tensor([True, False, False])})
@@ -119,7 +119,7 @@ def overlap(a: Masks, b: Masks) -> float:
 
 
 def changed(a: Masks, b: Masks) -> float:
-    """Fraction of positions, in [0, 1], that differ, over the names that are in either.
+    """Return the fraction of positions, in [0, 1], that differ, over the names that are in either.
 
     Example:
         >>> changed({"w": torch.tensor([True, False])}, {"w": torch.tensor([True, True])})
@@ -132,7 +132,7 @@ def changed(a: Masks, b: Masks) -> float:
 
 
 def same(a: Masks, b: Masks) -> bool:
-    """Whether both keep the same positions.
+    """Return whether both keep the same positions.
 
     Example:
         >>> same({"w": torch.tensor([True, True])}, {})
@@ -142,14 +142,14 @@ def same(a: Masks, b: Masks) -> bool:
 
 
 def _differing(a: Masks, b: Masks) -> int:
-    """Positions that one keeps and the other does not."""
+    """Return the number of positions that one keeps and the other does not."""
     flips = {name: mask ^ b[name] for name, mask in a.items() if name in b and mask is not b[name]}
     alone = {name: ~mask for name, mask in a.items() if name not in b}
     return kept(flips) + kept(alone) + kept({name: ~mask for name, mask in b.items() if name not in a})
 
 
 def subtract(a: Weights, b: Weights) -> dict[str, Tensor]:
-    """``a - b``, tensor by tensor; a tensor that `b` lacks is passed on as it is.
+    """Return ``a - b``, tensor by tensor; a tensor that `b` lacks is passed on as it is.
 
     Raises:
         IncompatibleMasks: If `b` has a name that `a` lacks.
@@ -163,7 +163,7 @@ def subtract(a: Weights, b: Weights) -> dict[str, Tensor]:
 
 
 def add(a: Weights, b: Weights) -> dict[str, Tensor]:
-    """``a + b``, tensor by tensor; a tensor that `b` lacks is passed on as it is.
+    """Return ``a + b``, tensor by tensor; a tensor that `b` lacks is passed on as it is.
 
     Raises:
         IncompatibleMasks: If `b` has a name that `a` lacks.
@@ -179,11 +179,11 @@ def add(a: Weights, b: Weights) -> dict[str, Tensor]:
 def _require_known(tree: Weights, weights: Weights) -> None:
     unknown = next((name for name in tree if name not in weights), None)
     if unknown is not None:
-        raise IncompatibleMasks(f"`{unknown}` is no tensor of the weights, which have {listed(weights, 4)}.")
+        raise IncompatibleMasks(f"`{unknown}` is not among the weights, which have {listed(weights, 4)}.")
 
 
 def check(masks: Masks, weights: Weights) -> None:
-    """See that every mask is a bool tensor of the shape of the weights it names.
+    """Check that every mask is a bool tensor of the shape of the weights it names.
 
     Raises:
         IncompatibleMasks: Naming the first tensor that does not fit.
@@ -204,7 +204,7 @@ def check(masks: Masks, weights: Weights) -> None:
 
 
 def digest(masks: Masks) -> str:
-    """A 128-bit fingerprint in hexadecimal, equal exactly when :func:`same` holds.
+    """Return a 128-bit fingerprint in hexadecimal, equal exactly when :func:`same` holds.
 
     Example:
         >>> digest({"w": torch.tensor([True, True])}) == digest({})
@@ -219,10 +219,10 @@ def digest(masks: Masks) -> str:
 
 
 def pack(mask: Tensor) -> Tensor:
-    """Eight positions a byte, the first in the lowest bit, the last byte filled up with zeros.
+    """Pack eight positions into a byte, the first in the lowest bit, the last byte filled up with zeros.
 
     Args:
-        mask: Bool, any shape of n elements.
+        mask: Bool tensor of any shape, n elements.
 
     Returns:
         uint8, ``(ceil(n / 8),)``, on the same device.
@@ -238,11 +238,11 @@ def pack(mask: Tensor) -> Tensor:
 
 
 def unpack(packed: Tensor, shape: torch.Size | tuple[int, ...]) -> Tensor:
-    """The mask that :func:`pack` packed.
+    """Return the mask that :func:`pack` packed.
 
     Args:
-        packed: uint8, ``(ceil(n / 8),)``.
-        shape: Shape of n elements.
+        packed: Bytes, uint8, ``(ceil(n / 8),)``.
+        shape: Shape of the mask, n elements.
 
     Raises:
         IncompatibleMasks: If `packed` has another length than `shape` needs.

@@ -22,11 +22,12 @@ def nm_masks(scores: Weights, n: int = 2, m: int = 4, dim: int | None = None) ->
     """Keep the `n` largest scores of every `m` consecutive ones; of equal ones the lower index, NaN is the smallest.
 
     Args:
-        scores: Tensors of two or more dimensions, the first of them the outputs.
-        n: Kept of a group, 1 to `m`.
+        scores: Scores by name, tensors of two or more dimensions, the first of them the outputs.
+        n: Number of weights kept of a group, 1 to `m`.
         m: Length of a group.
-        dim: Along which groups lie: None = along all dimensions but the first, flattened, which is how a linear layer,
-            or a convolution written as one, multiplies; 1 = along input channels, which is how TensorRT convolves.
+        dim: Dimension along which groups lie: None = along all dimensions but the first, flattened, which is how a
+            linear layer, or a convolution written as one, multiplies; 1 = along input channels, which is how TensorRT
+            convolves.
 
     Returns:
         A mask for each tensor, of density ``n / m`` exactly.
@@ -58,7 +59,7 @@ def nm_masks(scores: Weights, n: int = 2, m: int = 4, dim: int | None = None) ->
 
 
 def is_nm(masks: Masks, n: int = 2, m: int = 4, dim: int | None = None) -> bool:
-    """Whether every mask keeps at most `n` of every `m` consecutive positions, the groups as in :func:`nm_masks`.
+    """Return whether every mask keeps at most `n` of every `m` consecutive positions, in groups as in :func:`nm_masks`.
 
     Example:
         >>> is_nm({"w": torch.tensor([[True, False, True, False]])}), is_nm({"w": torch.ones(1, 4, dtype=torch.bool)})
@@ -71,7 +72,7 @@ def is_nm(masks: Masks, n: int = 2, m: int = 4, dim: int | None = None) -> bool:
 
 
 def divides(shape: Sequence[int], m: int = 4, dim: int | None = None) -> bool:
-    """Whether a tensor of this shape can be cut into groups of `m`.
+    """Return whether a tensor of this shape can be cut into groups of `m`.
 
     Example:
         >>> divides((8, 16, 3, 3)), divides((8, 3, 3, 3)), divides((8, 4, 3, 3), dim=1)
@@ -81,7 +82,7 @@ def divides(shape: Sequence[int], m: int = 4, dim: int | None = None) -> bool:
 
 
 def _length(shape: Sequence[int], dim: int | None) -> int:
-    """Weights in a row; 1 if the tensor has no such dimension."""
+    """Return the number of weights in a row; 1 if the tensor has no such dimension."""
     return math.prod(shape[1:]) if dim is None else shape[dim] if len(shape) > dim else 1
 
 

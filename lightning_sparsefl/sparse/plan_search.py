@@ -19,15 +19,15 @@ _ROUNDING = 1e-9
 
 
 def improve(plan: Tensor, sizes: Sequence[int], budgets: Sequence[int]) -> Tensor:
-    """Local search: the best of all single moves, until none helps.
+    """Improve a plan by local search: make the best of all single moves, until no move helps.
 
     A move adds a group to a client, drops one, or swaps two, for one client or for all that have the same budget and
     the same groups. The result is within the budgets if `plan` is, and leaves no more groups uncovered.
 
     Args:
-        plan: Bool, shape (clients, groups), to start from.
-        sizes: Parameters of each group.
-        budgets: Parameters that each client may train.
+        plan: Plan to start from, bool, shape (clients, groups).
+        sizes: Number of parameters of each group.
+        budgets: Number of parameters that each client may train.
 
     Returns:
         A plan of the same shape; clients of one budget are interchangeable, and may have changed places.
@@ -47,7 +47,7 @@ def improve(plan: Tensor, sizes: Sequence[int], budgets: Sequence[int]) -> Tenso
 
 
 class _Sizing(NamedTuple):
-    """What stays the same: float64, so that sums of parameters are exact."""
+    """Constants of the search, float64, so that sums of parameters are exact."""
 
     sizes: Tensor
     """Shape (groups,)."""
@@ -91,18 +91,18 @@ class _Pool(NamedTuple):
 
     @staticmethod
     def merged(budgets: Tensor, rows: Tensor, number: Tensor) -> _Pool:
-        """Equal rows as one; the order of rows is that of their contents, so it does not depend on the past."""
+        """Merge equal rows; their order follows from their contents alone."""
         keys, places = torch.unique(torch.cat([budgets[:, None], 1 - rows], 1), dim=0, return_inverse=True)
         total = torch.zeros(len(keys), dtype=torch.int64).index_add_(0, places, number)
         some = total > 0
         return _Pool(keys[some, 0], 1 - keys[some, 1:], total[some])
 
     def amounts(self) -> list[int]:
-        """How many clients a move may take: one, or all of some row."""
+        """Return how many clients a move may take: one, or all of some row."""
         return sorted({1, *self.number.tolist()})
 
     def after(self, move: _Move) -> _Pool:
-        """The pool once a move is made."""
+        """Return the pool after a move."""
         number = self.number.clone()
         number[move.row] -= move.many
         return _Pool.merged(
@@ -112,14 +112,14 @@ class _Pool(NamedTuple):
         )
 
     def plan(self, budgets: Sequence[int]) -> Tensor:
-        """The rows, given to the clients of their budgets in the order of both."""
+        """Return the plan: the rows, given to the clients of their budgets in the order of both."""
         plan = torch.zeros(len(budgets), self.rows.shape[1], dtype=torch.bool)
         plan[torch.tensor(budgets).argsort(stable=True)] = self.rows.bool().repeat_interleave(self.number, 0)
         return plan
 
 
 def _best(pool: _Pool, sizing: _Sizing, many: int) -> _Move:
-    """The best move of so many clients at once; of equal ones the first."""
+    """Return the best move of `many` clients at once; of equal ones the first."""
     scores = torch.cat(
         [
             torch.where(_possible(pool, sizing, part, many), _scores(pool, sizing, part, many), torch.inf)
@@ -131,16 +131,16 @@ def _best(pool: _Pool, sizing: _Sizing, many: int) -> _Move:
 
 
 def _possible(pool: _Pool, sizing: _Sizing, changes: Tensor, many: int) -> Tensor:
-    """Bool, shape (changes, rows): whether `many` clients of the row may change it so."""
+    """Return whether `many` clients of a row may change it so: bool, shape (changes, rows)."""
     changed = pool.rows + changes[:, None]
     whole = ((changed == 0) | (changed == 1)).all(2) & (changed.amax(2) == 1)
     return whole & (changed @ sizing.sizes <= pool.budgets) & (pool.number >= many)
 
 
 def _scores(pool: _Pool, sizing: _Sizing, changes: Tensor, many: int) -> Tensor:
-    """The objective once `many` clients of a row have changed it: shape (changes, rows).
+    """Compute the objective once `many` clients of a row have changed it: shape (changes, rows).
 
-    A group that nobody trains although it fits somebody costs more than all else together.
+    A group that no client trains although it fits one costs more than all else together.
     """
     number, size = pool.number.double(), sizing.sizes
     counts = number @ pool.rows + many * changes  # (changes, groups)

@@ -1,4 +1,4 @@
-"""Which weights to drop: exact counts, the same answer on every run and device."""
+"""Selection of the weights to drop: exact counts, the same answer on every run and device."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from lightning_sparsefl.types import Masks, Weights
 
 
 def keep_largest(score: Tensor, count: int) -> Tensor:
-    """A mask of the `count` largest scores; of equal ones the lower index stays, NaN is the smallest.
+    """Return a mask of the `count` largest scores; of equal ones the lower index stays, NaN is the smallest.
 
     Args:
-        score: Any shape of n elements.
-        count: 0 to n.
+        score: Scores of any shape, n elements.
+        count: Number of positions to keep, 0 to n.
 
     Returns:
         Bool, the shape of `score`, exactly `count` of them True.
@@ -33,12 +33,12 @@ def keep_largest(score: Tensor, count: int) -> Tensor:
 
 
 def keep_largest_among(score: Tensor, mask: Tensor, count: int) -> Tensor:
-    """The same, of the positions that a mask keeps.
+    """Return a mask of the `count` largest scores among the positions that a mask keeps.
 
     Args:
-        score: Any shape.
-        mask: Bool, the shape of `score`, with n positions True.
-        count: 0 to n.
+        score: Scores of any shape.
+        mask: Bool tensor of the shape of `score`, with n positions True.
+        count: Number of positions to keep, 0 to n.
 
     Returns:
         Bool, the shape of `score`, exactly `count` of them True.
@@ -56,7 +56,7 @@ def keep_largest_among(score: Tensor, mask: Tensor, count: int) -> Tensor:
     if count in (0, size):
         return mask.clone() if count else torch.zeros_like(mask)
     score, mask = score.detach().contiguous(), mask.contiguous()
-    if score.is_floating_point() and bool(score.amax().isnan()):  # to look is cheaper than to copy
+    if score.is_floating_point() and bool(score.amax().isnan()):  # the check is cheaper than a copy
         score = torch.nan_to_num(score, nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
     threshold = _nth_largest(select(score, mask), count)
     keep = (score >= threshold).logical_and_(mask)
@@ -68,7 +68,7 @@ def keep_largest_among(score: Tensor, mask: Tensor, count: int) -> Tensor:
 
 
 def _nth_largest(values: Tensor, count: int) -> Tensor:
-    """The value at place `count`, from 1, of flat values without NaN, from the largest down; they may be reordered."""
+    """Return the value at place `count`, from 1 for the largest, of flat values without NaN; may reorder them."""
     if values.device.type != "cpu" or values.dtype not in (torch.float32, torch.float64):
         return values.topk(count, sorted=False).values.min()
     values.numpy().partition(len(values) - count)  # on a CPU several times faster than topk and kthvalue
@@ -76,7 +76,7 @@ def _nth_largest(values: Tensor, count: int) -> Tensor:
 
 
 def select(score: Tensor, mask: Tensor) -> Tensor:
-    """The scores where a mask is True, in order, flat, in memory of their own.
+    """Return a flat copy of the scores where a mask is True, in order.
 
     Example:
         >>> select(torch.tensor([4.0, 1.0, 2.0]), torch.tensor([True, False, True]))
@@ -97,9 +97,9 @@ def prune(scores: Weights, masks: Masks, fraction: float) -> dict[str, Tensor]:
     dense; :func:`~lightning_sparsefl.sparse.masks.dense_like` starts the pruning of a dense model.
 
     Args:
-        scores: A score for every tensor of `masks`, same shapes; others are ignored.
-        masks: What is kept now.
-        fraction: Of the kept positions, in [0, 1].
+        scores: Scores for every tensor of `masks`, same shapes; others are ignored.
+        masks: Masks of what is kept now.
+        fraction: Fraction of the kept positions to drop, in [0, 1].
 
     Raises:
         InvalidOption: If `fraction` is outside [0, 1].
@@ -138,9 +138,9 @@ def shrink(scores: Weights, masks: Masks, counts: Mapping[str, int]) -> dict[str
     A mask without a count stays as it is.
 
     Args:
-        scores: A score for every tensor of `counts`, same shapes.
-        masks: What is kept now.
-        counts: What to keep afterwards.
+        scores: Scores for every tensor of `counts`, same shapes.
+        masks: Masks of what is kept now.
+        counts: Number of positions of each mask to keep.
 
     Raises:
         InvalidOption: If a count is more than its mask keeps.
@@ -164,9 +164,9 @@ def shrink_globally(scores: Weights, masks: Masks, count: int) -> dict[str, Tens
     Of equal scores that of the earlier mask stays, and in a mask that of the lower index. A mask may end up empty.
 
     Args:
-        scores: A score for every tensor of `masks`, same shapes, all on one device.
-        masks: What is kept now.
-        count: What to keep afterwards, in sum.
+        scores: Scores for every tensor of `masks`, same shapes, all on one device.
+        masks: Masks of what is kept now.
+        count: Number of positions to keep of all masks together.
 
     Raises:
         InvalidOption: If `count` is more than the masks keep.
@@ -188,12 +188,12 @@ def shrink_globally(scores: Weights, masks: Masks, count: int) -> dict[str, Tens
 def random_masks(
     shapes: Shapes, counts: Mapping[str, int], generator: torch.Generator | None = None
 ) -> dict[str, Tensor]:
-    """Masks that keep ``counts[name]`` positions each, drawn without replacement in the order of `counts`.
+    """Draw masks that keep ``counts[name]`` positions each, without replacement, in the order of `counts`.
 
     Args:
-        shapes: Named shapes, or tensors that stand for theirs.
-        counts: Positions to keep.
-        generator: A CPU generator to draw from.
+        shapes: Shapes by name, or tensors of these shapes.
+        counts: Number of positions to keep.
+        generator: CPU generator to draw from.
 
     Raises:
         InvalidOption: If a count is more than the tensor has.
@@ -216,17 +216,17 @@ def random_masks(
 
 
 def score_of(scores: Weights, name: str, mask: Tensor | None = None) -> Tensor:
-    """The score of one tensor.
+    """Return the score of one tensor.
 
     Raises:
-        IncompatibleMasks: If there is none, or `mask` has another shape.
+        IncompatibleMasks: If it is missing, or `mask` has another shape.
 
     Example:
         >>> score_of({"w": torch.ones(1)}, "w")
         tensor([1.])
     """
     if name not in scores:
-        raise IncompatibleMasks(f"`{name}` has a mask but no score.")
+        raise IncompatibleMasks(f"`{name}` has a mask but its score is missing.")
     if mask is not None and scores[name].shape != mask.shape:
         shapes = f"{tuple(scores[name].shape)}, expected {tuple(mask.shape)} as its mask"
         raise IncompatibleMasks(f"The score of `{name}` has shape {shapes}.")
@@ -234,7 +234,7 @@ def score_of(scores: Weights, name: str, mask: Tensor | None = None) -> Tensor:
 
 
 def scatter(mask: Tensor, values: Tensor) -> Tensor:
-    """`mask` with its True positions, in order, replaced by `values`.
+    """Return `mask` with its True positions, in order, replaced by `values`.
 
     Example:
         >>> scatter(torch.tensor([True, False, True]), torch.tensor([False, True]))

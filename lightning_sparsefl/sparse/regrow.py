@@ -1,4 +1,4 @@
-"""Which weights to bring back."""
+"""Selection of the weights to bring back."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ def regrow(scores: Weights, masks: Masks, counts: Mapping[str, int]) -> dict[str
     the lower index returns first. A mask without a count stays as it is.
 
     Args:
-        scores: A score for every tensor of `masks`, same shapes.
-        masks: What is kept now.
-        counts: What to keep afterwards.
+        scores: Scores for every tensor of `masks`, same shapes.
+        masks: Masks of what is kept now.
+        counts: Number of positions of each mask to keep afterwards.
 
     Raises:
         InvalidOption: If a count is less than is kept already, or more than the tensor has.

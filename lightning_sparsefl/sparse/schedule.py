@@ -8,7 +8,7 @@ from lightning_sparsefl.errors import InvalidOption
 
 
 def constant(initial: float, step: int, total: int) -> float:
-    """`initial`, always.
+    """Return `initial` at every step.
 
     Example:
         >>> constant(0.5, 7, 10)
@@ -19,7 +19,7 @@ def constant(initial: float, step: int, total: int) -> float:
 
 
 def linear(initial: float, step: int, total: int) -> float:
-    """From `initial` at step 0 straight down to 0 at the last step; 0 if that is the only one.
+    """Decrease linearly from `initial` at step 0 to 0 at the last step; 0 if that is the only one.
 
     Example:
         >>> [linear(0.5, step, 3) for step in range(3)]
@@ -29,7 +29,7 @@ def linear(initial: float, step: int, total: int) -> float:
 
 
 def cosine(initial: float, step: int, total: int) -> float:
-    """``0.5 * initial * (1 + cos(pi * step / (total - 1)))``: 0 at the last step, and if it is the only one.
+    """Return ``0.5 * initial * (1 + cos(pi * step / (total - 1)))``: 0 at the last step, and if it is the only one.
 
     Example:
         >>> [round(cosine(0.5, step, 3), 3) for step in range(3)]
@@ -39,7 +39,7 @@ def cosine(initial: float, step: int, total: int) -> float:
 
 
 def cubic(start: float, end: float, step: int, total: int) -> float:
-    """``end + (start - end) * (1 - step / total) ** 3`` (Zhu and Gupta, "To prune, or not to prune", 2017).
+    """Return ``end + (start - end) * (1 - step / total) ** 3`` (Zhu and Gupta, "To prune, or not to prune", 2017).
 
     It reaches `end` at step `total`, one past the last, so its first move can be that of step 1.
 
@@ -52,7 +52,7 @@ def cubic(start: float, end: float, step: int, total: int) -> float:
 
 
 def gradual(start: float, end: float, step: int, first: int, last: int) -> float:
-    """`start` until step `first`, `end` from step `last` on, cubic between them (Zhu and Gupta 2017, eq. 1).
+    """Return `start` until step `first`, `end` from step `last` on, a cubic between (Zhu and Gupta 2017, eq. 1).
 
     Raises:
         InvalidOption: If `last` is not after `first`.
@@ -66,7 +66,7 @@ def gradual(start: float, end: float, step: int, first: int, last: int) -> float
 
 
 def staircase(peak: float, stairs: int, step: int, total: int) -> float:
-    """``peak * i / stairs`` in the i-th of `stairs` equal parts, i from 0: 0 at first, never `peak` (FedDIP, eq. 9).
+    """Return ``peak * i / stairs`` in the i-th of `stairs` equal parts, i from 0, so never `peak` (FedDIP, eq. 9).
 
     Raises:
         InvalidOption: If `stairs` is below 1.
@@ -82,7 +82,7 @@ def staircase(peak: float, stairs: int, step: int, total: int) -> float:
 
 
 def recurs(step: int, first: int, last: int, every: int) -> bool:
-    """Whether something happens at `step` that happens at `first`, each `every` steps after it, and at `last`.
+    """Return whether `step` is `first`, a multiple of `every` after it up to `last`, or `last`.
 
     Example:
         >>> [step for step in range(12) if recurs(step, 2, 9, 3)]
@@ -92,7 +92,7 @@ def recurs(step: int, first: int, last: int, every: int) -> bool:
 
 
 def _progress(step: int, total: int) -> float:
-    """From 0 at step 0 to 1 at step ``total - 1``."""
+    """Return the progress, from 0 at step 0 to 1 at step ``total - 1``."""
     if total < 1:
         raise InvalidOption(f"`total={total}`: expected at least 1 step.")
     if step < 0:

@@ -1,4 +1,4 @@
-"""How much each weight matters; the largest scores stay."""
+"""Scores of weights, of which the largest stay."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lightning_sparsefl.types import Weights
 
 
 def magnitude(weights: Weights) -> dict[str, Tensor]:
-    """``|w|`` (Han et al., "Learning both weights and connections", NeurIPS 2015).
+    """Return ``|w|`` (Han et al., "Learning both weights and connections", NeurIPS 2015).
 
     Example:
         >>> magnitude({"w": torch.tensor([-2.0, 1.0])})
@@ -22,7 +22,7 @@ def magnitude(weights: Weights) -> dict[str, Tensor]:
 
 
 def gradient(gradients: Weights) -> dict[str, Tensor]:
-    """``|g|``, the score by which RigL regrows (Evci et al., "Rigging the lottery", ICML 2020).
+    """Return ``|g|``, the score by which RigL regrows (Evci et al., "Rigging the lottery", ICML 2020).
 
     Example:
         >>> gradient({"w": torch.tensor([-2.0, 1.0])})
@@ -32,13 +32,13 @@ def gradient(gradients: Weights) -> dict[str, Tensor]:
 
 
 def snip(weights: Weights, gradients: Weights) -> dict[str, Tensor]:
-    """``|w * g|``: how fast the loss changes with a gate on the weight (Lee et al., "SNIP", arXiv:1810.02340).
+    """Return ``|w * g|``, the sensitivity of the loss to a gate on the weight (Lee et al., "SNIP", arXiv:1810.02340).
 
     Not divided by the sum of all scores as there, which changes no order, within a tensor or over all of them.
 
     Args:
-        weights: Any tree.
-        gradients: Of the loss by each of `weights`, same shapes; others are ignored.
+        weights: Weights by name.
+        gradients: Gradients of the loss by each of `weights`, same shapes; others are ignored.
 
     Raises:
         IncompatibleMasks: If one of `weights` has no gradient of its shape.
@@ -51,14 +51,14 @@ def snip(weights: Weights, gradients: Weights) -> dict[str, Tensor]:
 
 
 def taylor(weights: Weights, gradients: Weights) -> dict[str, Tensor]:
-    """``(w * g) ** 2``: the squared change of the loss without the weight, to first order.
+    """Return ``(w * g) ** 2``, the squared change of the loss without the weight, to first order.
 
     Molchanov et al., "Importance estimation for neural network pruning", arXiv:1906.10771, eq. 8. Within one batch
     it orders weights as :func:`snip` does; means over batches, and sums over units, differ.
 
     Args:
-        weights: Any tree.
-        gradients: Of the loss by each of `weights`, same shapes; others are ignored.
+        weights: Weights by name.
+        gradients: Gradients of the loss by each of `weights`, same shapes; others are ignored.
 
     Raises:
         IncompatibleMasks: If one of `weights` has no gradient of its shape.
@@ -74,7 +74,7 @@ def _products(weights: Weights, gradients: Weights) -> dict[str, Tensor]:
     products = {}
     for name, value in weights.items():
         if name not in gradients:
-            raise IncompatibleMasks(f"`{name}` has no gradient to score it by.")
+            raise IncompatibleMasks(f"`{name}` cannot be scored: its gradient is missing.")
         if gradients[name].shape != value.shape:
             shapes = f"{tuple(gradients[name].shape)}, expected {tuple(value.shape)}"
             raise IncompatibleMasks(f"The gradient of `{name}` has shape {shapes}.")
@@ -83,12 +83,12 @@ def _products(weights: Weights, gradients: Weights) -> dict[str, Tensor]:
 
 
 def learned(scores: Weights) -> dict[str, Tensor]:
-    """The values of scores that are trained (FedLPS; Ramanujan et al., "What's hidden", CVPR 2020), without a graph.
+    """Return the values of trained scores without a graph (FedLPS; Ramanujan et al., "What's hidden", CVPR 2020).
 
     What picks a mask has no gradient; :func:`straight_through` gives one to the scores.
 
     Args:
-        scores: Parameters, one a weight or one a unit.
+        scores: Score parameters, one a weight or one a unit.
 
     Raises:
         IncompatibleMasks: If a score is not finite, so that it has no rank.
@@ -104,15 +104,15 @@ def learned(scores: Weights) -> dict[str, Tensor]:
 
 
 def straight_through(score: Tensor, mask: Tensor) -> Tensor:
-    """The mask as numbers, which pass the gradient that reaches them on to the score as if they were the score.
+    """Return the mask as numbers whose gradient passes to the score unchanged.
 
     Bengio et al., "Estimating or propagating gradients through stochastic neurons", arXiv:1308.3432. In
     ``w * straight_through(score, mask)`` the score has the gradient ``w * dL/d(w * mask)``, also where it is dropped,
     so that what was dropped may return.
 
     Args:
-        score: Finite, any shape.
-        mask: Bool, the same shape; for example of the largest scores.
+        score: Finite scores of any shape.
+        mask: Bool tensor of the same shape, for example of the largest scores.
 
     Returns:
         Exactly 0 and 1, of the score's type.
@@ -128,11 +128,11 @@ def straight_through(score: Tensor, mask: Tensor) -> Tensor:
 
 
 def random(shapes: Mapping[str, Sequence[int] | Tensor], generator: torch.Generator | None = None) -> dict[str, Tensor]:
-    """Uniform draws from [0, 1), tensor by tensor in the order of `shapes`.
+    """Draw uniform scores from [0, 1), tensor by tensor in the order of `shapes`.
 
     Args:
-        shapes: Named shapes, or tensors that stand for theirs.
-        generator: Where the draws come from; the scores lie on its device.
+        shapes: Shapes by name, or tensors of these shapes.
+        generator: Generator of the draws; the scores are on its device.
 
     Example:
         >>> scores = random({"w": (2, 3)}, torch.Generator().manual_seed(0))

@@ -1,7 +1,7 @@
-"""Cut the kept units out of a model, and put what was trained back.
+"""Extraction of narrow models from the kept units of a model, and return of the trained weights.
 
 Masking multiplies by zero; a narrow model leaves the zeros out, so its time falls with its FLOPs. It computes what
-the masked model computes, from weights of the same names. What could not be exact is refused.
+the masked model computes, from weights of the same names. Layers for which this cannot be exact are refused.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ _Index = dict[int, Tensor]
 
 
 def narrow(weights: Weights, groups: Sequence[UnitGroup], kept: Masks) -> dict[str, Tensor]:
-    """Weights, and the statistics of norms, of the kept units only.
+    """Return weights, and the statistics of norms, of the kept units only.
 
     A tensor without units is passed on as it is.
 
     Args:
-        weights: Any tree with names of the ``state_dict``; a tree of masks will do as well.
-        groups: From :func:`~lightning_sparsefl.sparse.units.find_groups`.
-        kept: For each group by name, which units stay, ``(units,)``; a group that is missing stays whole.
+        weights: Weights, or masks, by their names in the ``state_dict``.
+        groups: Groups of units from :func:`~lightning_sparsefl.sparse.units.find_groups`.
+        kept: Units of each group that stay, bool, ``(units,)``; a group that is missing stays whole.
 
     Raises:
         IncompatibleMasks: If `kept` does not fit the groups.
@@ -49,13 +49,13 @@ def narrow(weights: Weights, groups: Sequence[UnitGroup], kept: Masks) -> dict[s
 def widen(
     narrowed: Weights, groups: Sequence[UnitGroup], kept: Masks, like: Weights, *, zeros: bool = False
 ) -> dict[str, Tensor]:
-    """The inverse of :func:`narrow`: narrow weights at their places in full ones.
+    """Return narrow weights at their places in full ones: the inverse of :func:`narrow`.
 
     Args:
-        narrowed: From :func:`narrow`, or of a narrow model.
-        groups: As in :func:`narrow`.
-        kept: As in :func:`narrow`.
-        like: Full weights, which say what the dropped units have.
+        narrowed: Narrow weights, from :func:`narrow` or of a narrow model.
+        groups: Groups of units, as in :func:`narrow`.
+        kept: Units that stay, as in :func:`narrow`.
+        like: Full weights, from which the dropped units are taken.
         zeros: Whether dropped units have zeros instead.
 
     Returns:
@@ -87,19 +87,19 @@ def widen(
 
 
 def cut(module: nn.Module, groups: Sequence[UnitGroup], kept: Masks) -> nn.Module:
-    """A narrow copy of a module, which computes what the module computes under the units' masks.
+    """Return a narrow copy of a module, which computes what the module computes under the units' masks.
 
     Parameters keep their names, and whether they are trained. The copy of a Lightning module is attached to no
     trainer yet.
 
     Args:
-        module: The full module; it is left as it is.
-        groups: From :func:`~lightning_sparsefl.sparse.units.find_groups`.
-        kept: For each group by name, which units stay, ``(units,)``; a group that is missing stays whole.
+        module: Full module, which is not changed.
+        groups: Groups of units from :func:`~lightning_sparsefl.sparse.units.find_groups`.
+        kept: Units of each group that stay, bool, ``(units,)``; a group that is missing stays whole.
 
     Raises:
         IncompatibleMasks: If `kept` does not fit the groups.
-        InvalidOption: If a layer has no exact narrow form; the sentence names it.
+        InvalidOption: If a layer has no exact narrow form; the message names it.
 
     Example:
         >>> from lightning_sparsefl.sparse.units import find_groups
@@ -131,7 +131,7 @@ def cut(module: nn.Module, groups: Sequence[UnitGroup], kept: Masks) -> nn.Modul
 
 
 def _indices(weights: Weights, groups: Sequence[UnitGroup], kept: Masks) -> dict[str, _Index]:
-    """For each tensor that loses positions, those that stay."""
+    """Return, for each tensor that loses positions, those that stay."""
     check_kept(groups, kept)
     stays: dict[str, dict[int, Tensor]] = {}
     for group in groups:
@@ -152,7 +152,7 @@ def _take(value: Tensor, index: _Index) -> Tensor:
 
 
 def _grid(index: _Index, full: Tensor) -> tuple[Tensor, ...]:
-    """Indices that broadcast to the block of what stays."""
+    """Return indices that broadcast to the block of what stays."""
     dims = max(index) + 1
     lines = [index.get(dim, torch.arange(full.shape[dim])).to(full.device) for dim in range(dims)]
     return tuple(line.view([-1 if at == dim else 1 for at in range(dims)]) for dim, line in enumerate(lines))
@@ -164,16 +164,16 @@ def _narrow_like(value: Tensor, index: _Index) -> Tensor:
 
 
 def _leaves(module: str, names: Iterable[str]) -> list[str]:
-    """Names without the module, of the tensors that it has itself."""
+    """Return the names, without the module, of the tensors that it has itself."""
     split = [name.rpartition(".") for name in names]
     return [leaf for parent, _, leaf in split if parent == module]
 
 
-# ---- layers that know their width
+# ---- layers that store their width
 
 
 def _fit(name: str, layer: nn.Module, index: Mapping[str, _Index], full: nn.Module) -> nn.Module:
-    """Tell a layer how wide its tensors have become.
+    """Set the sizes that a layer stores to those of its narrow tensors.
 
     `layer` has narrow tensors already; what is returned takes its place.
     """
@@ -186,7 +186,7 @@ def _fit(name: str, layer: nn.Module, index: Mapping[str, _Index], full: nn.Modu
             fit(name, layer)
             return layer
     raise InvalidOption(
-        f"`{name}`: a `{type(layer).__name__}` has no narrow form that is known; run its units under masks instead."
+        f"`{name}`: a `{type(layer).__name__}` has no known narrow form; run its units under masks instead."
     )
 
 
@@ -244,9 +244,9 @@ class NarrowGroupNorm(nn.Module):
     is left divided by ``C * n``, and the variance has ``mean ** 2`` for each place of a dropped channel.
 
     Args:
-        full: The norm of the full model.
-        layer: Its copy with narrow parameters.
-        channels: Which channels are left, ascending.
+        full: Norm of the full model.
+        layer: Copy of the norm with narrow parameters.
+        channels: Numbers of the channels that are left, ascending.
     """
 
     member: Tensor
@@ -279,7 +279,7 @@ class NarrowGroupNorm(nn.Module):
         return torch.addcmul(self.bias.unsqueeze(1), centred, scale.unsqueeze(2)).view_as(inputs)
 
     def extra_repr(self) -> str:
-        """As that of a group norm."""
+        """Return the description of a group norm."""
         return f"{self.num_groups}, {self.num_channels} of {self.num_groups * self.per_group}, eps={self.eps}"
 
 
@@ -287,8 +287,8 @@ class NarrowLayerNorm(nn.Module):
     """A layer norm over the features that are left, which counts the others as the zeros they were.
 
     Args:
-        full: The norm of the full model.
-        layer: Its copy with narrow parameters.
+        full: Norm of the full model.
+        layer: Copy of the norm with narrow parameters.
     """
 
     def __init__(self, full: nn.LayerNorm, layer: nn.LayerNorm) -> None:
@@ -309,5 +309,5 @@ class NarrowLayerNorm(nn.Module):
         return scaled if self.bias is None else scaled + self.bias
 
     def extra_repr(self) -> str:
-        """As that of a layer norm."""
+        """Return the description of a layer norm."""
         return f"{self.normalized_shape}, eps={self.eps}, share={self.share}"

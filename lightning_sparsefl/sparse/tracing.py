@@ -1,4 +1,4 @@
-"""Follow channels through one forward pass: which tensors hold a unit's weights, and which layers read it.
+"""Tracing of channels through one forward pass: the tensors with a unit's weights, and the layers that read it.
 
 Every activation carries a *label* for each of its elements, the number of the unit whose output it is. A layer
 with weights gives new labels to its output; an operation that only moves elements moves the labels with them,
@@ -59,7 +59,7 @@ class Call(NamedTuple):
     kwargs: Mapping[str, Any]
 
     def bind(self, *names: str) -> list[Any]:
-        """The arguments of these parameters, which are the function's first; None if not given."""
+        """Return the arguments of these parameters, which are the function's first; None if not given."""
         given = {**dict(zip(names, self.args, strict=False)), **self.kwargs}
         return [given.get(name) for name in names]
 
@@ -68,14 +68,14 @@ Rules: TypeAlias = "Mapping[str, Callable[[UnitTrace, Call, Any], None]]"
 
 
 class UnitTrace(TorchFunctionMode):
-    """Labels whatever is computed while it is active.
+    """Labels all activations that are computed while it is active.
 
     Args:
-        names: The name of each parameter and buffer, by ``id``.
+        names: Name of each parameter and buffer, by ``id``.
         buffers: Names of the buffers among them.
-        ignore: Modules whose outputs are no units.
+        ignore: Names of modules whose outputs are no units.
         embeddings: Whether the columns of embeddings are units.
-        rules: What each operation does to labels, by name.
+        rules: Effect of each operation on labels, by its name.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class UnitTrace(TorchFunctionMode):
         self.axes: dict[tuple[str, int], Axis] = {}
         self.readers: list[Reader] = []
         self.reasons: dict[int, str] = {}
-        """Why a unit, by its label, can be masked but not cut out."""
+        """Reasons by label for which a unit can be masked but not cut out."""
         self._roots = [0]
         # The tensor is kept beside its labels, for its id must not be given to another one.
         self._seen: dict[int, tuple[Tensor, Labels]] = {}
@@ -104,21 +104,21 @@ class UnitTrace(TorchFunctionMode):
             try:
                 self.rules.get(name, UnitTrace.give_up)(self, call, out)
             except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):
-                # The call itself has worked, so it has a form that its rule does not know.
+                # The call itself has worked, so the rule does not cover this form of it.
                 self.give_up(call, out)
         return out
 
     # ---- labels
 
     def root(self, label: int) -> int:
-        """The smallest label of the same unit."""
+        """Return the smallest label of the same unit."""
         while self._roots[label] != label:
             self._roots[label] = self._roots[self._roots[label]]
             label = self._roots[label]
         return label
 
     def labels(self, value: Tensor) -> Labels:
-        """The labels of an activation; what was never labelled is no unit."""
+        """Return the labels of an activation; one that was never labelled has no units."""
         if self.followed(value):
             return self._seen[id(value)][1]
         return Labels(torch.zeros((), dtype=torch.long).expand(value.shape), True)
@@ -135,16 +135,16 @@ class UnitTrace(TorchFunctionMode):
             self._roots[high] = low
 
     def freeze(self, ids: Tensor) -> None:
-        """No units any more."""
+        """Mark labels as no units any more."""
         self.unify(ids, torch.zeros_like(ids))
 
     def pin(self, ids: Tensor, reason: str) -> None:
-        """These can be masked, but not cut out."""
+        """Mark units that can be masked, but not cut out."""
         for label in torch.unique(ids).tolist():
             self.reasons.setdefault(label, reason)
 
     def give_up(self, call: Call, out: Any) -> None:
-        """Nothing is known of this call: what goes in and what comes out are no units."""
+        """Mark all inputs and outputs of an unknown call as no units."""
         for value in tensors((call.args, call.kwargs)):
             if self.followed(value):
                 self.freeze(self.labels(value).ids)
@@ -153,13 +153,13 @@ class UnitTrace(TorchFunctionMode):
                 self.label(value, torch.zeros((), dtype=torch.long).expand(value.shape), zero=False)
 
     def followed(self, value: Tensor) -> bool:
-        """Whether this is an activation with labels, not a constant or a parameter."""
+        """Return whether this is an activation with labels, not a constant or a parameter."""
         return id(value) in self._seen
 
     # ---- tensors with a name
 
     def axis(self, value: Tensor | None, dim: int, ids: Tensor, role: Role = "out", row: bool = False) -> None:
-        """The positions of a named tensor belong to these units; of a tensor without a name nothing is known."""
+        """Assign the positions of a named tensor to units; the units of a tensor without a name are given up."""
         if value is None:
             return
         name = self.names.get(id(value))
@@ -174,7 +174,7 @@ class UnitTrace(TorchFunctionMode):
             known.role, known.row = role, row
 
     def produce(self, weight: Tensor, dim: int, tiles: int = 1) -> Tensor:
-        """The units that a weight produces: new ones, or those of its last use; `tiles` positions for each."""
+        """Return the units that a weight produces: new ones, or those of its last use; `tiles` positions for each."""
         name = self.names.get(id(weight))
         if name is None or self._ignored(name):
             return torch.zeros(weight.shape[dim], dtype=torch.long)
@@ -186,7 +186,7 @@ class UnitTrace(TorchFunctionMode):
         return self.axes[name, dim].ids
 
     def read(self, value: Tensor, dim: int, weight: Tensor) -> Tensor:
-        """The units along `dim` of what the module of `weight` reads."""
+        """Return the units along `dim` of the input of the module of `weight`."""
         ids = self.along(value, dim)
         name = self.names.get(id(weight))
         if name is None:
@@ -197,7 +197,7 @@ class UnitTrace(TorchFunctionMode):
         return ids
 
     def along(self, value: Tensor, dim: int) -> Tensor:
-        """The units along `dim`; where they are not the same at every place, they are no units any more."""
+        """Return the units along `dim`; if they differ between other positions, they are given up."""
         ids = self.labels(value).ids
         line = line_along(ids, dim)
         if line is None:
@@ -210,11 +210,11 @@ class UnitTrace(TorchFunctionMode):
 
 
 _EXITS = {"array", "item", "numpy", "tolist"}
-"""By which values leave what can be followed."""
+"""Operations by which values leave what can be followed."""
 
 
 def tensors(value: Any) -> Iterator[Tensor]:
-    """All tensors in nested tuples, lists and dicts.
+    """Yield all tensors in nested tuples, lists and dicts.
 
     Example:
         >>> list(tensors([torch.tensor(1), {"state": (torch.tensor(2), None)}]))
@@ -231,7 +231,7 @@ def tensors(value: Any) -> Iterator[Tensor]:
 
 
 def line_along(ids: Tensor, dim: int) -> Tensor | None:
-    """Labels along `dim`, if they are the same wherever one looks.
+    """Return the labels along `dim`, if they are the same at all other positions.
 
     Example:
         >>> line_along(torch.tensor([[1, 2], [1, 2]]), 1)
@@ -242,7 +242,7 @@ def line_along(ids: Tensor, dim: int) -> Tensor | None:
 
 
 def spread(line: Tensor, dim: int, shape: torch.Size) -> Tensor:
-    """Labels that depend on the position along `dim` alone.
+    """Return labels that depend on the position along `dim` alone.
 
     Example:
         >>> spread(torch.tensor([1, 2]), 0, torch.Size([2, 3]))
@@ -255,7 +255,7 @@ def spread(line: Tensor, dim: int, shape: torch.Size) -> Tensor:
 
 
 def unit_dim(ids: Tensor) -> int | None:
-    """The dimension along which the labels change, if it is the only one.
+    """Return the dimension along which the labels change, if it is the only one.
 
     Example:
         >>> unit_dim(torch.tensor([[1, 1], [2, 2]]))

@@ -1,4 +1,4 @@
-"""Units: output channels, neurons and hidden states, and all the weights that stand or fall with each of them.
+"""Units: output channels, neurons and hidden states, with all weights that are dropped together with each of them.
 
 Xue et al., "Learnable Sparse Customization in Heterogeneous Edge Computing" (FedLPS), arXiv:2412.07216, section 3.
 A dropped unit loses its outgoing row, its bias and its norm's affine part, and the next layers' incoming slices.
@@ -34,12 +34,12 @@ from lightning_sparsefl.types import Masks, Weights
 
 @dataclass(frozen=True)
 class Slot:
-    """Where the units of a group sit in one tensor."""
+    """Positions of the units of a group in one tensor."""
 
     name: str
-    """The tensor, in the ``state_dict``."""
+    """Name of the tensor in the ``state_dict``."""
     dim: int
-    """The dimension that the units index."""
+    """Dimension that the units index."""
     positions: Tensor
     """Indices along `dim`: long, ``(units, positions of each)``; 49 for a 7x7 map that was flattened, 4 for an LSTM."""
     role: Role
@@ -52,7 +52,7 @@ class Consumer:
     """A module that reads the units of a group."""
 
     name: str
-    """The module."""
+    """Name of the module."""
     dim: int
     """Dimension of its first input along which the units lie: 1 for a convolution, -1 for a linear layer."""
     positions: Tensor
@@ -61,10 +61,10 @@ class Consumer:
 
 @dataclass(frozen=True)
 class UnitGroup:
-    """Units of which each can be dropped by itself, and that live in the same tensors."""
+    """Units of which each can be dropped by itself, and that have positions in the same tensors."""
 
     name: str
-    """The first producing module; ``lstm.l0`` for a layer of a recurrent one."""
+    """Name of the first producing module; ``lstm.l0`` for a layer of a recurrent one."""
     size: int
     """Number of units."""
     slots: tuple[Slot, ...]
@@ -72,7 +72,7 @@ class UnitGroup:
     layers: tuple[str, ...]
     """Modules with a row for each unit."""
     consumers: tuple[Consumer, ...]
-    """Modules that read the units; those inside a recurrent module, which nothing can look into, are not listed."""
+    """Modules that read the units; those inside a recurrent module are not listed."""
     masks_only: str = ""
     """Why the group can be masked but not cut out; empty if it can."""
 
@@ -80,19 +80,19 @@ class UnitGroup:
 def find_groups(
     module: nn.Module, *example_inputs: Any, ignore: Sequence[str] = (), embeddings: bool = False
 ) -> tuple[UnitGroup, ...]:
-    """The groups of units of a module, in the order of the forward pass.
+    """Return the groups of units of a module, in the order of the forward pass.
 
     The module is called once in evaluation mode, without gradients, and left as it was. Inputs and outputs of the
     network are no units, nor is what runs through an operation that is not understood, such as attention.
 
     Args:
-        module: Names are those of its ``state_dict``.
-        example_inputs: What ``forward`` is called with; one sample will do.
+        module: Module, whose tensors are named as in its ``state_dict``.
+        example_inputs: Arguments of ``forward``; one sample suffices.
         ignore: Modules, or parents of modules, whose outputs stay whole.
         embeddings: Whether the columns of embeddings are units.
 
     Raises:
-        InvalidOption: If a name in `ignore` is no module, the module is compiled or scripted, or ``forward`` fails.
+        InvalidOption: If a name in `ignore` is not a module, the module is compiled or scripted, or ``forward`` fails.
 
     Example:
         >>> net = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(16, 2))
@@ -108,7 +108,7 @@ def _check(module: nn.Module, ignore: Sequence[str]) -> None:
     modules = dict(module.named_modules())
     for name in ignore:
         if name not in modules:
-            raise InvalidOption(f"`ignore={list(ignore)}`: `{name}` is no module; change `ignore`.")
+            raise InvalidOption(f"`ignore={list(ignore)}`: `{name}` is not a module; change `ignore`.")
     for name, child in modules.items():
         if isinstance(child, torch.jit.ScriptModule) or hasattr(child, "_orig_mod"):
             kind = "scripted" if isinstance(child, torch.jit.ScriptModule) else "compiled"
@@ -119,7 +119,7 @@ def _check(module: nn.Module, ignore: Sequence[str]) -> None:
 
 
 def _aliases(module: nn.Module) -> dict[int, list[str]]:
-    """The names of each parameter and each floating-point buffer of the ``state_dict``, by ``id``."""
+    """Return the names of each parameter and each floating-point buffer of the ``state_dict``, by ``id``."""
     found: dict[int, list[str]] = defaultdict(list)
     for name, value in module.state_dict(keep_vars=True).items():
         if isinstance(value, Tensor) and value.is_floating_point():
@@ -157,7 +157,7 @@ _Places = dict[int, list[int]]
 
 
 def _groups(trace: UnitTrace, aliases: Mapping[int, list[str]]) -> Iterator[UnitGroup]:
-    """Units that live in the same tensors, at as many places of each, are a group."""
+    """Yield groups: units that have as many positions in each of the same tensors."""
     places = {key: _places(trace, axis.ids) for key, axis in trace.axes.items()}
     reads = [(reader, _places(trace, reader.ids)) for reader in trace.readers]
     names = {shared[0]: shared for shared in aliases.values()}
@@ -184,7 +184,7 @@ def _groups(trace: UnitTrace, aliases: Mapping[int, list[str]]) -> Iterator[Unit
 
 
 def _places(trace: UnitTrace, ids: Tensor) -> _Places:
-    """The positions of each unit; label 0 is none."""
+    """Return the positions of each unit; label 0 is no unit."""
     found: _Places = defaultdict(list)
     for position, label in enumerate(ids.tolist()):
         if unit := trace.root(label):
@@ -193,7 +193,7 @@ def _places(trace: UnitTrace, ids: Tensor) -> _Places:
 
 
 def _alike(places: Mapping[_Key, _Places]) -> list[tuple[list[_Key], list[int]]]:
-    """Keys and units of each group, in the order of the first unit."""
+    """Return the keys and units of each group, in the order of the first unit."""
     homes: dict[int, list[tuple[_Key, int]]] = defaultdict(list)
     for key, found in places.items():
         for unit, positions in found.items():
@@ -209,19 +209,19 @@ def _table(found: _Places, units: Sequence[int]) -> Tensor:
 
 
 def _name(row: str) -> str:
-    """The module of a producing tensor, and the layer in it if the module is a recurrent network of several."""
+    """Return the module of a producing tensor, with the layer in it for a recurrent network of several layers."""
     module, _, leaf = row.rpartition(".")
     return f"{module}.{leaf.removeprefix('weight_ih_')}" if leaf.startswith("weight_ih_l") else module
 
 
 def unit_masks(groups: Sequence[UnitGroup], kept: Masks, weights: Weights, incoming: bool = True) -> dict[str, Tensor]:
-    """Masks over weights that drop whole units.
+    """Return masks over weights that drop whole units.
 
     Args:
-        groups: From :func:`find_groups`.
-        kept: For each group by name, which units stay, ``(units,)``; a group that is missing stays whole.
-        weights: What the masks are for; gives shapes and devices.
-        incoming: Also drop the incoming slices of the layers that read a dropped unit, not its own rows only.
+        groups: Groups of units from :func:`find_groups`.
+        kept: Units of each group that stay, bool, ``(units,)``; a group that is missing stays whole.
+        weights: Weights to be masked, whose shapes and devices the masks get.
+        incoming: Whether to drop also the incoming slices of the layers that read a dropped unit.
 
     Returns:
         A mask for each tensor of `weights` that has positions of a group in `kept`. Buffers carry none.
@@ -253,7 +253,7 @@ def _slots(groups: Sequence[UnitGroup]) -> Iterator[tuple[UnitGroup, Slot]]:
 
 
 def check_kept(groups: Sequence[UnitGroup], kept: Masks) -> None:
-    """See that every unit mask is a bool vector over the units of a group and keeps one of them.
+    """Check that every unit mask is a bool vector over the units of a group and keeps one of them.
 
     Raises:
         IncompatibleMasks: Naming the first that does not fit.
@@ -261,13 +261,13 @@ def check_kept(groups: Sequence[UnitGroup], kept: Masks) -> None:
     Example:
         >>> check_kept([], {"conv": torch.tensor([True])})
         Traceback (most recent call last):
-        lightning_sparsefl.errors.IncompatibleMasks: `conv` is no group of units, expected one of none.
+        lightning_sparsefl.errors.IncompatibleMasks: `conv` is not a group of units, expected one of: (no groups).
     """
     sizes = {group.name: group.size for group in groups}
     for name, mask in kept.items():
         if name not in sizes:
-            known = ", ".join(f"`{known}`" for known in sizes) or "none"
-            raise IncompatibleMasks(f"`{name}` is no group of units, expected one of {known}.")
+            known = ", ".join(f"`{known}`" for known in sizes) or "(no groups)"
+            raise IncompatibleMasks(f"`{name}` is not a group of units, expected one of: {known}.")
         if mask.dtype != torch.bool or mask.shape != (sizes[name],):
             got = f"{mask.dtype} of shape {tuple(mask.shape)}"
             raise IncompatibleMasks(f"The unit mask of `{name}` is {got}, expected torch.bool of ({sizes[name]},).")
@@ -278,7 +278,7 @@ def check_kept(groups: Sequence[UnitGroup], kept: Masks) -> None:
 
 
 def unit_norms(groups: Sequence[UnitGroup], weights: Weights) -> dict[str, Tensor]:
-    """Sum of the absolute weights in each unit's outgoing rows: ``|w|_J`` of FedLPS.
+    """Return the sum of the absolute weights in each unit's outgoing rows: ``|w|_J`` of FedLPS.
 
     Biases and norms are not counted, incoming slices neither. Keeps the gradient.
 
@@ -302,10 +302,10 @@ def unit_norms(groups: Sequence[UnitGroup], weights: Weights) -> dict[str, Tenso
 
 
 def unit_counts(groups: Sequence[UnitGroup], density: float) -> dict[str, int]:
-    """Units to keep of each group: the density times its size, halves rounded up, at least 1.
+    """Return the number of units to keep of each group: density times size, halves rounded up, at least 1.
 
     Args:
-        groups: From :func:`find_groups`.
+        groups: Groups of units from :func:`find_groups`.
         density: Fraction of units kept, in (0, 1].
 
     Raises:
@@ -321,11 +321,11 @@ def unit_counts(groups: Sequence[UnitGroup], density: float) -> dict[str, int]:
 
 
 def keep_units(scores: Weights, counts: Mapping[str, int]) -> dict[str, Tensor]:
-    """The units with the largest scores of each group; of equal ones the lower index stays.
+    """Return the units with the largest scores of each group; of equal ones the lower index stays.
 
     Args:
-        scores: For each group, ``(units,)``.
-        counts: For each group, how many units stay.
+        scores: Scores of the units of each group, ``(units,)``.
+        counts: Number of units of each group that stay.
 
     Raises:
         InvalidOption: If a count is more than there are units.

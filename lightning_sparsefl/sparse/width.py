@@ -1,4 +1,4 @@
-"""Narrow networks inside a wide one: which units they are made of, and norms that keep no statistics of them."""
+"""Narrow networks inside a wide one: their units, and norms without running statistics."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from lightning_sparsefl.types import Weights
 
 
 def prefix_units(groups: Sequence[UnitGroup], rate: float) -> dict[str, Tensor]:
-    """The first units of each group: a fraction `rate` of them, rounded up (HeteroFL, arXiv:2010.01264, section 3).
+    """Return the first units of each group, a fraction `rate`, rounded up (HeteroFL, arXiv:2010.01264, section 3).
 
     Of two rates the smaller one's units are among the larger one's.
 
     Args:
-        groups: From :func:`~lightning_sparsefl.sparse.units.find_groups`.
+        groups: Groups of units from :func:`~lightning_sparsefl.sparse.units.find_groups`.
         rate: Width of the narrow network, in (0, 1].
 
     Raises:
@@ -36,13 +36,13 @@ def prefix_units(groups: Sequence[UnitGroup], rate: float) -> dict[str, Tensor]:
 
 
 def used_units(groups: Sequence[UnitGroup], weights: Weights) -> dict[str, Tensor]:
-    """The units that have a weight besides zeros; of each group one at least.
+    """Return the units that have a nonzero weight; of each group one at least.
 
     Cutting the others out changes nothing, as masking them would not.
 
     Args:
-        groups: From :func:`~lightning_sparsefl.sparse.units.find_groups`.
-        weights: That the units have; a name that is missing counts as zeros.
+        groups: Groups of units from :func:`~lightning_sparsefl.sparse.units.find_groups`.
+        weights: Weights of the units; a name that is missing counts as zeros.
 
     Returns:
         For each group, ``(units,)``.
@@ -68,14 +68,14 @@ def _used(group: UnitGroup, weights: Weights) -> Tensor:
 
 
 def block_units(groups: Sequence[UnitGroup], block: int, blocks: int) -> dict[str, Tensor]:
-    """The units of one of several networks that share none: the groups are cut into consecutive blocks.
+    """Return the units of one of several disjoint networks: the groups are cut into consecutive blocks.
 
     Blocks of a group differ by one unit at most.
 
     Args:
-        groups: From :func:`~lightning_sparsefl.sparse.units.find_groups`.
+        groups: Groups of units from :func:`~lightning_sparsefl.sparse.units.find_groups`.
         block: Number of the network, from 0.
-        blocks: How many there are.
+        blocks: Number of networks.
 
     Raises:
         InvalidOption: If a group has fewer units than there are blocks.
@@ -94,12 +94,12 @@ def block_units(groups: Sequence[UnitGroup], block: int, blocks: int) -> dict[st
 
 
 def make_norms_static(module: nn.Module) -> None:
-    """Let all batch norms take the statistics of the batch at hand, in training and in evaluation, and keep none.
+    """Make all batch norms use the statistics of the current batch, also in evaluation, and keep none.
 
     Running statistics would mix networks of different widths. Parameters keep their names; buffers are gone.
 
     Args:
-        module: Changed in place.
+        module: Module, which is changed in place.
 
     Example:
         >>> net = nn.Sequential(nn.BatchNorm1d(2))

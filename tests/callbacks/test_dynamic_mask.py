@@ -71,7 +71,7 @@ def by_paper(slow, masks, options, total):
 @pytest.mark.parametrize("growth", ["gradient", "random"])
 def test_it_trains_as_on_paper(growth, net, fit, by_hand, recipe, slow):
     options = {"growth": growth, "fraction": 0.5, "every_n_steps": 2, "stop": 0.8, "seed": 3}
-    module, callback = net(recipe), DynamicMask(density=0.4, **options)
+    module, callback = net(recipe), DynamicMask(density=0.4, rescale=False, **options)
     probe = Probe(callback)
     fit(module, [callback, probe], recipe, epochs=4)
     first = {name: mask.clone() for name, mask in probe.masks[0].items()}

@@ -129,7 +129,7 @@ def test_buffers_in_the_tree_do_nothing_and_the_tree_is_left_as_it_is(net, fit):
 @pytest.mark.parametrize(
     ("offset", "message"),
     [
-        ({"net.9.weight": torch.ones(1)}, "`GradientOffset`: `net.9.weight` in `offset` is no tensor of the module"),
+        ({"net.9.weight": torch.ones(1)}, "`GradientOffset`: `net.9.weight` in `offset` is not a tensor of the module"),
         ({"net.4.bias": torch.ones(4)}, r"`net.4.bias` in `offset` has shape \(4,\), expected \(3,\)"),
     ],
 )

@@ -113,7 +113,7 @@ def test_the_norm_is_that_of_the_pruned_weights(net, fit, recipes):
 
 
 def test_after_a_callback_that_joins_the_weights_it_is_refused(net, fit):
-    with pytest.raises(InvalidOption, match=r"stands after `DynamicPruningWithFeedback`, .* expected it before"):
+    with pytest.raises(InvalidOption, match=r"comes after `DynamicPruningWithFeedback`, .* expected it before"):
         fit(net(), [DynamicPruningWithFeedback(), GroupPenalty()])
     fit(net(), [GroupPenalty(), ProximalTerm(), DynamicPruningWithFeedback()], epochs=1)
     fit(net(), [StaticMask(), GroupPenalty()], epochs=1)

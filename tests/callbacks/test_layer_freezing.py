@@ -142,7 +142,7 @@ def test_a_run_that_fails_leaves_nothing_frozen(net, fit):
 @pytest.mark.parametrize(
     ("trainable", "message"),
     [
-        ({"net.9.weight": torch.ones(3, 6, dtype=torch.bool)}, "`net.9.weight` is no tensor"),
+        ({"net.9.weight": torch.ones(3, 6, dtype=torch.bool)}, "`net.9.weight` is not among the weights"),
         ({"net.4.weight": torch.ones(6, 3, dtype=torch.bool)}, r"has shape \(6, 3\), expected \(3, 6\)"),
         ({"net.4.weight": torch.ones(3, 6)}, "expected torch.bool"),
     ],

@@ -357,7 +357,7 @@ def test_bad_options_are_named(options):
 def test_what_cannot_work_is_said(train):
     with pytest.raises(InvalidOption, match="leaves no units"):
         train(Net(), [LearnedImportance(layers="net.4.*")])
-    with pytest.raises(IncompatibleMasks, match=r"`net\.0` are \(3,\), expected 9"):
+    with pytest.raises(IncompatibleMasks, match=r"`net\.0` are of shape \(3,\), expected 9"):
         train(Net(), [LearnedImportance(scores={"net.0": torch.ones(3), "net.2": torch.ones(6)})])
     with pytest.raises(InvalidOption, match="both claim"):
         train(Net(), [LearnedImportance(), StaticMask()])

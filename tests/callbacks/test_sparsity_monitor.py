@@ -82,6 +82,7 @@ def test_it_changes_nothing(net, fit, recipe):
         assert torch.equal(watched.get_parameter(name), weight)
 
 
+@pytest.mark.filterwarnings("ignore:.*before epochs .1. pruned")
 def test_drift_goes_on_over_a_resume(net, fit, tmp_path):
     def callbacks():
         return [GlobalMagnitudePruning(fraction=0.5, epochs=[0, 1]), SparsityMonitor(every_n_epochs=2)]

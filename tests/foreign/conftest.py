@@ -160,6 +160,7 @@ class Project:
 
 @pytest.fixture
 def project(tmp_path: Any) -> Project:
+    torch.manual_seed(0)
     return Project(tmp_path)
 
 

@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
+from lightning_sparsefl.callbacks import GroupPenalty
 from lightning_sparsefl.errors import InvalidOption
 from lightning_sparsefl.sparse.masks import kept, same
 
@@ -180,6 +181,13 @@ def test_masks_survive_a_finder_in_a_first_and_a_second_fit(kind, finder, projec
         assert kept(callback.masks) < left
     else:
         assert kept(callback.masks) <= left
+
+
+def test_a_penalty_climbs_anew_after_a_finder_in_a_second_fit(project):
+    penalty, module = GroupPenalty(0.1, stairs=2), project.Net()
+    for _ in range(2):
+        project.trainer([penalty, FINDERS["learning rate"]()], max_epochs=2).fit(module, project.loader())
+        assert (penalty._clock.step, penalty._clock.total) == (12, 12)
 
 
 def test_masks_survive_a_search_of_the_tuner(kind, project):

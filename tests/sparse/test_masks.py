@@ -83,14 +83,14 @@ def test_subtract_undoes_add_and_passes_on_what_is_missing():
 
 @pytest.mark.parametrize("combine", [m.add, m.subtract])
 def test_a_tensor_that_is_not_in_the_weights_is_named(combine):
-    with pytest.raises(IncompatibleMasks, match="`stray` is no tensor"):
+    with pytest.raises(IncompatibleMasks, match="`stray` is not among the weights"):
         combine({"w": torch.ones(1)}, {"stray": torch.ones(1)})
 
 
 @pytest.mark.parametrize(
     ("masks", "words"),
     [
-        ({"stray": mask(1)}, "`stray` is no tensor of the weights, which have `w`"),
+        ({"stray": mask(1)}, "`stray` is not among the weights, which have `w`"),
         ({"w": torch.ones(2)}, "mask of `w` is torch.float32, expected torch.bool"),
         ({"w": mask(1)}, r"mask of `w` has shape \(1,\), expected \(2,\)"),
     ],

@@ -78,11 +78,11 @@ def test_a_fraction_outside_the_range_is_refused(fraction):
 
 def test_a_mask_needs_a_score_of_its_shape():
     masks = {"w": torch.ones(2, dtype=torch.bool)}
-    with pytest.raises(IncompatibleMasks, match="`w` has a mask but no score"):
+    with pytest.raises(IncompatibleMasks, match="`w` has a mask but its score is missing"):
         prune({}, masks, 0.5)
     with pytest.raises(IncompatibleMasks, match=r"score of `w` has shape \(1, 2\), expected \(2,\)"):
         prune({"w": torch.ones(1, 2)}, masks, 0.5)
-    with pytest.raises(IncompatibleMasks, match="`w` has a mask but no score"):
+    with pytest.raises(IncompatibleMasks, match="`w` has a mask but its score is missing"):
         prune_to({}, {"w": 1})
 
 
@@ -141,5 +141,5 @@ def test_shrinking_to_more_than_there_is_is_refused(count):
 
 
 def test_a_mask_without_a_score_cannot_shrink():
-    with pytest.raises(IncompatibleMasks, match="`a` has a mask but no score"):
+    with pytest.raises(IncompatibleMasks, match="`a` has a mask but its score is missing"):
         shrink_globally({}, {"a": torch.ones(2, dtype=torch.bool)}, 1)

@@ -51,5 +51,5 @@ def test_a_count_that_cannot_be_reached_is_refused(count):
 
 
 def test_a_mask_needs_a_score():
-    with pytest.raises(IncompatibleMasks, match="`w` has a mask but no score"):
+    with pytest.raises(IncompatibleMasks, match="`w` has a mask but its score is missing"):
         regrow({}, {"w": torch.tensor([True, False])}, {"w": 2})

@@ -39,7 +39,7 @@ def test_every_weight_needs_its_gradient(score):
     found = score({"w": parameter}, {"w": torch.ones(2), "other": torch.ones(1)})
     assert list(found) == ["w"]
     assert not found["w"].requires_grad
-    with pytest.raises(IncompatibleMasks, match="`w` has no gradient"):
+    with pytest.raises(IncompatibleMasks, match="`w` cannot be scored: its gradient is missing"):
         score({"w": parameter}, {})
     with pytest.raises(IncompatibleMasks, match=r"gradient of `w` has shape \(3,\), expected \(2,\)"):
         score({"w": parameter}, {"w": torch.ones(3)})

@@ -212,7 +212,7 @@ def half(name, size):
 @pytest.mark.parametrize(
     ("layers", "message"),
     [
-        ((nn.Linear(4, 3), Scaled(), nn.Linear(3, 1)), "`1`: a `Scaled` has no narrow form"),
+        ((nn.Linear(4, 3), Scaled(), nn.Linear(3, 1)), "`1`: a `Scaled` has no known narrow form"),
         (
             (
                 nn.Linear(4, 3),
@@ -255,7 +255,7 @@ def test_weights_that_do_not_fit_are_refused():
     groups, weights = find_groups(net, torch.zeros(1, 2)), net.state_dict()
     with pytest.raises(IncompatibleMasks, match=r"Narrow `0.weight` has shape \(3, 2\), expected \(2, 2\)"):
         widen({"0.weight": weights["0.weight"]}, groups, half("0", 3), weights)
-    with pytest.raises(IncompatibleMasks, match="`1` is no group"):
+    with pytest.raises(IncompatibleMasks, match="`1` is not a group"):
         narrow(weights, groups, half("1", 1))
 
 

@@ -305,7 +305,7 @@ def test_ignored_layers_stay_whole():
     net = nn.Sequential(nn.Linear(2, 3), nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 5)), nn.Linear(5, 1))
     assert sizes(net, torch.zeros(1, 2)) == {"0": 3, "1.0": 4, "1.1": 5}
     assert sizes(net, torch.zeros(1, 2), ignore=["1"]) == {"0": 3}
-    with pytest.raises(InvalidOption, match="`nothing` is no module"):
+    with pytest.raises(InvalidOption, match="`nothing` is not a module"):
         find_groups(net, torch.zeros(1, 2), ignore=["nothing"])
 
 
@@ -323,7 +323,7 @@ def test_a_compiled_module_is_refused():
 @pytest.mark.parametrize(
     ("kept", "message"),
     [
-        ({"x": torch.ones(3, dtype=torch.bool)}, "`x` is no group"),
+        ({"x": torch.ones(3, dtype=torch.bool)}, "`x` is not a group"),
         ({"0": torch.ones(2, dtype=torch.bool)}, r"shape \(2,\), expected torch.bool of \(3,\)"),
         ({"0": torch.ones(3)}, "torch.float32"),
         ({"0": torch.zeros(3, dtype=torch.bool)}, "keeps none of 3 units"),
