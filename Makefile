@@ -24,6 +24,6 @@ test-all: ## Run all tests, the slow ones included; ARGS go to pytest
 quickstart: ## Train the first federation, on a CPU and without a download
 	sparsefl fit --config configs/quickstart.yaml
 
-LONG = sparse_training moving_masks
+LONG = sparse_training moving_masks first_weights attacks
 bench: ## Run every benchmark but the long ones; benchmarks/README.md says what the numbers mean
 	@set -e; for script in $(filter-out $(LONG:%=benchmarks/%.py),$(wildcard benchmarks/[!_]*.py)); do echo "== $$script"; $(PYTHON) $$script; done

@@ -28,7 +28,8 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_sparsefl.federated.local.engines import FastEngine, LocalOptions
+from lightning_sparsefl.federated.local.engines import FastEngine
+from lightning_sparsefl.federated.local.local_options import LocalOptions
 from lightning_sparsefl.models import LeNet5
 
 BATCH, RATES = 20, {"lr": 0.01, "momentum": 0.9, "weight_decay": 5e-4}

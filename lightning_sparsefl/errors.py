@@ -60,6 +60,20 @@ def require(condition: bool, option: str, value: Any, expected: str) -> None:
         raise InvalidOption(f"`{option}` is {value!r}; expected {expected}.")
 
 
+def is_whole(value: Any, least: int) -> bool:
+    """Return whether a value is a whole number that is not too small; a bool is not a number.
+
+    Args:
+        value: Value of an option.
+        least: Smallest valid number.
+
+    Example:
+        >>> is_whole(3, 1), is_whole(0, 1), is_whole(True, 1), is_whole(2.0, 1)
+        (True, False, False, False)
+    """
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
 class IncompatibleMasks(SparseFLError, ValueError):
     """Masks or weights whose names, shapes or types do not match."""
 

@@ -27,6 +27,19 @@ def derive_seed(*key: int | str) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
+def derive_key(*key: int | str) -> str:
+    """Derive a 128-bit key, as 32 hexadecimal digits, that is a function of its arguments alone.
+
+    Args:
+        key: Random seed of the run, then what names the use.
+
+    Example:
+        >>> len(derive_key(42, "client", 7)), derive_key(42, "client", 7) == derive_key(42, "client", 8)
+        (32, False)
+    """
+    return hashlib.blake2b(repr(key).encode(), digest_size=16).hexdigest()
+
+
 def generator(*key: int | str) -> torch.Generator:
     """Create a CPU generator that is seeded with :func:`derive_seed`.
 

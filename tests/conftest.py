@@ -11,9 +11,17 @@ import pytest
 import torch
 
 from helpers.federation import federation, last  # noqa: F401  (fixtures)
-from helpers.slow import mark_slow_cases
+from helpers.slow import keep_named_tests, mark_slow_cases
+from lightning_sparsefl.federated.storage.atomic_files import load_plain
+from lightning_sparsefl.federated.storage.memory_store import read_stored
+from lightning_sparsefl.federated.storage.record_store import StoredRecords
 
 os.environ["JSONARGPARSE_DEPRECATION_WARNINGS"] = "off"  # Lightning's CLI still calls what jsonargparse renames
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Run a test that is named by its id, slow or not."""
+    keep_named_tests(config)
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` selects
@@ -37,6 +45,19 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def stored_records():
+    """Reads what a run keeps about its clients: by store, client and version, as plain values."""
+
+    def read(folder: Path) -> dict[str, dict[int, dict[int, dict]]]:
+        content = load_plain(folder / "checkpoints" / "last.ckpt")["sparsefl"]
+        stores = {"server": content["server records"], "nodes": content["node records"]}
+        clients = folder / "checkpoints" / "clients"
+        return {name: read_stored(StoredRecords(**stored), clients, name) for name, stored in stores.items()}
+
+    return read
 
 
 @pytest.fixture(scope="session")

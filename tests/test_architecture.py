@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ast
 import sys
+from collections import Counter
 from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -26,6 +28,27 @@ LAYERS = [
     "algorithms",
     "cli",
 ]
+
+ROOMS = [
+    "exchange",
+    "client",
+    "distributed",
+    "aggregation",
+    "fleet",
+    "sampling",
+    "algorithm",
+    "options",
+    "storage",
+    "local",
+    "rounds",
+    "evaluation",
+    "tracking",
+    "commands",
+    "trainer",
+]
+"""Rooms and files of federated/: each imports only from those before it."""
+MOST_FILES = 20
+"""Of a room, `__init__.py` included."""
 
 FENCED = {"torch.distributed": "federated", "Fabric": "federated", "matplotlib": "report"}
 """What only one layer may mention: a dotted name, or one component of it."""
@@ -88,6 +111,51 @@ def _points_left(target: str, layer: str) -> bool:
     return target in LAYERS and layer in LAYERS and LAYERS.index(target) <= LAYERS.index(layer)
 
 
+def room_violations(root: Path) -> list[str]:
+    """Files of federated/ outside every room, imports that point to a later room, and rooms with too many files."""
+    found, engine = [], root / "federated"
+    sizes = Counter(path.relative_to(engine).parts[0] for path in engine.rglob("*.py"))
+    found += [f"{room}: {count} files" for room, count in sizes.items() if count > MOST_FILES]
+    for path, room, tree in modules(engine):
+        if room == "__init__":
+            continue
+        if room not in ROOMS:
+            found.append(f"{path.name}: `{room}` is no room")
+            continue
+        for name in imported(tree, path, root):
+            parts = name.split(".")
+            if parts[:2] == [root.name, "federated"] and len(parts) > 2:
+                target = parts[2]
+                if target not in ROOMS or ROOMS.index(target) > ROOMS.index(room):
+                    found.append(f"{path.relative_to(root)}: `{room}` imports `{name}`")
+    return found
+
+
+def circles(root: Path) -> list[str]:
+    """Files that import each other, directly or through others; imports for type checkers count."""
+    files = {".".join([root.name, *path.relative_to(root).with_suffix("").parts]): path for path in root.rglob("*.py")}
+    graph = {}
+    for module, path in files.items():
+        names = imported(ast.parse(path.read_text()), path, root)
+        # `from package.module import name` names module.name: the longest prefix that is a file is the target
+        targets = {_module_of(name, files) for name in names}
+        graph[module] = targets - {None, module}
+    try:
+        list(TopologicalSorter(graph).static_order())
+    except CycleError as error:
+        return list(error.args[1])
+    return []
+
+
+def _module_of(name: str, files: dict[str, Path]) -> str | None:
+    parts = name.split(".")
+    for end in range(len(parts), 0, -1):
+        prefix = ".".join(parts[:end])
+        if prefix in files:
+            return prefix
+    return None
+
+
 def fence_violations(root: Path) -> list[str]:
     """Fenced names outside their layer, foreign imports where only torch is allowed, and drawers."""
     found = []
@@ -128,6 +196,41 @@ def depth_violations(root: Path) -> list[str]:
 
 def test_imports_only_point_left():
     assert layer_violations(PACKAGE) == []
+
+
+def test_rooms_of_the_engine_keep_their_order():
+    assert room_violations(PACKAGE) == []
+
+
+def test_no_files_import_each_other():
+    assert circles(PACKAGE) == []
+
+
+@pytest.mark.parametrize(
+    ("where", "source"),
+    [
+        ("federated/exchange/flat.py", "from lightning_sparsefl.federated.rounds.server import Server"),
+        ("federated/storage/records.py", "from ..local import node"),
+        ("federated/local/node.py", "if TYPE_CHECKING:\n    from lightning_sparsefl.federated.commands import run"),
+        ("federated/drafts/node.py", ""),
+        ("federated/client.py", "from lightning_sparsefl.federated.fleet import Fleet"),
+    ],
+)
+def test_a_planted_import_between_rooms_is_caught(tmp_path: Path, where: str, source: str):
+    assert len(room_violations(planted(tmp_path, where, source))) == 1
+
+
+def test_a_planted_circle_is_caught(tmp_path: Path):
+    planted(tmp_path, "federated/local/a.py", "from lightning_sparsefl.federated.local.b import B")
+    planted(tmp_path, "federated/local/b.py", "if TYPE_CHECKING:\n    from lightning_sparsefl.federated.local import c")
+    package = planted(tmp_path, "federated/local/c.py", "from lightning_sparsefl.federated.local.a import A")
+    assert len(circles(package)) == 4
+
+
+def test_a_room_with_too_many_files_is_caught(tmp_path: Path):
+    for number in range(MOST_FILES + 1):
+        package = planted(tmp_path, f"federated/local/file_{number}.py", "")
+    assert room_violations(package) == [f"local: {MOST_FILES + 1} files"]
 
 
 def test_fences_hold():

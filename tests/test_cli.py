@@ -15,7 +15,7 @@ import torch
 from lightning.pytorch import Callback
 
 from lightning_sparsefl import cli
-from lightning_sparsefl.federated.rounds.coordinator import Coordinator
+from lightning_sparsefl.federated.local.node import Node
 
 ROOT = Path(__file__).parents[1]
 QUICKSTART = str(ROOT / "configs" / "quickstart.yaml")
@@ -145,7 +145,7 @@ BAD = {
     "unknown data": (["--data=Nothing"], "expected an import path or one of ClientDataModules, "),
     "unknown option": (["--federation.on_client_errr=skip"], "--federation.on_client_errr"),
     "wrong choice": (["--federation.on_client_error=skp"], "skp"),
-    "density": (["--algorithm.density=1.5"], "`FedSpa(density=1.5)`: expected a number in (0, 1]."),
+    "density": (["--algorithm.density=1.5"], "`algorithm.density` is 1.5; expected a number in (0, 1]."),
     "too many clients": (["--federation.clients_per_round=50"], "`federation.clients_per_round` is 50"),
     "unknown reducer": (
         ["--federation.reducer=Median"],
@@ -263,8 +263,8 @@ def test_a_rank_that_dies_ends_the_others_and_one_goes_on_alone(sparsefl, tmp_pa
         done = in_shell(command, tmp_path / name, **path, **environment)
         assert done.returncode != 0
         assert "2 rank(s)" in done.stderr
-        assert "sparsefl: error: Rank 0 lost another one" in done.stderr
-        assert "go on from the last committed round with `ckpt_path: last`" in done.stderr
+        assert "sparsefl: error: Rank 0 lost the connection to another rank" in done.stderr
+        assert "resume from the last committed round with `ckpt_path: last`" in done.stderr
         there = ["--trainer.default_root_dir", tmp_path / name / "runs"]
         assert sparsefl("fit", "--config", QUICKSTART, *SHORT, *there, "--ckpt_path", "last")[0] == 0
         assert left(name) == left(".")
@@ -301,15 +301,15 @@ def test_a_full_disk_is_one_sentence(sparsefl, tmp_path, monkeypatch):
 def test_a_signal_leaves_with_the_usual_code(number, expected, sparsefl, tmp_path, monkeypatch):
     if threading.current_thread() is not threading.main_thread():
         pytest.skip("handlers of signals are set in the main thread, and the tests run in another one")
-    attempt, calls = Coordinator.attempt, []
+    train, calls = Node._train, []
 
     def signalled(self, *args):
         calls.append(self)
         if len(calls) == 5:  # in the second round
             os.kill(os.getpid(), number)
-        return attempt(self, *args)
+        return train(self, *args)
 
-    monkeypatch.setattr(Coordinator, "attempt", signalled)
+    monkeypatch.setattr(Node, "_train", signalled)
     former = signal.signal(
         number, signal.default_int_handler
     )  # a shell's background jobs ignore SIGINT, and so would we
@@ -405,7 +405,7 @@ def test_a_rank_that_is_killed_ends_the_other_in_a_sentence(tmp_path):
     assert done.returncode == 2
     said = [line for line in done.stderr.splitlines() if line.startswith("sparsefl: error: ")]
     assert len(said) == 1
-    assert "Rank 0 lost another one (" in said[0]
+    assert "Rank 0 lost the connection to another rank (" in said[0]
     assert "Traceback" not in done.stderr
     checkpoint = torch.load(run_folder(tmp_path) / "checkpoints" / "last.ckpt", weights_only=True)
-    assert 1 <= checkpoint["sparsefl"]["round"] < 3
+    assert 1 <= checkpoint["sparsefl"]["state"]["round"] < 3

@@ -17,9 +17,9 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_sparsefl.errors import CheckpointMismatch
+from lightning_sparsefl.federated.exchange.plain_values import pack_plain
 from lightning_sparsefl.federated.storage import checkpoint, safe_load
 from lightning_sparsefl.federated.storage.atomic_files import load_plain, write_atomically
-from lightning_sparsefl.federated.storage.records import pack_plain
 
 ROOT = Path(__file__).parents[1]
 FUZZ = runpy.run_path(str(ROOT / "tests" / "stress" / "fuzz.py"))
@@ -317,10 +317,10 @@ def test_names_and_rounds_of_a_checkpoint_become_no_paths(name, tmp_path, target
     for change in ("index", "mask"):
         content = copy.deepcopy(good)
         if change == "index":
-            index = content["sparsefl"]["clients"]["index"]
-            content["sparsefl"]["clients"]["index"] = dict.fromkeys(index, name)
+            index = content["sparsefl"]["server records"]["index"]
+            content["sparsefl"]["server records"]["index"] = {key: {1: [name, name]} for key in index}
         else:
-            content["sparsefl"]["masks"][name] = pack_plain(torch.ones(3, dtype=torch.bool))
+            content["sparsefl"]["state"]["masks"][name] = pack_plain(torch.ones(3, dtype=torch.bool))
         data = io.BytesIO()
         torch.save(content, data)
         with pytest.raises(CheckpointMismatch if change == "index" else ValueError, match=r"last\.ckpt"):

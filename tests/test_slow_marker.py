@@ -1,8 +1,10 @@
 """Which cases of a test are slow."""
 
+from types import SimpleNamespace
+
 import pytest
 
-from helpers.slow import first_then_slow, is_first
+from helpers.slow import first_then_slow, is_first, keep_named_tests
 
 
 def test_all_but_the_first_value_are_slow():
@@ -36,3 +38,17 @@ def test_the_first_case_has_the_first_value_of_each_named_parameter(indices, par
 def test_a_parameter_that_is_missing_is_refused():
     with pytest.raises(pytest.UsageError, match=r"slow_after_first names \['z'\], not among \['x'\]"):
         is_first({"x": 0}, ("z",))
+
+
+@pytest.mark.parametrize(
+    ("argument", "expression", "expected"),
+    [
+        ("tests/test_a.py::test_b[c]", "not slow", ""),
+        ("tests/test_a.py", "not slow", "not slow"),
+        ("tests/test_a.py::test_b", "slow", "slow"),
+    ],
+)
+def test_a_test_that_is_named_by_its_id_runs(argument, expression, expected):
+    config = SimpleNamespace(args=[argument], option=SimpleNamespace(markexpr=expression))
+    keep_named_tests(config)
+    assert config.option.markexpr == expected

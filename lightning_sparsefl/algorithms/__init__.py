@@ -1,4 +1,4 @@
-"""One file, one paper."""
+"""Federated methods, one module for each paper."""
 
 from lightning_sparsefl.algorithms.fedavg import FedAvg
 from lightning_sparsefl.algorithms.fedbabu import FedBABU

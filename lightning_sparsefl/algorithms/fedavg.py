@@ -2,8 +2,8 @@
 
 McMahan, Moore, Ramage, Hampson, Aguera y Arcas, AISTATS 2017, arXiv:1602.05629, Algorithm 1.
 
-The defaults of every other method. Departures: the weights of the mean are the participants' own sample counts, as in
-the paper's text; nothing else was left open.
+Its rules are the defaults of the other methods. Departures: none; as in the text of the paper, the mean is weighted by
+the participants' numbers of samples.
 """
 
 from __future__ import annotations
@@ -15,6 +15,6 @@ from lightning_sparsefl.federated.algorithm import FederatedAlgorithm
 
 @dataclass(frozen=True, kw_only=True)
 class FedAvg(FederatedAlgorithm):
-    """The mean of the clients' weights, weighted by their training samples."""
+    """Federated averaging: the mean of the clients' weights, weighted by their numbers of training samples."""
 
     can_be_private = True

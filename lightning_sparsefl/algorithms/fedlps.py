@@ -61,15 +61,15 @@ from lightning_sparsefl.algorithms import _pucbv as pucbv
 from lightning_sparsefl.callbacks import LearnedImportance, ProximalTerm
 from lightning_sparsefl.callbacks.learned_importance import blind_ranking
 from lightning_sparsefl.callbacks.unit_scores import ScoreSteps, UnitScores
-from lightning_sparsefl.cost import Devices, forward_flops
-from lightning_sparsefl.errors import InvalidOption
+from lightning_sparsefl.cost import BYTES_PER_WEIGHT, Devices, forward_flops
+from lightning_sparsefl.errors import InvalidOption, require
 from lightning_sparsefl.federated.aggregation.reducers import PlainMean, Reducer
-from lightning_sparsefl.federated.algorithm import BYTES_PER_WEIGHT, FederatedAlgorithm
+from lightning_sparsefl.federated.algorithm import FederatedAlgorithm
 from lightning_sparsefl.federated.client import Client
-from lightning_sparsefl.federated.evaluation.scores import higher_is_better
 from lightning_sparsefl.federated.fleet import Fleet
 from lightning_sparsefl.federated.options import check_choices
-from lightning_sparsefl.seeds import derive_seed, generator
+from lightning_sparsefl.federated.rounds.round_metrics import higher_is_better
+from lightning_sparsefl.seeds import generator
 from lightning_sparsefl.sparse.importance import gate_gradients, relative
 from lightning_sparsefl.sparse.masks import add, apply, counts, subtract
 from lightning_sparsefl.sparse.submodel import narrow, widen
@@ -99,6 +99,8 @@ class FedLPS(FederatedAlgorithm):
         >>> FedLPS().reduction, FedLPS.as_published_code().arms_from
         ('mean', 0.5)
     """
+
+    # Above 250 lines, most of which document the options; the bandit and the scores are in modules of their own.
 
     fixed_length = True
 
@@ -180,18 +182,15 @@ class FedLPS(FederatedAlgorithm):
 
     def __post_init__(self) -> None:
         check_choices(self, "algorithm.")
-        if not 0 < self.density <= 1:
-            raise InvalidOption(f"`FedLPS(density={self.density})`: expected a number in (0, 1].")
+        require(0 < self.density <= 1, "algorithm.density", self.density, "a number in (0, 1]")
         for name in ("arms_from", "score_above"):
-            if not 0 <= getattr(self, name) < 1:
-                raise InvalidOption(f"`FedLPS({name}={getattr(self, name)})`: expected a number in [0, 1).")
-        if not self.time_unit > 0:
-            raise InvalidOption(f"`FedLPS(time_unit={self.time_unit})`: expected a number above 0.")
+            value = getattr(self, name)
+            require(0 <= value < 1, f"algorithm.{name}", value, "a number in [0, 1)")
+        require(self.time_unit > 0, "algorithm.time_unit", self.time_unit, "a number above 0")
         for name in ("score_lr", "score_strength", "mu", "rho", "drop"):
-            if not getattr(self, name) >= 0:
-                raise InvalidOption(f"`FedLPS({name}={getattr(self, name)})`: expected a number >= 0.")
-        if self.arms < 1:
-            raise InvalidOption(f"`FedLPS(arms={self.arms})`: expected a whole number >= 1.")
+            value = getattr(self, name)
+            require(value >= 0, f"algorithm.{name}", value, "a number >= 0")
+        require(self.arms >= 1, "algorithm.arms", self.arms, "a whole number >= 1")
         self._devices()
 
     @property
@@ -262,7 +261,7 @@ class FedLPS(FederatedAlgorithm):
         """Return the mean of eq. 13, in which weights that a client did not train count as unchanged."""
         return PlainMean()
 
-    def seconds(self, view: ClientView, flops: float, bytes_up: int) -> float | None:
+    def simulated_seconds(self, view: ClientView, flops: float, bytes_up: int) -> float | None:
         """Return the seconds of training and upload on a device of the client's capacity (eq. 14)."""
         return self._devices().seconds(self._devices().capacity(view), flops, bytes_up)
 
@@ -282,7 +281,7 @@ class FedLPS(FederatedAlgorithm):
     def train(self, message: Message, client: Client) -> Update:
         """Train the client's part of the model and the scores that select it."""
         density, first = float(message.extra["units"]["density"]), {}
-        if self.ratio == "bandit" and not client.shared:
+        if self.ratio == "bandit" and not client.memory:
             scored = client.evaluate({}, "train")
             first = {_first(client.monitor): v for n, v in scored.items() if n == _as_validated(client.monitor)}
         scores = self._scores(message.weights, client) if self.pattern == "learned" else {}
@@ -353,20 +352,25 @@ class FedLPS(FederatedAlgorithm):
         elif self.pattern == "magnitude":
             ranking = unit_norms(client.units, weights)
         else:
-            ranking = blind_ranking(client.units, self.pattern, derive_seed(client.seed, client.id), client.round)
+            ranking = blind_ranking(client.units, self.pattern, client.constant_seed("pattern"), client.round)
         return keep_units(ranking, unit_counts(client.units, density))
 
-    def personalize(self, server: ServerState, client: Client) -> Weights:
+    def download_for(self, server: ServerState, view: ClientView, task: Literal["score", "finetune"]) -> Message:
+        """Send the model, and the density for clients that were never drawn."""
+        density = self.density if self.ratio == "fixed" else self._devices().capacity(view)
+        return Message(weights=server.weights, extra={"units": {"density": torch.tensor(density)}})
+
+    def personalize(self, message: Message, client: Client) -> Weights:
         """Return the client's last model; without one, the common weights under the client's first mask."""
         if "kept" in client.memory:
             own, kept = client.memory["weights"], client.memory["kept"]
-            return widen(own, client.units, kept, server.weights, zeros=True)
+            return widen(own, client.units, kept, message.weights, zeros=True)
         if self.score_above:
-            return server.weights
-        density = self.density if self.ratio == "fixed" else self._devices().capacity(client.view)
-        scores = relative(unit_norms(client.units, server.weights))
-        kept = self._kept(server.weights, client, density, scores)
-        return apply(server.weights, unit_masks(client.units, kept, server.weights))
+            return message.weights
+        density = float(message.extra["units"]["density"])
+        scores = relative(unit_norms(client.units, message.weights))
+        kept = self._kept(message.weights, client, density, scores)
+        return apply(message.weights, unit_masks(client.units, kept, message.weights))
 
     def trained(self, message: Message, update: Update) -> Weights:
         """Return the client's part of the model."""

@@ -1,23 +1,25 @@
 """FedSpa: Achieving Personalized Federated Learning with Sparse Local Models.
 
-Huang, Liu, Shen, He, Lin, Tao; arXiv:2201.11380 (ICLR 2022 submission), and the journal version of it. Equations and
-algorithms are numbered as there.
+Huang, Liu, Shen, He, Lin, Tao; arXiv:2201.11380 (ICLR 2022 submission), and its journal version. Equations and
+algorithms are numbered as in the paper.
 
-Each client k owns a mask m_k, the server owns one dense w. A client receives m_k * w, trains under its mask (eq. 3),
-sends the change, and searches a better mask by dropping small weights and growing those with large gradients
-(Algorithm 2, DST), or keeps it (Algorithm 3, RSM). The server adds the plain mean of the changes (eq. 4).
+Each client k has a mask m_k, and the server has dense weights w. A client receives m_k * w, trains under its mask
+(eq. 3), sends the change of the weights, and searches for a better mask by dropping small weights and growing those
+with large gradients (Algorithm 2, DST), or keeps its mask (Algorithm 3, RSM). The server adds the plain mean of the
+changes (eq. 4).
 
-Departures. The authors published no code; the layer densities, the cost formulas and the dense budget follow the code
-of the same group's DisPFL, which reproduces FedSpa's cost tables digit for digit:
+Departures from the paper, whose authors published no code. The layer densities, the cost formulas and the dense budget
+follow the code of DisPFL by the same group, which reproduces FedSpa's cost tables exactly:
 
-- By default only tensors of two or more dimensions are masked. The published counts put biases and norm parameters
-  into the pool too: ``mask_pool="all"``.
-- The exchange falls to 0 in the last round, as the paper's ``T - 1`` says, not the round after.
-- Gradients are masked before clipping and before the step, as in eq. 3; the code masks weights after it, which differs
-  with momentum.
-- Dropped weights get an infinitely bad score, not a large constant, and a layer never loses its last weight.
-- ``flops/paper`` charges the search also to ``search="static"``, as the paper's table does; ``flops/train`` does not.
-- The paper leaves open which batch and mode the search gradient uses: one training batch, evaluation mode.
+- By default only tensors of two or more dimensions are masked. The published counts also include biases and norm
+  parameters: ``mask_pool="all"``.
+- The exchange falls to 0 in the last round, as ``T - 1`` in the paper says, not in the round after it.
+- Gradients are masked before clipping and before the step, as in eq. 3; the code masks weights after the step, which is
+  different with momentum.
+- Dropped weights get an infinite score instead of a large constant, and a layer never loses its last weight.
+- ``flops/paper`` includes the search also for ``search="static"``, as the paper's table does; ``flops/train`` does not.
+- The paper does not specify the batch and the mode of the search gradient; here it is one training batch in evaluation
+  mode.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from typing import Literal
 import torch
 
 from lightning_sparsefl.cost import forward_flops
-from lightning_sparsefl.errors import InvalidOption
+from lightning_sparsefl.errors import require
 from lightning_sparsefl.federated.aggregation.reducers import CoverageMean, PlainMean, Reducer
 from lightning_sparsefl.federated.algorithm import FederatedAlgorithm
 from lightning_sparsefl.federated.client import Client
@@ -56,39 +58,37 @@ from lightning_sparsefl.types import (
 
 @dataclass(frozen=True, kw_only=True)
 class FedSpa(FederatedAlgorithm):
-    """A sparse model per client, its mask searched by dropping and growing."""
+    """A sparse model for each client, whose mask is searched by dropping and growing weights."""
 
     density: float = 0.5
     """Fraction of the maskable weights that a client keeps, in (0, 1]."""
     search: Literal["dst", "static"] = "dst"
-    """Whether masks are searched (DST) or stay as drawn (RSM)."""
+    """Whether masks are searched (DST) or keep their random initial values (RSM)."""
     mask_init: Literal["same", "different"] = "same"
-    """Whether all clients start from one mask or each from its own."""
+    """Whether all clients start from the same mask or from different ones."""
     layer_density: Literal["erk", "uniform"] = "erk"
-    """How the density is spread over layers."""
+    """Distribution of the density over layers."""
     growth: Literal["gradient", "random"] = "gradient"
-    """What decides which weights grow."""
+    """Criterion for growing weights."""
     exchange: float = 0.5
-    """Fraction of a layer's kept weights that the first search exchanges (alpha_0), in [0, 1]; falls by cosine."""
+    """Fraction of a layer's kept weights that the first search exchanges (alpha_0), in [0, 1]; it falls by a cosine."""
     merge: Literal["mean", "count"] = "mean"
-    """Plain mean over the cohort (the paper), or over those who hold a coordinate."""
+    """Mean of each coordinate over the cohort (the paper), or over the clients whose masks keep it."""
     mask_pool: Literal["weights", "all"] = "weights"
-    """What is masked: tensors of two or more dimensions, or every parameter (the published cost tables)."""
+    """Masked tensors: those of two or more dimensions, or every parameter (the published cost tables)."""
 
     def __post_init__(self) -> None:
         check_choices(self, "algorithm.")
-        if not 0 < self.density <= 1:
-            raise InvalidOption(f"`FedSpa(density={self.density})`: expected a number in (0, 1].")
-        if not 0 <= self.exchange <= 1:
-            raise InvalidOption(f"`FedSpa(exchange={self.exchange})`: expected a number in [0, 1].")
+        require(0 < self.density <= 1, "algorithm.density", self.density, "a number in (0, 1]")
+        require(0 <= self.exchange <= 1, "algorithm.exchange", self.exchange, "a number in [0, 1]")
 
     @property
     def can_be_private(self) -> bool:
-        """Where all clients hold one mask, drawn by chance: a searched one follows the client's data."""
+        """Whether all clients have the same random mask; a searched mask depends on the client's data."""
         return self.search == "static" and self.mask_init == "same"
 
     def init(self, weights: Weights, fleet: Fleet) -> ServerState:
-        """Draw the common mask; it fixes every layer's budget for good."""
+        """Draw the common mask, which determines the number of weights of every layer for the whole run."""
         parameters = {name: value for name, value in weights.items() if name not in fleet.buffers}
         names = maskable(parameters) if self.mask_pool == "weights" else tuple(parameters)
         shapes = {name: weights[name].shape for name in names}
@@ -98,12 +98,17 @@ class FedSpa(FederatedAlgorithm):
         return ServerState(round=0, weights=weights, extra={"first_masks": _on(fleet.device, masks)})
 
     def download(self, server: ServerState, view: ClientView) -> Message:
-        """m_k * w, and the mask where the client lacks it."""
+        """Send m_k * w, and the mask if the client does not have it."""
         masks = self.masks(server, view)
         return Message(weights=apply(server.weights, masks), masks=masks)
 
-    def masks(self, server: ServerState, view: ClientView | Client) -> Masks:
-        """The mask a client uploaded last, or the one it starts from."""
+    def masks(self, server: ServerState, view: ClientView) -> Masks:
+        """Return the mask that a client uploaded last, or its first one.
+
+        Args:
+            server: State of the server.
+            view: View of the client.
+        """
         if "masks" in view.shared:
             return dict(view.shared["masks"])
         first = server.extra["first_masks"]
@@ -115,7 +120,7 @@ class FedSpa(FederatedAlgorithm):
         return _on(next(iter(first.values())).device, drawn)
 
     def train(self, message: Message, client: Client) -> Update:
-        """Train under the mask, then search the next one (Algorithms 1 and 2)."""
+        """Train under the mask, then search for the next one (Algorithms 1 and 2)."""
         result = client.fit(message.weights, message.masks, callbacks=self.callbacks(message, client))
         shared = {"masks": self._search(result.weights, message.masks, client)} if self.search == "dst" else None
         return Update(
@@ -126,7 +131,7 @@ class FedSpa(FederatedAlgorithm):
         )
 
     def _search(self, trained: Weights, masks: Masks, client: Client) -> Masks:
-        """Drop the smallest weights of each layer, then grow as many where the gradient is largest."""
+        """Drop the smallest weights of each layer, then grow the same number where the gradient is largest."""
         rate = cosine(self.exchange, client.round, client.max_rounds)
         if rate == 0:
             return masks
@@ -139,15 +144,11 @@ class FedSpa(FederatedAlgorithm):
         return regrow(scores, kept, {name: int(mask.sum()) for name, mask in masks.items()})
 
     def reducer(self) -> Reducer:
-        """Eq. 4 divides by the cohort, not by those who hold a coordinate."""
+        """Return the mean over the cohort (eq. 4), or over the clients whose masks keep a coordinate."""
         return PlainMean() if self.merge == "mean" else CoverageMean()
 
-    def personalize(self, server: ServerState, client: Client) -> Weights:
-        """m_k * w, before local training."""
-        return apply(server.weights, self.masks(server, client))
-
     def costs(self, facts: CostFacts) -> Costs:
-        """``E * n_k * 3 * F_sparse``, plus a dense pass over the batch of the search."""
+        """Return costs with ``E * n_k * 3 * F_sparse`` FLOPs and a dense pass over the batch of the search."""
         costs, dense = super().costs(facts), 3 * forward_flops(facts.layers)
         searches = self.search == "dst" and self.growth == "gradient" and self.exchange > 0
         return replace(
@@ -158,5 +159,5 @@ class FedSpa(FederatedAlgorithm):
 
 
 def _on(device: torch.device, tree: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """A tree on a device; masks are drawn on the CPU so that every machine draws the same."""
+    """Move a tree to a device; masks are drawn on the CPU, so that they are equal on every machine."""
     return {name: tensor.to(device) for name, tensor in tree.items()}

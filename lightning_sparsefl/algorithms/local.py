@@ -1,7 +1,7 @@
-"""Local: every client trains alone, the baseline of FedSpa (Huang et al., Table 1) and of Ditto.
+"""Local: every client trains on its own, the baseline of FedSpa (Huang et al., Table 1) and of Ditto.
 
-A client downloads the common initial weights once, keeps its own model from then on, and sends none. Departures: the
-papers count no bytes at all, and so does the paper column here; the wire column shows the first download.
+A client downloads the common initial weights once, then keeps its own model and never sends it. Departures: none. As in
+the papers, the paper's bytes are 0; the measured bytes include the first download.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from lightning_sparsefl.types import ClientView, CostFacts, Costs, Message, Serv
 
 @dataclass(frozen=True, kw_only=True)
 class Local(FederatedAlgorithm):
-    """No federation: a client only ever sees its own data."""
+    """Local training without aggregation."""
 
     def download(self, server: ServerState, view: ClientView) -> Message:
-        """The initial weights at a client's first participation, nothing later."""
+        """Send the initial weights at a client's first participation, and no weights later."""
         return Message(weights={} if view.shared.get("started") else server.weights)
 
     def train(self, message: Message, client: Client) -> Update:
-        """Go on from the client's own weights."""
+        """Train from the client's own weights, or from the received ones the first time."""
         own: Mapping[str, object] = client.memory.get("weights", {})
         result = client.fit(client.memory["weights"] if own else message.weights)
         return Update(
@@ -35,15 +35,15 @@ class Local(FederatedAlgorithm):
         )
 
     def trained(self, message: Message, update: Update) -> Weights:
-        """What the client keeps, since it sends nothing."""
+        """Return the weights in the client's memory, since it sends none."""
         own: Weights = (update.memory or {})["weights"]
         return own
 
-    def personalize(self, server: ServerState, client: Client) -> Weights:
-        """The client's own weights; the initial ones if it was never drawn."""
-        own: Weights = client.memory.get("weights", server.weights)
+    def personalize(self, message: Message, client: Client) -> Weights:
+        """Return the client's own weights, or the initial weights if it never participated."""
+        own: Weights = client.memory.get("weights", message.weights)
         return own
 
     def costs(self, facts: CostFacts) -> Costs:
-        """Training as in FedAvg; the papers count no bytes."""
+        """Return the costs of FedAvg without the paper's bytes."""
         return replace(super().costs(facts), bytes_down_paper=0, bytes_up_paper=0)

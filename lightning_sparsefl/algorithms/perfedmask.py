@@ -2,29 +2,31 @@
 
 Setayesh, Li, Wong, ICLR 2023. Equations, tables and appendices are numbered as there.
 
-Once before training the server decides which groups of layers each client trains, within the client's budget
-(``federation.capacities``, as shares of the body), by minimizing the bias that freezing leaves in the convergence bound
-(problem P^mask, eq. 9). A client receives the whole model, trains its groups and sends them; a group is averaged over
-those who trained it (eq. 3). The head keeps its random start until each client fine-tunes the whole model at the end.
+Once before training, the server decides which groups of layers each client trains within its budget
+(``federation.capacities``, as fractions of the body), by minimizing the bias of the convergence bound that is due to
+freezing (problem P^mask, eq. 9). A client receives the whole model, trains its groups and sends them; a group is
+averaged over the clients that trained it (eq. 3). The head keeps its random initial weights until each client
+fine-tunes the whole model at the end.
 
-With `base`, clients hold narrow networks of HeteroFL or Split-Mix, of which they train some layers (Tables 2 and 8).
-The paper does not say how P^mask is solved then. Here it is solved among the clients whose networks are of one size;
-a budget is the capacity's share of one network: of the client's width, or of each of its base networks.
+With `base`, clients have narrow networks of HeteroFL or Split-Mix, of which they train some layers (Tables 2 and 8).
+The paper does not specify how P^mask is solved in this case. Here it is solved separately for clients with networks of
+equal size; the budget is the capacity as a fraction of one network: that of the client's width, or each of its base
+networks.
 
-Departures. The authors' code was read, not copied:
+Departures from the paper and the authors' code, which was read, not copied:
 
-- P^mask is solved by local search from several starts, and exactly where it is small. The authors' successive
-  approximation stays at the best of 1000 random starts, since its penalty is linearised without a constant; it needs a
-  licensed solver, and keeps the start without a word where there is none.
-- Without side conditions empty masks would solve P^mask: a client trains something if anything fits its budget.
-- A group is averaged by samples, as in the code; eq. 3 averages evenly. A group that no participant trains keeps the
-  server's value, where eq. 3 divides by zero.
+- P^mask is solved by local search from several starts, and exactly if it is small. The authors' successive
+  approximation does not improve on the best of 1000 random starts, since its penalty is linearised without a constant;
+  it needs a licensed solver, and returns the start without a warning if there is none.
+- Without an additional constraint, empty masks would solve P^mask: a client trains a group if any fits its budget.
+- A group is averaged by numbers of samples, as in the code; eq. 3 takes the plain mean. A group that no participant
+  trains keeps the server's value, where eq. 3 divides by zero.
 - The five "local update iterations" of fine-tuning are epochs, as in the code and Table 3.
-- All clients train the same number of epochs. The paper lets the weak half of its baselines (FedAvg, FedProx, FedBABU)
-  train half as many, which no method here does. Its code also augments the images of the validation sets.
-- FLOPs of the paper's tables were read from hardware counters; both columns here are counted, with no backward pass
-  below the earliest trained layer.
-- The bias of the paper's Table 5 does not follow from its own formula (at capacities of 1/8 it is at least four fifths
+- All clients train the same number of epochs. In the paper, the weak half of the clients of its baselines (FedAvg,
+  FedProx, FedBABU) trains half as many. Its code also augments the images of the validation sets.
+- The FLOPs of the paper's tables were read from hardware counters; here both columns are computed, without a backward
+  pass below the earliest trained layer.
+- The bias in the paper's Table 5 does not follow from its own formula (at capacities of 1/8 it is at least four fifths
   of the body), nor do the 6.138 million trainable parameters of Table 1: the optimum trains 6,265,728.
 """
 
@@ -40,8 +42,8 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from lightning_sparsefl.algorithms.fedavg import FedAvg
-from lightning_sparsefl.algorithms.fedbabu import upload_of_the_trained
-from lightning_sparsefl.errors import InvalidOption
+from lightning_sparsefl.cost import with_trained_upload
+from lightning_sparsefl.errors import InvalidOption, require
 from lightning_sparsefl.federated.aggregation.reducers import Reducer
 from lightning_sparsefl.federated.algorithm import FederatedAlgorithm
 from lightning_sparsefl.federated.client import Client
@@ -64,44 +66,43 @@ _MASKINGS: dict[str, _Masking] = {
 
 @dataclass(frozen=True, kw_only=True)
 class PerFedMask(FederatedAlgorithm):
-    """Each client trains the layers that a plan gives it, within its capacity."""
+    """Each client trains the layers that a plan assigns to it within its capacity."""
 
     masking: Literal["optimized", "random", "sequential"] = "optimized"
-    """How the plan is made: P^mask, by chance, or the first layers that fit (Table 5)."""
+    """Method of planning: the solution of P^mask, random layers, or the first layers that fit (Table 5)."""
     head: str | None = None
-    """Module that is the head; none = the last linear layer."""
+    """Name of the module that is the head; null = the last linear layer."""
     freeze_head: bool = True
-    """Whether the head keeps its random start; else it is a group like the others (Table 9)."""
+    """Whether the head keeps its random initial weights; otherwise it is a group like the others (Table 9)."""
     groups: tuple[str, ...] = ()
-    """Globs over names of parameters; each makes one group. What they leave is grouped by layers and blocks."""
+    """Glob patterns of names of parameters, each for one group. Other parameters are grouped by layers and blocks."""
     finetune_epochs: int = 5
-    """Epochs of each client's last fit, of the whole model; 0 = none."""
+    """Number of epochs of each client's final fit of the whole model; 0 = no fine-tuning."""
     base: FederatedAlgorithm | None = None
-    """HeteroFL or SplitMix, of whose networks clients train some layers; none = layers of the whole model."""
+    """HeteroFL or SplitMix, of whose networks clients train some layers; null = layers of the whole model."""
 
     def __post_init__(self) -> None:
         check_choices(self, "algorithm.")
         if self.base is not None and not hasattr(self.base, "network"):
-            raise InvalidOption(f"`PerFedMask(base={self.base})`: expected `HeteroFL` or `SplitMix`, or none.")
+            raise InvalidOption(f"`PerFedMask(base={self.base})`: expected `HeteroFL` or `SplitMix`, or null.")
         if getattr(self.base, "finetune_epochs", 0):
             raise InvalidOption(
-                f"`PerFedMask(base={self.base})`: its base does not fine-tune, PerFedMask does; expected "
+                f"`PerFedMask(base={self.base})`: PerFedMask fine-tunes instead of its base; expected "
                 "`algorithm.finetune_epochs` instead of the base's."
             )
-        if self.finetune_epochs < 0:
-            raise InvalidOption(f"`PerFedMask(finetune_epochs={self.finetune_epochs})`: expected a whole number >= 0.")
+        require(self.finetune_epochs >= 0, "algorithm.finetune_epochs", self.finetune_epochs, "a whole number >= 0")
 
     @property
     def _inner(self) -> Any:
-        """Decides all but what may change."""
+        """The method that determines everything except the trainable weights."""
         return FedAvg() if self.base is None else self.base
 
     def adapt(self, module: LightningModule) -> None:
-        """As the base does."""
+        """Adapt the module as the base does."""
         self._inner.adapt(module)
 
     def init(self, weights: Weights, fleet: Fleet) -> ServerState:
-        """Make the plan: for every parameter, which clients train it."""
+        """Compute the plan: for every parameter, the clients that train it."""
         server: ServerState = self._inner.init(weights, fleet)
         parameters = {name: value for name, value in weights.items() if name not in fleet.buffers}
         head = head_of(parameters, self.head) if self.freeze_head else ()
@@ -123,7 +124,7 @@ class PerFedMask(FederatedAlgorithm):
     def _by_size(
         self, server: ServerState, body: Weights, groups: Mapping[str, Sequence[str]], fleet: Fleet
     ) -> dict[tuple[int, ...], list[ClientView]]:
-        """Clients by the sizes that the groups have in one of their networks, which follow from the capacity."""
+        """Return the clients by the sizes of the groups in one of their networks, which depend on the capacity."""
         known: dict[float, tuple[int, ...]] = {}
         found: dict[tuple[int, ...], list[ClientView]] = defaultdict(list)
         for view in fleet.views:
@@ -135,51 +136,58 @@ class PerFedMask(FederatedAlgorithm):
         return found
 
     def download(self, server: ServerState, view: ClientView) -> Message:
-        """The whole model or the base's networks, and which of it the client may change."""
+        """Send the whole model or the base's networks, and the masks of trainable weights."""
         trains = server.extra["trains"]
         mine = dict(zip(trains, torch.stack([clients[view.id] for clients in trains.values()]).tolist(), strict=True))
         fixed = [name for name, may_change in mine.items() if not may_change]
         frozen = {
             name: torch.zeros((), dtype=torch.bool, device=server.weights[name].device).expand_as(server.weights[name])
-            for name in (fixed if len(fixed) < len(mine) else server.weights)  # with nothing to train, buffers stay too
+            for name in (
+                fixed if len(fixed) < len(mine) else server.weights
+            )  # without trainable parameters, buffers do not change either
         }
         message: Message = self._inner.download(server, view)
         return replace(message, trainable=frozen)
 
     def train(self, message: Message, client: Client) -> Update:
-        """As the base does; a client whose budget fits no group has nothing to train and sends nothing."""
+        """Train as the base does; a client whose budget is too small for any group does not train or send weights."""
         if _is_idle(message):
             return Update(weights={}, weight=client.num_examples)
         update: Update = self._inner.train(message, client)
         return update
 
     def trained(self, message: Message, update: Update) -> Weights:
-        """As the base does."""
+        """Return the trained weights as the base does."""
         weights: Weights = self._inner.trained(message, update)
         return weights
 
     def reducer(self) -> Reducer:
-        """As the base does."""
+        """Return the reducer of the base."""
         reducer: Reducer = self._inner.reducer()
         return reducer
 
-    def personalize(self, server: ServerState, client: Client) -> Weights:
-        """The global model, or the client's part of it."""
-        weights: Weights = self._inner.personalize(server, client)
+    def download_for(self, server: ServerState, view: ClientView, task: Literal["score", "finetune"]) -> Message:
+        """Send the base's message without the plan, which has no rows for clients that never train."""
+        message: Message = self._inner.download_for(server, view, task)
+        return message
+
+    def personalize(self, message: Message, client: Client) -> Weights:
+        """Return the global model, or the client's part of it."""
+        weights: Weights = self._inner.personalize(message, client)
         return weights
 
-    def finetune(self, server: ServerState, client: Client) -> Weights | None:
-        """The whole model or the client's part of it, head and all, on the client's own data."""
+    def finetune(self, message: Message, client: Client) -> Weights | None:
+        """Train the whole model or the client's part of it, head included, on the client's own data."""
         if self.base is not None:
-            return replace(self._inner, finetune_epochs=self.finetune_epochs).finetune(server, client)  # type: ignore[no-any-return]
-        return client.fit(server.weights, epochs=self.finetune_epochs).weights if self.finetune_epochs else None
+            return replace(self._inner, finetune_epochs=self.finetune_epochs).finetune(message, client)  # type: ignore[no-any-return]
+        return client.fit(message.weights, epochs=self.finetune_epochs).weights if self.finetune_epochs else None
 
     def costs(self, facts: CostFacts) -> Costs:
-        """The paper counts the trained parameters up; Tables 1, 2, 4, 7 and 8 print their mean over clients."""
-        costs = upload_of_the_trained(self._inner.costs(facts), facts.message)
+        """Return costs in which only trained parameters are uploaded, whose mean is in Tables 1, 2, 4, 7 and 8."""
+        costs = with_trained_upload(self._inner.costs(facts), facts.message)
         return replace(costs, flops_paper=0, flops_analytic=0) if _is_idle(facts.message) else costs
 
 
 def _is_idle(message: Message) -> bool:
-    """Whether a client may change nothing at all."""
+    """Return whether a client has no trainable weights."""
     return all(name in message.trainable for name in message.weights)

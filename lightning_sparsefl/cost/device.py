@@ -51,7 +51,7 @@ class Devices:
         """Return a client's capacity in a round, in (0, 1].
 
         Args:
-            view: What the server knows of the client.
+            view: Facts that the server knows of the client.
         """
         if not self.dynamic:
             return view.capacity

@@ -1,4 +1,4 @@
-"""The engine: knows rounds, ranks and bytes; knows no method."""
+"""The federated engine: rounds, ranks, communication and storage, independent of the method."""
 
 from lightning_sparsefl.federated.aggregation.privacy import Privacy
 from lightning_sparsefl.federated.aggregation.reducers import CoverageMean, PlainMean, Reducer

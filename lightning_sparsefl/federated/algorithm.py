@@ -15,7 +15,10 @@ A whole method, for illustration::
             return replace(server, weights=moved)
 
 A method is a frozen dataclass of hyper-parameters and has no other state: what changes lives in `ServerState`, in
-what the server keeps per client (`shared`) and in what the client keeps (`memory`).
+what the server keeps per client (`shared`) and in what the client keeps (`memory`). Its hooks stand on one of two
+sides. The server's hooks see the server's state and :class:`~lightning_sparsefl.types.ClientView`. The client's hooks
+(`callbacks`, `train`, `trained`, `personalize`, `finetune`, `survey`) see a message and the client with its memory,
+and nothing else, so that they run on another machine unchanged.
 """
 
 from __future__ import annotations
@@ -23,13 +26,15 @@ from __future__ import annotations
 from abc import ABC
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import Literal
 
 import torch
 from lightning.pytorch import Callback, LightningModule
 
-from lightning_sparsefl.cost import forward_flops, training_flops
+from lightning_sparsefl.cost import BYTES_PER_WEIGHT, forward_flops, training_flops
 from lightning_sparsefl.federated.aggregation.reducers import CoverageMean, Reducer
+from lightning_sparsefl.federated.client import Client
+from lightning_sparsefl.federated.fleet import Fleet
 from lightning_sparsefl.sparse import masks as mask_algebra
 from lightning_sparsefl.types import (
     ClientView,
@@ -44,13 +49,6 @@ from lightning_sparsefl.types import (
     Weights,
 )
 
-if TYPE_CHECKING:
-    from lightning_sparsefl.federated.client import Client
-    from lightning_sparsefl.federated.fleet import Fleet
-
-BYTES_PER_WEIGHT = 4
-"""The papers count float32 values and take masks as free."""
-
 
 class FederatedAlgorithm(ABC):  # noqa: B024 - every hook has a default, and jsonargparse needs a plain base
     """One federated method; the defaults are FedAvg (McMahan et al. 2017, arXiv:1602.05629)."""
@@ -60,7 +58,7 @@ class FederatedAlgorithm(ABC):  # noqa: B024 - every hook has a default, and jso
 
     @property
     def can_be_private(self) -> bool:
-        """Whether a client's data reach the server through the merged weights alone, as `federation.privacy` needs it.
+        """Whether a client's data reach the server through the merged weights alone, as `federation.privacy` requires.
 
         That is: updates have no `shared` and no `extra`; every client may change and votes on the same coordinates;
         these and the first state follow from no data but what the merged weights tell; and reports are not used.
@@ -68,36 +66,85 @@ class FederatedAlgorithm(ABC):  # noqa: B024 - every hook has a default, and jso
         return False
 
     def adapt(self, module: LightningModule) -> None:  # noqa: B027 - a default, as of every hook
-        """Change the module once, before `init`, for example to add exits. Default: nothing."""
-
-    def init(self, weights: Weights, fleet: Fleet) -> ServerState:
-        """The server's state before round 0.
+        """Change the module once, before `init`, for example to add exits. Default: nothing.
 
         Args:
-            weights: The module's initial weights.
+            module: The user's module.
+        """
+
+    def init(self, weights: Weights, fleet: Fleet) -> ServerState:
+        """Return the server's state before round 0.
+
+        Args:
+            weights: Initial weights of the module.
             fleet: All clients.
         """
         return ServerState(round=0, weights=weights)
 
+    def survey(self, message: Message, client: Client) -> Update:
+        """Answer a question that `init` asks every client with :meth:`Fleet.survey`, before round 0.
+
+        Args:
+            message: Message that `init` passed to the fleet.
+            client: The client; its memory is empty, and what it returns as memory is not kept.
+
+        Raises:
+            NotImplementedError: If the algorithm asks nothing.
+        """
+        raise NotImplementedError(f"`{type(self).__name__}` asks its fleet, and has no hook `survey`.")
+
     def download(self, server: ServerState, view: ClientView) -> Message:
-        """What the server sends to one client; it sees facts and uploads, never data or memory."""
+        """Return what the server sends to one client for training.
+
+        Args:
+            server: State of the server before the round.
+            view: Facts of the client: facts and uploads, never its data or memory.
+        """
         return Message(weights=mask_algebra.apply(server.weights, server.masks), masks=server.masks)
 
+    def download_for(self, server: ServerState, view: ClientView, task: Literal["score", "finetune"]) -> Message:
+        """Return what the server sends to one client for scoring or for fine-tuning. Default: :meth:`download`.
+
+        Args:
+            server: State of the server.
+            view: Facts of the client.
+            task: Task of the client.
+        """
+        return self.download(server, view)
+
     def callbacks(self, message: Message, client: Client) -> list[Callback]:
-        """How local training differs from the module's own; `message.masks` are held without asking."""
+        """Return callbacks that make local training differ from the module's own; `message.masks` are held anyway.
+
+        Args:
+            message: Message that the client received.
+            client: The client.
+        """
         return []
 
     def train(self, message: Message, client: Client) -> Update:
-        """One client's local work."""
+        """Do one client's local work.
+
+        Args:
+            message: Message that the client received.
+            client: The client.
+
+        Returns:
+            What the client uploads and keeps.
+        """
         result = client.fit(message.weights, message.masks, message.trainable, self.callbacks(message, client))
         return Update(weights=result.weights, weight=client.num_examples, metrics=result.metrics)
 
     def reducer(self) -> Reducer:
-        """How the round's updates are merged."""
+        """Return how the round's updates are merged."""
         return CoverageMean()
 
     def aggregate(self, server: ServerState, merged: Merged) -> ServerState:
-        """The server's next state; the engine counts the round itself."""
+        """Return the server's next state; the engine counts the round itself.
+
+        Args:
+            server: State of the server before the round.
+            merged: The round's updates after the reduction.
+        """
         difference = merged.kind == "difference"
         weights = {
             name: _adopt(old, merged.weights[name], merged.covered.get(name), difference)
@@ -106,63 +153,87 @@ class FederatedAlgorithm(ABC):  # noqa: B024 - every hook has a default, and jso
         return replace(server, weights=weights)
 
     def observe(self, server: ServerState, view: ClientView, report: Mapping[str, float]) -> Shared | None:
-        """What the server newly keeps about one participant, given its metrics; None = as before.
+        """Return what the server newly keeps about one participant, given its metrics; None = as before.
 
-        With :meth:`seconds`, the metrics have them too, as ``seconds``.
+        Args:
+            server: State of the server before the round.
+            view: Facts of the client, its newest upload included.
+            report: Metrics of the client's update. With :meth:`simulated_seconds`, also that time, as ``seconds``.
         """
         return None
 
-    def seconds(self, view: ClientView, flops: float, bytes_up: int) -> float | None:
-        """How long a client-round would take on the client's own device; a round takes as long as the slowest.
+    def simulated_seconds(self, view: ClientView, flops: float, bytes_up: int) -> float | None:
+        """Return how long a client-round would take on the client's own device; a round takes as long as the slowest.
 
         Args:
-            view: Of the client.
-            flops: Of its training, as charged to ``flops/train``.
-            bytes_up: Of its encoded upload.
+            view: Facts of the client.
+            flops: FLOPs of its training, as charged to ``flops/train``.
+            bytes_up: Size of its encoded upload in bytes.
 
         Returns:
             Seconds, of which ``time/simulated`` is made; None = not simulated.
         """
         return None
 
-    def personalize(self, server: ServerState, client: Client) -> Weights:
-        """The weights this client is scored with."""
-        return mask_algebra.apply(server.weights, server.masks)
+    def personalize(self, message: Message, client: Client) -> Weights:
+        """Return the weights that a client is scored with. Default: those of the message.
+
+        Args:
+            message: Message from :meth:`download_for`.
+            client: The client, with its memory.
+        """
+        return message.weights
 
     def trained(self, message: Message, update: Update) -> Weights:
-        """What a participant's local training ended with; its scores are ``personal_after/*``."""
+        """Return what a participant's local training ended with; its scores are ``personal_after/*``.
+
+        Args:
+            message: Message that the client received.
+            update: Update that :meth:`train` returned.
+        """
         if update.kind == "difference":
             return mask_algebra.add(message.weights, update.weights)
         return {**message.weights, **update.weights}
 
-    def finetune(self, server: ServerState, client: Client) -> Weights | None:
-        """The client's weights after a last local fit, run once when the rounds are over; None = none.
+    def finetune(self, message: Message, client: Client) -> Weights | None:
+        """Return the client's weights after a last local fit, run once when the rounds are over; None = not done.
 
-        The server's state is that of the round that `federation.select` chose, else that of the last one. The scores
-        are the table's ``finetuned/*``; the work is not charged to the ledger.
+        The message is made from the state of the round that `federation.select` chose, else from that of the last
+        round. The scores are the table's ``finetuned/*``; the work is not charged to the ledger.
+
+        Args:
+            message: Message from :meth:`download_for`.
+            client: The client, with its memory.
         """
         return None
 
     def profile_state(self, server: ServerState, round: int) -> ServerState:
-        """What `profile` takes for the server's state at the start of a round, since nothing is trained there.
+        """Return what `profile` takes for the server's state at the start of a round, since nothing is trained there.
 
         A method whose masks follow a schedule overrides this. Default: the first state.
 
         Args:
-            server: Before round 0.
-            round: From 0.
+            server: State of the server before round 0.
+            round: Number of the round, from 0.
         """
         return replace(server, round=round)
 
     def may_vote(self, message: Message) -> Masks:
-        """Where an upload may vote; default: where the client holds and may change."""
+        """Return where an upload may vote. Default: where the client holds and may change.
+
+        Args:
+            message: Message that the client received.
+        """
         return mask_algebra.intersect(message.trainable, message.masks)
 
     def costs(self, facts: CostFacts) -> Costs:
-        """FLOPs and paper bytes of one client-round, without training.
+        """Return the FLOPs and the paper's bytes of one client-round, without training.
 
         The default charges training as three forward passes of the held density for every local sample, and
         4 bytes for every weight that the masks keep, in both directions; buffers are free, as in the papers.
+
+        Args:
+            facts: Facts that the cost depends on.
         """
         message, samples = facts.message, facts.epochs * facts.samples
         held = mask_algebra.counts(message.masks)
@@ -177,7 +248,7 @@ class FederatedAlgorithm(ABC):  # noqa: B024 - every hook has a default, and jso
 
 
 def _adopt(old: torch.Tensor, mean: torch.Tensor, covered: torch.Tensor | None, difference: bool) -> torch.Tensor:
-    """The mean where somebody voted, the server's value elsewhere."""
+    """Return the mean where a client voted, the server's value elsewhere."""
     if difference:  # a mean of differences is zero where nobody voted
         return old + mean
     return mean if covered is None else torch.where(covered, mean, old)

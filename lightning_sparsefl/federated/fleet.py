@@ -1,25 +1,22 @@
-"""All clients of a run, and the only way to ask many of them at once."""
+"""All clients of a run, as `init` sees them."""
 
 from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, Protocol, overload
 
 import torch
 
-from lightning_sparsefl.federated.client import Client
-from lightning_sparsefl.federated.distributed.placement import longest_first
-from lightning_sparsefl.federated.distributed.ranks import Ranks
 from lightning_sparsefl.sparse.units import UnitGroup
-from lightning_sparsefl.types import ClientView, Weights
+from lightning_sparsefl.types import ClientView, Merged, Message
 
 _MOST_LISTED = 1000
 
 
 class KnowsUnits(Protocol):
-    """Whatever holds the model."""
+    """An object that holds the model."""
 
     @property
     def units(self) -> Sequence[UnitGroup]:
@@ -31,8 +28,8 @@ class LazyClientViews(Sequence[ClientView]):
     """The views of many clients, each made when it is asked for.
 
     Args:
-        clients: Their numbers.
-        view: Makes one.
+        clients: Numbers of the clients.
+        view: Function that makes the view of a client.
     """
 
     def __init__(self, clients: Sequence[int], view: Callable[[int], ClientView]) -> None:
@@ -51,14 +48,14 @@ class LazyClientViews(Sequence[ClientView]):
 
 
 def sizes_fact(data: Any) -> list[int] | str:
-    """The clients' training samples as a short fact, which differs where one of them does.
+    """Return the clients' numbers of training samples in short form, for comparison on resume.
 
     Args:
-        data: The clients' data. Where its `client_sizes` follow from a rule, they may say which in an attribute `rule`,
-            so that no client needs to be asked.
+        data: The clients' data. If its `client_sizes` follow from a rule, their attribute `rule` may state it, so that
+            no client needs to be asked.
 
     Returns:
-        The sizes of up to 1,000 clients; of more, the rule or a digest.
+        The sizes of up to 1,000 clients; the rule or a digest of more.
     """
     rule = getattr(getattr(data, "client_sizes", None), "rule", None)
     if data.num_clients > _MOST_LISTED and rule is not None:
@@ -70,16 +67,15 @@ def sizes_fact(data: Any) -> list[int] | str:
 
 
 class Fleet:
-    """What a method may know of all clients, and what it may ask of them.
+    """What an algorithm may know of all clients, and what it may ask them.
 
     Args:
-        views: The facts of the clients that train, before round 0; :class:`LazyClientViews` where they are many.
+        views: Facts of the clients that train, before round 0; a :class:`LazyClientViews` where they are many.
         buffers: Names of the model's floating-point buffers, which no mask may hold.
-        device: Where the server's weights live.
-        bench: Knows the model's units.
-        client: Makes a client of its number; None where none can be asked.
-        ranks: The processes; None = this one alone.
-        clients_per_round: Clients of a cohort; None = all.
+        device: Device of the server's weights.
+        model: Object that knows the model's units.
+        survey: Asks all clients; None where none can be asked.
+        clients_per_round: Number of clients of a cohort; None = all.
         execution: How units are left out of local training, `federation.execution`.
     """
 
@@ -88,16 +84,15 @@ class Fleet:
         views: Sequence[ClientView],
         buffers: frozenset[str],
         device: torch.device,
-        bench: KnowsUnits | None = None,
-        client: Callable[[int], Client] | None = None,
-        ranks: Ranks | None = None,
+        model: KnowsUnits | None = None,
+        survey: Callable[[Message], Merged] | None = None,
         clients_per_round: int | None = None,
         execution: Literal["mask", "cut"] = "mask",
     ) -> None:
         self.views, self.buffers, self.device = views, buffers, device
         self.seed, self.max_rounds = views[0].seed, views[0].max_rounds
         self.clients_per_round, self.execution = clients_per_round or len(views), execution
-        self._bench, self._client, self._ranks = bench, client, ranks
+        self._model, self._survey = model, survey
 
     @property
     def units(self) -> Sequence[UnitGroup]:
@@ -106,39 +101,23 @@ class Fleet:
         Raises:
             InvalidOption: If they cannot be found.
         """
-        return () if self._bench is None else self._bench.units
+        return () if self._model is None else self._model.units
 
     def __len__(self) -> int:
         return len(self.views)
 
-    def map(self, ask: Callable[[Client], Any]) -> dict[int, Any]:
-        """What every client answers, by client number; each is asked on one rank.
+    def survey(self, message: Message) -> Merged:
+        """Ask every client a question, and merge the answers; for `init`, before round 0.
+
+        Each client answers with the algorithm's hook `survey`. The updates are merged by their weights, with the
+        clients' metrics as `reports`; the bytes are charged to the first round.
 
         Args:
-            ask: Called with the client; its answer travels between processes.
+            message: Message that every client receives.
 
         Raises:
             RuntimeError: Where no client can work.
         """
-        if self._client is None:
+        if self._survey is None:
             raise RuntimeError("Clients cannot be asked here, since nothing is trained.")
-        if self._ranks is None:
-            return {view.id: ask(self._client(view.id)) for view in self.views}
-        loads = {view.id: float(view.num_examples) for view in self.views}
-        mine, client = longest_first(loads, self._ranks.size)[self._ranks.rank], self._client
-        parts = self._ranks.share(lambda: {i: ask(client(i)) for i in mine})
-        answers = {i: answer for part in parts for i, answer in part.items()}
-        return dict(sorted(answers.items()))
-
-    def mean(self, ask: Callable[[Client], Weights]) -> Mapping[str, torch.Tensor]:
-        """The mean of what every client answers, weighted by its training samples, summed in client order."""
-        answers = self.map(ask)
-        sizes = {view.id: view.num_examples for view in self.views}
-        total = sum(sizes[i] for i in answers)
-        sums: dict[str, torch.Tensor] = {}
-        dtypes = {name: tensor.dtype for tree in answers.values() for name, tensor in tree.items()}
-        for i, tree in answers.items():
-            for name, tensor in tree.items():
-                term = sizes[i] * tensor.double()
-                sums[name] = sums[name] + term if name in sums else term
-        return {name: (tensor / total).to(dtypes[name]) for name, tensor in sums.items()}
+        return self._survey(message)

@@ -1,4 +1,4 @@
-"""Who takes part: a function of the seed and the round, so that a resumed run needs no replay."""
+"""Sampling of clients as a function of the seed and the round, so that a resumed run needs no state of the sampler."""
 
 from __future__ import annotations
 
@@ -12,7 +12,13 @@ from lightning_sparsefl.seeds import generator
 
 
 def uniform_cohort(seed: int, round: int, clients: Sequence[int], count: int) -> list[int]:
-    """Clients of a round, drawn uniformly without replacement, in ascending order.
+    """Draw the clients of a round uniformly without replacement, in ascending order.
+
+    Args:
+        seed: Random seed of the run.
+        round: Index of the round, from 0.
+        clients: Clients to draw from.
+        count: Number of clients to draw.
 
     Example:
         >>> uniform_cohort(0, 0, range(5), 5)
@@ -24,7 +30,12 @@ def uniform_cohort(seed: int, round: int, clients: Sequence[int], count: int) ->
 
 
 def evaluated_clients(seed: int, clients: Sequence[int], count: int | str) -> Sequence[int]:
-    """Clients that an evaluation scores: all of them, or one fixed draw.
+    """Return the clients of every evaluation: all of them, or a sample that is the same in all rounds.
+
+    Args:
+        seed: Random seed of the run.
+        clients: Clients to draw from.
+        count: Number of clients, or "all".
 
     Example:
         >>> evaluated_clients(0, range(3), "all"), len(evaluated_clients(0, range(100), 7))
@@ -36,11 +47,11 @@ def evaluated_clients(seed: int, clients: Sequence[int], count: int | str) -> Se
 
 
 class Training(Sequence[int]):
-    """The numbers below `num_clients` without some of them, in ascending order; only the missing ones are kept.
+    """Numbers of the training clients in ascending order, stored as the few numbers that are missing.
 
     Args:
-        num_clients: Of the fleet.
-        unseen: The missing numbers, ascending.
+        num_clients: Number of clients of the fleet.
+        unseen: Numbers that are missing, in ascending order.
 
     Example:
         >>> list(Training(5, [1, 3])), Training(10**9, [0])[-1]
@@ -49,7 +60,9 @@ class Training(Sequence[int]):
 
     def __init__(self, num_clients: int, unseen: Sequence[int]) -> None:
         self._present = range(num_clients - len(unseen))
-        self._before = [client - place for place, client in enumerate(unseen)]  # present numbers below each missing one
+        self._before = [
+            client - place for place, client in enumerate(unseen)
+        ]  # number of present clients below each missing one
 
     def __len__(self) -> int:
         return len(self._present)
@@ -66,7 +79,12 @@ class Training(Sequence[int]):
 
 
 def split_unseen(seed: int, num_clients: int, count: int) -> tuple[Sequence[int], list[int]]:
-    """The clients that train, and those that a run holds out of training, by one fixed draw.
+    """Split the clients at random into those that train and those that never do.
+
+    Args:
+        seed: Random seed of the run.
+        num_clients: Number of clients of the fleet.
+        count: Number of clients that never train.
 
     Example:
         >>> training, unseen = split_unseen(0, 5, 2)
@@ -78,7 +96,7 @@ def split_unseen(seed: int, num_clients: int, count: int) -> tuple[Sequence[int]
 
 
 def _drawn(clients: Sequence[int], count: int, *key: int | str) -> list[int]:
-    """The first entries of ``torch.randperm``, drawn without the others: a shuffle that only notes what it moved."""
+    """Draw `count` clients by a Fisher-Yates shuffle that stores only the moved entries; return them sorted."""
     rng, moved, drawn = generator(*key), dict[int, int](), list[int]()
     for place in range(min(count, len(clients))):
         left = len(clients) - place

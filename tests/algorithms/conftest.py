@@ -7,6 +7,7 @@ import torch
 
 from lightning_sparsefl.cost import count_layers
 from lightning_sparsefl.federated.client import Client
+from lightning_sparsefl.federated.exchange.orders import ClientFacts, Order
 from lightning_sparsefl.federated.fleet import Fleet
 from lightning_sparsefl.models import MLP, PreResNet18
 from lightning_sparsefl.sparse.masks import counts
@@ -42,6 +43,11 @@ def view_of(client=0, round=0, max_rounds=5, shared=None, num_examples=7, seed=0
     )
 
 
+def order_of(client=0, round=0, max_rounds=5, num_examples=7, capacity=1.0):
+    facts = ClientFacts(num_examples=num_examples, capacity=capacity, max_rounds=max_rounds)
+    return Order("run", client, round, "train", facts, key=f"key {client}", message=Message(weights={}))
+
+
 @pytest.fixture
 def view():
     return view_of
@@ -53,7 +59,7 @@ def client():
 
     def make(trained=None, slopes=None, memory=None, **facts):
         script = Script(trained, slopes)
-        return Client(view_of(**facts), memory or {}, script), script
+        return Client(order_of(**facts), memory or {}, script), script
 
     return make
 

@@ -23,9 +23,10 @@ def test_the_server_starts_from_the_modules_weights(fleet):
 
 def test_everybody_receives_and_is_scored_with_the_servers_weights(view, client):
     server = ServerState(round=2, weights=WEIGHTS)
-    assert FedAvg().download(server, view()) == Message(weights=WEIGHTS)
-    assert FedAvg().personalize(server, client()[0]) == WEIGHTS
-    assert FedAvg().finetune(server, client()[0]) is None
+    message = FedAvg().download(server, view())
+    assert message == Message(weights=WEIGHTS) == FedAvg().download_for(server, view(), "score")
+    assert FedAvg().personalize(message, client()[0]) == WEIGHTS
+    assert FedAvg().finetune(message, client()[0]) is None
 
 
 def test_global_masks_are_applied_and_sent(view, client):
@@ -33,7 +34,7 @@ def test_global_masks_are_applied_and_sent(view, client):
     message = FedAvg().download(server, view())
     assert message.weights["w"].tolist() == [1, 0, 3]
     assert message.masks == MASKS
-    assert FedAvg().personalize(server, client()[0])["w"].tolist() == [1, 0, 3]
+    assert FedAvg().personalize(message, client()[0])["w"].tolist() == [1, 0, 3]
 
 
 def test_an_update_counts_by_its_samples(client):

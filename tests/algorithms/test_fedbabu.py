@@ -12,7 +12,7 @@ from lightning_sparsefl.federated.aggregation.reducers import CoverageMean
 
 
 def test_refuses_options_out_of_range():
-    with pytest.raises(InvalidOption, match=r"\(finetune_epochs=-1\)`: expected a whole number >= 0"):
+    with pytest.raises(InvalidOption, match=r"`algorithm.finetune_epochs` is -1; expected a whole number >= 0"):
         FedBABU(finetune_epochs=-1)
 
 
@@ -34,13 +34,14 @@ def test_everything_travels_down_and_only_voters_count():
 
 
 def test_fine_tuning_is_of_the_whole_model(client):
-    server = started(FedBABU(), views(1.0))
+    people = views(1.0)
+    message = FedBABU().download_for(started(FedBABU(), people), people[0], "finetune")
     tuned = {name: value + 1 for name, value in WEIGHTS.items()}
     someone, script = client(tuned)
-    assert FedBABU(finetune_epochs=2).finetune(server, someone) == tuned
+    assert FedBABU(finetune_epochs=2).finetune(message, someone) == tuned
     ((weights, masks, trainable, callbacks),) = script.fits
     assert (weights, masks, trainable, list(callbacks)) == (WEIGHTS, {}, {}, [])
-    assert FedBABU(finetune_epochs=0).finetune(server, someone) is None
+    assert FedBABU(finetune_epochs=0).finetune(message, someone) is None
     assert len(script.fits) == 1
 
 

@@ -144,7 +144,7 @@ def test_what_a_client_sends_is_dense_and_counts_everywhere(client):
         script.fits.append((weights, masks))
         return type(script).fit(script, client, weights, masks, trainable, callbacks)
 
-    someone._bench = type("Bench", (), {"fit": staticmethod(fit)})
+    someone._worker = type("Bench", (), {"fit": staticmethod(fit)})
     update = method.train(MESSAGE, someone)
     assert script.fits[0] == (RECEIVED, {})  # masks would hold the weights
     torch.testing.assert_close(update.weights["w"], torch.tensor([0.1, -0.5, 0.3, -0.2]))

@@ -68,10 +68,11 @@ def test_a_client_is_scored_with_what_it_trained_and_others_with_their_first_mas
     made, _ = asked()
     update = method.train(message(0.25), made)
     trained, _ = asked(memory=update.memory)
-    own = method.personalize(server(), trained)
+    sent = method.download_for(server(), view(), "score")  # of capacity 1
+    own = method.personalize(sent, trained)
     assert own["0.bias"].tolist() == [2, 0, 0, 0]
     assert method.trained(message(), update)["0.bias"].tolist() == [2, 0, 0, 0]
-    assert method.personalize(server(), asked()[0])["0.bias"].tolist() == [1, 1, 1, 1]  # of capacity 1
+    assert method.personalize(sent, asked()[0])["0.bias"].tolist() == [1, 1, 1, 1]
 
 
 def test_rules_for_the_density(view):
@@ -129,13 +130,13 @@ def test_the_file_of_the_published_program_says_what_the_class_says():
 def test_only_models_above_a_density_are_personal_models(asked):
     method = FedLPS(ratio="capacity", pattern="ordered", score_above=0.25)
     stranger, _ = asked()
-    assert method.personalize(server(), stranger) is WEIGHTS  # the dense common model
+    assert method.personalize(message(), stranger) is WEIGHTS  # the dense common model
     small = method.train(message(0.25), asked(memory={})[0]).memory
     assert "kept" not in small
     large = method.train(message(0.5), asked(memory=small)[0]).memory
     again = method.train(message(0.25), asked(memory=large)[0]).memory
     assert again["kept"]["0"].tolist() == [True, True, False, False]
-    assert method.personalize(server(), asked(memory=again)[0])["0.bias"].tolist() == [2, 2, 0, 0]
+    assert method.personalize(message(), asked(memory=again)[0])["0.bias"].tolist() == [2, 2, 0, 0]
 
 
 def test_rewards_are_per_unit_of_time(view):
@@ -171,7 +172,7 @@ def test_the_bandit_learns_from_accuracy_and_time(view):
 
 def test_seconds_are_those_of_the_client_s_device(view):
     method = FedLPS(flops_per_second=100.0, bytes_per_second=10.0, alpha=2.0)
-    assert method.seconds(replace(view(), capacity=0.5), 300.0, 40) == 300 / 50 + 2 * 40 / 10
+    assert method.simulated_seconds(replace(view(), capacity=0.5), 300.0, 40) == 300 / 50 + 2 * 40 / 10
 
 
 def test_costs_by_hand(facts):

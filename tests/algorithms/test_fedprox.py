@@ -12,7 +12,7 @@ from lightning_sparsefl.types import Message
 
 @pytest.mark.parametrize("mu", [-0.01, float("nan")])
 def test_a_strength_below_0_is_refused(mu):
-    with pytest.raises(InvalidOption, match=r"`FedProx\(mu=.*\)`: expected a number >= 0"):
+    with pytest.raises(InvalidOption, match=r"`algorithm.mu` is .*; expected a number >= 0"):
         FedProx(mu=mu)
 
 

@@ -29,13 +29,13 @@ def kept(state):
 
 @pytest.mark.parametrize("density", [0, -0.1, 1.1, float("nan")])
 def test_a_density_outside_its_range_is_refused(density):
-    with pytest.raises(InvalidOption, match=r"`FedSpa\(density=.*\)`: expected a number in \(0, 1\]"):
+    with pytest.raises(InvalidOption, match=r"`algorithm.density` is .*; expected a number in \(0, 1\]"):
         FedSpa(density=density)
 
 
 @pytest.mark.parametrize("exchange", [-0.1, 1.1, float("nan")])
 def test_an_exchange_outside_its_range_is_refused(exchange):
-    with pytest.raises(InvalidOption, match=r"`FedSpa\(exchange=.*\)`: expected a number in \[0, 1\]"):
+    with pytest.raises(InvalidOption, match=r"`algorithm.exchange` is .*; expected a number in \[0, 1\]"):
         FedSpa(exchange=exchange)
 
 
@@ -94,8 +94,7 @@ def test_a_client_receives_and_is_scored_with_its_masked_weights(fleet, view, cl
     later = FedSpa().download(state, view(shared={"masks": {"w": MASK}}))
     assert later.weights["w"].tolist() == [1, 2, 3, 4, 0, 0]  # grown weights meet the server's values, not zeros
     assert same(later.masks, {"w": MASK})
-    someone, _ = client(shared={"masks": {"w": MASK}})
-    assert FedSpa().personalize(state, someone)["w"].tolist() == [1, 2, 3, 4, 0, 0]
+    assert FedSpa().personalize(later, client()[0])["w"].tolist() == [1, 2, 3, 4, 0, 0]
 
 
 def test_the_update_is_the_change_and_the_searched_mask(client):
@@ -146,7 +145,7 @@ def test_random_growth_draws_from_the_clients_generator(client):
         assert int(masks[-1]["w"].sum()) == 4
     assert same(masks[0], masks[1])
     assert not all(same(masks[0], other) for other in masks[2:])
-    scores = torch.rand(6, generator=generator(0, 0, 0, "growth", 0))
+    scores = torch.rand(6, generator=generator("key 0", 0, "train", "growth", 0))
     grown = sorted((0, 3, 4, 5), key=lambda place: -scores[place])[:2]
     assert sorted(masks[0]["w"].nonzero().flatten().tolist()) == sorted([1, 2, *grown])
 

@@ -25,15 +25,15 @@ def test_the_first_fit_starts_from_the_common_weights(client):
 
 
 def test_later_fits_go_on_from_the_clients_own(client):
-    someone, script = client(COMMON, memory={"weights": OWN}, shared={"started": True})
+    someone, script = client(COMMON, memory={"weights": OWN})
     update = Local().train(Message(weights={}), someone)
     assert script.fits == [(OWN, {}, {}, ())]
     assert update.memory == {"weights": COMMON}
 
 
 def test_a_client_is_scored_with_its_own_weights(client):
-    assert Local().personalize(SERVER, client(memory={"weights": OWN})[0]) == OWN
-    assert Local().personalize(SERVER, client()[0]) == COMMON
+    assert Local().personalize(Message(weights={}), client(memory={"weights": OWN})[0]) == OWN
+    assert Local().personalize(Message(weights=COMMON), client()[0]) == COMMON
 
 
 def test_the_server_learns_nothing():

@@ -16,7 +16,7 @@ from lightning_sparsefl.sparse.masks import counts
 
 
 def test_refuses_options_out_of_range():
-    with pytest.raises(InvalidOption, match=r"\(finetune_epochs=-1\)`: expected a whole number >= 0"):
+    with pytest.raises(InvalidOption, match=r"`algorithm.finetune_epochs` is -1; expected a whole number >= 0"):
         PerFedMask(finetune_epochs=-1)
 
 
@@ -121,13 +121,14 @@ def test_everything_travels_down_and_only_voters_count():
 
 
 def test_fine_tuning_is_of_the_whole_model(client):
-    server = started(PerFedMask(), views(1.0))
+    people = views(1.0)
+    message = PerFedMask().download_for(started(PerFedMask(), people), people[0], "finetune")
     tuned = {name: value + 1 for name, value in WEIGHTS.items()}
     someone, script = client(tuned)
-    assert PerFedMask(finetune_epochs=2).finetune(server, someone) == tuned
+    assert PerFedMask(finetune_epochs=2).finetune(message, someone) == tuned
     ((weights, masks, trainable, callbacks),) = script.fits
     assert (weights, masks, trainable, list(callbacks)) == (WEIGHTS, {}, {}, [])
-    assert PerFedMask(finetune_epochs=0).finetune(server, someone) is None
+    assert PerFedMask(finetune_epochs=0).finetune(message, someone) is None
     assert len(script.fits) == 1
 
 

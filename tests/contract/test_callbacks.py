@@ -19,7 +19,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_sparsefl import callbacks, export_sparse, load_sparse
 from lightning_sparsefl.callbacks.masking import MaskingCallback
-from lightning_sparsefl.federated.local.engines import FastEngine, LocalOptions
+from lightning_sparsefl.federated.local.engines import FastEngine
+from lightning_sparsefl.federated.local.local_options import LocalOptions
 from lightning_sparsefl.sparse.density import erk, kept_counts, uniform
 
 pytestmark = [

@@ -23,8 +23,9 @@ from torch.optim import SGD, Adam
 from torch.optim import lr_scheduler as schedules
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_sparsefl.federated.local.engines import FastEngine, LocalOptions
+from lightning_sparsefl.federated.local.engines import FastEngine
 from lightning_sparsefl.federated.local.lightning_trainer import LightningEngine
+from lightning_sparsefl.federated.local.local_options import LocalOptions
 from lightning_sparsefl.federated.local.support import CALLED_HOOKS, SUPPORTED_CALLBACKS
 
 pytestmark = [

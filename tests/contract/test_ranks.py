@@ -13,7 +13,7 @@ import torch.distributed as dist
 from lightning_sparsefl import FedAvg, algorithms
 from lightning_sparsefl.errors import RanksDisagree
 from lightning_sparsefl.federated.distributed.rank_consistency import check_ranks_agree, checksum
-from lightning_sparsefl.federated.rounds.coordinator import Coordinator
+from lightning_sparsefl.federated.rounds.cohort import RankCohort
 from lightning_sparsefl.types import ServerState
 
 RANKS = Path(__file__).parents[1] / "stress" / "ranks.py"
@@ -73,13 +73,17 @@ class Noted(FedAvg):
 
 
 def test_a_slow_rank_is_given_less_without_a_change_of_a_byte(federation, last, tmp_path, monkeypatch):
-    timed = Coordinator._timed
+    one = RankCohort._one
 
     def by_a_clock_of_ours(self, *args):
-        outcome = timed(self, *args)
-        return replace(outcome, elapsed=outcome.charge.flops_train * (9.0 if outcome.rank else 1.0))
+        return [
+            replace(outcome, elapsed=outcome.charge.flops_train * (9.0 if outcome.rank else 1.0))
+            if outcome.charge
+            else outcome
+            for outcome in one(self, *args)
+        ]
 
-    monkeypatch.setattr(Coordinator, "_timed", by_a_clock_of_ours)
+    monkeypatch.setattr(RankCohort, "_one", by_a_clock_of_ours)
     runs = {}
     for devices in (1, 2):
         Noted.notes = tmp_path / f"notes {devices}"
@@ -174,4 +178,4 @@ def test_a_run_whose_ranks_part_ways_ends_with_the_round_and_without_committing_
     with pytest.raises(Exception, match="After round 1 the server's weights on rank 2 differ from those on rank 0"):
         federation(Astray(), devices=3, rounds=4)
     last = torch.load(next(tmp_path.rglob("last.ckpt")), weights_only=True)
-    assert last["sparsefl"]["round"] == 1
+    assert last["sparsefl"]["state"]["round"] == 1

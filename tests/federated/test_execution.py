@@ -152,5 +152,5 @@ def test_a_model_without_units_is_refused_by_name(fit):
         def forward(self, x):
             return self.head(x.flatten(1))
 
-    with pytest.raises(InvalidOption, match="`Flat` has no units, expected a hidden layer"):
+    with pytest.raises(InvalidOption, match="`Flat` has no units; expected a hidden layer"):
         fit(Narrower(), Flat, "cut")

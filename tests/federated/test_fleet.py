@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import os
 import signal
+from functools import partial
 
 import pytest
 import torch
@@ -16,7 +17,6 @@ from lightning_sparsefl.federated.fleet import Fleet, LazyClientViews, sizes_fac
 from lightning_sparsefl.federated.sampling import Training, split_unseen, uniform_cohort
 from lightning_sparsefl.federated.storage.atomic_files import load_plain
 from lightning_sparsefl.federated.storage.record_database import RecordDatabase
-from lightning_sparsefl.federated.storage.records import MemoryStore
 from lightning_sparsefl.federated.storage.sqlite_store import SqliteStore
 from lightning_sparsefl.models import MLP
 from lightning_sparsefl.seeds import generator
@@ -72,16 +72,23 @@ def table(path):
         return list(csv.DictReader(file))
 
 
-def outcome(folder):
-    """All that a run leaves but for times, in comparable form."""
+@pytest.fixture(scope="module")
+def outcome(stored_records):
+    """Reads all that a run leaves but for times, in comparable form."""
+    return partial(_outcome, stored_records)
+
+
+def _outcome(stored_records, folder):
     content = load_plain(folder / "checkpoints" / "last.ckpt")
     own = content["sparsefl"]
-    store = (MemoryStore if isinstance(own["clients"]["index"], dict) else SqliteStore)(CPU)
-    store.load(own["clients"]["index"], folder / "checkpoints" / "clients", {}, own["clients"]["checksums"])
+    newest = {
+        name: {client: versions[max(versions)] for client, versions in sorted(records.items())}
+        for name, records in stored_records(folder).items()
+    }
     rows = [*table(folder / "metrics.csv"), *table(folder / "clients.csv")]
     timeless = [{name: value for name, value in row.items() if not name.startswith("time/")} for row in rows]
-    kept = {name: own[name] for name in ("identity", "round", "masks", "extra", "ledger")}
-    return comparable([content["state_dict"], kept, store.records(), timeless])
+    kept = {name: own[name] for name in ("identity", "state", "ledger")}
+    return comparable([content["state_dict"], kept, newest, timeless])
 
 
 def comparable(value):
@@ -93,22 +100,25 @@ def comparable(value):
 
 
 @pytest.fixture(scope="module")
-def in_memory(tmp_path_factory):
+def in_memory(tmp_path_factory, outcome):
     """The slow twin: all records in memory, no interruption."""
     folder, _ = fit(tmp_path_factory.mktemp("ram"), "ram")
     return outcome(folder)
 
 
 @pytest.mark.parametrize("every", [1, 3])
-def test_both_stores_leave_the_same_bytes(tmp_path, in_memory, every):
+def test_both_stores_leave_the_same_bytes(tmp_path, in_memory, every, outcome):
     folder, _ = fit(tmp_path, checkpoint_every_n_rounds=every)
     assert outcome(folder) == in_memory
-    assert [path.name for path in (folder / "checkpoints" / "clients").iterdir()] == ["records.sqlite"]
+    assert [path.name for path in sorted((folder / "checkpoints" / "clients").iterdir())] == [
+        "nodes.sqlite",
+        "server.sqlite",
+    ]
 
 
 @pytest.mark.slow_after_first
 @pytest.mark.parametrize("moment", ["inside the file's commit", "before the checkpoint", "after the checkpoint"])
-def test_a_killed_run_resumes_to_the_same_bytes(tmp_path, in_memory, moment, monkeypatch):
+def test_a_killed_run_resumes_to_the_same_bytes(tmp_path, in_memory, moment, monkeypatch, outcome):
     def kill_after(owner, name, calls):
         """The process dies after so many calls."""
         whole, count = getattr(owner, name), []
@@ -126,8 +136,8 @@ def test_a_killed_run_resumes_to_the_same_bytes(tmp_path, in_memory, moment, mon
     if child == 0:
         owner, name, calls = {
             "inside the file's commit": (RecordDatabase, "_insert", 5),
-            "before the checkpoint": (SqliteStore, "commit", 3),
-            "after the checkpoint": (SqliteStore, "discard_unreferenced", 3),
+            "before the checkpoint": (SqliteStore, "commit", 6),
+            "after the checkpoint": (SqliteStore, "discard_unreferenced", 6),
         }[moment]
         kill_after(owner, name, calls)
         fit(tmp_path)
@@ -137,7 +147,7 @@ def test_a_killed_run_resumes_to_the_same_bytes(tmp_path, in_memory, moment, mon
     assert outcome(folder) == in_memory
 
 
-def test_a_run_may_change_its_store_when_it_resumes(tmp_path, in_memory):
+def test_a_run_may_change_its_store_when_it_resumes(tmp_path, in_memory, outcome):
     fit(tmp_path, "ram", rounds=4, callbacks=[Stop(2)])
     folder, _ = fit(tmp_path, "disk", ckpt_path="last")
     assert outcome(folder) == in_memory
@@ -153,7 +163,7 @@ class Stop(Callback):
         trainer.should_stop = trainer.current_epoch + 1 == self.rounds
 
 
-def test_a_copy_of_a_run_on_disk_stands_alone(tmp_path, in_memory):
+def test_a_copy_of_a_run_on_disk_stands_alone(tmp_path, in_memory, outcome):
     copies = ModelCheckpoint(dirpath=tmp_path / "copies", filename="{epoch}", save_top_k=-1)
     fit(tmp_path / "a", rounds=4, callbacks=[copies])
     folder, _ = fit(tmp_path / "b", ckpt_path=str(tmp_path / "copies" / "epoch=1.ckpt"))

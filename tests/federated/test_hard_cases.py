@@ -191,7 +191,7 @@ def test_model_checkpoint_never_writes_the_engines_own_checkpoint(trainer):
     run = trainer(callbacks=[last], federation={"checkpoint_every_n_rounds": 3}, max_rounds=4)
     run.fit(mlp(), blobs())
     content = torch.load(run.run_folder / "checkpoints" / "last.ckpt", weights_only=True)
-    assert content["sparsefl"]["round"] == 4
+    assert content["sparsefl"]["state"]["round"] == 4
 
 
 def test_a_copy_elsewhere_starts_a_run_folder_of_its_own(trainer, tmp_path):
@@ -292,8 +292,8 @@ def test_a_loader_with_a_generator_of_its_own_repeats(trainer):
 
     straight, resumed = mlp(), mlp()
     trainer(max_rounds=4).fit(straight, data())
-    trainer(max_rounds=2, default_root_dir=trainer().default_root_dir + "/b").fit(mlp(), data())
-    trainer(max_rounds=4, default_root_dir=trainer().default_root_dir + "/b").fit(resumed, data(), "last")
+    trainer(max_rounds=2, default_root_dir=trainer().options.default_root_dir + "/b").fit(mlp(), data())
+    trainer(max_rounds=4, default_root_dir=trainer().options.default_root_dir + "/b").fit(resumed, data(), "last")
     assert all(torch.equal(resumed.state_dict()[name], t) for name, t in straight.state_dict().items())
 
 
@@ -354,7 +354,7 @@ def test_mistakes_are_told_before_anything_is_trained(trainer):
         trainer(devices=9, strategy="client_parallel_fork").fit(mlp(), blobs())
     with pytest.raises(InvalidOption, match=r"`federation\.on_client_error` is 'ignore'"):
         Federation(on_client_error="ignore")
-    with pytest.raises(InvalidOption, match=r"no whole batch"):
+    with pytest.raises(InvalidOption, match=r"fewer than one full batch"):
         trainer().fit(mlp(), blobs(batch_size=512))
     lazy = Net()
     lazy.net[4] = nn.LazyLinear(4)
@@ -374,11 +374,11 @@ def test_fine_tuning_runs_once_at_the_end_and_is_in_the_table(trainer):
     calls = []
 
     class Tuned(FederatedAlgorithm):
-        def finetune(self, server, client):
-            calls.append((server.round, client.id))
-            return client.fit(server.weights).weights
+        def finetune(self, message, client):
+            calls.append((client.round, client.id))
+            return client.fit(message.weights).weights
 
     summary = trainer(Tuned()).fit(mlp(), blobs())
-    assert sorted(calls) == [(3, client) for client in range(5)]
+    assert sorted(calls) == [(2, client) for client in range(5)]  # at the rates of the last round
     assert summary["finetuned/val_loss"] != summary["personal/val_loss"]
     assert {"finetuned/val_acc_std", "finetuned/val_acc_worst10"} <= summary.keys()

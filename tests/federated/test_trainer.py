@@ -178,7 +178,7 @@ def test_stock_callbacks_see_rounds_as_epochs(trainer, tmp_path):
     assert summary["rounds"] < 10
     assert len(list((tmp_path / "best").glob("*.ckpt"))) == 2
     content = torch.load(best.best_model_path, weights_only=True)
-    assert content["sparsefl"]["round"] == content["epoch"]
+    assert content["sparsefl"]["state"]["round"] == content["epoch"]
 
 
 def test_a_copy_made_by_model_checkpoint_stands_alone(trainer, tmp_path):

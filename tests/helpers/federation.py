@@ -10,8 +10,6 @@ import torch
 from helpers.networks import Classifier
 from lightning_sparsefl import FederatedTrainer, Federation
 from lightning_sparsefl.data import Dirichlet, FederatedBlobs
-from lightning_sparsefl.federated.storage.records import MemoryStore
-from lightning_sparsefl.federated.storage.sqlite_store import SqliteStore
 
 LAUNCHER = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "NODE_RANK", "LOCAL_RANK", "GLOBAL_RANK")
 
@@ -65,17 +63,20 @@ def federation(tmp_path):
 
 
 @pytest.fixture
-def last():
-    """Read the content of a trainer's last checkpoint, clients' records included, in comparable form."""
+def last(stored_records):
+    """Read the content of a trainer's last checkpoint, clients' newest records included, in comparable form."""
 
     def read(trainer):
         folder = trainer.run_folder / "checkpoints"
         content = torch.load(folder / "last.ckpt", weights_only=True)
-        clients = content["sparsefl"].pop("clients")
-        del content["sparsefl"]["checksum"]  # of another index where records lie elsewhere
-        store = (SqliteStore if isinstance(clients["index"], int) else MemoryStore)(torch.device("cpu"))
-        store.load(clients["index"], folder / "clients", {}, clients["checksums"])
-        content["records"] = dict(sorted(store.records().items()))
+        for part in ("server records", "node records", "checksum"):  # another index where records lie elsewhere
+            del content["sparsefl"][part]
+        del content["sparsefl"]["identity"]["training"]["wire"]
+        stores = stored_records(trainer.run_folder)
+        content["records"] = {
+            name: {client: versions[max(versions)] for client, versions in sorted(records.items())}
+            for name, records in stores.items()
+        }
         return comparable(content)
 
     return read
@@ -90,3 +91,13 @@ def comparable(value):
     if isinstance(value, list | tuple):
         return [comparable(item) for item in value]
     return value
+
+
+def without_masks(content):
+    """Without the masks that a node keeps to decode messages against, and the versions of records with nothing else."""
+    records = content["records"]
+    for record in records["server"].values():
+        del record["version"]
+    nodes = {client: (record["memory"], record["buffers"]) for client, record in records["nodes"].items()}
+    records["nodes"] = {client: kept for client, kept in nodes.items() if any(kept)}
+    return content

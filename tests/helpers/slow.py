@@ -19,6 +19,12 @@ def first_then_slow(values: Iterable[Any], by: Callable[[Any], Hashable] = lambd
     return marked
 
 
+def keep_named_tests(config: pytest.Config) -> None:
+    """Select slow tests too where the command line names a test by its id, as in `file.py::test`."""
+    if config.option.markexpr == "not slow" and any("::" in argument for argument in config.args):
+        config.option.markexpr = ""
+
+
 def mark_slow_cases(items: Iterable[pytest.Item]) -> None:
     """Mark as `slow` the cases that the marker `slow_after_first` names."""
     for item in items:

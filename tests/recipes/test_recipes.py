@@ -184,7 +184,7 @@ def test_recipes_that_mask_the_same_weights_do_not_stack(plain):
 def test_in_a_federation(path, federated):
     output, errors = federated[path.stem]
     assert "CODE 0" in output, errors
-    assert f"{', '.join(names(path))} in `trainer.callbacks` works on clients" in errors
+    assert f"{', '.join(names(path))} in `trainer.callbacks` applies to clients" in errors
 
 
 @pytest.mark.slow

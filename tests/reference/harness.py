@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_sparsefl import FederatedTrainer, Federation
-from lightning_sparsefl.federated.storage.records import unpack_plain
+from lightning_sparsefl.federated.exchange.plain_values import unpack_plain
 from reference.numpy_network import loss
 
 SEED, ROUNDS, EPOCHS, PER_ROUND = 11, 5, 2, 3
@@ -132,18 +132,22 @@ class Recording(Callback):
         path = self.folder / "round.ckpt"
         trainer.save_checkpoint(path)
         content = torch.load(path, weights_only=True)
-        records = unpack_plain(content["sparsefl"]["clients"]["records"], torch.device("cpu"))
+        own, cpu = content["sparsefl"], torch.device("cpu")
+        server, nodes = (
+            {k: versions[max(versions)] for k, versions in unpack_plain(own[key]["records"], cpu).items()}
+            for key in ("server records", "node records")
+        )
         self.rounds.append(
             Round(
                 cohort=self.cohort,
                 weights=arrays(content["state_dict"]),
                 scored_with=dict(pl_module.scored_with),
                 losses={name: float(value) for name, value in trainer.callback_metrics.items()},
-                masks={k: arrays(r["shared"]["masks"]) for k, r in records.items() if "masks" in r["shared"]},
+                masks={k: arrays(r["shared"]["masks"]) for k, r in server.items() if "masks" in r["shared"]},
                 trained_on=list(pl_module.trained_on),
-                server_masks=arrays(unpack_plain(content["sparsefl"]["masks"], torch.device("cpu"))),
-                memory={k: r["memory"] for k, r in records.items()},
-                buffers={k: arrays(r["buffers"]) for k, r in records.items()},
+                server_masks=arrays(unpack_plain(own["state"]["masks"], cpu)),
+                memory={k: r["memory"] for k, r in nodes.items()},
+                buffers={k: arrays(r["buffers"]) for k, r in nodes.items()},
                 rows=table_of(self.folder, len(self.rounds)),
             )
         )

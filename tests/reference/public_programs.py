@@ -1,10 +1,11 @@
 """Inputs for the authors' public programs, and the script that runs those programs on them.
 
-    python tests/reference/public_programs.py --feddip DIR --dispfl DIR --fedlps DIR
+    python tests/reference/public_programs.py --feddip DIR --dispfl DIR --fedlps DIR --perfedmask DIR
 
 writes `public_programs.json`, which `test_public_programs.py` compares the package with. The folders are checkouts of
-github.com/EricLoong/feddip at 4327d96 and github.com/rong-dai/DisPFL at e2f47d4 (both MIT; DisPFL is the program of
-FedSpa's authors that is public), and github.com/sunnyxuejj/FedLPS at 35fafba. Nothing of them is stored but results.
+github.com/EricLoong/feddip at 4327d96, github.com/rong-dai/DisPFL at e2f47d4 (a public program of FedSpa's group),
+github.com/sunnyxuejj/FedLPS at 35fafba and github.com/MehdiSet/PerFedMask at 2ecd165. Nothing of them is stored but
+results.
 
 The inputs are exact multiples of a power of two, so that every machine has the same ones.
 """
@@ -20,6 +21,7 @@ import sys
 import types
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -29,6 +31,8 @@ ROUND, ROUNDS, LR, DECAY, EPOCHS = 73, 200, 0.1, 5e-4, 2
 SEARCHES, SEARCH_ROUNDS = (0, 13, 50, 99), 99
 """DisPFL: rounds of a search, and its number of rounds; its schedule reaches 0 in the round after the last one."""
 ERK_DENSITY, KEPT_SHARE = 0.5, 0.3
+GROUPS, CAPACITIES = (40, 120, 200, 360, 80), (0.25, 0.25, 0.25, 0.5, 1.0, 1.0)
+"""PerFedMask: parameters of each group, and the share of all of them that each client can train."""
 
 
 def numbers(shape, seed):
@@ -180,15 +184,29 @@ def run_fedlps(folder):
     return {"utility": {str(x): space["U_function"](x) for x in (0.0, 0.25, 0.5, 0.9, 1.0)}}
 
 
+def run_perfedmask(folder):
+    """The best of the program's 1000 starts, and its objective."""
+    tree = ast.parse((folder / "fed_perfedmask.py").read_text())
+    tree.body = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "varInit"]
+    tree.body[0].body[-1] = ast.parse("def f():\n return bestM, minPenObjVal").body[0].body[0]
+    sampler = types.SimpleNamespace(tot=lambda: len(CAPACITIES))
+    space = {"np": np, "fed": types.SimpleNamespace(client_sampler=sampler)}
+    exec(compile(ast.fix_missing_locations(tree), "fed_perfedmask", "exec"), space)
+    np.random.seed(0)
+    plan, objective = space["varInit"](len(CAPACITIES), len(GROUPS), CAPACITIES, sum(GROUPS), np.array(GROUPS))
+    return {"plan": plan.astype(int).tolist(), "objective": float(np.squeeze(objective))}
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    for name in ("feddip", "dispfl", "fedlps"):
+    for name in ("feddip", "dispfl", "fedlps", "perfedmask"):
         parser.add_argument(f"--{name}", type=Path, required=True, help="checkout of the program")
     options = parser.parse_args()
     found = {
         "feddip": run_feddip(options.feddip),
         "dispfl": run_dispfl(options.dispfl),
         "fedlps": run_fedlps(options.fedlps),
+        "perfedmask": run_perfedmask(options.perfedmask),
     }
     RESULTS.write_text(json.dumps(found) + "\n")
 

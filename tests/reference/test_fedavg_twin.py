@@ -7,7 +7,7 @@ import torch
 
 from lightning_sparsefl import FedAvg, FedSpa
 from lightning_sparsefl.federated.local.round_lr import ExponentialRoundLR
-from lightning_sparsefl.seeds import seed_all
+from lightning_sparsefl.seeds import derive_key, seed_all
 from reference import numpy_fedavg as slow
 from reference.harness import (
     CLIPPED,
@@ -63,7 +63,7 @@ def test_cohorts_and_orders_follow_from_seed_round_and_client(fit):
 
 def order(client, t, purpose, epochs):
     loader = ClientData(client, 4).train_dataloader()
-    seed_all(SEED, t, client, purpose, 0)
+    seed_all(derive_key(SEED, "client", client), t, "train", purpose, 0)
     return [numbers for _ in range(epochs) for _, _, numbers in loader]
 
 

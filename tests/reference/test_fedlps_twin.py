@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lightning_sparsefl import FedLPS
-from lightning_sparsefl.seeds import derive_seed, generator
+from lightning_sparsefl.seeds import derive_key, derive_seed, generator
 from reference import numpy_fedlps as slow_lps
 from reference import numpy_pucbv as slow_bandit
 from reference.harness import (
@@ -35,7 +35,7 @@ LEVELS = [1.0, 0.5, 0.25]
 
 def drawn_units(k, t):
     """What ranks the units of a client in a round where they are drawn."""
-    seed = derive_seed(SEED, k)
+    seed = derive_seed(derive_key(SEED, "client", k), "pattern")
     return [torch.rand(size, generator=generator(seed, t, "units", name)).numpy() for name, size in HIDDEN.items()]
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from lightning_sparsefl import FedSpa
-from lightning_sparsefl.seeds import generator
+from lightning_sparsefl.seeds import derive_key, generator
 from lightning_sparsefl.sparse.prune import random_masks
 from lightning_sparsefl.sparse.scores import random as random_scores
 from reference import numpy_fedspa as slow
@@ -41,7 +41,8 @@ def first_masks(initial, method):
 
 def growth_scores(initial, method, t, cohort):
     shapes = pool_of(initial, method.mask_pool)
-    return {k: arrays(random_scores(shapes, generator(SEED, t, k, "growth", 0))) for k in cohort}
+    keys = {k: (derive_key(SEED, "client", k), t, "train", "growth", 0) for k in cohort}
+    return {k: arrays(random_scores(shapes, generator(*keys[k]))) for k in cohort}
 
 
 def compare_fedspa(fit, method, sgd, batch_size, rounds=ROUNDS, **federation):

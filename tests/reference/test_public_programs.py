@@ -15,6 +15,7 @@ from lightning_sparsefl import FedDIP
 from lightning_sparsefl.algorithms import _pucbv as pucbv
 from lightning_sparsefl.callbacks import GroupPenalty
 from lightning_sparsefl.callbacks.feedback import ErrorFeedback
+from lightning_sparsefl.sparse import freeze
 from lightning_sparsefl.sparse.density import erk, kept_counts
 from lightning_sparsefl.sparse.prune import prune
 from lightning_sparsefl.sparse.regrow import regrow
@@ -110,3 +111,14 @@ def test_a_search_of_dispfl(number):
 def test_the_utility_of_fedlps():
     for accuracy, expected in RESULTS["fedlps"]["utility"].items():
         assert pucbv.utility(float(accuracy)) == pytest.approx(expected, rel=1e-14)
+
+
+def test_the_objective_of_perfedmask():
+    """Bias and slack of its best start; the solver here finds a plan that is at least as good."""
+    expected, total = RESULTS["perfedmask"], sum(public.GROUPS)
+    budgets = [int(capacity * total) for capacity in public.CAPACITIES]
+    plan = torch.tensor(expected["plan"], dtype=torch.bool)
+    assert not plan.all()
+    assert freeze.objective(plan, public.GROUPS, budgets) == pytest.approx(expected["objective"], rel=1e-12)
+    ours = freeze.optimized(public.GROUPS, budgets, torch.Generator().manual_seed(0))
+    assert freeze.objective(ours, public.GROUPS, budgets) <= expected["objective"] * (1 + 1e-12)

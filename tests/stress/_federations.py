@@ -1,4 +1,4 @@
-"""What the scripts that kill runs share: tiny federations on the digits, as processes, and what a run leaves."""
+"""Shared code of the scripts that kill runs: small federations on the digits, processes, and digests of results."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ from lightning_sparsefl import algorithms
 from lightning_sparsefl.data import Dirichlet, FederatedDigits
 from lightning_sparsefl.errors import SparseFLError
 from lightning_sparsefl.federated import FederatedAlgorithm, FederatedTrainer, Federation
-from lightning_sparsefl.federated.storage.atomic_files import fingerprint
+from lightning_sparsefl.federated.exchange.hashing import fingerprint
 from lightning_sparsefl.federated.storage.checkpoint import load_checkpoint
-from lightning_sparsefl.federated.storage.record_database import RecordDatabase
-from lightning_sparsefl.federated.storage.records import read_files
+from lightning_sparsefl.federated.storage.memory_store import read_stored
+from lightning_sparsefl.federated.storage.record_store import StoredRecords
 from lightning_sparsefl.models import MLP
 
 NARROW: dict[str, dict[str, Any]] = {"SplitMix": {"bases": 2}}
-"""Options for 16 hidden units, where a default leaves too little to learn with."""
+"""Options for 16 hidden units, for which the default is too small."""
 
 
 def algorithm(name: str) -> FederatedAlgorithm:
-    """A method at its defaults."""
+    """Create a method with its default options."""
     made: FederatedAlgorithm = getattr(algorithms, name)(**NARROW.get(name, {}))
     return made
 
 
 def without_finetuning(method: FederatedAlgorithm) -> FederatedAlgorithm:
-    """A method whose clients are not fine-tuned after the last round."""
+    """Return the method without fine-tuning after the last round."""
     names = {option.name for option in fields(method)}  # type: ignore[arg-type]
     return replace(method, finetune_epochs=0) if "finetune_epochs" in names else method  # type: ignore[type-var]
 
@@ -56,7 +56,7 @@ class Run:
     callbacks: Sequence[Callback] = ()
 
     def fit(self, folder: Path) -> None:
-        """Start the run in a folder, or go on with the one that is there."""
+        """Start the run in a folder, or resume the run that is there."""
         os.environ["PL_GLOBAL_SEED"] = str(self.seed)
         torch.manual_seed(self.seed)
         trainer = FederatedTrainer(
@@ -83,19 +83,19 @@ class Run:
         trainer.fit(module, data, "last" if list(folder.glob("*/version_*")) else None)
 
     def folder(self, root: Path) -> Path:
-        """The run's folder, where there is one."""
+        """Return the run folder below a root folder."""
         return root / type(self.method).__name__ / "version_0"
 
 
 def start(work: Callable[[], None], log: Path) -> int:
-    """Do some work in a process of its own, which starts at once, since everything is imported.
+    """Run a function in a forked process, which needs no imports.
 
     Args:
-        work: What it does; it leaves with 0, or with 1 after an exception.
-        log: Where it writes what it says.
+        work: Function to run; the exit code is 0, or 1 after an exception.
+        log: File for standard output and error.
 
     Returns:
-        Its number.
+        Process id.
     """
     sys.stdout.flush()
     process = os.fork()
@@ -119,22 +119,24 @@ def start(work: Callable[[], None], log: Path) -> int:
 
 
 def wait(process: int) -> int:
-    """Wait until a process has ended; negative: the signal that ended it."""
+    """Wait for a process and return its exit code, or the negative number of the signal that ended it."""
     return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
 
 
 def leaves(folder: Path) -> dict[str, str]:
-    """What a run leaves, each part as a digest of all it says but times.
+    """Compute a digest of each result of a run, without times.
 
     Args:
-        folder: Of the run.
+        folder: Run folder.
     """
     checkpoints = folder / "checkpoints"
     content = load_checkpoint(checkpoints / "last.ckpt")
-    clients = content["sparsefl"]["clients"]
+    own = content["sparsefl"]
+    records = records_of(checkpoints, own)
+    kept = {name: value for name, value in own.items() if not name.endswith(" records")}  # named by the rank that wrote
     found = {
-        "checkpoint": fingerprint(content),
-        "records": fingerprint(_records(checkpoints / "clients", clients["index"], clients["checksums"])),
+        "checkpoint": fingerprint({**content, "sparsefl": kept}),
+        "records": fingerprint(records),
         "summary.json": fingerprint(json.loads((folder / "summary.json").read_text())),
         "tensorboard": fingerprint(_scalars(folder)),
         "files": fingerprint(sorted(path.name for path in checkpoints.rglob("*"))),
@@ -144,16 +146,22 @@ def leaves(folder: Path) -> dict[str, str]:
     return found
 
 
-def _records(folder: Path, index: Any, checksums: dict[int, str]) -> dict[int, Any]:
-    """The clients' records that a checkpoint names, in files of rounds or, with `federation.store: disk`, in one."""
-    if isinstance(index, dict):
-        return read_files(index, folder, checksums)
-    file = RecordDatabase.at(folder, index)
-    return {client: file.read(client, index) for client in file.clients(index)}
+def records_of(folder: Path, own: dict[str, Any]) -> dict[str, dict[int, Any]]:
+    """Return what a run keeps about its clients: by store and client, the newest record.
+
+    Args:
+        folder: Folder of the checkpoints.
+        own: The engine's part of the checkpoint.
+    """
+    found = {}
+    for name, key in (("server", "server records"), ("nodes", "node records")):
+        records = read_stored(StoredRecords(**own[key]), folder / "clients", name)
+        found[name] = {client: versions[max(versions)] for client, versions in sorted(records.items())}
+    return found
 
 
 def _scalars(folder: Path) -> dict[str, list[list[float]]]:
-    """Steps and values of every tag in TensorBoard, as it shows them."""
+    """Read the steps and values of each TensorBoard tag."""
     board = EventAccumulator(str(folder), size_guidance={"scalars": 0})
     board.Reload()
     tags = [tag for tag in board.Tags()["scalars"] if not tag.startswith("time/")]
@@ -161,7 +169,7 @@ def _scalars(folder: Path) -> dict[str, list[list[float]]]:
 
 
 def _table(path: Path) -> str:
-    """A digest of a table's text, byte by byte, without its columns of times; empty if there is none."""
+    """Compute a digest of a table without its columns of times; empty if there is no table."""
     if not path.exists():
         return ""
     text = path.read_bytes()
@@ -173,5 +181,5 @@ def _table(path: Path) -> str:
 
 
 def environment() -> dict[str, str]:
-    """What the result was made with."""
+    """Return the versions and the platform."""
     return {"python": sys.version.split()[0], "torch": torch.__version__, "platform": sys.platform}

@@ -1,10 +1,10 @@
-"""What the number of clients costs: memory, disk and time of a FedSpa run on LeNet-5 (61,706 parameters).
+"""Memory, disk and time of a FedSpa run on LeNet-5 (61,706 parameters) by number of clients.
 
-For each number of clients: a new run makes one round and ends. Then every client gets a record, as if it had taken part
-in an earlier one: a copy of one that was trained, put into the file of `federation.store: disk`. The run goes on from
-there for some rounds with a cohort, and scores as many clients in its last round. Each of the two is a process of its
-own, so that peaks of memory are its own. Client data is made on demand, and a client has 20 to 60 training samples. The
-same is done with the records in memory, up to a number of clients where that fits.
+For each number of clients, a new run trains one round and ends. Then every client is given a record, as if it had taken
+part in an earlier round: a copy of a trained record, inserted into the database of `federation.store: disk`. The run is
+resumed for some rounds, and evaluates clients in its last round. Both parts run in processes of their own, for separate
+peaks of memory. Client data is generated on access, with 20 to 60 training samples per client. The same is done with
+the records in memory, for the numbers of clients for which this is possible.
 
     python tests/stress/fleet.py --out result.json
 """
@@ -35,25 +35,24 @@ from lightning.pytorch import Callback
 from lightning_sparsefl.algorithms import FedSpa
 from lightning_sparsefl.data import FederatedBlobsOnDemand
 from lightning_sparsefl.federated import FederatedTrainer, Federation
-from lightning_sparsefl.federated.storage.record_database import NAME
 from lightning_sparsefl.models import LeNet5
 
 SEED = 0
 
 
 class Clock(Callback):
-    """Takes the time of what precedes the rounds, and of each round with its commit."""
+    """Callback that measures the time before the first round, and of each round with its commit."""
 
     def __init__(self) -> None:
         self.started = time.perf_counter()
         self.moments: list[tuple[float, float]] = []
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
-        """A round begins."""
+        """Store the time at which a round starts."""
         self.moments.append((time.perf_counter(), time.process_time()))
 
     def summary(self) -> dict[str, float]:
-        """Seconds; the rounds are those before the last one, which also scores clients."""
+        """Return seconds, for rounds as the median over all but the last one, which also evaluates clients."""
         wall, cpu = zip(*self.moments, strict=True)
         return {
             "setup_s": round(wall[0] - self.started, 3),
@@ -67,7 +66,7 @@ def _median(times: list[float]) -> float:
 
 
 def run(folder: Path, clients: int, cohort: int, rounds: int, store: Literal["ram", "disk"], go_on: bool) -> None:
-    """One process's part; prints what it measured as JSON."""
+    """Run one part and print its measurements as JSON."""
     torch.set_num_threads(1)
     torch.manual_seed(SEED)
     clock = Clock()
@@ -92,7 +91,7 @@ def run(folder: Path, clients: int, cohort: int, rounds: int, store: Literal["ra
 
 
 def fill(path: Path, clients: int) -> int:
-    """Give every client the record of one that was trained; returns the bytes of one."""
+    """Copy a trained record to every client, and return the size of the record in bytes."""
     database = sqlite3.connect(path)
     with database:
         version, crc, content = database.execute("SELECT round, crc, content FROM records LIMIT 1").fetchone()
@@ -104,12 +103,12 @@ def fill(path: Path, clients: int) -> int:
 
 
 def measure(clients: int, cohort: int, rounds: int, store: Literal["ram", "disk"], inline: bool) -> dict[str, Any]:
-    """All that is measured at one number of clients."""
+    """Measure a run with a number of clients."""
     part = _inline if inline else _process
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         first = part(folder, clients, cohort, rounds, "disk", False)
-        records = next(folder.glob(f"*/*/checkpoints/clients/{NAME}"))
+        records = next(folder.glob("*/*/checkpoints/clients/server.sqlite"))
         start = time.perf_counter()
         size = fill(records, clients)
         filled = time.perf_counter() - start
@@ -144,7 +143,7 @@ def _process(*arguments: Any) -> dict[str, float]:
 
 
 def _growth(rows: list[dict[str, Any]]) -> dict[str, float]:
-    """What one more client costs between the smallest and the largest run on disk."""
+    """Compute the cost per additional client from the smallest and the largest run on disk."""
     disk = sorted((row for row in rows if row["store"] == "disk"), key=lambda row: row["clients"])
     more = max(disk[-1]["clients"] - disk[0]["clients"], 1)
     mib = {name: (disk[-1][name] - disk[0][name]) * 2**20 / more for name in ("peak_rss_mib", "run_folder_mib")}
@@ -156,20 +155,32 @@ def _growth(rows: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def processor() -> str:
-    """Name of the processor, where the system tells."""
+    """Return the name of the processor, if the system provides it."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.is_file() else []
     return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.processor())
 
 
 def main() -> None:
-    """Measure, print JSON, and write it if asked to."""
+    """Measure, print JSON, and write it to `--out`."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sizes", nargs="+", type=int, default=[10**3, 10**4, 10**5, 10**6], help="clients, on disk")
-    parser.add_argument("--ram", nargs="*", type=int, default=[10**3, 10**4], help="clients, in memory")
-    parser.add_argument("--cohort", type=int, default=20, help="clients of a round, and of an evaluation")
-    parser.add_argument("--rounds", type=int, default=10, help="rounds after the first, the last of which scores")
-    parser.add_argument("--inline", action="store_true", help="no processes; peaks of memory are then of all sizes")
+    parser.add_argument(
+        "--sizes",
+        nargs="+",
+        type=int,
+        default=[10**3, 10**4, 10**5, 10**6],
+        help="numbers of clients, with records on disk",
+    )
+    parser.add_argument(
+        "--ram", nargs="*", type=int, default=[10**3, 10**4], help="numbers of clients, with records in memory"
+    )
+    parser.add_argument("--cohort", type=int, default=20, help="number of clients of a round and of an evaluation")
+    parser.add_argument(
+        "--rounds", type=int, default=10, help="number of rounds after the first; the last one evaluates"
+    )
+    parser.add_argument(
+        "--inline", action="store_true", help="run in this process; peaks of memory are then those of all runs"
+    )
     parser.add_argument("--out", type=Path, help="file for the JSON")
     parser.add_argument("--part", help=argparse.SUPPRESS)
     arguments = parser.parse_args()

@@ -1,9 +1,9 @@
-"""What hostile bytes do to whatever reads them: messages, updates, sparse files, a run's checkpoint files.
+"""Fuzzing of everything that reads bytes: messages, updates, sparse files, and the checkpoint files of a run.
 
-Valid bytes are changed at random (bits, bytes, lengths, whole pieces, numbers made huge, names doubled or made paths;
-in archives also the records inside, in checkpoints the values, and in databases the rows, all with right checksums) and
-read. Only the package's own errors may come out, no
-allocation may fail under a limit of 96 MB above what the process has, and nothing may appear outside the run folder.
+Valid bytes are changed at random and read: bits, bytes, lengths and longer pieces, with huge numbers, duplicated names
+and names that are paths; in archives also the records, in checkpoints the values, and in databases the rows, with
+corrected checksums. Only errors of the package may be raised, no allocation may fail with a limit of 96 MB above the
+memory of the process, and no file may be created outside the run folder.
 
     python tests/stress/fuzz.py --minutes 10 --out result.json
 """
@@ -36,9 +36,9 @@ import torch
 from lightning_sparsefl import FederatedTrainer, Federation, FedSpa, export_sparse, load_sparse
 from lightning_sparsefl.data import FederatedBlobs
 from lightning_sparsefl.errors import CheckpointMismatch, MalformedPayload, SparseFLError
-from lightning_sparsefl.federated.commands.run import Session
+from lightning_sparsefl.federated.commands.run import Run
 from lightning_sparsefl.federated.distributed.ranks import Ranks
-from lightning_sparsefl.federated.storage.atomic_files import fingerprint
+from lightning_sparsefl.federated.exchange.hashing import fingerprint
 from lightning_sparsefl.models import MLP
 from lightning_sparsefl.types import Message, Update
 from lightning_sparsefl.wire import Codec
@@ -50,29 +50,29 @@ PATHS = (b"../../outside", b"/tmp/outside", b"..\\outside")
 
 @dataclass
 class Target:
-    """Something that reads bytes."""
+    """A reader of bytes."""
 
     seeds: list[bytes]
-    """Valid ones."""
+    """Valid bytes."""
     read: Callable[[bytes], object]
     error: type[SparseFLError]
-    """Besides errors about what was read well but does not fit."""
+    """Expected error for malformed bytes."""
 
 
 @dataclass
 class Found:
-    """What came out of a target."""
+    """Results of a target."""
 
     cases: int = 0
     refused: int = 0
     slowest_seconds: float = 0.0
     strangers: Counter[str] = field(default_factory=Counter)
-    """Errors that are not the package's own, by type and text."""
+    """Errors that are not of the package, by type and text."""
     hungry: int = 0
-    """Cases where memory could not be had."""
+    """Number of failed allocations."""
 
     def report(self) -> dict[str, Any]:
-        """As plain values."""
+        """Return the results as plain values."""
         return {
             "cases": self.cases,
             "refused": self.refused,
@@ -87,7 +87,7 @@ class Found:
 
 
 def mutate(data: bytes, pick: random.Random, other: bytes = b"") -> bytes:
-    """Bytes like `data`, changed in one to four places."""
+    """Change bytes in one to four places."""
     out = bytearray(data)
     for _ in range(pick.choice((1, 1, 1, 2, 4))):
         at, length = pick.randrange(len(out) + 1), pick.choice((1, 1, 2, 4, 8, 32))
@@ -113,7 +113,7 @@ def mutate(data: bytes, pick: random.Random, other: bytes = b"") -> bytes:
 
 
 def mutate_archive(data: bytes, pick: random.Random, other: bytes = b"") -> bytes:
-    """An archive with a record changed, doubled, renamed, dropped or compressed, and right checksums."""
+    """Change, duplicate, rename, drop or compress a record of an archive, with correct checksums."""
     if pick.random() < 0.4:
         return mutate(data, pick, other)
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
@@ -132,7 +132,7 @@ def mutate_archive(data: bytes, pick: random.Random, other: bytes = b"") -> byte
         del records[at]
     packed, compress = io.BytesIO(), pick.choice((zipfile.ZIP_STORED, zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED))
     with warnings.catch_warnings(), zipfile.ZipFile(packed, "w", compress) as archive:
-        warnings.simplefilter("ignore")  # two records of one name are the point
+        warnings.simplefilter("ignore")  # for two records with one name
         for name, content in records:
             with archive.open(_entry(name, compress), "w") as file:
                 file.write(content)
@@ -146,7 +146,7 @@ def _entry(name: str, compress: int) -> zipfile.ZipInfo:
 
 
 def mutate_header(data: bytes, pick: random.Random, other: bytes = b"") -> bytes:
-    """A safetensors file with a value of its header changed, or a name; else any bytes."""
+    """Change a value or a name in the header of a safetensors file, or any bytes."""
     if pick.random() < 0.4:
         return mutate(data, pick, other)
     length = int.from_bytes(data[:8], "little")
@@ -162,7 +162,7 @@ def mutate_header(data: bytes, pick: random.Random, other: bytes = b"") -> bytes
 
 
 def mutate_content(data: bytes, pick: random.Random, other: bytes = b"") -> bytes:
-    """A checkpoint or a record with one to three of its values changed; a checkpoint with its right checksum."""
+    """Change one to three values of a checkpoint, with a correct checksum, or of a record."""
     content = torch.load(io.BytesIO(data), weights_only=True)
     for _ in range(pick.choice((1, 1, 2, 3))):
         _change(content, pick, STRANGE + STRANGE_TENSORS)
@@ -176,7 +176,7 @@ def mutate_content(data: bytes, pick: random.Random, other: bytes = b"") -> byte
 
 
 def mutate_rows(data: bytes, pick: random.Random, other: bytes = b"") -> bytes:
-    """A database of records with a row's content changed, with its right checksum; else any bytes."""
+    """Change the content of a row in a database of records, with a correct checksum, or any bytes."""
     if pick.random() < 0.4:
         return mutate(data, pick, other)
     with tempfile.TemporaryDirectory() as folder:
@@ -197,7 +197,7 @@ STRANGE_TENSORS = (torch.zeros(0), torch.ones(3, dtype=torch.uint8), torch.full(
 
 
 METHODS_OWN = "extra"
-"""What only the method can tell from something else (docs/security.md)."""
+"""State whose meaning only the method knows, so that changes cannot be detected (docs/security.md)."""
 
 
 def _change(tree: dict[Any, Any], pick: random.Random, values: Sequence[Any] = STRANGE) -> None:
@@ -217,11 +217,11 @@ def _change(tree: dict[Any, Any], pick: random.Random, values: Sequence[Any] = S
         tree[name] = strange
 
 
-# ---- what reads them
+# ---- targets
 
 
 def wire_targets() -> dict[str, Target]:
-    """The decoders of messages and updates."""
+    """Create the targets for the decoders of messages and updates."""
     schema = {"a": torch.zeros(6), "b": torch.zeros(20, 30), "n": torch.zeros(2, dtype=torch.int64)}
     rng = torch.Generator().manual_seed(0)
     few = torch.rand(20, 30, generator=rng) < 0.01
@@ -253,7 +253,7 @@ def wire_targets() -> dict[str, Target]:
 
 
 def file_target(folder: Path) -> Target:
-    """The reader of sparse files."""
+    """Create the target for the reader of sparse files."""
     path, eye = folder / "w.safetensors", torch.eye(64)
     export_sparse({"d": torch.ones(3), "s": eye, "h": eye.half(), "e": torch.zeros(0, 2), "n": torch.tensor(3)}, path)
 
@@ -265,20 +265,20 @@ def file_target(folder: Path) -> Target:
 
 
 def checkpoint_targets(folder: Path) -> dict[str, Target]:
-    """The reader of checkpoints, with each kind of file that a run leaves beside its last one changed."""
+    """Create the targets for the files of a checkpoint: the checkpoint itself, record files, and the database."""
     last, records, goes_on = files_of_a_run(folder / "ram", "ram")
     _, database, _ = files_of_a_run(folder / "disk", "disk")
     return {"checkpoint": last, "checkpoint_content": goes_on, "records": records, "database": database}
 
 
 def files_of_a_run(folder: Path, store: Literal["ram", "disk"]) -> tuple[Target, Target, Target]:
-    """A small run's last checkpoint, and what holds its clients' newest records, both read; and how the run goes on."""
+    """Create targets that read the last checkpoint and the newest records of a run, and one that resumes the run."""
     with redirect_stdout(io.StringIO()):
         trainer = _fit(folder, store)
     assert trainer.run_folder is not None
     last = trainer.run_folder / "checkpoints" / "last.ckpt"
     trainer.fabric.launch()
-    session = Session(trainer, Ranks(trainer.fabric), _module(), _data(), str(last))
+    run = Run(trainer.options, Ranks(trainer.fabric), _module(), _data(), str(last))
 
     def reads(path: Path) -> Target:
         good = path.read_bytes()
@@ -286,7 +286,7 @@ def files_of_a_run(folder: Path, store: Literal["ram", "disk"]) -> tuple[Target,
         def read(content: bytes) -> object:
             path.write_bytes(content)
             try:
-                return session.start()
+                return run.start()
             finally:
                 path.write_bytes(good)
 
@@ -301,13 +301,13 @@ def files_of_a_run(folder: Path, store: Literal["ram", "disk"]) -> tuple[Target,
 
     return (
         reads(last),
-        reads(max((last.parent / "clients").iterdir())),
+        reads(max((last.parent / "clients").glob("server*"))),
         Target([last.read_bytes()], go_on, CheckpointMismatch),
     )
 
 
 def _fit(folder: Path, store: Literal["ram", "disk"], ckpt_path: str | None = None) -> FederatedTrainer:
-    """Two rounds, or a third one from a checkpoint."""
+    """Train two rounds, or a third one from a checkpoint."""
     trainer = FederatedTrainer(
         algorithm=FedSpa(density=0.5),
         federation=Federation(clients_per_round=2, select="personal/val_acc", pictures_every_n_rounds=0, store=store),
@@ -338,14 +338,14 @@ MUTATIONS: Mapping[str, Callable[[bytes, random.Random, bytes], bytes]] = {
     "records": mutate_archive,
     "database": mutate_rows,
 }
-"""Besides :func:`mutate`."""
+"""Mutations of the targets for which :func:`mutate` is not used alone."""
 
 
 def make_targets(folder: Path) -> dict[str, Target]:
-    """All of them.
+    """Create all targets.
 
     Args:
-        folder: For files and a small run.
+        folder: Folder for files and a small run.
     """
     return {**wire_targets(), "file": file_target(folder), **checkpoint_targets(folder)}
 
@@ -355,8 +355,8 @@ def make_targets(folder: Path) -> dict[str, Target]:
 
 @contextmanager
 def little_memory(room: int = HEADROOM) -> Iterator[None]:
-    """Allocations fail that would need more address space than there is now, and `room` bytes."""
-    if not Path("/proc/self/statm").exists():  # only Linux says how much there is now
+    """Limit the address space to what is used now plus `room` bytes."""
+    if not Path("/proc/self/statm").exists():  # the used address space is only known on Linux
         yield
         return
     pages = int(Path("/proc/self/statm").read_text().split()[0])
@@ -369,7 +369,7 @@ def little_memory(room: int = HEADROOM) -> Iterator[None]:
 
 
 def wanted_memory(error: BaseException | None) -> bool:
-    """Whether an allocation that failed is behind an error."""
+    """Return whether a failed allocation has caused an error."""
     while error is not None:
         if isinstance(error, MemoryError) or "llocate" in str(error) or "nough memory" in str(error):
             return True
@@ -378,7 +378,7 @@ def wanted_memory(error: BaseException | None) -> bool:
 
 
 def attempt(name: str, target: Target, pick: random.Random, found: Found) -> None:
-    """Read changed bytes once."""
+    """Change valid bytes and read them once."""
     change = MUTATIONS.get(name, mutate)
     data = change(pick.choice(target.seeds), pick, pick.choice(target.seeds))
     start = time.perf_counter()
@@ -400,10 +400,10 @@ def attempt(name: str, target: Target, pick: random.Random, found: Found) -> Non
 
 
 def main() -> None:
-    """Fuzz, print JSON, and write it if asked to."""
+    """Fuzz, print JSON, and write it to `--out`."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=float, default=1, help="of fuzzing, shared by the targets")
-    parser.add_argument("--seed", type=int, default=0, help="of the changes")
+    parser.add_argument("--minutes", type=float, default=1, help="minutes of fuzzing, shared by the targets")
+    parser.add_argument("--seed", type=int, default=0, help="random seed of the changes")
     parser.add_argument("--out", type=Path, help="file for the JSON")
     arguments = parser.parse_args()
     torch.set_num_threads(1)

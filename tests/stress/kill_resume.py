@@ -1,11 +1,11 @@
-"""Kills runs at random moments, resumes them until they are done, and compares what they leave with a straight run.
+"""Kill runs at random times, resume them until they end, and compare the results with those of an uninterrupted run.
 
-For each exported method, with the clients' records in memory and on disk (`federation.store`), a tiny federation on the
-digits runs once without interruption. Then processes that run it are killed with SIGKILL: at a moment drawn uniformly
-over the straight run's time, or in turn as soon as a half-written file is seen. The next process goes on with
-``ckpt_path: last``; a run that ends is compared, and a new one begins, until the kills are used up. Compared are the
-checkpoint, the clients' records, the tables byte by byte but for times, the final table, the steps and values in
-TensorBoard, and the names of the files.
+For each exported method, with the client records in memory and on disk (`federation.store`), a small federation on
+the digits runs once without interruption. Then processes of the same run are killed with SIGKILL, alternately at a
+time drawn uniformly from the duration of the uninterrupted run and as soon as a partly written file exists. The next
+process resumes with ``ckpt_path: last``. A run that ends is compared, and a new one is started, until the number of
+kills is reached. The checkpoint, the client records, the tables without times, the final table, the steps and values
+in TensorBoard and the file names are compared.
 
     python tests/stress/kill_resume.py --out result.json
 """
@@ -33,7 +33,7 @@ ROUNDS = 6
 
 
 def main() -> None:
-    """Run the methods that are asked for, one after another, and write the report."""
+    """Test the chosen methods one after another, and write the report."""
     arguments = parsed()
     torch.set_num_threads(1)
     report: dict[str, Any] = {"environment": environment(), "rounds": ROUNDS, "differences": 0, "algorithms": {}}
@@ -51,30 +51,30 @@ def main() -> None:
 
 
 def parsed() -> argparse.Namespace:
-    """The options."""
+    """Parse the options."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--algorithms", nargs="+", default=algorithms.__all__, choices=algorithms.__all__)
     parser.add_argument("--stores", nargs="+", default=["ram", "disk"], choices=["ram", "disk"])
-    parser.add_argument("--kills", type=int, default=20, help="for each method and store")
-    parser.add_argument("--seed", type=int, default=0, help="of the moments")
+    parser.add_argument("--kills", type=int, default=20, help="number of kills for each method and store")
+    parser.add_argument("--seed", type=int, default=0, help="random seed of the times")
     parser.add_argument("--out", type=Path)
     return parser.parse_args()
 
 
 def a_run(name: str, store: str) -> Run:
-    """A method's run: the best validated round is looked for, clients are fine-tuned from it, not all is committed."""
+    """Create the run of a method, with selection of the best round, fine-tuning, and a commit every second round."""
     federation = {"select": "global/val_acc", "finetune_epochs": 1, "checkpoint_every_n_rounds": 2, "store": store}
     return Run(algorithm(name), ROUNDS, federation=federation)
 
 
 def killed(run: Run, kills: int, rng: random.Random, root: Path) -> dict[str, Any]:
-    """Kill processes of a run, and count.
+    """Kill processes of a run, and compare the runs that end.
 
     Args:
-        run: What runs.
-        kills: How many.
-        rng: Draws the moments.
-        root: For the runs' folders.
+        run: Run to kill.
+        kills: Number of kills.
+        rng: Generator of the times.
+        root: Parent folder of the run folders.
     """
     straight, duration = root / "straight", time.monotonic()
     if wait(start(lambda: run.fit(straight), root / "straight.log")):
@@ -103,7 +103,7 @@ def killed(run: Run, kills: int, rng: random.Random, root: Path) -> dict[str, An
 def attempt(
     run: Run, folder: Path, rng: random.Random | None, duration: float, number: int, counts: dict[str, int], root: Path
 ) -> bool:
-    """Start or resume a run and kill it; whether it ended first."""
+    """Start or resume a run and kill it; return whether it ended before."""
     process = start(lambda: run.fit(folder), root / "killed.log")
     if rng is not None:
         ended = wait_for_a_write(process, folder, rng) if counts["kills"] % 2 else sleep(process, rng, duration)
@@ -119,13 +119,13 @@ def attempt(
 
 
 def sleep(process: int, rng: random.Random, duration: float) -> bool:
-    """Wait for a random moment."""
+    """Wait for a random time; return whether the process has ended."""
     time.sleep(rng.uniform(0, duration))
     return ended(process)
 
 
 def wait_for_a_write(process: int, folder: Path, rng: random.Random) -> bool:
-    """Wait for one of the next half-written files, the first, second or third."""
+    """Wait for the first, second or third partly written file; return whether the process has ended."""
     seen: set[tuple[str, int]] = set()
     few = rng.randint(1, 3)
     while not ended(process):
@@ -141,17 +141,17 @@ def wait_for_a_write(process: int, folder: Path, rng: random.Random) -> bool:
 
 
 def half_written(folder: Path) -> list[Path]:
-    """Files that are there only while something is written: those that get their name last, and SQLite's journal."""
+    """Return files that only exist during a write: temporary files and SQLite's journal."""
     return [path for name in (".*.tmp", "*-journal") for path in folder.glob(f"*/version_*/checkpoints/**/{name}")]
 
 
 def ended(process: int) -> bool:
-    """Whether a process has ended, without taking its code."""
+    """Return whether a process has ended, without collecting its exit code."""
     return os.waitid(os.P_PID, process, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
 
 def note(run: Run, folder: Path, counts: dict[str, int]) -> None:
-    """Count a kill, and what state it left."""
+    """Count a kill by the state in which it left the run."""
     counts["kills"] += 1
     left = run.folder(folder)
     counts["inside_a_write"] += bool(half_written(folder))

@@ -1,7 +1,7 @@
-"""Do all ways of starting ranks end with the same bytes? Every algorithm, on 1 to 4 processes, planned and by queue.
+"""Comparison of all ways of starting ranks: every algorithm, on 1 to 4 processes, with static and dynamic placement.
 
-Each launch runs all its cases one after another in the same processes; what they leave is compared with one rank's:
-the server, every client's record, the ledger, the tables (without times), and the final table. Nothing is timed.
+Each launch runs all its cases one after another in the same processes. The server, the client records, the ledger, the
+tables (without times) and the final table are compared with those of one rank. Nothing is timed.
 
     python tests/stress/ranks.py --out result.json
 """
@@ -30,10 +30,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+sys.path.insert(0, str(Path(__file__).parent))  # as when it is run as a script
+from _federations import records_of
+
 from lightning_sparsefl import algorithms
 from lightning_sparsefl.data import Dirichlet, FederatedBlobs
 from lightning_sparsefl.federated import FederatedAlgorithm, FederatedTrainer, Federation
-from lightning_sparsefl.federated.storage.records import MemoryStore
 from lightning_sparsefl.types import Update
 
 CLUSTER = Path(__file__).resolve().parents[2] / "configs" / "cluster"
@@ -43,17 +45,17 @@ PLACEMENTS = ("static", "dynamic")
 
 @dataclass(frozen=True, kw_only=True)
 class Drift(FederatedAlgorithm):
-    """FedAvg whose clients also send how far they went, of sizes far apart, so that sums of `extra` are seen."""
+    """FedAvg whose clients also send their changes in `extra`, scaled to different magnitudes, to test exact sums."""
 
     def train(self, message: Any, client: Any) -> Update:
-        """The default's, and two extra trees, one of them from some clients only."""
+        """Train as FedAvg, and add two entries to `extra`, one of them for some clients only."""
         update = super().train(message, client)
         moved = {name: weight - message.weights[name] for name, weight in update.weights.items()}
         tiny = {name: tensor * 2.0 ** -(40 * (client.id % 3)) for name, tensor in moved.items()}
         return replace(update, extra={"moved": tiny, **({"rare": moved} if client.id % 2 else {})})
 
     def aggregate(self, server: Any, merged: Any) -> Any:
-        """The default's; the next round starts with what the extra trees add up to."""
+        """Aggregate as FedAvg, and add the merged `extra` to the weights."""
         state = super().aggregate(server, merged)
         drift = merged.extra["moved"]
         weights = {name: weight + 0.01 * drift[name] for name, weight in state.weights.items()}
@@ -84,7 +86,7 @@ class Launch:
     nodes: int = 1
     per_node: int = 1
     workers: int = 1
-    """Of them, ranks on each device."""
+    """Number of ranks on each device, out of `per_node`."""
 
 
 LAUNCHES = {
@@ -105,18 +107,18 @@ LAUNCHES = {
 
 
 class Net(L.LightningModule):
-    """Dropout and batch norm, so that randomness and buffers take part."""
+    """Module with dropout and batch norm, to include randomness and buffers."""
 
     def __init__(self) -> None:
         super().__init__()
         self.net = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 4))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Scores of the classes."""
+        """Compute the logits."""
         return self.net(x.flatten(1))
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        """The batch's mean cross-entropy, logged with the accuracy."""
+        """Compute the mean cross-entropy of a batch, and log it with the accuracy."""
         logits = self(batch[0])
         loss = F.cross_entropy(logits, batch[1])
         self.log("train_loss", loss, on_step=False, on_epoch=True)
@@ -124,16 +126,16 @@ class Net(L.LightningModule):
         return loss
 
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
-        """The accuracy."""
+        """Log the accuracy."""
         self.log("val_acc", (self(batch[0]).argmax(1) == batch[1]).float().mean())
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Plain SGD."""
+        """Create SGD."""
         return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-3)
 
 
 def fit(case: str, placement: Any, rounds: int, folder: Path, **options: Any) -> dict[str, str] | None:
-    """One federation; what it left, on the first rank alone."""
+    """Run a federation; return the fingerprints of its results on rank 0, and None on the others."""
     workers = options.pop("workers", 1)
     torch.manual_seed(0)
     trainer = FederatedTrainer(
@@ -163,17 +165,14 @@ def fit(case: str, placement: Any, rounds: int, folder: Path, **options: Any) ->
 
 
 def left_by(folder: Path, summary: Mapping[str, Any]) -> dict[str, str]:
-    """A fingerprint of each thing that a run leaves."""
+    """Compute a fingerprint of each result of a run."""
     content = torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True)
     own = content["sparsefl"]
-    store = MemoryStore(torch.device("cpu"))
-    store.load(own["clients"]["index"], folder / "checkpoints" / "clients", {}, own["clients"]["checksums"])
     things = {
         "weights": content["state_dict"],
-        "masks": own["masks"],
-        "extra": own["extra"],
+        "state": own["state"],
         "ledger": own["ledger"],
-        "records": store.records(),
+        "records": records_of(folder / "checkpoints", own),
         "summary": dict(summary),
         **{table: rows(folder / table) for table in ("metrics.csv", "clients.csv", "finetuned.csv")},
     }
@@ -181,7 +180,7 @@ def left_by(folder: Path, summary: Mapping[str, Any]) -> dict[str, str]:
 
 
 def plain(value: Any) -> Any:
-    """Tensors as bytes, names in order."""
+    """Convert a value to plain types, with tensors as bytes and mappings as sorted lists."""
     if isinstance(value, Tensor):
         return (
             str(value.dtype),
@@ -194,7 +193,7 @@ def plain(value: Any) -> Any:
 
 
 def rows(path: Path) -> list[dict[str, str]]:
-    """A table without its times; none if there is no such table."""
+    """Read a table without its times; empty if there is no table."""
     if not path.exists():
         return []
     with path.open() as file:
@@ -202,7 +201,7 @@ def rows(path: Path) -> list[dict[str, str]]:
 
 
 def work(arguments: Sequence[str]) -> None:
-    """This process's part of a launch, instead of ``sparsefl``."""
+    """Run the cases of a launch in this process, which is started instead of ``sparsefl``."""
     parser = argparse.ArgumentParser()
     parser.add_argument("verb")
     parser.add_argument("--work", type=Path)
@@ -224,7 +223,7 @@ def work(arguments: Sequence[str]) -> None:
 
 @contextmanager
 def clean_environment() -> Iterator[None]:
-    """A launcher leaves variables behind, and the next one stumbles over them."""
+    """Remove the environment variables that a launcher has set, which would affect the next one."""
     before = dict(os.environ)
     try:
         yield
@@ -235,7 +234,7 @@ def clean_environment() -> Iterator[None]:
 
 
 def forked(launch: Launch, runs: Sequence[Sequence[str]], rounds: int, folder: Path) -> dict[str, Any]:
-    """Every run in processes of its own."""
+    """Run each case in forked processes of its own."""
     found, ranks = {}, launch.per_node
     for case, placement in runs:
         with clean_environment():
@@ -264,7 +263,7 @@ sys.exit(max(abs(process.wait()) for process in running))
 
 
 def commands(launch: Launch, folder: Path, port: int) -> tuple[list[list[str]], dict[str, str]]:
-    """What to start, at the same time, and with which environment; `sparsefl` is :func:`work`."""
+    """Return the commands of a launch and their environment, in which `sparsefl` runs :func:`work`."""
     shim, own = folder / "sparsefl", [str(Path(__file__).resolve())]
     shim.write_text(f"#!{sys.executable}\nimport runpy, sys\nrunpy.run_path({own[0]!r}, run_name='__main__')\n")
     (folder / "srun").write_text(SRUN)
@@ -286,7 +285,7 @@ def commands(launch: Launch, folder: Path, port: int) -> tuple[list[list[str]], 
 
 
 def started(launch: Launch, runs: Sequence[Sequence[str]], rounds: int, folder: Path, port: int) -> dict[str, Any]:
-    """All runs in the processes of one launch."""
+    """Run all cases in the processes of one launch."""
     job = folder / "job.json"
     job.write_text(json.dumps({"runs": runs, "rounds": rounds, "workers": launch.workers}))
     lines, environment = commands(launch, folder, port)
@@ -311,7 +310,7 @@ def started(launch: Launch, runs: Sequence[Sequence[str]], rounds: int, folder: 
 
 
 class _Reader(threading.Thread):
-    """Reads a process to its end, since one that writes into a full pipe waits."""
+    """Thread that reads the output of a process, which would block if its pipe were full."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         super().__init__()
@@ -327,7 +326,7 @@ class _Reader(threading.Thread):
 
 
 def free_port() -> int:
-    """A port that nobody listens on."""
+    """Return an unused port."""
     import socket
 
     with socket.socket() as listener:
@@ -336,11 +335,11 @@ def free_port() -> int:
 
 
 def compare(plan: Mapping[str, Sequence[Sequence[str]]], rounds: int) -> Iterator[dict[str, Any]]:
-    """Run one rank, then all launches, and say what differs, after each launch.
+    """Run one rank and then all launches, and yield the report after each launch.
 
     Args:
-        plan: Cases and placements, by the name of the launch.
-        rounds: Of each federation.
+        plan: Cases and placements by name of the launch.
+        rounds: Number of rounds of each federation.
     """
     cases = sorted({case for runs in plan.values() for case, _ in runs}, key=list(CASES).index)
     with tempfile.TemporaryDirectory() as folder:
@@ -368,14 +367,14 @@ def compare(plan: Mapping[str, Sequence[Sequence[str]]], rounds: int) -> Iterato
 
 
 def main() -> None:
-    """Compare, print JSON, and write it if asked to."""
+    """Compare, print JSON, and write it to `--out`."""
     if sys.argv[1:2] == ["fit"]:
         work(sys.argv[1:])
         return
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--launches", nargs="+", choices=LAUNCHES, default=list(LAUNCHES), help="ways to start ranks")
-    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES), help="what to train")
-    parser.add_argument("--rounds", type=int, default=3, help="of each federation")
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES), help="cases to train")
+    parser.add_argument("--rounds", type=int, default=3, help="number of rounds of each federation")
     parser.add_argument("--out", type=Path, help="file for the JSON")
     arguments = parser.parse_args()
     runs = list(itertools.product(arguments.cases, PLACEMENTS))

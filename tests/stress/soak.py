@@ -1,13 +1,14 @@
-"""Runs every exported method in turn for hours, with random kills, resumes and injected faults, and counts differences.
+"""Run all exported methods in turn for hours, with random kills, resumes and injected faults, and count differences.
 
-A turn is a tiny federation on the digits in which some clients raise an exception or return NaN, by their seed, round
-and number alone; `federation.on_client_error: skip` merges the rounds without them. A process that lives as long as the
-script runs it without interruption and notes its memory after every round. Other processes run it too and are killed
-with SIGKILL at random moments and resumed until it is done; then all that the two runs have left is compared.
+A turn is a small federation on the digits in which some clients raise an exception or return NaN, depending on seed,
+round and client; `federation.on_client_error: skip` merges the rounds without them. One process, which lives as long
+as the script, runs each turn without interruption and records its memory after every round. Other processes run the
+same turn, are killed with SIGKILL at random times and resumed until it ends. Then the results of the two runs are
+compared.
 
     python tests/stress/soak.py --hours 2 --out result.json
 
-A script that was stopped and is called again with the same report goes on after its last whole turn.
+If the script is stopped and started again with the same report, it continues after the last complete turn.
 """
 
 from __future__ import annotations
@@ -34,43 +35,43 @@ from lightning_sparsefl import algorithms
 from lightning_sparsefl.federated.storage.run_folder import Table
 
 ROUNDS, FAULTY = 6, 0.1
-"""Of a turn; share of the local fits that fail."""
+"""Number of rounds of a turn, and fraction of the local fits that fail."""
 WARM = 2 * len(algorithms.__all__) * ROUNDS
-"""Rounds of the long-living process that its memory slope leaves out: the first ones fill caches."""
+"""Number of first rounds, which fill caches, that are excluded from the slope of the memory."""
 COUNTS = ("turns", "rounds", "faults", "kills", "resumes", "differences")
 
 
 class Faults(Callback):
-    """Lets some local fits fail: one half by an exception, the other by NaN."""
+    """Callback that makes some local fits fail, half of them by an exception and half by NaN."""
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        """Draw; the generators are seeded by the run's seed, the round and the client."""
+        """Draw whether the fit fails, from the seed of the run, the round and the client."""
         self.drawn = random.Random(torch.initial_seed()).random()
         if self.drawn < FAULTY / 2:
             raise RuntimeError("injected")
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """Spoil a weight."""
+        """Set a weight to NaN."""
         if FAULTY / 2 <= self.drawn < FAULTY:
             with torch.no_grad():
                 next(pl_module.parameters()).view(-1)[0] = float("nan")
 
 
 class Memory(Callback):
-    """Notes the resident memory after every round."""
+    """Callback that records the resident memory after every round."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        """Add a line."""
+        """Append the resident memory in bytes."""
         pages = int(Path("/proc/self/statm").read_text().split()[1])
         with self.path.open("a") as file:
             file.write(f"{pages * os.sysconf('SC_PAGE_SIZE')}\n")
 
 
 def main() -> None:
-    """Run turns until the time is up, and write the report after each."""
+    """Run turns until the time is over, and write the report after each turn."""
     arguments = parsed()
     torch.set_num_threads(1)
     before = json.loads(arguments.out.read_text()) if arguments.out.exists() else {}
@@ -92,16 +93,16 @@ def main() -> None:
 
 
 def parsed() -> argparse.Namespace:
-    """The options."""
+    """Parse the options."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--hours", type=float, default=2.0, help="that all calls with one report take together")
-    parser.add_argument("--seed", type=int, default=0, help="of the turns")
+    parser.add_argument("--hours", type=float, default=2.0, help="total hours of all calls with one report")
+    parser.add_argument("--seed", type=int, default=0, help="random seed of the turns")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "soak.json")
     return parser.parse_args()
 
 
 def the_run(seed: int, turn: int, *callbacks: Callback) -> Run:
-    """A turn's run: the next method, with options and faults of its own."""
+    """Create the run of a turn, with random options and faults."""
     rng = random.Random(f"{seed} {turn} options")
     federation = {
         "on_client_error": "skip",
@@ -116,20 +117,20 @@ def the_run(seed: int, turn: int, *callbacks: Callback) -> Run:
 
 @contextmanager
 def long_living(seed: int, root: Path) -> Iterator[Any]:
-    """A process that runs turns without interruption, one after another.
+    """Start a process that runs turns without interruption, one after another.
 
     Yields:
-        Runs a turn in a folder there; returns False if the run has failed.
+        Function that runs a turn, and returns False if the run has failed.
     """
     (orders, order), (answers, answer) = os.pipe(), os.pipe()
     process = start(lambda: obey(seed, orders, answer, root), root / "straight.log")
 
     def run(turn: int) -> bool:
         os.write(order, f"{turn}\n".encode())
-        told = os.read(answers, 1)
-        if not told:
+        reply = os.read(answers, 1)
+        if not reply:
             raise SystemExit((root / "straight.log").read_text()[-4000:])
-        return told == b"1"
+        return reply == b"1"
 
     os.close(answer)
     try:
@@ -140,7 +141,7 @@ def long_living(seed: int, root: Path) -> Iterator[Any]:
 
 
 def obey(seed: int, orders: int, answer: int, root: Path) -> None:
-    """What the long-living process does."""
+    """Run the turns whose numbers are read from a pipe, in the long-living process."""
     for line in os.fdopen(orders):
         good = b"1"
         try:
@@ -152,7 +153,7 @@ def obey(seed: int, orders: int, answer: int, root: Path) -> None:
 
 
 def take_a_turn(report: dict[str, Any], straight: Any, root: Path) -> None:
-    """Run a turn twice, with and without kills, and compare."""
+    """Run a turn with and without kills, and compare the results."""
     turn = report["turns"]
     rng, name = random.Random(f"{report['seed']} {turn} kills"), algorithms.__all__[turn % len(algorithms.__all__)]
     started = time.monotonic()
@@ -182,7 +183,7 @@ def take_a_turn(report: dict[str, Any], straight: Any, root: Path) -> None:
 
 
 def kill_and_resume(seed: int, turn: int, rng: random.Random, duration: float, whole: bool, root: Path) -> int:
-    """Run a turn in processes that are killed at random moments; returns how many were."""
+    """Run a turn in processes that are killed at random times; return the number of kills."""
     planned, kills = rng.randint(1, 4), 0
     while True:
         process = start(lambda: the_run(seed, turn).fit(root / "killed"), root / "killed.log")
@@ -201,10 +202,10 @@ def kill_and_resume(seed: int, turn: int, rng: random.Random, duration: float, w
 
 
 def slope(path: Path) -> dict[str, float]:
-    """How the memory of the long-living process grows, by least squares, over the rounds after the first ones.
+    """Compute the growth of the memory of the long-living process per round, by least squares.
 
     Args:
-        path: A line of bytes for each round.
+        path: File with one line per round, the resident memory in bytes.
     """
     sizes = [int(line) for line in path.read_text().splitlines()]
     late = torch.tensor(sizes[WARM:], dtype=torch.float64)

@@ -1,1 +1,1 @@
-"""How updates become one: sums, order statistics, clipping and noise."""
+"""Aggregation of the updates of a round: sums, order statistics, clipping and noise."""

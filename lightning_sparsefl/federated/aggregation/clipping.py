@@ -1,4 +1,4 @@
-"""Bounds how far one client can move the model."""
+"""Clipping of updates, which bounds the influence of each client on the model."""
 
 from __future__ import annotations
 
@@ -13,27 +13,45 @@ from lightning_sparsefl.federated.exchange.flat import Layout
 from lightning_sparsefl.sparse.masks import apply
 from lightning_sparsefl.types import Message, Update, Weights
 
+_ROUNDING = 1e-4
+"""Relative tolerance of a norm for rounding to the dtype of the weights."""
+
 
 def clipped(update: Update, message: Message, limit: float, layout: Layout) -> Update:
-    """The update as a difference from what was received, made shorter where its norm exceeds the limit.
+    """Return the update as a difference from the received weights, scaled down if its norm exceeds the limit.
 
-    The norm is the Euclidean one over all coordinates of parameters that the update votes on. It is reported as the
-    metric ``update_norm``, as it was before. Buffers and `extra` trees pass as they are.
+    The norm is the Euclidean norm over all coordinates of parameters that the update votes on. The metric
+    ``update_norm`` is its value before clipping. Buffers and `extra` trees are not changed.
 
     Args:
-        update: As the client would send it.
-        message: What it had received.
-        limit: Largest norm.
-        layout: Of the model.
+        update: Update of the client, before it is sent.
+        message: Message that the client received.
+        limit: Maximum norm.
+        layout: Layout of the model.
 
     Raises:
-        InvalidUpdate: If a tensor was not received, so that nobody knows how far it moved.
+        InvalidUpdate: If the client did not receive a tensor of the update, so that its difference is undefined.
     """
     moved = _difference(update, message)
-    norm = _norm({n: w for n, w in apply(moved, _within(update, message)).items() if n not in layout.buffers})
+    norm = _norm({n: w for n, w in apply(moved, _votes_on_sent(update, message)).items() if n not in layout.buffers})
     if norm > limit:
-        moved = {n: w if n in layout.buffers else _shorter(w, limit / norm) for n, w in moved.items()}
+        moved = {n: w if n in layout.buffers else _scale_down(w, limit / norm) for n, w in moved.items()}
     return replace(update, weights=moved, kind="difference", metrics={**update.metrics, "update_norm": norm})
+
+
+def require_norm(update: Update, message: Message, limit: float, layout: Layout) -> None:
+    """Raise :class:`InvalidUpdate` if the norm of an update exceeds the limit.
+
+    Args:
+        update: Update as the server received it.
+        message: Message that the client received.
+        limit: Maximum Euclidean norm, computed as in :func:`clipped`.
+        layout: Layout of the model.
+    """
+    moved = apply(_difference(update, message), _votes_on_sent(update, message))
+    norm = _norm({name: tensor for name, tensor in moved.items() if name not in layout.buffers})
+    if not norm <= limit * (1 + _ROUNDING):
+        raise InvalidUpdate(f"its norm is {norm:.6g}; expected at most `federation.clip_update` = {limit:g}")
 
 
 def _difference(update: Update, message: Message) -> Weights:
@@ -42,19 +60,19 @@ def _difference(update: Update, message: Message) -> Weights:
     unknown = [name for name in update.weights if name not in message.weights]
     if unknown:
         raise InvalidUpdate(
-            f"`federation.clip_update` bounds how far a client moves what it received, and {unknown[0]!r} was not sent "
-            "to it; send it (`download`), or set `federation.clip_update: null`."
+            f"`federation.clip_update` bounds the difference from the received weights, but {unknown[0]!r} was not "
+            "sent to the client; send it (`download`), or set `federation.clip_update: null`."
         )
     return {name: value - message.weights[name] for name, value in update.weights.items()}
 
 
-def _within(update: Update, message: Message) -> dict[str, torch.Tensor]:
-    """The votes on what was sent."""
+def _votes_on_sent(update: Update, message: Message) -> dict[str, torch.Tensor]:
+    """Return the votes on the tensors of the update."""
     return {name: vote for name, vote in voted(update, message).items() if name in update.weights}
 
 
-def _shorter(weight: torch.Tensor, factor: float) -> torch.Tensor:
-    """Shorter by a hair than asked for, so that what is rounded up stays within the limit."""
+def _scale_down(weight: torch.Tensor, factor: float) -> torch.Tensor:
+    """Scale a tensor by slightly less than `factor`, so that the norm stays within the limit after rounding."""
     return weight * (factor * (1 - torch.finfo(weight.dtype).eps))
 
 

@@ -1,9 +1,9 @@
-"""Sums that do not depend on their order, of terms whose size nobody knows before.
+"""Sums that do not depend on the order of their terms, whose magnitude need not be known in advance.
 
-Each term is cut into digits to the base 2**32, at places that are the same for every term, and each place adds its
-digits by itself: multiples of one power of two, which float64 adds without error. The highest places of a tensor are
-kept. Which ones, and what they hold, follows from the terms alone, not from who added them, when, or on which rank
-(after Demmel and Nguyen, "Parallel reproducible summation", 2015).
+Each term is split into digits to the base 2**32, at places that are the same for all terms, and the digits of each
+place are added separately. They are multiples of one power of two, which float64 adds without error. The highest
+places of a tensor are kept. Which places these are and what they contain depends only on the terms, not on the order
+or the rank that adds them (after Demmel and Nguyen, "Parallel reproducible summation", 2015).
 """
 
 from __future__ import annotations
@@ -16,28 +16,28 @@ import torch
 from torch import Tensor
 
 _BITS = 32
-"""Of a digit; the other 21 of float64 are left for two million terms."""
+"""Bits of a digit; the other 21 of float64 leave room for two million terms."""
 _PLACES = 3
-"""Of a sum: at least 64 bits below its largest term."""
+"""Places of a sum, which hold at least 64 bits below its largest term."""
 _LOWEST = -33
-"""Smaller places are beyond float64."""
+"""Lowest place that float64 can represent."""
 
 
 @dataclass(frozen=True)
 class SumHeader:
-    """What all ranks must know of a sum to add theirs."""
+    """The properties of a sum that all ranks need to add their parts."""
 
     shape: torch.Size
     top: int | None
-    """The highest place in use; None where all terms are zero."""
+    """Highest place in use; None if all terms are zero."""
 
 
 class ExactSum:
     """A sum of tensors of one shape, in float64.
 
     Args:
-        shape: Of the terms.
-        device: Where they are added.
+        shape: Shape of the terms.
+        device: Device of the sum.
 
     Example:
         >>> terms = [torch.tensor(value, dtype=torch.float64) for value in (1.0, 2.0**80, -(2.0**80))]
@@ -55,7 +55,7 @@ class ExactSum:
 
     @property
     def header(self) -> SumHeader:
-        """Shape and highest place."""
+        """Shape and highest place of the sum."""
         return SumHeader(self.shape, max(self._places, default=None))
 
     def add(self, term: Tensor) -> None:
@@ -67,39 +67,41 @@ class ExactSum:
         lowest = max(max([top, *self._places]) - _PLACES + 1, _LOWEST)
         for place in range(top, lowest - 1, -1):
             unit = 2.0 ** (place * _BITS)
-            digit = (term / unit).trunc_().mul_(unit)  # towards zero: the same digit whatever place it starts from
+            digit = (
+                (term / unit).trunc_().mul_(unit)
+            )  # towards zero, so that the digit does not depend on the first place
             term = term - digit
             self._places[place] = self._places[place] + digit if place in self._places else digit
         self._places = {place: total for place, total in self._places.items() if place >= lowest}
 
     def all_reduce(self, reduce: Callable[[Tensor], Tensor], header: SumHeader) -> None:
-        """Add up the ranks' sums.
+        """Add the sums of all ranks.
 
         Args:
-            reduce: Sums a tensor over the ranks in place.
-            header: As :func:`merge_headers` made it, the same on all ranks.
+            reduce: Function that sums a tensor over the ranks in place.
+            header: Header from :func:`merge_headers`, the same on all ranks.
         """
         top, mine = header.top, self._places
         places = () if top is None else range(top, top - _PLACES, -1)
         self._places = {place: reduce(mine[place] if place in mine else self._zeros()) for place in places}
 
     def value(self) -> Tensor:
-        """The sum, rounded to float64."""
-        return sum((self._places[place] for place in sorted(self._places)), self._zeros())  # the smallest first
+        """Return the sum, rounded to float64."""
+        return sum((self._places[place] for place in sorted(self._places)), self._zeros())  # smallest place first
 
     def _zeros(self) -> Tensor:
         return torch.zeros(self.shape, dtype=torch.float64, device=self.device)
 
 
 SumHeaders = Mapping[str, Mapping[str, SumHeader]]
-"""By key of the `extra` tree and name."""
+"""Headers by key of the `extra` tree and by name of the tensor."""
 
 
 def merge_headers(parts: Iterable[SumHeaders]) -> dict[str, dict[str, SumHeader]]:
-    """The extents of all ranks' sums together, in one order.
+    """Merge the headers of all ranks' sums into one mapping, sorted by key and name.
 
     Args:
-        parts: One of each rank.
+        parts: Headers of each rank.
     """
     found: dict[tuple[str, str], SumHeader] = {}
     for key, name, header in [

@@ -1,8 +1,8 @@
-"""Gaussian noise from a cipher's key stream, under a secret key of 256 bits.
+"""Gaussian noise from the key stream of a cipher with a secret key of 256 bits.
 
-The generators of torch and NumPy are unfit for differential privacy: torch's on the CPU uses 32 bits of its seed, which
-can be searched in minutes, and neither is cryptographic. Here the random bits are those of AES-256 in counter mode. Its
-key is the HMAC-SHA-256, under a secret key, of the values that the noise is added to.
+The generators of torch and NumPy are unsuitable for differential privacy: on the CPU, torch's uses 32 bits of its seed,
+which can be searched in minutes, and neither is cryptographic. Here the random bits are those of AES-256 in counter
+mode. Its key is the HMAC-SHA-256, under the secret key, of the values that the noise is added to.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ from torch import Tensor
 from lightning_sparsefl.errors import InvalidOption
 
 _DIGITS = 64
-"""Hexadecimal digits of a key file."""
-_MAKE = "`openssl rand -hex 32` makes one"
+"""Number of hexadecimal digits of a key file."""
+_MAKE = "`openssl rand -hex 32` creates one"
 
 
 def read_key(path: str | None) -> bytes:
-    """Return the 32 bytes of a key file.
+    """Read the 32 bytes of a key file.
 
     Args:
         path: File with 64 hexadecimal digits, the option `federation.privacy.key_file`.
 
     Raises:
-        InvalidOption: If the option is not set, or the file is missing or holds anything else. The message never
-            repeats what the file holds.
+        InvalidOption: If the option is not set, or the file is missing or has any other content. The message never
+            repeats the content of the file.
     """
     if path is None:
         raise InvalidOption(
             "`federation.privacy.key_file` is not set; expected a file with 64 hexadecimal digits, the secret key of "
-            f"the noise ({_MAKE}). Keep it apart from configurations, run folders and published models."
+            f"the noise ({_MAKE}). Store it outside of configurations, run folders and published models."
         )
     file = Path(path).expanduser()
     try:
@@ -52,7 +52,7 @@ def read_key(path: str | None) -> bytes:
         ) from None
     if re.fullmatch(f"[0-9a-fA-F]{{{_DIGITS}}}", digits) is None:
         raise InvalidOption(
-            f"`federation.privacy.key_file` is {path}, which holds {len(digits)} characters; expected {_DIGITS} "
+            f"`federation.privacy.key_file` is {path}, which contains {len(digits)} characters; expected {_DIGITS} "
             f"hexadecimal digits ({_MAKE})."
         )
     if shared:
@@ -61,15 +61,15 @@ def read_key(path: str | None) -> bytes:
 
 
 def derive_key(secret: bytes, context: tuple[int | str, ...], content: Tensor) -> bytes:
-    """Return the key of one noise vector, 32 bytes: the HMAC-SHA-256 of the context and of the values.
+    """Return the key of one noise vector: the 32 bytes of the HMAC-SHA-256 of the context and the values.
 
-    Because the values are part of it, no two different sums ever get the same noise, also not in a run that is repeated
-    with one secret and one context: their difference would be free of noise (the idea of deterministic authenticated
-    encryption, Rogaway and Shrimpton, EUROCRYPT 2006).
+    Since the key depends on the values, two different sums never get the same noise, even if a run is repeated with the
+    same secret and context; otherwise the difference of the results would be free of noise (the idea of deterministic
+    authenticated encryption, Rogaway and Shrimpton, EUROCRYPT 2006).
 
     Args:
-        secret: The run's secret key.
-        context: Names the use: the run, the round.
+        secret: Secret key of the run.
+        context: Identifiers of the use, such as the run and the round.
         content: Values that the noise will be added to, float64.
     """
     label = repr(context).encode()
@@ -79,12 +79,12 @@ def derive_key(secret: bytes, context: tuple[int | str, ...], content: Tensor) -
 
 
 class NormalStream:
-    """Standard normal numbers, a function of the key alone.
+    """Stream of standard normal numbers that depends only on the key.
 
-    Each takes 64 bits of the stream: one for the sign, 63 for the probability of its tail.
+    Each number uses 64 bits of the key stream: one for the sign, 63 for the probability of its tail.
 
     Args:
-        key: 32 bytes, never used for another stream.
+        key: Key of 32 bytes, used for this stream only.
 
     Example:
         >>> one, two = NormalStream(bytes(32)), NormalStream(bytes(32))
@@ -96,9 +96,13 @@ class NormalStream:
         self._encryptor = _cipher(key).encryptor()
 
     def draw(self, count: int) -> Tensor:
-        """Return the next numbers, float64 of shape (count,) on the CPU."""
+        """Return the next numbers, float64 of shape (count,) on the CPU.
+
+        Args:
+            count: Number of values to draw.
+        """
         words = np.frombuffer(self._encryptor.update(bytes(8 * count)), dtype="<u8")
-        # exact near 0, so that tails reach to 9 standard deviations: (k + 1/2) / 2**64 for k below 2**63
+        # (k + 1/2) / 2**64 for k below 2**63: precise near 0, so that the tails reach 9 standard deviations
         tail = ((words >> np.uint64(1)).astype(np.float64) + 0.5) * 2.0**-64
         sign = 1.0 - 2.0 * (words & np.uint64(1)).astype(np.float64)
         return torch.from_numpy(np.asarray(ndtri(tail) * sign))
@@ -111,10 +115,14 @@ def require_cipher() -> None:
 
 def _cipher(key: bytes) -> Any:
     try:
-        from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes  # here, since it is an extra
+        from cryptography.hazmat.primitives.ciphers import (
+            Cipher,
+            algorithms,
+            modes,
+        )  # imported here, since it is optional
     except ImportError as error:
         raise InvalidOption(
             "`federation.privacy` draws its noise with the package `cryptography`, which is not installed; "
             "`pip install 'lightning-sparsefl[privacy]'`, or set `federation.privacy: null`."
         ) from error
-    return Cipher(algorithms.AES(key), modes.CTR(bytes(16)))  # each key has one stream, which starts at block 0
+    return Cipher(algorithms.AES(key), modes.CTR(bytes(16)))  # each key is used for one stream, starting at block 0

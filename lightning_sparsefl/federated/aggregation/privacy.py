@@ -1,10 +1,10 @@
 """Central differential privacy: the server adds Gaussian noise to the sum of clipped updates.
 
-DP-FedAvg of McMahan, Ramage, Talwar, Zhang (ICLR 2018, arXiv:1710.06963) with a fixed denominator, but for its cohorts:
-here they have a fixed size and are drawn without replacement. Two federations are neighbours if one client, with all
-of its data, is replaced by another. Epsilon is counted by Google's dp-accounting, by the bound of Wang, Balle and
-Kasiviswanathan (AISTATS 2019, arXiv:1808.00087, theorem 27). The noise is that of a cipher under a secret key
-(:mod:`~lightning_sparsefl.federated.aggregation.noise`). What epsilon covers, and what not: docs/merging.md.
+DP-FedAvg of McMahan, Ramage, Talwar, Zhang (ICLR 2018, arXiv:1710.06963) with a fixed denominator, except that cohorts
+have a fixed size and are drawn without replacement. Two federations are neighbours if one client, with all of its data,
+is replaced by another. Google's dp-accounting computes epsilon with the bound of Wang, Balle and Kasiviswanathan
+(AISTATS 2019, arXiv:1808.00087, theorem 27). The noise comes from a cipher with a secret key
+(:mod:`~lightning_sparsefl.federated.aggregation.noise`). docs/merging.md describes what epsilon covers.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from lightning_sparsefl.federated.exchange.flat import Layout
 from lightning_sparsefl.types import Merged, Message, Update, Weights
 
 _SMALLEST, _LARGEST = 1e-9, 1e6
-"""Noise multipliers between which dp-accounting's numbers neither overflow nor underflow."""
+"""Range of noise multipliers within which dp-accounting neither overflows nor underflows."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Privacy:
-    """Noise of the server, its secret key, and the delta that epsilon is computed for."""
+    """Options of central differential privacy: the server's noise, its secret key, and delta."""
 
     noise_multiplier: float
     """Standard deviation of the noise in the sum of updates, in units of `federation.clip_update`; in [1e-9, 1e6]."""
     delta: float
-    """Probability that epsilon does not hold, in (0, 1); at most 1 / clients."""
+    """Probability that the guarantee of epsilon fails, in (0, 1); at most 1 / number of clients."""
     key_file: str | None = field(default=None, repr=False, compare=False)
-    """File with the secret key of the noise, 64 hexadecimal digits as ``openssl rand -hex 32`` writes them. Every node
-    needs it for training, also to resume. Its content is never written or shown."""
+    """File with the secret key of the noise, 64 hexadecimal digits as printed by ``openssl rand -hex 32``. Every node
+    needs it for training and for resuming. Its content is never stored or shown."""
 
     def __post_init__(self) -> None:
         if not _SMALLEST <= self.noise_multiplier <= _LARGEST:
@@ -46,7 +46,7 @@ class Privacy:
             raise InvalidOption(f"`federation.privacy.delta` is {self.delta}; expected a number in (0, 1).")
 
     def epsilon(self, rounds: int, cohort: int, clients: int) -> float:
-        """Return the smallest epsilon that is known to hold.
+        """Return the smallest epsilon that is proven to hold.
 
         Args:
             rounds: Number of merged rounds.
@@ -63,7 +63,7 @@ class Privacy:
 
 def _dp_accounting() -> Any:
     try:
-        import dp_accounting  # here, since it takes seconds and is an extra
+        import dp_accounting  # imported here, since it is slow and optional
     except ImportError as error:
         raise InvalidOption(
             "`federation.privacy` computes epsilon with dp-accounting, which is not installed; "
@@ -74,12 +74,12 @@ def _dp_accounting() -> Any:
 
 @lru_cache(maxsize=16)
 def _round(noise_multiplier: float, cohort: int, clients: int) -> list[tuple[Any, Any]]:
-    """Compute two bounds of one round's Renyi divergences, each with its orders; over rounds they add up.
+    """Compute two bounds of one round's Renyi divergences, each with its orders; divergences add up over rounds.
 
-    The second one ignores that most clients are not drawn; for large cohorts it is the smaller one.
+    The second bound ignores the sampling of clients; it is the smaller one for large cohorts.
     """
     accounting = _dp_accounting()
-    # replacing a client moves the sum by twice the limit, and dp-accounting leaves that to its caller
+    # replacing a client changes the sum by up to twice the limit, which dp-accounting leaves to its caller
     gaussian = accounting.GaussianDpEvent(noise_multiplier / 2)
     sampled = accounting.SampledWithoutReplacementDpEvent(clients, cohort, gaussian)
     bounds = []
@@ -91,19 +91,19 @@ def _round(noise_multiplier: float, cohort: int, clients: int) -> list[tuple[Any
 
 
 class NoisySum(Accumulator):
-    """The mean of clipped differences, with noise; clients count alike, whatever their samples.
+    """Unweighted mean of clipped differences with noise.
 
-    The noise is added once, after the sum over the ranks, and is the same on each of them: it is a function of the
-    secret, of the context and of the exact sum.
+    The noise is added once, after the sum over the ranks. It is the same on all ranks, since it is a function of the
+    secret, the context and the exact sum.
 
     Args:
         layout: Layout of the model's tensors.
         server: Weights before the round.
         total_weight: Upper bound of the number of updates.
         deviation: Standard deviation of the noise in the sum.
-        cohort: Number that the sum is divided by, also where clients have failed.
+        cohort: Divisor of the sum, which does not depend on failed clients.
         secret: Key of the noise, 32 bytes.
-        context: Names the run and the round.
+        context: Identifiers of the run and the round.
     """
 
     def __init__(
@@ -121,29 +121,33 @@ class NoisySum(Accumulator):
         self._deviation, self._cohort, self._secret, self._context = deviation, cohort, secret, context
 
     def add(self, update: Update, message: Message, num_examples: int) -> None:
-        """Add one client's clipped update, with the weight 1.
+        """Add one client's clipped update with the weight 1; the arguments are those of :meth:`Accumulator.add`.
 
         Raises:
-            InvalidUpdate: If it carries anything that no noise is added to.
+            InvalidUpdate: If the update contains values that would get no noise.
         """
         if update.extra or update.shared is not None:
             carried = "extra" if update.extra else "shared"
             raise InvalidUpdate(
-                f"An update carries `{carried}`, which `federation.privacy` adds no noise to; expected weights alone "
+                f"An update has `{carried}`, to which `federation.privacy` adds no noise; expected only weights "
                 "(`can_be_private` of the algorithm), or `federation.privacy: null`."
             )
         super().add(replace(update, weight=1), message, 1)
 
     def result(self, reports: Mapping[int, Mapping[str, float]]) -> Merged:
-        """Add the noise and divide; the method does not see the clients' metrics."""
+        """Add the noise and return the mean, without the clients' metrics, which have no noise.
+
+        Args:
+            reports: Metrics by client; ignored.
+        """
         self._add_noise()
         self._counts.fill_(self._cohort)
         return super().result({})
 
     def _add_noise(self) -> None:
-        """Add noise to every parameter that clients may change, then round to the grid of the sum.
+        """Add noise to every coordinate that clients may change, then round to the grid of the sum.
 
-        Coordinates are chosen by the votes, which are the same for all clients of a private run.
+        The votes determine these coordinates; they are the same for all clients of a private run.
         """
         self._fold_large()
         stream = NormalStream(derive_key(self._secret, self._context, self._sum))

@@ -1,9 +1,9 @@
-"""How a round's updates become one: weighted sums, divided once.
+"""Weighted means of the updates of a round.
 
-The terms of a sum are rounded to a grid that every rank derives from the server's weights, coarse enough that
-float64 adds them without error. An exact sum does not depend on its order, so one rank and many give the same
-bytes. The grid lies about 40 bits below the largest weight of a tensor, beyond what float32 can tell. A tensor whose
-values are far larger than the server's is summed without a grid instead, by :class:`ExactSum`.
+The terms of a sum are rounded to a grid that every rank derives from the server's weights, coarse enough that float64
+adds them without error. An exact sum does not depend on the order of its terms, so the result is bit-equal for any
+number of ranks. The grid lies about 40 bits below the largest weight of a tensor, below the precision of float32. A
+tensor whose values are far larger than the server's is summed without a grid by :class:`ExactSum`.
 """
 
 from __future__ import annotations
@@ -24,35 +24,35 @@ from lightning_sparsefl.sparse.masks import intersect
 from lightning_sparsefl.types import Masks, Merged, Message, Update, Weights
 
 AllReduce = Callable[[Tensor], Tensor]
-"""Sums a tensor over the ranks, in place, and returns it."""
+"""Function that sums a tensor over the ranks in place and returns it."""
 Gather = Callable[[Any], list[Any]]
-"""Every rank's value, on every rank."""
+"""Function that returns the values of all ranks on every rank."""
 
 _HEADROOM = 10
-"""Values that exceed their tensor's largest server weight by more than 2**10 are not summed on its grid."""
+"""Values above 2**10 times the largest server weight of their tensor are not summed on its grid."""
 _EXTRA, _LARGE = "extra/", "weights"
-"""Keys of headers: prefix of an extra tree's key, and the weights' own."""
+"""Keys of headers: prefix of the keys of extra trees, and the key of the weights."""
 _SMALLEST_SCALE = 2.0**-4
-"""Tensors that start at zero, such as biases, grow to about this size."""
+"""Lower bound of a tensor's scale, for tensors that start at zero, such as biases."""
 
 
 class Reducer(ABC):
-    """How updates are merged; a value without state."""
+    """Base class of stateless rules for merging updates."""
 
     @abstractmethod
     def start(self, layout: Layout, server: Weights, total_weight: int) -> Accumulator:
-        """An empty sum for one round.
+        """Return an empty accumulator for one round.
 
         Args:
-            layout: Of the model.
-            server: The weights before the round, the same on every rank.
-            total_weight: Upper bound of the updates' summed weights.
+            layout: Layout of the model.
+            server: Weights before the round, the same on every rank.
+            total_weight: Upper bound of the sum of the updates' weights.
         """
 
 
 @dataclass(frozen=True)
 class CoverageMean(Reducer):
-    """Each coordinate is averaged over those who voted on it; where nobody voted the server keeps its value."""
+    """Mean of each coordinate over the clients that voted on it; without votes the server keeps its value."""
 
     def start(self, layout: Layout, server: Weights, total_weight: int) -> Accumulator:
         """See :class:`Reducer`."""
@@ -61,7 +61,7 @@ class CoverageMean(Reducer):
 
 @dataclass(frozen=True)
 class PlainMean(Reducer):
-    """Every update counts for every coordinate; silence is no change (FedSpa, eq. 4)."""
+    """Mean of each coordinate over all clients, where a missing vote counts as no change (FedSpa, eq. 4)."""
 
     def start(self, layout: Layout, server: Weights, total_weight: int) -> Accumulator:
         """See :class:`Reducer`."""
@@ -69,12 +69,12 @@ class PlainMean(Reducer):
 
 
 class Accumulator:
-    """Streams updates into one float64 sum.
+    """Accumulator of updates in one float64 sum, whose memory does not grow with the number of updates.
 
     Args:
-        layout: Of the model.
-        server: The weights before the round.
-        total_weight: Upper bound of the summed weights.
+        layout: Layout of the model.
+        server: Weights before the round.
+        total_weight: Upper bound of the sum of the updates' weights.
         silence_counts: Whether a coordinate that an update does not vote on counts as unchanged.
     """
 
@@ -95,9 +95,9 @@ class Accumulator:
         self._scratch = torch.empty(2, max(layout.sizes), dtype=torch.float64, device=self.device)
 
     def _rounding_constants(self, server: Tensor, total_weight: int) -> tuple[list[float], list[float]]:
-        """Return two numbers for each tensor, of grid g: 1.5 * 2**52 * g, and the largest value that is summed on it.
+        """Return two numbers for each tensor with grid size g: 1.5 * 2**52 * g, and the maximum of its values.
 
-        Adding the first one and subtracting it rounds to multiples of g in float64, up to sums of 2**51 * g.
+        Adding and then subtracting the first number rounds to multiples of g in float64, for sums up to 2**51 * g.
         """
         largest = torch.stack(
             [piece.abs().max() if piece.numel() else piece.new_zeros(()) for piece in server.split(self.layout.sizes)]
@@ -110,9 +110,9 @@ class Accumulator:
         """Add one client's update.
 
         Args:
-            update: As the client returned it; `weight` is a positive integer.
-            message: What the client had received.
-            num_examples: Its training samples, by which buffers are averaged.
+            update: Update of the client, whose `weight` is a positive integer.
+            message: Message that the client received.
+            num_examples: Number of its training samples, the weight of buffers in their mean.
 
         Raises:
             InvalidOption: If the kinds of updates differ, or a weight is not a positive integer.
@@ -123,7 +123,7 @@ class Accumulator:
             self._add_weights(update, message, num_examples)
 
     def _add_weights(self, update: Update, message: Message, num_examples: int) -> None:
-        """Tensor by tensor in memory that is there already, since fresh pages take longer than the arithmetic."""
+        """Add tensor by tensor in preallocated memory, since page faults take longer than the arithmetic."""
         values, votes = update.weights, voted(update, message)
         self.layout.check({n: vote for n, vote in votes.items() if n in self.layout.shapes}, "The votes of an update")
         if self.silence_counts and update.kind == "weights":
@@ -144,7 +144,7 @@ class Accumulator:
         self._count(update, votes, num_examples)
 
     def _beyond_grid(self, values: Weights) -> set[str]:
-        """Return the names of tensors with a value that the grid cannot hold exactly."""
+        """Return the names of tensors with a value too large for the grid."""
         bound_of = {
             name: bound
             for name, bound in zip(self.layout.names, self._bounds, strict=True)
@@ -154,18 +154,18 @@ class Accumulator:
             return set()
         flat = {name: values[name].detach().reshape(-1).float() for name in bound_of}
         squares = torch.stack([value.dot(value) for value in flat.values()]).tolist()
-        # a Euclidean norm takes a tenth of the time of a maximum, and is no smaller; 2 leaves room for rounding
+        # the Euclidean norm is an upper bound of the maximum in a tenth of its time; 2 allows for rounding
         near = [name for name, square in zip(bound_of, squares, strict=True) if not 2 * square < bound_of[name] ** 2]
         return {name for name in near if float(flat[name].abs().max()) > bound_of[name]}
 
     def _fold_large(self) -> None:
-        """Add the sums without a grid to the others, after all ranks' terms are in them."""
+        """Add the sums without a grid to the others, after the reduction over ranks."""
         for name, total in zip(self.layout.names, self._pieces(self._sum), strict=True):
             if name in self._large:
                 total += self._large.pop(name).value()
 
     def _pieces(self, vector: Tensor) -> Sequence[Tensor]:
-        """The flat tensors of a vector, in the layout's order."""
+        """Split a vector into the flat tensors of the layout, in its order."""
         pieces: Sequence[Tensor] = vector.split(self.layout.sizes)
         return pieces
 
@@ -207,22 +207,22 @@ class Accumulator:
                 piece.add_(amount)
 
     def coverage_min(self, clients: int) -> float:
-        """Smallest share of the round's clients that voted on a coordinate.
+        """Return the minimum over coordinates of the fraction of clients that voted on them.
 
         Args:
-            clients: That the round merges.
+            clients: Number of clients merged in the round.
         """
         voters = self._dense_voters + (0 if self._voters is None else int(self._voters.min()))
         return voters / max(clients, 1)
 
     def _add_extra(self, update: Update) -> None:
-        """Extra trees have no counterpart at the server to take a grid from."""
+        """Add the extra trees without a grid, since the server has no tensors to derive one from."""
         terms = {
             (k, n): update.weight * t.detach().double() for k, tree in update.extra.items() for n, t in tree.items()
         }
         for (key, name), term in terms.items():
             if not bool(torch.isfinite(term).all()):
-                raise InvalidOption(f"`Update.extra[{key!r}][{name!r}]` holds values that are not finite.")
+                raise InvalidOption(f"`Update.extra[{key!r}][{name!r}]` has values that are not finite.")
         self._total += update.weight
         for (key, name), term in terms.items():
             sums = self._extra.setdefault(key, {})
@@ -234,8 +234,8 @@ class Accumulator:
         """Sum over the ranks.
 
         Args:
-            reduce: Sums a tensor over the ranks in place.
-            headers: Headers of the sums without a grid that any rank has, in one order on all ranks.
+            reduce: Function that sums a tensor over the ranks in place.
+            headers: Merged headers of all ranks' sums without a grid, in the same order on all ranks.
         """
         difference = self._kind == "difference"
         facts = [
@@ -263,10 +263,10 @@ class Accumulator:
                 mine.setdefault(name, ExactSum(header.shape, self.device)).all_reduce(reduce, header)
 
     def collect(self, gather: Gather) -> None:
-        """Show the ranks each other what is not a sum; a mean has nothing of the kind.
+        """Exchange between ranks what cannot be reduced by a sum; a mean has no such data.
 
         Args:
-            gather: Gives every rank's value.
+            gather: Function that returns the values of all ranks.
         """
 
     def headers(self) -> SumHeaders:
@@ -277,7 +277,11 @@ class Accumulator:
         return {key: {name: total.header for name, total in tree.items()} for key, tree in trees.items()}
 
     def result(self, reports: Mapping[int, Mapping[str, float]]) -> Merged:
-        """Divide, once."""
+        """Divide the sums by the counts and return the merged update.
+
+        Args:
+            reports: Metrics by client, passed on to the algorithm.
+        """
         self._fold_large()
         mean = torch.empty(self.layout.size, dtype=self.layout.dtype, device=self.device)
         voted_on = {} if self._coordinate_counts is None else dict(self.layout.split(self._coordinate_counts))
@@ -286,7 +290,7 @@ class Accumulator:
             self._counts, self.layout.split(self._sum), self.layout.split(mean), strict=True
         ):
             counts = count + voted_on[name] if name in voted_on else count
-            target.copy_(total / counts.clamp_min(1))  # the sum is zero where nobody voted
+            target.copy_(total / counts.clamp_min(1))  # the sum is zero where the count is
             covered[name] = (counts > 0).expand(total.shape)
         complete = bool(torch.stack([mask.all() for mask in covered.values()]).all())
         weight = max(self._total, 1)
@@ -301,10 +305,10 @@ class Accumulator:
 
 
 def voted(update: Update, message: Message) -> Masks:
-    """The coordinates that an update votes on; a missing name is dense.
+    """Return the masks of the coordinates that an update votes on; all coordinates of a missing name.
 
     Args:
-        update: With `votes`, or None for those the message lets the client hold and change.
-        message: What the client received.
+        update: Update of a client; `votes` of None means the coordinates that the message lets the client change.
+        message: Message that the client received.
     """
     return intersect(message.trainable, message.masks) if update.votes is None else update.votes

@@ -1,8 +1,8 @@
-"""Reducers that a few wrong updates cannot move far: the votes on each coordinate are put in order, not added.
+"""Robust reducers, which bound the influence of a few wrong updates by order statistics of each coordinate.
 
-Every update is kept until the round is merged, so memory is the cohort times the weights, shared among the ranks.
-Tensor by tensor the ranks show each other their votes, and each of them orders all of the tensor's. An order does not
-depend on who trained whom, so one rank and many give the same bytes.
+Every update is stored until the round is merged, so the memory is that of the cohort's weights, divided among the
+ranks. The ranks exchange their votes tensor by tensor, and each rank sorts all votes of the tensor. The result does not
+depend on the placement of clients, so it is bit-equal for any number of ranks.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from lightning_sparsefl.sparse.density import floor_count
 from lightning_sparsefl.types import Merged, Message, Update, Weights
 
 _Cut: TypeAlias = Callable[[int], int]
-"""How many votes are left out at each end, by how many there are."""
+"""Function from the number of votes to the number that is dropped at each end."""
 
 
 @dataclass(frozen=True)
 class CoverageMedian(Reducer):
-    """Each coordinate is the median of those who voted on it (Yin et al. 2018, arXiv:1803.01498, option I).
+    """Median of each coordinate over the clients that voted on it (Yin et al. 2018, arXiv:1803.01498, option I).
 
-    Of an even number of votes it is the mean of the two in the middle. Where nobody voted the server keeps its value.
-    Clients count alike, whatever their samples, buffers too; `extra` trees are still averaged.
+    For an even number of votes it is the mean of the middle two. Without votes the server keeps its value. Clients have
+    equal weights, also for buffers; `extra` trees are averaged as in :class:`CoverageMean`.
     """
 
     def start(self, layout: Layout, server: Weights, total_weight: int) -> Accumulator:
@@ -39,13 +39,13 @@ class CoverageMedian(Reducer):
 
 @dataclass(frozen=True)
 class TrimmedMean(Reducer):
-    """Each coordinate is the mean of its votes without the extreme ones (Yin et al. 2018, arXiv:1803.01498, option II).
+    """Mean of each coordinate without its extreme votes (Yin et al. 2018, arXiv:1803.01498, option II).
 
-    All else is as in :class:`CoverageMedian`.
+    Other properties are those of :class:`CoverageMedian`.
     """
 
     fraction: float = 0.1
-    """Share of a coordinate's votes that is left out at each end, rounded down, in [0, 0.5)."""
+    """Fraction of a coordinate's votes that is dropped at each end, in [0, 0.5); the number is rounded down."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.fraction < 0.5:
@@ -59,13 +59,13 @@ class TrimmedMean(Reducer):
 
 
 class OrderStatisticAccumulator(Accumulator):
-    """Keeps every vote; who voted where, `extra` trees and checks are those of the mean.
+    """Accumulator that stores every vote; counts of votes, `extra` trees and checks are those of the mean.
 
     Args:
-        layout: Of the model.
-        server: The weights before the round.
-        total_weight: Upper bound of the summed weights.
-        cut: How many votes are left out at each end, by how many there are.
+        layout: Layout of the model.
+        server: Weights before the round.
+        total_weight: Upper bound of the sum of the updates' weights.
+        cut: Function from the number of votes to the number that is dropped at each end.
     """
 
     def __init__(self, layout: Layout, server: Weights, total_weight: int, *, cut: _Cut) -> None:
@@ -78,34 +78,42 @@ class OrderStatisticAccumulator(Accumulator):
         super()._add_weights(update, message, num_examples)
         votes = voted(update, message)
         for name, value in update.weights.items():
-            row = value.detach().to(self.layout.dtype) + 0.0  # of 0 and -0 neither is first, and the bytes would tell
+            row = value.detach().to(self.layout.dtype) + 0.0  # turns -0 into 0, since a sort does not order them
             row = torch.where(votes[name].to(row.device), row, torch.nan) if name in votes else row
             self._rows[name].append(row.reshape(-1))
 
     def collect(self, gather: Gather) -> None:
-        """Order the votes of all ranks, and forget them."""
+        """Compute the order statistics of the votes of all ranks, and free the votes.
+
+        Args:
+            gather: Function that returns the values of all ranks.
+        """
         for name, centre in zip(self.layout.names, self._pieces(self._centre), strict=True):
             rows = self._rows.pop(name)
             mine = torch.stack(rows) if rows else centre.new_zeros(0, centre.numel())
             centre.copy_(trimmed_mean(torch.cat(gather(mine.cpu())).to(self.device), self._cut))
 
     def result(self, reports: Mapping[int, Mapping[str, float]]) -> Merged:
-        """What :meth:`collect` found."""
+        """Return the merged update with the order statistics of :meth:`collect`.
+
+        Args:
+            reports: Metrics by client, passed on to the algorithm.
+        """
         return replace(super().result(reports), weights=self.layout.tree(self._centre))
 
 
 def trimmed_mean(votes: Tensor, cut: _Cut) -> Tensor:
-    """Mean of each column in float64, without its extreme votes; 0 where there is none.
+    """Compute the mean of each column in float64 without its extreme votes; 0 for a column without votes.
 
     Args:
-        votes: A row for each client, NaN where it did not vote.
-        cut: How many are left out at each end, by how many there are.
+        votes: Votes with one row per client, NaN where it did not vote.
+        cut: Function from the number of votes to the number that is dropped at each end.
 
     Example:
         >>> trimmed_mean(torch.tensor([[1.0], [9.0], [torch.nan], [2.0]]), lambda votes: 1).tolist()
         [2.0]
     """
-    ordered = votes.sort(dim=0).values  # NaN comes last
+    ordered = votes.sort(dim=0).values  # NaN is sorted last
     voters = (~votes.isnan()).sum(0)
     dropped = torch.tensor([cut(count) for count in range(len(votes) + 1)], device=votes.device)[voters]
     place = torch.arange(len(votes), device=votes.device).unsqueeze(1)

@@ -1,1 +1,1 @@
-"""What a run can be asked for: fit, score, export, replay, profile."""
+"""The commands of the trainer: fit, score, export, replay and profile."""

@@ -1,10 +1,10 @@
-"""One model of a run as files that need no federation: a Lightning checkpoint, safetensors, ONNX.
+"""Export of one model of a run to files that can be used without a federation.
 
 ::
 
     model.ckpt           an ordinary Lightning checkpoint, for `load_from_checkpoint` and `Trainer.test(ckpt_path=...)`
-    model.safetensors    its `state_dict` without zeros, for `load_sparse`
-    model.onnx           its forward pass without the units that are all zeros
+    model.safetensors    the `state_dict` without zeros, for `load_sparse`
+    model.onnx           the forward pass without units whose weights are all zero
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import Any, Literal, get_args
 
 import lightning as L
 import torch
@@ -21,52 +21,55 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from lightning_sparsefl.errors import ExportMismatch, InvalidOption
-from lightning_sparsefl.federated.client import ClientWorker
+from lightning_sparsefl.federated.client import Client
 from lightning_sparsefl.federated.commands import onnx_file
-from lightning_sparsefl.federated.evaluation.scores import score_global
-from lightning_sparsefl.federated.local.isolation import isolate_metrics
+from lightning_sparsefl.federated.commands.run import Run
+from lightning_sparsefl.federated.evaluation.scorer import score_global
+from lightning_sparsefl.federated.exchange.orders import Order
+from lightning_sparsefl.federated.local.worker import ClientWorker
 from lightning_sparsefl.federated.storage import checkpoint
 from lightning_sparsefl.federated.storage.atomic_files import load_plain, write_atomically
 from lightning_sparsefl.federated.storage.records import pack_plain
 from lightning_sparsefl.report import print_table, quantity, score
 from lightning_sparsefl.sparse.masks import apply
-from lightning_sparsefl.types import ServerState, Weights
+from lightning_sparsefl.types import RunState, Weights
 from lightning_sparsefl.wire import export_sparse, load_sparse
-
-if TYPE_CHECKING:
-    from lightning_sparsefl.federated.commands.run import Session
 
 Format = Literal["ckpt", "safetensors", "onnx"]
 MEMORY = "in memory"
 _TOLERANCE = 1e-5
-"""Of metrics under ONNX, whose arithmetic has another order."""
+"""Relative tolerance of metrics under ONNX, whose operations have a different order."""
 
 
 @dataclass(frozen=True)
 class ExportRequest:
-    """What to write."""
+    """The options of an export."""
 
     bare: LightningModule
-    """A copy of the user's module, as no method has changed it."""
+    """Copy of the user's module before any changes by the method."""
     client: int | None = None
-    """Whose personal model; None = the global one."""
+    """Number of the client whose personal model is exported; None = the global model."""
     out: str | None = None
-    """Folder; None = ``export/`` of the run."""
+    """Folder of the files; None = ``export/`` in the run folder."""
     formats: Sequence[Format] = ("ckpt", "safetensors")
-    """Files to write."""
+    """Formats of the files."""
     check: bool = False
-    """Whether to load and score what was written."""
+    """Whether to load and evaluate the files."""
 
     @property
     def name(self) -> str:
-        """Of the model."""
+        """Name of the model."""
         return "global" if self.client is None else f"client-{self.client}"
 
     def require(self, num_clients: int) -> None:
-        """Raise :class:`InvalidOption` where the request cannot be met."""
+        """Raise :class:`InvalidOption` if an option is not valid.
+
+        Args:
+            num_clients: Number of clients of the run.
+        """
         if self.client is not None and not 0 <= self.client < num_clients:
             raise InvalidOption(
-                f"`client` is {self.client}; expected a number from 0 to {num_clients - 1}, or none for the global "
+                f"`client` is {self.client}; expected a number from 0 to {num_clients - 1}, or null for the global "
                 "model."
             )
         strangers = [name for name in self.formats if name not in get_args(Format)]
@@ -78,94 +81,106 @@ class ExportRequest:
 
 @dataclass(frozen=True)
 class Exported:
-    """What was written, and how it scores."""
+    """The files of an export and their scores."""
 
     files: Mapping[Format, Path]
-    """The files."""
+    """Paths of the files by format."""
     scores: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-    """With `check`: the metrics of ``in memory``, and of each format as it was loaded."""
+    """Metrics of the model ``in memory`` and of each loaded file, with `check`."""
     notes: Sequence[str] = ()
-    """What whoever loads the files must know."""
+    """Notes for users of the files."""
     kept: Mapping[str, tuple[int, int]] = field(default_factory=dict)
-    """Of the model in memory, and of the ONNX file: parameters, and how many are not zero."""
+    """Numbers of parameters and of nonzero parameters, of the model in memory and of the ONNX file."""
 
 
-def export(session: Session, server: ServerState, request: ExportRequest) -> Exported:
-    """Write one model.
+def export(run: Run, request: ExportRequest) -> Exported:
+    """Export one model of a checkpoint on rank 0, while the other ranks wait.
 
     Args:
-        session: Of the run.
-        server: After the checkpoint's round.
-        request: What to write.
+        run: Parts of the run.
+        request: Options of the export.
 
     Raises:
-        InvalidOption: If something cannot be written.
-        ExportMismatch: If a file scores otherwise than the model in memory.
+        InvalidOption: If a file cannot be written.
+        ExportMismatch: If the scores of a file differ from those of the model in memory.
     """
-    job = _Job(session, server, request)
+    state, _ = run.start(training=False)
+    if request.client is not None:
+        version = run.server.node_version(request.client, state.server.round)
+        run.visiting.fetch({} if version is None else {request.client: version}, None)
+    exported = run.ranks.share(lambda: _export(run, state, request) if run.ranks.first else None)[0]
+    assert exported is not None
+    return exported
+
+
+def _export(run: Run, state: RunState, request: ExportRequest) -> Exported:
+    job = _Job(run, state, request)
     files = dict(job.write())
     scores = dict(job.scores(files)) if request.check else {}
     exported = Exported(files, scores, tuple(job.notes), job.kept)
     _print(job.title, exported)
-    _require_equal(exported, exact=session.ranks.fabric.strategy.precision.precision in ("32-true", "64-true"))
+    _require_equal(exported, exact=run.ranks.fabric.strategy.precision.precision in ("32-true", "64-true"))
     return exported
 
 
 class _Job:
-    """One model on its way into files."""
+    """The export of one model."""
 
-    def __init__(self, session: Session, server: ServerState, request: ExportRequest) -> None:
-        self.session, self.server, self.request = session, server, request
-        bench, self.notes = session.bench, list[str]()
+    def __init__(self, run: Run, state: RunState, request: ExportRequest) -> None:
+        self.run, self.state, self.server, self.request = run, state, state.server, request
+        worker, self.notes = run.worker, list[str]()
         self.weights = self._weights()
-        bench.load(self.weights)
-        module = bench.module.eval()
-        self.state = {name: value.detach().cpu().clone() for name, value in module.state_dict().items()}
+        worker.load(self.weights)
+        module = worker.module.eval()
+        self.tensors = {name: value.detach().cpu().clone() for name, value in module.state_dict().items()}
         self.adapted = self._note_changes()
         parameters = [name for name, _ in module.named_parameters()]
-        self.kept = {MEMORY: _count(self.state[name] for name in parameters)}
+        self.kept = {MEMORY: _count(self.tensors[name] for name in parameters)}
 
     @property
     def title(self) -> str:
-        """Of the table."""
-        method, whose = type(self.session.algorithm).__name__, self.request.name.replace("-", " ")
-        scored = f", {self.session.split} set" if self.request.check else ""
+        """Title of the printed table."""
+        method, whose = type(self.run.algorithm).__name__, self.request.name.replace("-", " ")
+        scored = f", {self.run.split} set" if self.request.check else ""
         return f"{method} after {self.server.round} rounds: {whose}{scored}"
 
     def _weights(self) -> Weights:
         client = self.request.client
         if client is None:
             return apply(self.server.weights, self.server.masks)
-        coordinator = self.session.coordinator
-        if client not in self.session.store:
-            method = type(self.session.algorithm).__name__
-            self.notes.append(f"Client {client} never trained: this is what {method} gives to a client that it meets.")
-        return self.session.scorer.own(self.server)(coordinator.client(client, self.server.round))
+        if self.run.server_records.get(client, self.server.round) is None:
+            method = type(self.run.algorithm).__name__
+            self.notes.append(f"Client {client} never trained: this is the model that {method} gives a new client.")
+        return self.run.node.personal_weights(self._order(client))
+
+    def _order(self, client: int) -> Order:
+        """Return the order to evaluate a client."""
+        return self.run.server.order(self.state, client, "score", (self.run.split,))
 
     def _note_changes(self) -> bool:
-        """Say whether the method changed the module, so that the files do not fit the bare one."""
+        """Return whether the method changed the names in the module, and add a note if so."""
         bare = self.request.bare.state_dict().keys()
-        names = [name for name in [*bare, *self.state] if (name in bare) != (name in self.state)]
+        names = [name for name in [*bare, *self.tensors] if (name in bare) != (name in self.tensors)]
         if names:
-            method = type(self.session.algorithm).__name__
+            method = type(self.run.algorithm).__name__
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
             what = f"there is {'no ' if names[0] in bare else ''}`{names[0]}`{more} in the files"
             self.notes.append(
-                f"{method} changes the module ({what}): call `algorithm.adapt(module)` before you load them."
+                f"{method} changes the module ({what}): call `algorithm.adapt(module)` before loading them."
             )
         return bool(names)
 
     # ---- files
 
     def write(self) -> Iterator[tuple[Format, Path]]:
-        """Write the files."""
+        """Write the files, and yield the format and the path of each."""
         folder = self._folder()
         for name in dict.fromkeys(self.request.formats):
             path = folder / f"model.{name}"
             if name == "ckpt":
                 write_atomically(path, self._checkpoint())
             elif name == "safetensors":
-                export_sparse(self.state, path)
+                export_sparse(self.tensors, path)
             else:
                 self._write_onnx(path)
             yield name, path
@@ -173,21 +188,21 @@ class _Job:
     def _folder(self) -> Path:
         if self.request.out is not None:
             return Path(self.request.out)
-        origin = self.session.origin
-        assert origin.checkpoint is not None
-        return (origin.folder or origin.checkpoint.parent) / "export" / self.request.name
+        resume_point = self.run.resume_point
+        assert resume_point.checkpoint is not None
+        return (resume_point.folder or resume_point.checkpoint.parent) / "export" / self.request.name
 
     def _checkpoint(self) -> dict[str, Any]:
-        module = self.session.bench.module
+        module = self.run.worker.module
         plain = checkpoint.plain_hparams(module)
         left_out = [name for name in module.hparams if name not in plain]
         if left_out:
             self.notes.append(
-                f"The hyper-parameters {left_out} are no plain values and not in model.ckpt: give them to "
+                f"The hyper-parameters {left_out} are not plain values, so they are not in model.ckpt: pass them to "
                 "`load_from_checkpoint`."
             )
         content: dict[str, Any] = {
-            "state_dict": self.state,
+            "state_dict": self.tensors,
             "epoch": self.server.round,
             "global_step": self.server.round,
             "pytorch-lightning_version": L.__version__,
@@ -198,61 +213,63 @@ class _Job:
             pack_plain(content)
         except TypeError as error:
             raise InvalidOption(
-                f"`{type(module).__name__}.on_save_checkpoint` adds what is no plain value, so that the checkpoint "
-                "could not be loaded without executing it; expected numbers, strings, None, tensors, dicts and lists."
+                f"`{type(module).__name__}.on_save_checkpoint` adds a value of another type, so that the checkpoint "
+                "could not be loaded safely; expected numbers, strings, None, tensors, dicts and lists."
             ) from error
         return content
 
     def _write_onnx(self, path: Path) -> None:
-        module, note = onnx_file.narrowed(self.session.bench.module, self.session.data, self.state)
+        module, note = onnx_file.narrowed(self.run.worker.module, self.run.data, self.tensors)
         self.notes += [note] if note else []
-        onnx_file.write(module, self.session.data, path)
+        onnx_file.write(module, self.run.data, path)
         self.kept["onnx"] = _count(module.parameters())
 
     # ---- scores
 
     def scores(self, files: Mapping[Format, Path]) -> Iterator[tuple[str, Mapping[str, float]]]:
-        """The metrics of the model in memory, and of each file."""
-        yield MEMORY, self._score(self.session.bench, self.weights)
+        """Yield the metrics of the model in memory and of each file.
+
+        Args:
+            files: Paths of the files by format.
+        """
+        yield MEMORY, self._score(self.run.worker, self.weights)
         for name, path in files.items():
             if name == "onnx":
                 yield name, self._score_onnx(path)
             else:
                 state = load_plain(path)["state_dict"] if name == "ckpt" else load_sparse(path)
-                bench = self._fresh(state)
-                yield name, self._score(bench, bench.initial)
+                worker = self._fresh(state)
+                yield name, self._score(worker, worker.initial)
 
-    def _score(self, bench: ClientWorker, weights: Weights) -> Mapping[str, float]:
-        """As an evaluation of the run does."""
-        session, client = self.session, self.request.client
+    def _score(self, worker: ClientWorker, weights: Weights) -> Mapping[str, float]:
+        """Evaluate a model as the run does."""
+        run, client = self.run, self.request.client
         if client is None:
-            return score_global(replace(self.server, weights=weights, masks={}), bench, session.split, session.seed)
-        return bench.evaluate(session.coordinator.client(client, self.server.round), weights, session.split)
+            return score_global(replace(self.server, weights=weights, masks={}), worker, run.split, run.options.seed)
+        return worker.evaluate(Client(self._order(client), {}, worker), weights, run.split)
 
     def _score_onnx(self, path: Path) -> Mapping[str, float]:
-        """With the file in the place of the module's forward pass."""
-        bench = self._fresh(self.state)
+        """Evaluate the module with its forward pass replaced by an ONNX file."""
+        worker = self._fresh(self.tensors)
         forward = onnx_file.Forward(path)
-        vars(bench.module)["forward"] = forward
-        metrics = self._score(bench, bench.initial)
+        vars(worker.module)["forward"] = forward
+        metrics = self._score(worker, worker.initial)
         if not forward.calls:
-            step = {"val": "validation_step", "test": "test_step"}[self.session.split]
+            step = {"val": "validation_step", "test": "test_step"}[self.run.split]
             raise ExportMismatch(
-                f"{path} is written and was not scored: `{step}` never calls the module's `forward`; "
-                "call `self(...)` there, or leave `onnx` out of `formats`."
+                f"{path} was written but not evaluated: `{step}` never calls the module's `forward`; "
+                "call `self(...)` there, or remove `onnx` from `formats`."
             )
         return metrics
 
     def _fresh(self, state: Mapping[str, Tensor]) -> ClientWorker:
-        """A bench for a module that has seen nothing but the user's `__init__` and a file."""
-        module, fabric = copy.deepcopy(self.request.bare), self.session.ranks.fabric
+        """Return a worker with a new copy of the user's module that has loaded a state."""
+        module = copy.deepcopy(self.request.bare)
         if self.adapted:
-            self.session.algorithm.adapt(module)
-        fabric.strategy.precision.convert_module(module)
-        fabric.to_device(module)
-        isolate_metrics(module)
+            self.run.algorithm.adapt(module)
+        self.run.place(module)
         module.load_state_dict(state, strict=True)
-        return self.session.bench_of(module)
+        return self.run.worker_of(module)
 
 
 def _count(parameters: Iterator[Tensor]) -> tuple[int, int]:
@@ -281,11 +298,11 @@ def _print(title: str, exported: Exported) -> None:
 
 
 def _require_equal(exported: Exported, exact: bool) -> None:
-    """Raise where a file scores otherwise.
+    """Raise `ExportMismatch` if the scores of a file differ from those of the model in memory.
 
     Args:
-        exported: What was written.
-        exact: Whether all of the arithmetic is that of the weights' own type, as an ONNX file's is.
+        exported: Files and their scores.
+        exact: Whether the run computes in the dtype of the weights, as an ONNX file does.
     """
     for name, metrics in exported.scores.items():
         for metric, expected in exported.scores[MEMORY].items():
@@ -295,5 +312,5 @@ def _require_equal(exported: Exported, exact: bool) -> None:
             if not same and not (name == "onnx" and near):
                 raise ExportMismatch(
                     f"The {name} file has a {metric} of {got!r}, the model in memory one of {expected!r}; "
-                    "expected the same: the module may hold more than its `state_dict` says."
+                    "expected equal values: the module may have state that is not in its `state_dict`."
                 )

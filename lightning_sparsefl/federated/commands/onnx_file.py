@@ -1,4 +1,4 @@
-"""The forward pass of a module as an ONNX file, and such a file in the place of a forward pass."""
+"""Export of a module's forward pass to ONNX, and the use of such a file as a forward pass."""
 
 from __future__ import annotations
 
@@ -22,7 +22,11 @@ from lightning_sparsefl.types import Weights
 
 
 def require(module: LightningModule) -> None:
-    """Raise :class:`InvalidOption` where a module cannot be written, or what writes it is not installed."""
+    """Raise :class:`InvalidOption` if a module cannot be exported, or a required package is not installed.
+
+    Args:
+        module: Module to export.
+    """
     missing = [name for name in ("onnx", "onnxscript") if find_spec(name) is None]
     if missing:
         raise InvalidOption(
@@ -32,22 +36,22 @@ def require(module: LightningModule) -> None:
         raise InvalidOption(f"`formats` has 'onnx', which needs torch >= 2.6; this is {torch.__version__}.")
     if not is_overridden("forward", module, LightningModule):
         raise InvalidOption(
-            f"`{type(module).__name__}` has no `forward`, which is what an ONNX file holds; define it, or leave 'onnx' "
-            "out of `formats`."
+            f"`{type(module).__name__}` has no `forward`, which an ONNX file contains; define it, or remove 'onnx' "
+            "from `formats`."
         )
 
 
 def narrowed(module: LightningModule, data: Any, weights: Weights) -> tuple[LightningModule, str]:
-    """A module without the units that are all zeros, and a sentence about them; the module itself where there are none.
+    """Cut the units whose weights are all zero; return the module and a note, which is empty without such units.
 
     Args:
-        module: With the weights loaded.
-        data: The clients' data, which knows what a sample looks like.
-        weights: The module's.
+        module: Module with the weights loaded.
+        data: Data module of the clients, for the shape of a sample.
+        weights: Weights of the module.
     """
     try:
         groups = units_of(module, data)
-    except InvalidOption:  # a module without units, or one that cannot be followed, is written as it is
+    except InvalidOption:  # a module without units, or one that cannot be traced, is exported unchanged
         return module, ""
     used = used_units(groups, weights)
     units, kept = sum(group.size for group in groups), sum(int(mask.sum()) for mask in used.values())
@@ -56,15 +60,20 @@ def narrowed(module: LightningModule, data: Any, weights: Weights) -> tuple[Ligh
     try:
         small = cast(LightningModule, cut(module, groups, used))
     except InvalidOption as reason:
-        return module, f"model.onnx holds {units - kept:,} of {units:,} units that are all zeros: {reason}"
-    return small, f"model.onnx keeps {kept:,} of {units:,} units: the weights of the others are zeros."
+        return module, f"model.onnx contains {units - kept:,} of {units:,} units that are all zeros: {reason}"
+    return small, f"model.onnx contains {kept:,} of {units:,} units: the weights of the others are zeros."
 
 
 def write(module: LightningModule, data: Any, path: Path) -> None:
-    """Write the forward pass, for batches of any size.
+    """Export the forward pass of a module for batches of any size.
+
+    Args:
+        module: Module to export.
+        data: Data module of the clients, for the shape of a sample.
+        path: Path of the file.
 
     Raises:
-        InvalidOption: If it cannot be exported.
+        InvalidOption: If the forward pass cannot be exported.
     """
     sample, name = example_of(module, data), type(module).__name__
     if sample is None:
@@ -81,7 +90,7 @@ def write(module: LightningModule, data: Any, path: Path) -> None:
     except Exception as error:
         reason = str(error).strip().partition("\n")[0]
         raise InvalidOption(
-            f"`{name}.forward` cannot be exported to ONNX ({type(error).__name__}: {reason}); leave 'onnx' out of "
+            f"`{name}.forward` cannot be exported to ONNX ({type(error).__name__}: {reason}); remove 'onnx' from "
             "`formats`."
         ) from error
     finally:
@@ -89,15 +98,15 @@ def write(module: LightningModule, data: Any, path: Path) -> None:
 
 
 def _two(value: Tensor) -> Tensor:
-    """A batch of two, since an exporter takes a length of 1 for a constant."""
+    """Return a batch of two samples, since an exporter treats a length of 1 as a constant."""
     return torch.cat([value, value])
 
 
 class Forward:
-    """Calls an ONNX file: with onnxruntime if that is installed, else with the reference of onnx itself.
+    """Callable that runs an ONNX file with onnxruntime if it is installed, else with the reference evaluator of onnx.
 
     Args:
-        path: Of the file.
+        path: Path of the file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -114,7 +123,7 @@ class Forward:
             self._names = [entry.name for entry in self._session.get_inputs()]
 
     def __call__(self, *inputs: Tensor) -> Any:
-        """As the module's `forward`."""
+        """Run the file as the `forward` of the module."""
         self.calls += 1
         feeds = {name: value.detach().cpu().numpy() for name, value in zip(self._names, inputs, strict=True)}
         outputs = [torch.from_numpy(value.copy()).to(inputs[0].device) for value in self._session.run(None, feeds)]

@@ -1,10 +1,10 @@
-"""What a run will cost, without training and without the data.
+"""Estimate of the costs of a run without training and without data.
 
-The algorithm's own code runs: client-rounds at several points of the run are rehearsed by a client that takes one
-step on no data. The messages are real, so their sizes are what the wire will see, with two exceptions. The metrics
-that a real client adds, some 20 bytes each, are missing. And gradients are noise: a mask that follows them moves
-further than in training, where dropped weights tend to return, so its bytes are rather too many. And nothing is
-learnt from a client-round (`observe`): a bandit chooses each time as it does at first.
+The code of the algorithm itself runs: client-rounds at several points of the run are simulated by a client that takes
+one step without data. The messages are real, so their sizes are those of the run, with three exceptions. Metrics of
+real clients, some 20 bytes each, are missing. Gradients are noise, so that a mask that depends on them changes more
+than in training, where dropped weights tend to return; its bytes are overestimated. The server does not learn from
+client-rounds (`observe`), so that a bandit always chooses as in the first round.
 """
 
 from __future__ import annotations
@@ -13,28 +13,32 @@ import copy
 import json
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
 from lightning.pytorch import Callback, LightningModule
 
-from lightning_sparsefl.cost import forward_flops
+from lightning_sparsefl.cost import Charge, Ledger, forward_flops
 from lightning_sparsefl.errors import InvalidOption
+from lightning_sparsefl.federated.aggregation.reducers import Accumulator, CoverageMean
 from lightning_sparsefl.federated.algorithm import FederatedAlgorithm
-from lightning_sparsefl.federated.client import Client, Split
+from lightning_sparsefl.federated.client import Client
 from lightning_sparsefl.federated.exchange.flat import FlatModule, Layout
+from lightning_sparsefl.federated.exchange.orders import Order, Split
 from lightning_sparsefl.federated.fleet import Fleet, LazyClientViews
-from lightning_sparsefl.federated.local.buffers import drop_local_buffers
-from lightning_sparsefl.federated.local.engines import LocalOptions
 from lightning_sparsefl.federated.local.example_input import layers_of, units_of
-from lightning_sparsefl.federated.options import Federation
-from lightning_sparsefl.federated.rounds.coordinator import Workload
-from lightning_sparsefl.federated.sampling import split_unseen, uniform_cohort
+from lightning_sparsefl.federated.local.node import Node, NodeOptions
+from lightning_sparsefl.federated.rounds.outcome import Outcome
+from lightning_sparsefl.federated.rounds.run_options import RunOptions
+from lightning_sparsefl.federated.rounds.server import About, Server
+from lightning_sparsefl.federated.rounds.workload import Workload
+from lightning_sparsefl.federated.sampling import split_unseen
+from lightning_sparsefl.federated.storage.records import ServerRecord
 from lightning_sparsefl.report import print_table, quantity
 from lightning_sparsefl.seeds import generator
-from lightning_sparsefl.sparse.masks import apply, counts, density, intersect, same
+from lightning_sparsefl.sparse.masks import apply, counts, density, intersect
 from lightning_sparsefl.sparse.units import UnitGroup, unit_masks
 from lightning_sparsefl.types import (
     ClientView,
@@ -42,18 +46,19 @@ from lightning_sparsefl.types import (
     FitResult,
     LayerFlops,
     Masks,
+    Merged,
     Message,
+    RunState,
     ServerState,
-    Shared,
     Weights,
 )
-from lightning_sparsefl.wire import Codec, Size
+from lightning_sparsefl.wire import Codec
 
 _PHASES, _SCHEDULED_PHASES = 4, 20
-"""The run is cut into as many equal parts, more if a schedule moves the server's masks; the middle round of each
-stands for all of it."""
+"""Numbers of equal parts of the run, without and with a schedule of the server's masks; each part is represented by
+its middle round."""
 _NAME_WIDTH = 34
-"""So that the table of layers fits into 80 columns."""
+"""Width of names with which the table of layers fits into 80 columns."""
 _ROWS = {
     "training FLOPs": ("flops", "FLOP"),
     "bytes down": ("downlink_bytes", "B"),
@@ -64,13 +69,13 @@ _ROWS = {
 _COLUMNS = ("paper", "analytic", "wire")
 
 
-class Rehearsal:
-    """Stands in for local training: all that may change takes one step, and gradients are noise.
+class SimulatedWorker:
+    """Substitute for local training, in which all trainable weights take one step and gradients are noise.
 
     Args:
-        layout: Of the model.
-        seed: Of the noise, which no two gradients share.
-        find_units: Finds the model's units.
+        layout: Layout of the model.
+        seed: Random seed of the noise, which differs between gradients.
+        find_units: Function that returns the units of the model.
     """
 
     def __init__(self, layout: Layout, seed: int, find_units: Callable[[], Sequence[UnitGroup]] = tuple) -> None:
@@ -92,34 +97,48 @@ class Rehearsal:
         epochs: int | None = None,
         units: Masks | None = None,
     ) -> FitResult:
-        """A step that is nowhere 0: a tensor of zeros would be encoded in fewer bytes than a trained one."""
+        """Take a step that is nonzero everywhere, since zeros would be encoded in fewer bytes than trained weights.
+
+        The arguments are those of :meth:`Client.fit`.
+        """
         masks = masks if units is None else intersect(masks, unit_masks(self.units, units, weights))
         moved = {n: torch.where(trainable[n], w + 1e-3, w) if n in trainable else w + 1e-3 for n, w in weights.items()}
         return FitResult(weights=apply(moved, masks), metrics={}, steps=1, callbacks=callbacks)
 
     def gradient(self, client: Client, weights: Weights) -> Weights:
-        """Noise, so that a search moves its mask."""
+        """Return noise as the gradient, so that a search changes its mask.
+
+        Args:
+            client: Ignored.
+            weights: Ignored.
+        """
         names = [name for name in self.layout.names if name not in self.layout.buffers]
         return {name: torch.randn(self.layout.shapes[name], generator=self._rng) for name in names}
 
     def evaluate(self, client: Client, weights: Weights, split: Split) -> Mapping[str, float]:
-        """No data, no scores."""
+        """Return no scores, since there is no data.
+
+        Args:
+            client: Ignored.
+            weights: Ignored.
+            split: Ignored.
+        """
         return {}
 
 
 @dataclass(frozen=True)
 class Profile:
-    """Counts of a run; bytes and FLOPs as plain numbers."""
+    """Estimated costs of a run in bytes and FLOPs."""
 
     content: Mapping[str, Any]
-    """As `to_json` writes it."""
+    """Content that `to_json` writes."""
 
     def to_json(self) -> str:
-        """The whole profile as JSON."""
+        """Return the complete profile as JSON."""
         return json.dumps(self.content, indent=2)
 
     def print(self) -> None:
-        """Tables for a person."""
+        """Print the profile as tables."""
         content = self.content
         print_table(
             f"{content['algorithm']}: {content['parameters']:,} parameters, density {content['density']:.4f}",
@@ -147,7 +166,7 @@ def _layer_rows(content: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
 
 
 def _short(name: str) -> str:
-    """A name without its middle, if it is long: layers differ at their ends."""
+    """Return a name without its middle if it is long, since names of layers differ at their ends."""
     return name if len(name) <= _NAME_WIDTH else f"{name[:8]}..{name[10 - _NAME_WIDTH :]}"
 
 
@@ -155,86 +174,38 @@ def _cell(column: Mapping[str, float], key: str, unit: str) -> str:
     return quantity(column[key], unit) if key in column else ""
 
 
-def profile(
-    algorithm: FederatedAlgorithm,
-    federation: Federation,
-    module: LightningModule,
-    data: Any,
-    options: LocalOptions,
-    max_rounds: int,
-    seed: int,
-) -> Profile:
-    """Count a run.
+def profile(options: RunOptions, module: LightningModule, data: Any) -> Profile:
+    """Estimate the costs of a run.
 
     Args:
-        algorithm: The method.
-        federation: Who takes part.
-        module: The user's module; it stays as it is.
-        data: With `sample_shape`, `batch_size` and `client_sizes`, its data need not be on disk.
-        options: Of local training.
-        max_rounds: Of the run.
-        seed: Of the run; the cohorts follow from it.
+        options: Options of the run.
+        module: Module of the user; it is not changed.
+        data: Data module of the clients. With `sample_shape`, `batch_size` and `client_sizes`, its data need not be on
+            disk.
 
     Raises:
-        InvalidOption: If the data does not say how many training samples each client has, or its batch size.
+        InvalidOption: If the data module has no batch size or no numbers of training samples of the clients.
     """
-    sizes = _nominal_sizes(data)
-    module = copy.deepcopy(module)
-    algorithm.adapt(module)
-    layers = layers_of(module, data)
-    flat = FlatModule(module)
-    training, _ = split_unseen(seed, len(sizes), federation.unseen_clients)
-    capacities = federation.fleet_capacities(len(sizes), seed)
-
-    def view(client: int) -> ClientView:
-        return ClientView(
-            id=client,
-            num_examples=sizes[client],
-            capacity=capacities[client],
-            round=0,
-            max_rounds=max_rounds,
-            seed=seed,
-            monitor=federation.monitor,
-        )
-
-    views, weights = LazyClientViews(training, view), flat.read()
-    stage = Rehearsal(flat.layout, seed, lambda: units_of(module, data))
-    fleet = Fleet(
-        views,
-        flat.layout.buffers,
-        weights.vector.device,
-        stage,
-        lambda i: Client(view(i), {}, stage),
-        clients_per_round=federation.clients_per_round,
-        execution=federation.execution,
-    )
-    server = algorithm.init(weights, fleet)
-    workload = Workload(
-        layers,
-        options.max_epochs,
-        data.batch_size,
-        options.limit_train_batches,
-        getattr(data, "drop_last", False),
-        flat.layout.buffers,
-        stage,
-    )
-    rehearsals = _Rehearsals(algorithm, federation, stage, Codec(weights), server)
+    simulation = _Simulation(options, module, data)
+    algorithm, server = options.algorithm, simulation.server
+    first, last = simulation.first, options.max_rounds
     scheduled = type(algorithm).profile_state is not FederatedAlgorithm.profile_state
-    parts = _parts(views, federation.clients_per_round, _SCHEDULED_PHASES if scheduled else _PHASES)
-    total = _total(algorithm, workload, rehearsals, views, parts)
+    parts = _parts(server, _SCHEDULED_PHASES if scheduled else _PHASES)
+    total = simulation.total(parts)
+    message = algorithm.download(first.server, server.view(server.training_clients[0], 0))
     return Profile(
         {
             "algorithm": type(algorithm).__name__,
-            **_model_facts(flat.layout, layers, algorithm.download(server, views[0])),
-            "rounds": max_rounds,
-            **({"final_density": density(algorithm.profile_state(server, max_rounds).masks)} if scheduled else {}),
-            **_columns(total, max_rounds * federation.clients_per_round),
+            **_model_facts(server.layout, server.workload.layers, message),
+            "rounds": last,
+            **({"final_density": density(algorithm.profile_state(first.server, last).masks)} if scheduled else {}),
+            **_columns(total, last * options.federation.clients_per_round),
         }
     )
 
 
 def _nominal_sizes(data: Any) -> Sequence[int]:
-    """Training samples of each client."""
+    """Return the number of training samples of each client."""
     for name in ("client_sizes", "batch_size"):
         if getattr(data, name, None) is None:
             raise InvalidOption(f"`data` is a {type(data).__name__} without `{name}`, which `profile` needs.")
@@ -242,132 +213,222 @@ def _nominal_sizes(data: Any) -> Sequence[int]:
     if len(sizes) != data.num_clients or min(sizes) < 1:
         raise InvalidOption(
             f"`data.client_sizes` starts with {list(sizes[:3])}; `profile` needs the training samples of each of the "
-            f"{data.num_clients} clients: give them to the {type(data).__name__}, or call its `setup()` first."
+            f"{data.num_clients} clients: pass them to the {type(data).__name__}, or call its `setup()` first."
         )
     return sizes
 
 
 class _Part(NamedTuple):
-    """Client-rounds whose messages weigh the same."""
+    """A group of client-rounds whose messages have the same size."""
 
     middle: int
-    """The middle round of the part of the run that it stands for."""
+    """Middle round of the part of the run."""
     again: bool
-    """Whether the client took part before."""
+    """Whether the client participated before."""
     capacity: float
 
 
-def _parts(views: Sequence[ClientView], clients_per_round: int, phases: int) -> dict[_Part, Counter[int]]:
-    """How many client-rounds of each part fall on clients of each size; the cohorts are those of the run."""
+def _parts(server: Server, phases: int) -> dict[_Part, Counter[int]]:
+    """Count the client-rounds of each part by the number of samples of the client, for the cohorts of the run."""
     parts: dict[_Part, Counter[int]] = defaultdict(Counter)
     seen: set[int] = set()
-    rounds, seed = views[0].max_rounds, views[0].seed
-    middles = _middles(rounds, phases)
-    for number in range(rounds):
-        for place in uniform_cohort(seed, number, range(len(views)), clients_per_round):
-            view = views[place]
-            parts[_Part(middles[number], view.id in seen, view.capacity)][view.num_examples] += 1
-            seen.add(view.id)
+    middles = _middles(server.max_rounds, phases)
+    for number in range(server.max_rounds):
+        for client in server.cohort(RunState(ServerState(number, {}))):
+            about = server.about[client]
+            parts[_Part(middles[number], client in seen, about.capacity)][about.num_examples] += 1
+            seen.add(client)
     return dict(sorted(parts.items()))
 
 
 def _middles(rounds: int, phases: int) -> list[int]:
-    """For each round, the middle one of its part of the run."""
+    """Return for each round the middle round of its part of the run."""
     parts = [number * min(phases, rounds) // rounds for number in range(rounds)]
     sizes, firsts = Counter(parts), {part: number for number, part in reversed(list(enumerate(parts)))}
     return [firsts[part] + (sizes[part] - 1) // 2 for part in parts]
 
 
-@dataclass(frozen=True)
-class _Kept:
-    """What server and client know from the client's last rehearsal."""
+class _Simulated(NamedTuple):
+    """One simulated client-round."""
 
-    shared: Shared = field(default_factory=dict)
-    memory: Shared = field(default_factory=dict)
-    held: Masks | None = None
+    order: Order
+    charge: Charge
 
 
-class _Rehearsals:
-    """Rehearses client-rounds, in the order of the run."""
+class _Simulation:
+    """A server, and a node that does not train, which simulate client-rounds in the order of the run.
 
-    def __init__(
-        self,
-        algorithm: FederatedAlgorithm,
-        federation: Federation,
-        stage: Rehearsal,
-        codec: Codec,
-        server: ServerState,
-    ) -> None:
-        self.algorithm, self.federation, self.stage = algorithm, federation, stage
-        self.codec, self.server = codec, server
-        self._kept: dict[float, _Kept] = {}
+    Args:
+        options: Options of the run.
+        module: Module of the user; it is not changed.
+        data: Data module of the clients.
+    """
 
-    def rehearse(self, part: _Part, view: ClientView) -> tuple[ClientView, Message, Size, Size]:
-        """What one client-round of a part sends.
+    def __init__(self, options: RunOptions, module: LightningModule, data: Any) -> None:
+        federation, seed, sizes = options.federation, options.seed, _nominal_sizes(data)
+        module = copy.deepcopy(module)
+        options.algorithm.adapt(module)
+        flat = FlatModule(module)
+        weights, layout, device = flat.read(), flat.layout, flat.vector.device
+        worker = SimulatedWorker(layout, seed, lambda: units_of(module, data))
+        capacities = federation.fleet_capacities(len(sizes), seed)
+        self._about = [About(size, capacities[client]) for client, size in enumerate(sizes)]
+        self._records, self._versions = _Records(), _Records()
+        self.server = Server(
+            algorithm=options.algorithm,
+            federation=federation,
+            layout=layout,
+            codec=Codec(weights),
+            workload=self._workload(options, module, data, layout, worker),
+            ledger=Ledger(),
+            records=self._records,
+            about=self._about,
+            training_clients=split_unseen(seed, len(sizes), federation.unseen_clients)[0],
+            max_rounds=options.max_rounds,
+            seed=seed,
+            device=device,
+        )
+        rules = NodeOptions(buffers=federation.buffers, clip_update=federation.clip_update)
+        codec = self.server.codec
+        self._node = Node(options.algorithm, worker, self._versions, codec, layout, weights, device, rules)
+        self._surveys: list[Charge] = []
+        self.first = RunState(options.algorithm.init(weights, self._fleet(weights, worker)))
+        self._representatives = {self._about[i].capacity: i for i in reversed(self.server.training_clients)}
+
+    def _workload(
+        self, options: RunOptions, module: LightningModule, data: Any, layout: Layout, worker: SimulatedWorker
+    ) -> Workload:
+        return Workload(
+            layers_of(module, data),
+            options.local.max_epochs,
+            data.batch_size,
+            options.local.limit_train_batches,
+            getattr(data, "drop_last", False),
+            layout.buffers,
+            worker,
+        )
+
+    def _fleet(self, weights: Weights, worker: SimulatedWorker) -> Fleet:
+        server = self.server
+        return Fleet(
+            LazyClientViews(server.training_clients, lambda i: server.view(i, 0, ServerRecord())),
+            server.layout.buffers,
+            server.device,
+            worker,
+            survey=lambda message: self._survey(RunState(ServerState(0, weights)), message),
+            clients_per_round=server.federation.clients_per_round,
+            execution=server.federation.execution,
+        )
+
+    def _survey(self, state: RunState, message: Message) -> Merged:
+        """Run a survey of all clients, without data."""
+        clients = self.server.training_clients
+        total = max(sum(self._about[client].num_examples for client in clients), len(clients))
+        merge = CoverageMean().start(self.server.layout, state.server.weights, total)
+        reports = {}
+        for client in clients:
+            order = self.server.order(state, client, "survey", message=message)
+            outcome = self._answer(order, merge)
+            reports[client] = outcome.metrics
+            self._surveys += [outcome.charge] if outcome.charge else []
+        return merge.result(reports)
+
+    def _answer(self, order: Order, merge: Accumulator | None = None) -> Outcome:
+        (answer,) = self._node.answer([order])
+        if answer.error is not None:
+            raise answer.error
+        (outcome,) = self.server.receive([order], [answer], merge)
+        return outcome
+
+    def _simulate(self, part: _Part) -> _Simulated:
+        """Simulate one client-round of a part; parts must come in the order of the run."""
+        client = self._representatives[part.capacity]
+        if not part.again:
+            self._records.forget(client)
+            self._versions.forget(client)
+        state = self.server.algorithm.profile_state(self.first.server, part.middle)
+        order = self.server.order(replace(self.first, server=state), client, round=part.middle)
+        outcome = self._answer(order)
+        assert outcome.charge is not None
+        assert outcome.record is not None
+        self._records.put(client, dict(outcome.record), part.middle + 1)
+        return _Simulated(order, outcome.charge)
+
+    def total(self, parts: Mapping[_Part, Mapping[int, int]]) -> dict[str, float]:
+        """Sum the costs of all client-rounds, by ``column.key``.
+
+        Counting the weights kept by masks is slow, so the costs of clients with other numbers of samples are computed
+        again only if those of the first client of their capacity have changed.
 
         Args:
-            part: Comes after those that are earlier in the run.
-            view: Of a client of its capacity.
-
-        Returns:
-            The client in the part's middle round, what it receives, and what the message and its update weigh.
+            parts: Number of client-rounds by part and by the client's number of samples.
         """
-        before = self._kept[part.capacity] if part.again else _Kept()
-        view = replace(view, round=part.middle, shared=before.shared)
-        message = self.algorithm.download(self.algorithm.profile_state(self.server, part.middle), view)
-        known = message.masks if before.held is not None and same(before.held, message.masks) else None
-        trained = self.algorithm.train(message, Client(view, before.memory, self.stage))
-        update, _ = drop_local_buffers(trained, message, self.federation.buffers, self.stage.layout)
-        shared = before.shared if update.shared is None else update.shared
-        memory = before.memory if update.memory is None else update.memory
-        self._kept[part.capacity] = _Kept(shared, memory, (update.shared or {}).get("masks", message.masks))
-        return view, message, self.codec.message_size(message, known), self.codec.update_size(update, message)
+        known: dict[tuple[Costs, float, int], Costs] = {}
+        total: dict[str, float] = defaultdict(int)
+        for charge in self._surveys:
+            for name, value in _flat(Costs(0, 0, 0, 0), charge).items():
+                total[name] += value
+        for part, client_rounds in parts.items():
+            view = self._view_before(part)
+            order, charge = self._simulate(part)
+            first = self._costs(view, order, part)
+            for size, times in client_rounds.items():
+                key = first, part.capacity, size
+                if key not in known:
+                    known[key] = self._costs(replace(view, num_examples=size), order, part)
+                for name, value in _flat(known[key], charge).items():
+                    total[name] += times * value
+        return total
+
+    def _view_before(self, part: _Part) -> ClientView:
+        """Return the server's view of a part's client before the simulation."""
+        client = self._representatives[part.capacity]
+        record = self.server.record(client) if part.again else ServerRecord()
+        return self.server.view(client, part.middle, record)
+
+    def _costs(self, view: ClientView, order: Order, part: _Part) -> Costs:
+        facts = self.server.workload.facts(view, order.message)
+        return self.server.algorithm.costs(replace(facts, again=part.again))
 
 
-def _total(
-    algorithm: FederatedAlgorithm,
-    workload: Workload,
-    rehearsals: _Rehearsals,
-    views: Sequence[ClientView],
-    parts: Mapping[_Part, Mapping[int, int]],
-) -> dict[str, float]:
-    """All client-rounds, by ``column.key``.
+class _Records:
+    """The last record of each simulated client, returned for any requested version."""
 
-    Counting what masks keep is slow, so clients of other sizes are asked anew only where the first client of the
-    capacity would pay something else than before.
-    """
-    clients = {view.capacity: view for view in reversed(views)}
-    known: dict[tuple[Costs, float, int], Costs] = {}
-    total: dict[str, float] = defaultdict(int)
-    for part, client_rounds in parts.items():
-        view, message, down, up = rehearsals.rehearse(part, clients[part.capacity])
-        first = algorithm.costs(replace(workload.facts(view, message), again=part.again))
-        for size, times in client_rounds.items():
-            key = first, part.capacity, size
-            if key not in known:
-                facts = workload.facts(replace(view, num_examples=size), message)
-                known[key] = algorithm.costs(replace(facts, again=part.again))
-            for name, value in _flat(known[key], down, up).items():
-                total[name] += times * value
-    return total
+    pinned: int | None = None
+
+    def __init__(self) -> None:
+        self._packed: dict[int, dict[str, Any]] = {}
+
+    def get(self, client: int, at: int | None = None) -> dict[str, Any] | None:
+        """Return a client's record, or None."""
+        return self._packed.get(client)
+
+    def put(self, client: int, packed: dict[str, Any], version: int, keep: tuple[int, ...] = ()) -> None:
+        """Replace a client's record."""
+        self._packed[client] = packed
+
+    def forget(self, client: int) -> None:
+        """Delete a client's record."""
+        self._packed.pop(client, None)
 
 
-def _flat(costs: Costs, down: Size, up: Size) -> dict[str, float]:
+def _flat(costs: Costs, charge: Charge) -> dict[str, float]:
+    down, up = charge.downlink_bytes, charge.uplink_bytes
     return {
         "paper.flops": costs.flops_paper,
         "paper.downlink_bytes": costs.bytes_down_paper,
         "paper.uplink_bytes": costs.bytes_up_paper,
         "paper.bytes": costs.bytes_down_paper + costs.bytes_up_paper,
         "analytic.flops": costs.flops_analytic,
-        "wire.downlink_bytes": down.total,
-        "wire.uplink_bytes": up.total,
-        "wire.bytes": down.total + up.total,
-        "wire.mask_bytes": down.masks + up.masks,
+        "wire.downlink_bytes": down,
+        "wire.uplink_bytes": up,
+        "wire.bytes": down + up,
+        "wire.mask_bytes": charge.mask_bytes,
     }
 
 
 def _columns(total: Mapping[str, float], client_rounds: int) -> dict[str, Any]:
-    """The run and its mean client-round, by column, then by key."""
+    """Return the costs of the run and of its mean client-round, by column and key."""
     run: dict[str, dict[str, float]] = {column: {} for column in _COLUMNS}
     for name, value in total.items():
         column, key = name.split(".")
@@ -377,7 +438,7 @@ def _columns(total: Mapping[str, float], client_rounds: int) -> dict[str, Any]:
 
 
 def _model_facts(layout: Layout, layers: Sequence[LayerFlops], message: Message) -> dict[str, Any]:
-    """Sizes, densities and forward FLOPs of what the first client receives first."""
+    """Return sizes, densities and forward FLOPs of the model in a client's first message."""
     sizes = {name: layout.shapes[name].numel() for name in layout.names if name not in layout.buffers}
     held = counts({name: mask for name, mask in message.masks.items() if name in sizes})
     kept = sizes | held

@@ -1,34 +1,23 @@
-"""One local fit again: from the state a round started from, in this process, with nothing written."""
+"""Runs one local fit again, from the state that a round started from, in this process; nothing is written."""
 
 from __future__ import annotations
 
 import math
 import shlex
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from lightning_sparsefl.errors import ClientFailed, InvalidOption
 from lightning_sparsefl.federated.aggregation.reducers import voted
-from lightning_sparsefl.federated.rounds.coordinator import Outcome
+from lightning_sparsefl.federated.commands.run import Run
+from lightning_sparsefl.federated.rounds.cohort import raise_failure
+from lightning_sparsefl.federated.rounds.outcome import Outcome
+from lightning_sparsefl.federated.storage.records import NodeRecord
 from lightning_sparsefl.report import print_table
 from lightning_sparsefl.report.tables import quantity
 from lightning_sparsefl.sparse.masks import counts
-from lightning_sparsefl.types import Message, ServerState, Update
-
-if TYPE_CHECKING:
-    from lightning_sparsefl.federated.commands.run import Session
-
-
-@dataclass
-class _Kept:
-    """Stands where a round's sum stands, and keeps the one update."""
-
-    arrived: list[tuple[Update, Message]] = field(default_factory=list)
-
-    def add(self, update: Update, message: Message, num_examples: int) -> None:
-        self.arrived.append((update, message))
+from lightning_sparsefl.types import Message, RunState, Update
 
 
 @dataclass(frozen=True)
@@ -82,38 +71,51 @@ class Replay:
         print_table(f"Client {self.outcome.client} in round {self.round}, again", ("", ""), self.rows())
 
 
-def replay_client(session: Session, server: ServerState, client: int, round: int | None) -> Replay:
-    """One client's local fit in a round.
+def replay(run: Run, client: int, round: int | None = None) -> Replay:
+    """Run one client's local fit of a round again; nothing is written.
 
     Args:
-        session: Set up as for a fit, on one rank.
-        server: The state before a round; where that is an earlier one, the rounds between are run again first.
+        run: Parts of the run, on one rank.
         client: Number of the client.
-        round: Of the fit; None = the one that `server` stands before.
+        round: Number of the round; None = the one that the checkpoint stands before. Rounds in between are run first.
 
     Raises:
-        InvalidOption: If the round cannot be reached from the state, or the client does not train in it.
+        InvalidOption: If the round cannot be reached from the checkpoint, or the client does not train in it.
     """
-    number = server.round if round is None else round
-    _check(session, server.round, client, number)
-    while server.round < number:
-        server = session.coordinator.round(server).server
-    kept, started = _Kept(), time.perf_counter()
-    merge: Any = kept
-    outcome = session.coordinator.attempt(server, client, merge)
-    update, message = kept.arrived[0]
-    return Replay(number, message, update, outcome, time.perf_counter() - started)
+    state, _ = run.start()
+    number = state.server.round if round is None else round
+    _check(run, state, client, number)
+    while state.server.round < number:
+        state = run.coordinator.round(state).state
+    again = _replay_client(run, state, client)
+    again.print()
+    return again
 
 
-def _check(session: Session, first: int, client: int, round: int) -> None:
-    last = session.trainer.max_rounds - 1
+def _replay_client(run: Run, state: RunState, client: int) -> Replay:
+    """Make the order, have it answered, and receive the answer, which no sum takes."""
+    started = time.perf_counter()
+    order = run.server.order(state, client)
+    (answer,) = run.cohort.node.answer([order])
+    if answer.error is not None:
+        raise_failure(order, answer, answer.error, run.ranks.rank)
+    (outcome,) = run.server.receive([order], [answer], None)
+    assert answer.update is not None
+    packed = run.visiting.staged(client)
+    memory = None if packed is None else NodeRecord.from_plain(packed, client, run.device).memory
+    update, seconds = replace(answer.update, memory=memory), time.perf_counter() - started
+    return Replay(state.server.round, order.message, update, outcome, seconds)
+
+
+def _check(run: Run, state: RunState, client: int, round: int) -> None:
+    first, last = state.server.round, run.options.max_rounds - 1
     if not first <= round <= last:
         there = f"{first} to {last}" if first <= last else f"none, since all {last + 1} are finished"
         raise InvalidOption(
             f"`round` is {round}, but this checkpoint is the state before round {first}; rounds that can be replayed "
             f"from it: {there} (`ckpt_path`)."
         )
-    cohort = session.coordinator.cohort(round)
+    cohort = run.server.cohort(replace(state, server=replace(state.server, round=round)))
     if client not in cohort:
         listed = ", ".join(map(str, cohort[:20])) + (", ..." if len(cohort) > 20 else "")
         raise InvalidOption(f"`client` is {client}, which does not train in round {round}; expected one of {listed}.")
@@ -123,8 +125,8 @@ def replay_command(error: ClientFailed, folder: Path, last: Path) -> str:
     """How to run a failed client's local fit again: a command, or in Python a call.
 
     Args:
-        error: Says which client and round.
-        folder: Of the run; a configuration is in it if the command line started it.
+        error: Failure, with its client and round.
+        folder: Folder of the run; a configuration is in it if the command line started it.
         last: The checkpoint of the state before the round.
     """
     config = folder / "config.yaml"

@@ -1,153 +1,116 @@
-"""One process's part of a fit, a validation, a test or a replay."""
+"""The parts of a run on one process, set up once and handed to a command."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from lightning.fabric.utilities.rank_zero import rank_zero_info
+import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from torch.nn.parameter import UninitializedParameter
 
 from lightning_sparsefl.cost import Ledger
 from lightning_sparsefl.errors import InvalidOption
-from lightning_sparsefl.federated.client import ClientWorker, LocalWork, Split, require_set
-from lightning_sparsefl.federated.commands.export import Exported, ExportRequest, export
-from lightning_sparsefl.federated.commands.fit import Fit
-from lightning_sparsefl.federated.commands.replay import Replay, replay_client
 from lightning_sparsefl.federated.distributed.ranks import Ranks
 from lightning_sparsefl.federated.evaluation.scorer import Scorer
-from lightning_sparsefl.federated.exchange.flat import require_trainable
+from lightning_sparsefl.federated.exchange.orders import Split
 from lightning_sparsefl.federated.fleet import Fleet, LazyClientViews, sizes_fact
-from lightning_sparsefl.federated.local.engines import isolate_metrics, local_engine
+from lightning_sparsefl.federated.local.engines import local_engine
 from lightning_sparsefl.federated.local.example_input import layers_of
-from lightning_sparsefl.federated.options import Federation
-from lightning_sparsefl.federated.rounds.coordinator import Coordinator, Workload
-from lightning_sparsefl.federated.storage import checkpoint
-from lightning_sparsefl.federated.storage.records import MemoryStore
+from lightning_sparsefl.federated.local.isolation import isolate_metrics
+from lightning_sparsefl.federated.local.node import Node, NodeOptions
+from lightning_sparsefl.federated.local.wire_node import WireNode
+from lightning_sparsefl.federated.local.worker import ClientWorker, LocalWork, require_set
+from lightning_sparsefl.federated.rounds.cohort import RankCohort
+from lightning_sparsefl.federated.rounds.coordinator import Coordinator
+from lightning_sparsefl.federated.rounds.merge_policy import MergePolicy
+from lightning_sparsefl.federated.rounds.run_options import RunOptions
+from lightning_sparsefl.federated.rounds.server import About, Server
+from lightning_sparsefl.federated.rounds.workload import Workload
+from lightning_sparsefl.federated.sampling import split_unseen
+from lightning_sparsefl.federated.storage.checkpoint import (
+    CLIENTS,
+    Checkpoint,
+    as_checkpoint_error,
+    identity,
+    read_checkpoint,
+)
+from lightning_sparsefl.federated.storage.homed_records import HomedRecords
+from lightning_sparsefl.federated.storage.memory_store import MemoryStore
+from lightning_sparsefl.federated.storage.record_store import RecordStore
 from lightning_sparsefl.federated.storage.resume import find_resume_point
 from lightning_sparsefl.federated.storage.run_folder import RunFolder
 from lightning_sparsefl.federated.storage.sqlite_store import SqliteStore
-from lightning_sparsefl.report import print_table, summary_rows
 from lightning_sparsefl.seeds import seed_all
-from lightning_sparsefl.types import ServerState
+from lightning_sparsefl.types import Merged, Message, RunState, ServerState
 from lightning_sparsefl.wire import Codec
 
-if TYPE_CHECKING:
-    from lightning_sparsefl.federated.trainer import FederatedTrainer
 
-
-def check_data(data: Any, federation: Federation) -> None:
-    """Raise :class:`InvalidOption` where the options do not fit the data."""
-    federation.check_fleet(data.num_clients)
-    split = getattr(data, "eval_split", "val")
-    if split not in ("val", "test"):
-        raise InvalidOption(f"`data.eval_split` is {split!r}; expected 'val' or 'test'.")
-
-
-def check_module(module: LightningModule) -> None:
-    """Raise :class:`InvalidOption` where a module cannot be trained."""
-    if not isinstance(module, LightningModule):
-        raise InvalidOption(
-            f"`model` is a {type(module).__module__}.{type(module).__name__}; expected a `lightning.LightningModule` "
-            "(one of the package `pytorch_lightning` is another class)."
-        )
-    for hook in ("training_step", "configure_optimizers"):
-        if not is_overridden(hook, module):
-            raise InvalidOption(f"`{type(module).__name__}` has no `{hook}`; define it to train (option `model`).")
-    require_trainable(module)
-    if any(isinstance(parameter, UninitializedParameter) for parameter in module.parameters()):
-        raise InvalidOption(
-            f"`{type(module).__name__}` has lazy layers; expected layers of known shapes, since clients share them "
-            "(option `model`)."
-        )
-
-
-class Session:
-    """Sets the parts up and drives the rounds.
+class AboutClients:
+    """Sizes and capacities of all clients, each found when it is asked for.
 
     Args:
-        trainer: The options.
-        ranks: The processes, launched.
+        data: The clients' data.
+        capacities: Capacity by client.
+    """
+
+    def __init__(self, data: Any, capacities: Any) -> None:
+        self._data, self._capacities = data, capacities
+
+    def __getitem__(self, client: int) -> About:
+        return About(self._data.num_examples(client), self._capacities[client])
+
+
+class Run:
+    """Sets up the parts of a run: module, stores, node, server, coordinator, scorer.
+
+    Args:
+        options: Options of the run.
+        ranks: Processes of the run, launched.
         module: The user's module.
         data: The clients' data.
         ckpt_path: A checkpoint to start from, ``last``, or None.
-        split: That is scored; default: the data's `eval_split`.
+        split: Split to score; None = the data's `eval_split`, for a command that trains.
+
+    Raises:
+        InvalidOption: If module, data and options do not fit each other.
+        CheckpointMismatch: If there is no checkpoint where one was asked for.
     """
 
     def __init__(
         self,
-        trainer: FederatedTrainer,
+        options: RunOptions,
         ranks: Ranks,
         module: LightningModule,
         data: Any,
         ckpt_path: str | None,
         split: Split | None = None,
     ) -> None:
-        self.trainer, self.ranks, self.module, self.data = trainer, ranks, module, data
-        self.federation, self.algorithm, self.seed = trainer.federation, trainer.algorithm, trainer.seed
+        self.options, self.ranks, self.module, self.data = options, ranks, module, data
+        self.federation, self.algorithm = options.federation, options.algorithm
         default: Split = getattr(data, "eval_split", "val")
         self.split: Split = split or default
         self.folder: RunFolder | None = None
-        root = Path(trainer.default_root_dir)
-        self.origin = ranks.share(lambda: find_resume_point(ckpt_path, root, self.name, training=split is None))[0]
-        seed_all(self.seed, "data")
+        root = Path(options.default_root_dir)
+        self.resume_point = ranks.share(lambda: find_resume_point(ckpt_path, root, options.name, split is None))[0]
+        seed_all(options.seed, "data")
         ranks.share(self._prepare_data)
         self._check_scoring()
-        seed_all(self.seed, "setup")
-        self.algorithm.adapt(module)
-        ranks.fabric.strategy.precision.convert_module(module)  # before the engine makes its vector
-        ranks.fabric.to_device(module)
-        isolate_metrics(module)
-        for tensor in (*module.parameters(), *module.buffers()):
-            ranks.broadcast(tensor)
-        self.bench = self.bench_of(module)
-        self.store = {"ram": MemoryStore, "disk": SqliteStore}[self.federation.store](self.bench.device)
+        self._prepare_module()
+        self.worker = self.worker_of(module)
+        self.device, self.layout = self.worker.device, self.worker.flat.layout
+        kind = {"ram": MemoryStore, "disk": SqliteStore}[self.federation.store]
+        self.server_records: RecordStore = kind("server", ranks)
+        self.node_records: RecordStore = kind("nodes", ranks, divided=True)
         self.ledger = Ledger()
-        self.coordinator = Coordinator(
-            algorithm=self.algorithm,
-            federation=self.federation,
-            bench=self.bench,
-            ranks=ranks,
-            store=self.store,
-            codec=Codec(self.bench.initial),
-            workload=self._workload(),
-            ledger=self.ledger,
-            max_rounds=trainer.max_rounds,
-            seed=self.seed,
-        )
-        self.scorer = Scorer(self.coordinator, self.split)
-        self.identity = checkpoint.identity(self.algorithm, self.bench)
-        self.settings = {"seed": self.seed, **self._settings()}
+        self._connect()
+        self.identity = identity(self.algorithm, data.num_clients, self.layout)
+        self.training = {"seed": options.seed, **self._training_facts()}
 
-    def _settings(self) -> dict[str, Any]:
-        """Further facts that the weights depend on, which a run that goes on must share."""
-        return {
-            "client sizes": sizes_fact(self.data),
-            "local epochs": self.trainer.local_options.max_epochs,
-            "batch size": self.coordinator.workload.batch_size,
-            "clients per round": self.federation.clients_per_round,
-            "buffers": self.federation.buffers,
-            "reducer": None if self.federation.reducer is None else repr(self.federation.reducer),
-            "clip_update": self.federation.clip_update,
-            "privacy": None if self.federation.privacy is None else repr(self.federation.privacy),
-            "unseen clients": self.federation.unseen_clients,
-            "monitor": self.federation.monitor,
-            "execution": self.federation.execution,
-            "capacities": self.federation.capacities,
-            "shuffled capacities": self.federation.shuffle_capacities,
-            **({"max_rounds": self.trainer.max_rounds} if self.algorithm.fixed_length else {}),
-            "round_lr": repr(self.trainer.round_lr),
-        }
-
-    @property
-    def name(self) -> str:
-        """Name of the runs' common folder."""
-        return "fast_dev_run" if self.trainer.fast_dev_run else type(self.algorithm).__name__
+    # ---- set-up
 
     def _prepare_data(self) -> None:
-        """Local rank 0 downloads, then all set up; also a download that fails meets the others at the barrier."""
+        """Let local rank 0 download, then set up on all ranks; a failed download reaches the others' barrier too."""
         try:
             if self.ranks.fabric.local_rank == 0:
                 self.data.prepare_data()
@@ -163,27 +126,93 @@ class Session:
                 f"`{type(self.module).__name__}` has no `{hook}`, which `data.eval_split: {self.split}` scores clients "
                 "with; define it, or set the other split."
             )
-        needed: set[Split] = {self.split, "val"} if self.trainer.validate_locally else {self.split}
+        needed: set[Split] = {self.split, "val"} if self.options.validate_locally else {self.split}
         for split in sorted(needed):
             require_set(getattr(self.data, f"client_{split}_dataloader")(0), split)
 
-    def bench_of(self, module: LightningModule) -> ClientWorker:
-        """A bench for a module, with this run's data and local engine."""
-        trainer = self.trainer
+    def _prepare_module(self) -> None:
+        """Adapt the module, put it on the device, and give all ranks the first rank's weights."""
+        seed_all(self.options.seed, "setup")
+        self.algorithm.adapt(self.module)
+        self.place(self.module)
+        for tensor in (*self.module.parameters(), *self.module.buffers()):
+            self.ranks.broadcast(tensor)
+
+    def place(self, module: LightningModule) -> None:
+        """Put a module on this rank's device, at the run's precision.
+
+        Args:
+            module: The user's module, or a copy of it.
+        """
+        fabric = self.ranks.fabric
+        fabric.strategy.precision.convert_module(module)  # before the worker makes its vector
+        fabric.to_device(module)
+        isolate_metrics(module)
+
+    def worker_of(self, module: LightningModule) -> ClientWorker:
+        """Return a worker for a module, with this run's data and local engine.
+
+        Args:
+            module: The user's module, or a copy of it.
+        """
+        options = self.options
         engine = local_engine(
-            self.federation.local_engine,
-            self.ranks.fabric,
-            trainer.local_options,
-            module,
-            trainer.client_callbacks,
+            self.federation.local_engine, self.ranks.fabric, options.local, module, options.client_callbacks
         )
         work = LocalWork(
-            trainer.client_callbacks, trainer.round_lr, trainer.validate_locally, self.federation.execution
+            options.client_callbacks, options.round_lr, options.validate_locally, self.federation.execution
         )
         return ClientWorker(module, self.data, engine, work, self.ranks.fabric.device)
 
+    def _connect(self) -> None:
+        """Connect the server's half with this rank's node."""
+        options, federation, data = self.options, self.federation, self.data
+        seed, num_clients = options.seed, data.num_clients
+        training_clients, unseen_clients = split_unseen(seed, num_clients, federation.unseen_clients)
+        about = AboutClients(data, federation.fleet_capacities(num_clients, seed))
+        codec = Codec(self.worker.initial)
+        self.server = Server(
+            algorithm=self.algorithm,
+            federation=federation,
+            layout=self.layout,
+            codec=codec,
+            workload=self._workload(),
+            ledger=self.ledger,
+            records=self.server_records,
+            about=about,
+            training_clients=training_clients,
+            max_rounds=options.max_rounds,
+            seed=seed,
+            device=self.device,
+        )
+        self.visiting = HomedRecords(self.node_records, self.ranks)
+        self.node = Node(
+            self.algorithm,
+            self.worker,
+            self.visiting,
+            codec,
+            self.layout,
+            self.worker.initial,
+            self.device,
+            NodeOptions(
+                buffers=federation.buffers,
+                clip_update=federation.clip_update,
+                client_timeout=federation.client_timeout,
+                finetune_epochs=federation.finetune_epochs,
+                keep_masks=federation.wire == "encode",
+            ),
+            self.ranks.rank,
+        )
+        node = WireNode(self.node) if federation.wire == "encode" else self.node
+        raises = federation.on_client_error == "raise"
+        self.cohort = RankCohort(self.ranks, node, self.visiting, about, federation.placement, raises)
+        merging = MergePolicy(self.algorithm, federation, self.layout, len(training_clients), seed)
+        self.coordinator = Coordinator(self.server, self.cohort, merging)
+        stores = (self.server_records, self.node_records)
+        self.scorer = Scorer(self.coordinator, self.worker, unseen_clients, stores, self.split)
+
     def _workload(self) -> Workload:
-        options = self.trainer.local_options
+        options = self.options.local
         batch_size = getattr(self.data, "batch_size", None) or self.data.client_train_dataloader(0).batch_size or 1
         return Workload(
             layers=layers_of(self.module, self.data),
@@ -191,83 +220,80 @@ class Session:
             batch_size=batch_size,
             max_batches=options.limit_train_batches,
             drop_last=getattr(self.data, "drop_last", False),
-            buffers=self.bench.flat.layout.buffers,
-            model=self.bench,
+            buffers=self.layout.buffers,
+            model=self.worker,
         )
 
-    # ---- verbs
+    def _training_facts(self) -> dict[str, Any]:
+        """Return further facts that the weights depend on, which a run that goes on must share."""
+        options, federation = self.options, self.federation
+        return {
+            "client sizes": sizes_fact(self.data),
+            "local epochs": options.local.max_epochs,
+            "batch size": self.server.workload.batch_size,
+            "clients per round": federation.clients_per_round,
+            "buffers": federation.buffers,
+            "reducer": None if federation.reducer is None else repr(federation.reducer),
+            "clip_update": federation.clip_update,
+            "privacy": None if federation.privacy is None else repr(federation.privacy),
+            "unseen clients": federation.unseen_clients,
+            "monitor": federation.monitor,
+            "execution": federation.execution,
+            "capacities": federation.capacities,
+            "shuffled capacities": federation.shuffle_capacities,
+            "wire": federation.wire,
+            **({"max_rounds": options.max_rounds} if self.algorithm.fixed_length else {}),
+            "round_lr": repr(options.round_lr),
+        }
 
-    def fit(self) -> dict[str, float]:
-        """Run the rounds that are left; returns the final table."""
-        server, resumed = self.start()
-        if self._has_ended(server):
-            return self._finished(server)
-        return Fit(self, server, resumed).run()
+    # ---- state
 
-    def _has_ended(self, server: ServerState) -> bool:
-        """Whether the run that is to go on has its final table, and no rounds are left."""
-        return server.round >= self.trainer.max_rounds and self.final_table().get("rounds") == server.round
+    def start(self, training: bool = True) -> tuple[RunState, Checkpoint | None]:
+        """Return the state to go on from, with its checkpoint if there is one.
 
-    def final_table(self) -> dict[str, Any]:
-        """The table of the run that goes on in its folder."""
-        return {} if self.origin.folder is None else RunFolder(self.origin.folder).read_summary()
+        Args:
+            training: Whether the run trains on, so that all that its results depend on must agree.
+        """
+        if self.resume_point.checkpoint is None:
+            return RunState(self.algorithm.init(self.worker.initial, self._fleet())), None
+        checkpoint = self.resume_point.read(lambda path: self._restore(path, training))
+        with as_checkpoint_error(self.resume_point.checkpoint):
+            self.scorer.restore(checkpoint.selected)
+        return checkpoint.state, checkpoint
 
-    def _finished(self, server: ServerState) -> dict[str, float]:
-        """A run that has no rounds left keeps its table."""
-        assert self.origin.folder is not None
-        self.bench.load(server.weights)
-        self.folder = RunFolder(self.origin.folder)
-        rank_zero_info(
-            f"{self.folder.path} has finished its {self.trainer.max_rounds} rounds; raise `trainer.max_rounds`."
-        )
-        return self.folder.read_summary()
+    def _restore(self, path: Path, training: bool) -> Checkpoint:
+        """Read a checkpoint into the stores and the ledger, which keep their content if it is refused."""
+        like = {**self.identity, "training": self.training if training else {}}
+        checkpoint = read_checkpoint(path, self.layout, self.device, like, self.module.state_dict())
+        moved, folder = self.resume_point.folder is None, path.parent / CLIENTS
+        with as_checkpoint_error(path):
+            self.server_records.load(checkpoint.server_records, folder, moved)
+            self.node_records.load(checkpoint.node_records, folder, moved)
+            self.ledger.load_state_dict(checkpoint.ledger)
+            self.worker.restore_counters(checkpoint.module)
+        return checkpoint
 
-    def score(self) -> dict[str, float]:
-        """Score the models of a checkpoint, or the initial ones."""
-        server, _ = self.start(training=False)
-        scores = self.scorer.scores(server).summary()
-        if self.ranks.first:
-            print_table(
-                f"{type(self.algorithm).__name__}, {self.split} sets, round {server.round}",
-                ("", ""),
-                summary_rows(scores),
-            )
-        return scores
-
-    def export(self, request: ExportRequest) -> Exported:
-        """Write one model of a checkpoint as files; the first rank works, and the others wait for it."""
-        server, _ = self.start(training=False)
-        exported = self.ranks.share(lambda: export(self, server, request) if self.ranks.first else None)[0]
-        assert exported is not None
-        return exported
-
-    def replay(self, client: int, round: int | None = None) -> Replay:
-        """Run one local fit again; nothing is written."""
-        again = replay_client(self, self.start()[0], client, round)
-        again.print()
-        return again
-
-    def start(self, training: bool = True) -> tuple[ServerState, checkpoint.Resumed | None]:
-        """The state to go on from."""
-        if self.origin.checkpoint is not None:
-            settings, moved = self.settings if training else {}, self.origin.folder is None
-            resumed = self.origin.read(
-                lambda path: checkpoint.restore(
-                    path, self.bench, self.ledger, self.store, self.identity, settings, moved
-                )
-            )
-            with checkpoint.as_checkpoint_error(self.origin.checkpoint):
-                self.scorer.restore(resumed.selected)
-            return resumed.server, resumed
-        views = LazyClientViews(self.coordinator.training_clients, lambda i: self.coordinator.view(i, 0))
-        fleet = Fleet(
-            views,
-            self.bench.flat.layout.buffers,
-            self.bench.device,
-            self.bench,
-            client=lambda i: self.coordinator.client(i, 0),
-            ranks=self.ranks,
+    def _fleet(self) -> Fleet:
+        clients = self.server.training_clients
+        return Fleet(
+            LazyClientViews(clients, lambda i: self.server.view(i, 0)),
+            self.layout.buffers,
+            self.device,
+            self.worker,
+            survey=self._survey,
             clients_per_round=self.federation.clients_per_round,
             execution=self.federation.execution,
         )
-        return self.algorithm.init(self.bench.initial, fleet), None
+
+    def _survey(self, message: Message) -> Merged:
+        state = RunState(ServerState(round=0, weights=self.worker.initial))
+        return self.coordinator.survey(state, self.server.training_clients, message)
+
+    def module_state(self, state: RunState) -> dict[str, torch.Tensor]:
+        """Return the module's ``state_dict`` with the global weights.
+
+        Args:
+            state: State of the run.
+        """
+        self.worker.load(state.server.weights)
+        return dict(self.module.state_dict())

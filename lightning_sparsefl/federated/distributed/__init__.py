@@ -1,1 +1,1 @@
-"""Processes: how they start, what they exchange, who trains whom."""
+"""Distributed runs: starting processes, communication between them, placement of clients on ranks."""

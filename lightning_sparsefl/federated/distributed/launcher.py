@@ -1,4 +1,4 @@
-"""Starting the processes, and ending all of them with one sentence when one is lost."""
+"""Start of the processes, and their termination with one error message when one of them fails."""
 
 from __future__ import annotations
 
@@ -26,24 +26,24 @@ T = TypeVar("T")
 
 _EXIT = 2
 _PATIENCE = 30.0
-"""Seconds in which a process may end by itself after another one was lost."""
-_MOMENT = 0.1
-"""Seconds in which the threads of a process group free what they still hold."""
+"""Time that a process has to exit by itself after another one failed, in seconds."""
+_CLEANUP_SECONDS = 0.1
+"""Time that the threads of a process group need to free their tensors, in seconds."""
 _REPLACED = [f"{prefix}{name}" for name in ("__init__", "__setattr__", "__delattr__") for prefix in ("", "__old")]
-"""Attributes of data loaders' classes that Fabric and Lightning change."""
+"""Attributes of data loader classes that Fabric and Lightning replace."""
 
 
 def launch(fabric: Fabric, work: Callable[[Fabric], T]) -> T:
-    """Run work in all processes of a Fabric; returns the first rank's result.
+    """Run a function in all processes of a Fabric and return the result of the first rank.
 
     Args:
-        fabric: Not launched yet.
-        work: Every process's part.
+        fabric: Fabric that is not launched yet.
+        work: Function that every process calls.
 
     Raises:
-        RankFailed: If a process died, or the processes could not meet.
+        RankFailed: If a process died, or the processes could not connect.
     """
-    launcher, work = fabric.strategy.launcher, partial(_to_the_end, work)
+    launcher, work = fabric.strategy.launcher, partial(_run_to_completion, work)
     try:
         if isinstance(launcher, _MultiProcessingLauncher):
             return _in_children(fabric, work, launcher._start_method)
@@ -51,18 +51,18 @@ def launch(fabric: Fabric, work: Callable[[Fabric], T]) -> T:
             result: T = fabric.launch(work)
     except DistError as error:
         raise RankFailed(
-            f"The processes did not meet within `trainer.timeout` ({str(error).partition(chr(10))[0]}); "
-            "raise it, or see why one of them did not start."
+            f"The processes did not connect within `trainer.timeout` ({str(error).partition(chr(10))[0]}); "
+            "raise it, or check why one of them did not start."
         ) from error
     return result
 
 
 @contextmanager
 def _loaders_restored() -> Iterator[None]:
-    """While it runs, Fabric puts methods around those of data loaders' classes; leave the classes as they were.
+    """Restore the methods of data loader classes that Fabric wraps while it runs.
 
-    Lightning does not after an error, nor after a run in which a `Trainer` did the same inside: one layer stays then,
-    and after some hundred such runs a process can make no loader any more.
+    Lightning does not restore them after an error, nor if a `Trainer` wrapped them again inside. Each such run leaves
+    one layer of wrappers, and after some hundred runs the recursion limit prevents the creation of loaders.
     """
     kinds = {kind for base in (DataLoader, BatchSampler) for kind in {base, *get_all_subclasses(base)}}
     before = {kind: {name: vars(kind)[name] for name in _REPLACED if name in vars(kind)} for kind in kinds}
@@ -77,47 +77,54 @@ def _loaders_restored() -> Iterator[None]:
                     delattr(kind, name)
 
 
-def _to_the_end(work: Callable[[Fabric], T], fabric: Fabric) -> T:
-    """Work, and let the process group's threads free the tensors of the last exchange, for which they need the GIL.
+def _run_to_completion(work: Callable[[Fabric], T], fabric: Fabric) -> T:
+    """Run `work`, then wait briefly for the process group's threads to free the tensors of the last collective.
 
-    One that asks for it when the interpreter is ending aborts the process, and what a launcher sees is a failed rank.
+    They need the GIL for this. A thread that requests it while the interpreter shuts down aborts the process, which a
+    launcher reports as a failed rank.
     """
     result = work(fabric)
-    if _distributed_is_initialized():  # not after an error, which must be told before a launcher ends this process
-        time.sleep(_MOMENT)
+    if _distributed_is_initialized():  # not after an error, which must be reported before a launcher ends this process
+        time.sleep(_CLEANUP_SECONDS)
     return result
 
 
 def _in_children(fabric: Fabric, work: Callable[[Fabric], T], method: Any) -> T:
-    """By fork or spawn this process trains nothing: it waits, and repeats the sentence that a child ended with."""
-    said: Any = mp.get_context(method).SimpleQueue()
+    """Run `work` in forked or spawned children; this process only waits, and raises the error that ended a child."""
+    errors: Any = mp.get_context(method).SimpleQueue()
     try:
-        result: T = fabric.launch(partial(_tell, said, work))
+        result: T = fabric.launch(partial(_send_error, errors, work))
     except mp.ProcessExitedException as error:
-        if error.signal_name is None and not said.empty():
-            raise said.get() from None
+        if error.signal_name is None and not errors.empty():
+            raise errors.get() from None
         how = error.signal_name or f"the exit code {error.exit_code}"
-        raise RankFailed(f"Rank {error.error_index} was ended by {how}, {_ALL_ENDED}") from None
+        raise RankFailed(f"Rank {error.error_index} was ended by {how}{_ALL_ENDED}") from None
     return result
 
 
-_ALL_ENDED = "so all were; go on from the last committed round with `ckpt_path: last`."
+_ALL_ENDED = ", so the run was stopped; resume it from the last committed round with `ckpt_path: last`."
 
 
-def _tell(said: Any, work: Callable[[Fabric], T], fabric: Fabric) -> T:
-    """Send an error of ours to the parent as it is; others get there as the text of their traceback."""
+def _send_error(errors: Any, work: Callable[[Fabric], T], fabric: Fabric) -> T:
+    """Call `work`, and send a `SparseFLError` to the parent, which gets other errors as text of a traceback."""
     try:
         return work(fabric)
     except SparseFLError as error:
-        said.put(error)
+        errors.put(error)
         sys.exit(_EXIT)
 
 
 class WatchedLauncher(_SubprocessScriptLauncher):
-    """Starts the other ranks as Lightning does, but says what became of one that died, and leaves none behind."""
+    """Launcher that starts the other ranks as Lightning does, reports one that died, and ends all that remain."""
 
     def launch(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Start the processes, then call the function."""
+        """Start the processes and call a function in this one.
+
+        Args:
+            function: Function to call.
+            *args: Positional arguments of the function.
+            **kwargs: Keyword arguments of the function.
+        """
         self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
         if not self.cluster_environment.creates_processes_externally:
             self._call_children_scripts()
@@ -131,28 +138,29 @@ class WatchedLauncher(_SubprocessScriptLauncher):
 
 
 def _watch(children: Sequence[subprocess.Popen[bytes]]) -> None:
-    """Wait until all children are done; if one has failed and this process does not notice, end it too.
+    """Wait for all children; if one fails and this process does not exit within `_PATIENCE` seconds, end it.
 
-    It does when it next speaks with the other ranks, and then ends in order. Lightning's watch does not wait for that.
+    This process normally notices the failure in its next collective, and then exits in an orderly way. Lightning's own
+    watch does not wait for that.
     """
     while any(child.poll() is None for child in children):
         failed = [rank for rank, child in enumerate(children, start=1) if child.poll()]
         if failed:
             time.sleep(_PATIENCE)
-            _give_up(children, failed[0])
+            _exit_after_failure(children, failed[0])
         time.sleep(0.5)
 
 
-def _give_up(children: Sequence[subprocess.Popen[bytes]], rank: int) -> NoReturn:
+def _exit_after_failure(children: Sequence[subprocess.Popen[bytes]], rank: int) -> NoReturn:
     code = children[rank - 1].returncode
     how = f"signal {-code}" if code < 0 else f"the exit code {code}"
-    print(f"sparsefl: error: Rank {rank} was ended by {how}, {_ALL_ENDED}", file=sys.stderr, flush=True)
+    print(f"sparsefl: error: Rank {rank} was ended by {how}{_ALL_ENDED}", file=sys.stderr, flush=True)
     _end(children, patience=0)
-    os._exit(_EXIT)  # what is committed is on disk; the thread that trains cannot be interrupted otherwise
+    os._exit(_EXIT)  # committed rounds are on disk; the training thread cannot be interrupted otherwise
 
 
 def _end(children: Sequence[subprocess.Popen[bytes]], patience: float) -> None:
-    """Give the children some seconds to end by themselves."""
+    """Wait up to `patience` seconds for the children to exit, then kill those that remain."""
     until = time.monotonic() + patience
     while time.monotonic() < until and any(child.poll() is None for child in children):
         time.sleep(0.1)

@@ -1,4 +1,4 @@
-"""How much work a client will be, and how fast each rank is, foreseen from the rounds before."""
+"""Forecast of the work of each client and the speed of each rank, from earlier rounds."""
 
 from __future__ import annotations
 
@@ -7,31 +7,32 @@ from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 _REMEMBERED = 65_536
-"""Clients whose FLOPs are remembered, so that a large fleet needs no more memory than a small one."""
+"""Maximum number of clients whose FLOPs are stored, which bounds the memory for large fleets."""
 _KEPT = 0.5
-"""Share of the older rounds in a rank's pace, from round to round."""
+"""Decay of older rounds in a rank's speed, per round."""
 
 _PRIOR = 0.1
-"""Work that a rank is taken to have done at the mean pace, as a share of a rank's mean work."""
+"""Weight of the mean speed in each rank's speed, as a fraction of the mean work of a rank."""
 
 
 class Job(NamedTuple):
-    """One client's finished round, as every rank learns of it."""
+    """The cost of one client's finished round, known to every rank."""
 
     client: int
     rank: int
     flops: float
-    """As they were charged."""
+    """FLOPs that the ledger was charged."""
     seconds: float
-    """By the clock of its rank."""
+    """Duration by the clock of its rank, in seconds."""
 
 
 class LoadForecast:
-    """Expected work of clients, and seconds per unit of work on each rank.
+    """Forecast of the work of clients and of the seconds per unit of work of ranks.
 
-    A client's work is the FLOPs it was charged for last; before that, its samples times its capacity, at the FLOPs that
-    others were charged for these. A rank's pace is what its clock showed for the FLOPs it did. All ranks learn the same
-    numbers, so all plan alike; the clock decides who trains where and nothing else, since a round's sums are exact.
+    The work of a client is the FLOPs of its last round. Before its first one, it is proportional to its samples times
+    its capacity, with the factor observed for other clients. The speed of a rank is the measured time per FLOP. All
+    ranks get the same numbers, so their plans are equal. The clock affects only the placement of clients, not the
+    results, since a round's sums are exact.
 
     Args:
         ranks: Number of ranks.
@@ -52,16 +53,20 @@ class LoadForecast:
         self._work, self._seconds = [0.0] * ranks, [0.0] * ranks
 
     def loads(self, guesses: Mapping[int, float]) -> dict[int, float]:
-        """Expected FLOPs of a cohort; in an unknown unit until a round has told.
+        """Return the expected FLOPs of each client of a cohort; before the first round, in the unit of `guesses`.
 
         Args:
-            guesses: Numbers in proportion to the work, such as samples times capacity.
+            guesses: Numbers proportional to the work by client, such as samples times capacity.
         """
         self._guesses = guesses
         return {client: self._flops.get(client, guess * self._per_guess) for client, guess in guesses.items()}
 
     def learn(self, jobs: Iterable[Job]) -> None:
-        """Take note of a cohort's round, after :meth:`loads` of the same cohort; jobs without FLOPs teach nothing."""
+        """Update the forecast with a cohort's round, after :meth:`loads` of the same cohort.
+
+        Args:
+            jobs: Jobs of the cohort; those without FLOPs are ignored.
+        """
         done = [job for job in jobs if job.flops > 0]
         guessed = math.fsum(self._guesses[job.client] for job in done)
         if not guessed:
@@ -70,7 +75,7 @@ class LoadForecast:
         self._work = [_KEPT * work for work in self._work]
         self._seconds = [_KEPT * seconds for seconds in self._seconds]
         for job in done:
-            self._flops.pop(job.client, None)  # to the end, so that the oldest stands first
+            self._flops.pop(job.client, None)  # reinsert at the end, so that the oldest is first
             self._flops[job.client] = job.flops
             self._work[job.rank] += job.flops
             self._seconds[job.rank] += job.seconds
@@ -79,7 +84,7 @@ class LoadForecast:
 
     @property
     def seconds_per_flop(self) -> list[float]:
-        """Seconds per FLOP of each rank, a little drawn to the mean: a rank without work is tried again some day."""
+        """Seconds per FLOP of each rank, shrunk towards the mean so that an idle rank gets work again."""
         total = math.fsum(self._work)
         if not total:
             return [1.0] * len(self._work)

@@ -1,47 +1,29 @@
-"""Whether all ranks hold the same server, told by a checksum of each."""
+"""Check by checksums that all ranks have the same server state."""
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Mapping
-from functools import reduce
 from typing import Any
 
 from lightning_sparsefl.errors import RanksDisagree
 from lightning_sparsefl.federated.distributed.ranks import Ranks
-from lightning_sparsefl.federated.storage.atomic_files import pieces
+from lightning_sparsefl.federated.exchange.hashing import checksum
 from lightning_sparsefl.types import ServerState
 
 
-def checksum(value: Any) -> int:
-    """CRC-32 of nested values, from names, types, shapes and bytes; the order of a mapping's names does not matter.
-
-    Args:
-        value: Numbers, strings, None, tensors, and mappings and sequences of these.
-
-    Example:
-        >>> import torch
-        >>> checksum({"a": 1, "b": torch.ones(2)}) == checksum({"b": torch.ones(2), "a": 1})
-        True
-        >>> checksum(torch.zeros(2)) == checksum(-torch.zeros(2))
-        False
-    """
-    return reduce(lambda crc, piece: zlib.crc32(piece, crc), pieces(value), 0)
-
-
 def check_ranks_agree(server: ServerState, observed: Mapping[int, Any], ranks: Ranks) -> list[float]:
-    """Compare the ranks' servers after a round.
+    """Compare the server states of all ranks after a round.
 
     Args:
-        server: After the round.
-        observed: What the server newly keeps about clients, by client.
-        ranks: The processes.
+        server: Server state after the round.
+        observed: State that the server has newly stored about clients, by client.
+        ranks: Ranks of the run.
 
     Returns:
-        Seconds that each rank waited for the others' clients in the round.
+        Time that each rank waited for the clients of other ranks in the round, in seconds.
 
     Raises:
-        RanksDisagree: If a rank holds another server than the first one.
+        RanksDisagree: If the state of a rank differs from that of the first one.
     """
     if ranks.size == 1:
         return [0.0]
@@ -57,10 +39,10 @@ def check_ranks_agree(server: ServerState, observed: Mapping[int, Any], ranks: R
 
 
 def idle(waited: list[float]) -> dict[str, float]:
-    """The logged keys: the mean over ranks, and each rank's where there are several.
+    """Return the metrics of idle time: the mean over ranks and, with several ranks, the time of each.
 
     Args:
-        waited: As :func:`check_ranks_agree` returned it.
+        waited: Seconds by rank, as returned by :func:`check_ranks_agree`.
 
     Example:
         >>> idle([0.0, 3.0])

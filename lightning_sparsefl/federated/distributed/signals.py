@@ -1,4 +1,4 @@
-"""SIGTERM and Ctrl-C: the client that trains is finished, what can be committed is, and then the process leaves."""
+"""SIGTERM and Ctrl-C: finish the current client, commit the finished rounds, then exit."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from typing import Any
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _ECHO = 1.0
-"""Seconds within which a second SIGINT is an echo: a launcher passes on what the terminal has sent to all."""
+"""Time in seconds within which a second SIGINT is a duplicate: a launcher forwards the terminal's signal again."""
 
 
 class Interrupted(BaseException):
-    """A signal asks the run to stop. Not an `Exception`, so that nobody takes it for a client's failure.
+    """Request to stop the run; not an `Exception`, so that it is never handled as the failure of a client.
 
     Args:
-        number: Of the signal.
+        number: Number of the signal.
     """
 
     def __init__(self, number: int) -> None:
@@ -27,12 +27,12 @@ class Interrupted(BaseException):
 
 
 def exit_exception(number: int, first: bool) -> BaseException:
-    """What ends a process after a signal: the exception that Python itself would raise, so the usual exit code.
+    """Return the exception that ends a process after a signal: the one Python itself would raise, with its exit code.
 
     Args:
-        number: Of the signal.
-        first: Whether this is the first rank, whose exit code tells. The others leave with 0: a launcher takes
-            any other code for a crash, and would kill the first rank.
+        number: Number of the signal.
+        first: Whether this is the first rank, whose exit code is that of the run. The others exit with 0, since a
+            launcher treats any other code as a crash and would kill the first rank.
     """
     if not first:
         return SystemExit(0)
@@ -40,10 +40,10 @@ def exit_exception(number: int, first: bool) -> BaseException:
 
 
 class Interrupts:
-    """Notes SIGTERM and SIGINT while it is entered; whoever can stop asks :meth:`check`.
+    """Context manager that records SIGTERM and SIGINT; code that can stop calls :meth:`check`.
 
-    A second Ctrl-C stops at once. Handlers are set in the main thread only, for signals that are not ignored (a shell
-    ignores SIGINT for what it runs in the background), and the former ones come back.
+    A second Ctrl-C stops immediately. Handlers are installed in the main thread only, for signals that are not ignored
+    (a shell ignores SIGINT for background jobs), and the previous handlers are restored on exit.
     """
 
     def __init__(self) -> None:
@@ -62,10 +62,10 @@ class Interrupts:
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
         self._former = {}
         if self._at_once and kind is not None and issubclass(kind, SystemExit):
-            raise KeyboardInterrupt  # which a client's Trainer has turned into an exit
+            raise KeyboardInterrupt  # a client's Trainer has converted it to SystemExit
 
     def check(self) -> None:
-        """Raise :class:`Interrupted` if a signal has come."""
+        """Raise :class:`Interrupted` if a signal was received."""
         if self._number is not None:
             raise Interrupted(self._number)
 
@@ -73,9 +73,9 @@ class Interrupts:
         now = time.monotonic()
         if self._number is None:
             self._number, self._since = number, now
-            # not `print`, which must not be entered twice, as it would be if the signal came within it
+            # not `print`, which is not reentrant: the signal may arrive within another call of it
             with contextlib.suppress(OSError):
-                os.write(2, f"\n{signal.Signals(number).name}: stopping after the client that trains now.\n".encode())
+                os.write(2, f"\n{signal.Signals(number).name}: stopping after the current client.\n".encode())
         elif number == signal.SIGINT and now - self._since > _ECHO:
             self._at_once = True
             raise KeyboardInterrupt

@@ -1,118 +1,100 @@
-"""What is scored in a round, which round is the best so far, and what fine-tuning makes of it."""
+"""Scores rounds, selects the best one, and scores clients after fine-tuning."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
-
 from lightning_sparsefl.errors import InvalidOption
-from lightning_sparsefl.federated.algorithm import FederatedAlgorithm
-from lightning_sparsefl.federated.client import Client, Split
-from lightning_sparsefl.federated.evaluation.scores import Scores, evaluate, higher_is_better
+from lightning_sparsefl.federated.evaluation.scores import Scores
+from lightning_sparsefl.federated.exchange.orders import Split, Task
+from lightning_sparsefl.federated.local.node import has_own_finetuning
+from lightning_sparsefl.federated.local.worker import ClientWorker
+from lightning_sparsefl.federated.rounds.cohort import Beside
 from lightning_sparsefl.federated.rounds.coordinator import Coordinator
+from lightning_sparsefl.federated.rounds.outcome import Outcome
+from lightning_sparsefl.federated.rounds.round_metrics import higher_is_better
 from lightning_sparsefl.federated.sampling import evaluated_clients
-from lightning_sparsefl.federated.storage.records import pack_plain, unpack_plain
-from lightning_sparsefl.sparse.density import maskable
-from lightning_sparsefl.types import ServerState, Weights
+from lightning_sparsefl.federated.storage.checkpoint import SelectedRound
+from lightning_sparsefl.federated.storage.record_store import RecordStore
+from lightning_sparsefl.sparse.masks import apply
+from lightning_sparsefl.types import RunState, ServerState
 
-
-@dataclass(frozen=True)
-class Selected:
-    """The best round so far by `federation.select`."""
-
-    key: str
-    """That was selected by."""
-    value: float
-    """Of the key."""
-    server: ServerState
-    """After that round."""
-    records: Any
-    """What was kept of each client then, as the store's `snapshot`."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """For a checkpoint."""
-        server = self.server
-        trees = {name: pack_plain(getattr(server, name)) for name in ("weights", "masks", "extra")}
-        return {"key": self.key, "value": self.value, "round": server.round, "records": self.records, **trees}
-
-    @classmethod
-    def from_state(cls, state: Mapping[str, Any], device: torch.device) -> Selected:
-        """What `state_dict` made, with its tensors on a device."""
-        if type(state["value"]) is not float:
-            raise TypeError(f"its selected value is {state['value']!r}"[:80])
-        trees = {name: unpack_plain(state[name], device) for name in ("weights", "masks", "extra")}
-        return cls(state["key"], state["value"], ServerState(round=state["round"], **trees), state["records"])
+_POOLED = -1
+"""Number that stands for the global model among the clients' outcomes."""
 
 
 class Scorer:
     """Scores a run's rounds.
 
     Args:
-        coordinator: Of the run.
-        split: Whose sets are scored.
+        coordinator: Coordinator of the run.
+        worker: Scores the global model, on the first rank.
+        unseen_clients: Numbers of the clients that are held out of training.
+        stores: Stores of the records, which keep the versions of the selected round.
+        split: Split to score.
     """
 
-    def __init__(self, coordinator: Coordinator, split: Split) -> None:
-        self.coordinator, self.split = coordinator, split
-        self.algorithm, self.federation = coordinator.algorithm, coordinator.federation
-        self.selected: Selected | None = None
+    def __init__(
+        self,
+        coordinator: Coordinator,
+        worker: ClientWorker,
+        unseen_clients: Sequence[int],
+        stores: Sequence[RecordStore],
+        split: Split,
+    ) -> None:
+        self.coordinator, self.worker, self.split = coordinator, worker, split
+        self.unseen_clients, self.stores = unseen_clients, stores
+        self.algorithm, self.federation = coordinator.server.algorithm, coordinator.federation
+        self.selected: SelectedRound | None = None
 
-    def state_dict(self) -> dict[str, Any] | None:
-        """The best round so far, for a checkpoint; None if none is looked for."""
-        return None if self.selected is None else self.selected.state_dict()
-
-    def restore(self, state: Mapping[str, Any] | None) -> None:
-        """Go on from a checkpoint; a round that was selected by another key is none."""
-        if state is not None and state["key"] == self.federation.select:
-            state = {**state, "records": self.coordinator.store.take_over(state["records"])}
-            self.selected = Selected.from_state(state, self.coordinator.bench.device)
-
-    def scores(self, server: ServerState) -> Scores:
-        """Of the global model, and of each client's own: those that train, and those that never did."""
-        return self._evaluate(server, self.split, self.own(server))
-
-    def own(self, server: ServerState) -> Callable[[Client], Weights]:
-        """A client's own model, with its own buffers where it keeps some."""
-
-        def own(client: Client) -> Weights:
-            weights = self.algorithm.personalize(server, client)
-            return {**weights, **client.buffers} if client.buffers else weights  # a flat tree is loaded in one copy
-
-        return own
-
-    def select(self, server: ServerState, scores: Scores) -> dict[str, float]:
-        """See whether a round is the best so far.
+    def restore(self, selected: SelectedRound | None) -> None:
+        """Go on with the selection of a checkpoint, if it was made by the same key.
 
         Args:
-            server: After the round.
-            scores: Of the round.
+            selected: The selected round of the checkpoint.
+        """
+        if selected is not None and selected.key == self.federation.select:
+            self._take(selected)
+
+    def _take(self, selected: SelectedRound) -> None:
+        self.selected = selected
+        for store in self.stores:
+            store.pin(selected.state.server.round)
+
+    def scores(self, state: RunState) -> Scores:
+        """Score the global model, and each client's own model: of clients that train, and of those that never did.
+
+        Args:
+            state: State of the run.
+        """
+        return self._evaluate(state, self.split)
+
+    def select(self, state: RunState, scores: Scores) -> dict[str, float]:
+        """Select a round if it is the best so far.
+
+        Args:
+            state: State after the round.
+            scores: Scores of the round.
 
         Returns:
             Further logged keys: scores on validation sets where test sets are scored, since those select nothing.
 
         Raises:
-            InvalidOption: If there is no score of the name.
+            InvalidOption: If there is no score with the key `federation.select`.
         """
         key = self.federation.select
         if key is None:
             return {}
         logged, further = scores.summary(), {}
         if self.split == "test":
-            further = logged = self._validated(server, key).summary()
+            further = logged = self._evaluate(state, "val", personal=not key.startswith("global/")).summary()
         if key not in logged:
             raise InvalidOption(f"`federation.select` is {key!r}; expected a validation score: {sorted(logged)}.")
         if self._is_better(logged[key]):
-            self.selected = Selected(key, logged[key], server, self.coordinator.store.snapshot(server.round))
+            self._take(SelectedRound(key, logged[key], state))
         return further
-
-    def _validated(self, server: ServerState, key: str) -> Scores:
-        """Scores on the validation sets; only of the global model if no more is asked for."""
-        return self._evaluate(server, "val", None if key.startswith("global/") else self.own(server))
 
     def _is_better(self, value: float) -> bool:
         assert self.federation.select is not None
@@ -121,86 +103,80 @@ class Scorer:
         rising = higher_is_better(self.federation.select)
         return value > self.selected.value if rising else value < self.selected.value
 
-    def finetuned(self, server: ServerState) -> tuple[dict[str, float], list[dict[str, Any]]]:
-        """Scores of the selected round, and after each client's last local fit, where there is one.
+    def finetuned(self, state: RunState) -> tuple[dict[str, float], list[dict[str, Any]]]:
+        """Score the selected round, and each client after its last local fit, where there is one.
 
         Without `federation.select` the round is the last one. Clients work as in the round that made the state, so at
         its learning rates, with what was kept of them then.
 
         Args:
-            server: After the last round.
+            state: State after the last round.
 
         Returns:
             Keys of the final table, and a row for each client.
         """
-        tune = self._tuning()
-        if tune is None and self.selected is None:
+        finetunes = has_own_finetuning(self.algorithm) or self.federation.finetune_epochs > 0
+        if not finetunes and self.selected is None:
             return {}, []
-        store, selected = self.coordinator.store, self.selected
-        with nullcontext() if selected is None else store.seen_as(selected.records):
-            server = server if selected is None else selected.server
-            before = self.scores(server)
-            keys: dict[str, float] = {"selected/round": server.round, **before.groups("selected")}
-            if tune is None:
-                return keys, _rows(before, Scores({}, {}))
-            after = self._evaluate(server, self.split, self._tuned(server, tune), late=1)
+        state = state if self.selected is None else self.selected.state
+        late = max(state.server.round - 1, 0)
+        before = self.scores(state)
+        keys: dict[str, float] = {"selected/round": state.server.round, **before.groups("selected")}
+        if not finetunes:
+            return keys, _rows(before, Scores({}, {}))
+        after = self._evaluate(state, self.split, "finetune", round=late, pooled=False)
         return {**keys, **after.groups("finetuned")}, _rows(before, after)
-
-    def _tuning(self) -> Callable[[ServerState, Client], Weights | None] | None:
-        """How clients are fine-tuned: by the method, unless it does not, else by the federation; None = not at all."""
-        owned = type(self.algorithm).finetune is not FederatedAlgorithm.finetune
-        if owned and getattr(self.algorithm, "finetune_epochs", 1) != 0:
-            return self.algorithm.finetune
-        return self._fit_once_more if self.federation.finetune_epochs else None
-
-    def _tuned(
-        self, server: ServerState, tune: Callable[[ServerState, Client], Weights | None]
-    ) -> Callable[[Client], Weights | None]:
-        """A client's weights after its last local fit, unless a signal asks to stop."""
-
-        def own(client: Client) -> Weights | None:
-            self.coordinator.interrupts.check()
-            return tune(_localized(server, client), client)
-
-        return own
-
-    def _fit_once_more(self, server: ServerState, client: Client) -> Weights:
-        """A sparse model stays as sparse."""
-        weights = self.algorithm.personalize(server, client)
-        masks = {name: weights[name] != 0 for name in maskable(weights)}
-        masks = {name: mask for name, mask in masks.items() if not bool(mask.all())}
-        return client.fit(weights, masks, epochs=self.federation.finetune_epochs).weights
 
     def _evaluate(
         self,
-        server: ServerState,
+        state: RunState,
         split: Split,
-        own: Callable[[Client], Weights | None] | None,
-        late: int = 0,
+        task: Task = "score",
+        *,
+        round: int | None = None,
+        personal: bool = True,
+        pooled: bool = True,
     ) -> Scores:
-        coordinator, count = self.coordinator, self.federation.eval_clients
-        groups = {"personal": coordinator.training_clients, "unseen": coordinator.unseen_clients}
-        drawn = {name: evaluated_clients(coordinator.seed, clients, count) for name, clients in groups.items()}
-        return evaluate(
-            own,
-            server,
-            [*drawn["personal"], *drawn["unseen"]] if own else [],
-            coordinator.bench,
-            coordinator.ranks,
-            split,
-            lambda i: coordinator.client(i, max(server.round - late, 0)),
-            coordinator.seed,
-            unseen=frozenset(drawn["unseen"]),
+        count, seed = self.federation.eval_clients, self.coordinator.server.seed
+        groups = (self.coordinator.server.training_clients, self.unseen_clients)
+        seen, unseen = (evaluated_clients(seed, clients, count) if personal else [] for clients in groups)
+        beside = self._pooled(state.server, split) if pooled else None
+        outcomes = self.coordinator.evaluate(state, [*seen, *unseen], split, task, beside, round)
+        metrics = {outcome.client: outcome.scores.get(split, {}) for outcome in outcomes}
+        held_out = frozenset(unseen)
+        return Scores(
+            pooled=metrics.pop(_POOLED, {}),
+            personal={client: scores for client, scores in metrics.items() if client not in held_out},
+            unseen={client: scores for client, scores in metrics.items() if client in held_out},
+            downlink_bytes=sum(outcome.scoring_bytes for outcome in outcomes),
         )
 
+    def _pooled(self, state: ServerState, split: Split) -> Beside:
+        """Plan the scoring of the global model beside the clients."""
+        server = self.coordinator.server
 
-def _localized(server: ServerState, client: Client) -> ServerState:
-    """The server's state with a client's own buffers, where it keeps some."""
-    return replace(server, weights={**server.weights, **client.buffers}) if client.buffers else server
+        def work() -> Outcome:
+            return Outcome(_POOLED, scores={split: dict(score_global(state, self.worker, split, server.seed))})
+
+        scored = evaluated_clients(server.seed, server.training_clients, self.federation.eval_clients)
+        return Beside(work, load=float(sum(server.about[client].num_examples for client in scored)))
+
+
+def score_global(server: ServerState, worker: ClientWorker, split: Split, seed: int) -> Mapping[str, float]:
+    """Compute the metrics of the global model on all clients' data.
+
+    Args:
+        server: State of the server.
+        worker: Worker with the module and the data.
+        split: Split to score.
+        seed: Random seed of the run.
+    """
+    loader: Any = getattr(worker.data, f"{split}_dataloader")()
+    return worker.score(apply(server.weights, server.masks), loader, split, (seed, server.round, "evaluate global"))
 
 
 def _rows(before: Scores, after: Scores) -> list[dict[str, Any]]:
-    """A line of `finetuned.csv` for each client."""
+    """Return a row of `finetuned.csv` for each client."""
     scored = [(i, "personal") for i in before.personal] + [(i, "unseen") for i in before.unseen]
     rows = []
     for client, group in sorted(scored):

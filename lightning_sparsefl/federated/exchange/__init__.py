@@ -1,1 +1,1 @@
-"""What crosses between the server and the nodes, and its layout."""
+"""Data exchanged between the server and the nodes: its layout, its encoding and its validation."""

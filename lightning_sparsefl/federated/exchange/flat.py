@@ -1,4 +1,4 @@
-"""Weights as one vector: a client swap is one copy, a merge is one sum."""
+"""Weights as views of one flat vector, so that loading them is one copy and merging them one sum."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ class FlatTree(dict[str, Tensor]):
         self.vector = vector
 
     def __setitem__(self, name: str, tensor: Tensor) -> None:
-        """Refused, since the vector would not follow."""
+        """Raise TypeError, since the vector would not change."""
         raise TypeError(f"Weights are read-only; to change {name!r}, build another tree: {{**weights, {name!r}: ...}}.")
 
 
 class Layout:
-    """Where each tensor of a tree stands in the vector: parameters first, then floating-point buffers.
+    """The position of each tensor of a tree in the vector: parameters first, then floating-point buffers.
 
     Args:
-        parameters: The module's parameters, each once.
-        buffers: Its floating-point buffers that ``state_dict`` holds.
+        parameters: Parameters of the module, without duplicates.
+        buffers: Floating-point buffers of the module that are part of its ``state_dict``.
     """
 
     def __init__(self, parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> None:
@@ -44,26 +44,43 @@ class Layout:
 
     @property
     def uniform(self) -> bool:
-        """Whether all tensors have one dtype, so that views of the vector can stand for them."""
+        """Whether all tensors have the same dtype, so that they can be views of the vector."""
         return len(set(self.dtypes.values())) == 1
 
     def split(self, vector: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """The named views of a vector of `size` elements."""
+        """Iterate over the named views of a vector.
+
+        Args:
+            vector: Vector of shape (size,).
+        """
         for name, piece in zip(self.names, vector.split(self.sizes), strict=True):
             yield name, piece.view(self.shapes[name])
 
     def tree(self, vector: Tensor) -> FlatTree:
-        """The tree of a vector; views where the dtypes allow it."""
+        """Return the tree of a vector, whose tensors are views if their dtypes are that of the vector.
+
+        Args:
+            vector: Vector of shape (size,).
+        """
         return FlatTree({name: view.to(self.dtypes[name]) for name, view in self.split(vector)}, vector)
 
     def flatten(self, tree: Weights) -> Tensor:
-        """The vector of a tree that has every name; no copy for a `FlatTree` of this layout."""
+        """Return the vector of a tree, without a copy for a `FlatTree` of this layout.
+
+        Args:
+            tree: Tree that has every name of the layout.
+        """
         if isinstance(tree, FlatTree) and tree.vector.numel() == self.size:
             return tree.vector
         return torch.cat([tree[name].reshape(-1) for name in self.names])
 
     def check(self, tree: Mapping[str, Tensor], what: str) -> None:
-        """Raise :class:`IncompatibleMasks` where a name or shape of `tree` is not the model's."""
+        """Raise :class:`IncompatibleMasks` if a name or shape of a tree differs from the model's.
+
+        Args:
+            tree: Tree to check.
+            what: Description of the tree for the error message.
+        """
         for name, tensor in tree.items():
             if name not in self.shapes:
                 raise IncompatibleMasks(
@@ -76,22 +93,26 @@ class Layout:
 
 
 def require_trainable(module: nn.Module) -> None:
-    """Raise :class:`InvalidOption` unless a module has a parameter to train."""
+    """Raise :class:`InvalidOption` unless a module has a trainable parameter.
+
+    Args:
+        module: Module to check.
+    """
     if not any(parameter.requires_grad for parameter in module.parameters()):
         raise InvalidOption(
             f"`{type(module).__name__}` has no trainable parameter; expected at least one with requires_grad=True, "
-            "made in `__init__` (option `model`)."
+            "created in `__init__` (option `model`)."
         )
 
 
 class FlatModule:
-    """A module whose float tensors are views of one vector, made once per process.
+    """A module whose float tensors are views of one vector, created once per process.
 
     Args:
-        module: The user's module, on its device already.
+        module: Module of the user, already on its device.
 
     Raises:
-        InvalidOption: If it has no trainable parameter.
+        InvalidOption: If the module has no trainable parameter.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -112,7 +133,11 @@ class FlatModule:
                 self._tensors[name].data = view
 
     def load(self, weights: Weights) -> None:
-        """Copy a tree into the module; names that it lacks keep their value."""
+        """Copy a tree into the module; tensors whose names it lacks keep their values.
+
+        Args:
+            weights: Weights to copy.
+        """
         self._rebind_replaced()
         if self.layout.uniform and isinstance(weights, FlatTree) and weights.vector.numel() == self.layout.size:
             self.vector.copy_(weights.vector)
@@ -122,7 +147,7 @@ class FlatModule:
                 self._tensors[name].data.copy_(tensor)
 
     def read(self) -> FlatTree:
-        """A copy of the module's weights.
+        """Return a copy of the module's weights.
 
         Raises:
             InvalidOption: If training replaced a parameter, as Lightning's `ModelPruning` does.
@@ -134,13 +159,13 @@ class FlatModule:
         return self.layout.tree(torch.cat(pieces))
 
     def _rebind_replaced(self) -> None:
-        """Follow buffers and parameter data that training assigned anew instead of in place."""
+        """Bind buffers and parameter data again that training replaced instead of changing them in place."""
         current = {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
         for name, view in self.layout.split(self.vector):
             if name not in current:
                 raise InvalidOption(
-                    f"Training removed or renamed {name!r}; expected the module's names to stay, "
-                    "so remove the client callback that renames them (`trainer.client_callbacks`)."
+                    f"Training removed or renamed {name!r}; expected the module's names not to change. "
+                    "Remove the client callback that renames them (`trainer.client_callbacks`)."
                 )
             now, bound = current[name], self._tensors[name]
             if now is bound and (not self.layout.uniform or now.data_ptr() == view.data_ptr()):

@@ -1,1 +1,1 @@
-"""One node's work: its module, its engines, and what it keeps of its clients."""
+"""Local work of a node: its module, its engines, and the state that it keeps of its clients."""

@@ -1,4 +1,4 @@
-"""One loader's batches, for the fast client loop."""
+"""Iteration over the batches of one loader, for the fast engine."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from lightning_sparsefl.federated.local.support import unsupported_loader_reason
 
 
 class BatchIterator:
-    """The batches of one loader, the way Lightning counts and moves them.
+    """Iterator over the batches of one loader, counted and moved to the device as Lightning does.
 
     Args:
-        trainer: Of this client.
-        loader: Of the client's batches.
-        stage: What they are for.
-        limit: `limit_train_batches` and its kin.
+        trainer: Trainer of this client.
+        loader: Loader of the client's batches.
+        stage: Stage that the batches are for.
+        limit: Limit on the batches: `limit_train_batches`, `limit_val_batches` or `limit_test_batches`.
 
     Raises:
-        InvalidOption: If the loader is of a kind that only a real Trainer reads.
+        InvalidOption: If only a real Trainer supports this kind of loader.
     """
 
     def __init__(self, trainer: Any, loader: Any, stage: RunningStage, limit: int | float) -> None:
@@ -33,7 +33,7 @@ class BatchIterator:
         if reason is not None:
             raise InvalidOption(f"Clients cannot train: {reason}; set `federation.local_engine: trainer`.")
         if not isinstance(loader, DataLoader):
-            iter(loader)  # Lightning probes it, and it may draw random numbers
+            iter(loader)  # Lightning calls `iter` once more, which may draw random numbers
         _auto_add_worker_init_fn(loader, 0)
         self.loader, self.length = loader, int(_parse_num_batches(stage, len(loader), limit))
         self._trainer, self._plugin, self._hooks = trainer, trainer.precision_plugin, trainer.hooks
@@ -41,16 +41,16 @@ class BatchIterator:
         self._fetched = 0
         self.done = False
 
-    def tell_epoch(self, epoch: int) -> None:
-        """Give a sampler that shuffles by epoch its number."""
+    def set_epoch(self, epoch: int) -> None:
+        """Pass the epoch to a sampler that shuffles by epoch."""
         _set_sampler_epoch(self.loader, epoch)
 
     def start(self) -> None:
-        """Begin a pass."""
+        """Start a pass over the loader."""
         self._iterator, self._fetched, self.done = iter(self.loader), 0, self.length == 0
 
     def __next__(self) -> Any:
-        """The next batch, on the device."""
+        """Return the next batch, moved to the device."""
         if self._fetched >= self.length:
             raise StopIteration
         batch = next(self._iterator)

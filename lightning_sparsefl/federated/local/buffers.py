@@ -1,4 +1,4 @@
-"""What happens to floating-point buffers, such as the running means of batch norm."""
+"""Floating-point buffers, such as the running means of batch norm, that clients keep (`federation.buffers`)."""
 
 from __future__ import annotations
 
@@ -9,42 +9,56 @@ from typing import Literal
 from torch import Tensor
 
 from lightning_sparsefl.federated.exchange.flat import Layout
-from lightning_sparsefl.types import Message, Shared, Update
+from lightning_sparsefl.types import Message, Update, Weights
 
 Mode = Literal["average", "local", "server"]
+"""Whether buffers are averaged by number of samples, kept by each client, or never changed."""
 
 
-def insert_local_buffers(message: Message, own: Shared, layout: Layout) -> Message:
-    """The message with the client's own buffers in place of the server's; those need not be sent.
+def without_local_buffers(message: Message, mode: Mode, layout: Layout) -> Message:
+    """Return the message to send: with `local` and `server`, without floating-point buffers.
 
     Args:
-        message: From the server.
-        own: What the client kept of its buffers; empty unless ``local``.
-        layout: Of the model.
+        message: Message from the algorithm.
+        mode: Option `federation.buffers`.
+        layout: Layout of the model.
     """
-    if not own:
+    if mode == "average" or not layout.buffers.intersection(message.weights):
         return message
-    weights = {n: own[n] if n in layout.buffers else w for n, w in message.weights.items()}
-    return replace(message, weights=weights)
+    return replace(message, weights={n: w for n, w in message.weights.items() if n not in layout.buffers})
 
 
-def drop_local_buffers(
-    update: Update, message: Message, mode: Mode, layout: Layout
-) -> tuple[Update, Mapping[str, Tensor] | None]:
-    """The update without the buffers that are not averaged, and those that the client keeps.
+def insert_local_buffers(message: Message, own: Weights, initial: Weights, mode: Mode, layout: Layout) -> Message:
+    """Return the message with the client's own buffers, or the initial ones if it has none yet.
 
     Args:
-        update: From the client.
-        message: What it had received.
-        mode: The option `federation.buffers`.
-        layout: Of the model.
+        message: Message as received.
+        own: Buffers from the client's last round; empty in its first round.
+        initial: Initial weights of the run.
+        mode: Option `federation.buffers`.
+        layout: Layout of the model.
+    """
+    if mode == "average" or not layout.buffers or not message.weights:
+        return message
+    buffers = {name: own.get(name, initial[name]) for name in layout.names if name in layout.buffers}
+    return replace(message, weights={**message.weights, **buffers})
+
+
+def drop_local_buffers(update: Update, message: Message, mode: Mode, layout: Layout) -> tuple[Update, Weights]:
+    """Split an update into the part to send and the buffers that the client keeps.
+
+    Args:
+        update: Update from the algorithm.
+        message: Message with the client's buffers inserted.
+        mode: Option `federation.buffers`.
+        layout: Layout of the model.
     """
     if mode == "average" or not layout.buffers:
-        return update, None
+        return update, {}
     weights = {n: w for n, w in update.weights.items() if n not in layout.buffers}
     if mode == "server":
-        return replace(update, weights=weights), None
-    kept = {n: w for n, w in update.weights.items() if n in layout.buffers}
+        return replace(update, weights=weights), {}
+    kept: Mapping[str, Tensor] = {n: w for n, w in update.weights.items() if n in layout.buffers}
     if update.kind == "difference":
         kept = {n: w + message.weights[n] for n, w in kept.items()}
     return replace(update, weights=weights), kept

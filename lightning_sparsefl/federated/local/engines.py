@@ -1,30 +1,31 @@
-"""The client loop: one rank's clients trained one after another, bit-equal to ``lightning.pytorch.Trainer``.
+"""Local engines: train and evaluate the clients of one rank in sequence, bit-equal to ``lightning.pytorch.Trainer``.
 
-A Trainer is built to train one model for hours; a federation trains thousands of clients for seconds, and most
-of that time would be the Trainer's. The fast loop keeps Lightning's order of hooks and arithmetic, but calls only
-hooks that somebody overrides, and takes Lightning's own parts wherever order or arithmetic could differ. Those
-have private names, hence the pin ``lightning>=2.6,<2.7``; `tests/contract/test_local_parity.py` compares the two,
-and is the first thing to run under another version:
+A Trainer is built to train one model for hours. A federation trains thousands of clients for seconds each, and the
+setup of a Trainer would take most of that time. The fast engine keeps Lightning's order of hooks and arithmetic,
+calls only the hooks that are overridden, and uses Lightning's own components wherever order or arithmetic could
+differ. Some of these components are private, hence the pin ``lightning>=2.6,<2.7``. The test
+`tests/contract/test_local_parity.py` compares both engines; run it first when Lightning's version changes. The
+private names in use are:
 
 - `_LoggerConnector`, `_ResultCollection`, `_ResultMetric`, `_Metadata`, `_Sync`: `self.log`, its reductions, and
-  what goes to the loggers;
+  the values sent to the loggers;
 - `_lightning_optimizers` and `_reset_optimizers_and_schedulers` of ``SingleDeviceStrategy``: manual optimization,
-  and freeing the optimizers; its `setup_optimizers` knows the forms of `configure_optimizers`;
+  and freeing the optimizers; its `setup_optimizers` handles the return types of `configure_optimizers`;
 - `_ModuleMode`, `_parse_num_batches`, `_set_sampler_epoch`, `_auto_add_worker_init_fn`, `_log_hyperparams`,
-  `_verify_dataloader_idx_requirement`, `_shutdown_workers_and_reset_iterator`: small steps of the loops;
+  `_verify_dataloader_idx_requirement`, `_shutdown_workers_and_reset_iterator`: single steps of the loops;
 - `_trainer`, `_current_fx_name`, `_metric_attributes`, `_param_requires_grad_state`, `_device` of a
-  ``LightningModule``: what a Trainer leaves there, and what must not pass from one client to the next;
+  ``LightningModule``: attributes that a Trainer sets, and that must not pass from one client to the next;
 - `_results`, `_logger_connector`, `_accelerator_connector`, `_batches_that_stepped`, `_should_accumulate`,
-  `_should_check_val_epoch`: what Lightning's module, connector and callbacks read of a trainer.
+  `_should_check_val_epoch`: attributes of a trainer that Lightning's module, connector and callbacks read.
 
-What the contract test does not cover trains with a real Trainer
+Modules and callbacks that the contract test does not cover train with a real Trainer
 (:mod:`lightning_sparsefl.federated.local.lightning_trainer`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Literal
 
 from lightning.fabric import Fabric
@@ -35,9 +36,10 @@ from lightning.pytorch.utilities.rank_zero import WarningCache
 from torch import Tensor
 
 from lightning_sparsefl.errors import InvalidOption
-from lightning_sparsefl.federated.local.fast_trainer import FastTrainer, unsupported
+from lightning_sparsefl.federated.local.fast_trainer import FastTrainer, unsupported_fabric_reason
 from lightning_sparsefl.federated.local.isolation import isolate_metrics, restore_trainer_refs
 from lightning_sparsefl.federated.local.lightning_trainer import LightningEngine
+from lightning_sparsefl.federated.local.local_options import LocalOptions
 from lightning_sparsefl.federated.local.support import (
     overridden,
     require_automatic,
@@ -51,75 +53,29 @@ _messages = WarningCache()
 _STAGES = {"validate": RunningStage.VALIDATING, "test": RunningStage.TESTING}
 
 
-@dataclass(frozen=True, kw_only=True)
-class LocalOptions:
-    """How every client trains; names and meaning are those of ``lightning.pytorch.Trainer``."""
-
-    max_epochs: int = 1
-    """Local epochs; -1 = no limit."""
-    max_steps: int = -1
-    """Optimizer steps; -1 = no limit."""
-    gradient_clip_val: float | None = None
-    """Where to clip gradients; None = not at all."""
-    gradient_clip_algorithm: str | None = None
-    """"norm" or "value"; None = "norm"."""
-    accumulate_grad_batches: int = 1
-    """Batches whose gradients make one optimizer step."""
-    limit_train_batches: int | float = 1.0
-    """Training batches of an epoch, as a number or a share."""
-    limit_val_batches: int | float = 1.0
-    """Validation batches, as a number or a share."""
-    limit_test_batches: int | float = 1.0
-    """Test batches, as a number or a share."""
-    log_every_n_steps: int = 50
-    """Steps between two rows of the loggers."""
-    default_root_dir: str = "."
-    """Where callbacks without a logger write."""
-
-    def __post_init__(self) -> None:
-        _check(self.max_epochs >= -1, "max_epochs", self.max_epochs, "a whole number >= -1")
-        _check(self.max_steps >= -1, "max_steps", self.max_steps, "a whole number >= -1")
-        _check(self.max_epochs != -1 or self.max_steps != -1, "max_epochs", -1, "a limit, here or as `max_steps`")
-        batches, known = self.accumulate_grad_batches, (None, "norm", "value")
-        _check(batches >= 1, "accumulate_grad_batches", batches, "a whole number >= 1")
-        clip = self.gradient_clip_val
-        _check(clip is None or clip >= 0, "gradient_clip_val", clip, "a number >= 0, or none")
-        algorithm = self.gradient_clip_algorithm
-        _check(algorithm in known, "gradient_clip_algorithm", algorithm, "'norm' or 'value'")
-        for split in ("train", "val", "test"):
-            limit = getattr(self, f"limit_{split}_batches")
-            fits = limit >= 0 if isinstance(limit, int) else 0 <= limit <= 1
-            _check(fits, f"limit_{split}_batches", limit, "a whole number >= 0 or a share in [0, 1]")
-
-
-def _check(fits: bool, name: str, value: Any, expected: str) -> None:
-    if not fits:
-        raise InvalidOption(f"`trainer.{name}` is {value!r}; expected {expected}.")
-
-
 def _require(reason: str | None) -> None:
     if reason is not None:
         raise InvalidOption(f"Clients cannot train: {reason}; set `federation.local_engine: trainer`.")
 
 
 class FastEngine:
-    """Trains client after client; each gets a trainer of its own, so nothing passes from one to the next.
+    """Engine that trains clients in sequence, each with its own :class:`FastTrainer`, so that they share no state.
 
     Args:
-        fabric: Says on which device, and at which precision.
-        options: How every client trains.
+        fabric: Fabric that determines the device and the precision.
+        options: Options of local training.
 
     Raises:
-        InvalidOption: If the loop does not know the precision or the device.
+        InvalidOption: If the engine does not support the precision or the device.
     """
 
     def __init__(self, fabric: Fabric, options: LocalOptions) -> None:
         self.fabric, self.options = fabric, options
         self.global_step = 0
-        _require(unsupported(fabric))
+        _require(unsupported_fabric_reason(fabric))
 
     def for_epochs(self, epochs: int) -> FastEngine:
-        """The same, but for the number of local epochs."""
+        """Return an engine with the same options except for the number of local epochs."""
         return FastEngine(self.fabric, replace(self.options, max_epochs=epochs))
 
     def fit(
@@ -132,21 +88,21 @@ class FastEngine:
         loggers: Sequence[Logger] = (),
         datamodule: Any = None,
     ) -> dict[str, Tensor]:
-        """Train one client, as ``Trainer.fit`` does; `global_step` is the number of optimizer steps then.
+        """Train one client as ``Trainer.fit`` does, and set `global_step` to the number of optimizer steps taken.
 
         Args:
-            module: Changed in place; stays on its device.
-            train_loader: Of the client's batches.
-            val_loader: Validated on after each epoch, if given.
-            callbacks: The client's.
-            loggers: Where its metrics go, in steps of this fit.
-            datamodule: What the module finds as `trainer.datamodule`; not set up or torn down here.
+            module: Module to train; changed in place, stays on its device.
+            train_loader: Loader of the client's training batches.
+            val_loader: Loader of validation batches, evaluated after each epoch. Default: no validation.
+            callbacks: Callbacks of the client.
+            loggers: Loggers for the client's metrics, indexed by the step within this fit.
+            datamodule: Object that becomes `trainer.datamodule`; neither set up nor torn down here.
 
         Returns:
             The last value of each logged key, `trainer.callback_metrics`.
 
         Raises:
-            InvalidOption: If the module or loader needs a real Trainer, or the options do not fit the module.
+            InvalidOption: If the module or a loader needs a real Trainer, or the options do not fit the module.
         """
         self._check_fit(module)
         trainer = self._client(module, callbacks, loggers, datamodule)
@@ -165,20 +121,20 @@ class FastEngine:
         callbacks: Sequence[Callback] = (),
         datamodule: Any = None,
     ) -> dict[str, float]:
-        """Score one client, as ``Trainer.validate`` and ``Trainer.test`` do.
+        """Evaluate one client as ``Trainer.validate`` and ``Trainer.test`` do.
 
         Args:
-            module: Its weights, modes and buffers stay as they are.
-            loader: Of labelled batches.
-            stage: Decides between `validation_step` and `test_step`.
-            callbacks: The client's.
-            datamodule: What the module finds as `trainer.datamodule`.
+            module: Module to evaluate; its weights, modes and buffers do not change.
+            loader: Loader of labelled batches.
+            stage: Stage to run: "validate" calls `validation_step`, "test" calls `test_step`.
+            callbacks: Callbacks of the client.
+            datamodule: Object that becomes `trainer.datamodule`.
 
         Returns:
             The value of each logged key, `trainer.callback_metrics`.
 
         Raises:
-            InvalidOption: If the module or the loader needs a real Trainer, or the module has no such step.
+            InvalidOption: If the module or the loader needs a real Trainer, or the module does not define the step.
         """
         step = "validation_step" if stage == "validate" else "test_step"
         if step not in overridden(module):
@@ -188,15 +144,15 @@ class FastEngine:
             return {name: float(value) for name, value in trainer.evaluate(loader, _STAGES[stage]).items()}
 
     def gradient(self, module: LightningModule, batch: Any, batch_idx: int = 0) -> None:
-        """Leave in `.grad` the gradient of the training loss of one batch; earlier gradients are dropped.
+        """Write the gradient of the training loss of one batch to `.grad`, replacing earlier gradients.
 
         Args:
-            module: In the mode to use; its weights do not change.
-            batch: From the client's loader.
-            batch_idx: What `training_step` gets.
+            module: Module in the mode (training or evaluation) to use; its weights do not change.
+            batch: Batch from the client's loader.
+            batch_idx: Argument `batch_idx` of `training_step`.
 
         Raises:
-            InvalidOption: If the module optimizes manually, so that there is no one loss.
+            InvalidOption: If the module optimizes manually, so that a single training loss is not defined.
         """
         require_automatic(module)
         trainer = self._client(module)
@@ -224,7 +180,7 @@ class FastEngine:
             if getattr(options, option) not in (off, 0):
                 raise InvalidOption(
                     f"`trainer.{option}` is {getattr(options, option)}, but `{name}` optimizes manually; "
-                    f"expected {off}, and the module to do it."
+                    f"expected {off}, with the module itself doing this in `training_step`."
                 )
 
 
@@ -235,18 +191,18 @@ def local_engine(
     module: LightningModule,
     callbacks: Sequence[Callback],
 ) -> FastEngine | LightningEngine:
-    """The client loop of a federation.
+    """Return the local engine of a federation.
 
     Args:
-        name: The fast loop, a real Trainer, or "auto": the fast one where it is known to train alike, else a
-            Trainer, with one message that names the reason.
-        fabric: Says on which device, and at which precision.
-        options: How every client trains.
-        module: The user's.
-        callbacks: Those its clients train with.
+        name: Option `federation.local_engine`: "fast", "trainer", or "auto", which takes the fast engine where its
+            results are known to equal those of a Trainer, and else a Trainer, with one message that gives the reason.
+        fabric: Fabric that determines the device and the precision.
+        options: Options of local training.
+        module: Module of the user.
+        callbacks: Callbacks that the clients train with.
 
     Raises:
-        InvalidOption: If there is no such loop.
+        InvalidOption: If `name` is not one of the three.
     """
     if name not in ("auto", "fast", "trainer"):
         raise InvalidOption(f"`federation.local_engine` is {name!r}; expected 'auto', 'fast' or 'trainer'.")
@@ -254,7 +210,7 @@ def local_engine(
         return FastEngine(fabric, options)
     if name == "trainer":
         return LightningEngine(fabric, options)
-    reason = unsupported_reason(module, callbacks) or unsupported(fabric)
+    reason = unsupported_reason(module, callbacks) or unsupported_fabric_reason(fabric)
     if reason is None:
         return FastEngine(fabric, options)
     _messages.info(f"Clients train with a real Lightning Trainer, which is slower, because {reason}.")

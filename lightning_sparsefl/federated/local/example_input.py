@@ -1,4 +1,4 @@
-"""One sample to follow a module's forward pass with: its layers' work, and its units."""
+"""A sample input for tracing a module's forward pass, to find its units and the FLOPs of its layers."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from lightning_sparsefl.types import LayerFlops
 
 
 def example_of(module: LightningModule, data: Any) -> Any:
-    """A batch of one in the module's precision and on its device; None if nobody knows what one looks like.
+    """Return a batch of one sample in the module's precision and on its device, or None if its shape is unknown.
 
     Args:
-        module: Its `example_input_array` is used if it has one, else zeros of the data's `sample_shape`.
-        data: The clients' data.
+        module: Module whose `example_input_array` is the sample; without one, zeros of `data.sample_shape` are.
+        data: Data module of the clients.
     """
     sample: Any = module.example_input_array
     shape = getattr(data, "sample_shape", None)
@@ -37,13 +37,13 @@ def example_of(module: LightningModule, data: Any) -> Any:
 
 
 def layers_of(module: LightningModule, data: Any) -> tuple[LayerFlops, ...]:
-    """The module's layers; none, with a warning, where its forward pass cannot be traced."""
+    """Return the FLOPs of a module's layers; an empty tuple, with a warning, if its forward pass cannot be traced."""
     sample = example_of(module, data)
     if sample is None:
         rank_zero_warn("FLOPs are not counted: the data has no `sample_shape` and the module no `example_input_array`.")
         return ()
     try:
-        with _one_sample_will_do(module):
+        with _temporary_running_statistics(module):
             return count_layers(module, sample)
     except Exception as error:
         rank_zero_warn(
@@ -54,10 +54,10 @@ def layers_of(module: LightningModule, data: Any) -> tuple[LayerFlops, ...]:
 
 
 def units_of(module: LightningModule, data: Any) -> tuple[UnitGroup, ...]:
-    """The module's groups of units.
+    """Return the groups of units of a module.
 
     Raises:
-        InvalidOption: If there is no sample to find them with, or no unit.
+        InvalidOption: If there is no sample to trace the module with, or the module has no units.
     """
     sample = example_of(module, data)
     name = type(module).__name__
@@ -66,19 +66,19 @@ def units_of(module: LightningModule, data: Any) -> tuple[UnitGroup, ...]:
             f"The units of `{name}` cannot be found: the data has no `sample_shape`; set the model's "
             "`example_input_array`."
         )
-    with _one_sample_will_do(module):
+    with _temporary_running_statistics(module):
         groups = find_groups(module, *(sample if isinstance(sample, tuple) else (sample,)))
     if not groups:
         raise InvalidOption(
-            f"`{name}` has no units, expected a hidden layer whose channels or neurons can be dropped (option `model`)."
+            f"`{name}` has no units; expected a hidden layer whose channels or neurons can be dropped (option `model`)."
         )
-    names = module.state_dict().keys()  # without the lent statistics
+    names = module.state_dict().keys()  # without the temporary statistics
     return tuple(replace(g, slots=tuple(slot for slot in g.slots if slot.name in names)) for g in groups)
 
 
 @contextmanager
-def _one_sample_will_do(module: nn.Module) -> Iterator[None]:
-    """Lend batch norms without running statistics some, since one sample may have none of its own."""
+def _temporary_running_statistics(module: nn.Module) -> Iterator[None]:
+    """Register running statistics in batch norms that have none, since one sample may be too few to compute them."""
     norms = [
         norm
         for norm in module.modules()

@@ -1,4 +1,4 @@
-"""The loops over epochs and batches, in the order of Lightning's fit, training epoch and evaluation loops."""
+"""The fast engine's loops over epochs and batches, in the order of Lightning's fit, training and evaluation loops."""
 
 from __future__ import annotations
 
@@ -19,69 +19,69 @@ class EvalLoop:
     """One pass over validation or test batches.
 
     Args:
-        trainer: Of this client.
-        loader: Of the batches.
-        stage: VALIDATING or TESTING.
+        trainer: Trainer of this client.
+        loader: Loader of the batches.
+        stage: Stage of the pass: VALIDATING or TESTING.
     """
 
     def __init__(self, trainer: Any, loader: Any, stage: RunningStage) -> None:
         self._trainer, self._loader, self._stage = trainer, loader, stage
         self._name = "test" if stage is RunningStage.TESTING else "validation"
         self.results = FastResults(training=False)
-        self.feed: BatchIterator | None = None
+        self.batches: BatchIterator | None = None
         self.ready = 0
         self._seen = 0
 
     def setup_data(self) -> None:
-        """Look at the loader, once."""
+        """Prepare the loader at the first call."""
         limit = getattr(self._trainer, f"limit_{self._stage.dataloader_prefix}_batches")
-        if self.feed is None and limit != 0:
-            self.feed = BatchIterator(self._trainer, self._loader, self._stage, limit)
+        if self.batches is None and limit != 0:
+            self.batches = BatchIterator(self._trainer, self._loader, self._stage, limit)
 
     def close(self) -> None:
         """Stop the loader's workers."""
-        if self.feed is not None:
-            self.feed.close()
+        if self.batches is not None:
+            self.batches.close()
 
     def run(self, inference: bool) -> None:
-        """Evaluate; the module's modes are restored.
+        """Evaluate all batches, and restore the training modes of the submodules.
 
         Args:
-            inference: Use ``torch.inference_mode``, else ``torch.no_grad``.
+            inference: Whether to use ``torch.inference_mode`` instead of ``torch.no_grad``.
         """
         with torch.inference_mode() if inference and not _gloo() else torch.no_grad():
             self.setup_data()
-            if self.feed is not None and self.feed.length:
-                self._run(self.feed)
+            if self.batches is not None and self.batches.length:
+                self._run(self.batches)
 
-    def _run(self, feed: BatchIterator) -> None:
+    def _run(self, batches: BatchIterator) -> None:
         trainer, module = self._trainer, self._trainer.lightning_module
         self.ready = 0
-        feed.tell_epoch(trainer.fit_loop.epochs_processed)
-        feed.start()
+        batches.set_epoch(trainer.fit_loop.epochs_processed)
+        batches.start()
         hooks = (f"{self._name}_step", f"on_{self._name}_batch_start", f"on_{self._name}_batch_end")
         _verify_dataloader_idx_requirement(hooks, False, self._stage, module)
         modes = _ModuleMode()
         modes.capture(module)
         try:
-            trainer.hooks.always(f"on_{self._name}_model_eval")
-            self._epoch(feed)
+            trainer.hooks.call_module(f"on_{self._name}_model_eval")
+            self._epoch(batches)
         except BaseException:
             modes.restore(module)
             raise
         if f"on_{self._name}_model_train" in trainer.hooks.overridden:
-            trainer.hooks.always(f"on_{self._name}_model_train")
+            trainer.hooks.call_module(f"on_{self._name}_model_train")
         else:
             modes.restore(module)
 
-    def _epoch(self, feed: BatchIterator) -> None:
+    def _epoch(self, batches: BatchIterator) -> None:
         hooks, connector = self._trainer.hooks, self._trainer._logger_connector
         hooks.both(f"on_{self._name}_start")
         hooks.both(f"on_{self._name}_epoch_start")
         step = StepCaller(hooks, self._trainer.lightning_module, f"{self._name}_step", self._trainer.precision_plugin)
         try:
             while True:
-                self._batch(next(feed), step)
+                self._batch(next(batches), step)
         except StopIteration:
             pass
         connector.epoch_end_reached()
@@ -107,27 +107,27 @@ class EvalLoop:
 
 
 def _gloo() -> bool:
-    """Whether Lightning would avoid inference mode, which Gloo does not know."""
+    """Return whether the process group uses Gloo, which does not support inference mode; Lightning avoids it too."""
     distributed = torch.distributed
     return distributed.is_available() and distributed.is_initialized() and distributed.get_backend() == "gloo"
 
 
 class FitLoop(UnknownAttribute):
-    """The epochs and batches of one client; also what callbacks find as `trainer.fit_loop`.
+    """The loop over one client's epochs and batches, available to callbacks as `trainer.fit_loop`.
 
     Args:
-        trainer: Of this client.
-        loader: Of the training batches.
-        validation: After each epoch, if there is anything to validate.
-        max_epochs: Epochs to train for; -1 = no limit.
-        max_steps: Optimizer steps to train for; -1 = no limit.
+        trainer: Trainer of this client.
+        loader: Loader of the training batches.
+        validation: Evaluation loop to run after each epoch, or None.
+        max_epochs: Number of epochs to train for; -1 = unlimited.
+        max_steps: Number of optimizer steps to train for; -1 = unlimited.
     """
 
     def __init__(self, trainer: Any, loader: Any, validation: EvalLoop | None, max_epochs: int, max_steps: int) -> None:
         self._trainer, self._loader, self._validation = trainer, loader, validation
         self.max_epochs, self.max_steps, self.min_epochs, self.min_steps = max_epochs, max_steps, 0, None
         self.results = FastResults(training=True)
-        self.feed: BatchIterator | None = None
+        self.batches: BatchIterator | None = None
         self.max_batches: int | float = float("inf")
         self.epochs_processed = self.epochs_completed = 0
         self.optimizer_steps = self._batches_that_stepped = 0
@@ -137,27 +137,27 @@ class FitLoop(UnknownAttribute):
 
     @property
     def epoch_loop(self) -> FitLoop:
-        """Lightning nests two loops here."""
+        """This loop; Lightning has a nested loop under this name."""
         return self
 
     @property
     def batch_idx(self) -> int:
-        """Number of the batch within the epoch, from 0."""
+        """Index of the batch within the epoch, from 0."""
         return self._ready - 1
 
     @property
     def total_batch_idx(self) -> int:
-        """Number of the batch within the fit, from 0."""
+        """Index of the batch within the fit, from 0."""
         return self._ready_before + self._ready - 1
 
     def setup_data(self) -> None:
-        """Look at the loader and begin the first pass, once; `estimated_stepping_batches` may come first."""
+        """Prepare the loader and start the first pass at the first call, which may be `estimated_stepping_batches`."""
         trainer = self._trainer
-        if self.feed is None and trainer.limit_train_batches != 0:
-            self.feed = BatchIterator(trainer, self._loader, RunningStage.TRAINING, trainer.limit_train_batches)
-            self.feed.start()
-            self.max_batches = self.feed.length
-            trainer.val_check_batch = max(1, self.feed.length)
+        if self.batches is None and trainer.limit_train_batches != 0:
+            self.batches = BatchIterator(trainer, self._loader, RunningStage.TRAINING, trainer.limit_train_batches)
+            self.batches.start()
+            self.max_batches = self.batches.length
+            trainer.val_check_batch = max(1, self.batches.length)
 
     def _done(self) -> bool:
         steps, epochs = (
@@ -181,9 +181,9 @@ class FitLoop(UnknownAttribute):
         return self._validation is not None
 
     def run(self) -> None:
-        """Train."""
+        """Train until the limit of epochs or steps, or until a callback stops the training."""
         self.setup_data()
-        if self._done() or self.feed is None:
+        if self._done() or self.batches is None:
             return
         trainer, hooks = self._trainer, self._trainer.hooks
         self._step = (AutomaticStep if trainer.lightning_module.automatic_optimization else ManualStep)(trainer, hooks)
@@ -191,27 +191,27 @@ class FitLoop(UnknownAttribute):
             self._validation.setup_data()
         hooks.both("on_train_start")
         while not self._done():
-            self.feed.tell_epoch(self.epochs_processed)
+            self.batches.set_epoch(self.epochs_processed)
             hooks.both("on_train_epoch_start")
-            self._epoch(self.feed)
+            self._epoch(self.batches)
             self._epoch_end()
         hooks.both("on_train_end")
 
-    def _epoch(self, feed: BatchIterator) -> None:
+    def _epoch(self, batches: BatchIterator) -> None:
         self._ready_before, self._ready, self.is_last_batch = self._ready_before + self._ready, 0, False
         if self.epochs_completed > 0:
-            feed.start()
+            batches.start()
         try:
             while not (self._steps_reached() or self._epoch_over() or self._trainer.should_stop):
-                self._batch(feed)
+                self._batch(batches)
                 self._batch_end()
         except StopIteration:  # the loader ended early, or `on_train_batch_start` returned -1
             pass
 
-    def _batch(self, feed: BatchIterator) -> None:
+    def _batch(self, batches: BatchIterator) -> None:
         hooks, connector = self._trainer.hooks, self._trainer._logger_connector
-        batch = next(feed)
-        self.is_last_batch, index = feed.done, self._ready
+        batch = next(batches)
+        self.is_last_batch, index = batches.done, self._ready
         self._ready += 1
         connector.on_batch_start(batch)
         skip, outputs = False, None
@@ -237,7 +237,7 @@ class FitLoop(UnknownAttribute):
         if self._validation is not None and due:
             trainer.validating, first = True, connector._first_loop_iter
             if not self._should_accumulate():
-                trainer.hooks.always("on_validation_model_zero_grad")
+                trainer.hooks.call_module("on_validation_model_zero_grad")
             self._validation.run(inference=False)
             trainer.training = True
             connector._first_loop_iter = first
@@ -258,7 +258,7 @@ class FitLoop(UnknownAttribute):
         connector.on_epoch_end()
         if self._epoch_over():
             self._schedulers("epoch", plateau=True)
-        self._batches_that_stepped -= 1  # the loggers' step is that of the epoch's last batch
+        self._batches_that_stepped -= 1  # epoch values are logged at the step of the epoch's last batch
         connector.update_train_epoch_metrics()
         self._batches_that_stepped += 1
         self.epochs_completed += 1
@@ -273,7 +273,7 @@ class FitLoop(UnknownAttribute):
 
     def close(self) -> None:
         """Stop the loaders' workers."""
-        if self.feed is not None:
-            self.feed.close()
+        if self.batches is not None:
+            self.batches.close()
         if self._validation is not None:
             self._validation.close()

@@ -1,4 +1,4 @@
-"""One training batch: the step, its gradients, the optimizer and the learning rates, in Lightning's order."""
+"""The work of one training batch in Lightning's order: step, gradients, optimizer, learning rates."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _warnings = WarningCache()
 
 
 class StepCaller:
-    """Calls `training_step`, `validation_step` or `test_step` under the precision's context.
+    """Callable that runs `training_step`, `validation_step` or `test_step` in the context of the precision plugin.
 
     Args:
-        hooks: Of the module.
-        module: The user's.
-        name: Of the step.
-        plugin: The precision.
+        hooks: Hooks of the module.
+        module: Module of the user.
+        name: Name of the step.
+        plugin: Precision plugin of the trainer.
     """
 
     def __init__(self, hooks: Hooks, module: Any, name: str, plugin: Precision) -> None:
@@ -39,28 +39,28 @@ class StepCaller:
         return nullcontext() if self._plugin is None else self._plugin.forward_context()
 
     def __call__(self, batch: Any, batch_idx: int) -> Any:
-        """What the step returns for a batch."""
+        """Run the step on a batch and return its output."""
         with self._context():
             if self._takes_index:
-                return self._hooks.always(self._name, batch, batch_idx)
-            return self._hooks.always(self._name, batch)
+                return self._hooks.call_module(self._name, batch, batch_idx)
+            return self._hooks.call_module(self._name, batch)
 
 
 class AutomaticStep:
-    """The closure of automatic optimization, one object for all batches: step, zero the gradients, backward.
+    """The closure of automatic optimization, reused for all batches: step, zero the gradients, backward.
 
     Args:
-        trainer: Of this client.
-        hooks: Of its module and callbacks.
+        trainer: Trainer of this client.
+        hooks: Hooks of its module and callbacks.
     """
 
     def __init__(self, trainer: Any, hooks: Hooks) -> None:
         self._trainer, self._hooks, self._module = trainer, hooks, trainer.lightning_module
         self._plugin = trainer.precision_plugin
         self._step = StepCaller(hooks, self._module, "training_step", self._plugin)
-        # only a scaler and the module's own `optimizer_step` need Lightning's longer way round the optimizer
+        # only a loss scaler or an overridden `optimizer_step` needs Lightning's optimizer wrapper
         self._scaled = getattr(self._plugin, "scaler", None) is not None
-        self._long_way = self._scaled or "optimizer_step" in hooks.overridden
+        self._use_optimizer_step = self._scaled or "optimizer_step" in hooks.overridden
         self._own_clipping = bool({"configure_gradient_clipping", "clip_gradients"} & hooks.overridden)
         self._batch: Any = None
         self._batch_idx = 0
@@ -71,19 +71,19 @@ class AutomaticStep:
         """Train on one batch.
 
         Args:
-            batch: On the device.
-            batch_idx: Within the epoch.
-            accumulate: Only add to the gradients, and leave the optimizer for a later batch.
+            batch: Batch on the device.
+            batch_idx: Index of the batch within the epoch.
+            accumulate: Whether to accumulate gradients without an optimizer step.
 
         Returns:
-            What `on_train_batch_end` gets as `outputs`.
+            The argument `outputs` of `on_train_batch_end`.
         """
         self._batch, self._batch_idx = batch, batch_idx
         if accumulate:
             self()
-        elif self._long_way:
+        elif self._use_optimizer_step:
             optimizer = self._trainer.strategy._lightning_optimizers[0]
-            self._hooks.always("optimizer_step", self._trainer.current_epoch, batch_idx, optimizer, self)
+            self._hooks.call_module("optimizer_step", self._trainer.current_epoch, batch_idx, optimizer, self)
             self._trainer.fit_loop.optimizer_steps += 1
         else:
             self._trainer.optimizers[0].step(closure=self._closure)
@@ -96,7 +96,7 @@ class AutomaticStep:
         optimizer = self._trainer.optimizers[0]
         self._hooks.both("on_before_optimizer_step", optimizer)
         if self._own_clipping or self._trainer.gradient_clip_val:
-            self._hooks.always(
+            self._hooks.call_module(
                 "configure_gradient_clipping",
                 optimizer,
                 gradient_clip_val=self._trainer.gradient_clip_val,
@@ -106,10 +106,10 @@ class AutomaticStep:
 
     @torch.enable_grad()
     def __call__(self) -> Tensor | None:
-        """The step, and its gradients; the loss without its graph, None if the step was skipped."""
+        """Run the step and its backward pass; return the detached loss, or None if the step was skipped."""
         parts = self._trainer.accumulate_grad_batches
         output = self._step(self._batch, self._batch_idx)
-        if type(output) is Tensor:  # Lightning's parsing, for what nearly every module returns
+        if type(output) is Tensor:  # the common case, without Lightning's parsing
             loss: Tensor | None = output if parts == 1 else output / parts
             self._result, self._loss = None, loss.detach().clone()  # type: ignore[union-attr]
         else:
@@ -125,7 +125,7 @@ class AutomaticStep:
 
     @torch.enable_grad()
     def gradients(self, batch: Any, batch_idx: int) -> None:
-        """Add the gradients of one batch's loss, without an optimizer."""
+        """Accumulate the gradients of one batch's loss without an optimizer step."""
         loss = ClosureResult.from_training_step_output(self._step(batch, batch_idx)).closure_loss
         if loss is not None:
             self._backward(loss)
@@ -134,7 +134,7 @@ class AutomaticStep:
         optimizer = self._trainer.optimizers[0]
         self._hooks.both("on_before_zero_grad", optimizer)
         if "optimizer_zero_grad" in self._hooks.overridden:
-            self._hooks.always("optimizer_zero_grad", self._trainer.current_epoch, self._batch_idx, optimizer)
+            self._hooks.call_module("optimizer_zero_grad", self._trainer.current_epoch, self._batch_idx, optimizer)
         else:
             optimizer.zero_grad()
 
@@ -143,7 +143,7 @@ class AutomaticStep:
             loss = self._plugin.scaler.scale(loss)
         self._hooks.both("on_before_backward", loss)
         if "backward" in self._hooks.overridden:
-            self._hooks.always("backward", loss)
+            self._hooks.call_module("backward", loss)
         else:
             loss.backward()
         self._hooks.both("on_after_backward")
@@ -156,11 +156,11 @@ class AutomaticStep:
 
 
 class ManualStep:
-    """One batch of a module that optimizes by itself, through Lightning's strategy.
+    """One batch of a module with manual optimization, with Lightning's optimizer wrappers.
 
     Args:
-        trainer: Of this client.
-        hooks: Of its module and callbacks.
+        trainer: Trainer of this client.
+        hooks: Hooks of its module and callbacks.
     """
 
     def __init__(self, trainer: Any, hooks: Hooks) -> None:
@@ -185,14 +185,14 @@ def step_schedulers(trainer: Any, hooks: Hooks, interval: str, index: int, plate
     """Step the learning rate schedulers that are due.
 
     Args:
-        trainer: Of this client.
-        hooks: Of its module.
-        interval: "step" or "epoch".
-        index: Number of the batch or epoch, from 0.
-        plateau: Whether those are meant that wait for a metric, or the others.
+        trainer: Trainer of this client.
+        hooks: Hooks of its module.
+        interval: Interval of the schedulers to step: "step" or "epoch".
+        index: Index of the batch or epoch, from 0.
+        plateau: Whether to step the schedulers that monitor a metric, or all others.
 
     Raises:
-        MisconfigurationException: If the metric that a scheduler waits for is missing.
+        MisconfigurationException: If the metric that a scheduler monitors is missing.
     """
     for config in trainer.lr_scheduler_configs:
         due = config.interval == interval and (index + 1) % config.frequency == 0
@@ -206,4 +206,4 @@ def step_schedulers(trainer: Any, hooks: Hooks, interval: str, index: int, plate
                 raise MisconfigurationException(f"{message}; available metrics are {known}, set the `monitor` key.")
             rank_zero_warn(f"{message} but strict is `False`; skipping its update.", category=RuntimeWarning)
             continue
-        hooks.always("lr_scheduler_step", config.scheduler, value)
+        hooks.call_module("lr_scheduler_step", config.scheduler, value)

@@ -1,4 +1,4 @@
-"""What a client's module and callbacks see as `trainer` in the fast loop: an object per fit, so nothing stays."""
+"""The `trainer` object that modules and callbacks see in the fast engine; a new one for each fit, so no state stays."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from lightning.fabric import Fabric
@@ -26,11 +26,9 @@ from lightning_sparsefl.federated.local.fast_loops import EvalLoop, FitLoop
 from lightning_sparsefl.federated.local.fast_steps import AutomaticStep
 from lightning_sparsefl.federated.local.hooks import Hooks
 from lightning_sparsefl.federated.local.isolation import isolate_metrics
+from lightning_sparsefl.federated.local.local_options import LocalOptions
 from lightning_sparsefl.federated.local.results import LogConnector
 from lightning_sparsefl.federated.local.trainer_view import TrainerView
-
-if TYPE_CHECKING:
-    from lightning_sparsefl.federated.local.engines import LocalOptions
 
 _ACCELERATORS: dict[str, Callable[[], Accelerator]] = {
     "cpu": CPUAccelerator,
@@ -40,8 +38,8 @@ _ACCELERATORS: dict[str, Callable[[], Accelerator]] = {
 _PRECISIONS = ("32-true", "64-true", "16-true", "bf16-true", "16-mixed", "bf16-mixed")
 
 
-def unsupported(fabric: Fabric) -> str | None:
-    """Why the fast loop cannot train at a Fabric's precision or on its device, or None."""
+def unsupported_fabric_reason(fabric: Fabric) -> str | None:
+    """Return why the fast engine does not support the precision or device of a Fabric, or None if it does."""
     precision, device = fabric.strategy.precision.precision, fabric.device.type
     if precision not in _PRECISIONS:
         return f"`trainer.precision` is {precision!r}, not one of {list(_PRECISIONS)}"
@@ -51,9 +49,9 @@ def unsupported(fabric: Fabric) -> str | None:
 
 
 def _precision_plugin(precision: str, device: torch.device) -> Precision:
-    """Lightning's precision for a Trainer, fresh, with a loss scale of its own.
+    """Return a new instance of the precision plugin that a Trainer would use, with its own loss scale.
 
-    Fabric's namesakes differ: theirs for mixed precision convert inputs, and so targets, to half.
+    Fabric's plugins of the same names differ: for mixed precision they convert inputs, hence targets too, to half.
     """
     if precision == "32-true":
         return Precision()
@@ -65,15 +63,15 @@ def _precision_plugin(precision: str, device: torch.device) -> Precision:
 
 
 class FastTrainer(TrainerView):
-    """A trainer for one client, once; reading what it lacks raises an ``AttributeError`` that says so.
+    """Trainer for a single run of one client; a missing attribute raises an ``AttributeError`` with the remedy.
 
     Args:
-        options: As for Lightning's Trainer.
-        fabric: Says on which device, and at which precision.
-        module: The user's.
-        callbacks: The client's.
-        loggers: Where its metrics go.
-        datamodule: Shown as `trainer.datamodule`; only its hooks round the batch transfer are called.
+        options: Options of local training.
+        fabric: Fabric that determines the device and the precision.
+        module: Module of the user.
+        callbacks: Callbacks of the client.
+        loggers: Loggers for the client's metrics.
+        datamodule: Object that becomes `trainer.datamodule`; only its hooks of the batch transfer are called.
     """
 
     def __init__(
@@ -113,7 +111,7 @@ class FastTrainer(TrainerView):
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Attach the module; whatever happens, free the optimizers now and not when cycles are collected."""
+        """Attach the module inside, and free the optimizers at the end without waiting for the garbage collector."""
         self.lightning_module.trainer = self  # type: ignore[assignment]
         try:
             yield
@@ -124,7 +122,7 @@ class FastTrainer(TrainerView):
             self.strategy._reset_optimizers_and_schedulers()
 
     def fit(self, loader: Any, validation: Any = None) -> dict[str, Tensor]:
-        """Train; the last value of each logged key."""
+        """Train the module and return the last value of each logged key."""
         if validation is not None and "validation_step" in self.hooks.overridden and self.limit_val_batches > 0:
             self.eval_loop = EvalLoop(self, validation, RunningStage.VALIDATING)
         self.fit_loop = FitLoop(self, loader, self.eval_loop, *self._limits)
@@ -140,7 +138,7 @@ class FastTrainer(TrainerView):
         return self._finish()
 
     def evaluate(self, loader: Any, stage: RunningStage) -> dict[str, Tensor]:
-        """Validate or test; the value of each logged key."""
+        """Validate or test the module and return the value of each logged key."""
         self.eval_loop = EvalLoop(self, loader, stage)
         self._start(TrainerFn(stage.value), stage)
         _log_hyperparams(self)  # type: ignore[arg-type]
@@ -150,9 +148,9 @@ class FastTrainer(TrainerView):
         return self._finish()
 
     def gradient(self, batch: Any, batch_idx: int) -> None:
-        """Leave the gradients of the training loss of one batch; what is logged is thrown away."""
+        """Compute the gradients of the training loss of one batch; logged values are discarded."""
         if self.scaler is not None:
-            self.precision_plugin.scaler = None  # type: ignore[attr-defined]  # the gradients are wanted unscaled
+            self.precision_plugin.scaler = None  # type: ignore[attr-defined]  # the caller needs unscaled gradients
         self._start(TrainerFn.FITTING, RunningStage.TRAINING)
         self.lightning_module.zero_grad()
         batch = self.hooks.to_device(self.precision_plugin.convert_input(batch), self.strategy.root_device)
@@ -162,7 +160,7 @@ class FastTrainer(TrainerView):
         self._finish()
 
     def _start(self, fn: TrainerFn, stage: RunningStage) -> None:
-        """Attach everything, as `Trainer._run` does before its loops."""
+        """Attach module and callbacks, and run their setup, as `Trainer._run` does before its loops."""
         module = self.lightning_module
         self.state.fn, self.state.stage, self.state.status = fn, stage, TrainerStatus.RUNNING
         for callback in self.callbacks:
@@ -171,7 +169,7 @@ class FastTrainer(TrainerView):
             if isinstance(child, LightningModule):
                 child._device = self.strategy.root_device
         for logger in self.loggers:
-            _ = getattr(logger, "experiment", None)  # made now, so that it exists in the hooks
+            _ = getattr(logger, "experiment", None)  # created on first access; the hooks may need it
         self.hooks.callbacks("setup", stage=fn)
         self.hooks.module("setup", stage=fn)
         isolate_metrics(module)
@@ -181,7 +179,7 @@ class FastTrainer(TrainerView):
         self.strategy.model_to_device()
 
     def _close(self) -> None:
-        """Let go of the data; metrics go to the CPU."""
+        """Close the loaders and move the metrics to the CPU."""
         loop = self.fit_loop if self.state.fn is TrainerFn.FITTING else self.eval_loop
         if loop is not None:
             loop.close()
@@ -196,7 +194,7 @@ class FastTrainer(TrainerView):
         return dict(self.callback_metrics)
 
     def _interrupt(self, exception: BaseException) -> None:
-        """Tell callbacks and loggers that the run failed, as Lightning does."""
+        """Notify callbacks and loggers that the run failed, as Lightning does."""
         self.state.status = TrainerStatus.INTERRUPTED
         try:
             self.hooks.callbacks("on_exception", exception)
@@ -206,10 +204,10 @@ class FastTrainer(TrainerView):
             self._close()
             self.state.stage = None
             for parameter, wanted in self.lightning_module._param_requires_grad_state.items():
-                parameter.requires_grad = wanted  # type: ignore[attr-defined]  # a toggled optimizer's, half way
+                parameter.requires_grad = wanted  # type: ignore[attr-defined]  # left changed by `toggle_optimizer`
             self.lightning_module._param_requires_grad_state = {}
 
 
 def _checkpoints_last(callbacks: Sequence[Callback]) -> list[Callback]:
-    """In their order, but those that save checkpoints at the end, where Lightning has them."""
+    """Return the callbacks in their order, with those that save checkpoints moved to the end, as Lightning does."""
     return sorted(callbacks, key=lambda callback: isinstance(callback, Checkpoint))

@@ -1,4 +1,4 @@
-"""Calls the hooks that a module and its callbacks really override; the others cost one look-up."""
+"""Dispatch of hooks to a module and its callbacks; a hook that none of them overrides costs one look-up."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _TRANSFERS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_
 
 
 class Hooks:
-    """The hooks of one client's run, called as Lightning does: callbacks first, each under its name.
+    """Caller of the hooks of one client's run, in Lightning's order: the callbacks' before the module's.
 
     Args:
-        trainer: What the callbacks get as `trainer`.
-        module: The user's module.
-        callbacks: In their order.
-        datamodule: May override the hooks round the batch transfer.
+        trainer: Trainer that is passed to the callbacks.
+        module: Module of the user.
+        callbacks: Callbacks in the order of their calls.
+        datamodule: Data module, whose hooks of the batch transfer take precedence over the module's.
     """
 
     def __init__(
@@ -29,7 +29,7 @@ class Hooks:
     ) -> None:
         self.overridden = overridden(module)
         self._trainer, self._module, self._callbacks = trainer, module, callbacks
-        self._state = vars(module)  # nn.Module.__setattr__ would take longer than most hooks
+        self._state = vars(module)  # faster than nn.Module.__setattr__, which takes longer than most hooks
         self._table: dict[str, list[tuple[Callback, Callable[..., Any]]]] = {}
         self._transfers = {name: self._transfer(name, datamodule) for name in _TRANSFERS}
 
@@ -37,11 +37,11 @@ class Hooks:
         """Call a hook of the callbacks.
 
         Args:
-            name: Of the hook.
-            *args: After the trainer and the module.
-            monitoring: True for only those that watch a metric, which Lightning calls last at the end of an
-                epoch; False for only the others.
-            **kwargs: Further arguments.
+            name: Name of the hook.
+            *args: Arguments that follow the trainer and the module.
+            monitoring: True for only the callbacks that monitor a metric, which Lightning calls last at the end of an
+                epoch; False for only the others; None for all.
+            **kwargs: Keyword arguments of the hook.
         """
         found = self._table.get(name)
         if found is None:
@@ -59,7 +59,7 @@ class Hooks:
         found = [(callback, getattr(callback, name)) for callback in self._callbacks]
         return [(c, f) for c, f in found if callable(f) and getattr(f, "__func__", f) is not empty]
 
-    def always(self, name: str, *args: Any, **kwargs: Any) -> Any:
+    def call_module(self, name: str, *args: Any, **kwargs: Any) -> Any:
         """Call a method of the module, overridden or not."""
         before, self._state["_current_fx_name"] = self._state["_current_fx_name"], name
         output = getattr(self._module, name)(*args, **kwargs)
@@ -68,24 +68,24 @@ class Hooks:
 
     def module(self, name: str, *args: Any, **kwargs: Any) -> Any:
         """Call a hook of the module whose default does nothing, if it is overridden."""
-        return self.always(name, *args, **kwargs) if name in self.overridden else None
+        return self.call_module(name, *args, **kwargs) if name in self.overridden else None
 
     def both(self, name: str, *args: Any) -> None:
         """Call a hook of the callbacks, then of the module."""
         self.callbacks(name, *args)
         if name in self.overridden:
-            self.always(name, *args)
+            self.call_module(name, *args)
 
     def _transfer(self, name: str, datamodule: Any) -> Callable[..., Any] | None:
-        """The hook round the batch transfer, the data module's before the module's."""
+        """Return a hook of the batch transfer: the data module's if it overrides it, else the module's."""
         if isinstance(datamodule, LightningDataModule) and is_overridden(name, datamodule):
             return getattr(datamodule, name)  # type: ignore[no-any-return]
         if name in self.overridden or name == "transfer_batch_to_device":
-            return lambda *args: self.always(name, *args)
+            return lambda *args: self.call_module(name, *args)
         return None
 
     def to_device(self, batch: Any, device: Any) -> Any:
-        """Move a batch, with the hooks before and after."""
+        """Move a batch to a device, calling the hooks before and after the transfer."""
         before, move, after = self._transfers.values()
         if before is not None:
             batch = before(batch, 0)

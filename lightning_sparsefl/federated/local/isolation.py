@@ -1,4 +1,4 @@
-"""Keeps one client apart from the next and from those on other ranks."""
+"""Isolation of a client's state from the next client on the same rank and from the clients on other ranks."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from torchmetrics import Metric
 from lightning_sparsefl.errors import InvalidOption
 
 
-def _alone() -> bool:
-    """Return whether a metric may communicate with other ranks: never, since they have other clients."""
+def _never_distributed() -> bool:
+    """Return False: a metric must not be reduced over ranks, since they train other clients."""
     return False
 
 
 def isolate_metrics(module: nn.Module) -> None:
-    """Keep a client's torchmetrics to itself, and empty them.
+    """Reset the torchmetrics of a module and disable their synchronization between ranks.
 
-    In any initialised process group a ``Metric`` averages over ranks when it is computed, here over other
-    clients, and hangs where they compute another number of times.
+    In an initialized process group, ``Metric.compute`` reduces over the ranks, which here train other clients; it
+    would mix their values, and deadlock where ranks call it a different number of times.
 
     Args:
-        module: Module that is changed in place.
+        module: Module to change in place.
 
     Raises:
-        InvalidOption: If it has a ``SyncBatchNorm``, which mixes the clients' batches.
+        InvalidOption: If the module has a ``SyncBatchNorm``, which mixes the clients' batches.
     """
     for name, child in module.named_modules():
         if isinstance(child, nn.SyncBatchNorm):
@@ -39,17 +39,17 @@ def isolate_metrics(module: nn.Module) -> None:
                 "expected an ordinary BatchNorm (option `model`)."
             )
         if isinstance(child, Metric):
-            child.distributed_available_fn = _alone
+            child.distributed_available_fn = _never_distributed
             child.reset()
 
 
 @contextmanager
 def restore_trainer_refs(module: LightningModule, callbacks: Sequence[Callback]) -> Iterator[None]:
-    """Give a module and callbacks back as they came: detached from the trainer that used them, and unchanged by it.
+    """Detach a module and its callbacks from the trainer used inside, and undo the changes of :class:`ModuleState`.
 
     Args:
         module: Module that is attached to a trainer inside.
-        callbacks: Callbacks that get their `log` from the module inside.
+        callbacks: Callbacks that get the module's `log` inside.
     """
     trainer, name, before = module._trainer, module._current_fx_name, ModuleState(module)
     try:
@@ -70,14 +70,14 @@ _CONTAINERS = (list, dict, set)
 
 
 class ModuleState:
-    """What a module has besides tensors, to put back what one client's code has changed before the next one comes.
+    """Snapshot of a module's state other than tensors, to undo the changes of one client before the next.
 
-    These are `requires_grad` and hooks of parameters, training modes, forward and backward hooks of submodules, and
-    assigned attributes without a leading underscore. What has changed inside an object is out of reach; a list, dict or
-    set that has grown or shrunk is reported once.
+    It covers `requires_grad` and hooks of parameters, training modes, forward and backward hooks of submodules, and
+    attributes without a leading underscore. Changes inside an object are not undone; a list, dict or set whose length
+    has changed is reported once.
 
     Args:
-        module: Module whose submodules are the same at :meth:`restore`.
+        module: Module, which must have the same submodules at :meth:`restore`.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -89,7 +89,7 @@ class ModuleState:
 
     def _visit(self, name: str, module: nn.Module) -> None:
         if isinstance(module, Metric):
-            return  # its attributes are its state, which is emptied elsewhere
+            return  # its attributes are its state, which `isolate_metrics` resets
         attributes = vars(module)
         self._before.append((name, module, attributes.copy()))
         for value in module._parameters.values():
@@ -110,7 +110,7 @@ class ModuleState:
                 self._visit(f"{name}.{key}", child)
 
     def restore(self) -> None:
-        """Put everything back."""
+        """Restore the snapshot."""
         for parameter, flag, known in self._parameters:
             if parameter.requires_grad is not flag:
                 parameter.requires_grad_(flag)
@@ -120,8 +120,8 @@ class ModuleState:
         for name, key, value, size in self._sizes:
             if len(value) != size:
                 _messages.info(
-                    f"A client's training has changed `{name}.{key}` in place, which the next client on the same rank "
-                    "will see, so the result may depend on the number of ranks; empty it in `on_fit_start`."
+                    f"A client's training has changed `{name}.{key}` in place. The next client on the same rank will "
+                    "see the change, so the result may depend on the number of ranks; clear it in `on_fit_start`."
                 )
         for _, module, before in self._before:
             now = vars(module)

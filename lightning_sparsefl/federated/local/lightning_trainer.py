@@ -1,4 +1,4 @@
-"""The client loop for what the fast one does not serve: a real Lightning ``Trainer`` for each client."""
+"""The local engine for modules that the fast engine does not support: a real Lightning ``Trainer`` for each client."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from lightning.fabric import Fabric
 from lightning.fabric.utilities.warnings import PossibleUserWarning
@@ -18,64 +18,62 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor
 
 from lightning_sparsefl.federated.local.isolation import isolate_metrics, restore_trainer_refs
+from lightning_sparsefl.federated.local.local_options import LocalOptions
 from lightning_sparsefl.federated.local.support import require_automatic
-
-if TYPE_CHECKING:
-    from lightning_sparsefl.federated.local.engines import LocalOptions
 
 
 class ResidentStrategy(SingleDeviceStrategy):
-    """Leaves the module on its device after a fit, so that its tensors stay views of the engine's vector."""
+    """Strategy that leaves the module on its device after a fit, so that its tensors stay views of the flat vector."""
 
     def setup(self, trainer: Trainer) -> None:
-        """Also keep the metrics apart, now that the module's own `setup` has made them all."""
+        """Isolate the metrics, all of which exist after the module's own `setup`, then set up as usual."""
         isolate_metrics(trainer.lightning_module)
         super().setup(trainer)
 
     def teardown(self) -> None:
-        """Release all but the module."""
+        """Release precision plugin and accelerator, but leave the module in place."""
         self.precision_plugin.teardown()
         if self.accelerator is not None:
             self.accelerator.teardown()
 
 
-def _show(trainer: Any, datamodule: Any) -> None:
-    """Make a data module `trainer.datamodule` without the Trainer's setting it up for each client."""
+def _set_datamodule(trainer: Any, datamodule: Any) -> None:
+    """Assign `trainer.datamodule` without the Trainer setting the data module up for each client."""
     trainer.datamodule = datamodule
     trainer._data_connector._datahook_selector.datamodule = datamodule
 
 
-class _ShowData(Callback):
-    """Stands first, so that the hooks after it see the data module."""
+class _AttachDataModule(Callback):
+    """First callback: attaches the data module before the hooks of the other callbacks run."""
 
     def __init__(self, datamodule: Any) -> None:
         self._datamodule = datamodule
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        _show(trainer, self._datamodule)
+        _set_datamodule(trainer, self._datamodule)
 
 
-class _HideData(Callback):
-    """Stands last, before the Trainer would tear the data module down."""
+class _DetachDataModule(Callback):
+    """Last callback: detaches the data module before the Trainer would tear it down."""
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        _show(trainer, None)
+        _set_datamodule(trainer, None)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        _show(trainer, None)
+        _set_datamodule(trainer, None)
 
 
-class _GradientTaken(Exception):
-    """Ends a run after its first backward pass."""
+class _GradientReady(Exception):
+    """Signal that ends a run after its first backward pass."""
 
 
-class _TakeGradient(Callback):
+class _StopAfterBackward(Callback):
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        raise _GradientTaken
+        raise _GradientReady
 
 
 class _OneBatch:
-    """A loader of one batch."""
+    """A loader that yields one given batch."""
 
     def __init__(self, batch: Any) -> None:
         self._batch = batch
@@ -89,7 +87,7 @@ class _OneBatch:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep back what a Trainer tells whoever starts one by hand, which is of no use once per client."""
+    """Suppress the messages and warnings that every new Trainer repeats, useless once per client."""
     log = logging.getLogger("lightning.pytorch.utilities.rank_zero")
     level = log.level
     log.setLevel(logging.WARNING)
@@ -103,11 +101,11 @@ def _quiet() -> Iterator[None]:
 
 
 class LightningEngine:
-    """Trains client after client, each with a Trainer of its own on this rank's device.
+    """Engine that trains clients in sequence, each with its own Trainer on this rank's device.
 
     Args:
-        fabric: Says on which device, and at which precision.
-        options: How every client trains.
+        fabric: Fabric that determines the device and the precision.
+        options: Options of local training.
     """
 
     def __init__(self, fabric: Fabric, options: LocalOptions) -> None:
@@ -115,7 +113,7 @@ class LightningEngine:
         self.global_step = 0
 
     def for_epochs(self, epochs: int) -> LightningEngine:
-        """The same, but for the number of local epochs."""
+        """Return an engine with the same options except for the number of local epochs."""
         return LightningEngine(self.fabric, replace(self.options, max_epochs=epochs))
 
     def fit(
@@ -129,7 +127,9 @@ class LightningEngine:
         datamodule: Any = None,
     ) -> dict[str, Tensor]:
         """Train one client; see :meth:`lightning_sparsefl.federated.local.engines.FastEngine.fit`."""
-        attached = [*callbacks] if datamodule is None else [_ShowData(datamodule), *callbacks, _HideData()]
+        attached = (
+            [*callbacks] if datamodule is None else [_AttachDataModule(datamodule), *callbacks, _DetachDataModule()]
+        )
         with restore_trainer_refs(module, attached), _quiet():
             trainer = self._trainer(attached, loggers)
             try:
@@ -147,23 +147,31 @@ class LightningEngine:
         callbacks: Sequence[Callback] = (),
         datamodule: Any = None,
     ) -> dict[str, float]:
-        """Score one client; see :meth:`lightning_sparsefl.federated.local.engines.FastEngine.evaluate`."""
-        attached = [*callbacks] if datamodule is None else [_ShowData(datamodule), *callbacks, _HideData()]
+        """Evaluate one client; see :meth:`~lightning_sparsefl.federated.local.engines.FastEngine.evaluate`."""
+        attached = (
+            [*callbacks] if datamodule is None else [_AttachDataModule(datamodule), *callbacks, _DetachDataModule()]
+        )
         with restore_trainer_refs(module, attached), _quiet():
             trainer = self._trainer(attached)
             getattr(trainer, stage)(module, loader, verbose=False)
             return {name: float(value) for name, value in trainer.callback_metrics.items()}
 
     def gradient(self, module: LightningModule, batch: Any, batch_idx: int = 0) -> None:
-        """See :meth:`lightning_sparsefl.federated.local.engines.FastEngine.gradient`; `batch_idx` is always 0 here."""
+        """Compute a gradient as :meth:`~lightning_sparsefl.federated.local.engines.FastEngine.gradient` does.
+
+        Args:
+            module: Module in the mode (training or evaluation) to use; its weights do not change.
+            batch: Batch from the client's loader.
+            batch_idx: Ignored; the Trainer passes 0 to `training_step`.
+        """
         require_automatic(module)
         with restore_trainer_refs(module, ()), _quiet():
-            trainer = self._trainer([_TakeGradient()], max_epochs=1, max_steps=-1, accumulate_grad_batches=1)
+            trainer = self._trainer([_StopAfterBackward()], max_epochs=1, max_steps=-1, accumulate_grad_batches=1)
             if trainer.scaler is not None:
-                vars(trainer.precision_plugin)["scaler"] = None  # the gradients are wanted unscaled
+                vars(trainer.precision_plugin)["scaler"] = None  # the caller needs unscaled gradients
             try:
                 trainer.fit(module, _OneBatch(batch))
-            except _GradientTaken:
+            except _GradientReady:
                 isolate_metrics(module)
 
     def _trainer(self, callbacks: Sequence[Callback], loggers: Sequence[Logger] = (), **options: Any) -> Trainer:
@@ -182,6 +190,6 @@ class LightningEngine:
             num_sanity_val_steps=0,
             use_distributed_sampler=False,
         )
-        # signals are the run's concern: a Trainer would end the client in the middle, or requeue its SLURM job
+        # the run handles signals itself: a Trainer would stop in the middle of a client, or requeue its SLURM job
         vars(trainer._signal_connector)["register_signal_handlers"] = lambda: None
         return trainer

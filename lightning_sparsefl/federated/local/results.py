@@ -1,8 +1,8 @@
-"""What `self.log` fills: Lightning's own collection, without what it repeats at every call.
+"""Results of `self.log`: Lightning's collection of logged values without the work that it repeats in every call.
 
-At each call Lightning compares the arguments by building their metadata anew, and moves the metric that holds the
-key to the value's device by a recursive copy of its attributes; for a small network this takes longer than the
-training step. Here the metadata are built at a key's first call, and a metric is moved when the device differs.
+In each call, Lightning rebuilds the metadata of a key to compare the arguments, and moves the metric of the key to the
+value's device by a recursive copy of its attributes; for a small network this takes longer than the training step.
+Here the metadata are built in the first call for a key, and a metric is moved only if the device differs.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class FastResults(_ResultCollection):
     """Lightning's collection of logged values, for one loader.
 
     Args:
-        training: Whether it is filled by training rather than by evaluation.
+        training: Whether the values come from training instead of evaluation.
     """
 
     def __init__(self, training: bool) -> None:
@@ -38,7 +38,7 @@ class FastResults(_ResultCollection):
         self._arguments: dict[str, tuple[Any, ...]] = {}
 
     def log(self, fx: str, name: str, value: Any, *, batch_size: int | None = None, **options: Any) -> None:
-        """See :meth:`lightning.pytorch.LightningModule.log`, which calls this with all its options."""
+        """Record a value; :meth:`lightning.pytorch.LightningModule.log` calls this with all its options."""
         key, arguments, tensor = f"{fx}.{name}", tuple(options.values()), isinstance(value, Tensor)
         metric = self.get(key)
         if metric is None:
@@ -46,7 +46,7 @@ class FastResults(_ResultCollection):
             self._arguments[key] = arguments
             self.any_on_step |= options["on_step"]
         elif self._arguments[key] != arguments or metric.is_tensor is not tensor:
-            super().log(fx, name, value, batch_size=batch_size, **options)  # refuses, or finds them equal
+            super().log(fx, name, value, batch_size=batch_size, **options)  # raises if they differ
             return
         if tensor and metric.value.device != value.device:
             metric.to(value.device)
@@ -55,14 +55,17 @@ class FastResults(_ResultCollection):
 
     @staticmethod
     def _get_cache(result_metric: _ResultMetric, on_step: bool) -> Tensor | None:
-        """Compute first: Lightning's advice to set `sync_dist` is wrong where other ranks have other clients."""
+        """Return the reduced value, computed first to avoid Lightning's warning about `sync_dist`.
+
+        The warning would be wrong: other ranks train other clients, so their values must not be reduced together.
+        """
         if not on_step and result_metric.meta.on_epoch and result_metric._computed is None:
             result_metric.compute()
         return _ResultCollection._get_cache(result_metric, on_step)
 
 
 if not TYPE_CHECKING:
-    FastResults.log = torch.compiler.disable(FastResults.log)  # as Lightning's own
+    FastResults.log = torch.compiler.disable(FastResults.log)  # as in Lightning
 
 
 def _metadata(fx: str, name: str, options: dict[str, Any]) -> _Metadata:
@@ -77,11 +80,11 @@ def _metadata(fx: str, name: str, options: dict[str, Any]) -> _Metadata:
 
 
 class LogConnector(_LoggerConnector):
-    """Lightning's connector between `self.log` and the loggers, over loops that are not Lightning's."""
+    """Lightning's connector between `self.log` and the loggers, for the loops of the fast engine."""
 
     @property
     def should_update_logs(self) -> bool:
-        """Whether this step's values go to the loggers."""
+        """Whether to send the values of this step to the loggers."""
         trainer: Any = self.trainer
         if trainer.log_every_n_steps == 0:
             return False
@@ -89,7 +92,7 @@ class LogConnector(_LoggerConnector):
         return step is None or step % trainer.log_every_n_steps == 0 or trainer.should_stop
 
     def on_batch_end(self) -> None:
-        """Publish what is logged per step; values of the whole epoch need nothing here."""
+        """Publish the values logged per step; those logged per epoch need no work here."""
         results: Any = self.trainer._results
         if results.any_on_step:
             super().on_batch_end()
@@ -97,11 +100,11 @@ class LogConnector(_LoggerConnector):
             results.batch = results.batch_size = None
 
     def update_train_step_metrics(self) -> None:
-        """Send this step's values to the loggers."""
+        """Send the values of a training step to the loggers."""
         if self.trainer.loggers:
             super().update_train_step_metrics()
 
     def update_eval_step_metrics(self, step: int) -> None:
-        """Send this step's values to the loggers."""
+        """Send the values of an evaluation step to the loggers."""
         if self.trainer.loggers:
             super().update_eval_step_metrics(step)

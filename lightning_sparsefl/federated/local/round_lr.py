@@ -1,4 +1,4 @@
-"""Learning rates that fall with the round, on top of what the module's own schedulers do within it."""
+"""Schedules of the learning rate over rounds, which multiply those of the module's own schedulers."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from lightning_sparsefl.errors import InvalidOption
 
 
 class RoundLR(ABC):
-    """A factor for every optimizer's rates, as a function of the round."""
+    """Base class of schedules: a factor of all learning rates as a function of the round."""
 
     @abstractmethod
     def factor(self, round: int, max_rounds: int) -> float:
-        """The factor of a round.
+        """Return the factor of the learning rates in a round.
 
         Args:
-            round: From 0.
-            max_rounds: Rounds of the run.
+            round: Index of the round, from 0.
+            max_rounds: Number of rounds of the run.
         """
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExponentialRoundLR(RoundLR):
-    """``gamma ** round``.
+    """Exponential decay: the factor is ``gamma ** round``.
 
     Example:
         >>> ExponentialRoundLR(gamma=0.5).factor(2, 10)
@@ -47,7 +47,7 @@ class ExponentialRoundLR(RoundLR):
 
 @dataclass(frozen=True, kw_only=True)
 class StepRoundLR(RoundLR):
-    """``gamma`` for each milestone passed.
+    """Step decay: the factor is ``gamma`` to the power of the number of milestones reached.
 
     Example:
         >>> StepRoundLR(milestones=[0.5, 0.75]).factor(50, 100)
@@ -55,7 +55,7 @@ class StepRoundLR(RoundLR):
     """
 
     milestones: tuple[float, ...] | list[float] = (0.5, 0.75)
-    """Shares of the run, in (0, 1), after which the rate falls."""
+    """Fractions of the run, in (0, 1), at which the rate is multiplied by `gamma`."""
     gamma: float = 0.1
     """Factor at each milestone."""
 
@@ -68,17 +68,17 @@ _RATES = ("lr", "initial_lr", "max_lr", "min_lr")
 
 
 class ScaleLearningRates(Callback):
-    """Multiplies all rates of all optimizers and schedulers when local training starts.
+    """Callback that multiplies the rates of all optimizers and schedulers when local training starts.
 
     Args:
-        factor: Of this round.
+        factor: Factor of this round.
     """
 
     def __init__(self, factor: float) -> None:
         self.factor = factor
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        """Scale; the optimizers are fresh in every fit, so this happens once."""
+        """Scale the rates once per fit, since each fit has new optimizers."""
         for optimizer in trainer.optimizers:
             for group in optimizer.param_groups:
                 group.update({key: group[key] * self.factor for key in _RATES if key in group})
@@ -86,7 +86,7 @@ class ScaleLearningRates(Callback):
             self._scale(config.scheduler)
 
     def _scale(self, scheduler: Any) -> None:
-        """The rates that a scheduler keeps itself, and those of the schedulers inside it."""
+        """Scale the rates stored in a scheduler and in the schedulers that it contains."""
         for name in ("base_lrs", "max_lrs", "min_lrs"):
             if hasattr(scheduler, name):
                 setattr(scheduler, name, [rate * self.factor for rate in getattr(scheduler, name)])

@@ -1,4 +1,4 @@
-"""What the fast client loop serves: the hooks and callbacks that a test compares with Lightning's Trainer."""
+"""The hooks and callbacks that the fast engine supports: those that a test compares with Lightning's Trainer."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ SUPPORTED_CALLBACKS: frozenset[type[Callback]] = frozenset(
         WeightAveraging,
     }
 )
-"""Lightning's callbacks that train bit-equal here; a subclass may do anything, so it is not meant."""
+"""Lightning's callbacks under which the fast engine is bit-equal to a Trainer; subclasses are not included."""
 
 _EVERY_STAGE = ("batch_end", "batch_start", "end", "epoch_end", "epoch_start", "start")
 CALLED_HOOKS: frozenset[str] = frozenset(
@@ -68,7 +68,7 @@ CALLED_HOOKS: frozenset[str] = frozenset(
         *("test_step", "training_step", "transfer_batch_to_device", "validation_step"),
     }
 )
-"""The hooks of a LightningModule that the loop calls, when and as the Trainer does."""
+"""Hooks of a LightningModule that the fast engine calls in the same places and with the same arguments as a Trainer."""
 
 _NEVER_CALLED = frozenset(
     {
@@ -76,7 +76,7 @@ _NEVER_CALLED = frozenset(
         *("on_load_checkpoint", "on_save_checkpoint", "predict_step"),
     }
 )
-"""Hooks that neither this loop nor a Trainer calls while it fits or evaluates without checkpoints."""
+"""Hooks that neither engine calls during fit or evaluation without checkpoints."""
 
 _INNER_HOOKS = ("_apply_batch_transfer_handler", "_call_batch_hook", "_on_before_batch_transfer")
 _HOOKS = frozenset(
@@ -95,7 +95,7 @@ def _overridden_by(kind: Any) -> frozenset[str]:
 
 
 def overridden(module: LightningModule) -> frozenset[str]:
-    """Names of the Lightning hooks that a module's class, or the object itself, overrides."""
+    """Return the names of the Lightning hooks that a module's class or the object itself overrides."""
     kind: Any = type(module)
     return _overridden_by(kind) | (_HOOKS & vars(module).keys())
 
@@ -106,7 +106,7 @@ def _iterates(step: Any) -> bool:
 
 
 def unsupported_hook_reason(module: LightningModule) -> str | None:
-    """Why the fast loop would do wrong by a module, or None."""
+    """Return why the fast engine does not support this module, or None if it does."""
     hooks = overridden(module)
     names = sorted(hooks - CALLED_HOOKS - _NEVER_CALLED)
     if names:
@@ -118,9 +118,9 @@ def unsupported_hook_reason(module: LightningModule) -> str | None:
 
 
 def unsupported_loader_reason(loader: Any) -> str | None:
-    """Why the fast loop cannot read a loader, or None."""
+    """Return why the fast engine does not support this loader, or None if it does."""
     if isinstance(loader, (CombinedLoader, dict, list, tuple)):
-        return f"the loader is a `{type(loader).__name__}`, which Lightning takes for several loaders"
+        return f"the loader is a `{type(loader).__name__}`, which Lightning treats as several loaders"
     try:
         len(loader)
     except (TypeError, NotImplementedError):
@@ -128,40 +128,40 @@ def unsupported_loader_reason(loader: Any) -> str | None:
     return None
 
 
-def _covered(callback: Callback) -> bool:
+def _is_supported(callback: Callback) -> bool:
     kind = type(callback)
     ours = kind.__module__.partition(".")[0] == __name__.partition(".")[0]
     return ours or kind in SUPPORTED_CALLBACKS or isinstance(callback, BaseFinetuning)
 
 
 def unsupported_reason(module: LightningModule, callbacks: Iterable[Callback]) -> str | None:
-    """Why the fast client loop does not serve a module with these callbacks.
+    """Return why the fast engine does not support a module with these callbacks, or None if it does.
 
     Args:
-        module: The user's.
-        callbacks: Those its clients train with.
+        module: Module of the user.
+        callbacks: Callbacks that the clients train with.
 
     Returns:
-        The reason as a clause, naming the hook or the callback; None if the loop serves them.
+        A clause that names the unsupported hook or callback, or None.
 
     Example:
         >>> unsupported_reason(LightningModule(), [Timer()]) is None
         True
         >>> from lightning.pytorch.callbacks import ModelCheckpoint
         >>> unsupported_reason(LightningModule(), [ModelCheckpoint()])
-        'the callback `ModelCheckpoint` is not known to train alike'
+        'the fast engine does not support the callback `ModelCheckpoint`'
     """
     reason = unsupported_hook_reason(module)
     if reason is not None:
         return reason
     for callback in callbacks:
-        if not _covered(callback):
-            return f"the callback `{type(callback).__name__}` is not known to train alike"
+        if not _is_supported(callback):
+            return f"the fast engine does not support the callback `{type(callback).__name__}`"
     return None
 
 
 def require_automatic(module: LightningModule) -> None:
-    """Raise :class:`InvalidOption` unless a module's training has one loss, whose gradient can be taken."""
+    """Raise :class:`InvalidOption` unless a module uses automatic optimization, hence has a single training loss."""
     if not module.automatic_optimization:
         raise InvalidOption(
             f"`{type(module).__name__}` optimizes manually, so there is no one training loss to take the gradient "
@@ -170,10 +170,10 @@ def require_automatic(module: LightningModule) -> None:
 
 
 class UnknownAttribute:
-    """Says what to do where code reads what only a real Trainer has."""
+    """Base class whose missing attributes raise an error that recommends a real Trainer."""
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
-            f"The fast client loop has no `trainer` attribute {name!r}; "
+            f"The `trainer` of the fast engine has no attribute {name!r}; "
             "set `federation.local_engine: trainer` to train clients with a real Lightning Trainer."
         )

@@ -1,4 +1,4 @@
-"""The attributes that modules and callbacks read of a trainer, for one that trains one client."""
+"""The attributes of a Lightning trainer that modules and callbacks read, for a trainer of one client."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lightning_sparsefl.federated.local.support import UnknownAttribute
 
 
 class TrainerView(UnknownAttribute):
-    """What a :class:`lightning.pytorch.Trainer` on one device shows under the same names."""
+    """The attributes of a :class:`lightning.pytorch.Trainer` on one device, under the same names."""
 
     barebones = fast_dev_run = sanity_checking = predicting = received_sigterm = False
     is_global_zero = True
@@ -42,7 +42,7 @@ class TrainerView(UnknownAttribute):
 
     @property
     def training(self) -> bool:
-        """Whether it trains now."""
+        """Whether the trainer is training."""
         return self.state.stage is RunningStage.TRAINING
 
     @training.setter
@@ -51,7 +51,7 @@ class TrainerView(UnknownAttribute):
 
     @property
     def validating(self) -> bool:
-        """Whether it validates now."""
+        """Whether the trainer is validating."""
         return self.state.stage is RunningStage.VALIDATING
 
     @validating.setter
@@ -60,47 +60,47 @@ class TrainerView(UnknownAttribute):
 
     @property
     def testing(self) -> bool:
-        """Whether it tests now."""
+        """Whether the trainer is testing."""
         return self.state.stage is RunningStage.TESTING
 
     @property
     def evaluating(self) -> bool:
-        """Whether it validates or tests now."""
+        """Whether the trainer is validating or testing."""
         return self.validating or self.testing
 
     @property
     def interrupted(self) -> bool:
-        """Whether an exception ended it."""
+        """Whether an exception ended the run."""
         return self.state.status is TrainerStatus.INTERRUPTED
 
     @property
     def current_epoch(self) -> int:
-        """Epochs finished."""
+        """Number of completed epochs."""
         return self.fit_loop.epochs_completed
 
     @property
     def global_step(self) -> int:
-        """Optimizer steps taken."""
+        """Number of optimizer steps taken."""
         return self.fit_loop.optimizer_steps
 
     @property
     def max_steps(self) -> int:
-        """Steps to train for; -1 = no limit."""
+        """Number of optimizer steps to train for; -1 = unlimited."""
         return self.fit_loop.max_steps
 
     @property
     def max_epochs(self) -> int:
-        """Epochs to train for."""
+        """Number of epochs to train for; -1 = unlimited."""
         return self.fit_loop.max_epochs
 
     @property
     def min_epochs(self) -> int:
-        """Epochs to train for at least."""
+        """Minimum number of epochs."""
         return self.fit_loop.min_epochs
 
     @property
     def min_steps(self) -> None:
-        """Steps to train for at least."""
+        """Minimum number of optimizer steps; always None."""
         return None
 
     @property
@@ -110,17 +110,19 @@ class TrainerView(UnknownAttribute):
 
     @property
     def num_training_batches(self) -> int | float:
-        """Batches of an epoch; infinite until the loader has been looked at."""
+        """Number of batches per epoch; infinite until the loader is prepared."""
         return self.fit_loop.max_batches
 
     @property
     def num_val_batches(self) -> list[int | float]:
-        """Batches of a validation pass."""
-        return [self.eval_loop.feed.length] if self.eval_loop is not None and self.eval_loop.feed is not None else []
+        """Number of batches of a validation pass, in a list of one item."""
+        return (
+            [self.eval_loop.batches.length] if self.eval_loop is not None and self.eval_loop.batches is not None else []
+        )
 
     @property
     def num_test_batches(self) -> list[int | float]:
-        """Batches of a test pass."""
+        """Number of batches of a test pass, in a list of one item."""
         return self.num_val_batches if self.state.fn is TrainerFn.TESTING else []
 
     @property
@@ -130,7 +132,7 @@ class TrainerView(UnknownAttribute):
 
     @property
     def estimated_stepping_batches(self) -> int | float:
-        """Optimizer steps that the fit will take; -1 epochs mean no limit."""
+        """Number of optimizer steps that the fit will take; infinite without a limit of epochs or steps."""
         if self.max_epochs == -1:
             return float("inf") if self.max_steps == -1 else self.max_steps
         self.fit_loop.setup_data()
@@ -139,7 +141,7 @@ class TrainerView(UnknownAttribute):
 
     @property
     def log_step(self) -> int | None:
-        """What `log_every_n_steps` counts now; None between the loops."""
+        """The step that `log_every_n_steps` is compared with; None outside the loops."""
         if self.training:
             return self.fit_loop._batches_that_stepped + 1
         return self.eval_loop.ready if self.evaluating and self.eval_loop is not None else None
@@ -157,12 +159,12 @@ class TrainerView(UnknownAttribute):
 
     @property
     def logged_metrics(self) -> dict[str, Tensor]:
-        """What went to the loggers."""
+        """The values last sent to the loggers."""
         return self._logger_connector.logged_metrics
 
     @property
     def progress_bar_metrics(self) -> dict[str, float]:
-        """What a progress bar would show."""
+        """The values logged with `prog_bar=True`."""
         return self._logger_connector.progress_bar_metrics
 
     @property
@@ -186,22 +188,22 @@ class TrainerView(UnknownAttribute):
 
     @property
     def accelerator(self) -> Any:
-        """Of the device."""
+        """The accelerator of the device."""
         return self.strategy.accelerator
 
     @property
     def device_ids(self) -> list[int]:
-        """The index of the device."""
+        """The index of the device, in a list of one item."""
         return [self.strategy.root_device.index or 0]
 
     @property
     def precision(self) -> str:
-        """As for Lightning's Trainer."""
+        """The precision, such as "32-true"."""
         return self.precision_plugin.precision
 
     @property
     def scaler(self) -> Any:
-        """Of the loss, in 16-mixed."""
+        """The gradient scaler of the precision "16-mixed", else None."""
         return getattr(self.precision_plugin, "scaler", None)
 
     @property
@@ -211,51 +213,53 @@ class TrainerView(UnknownAttribute):
 
     @property
     def log_dir(self) -> str | None:
-        """Where the first logger writes."""
+        """The folder of the first logger."""
         if self.logger is None:
             return self.default_root_dir
         return self.logger.log_dir if isinstance(self.logger, (TensorBoardLogger, CSVLogger)) else self.logger.save_dir
 
     @property
     def train_dataloader(self) -> Any:
-        """The training loader, once it has been looked at."""
-        return self.fit_loop.feed and self.fit_loop.feed.loader
+        """The training loader; None until it is prepared."""
+        return self.fit_loop.batches and self.fit_loop.batches.loader
 
     @property
     def val_dataloaders(self) -> Any:
-        """The validation loader, once it has been looked at."""
-        return None if self.eval_loop is None or self.testing else self.eval_loop.feed and self.eval_loop.feed.loader
+        """The validation loader; None until it is prepared."""
+        return (
+            None if self.eval_loop is None or self.testing else self.eval_loop.batches and self.eval_loop.batches.loader
+        )
 
     @property
     def test_dataloaders(self) -> Any:
-        """The test loader, once it has been looked at."""
-        return self.eval_loop.feed and self.eval_loop.feed.loader if self.testing and self.eval_loop else None
+        """The test loader; None until it is prepared."""
+        return self.eval_loop.batches and self.eval_loop.batches.loader if self.testing and self.eval_loop else None
 
     @property
     def early_stopping_callbacks(self) -> list[EarlyStopping]:
-        """The callbacks that stop early."""
+        """The :class:`EarlyStopping` callbacks."""
         return [callback for callback in self.callbacks if isinstance(callback, EarlyStopping)]
 
     @property
     def early_stopping_callback(self) -> EarlyStopping | None:
-        """The first of them."""
+        """The first :class:`EarlyStopping` callback."""
         return next(iter(self.early_stopping_callbacks), None)
 
     @property
     def checkpoint_callbacks(self) -> list[Checkpoint]:
-        """The callbacks that save checkpoints."""
+        """The :class:`Checkpoint` callbacks."""
         return [callback for callback in self.callbacks if isinstance(callback, Checkpoint)]
 
     @property
     def checkpoint_callback(self) -> Checkpoint | None:
-        """The first of them."""
+        """The first :class:`Checkpoint` callback."""
         return next(iter(self.checkpoint_callbacks), None)
 
     @property
     def progress_bar_callback(self) -> ProgressBar | None:
-        """The progress bar."""
+        """The first :class:`ProgressBar` callback."""
         return next((callback for callback in self.callbacks if isinstance(callback, ProgressBar)), None)
 
     def print(self, *args: Any, **kwargs: Any) -> None:
-        """Print."""
+        """Print on this rank; the arguments are those of the built-in `print`."""
         print(*args, **kwargs)

@@ -1,29 +1,28 @@
-"""What a federation's options change about the merge: another reducer, clipped updates, noise."""
+"""The merge of a run's rounds under a federation's options: reducer, clipping, noise."""
 
 from __future__ import annotations
 
 from functools import cached_property
 
 from lightning_sparsefl.errors import InvalidOption
-from lightning_sparsefl.federated.aggregation.clipping import clipped
 from lightning_sparsefl.federated.aggregation.noise import read_key, require_cipher
 from lightning_sparsefl.federated.aggregation.privacy import NoisySum, Privacy
 from lightning_sparsefl.federated.aggregation.reducers import Accumulator, CoverageMean
 from lightning_sparsefl.federated.algorithm import FederatedAlgorithm
 from lightning_sparsefl.federated.exchange.flat import Layout
 from lightning_sparsefl.federated.options import Federation
-from lightning_sparsefl.types import Message, ServerState, Update
+from lightning_sparsefl.types import ServerState
 
 
-class Merging:
-    """How the updates of a run's rounds are merged.
+class MergePolicy:
+    """Merges the updates of a run's rounds.
 
     Args:
-        algorithm: The method, whose own reducer is the default.
-        federation: The options.
-        layout: Of the model.
-        clients: That cohorts are drawn from.
-        seed: Of the run.
+        algorithm: Federated method, whose own reducer is the default.
+        federation: Options of the federation.
+        layout: Layout of the model's tensors.
+        clients: Number of clients that cohorts are drawn from.
+        seed: Random seed of the run.
 
     Raises:
         InvalidOption: If the options do not fit the method or the model.
@@ -39,10 +38,10 @@ class Merging:
             self._check_privacy(federation.privacy)
 
     def start(self, server: ServerState, total_weight: int) -> Accumulator:
-        """An empty merge for one round.
+        """Return an empty merge for one round.
 
         Args:
-            server: Before the round.
+            server: Server state before the round.
             total_weight: Upper bound of the updates' summed weights.
         """
         federation = self.federation
@@ -59,13 +58,8 @@ class Merging:
             context=(self.seed, server.round),
         )
 
-    def limited(self, update: Update, message: Message) -> Update:
-        """The update as it is sent: with `federation.clip_update`, by the client itself."""
-        limit = self.federation.clip_update
-        return update if limit is None else clipped(update, message, limit, self.layout)
-
     def metrics(self, rounds: int) -> dict[str, float]:
-        """What the finished rounds have cost in privacy; nothing without `federation.privacy`."""
+        """Return epsilon and delta of the finished rounds; an empty mapping without `federation.privacy`."""
         privacy = self.federation.privacy
         if privacy is None:
             return {}

@@ -1,1 +1,1 @@
-"""What is written to disk and read back."""
+"""Storage on disk: the run folder, checkpoints, and the records of clients."""

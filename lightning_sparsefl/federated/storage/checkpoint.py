@@ -1,15 +1,15 @@
 """`checkpoints/last.ckpt`: the last committed round, from which a run goes on.
 
 A checkpoint is an ordinary Lightning one, whose ``state_dict`` is the global model, plus the engine's own part under
-``sparsefl``, with a checksum of all of it and of the record files. It holds plain types and tensors only, so it loads
-with ``weights_only=True``. The one before it is kept beside it, with the record files that it names.
+``sparsefl``, with a checksum over all of it and over the record files. It holds plain types and tensors only, so it
+loads with ``weights_only=True``. The one before it is kept beside it, with the record files that it names.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,96 +17,183 @@ import lightning as L
 import torch
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor
 
-from lightning_sparsefl.cost import Ledger
 from lightning_sparsefl.errors import CheckpointMismatch, SparseFLError
 from lightning_sparsefl.federated.algorithm import FederatedAlgorithm
-from lightning_sparsefl.federated.client import ClientWorker
-from lightning_sparsefl.federated.storage.atomic_files import fingerprint, load_plain, write_atomically
-from lightning_sparsefl.federated.storage.records import MemoryStore, pack_plain, unpack_plain
-from lightning_sparsefl.types import ServerState
+from lightning_sparsefl.federated.exchange.flat import Layout
+from lightning_sparsefl.federated.exchange.hashing import fingerprint
+from lightning_sparsefl.federated.exchange.plain_values import pack_plain, unpack_plain
+from lightning_sparsefl.federated.storage.atomic_files import load_plain, write_atomically
+from lightning_sparsefl.federated.storage.record_store import StoredRecords
+from lightning_sparsefl.types import RunState, ServerState
 
-FORMAT = 2
+FORMAT = 3
 LAST, PREVIOUS, REFUSED = "last.ckpt", "previous.ckpt", "last.ckpt.refused"
 CLIENTS = "clients"
 
 
-def identity(algorithm: FederatedAlgorithm, bench: ClientWorker) -> dict[str, Any]:
-    """What a checkpoint and whoever reads it must agree on, as plain types."""
-    options = _fields(algorithm)
+@dataclass(frozen=True)
+class SelectedRound:
+    """The best round so far by `federation.select`."""
+
+    key: str
+    """Key that the round was selected by."""
+    value: float
+    """Value of the key."""
+    state: RunState
+    """State after the round."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """The content of a checkpoint; `to_plain` and `from_plain` are the only places that know its schema."""
+
+    state: RunState
+    """State after the committed round."""
+    module: Mapping[str, Tensor]
+    """The module's ``state_dict`` with the global weights."""
+    identity: Mapping[str, Any]
+    """What a checkpoint and every command that reads it must agree on; see :func:`identity`."""
+    training: Mapping[str, Any] = field(default_factory=dict)
+    """Further facts that training results depend on."""
+    server_records: StoredRecords = field(default_factory=StoredRecords)
+    """What the server keeps about clients."""
+    node_records: StoredRecords = field(default_factory=StoredRecords)
+    """What the nodes keep of clients."""
+    ledger: Mapping[str, Any] = field(default_factory=dict)
+    """State of the ledger."""
+    callbacks: Mapping[str, Any] = field(default_factory=dict)
+    """States of the round-level callbacks."""
+    log: Mapping[str, Any] = field(default_factory=dict)
+    """State of the recorder."""
+    selected: SelectedRound | None = None
+    """The best round so far, if one is looked for."""
+    stopped: bool = False
+    """Whether a callback asked for no more rounds."""
+    hyper_parameters: Mapping[str, Any] = field(default_factory=dict)
+    """Hyper-parameters of the module, as plain values."""
+
+    def to_plain(self) -> dict[str, Any]:
+        """Return the content of the file."""
+        server, selected = self.state.server, self.selected
+        content: dict[str, Any] = {
+            "state_dict": {name: tensor.detach().cpu().clone() for name, tensor in self.module.items()},
+            "epoch": server.round,
+            "global_step": server.round,
+            "pytorch-lightning_version": L.__version__,
+            "callbacks": dict(self.callbacks),
+            LightningModule.CHECKPOINT_HYPER_PARAMS_KEY: dict(self.hyper_parameters),
+            "sparsefl": {
+                "format": FORMAT,
+                "identity": {**self.identity, "training": dict(self.training)},
+                "state": {**_plain_state(self.state), "weights": None},  # the weights are the state_dict
+                "ledger": dict(self.ledger),
+                "server records": vars(self.server_records),
+                "node records": vars(self.node_records),
+                "selected": None if selected is None else {**vars(selected), "state": _plain_state(selected.state)},
+                "log": dict(self.log),
+                "stopped": self.stopped,
+            },
+        }
+        content["sparsefl"]["checksum"] = fingerprint(content)
+        return content
+
+    @classmethod
+    def from_plain(cls, content: Mapping[str, Any], layout: Layout, device: torch.device) -> Checkpoint:
+        """Restore a checkpoint from the content of its file.
+
+        Args:
+            content: Content from :func:`load_checkpoint`.
+            layout: Layout of the model.
+            device: Device of the state's tensors.
+
+        Raises:
+            TypeError: If a value has another type than this class writes, as other errors do.
+        """
+        own, module = content["sparsefl"], content["state_dict"]
+        weights = torch.cat([module[name].reshape(-1).to(layout.dtype) for name in layout.names]).to(device)
+        selected = own["selected"]
+        if type(own["stopped"]) is not bool:
+            raise TypeError("`stopped` is not a boolean")
+        identity = dict(own["identity"])
+        cpu = torch.device("cpu")
+        return cls(
+            state=_state_from(own["state"], device, layout.tree(weights)),
+            module=module,
+            training=identity.pop("training"),
+            identity=identity,
+            server_records=StoredRecords(**own["server records"]),
+            node_records=StoredRecords(**own["node records"]),
+            ledger=own["ledger"],
+            callbacks={key: unpack_plain(state, cpu) for key, state in content["callbacks"].items()},
+            log=own["log"],
+            selected=None if selected is None else _selected_from(selected, device),
+            stopped=own["stopped"],
+            hyper_parameters=content[LightningModule.CHECKPOINT_HYPER_PARAMS_KEY],
+        )
+
+
+def _plain_state(state: RunState) -> dict[str, Any]:
+    server = state.server
+    trees = {name: pack_plain(getattr(server, name)) for name in ("weights", "masks", "extra")}
+    return {"round": server.round, "sampler": pack_plain(state.sampler), "pending": list(state.pending), **trees}
+
+
+def _state_from(plain: Mapping[str, Any], device: torch.device, weights: Any = None) -> RunState:
+    round = plain["round"]
+    if type(round) is not int or round < 0:
+        raise TypeError(f"`round` is {str(round)[:20]!r}")
+    trees = {name: unpack_plain(plain[name], device) for name in ("weights", "masks", "extra")}
+    weights = trees["weights"] if weights is None else weights
+    server = ServerState(round, weights, trees["masks"], trees["extra"])
+    return RunState(server, unpack_plain(plain["sampler"], device), tuple(plain["pending"]))
+
+
+def _selected_from(plain: Mapping[str, Any], device: torch.device) -> SelectedRound:
+    if type(plain["value"]) is not float:
+        raise TypeError(f"the value of the selected round is {plain['value']!r}"[:80])
+    return SelectedRound(plain["key"], plain["value"], _state_from(plain["state"], device))
+
+
+def identity(algorithm: FederatedAlgorithm, num_clients: int, layout: Layout) -> dict[str, Any]:
+    """Return what a checkpoint and every command that reads it must agree on, as plain values.
+
+    Args:
+        algorithm: The federated method.
+        num_clients: Number of clients.
+        layout: Layout of the model.
+    """
+    fields = getattr(algorithm, "__dataclass_fields__", {})  # a plain class has no options
+    options = {name: getattr(algorithm, name) for name in fields}
     return {
         "algorithm": type(algorithm).__name__,
         "algorithm options": {
             name: v if isinstance(v, bool | int | float | str | None) else repr(v) for name, v in options.items()
         },
-        "number of clients": int(bench.data.num_clients),
-        "model": {name: list(shape) for name, shape in bench.flat.layout.shapes.items()},
+        "number of clients": int(num_clients),
+        "model": {name: list(shape) for name, shape in layout.shapes.items()},
     }
-
-
-def _fields(value: Any) -> dict[str, Any]:
-    """The fields of a dataclass; nothing of anything else."""
-    if not dataclasses.is_dataclass(value):
-        return {}
-    return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
 
 
 def callback_states(callbacks: list[Callback]) -> dict[str, Any]:
-    """States of the round level's callbacks, as plain types; one that cannot be read again is refused, by its type."""
+    """Return the states of round-level callbacks as plain values.
+
+    Args:
+        callbacks: Callbacks of the round level.
+
+    Raises:
+        TypeError: If a state holds a type that could not be read again.
+    """
     return {callback.state_key: pack_plain(state) for callback in callbacks if (state := callback.state_dict())}
 
 
-def compose(
-    server: ServerState,
-    bench: ClientWorker,
-    ledger: Ledger,
-    callbacks: Mapping[str, Any],
-    who: Mapping[str, Any],
-    clients: Mapping[str, Any],
-    log: Mapping[str, Any],
-    selected: Mapping[str, Any] | None = None,
-    stopped: bool = False,
-) -> dict[str, Any]:
-    """The content of a checkpoint.
+def plain_hparams(module: LightningModule) -> dict[str, Any]:
+    """Return the hyper-parameters that a checkpoint may hold; others, such as classes and functions, are left out.
 
     Args:
-        server: After the committed round.
-        bench: With the module.
-        ledger: Of the costs so far.
-        callbacks: As :func:`callback_states` made them.
-        who: As :func:`identity` made it.
-        clients: ``index`` into the record files and their ``checksums``, or the ``records`` themselves.
-        log: What the recorder goes on with.
-        selected: The best round so far, if one is looked for.
-        stopped: Whether a callback asked for no more rounds.
+        module: The user's module.
     """
-    bench.load(server.weights)
-    content: dict[str, Any] = {
-        "state_dict": {name: tensor.detach().cpu().clone() for name, tensor in bench.module.state_dict().items()},
-        "epoch": server.round,
-        "global_step": server.round,
-        "pytorch-lightning_version": L.__version__,
-        "callbacks": dict(callbacks),
-        LightningModule.CHECKPOINT_HYPER_PARAMS_KEY: plain_hparams(bench.module),
-        "sparsefl": {
-            "format": FORMAT,
-            "identity": dict(who),
-            "round": server.round,
-            "masks": pack_plain(server.masks),
-            "extra": pack_plain(server.extra),
-            "ledger": ledger.state_dict(),
-            "clients": dict(clients),
-            "selected": selected,
-            "log": dict(log),
-            "stopped": stopped,
-        },
-    }
-    content["sparsefl"]["checksum"] = fingerprint(content)
-    return content
-
-
-def plain_hparams(module: LightningModule) -> dict[str, Any]:
-    """Hyper-parameters that a checkpoint may hold; others (classes, functions) stay out."""
     plain = {}
     for name, value in module.hparams.items():
         with contextlib.suppress(TypeError):
@@ -116,98 +203,22 @@ def plain_hparams(module: LightningModule) -> dict[str, Any]:
 
 
 def _builtin(value: Any) -> Any:
-    """Plain values without kinds of mappings and sequences that only a pickle could bring back."""
+    """Return plain values without kinds of mappings and sequences that only a pickle could restore."""
     if isinstance(value, Mapping):
         return {key: _builtin(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return (tuple if isinstance(value, tuple) else list)(_builtin(item) for item in value)
-    return value if isinstance(value, torch.Tensor) else pack_plain(value)
-
-
-@dataclasses.dataclass(frozen=True)
-class Resumed:
-    """What a checkpoint yields."""
-
-    server: ServerState
-    callbacks: Mapping[str, Any]
-    selected: Mapping[str, Any] | None = None
-    """The best round so far, as it was composed."""
-    log: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """What the recorder goes on with."""
-    stopped: bool = False
-    """Whether a callback had asked for no more rounds."""
-
-
-def restore(
-    path: Path,
-    bench: ClientWorker,
-    ledger: Ledger,
-    store: MemoryStore,
-    who: Mapping[str, Any],
-    settings: Mapping[str, Any],
-    moved: bool = False,
-) -> Resumed:
-    """Read a checkpoint into the ledger and the store, which stay as they are if it is refused.
-
-    Args:
-        path: Of the checkpoint.
-        bench: Gives the layout and the device.
-        ledger: Filled.
-        store: Filled.
-        who: The identity of this run.
-        settings: Further facts that must agree where training goes on; none where models are only scored.
-        moved: Whether training goes on in another folder.
-
-    Raises:
-        CheckpointMismatch: If it is torn, damaged, foreign, or of another run.
-    """
-    with as_checkpoint_error(path):
-        return _take_over(path, load_checkpoint(path), bench, ledger, store, who, settings, moved)
-
-
-def _take_over(
-    path: Path,
-    content: Mapping[str, Any],
-    bench: ClientWorker,
-    ledger: Ledger,
-    store: MemoryStore,
-    who: Mapping[str, Any],
-    settings: Mapping[str, Any],
-    moved: bool,
-) -> Resumed:
-    own = content["sparsefl"]
-    _compare(path, own["identity"], who)
-    _compare(path, own["identity"]["training"], settings)
-    _require_shapes(path, content["state_dict"], bench.module.state_dict())
-    _require_round(own["round"])
-    if type(own["stopped"]) is not bool:
-        raise TypeError("it does not say whether the run was stopped")
-    bench.flat.layout.check(unpack_plain(own["masks"], bench.device), f"{path}, among its masks,")
-    clients = own["clients"]
-    index, records, checksums = (clients.get(part, {}) for part in ("index", "records", "checksums"))
-    store.load(index, path.parent / CLIENTS, records, checksums, moved)
-    ledger.load_state_dict(own["ledger"])
-    bench.restore_counters(content["state_dict"])
-    device = bench.device
-    names = bench.flat.layout.names
-    weights = torch.cat([content["state_dict"][name].reshape(-1).to(bench.flat.layout.dtype) for name in names]).to(
-        device
-    )
-    server = ServerState(
-        round=own["round"],
-        weights=bench.flat.layout.tree(weights),
-        masks=unpack_plain(own["masks"], device),
-        extra=unpack_plain(own["extra"], device),
-    )
-    states = {key: unpack_plain(state, torch.device("cpu")) for key, state in content["callbacks"].items()}
-    return Resumed(server, states, own["selected"], own["log"], own["stopped"])
+    return value if isinstance(value, Tensor) else pack_plain(value)
 
 
 def load_checkpoint(path: Path) -> dict[str, Any]:
-    """Read a checkpoint of ours.
+    """Read the content of a checkpoint of a federated run.
+
+    Args:
+        path: The file.
 
     Raises:
-        CheckpointMismatch: If it is torn, damaged or foreign.
+        CheckpointMismatch: If it is damaged, or of another format.
     """
     content: dict[str, Any] = load_plain(path)
     own = content.get("sparsefl") if isinstance(content, dict) else None
@@ -217,24 +228,66 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
             "(option `ckpt_path`)."
         )
     if own.pop("checksum", None) != fingerprint(content):
-        raise CheckpointMismatch(f"{path} is damaged: its checksum is of another content; choose another `ckpt_path`.")
+        raise CheckpointMismatch(f"{path} is damaged: its checksum does not match; choose another `ckpt_path`.")
     return content
 
 
-def index_of(path: Path) -> Any:
-    """The index of the clients' records in a checkpoint; empty if there is no such file, None if it is no good."""
+def read_checkpoint(
+    path: Path, layout: Layout, device: torch.device, like: Mapping[str, Any], module: Mapping[str, Any]
+) -> Checkpoint:
+    """Read a checkpoint, and check that it is of this run.
+
+    Args:
+        path: The file.
+        layout: Layout of the model.
+        device: Device of the state's tensors.
+        like: Identity of this run; with the key ``training``, facts that must agree where training goes on.
+        module: ``state_dict`` of this run's module.
+
+    Raises:
+        CheckpointMismatch: If it is damaged, or of another run.
+    """
+    with as_checkpoint_error(path):
+        content = load_checkpoint(path)
+        theirs, ours = content["sparsefl"]["identity"], dict(like)
+        training = ours.pop("training", {})
+        _compare(path, theirs, ours)
+        _compare(path, theirs["training"], training)
+        _require_shapes(path, content["state_dict"], module)
+        checkpoint = Checkpoint.from_plain(content, layout, device)
+        layout.check(checkpoint.state.server.masks, f"{path}, among its masks,")
+        return checkpoint
+
+
+def previous_records(path: Path) -> Mapping[str, StoredRecords] | None:
+    """Read how a checkpoint refers to the clients' records, by store.
+
+    Args:
+        path: The file; empty references if there is none.
+
+    Returns:
+        The references, or None if the file cannot be read.
+    """
     if not path.exists():
-        return {}
+        return {"server": StoredRecords(), "nodes": StoredRecords()}
     try:
         with as_checkpoint_error(path):
-            return load_checkpoint(path)["sparsefl"]["clients"]["index"]
+            own = load_checkpoint(path)["sparsefl"]
+            return {name: StoredRecords(**own[key]) for name, key in _STORES.items()}
     except CheckpointMismatch:
         return None
 
 
+_STORES = {"server": "server records", "nodes": "node records"}
+
+
 @contextlib.contextmanager
 def as_checkpoint_error(path: Path | None) -> Iterator[None]:
-    """What fails inside, since the content of a checkpoint is not what it should be, becomes a sentence."""
+    """Convert any error that the content of a checkpoint causes into :class:`CheckpointMismatch`.
+
+    Args:
+        path: The file.
+    """
     try:
         yield
     except SparseFLError:
@@ -247,29 +300,24 @@ def as_checkpoint_error(path: Path | None) -> Iterator[None]:
 
 def _require_shapes(path: Path, state: Any, like: Mapping[str, Any]) -> None:
     if not isinstance(state, Mapping):
-        raise TypeError("its state_dict is none")
+        raise TypeError("`state_dict` is not a mapping")
     for name, value in like.items():
-        if isinstance(value, torch.Tensor) and state[name].shape != value.shape:
+        if isinstance(value, Tensor) and state[name].shape != value.shape:
             raise CheckpointMismatch(
                 f"{path} is damaged: `{name}` has the shape {tuple(state[name].shape)}, expected {tuple(value.shape)}."
             )
 
 
-def _require_round(number: Any) -> None:
-    if type(number) is not int or number < 0:
-        raise TypeError(f"its round is {str(number)[:20]!r}")
-
-
 def load_callback(path: Path | None, callback: Callback, state: Any) -> None:
-    """Give a round-level callback its state back.
+    """Restore the state of a round-level callback.
 
     A `ModelCheckpoint` deletes files that its state names, in its own folder; Lightning takes ``folder/../elsewhere``
     for a part of that folder.
 
     Args:
-        path: Of the checkpoint.
-        callback: Set up already.
-        state: From the checkpoint.
+        path: The checkpoint.
+        callback: Callback, set up already.
+        state: State from the checkpoint.
 
     Raises:
         CheckpointMismatch: If the state does not fit, or names a file elsewhere.
@@ -295,7 +343,7 @@ def _compare(path: Path, theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> 
 
 
 def _difference(theirs: Any, ours: Any) -> tuple[Any, Any]:
-    """The first entries that differ, so that the sentence stays short."""
+    """Return the first entries that differ, so that the error message stays short."""
     if isinstance(theirs, Mapping) and isinstance(ours, Mapping):
         for key in [*ours, *theirs]:
             if theirs.get(key) != ours.get(key):
@@ -304,5 +352,10 @@ def _difference(theirs: Any, ours: Any) -> tuple[Any, Any]:
 
 
 def save(path: Path, content: Mapping[str, Any]) -> None:
-    """Write a checkpoint, whole or not at all, and keep the one that it replaces."""
+    """Write a checkpoint, whole or not at all, and keep the one that it replaces.
+
+    Args:
+        path: The file.
+        content: Content from :meth:`Checkpoint.to_plain`.
+    """
     write_atomically(path, dict(content), keep=path.with_name(PREVIOUS))

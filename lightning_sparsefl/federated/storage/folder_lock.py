@@ -1,8 +1,8 @@
-"""A lock that keeps a second process out of a folder, and that ends with the process that holds it.
+"""A lock that excludes a second process from a folder, and that is released when its process ends.
 
-It is a POSIX record lock (``fcntl``): the operating system releases it however the process ends; forked children, such
-as a loader's workers, do not hold it; and on NFS it holds between machines. One process may take it several times, as a
-notebook does that resumes a run.
+It is a POSIX record lock (``fcntl``): the operating system releases it however the process ends, forked children such
+as a loader's workers do not hold it, and on NFS it works between machines. One process may acquire it several times,
+for example a notebook that resumes a run.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _NAME = ".lock"
 
 
 class FolderLock:
-    """A file of a folder, locked from :meth:`acquire` to :meth:`release`, or to the end of a ``with`` block.
+    """Lock file of a folder, locked from :meth:`acquire` until :meth:`release` or the end of a ``with`` block.
 
     Args:
         folder: Existing folder.
@@ -40,14 +40,14 @@ class FolderLock:
         self.release()
 
     def acquire(self) -> None:
-        """Lock the folder; on a file system without locks there is a warning instead.
+        """Lock the folder; on a file system without locks, only warn.
 
         Raises:
             InvalidOption: If another process holds the lock.
         """
         if self._file is not None:
             return
-        import fcntl  # here, since Windows lacks it
+        import fcntl  # imported here, since it does not exist on Windows
 
         file = os.fdopen(os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666), "r+", encoding="utf-8")
         try:
@@ -57,11 +57,11 @@ class FolderLock:
                 holder = file.read(200).strip() or "another process"
                 file.close()
                 raise InvalidOption(
-                    f"{self.path.parent} is in use by {holder}; expected one process to a run folder. Wait until that "
-                    "one has ended, or set another `ckpt_path` or `trainer.default_root_dir`."
+                    f"{self.path.parent} is in use by {holder}; expected one process per run folder. Wait until that "
+                    "process has ended, or set another `ckpt_path` or `trainer.default_root_dir`."
                 ) from None
             rank_zero_warn(
-                f"{self.path.parent} is on a file system without locks ({error.strerror}); see to it that no other "
+                f"{self.path.parent} is on a file system without locks ({error.strerror}); make sure that no other "
                 "process trains in it."
             )
         file.truncate(0)

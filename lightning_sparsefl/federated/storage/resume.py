@@ -1,4 +1,4 @@
-"""Which checkpoint and which folder a run starts from."""
+"""Selection of the checkpoint and the folder that a run starts from."""
 
 from __future__ import annotations
 
@@ -9,32 +9,32 @@ from pathlib import Path
 from lightning.fabric.utilities.rank_zero import rank_zero_info
 
 from lightning_sparsefl.errors import CheckpointMismatch
-from lightning_sparsefl.federated.storage.checkpoint import LAST, PREVIOUS, REFUSED, Resumed
+from lightning_sparsefl.federated.storage.checkpoint import LAST, PREVIOUS, REFUSED, Checkpoint
 from lightning_sparsefl.federated.storage.run_folder import last_run, newest_version
 
 
 @dataclass
 class ResumePoint:
-    """Where a run starts."""
+    """The checkpoint and the folder that a run starts from."""
 
     checkpoint: Path | None = None
-    """None = at round 0."""
+    """Checkpoint to start from; None = start at round 0."""
     folder: Path | None = None
-    """That the run goes on in; None = one of its own. A checkpoint that is a copy gets a new folder, so that it spoils
-    no other run."""
+    """Run folder to continue in; None = a new one. A copied checkpoint gets a new folder, so that no other run is
+    changed."""
     newest: bool = False
-    """Whether it was asked for as ``last``, so that the checkpoint before may stand in for it."""
+    """Whether `ckpt_path` is ``last``, so that the previous checkpoint may be used instead."""
     using_previous: bool = False
-    """Whether the checkpoint before was taken."""
+    """Whether the previous checkpoint was read."""
 
-    def read(self, restore: Callable[[Path], Resumed]) -> Resumed:
-        """Read the checkpoint; where ``last`` was asked for and it is no good, the one before.
+    def read(self, restore: Callable[[Path], Checkpoint]) -> Checkpoint:
+        """Read the checkpoint; if it is damaged and `ckpt_path` is ``last``, read the previous one.
 
         Args:
-            restore: Reads one, and fills nothing if it raises.
+            restore: Function that reads a checkpoint, and changes nothing if it raises.
 
         Raises:
-            CheckpointMismatch: If none is good; it names the newest.
+            CheckpointMismatch: If no checkpoint can be read; the message is that of the newest.
         """
         assert self.checkpoint is not None
         previous = self.checkpoint.with_name(PREVIOUS)
@@ -45,20 +45,19 @@ class ResumePoint:
                 raise
             if not self.newest:
                 raise CheckpointMismatch(
-                    f"{refused} The one before it is {previous}; `ckpt_path: last` takes it if it is good."
+                    f"{refused} The previous checkpoint is {previous}; `ckpt_path: last` uses it if it can be read."
                 ) from refused
             try:
-                resumed = restore(previous)
+                checkpoint = restore(previous)
             except CheckpointMismatch:
                 raise refused from None
             self.using_previous = True
-            rank_zero_info(
-                f"{refused} Going on from the one before it, {previous}, after round {resumed.server.round}."
-            )
-            return resumed
+            rounds = checkpoint.state.server.round
+            rank_zero_info(f"{refused} Resuming from the previous checkpoint, {previous}, after round {rounds}.")
+            return checkpoint
 
     def promote_previous(self) -> None:
-        """Make the checkpoint that stands in the run's last one; the refused file stays beside it."""
+        """Make the previous checkpoint the run's last one if it was used, and rename the damaged file."""
         if self.using_previous and self.checkpoint is not None:
             if self.checkpoint.exists():
                 self.checkpoint.replace(self.checkpoint.with_name(REFUSED))
@@ -67,16 +66,16 @@ class ResumePoint:
 
 
 def find_resume_point(ckpt_path: str | None, root: Path, name: str, training: bool) -> ResumePoint:
-    """Where a run starts from.
+    """Find the checkpoint and the folder that a run starts from.
 
     Args:
-        ckpt_path: A path, ``last``, or None for a new run.
-        root: Where run folders are made.
-        name: Of the algorithm's folder.
-        training: Whether it trains on; a run that has committed nothing can be started over, and not scored.
+        ckpt_path: Path of a checkpoint, ``last``, or None for a new run.
+        root: Folder of all run folders.
+        name: Name of the algorithm's folder.
+        training: Whether the run trains; a run without a committed round can be restarted, but not evaluated.
 
     Raises:
-        CheckpointMismatch: If ``last`` finds no run.
+        CheckpointMismatch: If ``last`` is given and there is no run with a checkpoint.
     """
     if ckpt_path is None:
         return ResumePoint()
@@ -91,7 +90,7 @@ def find_resume_point(ckpt_path: str | None, root: Path, name: str, training: bo
         return ResumePoint(folder=newest)
     if run is None:
         raise CheckpointMismatch(
-            f"`ckpt_path` is 'last', but {root / name} holds no run with a checkpoint; "
+            f"`ckpt_path` is 'last', but {root / name} contains no run with a checkpoint; "
             "give a path, or set `trainer.default_root_dir`."
         )
     return ResumePoint(run / "checkpoints" / LAST, run, newest=True)

@@ -1,18 +1,18 @@
-"""The folder of one run, and the tables that the engine writes there beside the loggers' files.
+"""The folder of one run, and the tables that the engine writes there next to the files of the loggers.
 
 ::
 
-    config.yaml      the whole configuration (written by the command line)
-    metrics.csv      a row per round
-    clients.csv      a row per client and round, for those that trained or were scored
-    finetuned.csv    a row per client, before and after fine-tuning, where the method has one
-    summary.json     the final table
+    config.yaml      the complete configuration (written by the command line)
+    metrics.csv      one row per round
+    clients.csv      one row per client and round, for clients that were trained or evaluated
+    finetuned.csv    one row per client with scores before and after fine-tuning, for methods that fine-tune
+    summary.json     the final results
     checkpoints/     last.ckpt, the one before it (previous.ckpt), and the records of the clients
-    export/          models as files of their own, from `sparsefl export`
-    .lock            held by the process that trains in the folder
+    export/          models exported by `sparsefl export`
+    .lock            lock file of the process that trains in the folder
 
-A table that cannot be read, because it was edited or damaged, never stops a run: it is renamed to ``<name>.damaged``,
-with a warning, and a new one begins.
+A table that cannot be read, because it was edited or damaged, does not stop a run: it is renamed to ``<name>.damaged``
+with a warning, and a new table is started.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from lightning_sparsefl.federated.storage.folder_lock import FolderLock
 
 
 class Table:
-    """A CSV file that grows by rows; a new column rewrites it, with empty cells in the old rows.
+    """A CSV file that rows are appended to; a new column rewrites it, with empty cells in the old rows.
 
     Args:
         path: Path of the file.
@@ -43,7 +43,11 @@ class Table:
         self._columns: list[str] = []
 
     def append(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Add rows."""
+        """Append rows; their new names become new columns.
+
+        Args:
+            rows: Rows as mappings from column to value.
+        """
         new = [name for row in rows for name in row if name not in self._columns]
         if new or not self.path.exists():
             old = self._whole_rows()
@@ -53,7 +57,7 @@ class Table:
             csv.DictWriter(file, self._columns, restval="").writerows(rows)
 
     def read(self) -> list[dict[str, str]]:
-        """Return all rows, as text."""
+        """Return all rows with their values as text."""
         return self._read()[1]
 
     def _read(self) -> tuple[Sequence[str], list[dict[str, str]]]:
@@ -66,10 +70,10 @@ class Table:
         return reader.fieldnames or (), rows
 
     def cut_back(self, rounds: int) -> None:
-        """Drop the rows of rounds that were not committed, and a last row that a kill has truncated.
+        """Delete the rows of rounds that were not committed, and a truncated last row.
 
         Args:
-            rounds: Number of committed rounds; whole rows whose `round` is smaller stay.
+            rounds: Number of committed rounds; complete rows with a smaller `round` are kept.
         """
         rows = [row for row in self._whole_rows() if int(row["round"]) < rounds]
         self._columns = list(rows[0]) if rows else []
@@ -79,10 +83,10 @@ class Table:
             self.path.unlink(missing_ok=True)
 
     def _whole_rows(self) -> list[dict[str, str]]:
-        """Return the rows that are complete; of a damaged table, which is set aside, there are none."""
+        """Return the complete rows; rename a damaged table and return an empty list."""
         try:
             columns, rows = self._read()
-            # a truncated row lacks cells, and the first of its cells, the round, may be a part of the number
+            # a truncated row has too few cells, and its first cell, the round, may be cut as well
             rows = [row for row in rows if None not in row.values()]
             if columns:
                 _require_table(columns, rows)
@@ -95,7 +99,7 @@ class Table:
         names = (f"{self.path.name}.damaged{number or ''}" for number in itertools.count())
         target = next(path for path in map(self.path.with_name, names) if not path.exists())
         self.path.replace(target)
-        rank_zero_warn(f"{self.path} is damaged ({reason}): it is {target.name} now, and a new table begins.")
+        rank_zero_warn(f"{self.path} is damaged ({reason}); it was renamed to {target.name}, and a new table starts.")
 
     def _write(self, rows: Sequence[Mapping[str, Any]]) -> None:
         text = io.StringIO(newline="")
@@ -106,7 +110,7 @@ class Table:
 
 
 def _require_table(columns: Sequence[str], rows: Sequence[Mapping[Any, Any]]) -> None:
-    """Raise ValueError if a table has no column of rounds, or a row more cells than columns or no round."""
+    """Raise ValueError if a table lacks the column `round`, or a row has too many cells or an invalid round."""
     if "round" not in columns:
         raise ValueError("it has no column `round`")
     for row in rows:
@@ -120,7 +124,7 @@ class RunFolder:
     """Files of one run.
 
     Args:
-        path: Path of the folder; made if needed.
+        path: Path of the folder, which is created if needed.
     """
 
     def __init__(self, path: Path) -> None:
@@ -132,14 +136,14 @@ class RunFolder:
 
     @property
     def checkpoints(self) -> Path:
-        """Path of the checkpoints' folder."""
+        """Path of the folder of checkpoints."""
         return self.path / "checkpoints"
 
     def cut_back(self, rounds: int) -> None:
-        """Make the tables agree with a checkpoint, and delete half-written files.
+        """Cut the tables back to a checkpoint, and delete temporary files of interrupted writes.
 
         Args:
-            rounds: Number of rounds that the checkpoint has committed.
+            rounds: Number of rounds committed by the checkpoint.
         """
         for folder in (self.path, self.checkpoints, self.checkpoints / "clients"):
             remove_leftovers(folder)
@@ -153,7 +157,7 @@ class RunFolder:
         Table(path).append(rows)
 
     def read_summary(self) -> dict[str, Any]:
-        """Return the content of `summary.json`; an empty one if the file is missing or damaged."""
+        """Return the content of `summary.json`, or an empty dict if the file is missing or damaged."""
         try:
             content = json.loads((self.path / "summary.json").read_text(encoding="utf-8"))
         except (FileNotFoundError, ValueError):
@@ -167,10 +171,10 @@ class RunFolder:
 
 
 def new_version(folder: Path) -> Path:
-    """Make `folder/version_N` with the next free number; two runs that start together get two folders.
+    """Create `folder/version_N` with the next free number; concurrent runs get different folders.
 
     Args:
-        folder: Folder of an algorithm's runs; made if needed.
+        folder: Folder of an algorithm's runs, which is created if needed.
     """
     folder.mkdir(parents=True, exist_ok=True)
     version = max(_versions(folder), default=-1) + 1
@@ -185,7 +189,7 @@ def new_version(folder: Path) -> Path:
 
 
 def newest_version(folder: Path) -> Path | None:
-    """Return the newest of an algorithm's runs, with or without a checkpoint; None without runs.
+    """Return the newest run of an algorithm, with or without a checkpoint; None without runs.
 
     Args:
         folder: Folder of the runs.
@@ -202,7 +206,7 @@ def last_run(root: Path, name: str) -> Path | None:
     """Return the newest run of an algorithm that has a checkpoint, or None.
 
     Args:
-        root: Folder where run folders are made; a logger of the user's may have put its own below it.
+        root: Folder of all run folders, including those that the user's loggers created.
         name: Name of the algorithm's folder.
     """
     runs = {version: run for version, run in _versions(root / name).items() if _checkpoints(run)}
@@ -214,5 +218,5 @@ def last_run(root: Path, name: str) -> Path | None:
 
 
 def _checkpoints(run: Path) -> list[Path]:
-    """Return a run's checkpoints; a kill may have left only the one before the last."""
+    """Return a run's checkpoints; after a crash, only the previous one may exist."""
     return [path for name in ("last", "previous") if (path := run / "checkpoints" / f"{name}.ckpt").is_file()]

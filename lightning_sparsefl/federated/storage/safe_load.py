@@ -1,13 +1,13 @@
-"""Loads files of ``torch.save`` only after a check of what they ask for.
+"""Safe loading of files written by ``torch.save``: their content is validated before torch reads it.
 
-``torch.load(weights_only=True)`` executes nothing, but trusts the sizes in a file: a few bytes of pickle can ask for
-any amount of memory, a compressed archive can too, and older versions read past the end of a record. So the pickle is
-first walked through with stand-ins that only count: the few names that plain types and tensors need, records as long as
-their tensors, and no more bytes or objects than the length of the file justifies.
+``torch.load(weights_only=True)`` executes nothing, but trusts the sizes in a file: a few bytes of pickle can request
+any amount of memory, so can a compressed archive, and older versions read past the end of a record. Therefore the
+pickle is first interpreted with placeholders that only count. Accepted are the few globals that plain types and tensors
+need, records as long as their tensors, and no more bytes or objects than the length of the file justifies.
 
-The check holds only if torch then reads the same records, so only the layout that ``torch.save`` writes is accepted: an
-archive that fills the file from its first byte to its last, whose records have the known names, all in one folder. Of a
-legacy file with an archive appended torch would read the front, and torch's zip reader ignores the case of names.
+The validation is effective only if torch then reads the same records. So only the layout of ``torch.save`` is accepted:
+an archive that fills the file from its first byte to its last, with records of the known names in one folder. For a
+legacy file followed by an archive, torch would read the legacy part, and torch's zip reader ignores the case of names.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _OPCODES = (
     *("EMPTY_DICT", "EMPTY_LIST", "EMPTY_TUPLE", "TUPLE", "TUPLE1", "TUPLE2", "TUPLE3"),
     *("APPEND", "APPENDS", "SETITEM", "SETITEMS", "BINPUT", "LONG_BINPUT", "BINGET", "LONG_BINGET"),
 )
-"""What ``torch.save`` writes of plain types and tensors; none of these asks for memory by a number."""
+"""Opcodes that ``torch.save`` writes for plain types and tensors; none allocates memory by a number in the file."""
 _DTYPES = {
     **{
         f"torch {name}Storage": size
@@ -46,30 +46,30 @@ _DTYPES = {
     "torch.storage UntypedStorage": 1,
     **{f"torch {name}": value.itemsize for name, value in vars(torch).items() if isinstance(value, torch.dtype)},
 }
-"""Bytes of an element."""
+"""Bytes per element by storage type and dtype."""
 _SPREAD = 64
-"""Bytes of tensors that one byte of a file may stand for, by views and masks; and objects that a byte of pickle may."""
+"""Maximum bytes of tensors (through views and masks) per byte of the file, and objects per byte of the pickle."""
 _NAME = re.compile(
     r"(?P<folder>[^/\0]+)/"
     r"(?P<leaf>data\.pkl|data/(0|[1-9][0-9]*)|byteorder|version|\.format_version|\.storage_alignment|\.data/serialization_id)"
 )
 """Names of the records that ``torch.save`` writes."""
 _LARGE = 0xFFFFFFFF
-"""A 32-bit number of an archive that stands for a 64-bit one elsewhere."""
+"""Value of a 32-bit field of an archive that refers to a 64-bit field elsewhere."""
 
 
 class NotPlain(ValueError):
-    """Why a file is not loaded, as a clause."""
+    """The content of a file is not allowed; the message is a clause with the reason."""
 
 
 def load_checked(file: BinaryIO) -> Any:
-    """Check a file, then load it on the CPU from the same handle, so that both see the same file.
+    """Validate a file, then load it on the CPU from the same handle, so that both steps read the same file.
 
     Args:
-        file: Open for reading, from the start.
+        file: File object opened for reading.
 
     Raises:
-        NotPlain: If it holds anything but plain types and tensors, or is not as large as it says.
+        NotPlain: If the file contains anything but plain types and tensors, or its stated sizes are wrong.
     """
     require_plain(file)
     file.seek(0)
@@ -77,13 +77,13 @@ def load_checked(file: BinaryIO) -> Any:
 
 
 def require_plain(file: BinaryIO) -> None:
-    """Check that a file holds plain types and tensors, and is as large as it says.
+    """Validate that a file contains only plain types and tensors, and that its stated sizes are right.
 
     Args:
-        file: Open for reading, from the start; its position changes.
+        file: File object opened for reading; its position changes.
 
     Raises:
-        NotPlain: If it does not.
+        NotPlain: If the validation fails.
     """
     length = file.seek(0, io.SEEK_END)
     try:
@@ -101,10 +101,10 @@ def require_plain(file: BinaryIO) -> None:
 
 
 def _require_end(file: BinaryIO, archive: zipfile.ZipFile, length: int) -> None:
-    """Check that the table of contents ends the file, so that every reader finds the same one.
+    """Check that the central directory is at the end of the file, so that every reader finds the same one.
 
-    The file ends with: table | 64-bit record, 56 bytes | its locator, 20 bytes | end record, 22 bytes. The record and
-    its locator are optional.
+    The file ends with: directory | 64-bit record, 56 bytes | its locator, 20 bytes | end record, 22 bytes. The 64-bit
+    record and its locator are optional.
     """
     file.seek(max(length - 98, 0))
     end = file.read()
@@ -120,7 +120,7 @@ def _require_end(file: BinaryIO, archive: zipfile.ZipFile, length: int) -> None:
 
 
 def _records(archive: zipfile.ZipFile, length: int) -> Mapping[str, zipfile.ZipInfo]:
-    """Return the records by their names within the archive's folder."""
+    """Return the records by their names relative to the archive's folder."""
     entries = archive.infolist()
     named = [(entry, _NAME.fullmatch(entry.orig_filename)) for entry in entries]
     records = {match["leaf"]: entry for entry, match in named if match is not None}
@@ -138,16 +138,16 @@ def _records(archive: zipfile.ZipFile, length: int) -> Mapping[str, zipfile.ZipI
 
 
 class _Walk(pickle._Unpickler):
-    """Walks through a pickle; storages become their lengths, and tensors None.
+    """Interpreter of a pickle that replaces storages by their lengths and tensors by None.
 
     Args:
-        data: The pickle.
-        sizes: Length of each record.
-        room: Bytes that the tensors may take together.
+        data: Bytes of the pickle.
+        sizes: Length of each record in bytes.
+        room: Maximum total size of the tensors in bytes.
     """
 
     def _without_state(self) -> None:
-        """Drop the state that an object would be given."""
+        """Discard the state that would be assigned to an object."""
         self.stack.pop()  # type: ignore[attr-defined]
 
     dispatch: ClassVar[dict[int, Callable[..., Any]]] = {
@@ -167,14 +167,29 @@ class _Walk(pickle._Unpickler):
         }
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return the stand-in for one of the few names, or the bytes of an element."""
+        """Return the placeholder of an allowed name, or the bytes per element of a dtype.
+
+        Args:
+            module: Module of the name.
+            name: Name within the module.
+
+        Raises:
+            NotPlain: If the name is not allowed.
+        """
         known = self._names.get(f"{module} {name}") or _DTYPES.get(f"{module} {name}")
         if known is None:
             raise NotPlain(f"it asks for {f'{module}.{name}'[:60]!r}")
         return known
 
     def persistent_load(self, pid: Any) -> tuple[int, int]:
-        """Return the itemsize and the length of a storage, whose record must be as long as it says."""
+        """Return the itemsize and the length in bytes of a storage.
+
+        Args:
+            pid: Identifier of the storage.
+
+        Raises:
+            NotPlain: If the length of its record differs.
+        """
         kind, itemsize, key, _, count = pid
         if kind != "storage" or _whole(itemsize, count) * itemsize * count != self._sizes.get(f"data/{key}"):
             raise NotPlain("a tensor has another length than its record")
@@ -196,18 +211,18 @@ class _Walk(pickle._Unpickler):
 
 
 def _parameter(*_: Any) -> None:
-    """Stand in for a parameter, whose tensor is counted already."""
+    """Return the placeholder of a parameter, whose tensor is counted already."""
 
 
 def _whole(*numbers: Any) -> int:
-    """Return 1 for whole numbers >= 0; raise otherwise."""
+    """Return 1 if all numbers are integers >= 0, else raise `NotPlain`."""
     if not all(type(number) is int and number >= 0 for number in numbers):
         raise NotPlain("a tensor has a size or an offset that is not a whole number >= 0")
     return 1
 
 
 def _require_finite(tree: Any, most: int) -> None:
-    """Check that nested values, each counted as often as it is found, are not many more than were written."""
+    """Check that nested values, counted with repetition, are at most `most`, so that they cannot contain themselves."""
     found, left = 0, [tree]
     while left:
         value = left.pop()

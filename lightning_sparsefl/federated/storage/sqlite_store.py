@@ -1,172 +1,140 @@
-"""What is kept per client, on disk: memory holds only what changed since the last commit.
+"""Records in a database of the run folder; memory holds only what changed since the last commit.
 
-Every rank reads the first one's file, so all nodes must see the run folder.
+Every rank reads the database that rank 0 writes, so all nodes must see the run folder.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
-
-import torch
 
 from lightning_sparsefl.errors import CheckpointMismatch, InvalidOption
+from lightning_sparsefl.federated.distributed.ranks import Ranks
+from lightning_sparsefl.federated.storage.memory_store import newest, read_stored
 from lightning_sparsefl.federated.storage.record_database import RecordDatabase
-from lightning_sparsefl.federated.storage.records import MemoryStore, read_files
+from lightning_sparsefl.federated.storage.record_store import Packed, RecordStore, StoredRecords, Versions
 
 _MOST_BYTES_OF_A_COPY = 2**30
 
 
-class SqliteStore(MemoryStore):
-    """Records of all clients, read when they are asked for.
+class SqliteStore(RecordStore):
+    """Reads records from the database when they are asked for.
 
     Args:
-        device: Where unpacked tensors go.
+        name: Name of the store.
+        ranks: Processes of the run.
+        divided: Whether each rank keeps the changed records of its own clients until the commit.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        super().__init__(device)
-        self._file: RecordDatabase | None = None
+    def __init__(self, name: str, ranks: Ranks, divided: bool = False) -> None:
+        super().__init__(name, ranks, divided)
+        self._database: RecordDatabase | None = None
         self._committed = -1
-        self._new: dict[int, dict[int, dict[str, Any]]] = {}
-        """By client, then by round: what changed since the last commit."""
-        self._pin: int | None = None
-        self._view: int | None = None
-        """The round that is looked at; None = now."""
+        self._new: dict[int, Versions] = {}
+        """What changed since the last commit, by client and version."""
 
-    def put(self, client: int, packed: dict[str, Any], round: int) -> None:
-        """As the base; an older version goes with it, unless the snapshot is of it."""
+    def get(self, client: int, at: int | None = None) -> Packed | None:
+        """Return a client's record; see :class:`RecordStore`."""
         versions = self._new.get(client, {})
-        pinned = max((r for r in versions if self._pin is not None and r <= self._pin), default=None)
-        self._new[client] = {**{r: v for r, v in versions.items() if r == pinned}, round: packed}
+        version = newest(versions, at)
+        if version is not None:
+            return versions[version]
+        return None if self._database is None else self._database.read(client, self._stored(at))
 
-    def clients(self) -> Iterable[int]:
-        """As the base; reads the file as it goes."""
-        stored = iter(()) if self._file is None else self._file.clients(self._stored_view)
-        return _merged(stored, sorted(client for client in self._new if self._unwritten(client) is not None))
+    def _stored(self, at: int | None) -> int:
+        """Return the round to read the database at; what it holds of later rounds is left over by a crash."""
+        return self._committed if at is None else min(at, self._committed)
 
-    def _find(self, client: int) -> dict[str, Any] | None:
-        found = self._unwritten(client)
-        if found is None and self._file is not None:
-            found = self._file.read(client, self._stored_view)
-        return found
-
-    def _unwritten(self, client: int) -> dict[str, Any] | None:
+    def put(self, client: int, packed: Packed, version: int) -> None:
+        """Add a version of a client's record; see :class:`RecordStore`."""
         versions = self._new.get(client, {})
-        seen = [r for r in versions if self._view is None or r <= self._view]
-        return versions[max(seen)] if seen else None
+        pinned = None if self.pinned is None else newest(versions, self.pinned)
+        self._new[client] = {**{v: p for v, p in versions.items() if v == pinned}, version: packed}
 
-    @property
-    def _stored_view(self) -> int:
-        return self._committed if self._view is None else min(self._view, self._committed)
+    def clients(self, at: int | None = None) -> Iterable[int]:
+        """Return the numbers of the clients that have a record, reading the database as it goes."""
+        stored = iter(()) if self._database is None else self._database.clients(self._stored(at))
+        return _merged(stored, sorted(c for c, versions in self._new.items() if newest(versions, at) is not None))
 
-    def commit(self, folder: Path, round: int) -> Any:
-        """As the base; the index is the number of the round."""
-        if self._file is None or self._file.path.parent.resolve() != folder.resolve():
-            old = self._file
-            self._file = RecordDatabase(folder, create=True) if old is None else old.copy_to(folder)
-        changed = ((c, r, packed) for c in sorted(self._new) for r, packed in sorted(self._new[c].items()))
-        self._file.commit(self._committed, round, changed, () if self._pin is None else (self._pin,))
-        self._committed = round
-        self._new.clear()
-        return round
-
-    def follow(self, folder: Path, round: int) -> None:
-        """As the base.
+    def records(self) -> dict[int, Versions]:
+        """Return all records of this rank; see :class:`RecordStore`.
 
         Raises:
-            InvalidOption: If this rank does not see the first one's file.
+            InvalidOption: If the database is too large to be copied.
         """
-        if self._committed == round:
-            return
-        try:
-            self._file = RecordDatabase.at(folder, round)  # anew, since it may be another folder's
-        except CheckpointMismatch as error:
-            raise InvalidOption(
-                f"`federation.store: disk` needs a run folder that all ranks see, but one does not see what the first "
-                f"wrote in {folder}; set `trainer.default_root_dir` to a shared folder, or `federation.store: ram`."
-            ) from error
-        self._committed = round
-        self._new.clear()
-
-    def discard_left_over(self, folder: Path, index_before: Callable[[], Any]) -> None:
-        """Nothing, as :meth:`discard_unreferenced`."""
-
-    def discard_unreferenced(self, folder: Path) -> None:
-        """Nothing: what no checkpoint needs goes with the next commit."""
-
-    def snapshot(self, round: int) -> Any:
-        """As the base: the number of the round."""
-        self._pin = round
-        return round
-
-    def take_over(self, snapshot: Any) -> Any:
-        """As the base; one of the other kind stays what it is."""
-        self._pin = None if isinstance(snapshot, Mapping) else snapshot
-        return snapshot
-
-    @contextmanager
-    def seen_as(self, snapshot: Any) -> Iterator[None]:
-        """As the base."""
-        now = self._new, self._file
-        if isinstance(snapshot, Mapping):
-            self._new, self._file = {client: {0: packed} for client, packed in snapshot.items()}, None
-        else:
-            self._view = snapshot
-        try:
-            yield
-        finally:
-            self._view, (self._new, self._file) = None, now
-
-    def records(self) -> dict[int, dict[str, Any]]:
-        """As the base, since a copy must fit into memory.
-
-        Raises:
-            InvalidOption: If it would be too large.
-        """
-        size = 0 if self._file is None else self._file.size()
+        size = 0 if self._database is None else self._database.size()
         if size > _MOST_BYTES_OF_A_COPY:
             raise InvalidOption(
                 f"A checkpoint that stands alone would hold {size / 2**30:.1f} GiB of clients' records; expected at "
                 "most 1: set `save_weights_only` of `ModelCheckpoint`, or leave it out; `last.ckpt` is enough to go on."
             )
-        found = ((client, self._find(client)) for client in self.clients())
-        return {client: packed for client, packed in found if packed is not None}
+        return {client: self._copy_of(client) for client in self.clients()}
 
-    @property
-    def checksums(self) -> dict[int, str]:
-        """None of files, since each record in the file has its own."""
-        return {}
+    def _copy_of(self, client: int) -> Versions:
+        stored = {} if self._database is None else self._database.versions(client, self._committed)
+        versions = {**stored, **self._new.get(client, {})}
+        wanted = {newest(versions), None if self.pinned is None else newest(versions, self.pinned)}
+        return {version: packed for version, packed in versions.items() if version in wanted}
 
-    def load(
-        self,
-        index: Any,
-        folder: Path,
-        records: Mapping[int, dict[str, Any]],
-        checksums: Mapping[int, str],
-        moved: bool = False,
-    ) -> None:
-        """As the base; records of the other kind count as changed, so that the next commit writes them.
+    def commit(self, folder: Path, round: int) -> StoredRecords:
+        """Write what changed in one transaction of rank 0; see :class:`RecordStore`."""
+        due = self._due(round)
+        self.ranks.share(lambda: self._write(folder, round, due) if self.ranks.first else None)
+        self.ranks.share(lambda: None if self.ranks.first else self._follow(folder, round))
+        self._committed = round
+        self._new = {c: later for c, v in self._new.items() if (later := {r: p for r, p in v.items() if r > round})}
+        return StoredRecords(round)
 
-        Raises:
-            CheckpointMismatch: If the file is torn, or a record of its newest commit; older ones are checked as they
-                are read.
+    def _due(self, round: int) -> dict[int, Versions]:
+        """Return what is to be written; in a divided store, rank 0 gets the others' records."""
+        mine = {c: {r: p for r, p in versions.items() if r <= round} for c, versions in self._new.items()}
+        if not self.divided or self.ranks.size == 1:
+            return mine
+        parts = self.ranks.exchange([mine if rank == 0 else {} for rank in range(self.ranks.size)])
+        return {client: versions for part in parts for client, versions in part.items()}
+
+    def _write(self, folder: Path, round: int, due: Mapping[int, Versions]) -> None:
+        if self._database is None or self._database.path.parent.resolve() != folder.resolve():
+            old = self._database
+            new = RecordDatabase(folder, self.name, create=True) if old is None else old.copy_to(folder)
+            self._database = new
+        changed = ((c, r, packed) for c in sorted(due) for r, packed in sorted(due[c].items()))
+        self._database.commit(self._committed, round, changed, () if self.pinned is None else (self.pinned,))
+
+    def _follow(self, folder: Path, round: int) -> None:
+        """Open the database that rank 0 has committed to."""
+        try:
+            self._database = RecordDatabase.at(folder, self.name, round)  # anew, since the folder may be another one
+        except CheckpointMismatch as error:
+            raise InvalidOption(
+                f"`federation.store: disk` needs a run folder that all ranks see, but rank {self.ranks.rank} does not "
+                f"see what rank 0 wrote in {folder}; set `trainer.default_root_dir` to a shared folder, or "
+                "`federation.store: ram`."
+            ) from error
+
+    def discard_unreferenced(self, folder: Path) -> None:
+        """Do nothing: the next commit deletes what no checkpoint needs."""
+
+    def load(self, stored: StoredRecords, folder: Path, moved: bool = False) -> None:
+        """Replace the content by a checkpoint's records; see :class:`RecordStore`.
+
+        Records of the other kind of store count as changed, so that the next commit writes them. Of the database, the
+        newest commit is checked now, and older records as they are read.
         """
-        if isinstance(index, Mapping):
-            versions = {**dict.fromkeys(records, 0), **index}
-            packed = {**records, **read_files(index, folder, checksums)}
-            self._new = {client: {versions[client]: record} for client, record in packed.items()}
+        if isinstance(stored.index, Mapping):
+            found = read_stored(stored, folder, self.name)
+            mine = (c for c in found if not self.divided or self.home(c) == self.ranks.rank)
+            self._new = {client: dict(found[client]) for client in mine}
+            self._database, self._committed = None, -1
         else:
-            file = RecordDatabase.at(folder, index)
-            file.require_newest_whole(index)
-            self._file, self._committed = file, index
+            database = RecordDatabase.at(folder, self.name, stored.index)
+            database.require_newest_whole(stored.index)
+            self._database, self._committed, self._new = database, stored.index, {}
 
 
 def _merged(first: Iterator[int], second: Iterable[int]) -> Iterator[int]:
-    """Two ascending sequences as one, without repeats."""
+    """Merge two ascending sequences without repeats."""
     last = None
     for client in heapq.merge(first, second):
         if client != last:

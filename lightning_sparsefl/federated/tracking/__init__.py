@@ -1,1 +1,1 @@
-"""Where a run's numbers go: loggers, tables, callbacks and the progress bar."""
+"""Recording of the metrics of a run: loggers, tables, callbacks and the progress bar."""

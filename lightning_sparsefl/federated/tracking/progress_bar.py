@@ -1,4 +1,4 @@
-"""One bar over rounds."""
+"""The progress bar over rounds."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
 
-from lightning_sparsefl.federated.evaluation.scores import higher_is_better
+from lightning_sparsefl.federated.rounds.round_metrics import higher_is_better
 
 _SPREAD = ("_std", "_worst10")
 
 
 class RoundProgressBar(ProgressBar):
-    """Shows rounds done, the time left, and the newest global and personal score."""
+    """Progress bar with the finished rounds, the remaining time, and the last global and personal score."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -22,7 +22,7 @@ class RoundProgressBar(ProgressBar):
         self._shown = True
 
     def disable(self) -> None:
-        """Show nothing, as on ranks other than the first."""
+        """Hide the bar, as on ranks other than the first."""
         self._shown = False
 
     def enable(self) -> None:
@@ -30,7 +30,7 @@ class RoundProgressBar(ProgressBar):
         self._shown = True
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Open the bar, at the round that a resumed run starts from."""
+        """Create the bar, starting at the first round of a resumed run."""
         self._bar = Tqdm(
             desc="Rounds",
             total=trainer.max_epochs,
@@ -38,11 +38,11 @@ class RoundProgressBar(ProgressBar):
             disable=not (self._shown and trainer.is_global_zero),
             dynamic_ncols=True,
             file=sys.stdout,
-            bar_format="{desc} {n_fmt}/{total_fmt} |{bar}| {elapsed}<{remaining}{postfix}",  # leaves room at 80 columns
+            bar_format="{desc} {n_fmt}/{total_fmt} |{bar}| {elapsed}<{remaining}{postfix}",  # fits into 80 columns
         )
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        """Advance by a round."""
+        """Advance the bar by one round and update the scores."""
         scores: dict[str, str] = {}
         for name, value in trainer.callback_metrics.items():
             group = name.split("/")[0]
@@ -52,11 +52,11 @@ class RoundProgressBar(ProgressBar):
         self._bar.update(1)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """Leave the finished bar on the screen."""
+        """Close the finished bar, which stays on the screen."""
         self._close()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Leave the bar as it was."""
+        """Close the bar, which stays on the screen as it was."""
         self._close()
 
     def _close(self) -> None:

@@ -1,6 +1,6 @@
-"""What round-level callbacks see: a trainer whose epoch is a round and whose batch is a client.
+"""The trainer object that round-level callbacks receive, in which an epoch is a round and a batch is a client.
 
-Stock ModelCheckpoint, EarlyStopping, progress bars and loggers run against it unchanged.
+Lightning's own ModelCheckpoint, EarlyStopping, progress bars and loggers work with it without changes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from lightning_sparsefl.federated.storage.atomic_files import write_atomically
 
 
 class _ProcessStrategy:
-    """Fabric's process strategy with the two methods that only Lightning's has."""
+    """Fabric's strategy with two methods that only the strategies of Lightning's Trainer have."""
 
     def __init__(self, fabric: Fabric) -> None:
         self._fabric = fabric
@@ -42,15 +42,16 @@ class RoundTrainer:
     """The round-level view of a federated fit.
 
     Args:
-        fabric: Launched.
-        module: The user's module.
-        callbacks: Of the round level.
-        loggers: Of the run.
-        log_dir: The run folder.
-        max_rounds: Of the run.
-        clients_per_round: Of the federation.
-        check_val_every_n_round: Rounds between two evaluations.
-        compose_checkpoint: Makes the content of a checkpoint that stands alone.
+        fabric: Fabric that is already launched.
+        module: Module of the user.
+        callbacks: Round-level callbacks.
+        loggers: Loggers of the run.
+        log_dir: Path of the run folder.
+        max_rounds: Number of rounds of the run.
+        clients_per_round: Number of clients in a round.
+        check_val_every_n_round: Number of rounds between two evaluations.
+        compose_checkpoint: Function that returns the content of a self-contained checkpoint; its argument says
+            whether to include the state of the federation.
     """
 
     sanity_checking = fast_dev_run = barebones = received_sigterm = False
@@ -109,7 +110,7 @@ class RoundTrainer:
 
     @property
     def global_rank(self) -> int:
-        """Number of this rank."""
+        """Index of this rank."""
         return self.fabric.global_rank
 
     @property
@@ -119,29 +120,43 @@ class RoundTrainer:
 
     @property
     def checkpoint_callbacks(self) -> list[Callback]:
-        """Callbacks that write checkpoints."""
+        """The callbacks that write checkpoints."""
         return [callback for callback in self.callbacks if hasattr(callback, "best_model_path")]
 
     @property
     def progress_bar_callback(self) -> Callback | None:
-        """The progress bar, if there is one."""
+        """The progress bar, or None."""
         return next((c for c in self.callbacks if hasattr(c, "get_metrics")), None)
 
     def call(self, hook: str, *args: Any) -> None:
-        """Call a hook of every round-level callback."""
+        """Call a hook of every round-level callback.
+
+        Args:
+            hook: Name of the hook.
+            *args: Arguments that follow the trainer and the module.
+        """
         for callback in self.callbacks:
             getattr(callback, hook)(self, self.lightning_module, *args)
 
     def report(self, metrics: Mapping[str, float]) -> None:
-        """Make metrics visible to callbacks."""
+        """Add metrics to `callback_metrics`.
+
+        Args:
+            metrics: Values by name.
+        """
         self.callback_metrics.update({name: torch.tensor(value) for name, value in metrics.items()})
 
     def save_checkpoint(
         self, filepath: str | Path, weights_only: bool | None = False, storage_options: Any = None
     ) -> None:
-        """Write a checkpoint that stands alone, with the clients' records inside.
+        """Write a self-contained checkpoint, which includes the records of the clients.
 
-        The engine's own `last.ckpt` is never written here: it must be the newest committed round and nothing else.
+        The engine's own `last.ckpt` is never written here, since it must always be the last committed round.
+
+        Args:
+            filepath: Path of the checkpoint.
+            weights_only: Whether to omit the state of the federation.
+            storage_options: Ignored; accepted as in Lightning's `Trainer`.
         """
         if Path(filepath).resolve() == (Path(self.log_dir) / "checkpoints" / "last.ckpt").resolve():
             return
@@ -154,6 +169,6 @@ class RoundTrainer:
 
     def __getattr__(self, name: str) -> Any:
         raise MissingAttribute(
-            f"The round-level trainer has no attribute {name!r}; a callback that needs it belongs to the clients "
+            f"The round-level trainer has no attribute {name!r}; pass a callback that needs it as one of the clients' "
             "(`trainer.client_callbacks`)."
         )

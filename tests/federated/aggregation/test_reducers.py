@@ -157,7 +157,7 @@ def test_extra_trees_must_be_finite_and_leave_no_trace_otherwise():
     server = flat.read()
     accumulator = CoverageMean().start(flat.layout, server, 100)
     extra = {"a": {"x": torch.ones(2)}, "b": {"y": torch.tensor([1.0, float("nan")])}}
-    with pytest.raises(InvalidOption, match=r"`Update.extra\['b'\]\['y'\]` holds values that are not finite"):
+    with pytest.raises(InvalidOption, match=r"`Update.extra\['b'\]\['y'\]` has values that are not finite"):
         accumulator.add(Update(weights=server, extra=extra), Message(weights=server), 1)
     assert accumulator.headers() == {}
 

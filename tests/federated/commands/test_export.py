@@ -120,7 +120,7 @@ def test_onnx_holds_the_cut_model_and_scores_alike(run, algorithm, parameters):
     assert list(exported.files) == ["onnx"]
     assert exported.kept["onnx"][0] == parameters
     assert exported.kept["in memory"][0] == 244
-    assert any("keeps 8 of 16 units" in note for note in exported.notes) == (parameters < 244)
+    assert any("contains 8 of 16 units" in note for note in exported.notes) == (parameters < 244)
     for name, value in exported.scores["in memory"].items():
         assert exported.scores["onnx"][name] == pytest.approx(value, abs=1e-5)
 
@@ -142,9 +142,7 @@ def test_a_client_that_never_trained_gets_what_the_method_gives_it(run):
     run(FedLPS(ratio="fixed"), "trained")
     stranger = next(client for client in range(5) if client not in run.cohort)
     exported = run(FedLPS(ratio="fixed"), stranger, fit=False)
-    assert exported.notes[0] == (
-        f"Client {stranger} never trained: this is what FedLPS gives to a client that it meets."
-    )
+    assert exported.notes[0] == (f"Client {stranger} never trained: this is the model that FedLPS gives a new client.")
     assert not run(FedLPS(ratio="fixed"), "trained", fit=False).notes
 
 
@@ -164,7 +162,8 @@ def test_own_buffers_and_double_precision_come_along(run):
 def test_hyper_parameters_that_are_no_plain_values_are_named(run):
     exported = run(FedAvg(), None, Net(loss=F.nll_loss))
     assert exported.notes == (
-        "The hyper-parameters ['loss'] are no plain values and not in model.ckpt: give them to `load_from_checkpoint`.",
+        "The hyper-parameters ['loss'] are not plain values, so they are not in model.ckpt: pass them to "
+        "`load_from_checkpoint`.",
     )
 
 
@@ -198,7 +197,7 @@ def test_what_a_module_adds_to_its_checkpoint_must_be_plain(run):
     exported = run(FedAvg(), None, module)
     assert torch.load(exported.files["ckpt"], weights_only=True)["mine"] == [1, "two"]
     module.mine = print
-    with pytest.raises(InvalidOption, match=r"`Adds\.on_save_checkpoint` adds what is no plain value"):
+    with pytest.raises(InvalidOption, match=r"`Adds\.on_save_checkpoint` adds a value of another type"):
         run(FedAvg(), None, module, fit=False)
 
 
@@ -209,7 +208,7 @@ def test_what_a_module_adds_to_its_checkpoint_must_be_plain(run):
         ({"client": -1}, InvalidOption, "`client` is -1"),
         ({"formats": []}, InvalidOption, r"`formats` is \[\]; expected some of"),
         ({"formats": ["pt"]}, InvalidOption, r"`formats` is \['pt'\]"),
-        ({"client": 0}, CheckpointMismatch, "holds no run with a checkpoint"),
+        ({"client": 0}, CheckpointMismatch, "contains no run with a checkpoint"),
         ({"client": 0, "ckpt_path": "missing.ckpt"}, CheckpointMismatch, "There is no checkpoint at missing"),
     ],
 )

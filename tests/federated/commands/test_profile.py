@@ -19,12 +19,13 @@ from lightning_sparsefl import FedAvg, FederatedTrainer, Federation, FedSpa, Loc
 from lightning_sparsefl.data import ClientDataModules, Dirichlet, FederatedDigits
 from lightning_sparsefl.errors import InvalidOption
 from lightning_sparsefl.federated import FederatedAlgorithm
-from lightning_sparsefl.federated.commands.profile import Rehearsal
+from lightning_sparsefl.federated.commands.profile import SimulatedWorker
 from lightning_sparsefl.federated.exchange.flat import Layout
 from lightning_sparsefl.federated.sampling import uniform_cohort
+from lightning_sparsefl.federated.storage.atomic_files import load_plain
 from lightning_sparsefl.models import MLP, Classifier
 from lightning_sparsefl.sparse.masks import apply, subtract
-from lightning_sparsefl.types import Message
+from lightning_sparsefl.types import Message, Update
 
 LEDGER = {
     ("paper", "flops"): "flops/paper_total",
@@ -32,7 +33,7 @@ LEDGER = {
     ("analytic", "flops"): "flops/train_total",
 }
 METRICS = len("train_loss") + len("train_acc") + 2 * (1 + 8)
-"""Bytes of the metrics in an update, which a rehearsal does not have."""
+"""Bytes of the metrics in an update, which a worker does not have."""
 
 
 def trainer(algorithm: FederatedAlgorithm, root="runs", federation=None, **options) -> FederatedTrainer:
@@ -295,16 +296,16 @@ def test_data_without_nominal_sizes_is_refused_in_a_sentence():
         trainer(FedAvg()).profile(mlp(), unknown)
 
 
-def test_a_rehearsal_moves_what_may_change_and_nothing_else():
+def test_a_simulated_fit_moves_what_may_change_and_nothing_else():
     layout = Layout({"w": torch.zeros(4)}, {})
-    rehearsal = Rehearsal(layout, seed=0)
+    worker = SimulatedWorker(layout, seed=0)
     held, free = torch.tensor([True, True, True, False]), torch.tensor([True, False, True, True])
     weights: Mapping[str, torch.Tensor] = {"w": torch.tensor([1.0, 1.0, 0.0, 0.0])}
-    moved = rehearsal.fit(None, weights, {"w": held}, {"w": free}, []).weights["w"]
+    moved = worker.fit(None, weights, {"w": held}, {"w": free}, []).weights["w"]
     assert (moved != weights["w"]).tolist() == [True, False, True, False]
-    first, second = (rehearsal.gradient(None, weights)["w"] for _ in range(2))
+    first, second = (worker.gradient(None, weights)["w"] for _ in range(2))
     assert not torch.equal(first, second)
-    assert torch.equal(Rehearsal(layout, seed=0).gradient(None, weights)["w"], first)
+    assert torch.equal(SimulatedWorker(layout, seed=0).gradient(None, weights)["w"], first)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -336,12 +337,56 @@ def test_masks_that_follow_a_schedule_are_foreseen(tmp_path):
     assert content["run"]["wire"]["bytes"] == pytest.approx(wire, rel=0.02)
 
 
-def test_a_method_may_ask_the_fleet_before_the_first_round():
-    class Asking(FederatedAlgorithm):
-        def init(self, weights, fleet):
-            mean = fleet.mean(lambda client: client.gradient(weights))
-            assert set(fleet.map(lambda client: client.num_examples)) == set(range(12))
-            return replace(super().init(weights, fleet), extra={"gradient": mean})
+@dataclass(frozen=True, kw_only=True)
+class Asking(FederatedAlgorithm):
+    """Starts from a sum over all clients, as pruning at initialization does."""
 
-    content = trainer(Asking()).profile(mlp(), digits()).content
-    assert content["run"]["paper"] == trainer(FedAvg()).profile(mlp(), digits()).content["run"]["paper"]
+    def init(self, weights, fleet):
+        merged = fleet.survey(Message(weights=weights))
+        assert set(merged.reports) == set(range(12))
+        return replace(super().init(weights, fleet), extra={"gradient": merged.weights})
+
+    def survey(self, message, client):
+        assert not client.memory
+        return Update(weights=client.gradient(message.weights), weight=client.num_examples, metrics={"asked": 1.0})
+
+
+def test_a_method_may_ask_the_fleet_before_the_first_round(tmp_path):
+    """The answers are charged to the first round, and `profile` counts them too."""
+    content = trainer(Asking()).profile(mlp(), digits()).content["run"]
+    plain = trainer(FedAvg()).profile(mlp(), digits()).content["run"]
+    assert content["paper"] == plain["paper"]
+    summary = trainer(Asking(), tmp_path / "asking").fit(mlp(), digits())
+    without = trainer(FedAvg(), tmp_path / "plain").fit(mlp(), digits())
+    for way in ("up", "down"):
+        asked = summary[f"comm/{way}link_bytes_total"] - without[f"comm/{way}link_bytes_total"]
+        foreseen = content["wire"][f"{way}link_bytes"] - plain["wire"][f"{way}link_bytes"]
+        assert asked == pytest.approx(foreseen, rel=1e-3)  # real gradients have zeros
+        assert foreseen > 12 * 4 * 1000
+
+
+def test_the_weights_of_a_survey_are_the_mean_over_all_clients(tmp_path):
+    one = trainer(Asking(), tmp_path / "one", federation=Federation(clients_per_round=4))
+    one.fit(mlp(), digits())
+    path = one.run_folder / "checkpoints" / "last.ckpt"
+    gradient = load_plain(path)["sparsefl"]["state"]["extra"]["gradient"]
+    assert all(bool(tensor.abs().sum() > 0) for tensor in gradient.values())
+
+
+@dataclass(frozen=True, kw_only=True)
+class VotesOnTheHead(FederatedAlgorithm):
+    """FedAvg, but that an upload may vote on the last layer alone."""
+
+    def may_vote(self, message):
+        held = {name: torch.zeros_like(w, dtype=torch.bool) for name, w in message.weights.items() if "fc1" in name}
+        return {**super().may_vote(message), **held}
+
+
+def test_votes_that_a_method_restricts_are_charged_alike_by_profile_and_ledger(tmp_path):
+    summary = trainer(VotesOnTheHead(), tmp_path).fit(mlp(), digits())
+    wire = trainer(VotesOnTheHead()).profile(mlp(), digits()).content["run"]["wire"]
+    dense = trainer(FedAvg()).profile(mlp(), digits()).content["run"]["wire"]
+    metrics = 8 * 5 * METRICS
+    assert summary["comm/uplink_bytes_total"] - wire["uplink_bytes"] == pytest.approx(metrics, rel=0.05)
+    assert summary["comm/downlink_bytes_total"] == wire["downlink_bytes"] == dense["downlink_bytes"]
+    assert wire["uplink_bytes"] < 0.5 * dense["uplink_bytes"]

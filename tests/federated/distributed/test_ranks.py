@@ -10,8 +10,9 @@ from lightning.fabric import Fabric
 from lightning_sparsefl import Federation
 from lightning_sparsefl.errors import InvalidOption, WorldSizeMismatch
 from lightning_sparsefl.federated.distributed import launcher as launch
-from lightning_sparsefl.federated.distributed import ranks as process
-from lightning_sparsefl.federated.distributed.ranks import ClientParallelStrategy, build_fabric
+from lightning_sparsefl.federated.distributed import strategy as process
+from lightning_sparsefl.federated.distributed.fabric import build_fabric
+from lightning_sparsefl.federated.distributed.strategy import ClientParallelStrategy
 
 CPU = torch.device("cpu")
 
@@ -89,7 +90,10 @@ def test_a_rank_that_died_is_noticed_while_this_one_trains(monkeypatch, capfd):
     with pytest.raises(SystemExit) as left:
         launch._watch([died, other])
     assert left.value.code == 2
-    assert "sparsefl: error: Rank 1 was ended by signal 9, so all were; go on from" in capfd.readouterr().err
+    assert (
+        "sparsefl: error: Rank 1 was ended by signal 9, so the run was stopped; resume it from"
+        in capfd.readouterr().err
+    )
     assert other.wait(timeout=60) == -9
 
 

@@ -30,9 +30,12 @@ class Tuned(FederatedAlgorithm):
 
     calls: list = []  # noqa: RUF012 - a note of the test
 
-    def finetune(self, server, client):
-        self.calls.append((server.round, client.id, client.round))
-        return client.fit(server.weights, epochs=2).weights
+    def download_for(self, server, view, task):
+        return replace(self.download(server, view), extra={"state": {"round": torch.tensor([float(server.round)])}})
+
+    def finetune(self, message, client):
+        self.calls.append((int(message.extra["state"]["round"]), client.id, client.round))
+        return client.fit(message.weights, epochs=2).weights
 
 
 @pytest.fixture
@@ -160,8 +163,8 @@ def test_a_score_that_is_no_number_is_never_the_best(fit):
                 return state
             return replace(state, weights={name: w * math.nan for name, w in state.weights.items()})
 
-        def finetune(self, server, client):
-            return server.weights
+        def finetune(self, message, client):
+            return message.weights
 
     _, summary = fit(Poisoned(), federation={"select": "global/val_loss"}, max_rounds=2)
     assert summary["selected/round"] == 1

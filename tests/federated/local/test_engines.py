@@ -31,7 +31,6 @@ from lightning_sparsefl.federated.local.engines import (
     unsupported_reason,
 )
 from lightning_sparsefl.federated.local.lightning_trainer import LightningEngine
-from lightning_sparsefl.types import TrainerLike
 
 LEAFSPEC = pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning")
 ENGINES = pytest.mark.parametrize("engine", [FastEngine, LightningEngine])
@@ -149,12 +148,6 @@ class Keeps(Callback):
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         self.events.append(f"{type(exception).__name__} {trainer.interrupted}")
-
-
-def test_the_trainer_is_what_callbacks_may_rely_on(local: FastEngine) -> None:
-    keeps = Keeps()
-    local.fit(Net(), loader(), callbacks=[keeps])
-    assert isinstance(keeps.kept, TrainerLike)
 
 
 class Buggy(Net):

@@ -17,9 +17,10 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_sparsefl import FedAvg, FederatedTrainer, Federation
 from lightning_sparsefl.data import FederatedBlobs
 from lightning_sparsefl.federated.local import isolation
-from lightning_sparsefl.federated.local.engines import FastEngine, LocalOptions
+from lightning_sparsefl.federated.local.engines import FastEngine
 from lightning_sparsefl.federated.local.isolation import ModuleState
 from lightning_sparsefl.federated.local.lightning_trainer import LightningEngine
+from lightning_sparsefl.federated.local.local_options import LocalOptions
 
 
 class Net(L.LightningModule):
@@ -127,7 +128,7 @@ def test_a_container_that_grows_is_reported_once_by_name(
 @dataclass(frozen=True)
 class FirstClientActs(FedAvg):
     def train(self, message: Any, client: Any) -> Any:
-        client._bench.module.on = client.id == 0
+        client._worker.module.on = client.id == 0
         return super().train(message, client)
 
 

@@ -19,6 +19,7 @@ from lightning_sparsefl import FedAvg, FederatedTrainer, Federation, FedSpa
 from lightning_sparsefl.data import FederatedBlobs
 from lightning_sparsefl.errors import ClientFailed, InvalidOption, InvalidUpdate, RankFailed
 from lightning_sparsefl.federated.aggregation.reducers import Accumulator
+from lightning_sparsefl.federated.exchange import deadline
 from lightning_sparsefl.federated.exchange import failures as faults
 from lightning_sparsefl.federated.sampling import uniform_cohort
 from lightning_sparsefl.models import MLP
@@ -118,7 +119,7 @@ def test_a_last_batch_of_one_sample_names_the_option_that_leaves_it_out(trainer)
 
 @pytest.mark.parametrize("engine", ["fast", "trainer"])
 def test_clients_that_fail_are_left_out_and_listed(engine, trainer, monkeypatch):
-    monkeypatch.setattr(faults, "time", SimpleNamespace(monotonic=lambda: Hours.now))
+    monkeypatch.setattr(deadline, "time", SimpleNamespace(monotonic=lambda: Hours.now))
     options = {"on_client_error": "skip", "client_timeout": 5.0, "local_engine": engine, "min_clients": 2}
     run = trainer(Unlucky(), federation=options, max_rounds=1)
     module = mlp()
@@ -209,7 +210,7 @@ def test_memory_is_freed_before_the_next_client():
         kept = error
     module(torch.ones(1, 1, 1, 8)).sum().backward()
     assert held[0]() is not None
-    faults.release(kept, module)
+    faults.release_memory(kept, module)
     assert held[0]() is None
     assert all(parameter.grad is None for parameter in module.parameters())
 
@@ -357,8 +358,13 @@ def dying():
 @pytest.mark.parametrize(
     ("fate", "timeout", "said"),
     [
-        ("dies", 120, "Rank 1 was ended by SIGKILL, so all were"),
-        ("hangs", 6, r"Rank 0 lost another one \(.*\), which died or took longer than `trainer\.timeout` = 6 seconds"),
+        ("dies", 120, "Rank 1 was ended by SIGKILL, so the run was stopped"),
+        (
+            "hangs",
+            6,
+            r"Rank 0 lost the connection to another rank \(.*\), which died or took longer than `trainer\.timeout`"
+            r" = 6 seconds",
+        ),
     ],
 )
 def test_a_rank_that_is_lost_ends_the_others_and_the_run_resumes(fate, timeout, said, trainer, monkeypatch):

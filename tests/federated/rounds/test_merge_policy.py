@@ -13,7 +13,7 @@ from lightning_sparsefl.federated import CoverageMedian, Privacy, TrimmedMean
 from lightning_sparsefl.federated.aggregation.clipping import clipped
 from lightning_sparsefl.federated.aggregation.privacy import NoisySum
 from lightning_sparsefl.federated.exchange.flat import FlatModule
-from lightning_sparsefl.federated.tracking.recorder import hyperparameters
+from lightning_sparsefl.federated.tracking.hyperparameters import hyperparameters
 from lightning_sparsefl.models import MLP
 from lightning_sparsefl.types import Message, Update
 
@@ -96,7 +96,7 @@ def test_the_result_lies_among_the_honest_votes(reducer, poison):
 def test_a_tensor_that_was_not_sent_cannot_be_clipped():
     flat = flat_module()
     update = Update(weights={"0.bias": torch.ones(7)})
-    with pytest.raises(InvalidUpdate, match=r"'0.bias' was not sent to it"):
+    with pytest.raises(InvalidUpdate, match=r"'0.bias' was not sent to the client"):
         clipped(update, Message(weights={}), 1.0, flat.layout)
 
 
@@ -174,7 +174,7 @@ def test_what_nobody_may_change_gets_no_noise():
 @pytest.mark.parametrize("carried", [{"shared": {"masks": {}}}, {"extra": {"control": {"c": torch.ones(1)}}}], ids=str)
 def test_an_update_that_carries_more_is_refused(carried):
     flat = flat_module()
-    with pytest.raises(InvalidUpdate, match=f"carries `{next(iter(carried))}`"):
+    with pytest.raises(InvalidUpdate, match=f"has `{next(iter(carried))}`"):
         private(flat, [Update(weights=flat.read(), **carried)], deviation=1.0)
 
 
@@ -220,7 +220,7 @@ def test_values_that_cannot_work(make, sentence):
 def test_they_are_hyper_parameters_of_the_run():
     options = {"reducer": TrimmedMean(fraction=0.2), "clip_update": 1.5}
     trainer = FederatedTrainer(algorithm=FedAvg(), federation=Federation(**options), accelerator="cpu", devices=1)
-    found = hyperparameters(trainer, None, MLP(num_classes=4, sample_shape=(1, 1, 8)))
+    found = hyperparameters(trainer.options, None, MLP(num_classes=4, sample_shape=(1, 1, 8)))
     assert found["federation/reducer"] == "TrimmedMean"
     assert found["federation/reducer/fraction"] == 0.2
     assert found["federation/clip_update"] == 1.5

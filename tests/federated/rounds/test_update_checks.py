@@ -7,7 +7,7 @@ import torch
 
 from lightning_sparsefl.errors import InvalidUpdate
 from lightning_sparsefl.federated.exchange.flat import Layout
-from lightning_sparsefl.federated.rounds.update_checks import check_update_schema, excess_reason, non_finite_reason
+from lightning_sparsefl.federated.exchange.update_checks import check_update_schema, excess_reason, non_finite_reason
 from lightning_sparsefl.sparse.masks import intersect
 from lightning_sparsefl.types import Message, Update
 
@@ -49,7 +49,10 @@ BAD = {
     "vote's place": (Update(weights=WEIGHTS, votes={"b": ~HALF}), "coordinates of 'b' that `may_vote` forbids"),
     "dense votes": (Update(weights=WEIGHTS, votes={}), "coordinates of 'b' that `may_vote` forbids"),
     "masks of numbers": (Update(weights=WEIGHTS, shared={"masks": {"b": HALF.float()}}), r"\['masks'\]` with 'b'"),
-    "masks' shape": (Update(weights=WEIGHTS, shared={"masks": {"b": HALF[:2]}}), "no mask of the model's shape"),
+    "masks' shape": (
+        Update(weights=WEIGHTS, shared={"masks": {"b": HALF[:2]}}),
+        "not a bool mask of the model's shape",
+    ),
     "one mask": (Update(weights=WEIGHTS, shared={"masks": HALF}), r"`shared\['masks'\]` as Tensor; expected a tree"),
     "whole extra": (Update(weights=WEIGHTS, extra={"n": {"b": torch.ones(4).int()}}), "expected floats"),
     "extra's shape": (

@@ -1,120 +1,110 @@
-import numpy as np
+"""The store in memory: versions, files, and what is refused."""
+
 import pytest
 import torch
 
 from lightning_sparsefl.errors import CheckpointMismatch
-from lightning_sparsefl.federated.storage.atomic_files import fingerprint, load_plain, write_atomically
-from lightning_sparsefl.federated.storage.records import (
-    ClientRecord,
-    MemoryStore,
-    pack_plain,
-    pack_record,
-    unpack_plain,
-)
-
-CPU = torch.device("cpu")
+from lightning_sparsefl.federated.storage.atomic_files import load_plain, write_atomically
+from lightning_sparsefl.federated.storage.memory_store import MemoryStore
+from lightning_sparsefl.federated.storage.record_store import StoredRecords
 
 
-def record(seed):
-    g = torch.Generator().manual_seed(seed)
-    mask = torch.rand(13, 5, generator=g) < 0.5
-    return ClientRecord(
-        shared={"masks": {"w": mask}, "pulls": [1, 2.5], "name": "a", "none": None, "flag": True},
-        memory={"weights": {"w": torch.randn(13, 5, generator=g)}},
-        held="digest",
-    )
+def packed(number):
+    return {"n": number, "w": torch.full((3,), float(number))}
 
 
-def assert_equal(a, b):
-    assert torch.equal(a.shared["masks"]["w"], b.shared["masks"]["w"])
-    assert torch.equal(a.memory["weights"]["w"], b.memory["weights"]["w"])
-    assert {k: v for k, v in a.shared.items() if k != "masks"} == {k: v for k, v in b.shared.items() if k != "masks"}
-    assert a.held == b.held
+def numbers(store, at=None):
+    return {client: store.get(client, at)["n"] for client in store.clients(at)}
 
 
-def test_masks_are_packed_to_a_bit_and_come_back():
-    mask = torch.rand(1000) < 0.5
-    packed = pack_plain({"m": mask})
-    assert packed["m"]["packed_mask"].numel() == 125
-    assert torch.equal(unpack_plain(packed, CPU)["m"], mask)
+@pytest.fixture
+def store(alone):
+    return MemoryStore("server", alone)
 
 
-def test_what_a_checkpoint_cannot_hold_is_refused_by_name():
-    with pytest.raises(TypeError, match="hold a set"):
-        pack_plain({"x": {1, 2}})
+def test_commit_and_load(tmp_path, alone, store):
+    store.put(3, packed(3), 1)
+    store.put(5, packed(5), 1)
+    assert store.commit(tmp_path, 1).index == {3: {1: [1, 0]}, 5: {1: [1, 0]}}
+    store.put(5, packed(55), 2)
+    stored = store.commit(tmp_path, 2)
+    assert stored.index == {3: {1: [1, 0]}, 5: {2: [2, 0]}}
+    other = MemoryStore("server", alone)
+    other.load(stored, tmp_path)
+    assert numbers(other) == {3: 3, 5: 55}
+    assert torch.equal(other.get(5)["w"], torch.full((3,), 55.0))
+    assert other.get(4) is None
 
 
-def test_numbers_of_numpy_become_plain(tmp_path):
-    """They are floats and strings, too, and could not be read again."""
-    packed = pack_plain({np.str_("a"): [np.float64(0.1), (1, True)]})
-    write_atomically(tmp_path / "x.pt", packed)
-    assert load_plain(tmp_path / "x.pt") == {"a": [0.1, [1, True]]}
+def test_two_stores_share_a_folder(tmp_path, alone, store):
+    other = MemoryStore("nodes", alone)
+    for number, each in enumerate((store, other)):
+        each.put(0, packed(number), 1)
+        each.commit(tmp_path, 1)
+        each.discard_unreferenced(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["nodes-000001-000.pt", "server-000001-000.pt"]
 
 
-def test_a_fingerprint_tells_contents_apart_and_not_how_they_are_held():
-    wide = torch.arange(6.0).reshape(2, 3)
-    same = [{"a": wide[:, :2], "b": [1, None]}, {"b": (1, None), "a": wide[:, :2].contiguous()}]
-    assert fingerprint(same[0]) == fingerprint(same[1])
-    others = [
-        wide,
-        wide.reshape(3, 2),
-        wide.int(),
-        wide[0],
-        [1, 2],
-        [[1], 2],
-        ["12"],
-        ["1", "2"],
-        1,
-        1.0,
-        "1",
-        True,
-        {},
-    ]
-    assert len({fingerprint(other) for other in others}) == len(others)
+def test_only_the_newest_version_and_the_pinned_rounds_are_kept(tmp_path, alone, store):
+    for round in (1, 2):
+        store.put(0, packed(round), round)
+    assert store.get(0, at=1) is None
+    store.put(1, packed(10), 2)
+    store.pin(2)
+    for round in (3, 4, 5):
+        store.put(0, packed(round), round)
+    assert [store.get(0, at)["n"] for at in (2, 3, 4, 5, None)] == [2, 2, 2, 5, 5]
+    stored = store.commit(tmp_path, 5)
+    assert stored.index == {0: {2: [5, 0], 5: [5, 0]}, 1: {2: [5, 0]}}
+    other = MemoryStore("server", alone)
+    other.load(stored, tmp_path)
+    other.pin(2)
+    assert numbers(other, 2) == {0: 2, 1: 10}
+    assert numbers(other) == {0: 5, 1: 10}
+    other.pin(5)
+    assert other.get(0, 4) is None
+    assert other.commit(tmp_path, 6).index == {0: {5: [5, 0]}, 1: {2: [5, 0]}}
 
 
-def test_commit_and_load(tmp_path):
-    store = MemoryStore(CPU)
-    store.put(3, pack_record(record(3)), 1)
-    store.put(5, pack_record(record(5)), 1)
-    assert store.commit(tmp_path, 1) == {3: 1, 5: 1}
-    store.put(5, pack_record(record(55)), 2)
-    index = store.commit(tmp_path, 2)
-    assert index == {3: 1, 5: 2}
-    other = MemoryStore(CPU)
-    other.load(index, tmp_path, {}, store.checksums)
-    assert_equal(other.get(3), record(3))
-    assert_equal(other.get(5), record(55))
-    assert 4 not in other
-    assert other.get(4) == ClientRecord()
+def test_versions_of_a_later_round_are_not_committed(tmp_path, alone, store):
+    store.put(0, packed(1), 1)
+    store.pin(1)
+    store.put(0, packed(2), 2)
+    stored = store.commit(tmp_path, 1)
+    assert stored.index == {0: {1: [1, 0]}}
+    assert store.commit(tmp_path, 2).index == {0: {1: [1, 0], 2: [2, 0]}}
 
 
-def test_files_that_no_client_needs_are_deleted(tmp_path):
-    store = MemoryStore(CPU)
-    for round_ in (1, 2, 3):
-        store.put(0, pack_record(record(round_)), round_)
-        store.commit(tmp_path, round_)
+def test_files_that_no_client_needs_are_deleted(tmp_path, store):
+    for round in (1, 2, 3):
+        store.put(0, packed(round), round)
+        store.commit(tmp_path, round)
     store.discard_unreferenced(tmp_path)
-    assert sorted(path.name for path in tmp_path.glob("*.pt")) == ["round-000002.pt", "round-000003.pt"]
+    assert sorted(path.name for path in tmp_path.glob("*.pt")) == ["server-000002-000.pt", "server-000003-000.pt"]
 
 
-def test_another_runs_file_is_refused_and_nothing_is_taken_over(tmp_path):
-    store, other = MemoryStore(CPU), MemoryStore(CPU)
-    for each, folder in ((store, "a"), (other, "b")):
-        each.put(3, pack_record(record(len(folder) if each is store else 9)), 1)
-        each.commit(tmp_path / folder, 1)
-    with pytest.raises(CheckpointMismatch, match=r"round-000001\.pt is damaged or of another run"):
-        store.load({3: 1}, tmp_path / "b", {}, store.checksums)
-    assert_equal(store.get(3), record(1))
+def test_another_runs_file_is_refused_and_nothing_is_taken_over(tmp_path, alone, store):
+    other, stored = MemoryStore("server", alone), {}
+    for number, (each, folder) in enumerate(((store, "a"), (other, "b"))):
+        each.put(3, packed(number), 1)
+        stored[folder] = each.commit(tmp_path / folder, 1)
+    with pytest.raises(CheckpointMismatch, match=r"server-000001-000\.pt is damaged or of another run"):
+        store.load(stored["a"], tmp_path / "b")
+    assert numbers(store) == {3: 0}
 
 
-def test_a_run_that_moves_writes_every_record_anew(tmp_path):
-    store, other = MemoryStore(CPU), MemoryStore(CPU)
-    store.put(3, pack_record(record(3)), 1)
-    store.commit(tmp_path / "old", 1)
-    other.load({3: 1}, tmp_path / "old", {}, store.checksums, moved=True)
-    assert other.commit(tmp_path / "new", 2) == {3: 2}
-    assert [path.name for path in (tmp_path / "new").iterdir()] == ["round-000002.pt"]
+def test_a_run_that_moves_writes_every_record_anew(tmp_path, alone, store):
+    store.put(3, packed(3), 1)
+    other = MemoryStore("server", alone)
+    other.load(store.commit(tmp_path / "old", 1), tmp_path / "old", moved=True)
+    assert other.commit(tmp_path / "new", 2).index == {3: {1: [2, 0]}}
+    assert [path.name for path in (tmp_path / "new").iterdir()] == ["server-000002-000.pt"]
+
+
+def test_records_inside_a_checkpoint_are_written_by_the_next_commit(tmp_path, store):
+    store.load(StoredRecords(records={7: {3: packed(7)}}), tmp_path)
+    assert numbers(store) == {7: 7}
+    assert store.commit(tmp_path, 4).index == {7: {3: [4, 0]}}
 
 
 def test_a_write_that_fails_leaves_the_old_file(tmp_path, monkeypatch):
@@ -131,48 +121,10 @@ def test_a_write_that_fails_leaves_the_old_file(tmp_path, monkeypatch):
     assert [p.name for p in tmp_path.iterdir()] == ["x.pt"]
 
 
-@pytest.mark.parametrize(
-    "damage",
-    [
-        {"shared": "all"},
-        {"memory": [1]},
-        {"new": {}},
-        {"shared": {"masks": torch.ones(3)}},
-        {"shared": {"masks": {"w": 1}}},
-        {"shared": {"masks": {"w": {"packed_mask": torch.zeros(1, dtype=torch.uint8), "shape": [2**40, 5]}}}},
-    ],
-)
-def test_a_record_that_is_none_is_refused_by_the_clients_number(damage):
-    store = MemoryStore(CPU)
-    store.load({}, None, {4: pack_record(record(0)), 5: pack_record(record(0)) | damage}, {})
-    store.get(4)
-    with pytest.raises(CheckpointMismatch, match=r"The record of client 5 is damaged, or of another version \("):
-        store.get(5)
-
-
-def test_no_memory_for_a_record_is_not_the_records_fault(monkeypatch):
-    store = MemoryStore(CPU)
-    store.put(4, pack_record(record(0)), 1)
-    monkeypatch.setattr("lightning_sparsefl.federated.storage.records.unpack_plain", exhausted)
-    with pytest.raises(MemoryError):
-        store.get(4)
-
-
-def exhausted(*_):
-    raise MemoryError
-
-
 @pytest.mark.parametrize("keep", [0, 10, 400])
 def test_torn_files_are_refused_in_a_sentence(tmp_path, keep):
     path = tmp_path / "x.pt"
     write_atomically(path, {"a": torch.zeros(100)})
     path.write_bytes(path.read_bytes()[:keep])
     with pytest.raises(CheckpointMismatch, match=r"x\.pt is damaged or not a checkpoint"):
-        load_plain(path)
-
-
-def test_pickled_code_is_refused(tmp_path):
-    path = tmp_path / "x.pt"
-    torch.save({"f": MemoryStore}, path)
-    with pytest.raises(CheckpointMismatch, match="not a checkpoint of plain types"):
         load_plain(path)

@@ -24,11 +24,12 @@ from lightning_sparsefl import FederatedTrainer, Federation, FedSpa
 from lightning_sparsefl.data import FederatedBlobs
 from lightning_sparsefl.errors import CheckpointMismatch, DiskFull
 from lightning_sparsefl.federated.distributed import signals as interrupt
+from lightning_sparsefl.federated.exchange.hashing import fingerprint
 from lightning_sparsefl.federated.storage import atomic_files as files
 from lightning_sparsefl.federated.storage import run_folder as runfolder
 from lightning_sparsefl.federated.storage.checkpoint import load_checkpoint, plain_hparams
-from lightning_sparsefl.federated.storage.record_database import NAME, RecordDatabase
-from lightning_sparsefl.federated.storage.records import MemoryStore
+from lightning_sparsefl.federated.storage.memory_store import MemoryStore
+from lightning_sparsefl.federated.storage.record_database import RecordDatabase
 from lightning_sparsefl.models import MLP
 
 pytestmark = [
@@ -268,7 +269,7 @@ def spoil(half, tmp_path):
 def test_a_damaged_checkpoint_is_refused_by_name(damage, spoil, tmp_path):
     path, said = spoil(damage)
     before = {file: file.read_bytes() for file in path.parent.rglob("*.*")}
-    with pytest.raises(CheckpointMismatch, match=f"{said}(.|\n)*previous.ckpt; `ckpt_path: last` takes it"):
+    with pytest.raises(CheckpointMismatch, match=f"{said}(.|\n)*previous.ckpt; `ckpt_path: last` uses it"):
         fit(tmp_path, str(path))
     assert {file: file.read_bytes() for file in path.parent.rglob("*.*")} == before
 
@@ -279,25 +280,25 @@ def test_the_checkpoint_before_stands_in_for_a_damaged_one(damage, spoil, straig
     path, said = spoil(damage)
     folder = fit(tmp_path, "last")
     assert said in caplog.text
-    assert f"Going on from the one before it, {path.with_name('previous.ckpt')}, after round 1." in caplog.text
+    assert f"Resuming from the previous checkpoint, {path.with_name('previous.ckpt')}, after round 1." in caplog.text
     assert left(folder) == left(straight)
     assert path.with_name("last.ckpt.refused").exists() == (damage != "missing")
 
 
 def test_the_checkpoint_before_stands_in_for_a_torn_record_on_disk(tmp_path, caplog):
     def records(folder):
-        file = RecordDatabase.at(folder / "checkpoints" / "clients", 4)
-        return {client: files.fingerprint(file.read(client, 4)) for client in file.clients(4)}
+        file = RecordDatabase.at(folder / "checkpoints" / "clients", "server", 4)
+        return {client: fingerprint(file.read(client, 4)) for client in file.clients(4)}
 
     on_disk = {"federation": {"store": "disk"}}
     straight = fit(tmp_path / "straight", **on_disk)
     killed(tmp_path / "killed", "between rounds", **on_disk)
-    path = tmp_path / "killed/FedSpa/version_0/checkpoints/clients" / NAME
+    path = tmp_path / "killed/FedSpa/version_0/checkpoints/clients/server.sqlite"
     with contextlib.closing(sqlite3.connect(path)) as database, database:
         database.execute("UPDATE records SET content = substr(content, 1, 100) WHERE round = 2")
     folder = fit(tmp_path / "killed", "last", **on_disk)
-    assert "holds a torn record" in caplog.text
-    assert "Going on from the one before it" in caplog.text
+    assert "holds a damaged record" in caplog.text
+    assert "Resuming from the previous checkpoint" in caplog.text
     assert left(folder) == left(straight)
     assert records(folder) == records(straight)
 
@@ -318,13 +319,13 @@ def test_no_flipped_byte_goes_unnoticed(half, tmp_path):
     path = tmp_path / "last.ckpt"
     whole = (half / "FedSpa/version_0/checkpoints/last.ckpt").read_bytes()
     path.write_bytes(whole)
-    content = files.fingerprint(load_checkpoint(path))
+    content = fingerprint(load_checkpoint(path))
     refused = 0
     places = range(0, len(whole), len(whole) // 60)
     for place in places:
         path.write_bytes(whole[:place] + bytes([whole[place] ^ 0xFF]) + whole[place + 1 :])
         try:
-            assert files.fingerprint(load_checkpoint(path)) == content, place
+            assert fingerprint(load_checkpoint(path)) == content, place
         except CheckpointMismatch:
             refused += 1
     assert refused > len(places) / 4
@@ -489,6 +490,7 @@ class Fill(Callback):
                     file.write(bytes(1 << 10))
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # TensorBoard writes in a thread
 def test_a_disk_that_is_full_stops_the_run_and_leaves_the_last_round(small_disk, straight):
     with pytest.raises(DiskFull, match=f"The disk of {small_disk}.* is full .*No space left on device"):
         fit(small_disk, callbacks=[Fill(small_disk, 2)])

@@ -63,7 +63,7 @@ def test_a_damaged_table_is_set_aside_and_a_new_one_begins(damage, tmp_path):
     for name in ("metrics.csv.damaged", "metrics.csv.damaged1"):
         table.path.write_bytes(spoilt)
         again = Table(table.path)
-        with pytest.warns(UserWarning, match=rf"metrics\.csv is damaged .*: it is {name} now"):
+        with pytest.warns(UserWarning, match=rf"metrics\.csv is damaged .*; it was renamed to {name}, and"):
             again.cut_back(2)
         assert (tmp_path / name).read_bytes() == spoilt
     again.append([{"round": 2, "x": 2}])

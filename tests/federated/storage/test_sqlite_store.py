@@ -7,33 +7,44 @@ import random
 import signal
 import sqlite3
 import zlib
+from functools import partial
 
 import pytest
 import torch
 
 from lightning_sparsefl.errors import CheckpointMismatch, InvalidOption
-from lightning_sparsefl.federated.storage import sqlite_store as disk_store
-from lightning_sparsefl.federated.storage.record_database import NAME, RecordDatabase
-from lightning_sparsefl.federated.storage.records import ClientRecord, MemoryStore, pack_record
+from lightning_sparsefl.federated.exchange.plain_values import pack_plain
+from lightning_sparsefl.federated.storage import sqlite_store
+from lightning_sparsefl.federated.storage.memory_store import MemoryStore
+from lightning_sparsefl.federated.storage.record_database import RecordDatabase
+from lightning_sparsefl.federated.storage.record_store import StoredRecords
 from lightning_sparsefl.federated.storage.sqlite_store import SqliteStore
+from lightning_sparsefl.federated.tracking.tensorboard import packed_masks
 
-CPU = torch.device("cpu")
+NAME = "server"
+FILE = f"{NAME}.sqlite"
 
 
 def packed(number):
-    return pack_record(ClientRecord(shared={"masks": {"w": torch.arange(16) < number % 16}, "n": number}))
+    return {"n": number, "shared": pack_plain({"masks": {"w": torch.arange(16) < number % 16}})}
 
 
 def numbers(records):
-    return {client: record["shared"]["n"] for client, record in records.items()}
+    return {client: versions[max(versions)]["n"] for client, versions in records.items()}
+
+
+@pytest.fixture
+def new(alone):
+    """Makes a store."""
+    return partial(SqliteStore, NAME, alone)
 
 
 class Run:
     """Rounds on a store, with a dict of numbers as the slow twin; two checkpoints are kept."""
 
-    def __init__(self, folder, rng):
-        self.folder, self.rng, self.store = folder, rng, SqliteStore(CPU)
-        self.now, self.round, self.snapshot, self.checkpoints = {}, 0, None, []
+    def __init__(self, folder, rng, ranks):
+        self.folder, self.rng, self.ranks, self.store = folder, rng, ranks, SqliteStore(NAME, ranks)
+        self.now, self.round, self.pinned, self.checkpoints = {}, 0, None, []
 
     def play(self):
         self.round += 1
@@ -41,49 +52,50 @@ class Run:
             self.now[client] = number = self.rng.randrange(10**6)
             self.store.put(client, packed(number), self.round)
         if self.rng.random() < 0.2:
-            self.snapshot = (self.store.snapshot(self.round), dict(self.now))
+            self.pinned = (self.round, dict(self.now))
+            self.store.pin(self.round)
 
     def commit(self, torn=False):
-        index = self.store.commit(self.folder, self.round)
+        stored = self.store.commit(self.folder, self.round)
         if not torn:  # else the process dies before the checkpoint is written
-            self.checkpoints = [*self.checkpoints[-1:], (index, self.round, dict(self.now), self.snapshot)]
+            self.checkpoints = [*self.checkpoints[-1:], (stored, self.round, dict(self.now), self.pinned)]
             self.store.discard_unreferenced(self.folder)
 
     def resume(self):
-        index, self.round, now, self.snapshot = self.rng.choice(self.checkpoints)
+        stored, self.round, now, self.pinned = self.rng.choice(self.checkpoints)
         self.checkpoints = [c for c in self.checkpoints if c[1] <= self.round]
-        self.now, self.store = dict(now), SqliteStore(CPU)
-        self.store.load(index, self.folder, {}, {})
-        if self.snapshot is not None:
-            self.store.take_over(self.snapshot[0])
+        self.now, self.store = dict(now), SqliteStore(NAME, self.ranks)
+        self.store.load(stored, self.folder)
+        if self.pinned is not None:
+            self.store.pin(self.pinned[0])
 
     def check(self):
-        check(self.store, self.now, self.snapshot)
-        for index, _, now, snapshot in self.checkpoints:
+        check(self.store, self.now, self.pinned)
+        for stored, _, now, pinned in self.checkpoints:
             for kind in (SqliteStore, MemoryStore):
-                other = kind(CPU)
-                other.load(index, self.folder, {}, {})
-                mark = None if snapshot is None else (other.take_over(snapshot[0]), snapshot[1])
-                check(other, now, mark)
+                other = kind(NAME, self.ranks)
+                other.load(stored, self.folder)
+                if pinned is not None:
+                    other.pin(pinned[0])
+                check(other, now, pinned)
 
 
-def check(store, now, snapshot):
+def check(store, now, pinned):
     assert list(store.clients()) == sorted(now)
-    assert numbers(store.records()) == now
-    assert store.get(99) == ClientRecord()
-    assert 99 not in store
-    if snapshot is not None:
-        with store.seen_as(snapshot[0]):
-            assert list(store.clients()) == sorted(snapshot[1])
-            assert {client: store.get(client).shared["n"] for client in store.clients()} == snapshot[1]
-        assert numbers(store.records()) == now
+    assert {client: versions[max(versions)]["n"] for client, versions in store.records().items()} == now
+    assert {client: store.get(client)["n"] for client in store.clients()} == now
+    assert store.get(99) is None
+    if pinned is not None:
+        round, then = pinned
+        assert list(store.clients(round)) == sorted(then)
+        assert {client: store.get(client, round)["n"] for client in store.clients(round)} == then
 
 
 @pytest.mark.slow_after_first
 @pytest.mark.parametrize("seed", range(4))
-def test_any_order_of_commits_crashes_and_resumes_reads_as_a_dict(tmp_path, seed):
+def test_any_order_of_commits_crashes_and_resumes_reads_as_a_dict(tmp_path, seed, alone):
     rng = random.Random(seed)
-    run = Run(tmp_path, rng)
+    run = Run(tmp_path, rng, alone)
     for _ in range(25):
         run.play()
         torn = bool(run.checkpoints) and rng.random() < 0.2
@@ -94,8 +106,8 @@ def test_any_order_of_commits_crashes_and_resumes_reads_as_a_dict(tmp_path, seed
         run.check()
 
 
-def test_a_kill_inside_a_commit_leaves_the_round_before(tmp_path, monkeypatch):
-    run = Run(tmp_path, random.Random(0))
+def test_a_kill_inside_a_commit_leaves_the_round_before(tmp_path, monkeypatch, alone):
+    run = Run(tmp_path, random.Random(0), alone)
     run.play()
     run.commit()
     run.play()
@@ -118,7 +130,7 @@ def test_a_kill_inside_a_commit_leaves_the_round_before(tmp_path, monkeypatch):
         os._exit(0)
     assert os.waitpid(child, 0)[1] == signal.SIGKILL
     monkeypatch.undo()
-    assert (tmp_path / f"{NAME}-journal").stat().st_size > 0
+    assert (tmp_path / f"{FILE}-journal").stat().st_size > 0
     run.resume()
     run.check()
     run.play()
@@ -126,26 +138,26 @@ def test_a_kill_inside_a_commit_leaves_the_round_before(tmp_path, monkeypatch):
     run.check()
 
 
-def test_nothing_is_left_of_what_no_checkpoint_needs(tmp_path):
-    store = SqliteStore(CPU)
+def test_nothing_is_left_of_what_no_checkpoint_needs(tmp_path, new):
+    store = new()
     for round_ in range(1, 30):
         store.put(round_ % 2, packed(round_), round_)
         store.commit(tmp_path, round_)
-    with sqlite3.connect(tmp_path / NAME) as database:
+    with sqlite3.connect(tmp_path / FILE) as database:
         kept = sorted(database.execute("SELECT client, round FROM records"))
     database.close()
     assert kept == [(0, 26), (0, 28), (1, 27), (1, 29)]
 
 
-def steps_of_a_commit(folder, stored):
+def steps_of_a_commit(folder, stored, new):
     """Instructions of SQLite for one commit of two records, with so many stored."""
-    store = SqliteStore(CPU)
+    store = new()
     for client in range(stored):
         store.put(client, packed(client), 1)
     store.commit(folder, 1)
     counted = []
     for round_ in range(2, 6):
-        store._file._database.set_progress_handler(lambda: counted.append(1), 10)
+        store._database._database.set_progress_handler(lambda: counted.append(1), 10)
         store.put(0, packed(0), round_)
         store.put(stored + round_, packed(1), round_)
         store.commit(folder, round_)
@@ -153,121 +165,116 @@ def steps_of_a_commit(folder, stored):
     return len(counted)
 
 
-def test_a_commit_costs_what_changed_and_not_what_is_stored(tmp_path):
-    assert steps_of_a_commit(tmp_path / "many", 2000) <= 1.2 * steps_of_a_commit(tmp_path / "few", 20)
+def test_a_commit_costs_what_changed_and_not_what_is_stored(tmp_path, new):
+    assert steps_of_a_commit(tmp_path / "many", 2000, new) <= 1.2 * steps_of_a_commit(tmp_path / "few", 20, new)
 
 
-def test_memory_holds_nothing_after_a_commit_and_masks_come_from_the_file(tmp_path):
-    store = SqliteStore(CPU)
+def test_memory_holds_nothing_after_a_commit_and_masks_come_from_the_file(tmp_path, new):
+    store = new()
     store.put(3, packed(3), 1)
-    store.put(5, pack_record(ClientRecord()), 1)
+    store.put(5, {"n": 5, "shared": {}}, 1)
     store.put(8, packed(8), 1)
-    assert set(store.packed_masks(2)) == {3}
+    assert set(packed_masks(store, 2)) == {3}
     store.commit(tmp_path, 1)
     assert store._new == {}
-    assert set(store.packed_masks(3)) == {3, 8}
-    assert torch.equal(store.get(3).shared["masks"]["w"], torch.arange(16) < 3)
+    assert set(packed_masks(store, 3)) == {3, 8}
 
 
 @pytest.mark.parametrize("old", [MemoryStore, SqliteStore])
-@pytest.mark.parametrize("new", [MemoryStore, SqliteStore])
-def test_a_run_may_go_on_in_another_folder_and_with_another_store(tmp_path, old, new):
-    first = old(CPU)
+@pytest.mark.parametrize("kind", [MemoryStore, SqliteStore])
+def test_a_run_may_go_on_in_another_folder_and_with_another_store(tmp_path, old, kind, alone):
+    first, second, again = old(NAME, alone), kind(NAME, alone), kind(NAME, alone)
     for client in range(4):
         first.put(client, packed(client), 1)
-    index = first.commit(tmp_path / "a", 1)
-    second = new(CPU)
-    second.load(index, tmp_path / "a", {}, first.checksums, moved=True)
+    second.load(first.commit(tmp_path / "a", 1), tmp_path / "a", moved=True)
     second.put(2, packed(20), 2)
-    index = second.commit(tmp_path / "b", 2)
-    again = new(CPU)
-    again.load(index, tmp_path / "b", {}, second.checksums)
+    again.load(second.commit(tmp_path / "b", 2), tmp_path / "b")
     assert numbers(again.records()) == {0: 0, 1: 1, 2: 20, 3: 3}
 
 
-def test_records_of_a_copy_are_written_by_the_next_commit(tmp_path):
-    store = SqliteStore(CPU)
-    store.load({}, tmp_path, {7: packed(7)}, {})
-    index = store.commit(tmp_path, 4)
-    again = SqliteStore(CPU)
-    again.load(index, tmp_path, {}, {})
+def test_records_of_a_copy_are_written_by_the_next_commit(tmp_path, new):
+    store = new()
+    store.load(StoredRecords(records={7: {3: packed(7)}}), tmp_path)
+    again, committed = new(), store.commit(tmp_path, 4)
+    again.load(committed, tmp_path)
     assert numbers(again.records()) == {7: 7}
 
 
-def test_a_copy_that_would_not_fit_into_memory_is_refused(tmp_path, monkeypatch):
-    store = SqliteStore(CPU)
+def test_a_copy_that_would_not_fit_into_memory_is_refused(tmp_path, monkeypatch, new):
+    store = new()
     store.put(0, packed(0), 1)
     store.commit(tmp_path, 1)
-    monkeypatch.setattr(disk_store, "_MOST_BYTES_OF_A_COPY", 100)
+    monkeypatch.setattr(sqlite_store, "_MOST_BYTES_OF_A_COPY", 100)
     with pytest.raises(InvalidOption, match="`save_weights_only` of `ModelCheckpoint`"):
         store.records()
 
 
-def test_a_rank_that_sees_another_disk_says_so(tmp_path):
-    first, other = SqliteStore(CPU), SqliteStore(CPU)
+def test_a_rank_that_sees_another_disk_says_so(tmp_path, new):
+    first, other = new(), new()
     first.put(0, packed(0), 1)
     first.commit(tmp_path / "here", 1)
-    other.follow(tmp_path / "here", 1)
-    assert 0 in other
+    other._follow(tmp_path / "here", 1)
+    other._committed = 1
+    assert other.get(0)["n"] == 0
     with pytest.raises(InvalidOption, match="a run folder that all ranks see"):
-        other.follow(tmp_path / "there", 2)
+        other._follow(tmp_path / "there", 2)
 
 
-def test_a_checkpoint_that_is_too_old_is_refused(tmp_path):
-    store = SqliteStore(CPU)
+def test_a_checkpoint_that_is_too_old_is_refused(tmp_path, new):
+    store = new()
     for round_ in range(1, 6):
         store.put(0, packed(round_), round_)
         store.commit(tmp_path, round_)
     for gone in (1, 2, 6):
         with pytest.raises(CheckpointMismatch, match=f"records of round {gone} any more, or not yet"):
-            SqliteStore(CPU).load(gone, tmp_path, {}, {})
+            new().load(StoredRecords(gone), tmp_path)
 
 
 @pytest.fixture
-def stored(tmp_path):
-    store = SqliteStore(CPU)
+def stored(tmp_path, new):
+    store = new()
     store.put(0, packed(1), 1)
     store.commit(tmp_path, 1)
-    store._file.close()
+    store._database.close()
     return tmp_path
 
 
 def change(folder, statement, *values):
-    database = sqlite3.connect(folder / NAME)
+    database = sqlite3.connect(folder / FILE)
     with database:
         database.execute(statement, values)
     database.close()
 
 
-def test_a_torn_record_of_the_newest_commit_is_refused_by_name(stored):
+def test_a_torn_record_of_the_newest_commit_is_refused_by_name(stored, new):
     change(stored, "UPDATE records SET content = substr(content, 1, 100)")
-    with pytest.raises(CheckpointMismatch, match=r"torn record of client 0 \(its checksum is another\)"):
-        SqliteStore(CPU).load(1, stored, {}, {})
+    with pytest.raises(CheckpointMismatch, match=r"damaged record of client 0 \(its checksum does not match\)"):
+        new().load(StoredRecords(1), stored)
 
 
-def test_an_older_torn_record_is_refused_as_it_is_read(stored):
-    store = SqliteStore(CPU)
-    store.load(1, stored, {}, {})
+def test_an_older_torn_record_is_refused_as_it_is_read(stored, new):
+    store = new()
+    store.load(StoredRecords(1), stored)
     for round_, client in enumerate((1, 2), start=2):
         store.put(client, packed(round_), round_)
         store.commit(stored, round_)
-    store._file.close()
+    store._database.close()
     change(stored, "UPDATE records SET content = substr(content, 1, 100) WHERE client < 2")
-    store = SqliteStore(CPU)
-    store.load(3, stored, {}, {})
+    store = new()
+    store.load(StoredRecords(3), stored)
     store.get(2)
-    with pytest.raises(CheckpointMismatch, match="torn record of client 1"):
+    with pytest.raises(CheckpointMismatch, match="damaged record of client 1"):
         store.get(1)
-    with pytest.raises(CheckpointMismatch, match="torn record of client 1"):
-        SqliteStore(CPU).load(2, stored, {}, {})
+    with pytest.raises(CheckpointMismatch, match="damaged record of client 1"):
+        new().load(StoredRecords(2), stored)
 
 
-def test_pickled_code_in_a_record_is_refused(stored):
+def test_pickled_code_in_a_record_is_refused(stored, new):
     torch.save({"f": MemoryStore}, stored / "x.pt")
     content = (stored / "x.pt").read_bytes()
     change(stored, "UPDATE records SET content = ?, crc = ?", content, zlib.crc32(content))
-    with pytest.raises(CheckpointMismatch, match="torn record of client 0"):
-        SqliteStore(CPU).load(1, stored, {}, {})
+    with pytest.raises(CheckpointMismatch, match="damaged record of client 0"):
+        new().load(StoredRecords(1), stored)
 
 
 @pytest.mark.parametrize(
@@ -278,20 +285,20 @@ def test_pickled_code_in_a_record_is_refused(stored):
         "DROP TABLE superseded",
     ],
 )
-def test_a_file_of_another_layout_is_refused(stored, statement):
+def test_a_file_of_another_layout_is_refused(stored, statement, new):
     change(stored, statement)
-    with pytest.raises(CheckpointMismatch, match="is no file of clients' records"):
-        SqliteStore(CPU).load(1, stored, {}, {})
+    with pytest.raises(CheckpointMismatch, match="is not a database of clients' records"):
+        new().load(StoredRecords(1), stored)
 
 
 @pytest.mark.parametrize("content", [b"", b"no database", None])
-def test_a_file_that_is_none_is_refused(stored, content):
-    path = stored / NAME
+def test_a_file_that_is_none_is_refused(stored, content, new):
+    path = stored / FILE
     path.write_bytes(path.read_bytes()[:5000] if content is None else content)
-    with pytest.raises(CheckpointMismatch, match=r"records\.sqlite"):
-        SqliteStore(CPU).load(1, stored, {}, {})
+    with pytest.raises(CheckpointMismatch, match=r"server\.sqlite"):
+        new().load(StoredRecords(1), stored)
 
 
-def test_a_missing_file_is_refused(tmp_path):
-    with pytest.raises(CheckpointMismatch, match=r"There is no .*records\.sqlite"):
-        SqliteStore(CPU).load(1, tmp_path, {}, {})
+def test_a_missing_file_is_refused(tmp_path, new):
+    with pytest.raises(CheckpointMismatch, match=r"There is no .*server\.sqlite"):
+        new().load(StoredRecords(1), tmp_path)

@@ -19,8 +19,8 @@ from torch import nn
 from lightning_sparsefl.algorithms import FedAvg, FedSpa
 from lightning_sparsefl.data import Dirichlet, FederatedBlobs
 from lightning_sparsefl.federated import ExponentialRoundLR, FederatedTrainer, Federation
-from lightning_sparsefl.federated.evaluation.scores import Scores
-from lightning_sparsefl.federated.tracking.recorder import Recorder, hyperparameters, log_hyperparameters
+from lightning_sparsefl.federated.tracking.hyperparameters import hyperparameters, log_hyperparameters
+from lightning_sparsefl.federated.tracking.tensorboard import Boards
 from lightning_sparsefl.models import MLP
 
 CLIENTS, ROUNDS = 6, 2
@@ -95,6 +95,7 @@ def test_every_key_has_a_point_for_every_round(board):
     scores += [f"personal/{m}{end}" for m in METRICS for end in ("", "_std", "_worst10")]
     masks = ["sparsity/density", *(f"sparsity/layer/{n}" for n in MASKED), "mask/changed", "mask/coverage_min"]
     others = [
+        "comm/scoring_bytes",
         "clients/trained",
         "clients/failed",
         "local/train_loss",
@@ -251,7 +252,8 @@ class Holder:
 def test_hyperparameters_are_few_plain_and_free_of_defaults(tmp_path):
     run = trainer(tmp_path, FedAvg(), round_lr=ExponentialRoundLR(gamma=0.5), gradient_clip_val=2.0)
     data = Holder(num_clients=4, partition=Dirichlet(alpha=0.5))
-    params = hyperparameters(run, data, Holder(hparams={"_class_path": "x", "lr": 0.5, "net": nn.ReLU(), "no": None}))
+    model = Holder(hparams={"_class_path": "x", "lr": 0.5, "net": nn.ReLU(), "no": None})
+    params = hyperparameters(run.options, data, model)
     assert params == {
         "algorithm": "FedAvg",
         "data": "Holder",
@@ -278,14 +280,13 @@ def test_hyperparameters_are_few_plain_and_free_of_defaults(tmp_path):
 )
 def test_hyperparameters_name_no_address(tmp_path, value, text):
     model = Holder(hparams={"x": value})
-    assert hyperparameters(trainer(tmp_path), Holder(num_clients=4), model)["model/x"] == text
+    assert hyperparameters(trainer(tmp_path).options, Holder(num_clients=4), model)["model/x"] == text
 
 
 def test_long_hyperparameters_are_shortened(tmp_path):
     capacities = {"capacities": [0.5] * 100}
-    assert (
-        len(hyperparameters(trainer(tmp_path, federation=capacities), blobs(), module())["federation/capacities"]) < 81
-    )
+    params = hyperparameters(trainer(tmp_path, federation=capacities).options, blobs(), module())
+    assert len(params["federation/capacities"]) < 81
 
 
 def test_loggers_get_hyperparameters_and_no_made_up_metric(tmp_path):
@@ -300,9 +301,8 @@ def test_loggers_get_hyperparameters_and_no_made_up_metric(tmp_path):
 
 def test_a_client_that_diverged_is_left_out_of_the_histogram(tmp_path):
     logger = TensorBoardLogger(tmp_path, "a", "b")
-    recorder = Recorder(Holder(folder=None), None, [logger])
     bad = {"loss": math.nan, "only_bad": math.inf}
-    recorder._histograms(4, Scores({}, {0: {"loss": 1.0}, 1: {"loss": 3.0}, 2: bad}))
+    Boards([logger], {}, declared=True).histograms(4, {0: {"loss": 1.0}, 1: {"loss": 3.0}, 2: bad})
     logger.save()
     board = events(logger.log_dir)
     assert board.Tags()["histograms"] == ["clients/loss"]

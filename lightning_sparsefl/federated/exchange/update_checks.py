@@ -1,9 +1,9 @@
-"""Checks of an update against its message, before anything of it is kept or merged.
+"""Validation of an update against its message, before any part of it is stored or merged.
 
-There are two kinds of fault. What a client itself can cause, values that are not finite or out of any proportion and
-claims beyond its share, is that client's failure and obeys `federation.on_client_error`. What only the method's code
-can have done wrong (names, shapes, dtypes, `kind`, votes) is an :class:`InvalidUpdate`, which ends the run in either
-case: every client would meet it, and leaving them all out would hide it.
+There are two kinds of faults. Faults that a client's data can cause (values that are not finite or extremely large,
+weights or sizes above its limits) are a failure of that client, handled by `federation.on_client_error`. Faults that
+only the method's code can cause (names, shapes, dtypes, `kind`, votes) raise :class:`InvalidUpdate`, which always ends
+the run: they affect every client, and skipping all of them would hide the fault.
 """
 
 from __future__ import annotations
@@ -16,32 +16,31 @@ import torch
 from torch import Tensor
 
 from lightning_sparsefl.errors import InvalidUpdate
-from lightning_sparsefl.federated.evaluation.scores import not_finite
 from lightning_sparsefl.federated.exchange.flat import Layout
 from lightning_sparsefl.types import Masks, Message, Update, Weights
 
 _KINDS = ("weights", "difference")
 _MOST_METRICS = 256
 _SHARED_FACTOR, _SHARED_ROOM = 4, 64 * 1024
-"""Bytes of `shared`: a multiple of the model's, and some more."""
+"""Maximum size of `shared`: a multiple of the size of the model plus a number of bytes."""
 _LARGEST = 2.0**64
-"""Values whose squares overflow float32: after a mean over them no client could train."""
+"""Maximum value; squares of larger values overflow float32, so that no client could train from a mean over them."""
 
 
 def check_update_schema(
     update: Update, message: Message, layout: Layout, may_vote: Callable[[Message], Masks], client: int
 ) -> None:
-    """Compare an update with the model and with what was sent.
+    """Check the structure of an update against the model and the message.
 
     Args:
-        update: Update as the method's `train` returned it.
-        message: Message that the client had received.
+        update: Update from the method's `train`.
+        message: Message that the client received.
         layout: Layout of the model's tensors.
-        may_vote: The method's hook; called only where the update brings votes of its own, since others follow from it.
+        may_vote: Hook of the method; called only if the update has votes, since the default votes satisfy it.
         client: Number of the client, for the error message.
 
     Raises:
-        InvalidUpdate: If they do not fit.
+        InvalidUpdate: If the structure is wrong.
     """
     who = f"The update of client {client}"
     if update.kind not in _KINDS:
@@ -51,7 +50,9 @@ def check_update_schema(
     for name, tensor in update.weights.items():
         _check_tensor(f"{who} holds {name!r}", name, tensor, layout, layout.dtypes.get(name))
         if update.kind == "difference" and name not in message.weights:
-            raise InvalidUpdate(f"{who} holds a difference of {name!r}, which was not sent; return it as weights.")
+            raise InvalidUpdate(
+                f"{who} holds a difference of {name!r}, which was not sent to the client; return it as weights."
+            )
     for key, tree in update.extra.items():
         _check_extra(f"{who} holds `extra[{key!r}]`", tree, message.extra.get(key, {}))
     _check_held(f"{who} holds `shared['masks']`", (update.shared or {}).get("masks", {}), layout)
@@ -89,30 +90,30 @@ def _check_held(what: str, masks: Any, layout: Layout) -> None:
             or mask.dtype != torch.bool
             or mask.shape != layout.shapes.get(name, mask.shape)
         ):
-            raise InvalidUpdate(f"{what} with {name!r}, which is no mask of the model's shape; expected booleans.")
+            raise InvalidUpdate(f"{what} with {name!r}, which is not a bool mask of the model's shape.")
 
 
 def _check_votes(who: str, votes: Masks, weights: Weights, allowed: Masks) -> None:
-    """A missing vote is dense, so it needs leave for the whole tensor; what is not sent casts none."""
+    """Check that votes are allowed; a sent tensor without a mask of votes has votes on all of its coordinates."""
     for name in allowed.keys() & weights.keys():
         vote, may = votes.get(name), allowed[name]
         if vote is not may and _any(~may if vote is None else vote > may):
             raise InvalidUpdate(
-                f"{who} votes on coordinates of {name!r} that `may_vote` forbids; vote only where the message lets "
-                "the client hold and change, or override `may_vote`."
+                f"{who} votes on coordinates of {name!r} that `may_vote` forbids; vote only on coordinates that the "
+                "masks of the message keep and make trainable, or override `may_vote`."
             )
 
 
 def _any(mask: Tensor) -> bool:
-    """As ``Tensor.any``, which takes ten times as long on the CPU."""
+    """Return whether any value is True, in a tenth of the time of ``Tensor.any`` on the CPU."""
     return mask.numel() > 0 and bool(mask.view(torch.uint8).max())
 
 
 def non_finite_reason(update: Update) -> str | None:
-    """Return what is wrong with the numbers of an update, as a clause, or None.
+    """Return why the values of an update cannot be merged, as a clause, or None if they can.
 
-    Losses, weights, extra trees and the tensors of `shared` must be finite, and no value above 2**64, whose square
-    overflows float32. Metrics that are no losses may be undefined on a client's data, and `memory` is the client's own.
+    Losses, weights, extra trees and the tensors of `shared` must be finite and at most 2**64, since squares of larger
+    values overflow float32. Metrics other than losses may be undefined on a client's data, and `memory` is not sent.
 
     Args:
         update: Update that :func:`check_update_schema` accepts.
@@ -133,18 +134,18 @@ def non_finite_reason(update: Update) -> str | None:
 
 
 def _square(tensor: Tensor) -> Tensor:
-    """Return the sum of squares in float32, which is finite only if all squares are, as double."""
+    """Return the sum of squares computed in float32, which is finite only if all squares are, as float64."""
     flat = tensor.detach().reshape(-1).float()
     return flat.dot(flat).double()
 
 
 def excess_reason(update: Update, num_examples: int, layout: Layout) -> str | None:
-    """Return what an update claims beyond its client's share, as a clause, or None.
+    """Return which limit of its client an update exceeds, as a clause, or None if it exceeds none.
 
     Args:
         update: Update that :func:`check_update_schema` accepts.
-        num_examples: Number of the client's training samples, the most that its update may weigh.
-        layout: Layout of the model's tensors, which bounds what the server keeps about a client.
+        num_examples: Number of the client's training samples, the maximum weight of its update.
+        layout: Layout of the model's tensors, whose size limits the size of `shared`.
     """
     if update.weight > max(num_examples, 1):
         return (
@@ -160,7 +161,7 @@ def excess_reason(update: Update, num_examples: int, layout: Layout) -> str | No
 
 
 def _exceeds(value: Any, room: int) -> bool:
-    """Whether nested plain values and tensors take more bytes than there is room for; a number takes 8."""
+    """Return whether nested plain values and tensors take more than `room` bytes, counting 8 for a number."""
     left = [value]
     while left and room >= 0:
         item = left.pop()
@@ -177,7 +178,7 @@ def _exceeds(value: Any, room: int) -> bool:
 
 
 def _floats(where: str, value: Any) -> Iterator[tuple[str, Tensor]]:
-    """The float tensors of nested values, named by their place."""
+    """Yield the float tensors of nested values with their paths."""
     if isinstance(value, Tensor) and value.is_floating_point():
         yield where, value
     elif isinstance(value, Mapping):
@@ -186,3 +187,16 @@ def _floats(where: str, value: Any) -> Iterator[tuple[str, Tensor]]:
     elif isinstance(value, list | tuple):
         for index, item in enumerate(value):
             yield from _floats(f"{where}[{index}]", item)
+
+
+def not_finite(metrics: Mapping[str, float]) -> Iterator[str]:
+    """Return the names of metrics that are not finite.
+
+    Args:
+        metrics: Values by name.
+
+    Example:
+        >>> list(not_finite({"train_loss": float("nan"), "train_acc": 0.5}))
+        ['train_loss']
+    """
+    return (name for name, value in metrics.items() if not math.isfinite(value))

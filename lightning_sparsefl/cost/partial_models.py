@@ -1,0 +1,41 @@
+"""Costs of clients that train or hold a part of the model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from lightning_sparsefl.sparse.masks import counts, intersect
+from lightning_sparsefl.types import Costs, LayerFlops, Masks, Message
+
+BYTES_PER_WEIGHT = 4
+"""The papers count float32 values and take masks as free."""
+
+
+def with_trained_upload(costs: Costs, message: Message) -> Costs:
+    """Replace the paper's costs: uploaded bytes by those of the trainable weights, and FLOPs by the analytic ones.
+
+    Args:
+        costs: Costs to change.
+        message: Message that the client received.
+    """
+    changing = counts(intersect(message.trainable, message.masks))
+    sent = sum(changing.get(name, weight.numel()) for name, weight in message.weights.items())
+    return replace(costs, flops_paper=costs.flops_analytic, bytes_up_paper=BYTES_PER_WEIGHT * sent)
+
+
+def narrow_biases(layers: Sequence[LayerFlops], masks: Masks) -> list[LayerFlops]:
+    """Return layers with the bias additions of the kept units only; masks scale the products elsewhere.
+
+    Args:
+        layers: Layers of the whole network.
+        masks: Masks of the narrow network.
+    """
+    kept = counts(masks)
+    biases = {layer.weight: layer.weight.removesuffix("weight") + "bias" for layer in layers}
+    return [
+        replace(layer, bias=layer.bias * kept[biases[layer.weight]] // masks[biases[layer.weight]].numel())
+        if layer.bias and biases[layer.weight] in kept
+        else layer
+        for layer in layers
+    ]

@@ -1,0 +1,85 @@
+"""Validation of the module and the data of the user."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from lightning.pytorch import LightningDataModule, LightningModule
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch.nn.parameter import UninitializedParameter
+
+from lightning_sparsefl.data import ClientDataModules
+from lightning_sparsefl.errors import InvalidOption
+from lightning_sparsefl.federated.exchange.flat import require_trainable
+from lightning_sparsefl.federated.options import Federation
+
+ClientData = LightningDataModule | Sequence[LightningDataModule]
+"""A federated data module, or one ordinary data module per client."""
+
+_ATTRIBUTES = (
+    "num_clients",
+    "num_examples",
+    *(f"client_{split}_dataloader" for split in ("train", "val", "test")),
+    "val_dataloader",
+    "test_dataloader",
+)
+"""Attributes that the engine needs of a federated data module."""
+
+
+def as_client_data(data: ClientData | None) -> Any:
+    """Return a federated data module.
+
+    Args:
+        data: Federated data module, or a sequence of ordinary data modules, one per client.
+
+    Raises:
+        InvalidOption: If `data` is neither.
+    """
+    if isinstance(data, Sequence):
+        strangers = [type(part).__name__ for part in data if not isinstance(part, LightningDataModule)]
+        if strangers:
+            raise InvalidOption(f"`data` lists a {strangers[0]}; expected one LightningDataModule per client.")
+        data = ClientDataModules(list(data))
+    missing = [name for name in _ATTRIBUTES if not hasattr(data, name)]
+    if missing:
+        raise InvalidOption(
+            f"`data` is a {type(data).__name__} without `{missing[0]}`; expected a `FederatedDataModule`, "
+            "or a list with one LightningDataModule per client."
+        )
+    return data
+
+
+def check_data(data: Any, federation: Federation) -> None:
+    """Raise :class:`InvalidOption` if the options do not fit the data.
+
+    Args:
+        data: Data module of the clients.
+        federation: Options of the federation.
+    """
+    federation.check_fleet(data.num_clients)
+    split = getattr(data, "eval_split", "val")
+    if split not in ("val", "test"):
+        raise InvalidOption(f"`data.eval_split` is {split!r}; expected 'val' or 'test'.")
+
+
+def check_module(module: LightningModule) -> None:
+    """Raise :class:`InvalidOption` if a module cannot be trained.
+
+    Args:
+        module: Module of the user.
+    """
+    if not isinstance(module, LightningModule):
+        raise InvalidOption(
+            f"`model` is a {type(module).__module__}.{type(module).__name__}; expected a `lightning.LightningModule` "
+            "(one of the package `pytorch_lightning` is another class)."
+        )
+    for hook in ("training_step", "configure_optimizers"):
+        if not is_overridden(hook, module):
+            raise InvalidOption(f"`{type(module).__name__}` has no `{hook}`; define it to train (option `model`).")
+    require_trainable(module)
+    if any(isinstance(parameter, UninitializedParameter) for parameter in module.parameters()):
+        raise InvalidOption(
+            f"`{type(module).__name__}` has lazy layers; expected layers of known shapes, since clients share them "
+            "(option `model`)."
+        )

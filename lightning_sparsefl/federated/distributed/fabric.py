@@ -1,0 +1,135 @@
+"""Construction of a run's Fabric from the options of the trainer and the environment of a launcher."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+from lightning.fabric import Fabric
+from lightning.fabric.strategies import DDPStrategy
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+
+from lightning_sparsefl.errors import InvalidOption, WorldSizeMismatch
+from lightning_sparsefl.federated.distributed.strategy import START_METHODS, ClientParallelStrategy
+
+
+def launched_world_size() -> int | None:
+    """Return the number of processes that torchrun or SLURM started, or None without a launcher."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        return int(os.environ["WORLD_SIZE"])
+    in_slurm_step = "SLURM_NTASKS" in os.environ and os.environ.get("SLURM_JOB_NAME") not in (
+        "bash",
+        "interactive",
+    )
+    return int(os.environ["SLURM_NTASKS"]) if in_slurm_step else None
+
+
+def _launched_local_size() -> int | None:
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        return int(os.environ["LOCAL_WORLD_SIZE"])
+    size = launched_world_size()
+    return None if size is None else size // int(os.environ.get("SLURM_NNODES", "1"))
+
+
+def _adopted_devices(local: int, workers_per_device: int) -> int:
+    """Return the number of devices to use on this node, given the processes that the launcher started there."""
+    if local % workers_per_device:
+        raise InvalidOption(
+            f"`federation.workers_per_device` is {workers_per_device}, but the launcher started {local} process(es) on "
+            "this node; expected a multiple of it, so that each device gets the same number."
+        )
+    return local // workers_per_device
+
+
+def build_fabric(
+    *,
+    accelerator: str,
+    devices: int | str | list[int],
+    num_nodes: int,
+    strategy: str,
+    precision: Any,
+    timeout: float,
+    workers_per_device: int = 1,
+) -> Fabric:
+    """Return a Fabric whose ranks train clients in parallel.
+
+    Args:
+        accelerator: Accelerator, one of the values of Lightning's `Trainer`.
+        devices: Devices, one of the values of Lightning's `Trainer`; ``auto`` under a launcher derives their number
+            from its processes.
+        num_nodes: Number of machines.
+        strategy: Strategy: ``auto``, or a name starting with ``client_parallel``.
+        precision: Precision, one of the values of Lightning's `Trainer`.
+        timeout: Time that a rank waits for the others, in seconds.
+        workers_per_device: Number of ranks on each device.
+
+    Raises:
+        InvalidOption: If the strategy is none of these, or the launcher's processes cannot be distributed evenly over
+            devices.
+        WorldSizeMismatch: If the launcher started a different number of processes.
+    """
+    if strategy not in ("auto", *(f"client_parallel{suffix}" for suffix in START_METHODS)):
+        raise InvalidOption(
+            f"`trainer.strategy` is {strategy!r}; expected 'auto', 'client_parallel', 'client_parallel_fork' or "
+            "'client_parallel_spawn', since each rank trains its own clients."
+        )
+    local = _launched_local_size()
+    if devices == "auto" and local is not None:
+        devices = _adopted_devices(local, workers_per_device)
+    probe = _fabric(accelerator=accelerator, devices=devices)
+    found = probe.strategy.parallel_devices if isinstance(probe.strategy, DDPStrategy) else None
+    places = (found or [probe.device]) * workers_per_device
+    count = len(places)
+    chosen: Any = "auto"
+    if count * num_nodes > 1:
+        if strategy == "auto":
+            strategy = "client_parallel_fork" if hasattr(sys, "ps1") else "client_parallel"
+        chosen = ClientParallelStrategy(
+            shared=places if workers_per_device > 1 else None,
+            start_method=START_METHODS[strategy.removeprefix("client_parallel")],
+            timeout=timedelta(seconds=timeout),
+        )
+    fabric = _fabric(
+        accelerator=accelerator, devices=devices, num_nodes=num_nodes, strategy=chosen, precision=precision
+    )
+    _check_world_size(fabric.world_size if local is None else count * num_nodes)
+    return fabric
+
+
+def _fabric(**options: Any) -> Fabric:
+    """Return a Fabric; convert its errors to `InvalidOption`, since the options are those of the user."""
+    try:
+        return Fabric(**options)
+    except (MisconfigurationException, ValueError, TypeError, RuntimeError, ImportError) as error:
+        asked = ", ".join(f"{name}={value!r}" for name, value in options.items() if name != "strategy")
+        raise InvalidOption(f"Lightning Fabric does not accept `trainer` with {asked}: {error}") from error
+
+
+def _check_world_size(configured: int) -> None:
+    launched = launched_world_size()
+    if launched is not None and launched != configured:
+        raise WorldSizeMismatch(
+            f"The launcher started {launched} processes, but `trainer.devices` and `trainer.num_nodes` give "
+            f"{configured}; make them equal, or use `trainer.devices: auto` and the number of nodes as "
+            "`trainer.num_nodes`."
+        )
+
+
+@contextmanager
+def intra_op_threads(count: int) -> Iterator[None]:
+    """Set the number of intra-op threads inside; results depend on it, so it must be the same on every rank.
+
+    Args:
+        count: Number of threads.
+    """
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

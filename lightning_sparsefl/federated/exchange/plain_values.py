@@ -1,0 +1,69 @@
+"""Conversion of nested values to plain types that load with ``weights_only=True``; masks take one bit per element."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_sparsefl.sparse.masks import pack, unpack
+
+_MASK = "packed_mask"
+
+
+def pack_plain(value: Any) -> Any:
+    """Convert nested values to plain types on the CPU, and bool tensors to one bit per element.
+
+    Args:
+        value: Numbers, strings, None, tensors, and mappings and sequences of these.
+
+    Raises:
+        TypeError: If a value has any other type.
+    """
+    if isinstance(value, Tensor):
+        if value.dtype == torch.bool:
+            return {_MASK: pack(value.cpu()), "shape": list(value.shape)}
+        return value.detach().cpu().contiguous()  # an expanded tensor would be rejected on loading
+    if isinstance(value, Mapping):
+        return {pack_plain(key): pack_plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [pack_plain(item) for item in value]
+    if value is None or isinstance(value, bool):
+        return value
+    for kind in (int, float, str):
+        if isinstance(value, kind):
+            return kind(value)  # a `numpy.float64` is a float as well, but cannot be loaded
+    raise TypeError(
+        f"`shared`, `memory` and `extra` hold a {type(value).__name__}; expected numbers, strings, None, tensors, and "
+        "dicts and lists of these, since they are written into the checkpoint."
+    )
+
+
+def unpack_plain(value: Any, device: torch.device) -> Any:
+    """Restore values converted by :func:`pack_plain`.
+
+    Args:
+        value: Packed values.
+        device: Device of the tensors.
+    """
+    if isinstance(value, Tensor):
+        return value.to(device)
+    if isinstance(value, Mapping):
+        if _MASK in value:
+            return unpack(value[_MASK], tuple(value["shape"])).to(device)
+        return {key: unpack_plain(item, device) for key, item in value.items()}
+    if isinstance(value, list):
+        return [unpack_plain(item, device) for item in value]
+    return value
+
+
+def packed_mask(value: Mapping[str, Any]) -> Tensor:
+    """Return the bits of a mask that :func:`pack_plain` packed, as uint8.
+
+    Args:
+        value: Packed mask.
+    """
+    bits: Tensor = value[_MASK]
+    return bits

@@ -1,0 +1,221 @@
+"""The worker of a rank: its module, data and engine, shared by its clients in sequence."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal, cast
+
+import torch
+from lightning.pytorch import Callback, LightningModule
+
+from lightning_sparsefl.callbacks import LayerFreezing, StaticMask
+from lightning_sparsefl.errors import InvalidOption
+from lightning_sparsefl.federated.client import Client
+from lightning_sparsefl.federated.exchange.flat import FlatModule, FlatTree
+from lightning_sparsefl.federated.exchange.orders import Split
+from lightning_sparsefl.federated.local.deadline import CheckDeadline
+from lightning_sparsefl.federated.local.engines import FastEngine
+from lightning_sparsefl.federated.local.example_input import units_of
+from lightning_sparsefl.federated.local.lightning_trainer import LightningEngine
+from lightning_sparsefl.federated.local.round_lr import RoundLR, ScaleLearningRates
+from lightning_sparsefl.seeds import derive_seed, seed_all
+from lightning_sparsefl.sparse.masks import apply, intersect
+from lightning_sparsefl.sparse.submodel import cut, narrow, widen
+from lightning_sparsefl.sparse.units import UnitGroup, unit_masks
+from lightning_sparsefl.types import FitResult, Masks, Weights
+
+_STAGES: dict[Split, Literal["validate", "test"]] = {"val": "validate", "test": "test", "train": "validate"}
+
+
+@dataclass(frozen=True)
+class LocalWork:
+    """Settings of local training that are the same for all clients and algorithms."""
+
+    client_callbacks: Sequence[Callback] = ()
+    """Callbacks of the user, copied for each client."""
+    round_lr: RoundLR | None = None
+    """Schedule of the learning rates over rounds."""
+    validate: bool = False
+    """Whether to run a client's validation loader after each local epoch."""
+    execution: Literal["mask", "cut"] = "mask"
+    """How units are excluded from training, option `federation.execution`."""
+
+
+def require_set(loader: Any, split: Split) -> None:
+    """Raise :class:`InvalidOption` if the data has no loader of a split.
+
+    Args:
+        loader: Loader of a client, or None.
+        split: Split of the loader.
+    """
+    if loader is None:
+        raise InvalidOption(
+            f"The data has no {split} set for a client; set `data.val_fraction` above 0, "
+            "or `data.eval_split: test` without `trainer.validate_locally`."
+        )
+
+
+class ClientWorker:
+    """Worker that trains and evaluates the clients of one rank in sequence, with one module.
+
+    Args:
+        module: Module of the user, on its device.
+        datamodule: Data module of the clients, already set up.
+        engine: Local engine.
+        work: Settings of local training.
+        device: Device of the module.
+    """
+
+    def __init__(
+        self,
+        module: LightningModule,
+        datamodule: Any,
+        engine: FastEngine | LightningEngine,
+        work: LocalWork,
+        device: torch.device,
+    ) -> None:
+        self.module, self.data, self.engine, self.work, self.device = module, datamodule, engine, work, device
+        self.flat = FlatModule(module)
+        self.initial: FlatTree = self.flat.read()
+        floats = self.flat.layout.buffers
+        self._counters = {n: b.detach().clone() for n, b in module.named_buffers() if n not in floats}
+
+    def load(self, weights: Weights) -> None:
+        """Load weights into the module, and reset integer buffers such as `num_batches_tracked` to initial values.
+
+        Args:
+            weights: Weights by name; names that are missing get the run's initial values.
+        """
+        if len(weights) < len(self.initial):
+            weights = {**self.initial, **weights}
+        self.flat.load(weights)
+        if self._counters:
+            buffers = dict(self.module.named_buffers())
+            for name, first in self._counters.items():
+                buffers[name].copy_(first)
+
+    def restore_counters(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Take the integer buffers that every client starts from out of a checkpoint.
+
+        Args:
+            state: ``state_dict`` of the module.
+        """
+        for name in self._counters.keys() & state.keys():
+            self._counters[name] = state[name].to(self._counters[name])
+
+    def fit(
+        self,
+        client: Client,
+        weights: Weights,
+        masks: Masks,
+        trainable: Masks,
+        callbacks: Sequence[Callback],
+        *,
+        epochs: int | None = None,
+        units: Masks | None = None,
+    ) -> FitResult:
+        """Train one client; see :meth:`Client.fit`."""
+        epochs = client.local_epochs if epochs is None else epochs
+        module, engine = self.module, self.engine if epochs is None else self.engine.for_epochs(epochs)
+        if units is not None:
+            masks = intersect(masks, unit_masks(self.units, units, weights))
+        self.load(apply(weights, masks) if masks else weights)
+        if units is not None and self.work.execution == "cut":
+            module = cast(LightningModule, cut(self.module, self.units, units))
+            masks, trainable = (narrow(tree, self.units, units) for tree in (masks, trainable))
+            masks = {name: mask for name, mask in masks.items() if not bool(mask.all())}
+        attached = self._callbacks(client, masks, trainable, callbacks)
+        loader = self._train_loader(client, "fit")
+        validation = self.data.client_val_dataloader(client.id) if self.work.validate else None
+        metrics = engine.fit(module, loader, validation, callbacks=attached, datamodule=self.data)
+        if units is not None and module is not self.module:
+            self._widen(module, units)
+        return FitResult(
+            weights=self.flat.read(),
+            metrics={name: float(value) for name, value in metrics.items()},
+            steps=engine.global_step,
+            callbacks=attached,
+        )
+
+    @cached_property
+    def units(self) -> Sequence[UnitGroup]:
+        """The module's groups of units."""
+        return units_of(self.module, self.data)
+
+    def _widen(self, module: LightningModule, kept: Masks) -> None:
+        """Write a narrow module's weights back into the full module; the units that were cut keep their values."""
+        names = self.flat.layout.names
+        state = {name: value for name, value in module.state_dict().items() if name in names}
+        self.flat.load(widen(state, self.units, kept, self.flat.read()))
+
+    def _train_loader(self, client: Client, purpose: str) -> Any:
+        """Return the client's loader, seeded by purpose, round and client only."""
+        key = client.key(purpose)
+        seed_all(*key)
+        loader = self.data.client_train_dataloader(client.id)
+        if hasattr(loader, "__len__") and len(loader) == 0:
+            raise InvalidOption(
+                f"Client {client.id} has {client.num_examples} examples, fewer than one full batch; "
+                "lower `data.batch_size`, or set `data.drop_last: false`."
+            )
+        for owner in (loader, getattr(loader, "sampler", None)):
+            own = getattr(owner, "generator", None)  # its state would carry over from round to round
+            if isinstance(own, torch.Generator):
+                own.manual_seed(derive_seed(*key))
+        return loader
+
+    def _callbacks(self, client: Client, masks: Masks, trainable: Masks, own: Sequence[Callback]) -> list[Callback]:
+        """Return the callbacks of the user, of the algorithm and of the masks; the last ones act last on gradients."""
+        attached = [*copy.deepcopy(list(self.work.client_callbacks)), *own]
+        if client.deadline is not None:
+            attached.insert(0, CheckDeadline(client.deadline))
+        if trainable:
+            attached.append(LayerFreezing(trainable))
+        if masks:
+            attached.append(StaticMask(masks=masks))
+        if self.work.round_lr is not None:
+            attached.append(ScaleLearningRates(self.work.round_lr.factor(client.round, client.max_rounds)))
+        return attached
+
+    def gradient(self, client: Client, weights: Weights) -> Weights:
+        """Compute the gradient of one batch; see :meth:`Client.gradient`."""
+        self.load(weights)
+        batch = next(iter(self._train_loader(client, "gradient")))
+        modes = {module: module.training for module in self.module.modules()}
+        self.module.eval()
+        try:
+            self.engine.gradient(self.module, batch)
+        finally:  # restore each mode, since the user may keep some submodules in evaluation mode
+            for module, mode in modes.items():
+                module.training = mode
+        gradients = {
+            name: torch.zeros_like(p) if p.grad is None else p.grad.detach().clone()
+            for name, p in self.module.named_parameters()
+        }
+        self.module.zero_grad(set_to_none=True)
+        return gradients
+
+    def evaluate(self, client: Client, weights: Weights, split: Split) -> Mapping[str, float]:
+        """Evaluate weights on a split of one client; see :meth:`Client.evaluate`."""
+        loader = getattr(self.data, f"client_{split}_dataloader")(client.id)
+        return self.score(weights, loader, split, client.key("evaluate"))
+
+    def score(self, weights: Weights, loader: Any, split: Split, key: tuple[int | str, ...]) -> Mapping[str, float]:
+        """Compute the module's metrics with these weights on one loader.
+
+        Args:
+            weights: Weights to evaluate.
+            loader: Loader of labelled batches.
+            split: Split of the loader; "test" calls `test_step`, the others call `validation_step`.
+            key: Key of the random seed.
+
+        Raises:
+            InvalidOption: If `loader` is None.
+        """
+        require_set(loader, split)
+        self.load(weights)
+        seed_all(*key)
+        return self.engine.evaluate(self.module, loader, stage=_STAGES[split], datamodule=self.data)

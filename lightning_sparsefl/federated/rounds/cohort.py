@@ -1,0 +1,215 @@
+"""Who does the work of a round, and where it is added up."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NoReturn, Protocol
+
+from lightning_sparsefl.errors import ClientFailed, SparseFLError
+from lightning_sparsefl.federated.aggregation.exact_sum import SumHeaders, merge_headers
+from lightning_sparsefl.federated.aggregation.reducers import Accumulator
+from lightning_sparsefl.federated.distributed.load_forecast import Job, LoadForecast
+from lightning_sparsefl.federated.distributed.placement import longest_first, tickets
+from lightning_sparsefl.federated.distributed.rank_consistency import check_ranks_agree
+from lightning_sparsefl.federated.distributed.ranks import Ranks
+from lightning_sparsefl.federated.distributed.signals import Interrupts
+from lightning_sparsefl.federated.exchange.orders import Answer, Order
+from lightning_sparsefl.federated.rounds.outcome import Outcome
+from lightning_sparsefl.federated.rounds.server import AllAbout
+from lightning_sparsefl.federated.storage.homed_records import HomedRecords
+from lightning_sparsefl.types import ServerState
+
+MakeOrder = Callable[[int, bool], Order]
+"""Makes the order of a client; the second argument says that its node has lost its record."""
+Receive = Callable[[Sequence[Order], Sequence[Answer], Accumulator | None], list[Outcome]]
+"""The server's :meth:`~lightning_sparsefl.federated.rounds.server.Server.receive`."""
+
+
+class Answers(Protocol):
+    """A node, in this process or behind bytes."""
+
+    def answer(self, orders: Sequence[Order]) -> Iterator[Answer]:
+        """Carry out orders of different clients, and yield one answer for each."""
+        ...
+
+
+@dataclass(frozen=True)
+class Beside:
+    """Work of the server itself, which one process does beside the clients' work."""
+
+    work: Callable[[], Outcome]
+    """Does the work; its outcome stands among those of the clients."""
+    load: float
+    """Load of the work, in the unit of the clients' loads."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The work of one phase of a round."""
+
+    name: str
+    """Name of the phase, new for each."""
+    loads: Mapping[int, float]
+    """Numbers in proportion to each client's work, such as its samples."""
+    versions: Mapping[int, int]
+    """Version of the node's record of each client that has one."""
+    trains: bool = True
+    """Whether the load forecast applies to the work and learns from it."""
+    beside: Beside | None = None
+    """Work of the server itself."""
+
+
+class Cohort(Protocol):
+    """Carries out the orders of a phase, wherever the clients are."""
+
+    def about(self) -> AllAbout:
+        """Return sizes and capacities of the clients."""
+        ...
+
+    def run(self, plan: Plan, order: MakeOrder, receive: Receive, merge: Accumulator | None) -> list[Outcome]:
+        """Have orders made, answered and received; add what was received in `merge`, over all processes.
+
+        Args:
+            plan: Clients and their loads. An order is made where and when it is answered, so that messages are never
+                in memory all at once.
+            order: Function that makes the order of a client.
+            receive: Checks answers, charges them and adds them to a sum.
+            merge: Sum of this process; complete on all processes afterwards. None = nothing is added.
+
+        Returns:
+            One outcome for each client, by client, the same on all processes.
+        """
+        ...
+
+    def settle(self, outcomes: Sequence[Outcome]) -> None:
+        """Let the nodes keep the records that a phase has made."""
+        ...
+
+    def confirm(self, server: ServerState, observed: Mapping[int, Any]) -> list[float]:
+        """Compare the server states that the processes have computed.
+
+        Returns:
+            Seconds that each process waited for the others in the round.
+        """
+        ...
+
+
+class RankCohort:
+    """Clients spread over the processes of a run; each process answers its share with a node of its own.
+
+    Args:
+        ranks: Processes of the run.
+        node: This process's node.
+        records: Records that the node works with.
+        about: Sizes and capacities of the clients.
+        placement: Option `federation.placement`.
+        raises: Whether a client's failure ends the run at once, where this is the only process.
+    """
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        node: Answers,
+        records: HomedRecords,
+        about: AllAbout,
+        placement: Literal["static", "dynamic"] = "static",
+        raises: bool = True,
+    ) -> None:
+        self.ranks, self.node, self.records = ranks, node, records
+        self.placement, self.raises = placement, raises
+        self.interrupts = Interrupts()
+        self.forecast = LoadForecast(ranks.size)
+        self._about = about
+
+    def about(self) -> AllAbout:
+        """Return sizes and capacities of the clients."""
+        return self._about
+
+    def run(self, plan: Plan, order: MakeOrder, receive: Receive, merge: Accumulator | None) -> list[Outcome]:
+        """Work through a plan; see :class:`Cohort`.
+
+        Raises:
+            ClientFailed: If a client fails, this is the only process, and failures end the run.
+            Interrupted: If a signal asks to stop; the phase has left no trace then.
+        """
+        loads = self.forecast.loads(plan.loads) if plan.trains else plan.loads
+        mine = self._assigned(plan, loads)
+        parts = self.ranks.share(lambda: self._work(plan, mine, order, receive, merge))
+        outcomes = sorted((outcome for part, _ in parts for outcome in part), key=lambda outcome: outcome.client)
+        if merge is not None:
+            merge.all_reduce(self.ranks.sum, merge_headers(headers for _, headers in parts))
+            merge.collect(self.ranks.gather)
+        if plan.trains:
+            counted = [outcome for outcome in outcomes if outcome.status == "counted" and outcome.charge]
+            self.forecast.learn(Job(o.client, o.rank, o.charge.flops_train, o.elapsed) for o in counted if o.charge)
+        return outcomes
+
+    def _assigned(self, plan: Plan, loads: Mapping[int, float]) -> Iterable[int]:
+        """Return this rank's clients, once their records are here."""
+        dynamic = self.placement == "dynamic" and plan.trains and self.ranks.size > 1
+        pace = self.forecast.seconds_per_flop if plan.trains else None
+        reserved = 0.0 if plan.beside is None else plan.beside.load
+        shares = None if dynamic else longest_first(loads, self.ranks.size, pace, reserved)
+        self.records.fetch(plan.versions, shares)
+        if shares is None:
+            return tickets(loads, self.ranks, plan.name)
+        return shares[self.ranks.rank]
+
+    def _work(
+        self, plan: Plan, clients: Iterable[int], order: MakeOrder, receive: Receive, merge: Accumulator | None
+    ) -> tuple[list[Outcome], SumHeaders]:
+        """Work through this rank's clients, until a signal asks to stop; return what all ranks must know."""
+        outcomes = [plan.beside.work()] if plan.beside is not None and self.ranks.first else []
+        self.interrupts.check()
+        for client in clients:
+            try:
+                outcomes += self._one(client, order, receive, merge)
+            except Exception:
+                self.interrupts.check()  # a signal that also ended a loader's workers is no failure of the client
+                raise
+            self.interrupts.check()
+        return outcomes, {} if merge is None else merge.headers()
+
+    def _one(self, client: int, make: MakeOrder, receive: Receive, merge: Accumulator | None) -> list[Outcome]:
+        order = make(client, False)
+        (answer,) = self.node.answer([order])
+        if answer.forgot:
+            order = make(client, True)
+            (answer,) = self.node.answer([order])
+        if answer.error is not None:
+            if order.task != "train" or (self.raises and self.ranks.size == 1):
+                raise_failure(order, answer, answer.error, self.ranks.rank)
+            if not isinstance(answer.error, ClientFailed):
+                traceback.print_exception(answer.error)  # it cannot travel to the other processes
+        return [replace(outcome, rank=self.ranks.rank) for outcome in receive([order], [answer], merge)]
+
+    def settle(self, outcomes: Sequence[Outcome]) -> None:
+        """Send the records that a phase has made to their homes; see :class:`Cohort`."""
+        self.records.settle({o.client: o.rank for o in outcomes if o.status == "counted" and o.version is not None})
+
+    def confirm(self, server: ServerState, observed: Mapping[int, Any]) -> list[float]:
+        """Compare the ranks' server states by checksums; see :class:`Cohort`.
+
+        Raises:
+            RanksDisagree: If a rank holds another state than rank 0.
+        """
+        return check_ranks_agree(server, observed, self.ranks)
+
+
+def raise_failure(order: Order, answer: Answer, error: BaseException, rank: int) -> NoReturn:
+    """Raise the error behind a failed answer.
+
+    Args:
+        order: The order.
+        answer: Answer to the order.
+        error: Error of the client's work.
+        rank: Process that did the work.
+
+    Raises:
+        ClientFailed: If the user's code failed in training; its cause is that error.
+    """
+    if order.task != "train" or isinstance(error, SparseFLError):
+        raise error  # a failed evaluation, a failed client, or a mistake that every client would meet
+    raise ClientFailed(answer.failure or "", client=order.client, round=order.round, rank=rank) from error

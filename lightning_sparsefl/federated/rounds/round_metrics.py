@@ -1,0 +1,118 @@
+"""A round's logged keys, and how a metric is spread over clients."""
+
+from __future__ import annotations
+
+import math
+import re
+import statistics
+from collections.abc import Mapping, Sequence
+
+from lightning_sparsefl.federated.exchange.flat import Layout
+from lightning_sparsefl.federated.rounds.outcome import Outcome
+
+_FALLING = {
+    "loss",
+    "error",
+    "err",
+    "perplexity",
+    "ppl",
+    "mse",
+    "rmse",
+    "mae",
+    "nll",
+    "bce",
+    "kl",
+    "wer",
+    "cer",
+    "fid",
+    "ece",
+}
+
+
+def round_metrics(outcomes: Sequence[Outcome], layout: Layout) -> dict[str, float]:
+    """Compute a round's logged keys: participants, local metrics, densities, simulated time.
+
+    Args:
+        outcomes: Outcomes of all participants.
+        layout: Layout of the model.
+    """
+    trained = [outcome for outcome in outcomes if outcome.status == "counted"]
+    keys: dict[str, float] = {"clients/trained": len(trained), "clients/failed": len(outcomes) - len(trained)}
+    for name in sorted({name for o in trained for name in o.metrics}):
+        having = [o for o in trained if name in o.metrics]
+        total = sum(o.num_examples for o in having)
+        keys[f"local/{name}"] = sum(o.num_examples * o.metrics[name] for o in having) / total
+    keys["sparsity/density"] = _mean_density(trained, layout)
+    for name in sorted({name for o in trained for name in o.densities}, key=layout.names.index):
+        keys[f"sparsity/layer/{name}"] = sum(o.densities.get(name, 1.0) for o in trained) / len(trained)
+    keys["mask/changed"] = sum(o.changed for o in trained) / max(len(trained), 1)
+    simulated = [o.simulated_seconds for o in trained if o.simulated_seconds is not None]
+    return {**keys, "time/simulated": max(simulated)} if simulated else keys
+
+
+def _mean_density(trained: Sequence[Outcome], layout: Layout) -> float:
+    """Average over the cohort the density of all masked tensors together; 1 without masks."""
+    sizes = {name: float(shape.numel()) for name, shape in layout.shapes.items()}
+    densities = [
+        sum(d * sizes[n] for n, d in o.densities.items()) / sum(sizes[n] for n in o.densities) if o.densities else 1.0
+        for o in trained
+    ]
+    return sum(densities) / max(len(densities), 1)
+
+
+def spread(group: str, personal: Mapping[int, Mapping[str, float]]) -> dict[str, float]:
+    """Compute mean, standard deviation and worst tenth of each metric over clients, unweighted.
+
+    Args:
+        group: First part of the keys.
+        personal: Metrics by client number.
+
+    Example:
+        >>> spread("finetuned", {0: {"acc": 1.0}})
+        {'finetuned/acc': 1.0, 'finetuned/acc_std': 0.0, 'finetuned/acc_worst10': 1.0}
+    """
+    keys: dict[str, float] = {}
+    for name in sorted(metric_names(personal)):
+        values = [metrics[name] for metrics in personal.values() if name in metrics]
+        keys[f"{group}/{name}"] = mean = statistics.fmean(values)
+        keys[f"{group}/{name}_std"] = math.sqrt(statistics.fmean((value - mean) ** 2 for value in values))
+        keys[f"{group}/{name}_worst10"] = worst_tenth(values, higher_is_better(name))
+    return keys
+
+
+def metric_names(personal: Mapping[int, Mapping[str, float]]) -> set[str]:
+    """Return the names of all metrics that any client has.
+
+    Args:
+        personal: Metrics by client number.
+    """
+    return {name for metrics in personal.values() for name in metrics}
+
+
+def higher_is_better(name: str) -> bool:
+    """Return whether a metric of this name should rise; losses, errors and the like should fall.
+
+    Args:
+        name: Name of the metric.
+
+    Example:
+        >>> higher_is_better("val_acc"), higher_is_better("val_loss"), higher_is_better("test_ppl")
+        (True, False, False)
+    """
+    words = set(re.split(r"[^a-z]+", name.lower()))
+    return not words & _FALLING and "loss" not in name.lower()
+
+
+def worst_tenth(values: Sequence[float], rising: bool) -> float:
+    """Average the worst tenth of the values, at least one of them.
+
+    Args:
+        values: Values of one metric.
+        rising: Whether higher values are better.
+
+    Example:
+        >>> worst_tenth([0.1, 0.9, 0.8], rising=True)
+        0.1
+    """
+    ordered = sorted(values, reverse=not rising)
+    return statistics.fmean(ordered[: max(1, math.ceil(len(ordered) / 10))])

@@ -1,0 +1,73 @@
+"""The options of a run that the engine reads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from lightning.pytorch import Callback
+from lightning.pytorch.loggers import Logger
+
+from lightning_sparsefl.federated.algorithm import FederatedAlgorithm
+from lightning_sparsefl.federated.local.local_options import LocalOptions
+from lightning_sparsefl.federated.local.round_lr import RoundLR
+from lightning_sparsefl.federated.options import Federation
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """What a `FederatedTrainer` was asked for, besides its processes."""
+
+    algorithm: FederatedAlgorithm
+    """The federated method."""
+    federation: Federation = field(default_factory=Federation)
+    """Who trains and what travels."""
+    local: LocalOptions = field(default_factory=LocalOptions)
+    """How every client trains."""
+    max_rounds: int = 100
+    """Number of rounds of the run."""
+    check_val_every_n_round: int = 1
+    """Rounds between two evaluations."""
+    default_root_dir: str = "runs"
+    """Folder that run folders are made in."""
+    callbacks: Sequence[Callback] = ()
+    """Round-level callbacks."""
+    client_callbacks: Sequence[Callback] = ()
+    """Callbacks of local training, copied for each client."""
+    logger: Logger | Sequence[Logger] | bool | None = None
+    """Loggers as the user gave them."""
+    round_lr: RoundLR | None = None
+    """Factor of all learning rates by round."""
+    validate_locally: bool = False
+    """Whether a client runs its validation loader after each local epoch."""
+    fast_dev_run: bool = False
+    """Whether the run is a trial of one round."""
+    seed: int = 0
+    """Random seed of the run."""
+    num_threads: int = 1
+    """Intra-op threads of every rank."""
+
+    @property
+    def name(self) -> str:
+        """Name of the folder that all runs of the algorithm are in."""
+        return "fast_dev_run" if self.fast_dev_run else type(self.algorithm).__name__
+
+    def shrunk(self, num_clients: int) -> RunOptions:
+        """Return the options of a trial: one round of two clients and one batch each.
+
+        Args:
+            num_clients: Number of clients of the data.
+        """
+        few = min(2, num_clients)
+        return replace(
+            self,
+            max_rounds=1,
+            federation=replace(self.federation, clients_per_round=few, min_clients=1, eval_clients=few),
+            local=replace(self.local, max_epochs=1, limit_train_batches=1, limit_val_batches=1, limit_test_batches=1),
+        )
+
+    def users_loggers(self) -> list[Logger]:
+        """Return the loggers that the user gave."""
+        if isinstance(self.logger, Logger):
+            return [self.logger]
+        return list(self.logger) if isinstance(self.logger, Sequence) else []

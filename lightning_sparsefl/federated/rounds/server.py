@@ -1,0 +1,414 @@
+"""The server's half of a round: orders out, answers in, the next state."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from lightning_sparsefl.cost import Charge, Ledger
+from lightning_sparsefl.errors import IncompatibleMasks, InvalidOption, InvalidUpdate
+from lightning_sparsefl.federated.aggregation.clipping import require_norm
+from lightning_sparsefl.federated.algorithm import FederatedAlgorithm
+from lightning_sparsefl.federated.exchange.flat import Layout
+from lightning_sparsefl.federated.exchange.orders import Answer, ClientFacts, Order, Split, Task
+from lightning_sparsefl.federated.exchange.update_checks import check_update_schema, excess_reason, non_finite_reason
+from lightning_sparsefl.federated.local.buffers import without_local_buffers
+from lightning_sparsefl.federated.options import Federation
+from lightning_sparsefl.federated.rounds.outcome import Outcome
+from lightning_sparsefl.federated.rounds.workload import Workload
+from lightning_sparsefl.federated.sampling import uniform_cohort
+from lightning_sparsefl.federated.storage.records import ServerRecord
+from lightning_sparsefl.seeds import derive_key
+from lightning_sparsefl.sparse.masks import changed, counts, digest
+from lightning_sparsefl.types import ClientView, Masks, Merged, Message, RunState, ServerState, Shared, Update
+from lightning_sparsefl.wire import Codec, Size
+
+
+@dataclass(frozen=True)
+class About:
+    """What a cohort tells the server of a client."""
+
+    num_examples: int
+    """Number of training samples."""
+    capacity: float
+    """Share of the full model that the client can train, in (0, 1]."""
+
+
+class AllAbout(Protocol):
+    """Facts of all clients, each found when it is asked for."""
+
+    def __getitem__(self, client: int) -> About: ...
+
+
+class Merges(Protocol):
+    """Where received updates are added."""
+
+    def add(self, update: Update, message: Message, num_examples: int) -> None:
+        """Add one update."""
+        ...
+
+
+class Closed(NamedTuple):
+    """A closed round."""
+
+    state: RunState
+    """State after the round."""
+    observed: Mapping[int, Shared | None]
+    """What `observe` returned for each participant."""
+
+
+class ServerRecords(Protocol):
+    """The part of a :class:`~lightning_sparsefl.federated.storage.record_store.RecordStore` that the server uses."""
+
+    pinned: int | None
+
+    def get(self, client: int, at: int | None = None) -> dict[str, Any] | None:
+        """Return a client's record as plain values, or None."""
+        ...
+
+    def put(self, client: int, packed: dict[str, Any], version: int) -> None:
+        """Add a version of a client's record."""
+        ...
+
+
+class _Issued(NamedTuple):
+    """What the server remembers of an order until it is answered."""
+
+    view: ClientView
+    size: Size
+    held: str | None
+    """Digest of the message's masks."""
+
+
+class Server:  # long because the facts of one order are needed at each of its steps: made, answered, closed
+    """Makes orders, receives answers and closes rounds; it never sees data or memory.
+
+    Args:
+        algorithm: The federated method.
+        federation: Options of the federation.
+        layout: Layout of the model.
+        codec: Codec of the run's model.
+        workload: Facts that the cost of local training depends on.
+        ledger: Ledger of the run.
+        records: Records that the server keeps about clients.
+        about: Facts of the clients.
+        training_clients: Numbers of the clients that cohorts are drawn from.
+        max_rounds: Number of rounds of the run.
+        seed: Random seed of the run.
+        device: Device of the server's state.
+    """
+
+    def __init__(
+        self,
+        *,
+        algorithm: FederatedAlgorithm,
+        federation: Federation,
+        layout: Layout,
+        codec: Codec,
+        workload: Workload,
+        ledger: Ledger,
+        records: ServerRecords,
+        about: AllAbout,
+        training_clients: Sequence[int],
+        max_rounds: int,
+        seed: int,
+        device: torch.device,
+    ) -> None:
+        self.algorithm, self.federation, self.layout, self.codec = algorithm, federation, layout, codec
+        self.workload, self.ledger, self.records, self.about = workload, ledger, records, about
+        self.training_clients, self.max_rounds, self.seed, self.device = training_clients, max_rounds, seed, device
+        self.run = derive_key(seed, "run")
+        self._issued: dict[int, _Issued] = {}
+        self._sizes = _MessageSizes(codec)
+
+    def cohort(self, state: RunState) -> list[int]:
+        """Return the numbers of the clients of the round that a state stands before, ascending."""
+        count = self.federation.clients_per_round
+        return uniform_cohort(self.seed, state.server.round, self.training_clients, count)
+
+    # ---- what the server knows of a client
+
+    def record(self, client: int, at: int | None = None) -> ServerRecord:
+        """Return what the server keeps about a client.
+
+        Args:
+            client: Number of the client.
+            at: Number of finished rounds after which it was so; None = now.
+
+        Raises:
+            CheckpointMismatch: If a checkpoint brought a record of another model.
+        """
+        packed = self.records.get(client, at)
+        if packed is None:
+            return ServerRecord()
+        record = ServerRecord.from_plain(packed, client, self.device)
+        masks = {name: mask for name, mask in record.shared.get("masks", {}).items() if name in self.layout.shapes}
+        self.layout.check(masks, f"The record of client {client}")
+        return record
+
+    def node_version(self, client: int, at: int) -> int | None:
+        """Return the version of the node's record of a client after a number of rounds; None if it has none."""
+        packed = self.records.get(client, at)
+        return None if packed is None else packed["version"]
+
+    def view(self, client: int, round: int, record: ServerRecord | None = None) -> ClientView:
+        """Return what the algorithm may know of a client.
+
+        Args:
+            client: Number of the client.
+            round: Number of the round.
+            record: Record of the client; None = its newest record.
+        """
+        about, record = self.about[client], self.record(client) if record is None else record
+        return ClientView(
+            id=client,
+            num_examples=about.num_examples,
+            capacity=about.capacity,
+            round=round,
+            max_rounds=self.max_rounds,
+            seed=self.seed,
+            monitor=self.federation.monitor,
+            shared=record.shared,
+        )
+
+    # ---- orders
+
+    def order(
+        self,
+        state: RunState,
+        client: int,
+        task: Task = "train",
+        splits: tuple[Split, ...] = (),
+        *,
+        round: int | None = None,
+        message: Message | None = None,
+        forgotten: bool = False,
+    ) -> Order:
+        """Make the order for one client.
+
+        Args:
+            state: State of the run.
+            client: Number of the client.
+            task: Task of the client.
+            splits: Splits to score.
+            round: Number of the round that the client works in; None = the one that the state stands before.
+            message: Message to send; None = the algorithm's.
+            forgotten: Whether the node has lost its record, so that the client starts anew.
+        """
+        round = state.server.round if round is None else round
+        record = self.record(client, state.server.round)
+        record = replace(record, held=None, version=None) if forgotten else record
+        view = self.view(client, round, record)
+        message = self._message(state.server, view, task) if message is None else message
+        message = without_local_buffers(message, self.federation.buffers, self.layout)
+        held = digest(message.masks) if message.masks else None
+        known = held is not None and held == record.held
+        self._issued[client] = _Issued(view, self._sizes.measure(message, message.masks if known else None), held)
+        return Order(
+            run=self.run,
+            client=client,
+            round=round,
+            task=task,
+            facts=ClientFacts(view.num_examples, view.capacity, self.max_rounds, self.federation.monitor),
+            key=derive_key(self.seed, "client", client),
+            message=message,
+            splits=splits,
+            held=held if known else None,
+            version=record.version,
+            keep=self._keep(state),
+        )
+
+    def _message(self, server: ServerState, view: ClientView, task: Task) -> Message:
+        if task in ("score", "finetune"):
+            purpose: Literal["score", "finetune"] = "score" if task == "score" else "finetune"
+            return self.algorithm.download_for(server, view, purpose)
+        return self.algorithm.download(server, view)
+
+    def _keep(self, state: RunState) -> tuple[int, ...]:
+        """Return the rounds whose versions of the nodes' records may be asked for again."""
+        pinned = self.records.pinned
+        return tuple(sorted({state.server.round} if pinned is None else {state.server.round, pinned}))
+
+    # ---- answers
+
+    def receive(self, orders: Sequence[Order], answers: Sequence[Answer], merge: Merges | None) -> list[Outcome]:
+        """Check, charge and add answers; what only this check finds is that client's failure.
+
+        Args:
+            orders: Orders that were answered.
+            answers: One answer for each order.
+            merge: Sum that updates are added to; None for scores.
+
+        Returns:
+            One outcome for each order.
+
+        Raises:
+            InvalidUpdate: If the answer came from this process, and the algorithm's update cannot be merged.
+        """
+        return [self._receive(order, answer, merge) for order, answer in zip(orders, answers, strict=True)]
+
+    def _receive(self, order: Order, answer: Answer, merge: Merges | None) -> Outcome:
+        issued = self._issued.pop(order.client)
+        failure = answer.failure or _mismatch(order, answer) or self._fault(order, answer)
+        blank = Outcome(client=order.client, num_examples=issued.view.num_examples, elapsed=answer.elapsed)
+        if failure is not None:
+            charge = self.charge(issued.view, order.message, issued.size, None) if order.task == "train" else None
+            return replace(blank, status="failed", charge=charge, failure=failure)
+        if order.task in ("score", "finetune"):
+            return replace(blank, scores=answer.scores, scoring_bytes=issued.size.total)
+        assert answer.update is not None
+        assert answer.up is not None
+        if order.task == "survey":
+            charge = _transfer(issued.view, issued.size, answer.up)
+        else:
+            charge = self.charge(issued.view, order.message, issued.size, answer.up)
+        outcome = self._trained(blank, order, answer, answer.update, charge, issued)
+        if merge is not None:  # last, so that a client that fails leaves no trace in the sum
+            merge.add(answer.update, order.message, issued.view.num_examples)
+        return outcome
+
+    def _trained(
+        self, blank: Outcome, order: Order, answer: Answer, update: Update, charge: Charge, issued: _Issued
+    ) -> Outcome:
+        message, view = order.message, issued.view
+        masks = (update.shared or {}).get("masks")
+        held = issued.held if masks is None else digest(masks)
+        record = ServerRecord(view.shared if update.shared is None else update.shared, held, answer.version)
+        return replace(
+            blank,
+            metrics=dict(update.metrics),
+            charge=charge,
+            record=record.to_plain(),
+            version=answer.version,
+            densities=_densities(message.masks or update.votes or {}),
+            changed=0.0 if masks is None else changed(message.masks, masks),
+            scores=answer.scores,
+            simulated_seconds=self.algorithm.simulated_seconds(view, charge.flops_train, charge.uplink_bytes),
+        )
+
+    def _fault(self, order: Order, answer: Answer) -> str | None:
+        """Return what is wrong with an update that another process made, as a clause."""
+        update = answer.update
+        if answer.checked or order.task in ("score", "finetune"):
+            return None
+        if update is None:
+            return "it returned no update"
+        try:
+            check_update_schema(update, order.message, self.layout, self.algorithm.may_vote, order.client)
+            if self.federation.clip_update is not None and order.task == "train":
+                require_norm(update, order.message, self.federation.clip_update, self.layout)
+        except (IncompatibleMasks, InvalidOption, InvalidUpdate) as error:
+            return str(error)
+        return non_finite_reason(update) or excess_reason(update, order.facts.num_examples, self.layout)
+
+    def charge(self, view: ClientView, message: Message, down: Size, up: Size | None, again: bool = False) -> Charge:
+        """Return one client's charge for training; a client that failed pays for its download alone.
+
+        Args:
+            view: Facts of the client.
+            message: Message that the client received.
+            down: Size of the encoded message.
+            up: Size of the encoded update; None if there is none.
+            again: Whether a rehearsed client took part before.
+        """
+        costs = self.algorithm.costs(replace(self.workload.facts(view, message), again=again))
+        received = Charge(
+            round=view.round,
+            client=view.id,
+            downlink_bytes=down.total,
+            mask_bytes=down.masks,
+            paper_bytes_down=costs.bytes_down_paper,
+        )
+        if up is None:
+            return received
+        return replace(
+            received,
+            uplink_bytes=up.total,
+            mask_bytes=down.masks + up.masks,
+            paper_bytes_up=costs.bytes_up_paper,
+            flops_train=costs.flops_analytic,
+            flops_paper=costs.flops_paper,
+        )
+
+    # ---- the end of a round
+
+    def close(self, state: RunState, merged: Merged, outcomes: Sequence[Outcome]) -> Closed:
+        """Aggregate, observe, and file what the participants left.
+
+        Args:
+            state: State before the round.
+            merged: The round's updates after the reduction.
+            outcomes: Outcomes of the clients whose updates were merged.
+        """
+        before = state.server
+        server = replace(self.algorithm.aggregate(before, merged), round=before.round + 1)
+        observed = {outcome.client: self._file(before, outcome) for outcome in outcomes}
+        return Closed(replace(state, server=server), observed)
+
+    def _file(self, server: ServerState, outcome: Outcome) -> Shared | None:
+        """Store a participant's new record and charge; return what the algorithm observed."""
+        assert outcome.record is not None
+        assert outcome.charge is not None
+        packed, observed = dict(outcome.record), None
+        if type(self.algorithm).observe is not FederatedAlgorithm.observe:  # unpacking a record takes time
+            record = ServerRecord.from_plain(packed, outcome.client, self.device)
+            seconds = outcome.simulated_seconds
+            report = outcome.metrics if seconds is None else {**outcome.metrics, "seconds": seconds}
+            observed = self.algorithm.observe(server, self.view(outcome.client, server.round, record), report)
+            packed = packed if observed is None else replace(record, shared=observed).to_plain()
+        self.records.put(outcome.client, packed, server.round + 1)
+        self.ledger.add(outcome.charge)
+        return observed
+
+
+class _MessageSizes:
+    """Sizes of the newest messages, so that equal messages are measured once.
+
+    Messages are equal here if they hold the same tensor objects, which are not changed in place during a round.
+    """
+
+    _REMEMBERED = 8
+
+    def __init__(self, codec: Codec) -> None:
+        self._codec = codec
+        self._known: dict[tuple[int, ...], tuple[list[Tensor], Size]] = {}
+
+    def measure(self, message: Message, known: Masks | None) -> Size:
+        """Return the size of an encoded message.
+
+        Args:
+            message: The message.
+            known: Masks that the client holds, or None.
+        """
+        trees = (message.weights, message.masks, message.trainable, *message.extra.values())
+        tensors = [tensor for tree in trees for tensor in tree.values()]
+        key = (known is None, *map(id, tensors))
+        if key not in self._known:
+            while len(self._known) >= self._REMEMBERED:
+                del self._known[next(iter(self._known))]
+            # the tensors are kept, so that no other object gets their identity
+            self._known[key] = tensors, self._codec.message_size(message, known)
+        return self._known[key][1]
+
+
+def _mismatch(order: Order, answer: Answer) -> str | None:
+    """Return in what an answer is of another order, as a clause."""
+    for name in ("run", "client", "round", "task"):
+        got, expected = getattr(answer, name), getattr(order, name)
+        if got != expected:
+            return f"its answer has the {name} {got!r}, where the order has {expected!r}"
+    return None
+
+
+def _transfer(view: ClientView, down: Size, up: Size) -> Charge:
+    """Return the charge for a survey: its bytes, counted to the first round."""
+    masks = down.masks + up.masks
+    return Charge(round=0, client=view.id, downlink_bytes=down.total, uplink_bytes=up.total, mask_bytes=masks)
+
+
+def _densities(masks: Masks) -> dict[str, float]:
+    return {name: kept / max(masks[name].numel(), 1) for name, kept in counts(masks).items()}

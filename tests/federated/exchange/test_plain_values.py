@@ -1,0 +1,48 @@
+import numpy as np
+import pytest
+import torch
+
+from lightning_sparsefl.federated.exchange.hashing import fingerprint
+from lightning_sparsefl.federated.exchange.plain_values import pack_plain, unpack_plain
+from lightning_sparsefl.federated.storage.atomic_files import load_plain, write_atomically
+
+
+def test_masks_are_packed_to_a_bit_and_come_back():
+    mask = torch.rand(1000) < 0.5
+    packed = pack_plain({"m": mask})
+    assert packed["m"]["packed_mask"].numel() == 125
+    assert torch.equal(unpack_plain(packed, torch.device("cpu"))["m"], mask)
+
+
+def test_what_a_checkpoint_cannot_hold_is_refused_by_name():
+    with pytest.raises(TypeError, match="hold a set"):
+        pack_plain({"x": {1, 2}})
+
+
+def test_numbers_of_numpy_become_plain(tmp_path):
+    """They are floats and strings, too, and could not be read again."""
+    packed = pack_plain({np.str_("a"): [np.float64(0.1), (1, True)]})
+    write_atomically(tmp_path / "x.pt", packed)
+    assert load_plain(tmp_path / "x.pt") == {"a": [0.1, [1, True]]}
+
+
+def test_a_fingerprint_tells_contents_apart_and_not_how_they_are_held():
+    wide = torch.arange(6.0).reshape(2, 3)
+    same = [{"a": wide[:, :2], "b": [1, None]}, {"b": (1, None), "a": wide[:, :2].contiguous()}]
+    assert fingerprint(same[0]) == fingerprint(same[1])
+    others = [
+        wide,
+        wide.reshape(3, 2),
+        wide.int(),
+        wide[0],
+        [1, 2],
+        [[1], 2],
+        ["12"],
+        ["1", "2"],
+        1,
+        1.0,
+        "1",
+        True,
+        {},
+    ]
+    assert len({fingerprint(other) for other in others}) == len(others)
