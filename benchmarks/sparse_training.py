@@ -1,11 +1,11 @@
-"""What the callbacks are worth: accuracy of a small network on real images, by method and density.
+"""Accuracy of a small network on real images, by callback and density.
 
-Every run is an ordinary `lightning.pytorch.Trainer` with one callback, and the same network, data, batches, steps and
-one-cycle learning rate; one row of the CSV. A run whose row is there is skipped, so that the script may be stopped and
-started at will. The data must lie unpacked in torchvision's layout in `--root`, or where SPARSEFL_DATA says.
+Each run is an ordinary `lightning.pytorch.Trainer` with one callback. Network, data, batches, steps and one-cycle
+learning rate are the same. Each run is a row of a CSV file; runs that are in the file are skipped, so the script can be
+stopped and restarted. `--root`, or the variable SPARSEFL_DATA, is the folder with the data in torchvision's layout.
 
     python benchmarks/sparse_training.py --root data
-    python benchmarks/sparse_training.py --page docs/sparse_training.md   # no training: the tables from the rows
+    python benchmarks/sparse_training.py --page docs/sparse_training.md   # only writes the tables
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ RESULTS = Path(__file__).parent / "results" / "sparse_training.csv"
 DENSITIES = (0.5, 0.2, 0.1, 0.05)
 BATCH, PEAK_RATE = 128, 0.1
 LAYERS = "!head*"
-"""All methods leave the head dense; densities are of the convolutions."""
+"""Layers to mask: all methods leave the head dense, and densities are those of the convolutions."""
 START, END, EVERY = 0.0, 0.75, 25
-"""Where pruning starts and ends, as shares of the training, and the steps between two prunings or moves."""
+"""Start and end of pruning as fractions of the training, and the number of steps between two updates of the mask."""
 MARKS = ("<!-- tables: made by benchmarks/sparse_training.py --page -->", "<!-- end of tables -->")
 COLUMNS = (
     *("dataset", "method", "density", "density_reached", "seed", "epochs", "steps", "test_accuracy", "seconds"),
@@ -55,7 +55,7 @@ COLUMNS = (
 
 
 class Problem(NamedTuple):
-    """A data set, and how long to train on it."""
+    """Data set, with its number of epochs and its seeds."""
 
     source: Any
     epochs: int
@@ -69,7 +69,7 @@ PROBLEMS = {
 
 
 class Net(L.LightningModule):
-    """Three 3x3 convolutions of stride 2 with batch norm, a mean over places, one linear layer."""
+    """Network of three 3x3 convolutions of stride 2 with batch norm, global average pooling and one linear layer."""
 
     def __init__(self, channels: int, steps: int, width: int = 16) -> None:
         super().__init__()
@@ -83,29 +83,29 @@ class Net(L.LightningModule):
         self.head = nn.Linear(sizes[-1], 10)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Logits."""
+        """Compute the logits."""
         return self.head(self.body(images))
 
     def training_step(self, batch: tuple[Tensor, Tensor]) -> Tensor:
-        """The batch's mean cross-entropy."""
+        """Compute the mean cross-entropy of a batch."""
         return cross_entropy(self(batch[0]), batch[1])
 
     def validation_step(self, batch: tuple[Tensor, Tensor]) -> None:
-        """Nothing: Lightning's `ModelPruning` prunes at the end of validations, and needs some."""
+        """Do nothing; Lightning's `ModelPruning` prunes at the end of a validation, so there must be one."""
 
     def test_step(self, batch: tuple[Tensor, Tensor]) -> None:
-        """Accuracy."""
+        """Log the accuracy."""
         self.log("accuracy", (self(batch[0]).argmax(1) == batch[1]).float().mean(), batch_size=len(batch[1]))
 
     def configure_optimizers(self) -> Any:
-        """SGD with a learning rate that rises and falls once."""
+        """Create SGD with a one-cycle learning rate."""
         optimizer = torch.optim.SGD(self.parameters(), PEAK_RATE, momentum=0.9, nesterov=True, weight_decay=5e-4)
         schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, PEAK_RATE, self.steps, cycle_momentum=False)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
 class Batches:
-    """Minibatches by index from tensors in memory, in an order that the seed and the epoch say."""
+    """Mini-batches from tensors in memory, in an order that depends on the seed and the epoch."""
 
     def __init__(self, images: Tensor, labels: Tensor, seed: int | None, size: int = BATCH) -> None:
         self.images, self.labels, self.size = images, labels, size
@@ -122,21 +122,21 @@ class Batches:
 
 
 class Meter(Callback):
-    """Adds up the operations that a machine without work for zeros would do: one pass forward, two back, by density.
+    """Callback that counts the operations on non-zero weights: one forward and two backward passes, by density.
 
     Args:
-        looks: Steps whose gradients of weights are needed in full.
+        looks: Steps that need the gradients of all weights.
     """
 
     def __init__(self, looks: range) -> None:
         self.looks, self.flops = looks, 0.0
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Count the dense layers."""
+        """Count the FLOPs of the dense layers."""
         self.layers = count_layers(pl_module, next(iter(trainer.train_dataloader))[0][:1])
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        """Add the batch."""
+        """Add the FLOPs of a batch."""
         kept = {name: int(weight.count_nonzero()) / weight.numel() for name, weight in effective(pl_module).items()}
         for layer in self.layers:
             density = kept[layer.weight]
@@ -145,7 +145,7 @@ class Meter(Callback):
 
 
 def effective(module: nn.Module) -> dict[str, Tensor]:
-    """The matrices that a forward pass multiplies by, also where `ModelPruning` has renamed them."""
+    """Return the weights of the forward pass, including those that `ModelPruning` has renamed."""
     return {
         f"{name}.weight": (
             part.weight_orig * part.weight_mask if hasattr(part, "weight_mask") else part.weight
@@ -156,26 +156,26 @@ def effective(module: nn.Module) -> dict[str, Tensor]:
 
 
 class Plan(NamedTuple):
-    """What a method adds to a run."""
+    """Callbacks and options that a method adds to a run."""
 
     callbacks: list[Callback]
     trainer: Mapping[str, Any] = MappingProxyType({})
     cycle: int | None = None
-    """Steps of one learning-rate schedule, where that is not the whole training."""
+    """Number of steps of one learning rate schedule; None for the whole training."""
     looks: range = range(0)
-    """Steps that need the gradients of weights that are not held."""
+    """Steps that need the gradients of weights outside of the mask."""
 
 
 Method = Callable[[Net, float, int, int], Plan]
 
 
 def static(net: Net, density: float, seed: int, steps: int) -> Plan:
-    """A random ERK mask that stays."""
+    """Plan a fixed random ERK mask."""
     return Plan([StaticMask(density=density, seed=seed, layers=LAYERS, rescale=False)])
 
 
 def moving(growth: str) -> Method:
-    """A random ERK mask that moves: RigL or SET."""
+    """Plan a dynamic mask that starts as a random ERK mask: RigL or SET."""
 
     def plan(net: Net, density: float, seed: int, steps: int) -> Plan:
         options = {"growth": growth, "every_n_steps": EVERY, "seed": seed, "layers": LAYERS, "rescale": False}
@@ -187,25 +187,25 @@ def moving(growth: str) -> Method:
 
 
 def gradually(net: Net, density: float, seed: int, steps: int) -> Plan:
-    """Magnitudes of all layers together, by the cubic schedule."""
+    """Plan global magnitude pruning with the cubic schedule."""
     window = {"start": START, "end": END, "every_n_steps": EVERY}
     return Plan([GradualPruning(density=density, **window, scope="global", layers=LAYERS)])
 
 
 def feedback(net: Net, density: float, seed: int, steps: int) -> Plan:
-    """The same schedule, and weights may return."""
+    """Plan pruning with feedback (DPF) with the same schedule."""
     window = {"start": START, "end": END, "every_n_steps": EVERY}
     callback = DynamicPruningWithFeedback(density=density, **window, layers=LAYERS)
     return Plan([callback], looks=range(steps))
 
 
 def model_pruning(net: Net, density: float, seed: int, steps: int) -> Plan:
-    """Lightning's own callback, on the same cubic schedule.
+    """Plan Lightning's `ModelPruning` with the same cubic schedule.
 
-    It prunes at the ends of epochs or of validations, so a validation that looks at one batch is held every few steps;
-    it knows the epoch and not the step, so the amount counts its calls; the amount is of what is left, as a number
-    so that no rounding compounds; its default would set the weights back to their first values each time; and by
-    default it would prune biases and norms too.
+    `ModelPruning` prunes at the end of an epoch or of a validation, so a validation of one batch is run every few
+    steps. It passes the epoch and not the step, so `amount` counts its calls. The amount is a number of weights instead
+    of a fraction, so that rounding errors do not accumulate. The lottery ticket option, which is the default, would
+    reset the weights to their initial values each time, and the default parameters include biases and norms.
     """
     matrices = [(part, "weight") for part in net.modules() if isinstance(part, nn.Conv2d)]
     total, calls = sum(part.weight.numel() for part, _ in matrices), itertools.count(1)
@@ -229,19 +229,19 @@ def model_pruning(net: Net, density: float, seed: int, steps: int) -> Plan:
 
 
 def lottery(net: Net, density: float, seed: int, steps: int) -> Plan:
-    """Three cycles from a step of the first, in as many steps as the others take."""
+    """Plan three cycles of a lottery ticket in the number of steps of the other methods."""
     callback = LotteryRewind(density=density, cycles=3, rewind=0.2, layers=LAYERS)
     return Plan([callback], cycle=callback.cycle_steps(steps))
 
 
 def long_lottery(net: Net, density: float, seed: int, steps: int) -> Plan:
-    """The same, and each cycle as long as the training of the others, as in the papers: 2.6 times the steps."""
+    """Plan three cycles that each have the length of the other trainings, as in the papers: 2.6 times the steps."""
     total = round((3 - 2 * 0.2) * steps)
     return lottery(net, density, seed, total)._replace(trainer={"max_epochs": -1, "max_steps": total})
 
 
 def dense(net: Net, density: float, seed: int, steps: int) -> Plan:
-    """No callback."""
+    """Plan dense training without a callback."""
     return Plan([])
 
 
@@ -259,7 +259,7 @@ METHODS: dict[str, Method] = {
 
 
 class Run(NamedTuple):
-    """One row; the fields are columns of the table."""
+    """Key of a run; its fields are columns of a row."""
 
     dataset: str
     method: str
@@ -268,7 +268,7 @@ class Run(NamedTuple):
 
 
 def runs(seeds: int | None = None) -> list[Run]:
-    """Every run, in an order that makes a sweep useful that is cut short: one seed and low densities first."""
+    """Return all runs, with one seed and low densities first, so that a part of them is useful."""
     every = []
     for density, (name, problem) in itertools.product((0.05, 0.1, 1.0, 0.2, 0.5), PROBLEMS.items()):
         for method, seed in itertools.product(METHODS, problem.seeds[:seeds]):
@@ -278,7 +278,7 @@ def runs(seeds: int | None = None) -> list[Run]:
 
 
 def load(name: str, root: str, limit: int | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Training images and labels, test images and labels; images by channel less their mean over their deviation."""
+    """Load training images and labels, test images and labels; images are normalised by channel."""
     source = PROBLEMS[name].source
     images, labels, test_images, test_labels = (part[:limit] for part in source(root=root).load())
     mean, std = (torch.tensor(values).view(1, -1, 1, 1) for values in (source.mean, source.std))
@@ -287,7 +287,7 @@ def load(name: str, root: str, limit: int | None) -> tuple[Tensor, Tensor, Tenso
 
 
 def measure(run: Run, data: tuple[Tensor, Tensor, Tensor, Tensor], epochs: int) -> dict[str, Any]:
-    """Train once, and score the last weights on the whole test set."""
+    """Train once, and evaluate the final weights on the whole test set."""
     images, labels, test_images, test_labels = data
     L.seed_everything(run.seed, verbose=False)
     train, test = Batches(images, labels, run.seed), Batches(test_images, test_labels, None, 500)
@@ -325,12 +325,12 @@ def measure(run: Run, data: tuple[Tensor, Tensor, Tensor, Tensor], epochs: int) 
 
 
 def rows(path: Path) -> list[dict[str, str]]:
-    """What has been measured."""
+    """Read the rows of a CSV file; empty if there is none."""
     return list(csv.DictReader(path.read_text().splitlines())) if path.is_file() else []
 
 
 def sweep(path: Path, chosen: list[Run], root: str, epochs: int | None, limit: int | None) -> None:
-    """Train what has no row yet, and write its row at once."""
+    """Train the runs that are not in the file, and write the row of each as soon as it ends."""
     done = {Run(r["dataset"], r["method"], float(r["density"]), int(r["seed"])) for r in rows(path)}
     missing, data = [run for run in chosen if run not in done], {}
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -348,12 +348,12 @@ def sweep(path: Path, chosen: list[Run], root: str, epochs: int | None, limit: i
 
 
 def table(found: list[dict[str, str]], dataset: str, cell: Callable[[list[dict[str, str]]], str]) -> str:
-    """Methods by densities in Markdown.
+    """Create a Markdown table of methods by densities.
 
     Args:
-        found: Rows of the CSV.
-        dataset: Of the table.
-        cell: What to say about the runs that differ in their seed alone.
+        found: Rows of the CSV file.
+        dataset: Name of the data set.
+        cell: Function that formats the rows that differ only in their seed.
     """
     lines = [f"| method | {' | '.join(str(density) for density in DENSITIES)} |", "|---" * (1 + len(DENSITIES)) + "|"]
     for method in METHODS:
@@ -367,19 +367,19 @@ def table(found: list[dict[str, str]], dataset: str, cell: Callable[[list[dict[s
 
 
 def accuracy(of: list[dict[str, str]]) -> str:
-    """Mean and standard deviation in percent."""
+    """Format mean and standard deviation in percent."""
     values = [100 * float(row["test_accuracy"]) for row in of]
     spread = f" ({statistics.stdev(values):.2f})" if len(values) > 1 else ""
     return f"{statistics.mean(values):.2f}{spread}"
 
 
 def work(of: list[dict[str, str]]) -> str:
-    """Mean of the operations, in units of 1e9."""
+    """Format the mean number of operations in units of 1e9."""
     return f"{statistics.mean(float(row['train_flops']) for row in of) / 1e9:.0f}"
 
 
 def tables(found: list[dict[str, str]]) -> str:
-    """All of the page that comes from the rows."""
+    """Create the part of the page that is generated from the rows."""
     parts = []
     for dataset in dict.fromkeys(row["dataset"] for row in found):
         mine = [row for row in found if row["dataset"] == dataset]
@@ -393,24 +393,24 @@ def tables(found: list[dict[str, str]]) -> str:
 
 
 def write_page(page: Path, found: list[dict[str, str]]) -> None:
-    """Put new tables between the marks of the page, and leave its words."""
+    """Replace the tables between the marks of a page."""
     before, _, rest = page.read_text().partition(MARKS[0])
     _, _, after = rest.partition(MARKS[1])
     page.write_text(f"{before}{MARKS[0]}\n\n{tables(found)}\n\n{MARKS[1]}{after}")
 
 
 def main() -> None:
-    """Train what is missing, or write the page."""
+    """Train the missing runs, or write the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--root", default=os.environ.get("SPARSEFL_DATA", "data"), help="folder of the data sets")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="the CSV; a run whose row is in it is skipped")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="CSV file; runs in it are skipped")
     parser.add_argument("--datasets", nargs="+", choices=PROBLEMS, default=list(PROBLEMS))
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     parser.add_argument("--densities", nargs="+", type=float, default=[1.0, *DENSITIES], help="1.0 is dense")
-    parser.add_argument("--seeds", type=int, help="how many of the seeds, from the first")
-    parser.add_argument("--epochs", type=int, help="other than the data set's own")
-    parser.add_argument("--limit", type=int, help="images of each part")
-    parser.add_argument("--page", type=Path, help="train nothing, and put the tables of the CSV into this page")
+    parser.add_argument("--seeds", type=int, help="number of seeds, from the first")
+    parser.add_argument("--epochs", type=int, help="number of epochs; default: that of the data set")
+    parser.add_argument("--limit", type=int, help="number of images of each part; default: all")
+    parser.add_argument("--page", type=Path, help="page to write the tables of the CSV file to, without training")
     arguments = parser.parse_args()
     if arguments.page is not None:
         write_page(arguments.page, rows(arguments.out))

@@ -18,6 +18,7 @@ TINY = {
     "local_trainer": ["--steps", "2", "--cycles", "1"],
     "cut_step": ["--batch", "2", "--size", "8", "--cycles", "1"],
     "masked_step": ["--width", "8", "--batch", "4", "--steps", "4", "2", "--cycles", "1", "1"],
+    "attacks": ["--cases", "iid, large 6", "--rounds", "1"],
     "federated_round": ["--clients", "2", "--samples", "30", "--rounds", "2"],
 }
 
@@ -38,7 +39,7 @@ def numbers(tree):
 
 def test_each_script_is_tested_described_and_measured():
     scripts = {path.stem for path in FOLDER.glob("[!_]*.py")}
-    assert scripts == {*TINY, "sparse_training", "moving_masks"}
+    assert scripts == {*TINY, "sparse_training", "moving_masks", "first_weights"}
     described = (FOLDER / "README.md").read_text()
     for name in scripts:
         assert f"`{name}.py`" in described

@@ -16,7 +16,7 @@ import yaml
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "paper" / "feddip"
 DOCUMENT = CONFIGS.parents[2] / "docs" / "paper_counts.md"
-CELLS = sorted(str(path.relative_to(CONFIGS).with_suffix("")) for path in CONFIGS.rglob("*.yaml"))
+CELLS = sorted(str(path.relative_to(CONFIGS).with_suffix("")) for path in CONFIGS.glob("table*/*.yaml"))
 MIBIT = 2**20 / 8
 """Bytes."""
 

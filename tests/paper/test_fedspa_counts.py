@@ -16,7 +16,7 @@ import yaml
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "paper" / "fedspa"
 DOCUMENT = CONFIGS.parents[2] / "docs" / "paper_counts.md"
-CELLS = sorted(str(path.relative_to(CONFIGS).with_suffix("")) for path in CONFIGS.rglob("*.yaml"))
+CELLS = sorted(str(path.relative_to(CONFIGS).with_suffix("")) for path in CONFIGS.glob("table*/*.yaml"))
 IID = [cell for cell in CELLS if "_iid_" in cell]
 
 LABELS = {"emnist_letters": "EMNIST-L", "cifar10": "CIFAR-10", "cifar100": "CIFAR-100"}
