@@ -36,7 +36,7 @@ from lightning_sparsefl.data import FederatedDataModule
 from lightning_sparsefl.federated import FederatedAlgorithm, FederatedTrainer, Federation
 from lightning_sparsefl.models import MLP, LeNet5
 from lightning_sparsefl.models.task import Classifier
-from lightning_sparsefl.seeds import derive_seed, generator
+from lightning_sparsefl.seeds import derive_key, derive_seed, generator
 
 SEED, BATCH, RATES = 0, 20, {"lr": 0.01, "momentum": 0.9, "weight_decay": 5e-4}
 TOLERANCE = 1e-6
@@ -99,7 +99,7 @@ class Bare:
         total = sum(self.data.num_examples(client) for client in range(self.data.num_clients))
         for client in range(self.data.num_clients):
             self._load()
-            torch.manual_seed(derive_seed(SEED, number, client, "fit", 0))
+            torch.manual_seed(derive_seed(derive_key(SEED, "client", client), number, "train", "fit", 0))
             self._train(self.data.client_train_dataloader(client))
             with torch.no_grad():
                 torch._foreach_add_(sums, list(self.net.parameters()), alpha=self.data.num_examples(client) / total)

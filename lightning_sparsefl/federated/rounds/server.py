@@ -76,7 +76,7 @@ class ServerRecords(Protocol):
 
 
 class _Issued(NamedTuple):
-    """What the server remembers of an order until it is answered."""
+    """What the server keeps of an order until it is answered."""
 
     view: ClientView
     size: Size
@@ -85,7 +85,7 @@ class _Issued(NamedTuple):
 
 
 class Server:  # long because the facts of one order are needed at each of its steps: made, answered, closed
-    """Makes orders, receives answers and closes rounds; it never sees data or memory.
+    """Server half of a round: plans orders, receives answers and merges them, without access to clients' data or memory.
 
     Args:
         algorithm: The federated method.
