@@ -153,9 +153,11 @@ def excess_reason(update: Update, num_examples: int, layout: Layout) -> str | No
         )
     if len(update.metrics) > _MOST_METRICS:
         return f"its update has {len(update.metrics)} metrics; expected at most {_MOST_METRICS}"
+    if update.shared is None:
+        return None
     model = sum(size * layout.dtypes[name].itemsize for name, size in zip(layout.names, layout.sizes, strict=True))
     room = _SHARED_FACTOR * model + _SHARED_ROOM
-    if update.shared is not None and _exceeds(update.shared, room):
+    if _exceeds(update.shared, room):
         return f"its update's `shared` takes more than {room} bytes, {_SHARED_FACTOR} times the model and 64 KiB"
     return None
 

@@ -96,9 +96,7 @@ class ModuleState:
             if value is not None:
                 hooks = value._backward_hooks
                 self._parameters.append((value, value.requires_grad, hooks.copy() if hooks else _NO_HOOKS))
-        for hook in _HOOKS:
-            hooks = attributes[hook]
-            self._hooks.append((hooks, hooks.copy() if hooks else _NO_HOOKS))
+        self._hooks += [(hooks, hooks.copy() if hooks else _NO_HOOKS) for hooks in map(attributes.__getitem__, _HOOKS)]
         if not type(module).__module__.startswith("torch."):
             self._sizes += [
                 (name, key, value, len(value))
@@ -114,9 +112,12 @@ class ModuleState:
         for parameter, flag, known in self._parameters:
             if parameter.requires_grad is not flag:
                 parameter.requires_grad_(flag)
-            _restore_hooks(parameter._backward_hooks or known, known)
+            hooks = parameter._backward_hooks
+            if hooks is not None and (hooks or known):
+                _restore_hooks(hooks, known)
         for hooks, known in self._hooks:
-            _restore_hooks(hooks, known)
+            if hooks or known:
+                _restore_hooks(hooks, known)
         for name, key, value, size in self._sizes:
             if len(value) != size:
                 _messages.info(

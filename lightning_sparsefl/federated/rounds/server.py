@@ -85,7 +85,7 @@ class _Issued(NamedTuple):
 
 
 class Server:  # long because the facts of one order are needed at each of its steps: made, answered, closed
-    """Server half of a round: plans orders, receives answers and merges them, without access to clients' data or memory.
+    """Server half of a round, which makes orders and merges answers, without the clients' data or memory.
 
     Args:
         algorithm: The federated method.

@@ -110,6 +110,16 @@ def test_a_hook_that_a_client_removes_comes_back() -> None:
     assert calls == [1]
 
 
+def test_a_gradient_hook_that_a_client_removes_comes_back() -> None:
+    module, calls = Net(), []
+    handle = module.net[1].weight.register_hook(lambda _: calls.append(1))
+    state = ModuleState(module)
+    handle.remove()
+    state.restore()
+    module.net(torch.ones(2, 8)).sum().backward()
+    assert calls == [1]
+
+
 def test_a_container_that_grows_is_reported_once_by_name(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
