@@ -59,7 +59,8 @@ class Side:
 
     def __init__(self, net: nn.Module, batch: tuple[torch.Tensor, torch.Tensor], callback: Any, total: int) -> None:
         self.net, self.batch, self.callback = net, batch, callback
-        self.global_step, self.estimated_stepping_batches = 0, total
+        self.lightning_module = net
+        self.global_step, self.num_training_batches, self.estimated_stepping_batches = 0, total, total
         self.optimizers = [torch.optim.SGD(net.parameters(), **RATES)]
         self.callbacks = [] if callback is None else [callback]
         self.precision_plugin = SimpleNamespace(scaler=None)
@@ -72,6 +73,8 @@ class Side:
         (optimizer,), (inputs, targets) = self.optimizers, self.batch
         before = None if self.callback is None else dict(self.callback.masks)
         start = time.process_time()
+        if self.callback is not None:
+            self.callback.on_train_batch_start(self, self.net, self.batch, self.global_step)
         optimizer.zero_grad()
         cross_entropy(self.net(inputs), targets).backward()
         if self.callback is not None:

@@ -76,10 +76,10 @@ def killed(number):
 
     original = Coordinator.round
 
-    def round_(self, server, *arguments):
-        if server.round == number:
+    def round_(self, state, *arguments):
+        if state.server.round == number:
             raise RuntimeError("killed")
-        return original(self, server, *arguments)
+        return original(self, state, *arguments)
 
     return round_
 

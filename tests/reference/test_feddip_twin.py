@@ -82,7 +82,8 @@ def test_feddip(fit, options, sgd, batch_size):
     assert kept == sorted(kept, reverse=True)
     assert kept[-1] < kept[0]
     came_back = any((new[name] & ~old[name]).any() for old, new in itertools.pairwise(masks) for name in old)
-    if sgd is FAST or not method.recover:  # small steps leave a pruned weight too small to return
+    # small steps leave a pruned weight too small to return, and two reconfigurations may return none
+    if (sgd is FAST and method.reconfigure_every == 1) or not method.recover:
         assert came_back == method.recover
 
 
