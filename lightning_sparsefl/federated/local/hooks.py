@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
+from lightning.fabric.utilities.apply_func import move_data_to_device
 from lightning.pytorch import Callback, LightningDataModule, LightningModule
 from lightning.pytorch.callbacks import Checkpoint, EarlyStopping
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import Tensor
 
 from lightning_sparsefl.federated.local.support import overridden
 
@@ -80,7 +83,7 @@ class Hooks:
         """Return a hook of the batch transfer: the data module's if it overrides it, else the module's."""
         if isinstance(datamodule, LightningDataModule) and is_overridden(name, datamodule):
             return getattr(datamodule, name)  # type: ignore[no-any-return]
-        if name in self.overridden or name == "transfer_batch_to_device":
+        if name in self.overridden:
             return lambda *args: self.call_module(name, *args)
         return None
 
@@ -89,5 +92,13 @@ class Hooks:
         before, move, after = self._transfers.values()
         if before is not None:
             batch = before(batch, 0)
-        batch = move(batch, device, 0)  # type: ignore[misc]
+        if move is not None:
+            batch = move(batch, device, 0)
+        elif not _is_on_device(batch, device):
+            batch = move_data_to_device(batch, device)  # as LightningModule.transfer_batch_to_device does
         return batch if after is None else after(batch, 0)
+
+
+def _is_on_device(batch: Any, device: torch.device) -> bool:
+    """Return whether a batch is a list or tuple of tensors that need no transfer, the common case on a CPU."""
+    return type(batch) in (list, tuple) and all(type(item) is Tensor and item.device == device for item in batch)
