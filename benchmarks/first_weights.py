@@ -11,7 +11,6 @@ Fashion-MNIST in one epoch. A run whose row is in the CSV is skipped.
 from __future__ import annotations
 
 import argparse
-import csv
 import itertools
 import os
 import statistics
@@ -21,7 +20,7 @@ from typing import Any, NamedTuple
 import lightning as L
 import torch
 from sklearn.datasets import load_digits
-from sparse_training import LAYERS, Batches, load, rows
+from sparse_training import LAYERS, Batches, appended, load, rows
 from sparse_training import Net as Convolutions
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
@@ -119,16 +118,9 @@ def sweep(path: Path, seeds: int, datasets: list[str], root: str) -> None:
     kinds = (str, str, float, int, int)
     done = {Run(*(kind(row[name]) for kind, name in zip(kinds, Run._fields, strict=True))) for row in rows(path)}
     data = {name: digits() if name == "digits" else load(name, root, None) for name in datasets}
-    with path.open("a", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-        if not path.stat().st_size:
-            writer.writeheader()
-        for run in runs(seeds, datasets):
-            if run not in done:
-                row = measure(run, data[run.dataset])
-                writer.writerow(row)
-                file.flush()
-                print(tuple(row.values()), flush=True)
+    missing = [run for run in runs(seeds, datasets) if run not in done]
+    for row in appended(path, COLUMNS, missing, lambda run: measure(run, data[run.dataset])):
+        print(tuple(row.values()), flush=True)
 
 
 def table(found: list[dict[str, str]]) -> str:

@@ -11,7 +11,6 @@ mask after the next update. Runs that are in the CSV file are skipped.
 from __future__ import annotations
 
 import argparse
-import csv
 import os
 import statistics
 from collections.abc import Iterator
@@ -21,7 +20,7 @@ from typing import Any, NamedTuple
 import lightning as L
 import torch
 from lightning.pytorch.callbacks import Callback
-from sparse_training import LAYERS, PROBLEMS, Batches, Net, load, rows
+from sparse_training import LAYERS, PROBLEMS, Batches, Net, appended, load, rows
 from torch import Tensor
 
 from lightning_sparsefl.callbacks import DynamicMask
@@ -131,16 +130,9 @@ def sweep(path: Path, seeds: int, root: str) -> None:
     kinds = (str, str, int, int, int)
     done = {Run(*(kind(row[name]) for kind, name in zip(kinds, Run._fields, strict=True))) for row in rows(path)}
     data = {name: load(name, root, None) for name in PROBLEMS}
-    with path.open("a", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-        if not path.stat().st_size:
-            writer.writeheader()
-        for run in runs(seeds):
-            if run not in done:
-                row = measure(run, data[run.dataset])
-                writer.writerow(row)
-                file.flush()
-                print(tuple(row.values()), flush=True)
+    missing = [run for run in runs(seeds) if run not in done]
+    for row in appended(path, COLUMNS, missing, lambda run: measure(run, data[run.dataset])):
+        print(tuple(row.values()), flush=True)
 
 
 def table(found: list[dict[str, str]]) -> str:

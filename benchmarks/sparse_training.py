@@ -17,7 +17,7 @@ import os
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -325,8 +325,30 @@ def measure(run: Run, data: tuple[Tensor, Tensor, Tensor, Tensor], epochs: int) 
 
 
 def rows(path: Path) -> list[dict[str, str]]:
-    """Read the rows of a CSV file; empty if there is none."""
+    """Read the rows of a CSV file; empty if the file does not exist."""
     return list(csv.DictReader(path.read_text().splitlines())) if path.is_file() else []
+
+
+def appended(
+    path: Path, columns: Sequence[str], missing: Iterable[Any], measure: Callable[[Any], dict[str, Any]]
+) -> Iterator[dict[str, Any]]:
+    """Measure runs, append the row of each to a CSV file as soon as it ends, and yield the row.
+
+    Args:
+        path: CSV file; it gets a header if it is empty.
+        columns: Columns of the file.
+        missing: Runs that are not in the file.
+        measure: Function that performs a run and returns its row.
+    """
+    with path.open("a", newline="") as file:
+        writer = csv.DictWriter(file, columns, lineterminator="\n")
+        if not path.stat().st_size:
+            writer.writeheader()
+        for run in missing:
+            row = measure(run)
+            writer.writerow(row)
+            file.flush()
+            yield row
 
 
 def sweep(path: Path, chosen: list[Run], root: str, epochs: int | None, limit: int | None) -> None:
@@ -334,17 +356,14 @@ def sweep(path: Path, chosen: list[Run], root: str, epochs: int | None, limit: i
     done = {Run(r["dataset"], r["method"], float(r["density"]), int(r["seed"])) for r in rows(path)}
     missing, data = [run for run in chosen if run not in done], {}
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-        if not path.stat().st_size:
-            writer.writeheader()
-        for number, run in enumerate(missing, 1):
-            if run.dataset not in data:
-                data[run.dataset] = load(run.dataset, root, limit)
-            row = measure(run, data[run.dataset], epochs or PROBLEMS[run.dataset].epochs)
-            writer.writerow(row)
-            file.flush()
-            print(f"{number}/{len(missing)} {tuple(run)}: {row['test_accuracy']} in {row['seconds']} s", flush=True)
+
+    def measured(run: Run) -> dict[str, Any]:
+        if run.dataset not in data:
+            data[run.dataset] = load(run.dataset, root, limit)
+        return measure(run, data[run.dataset], epochs or PROBLEMS[run.dataset].epochs)
+
+    for number, (run, row) in enumerate(zip(missing, appended(path, COLUMNS, missing, measured), strict=True), 1):
+        print(f"{number}/{len(missing)} {tuple(run)}: {row['test_accuracy']} in {row['seconds']} s", flush=True)
 
 
 def table(found: list[dict[str, str]], dataset: str, cell: Callable[[list[dict[str, str]]], str]) -> str:

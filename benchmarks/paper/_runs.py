@@ -140,7 +140,7 @@ def chosen(runs: Iterable[Run], only: str, rows: Iterable[Row]) -> list[Run]:
 
 
 def read(path: Path) -> list[Row]:
-    """Read the rows of a CSV file; empty if there is none."""
+    """Read the rows of a CSV file; empty if the file does not exist."""
     if not path.exists():
         return []
     with path.open(newline="") as file:

@@ -40,7 +40,7 @@ What the authors' program (github.com/sunnyxuejj/FedLPS) does differently; it wa
   averages clients evenly.
 - Its bandit covers densities from .5 to 1, so that it decides for the strongest clients only.
 - It scores a client with the last model that the client trained at a density above 1/4, and with the dense common
-  model if there is none. The program of the ablations (FedLPS_Ablation, Table II) scores P-UCBV clients of density 1/4
+  model without one. The program of the ablations (FedLPS_Ablation, Table II) scores P-UCBV clients of density 1/4
   or less with the common body and their own last layer, but every client of RCR and FLST with its own last model: the
   rows of that table come from different evaluation protocols.
 - Learning rate .1 * .998^round; batches of 32 (MNIST), 20 (CIFAR, Tiny-ImageNet) or 5 (Reddit); no augmentation.

@@ -17,7 +17,7 @@ Departures from the paper and the authors' code, which was read, not copied:
 
 - P^mask is solved by local search from several starts, and exactly if it is small. The authors' successive
   approximation does not improve on the best of 1000 random starts, since its penalty is linearised without a constant;
-  it needs a licensed solver, and returns the start without a warning if there is none.
+  it needs a licensed solver, and returns the start without a warning if the license is missing.
 - Without an additional constraint, empty masks would solve P^mask: a client trains a group if any fits its budget.
 - A group is averaged by numbers of samples, as in the code; eq. 3 takes the plain mean. A group that no participant
   trains keeps the server's value, where eq. 3 divides by zero.

@@ -312,7 +312,7 @@ class Server:  # long because the facts of one order are needed at each of its s
             view: Facts of the client.
             message: Message that the client received.
             down: Size of the encoded message.
-            up: Size of the encoded update; None if there is none.
+            up: Size of the encoded update; None if the client sent no update.
             again: Whether a rehearsed client took part before.
         """
         costs = self.algorithm.costs(replace(self.workload.facts(view, message), again=again))

@@ -263,7 +263,7 @@ def previous_records(path: Path) -> Mapping[str, StoredRecords] | None:
     """Read how a checkpoint refers to the clients' records, by store.
 
     Args:
-        path: The file; empty references if there is none.
+        path: The file; if it does not exist, the references are empty.
 
     Returns:
         The references, or None if the file cannot be read.
