@@ -114,7 +114,7 @@ def _points_left(target: str, layer: str) -> bool:
 def room_violations(root: Path) -> list[str]:
     """Files of federated/ outside every room, imports that point to a later room, and rooms with too many files."""
     found, engine = [], root / "federated"
-    sizes = Counter(path.relative_to(engine).parts[0] for path in engine.rglob("*.py"))
+    sizes = Counter(path.relative_to(engine).parent.as_posix() for path in engine.rglob("*.py"))
     found += [f"{room}: {count} files" for room, count in sizes.items() if count > MOST_FILES]
     for path, room, tree in modules(engine):
         if room == "__init__":

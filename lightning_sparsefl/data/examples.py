@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, SequentialSampler
 
 Transform: TypeAlias = Callable[[Tensor], Tensor]
 """Function from a batch of stored inputs to a batch of network inputs."""
@@ -39,10 +39,28 @@ class Examples(Dataset[tuple[Tensor, Tensor]]):
         inputs, labels = self.__getitems__([index])
         return inputs[0], labels[0]
 
-    def __getitems__(self, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
-        chosen = torch.tensor(indices)
+    def __getitems__(self, indices: Sequence[int] | Tensor) -> tuple[Tensor, Tensor]:
+        chosen = torch.as_tensor(indices)
         inputs, labels = self.inputs.index_select(0, chosen), self.labels.index_select(0, chosen)
         return (inputs if self.transform is None else self.transform(inputs)), labels
+
+    @staticmethod
+    def are_read_by(loader: Any) -> bool:
+        """Return whether a loader does no more than pass a sampler's indices to :meth:`__getitems__`, in this process.
+
+        Args:
+            loader: Loader of any kind.
+        """
+        return (
+            type(loader) is DataLoader
+            and type(loader.dataset) is Examples
+            and loader.collate_fn is _as_is
+            and type(loader.sampler) in (RandomSampler, SequentialSampler)
+            and type(loader.batch_sampler) is BatchSampler
+            and loader.num_workers == 0
+            and not loader.pin_memory
+            and loader.generator is None
+        )
 
     def loader(self, batch_size: int, **options: Any) -> DataLoader[tuple[Tensor, Tensor]]:
         """Create a DataLoader that takes whole batches.

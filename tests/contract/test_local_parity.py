@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,15 +19,16 @@ from lightning.pytorch import callbacks as stock_callbacks
 from lightning.pytorch.callbacks import Callback, EarlyStopping, LearningRateMonitor
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins import MixedPrecision
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.optim import SGD, Adam
 from torch.optim import lr_scheduler as schedules
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_sparsefl.federated.local.engines import FastEngine
+from lightning_sparsefl.federated.local.fast.support import CALLED_HOOKS, SUPPORTED_CALLBACKS
 from lightning_sparsefl.federated.local.lightning_trainer import LightningEngine
 from lightning_sparsefl.federated.local.local_options import LocalOptions
-from lightning_sparsefl.federated.local.support import CALLED_HOOKS, SUPPORTED_CALLBACKS
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::lightning.fabric.utilities.warnings.PossibleUserWarning"),
@@ -486,6 +488,58 @@ def test_a_callback_may_log_and_stop_in_mid_epoch() -> None:
     run = compare(Net(step_lr), lambda: [Meddler()])
     assert run.steps == 8 + 4
     assert {"seen_epoch", "passes"} <= run.metrics.keys()
+
+
+class ManyLogs(PlainLoss):
+    """Logs scalars again and again, with options that change the shortcut of repeated calls."""
+
+    def training_step(self, batch: Any) -> Tensor:
+        loss, size = super().training_step(batch), len(batch[1])
+        self.log("weighted", loss, batch_size=size + self.trainer.global_step)
+        self.log("in a vector", loss[None], on_epoch=True)
+        self.log("count", torch.tensor(size).float(), reduce_fx="sum")
+        self.log("by position", loss, False, None, True, True, "max")
+        self.log("number", float(size))
+        self.log(name="by keyword", value=loss.detach(), on_step=True, on_epoch=True)
+        return loss
+
+
+class Copying(Callback):
+    """Copies the module in the middle of a fit, and logs through the module."""
+
+    def __init__(self) -> None:
+        self.copies: list[Any] = []
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        if trainer.global_step == 2:
+            self.copies = [copy.deepcopy(pl_module), pickle.loads(pickle.dumps(pl_module))]
+        pl_module.log("by a callback", torch.tensor(float(trainer.global_step)))
+
+
+def test_logs_repeated_values_as_lightning_does() -> None:
+    compare(ManyLogs(), lambda: [Copying()])
+
+
+def test_a_module_and_its_copies_keep_their_own_log() -> None:
+    module, copying = ManyLogs(), Copying()
+    by_us(module, lambda: [copying], max_epochs=1)
+    for each in (module, *copying.copies):
+        assert each.log.__self__ is each
+        assert each._trainer is None
+    assert "log" not in vars(module)
+    with pytest.warns(UserWarning, match="reference is not registered on the model"):
+        copying.copies[0].log("x", torch.tensor(1.0))
+
+
+def test_other_options_for_a_logged_key_are_refused_as_by_lightning() -> None:
+    class Fickle(PlainLoss):
+        def training_step(self, batch: Any) -> Tensor:
+            loss = super().training_step(batch)
+            self.log("changing", loss, on_epoch=self.trainer.global_step > 1)
+            return loss
+
+    with pytest.raises(MisconfigurationException, match="twice in `training_step` with different arguments"):
+        by_us(Fickle(), max_epochs=1)
 
 
 class ByEpoch(torch.utils.data.Sampler[int]):

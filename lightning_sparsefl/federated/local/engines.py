@@ -36,16 +36,16 @@ from lightning.pytorch.utilities.rank_zero import WarningCache
 from torch import Tensor
 
 from lightning_sparsefl.errors import InvalidOption
-from lightning_sparsefl.federated.local.fast_trainer import FastTrainer, unsupported_fabric_reason
-from lightning_sparsefl.federated.local.isolation import isolate_metrics, restore_trainer_refs
-from lightning_sparsefl.federated.local.lightning_trainer import LightningEngine
-from lightning_sparsefl.federated.local.local_options import LocalOptions
-from lightning_sparsefl.federated.local.support import (
+from lightning_sparsefl.federated.local.fast.support import (
     overridden,
     require_automatic,
     unsupported_hook_reason,
     unsupported_reason,
 )
+from lightning_sparsefl.federated.local.fast.trainer import FastTrainer, unsupported_fabric_reason
+from lightning_sparsefl.federated.local.isolation import isolate_metrics, restore_trainer_refs
+from lightning_sparsefl.federated.local.lightning_trainer import LightningEngine
+from lightning_sparsefl.federated.local.local_options import LocalOptions
 
 __all__ = ["FastEngine", "LocalOptions", "isolate_metrics", "local_engine", "unsupported_reason"]
 

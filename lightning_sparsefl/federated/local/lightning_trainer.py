@@ -17,9 +17,9 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor
 
+from lightning_sparsefl.federated.local.fast.support import require_automatic
 from lightning_sparsefl.federated.local.isolation import isolate_metrics, restore_trainer_refs
 from lightning_sparsefl.federated.local.local_options import LocalOptions
-from lightning_sparsefl.federated.local.support import require_automatic
 
 
 class ResidentStrategy(SingleDeviceStrategy):

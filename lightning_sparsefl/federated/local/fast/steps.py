@@ -15,7 +15,8 @@ from lightning.pytorch.utilities.rank_zero import WarningCache, rank_zero_warn
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
 
-from lightning_sparsefl.federated.local.hooks import Hooks
+from lightning_sparsefl.federated.local.fast.direct_calls import run_backward, step_optimizer, zero_gradients
+from lightning_sparsefl.federated.local.fast.hooks import Hooks
 
 _warnings = WarningCache()
 
@@ -86,7 +87,7 @@ class AutomaticStep:
             self._hooks.call_module("optimizer_step", self._trainer.current_epoch, batch_idx, optimizer, self)
             self._trainer.fit_loop.optimizer_steps += 1
         else:
-            self._trainer.optimizers[0].step(closure=self._closure)
+            step_optimizer(self._trainer.optimizers[0], self._closure)
             self._trainer.fit_loop.optimizer_steps += 1
         self._batch = None
         return self._outputs()
@@ -136,7 +137,7 @@ class AutomaticStep:
         if "optimizer_zero_grad" in self._hooks.overridden:
             self._hooks.call_module("optimizer_zero_grad", self._trainer.current_epoch, self._batch_idx, optimizer)
         else:
-            optimizer.zero_grad()
+            zero_gradients(optimizer)
 
     def _backward(self, loss: Tensor) -> None:
         if self._scaled:
@@ -145,7 +146,7 @@ class AutomaticStep:
         if "backward" in self._hooks.overridden:
             self._hooks.call_module("backward", loss)
         else:
-            loss.backward()
+            run_backward(loss)
         self._hooks.both("on_after_backward")
 
     def _outputs(self) -> dict[str, Any]:

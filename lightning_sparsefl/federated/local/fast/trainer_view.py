@@ -13,9 +13,9 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn, TrainerState, TrainerStatus
 from torch import Tensor
 
-from lightning_sparsefl.federated.local.fast_loops import EvalLoop, FitLoop
-from lightning_sparsefl.federated.local.results import FastResults, LogConnector
-from lightning_sparsefl.federated.local.support import UnknownAttribute
+from lightning_sparsefl.federated.local.fast.loops import EvalLoop, FitLoop
+from lightning_sparsefl.federated.local.fast.results import FastResults, LogConnector
+from lightning_sparsefl.federated.local.fast.support import UnknownAttribute
 
 
 class TrainerView(UnknownAttribute):

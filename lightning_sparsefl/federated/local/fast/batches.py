@@ -5,14 +5,35 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from lightning.fabric.utilities.data import _auto_add_worker_init_fn, _set_sampler_epoch
 from lightning.pytorch.trainer.connectors.data_connector import _parse_num_batches
 from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities.combined_loader import _shutdown_workers_and_reset_iterator
 from torch.utils.data import DataLoader
 
+from lightning_sparsefl.data.examples import Examples
 from lightning_sparsefl.errors import InvalidOption
-from lightning_sparsefl.federated.local.support import unsupported_loader_reason
+from lightning_sparsefl.federated.local.fast.support import unsupported_loader_reason
+
+
+def iterate_examples(loader: DataLoader[Any]) -> Iterator[Any]:
+    """Start a pass over a loader of :class:`Examples`, with the batches and random numbers of ``iter(loader)``.
+
+    All indices become one tensor, which takes less time than one tensor for each batch.
+
+    Args:
+        loader: Loader that :meth:`Examples.are_read_by` accepts.
+    """
+    torch.empty((), dtype=torch.int64).random_()  # the seed that a DataLoader draws for its workers
+    return _read(loader)
+
+
+def _read(loader: DataLoader[Any]) -> Iterator[Any]:
+    batches: list[list[int]] = list(loader.batch_sampler)  # type: ignore[arg-type]  # drawn with the first batch, as by a DataLoader
+    order = torch.tensor([index for batch in batches for index in batch], dtype=torch.int64)
+    for indices in order.split([len(batch) for batch in batches]):
+        yield loader.dataset.__getitems__(indices)  # type: ignore[attr-defined]
 
 
 class BatchIterator:
@@ -47,7 +68,8 @@ class BatchIterator:
 
     def start(self) -> None:
         """Start a pass over the loader."""
-        self._iterator, self._fetched, self.done = iter(self.loader), 0, self.length == 0
+        self._iterator = iterate_examples(self.loader) if Examples.are_read_by(self.loader) else iter(self.loader)
+        self._fetched, self.done = 0, self.length == 0
 
     def __next__(self) -> Any:
         """Return the next batch, moved to the device."""

@@ -1,8 +1,9 @@
 """Results of `self.log`: Lightning's collection of logged values without the work that it repeats in every call.
 
-In each call, Lightning rebuilds the metadata of a key to compare the arguments, and moves the metric of the key to the
-value's device by a recursive copy of its attributes; for a small network this takes longer than the training step.
-Here the metadata are built in the first call for a key, and a metric is moved only if the device differs.
+In each call, Lightning checks the arguments, inspects the signature of `training_step`, rebuilds the metadata of a key
+to compare them, and moves the metric of the key to the value's device by a recursive copy of its attributes; for a
+small network this takes longer than the training step. Here the checks are made and the metadata are built in the first
+call for a key, and a metric is moved only if the device differs.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+from lightning.pytorch import LightningModule
 from lightning.pytorch.trainer.connectors.logger_connector.logger_connector import _LoggerConnector
 from lightning.pytorch.trainer.connectors.logger_connector.result import (
     _Metadata,
@@ -36,6 +38,7 @@ class FastResults(_ResultCollection):
         super().__init__(training)
         self.any_on_step = False
         self._arguments: dict[str, tuple[Any, ...]] = {}
+        self._calls: dict[tuple[str, str], dict[str, Any]] = {}
 
     def log(self, fx: str, name: str, value: Any, *, batch_size: int | None = None, **options: Any) -> None:
         """Record a value; :meth:`lightning.pytorch.LightningModule.log` calls this with all its options."""
@@ -48,10 +51,38 @@ class FastResults(_ResultCollection):
         elif self._arguments[key] != arguments or metric.is_tensor is not tensor:
             super().log(fx, name, value, batch_size=batch_size, **options)  # raises if they differ
             return
-        if tensor and metric.value.device != value.device:
+        self._record(metric, value, batch_size)
+
+    def _record(self, metric: _ResultMetric, value: Any, batch_size: int | None) -> None:
+        if isinstance(value, Tensor) and metric.value.device != value.device:
             metric.to(value.device)
         metric.forward(value, self._extract_batch_size(metric, batch_size, metric.meta))
         metric.has_reset = False
+
+    def repeat(self, fx: str, name: str, value: Tensor, batch_size: int | None, call: dict[str, Any]) -> bool:
+        """Record a value if the key was logged before by the same call; return whether it was.
+
+        Args:
+            fx: Hook that logs.
+            name: Key of the value.
+            value: Scalar.
+            batch_size: Number of samples that the value is of, or None.
+            call: Other options of the call.
+        """
+        if self._calls.get((fx, name)) != call:
+            return False
+        self._record(self[f"{fx}.{name}"], value.detach(), batch_size)
+        return True
+
+    def remember(self, fx: str, name: str, call: dict[str, Any]) -> None:
+        """Keep the options of a call that Lightning has checked.
+
+        Args:
+            fx: Hook that logs.
+            name: Key of the value.
+            call: Other options of the call.
+        """
+        self._calls[fx, name] = call
 
     @staticmethod
     def _get_cache(result_metric: _ResultMetric, on_step: bool) -> Tensor | None:
@@ -66,6 +97,33 @@ class FastResults(_ResultCollection):
 
 if not TYPE_CHECKING:
     FastResults.log = torch.compiler.disable(FastResults.log)  # as in Lightning
+
+
+def log(self: LightningModule, name: str, value: Any, *args: Any, **options: Any) -> None:
+    """Log a value as :meth:`lightning.pytorch.LightningModule.log` does; repeated calls skip its checks.
+
+    Args:
+        self: Module of the user.
+        name: Key of the value.
+        value: Value; the shortcut is for scalar tensors.
+        *args: Options by position, which turn the shortcut off.
+        **options: Options of Lightning's method.
+    """
+    trainer: Any = self._trainer
+    results, fx = getattr(trainer, "_results", None), self._current_fx_name
+    scalar = type(value) is Tensor and value.dim() == 0 and not args
+    if not scalar or fx is None or not isinstance(results, FastResults) or torch.compiler.is_compiling():
+        LightningModule.log(self, name, value, *args, **options)
+        return
+    connector = trainer._logger_connector
+    if connector.should_reset_tensors(fx):
+        results.reset(metrics=False, fx=fx)
+    call = {option: given for option, given in options.items() if option != "batch_size"}
+    if results.repeat(fx, name, value, options.get("batch_size"), call):
+        connector._current_fx = fx
+    else:
+        LightningModule.log(self, name, value, **options)
+        results.remember(fx, name, call)
 
 
 def _metadata(fx: str, name: str, options: dict[str, Any]) -> _Metadata:

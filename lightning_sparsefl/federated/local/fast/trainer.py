@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from types import SimpleNamespace
+from types import MethodType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -22,13 +22,13 @@ from lightning.pytorch.trainer.states import RunningStage, TrainerFn, TrainerSta
 from lightning.pytorch.utilities import GradClipAlgorithmType
 from torch import Tensor
 
-from lightning_sparsefl.federated.local.fast_loops import EvalLoop, FitLoop
-from lightning_sparsefl.federated.local.fast_steps import AutomaticStep
-from lightning_sparsefl.federated.local.hooks import Hooks
+from lightning_sparsefl.federated.local.fast.hooks import Hooks
+from lightning_sparsefl.federated.local.fast.loops import EvalLoop, FitLoop
+from lightning_sparsefl.federated.local.fast.results import LogConnector, log
+from lightning_sparsefl.federated.local.fast.steps import AutomaticStep
+from lightning_sparsefl.federated.local.fast.trainer_view import TrainerView
 from lightning_sparsefl.federated.local.isolation import isolate_metrics
 from lightning_sparsefl.federated.local.local_options import LocalOptions
-from lightning_sparsefl.federated.local.results import LogConnector
-from lightning_sparsefl.federated.local.trainer_view import TrainerView
 
 _ACCELERATORS: dict[str, Callable[[], Accelerator]] = {
     "cpu": CPUAccelerator,
@@ -112,13 +112,19 @@ class FastTrainer(TrainerView):
     @contextmanager
     def running(self) -> Iterator[None]:
         """Attach the module inside, and free the optimizers at the end without waiting for the garbage collector."""
-        self.lightning_module.trainer = self  # type: ignore[assignment]
+        module = self.lightning_module
+        module.trainer = self  # type: ignore[assignment]
+        replaced = type(module).log is LightningModule.log and "log" not in vars(module)
+        if replaced:
+            vars(module)["log"] = MethodType(log, module)
         try:
             yield
         except BaseException as exception:
             self._interrupt(exception)
             raise
         finally:
+            if replaced:
+                vars(module).pop("log", None)
             self.strategy._reset_optimizers_and_schedulers()
 
     def fit(self, loader: Any, validation: Any = None) -> dict[str, Tensor]:

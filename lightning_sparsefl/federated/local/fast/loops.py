@@ -9,10 +9,10 @@ from lightning.pytorch.loops.utilities import _verify_dataloader_idx_requirement
 from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities.model_helpers import _ModuleMode
 
-from lightning_sparsefl.federated.local.batches import BatchIterator
-from lightning_sparsefl.federated.local.fast_steps import AutomaticStep, ManualStep, StepCaller, step_schedulers
-from lightning_sparsefl.federated.local.results import FastResults
-from lightning_sparsefl.federated.local.support import UnknownAttribute
+from lightning_sparsefl.federated.local.fast.batches import BatchIterator
+from lightning_sparsefl.federated.local.fast.results import FastResults
+from lightning_sparsefl.federated.local.fast.steps import AutomaticStep, ManualStep, StepCaller, step_schedulers
+from lightning_sparsefl.federated.local.fast.support import UnknownAttribute
 
 
 class EvalLoop:
