@@ -21,7 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -190,14 +190,19 @@ class Case:
     algorithm: FederatedAlgorithm
     equal: bool = True
     """Whether the plain loop does the same arithmetic, so that its weights must be equal."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Further options of the federation."""
 
 
+STACKED = {"local_engine": "stacked"}
 CASES = {
     "lenet5": Case(SilentLeNet5, FedAvg()),
     "lenet5_logging": Case(LeNet5, FedAvg()),
     "mlp": Case(SilentMLP, FedAvg()),
     "mlp_logging": Case(MLP, FedAvg()),
     "lenet5_fedspa": Case(SilentLeNet5, FedSpa(density=0.5, search="static"), equal=False),
+    "lenet5_stacked": Case(LeNet5, FedAvg(), options=STACKED),
+    "mlp_stacked": Case(MLP, FedAvg(), options=STACKED),
 }
 
 
@@ -217,7 +222,7 @@ def compare(case: Case, clients: int, samples: int, rounds: int) -> dict[str, An
             callbacks=[referee],
             enable_progress_bar=False,
             algorithm=case.algorithm,
-            federation=Federation(clients_per_round=clients, pictures_every_n_rounds=0),
+            federation=Federation(clients_per_round=clients, pictures_every_n_rounds=0, **case.options),
             seed=SEED,
         )
         with contextlib.redirect_stdout(io.StringIO()):
@@ -232,6 +237,7 @@ def compare(case: Case, clients: int, samples: int, rounds: int) -> dict[str, An
         "model": case.model.__name__.removeprefix("Silent"),
         "logs": not issubclass(case.model, Silent),
         "algorithm": repr(case.algorithm),
+        "options": dict(case.options),
         "difference_after_one_round": referee.differences[0] if case.equal else None,
         **_summary("cpu", {side: [moment.cpu for moment in taken] for side, taken in times.items()}),
         **_summary("wall", {side: [moment.wall for moment in taken] for side, taken in times.items()}),

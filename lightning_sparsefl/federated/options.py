@@ -61,9 +61,13 @@ class Federation:
     """Number of epochs of each client's final fit after the last round, for methods without their own fine-tuning."""
     monitor: str = "train_acc"
     """Metric of local training that methods use, such as the bandit of FedLPS; the module must log it."""
-    local_engine: Literal["auto", "fast", "trainer"] = "auto"
-    """Engine of local training: the fast engine, a real Lightning `Trainer`, or the fast engine wherever its results
-    are known to be equal."""
+    local_engine: Literal["auto", "fast", "trainer", "stacked"] = "auto"
+    """Engine of local training: the fast engine, which trains clients one after another; a real Lightning `Trainer`;
+    `stacked`, which trains several clients of a small model as one batched computation, with results that are equal up
+    to rounding; or `auto`, the fast engine wherever its results are known to be equal to those of a Trainer."""
+    stack_size: int | Literal["auto"] = "auto"
+    """Largest number of clients in a stack, with `local_engine: stacked`; auto = from the sizes of the model, of the
+    batch and of the cohort."""
     on_client_error: Literal["raise", "skip"] = "raise"
     """Whether a failure of a client's local work ends the run, or the round is merged without the client."""
     min_clients: int = 1
@@ -115,6 +119,8 @@ class Federation:
         require(
             scored == "all" or is_whole(scored, 1), "federation.eval_clients", scored, "'all' or a whole number >= 1"
         )
+        size = self.stack_size
+        require(size == "auto" or is_whole(size, 1), "federation.stack_size", size, "'auto' or a whole number >= 1")
         fits = all(0 < capacity <= 1 for capacity in self.capacities or [])
         require(fits, "federation.capacities", self.capacities, "numbers in (0, 1]")
         self._check_merge()

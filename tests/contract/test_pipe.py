@@ -38,7 +38,7 @@ def serve(run, pipe):
     run.node.records = store = NodeStore()
     run.server = run.coordinator = run.scorer = run.cohort = run.server_records = run.node_records = None
     commands = {
-        "answer": lambda payload: answer_bytes(run.node, payload),
+        "answer": lambda payload: next(answer_bytes(run.node, [payload]))[0],
         "records": lambda _: {client: versions[max(versions)] for client, versions in store.versions.items()},
         "forget": lambda client: store.versions.pop(client, None) and None,
     }

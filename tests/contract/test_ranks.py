@@ -73,17 +73,17 @@ class Noted(FedAvg):
 
 
 def test_a_slow_rank_is_given_less_without_a_change_of_a_byte(federation, last, tmp_path, monkeypatch):
-    one = RankCohort._one
+    before = RankCohort._stack
 
     def by_a_clock_of_ours(self, *args):
         return [
             replace(outcome, elapsed=outcome.charge.flops_train * (9.0 if outcome.rank else 1.0))
             if outcome.charge
             else outcome
-            for outcome in one(self, *args)
+            for outcome in before(self, *args)
         ]
 
-    monkeypatch.setattr(RankCohort, "_one", by_a_clock_of_ours)
+    monkeypatch.setattr(RankCohort, "_stack", by_a_clock_of_ours)
     runs = {}
     for devices in (1, 2):
         Noted.notes = tmp_path / f"notes {devices}"

@@ -95,8 +95,10 @@ def replay(run: Run, client: int, round: int | None = None) -> Replay:
 def _replay_client(run: Run, state: RunState, client: int) -> Replay:
     """Make the order, have it answered, and receive the answer, which no sum takes."""
     started = time.perf_counter()
-    order = run.server.order(state, client)
-    (answer,) = run.cohort.node.answer([order])
+    stack = run.coordinator.stack_of(state, client)
+    orders = [run.server.order(state, each) for each in stack]
+    place = stack.index(client)
+    order, answer = orders[place], list(run.cohort.node.answer(orders))[place]
     if answer.error is not None:
         raise_failure(order, answer, answer.error, run.ranks.rank)
     (outcome,) = run.server.receive([order], [answer], None)

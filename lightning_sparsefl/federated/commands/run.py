@@ -19,6 +19,7 @@ from lightning_sparsefl.federated.local.engines import local_engine
 from lightning_sparsefl.federated.local.example_input import layers_of
 from lightning_sparsefl.federated.local.isolation import isolate_metrics
 from lightning_sparsefl.federated.local.node import Node, NodeOptions
+from lightning_sparsefl.federated.local.stacked.worker import StackedWorker
 from lightning_sparsefl.federated.local.wire_node import WireNode
 from lightning_sparsefl.federated.local.worker import ClientWorker, LocalWork, require_set
 from lightning_sparsefl.federated.rounds.cohort import RankCohort
@@ -99,6 +100,7 @@ class Run:
         self._prepare_module()
         self.worker = self.worker_of(module)
         self.device, self.layout = self.worker.device, self.worker.flat.layout
+        self.stack_size = self._stack_size()
         kind = {"ram": MemoryStore, "disk": SqliteStore}[self.federation.store]
         self.server_records: RecordStore = kind("server", ranks)
         self.node_records: RecordStore = kind("nodes", ranks, divided=True)
@@ -162,7 +164,15 @@ class Run:
         work = LocalWork(
             options.client_callbacks, options.round_lr, options.validate_locally, self.federation.execution
         )
-        return ClientWorker(module, self.data, engine, work, self.ranks.fabric.device)
+        kind = StackedWorker if self.federation.local_engine == "stacked" else ClientWorker
+        return kind(module, self.data, engine, work, self.ranks.fabric.device)
+
+    def _stack_size(self) -> int:
+        """Return the largest number of clients in a stack; 1 = clients train one after another."""
+        worker, size, cohort = self.worker, self.federation.stack_size, self.federation.clients_per_round
+        if not isinstance(worker, StackedWorker) or not worker.can_stack:
+            return 1
+        return worker.stack_size(cohort) if size == "auto" else size
 
     def _connect(self) -> None:
         """Connect the server's half with this rank's node."""
@@ -205,7 +215,7 @@ class Run:
         )
         node = WireNode(self.node) if federation.wire == "encode" else self.node
         raises = federation.on_client_error == "raise"
-        self.cohort = RankCohort(self.ranks, node, self.visiting, about, federation.placement, raises)
+        self.cohort = RankCohort(self.ranks, node, self.visiting, about, federation.placement, raises, self.stack_size)
         merging = MergePolicy(self.algorithm, federation, self.layout, len(training_clients), seed)
         self.coordinator = Coordinator(self.server, self.cohort, merging)
         stores = (self.server_records, self.node_records)
@@ -242,6 +252,7 @@ class Run:
             "capacities": federation.capacities,
             "shuffled capacities": federation.shuffle_capacities,
             "wire": federation.wire,
+            "stack size": self.stack_size,
             **({"max_rounds": options.max_rounds} if self.algorithm.fixed_length else {}),
             "round_lr": repr(options.round_lr),
         }

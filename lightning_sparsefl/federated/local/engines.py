@@ -185,7 +185,7 @@ class FastEngine:
 
 
 def local_engine(
-    name: Literal["auto", "fast", "trainer"],
+    name: Literal["auto", "fast", "trainer", "stacked"],
     fabric: Fabric,
     options: LocalOptions,
     module: LightningModule,
@@ -196,16 +196,17 @@ def local_engine(
     Args:
         name: Option `federation.local_engine`: "fast", "trainer", or "auto", which takes the fast engine where its
             results are known to equal those of a Trainer, and else a Trainer, with one message that gives the reason.
+            "stacked" is as "auto" here, for the clients that cannot be stacked.
         fabric: Fabric that determines the device and the precision.
         options: Options of local training.
         module: Module of the user.
         callbacks: Callbacks that the clients train with.
 
     Raises:
-        InvalidOption: If `name` is not one of the three.
+        InvalidOption: If `name` is not one of the four.
     """
-    if name not in ("auto", "fast", "trainer"):
-        raise InvalidOption(f"`federation.local_engine` is {name!r}; expected 'auto', 'fast' or 'trainer'.")
+    if name not in ("auto", "fast", "trainer", "stacked"):
+        raise InvalidOption(f"`federation.local_engine` is {name!r}; expected 'auto', 'fast', 'trainer' or 'stacked'.")
     if name == "fast":
         return FastEngine(fabric, options)
     if name == "trainer":

@@ -87,8 +87,6 @@ class Node:
     ) -> None:
         self.algorithm, self.worker, self.records, self.codec = algorithm, worker, records, codec
         self.layout, self.initial, self.device, self.options, self.rank = layout, initial, device, options, rank
-        self.error: BaseException | None = None
-        """The newest client's failure, which does not travel with an answer."""
         self._tasks: dict[Task, Callable[[Order, NodeRecord], Answer]] = {
             "train": self._train,
             "score": self._score,
@@ -108,8 +106,12 @@ class Node:
         Raises:
             InvalidUpdate: If the algorithm's update does not fit its message.
         """
-        for order in orders:
-            yield self._answer(order)
+        works = [partial(self._answer, order) for order in orders]
+        together = getattr(self.worker, "together", None)
+        if together is None or len(works) == 1:
+            yield from (work() for work in works)
+        else:
+            yield from together(works)
 
     def _answer(self, order: Order) -> Answer:
         started = time.perf_counter()
@@ -122,7 +124,7 @@ class Node:
         except InvalidUpdate:
             raise  # a mistake of the algorithm, not of the client
         except Exception as error:
-            answer, self.error = replace(blank, failure=failure_reason(error), error=error), error
+            answer = replace(blank, failure=failure_reason(error), error=error)
             if is_out_of_memory(error) and hasattr(self.worker, "module"):
                 release_memory(error, self.worker.module)
         return replace(answer, elapsed=time.perf_counter() - started)

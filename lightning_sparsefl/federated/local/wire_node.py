@@ -24,16 +24,31 @@ from lightning_sparsefl.types import Message
 _NO_MESSAGE = Message(weights={})
 
 
-def answer_bytes(node: Node, payload: bytes) -> bytes:
-    """Answer one encoded order by an encoded answer.
+def answer_bytes(node: Node, payloads: Sequence[bytes]) -> Iterator[tuple[bytes, BaseException | None]]:
+    """Answer encoded orders by encoded answers.
 
     Args:
         node: Node that keeps its clients' masks.
-        payload: Order as :func:`~lightning_sparsefl.federated.exchange.encoding.encode_order` made it.
+        payloads: Orders as :func:`~lightning_sparsefl.federated.exchange.encoding.encode_order` made them.
+
+    Yields:
+        The answer to each order, and a client's error, which does not travel.
 
     Raises:
-        MalformedPayload: If the payload is not an order for this model.
+        MalformedPayload: If a payload is not an order for this model.
     """
+    decoded = [_decoded(node, payload) for payload in payloads]
+    answers = node.answer([order for order in decoded if isinstance(order, Order)])
+    for order in decoded:
+        if isinstance(order, Answer):
+            yield encode_answer(order, node.codec, _NO_MESSAGE), None
+        else:
+            answer = next(answers)
+            yield encode_answer(answer, node.codec, order.message), answer.error
+
+
+def _decoded(node: Node, payload: bytes) -> Order | Answer:
+    """Return an order; or the answer that this node has forgotten what the order was encoded against."""
     header, body = order_header(payload)
     known: Mapping[str, Tensor] | None = {}
     if header["held"] is not None:
@@ -41,12 +56,9 @@ def answer_bytes(node: Node, payload: bytes) -> bytes:
         known = None if record is None else record.masks
         if known is None or digest(known) != header["held"]:
             asked = {name: header[name] for name in ("run", "client", "round", "task")}
-            forgot = Answer(**asked, num_examples=header["facts"]["num_examples"], forgot=True)
-            return encode_answer(forgot, node.codec, _NO_MESSAGE)
+            return Answer(**asked, num_examples=header["facts"]["num_examples"], forgot=True)
     order = decode_order(header, body, node.codec, known)
-    order = replace(order, message=on_device(order.message, node.device))
-    (answer,) = node.answer([order])
-    return encode_answer(answer, node.codec, order.message)
+    return replace(order, message=on_device(order.message, node.device))
 
 
 class WireNode:
@@ -61,12 +73,12 @@ class WireNode:
 
     def answer(self, orders: Sequence[Order]) -> Iterator[Answer]:
         """Carry out orders; see :meth:`Node.answer`."""
-        for order in orders:
-            known = order.message.masks if order.held is not None else None
-            payload = answer_bytes(self.node, encode_order(order, self.node.codec, known))
+        known = [order.message.masks if order.held is not None else None for order in orders]
+        payloads = [encode_order(order, self.node.codec, masks) for order, masks in zip(orders, known, strict=True)]
+        for order, (payload, error) in zip(orders, answer_bytes(self.node, payloads), strict=True):
             answer = decode_answer(payload, self.node.codec, order.message)
             update = None if answer.update is None else on_device(answer.update, self.node.device)
-            yield replace(answer, update=update, error=self.node.error if answer.failure is not None else None)
+            yield replace(answer, update=update, error=error)
 
 
 def on_device(value: Any, device: torch.device) -> Any:

@@ -44,6 +44,22 @@ class LocalWork:
     """How units are excluded from training, option `federation.execution`."""
 
 
+@dataclass(frozen=True)
+class FitRequest:
+    """One local fit that an algorithm asks for; see :meth:`Client.fit`."""
+
+    client: Client
+    key: tuple[int | str, ...]
+    """Key of the randomness."""
+    weights: Weights
+    masks: Masks
+    trainable: Masks
+    callbacks: Sequence[Callback]
+    epochs: int | None
+    """Number of local epochs; None = those of the engine."""
+    units: Masks | None
+
+
 def require_set(loader: Any, split: Split) -> None:
     """Raise :class:`InvalidOption` if the data has no loader of a split.
 
@@ -119,7 +135,21 @@ class ClientWorker:
     ) -> FitResult:
         """Train one client; see :meth:`Client.fit`."""
         epochs = client.local_epochs if epochs is None else epochs
-        module, engine = self.module, self.engine if epochs is None else self.engine.for_epochs(epochs)
+        return self.fit_alone(
+            FitRequest(client, client.key("fit"), weights, masks, trainable, callbacks, epochs, units)
+        )
+
+    def fit_alone(self, request: FitRequest) -> FitResult:
+        """Do one fit.
+
+        Args:
+            request: Weights, masks and callbacks of the fit.
+        """
+        client, weights, masks, trainable = request.client, request.weights, request.masks, request.trainable
+        units, engine = request.units, self.engine
+        if request.epochs is not None:
+            engine = engine.for_epochs(request.epochs)
+        module = self.module
         if units is not None:
             masks = intersect(masks, unit_masks(self.units, units, weights))
         self.load(apply(weights, masks) if masks else weights)
@@ -127,8 +157,8 @@ class ClientWorker:
             module = cast(LightningModule, cut(self.module, self.units, units))
             masks, trainable = (narrow(tree, self.units, units) for tree in (masks, trainable))
             masks = {name: mask for name, mask in masks.items() if not bool(mask.all())}
-        attached = self._callbacks(client, masks, trainable, callbacks)
-        loader = self._train_loader(client, "fit")
+        attached = self.callbacks_of(client, masks, trainable, request.callbacks)
+        loader = self.train_loader(client, request.key)
         validation = self.data.client_val_dataloader(client.id) if self.work.validate else None
         metrics = engine.fit(module, loader, validation, callbacks=attached, datamodule=self.data)
         if units is not None and module is not self.module:
@@ -151,9 +181,16 @@ class ClientWorker:
         state = {name: value for name, value in module.state_dict().items() if name in names}
         self.flat.load(widen(state, self.units, kept, self.flat.read()))
 
-    def _train_loader(self, client: Client, purpose: str) -> Any:
-        """Return the client's loader, seeded by purpose, round and client only."""
-        key = client.key(purpose)
+    def train_loader(self, client: Client, key: tuple[int | str, ...]) -> Any:
+        """Return the client's loader, and seed the global generators for it.
+
+        Args:
+            client: The client.
+            key: Key of the randomness, by purpose, round and client only.
+
+        Raises:
+            InvalidOption: If the loader has no batch.
+        """
         seed_all(*key)
         loader = self.data.client_train_dataloader(client.id)
         if hasattr(loader, "__len__") and len(loader) == 0:
@@ -167,8 +204,15 @@ class ClientWorker:
                 own.manual_seed(derive_seed(*key))
         return loader
 
-    def _callbacks(self, client: Client, masks: Masks, trainable: Masks, own: Sequence[Callback]) -> list[Callback]:
-        """Return the callbacks of the user, of the algorithm and of the masks; the last ones act last on gradients."""
+    def callbacks_of(self, client: Client, masks: Masks, trainable: Masks, own: Sequence[Callback]) -> list[Callback]:
+        """Return the callbacks of the user, of the algorithm and of the masks; the last ones act last on gradients.
+
+        Args:
+            client: The client.
+            masks: Masks that are held.
+            trainable: Masks of what may change.
+            own: Callbacks of the algorithm.
+        """
         attached = [*copy.deepcopy(list(self.work.client_callbacks)), *own]
         if client.deadline is not None:
             attached.insert(0, CheckDeadline(client.deadline))
@@ -183,7 +227,7 @@ class ClientWorker:
     def gradient(self, client: Client, weights: Weights) -> Weights:
         """Compute the gradient of one batch; see :meth:`Client.gradient`."""
         self.load(weights)
-        batch = next(iter(self._train_loader(client, "gradient")))
+        batch = next(iter(self.train_loader(client, client.key("gradient"))))
         modes = {module: module.training for module in self.module.modules()}
         self.module.eval()
         try:

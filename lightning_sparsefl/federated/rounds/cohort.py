@@ -15,6 +15,7 @@ from lightning_sparsefl.federated.distributed.placement import longest_first, ti
 from lightning_sparsefl.federated.distributed.rank_consistency import check_ranks_agree
 from lightning_sparsefl.federated.distributed.ranks import Ranks
 from lightning_sparsefl.federated.distributed.signals import Interrupts
+from lightning_sparsefl.federated.distributed.stacks import compose_stacks
 from lightning_sparsefl.federated.exchange.orders import Answer, Order
 from lightning_sparsefl.federated.rounds.outcome import Outcome
 from lightning_sparsefl.federated.rounds.server import AllAbout
@@ -68,6 +69,14 @@ class Cohort(Protocol):
         """Return sizes and capacities of the clients."""
         ...
 
+    def stacks(self, plan: Plan) -> list[tuple[int, ...]]:
+        """Return the clients that work together, on whose company the bits of their results may depend.
+
+        Args:
+            plan: Clients and their loads.
+        """
+        ...
+
     def run(self, plan: Plan, order: MakeOrder, receive: Receive, merge: Accumulator | None) -> list[Outcome]:
         """Have orders made, answered and received; add what was received in `merge`, over all processes.
 
@@ -106,6 +115,7 @@ class RankCohort:
         about: Sizes and capacities of the clients.
         placement: Option `federation.placement`.
         raises: Whether a client's failure ends the run at once, where this is the only process.
+        stack_size: Largest number of clients that train together (`federation.stack_size`).
     """
 
     def __init__(
@@ -116,9 +126,10 @@ class RankCohort:
         about: AllAbout,
         placement: Literal["static", "dynamic"] = "static",
         raises: bool = True,
+        stack_size: int = 1,
     ) -> None:
         self.ranks, self.node, self.records = ranks, node, records
-        self.placement, self.raises = placement, raises
+        self.placement, self.raises, self.stack_size = placement, raises, stack_size
         self.interrupts = Interrupts()
         self.forecast = LoadForecast(ranks.size)
         self._about = about
@@ -146,44 +157,57 @@ class RankCohort:
             self.forecast.learn(Job(o.client, o.rank, o.charge.flops_train, o.elapsed) for o in counted if o.charge)
         return outcomes
 
-    def _assigned(self, plan: Plan, loads: Mapping[int, float]) -> Iterable[int]:
-        """Return this rank's clients, once their records are here."""
+    def stacks(self, plan: Plan) -> list[tuple[int, ...]]:
+        """Return stacks in training, else each client for itself; see :class:`Cohort`."""
+        return compose_stacks(plan.loads, self.stack_size if plan.trains else 1)
+
+    def _assigned(self, plan: Plan, loads: Mapping[int, float]) -> Iterable[Sequence[int]]:
+        """Return this rank's stacks, once the records of their clients are here."""
         dynamic = self.placement == "dynamic" and plan.trains and self.ranks.size > 1
         pace = self.forecast.seconds_per_flop if plan.trains else None
         reserved = 0.0 if plan.beside is None else plan.beside.load
-        shares = None if dynamic else longest_first(loads, self.ranks.size, pace, reserved)
-        self.records.fetch(plan.versions, shares)
-        if shares is None:
-            return tickets(loads, self.ranks, plan.name)
-        return shares[self.ranks.rank]
+        stacks = {stack[0]: stack for stack in self.stacks(plan)}
+        work = {first: sum(loads[client] for client in stack) for first, stack in stacks.items()}
+        if dynamic:
+            self.records.fetch(plan.versions, None)
+            return map(stacks.__getitem__, tickets(work, self.ranks, plan.name))
+        shares = longest_first(work, self.ranks.size, pace, reserved)
+        self.records.fetch(plan.versions, [[c for first in share for c in stacks[first]] for share in shares])
+        return [stacks[first] for first in shares[self.ranks.rank]]
 
     def _work(
-        self, plan: Plan, clients: Iterable[int], order: MakeOrder, receive: Receive, merge: Accumulator | None
+        self, plan: Plan, stacks: Iterable[Sequence[int]], order: MakeOrder, receive: Receive, merge: Accumulator | None
     ) -> tuple[list[Outcome], SumHeaders]:
-        """Work through this rank's clients, until a signal asks to stop; return what all ranks must know."""
+        """Work through this rank's stacks, until a signal asks to stop; return what all ranks must know."""
         outcomes = [plan.beside.work()] if plan.beside is not None and self.ranks.first else []
         self.interrupts.check()
-        for client in clients:
+        for clients in stacks:
             try:
-                outcomes += self._one(client, order, receive, merge)
+                outcomes += self._stack(clients, order, receive, merge)
             except Exception:
                 self.interrupts.check()  # a signal that also ended a loader's workers is no failure of the client
                 raise
             self.interrupts.check()
         return outcomes, {} if merge is None else merge.headers()
 
-    def _one(self, client: int, make: MakeOrder, receive: Receive, merge: Accumulator | None) -> list[Outcome]:
-        order = make(client, False)
-        (answer,) = self.node.answer([order])
-        if answer.forgot:
-            order = make(client, True)
-            (answer,) = self.node.answer([order])
-        if answer.error is not None:
+    def _stack(
+        self, clients: Sequence[int], make: MakeOrder, receive: Receive, merge: Accumulator | None
+    ) -> list[Outcome]:
+        orders = [make(client, False) for client in clients]
+        answers = list(self.node.answer(orders))
+        lost = [place for place, answer in enumerate(answers) if answer.forgot]
+        if lost:
+            again = [make(clients[place], True) for place in lost]
+            for place, order, answer in zip(lost, again, self.node.answer(again), strict=True):
+                orders[place], answers[place] = order, answer
+        for order, answer in zip(orders, answers, strict=True):
+            if answer.error is None:
+                continue
             if order.task != "train" or (self.raises and self.ranks.size == 1):
                 raise_failure(order, answer, answer.error, self.ranks.rank)
             if not isinstance(answer.error, ClientFailed):
                 traceback.print_exception(answer.error)  # it cannot travel to the other processes
-        return [replace(outcome, rank=self.ranks.rank) for outcome in receive([order], [answer], merge)]
+        return [replace(outcome, rank=self.ranks.rank) for outcome in receive(orders, answers, merge)]
 
     def settle(self, outcomes: Sequence[Outcome]) -> None:
         """Send the records that a phase has made to their homes; see :class:`Cohort`."""

@@ -85,6 +85,16 @@ class Coordinator:
         }
         return RoundResult(closed.state, outcomes, metrics)
 
+    def stack_of(self, state: RunState, client: int) -> tuple[int, ...]:
+        """Return the clients of a round that train together with one of them, itself included.
+
+        Args:
+            state: State before the round.
+            client: Number of the client.
+        """
+        plan = self._plan(state, self.server.cohort(state), f"round {state.server.round}")
+        return next(stack for stack in self.cohort.stacks(plan) if client in stack)
+
     def survey(self, state: RunState, clients: Sequence[int], message: Message) -> Merged:
         """Ask clients a question before round 0, and merge what they answer, weighted as their updates say.
 

@@ -1,0 +1,1 @@
+"""The stacked engine: several clients of one module train as a single batched computation."""

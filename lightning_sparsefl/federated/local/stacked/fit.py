@@ -1,0 +1,238 @@
+"""The fits of several clients as one, in Lightning's order, with the user's own step, optimizer and schedulers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback
+from lightning.pytorch.trainer.states import RunningStage, TrainerFn
+from lightning.pytorch.utilities import GradClipAlgorithmType
+from torch import Tensor
+
+from lightning_sparsefl.callbacks.stacking import StackedCallback, stacked
+from lightning_sparsefl.federated.client import Client
+from lightning_sparsefl.federated.local.fast.steps import StepCaller, step_schedulers
+from lightning_sparsefl.federated.local.fast.trainer import FastTrainer
+from lightning_sparsefl.federated.local.round_lr import ScaleLearningRates
+from lightning_sparsefl.federated.local.stacked import functorch
+from lightning_sparsefl.federated.local.stacked.leaves import StackedModule
+from lightning_sparsefl.federated.local.stacked.logs import NotStackable, StackedLog
+from lightning_sparsefl.federated.local.stacked.optimizers import ELEMENTWISE, StackedOptimizer, clip
+from lightning_sparsefl.federated.local.stacked.reader import ClientReader, read_batch
+from lightning_sparsefl.types import Masks, Weights
+
+
+@dataclass
+class StackedRequest:
+    """What one client asks of the stacked engine, and what it gets."""
+
+    client: Client
+    key: tuple[int | str, ...]
+    """Key of the fit's randomness."""
+    weights: Weights
+    """Weights to start from, with every name of the model."""
+    trainable: Masks
+    callbacks: list[Callback]
+    reader: ClientReader
+    epochs: int
+    result: dict[str, Tensor] = field(default_factory=dict)
+    """Weights after the fit: views of the stack's leaves."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """Last value of each logged key."""
+    steps: int = 0
+    """Number of optimizer steps taken."""
+
+
+class StackedFit:
+    """One fit of several clients.
+
+    Args:
+        trainer: Trainer that the module sees, without callbacks and loggers.
+        requests: Requests of the clients, by falling number of samples.
+    """
+
+    def __init__(self, trainer: FastTrainer, requests: Sequence[StackedRequest]) -> None:
+        self.trainer, self.requests = trainer, requests
+        self.module, self.size = trainer.lightning_module, len(requests)
+        self.readers = [request.reader for request in requests]
+        self.log = StackedLog(self.size)
+        self.whole = StackedModule(self.module, self.size)
+        totals = [request.reader.batches * request.epochs for request in requests]
+        chains = zip(*(request.callbacks for request in requests), strict=True)
+        kinds = [(chain, type(chain[0])) for chain in chains]
+        self._rates = [chain[0] for chain, kind in kinds if kind is ScaleLearningRates]
+        self._callbacks: list[tuple[StackedCallback, Sequence[Callback]]] = [
+            (stacked(chain, self.module, totals), chain) for chain, kind in kinds if kind is not ScaleLearningRates
+        ]
+        self.checked = False
+        """Whether what the first step leaves in the module has been looked at."""
+
+    def run(self) -> None:
+        """Train, and fill each request's result, metrics and steps.
+
+        Raises:
+            NotStackable: If the training step does something that has no meaning for several clients at once.
+        """
+        trainer, whole = self.trainer, self.whole
+        whole.load([request.weights for request in self.requests])
+        loop = trainer.fit_loop
+        loop.setup_data, loop.max_batches = nothing, max(reader.batches for reader in self.readers)  # type: ignore[method-assign]
+        trainer._start(TrainerFn.FITTING, RunningStage.TRAINING)
+        for callback, _ in self._callbacks:
+            callback.start(whole.leaves)
+        with self._logging(), torch.enable_grad():
+            self._make_optimizer()
+            self._epochs()
+        trainer._close()
+        trainer._finish()
+        for callback, chain in self._callbacks:
+            callback.finish(chain)
+        for place, (request, metrics) in enumerate(zip(self.requests, self.log.metrics(), strict=True)):
+            request.result, request.metrics = whole.row(place), metrics
+            request.steps = self.optimizer.taken[place]
+
+    @contextmanager
+    def _logging(self) -> Iterator[None]:
+        """Send the module's `self.log` to the log of the stack."""
+        state = vars(self.module)
+        before = {name: state.get(name) for name in ("log", "log_dict")}
+        state["log"], state["log_dict"] = self.log.log, self.log.log_dict
+        try:
+            yield
+        finally:
+            for name, method in before.items():
+                state.pop(name, None)
+                if method is not None:
+                    state[name] = method
+
+    def _make_optimizer(self) -> None:
+        """Make the user's optimizer on the module's own tensors, so that its rules see them, and point it at leaves."""
+        trainer, own, leaves = self.trainer, self.whole.own, self.whole.leaves
+        frozen = [name for name in self._frozen() if own[name].requires_grad]
+        for name in frozen:
+            own[name].requires_grad_(False)
+            leaves[name].requires_grad_(False)
+        try:
+            trainer.strategy.setup_optimizers(trainer)  # type: ignore[arg-type]
+        finally:
+            for name in frozen:
+                own[name].requires_grad_(True)
+        require_elementwise(trainer)
+        by_identity = {id(tensor): leaves[name] for name, tensor in own.items()}
+        self.optimizer = StackedOptimizer(trainer.optimizers[0], by_identity, self.size)
+        for callback in self._rates:
+            callback.on_fit_start(trainer, self.module)
+
+    def _frozen(self) -> list[str]:
+        """Return the names of tensors of which no client may change any entry."""
+        return [name for name, mask in self.requests[0].trainable.items() if not bool(mask.any())]
+
+    def _epochs(self) -> None:
+        trainer, loop = self.trainer, self.trainer.fit_loop
+        step = StepCaller(trainer.hooks, self.module, "training_step", trainer.precision_plugin)
+        for epoch in range(self.requests[0].epochs):
+            for reader in self.readers:
+                reader.start_epoch()
+            self.log.start_epoch()
+            for number in range(max(len(reader.order) for reader in self.readers)):
+                loop._ready, loop.is_last_batch = number + 1, number + 1 == loop.max_batches
+                for low, high in self._ranges(number):
+                    self._batch(step, low, high, number)
+                step_schedulers(trainer, trainer.hooks, "step", number, plateau=False)
+            loop.epochs_processed += 1
+            step_schedulers(trainer, trainer.hooks, "epoch", epoch, plateau=False)
+            loop.epochs_completed += 1
+
+    def _ranges(self, number: int) -> list[tuple[int, int]]:
+        """Return the ranges of clients that step together: equal sizes of the batch and equal numbers of steps."""
+        keys = [(reader.size(number), taken) for reader, taken in zip(self.readers, self.optimizer.taken, strict=True)]
+        ranges, low = [], 0
+        for place in range(1, self.size + 1):
+            if place == self.size or keys[place] != keys[low]:
+                if keys[low][0]:
+                    ranges.append((low, place))
+                low = place
+        return ranges
+
+    def _batch(self, step: StepCaller, low: int, high: int, number: int) -> None:
+        """Train the clients from `low` to before `high` on one batch of each."""
+        trainer, log = self.trainer, self.log
+        part, whole = self.whole.part(low, high), self.whole.leaves
+        callbacks = [callback.rows(low, high) for callback, _ in self._callbacks] if part is not self.whole else None
+        callbacks = [callback for callback, _ in self._callbacks] if callbacks is None else callbacks
+        inputs, labels = read_batch(self.readers[low:high], number)
+        batch = trainer.precision_plugin.convert_input((inputs, labels))
+        batch = trainer.hooks.to_device(batch, trainer.strategy.root_device)
+        log.low, log.high, log.batch_size = low, high, inputs.shape[1]
+        trainer.fit_loop.optimizer_steps = self.optimizer.taken[low]
+
+        def run(batch: Any, level: int) -> Any:
+            log.level = level
+            before = None if self.checked else _attributes(self.module)
+            output = step(batch, number)
+            if before is not None:
+                _require_clean(before)
+                self.checked = True
+            return output
+
+        losses = _losses(part.call(run, batch), part.size)
+        losses.sum().backward()
+        taken = self.optimizer.taken[low]
+        for callback in callbacks:
+            callback.before_step(part.leaves, taken)
+        if trainer.gradient_clip_val:
+            by_value = trainer.gradient_clip_algorithm == GradClipAlgorithmType.VALUE
+            clip([leaf for leaf in part.leaves.values() if leaf.requires_grad], trainer.gradient_clip_val, by_value)
+        self.optimizer.step(low, high, {leaf: part.leaves[name] for name, leaf in whole.items()})
+        for callback in callbacks:
+            callback.after_step(part.leaves)
+        for leaf in part.leaves.values():
+            leaf.grad = None
+
+
+def nothing() -> None:
+    """Stand in for the set-up of a loader, since clients' batches are read together."""
+
+
+def require_elementwise(trainer: Any) -> None:
+    """Raise :class:`NotStackable` unless the optimizer treats all numbers alike, and the schedulers all clients.
+
+    Args:
+        trainer: Trainer whose optimizers are set up.
+    """
+    if len(trainer.optimizers) != 1 or type(trainer.optimizers[0]) not in ELEMENTWISE:
+        kinds = ", ".join(type(optimizer).__name__ for optimizer in trainer.optimizers)
+        raise NotStackable(f"is followed by the optimizer {kinds}, which is not known to treat all weights alike")
+    if any(config.reduce_on_plateau for config in trainer.lr_scheduler_configs):
+        raise NotStackable("is followed by a ReduceLROnPlateau, which gives each client another learning rate")
+
+
+def _losses(output: Any, size: int) -> Tensor:
+    loss = output["loss"] if isinstance(output, Mapping) else output
+    if not isinstance(loss, Tensor):
+        raise NotStackable(f"returns {loss!r} instead of a loss")
+    if loss.shape != (size,):
+        raise NotStackable(f"returns a loss of shape {tuple(loss.shape[1:])}")
+    return loss
+
+
+def _attributes(module: Any) -> list[tuple[str, Any, dict[str, Any]]]:
+    return [(name, child, {**vars(child), "_buffers": dict(child._buffers)}) for name, child in module.named_modules()]
+
+
+def _require_clean(before: list[tuple[str, Any, dict[str, Any]]]) -> None:
+    """Raise if a step has left a tensor of all clients in an attribute, or has updated a metric object."""
+    for name, child, attributes in before:
+        path = f"{name}." if name else ""
+        for key, value in vars(child).items():
+            if key == "_update_count" and value != attributes.get(key):
+                raise NotStackable(f"updates the metric object `self.{name}`; its functional form can be stacked")
+            if functorch.is_batched(value) or (isinstance(value, Tensor) and value is not attributes.get(key)):
+                raise NotStackable(f"keeps a tensor in `self.{path}{key}`")
+        for key, value in child._buffers.items():
+            if functorch.is_batched(value) and value is not attributes["_buffers"].get(key):
+                raise NotStackable(f"assigns the buffer `{path}{key}` instead of writing into it")

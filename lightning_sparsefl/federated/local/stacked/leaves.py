@@ -1,0 +1,162 @@
+"""The tensors of several clients as one set of leaves, and the module's own code on all of them at once."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_sparsefl.federated.local.stacked import functorch
+from lightning_sparsefl.federated.local.stacked.rules import LayerRules
+
+Slot = tuple[dict[str, Any], str, str]
+"""A table of a submodule, the name in it, and the full name of the tensor."""
+
+
+class StackedModule:
+    """A module's parameters and floating-point buffers for several clients, with the clients in dimension 0.
+
+    The module itself lends its code: within :meth:`call` its tables of parameters and buffers hold batched views of the
+    leaves, and before and after it they hold its own tensors. Tied weights are one leaf.
+
+    Args:
+        module: Module of the user.
+        size: Number of clients.
+    """
+
+    def __init__(self, module: nn.Module, size: int) -> None:
+        self.module, self.size = module, size
+        self.convolves = any(isinstance(child, nn.Conv2d) for child in module.modules())
+        self.leaves: dict[str, Tensor] = {}
+        self.slots: list[Slot] = []
+        self.own: dict[str, Tensor] = {}
+        kept, names = set(module.state_dict()), dict[int, str]()
+        for prefix, child in module.named_modules():
+            for table in (child._parameters, child._buffers):
+                for name, tensor in table.items():
+                    full = f"{prefix}.{name}" if prefix else name
+                    if tensor is None or not tensor.is_floating_point():
+                        continue
+                    if table is child._buffers and full not in kept:
+                        continue
+                    full = names.setdefault(id(tensor), full)
+                    self.slots.append((table, name, full))
+                    if full not in self.leaves:
+                        self.own[full] = tensor
+                        self.leaves[full] = _empty(tensor, size).requires_grad_(tensor.requires_grad)
+
+    @torch.no_grad()
+    def load(self, trees: Sequence[Mapping[str, Tensor]]) -> None:
+        """Copy each client's weights into its rows.
+
+        Args:
+            trees: Tensors by name, one tree for each client.
+        """
+        same = all(tree is trees[0] for tree in trees)
+        for name, leaf in self.leaves.items():
+            if same:
+                leaf.copy_(trees[0][name])
+            else:
+                for row, tree in zip(leaf, trees, strict=True):
+                    row.copy_(tree[name])
+
+    def row(self, index: int) -> dict[str, Tensor]:
+        """Return views of one client's tensors.
+
+        Args:
+            index: Place of the client in the stack.
+        """
+        return {name: leaf.detach()[index] for name, leaf in self.leaves.items()}
+
+    def part(self, low: int, high: int) -> StackedModule:
+        """Return the clients from `low` to before `high`, whose leaves are views of these.
+
+        Args:
+            low: First place.
+            high: Place after the last one.
+        """
+        if (low, high) == (0, self.size):
+            return self
+        part = copy.copy(self)
+        part.size = high - low
+        part.leaves = {
+            name: leaf.detach()[low:high].requires_grad_(leaf.requires_grad) for name, leaf in self.leaves.items()
+        }
+        return part
+
+    def call(self, function: Callable[[Any, int], Any], batch: Any) -> Any:
+        """Call a function of the module for all clients.
+
+        Args:
+            function: Function of a batch and of the number of the level, which uses the module.
+            batch: Batch whose tensors have the clients in dimension 0.
+
+        Returns:
+            What the function returns, with plain tensors that have the clients in dimension 0.
+        """
+        with functorch.vmap_level(self.size) as level:
+            batch = map_tensors(batch, lambda tensor: functorch.wrap(*self._laid_out(tensor), level))
+            wrapped = {name: functorch.wrap(leaf, 0, level) for name, leaf in self.leaves.items()}
+            with self._shown(wrapped), LayerRules(self.size, level):
+                output = function(batch, level)
+            return map_tensors(output, lambda tensor: unwrapped(tensor, level, self.size))
+
+    def _laid_out(self, tensor: Tensor) -> tuple[Tensor, int]:
+        """Return a batch tensor and its dimension of clients; images get the layout of :mod:`.rules`."""
+        if not self.convolves or tensor.dim() != 5:
+            return tensor, 0
+        return tensor.permute(1, 3, 4, 0, 2).contiguous().permute(0, 3, 4, 1, 2), 1
+
+    @contextmanager
+    def _shown(self, tensors: Mapping[str, Tensor]) -> Iterator[None]:
+        """Let the module hold other tensors inside."""
+        before = [table[name] for table, name, _ in self.slots]
+        for table, name, full in self.slots:
+            table[name] = tensors[full]
+        try:
+            yield
+        finally:
+            for (table, name, _), tensor in zip(self.slots, before, strict=True):
+                table[name] = tensor
+
+
+def _empty(tensor: Tensor, size: int) -> Tensor:
+    """Return the leaf of a tensor; kernels of images are stored channels last, so that no convolution copies them."""
+    if tensor.dim() == 4:
+        out, into, height, width = tensor.shape
+        return tensor.new_empty(size, out, height, width, into).permute(0, 1, 4, 2, 3)
+    return tensor.new_empty(size, *tensor.shape)
+
+
+def unwrapped(tensor: Tensor, level: int, size: int) -> Tensor:
+    """Return the plain tensor of all clients, with the clients in dimension 0.
+
+    Args:
+        tensor: Tensor within a level.
+        level: Number of the level.
+        size: Number of clients, for a tensor that is the same for all.
+    """
+    value, dim = functorch.unwrap(tensor, level) if functorch.is_batched(tensor) else (tensor, None)
+    return value.expand(size, *value.shape) if dim is None else value.movedim(dim, 0)
+
+
+def map_tensors(tree: Any, function: Callable[[Tensor], Any]) -> Any:
+    """Return a nested structure with a function applied to its tensors.
+
+    Args:
+        tree: Tensor, or mappings, lists and tuples of tensors and other values.
+        function: Function of a tensor.
+    """
+    if isinstance(tree, Tensor):
+        return function(tree)
+    if isinstance(tree, Mapping):
+        return {key: map_tensors(value, function) for key, value in tree.items()}
+    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
+        return type(tree)(*(map_tensors(value, function) for value in tree))
+    if isinstance(tree, (list, tuple)):
+        return type(tree)(map_tensors(value, function) for value in tree)
+    return tree

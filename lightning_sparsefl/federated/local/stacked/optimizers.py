@@ -1,0 +1,149 @@
+"""The user's optimizer on the leaves of several clients.
+
+An optimizer that treats every number of a tensor alike does for S clients at once what it does for one. What it keeps
+beside tensors of the weights' shape, such as Adam's number of steps, is a function of the number of steps taken, so
+clients that have taken the same number share it.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+ELEMENTWISE: frozenset[type] = frozenset(
+    getattr(torch.optim, name)
+    for name in ("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
+)
+"""Optimizers of torch that treat every number of a tensor alike; subclasses are not included."""
+
+Shared = list[dict[str, Any]]
+"""What an optimizer keeps beside tensors of the weights' shape, for each parameter in the order of the groups."""
+
+
+class StackedOptimizer:
+    """An optimizer for several clients, which steps any range of them.
+
+    Args:
+        optimizer: Optimizer that was made for the module's own tensors; pointed at the leaves here.
+        leaves: Leaf with the clients in dimension 0, by the identity of the module's own tensor.
+        size: Number of clients.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, leaves: Mapping[int, Tensor], size: int) -> None:
+        self.optimizer, self.size = optimizer, size
+        self.taken = [0] * size
+        """Number of steps that each client has taken."""
+        state = {}
+        for group in optimizer.param_groups:
+            own, group["params"] = group["params"], [leaves[id(parameter)] for parameter in group["params"]]
+            for parameter in own:
+                if parameter in optimizer.state:  # made ahead, as by Adagrad
+                    state[leaves[id(parameter)]] = {
+                        key: value.expand(size, *value.shape).clone() if _is_of(value, parameter) else value
+                        for key, value in optimizer.state[parameter].items()
+                    }
+        optimizer.state.clear()
+        optimizer.state.update(state)
+        self._ahead = {key for entries in state.values() for key in entries}
+        self._shared: dict[int, Shared] = {0: self._read(optimizer)}
+
+    def step(self, low: int, high: int, leaves: Mapping[Tensor, Tensor]) -> None:
+        """Step the clients from `low` to before `high`, all of which have taken the same number of steps.
+
+        Args:
+            low: First place in the stack.
+            high: Place after the last one.
+            leaves: Leaves of these clients, with gradients, by the leaf of all clients.
+        """
+        taken, whole = self.taken[low], (low, high) == (0, self.size)
+        optimizer = self.optimizer if whole else self._part(low, high, leaves)
+        self._write(optimizer, self._shared[taken])
+        optimizer.step()
+        self._shared[taken + 1] = self._read(optimizer)
+        if not whole:
+            self._take_back(optimizer, low, high, leaves)
+        self.taken[low:high] = [taken + 1] * (high - low)
+        for old in self._shared.keys() - set(self.taken):
+            del self._shared[old]
+
+    def _part(self, low: int, high: int, leaves: Mapping[Tensor, Tensor]) -> torch.optim.Optimizer:
+        """Return an optimizer of some clients, whose tensors are views."""
+        part = copy.copy(self.optimizer)
+        part.__dict__.pop("step", None)  # a scheduler has bound it to the optimizer of all clients
+        part._optimizer_step_pre_hooks, part._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+        part.param_groups = [
+            {**group, "params": [leaves[leaf] for leaf in group["params"]]} for group in self.optimizer.param_groups
+        ]
+        part.state = type(self.optimizer.state)(dict)
+        for leaf, entries in self.optimizer.state.items():
+            for key, value in entries.items():
+                if _is_of(value, leaf) and (self.taken[low] or key in self._ahead):
+                    part.state[leaves[leaf]][key] = value[low:high]
+        return part
+
+    def _take_back(self, part: Any, low: int, high: int, leaves: Mapping[Tensor, Tensor]) -> None:
+        """Copy what the first step of some clients has made into tensors of all clients."""
+        for leaf, view in leaves.items():
+            entries = self.optimizer.state[leaf] if view in part.state else {}
+            for key, value in part.state.get(view, {}).items():
+                if not _is_of(value, view):
+                    entries[key] = value
+                    continue
+                if not _is_of(entries.get(key), leaf):
+                    entries[key] = torch.zeros_like(leaf, dtype=value.dtype, requires_grad=False)
+                rows = entries[key][low:high]
+                if rows.data_ptr() != value.data_ptr():
+                    rows.copy_(value)
+
+    @staticmethod
+    def _leaves(optimizer: Any) -> list[Tensor]:
+        return [leaf for group in optimizer.param_groups for leaf in group["params"]]
+
+    def _read(self, optimizer: Any) -> Shared:
+        shared = []
+        for leaf in self._leaves(optimizer):
+            entries = optimizer.state.get(leaf, {})
+            shared.append(
+                {
+                    key: value.clone() if isinstance(value, Tensor) else value
+                    for key, value in entries.items()
+                    if value is not None and not _is_of(value, leaf)
+                }
+            )
+        return shared
+
+    def _write(self, optimizer: Any, shared: Shared) -> None:
+        for leaf, entries in zip(self._leaves(optimizer), shared, strict=True):
+            if entries:
+                copies = {key: value.clone() if isinstance(value, Tensor) else value for key, value in entries.items()}
+                optimizer.state[leaf].update(copies)
+
+
+def _is_of(value: Any, weight: Tensor) -> bool:
+    """Return whether a value of an optimizer's state belongs to the numbers of a weight one by one."""
+    return isinstance(value, Tensor) and value.shape == weight.shape
+
+
+@torch.no_grad()
+def clip(leaves: Sequence[Tensor], limit: float, by_value: bool) -> None:
+    """Clip the gradients of each client, as Lightning does for one.
+
+    Args:
+        leaves: Leaves with the clients in dimension 0.
+        limit: Largest norm of all gradients of a client, or largest absolute value.
+        by_value: Whether `limit` is of the values.
+    """
+    grads = [leaf.grad for leaf in leaves if leaf.grad is not None]
+    if by_value:
+        for grad in grads:
+            grad.clamp_(-limit, limit)
+        return
+    norms = torch.stack([grad.flatten(1).norm(dim=1) for grad in grads], dim=1).norm(dim=1)
+    factors = (limit / (norms + 1e-6)).clamp(max=1.0)
+    for grad in grads:
+        grad.mul_(factors.view(-1, *[1] * (grad.dim() - 1)))

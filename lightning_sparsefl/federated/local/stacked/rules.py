@@ -1,0 +1,293 @@
+"""Rules of layers for several clients at once, faster than those of ``torch.vmap``.
+
+``torch.vmap`` makes every function right for a batch of clients, but its rules for convolutions, pooling and norms copy
+their inputs, and a call of an ``autograd.Function`` takes longer than a small layer. :class:`LayerRules` is active
+within a level of ``vmap`` and takes these functions away from it: a rule looks through the wrapper, leaves the level,
+computes with the plain tensors of all clients under ordinary autograd, and wraps the result. A function without a rule,
+and a call that a rule does not know, is left to ``vmap``.
+
+Images of S clients have the logical shape (B, S, C, H, W) with the clients in dimension 1, and lie in memory in the
+order B, H, W, S, C. This is the layout ``channels_last`` of (B, S * C, H, W), so that a grouped convolution needs no
+copy, and neither do pooling, norms and element-wise functions, which keep strides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from lightning_sparsefl.federated.local.stacked import functorch
+
+Rule = Callable[..., Any]
+"""Function of :class:`LayerRules` and of the arguments of the function that it replaces; may return NotImplemented."""
+
+_RULES: dict[Any, Rule] = {}
+
+
+def _rule(*functions: Any) -> Callable[[Rule], Rule]:
+    def register(rule: Rule) -> Rule:
+        for function in functions:
+            _RULES[function] = rule
+        return rule
+
+    return register
+
+
+class LayerRules(TorchFunctionMode):
+    """Mode that sends the functions of layers to their rules, within a level of ``vmap`` over clients.
+
+    Args:
+        size: Number of clients.
+        level: Number of the level.
+    """
+
+    def __init__(self, size: int, level: int) -> None:
+        super().__init__()
+        self.size, self.level = size, level
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call the rule of a function, or the function itself."""
+        kwargs = kwargs or {}
+        rule = _RULES.get(func)
+        if rule is not None:
+            with functorch.outside():
+                output = rule(self, *args, **kwargs)
+            if output is not NotImplemented:
+                return output
+        return func(*args, **kwargs)
+
+    def open(self, value: Any, dim: int = 0) -> Tensor | None:
+        """Return the plain tensor of all clients; None if the value is the same for all.
+
+        Args:
+            value: Argument of a function.
+            dim: Dimension in which the clients are to be.
+        """
+        if not functorch.is_batched(value):
+            return None
+        tensor, at = functorch.unwrap(value, self.level)
+        return None if at is None else tensor if at == dim else tensor.movedim(at, dim)
+
+    def open_all(self, *values: Any) -> list[Tensor | None] | None:
+        """Return the plain tensors of arguments, None for those that are None; None if one is the same for all."""
+        tensors = [None if value is None else self.open(value) for value in values]
+        same = any(value is not None and tensor is None for value, tensor in zip(values, tensors, strict=True))
+        return None if same else tensors
+
+    def close(self, tensor: Tensor, dim: int = 0) -> Tensor:
+        """Return a plain tensor as one of all clients.
+
+        Args:
+            tensor: Tensor with a dimension of the clients.
+            dim: Dimension of the clients.
+        """
+        return functorch.wrap(tensor, dim, self.level)
+
+    def image(self, value: Any) -> Tensor | None:
+        """Return images of shape (B, C, H, W) as one tensor of shape (B, S * C, H, W); None if they are others."""
+        tensor = self.open(value, 1)
+        if tensor is None or tensor.dim() != 5:
+            return None
+        return _channels_last(tensor.flatten(1, 2))
+
+    def close_image(self, tensor: Tensor) -> Tensor:
+        """Return images of shape (B, S * C, H, W) as those of all clients."""
+        return self.close(tensor.unflatten(1, (self.size, -1)), 1)
+
+
+def _channels_last(images: Tensor) -> Tensor:
+    """Return images of shape (B, C, H, W) in the layout ``channels_last``, with the strides that this layout has.
+
+    The stride of a dimension of size 1 is free, and torch's convolution on a CPU computes wrong gradients of the kernel
+    where that of B is another one (2.15).
+    """
+    if len(images) == 1:
+        return images.clone(memory_format=torch.channels_last)
+    return images.contiguous(memory_format=torch.channels_last)
+
+
+class _Linear(torch.autograd.Function):
+    """Linear layer whose weight gradient has the strides of the weight.
+
+    Autograd differentiates ``bmm(x, w.mT)`` to a transposed gradient, which is then copied into the leaf's layout; on a
+    perceptron this copy takes half of the step.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(inputs, weight)
+        if bias is None:
+            return torch.bmm(inputs, weight.mT)
+        return torch.baddbmm(bias.unsqueeze(1), inputs, weight.mT)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        (grad,), (inputs, weight), needed = grads, ctx.saved_tensors, ctx.needs_input_grad
+        return (
+            torch.bmm(grad, weight) if needed[0] else None,
+            torch.bmm(grad.mT, inputs) if needed[1] else None,
+            grad.sum(1) if needed[2] else None,
+        )
+
+
+@_rule(F.linear, torch._C._nn.linear)
+def _linear(rules: LayerRules, input: Any, weight: Any, bias: Any = None) -> Any:
+    opened = rules.open_all(input, weight, bias)
+    if opened is None:
+        return NotImplemented
+    inputs, weights, biases = opened
+    assert inputs is not None
+    middle = inputs.shape[1:-1]
+    outputs = _Linear.apply(inputs.reshape(rules.size, -1, inputs.shape[-1]), weights, biases)
+    return rules.close(outputs.reshape(rules.size, *middle, outputs.shape[-1]))
+
+
+@_rule(F.conv2d, torch.conv2d)
+def _conv2d(
+    rules: LayerRules,
+    input: Any,
+    weight: Any,
+    bias: Any = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    dilation: Any = 1,
+    groups: int = 1,
+) -> Any:
+    images, opened = rules.image(input), rules.open_all(weight, bias)
+    if images is None or opened is None:
+        return NotImplemented
+    weights, biases = opened
+    assert weights is not None
+    flat = None if biases is None else biases.reshape(-1)
+    return rules.close_image(
+        F.conv2d(images, weights.flatten(0, 1), flat, stride, padding, dilation, groups * rules.size)
+    )
+
+
+def _pooling(function: Callable[..., Any]) -> Rule:
+    def pool(rules: LayerRules, input: Any, *args: Any, **kwargs: Any) -> Any:
+        images = rules.image(input)
+        if images is None or kwargs.get("return_indices"):
+            return NotImplemented
+        return rules.close_image(function(images, *args, **kwargs))
+
+    return pool
+
+
+for _function in (F.max_pool2d, torch.max_pool2d):
+    _RULES[_function] = _pooling(F.max_pool2d)
+_RULES[F.avg_pool2d] = _pooling(F.avg_pool2d)
+_RULES[F.adaptive_avg_pool2d] = _pooling(F.adaptive_avg_pool2d)
+
+
+@_rule(F.group_norm)
+def _group_norm(
+    rules: LayerRules, input: Any, num_groups: int, weight: Any = None, bias: Any = None, eps: float = 1e-5
+) -> Any:
+    images, opened = rules.image(input), rules.open_all(weight, bias)
+    if images is None or opened is None:
+        return NotImplemented
+    scale, shift = (None if tensor is None else tensor.reshape(-1) for tensor in opened)
+    return rules.close_image(F.group_norm(images, num_groups * rules.size, scale, shift, eps))
+
+
+@_rule(F.batch_norm)
+def _batch_norm(
+    rules: LayerRules,
+    input: Any,
+    running_mean: Any,
+    running_var: Any,
+    weight: Any = None,
+    bias: Any = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Any:
+    opened, inputs = rules.open_all(running_mean, running_var, weight, bias), rules.open(input, 1)
+    if opened is None or inputs is None or inputs.dim() not in (3, 5):
+        return NotImplemented
+    flat = inputs.flatten(1, 2)
+    if flat.dim() == 4:
+        flat = _channels_last(flat)
+    if training and flat.numel() == flat.shape[1]:
+        return NotImplemented  # one value for each channel: torch refuses it
+    mean, var, scale, shift = (None if tensor is None else tensor.view(-1) for tensor in opened)  # written in place
+    outputs = torch.batch_norm(flat, scale, shift, mean, var, training, momentum, eps, False)
+    return rules.close(outputs.unflatten(1, (rules.size, -1)), 1)
+
+
+@_rule(F.layer_norm)
+def _layer_norm(
+    rules: LayerRules, input: Any, normalized_shape: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5
+) -> Any:
+    opened = rules.open_all(input, weight, bias)
+    if opened is None:
+        return NotImplemented
+    inputs, scale, shift = opened
+    assert inputs is not None
+    outputs = F.layer_norm(inputs, normalized_shape, None, None, eps)
+    ones = [1] * (outputs.dim() - 1 - len(normalized_shape))
+    if scale is not None:
+        outputs = outputs * scale.view(rules.size, *ones, *normalized_shape)
+    if shift is not None:
+        outputs = outputs + shift.view(rules.size, *ones, *normalized_shape)
+    return rules.close(outputs)
+
+
+@_rule(F.cross_entropy)
+def _cross_entropy(
+    rules: LayerRules,
+    input: Any,
+    target: Any,
+    weight: Any = None,
+    size_average: Any = None,
+    ignore_index: int = -100,
+    reduce: Any = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Any:
+    """Compute the loss of logits of shape (B, classes) and of classes as targets, without class weights."""
+    opened = rules.open_all(input, target)
+    if opened is None or any(option is not None for option in (weight, size_average, reduce)):
+        return NotImplemented
+    logits, targets = opened
+    assert logits is not None
+    assert targets is not None
+    if logits.dim() != 3 or targets.dim() != 2 or targets.is_floating_point() or reduction not in _REDUCTIONS:
+        return NotImplemented
+    losses = F.cross_entropy(
+        logits.flatten(0, 1),
+        targets.flatten(),
+        ignore_index=ignore_index,
+        reduction="none",
+        label_smoothing=label_smoothing,
+    ).view(rules.size, -1)
+    if reduction == "none":
+        return rules.close(losses)
+    total = losses.sum(1)
+    return rules.close(total if reduction == "sum" else total / (targets != ignore_index).sum(1))
+
+
+_REDUCTIONS = ("mean", "sum", "none")
+
+
+@_rule(F.relu, torch.relu, Tensor.relu)
+def _relu(rules: LayerRules, input: Any, inplace: bool = False) -> Any:
+    if inplace or not functorch.is_batched(input):
+        return NotImplemented
+    tensor, at = functorch.unwrap(input, rules.level)
+    return NotImplemented if at is None else rules.close(torch.relu(tensor), at)
+
+
+@_rule(Tensor.flatten, torch.flatten)
+def _flatten(rules: LayerRules, input: Any, start_dim: int = 0, end_dim: int = -1) -> Any:
+    """Flatten images of shape (B, C, H, W) to (B, C * H * W) by one copy to the layout of a linear layer."""
+    if not functorch.is_batched(input) or input.dim() != 4 or (start_dim, end_dim) not in ((1, -1), (1, 3)):
+        return NotImplemented
+    images = rules.open(input)
+    return NotImplemented if images is None else rules.close(images.flatten(2))

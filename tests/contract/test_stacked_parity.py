@@ -1,0 +1,320 @@
+"""Clients that train as a stack end where they end one after another, to 1e-12 in float64, on any number of ranks."""
+
+from __future__ import annotations
+
+import csv
+from unittest import mock
+
+import lightning as L
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.optim import lr_scheduler as schedules
+
+from helpers.algorithms import every_variant, rows
+from helpers.networks import Classifier
+from lightning_sparsefl import FedAvg, FedDIP, FederatedTrainer, Federation, FedProx, FedSpa, PerFedMask
+from lightning_sparsefl.data import IID, Dirichlet, FederatedDigits
+from lightning_sparsefl.federated.local.stacked.worker import StackedWorker
+
+TOLERANCE = 1e-12
+ONE_BY_ONE = {"FedLPS", "HeteroFL", "SplitMix", "PerFedMask"}
+"""Methods whose clients train some of the units, which a stack does not do yet, or different layers."""
+
+
+class NoNoise(Classifier):
+    """The contracts' module without dropout, whose draws differ in a stack."""
+
+    def __init__(self):
+        super().__init__()
+        self.net[3].p = 0.0
+
+
+class Pictures(L.LightningModule):
+    """Convolutions, pooling and norms, with an L2 term and two groups of parameters.
+
+    Smooth for long comparisons: where two numbers are equal up to rounding, a maximum may be taken from either place.
+    """
+
+    def __init__(self, configure=None, norm="batch", smooth=False):
+        super().__init__()
+        self.configure = configure
+        norms = {
+            "batch": nn.BatchNorm2d,
+            "group": lambda width: nn.GroupNorm(2, width),
+            "none": lambda _: nn.Identity(),
+        }
+        self.net = nn.Sequential(
+            nn.Conv2d(1, 4, 3, padding=1),
+            norms[norm](4),
+            nn.Softplus() if smooth else nn.ReLU(),
+            nn.AvgPool2d(2) if smooth else nn.MaxPool2d(2),
+            nn.Conv2d(4, 8, 3, groups=2, bias=False),
+            nn.AvgPool2d(2),
+            nn.Flatten(),
+            nn.LayerNorm(8),
+            nn.GELU(),
+            nn.Linear(8, 10),
+        )
+
+    def forward(self, images):
+        return self.net(images)
+
+    def training_step(self, batch, batch_idx):
+        logits = self(batch[0])
+        loss = F.cross_entropy(logits, batch[1], label_smoothing=0.1)
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        self.log_dict({"least": loss, "size": float(len(batch[1]))}, on_step=False, on_epoch=True, reduce_fx="min")
+        self.log("train_acc", (logits.argmax(1) == batch[1]).double().mean(), on_step=False, on_epoch=True)
+        return {"loss": loss + 1e-3 * sum(p.square().sum() for p in self.parameters() if p.dim() > 1)}
+
+    def test_step(self, batch, batch_idx):
+        self.log("test_acc", (self(batch[0]).argmax(1) == batch[1]).double().mean())
+
+    def configure_optimizers(self):
+        decayed = [p for p in self.parameters() if p.dim() > 1]
+        others = [p for p in self.parameters() if p.dim() <= 1]
+        groups = [{"params": decayed, "weight_decay": 1e-2}, {"params": others, "weight_decay": 0.0}]
+        return self.configure(groups) if self.configure else torch.optim.SGD(groups, lr=0.05, momentum=0.9)
+
+
+@pytest.fixture
+def stacks():
+    """The sizes of all stacks that are trained, without those of the trials."""
+    sizes, before = [], StackedWorker._fit_group
+
+    def fit(worker, group):
+        sizes.append(len(group))
+        return before(worker, group)
+
+    with mock.patch.object(StackedWorker, "_fit_group", fit):
+        yield sizes
+
+
+def close(ours, theirs):
+    """Assert that two runs ended with equal weights and tables, up to rounding."""
+    for name, tensor in theirs.items():
+        assert torch.allclose(ours[name].double(), tensor.double(), rtol=TOLERANCE, atol=TOLERANCE), name
+
+
+def close_tables(ours, theirs):
+    ours, theirs = rows(ours), rows(theirs)
+    assert len(ours) == len(theirs) > 0
+    for mine, other in zip(ours, theirs, strict=True):
+        assert mine.keys() == other.keys()
+        for key, value in other.items():
+            if value and value.replace(".", "").replace("-", "").replace("e", "").isdigit():
+                assert float(mine[key]) == pytest.approx(float(value), rel=1e-9, abs=TOLERANCE), key
+            else:
+                assert mine[key] == value, key
+
+
+@every_variant
+def test_stacked_clients_end_where_they_end_one_after_another(algorithm, federation, stacks):
+    weights = []
+    for engine in ("fast", "stacked"):
+        torch.manual_seed(1)
+        module = NoNoise()
+        run = federation(
+            algorithm,
+            folder=engine,
+            module=module,
+            precision="64-true",
+            federation={"local_engine": engine, "stack_size": 4, "capacities": [0.5, 1.0]},
+        )
+        weights.append((module.state_dict(), run))
+    close(weights[1][0], weights[0][0])
+    for table in ("metrics.csv", "clients.csv"):
+        close_tables(weights[1][1].run_folder / table, weights[0][1].run_folder / table)
+    one_by_one = {type(each).__name__ for each in (algorithm, getattr(algorithm, "base", None))} & ONE_BY_ONE
+    assert one_by_one or stacks
+    assert not stacks or min(stacks) > 1
+
+
+RAGGED = Dirichlet(alpha=0.5)
+
+
+def parts(batch_size=7, partition=RAGGED):
+    return FederatedDigits(
+        num_clients=8, batch_size=batch_size, eval_split="test", partition=partition, test_per_client=10
+    )
+
+
+def digits(
+    folder,
+    engine,
+    module,
+    algorithm=None,
+    *,
+    epochs=2,
+    rounds=2,
+    batch_size=7,
+    devices=1,
+    ckpt_path=None,
+    partition=RAGGED,
+    **more,
+):
+    """Run a federation of eight clients with different numbers of samples, and so of batches."""
+    options = {"local_engine": engine, "clients_per_round": 6, "stack_size": 6, **more.pop("federation", {})}
+    torch.manual_seed(0)
+    trainer = FederatedTrainer(
+        algorithm=algorithm or FedAvg(),
+        federation=Federation(**options),
+        accelerator="cpu",
+        devices=devices,
+        strategy="client_parallel_fork" if devices > 1 else "auto",
+        max_rounds=rounds,
+        max_epochs=epochs,
+        precision=more.pop("precision", "64-true"),
+        logger=False,
+        enable_progress_bar=False,
+        default_root_dir=str(folder),
+        seed=0,
+        timeout=120,
+        **more,
+    )
+    data = parts(batch_size, partition)
+    module = module() if callable(module) and not isinstance(module, nn.Module) else module
+    trainer.fit(module, data, ckpt_path)
+    return trainer, {name: tensor.clone() for name, tensor in module.state_dict().items()}
+
+
+def compare(folder, module, algorithm=None, **options):
+    theirs, before = digits(folder / "fast", "fast", module, algorithm, **options)
+    ours, after = digits(folder / "stacked", "stacked", module, algorithm, **options)
+    close(after, before)
+    close_tables(ours.run_folder / "clients.csv", theirs.run_folder / "clients.csv")
+
+
+def seeded(*args, **kwargs):
+    def make():
+        torch.manual_seed(1)
+        return Pictures(*args, **kwargs)
+
+    return make
+
+
+OPTIMIZERS = {
+    "SGD": lambda groups: torch.optim.SGD(groups, lr=0.05),
+    "Adam": lambda groups: torch.optim.Adam(groups, lr=1e-2, amsgrad=True),
+    "AdamW": lambda groups: torch.optim.AdamW(groups, lr=1e-2),
+    "NAdam": lambda groups: torch.optim.NAdam(groups, lr=1e-2),
+    "RAdam": lambda groups: torch.optim.RAdam(groups, lr=1e-2),
+    "Adamax": lambda groups: torch.optim.Adamax(groups, lr=1e-2),
+    "Adagrad": lambda groups: torch.optim.Adagrad(groups, lr=1e-2, initial_accumulator_value=0.1),
+    "Adadelta": lambda groups: torch.optim.Adadelta(groups),
+    "RMSprop": lambda groups: torch.optim.RMSprop(groups, lr=1e-3, momentum=0.5, centered=True),
+    "Rprop": lambda groups: torch.optim.Rprop([p for group in groups for p in group["params"]], lr=1e-3),
+    "ASGD": lambda groups: torch.optim.ASGD(groups, lr=1e-2),
+}
+
+
+@pytest.mark.slow_after_first
+@pytest.mark.parametrize("name", ["Adam", *(name for name in OPTIMIZERS if name != "Adam")])
+def test_optimizers_of_clients_with_different_numbers_of_batches(name, tmp_path, stacks):
+    compare(tmp_path, seeded(OPTIMIZERS[name], norm="group"))
+    assert stacks
+
+
+def with_schedule(groups):
+    optimizer = torch.optim.SGD(groups, lr=0.05, momentum=0.9, nesterov=True)
+    return [optimizer], [
+        {"scheduler": schedules.ExponentialLR(optimizer, 0.9), "interval": "step"},
+        {"scheduler": schedules.StepLR(optimizer, 1, 0.5), "interval": "epoch"},
+    ]
+
+
+CASES = {
+    "schedules": ({"configure": with_schedule, "norm": "group"}, {"partition": IID()}),
+    "one cycle": (
+        {
+            "configure": lambda groups: (
+                [optimizer := torch.optim.SGD(groups, lr=0.01)],
+                [{"scheduler": schedules.OneCycleLR(optimizer, 0.1, total_steps=500), "interval": "step"}],
+            )
+        },
+        {"partition": IID()},
+    ),
+    "clip by norm": ({"norm": "none", "smooth": True}, {"gradient_clip_val": 0.05}),
+    "clip by value": (
+        {"norm": "none", "smooth": True},
+        {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
+    ),
+    "limited batches": ({"norm": "group"}, {"limit_train_batches": 3}),
+    "batch norm": ({"norm": "batch"}, {"batch_size": 6, "epochs": 1}),
+    "wire and disk": ({"norm": "none", "smooth": True}, {"federation": {"wire": "encode", "store": "disk"}}),
+    "small stacks": ({"norm": "none", "smooth": True}, {"federation": {"stack_size": 2}}),
+}
+
+
+@pytest.mark.slow_after_first
+@pytest.mark.parametrize("case", CASES)
+def test_settings_of_clients_with_different_numbers_of_batches(case, tmp_path, stacks):
+    made, options = CASES[case]
+    compare(tmp_path, seeded(**made), **options)
+    assert stacks
+
+
+@pytest.mark.slow_after_first
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        FedDIP(reconfigure_every=1, penalty=0.01, mu=0.1),
+        FedSpa(),
+        FedProx(mu=0.5),
+        PerFedMask(masking="random"),
+    ],
+    ids=lambda algorithm: type(algorithm).__name__,
+)
+def test_methods_with_clients_of_different_sizes(algorithm, tmp_path, stacks):
+    compare(tmp_path, seeded(norm="none", smooth=True), algorithm, federation={"capacities": [0.3, 1.0]})
+    assert stacks
+
+
+def state(trainer):
+    content = torch.load(trainer.run_folder / "checkpoints" / "last.ckpt", weights_only=True)
+    return {name: (str(t.dtype), t.numpy().tobytes()) for name, t in content["state_dict"].items()}
+
+
+def test_ranks_and_resumed_runs_have_the_bytes_of_one(tmp_path, stacks):
+    options = {"precision": "32-true", "rounds": 3, "federation": {"stack_size": 2}}
+    one, _ = digits(tmp_path / "one", "stacked", seeded(norm="none", smooth=True), **options)
+    for devices in (2, 3):
+        several, _ = digits(
+            tmp_path / str(devices), "stacked", seeded(norm="none", smooth=True), devices=devices, **options
+        )
+        assert state(several) == state(one)
+        assert rows(several.run_folder / "clients.csv") == rows(one.run_folder / "clients.csv")
+    digits(tmp_path / "stopped", "stacked", seeded(norm="none", smooth=True), **{**options, "rounds": 2})
+    resumed, _ = digits(tmp_path / "stopped", "stacked", seeded(norm="none", smooth=True), ckpt_path="last", **options)
+    assert state(resumed) == state(one)
+    with (resumed.run_folder / "metrics.csv").open() as file:
+        assert len(list(csv.DictReader(file))) == 3
+    assert stacks
+
+
+class Noting(FedAvg):
+    """Keeps each update where it is made."""
+
+    def __init__(self):
+        super().__init__()
+        self.updates = {}
+
+    def train(self, message, client):
+        update = super().train(message, client)
+        self.updates[client.id] = {name: tensor.clone() for name, tensor in update.weights.items()}
+        return update
+
+
+def test_a_fit_that_is_run_again_has_the_company_that_it_had(tmp_path, stacks):
+    options = {"precision": "32-true", "rounds": 1, "federation": {"stack_size": 3}}
+    algorithm = Noting()
+    trainer, _ = digits(tmp_path, "stacked", seeded(norm="none"), algorithm, **options)
+    assert stacks == [3, 3]
+    first = dict(algorithm.updates)
+    for client in list(first)[::3]:
+        again = trainer.replay(seeded(norm="none")(), parts(), client=client, round=0)
+        for name, tensor in again.update.weights.items():
+            assert torch.equal(tensor, first[client][name]), name
+    assert stacks == [3] * 4

@@ -1,0 +1,109 @@
+"""Suspended work: who runs when, whose error is whose, and what is left behind."""
+
+import threading
+
+import pytest
+import torch
+
+from lightning_sparsefl.federated.local.stacked import fibers
+
+
+def asking(*requests):
+    return lambda: [fibers.ask(request) for request in requests]
+
+
+def test_those_who_wait_are_answered_together():
+    served = []
+
+    def serve(requests):
+        served.append(list(requests))
+        return [request * 10 for request in requests]
+
+    works = [asking(1, 2), asking(3), lambda: "no request"]
+    assert [value for value, _ in fibers.run(works, serve)] == [[10, 20], [30], "no request"]
+    assert served == [[1, 3], [2]]
+
+
+def test_only_one_runs_at_a_time():
+    running, most = [0], [0]
+
+    def work():
+        for _ in range(20):
+            running[0] += 1
+            most[0] = max(most[0], running[0])
+            torch.rand(100).sum()
+            running[0] -= 1
+            fibers.ask(None)
+
+    list(fibers.run([work] * 5, lambda requests: requests))
+    assert most == [1]
+
+
+def test_an_answer_may_be_an_error():
+    def work():
+        try:
+            fibers.ask("x")
+        except KeyError:
+            return "caught"
+
+    assert [value for value, _ in fibers.run([work], lambda _: [KeyError()])] == ["caught"]
+
+
+def fails():
+    raise ValueError("mine")
+
+
+@pytest.mark.parametrize("works", [[asking(1), fails], [fails, asking(1)]])
+def test_an_error_of_one_ends_all_threads(works):
+    before = threading.active_count()
+    with pytest.raises(ValueError, match="mine"):
+        list(fibers.run(works, lambda requests: requests))
+    assert threading.active_count() == before
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
+def test_an_error_of_the_server_ends_all_threads(error):
+    before, ended = threading.active_count(), []
+
+    def work():
+        try:
+            fibers.ask(1)
+        except Exception:  # as around a client's work
+            ended.append("swallowed")
+        finally:
+            ended.append("ended")
+
+    def serve(requests):
+        raise error
+
+    with pytest.raises(error):
+        list(fibers.run([work, work], serve))
+    assert ended == ["ended", "ended"]
+    assert threading.active_count() == before
+
+
+def test_a_caller_that_stops_early_leaves_no_thread():
+    before = threading.active_count()
+    answers = fibers.run([asking(1), asking(2)], lambda requests: requests)
+    assert next(answers)[0] == [1]
+    answers.close()
+    assert threading.active_count() == before
+
+
+def test_a_work_keeps_the_callers_grad_mode():
+    with torch.no_grad():
+        assert [value for value, _ in fibers.run([torch.is_grad_enabled], lambda requests: requests)] == [False]
+    assert [value for value, _ in fibers.run([torch.is_grad_enabled], lambda requests: requests)] == [True]
+
+
+def test_waiting_is_not_the_works_own_time():
+    def serve(requests):
+        torch.linalg.svd(torch.rand(300, 300))
+        return requests
+
+    ((_, seconds),) = fibers.run([asking(1)], serve)
+    assert seconds < 0.05
+
+
+def test_outside_of_a_work_nobody_waits():
+    assert not fibers.waiting()
