@@ -84,7 +84,7 @@ class ErrorFeedback(MaskingCallback):
 
     def after_step(self, optimizer: Any) -> None:
         """Prune the weights again, right after the step: a module may read them before the batch ends."""
-        self._step_count, self._prepared = self._step_count + 1, False
+        self._note_step(optimizer)
         self._part()
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: LightningModule, optimizer: Any) -> None:

@@ -149,7 +149,7 @@ class LotteryRewind(MaskingCallback):
             self._keep(trainer, pl_module)
 
     def shortfall(self) -> str | None:
-        """Return at which density the fit has ended, if not at that which was asked for."""
+        """Return the density at which pruning stands, if it is above that which was asked for."""
         return too_dense(self.masks, sum(self._left(1.0)), self._clock)
 
     def _pruned(self) -> Masks:

@@ -30,7 +30,7 @@ _STILL = frozenset(
 )
 """Optimizers that leave a weight of 0 alone whose gradient and whose memory are 0, momentum and weight decay or not."""
 
-_OF_A_FIT = ("_weights", "_stencils", "_copies", "_around", "_guards", "_versions", "log", "log_dict")
+_OF_A_FIT = ("_weights", "_stencils", "_copies", "_around", "_guards", "_waiting", "_versions", "log", "log_dict")
 """Attributes that refer to the module, the trainer or the optimizers, which copies of a callback leave out."""
 
 _unattached = itertools.count()
@@ -49,7 +49,8 @@ class MaskingCallback(Callback):
     after they are masked, weights are only masked if something else has written them, which their version counters
     show. Those miss writes through ``weight.data``, for which the weights are masked at the end of every epoch too.
 
-    A fit that ends without masks, or before its schedule has reached the density that was asked for, warns.
+    A fit that ends without masks, or before its schedule has reached the density that was asked for, warns, and so does
+    scoring a checkpoint that was saved before.
 
     Args:
         layers: Patterns of names and types; see :func:`lightning_sparsefl.callbacks.layers.choose`.
@@ -74,8 +75,9 @@ class MaskingCallback(Callback):
         self._copies: list[tuple[str, Tensor]] | None = None
         self._guards: list[StepGuard] = []
         self._versions: list[int] = []
+        self._waiting: list[Any] = []
+        self._to_score = False
         self._still = self._prepared = False
-        self._step_count = 0
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out the references to a fit that is under way."""
@@ -115,7 +117,7 @@ class MaskingCallback(Callback):
         """Act when a fit starts, before the masks are applied."""
 
     def shortfall(self) -> str | None:
-        """Return what a fit that ends now has not reached, as a clause, or None."""
+        """Return where the schedule is and the density that it has not reached yet, as a clause; None if it has."""
         return None
 
     def claims(self, module: nn.Module) -> tuple[str, ...]:
@@ -271,7 +273,7 @@ class MaskingCallback(Callback):
 
     def _guard(self, trainer: Any) -> None:
         """Be called around all steps from here on."""
-        self._started, self._step_count = True, 0
+        self._started, self._waiting = True, list(trainer.optimizers)
         self._guards = [StepGuard(optimizer, self) for optimizer in trainer.optimizers]
 
     def on_train_batch_start(self, trainer: Any, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
@@ -292,11 +294,16 @@ class MaskingCallback(Callback):
 
     def after_step(self, optimizer: Any) -> None:
         """Mask the weights, unless the optimizer leaves zeros alone."""
-        self._step_count, self._prepared = self._step_count + 1, False
+        self._note_step(optimizer)
         if self._still and not _has_step_hooks(optimizer):
             self._look()
         else:
             self.mask_weights()
+
+    def _note_step(self, optimizer: Any) -> None:
+        self._prepared = False
+        if self._waiting:
+            self._waiting = [each for each in self._waiting if each is not optimizer]
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: LightningModule, optimizer: Any) -> None:
         """Mask the gradients, and weights that have been written since the last step."""
@@ -319,11 +326,13 @@ class MaskingCallback(Callback):
 
     def _refuse_hidden_steps(self, trainer: Any, module: LightningModule) -> None:
         """Refuse a module that changes its weights without `step`, since nothing shows when they are to be masked."""
-        if module.automatic_optimization or self._step_count or not self._guards:
+        if module.automatic_optimization or not self._waiting:  # every optimizer has stepped
             return
-        stepping = set().union(*map(stepped_by, trainer.optimizers))
+        waiting = set().union(*map(stepped_by, self._waiting))
+        known = set().union(*map(stepped_by, trainer.optimizers))
         for (name, weight), version in zip(self._weights.items(), self._versions, strict=True):
-            if weight._version != version and (id(weight) in stepping or weight.grad is not None):
+            hidden = id(weight) in waiting or (id(weight) not in known and weight.grad is not None)
+            if weight._version != version and hidden:
                 raise InvalidOption(
                     f"`{type(self).__name__}`: `{type(module).__name__}.training_step` changes `{name}` without "
                     "`step` of an optimizer that `configure_optimizers` returns, so that the mask cannot be held; "
@@ -346,12 +355,19 @@ class MaskingCallback(Callback):
         self.mask_weights()
         reason: str | None = "the fit ends without masks, so that all weights are dense"
         if self.masks or self._given == ():
-            reason = self.shortfall()
+            short = self.shortfall()
+            reason = None if short is None else f"the fit ended {short}"
         if self._started and reason is not None:
             _warnings.warn(f"`{type(self).__name__}`: {reason}.")
 
     def teardown(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
         """Release the module; the masks stay, also in the process that has launched this one."""
+        short = self.shortfall() if self._to_score and self.masks else None
+        if short is not None:
+            _warnings.warn(
+                f"`{type(self).__name__}`: the checkpoint that was scored was saved {short}; expected one of a later "
+                "epoch."
+            )
         self.release()
         if stage == "fit" and self._key is not None and is_spawned(trainer):
             self._returned.send({"key": self._key, "state": self.state_dict()})
@@ -375,6 +391,7 @@ class MaskingCallback(Callback):
         """Hold the masks of a checkpoint, unless it was saved before there were any, as learning-rate finders do."""
         masks, self._made = unpacked(state_dict["masks"]), state_dict["made"]
         self._resumed = state_dict["started"]
+        self._to_score = self._around is not None and self._around[0].state.fn != "fit"
         if self._weights:  # in the middle of a fit
             masks = {name: mask.to(self._weights[name].device) for name, mask in masks.items()}
             self.hold(masks)
