@@ -38,8 +38,8 @@ class LearnedImportance(MaskingCallback):
 
     Each step, ``Q <- Q - lr * (dL/dQ + strength * d/dQ ||Q - sigmoid(|w|_J / layer mean)||^2)``, where Q is taken as a
     gate on the unit's output h, with a straight-through gradient: ``dL/dQ = sum of h * dL/dh``. A dropped unit has no
-    output, so with `probe` the first batch of a fit passes once more with all units in the module. The last term also
-    moves the kept weights.
+    output, so with `probe` the first batch of a fit passes once more, in training mode, with all units in the module.
+    The last term also moves the kept weights.
 
     A second `fit` goes on with the scores and the dropped values of the first one.
 
