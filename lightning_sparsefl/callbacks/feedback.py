@@ -12,7 +12,8 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
-from lightning_sparsefl.callbacks.masking import MaskingCallback, renamed
+from lightning_sparsefl.callbacks.mask_owner import renamed
+from lightning_sparsefl.callbacks.masking import MaskingCallback
 from lightning_sparsefl.errors import IncompatibleMasks, InvalidOption
 from lightning_sparsefl.types import Masks, Weights
 

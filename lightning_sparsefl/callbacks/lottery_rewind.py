@@ -16,7 +16,8 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from lightning_sparsefl.callbacks.clock import StepClock
-from lightning_sparsefl.callbacks.masking import MaskingCallback, renamed
+from lightning_sparsefl.callbacks.mask_owner import renamed
+from lightning_sparsefl.callbacks.masking import MaskingCallback
 from lightning_sparsefl.callbacks.options import require, require_density, require_one_each, spread, too_dense
 from lightning_sparsefl.errors import InvalidOption
 from lightning_sparsefl.sparse.density import floor_count

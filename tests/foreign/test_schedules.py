@@ -20,7 +20,7 @@ from lightning_sparsefl.callbacks import (
     NMPruning,
     StaticMask,
 )
-from lightning_sparsefl.callbacks.masking import _warnings
+from lightning_sparsefl.callbacks.mask_owner import warning_cache
 from lightning_sparsefl.errors import InvalidOption
 from lightning_sparsefl.sparse.masks import density
 
@@ -35,7 +35,7 @@ SCHEDULED = {
 @pytest.fixture(autouse=True)
 def forget_warnings():
     """Warnings are given once a process."""
-    _warnings.clear()
+    warning_cache.clear()
 
 
 @pytest.mark.parametrize("name", SCHEDULED)
