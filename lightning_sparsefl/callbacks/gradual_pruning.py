@@ -47,7 +47,8 @@ class GradualPruning(MaskingCallback):
         end: Share of the training at which the density is reached, in (start, 1].
         every_n_steps: Optimizer steps between two prunings; the last one is at `end` in any case.
         scope: "layer" ranks the weights of each layer, and leaves ``max(1, floor(density * weights))`` of them;
-            "global" ranks those of all layers together.
+            "global" ranks those of all layers together. At low densities an equal share leaves small layers, such as
+            a head, few weights; "global" and `layer_density` "erk" leave them more.
         layer_density: Density, with the scope "layer", at the end of each layer: the same, by the
             Erdos-Renyi-Kernel rule, or by name pattern, as in ``{"*conv*": 0.5, "head*": 1.0}``, where layers that
             match none have `density`.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -54,6 +55,13 @@ def pytest_collection_modifyitems(items: Any) -> None:
                 ".*never moves its mask.*",
             ):
                 item.add_marker(pytest.mark.filterwarnings(f"ignore:{message}"))
+
+
+def documented(name: str) -> Any:
+    """Return the block of code in callbacks/README.md that has a name, compiled."""
+    page = (Path(__file__).parents[2] / "callbacks" / "README.md").read_text()
+    (block,) = (part for part in page.split("```python\n")[1:] if name in part.partition("```")[0])
+    return compile(block.partition("```")[0], "callbacks/README.md", "exec")
 
 
 class Net(L.LightningModule):
@@ -149,7 +157,7 @@ class Project:
     """A trainer for projects, with one masking callback in it."""
 
     Net, Watch, KINDS = Net, Watch, KINDS
-    loader = staticmethod(loader)
+    loader, documented = staticmethod(loader), staticmethod(documented)
 
     def __init__(self, folder: Any) -> None:
         self.folder = folder

@@ -18,8 +18,6 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_sparsefl.callbacks import GroupPenalty
 from lightning_sparsefl.errors import InvalidOption
 from lightning_sparsefl.sparse.masks import kept, same
-from lightning_sparsefl.sparse.submodel import cut
-from lightning_sparsefl.sparse.units import find_groups
 
 
 class ListConfig(Sequence):
@@ -225,12 +223,13 @@ class Late(L.LightningModule):
 
 @pytest.mark.parametrize("norm", [True, False])
 def test_a_module_is_cut_after_the_fit(norm, project):
-    """As callbacks/README.md says."""
     norms = [nn.BatchNorm1d(16)] if norm else []
     module = project.Net(net=nn.Sequential(nn.Linear(8, 16), *norms, nn.ReLU(), nn.Linear(16, 4)))
     callback, example = project.make("LearnedImportance", density=0.25), torch.randn(3, 8)
     project.fit(callback, module)
-    narrow = cut(module, find_groups(module, example), callback.kept)
+    names = {"module": module, "callback": callback, "example": example}
+    exec(project.documented("narrow = cut"), names)
+    narrow = names["narrow"]
     assert narrow.net[0].weight.shape == (4, 8)
     assert narrow.net[-1].weight.shape == (4, 4)
     torch.testing.assert_close(narrow.eval()(example), module.eval()(example))

@@ -164,14 +164,11 @@ def test_the_best_checkpoint_that_has_the_density(project):
     class Net(Scored, project.Net):
         pass
 
-    class OncePruned(ModelCheckpoint):
-        def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-            if pruning.shortfall() is None:
-                super().on_train_epoch_end(trainer, pl_module)
-
     for make in SCHEDULED.values():
         pruning, module = make(), Net()
-        best = OncePruned(project.folder, monitor="val_loss")
+        names = {"ModelCheckpoint": ModelCheckpoint, "pruning": pruning}
+        exec(project.documented("OncePruned"), names)
+        best = names["OncePruned"](project.folder, monitor="val_loss")
         trainer = project.trainer([pruning, best], max_epochs=6)
         trainer.fit(module, project.loader(), project.loader(batches=1))
         assert best.best_model_path
