@@ -12,8 +12,9 @@ which it stores between rounds and trains together with the weights on
 Departures from the paper:
 
 - The step function that turns scores into a mask has no gradient. A score is taken as a gate on its unit's output,
-  with a straight-through gradient. Dropped units get theirs from one batch with all units present (`probe`), passed in
-  evaluation mode at the start of a participation; its FLOPs are charged.
+  with a straight-through gradient. Dropped units get theirs from one batch with all units present (`probe`), a
+  training batch, augmented as such, that is passed in evaluation mode at the start of a participation; its FLOPs are
+  charged.
 - Scores start as ``sigmoid(|w| / layer mean)`` of the first weights that a client receives, and are tied to that
   value: with the paper's sum of absolute weights the sigmoid is close to 1 for every unit of a wide layer. Their
   learning rate, `score_lr`, is an option of its own and stays constant; the paper has one rate for both.
@@ -43,7 +44,9 @@ What the authors' program (github.com/sunnyxuejj/FedLPS) does differently; it wa
   model without one. The program of the ablations (FedLPS_Ablation, Table II) scores P-UCBV clients of density 1/4
   or less with the common body and their own last layer, but every client of RCR and FLST with its own last model: the
   rows of that table come from different evaluation protocols.
-- Learning rate .1 * .998^round; batches of 32 (MNIST), 20 (CIFAR, Tiny-ImageNet) or 5 (Reddit); no augmentation.
+- Learning rate .1 * .998^round, weight decay 1.2e-6, and momentum .5 in the scripts of the ablations; batches of 32
+  (MNIST), 20 (CIFAR, Tiny-ImageNet) or 5 (Reddit); no augmentation.
+- Clients of MNIST have two random shards, so that about a tenth of them has one class. Here they have two classes.
 
 :meth:`FedLPS.as_published_code` sets the options that approximate it; measured results are in docs/results.md.
 """

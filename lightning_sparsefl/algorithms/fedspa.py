@@ -18,8 +18,10 @@ follow the code of DisPFL by the same group, which reproduces FedSpa's cost tabl
   different with momentum.
 - Dropped weights get an infinite score instead of a large constant, and a layer never loses its last weight.
 - ``flops/paper`` includes the search also for ``search="static"``, as the paper's table does; ``flops/train`` does not.
-- The paper does not specify the batch and the mode of the search gradient; here it is one training batch in evaluation
-  mode.
+- The paper does not specify the batch and the mode of the search gradient; here it is one training batch, augmented as
+  such, in evaluation mode.
+- Gradients are not clipped unless `trainer.gradient_clip_val` is set. The paper does not mention clipping; the code of
+  DisPFL clips to a norm of 10.
 """
 
 from __future__ import annotations

@@ -78,13 +78,13 @@ class StepClock:
             self.total = max(self.step, round(self.step / min(1.0, done)))
 
     def state_dict(self) -> dict[str, int]:
-        """Return the counters that a resumed fit needs."""
+        """Return the counters that a resumed fit needs, and the total, which it determines anew."""
         before = {"steps_before": self._steps_before, "epochs_before": self._epochs_before}
-        return {"step": self.step, "batches": self._batches} | before
+        return {"step": self.step, "total": self.total, "batches": self._batches} | before
 
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
         """Restore the counters of a checkpoint."""
-        self.step, self._batches = state_dict["step"], state_dict["batches"]
+        self.step, self.total, self._batches = state_dict["step"], state_dict["total"], state_dict["batches"]
         self._steps_before, self._epochs_before = state_dict["steps_before"], state_dict["epochs_before"]
 
 

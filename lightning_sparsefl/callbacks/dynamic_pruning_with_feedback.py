@@ -90,7 +90,7 @@ class DynamicPruningWithFeedback(ErrorFeedback):
 
     def _goal(self) -> int:
         """Return how many weights are left in the end."""
-        return max(1, floor_count(self.density, sum(weight.numel() for weight in self._weights.values())))
+        return max(1, floor_count(self.density, sum(mask.numel() for mask in self.masks.values())))
 
     def _due(self) -> bool:
         step, (first, last) = self._clock.step, self._window
@@ -98,7 +98,7 @@ class DynamicPruningWithFeedback(ErrorFeedback):
         return late or (step >= first and (step - first) % self.every_n_steps == 0)
 
     def shortfall(self) -> str | None:
-        """Return at which density the fit has ended, if not at that which was asked for."""
+        """Return the density at which pruning stands, if it is above that which was asked for."""
         return too_dense(self.masks, self._goal(), self._clock)
 
     def _remask(self) -> None:

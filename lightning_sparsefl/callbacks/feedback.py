@@ -12,7 +12,8 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
-from lightning_sparsefl.callbacks.masking import MaskingCallback, renamed
+from lightning_sparsefl.callbacks.mask_owner import renamed
+from lightning_sparsefl.callbacks.masking import MaskingCallback
 from lightning_sparsefl.errors import IncompatibleMasks, InvalidOption
 from lightning_sparsefl.types import Masks, Weights
 
@@ -84,7 +85,7 @@ class ErrorFeedback(MaskingCallback):
 
     def after_step(self, optimizer: Any) -> None:
         """Prune the weights again, right after the step: a module may read them before the batch ends."""
-        self._step_count, self._prepared = self._step_count + 1, False
+        self._note_step(optimizer)
         self._part()
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: LightningModule, optimizer: Any) -> None:

@@ -68,9 +68,9 @@ class GlobalMagnitudePruning(MaskingCallback):
             self._pruned_at = epoch
 
     def shortfall(self) -> str | None:
-        """Return which epochs the fit has not reached, if there are any."""
+        """Return the density, and which epochs have not been reached, if there are any."""
         missed = [epoch for epoch in self.epochs if epoch > self._pruned_at]
-        return f"the fit ended at density {density(self.masks):.3g}, before epochs {missed} pruned" if missed else None
+        return f"at density {density(self.masks):.3g}, before epochs {missed} pruned" if missed else None
 
     def state_dict(self) -> dict[str, Any]:
         """Return the masks, one bit a weight, and the last epoch at which weights were pruned."""

@@ -47,7 +47,8 @@ class GradualPruning(MaskingCallback):
         end: Share of the training at which the density is reached, in (start, 1].
         every_n_steps: Optimizer steps between two prunings; the last one is at `end` in any case.
         scope: "layer" ranks the weights of each layer, and leaves ``max(1, floor(density * weights))`` of them;
-            "global" ranks those of all layers together.
+            "global" ranks those of all layers together. At low densities an equal share leaves small layers, such as
+            a head, few weights; "global" and `layer_density` "erk" leave them more.
         layer_density: Density, with the scope "layer", at the end of each layer: the same, by the
             Erdos-Renyi-Kernel rule, or by name pattern, as in ``{"*conv*": 0.5, "head*": 1.0}``, where layers that
             match none have `density`.
@@ -107,10 +108,10 @@ class GradualPruning(MaskingCallback):
     def _last_counts(self) -> dict[str, int]:
         """Return how many weights are kept in the end, of each layer or of all together."""
         if self.scope == "layer":
-            self._final = spread("GradualPruning", self._weights, self.density, self.layer_density)
-            return kept_counts(self._weights, self._final)
-        count = floor_count(self.density, sum(weight.numel() for weight in self._weights.values()))
-        require_one_each("GradualPruning", "density", self.density, count, self._weights)
+            self._final = spread("GradualPruning", self.masks, self.density, self.layer_density)
+            return kept_counts(self.masks, self._final)
+        count = floor_count(self.density, sum(mask.numel() for mask in self.masks.values()))
+        require_one_each("GradualPruning", "density", self.density, count, self.masks)
         return {"all layers": count}
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -132,7 +133,7 @@ class GradualPruning(MaskingCallback):
         return not self._reached and (step >= last or recurs(step, first, last, self.every_n_steps))
 
     def shortfall(self) -> str | None:
-        """Return at which density the fit has ended, if not at that which was asked for."""
+        """Return the density at which pruning stands, if it is above that which was asked for."""
         return too_dense(self.masks, sum(self._last_counts().values()), self._clock)
 
     def _pruned(self) -> Masks:

@@ -13,7 +13,8 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 from lightning_sparsefl.callbacks.layers import choose, require_maskable
-from lightning_sparsefl.callbacks.masking import MaskingCallback, packed, unpacked
+from lightning_sparsefl.callbacks.mask_owner import packed, unpacked
+from lightning_sparsefl.callbacks.masking import MaskingCallback
 from lightning_sparsefl.callbacks.options import require, require_density
 from lightning_sparsefl.callbacks.trial import first_samples, trial, trial_loss
 from lightning_sparsefl.callbacks.unit_scores import ScoreSteps, add_gradients
@@ -38,8 +39,8 @@ class LearnedImportance(MaskingCallback):
 
     Each step, ``Q <- Q - lr * (dL/dQ + strength * d/dQ ||Q - sigmoid(|w|_J / layer mean)||^2)``, where Q is taken as a
     gate on the unit's output h, with a straight-through gradient: ``dL/dQ = sum of h * dL/dh``. A dropped unit has no
-    output, so with `probe` the first batch of a fit passes once more with all units in the module. The last term also
-    moves the kept weights.
+    output, so with `probe` the first batch of a fit passes once more, in training mode, with all units. The last term
+    also moves the kept weights.
 
     A second `fit` goes on with the scores and the dropped values of the first one.
 

@@ -16,7 +16,8 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from lightning_sparsefl.callbacks.clock import StepClock
-from lightning_sparsefl.callbacks.masking import MaskingCallback, renamed
+from lightning_sparsefl.callbacks.mask_owner import renamed
+from lightning_sparsefl.callbacks.masking import MaskingCallback
 from lightning_sparsefl.callbacks.options import require, require_density, require_one_each, spread, too_dense
 from lightning_sparsefl.errors import InvalidOption
 from lightning_sparsefl.sparse.density import floor_count
@@ -149,7 +150,7 @@ class LotteryRewind(MaskingCallback):
             self._keep(trainer, pl_module)
 
     def shortfall(self) -> str | None:
-        """Return at which density the fit has ended, if not at that which was asked for."""
+        """Return the density at which pruning stands, if it is above that which was asked for."""
         return too_dense(self.masks, sum(self._left(1.0)), self._clock)
 
     def _pruned(self) -> Masks:

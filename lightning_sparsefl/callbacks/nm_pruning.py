@@ -104,9 +104,9 @@ class NMPruning(MaskingCallback):
             self._pruned = True
 
     def shortfall(self) -> str | None:
-        """Return that the fit has ended before the pruning, if so."""
-        at = f"step {self._clock.step} of {self._clock.total}"
-        return None if self._pruned else f"the fit ended at {at}, before it pruned at `start={self.start}`"
+        """Return the step, if it is before the pruning."""
+        at = f"at step {self._clock.step} of {self._clock.total}"
+        return None if self._pruned else f"{at}, before it pruned at `start={self.start}`"
 
     def state_dict(self) -> dict[str, Any]:
         """Return the masks, one bit a weight, and the position in the training."""
@@ -116,3 +116,4 @@ class NMPruning(MaskingCallback):
         """Restore the masks of a checkpoint."""
         super().load_state_dict(state_dict)
         self._clock.load_state_dict(state_dict["clock"])
+        self._pruned = is_nm(self._masks, self.n, self.m, self.dim)

@@ -138,19 +138,19 @@ def window(start: float, end: float, total: int) -> tuple[int, int]:
 
 
 def too_dense(masks: Masks, goal: int, clock: StepClock) -> str | None:
-    """Return that a fit has ended with more than `goal` weights, and at which step, as a clause; None if it has not.
+    """Return the step and the density where more than `goal` weights are left, as a clause; None if they are not.
 
     Example:
         >>> import torch
         >>> too_dense({"w": torch.tensor([True, True, False, True])}, 1, StepClock())
-        'the fit ended at step 0 of 1 with density 0.75, above the 0.25 that was asked for'
+        'at step 0 of 1 with density 0.75, above the 0.25 that was asked for'
     """
     left, size = kept(masks), sum(mask.numel() for mask in masks.values())
     if left <= goal:
         return None
     return (
-        f"the fit ended at step {clock.step} of {clock.total} with density {left / size:.3g}, above the "
-        f"{goal / size:.3g} that was asked for"
+        f"at step {clock.step} of {clock.total} with density {left / size:.3g}, above the {goal / size:.3g} that was "
+        "asked for"
     )
 
 

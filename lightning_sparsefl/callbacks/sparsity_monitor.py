@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from lightning_sparsefl.callbacks.layers import choose
-from lightning_sparsefl.callbacks.masking import packed, unpacked
+from lightning_sparsefl.callbacks.mask_owner import packed, unpacked
 from lightning_sparsefl.callbacks.options import require
 from lightning_sparsefl.cost import count_layers, forward_flops
 from lightning_sparsefl.sparse.masks import changed, counts

@@ -106,6 +106,49 @@ def test_no_given_mask_means_dense(net, fit, by_hand, recipes):
     torch.testing.assert_close(dict(module.named_parameters()), by_hand(net(), recipe), rtol=0, atol=1e-6)
 
 
+def test_zeros_that_are_there_are_held(net, fit, recipe):
+    module, callback = net(recipe), StaticMask(masks="nonzero", layers="!net.2*")
+    with torch.no_grad():
+        module.net[0].weight[:, 1:3], module.net[4].weight[0, :2], module.net[2].weight[:, 0] = 0, 0, 0
+    zeros = {name: module.get_parameter(name) == 0 for name in WEIGHTS}
+    before = {name: module.get_parameter(name).detach().clone() for name in WEIGHTS}
+    probe = Probe(callback)
+    fit(module, [callback, probe], recipe)
+    assert probe.batches == 15
+    assert list(callback.masks) == ["net.0.weight", "net.4.weight"]
+    for name, mask in callback.masks.items():
+        assert torch.equal(mask, ~zeros[name])
+        assert (module.get_parameter(name) != before[name])[mask].any()
+    assert module.net[2].weight[:, 0].any()
+    left = dict(callback.masks)
+    fit(module, [callback], recipe, epochs=1)
+    assert same(left, callback.masks)
+
+
+def test_first_weights_under_zeros_that_are_there_are_not_rescaled(net, fit):
+    module = net()
+    with torch.no_grad():
+        module.net[0].weight[:, 1:3] = 0
+        for parameter in module.parameters():
+            parameter.requires_grad_(parameter.dim() == 1)
+    before = module.net[0].weight.detach().clone()
+    fit(module, [StaticMask(masks="nonzero", rescale=True)], epochs=1)
+    assert torch.equal(module.net[0].weight, before)
+
+
+def test_a_dense_module_and_an_empty_layer_have_no_zeros_to_hold(net, fit):
+    module = net()
+    with pytest.raises(
+        InvalidOption, match=r"masks='nonzero'.*: all 108 weights differ from 0; expected a module that"
+    ):
+        fit(module, [StaticMask(masks="nonzero")])
+    torch.nn.init.zeros_(module.net[2].weight)
+    with pytest.raises(InvalidOption, match=r"`net.2.weight` is 0 everywhere; .* without it \('!net.2.weight'\)"):
+        fit(module, [StaticMask(masks="nonzero")])
+    with pytest.raises(InvalidOption, match=r"masks='zero'.*expected bool tensors by name, 'nonzero', or None"):
+        StaticMask(masks="zero")
+
+
 def test_density_1_is_dense_training(net, fit, by_hand, recipe):
     module = net(recipe)
     fit(module, [StaticMask(density=1.0)], recipe)

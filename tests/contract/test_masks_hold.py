@@ -22,7 +22,8 @@ from torch.optim import SGD, Adam
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_sparsefl import callbacks
-from lightning_sparsefl.callbacks.masking import MaskingCallback, unpacked
+from lightning_sparsefl.callbacks.mask_owner import unpacked
+from lightning_sparsefl.callbacks.masking import MaskingCallback
 from lightning_sparsefl.sparse.masks import digest, kept, same
 
 pytestmark = [

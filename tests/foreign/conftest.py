@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -17,6 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_sparsefl import callbacks
 from lightning_sparsefl.callbacks.masking import MaskingCallback
+from lightning_sparsefl.sparse.density import erk, kept_counts
 from lightning_sparsefl.sparse.masks import kept
 
 KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -31,13 +33,13 @@ KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
     "LotteryRewind": (callbacks.LotteryRewind, {"density": 0.3, "cycles": 2}),
     "LearnedImportance": (callbacks.LearnedImportance, {"density": 0.3}),
 }
-DENSE_AT_FIRST = (
+SCHEDULED = (
     callbacks.GradualPruning,
     callbacks.DynamicPruningWithFeedback,
     callbacks.LotteryRewind,
-    callbacks.LearnedImportance,
+    callbacks.NMPruning,
 )
-"""Those that begin with a dense model; the others have their density before the first forward pass."""
+"""Those that may begin with a dense model; the others have one density in all forward passes."""
 
 
 def pytest_collection_modifyitems(items: Any) -> None:
@@ -53,6 +55,13 @@ def pytest_collection_modifyitems(items: Any) -> None:
                 ".*never moves its mask.*",
             ):
                 item.add_marker(pytest.mark.filterwarnings(f"ignore:{message}"))
+
+
+def documented(name: str) -> Any:
+    """Return the block of code in callbacks/README.md that has a name, compiled."""
+    page = (Path(__file__).parents[2] / "callbacks" / "README.md").read_text()
+    (block,) = (part for part in page.split("```python\n")[1:] if name in part.partition("```")[0])
+    return compile(block.partition("```")[0], "callbacks/README.md", "exec")
 
 
 class Net(L.LightningModule):
@@ -86,10 +95,10 @@ def loader(batch_size: int = 4, batches: int = 6) -> Any:
 
 
 class Watch(Callback):
-    """Before every forward pass: what is not held is exactly 0, and as many weights are held as were asked for."""
+    """Before every forward pass: what is not held is exactly 0, and exactly as many weights are held as asked for."""
 
-    def __init__(self, callback: MaskingCallback, share: float | None = None) -> None:
-        self.callback, self.share, self.forwards, self.dense = callback, share, 0, 0
+    def __init__(self, callback: MaskingCallback, in_process: bool = False) -> None:
+        self.callback, self.in_process, self.forwards, self.dense = callback, in_process, 0, 0
         self.counts: list[int] = []
 
     def look(self, module: Any) -> None:
@@ -110,25 +119,45 @@ class Watch(Callback):
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
         self.look(pl_module)
         self.handle.remove()
+        if self.in_process:  # which may be spawned
+            self.assert_held()
 
     def assert_held(self, forwards: int = 1) -> None:
         assert self.forwards >= forwards
         assert self.dense == 0
-        if not isinstance(self.callback, DENSE_AT_FIRST) and not getattr(self.callback, "start", 0):
-            assert len(set(self.counts)) == 1
-        assert self.reached() <= 0.35
+        assert self.counts == sorted(self.counts, reverse=True)
+        learned = isinstance(self.callback, callbacks.LearnedImportance)
+        assert isinstance(self.callback, SCHEDULED) or len(set(self.counts[learned:])) == 1  # after its probe
+        if learned:
+            for units in self.callback.kept.values():
+                assert int(units.sum()) == max(1, int(self.callback.density * len(units) + 0.5))
+        else:
+            assert self.counts[-1] == asked(self.callback)
 
-    def reached(self) -> float:
-        masks = self.callback.masks
-        matrices = {name: mask for name, mask in masks.items() if mask.dim() > 1}
-        return kept(matrices) / sum(mask.numel() for mask in matrices.values())
+
+def asked(callback: Any) -> int:
+    """How many weights the options of a callback ask for."""
+    sizes = {name: mask.numel() for name, mask in callback.masks.items()}
+    total = sum(sizes.values())
+    if isinstance(callback, callbacks.StaticMask | callbacks.DynamicMask):
+        shapes = {name: mask.shape for name, mask in callback.masks.items()}
+        return sum(kept_counts(shapes, erk(shapes, callback.density)).values())
+    if isinstance(callback, callbacks.GlobalMagnitudePruning):
+        for _ in callback.epochs:
+            total = int((1 - callback.fraction) * total + 1e-9)
+        return total
+    if isinstance(callback, callbacks.NMPruning):
+        return total * callback.n // callback.m
+    if getattr(callback, "scope", "global") == "layer":
+        return sum(max(1, int(callback.density * size + 1e-9)) for size in sizes.values())
+    return int(callback.density * total + 1e-9)
 
 
 class Project:
     """A trainer for projects, with one masking callback in it."""
 
     Net, Watch, KINDS = Net, Watch, KINDS
-    loader = staticmethod(loader)
+    loader, documented = staticmethod(loader), staticmethod(documented)
 
     def __init__(self, folder: Any) -> None:
         self.folder = folder

@@ -221,6 +221,20 @@ class Late(L.LightningModule):
         return torch.optim.Adam(self.parameters(), 1e-2)
 
 
+@pytest.mark.parametrize("norm", [True, False])
+def test_a_module_is_cut_after_the_fit(norm, project):
+    norms = [nn.BatchNorm1d(16)] if norm else []
+    module = project.Net(net=nn.Sequential(nn.Linear(8, 16), *norms, nn.ReLU(), nn.Linear(16, 4)))
+    callback, example = project.make("LearnedImportance", density=0.25), torch.randn(3, 8)
+    project.fit(callback, module)
+    names = {"module": module, "callback": callback, "example": example}
+    exec(project.documented("narrow = cut"), names)
+    narrow = names["narrow"]
+    assert narrow.net[0].weight.shape == (4, 8)
+    assert narrow.net[-1].weight.shape == (4, 4)
+    torch.testing.assert_close(narrow.eval()(example), module.eval()(example))
+
+
 def test_layers_that_setup_makes(kind, project):
     watch = project.fit(kind, Late(), arguments={"layers": "net.*"})
     assert watch.callback.masks["net.0.weight"].shape == (16, 8)

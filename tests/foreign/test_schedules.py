@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from typing import Any
 
 import pytest
-from lightning.pytorch.callbacks import EarlyStopping, GradientAccumulationScheduler
+from lightning.pytorch.callbacks import EarlyStopping, GradientAccumulationScheduler, ModelCheckpoint
 from torch import nn
 from torch.nn import functional as F
 
@@ -19,7 +20,7 @@ from lightning_sparsefl.callbacks import (
     NMPruning,
     StaticMask,
 )
-from lightning_sparsefl.callbacks.masking import _warnings
+from lightning_sparsefl.callbacks.mask_owner import warning_cache
 from lightning_sparsefl.errors import InvalidOption
 from lightning_sparsefl.sparse.masks import density
 
@@ -34,7 +35,7 @@ SCHEDULED = {
 @pytest.fixture(autouse=True)
 def forget_warnings():
     """Warnings are given once a process."""
-    _warnings.clear()
+    warning_cache.clear()
 
 
 @pytest.mark.parametrize("name", SCHEDULED)
@@ -112,6 +113,68 @@ def test_a_fit_that_stops_early_says_so_once(name, project):
 def test_a_fit_that_reaches_its_density_says_nothing(project):
     for make in SCHEDULED.values():
         project.fit(make(), project.Net(), max_epochs=6)  # warnings are errors here
+
+
+class Scored:
+    """Logs a loss that is best in the first epoch."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", float(self.current_epoch))
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self(batch[0])
+
+
+EARLY = {
+    "GradualPruning": "at step 6 of 36 with density 0.427, above the 0.193",
+    "DynamicPruningWithFeedback": "at step 6 of 36 with density 0.432",
+    "LotteryRewind": "at step 6 of 36 with density 1,",
+    "NMPruning": "at step 6 of 36, before it pruned at `start=0.5`",
+    "GlobalMagnitudePruning": "at density 0.5, before epochs [1] pruned",
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*callbacks used to create the checkpoint need to be provided")
+@pytest.mark.parametrize("fresh", [False, True])
+@pytest.mark.parametrize("name", EARLY)
+def test_scoring_a_checkpoint_above_the_density_says_so(name, fresh, project):
+    class Net(Scored, project.Net):
+        pass
+
+    def make() -> Any:
+        given = {**SCHEDULED, "GlobalMagnitudePruning": lambda: GlobalMagnitudePruning(0.5, epochs=[0, 1])}
+        return given[name]()
+
+    callback, module = make(), Net()
+    best = ModelCheckpoint(project.folder, monitor="val_loss")
+    trainer = project.trainer([callback, best], max_epochs=6)
+    trainer.fit(module, project.loader(), project.loader(batches=1))
+    trainer.save_checkpoint(project.folder / "last.ckpt")
+    trainer.test(module, project.loader(), ckpt_path=project.folder / "last.ckpt", verbose=False)  # warnings are errors
+    if fresh:
+        module = Net()
+        trainer = project.trainer([make()])
+    message = f"`{name}`: the checkpoint that was scored was saved {EARLY[name]}"
+    with pytest.warns(UserWarning, match=re.escape(message)):
+        trainer.test(module, project.loader(), ckpt_path=best.best_model_path, verbose=False)
+
+
+def test_the_best_checkpoint_that_has_the_density(project):
+
+    class Net(Scored, project.Net):
+        pass
+
+    for make in SCHEDULED.values():
+        pruning, module = make(), Net()
+        names = {"ModelCheckpoint": ModelCheckpoint, "pruning": pruning}
+        exec(project.documented("OncePruned"), names)
+        best = names["OncePruned"](project.folder, monitor="val_loss")
+        trainer = project.trainer([pruning, best], max_epochs=6)
+        trainer.fit(module, project.loader(), project.loader(batches=1))
+        assert best.best_model_path
+        assert 1 <= best.best_model_score < 5
+        trainer.test(module, project.loader(), ckpt_path="best", verbose=False)  # warnings are errors here
+        assert density(pruning.masks) <= 0.25
 
 
 def test_a_fit_without_masks_says_so(project):

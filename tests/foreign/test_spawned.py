@@ -11,15 +11,9 @@ import torch
 from lightning.pytorch.callbacks import Callback
 
 from lightning_sparsefl.callbacks.spawned import ReturnedState
-from lightning_sparsefl.sparse.masks import same
+from lightning_sparsefl.sparse.masks import kept, same
 
 LAUNCHER = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "NODE_RANK", "LOCAL_RANK")
-MORE = ("DynamicPruningWithFeedback", "StaticMask", "LotteryRewind", "LearnedImportance")
-CASES = [
-    ("RigL", "ddp_fork"),
-    *(pytest.param("RigL", strategy, marks=pytest.mark.slow) for strategy in ("ddp_notebook", "ddp_spawn")),
-    *(pytest.param(kind, "ddp_fork", marks=pytest.mark.slow) for kind in MORE),
-]
 
 
 @pytest.fixture(autouse=True)
@@ -30,10 +24,22 @@ def launcher(monkeypatch):
         monkeypatch.delenv(name)
 
 
-@pytest.mark.parametrize(("kind", "strategy"), CASES)
+@pytest.mark.slow_after_first
+@pytest.mark.parametrize("strategy", ["ddp_fork", "ddp_notebook"])
 def test_masks_come_back_and_the_next_fit_goes_on_from_them(kind, strategy, project):
+    train_in_processes(kind, strategy, project)
+
+
+@pytest.mark.slow
+def test_masks_come_back_from_processes_that_import_everything_anew(project):
+    train_in_processes("RigL", "ddp_spawn", project)
+
+
+def train_in_processes(kind, strategy, project):
+    """Train in two processes, which watch the masks, and again in this one."""
     callback, module = project.make(kind), project.Net()
-    project.trainer([callback], devices=2, strategy=strategy).fit(module, project.loader())
+    watch = project.Watch(callback, in_process=True)
+    project.trainer([callback, watch], devices=2, strategy=strategy).fit(module, project.loader())
     path = callback._returned.path
     masks = {name: mask.clone() for name, mask in callback.masks.items()}
     assert not os.path.exists(path)
@@ -41,7 +47,7 @@ def test_masks_come_back_and_the_next_fit_goes_on_from_them(kind, strategy, proj
     for name, mask in masks.items():
         weight = module.get_parameter(name)
         assert not weight[~mask].any()
-        assert kind == "RigL" or weight[mask].all() or weight.dim() == 1  # RigL has just let some grow
+        assert kind in ("RigL", "SET") or weight[mask].all() or weight.dim() == 1  # these two have just let some grow
     if kind == "DynamicPruningWithFeedback":
         assert all(callback.pruned[name][~mask].any() for name, mask in masks.items())
     if kind == "LearnedImportance":
@@ -51,7 +57,9 @@ def test_masks_come_back_and_the_next_fit_goes_on_from_them(kind, strategy, proj
     watch.on_train_batch_start = lambda *_: seen.append({name: mask.clone() for name, mask in callback.masks.items()})
     project.trainer([callback, watch], max_epochs=1).fit(module, project.loader())
     assert watch.dense == 0
-    if kind != "LearnedImportance":  # which chooses anew in the first batch
+    if kind == "GlobalMagnitudePruning":  # which compounds
+        assert kept(seen[0]) < kept(masks)
+    elif kind != "LearnedImportance":  # which chooses anew in the first batch
         assert same(seen[0], masks)
 
 

@@ -236,6 +236,30 @@ def test_a_module_that_changes_weights_without_a_step_is_refused(kind, project):
 
 
 @pytest.mark.parametrize("kind", CLOSELY)
+def test_a_part_that_changes_without_a_step_is_refused_beside_one_that_steps(kind, project):
+    class Both(project.Net):
+        automatic_optimization = False
+
+        def __init__(self) -> None:
+            super().__init__(net=plain())
+            self.other = plain()
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            first, second = self.optimizers()
+            self.manual_backward(F.cross_entropy(self.other(batch[0]), batch[1]))
+            second.step()
+            for write in (first.first_step, first.second_step):
+                self.manual_backward(F.cross_entropy(self(batch[0]), batch[1]))
+                write()
+
+        def configure_optimizers(self) -> Any:
+            return [SharpnessAware(self.net.parameters()), SGD(self.other.parameters(), 0.1)], []
+
+    with pytest.raises(InvalidOption, match=r"`Both.training_step` changes `net.0.weight` without `step`"):
+        project.fit(kind, Both())
+
+
+@pytest.mark.parametrize("kind", CLOSELY)
 @pytest.mark.parametrize("hook", ["on_train_start", "on_train_epoch_start", "on_train_batch_start"])
 def test_weights_that_the_module_writes_before_a_batch(kind, hook, project):
     class Writing(project.Net):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -31,6 +32,22 @@ VARIED = {
         for split in ("iid", "a", "b")
     },
     **{
+        f"fedlps/figure6/mnist_lacks{lacks}_{method}": (
+            f"fedlps/table1/mnist_{method}",
+            {"classes_per_client": 10 - lacks},
+        )
+        for lacks in (2, 4, 6)
+        for method in ("fedlps", "fedspa")
+    },
+    **{
+        f"fedlps/figure9/mnist_{pattern}_density{density}": (
+            "fedlps/table2/mnist_flst",
+            {"density": density, **({} if pattern == "learned" else {"pattern": pattern})},
+        )
+        for pattern in ("learned", "magnitude", "ordered", "random")
+        for density in (0.2, 0.4, 0.6, 0.8)
+    },
+    **{
         f"feddip/figure6/{data}_density{density}": (f"feddip/table3/{data}_feddip", {"density": density})
         for data, densities in DENSITIES.items()
         for density in densities
@@ -51,10 +68,14 @@ def test_every_cell_of_a_figure_is_listed():
 def test_a_cell_varies_what_its_figure_varies(cell: str):
     base, options = VARIED[cell]
     expected, found = content(base), content(cell)
-    if "levels" in options:  # clients that are never drawn are scored at the capacities of the federation
-        expected["federation"]["capacities"] = options["levels"]
+    if "levels" in options:  # of which each round draws all capacities anew
+        del expected["federation"]["capacities"], expected["federation"]["shuffle_capacities"]
     assert found != expected
-    expected["algorithm"]["init_args"].update(options)
+    classes = {name: options[name] for name in options if name == "classes_per_client"}
+    if classes:
+        expected["data"]["init_args"]["partition"]["init_args"].update(classes)
+    else:
+        expected["algorithm"]["init_args"].update(options)
     assert found == expected
 
 
@@ -62,6 +83,29 @@ def test_a_cell_varies_what_its_figure_varies(cell: str):
 def test_a_cell_says_what_it_is(cell: str):
     paper, figure, _ = cell.split("/")
     number = figure.removeprefix("figure")
-    names = {"fedlps": "FedLPS (arXiv:2412.07216), Figures", "fedspa": "FedSpa (arXiv:2201.11380), Figure"}
-    start = names.get(paper, "FedDIP (arXiv:2309.06805), Figure")
-    assert (PAPERS / f"{cell}.yaml").read_text().startswith(f"# {start} {number}")
+    names = {
+        "fedlps": "FedLPS (arXiv:2412.07216)",
+        "fedspa": "FedSpa (arXiv:2201.11380)",
+        "feddip": "FedDIP (arXiv:2309.06805)",
+    }
+    word = "Figures 7 and 8" if (paper, number) == ("fedlps", "7") else f"Figure {number}"
+    assert (PAPERS / f"{cell}.yaml").read_text().startswith(f"# {names[paper]}, {word}: ")
+
+
+def paper_flops(profiled: Any, cell: str) -> float:
+    flops = profiled(*cell.split("/", 1))["run"]["paper"]["flops"]
+    assert flops > 0
+    return flops
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cell", VARIED)
+def test_a_cell_is_profiled_and_costs_as_what_it_varies_says(cell: str, profile):
+    base, options = VARIED[cell]
+    ours, theirs = paper_flops(profile, cell), paper_flops(profile, base)
+    if "density" in options:
+        asked, there = options["density"], content(base)["algorithm"]["init_args"]["density"]
+        assert (ours > theirs) == (asked > there)
+        assert ours != theirs
+    elif "levels" not in options:  # of which a profile draws a few only
+        assert ours == pytest.approx(theirs, rel=0.01)

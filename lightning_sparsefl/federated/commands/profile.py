@@ -4,7 +4,9 @@ The code of the algorithm itself runs: client-rounds at several points of the ru
 one step without data. The messages are real, so their sizes are those of the run, with three exceptions. Metrics of
 real clients, some 20 bytes each, are missing. Gradients are noise, so that a mask that depends on them changes more
 than in training, where dropped weights tend to return; its bytes are overestimated. The server does not learn from
-client-rounds (`observe`), so that a bandit always chooses as in the first round.
+client-rounds (`observe`), so that a bandit always chooses as in the first round. Densities and capacities that a
+method draws at random, as FedLPS does, are drawn once for each part of the run and each capacity of the federation, so
+that the costs of such a run are rough.
 """
 
 from __future__ import annotations
