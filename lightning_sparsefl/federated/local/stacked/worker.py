@@ -67,7 +67,7 @@ class StackedWorker(ClientWorker):
         """Return the number of clients in a stack by a fixed rule, so that a run repeats itself.
 
         Weights, gradients and activations of a stack are to stay within a processor's cache, or a part of a GPU's
-        memory, and a cohort has four stacks where they can have three clients, so that several ranks have work.
+        memory, and a cohort has two stacks where they can have three clients, so that two ranks have work.
 
         Args:
             cohort: Number of clients in a round.
@@ -80,7 +80,7 @@ class StackedWorker(ClientWorker):
         )
         element = self.flat.vector.element_size()
         fits = int(min(budget // (element * (3 * self.flat.layout.size + 2 * self._activations)), _MOST))
-        size = min(fits, max(3, math.ceil(cohort / 4)))
+        size = min(fits, max(3, math.ceil(cohort / 2)))
         return size if size >= 3 else 1
 
     # ---- what can be stacked
