@@ -98,6 +98,10 @@ class StackedModule:
         Returns:
             What the function returns, with plain tensors that have the clients in dimension 0.
         """
+        if self.size == 1:  # without a level, a step of one client takes half the time
+            batch = map_tensors(batch, lambda tensor: tensor.squeeze(0))
+            with self._shown({name: leaf.squeeze(0) for name, leaf in self.leaves.items()}):
+                return map_tensors(function(batch, 0), lambda tensor: tensor.unsqueeze(0))
         with functorch.vmap_level(self.size) as level:
             batch = map_tensors(batch, lambda tensor: functorch.wrap(*self._laid_out(tensor), level))
             wrapped = {name: functorch.wrap(leaf, 0, level) for name, leaf in self.leaves.items()}

@@ -251,9 +251,9 @@ def _cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Any:
-    """Compute the loss of logits of shape (B, classes) and of classes as targets, without class weights."""
+    """Compute the loss of logits of shape (B, classes) and of classes as targets."""
     opened = rules.open_all(input, target)
-    if opened is None or any(option is not None for option in (weight, size_average, reduce)):
+    if opened is None or size_average is not None or reduce is not None or functorch.is_batched(weight):
         return NotImplemented
     logits, targets = opened
     assert logits is not None
@@ -263,6 +263,7 @@ def _cross_entropy(
     losses = F.cross_entropy(
         logits.flatten(0, 1),
         targets.flatten(),
+        weight,
         ignore_index=ignore_index,
         reduction="none",
         label_smoothing=label_smoothing,
@@ -270,7 +271,10 @@ def _cross_entropy(
     if reduction == "none":
         return rules.close(losses)
     total = losses.sum(1)
-    return rules.close(total if reduction == "sum" else total / (targets != ignore_index).sum(1))
+    if reduction == "sum":
+        return rules.close(total)
+    counted = targets != ignore_index
+    return rules.close(total / (counted if weight is None else weight[targets.clamp(min=0)] * counted).sum(1))
 
 
 _REDUCTIONS = ("mean", "sum", "none")

@@ -1,0 +1,148 @@
+"""Each layer for several clients at once gives each client's outputs, gradients and buffers."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from lightning_sparsefl.federated.local.stacked.leaves import StackedModule
+from lightning_sparsefl.federated.local.stacked.rules import _RULES
+
+pytestmark = pytest.mark.filterwarnings("ignore:There is a performance drop.*:UserWarning")
+SIZE = 3
+IMAGE = (4, 8, 8)
+LAYERS = {
+    "linear": (nn.Linear(6, 5), (6,)),
+    "linear without bias": (nn.Linear(6, 5, bias=False), (6,)),
+    "linear over a sequence": (nn.Linear(6, 5), (7, 6)),
+    "conv": (nn.Conv2d(4, 6, 3), IMAGE),
+    "conv, grouped": (nn.Conv2d(4, 8, 3, stride=2, padding=1, groups=2, bias=False), IMAGE),
+    "conv, depthwise and dilated": (nn.Conv2d(4, 4, (3, 2), dilation=2, groups=4), IMAGE),
+    "conv, one value": (nn.Conv2d(4, 6, 8), IMAGE),
+    "conv1d": (nn.Conv1d(4, 6, 3), (4, 9)),
+    "conv3d": (nn.Conv3d(2, 3, 2), (2, 4, 4, 4)),
+    "max pool": (nn.MaxPool2d(3, stride=2, padding=1), IMAGE),
+    "average pool": (nn.AvgPool2d(2, ceil_mode=True), IMAGE),
+    "adaptive pool": (nn.AdaptiveAvgPool2d(2), IMAGE),
+    "batch norm": (nn.BatchNorm1d(6), (6,)),
+    "batch norm of images": (nn.BatchNorm2d(4), IMAGE),
+    "batch norm, not affine": (nn.BatchNorm2d(4, affine=False), IMAGE),
+    "batch norm, not tracking": (nn.BatchNorm2d(4, track_running_stats=False), IMAGE),
+    "batch norm in evaluation": (nn.BatchNorm2d(4).eval(), IMAGE),
+    "group norm": (nn.GroupNorm(2, 4), IMAGE),
+    "group norm of features": (nn.GroupNorm(2, 6), (6,)),
+    "instance norm": (nn.InstanceNorm2d(4, affine=True), IMAGE),
+    "layer norm": (nn.LayerNorm(6), (6,)),
+    "layer norm of images": (nn.LayerNorm(IMAGE), IMAGE),
+    "layer norm, not affine": (nn.LayerNorm(6, elementwise_affine=False), (7, 6)),
+    "relu": (nn.ReLU(), IMAGE),
+    "relu in place": (nn.Sequential(nn.Linear(6, 5), nn.ReLU(inplace=True)), (6,)),
+    "activations": (nn.Sequential(nn.GELU(), nn.SiLU(), nn.Tanh(), nn.LeakyReLU(0.1)), IMAGE),
+    "flatten": (nn.Flatten(), IMAGE),
+    "flatten some": (nn.Flatten(2), IMAGE),
+    "attention": (nn.TransformerEncoderLayer(6, 2, 8, dropout=0.0, batch_first=True), (5, 6)),
+    "network": (
+        nn.Sequential(
+            nn.Conv2d(4, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(8, 4, 3),
+            nn.GroupNorm(1, 4), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3),
+        ),
+        IMAGE,
+    ),
+}  # fmt: skip
+
+
+def score(output):
+    """A loss of which each number of the output has a share of its own."""
+    flat = output.flatten(1)
+    return (flat * torch.linspace(-1, 1, flat.shape[1], dtype=flat.dtype)).square().sum()
+
+
+def clients(module):
+    """Weights of several clients."""
+    generator = torch.Generator().manual_seed(0)
+    return [
+        {name: t + 0.3 * torch.rand(t.shape, generator=generator, dtype=t.dtype) for name, t in floats(module).items()}
+        for _ in range(SIZE)
+    ]
+
+
+def floats(module):
+    return {name: t.detach().clone() for name, t in module.state_dict().items() if t.is_floating_point()}
+
+
+@pytest.mark.parametrize("samples", [2, 1, 5])
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_layer_does_for_each_client_what_it_does_for_one(name, samples):
+    layer, shape = LAYERS[name]
+    if samples == 1 and "batch norm" in name and layer.training and len(shape) == 1:
+        pytest.skip("torch refuses one value for each channel")
+    module = copy.deepcopy(layer).double()
+    trees, inputs = clients(module), torch.randn(SIZE, samples, *shape, dtype=torch.float64)
+    stacked = StackedModule(module, SIZE)
+    stacked.load(trees)
+    losses = stacked.call(lambda batch, _: score(module(batch)), inputs)
+    if losses.requires_grad:
+        losses.sum().backward()
+    for place, tree in enumerate(trees):
+        alone = copy.deepcopy(layer).double()
+        alone.load_state_dict(tree, strict=False)
+        loss = score(alone(inputs[place]))
+        torch.testing.assert_close(losses[place], loss, rtol=1e-12, atol=1e-12)
+        if loss.requires_grad:
+            loss.backward()
+        for key, parameter in alone.named_parameters():
+            torch.testing.assert_close(stacked.leaves[key].grad[place], parameter.grad, rtol=1e-11, atol=1e-11)
+        for key, tensor in floats(alone).items():
+            torch.testing.assert_close(stacked.leaves[key].detach()[place], tensor, rtol=1e-12, atol=1e-12)
+
+
+WEIGHT = torch.tensor([0.1, 0.2, 0.3, 0.4], dtype=torch.float64)
+LOSSES = [
+    {},
+    {"reduction": "sum"},
+    {"reduction": "none"},
+    {"ignore_index": 2},
+    {"label_smoothing": 0.2},
+    {"label_smoothing": 0.2, "ignore_index": 1, "reduction": "sum"},
+    {"weight": WEIGHT},
+    {"weight": WEIGHT, "ignore_index": 1, "label_smoothing": 0.1},
+]
+
+
+@pytest.mark.parametrize("options", LOSSES, ids=str)
+def test_cross_entropy_does_for_each_client_what_it_does_for_one(options):
+    module = nn.Linear(6, 4).double()
+    trees, inputs = clients(module), torch.randn(SIZE, 5, 6, dtype=torch.float64)
+    labels = torch.arange(SIZE * 5).view(SIZE, 5) % 4
+    stacked = StackedModule(module, SIZE)
+    stacked.load(trees)
+    losses = stacked.call(lambda batch, _: F.cross_entropy(module(batch[0]), batch[1], **options), (inputs, labels))
+    losses.sum().backward()
+    for place, tree in enumerate(trees):
+        module.load_state_dict(tree)
+        loss = F.cross_entropy(module(inputs[place]), labels[place], **options)
+        (grad,) = torch.autograd.grad(loss.sum(), module.weight)
+        torch.testing.assert_close(losses[place], loss, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(stacked.leaves["weight"].grad[place], grad, rtol=1e-11, atol=1e-12)
+
+
+def test_tied_weights_are_one_leaf():
+    module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    module[1].weight = module[0].weight
+    assert list(StackedModule(module, 2).leaves) == ["0.weight", "0.bias", "1.bias"]
+
+
+def test_the_module_holds_its_own_tensors_after_an_error():
+    module = nn.Linear(3, 3)
+    before = dict(module.named_parameters())
+    stacked = StackedModule(module, 2)
+    stacked.load([floats(module)] * 2)
+    with pytest.raises(RuntimeError):
+        stacked.call(lambda batch, _: module(batch).sum().item(), torch.ones(2, 1, 3))
+    assert all(parameter is before[name] for name, parameter in module.named_parameters())
+
+
+def test_the_rules_are_of_functions_that_layers_call():
+    assert {F.linear, F.conv2d, torch.conv2d, F.batch_norm, F.cross_entropy, torch.relu} <= _RULES.keys()
