@@ -135,11 +135,9 @@ class ClientWorker:
     ) -> FitResult:
         """Train one client; see :meth:`Client.fit`."""
         epochs = client.local_epochs if epochs is None else epochs
-        return self.fit_alone(
-            FitRequest(client, client.key("fit"), weights, masks, trainable, callbacks, epochs, units)
-        )
+        return self.do_fit(FitRequest(client, client.key("fit"), weights, masks, trainable, callbacks, epochs, units))
 
-    def fit_alone(self, request: FitRequest) -> FitResult:
+    def do_fit(self, request: FitRequest) -> FitResult:
         """Do one fit.
 
         Args:

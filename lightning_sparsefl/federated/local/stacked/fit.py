@@ -8,21 +8,23 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback
+from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from lightning.pytorch.utilities import GradClipAlgorithmType
 from torch import Tensor
 
 from lightning_sparsefl.callbacks.stacking import StackedCallback, stacked
-from lightning_sparsefl.federated.client import Client
+from lightning_sparsefl.federated.local.engines import FastEngine
 from lightning_sparsefl.federated.local.fast.steps import StepCaller, step_schedulers
 from lightning_sparsefl.federated.local.fast.trainer import FastTrainer
+from lightning_sparsefl.federated.local.isolation import restore_trainer_refs
 from lightning_sparsefl.federated.local.round_lr import ScaleLearningRates
 from lightning_sparsefl.federated.local.stacked import functorch
 from lightning_sparsefl.federated.local.stacked.leaves import StackedModule
 from lightning_sparsefl.federated.local.stacked.logs import NotStackable, StackedLog
 from lightning_sparsefl.federated.local.stacked.optimizers import ELEMENTWISE, StackedOptimizer, clip
 from lightning_sparsefl.federated.local.stacked.reader import ClientReader, read_batch
+from lightning_sparsefl.seeds import seed_all
 from lightning_sparsefl.types import Masks, Weights
 
 
@@ -30,7 +32,8 @@ from lightning_sparsefl.types import Masks, Weights
 class StackedRequest:
     """What one client asks of the stacked engine, and what it gets."""
 
-    client: Client
+    client: int
+    """Number of the client."""
     key: tuple[int | str, ...]
     """Key of the fit's randomness."""
     weights: Weights
@@ -192,6 +195,21 @@ class StackedFit:
             callback.after_step(part.leaves)
         for leaf in part.leaves.values():
             leaf.grad = None
+
+
+def fit_stack(engine: FastEngine, module: LightningModule, datamodule: Any, requests: Sequence[StackedRequest]) -> None:
+    """Fit several clients as one.
+
+    Args:
+        engine: Engine that fits a client alone, whose options hold for the stack.
+        module: Module of the user; left as it was.
+        datamodule: Object that becomes `trainer.datamodule`.
+        requests: Requests of the clients, by falling number of samples.
+    """
+    trainer = FastTrainer(engine.options, engine.fabric, module, (), (), datamodule)
+    seed_all(*requests[0].key, "stack")
+    with restore_trainer_refs(module, ()), trainer.running():
+        StackedFit(trainer, requests).run()
 
 
 def nothing() -> None:

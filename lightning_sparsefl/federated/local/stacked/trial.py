@@ -8,14 +8,32 @@ several clients at once, such as reading a number out of a tensor, raises in the
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+import warnings
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from types import MethodType
-from typing import Any
+from typing import Any, cast
 
 import torch
+from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
+from lightning_sparsefl.federated.local.engines import FastEngine
+from lightning_sparsefl.federated.local.fast.support import overridden
+from lightning_sparsefl.federated.local.fast.trainer import FastTrainer
+from lightning_sparsefl.federated.local.isolation import restore_trainer_refs
+from lightning_sparsefl.federated.local.stacked import functorch
+from lightning_sparsefl.federated.local.stacked.fit import StackedRequest, fit_stack, nothing, require_elementwise
 from lightning_sparsefl.federated.local.stacked.logs import NotStackable
+from lightning_sparsefl.federated.local.stacked.reader import ClientReader, readable
+from lightning_sparsefl.federated.local.worker import ClientWorker
+from lightning_sparsefl.seeds import seed_all
+from lightning_sparsefl.types import Weights
+
+_SERVED_HOOKS = frozenset({"training_step", "validation_step", "test_step", "predict_step", "configure_optimizers"})
+"""Hooks that a stacked fit calls, or that are not called in a fit."""
+_PRECISIONS = ("32-true", "64-true")
 
 _CLAUSES = (
     (r"\.item\(\)", "reads a number out of a tensor (`.item()`, `float()`, `int()`)"),
@@ -72,34 +90,159 @@ def difference(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor], before:
     return None
 
 
-def gradient_descent(module: Any) -> Any:
-    """Return the optimizer of the trial, whose steps show the gradients.
+class StackingTrial:
+    """Finds out whether a worker's clients can be stacked.
 
     Args:
-        module: Module of the user.
+        worker: Worker whose engine, module and data are tried; its module is left as it was.
+
+    Attributes:
+        reason: Why clients cannot be stacked, as a clause; None if they can.
+        scheduled: Whether the module has learning rate schedulers.
+        activations: Numbers that the module's layers return for one batch.
     """
+
+    def __init__(self, worker: ClientWorker) -> None:
+        self._worker, self._module, self._data = worker, worker.module, worker.data
+        self.scheduled, self.activations = False, 0
+        self.reason = self._reason_of_settings() or self._reason_of_module() or self._reason_of_step()
+
+    def _reason_of_settings(self) -> str | None:
+        missing, engine, work = functorch.missing_name(), self._worker.engine, self._worker.work
+        if missing is not None:
+            return f"torch {torch.__version__} has no `torch._C._functorch.{missing}`"
+        if not isinstance(engine, FastEngine):
+            return "they need a real Trainer"
+        options, precision = engine.options, str(engine.fabric.strategy.precision.precision)
+        if work.client_callbacks:
+            return f"`trainer.client_callbacks` has a {type(work.client_callbacks[0]).__name__}"
+        if work.validate:
+            return "`trainer.validate_locally` is set"
+        if options.accumulate_grad_batches != 1:
+            return f"`trainer.accumulate_grad_batches` is {options.accumulate_grad_batches}, not 1"
+        if precision not in _PRECISIONS:
+            return f"`trainer.precision` is {precision!r}, not one of {list(_PRECISIONS)}"
+        return None
+
+    def _reason_of_module(self) -> str | None:
+        module, name = self._module, type(self._module).__name__
+        if not module.automatic_optimization:
+            return f"`{name}` optimizes manually"
+        further = sorted(overridden(module) - _SERVED_HOOKS)
+        if further:
+            return f"`{name}` overrides `{further[0]}`, which is written for one client"
+        if type(module).log is not LightningModule.log or type(module).log_dict is not LightningModule.log_dict:
+            return f"`{name}` overrides `log`"
+        for child_name, child in module.named_modules():
+            if isinstance(child, nn.modules.batchnorm._BatchNorm) and child.momentum is None:
+                return f"`{child_name}` averages over all batches (`momentum=None`)"
+        loader = self._data.client_train_dataloader(0)
+        if not readable(loader):
+            return f"client 0's loader is not one of `Examples` in memory but of `{type(loader.dataset).__name__}`"
+        if any(hook is not None for hook in self._trainer().hooks._transfers.values()):
+            return "the data module overrides a hook of the batch transfer"
+        return None
+
+    def _reason_of_step(self) -> str | None:
+        """Train two clients on one batch, alone and stacked; return why the results differ, or None."""
+        random, worker = torch.get_rng_state(), self._worker
+        first = dict(worker.initial)
+        starts = (first, _moved(first, worker.flat.layout.buffers))
+        try:
+            with _gradient_descent(self._module), warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # such as those of vmap about slow functions
+                alone, stacked = self._alone(starts), self._stacked(starts)
+            for ours, theirs, before in zip(stacked, alone, starts, strict=True):
+                clause = difference(ours, theirs, before)
+                if clause is not None:
+                    return f"`{type(self._module).__name__}.training_step` {clause}"
+            self._try_optimizers()
+        except Exception as error:
+            return f"`{type(self._module).__name__}.training_step` {reason_of(error)}"
+        finally:
+            worker.load(first)
+            torch.set_rng_state(random)
+            self._module.zero_grad()
+        return None
+
+    def _engine(self) -> FastEngine:
+        engine = cast(FastEngine, self._worker.engine)
+        return FastEngine(engine.fabric, replace(engine.options, max_epochs=1, limit_train_batches=1))
+
+    def _trainer(self) -> FastTrainer:
+        engine = self._engine()
+        return FastTrainer(engine.options, engine.fabric, self._module, (), (), self._data)
+
+    def _alone(self, starts: Sequence[Weights]) -> Sequence[Weights]:
+        results = []
+        for weights in starts:
+            self._worker.load(weights)
+            seed_all("trial")
+            with self._counting_activations():
+                self._engine().fit(self._module, self._data.client_train_dataloader(0), datamodule=self._data)
+            results.append({name: tensor.detach().clone() for name, tensor in self._worker.flat.read().items()})
+        return results
+
+    def _stacked(self, starts: Sequence[Weights]) -> Sequence[Weights]:
+        requests = []
+        for place, weights in enumerate(starts):
+            seed_all("trial")
+            reader = ClientReader(self._data.client_train_dataloader(0), 1)
+            requests.append(StackedRequest(place, ("trial",), weights, {}, [], reader, 1))
+        self._worker.load(starts[0])
+        fit_stack(self._engine(), self._module, self._data, requests)
+        return [request.result for request in requests]
+
+    @contextmanager
+    def _counting_activations(self) -> Iterator[None]:
+        self.activations = 0
+
+        def count(module: Any, inputs: Any, output: Any) -> None:
+            if isinstance(output, Tensor):
+                self.activations += output.numel()
+
+        leaves = [child for child in self._module.modules() if not any(child.children())]
+        handles = [leaf.register_forward_hook(count) for leaf in leaves]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _try_optimizers(self) -> None:
+        """Make the module's own optimizers; raise if they cannot be stacked."""
+        trainer = self._trainer()
+        trainer.fit_loop.setup_data, trainer.fit_loop.max_batches = nothing, 1  # type: ignore[method-assign]
+        with restore_trainer_refs(self._module, ()), trainer.running():
+            trainer.strategy.setup_optimizers(trainer)  # type: ignore[arg-type]
+            require_elementwise(trainer)
+            self.scheduled = bool(trainer.lr_scheduler_configs)
+
+
+def _moved(weights: Weights, fixed: Collection[str]) -> dict[str, Tensor]:
+    """Return other weights for the second client, with the same buffers."""
+    generator = torch.Generator().manual_seed(0)
+    return {
+        name: tensor if name in fixed else tensor + 0.02 * torch.randn(tensor.shape, generator=generator).to(tensor)
+        for name, tensor in weights.items()
+    }
+
+
+def _descent(module: Any) -> Any:
+    """Configure plain gradient descent, whose steps show the gradients."""
     return torch.optim.SGD([parameter for parameter in module.parameters() if parameter.requires_grad], lr=1.0)
 
 
-class TrialOptimizer:
-    """Context in which a module configures plain gradient descent, and random layers are off.
-
-    Args:
-        module: Module of the user.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
-        self._modes: list[tuple[nn.Module, bool]] = []
-
-    def __enter__(self) -> None:
-        vars(self._module)["configure_optimizers"] = MethodType(gradient_descent, self._module)
-        dropouts = (nn.modules.dropout._DropoutNd,)
-        self._modes = [(child, child.training) for child in self._module.modules() if isinstance(child, dropouts)]
-        for child, _ in self._modes:
-            child.training = False
-
-    def __exit__(self, *_: Any) -> None:
-        vars(self._module).pop("configure_optimizers", None)
-        for child, mode in self._modes:
+@contextmanager
+def _gradient_descent(module: nn.Module) -> Iterator[None]:
+    """Let a module configure plain gradient descent inside, and turn off dropout."""
+    vars(module)["configure_optimizers"] = MethodType(_descent, module)
+    modes = [(child, child.training) for child in module.modules() if isinstance(child, nn.modules.dropout._DropoutNd)]
+    for child, _ in modes:
+        child.training = False
+    try:
+        yield
+    finally:
+        vars(module).pop("configure_optimizers", None)
+        for child, mode in modes:
             child.training = mode
