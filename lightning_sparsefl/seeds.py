@@ -1,12 +1,14 @@
 """Random seeds derived from keys that name their use.
 
-A key never contains the rank or the order of execution, so a run is reproducible on any number of ranks.
+A key never contains the rank or the order of execution, so a run is reproducible on any number of ranks. Only the
+identifier of a run is not derived: no two runs have the same one.
 """
 
 from __future__ import annotations
 
 import hashlib
 import random
+import secrets
 from functools import cache
 
 import numpy as np
@@ -38,6 +40,16 @@ def derive_key(*key: int | str) -> str:
         (32, False)
     """
     return hashlib.blake2b(repr(key).encode(), digest_size=16).hexdigest()
+
+
+def random_identifier() -> str:
+    """Draw 128 bits from the operating system, as 32 hexadecimal digits.
+
+    Example:
+        >>> len(random_identifier()), random_identifier() == random_identifier()
+        (32, False)
+    """
+    return secrets.token_hex(16)
 
 
 def generator(*key: int | str) -> torch.Generator:

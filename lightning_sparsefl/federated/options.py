@@ -37,7 +37,8 @@ class Federation:
     clients_per_round: int = 10
     """Number of clients in the cohort of a round."""
     sampler: Literal["uniform"] = "uniform"
-    """Sampling of the cohort: uniformly without replacement, from the seed and the round."""
+    """Sampling of the cohort: uniformly without replacement, from the seed and the round; with `privacy`, from its
+    secret key."""
     capacities: list[float] | None = None
     """Fraction of the full model that each client can train, in (0, 1]; null = 1 for all clients. With fewer numbers
     than clients, each number applies to a block of equal size: in ``[0.125, 1]``, the first half of the clients has the

@@ -133,7 +133,8 @@ def leaves(folder: Path) -> dict[str, str]:
     content = load_checkpoint(checkpoints / "last.ckpt")
     own = content["sparsefl"]
     records = records_of(checkpoints, own)
-    kept = {name: value for name, value in own.items() if not name.endswith(" records")}  # named by the rank that wrote
+    # the files of records are named by the rank that wrote them, and the identifier of a run is random
+    kept = {name: value for name, value in own.items() if not name.endswith(" records") and name != "run"}
     found = {
         "checkpoint": fingerprint({**content, "sparsefl": kept}),
         "records": fingerprint(records),

@@ -27,7 +27,7 @@ from lightning_sparsefl.federated.rounds.merge_policy import MergePolicy
 from lightning_sparsefl.federated.rounds.run_options import RunOptions
 from lightning_sparsefl.federated.rounds.server import About, Server
 from lightning_sparsefl.federated.rounds.workload import Workload
-from lightning_sparsefl.federated.sampling import split_unseen
+from lightning_sparsefl.federated.sampling import CohortSampler, split_unseen
 from lightning_sparsefl.federated.storage.checkpoint import (
     CLIENTS,
     Checkpoint,
@@ -41,7 +41,7 @@ from lightning_sparsefl.federated.storage.record_store import RecordStore
 from lightning_sparsefl.federated.storage.resume import find_resume_point
 from lightning_sparsefl.federated.storage.run_folder import RunFolder
 from lightning_sparsefl.federated.storage.sqlite_store import SqliteStore
-from lightning_sparsefl.seeds import seed_all
+from lightning_sparsefl.seeds import random_identifier, seed_all
 from lightning_sparsefl.types import Merged, Message, RunState, ServerState
 from lightning_sparsefl.wire import Codec
 
@@ -171,6 +171,8 @@ class Run:
         training_clients, unseen_clients = split_unseen(seed, num_clients, federation.unseen_clients)
         about = AboutClients(data, federation.fleet_capacities(num_clients, seed))
         codec = Codec(self.worker.initial)
+        merging = MergePolicy(self.algorithm, federation, self.layout, len(training_clients))
+        secret = None if federation.privacy is None else lambda: merging.secret
         self.server = Server(
             algorithm=self.algorithm,
             federation=federation,
@@ -180,7 +182,7 @@ class Run:
             ledger=self.ledger,
             records=self.server_records,
             about=about,
-            training_clients=training_clients,
+            sampler=CohortSampler(training_clients, federation.clients_per_round, seed, secret),
             max_rounds=options.max_rounds,
             seed=seed,
             device=self.device,
@@ -206,7 +208,6 @@ class Run:
         node = WireNode(self.node) if federation.wire == "encode" else self.node
         raises = federation.on_client_error == "raise"
         self.cohort = RankCohort(self.ranks, node, self.visiting, about, federation.placement, raises)
-        merging = MergePolicy(self.algorithm, federation, self.layout, len(training_clients), seed)
         self.coordinator = Coordinator(self.server, self.cohort, merging)
         stores = (self.server_records, self.node_records)
         self.scorer = Scorer(self.coordinator, self.worker, unseen_clients, stores, self.split)
@@ -255,7 +256,8 @@ class Run:
             training: Whether the run trains on, so that all that its results depend on must agree.
         """
         if self.resume_point.checkpoint is None:
-            return RunState(self.algorithm.init(self.worker.initial, self._fleet())), None
+            run = self.ranks.share(random_identifier)[0]
+            return RunState(self.algorithm.init(self.worker.initial, self._fleet(run)), run=run), None
         checkpoint = self.resume_point.read(lambda path: self._restore(path, training))
         with as_checkpoint_error(self.resume_point.checkpoint):
             self.scorer.restore(checkpoint.selected)
@@ -273,20 +275,20 @@ class Run:
             self.worker.restore_counters(checkpoint.module)
         return checkpoint
 
-    def _fleet(self) -> Fleet:
+    def _fleet(self, run: str) -> Fleet:
         clients = self.server.training_clients
         return Fleet(
             LazyClientViews(clients, lambda i: self.server.view(i, 0)),
             self.layout.buffers,
             self.device,
             self.worker,
-            survey=self._survey,
+            survey=lambda message: self._survey(run, message),
             clients_per_round=self.federation.clients_per_round,
             execution=self.federation.execution,
         )
 
-    def _survey(self, message: Message) -> Merged:
-        state = RunState(ServerState(round=0, weights=self.worker.initial))
+    def _survey(self, run: str, message: Message) -> Merged:
+        state = RunState(ServerState(round=0, weights=self.worker.initial), run=run)
         return self.coordinator.survey(state, self.server.training_clients, message)
 
     def module_state(self, state: RunState) -> dict[str, torch.Tensor]:

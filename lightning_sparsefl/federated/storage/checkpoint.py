@@ -8,6 +8,7 @@ loads with ``weights_only=True``. The one before it is kept beside it, with the 
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,7 +29,7 @@ from lightning_sparsefl.federated.storage.atomic_files import load_plain, write_
 from lightning_sparsefl.federated.storage.record_store import StoredRecords
 from lightning_sparsefl.types import RunState, ServerState
 
-FORMAT = 3
+FORMAT = 4
 LAST, PREVIOUS, REFUSED = "last.ckpt", "previous.ckpt", "last.ckpt.refused"
 CLIENTS = "clients"
 
@@ -86,6 +87,7 @@ class Checkpoint:
             LightningModule.CHECKPOINT_HYPER_PARAMS_KEY: dict(self.hyper_parameters),
             "sparsefl": {
                 "format": FORMAT,
+                "run": self.state.run,
                 "identity": {**self.identity, "training": dict(self.training)},
                 "state": {**_plain_state(self.state), "weights": None},  # the weights are the state_dict
                 "ledger": dict(self.ledger),
@@ -114,12 +116,13 @@ class Checkpoint:
         own, module = content["sparsefl"], content["state_dict"]
         weights = torch.cat([module[name].reshape(-1).to(layout.dtype) for name in layout.names]).to(device)
         selected = own["selected"]
+        run = _run_from(own["run"])
         if type(own["stopped"]) is not bool:
             raise TypeError("`stopped` is not a boolean")
         identity = dict(own["identity"])
         cpu = torch.device("cpu")
         return cls(
-            state=_state_from(own["state"], device, layout.tree(weights)),
+            state=_state_from(own["state"], run, device, layout.tree(weights)),
             module=module,
             training=identity.pop("training"),
             identity=identity,
@@ -128,7 +131,7 @@ class Checkpoint:
             ledger=own["ledger"],
             callbacks={key: unpack_plain(state, cpu) for key, state in content["callbacks"].items()},
             log=own["log"],
-            selected=None if selected is None else _selected_from(selected, device),
+            selected=None if selected is None else _selected_from(selected, run, device),
             stopped=own["stopped"],
             hyper_parameters=content[LightningModule.CHECKPOINT_HYPER_PARAMS_KEY],
         )
@@ -140,20 +143,26 @@ def _plain_state(state: RunState) -> dict[str, Any]:
     return {"round": server.round, "sampler": pack_plain(state.sampler), "pending": list(state.pending), **trees}
 
 
-def _state_from(plain: Mapping[str, Any], device: torch.device, weights: Any = None) -> RunState:
+def _run_from(run: Any) -> str:
+    if not isinstance(run, str) or re.fullmatch("[0-9a-f]{32}", run) is None:
+        raise TypeError(f"`run` is {str(run)[:40]!r}")
+    return run
+
+
+def _state_from(plain: Mapping[str, Any], run: str, device: torch.device, weights: Any = None) -> RunState:
     round = plain["round"]
     if type(round) is not int or round < 0:
         raise TypeError(f"`round` is {str(round)[:20]!r}")
     trees = {name: unpack_plain(plain[name], device) for name in ("weights", "masks", "extra")}
     weights = trees["weights"] if weights is None else weights
     server = ServerState(round, weights, trees["masks"], trees["extra"])
-    return RunState(server, unpack_plain(plain["sampler"], device), tuple(plain["pending"]))
+    return RunState(server, unpack_plain(plain["sampler"], device), tuple(plain["pending"]), run)
 
 
-def _selected_from(plain: Mapping[str, Any], device: torch.device) -> SelectedRound:
+def _selected_from(plain: Mapping[str, Any], run: str, device: torch.device) -> SelectedRound:
     if type(plain["value"]) is not float:
         raise TypeError(f"the value of the selected round is {plain['value']!r}"[:80])
-    return SelectedRound(plain["key"], plain["value"], _state_from(plain["state"], device))
+    return SelectedRound(plain["key"], plain["value"], _state_from(plain["state"], run, device))
 
 
 def identity(algorithm: FederatedAlgorithm, num_clients: int, layout: Layout) -> dict[str, Any]:
