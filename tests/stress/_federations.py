@@ -156,7 +156,7 @@ def records_of(folder: Path, own: dict[str, Any]) -> dict[str, dict[int, Any]]:
     """
     found = {}
     for name, key in (("server", "server records"), ("nodes", "node records")):
-        records = read_stored(StoredRecords(**own[key]), folder / "clients", name)
+        records = read_stored(StoredRecords(**own[key]), folder / "clients", name, own["run"])
         found[name] = {client: versions[max(versions)] for client, versions in sorted(records.items())}
     return found
 

@@ -256,17 +256,23 @@ class Run:
             training: Whether the run trains on, so that all that its results depend on must agree.
         """
         if self.resume_point.checkpoint is None:
-            run = self.ranks.share(random_identifier)[0]
+            run = self._identify(self.ranks.share(random_identifier)[0])
             return RunState(self.algorithm.init(self.worker.initial, self._fleet(run)), run=run), None
         checkpoint = self.resume_point.read(lambda path: self._restore(path, training))
         with as_checkpoint_error(self.resume_point.checkpoint):
             self.scorer.restore(checkpoint.selected)
         return checkpoint.state, checkpoint
 
+    def _identify(self, run: str) -> str:
+        """Give the stores the identifier of the run, and return it."""
+        self.server_records.run = self.node_records.run = run
+        return run
+
     def _restore(self, path: Path, training: bool) -> Checkpoint:
         """Read a checkpoint into the stores and the ledger, which keep their content if it is refused."""
         like = {**self.identity, "training": self.training if training else {}}
         checkpoint = read_checkpoint(path, self.layout, self.device, like, self.module.state_dict())
+        self._identify(checkpoint.state.run)
         moved, folder = self.resume_point.folder is None, path.parent / CLIENTS
         with as_checkpoint_error(path):
             self.server_records.load(checkpoint.server_records, folder, moved)

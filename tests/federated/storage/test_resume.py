@@ -293,7 +293,8 @@ def test_the_checkpoint_before_stands_in_for_a_damaged_one(damage, spoil, straig
 
 def test_the_checkpoint_before_stands_in_for_a_torn_record_on_disk(tmp_path, caplog):
     def records(folder):
-        file = RecordDatabase.at(folder / "checkpoints" / "clients", "server", 4)
+        run = load_checkpoint(folder / "checkpoints" / "last.ckpt")["sparsefl"]["run"]
+        file = RecordDatabase.at(folder / "checkpoints" / "clients", "server", 4, run)
         return {client: fingerprint(file.read(client, 4)) for client in file.clients(4)}
 
     on_disk = {"federation": {"store": "disk"}}
