@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.fabric.utilities.rank_zero import rank_zero_info
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
@@ -35,10 +37,11 @@ from lightning_sparsefl.federated.storage.checkpoint import (
     identity,
     read_checkpoint,
 )
+from lightning_sparsefl.federated.storage.folder_lock import FolderLock
 from lightning_sparsefl.federated.storage.homed_records import HomedRecords
 from lightning_sparsefl.federated.storage.memory_store import MemoryStore
 from lightning_sparsefl.federated.storage.record_store import RecordStore
-from lightning_sparsefl.federated.storage.resume import find_resume_point
+from lightning_sparsefl.federated.storage.resume import ResumePoint, find_resume_point, lock_resume_point
 from lightning_sparsefl.federated.storage.run_folder import RunFolder
 from lightning_sparsefl.federated.storage.sqlite_store import SqliteStore
 from lightning_sparsefl.seeds import random_identifier, seed_all
@@ -92,7 +95,9 @@ class Run:
         self.split: Split = split or default
         self.folder: RunFolder | None = None
         root = Path(options.default_root_dir)
-        self.resume_point = ranks.share(lambda: find_resume_point(ckpt_path, root, options.name, split is None))[0]
+        self.lock: FolderLock | None = None
+        self._find = partial(find_resume_point, ckpt_path, root, options.name, split is None)
+        self.resume_point = ranks.share(self._find)[0]  # raises now if there is nothing to resume
         seed_all(options.seed, "data")
         ranks.share(self._prepare_data)
         self._check_scoring()
@@ -249,12 +254,22 @@ class Run:
 
     # ---- state
 
+    def lock_folder(self) -> None:
+        """Lock the folder that the run continues in, before its checkpoint is read."""
+        self.resume_point = self.ranks.share(self._lock_folder if self.ranks.first else self._find)[0]
+
+    def _lock_folder(self) -> ResumePoint:
+        found, self.lock = lock_resume_point(self._find)
+        return found
+
     def start(self, training: bool = True) -> tuple[RunState, Checkpoint | None]:
         """Return the state to go on from, with its checkpoint if there is one.
 
         Args:
             training: Whether the run trains on, so that all that its results depend on must agree.
         """
+        if self.resume_point.notice:
+            rank_zero_info(self.resume_point.notice)
         if self.resume_point.checkpoint is None:
             run = self._identify(self.ranks.share(random_identifier)[0])
             return RunState(self.algorithm.init(self.worker.initial, self._fleet(run)), run=run), None
