@@ -177,6 +177,8 @@ class SparseFLCLI(LightningCLI):
                 module, made, instantiate_class(made, scheduler) if scheduler else None
             )
 
+        chosen = {"optimizer": optimizer, "lr_scheduler": scheduler}
+        configure_optimizers.configuration = chosen  # type: ignore[attr-defined]  # compared when a run resumes
         self.model.configure_optimizers = MethodType(configure_optimizers, self.model)
 
 

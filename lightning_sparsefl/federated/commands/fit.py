@@ -266,6 +266,7 @@ class Fit:
             module=self.parts.module_state(self._state),
             identity=self.parts.identity,
             training=self.parts.training,
+            reported=self.parts.reported,
             server_records=records[0],
             node_records=records[1],
             ledger=self.parts.ledger.state_dict(),

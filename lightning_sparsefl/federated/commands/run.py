@@ -36,6 +36,7 @@ from lightning_sparsefl.federated.storage.checkpoint import (
     as_checkpoint_error,
     identity,
     read_checkpoint,
+    report_changes,
 )
 from lightning_sparsefl.federated.storage.folder_lock import FolderLock
 from lightning_sparsefl.federated.storage.homed_records import HomedRecords
@@ -44,6 +45,7 @@ from lightning_sparsefl.federated.storage.record_store import RecordStore
 from lightning_sparsefl.federated.storage.resume import ResumePoint, find_resume_point, lock_resume_point
 from lightning_sparsefl.federated.storage.run_folder import RunFolder
 from lightning_sparsefl.federated.storage.sqlite_store import SqliteStore
+from lightning_sparsefl.federated.tracking.hyperparameters import hyperparameters
 from lightning_sparsefl.seeds import random_identifier, seed_all
 from lightning_sparsefl.types import Merged, Message, RunState, ServerState
 from lightning_sparsefl.wire import Codec
@@ -111,6 +113,7 @@ class Run:
         self._connect()
         self.identity = identity(self.algorithm, data.num_clients, self.layout)
         self.training = {"seed": options.seed, **self._training_facts()}
+        self.reported = self._reported_facts()
 
     # ---- set-up
 
@@ -232,10 +235,17 @@ class Run:
 
     def _training_facts(self) -> dict[str, Any]:
         """Return further facts that the weights depend on, which a run that goes on must share."""
-        options, federation = self.options, self.federation
+        options, federation, local = self.options, self.federation, self.options.local
         return {
+            "gradient_clip_val": local.gradient_clip_val,
+            "gradient_clip_algorithm": local.gradient_clip_algorithm or "norm",
+            "accumulate_grad_batches": local.accumulate_grad_batches,
+            "limit_train_batches": repr(local.limit_train_batches),  # 1 is a batch, and 1.0 is all of them
+            "validate_locally": options.validate_locally,
+            "precision": str(self.ranks.fabric.strategy.precision.precision),
+            "drop_last": self.server.workload.drop_last,
             "client sizes": sizes_fact(self.data),
-            "local epochs": options.local.max_epochs,
+            "local epochs": local.max_epochs,
             "batch size": self.server.workload.batch_size,
             "clients per round": federation.clients_per_round,
             "buffers": federation.buffers,
@@ -250,6 +260,21 @@ class Run:
             "wire": federation.wire,
             **({"max_rounds": options.max_rounds} if self.algorithm.fixed_length else {}),
             "round_lr": repr(options.round_lr),
+        }
+
+    def _reported_facts(self) -> dict[str, Any]:
+        """Return facts that the weights may depend on, and that a run may change when it resumes."""
+        options = self.options
+        hparams = hyperparameters(options, self.data, self.module)
+        ours = [c for c in options.client_callbacks if type(c).__module__.startswith("lightning_sparsefl.callbacks.")]
+        optimizer = getattr(self.module.configure_optimizers, "configuration", {})
+        return {
+            **{name.replace("/", "."): value for name, value in hparams.items() if name.startswith("model/")},
+            **{name: str(value) for name, value in optimizer.items() if value},
+            "trainer.client_callbacks": ", ".join(type(callback).__name__ for callback in ours) or None,
+            "trainer.num_threads": options.num_threads,
+            "trainer.limit_val_batches": repr(options.local.limit_val_batches),
+            "trainer.limit_test_batches": repr(options.local.limit_test_batches),
         }
 
     # ---- state
@@ -276,6 +301,8 @@ class Run:
         checkpoint = self.resume_point.read(lambda path: self._restore(path, training))
         with as_checkpoint_error(self.resume_point.checkpoint):
             self.scorer.restore(checkpoint.selected)
+        if training:
+            report_changes(self.resume_point.checkpoint, checkpoint.reported, self.reported)
         return checkpoint.state, checkpoint
 
     def _identify(self, run: str) -> str:

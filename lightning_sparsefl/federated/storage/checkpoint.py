@@ -16,6 +16,7 @@ from typing import Any
 
 import lightning as L
 import torch
+from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
@@ -58,6 +59,8 @@ class Checkpoint:
     """What a checkpoint and every command that reads it must agree on; see :func:`identity`."""
     training: Mapping[str, Any] = field(default_factory=dict)
     """Further facts that training results depend on."""
+    reported: Mapping[str, Any] = field(default_factory=dict)
+    """Facts that results may depend on, and whose change is only reported."""
     server_records: StoredRecords = field(default_factory=StoredRecords)
     """What the server keeps about clients."""
     node_records: StoredRecords = field(default_factory=StoredRecords)
@@ -88,7 +91,7 @@ class Checkpoint:
             "sparsefl": {
                 "format": FORMAT,
                 "run": self.state.run,
-                "identity": {**self.identity, "training": dict(self.training)},
+                "identity": {**self.identity, "training": dict(self.training), "reported": dict(self.reported)},
                 "state": {**_plain_state(self.state), "weights": None},  # the weights are the state_dict
                 "ledger": dict(self.ledger),
                 "server records": vars(self.server_records),
@@ -125,6 +128,7 @@ class Checkpoint:
             state=_state_from(own["state"], run, device, layout.tree(weights)),
             module=module,
             training=identity.pop("training"),
+            reported=identity.pop("reported"),
             identity=identity,
             server_records=StoredRecords(**own["server records"]),
             node_records=StoredRecords(**own["node records"]),
@@ -266,6 +270,22 @@ def read_checkpoint(
         checkpoint = Checkpoint.from_plain(content, layout, device)
         layout.check(checkpoint.state.server.masks, f"{path}, among its masks,")
         return checkpoint
+
+
+def report_changes(path: Path | None, theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
+    """Warn about facts that differ from those of a checkpoint, and that a run may change when it resumes.
+
+    Args:
+        path: The checkpoint.
+        theirs: Facts of the checkpoint, plain values by dotted name.
+        ours: Facts of this run.
+    """
+    for name in sorted({*theirs, *ours}):
+        if theirs.get(name) != ours.get(name):
+            rank_zero_warn(
+                f"{path} was written with `{name}` = {theirs.get(name)!r}, and this run has {ours.get(name)!r}; the "
+                "result may differ from that of a run without this change."
+            )
 
 
 def previous_records(path: Path) -> Mapping[str, StoredRecords] | None:
