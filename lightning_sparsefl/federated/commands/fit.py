@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,13 +36,20 @@ def fit(run: Run) -> dict[str, float]:
     Returns:
         The final table.
     """
-    try:
+    with raise_disk_full(Path(run.options.default_root_dir)), _unlocked_after(run):
         run.lock_folder()
         state, resumed = run.start()
         has_ended = state.server.round >= run.options.max_rounds
         if has_ended and _final_table(run).get("rounds") == state.server.round:
             return _finished(run, state)
         return Fit(run, state, resumed).run_rounds()
+
+
+@contextlib.contextmanager
+def _unlocked_after(run: Run) -> Iterator[None]:
+    """Release the lock of the run folder at the end."""
+    try:
+        yield
     finally:
         if run.lock is not None:
             run.lock.release()

@@ -12,7 +12,7 @@ from lightning.pytorch import Callback
 
 from lightning_sparsefl import FedAvg, FederatedTrainer, Federation
 from lightning_sparsefl.data import FederatedBlobs
-from lightning_sparsefl.errors import InvalidOption, RankFailed
+from lightning_sparsefl.errors import DiskFull, InvalidOption, RankFailed
 from lightning_sparsefl.federated.storage.folder_lock import FolderLock
 from lightning_sparsefl.federated.storage.run_folder import RunFolder, Table, last_run, new_version
 from lightning_sparsefl.models import MLP
@@ -154,6 +154,15 @@ def test_a_run_goes_on_without_its_tables_and_never_beside_another_process(tmp_p
         fit(tmp_path, 2, "last")
     assert [row["round"] for row in folder.metrics.read()] == ["1"]
     assert {row["round"] for row in folder.clients.read()} == {"1"}
+
+
+def test_a_disk_that_is_full_before_the_first_round_is_reported_as_such(tmp_path, monkeypatch):
+    def full(lock):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(FolderLock, "acquire", full)
+    with pytest.raises(DiskFull, match="No space left on device"):
+        fit(tmp_path, 1)
 
 
 class Rounds(Callback):
