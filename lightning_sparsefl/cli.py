@@ -208,7 +208,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     if argv is not None:
         sys.argv = [sys.argv[0], *argv]
-    sys.path.insert(0, str(Path.cwd()))  # for `--model my_models.Net` with a file of the user
+    sys.path.append(str(Path.cwd()))  # for `--model my_models.Net` with a file of the user; it replaces no package
     try:
         run()
     except ClientFailed as error:

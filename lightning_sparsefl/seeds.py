@@ -14,6 +14,8 @@ from functools import cache
 import numpy as np
 import torch
 
+from lightning_sparsefl.errors import whole_number_from_environment
+
 
 def derive_seed(*key: int | str) -> int:
     """Derive a 63-bit seed from a key.
@@ -40,6 +42,15 @@ def derive_key(*key: int | str) -> str:
         (32, False)
     """
     return hashlib.blake2b(repr(key).encode(), digest_size=16).hexdigest()
+
+
+def seed_from_environment() -> int:
+    """Return the seed that ``seed_everything`` left in the environment variable ``PL_GLOBAL_SEED``, else 0.
+
+    Raises:
+        InvalidOption: If the variable is not a whole number.
+    """
+    return whole_number_from_environment("PL_GLOBAL_SEED", 0, remedy="unset it, or set `seed_everything`")
 
 
 def random_identifier() -> str:

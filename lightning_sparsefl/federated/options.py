@@ -10,19 +10,20 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 import torch
 from torch import Tensor
 
-from lightning_sparsefl.errors import InvalidOption, is_whole, require
+from lightning_sparsefl.errors import InvalidOption, check_numbers, is_whole, require
 from lightning_sparsefl.federated.aggregation.privacy import Privacy
 from lightning_sparsefl.federated.aggregation.reducers import Reducer
 from lightning_sparsefl.seeds import generator
 
 
 def check_choices(options: Any, prefix: str) -> None:
-    """Raise :class:`InvalidOption` if a field annotated with `Literal` has a value that is not listed there.
+    """Raise :class:`InvalidOption` if a field is no number where it should be, or not one of the values of `Literal`.
 
     Args:
         options: Dataclass with the options.
         prefix: Prefix of the names of fields in the error message.
     """
+    check_numbers(options, prefix)
     for name, hint in get_type_hints(type(options)).items():
         choices = get_args(hint) if get_origin(hint) is Literal else ()
         if choices and getattr(options, name) not in choices:
