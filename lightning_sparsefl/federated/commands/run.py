@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -64,6 +65,11 @@ class AboutClients:
 
     def __getitem__(self, client: int) -> About:
         return About(self._data.num_examples(client), self._capacities[client])
+
+
+def _lasting(value: Any) -> Any:
+    """Return a value without addresses in memory, which differ in every process."""
+    return re.sub(r" at 0x[0-9a-fA-F]+", "", value) if isinstance(value, str) else value
 
 
 class Run:
@@ -269,8 +275,8 @@ class Run:
         ours = [c for c in options.client_callbacks if type(c).__module__.startswith("lightning_sparsefl.callbacks.")]
         optimizer = getattr(self.module.configure_optimizers, "configuration", {})
         return {
-            **{name.replace("/", "."): value for name, value in hparams.items() if name.startswith("model/")},
-            **{name: str(value) for name, value in optimizer.items() if value},
+            **{name.replace("/", "."): _lasting(v) for name, v in hparams.items() if name.startswith("model/")},
+            **{name: _lasting(str(value)) for name, value in optimizer.items() if value},
             "trainer.client_callbacks": ", ".join(type(callback).__name__ for callback in ours) or None,
             "trainer.num_threads": options.num_threads,
             "trainer.limit_val_batches": repr(options.local.limit_val_batches),

@@ -123,12 +123,15 @@ class Checkpoint:
         if type(own["stopped"]) is not bool:
             raise TypeError("`stopped` is not a boolean")
         identity = dict(own["identity"])
+        reported = identity.pop("reported")
+        if not isinstance(reported, Mapping) or not all(isinstance(name, str) for name in reported):
+            raise TypeError("`reported` is not a mapping from names")
         cpu = torch.device("cpu")
         return cls(
             state=_state_from(own["state"], run, device, layout.tree(weights)),
             module=module,
             training=identity.pop("training"),
-            reported=identity.pop("reported"),
+            reported=reported,
             identity=identity,
             server_records=StoredRecords(**own["server records"]),
             node_records=StoredRecords(**own["node records"]),

@@ -85,7 +85,11 @@ def lock_resume_point(find: Callable[[], ResumePoint]) -> tuple[ResumePoint, Fol
     while found.folder is not None and found.folder.is_dir():
         lock = FolderLock(found.folder)
         lock.acquire()
-        again = find()
+        try:
+            again = find()
+        except BaseException:
+            lock.release()
+            raise
         if again.folder == found.folder:
             return again, lock
         lock.release()

@@ -39,7 +39,8 @@ def optimizer_of(module, options):
     def configure_optimizers():
         return torch.optim.SGD(module.parameters(), **options)
 
-    configure_optimizers.configuration = {"optimizer": options}
+    # an object of the user, whose text has its address
+    configure_optimizers.configuration = {"optimizer": {**options, "schedule": object()}}
     return configure_optimizers
 
 
