@@ -12,7 +12,7 @@ from pathlib import Path
 from types import MethodType
 from typing import Any, NoReturn
 
-from jsonargparse import set_parsing_settings
+from jsonargparse import Namespace, set_parsing_settings
 from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, instantiate_class
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -177,8 +177,9 @@ class SparseFLCLI(LightningCLI):
                 module, made, instantiate_class(made, scheduler) if scheduler else None
             )
 
-        chosen = {"optimizer": optimizer, "lr_scheduler": scheduler}
-        configure_optimizers.configuration = chosen  # type: ignore[attr-defined]  # compared when a run resumes
+        chosen = Namespace(optimizer=optimizer, lr_scheduler=scheduler)  # type: ignore[no-untyped-call]
+        # compared when a run resumes
+        configure_optimizers.configuration = vars(chosen.as_flat())  # type: ignore[attr-defined]
         self.model.configure_optimizers = MethodType(configure_optimizers, self.model)
 
 

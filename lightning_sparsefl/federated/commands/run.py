@@ -68,8 +68,8 @@ class AboutClients:
 
 
 def _lasting(value: Any) -> Any:
-    """Return a value without addresses in memory, which differ in every process."""
-    return re.sub(r" at 0x[0-9a-fA-F]+", "", value) if isinstance(value, str) else value
+    """Return a number, or a text without addresses in memory, which differ in every process."""
+    return value if isinstance(value, bool | int | float) else re.sub(r" at 0x[0-9a-fA-F]+", "", str(value))
 
 
 class Run:
@@ -276,7 +276,7 @@ class Run:
         optimizer = getattr(self.module.configure_optimizers, "configuration", {})
         return {
             **{name.replace("/", "."): _lasting(v) for name, v in hparams.items() if name.startswith("model/")},
-            **{name: _lasting(str(value)) for name, value in optimizer.items() if value},
+            **{name: _lasting(value) for name, value in optimizer.items() if value is not None},
             "trainer.client_callbacks": ", ".join(type(callback).__name__ for callback in ours) or None,
             "trainer.num_threads": options.num_threads,
             "trainer.limit_val_batches": repr(options.local.limit_val_batches),
