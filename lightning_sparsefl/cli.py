@@ -12,7 +12,7 @@ from pathlib import Path
 from types import MethodType
 from typing import Any, NoReturn
 
-from jsonargparse import set_parsing_settings
+from jsonargparse import Namespace, set_parsing_settings
 from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, instantiate_class
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -177,6 +177,9 @@ class SparseFLCLI(LightningCLI):
                 module, made, instantiate_class(made, scheduler) if scheduler else None
             )
 
+        chosen = Namespace(optimizer=optimizer, lr_scheduler=scheduler)  # type: ignore[no-untyped-call]
+        # compared when a run resumes
+        configure_optimizers.configuration = vars(chosen.as_flat())  # type: ignore[attr-defined]
         self.model.configure_optimizers = MethodType(configure_optimizers, self.model)
 
 
@@ -206,7 +209,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     if argv is not None:
         sys.argv = [sys.argv[0], *argv]
-    sys.path.insert(0, str(Path.cwd()))  # for `--model my_models.Net` with a file of the user
+    sys.path.append(str(Path.cwd()))  # for `--model my_models.Net` with a file of the user; it replaces no package
     try:
         run()
     except ClientFailed as error:

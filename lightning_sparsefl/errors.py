@@ -23,9 +23,12 @@ without a traceback and exits with code 2.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import Any
+from numbers import Integral, Real
+from types import UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
 
 class SparseFLError(Exception):
@@ -72,6 +75,84 @@ def is_whole(value: Any, least: int) -> bool:
         (True, False, False, False)
     """
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def is_number(value: Any) -> bool:
+    """Return whether a value is a number, which a bool is not.
+
+    Args:
+        value: Value of an option.
+
+    Example:
+        >>> is_number(1), is_number(0.5), is_number(True), is_number("1")
+        (True, True, False, False)
+    """
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def check_numbers(options: Any, prefix: str) -> None:
+    """Raise :class:`InvalidOption` if a field annotated as a number, or as numbers, has another value.
+
+    Args:
+        options: Dataclass with the options.
+        prefix: Prefix of the names of fields in the error message.
+
+    Raises:
+        InvalidOption: If a value is not a number, or not a whole number where the annotation is `int`.
+
+    Example:
+        >>> from dataclasses import dataclass
+        >>> @dataclass
+        ... class Options:
+        ...     density: float = 0.5
+        >>> check_numbers(Options("0.5"), "algorithm.")
+        Traceback (most recent call last):
+        lightning_sparsefl.errors.InvalidOption: `algorithm.density` is '0.5'; expected a number.
+    """
+    for name, hint in get_type_hints(type(options)).items():
+        kinds, value = _kinds(hint), getattr(options, name)
+        if value is None and type(None) in kinds:
+            continue
+        either = " or null" if type(None) in kinds else ""
+        scalar, several = [kind for kind in kinds if kind in (int, float)], [kind for kind in kinds if get_args(kind)]
+        if scalar and len(scalar) + (type(None) in kinds) == len(kinds):
+            expected = "a number" if float in scalar else "a whole number"
+            require(_is_of(value, float in scalar), f"{prefix}{name}", value, expected + either)
+        elif several and all(get_origin(kind) in (list, tuple, Sequence) for kind in several):
+            inner = {item for kind in several for item in get_args(kind) if item is not Ellipsis}
+            if inner <= {int, float}:
+                listed = isinstance(value, Iterable) and not isinstance(value, str)
+                fits = listed and all(_is_of(item, float in inner) for item in value)
+                require(fits, f"{prefix}{name}", value, f"a list of numbers{either}")
+
+
+def _kinds(hint: Any) -> tuple[Any, ...]:
+    """Return the alternatives of an annotation."""
+    return get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+
+
+def _is_of(value: Any, fractions: bool) -> bool:
+    return is_number(value) and (fractions or isinstance(value, Integral))
+
+
+def whole_number_from_environment(name: str, default: int | None = None, *, remedy: str) -> int:
+    """Return the value of an environment variable.
+
+    Args:
+        name: Name of the variable.
+        default: Value if the variable is not set. Default: it must be set.
+        remedy: Clause of the message that says what to do, without a final full stop.
+
+    Raises:
+        InvalidOption: If the variable is not a whole number >= 0, or not set without a default.
+    """
+    text = os.environ.get(name)
+    if text is None and default is not None:
+        return default
+    if text is None or not text.strip().isdecimal():
+        found = "not set" if text is None else repr(text)
+        raise InvalidOption(f"The environment variable {name} is {found}; expected a whole number >= 0: {remedy}.")
+    return int(text)
 
 
 class IncompatibleMasks(SparseFLError, ValueError):

@@ -1,16 +1,20 @@
 """Random seeds derived from keys that name their use.
 
-A key never contains the rank or the order of execution, so a run is reproducible on any number of ranks.
+A key never contains the rank or the order of execution, so a run is reproducible on any number of ranks. Only the
+identifier of a run is not derived: no two runs have the same one.
 """
 
 from __future__ import annotations
 
 import hashlib
 import random
+import secrets
 from functools import cache
 
 import numpy as np
 import torch
+
+from lightning_sparsefl.errors import whole_number_from_environment
 
 
 def derive_seed(*key: int | str) -> int:
@@ -38,6 +42,25 @@ def derive_key(*key: int | str) -> str:
         (32, False)
     """
     return hashlib.blake2b(repr(key).encode(), digest_size=16).hexdigest()
+
+
+def seed_from_environment() -> int:
+    """Return the seed that ``seed_everything`` left in the environment variable ``PL_GLOBAL_SEED``, else 0.
+
+    Raises:
+        InvalidOption: If the variable is not a whole number.
+    """
+    return whole_number_from_environment("PL_GLOBAL_SEED", 0, remedy="unset it, or set `seed_everything`")
+
+
+def random_identifier() -> str:
+    """Draw 128 bits from the operating system, as 32 hexadecimal digits.
+
+    Example:
+        >>> len(random_identifier()), random_identifier() == random_identifier()
+        (32, False)
+    """
+    return secrets.token_hex(16)
 
 
 def generator(*key: int | str) -> torch.Generator:

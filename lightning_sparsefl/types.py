@@ -44,6 +44,8 @@ class RunState:
     """The state of the client sampler, as plain values."""
     pending: Sequence[Any] = ()
     """Updates that arrived after their round was closed."""
+    run: str = ""
+    """Random identifier of the run, which a resumed run keeps; 32 hexadecimal digits."""
 
 
 @dataclass(frozen=True)

@@ -55,7 +55,8 @@ def stored_records():
         content = load_plain(folder / "checkpoints" / "last.ckpt")["sparsefl"]
         stores = {"server": content["server records"], "nodes": content["node records"]}
         clients = folder / "checkpoints" / "clients"
-        return {name: read_stored(StoredRecords(**stored), clients, name) for name, stored in stores.items()}
+        run = content["run"]
+        return {name: read_stored(StoredRecords(**stored), clients, name, run) for name, stored in stores.items()}
 
     return read
 

@@ -123,6 +123,8 @@ def test_an_optimizer_of_the_command_line_is_fresh_for_each_client(sparsefl, tmp
         for v in (0, 1)
     )
     assert all(torch.equal(first[name], second[name]) for name in first)
+    saved = torch.load(run_folder(tmp_path) / "checkpoints/last.ckpt", weights_only=True)["sparsefl"]["identity"]
+    assert saved["reported"]["optimizer.init_args.lr"] == 0.05
 
 
 def test_a_users_own_module_from_the_working_folder(sparsefl, tmp_path):

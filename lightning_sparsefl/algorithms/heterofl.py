@@ -27,7 +27,7 @@ from torch import Tensor
 
 from lightning_sparsefl.callbacks.width import LabelMask, OutputScaler
 from lightning_sparsefl.cost import narrow_biases
-from lightning_sparsefl.errors import InvalidOption, require
+from lightning_sparsefl.errors import InvalidOption, check_numbers, require
 from lightning_sparsefl.federated.algorithm import FederatedAlgorithm
 from lightning_sparsefl.federated.client import Client
 from lightning_sparsefl.federated.fleet import Fleet
@@ -64,6 +64,7 @@ class HeteroFL(FederatedAlgorithm):
     """Number of epochs of each client's final fit at its own width; 0 = no fine-tuning."""
 
     def __post_init__(self) -> None:
+        check_numbers(self, "algorithm.")
         require(
             bool(self.rates) and all(0 < rate <= 1 for rate in self.rates),
             "algorithm.rates",

@@ -36,7 +36,8 @@ class ReturnedState:
     def send(self, state: dict[str, Any]) -> None:
         """Write a state for the process that launched this one."""
         partial = f"{self.path}.part"
-        with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+        _discard(partial, os.getpid())
+        with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
             torch.save(state, file)
         os.replace(partial, self.path)
 

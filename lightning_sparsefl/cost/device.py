@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from lightning_sparsefl.errors import InvalidOption
+from lightning_sparsefl.errors import InvalidOption, check_numbers
 from lightning_sparsefl.seeds import generator
 from lightning_sparsefl.types import ClientView
 
@@ -39,12 +39,13 @@ class Devices:
     """Weight of the upload in the time of a round, >= 0."""
 
     def __post_init__(self) -> None:
+        check_numbers(self, "Devices.")
         if not self.levels or any(not 0 < level <= 1 for level in self.levels):
             raise InvalidOption(f"`Devices(levels={self.levels})`: expected one or more capacities in (0, 1].")
         for name in ("flops_per_second", "bytes_per_second"):
             if not getattr(self, name) > 0:
                 raise InvalidOption(f"`Devices({name}={getattr(self, name)})`: expected a number above 0.")
-        if self.alpha < 0:
+        if not self.alpha >= 0:
             raise InvalidOption(f"`Devices(alpha={self.alpha})`: expected a number >= 0.")
 
     def capacity(self, view: ClientView) -> float:

@@ -6,7 +6,6 @@ centralised baseline, with the training data of all clients in one loader.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -19,7 +18,7 @@ from torch.utils.data import DataLoader
 from lightning_sparsefl.data.examples import CropFlip, Examples, Normalize, Transform
 from lightning_sparsefl.data.partition import IID, Partition, check_num_clients, matching_test
 from lightning_sparsefl.errors import InvalidOption, require
-from lightning_sparsefl.seeds import generator
+from lightning_sparsefl.seeds import generator, seed_from_environment
 
 
 class FederatedDataModule(L.LightningDataModule):
@@ -218,7 +217,7 @@ class FederatedDataModule(L.LightningDataModule):
         return wanted
 
     def _seed(self) -> int:
-        return int(os.environ.get("PL_GLOBAL_SEED", 0)) if self.seed is None else self.seed
+        return seed_from_environment() if self.seed is None else self.seed
 
     def _split(self, inputs: Tensor, labels: Tensor, test_inputs: Tensor, test_labels: Tensor) -> _SplitData:
         seed = self._seed()

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_sparsefl.errors import InvalidOption, require
+from lightning_sparsefl.errors import InvalidOption, check_numbers, require
 from lightning_sparsefl.seeds import generator
 
 _MAX_DRAWS = 2000
@@ -91,6 +91,7 @@ class Dirichlet(Partition):
     """Smallest number of examples of a client."""
 
     def __post_init__(self) -> None:
+        check_numbers(self, "data.partition.")
         require(0 < self.alpha < float("inf"), "data.partition.alpha", self.alpha, "a finite number above 0")
         require(self.min_examples >= 1, "data.partition.min_examples", self.min_examples, "a whole number >= 1")
 
@@ -128,6 +129,7 @@ class Pathological(Partition):
     """Number of classes of each client."""
 
     def __post_init__(self) -> None:
+        check_numbers(self, "data.partition.")
         self._require_classes(self.classes_per_client >= 1, "a whole number >= 1")
 
     def assign(self, labels: Tensor, num_clients: int, rng: torch.Generator) -> list[Tensor]:

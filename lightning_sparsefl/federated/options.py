@@ -10,19 +10,20 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 import torch
 from torch import Tensor
 
-from lightning_sparsefl.errors import InvalidOption, is_whole, require
+from lightning_sparsefl.errors import InvalidOption, check_numbers, is_whole, require
 from lightning_sparsefl.federated.aggregation.privacy import Privacy
 from lightning_sparsefl.federated.aggregation.reducers import Reducer
 from lightning_sparsefl.seeds import generator
 
 
 def check_choices(options: Any, prefix: str) -> None:
-    """Raise :class:`InvalidOption` if a field annotated with `Literal` has a value that is not listed there.
+    """Raise :class:`InvalidOption` if a field is no number where it should be, or not one of the values of `Literal`.
 
     Args:
         options: Dataclass with the options.
         prefix: Prefix of the names of fields in the error message.
     """
+    check_numbers(options, prefix)
     for name, hint in get_type_hints(type(options)).items():
         choices = get_args(hint) if get_origin(hint) is Literal else ()
         if choices and getattr(options, name) not in choices:
@@ -37,7 +38,8 @@ class Federation:
     clients_per_round: int = 10
     """Number of clients in the cohort of a round."""
     sampler: Literal["uniform"] = "uniform"
-    """Sampling of the cohort: uniformly without replacement, from the seed and the round."""
+    """Sampling of the cohort: uniformly without replacement, from the seed and the round; with `privacy`, from its
+    secret key."""
     capacities: list[float] | None = None
     """Fraction of the full model that each client can train, in (0, 1]; null = 1 for all clients. With fewer numbers
     than clients, each number applies to a block of equal size: in ``[0.125, 1]``, the first half of the clients has the

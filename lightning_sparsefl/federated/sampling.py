@@ -1,13 +1,15 @@
-"""Sampling of clients as a function of the seed and the round, so that a resumed run needs no state of the sampler."""
+"""Sampling of clients as a function of a seed or key and the round, so that a resumed run needs no sampler state."""
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import overload
 
 import torch
 
+from lightning_sparsefl.federated.aggregation.noise import KeyStream, derive_key
 from lightning_sparsefl.seeds import generator
 
 
@@ -26,7 +28,35 @@ def uniform_cohort(seed: int, round: int, clients: Sequence[int], count: int) ->
         >>> uniform_cohort(0, 1, range(100), 10) != uniform_cohort(0, 2, range(100), 10)
         True
     """
-    return _drawn(clients, count, seed, round, "cohort")
+    return _drawn(clients, count, _seeded(seed, round, "cohort"))
+
+
+@dataclass(frozen=True)
+class CohortSampler:
+    """Draws the cohort of each round: from the seed, or in a private run from the secret key.
+
+    Epsilon assumes that nobody knows who took part, and a seed is stored in configurations and checkpoints.
+    """
+
+    clients: Sequence[int]
+    """Clients to draw from."""
+    count: int
+    """Number of clients in a cohort."""
+    seed: int
+    """Random seed of the run."""
+    secret: Callable[[], bytes] | None = None
+    """Function that returns the secret key; None = draw from the seed."""
+
+    def draw(self, run: str, round: int) -> list[int]:
+        """Return the numbers of a round's clients in ascending order.
+
+        Args:
+            run: Identifier of the run, used with the secret key.
+            round: Index of the round, from 0.
+        """
+        if self.secret is None:
+            return uniform_cohort(self.seed, round, self.clients, self.count)
+        return _drawn(self.clients, self.count, KeyStream(derive_key(self.secret(), ("cohort", run, round))).below)
 
 
 def evaluated_clients(seed: int, clients: Sequence[int], count: int | str) -> Sequence[int]:
@@ -43,7 +73,7 @@ def evaluated_clients(seed: int, clients: Sequence[int], count: int | str) -> Se
     """
     if count == "all" or int(count) >= len(clients):
         return clients
-    return _drawn(clients, int(count), seed, "evaluated clients")
+    return _drawn(clients, int(count), _seeded(seed, "evaluated clients"))
 
 
 class Training(Sequence[int]):
@@ -91,16 +121,22 @@ def split_unseen(seed: int, num_clients: int, count: int) -> tuple[Sequence[int]
         >>> len(unseen), sorted([*training, *unseen])
         (2, [0, 1, 2, 3, 4])
     """
-    unseen = _drawn(range(num_clients), count, seed, "unseen clients")
+    unseen = _drawn(range(num_clients), count, _seeded(seed, "unseen clients"))
     return Training(num_clients, unseen), unseen
 
 
-def _drawn(clients: Sequence[int], count: int, *key: int | str) -> list[int]:
+def _seeded(*key: int | str) -> Callable[[int], int]:
+    """Return a function that draws a number below its argument, from a generator with the key's seed."""
+    rng = generator(*key)
+    return lambda limit: int(torch.randint(limit, (), generator=rng))
+
+
+def _drawn(clients: Sequence[int], count: int, below: Callable[[int], int]) -> list[int]:
     """Draw `count` clients by a Fisher-Yates shuffle that stores only the moved entries; return them sorted."""
-    rng, moved, drawn = generator(*key), dict[int, int](), list[int]()
+    moved, drawn = dict[int, int](), list[int]()
     for place in range(min(count, len(clients))):
         left = len(clients) - place
-        other = place + (int(torch.randint(left, (), generator=rng)) if left > 1 else 0)
+        other = place + (below(left) if left > 1 else 0)
         drawn.append(clients[moved.get(other, other)])
         moved[other] = moved.get(place, place)
     return sorted(drawn)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
-import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +13,7 @@ from lightning.fabric.utilities.rank_zero import rank_zero_info
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.loggers import Logger
 
-from lightning_sparsefl.errors import InvalidOption, is_whole, require
+from lightning_sparsefl.errors import InvalidOption, is_number, is_whole, require
 from lightning_sparsefl.federated.algorithm import FederatedAlgorithm
 from lightning_sparsefl.federated.commands.dispatch import Verb, dispatch, in_other_processes
 from lightning_sparsefl.federated.commands.export import Exported, ExportRequest, Format
@@ -29,6 +27,10 @@ from lightning_sparsefl.federated.options import Federation
 from lightning_sparsefl.federated.rounds.run_options import RunOptions
 from lightning_sparsefl.federated.storage.atomic_files import load_plain
 from lightning_sparsefl.federated.tracking.progress_bar import RoundProgressBar
+from lightning_sparsefl.seeds import seed_from_environment
+
+_LONGEST = 1e9
+"""Largest `timeout` in seconds, about 30 years; a duration of Python holds little more."""
 
 
 class FederatedTrainer:  # long because LightningCLI reads every option from its signature and docstring
@@ -117,9 +119,12 @@ class FederatedTrainer:  # long because LightningCLI reads every option from its
             ("max_epochs", max_epochs),
             ("check_val_every_n_round", check_val_every_n_round),
             ("num_threads", num_threads),
+            ("num_nodes", num_nodes),
         ):
             require(is_whole(value, 1), f"trainer.{name}", value, "a whole number >= 1")
-        require(0 < timeout < math.inf, "trainer.timeout", timeout, "a number of seconds above 0")
+        fits = is_number(timeout) and 0 < timeout <= _LONGEST
+        require(fits, "trainer.timeout", timeout, f"a number of seconds in (0, {_LONGEST:g}]")
+        require(seed is None or is_whole(seed, 0), "seed_everything", seed, "a whole number >= 0")
         if not isinstance(algorithm, FederatedAlgorithm):
             raise InvalidOption(
                 f"`algorithm` is a {type(algorithm).__name__}; expected a method of `lightning_sparsefl.algorithms`, "
@@ -148,7 +153,7 @@ class FederatedTrainer:  # long because LightningCLI reads every option from its
             round_lr=round_lr,
             validate_locally=validate_locally,
             fast_dev_run=fast_dev_run,
-            seed=int(os.environ.get("PL_GLOBAL_SEED", "0")) if seed is None else seed,
+            seed=seed_from_environment() if seed is None else seed,
             num_threads=num_threads,
         )
         self._processes: dict[str, Any] = {

@@ -12,12 +12,13 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -29,6 +30,8 @@ _FORMAT = "lightning-sparsefl sparse weights, version 1"
 _MASK = "#mask"
 _ENTRY = 128
 """Approximate size of one entry in the header, in bytes."""
+_DIMENSIONS = 64
+"""Largest number of dimensions of a tensor that torch computes with."""
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integer type of each element size, in bytes; an integer view compares bit patterns."""
 _DTYPES = frozenset(
@@ -133,12 +136,25 @@ def _write(entries: Mapping[str, Tensor], metadata: dict[str, str], path: Path) 
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        save_file(dict(entries), temporary, metadata)
+        temporary.unlink(missing_ok=True)
+        temporary.open("xb").close()  # a link with this predictable name is not followed
+        _save(entries, temporary, metadata)
         with temporary.open("rb+") as file:
             os.fsync(file.fileno())
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def _save(entries: Mapping[str, Tensor], path: Path, metadata: dict[str, str]) -> None:
+    """Write a file; the library names an error of the operating system only in its text."""
+    try:
+        save_file(dict(entries), path, metadata)
+    except SafetensorError as error:
+        number = re.search(r"\(os error (\d+)\)", str(error))
+        if number is None:
+            raise
+        raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from error
 
 
 def _read(file: Any) -> dict[str, Tensor]:
@@ -157,6 +173,8 @@ def _read(file: Any) -> dict[str, Tensor]:
 
 
 def _dense(file: Any, name: str, shape: list[int]) -> Tensor:
+    if len(shape) > _DIMENSIONS:
+        raise _OtherFormat(f"has {len(shape)} dimensions of `{name}`, where torch computes with at most {_DIMENSIONS}")
     values, packed = file.get_tensor(name), file.get_tensor(name + _MASK)
     positions = math.prod(shape)
     fits = packed.dtype == torch.uint8 and packed.dim() == values.dim() == 1 and min(shape) > 0

@@ -141,12 +141,12 @@ def test_averaged_weights_are_masked_wherever_they_are_seen(case, average, first
     assert len(seen) >= EPOCHS * BATCHES + 1
     assert_masked(dict(module.named_parameters()), callback.masks)
     for path in tmp_path.glob("*.ckpt"):
-        content = torch.load(path, weights_only=False)  # in torch 2.4 the scheduler of SWA's state is a bound method
+        content = torch.load(path, weights_only=True)
         masks = unpacked(content["callbacks"][callback.state_key]["masks"])
         for state in ("state_dict", "current_model_state"):
             assert_masked(content.get(state, content["state_dict"]), masks)
     trainer.save_checkpoint(tmp_path / "end.ckpt")
-    assert_masked(torch.load(tmp_path / "end.ckpt", weights_only=False)["state_dict"], callback.masks)
+    assert_masked(torch.load(tmp_path / "end.ckpt", weights_only=True)["state_dict"], callback.masks)
 
 
 @pytest.mark.parametrize("first", ["mask first", "average first"])

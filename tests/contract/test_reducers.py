@@ -3,6 +3,7 @@
 import copy
 import csv
 import dataclasses
+import functools
 import importlib.util
 import pickle
 import sys
@@ -14,7 +15,8 @@ from helpers.federation import without_masks
 from lightning_sparsefl import FedAvg, FedBABU, FedDIP, FedLPS, FedProx, FedSpa, HeteroFL, algorithms, federated
 from lightning_sparsefl.errors import CheckpointMismatch, InvalidOption
 from lightning_sparsefl.federated import CoverageMedian, PlainMean, Privacy, Reducer, TrimmedMean
-from lightning_sparsefl.federated.sampling import uniform_cohort
+from lightning_sparsefl.federated.commands import run
+from lightning_sparsefl.federated.sampling import CohortSampler, uniform_cohort
 from lightning_sparsefl.models import MLP
 
 EXPORTED = [getattr(federated, name) for name in federated.__all__]
@@ -163,7 +165,8 @@ def test_a_private_run_logs_what_it_costs(algorithm, federation, private):
 
 @pytest.mark.slow
 @needs_extra
-def test_two_ranks_and_a_resumed_run_draw_the_same_noise(federation, last, private):
+def test_two_ranks_and_a_resumed_run_draw_the_same_noise(federation, last, private, monkeypatch):
+    monkeypatch.setattr(run, "random_identifier", lambda: "0" * 32)
     straight = federation(FedBABU(), rounds=3, max_epochs=1, federation=private, folder="straight")
     two = federation(FedBABU(), devices=2, rounds=3, max_epochs=1, federation=private, folder="two")
     assert last(two) == last(straight)
@@ -198,8 +201,8 @@ def test_a_client_that_fails_changes_neither_denominator_nor_epsilon(federation,
     before = copy.deepcopy(module.state_dict())
     quiet = {**private, "privacy": dataclasses.replace(private["privacy"], noise_multiplier=1e-9)}
     quiet["on_client_error"] = "skip"
-    seed = next(s for s in range(20) if 0 in uniform_cohort(s, 0, list(range(6)), 4))
-    trainer = federation(FedAvg(), rounds=1, max_epochs=2, module=module, federation=quiet, seed=seed)
+    monkeypatch.setattr(CohortSampler, "draw", lambda self, run, round: [0, 2, 3, 5])
+    trainer = federation(FedAvg(), rounds=1, max_epochs=2, module=module, federation=quiet)
     assert distance(before, module.state_dict()) == pytest.approx(
         0.5 / 4, rel=1e-4
     )  # one clipped update over the cohort of four
@@ -246,6 +249,55 @@ def test_the_seed_is_not_the_key(federation, private, tmp_path):
         content = path.read_bytes()
         assert DIGITS.encode() not in content
         assert bytes.fromhex(DIGITS) not in content
+
+
+@needs_extra
+def test_runs_with_one_key_and_seed_share_neither_noise_nor_cohorts(federation, private):
+    """A run that is resumed repeats itself, since its checkpoint has the run's identifier."""
+    nobody = {**private, "clip_update": 1e-9, "privacy": dataclasses.replace(private["privacy"], noise_multiplier=1e6)}
+    one, two = (federation(FedBABU(), **SHORT, federation=nobody, folder=name) for name in ("one", "two"))
+    changes = [change(trainer) for trainer in (one, two)]
+    assert abs(float(torch.corrcoef(torch.stack(changes))[0, 1])) < 0.2
+    copied = one.run_folder / "checkpoints" / "previous.ckpt"
+    again = federation(FedBABU(), **SHORT, federation=nobody, folder="again", ckpt_path=str(copied))
+    assert furthest(weights(again), weights(one)) == 0
+    assert cohorts(again) == cohorts(one)[4:]
+
+
+@needs_extra
+def test_the_seed_of_a_private_run_does_not_tell_its_cohorts(federation, private):
+    federation = functools.partial(federation, FedBABU(), rounds=6, max_epochs=1, limit_train_batches=1)
+    public = [str(client) for number in range(6) for client in uniform_cohort(0, number, range(6), 4)]
+    one, two = federation(federation=private, folder="one"), federation(federation=private, folder="two")
+    assert len({tuple(public), tuple(cohorts(one)), tuple(cohorts(two))}) == 3
+
+
+@needs_extra
+def test_a_private_client_is_replayed_from_a_checkpoint(federation, private):
+    trainer = federation(FedBABU(), **SHORT, federation=private)
+    client = int(cohorts(trainer)[4])
+    again = {"verb": "replay", "arguments": {"client": client, "round": 1}, "federation": private, **SHORT}
+    with pytest.raises(InvalidOption, match="`ckpt_path` is not set"):
+        federation(FedBABU(), **again)
+    replayed = federation(
+        FedBABU(), **again, ckpt_path=str(trainer.run_folder / "checkpoints" / "previous.ckpt")
+    ).summary
+    with (trainer.run_folder / "clients.csv").open(newline="") as file:
+        logged = [row["local/train_loss"] for row in csv.DictReader(file) if row["client"] == str(client)]
+    assert float(logged[-1]) == pytest.approx(replayed.outcome.metrics["train_loss"])
+
+
+def change(trainer):
+    """The change of the last round, which is noise where updates are clipped to almost nothing."""
+    folder = trainer.run_folder / "checkpoints"
+    states = [torch.load(folder / name, weights_only=True)["state_dict"] for name in ("last.ckpt", "previous.ckpt")]
+    return torch.cat([(states[0][name] - states[1][name]).flatten().float() for name in states[0]])
+
+
+def cohorts(trainer):
+    """The clients of all rounds, as text."""
+    with (trainer.run_folder / "clients.csv").open(newline="") as file:
+        return [row["client"] for row in csv.DictReader(file) if row["local/train_loss"]]
 
 
 @needs_extra

@@ -69,7 +69,8 @@ def last(stored_records):
     def read(trainer):
         folder = trainer.run_folder / "checkpoints"
         content = torch.load(folder / "last.ckpt", weights_only=True)
-        for part in ("server records", "node records", "checksum"):  # another index where records lie elsewhere
+        # another index where records lie elsewhere, and another identifier
+        for part in ("server records", "node records", "checksum", "run"):
             del content["sparsefl"][part]
         del content["sparsefl"]["identity"]["training"]["wire"]
         stores = stored_records(trainer.run_folder)

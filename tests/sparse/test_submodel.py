@@ -267,8 +267,6 @@ def test_a_cut_module_exports_to_onnx(net, dynamo, tmp_path, recwarn):
     evaluator = pytest.importorskip("onnx.reference").ReferenceEvaluator
     if dynamo:
         pytest.importorskip("onnxscript")
-        if torch.__version__ < (2, 6):
-            pytest.skip("a preview until torch 2.6")
     module, inputs = net
     module = module.float()
     inputs = inputs.float() if inputs.is_floating_point() else inputs

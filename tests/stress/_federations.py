@@ -133,7 +133,8 @@ def leaves(folder: Path) -> dict[str, str]:
     content = load_checkpoint(checkpoints / "last.ckpt")
     own = content["sparsefl"]
     records = records_of(checkpoints, own)
-    kept = {name: value for name, value in own.items() if not name.endswith(" records")}  # named by the rank that wrote
+    # the files of records are named by the rank that wrote them, and the identifier of a run is random
+    kept = {name: value for name, value in own.items() if not name.endswith(" records") and name != "run"}
     found = {
         "checkpoint": fingerprint({**content, "sparsefl": kept}),
         "records": fingerprint(records),
@@ -155,7 +156,7 @@ def records_of(folder: Path, own: dict[str, Any]) -> dict[str, dict[int, Any]]:
     """
     found = {}
     for name, key in (("server", "server records"), ("nodes", "node records")):
-        records = read_stored(StoredRecords(**own[key]), folder / "clients", name)
+        records = read_stored(StoredRecords(**own[key]), folder / "clients", name, own["run"])
         found[name] = {client: versions[max(versions)] for client, versions in sorted(records.items())}
     return found
 

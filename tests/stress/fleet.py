@@ -30,11 +30,13 @@ from typing import Any, Literal
 
 import lightning
 import torch
+from fuzz import accept_rows
 from lightning.pytorch import Callback
 
 from lightning_sparsefl.algorithms import FedSpa
 from lightning_sparsefl.data import FederatedBlobsOnDemand
 from lightning_sparsefl.federated import FederatedTrainer, Federation
+from lightning_sparsefl.federated.storage.record_database import row_digest
 from lightning_sparsefl.models import LeNet5
 
 SEED = 0
@@ -94,11 +96,13 @@ def fill(path: Path, clients: int) -> int:
     """Copy a trained record to every client, and return the size of the record in bytes."""
     database = sqlite3.connect(path)
     with database:
-        version, crc, content = database.execute("SELECT round, crc, content FROM records LIMIT 1").fetchone()
+        version, content = database.execute("SELECT round, content FROM records LIMIT 1").fetchone()
         known = {client for (client,) in database.execute("SELECT client FROM records")}
-        rows = ((client, version - 1, crc, content) for client in range(clients) if client not in known)
+        new = (client for client in range(clients) if client not in known)
+        rows = ((client, version - 1, row_digest(client, version - 1, content), content) for client in new)
         database.executemany("INSERT INTO records VALUES (?, ?, ?, ?)", rows)
     database.close()
+    accept_rows(path.parents[1] / "last.ckpt")
     return len(content)
 
 

@@ -23,10 +23,9 @@ import tempfile
 import time
 import warnings
 import zipfile
-import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, redirect_stdout
+from contextlib import closing, contextmanager, redirect_stdout, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -39,6 +38,7 @@ from lightning_sparsefl.errors import CheckpointMismatch, MalformedPayload, Spar
 from lightning_sparsefl.federated.commands.run import Run
 from lightning_sparsefl.federated.distributed.ranks import Ranks
 from lightning_sparsefl.federated.exchange.hashing import fingerprint
+from lightning_sparsefl.federated.storage.record_database import RecordDatabase, row_digest
 from lightning_sparsefl.models import MLP
 from lightning_sparsefl.types import Message, Update
 from lightning_sparsefl.wire import Codec
@@ -183,13 +183,35 @@ def mutate_rows(data: bytes, pick: random.Random, other: bytes = b"") -> bytes:
         path = Path(folder) / "rows.sqlite"
         path.write_bytes(data)
         with closing(sqlite3.connect(path)) as database, database:
-            rows = database.execute("SELECT rowid, content FROM records").fetchall()
-            row, content = pick.choice(rows)
+            rows = database.execute("SELECT rowid, client, round, content FROM records").fetchall()
+            row, client, version, content = pick.choice(rows)
             changed = pick.choice((mutate_archive, mutate_content))(content, pick, b"")
             database.execute(
-                "UPDATE records SET content = ?, crc = ? WHERE rowid = ?", (changed, zlib.crc32(changed), row)
+                "UPDATE records SET content = ?, digest = ? WHERE rowid = ?",
+                (changed, row_digest(client, version, changed), row),
             )
         return path.read_bytes()
+
+
+def accept_rows(path: Path) -> None:
+    """Write into a checkpoint what it would contain if it had been written with the present rows of ``server.sqlite``.
+
+    Args:
+        path: Checkpoint of a run with `federation.store: disk`.
+    """
+    content = torch.load(path, weights_only=True)
+    own = content["sparsefl"]
+    with closing(RecordDatabase(path.parent / "clients", "server")) as database:
+        sums = own["server records"]["checksums"]
+        found = {round: f"{database._sum(int(round)):032x}" for round in sums}
+        own["server records"]["checksums"] = found
+    with closing(sqlite3.connect(path.parent / "clients" / "server.sqlite")) as rows, rows:
+        rows.executemany(
+            "UPDATE served SET total = ? WHERE round = ?", [(total, round) for round, total in found.items()]
+        )
+    del own["checksum"]
+    own["checksum"] = fingerprint(content)
+    torch.save(content, path)
 
 
 STRANGE: tuple[Any, ...] = (2**62, 2**31, -1, 0, 1.5, True, None, "8", [], {}, [2**40, 2**40], [1] * 70, 10**30)
@@ -281,13 +303,17 @@ def files_of_a_run(folder: Path, store: Literal["ram", "disk"]) -> tuple[Target,
     run = Run(trainer.options, Ranks(trainer.fabric), _module(), _data(), str(last))
 
     def reads(path: Path) -> Target:
-        good = path.read_bytes()
+        good, checkpoint = path.read_bytes(), last.read_bytes()
 
         def read(content: bytes) -> object:
             path.write_bytes(content)
             try:
+                if path.suffix == ".sqlite":
+                    with suppress(SparseFLError, sqlite3.Error):
+                        accept_rows(last)
                 return run.start()
             finally:
+                last.write_bytes(checkpoint)
                 path.write_bytes(good)
 
         return Target([good], read, CheckpointMismatch)

@@ -1,16 +1,18 @@
 from __future__ import annotations
 
+import errno
 import json
 import os
 import struct
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import nn
 
 from lightning_sparsefl.errors import CheckpointMismatch, InvalidOption
-from lightning_sparsefl.wire import dense, export_sparse, load_sparse
+from lightning_sparsefl.wire import dense, export_sparse, file, load_sparse
 from lightning_sparsefl.wire.file import _FORMAT
 
 
@@ -100,6 +102,27 @@ def test_what_is_loaded_outlives_the_file(path):
     loaded = load_sparse(path)
     path.write_bytes(b"")
     same(loaded, tree)
+
+
+def test_a_full_disk_is_an_error_of_the_operating_system(path, monkeypatch):
+    def full(*_):
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr(file, "save_file", full)
+    with pytest.raises(OSError, match="No space left on device") as raised:
+        export_sparse({"w": torch.ones(3)}, path)
+    assert raised.value.errno == errno.ENOSPC
+    assert list(path.parent.iterdir()) == []
+
+
+def test_a_link_at_the_name_of_the_temporary_file_is_not_followed(path):
+    path.parent.mkdir()
+    victim = path.with_name("victim")
+    victim.write_text("precious")
+    path.with_name(f".{path.name}.{os.getpid()}.tmp").symlink_to(victim)
+    export_sparse({"w": torch.ones(3)}, path)
+    assert victim.read_text() == "precious"
+    same(load_sparse(path), {"w": torch.ones(3)})
 
 
 def test_an_older_file_stays_where_writing_fails(path, monkeypatch):
@@ -198,6 +221,8 @@ EYE = {"w": torch.ones(8), "w#mask": torch.full((8,), 0b00000001, dtype=torch.ui
         ({"w": [8, 8]}, EYE | {"w": torch.ones(2, 4)}, "does not match its shape"),
         ({"w": [8, 8]}, EYE | {"w#mask": torch.ones(8)}, "does not match its shape"),
         ({"w": [8, 8]}, EYE | {"w": torch.ones(7)}, "has 7 values of `w`, but its mask keeps another number"),
+        ({"w": [8, 8] + [1] * 63}, EYE, "has 65 dimensions of `w`, where torch computes with at most 64"),
+        ({"w": [10**9] * 200_000}, EYE, "has 200000 dimensions of `w`"),
         ({"w": [8.0, 8.0]}, EYE, "is truncated"),
         ({"w": "8"}, EYE, "is truncated"),
         ([["w"]], EYE, "is truncated"),

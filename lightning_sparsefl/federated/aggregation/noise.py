@@ -1,8 +1,9 @@
-"""Gaussian noise from the key stream of a cipher with a secret key of 256 bits.
+"""Gaussian noise and uniform draws from the key stream of a cipher with a secret key of 256 bits.
 
 The generators of torch and NumPy are unsuitable for differential privacy: on the CPU, torch's uses 32 bits of its seed,
 which can be searched in minutes, and neither is cryptographic. Here the random bits are those of AES-256 in counter
-mode. Its key is the HMAC-SHA-256, under the secret key, of the values that the noise is added to.
+mode. The key of each stream is the HMAC-SHA-256, under the secret key, of the identifiers of its use; for noise, also
+of the values that it is added to.
 """
 
 from __future__ import annotations
@@ -60,25 +61,60 @@ def read_key(path: str | None) -> bytes:
     return bytes.fromhex(digits)
 
 
-def derive_key(secret: bytes, context: tuple[int | str, ...], content: Tensor) -> bytes:
-    """Return the key of one noise vector: the 32 bytes of the HMAC-SHA-256 of the context and the values.
+def derive_key(secret: bytes, context: tuple[int | str, ...], content: Tensor | None = None) -> bytes:
+    """Return the key of one stream: the 32 bytes of the HMAC-SHA-256 of the context and the values.
 
-    Since the key depends on the values, two different sums never get the same noise, even if a run is repeated with the
-    same secret and context; otherwise the difference of the results would be free of noise (the idea of deterministic
-    authenticated encryption, Rogaway and Shrimpton, EUROCRYPT 2006).
+    Since the key of noise depends on the values, two different sums never get the same noise, even if a run is
+    repeated with the same secret and context; otherwise the difference of the results would be free of noise (the idea
+    of deterministic authenticated encryption, Rogaway and Shrimpton, EUROCRYPT 2006).
 
     Args:
         secret: Secret key of the run.
-        context: Identifiers of the use, such as the run and the round.
-        content: Values that the noise will be added to, float64.
+        context: Identifiers of the use: its purpose, the run and the round.
+        content: Values that noise will be added to, float64. Default: none, for a stream that is not noise.
     """
     label = repr(context).encode()
     code = hmac.new(secret, len(label).to_bytes(8, "little") + label, "sha256")
-    code.update(content.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    if content is not None:
+        code.update(content.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return code.digest()
 
 
-class NormalStream:
+class KeyStream:
+    """Stream of random bits that depends only on the key.
+
+    Args:
+        key: Key of 32 bytes, used for this stream only.
+    """
+
+    def __init__(self, key: bytes) -> None:
+        self._encryptor = _cipher(key).encryptor()
+
+    def words(self, count: int) -> Any:
+        """Return the next numbers of 64 bits as a NumPy array.
+
+        Args:
+            count: Number of values to draw.
+        """
+        return np.frombuffer(self._encryptor.update(bytes(8 * count)), dtype="<u8")
+
+    def below(self, limit: int) -> int:
+        """Return a uniformly distributed number from 0 to `limit` - 1.
+
+        Args:
+            limit: Number of possible values, below 2**63.
+
+        Example:
+            >>> KeyStream(bytes(32)).below(1)
+            0
+        """
+        highest = 2**64 - 2**64 % limit  # numbers from here on would make the small remainders more likely
+        while (word := int(self.words(1)[0])) >= highest:
+            pass
+        return word % limit
+
+
+class NormalStream(KeyStream):
     """Stream of standard normal numbers that depends only on the key.
 
     Each number uses 64 bits of the key stream: one for the sign, 63 for the probability of its tail.
@@ -92,16 +128,13 @@ class NormalStream:
         True
     """
 
-    def __init__(self, key: bytes) -> None:
-        self._encryptor = _cipher(key).encryptor()
-
     def draw(self, count: int) -> Tensor:
         """Return the next numbers, float64 of shape (count,) on the CPU.
 
         Args:
             count: Number of values to draw.
         """
-        words = np.frombuffer(self._encryptor.update(bytes(8 * count)), dtype="<u8")
+        words = self.words(count)
         # (k + 1/2) / 2**64 for k below 2**63: precise near 0, so that the tails reach 9 standard deviations
         tail = ((words >> np.uint64(1)).astype(np.float64) + 0.5) * 2.0**-64
         sign = 1.0 - 2.0 * (words & np.uint64(1)).astype(np.float64)

@@ -4,7 +4,8 @@ DP-FedAvg of McMahan, Ramage, Talwar, Zhang (ICLR 2018, arXiv:1710.06963) with a
 have a fixed size and are drawn without replacement. Two federations are neighbours if one client, with all of its data,
 is replaced by another. Google's dp-accounting computes epsilon with the bound of Wang, Balle and Kasiviswanathan
 (AISTATS 2019, arXiv:1808.00087, theorem 27). The noise comes from a cipher with a secret key
-(:mod:`~lightning_sparsefl.federated.aggregation.noise`). docs/merging.md describes what epsilon covers.
+(:mod:`~lightning_sparsefl.federated.aggregation.noise`), and so do the cohorts. docs/merging.md describes what epsilon
+covers.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
-from lightning_sparsefl.errors import InvalidOption, InvalidUpdate
+from lightning_sparsefl.errors import InvalidOption, InvalidUpdate, check_numbers
 from lightning_sparsefl.federated.aggregation.noise import NormalStream, derive_key
 from lightning_sparsefl.federated.aggregation.reducers import Accumulator
 from lightning_sparsefl.federated.exchange.flat import Layout
@@ -33,10 +34,11 @@ class Privacy:
     delta: float
     """Probability that the guarantee of epsilon fails, in (0, 1); at most 1 / number of clients."""
     key_file: str | None = field(default=None, repr=False, compare=False)
-    """File with the secret key of the noise, 64 hexadecimal digits as printed by ``openssl rand -hex 32``. Every node
-    needs it for training and for resuming. Its content is never stored or shown."""
+    """File with the secret key of noise and cohorts, 64 hexadecimal digits as printed by ``openssl rand -hex 32``.
+    Every node needs it for training and for resuming. Its content is never stored or shown."""
 
     def __post_init__(self) -> None:
+        check_numbers(self, "federation.privacy.")
         if not _SMALLEST <= self.noise_multiplier <= _LARGEST:
             raise InvalidOption(
                 f"`federation.privacy.noise_multiplier` is {self.noise_multiplier}; expected a number in "
@@ -103,7 +105,7 @@ class NoisySum(Accumulator):
         deviation: Standard deviation of the noise in the sum.
         cohort: Divisor of the sum, which does not depend on failed clients.
         secret: Key of the noise, 32 bytes.
-        context: Identifiers of the run and the round.
+        context: Identifiers of the use: its purpose, the run and the round.
     """
 
     def __init__(

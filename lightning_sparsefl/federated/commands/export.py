@@ -28,7 +28,7 @@ from lightning_sparsefl.federated.evaluation.scorer import score_global
 from lightning_sparsefl.federated.exchange.orders import Order
 from lightning_sparsefl.federated.local.worker import ClientWorker
 from lightning_sparsefl.federated.storage import checkpoint
-from lightning_sparsefl.federated.storage.atomic_files import load_plain, write_atomically
+from lightning_sparsefl.federated.storage.atomic_files import load_plain, raise_disk_full, write_atomically
 from lightning_sparsefl.federated.storage.records import pack_plain
 from lightning_sparsefl.report import print_table, quantity, score
 from lightning_sparsefl.sparse.masks import apply
@@ -115,7 +115,8 @@ def export(run: Run, request: ExportRequest) -> Exported:
 
 def _export(run: Run, state: RunState, request: ExportRequest) -> Exported:
     job = _Job(run, state, request)
-    files = dict(job.write())
+    with raise_disk_full(job.folder, "the model is not exported; free some space, or set `out`"):
+        files = dict(job.write())
     scores = dict(job.scores(files)) if request.check else {}
     exported = Exported(files, scores, tuple(job.notes), job.kept)
     _print(job.title, exported)
@@ -174,7 +175,7 @@ class _Job:
 
     def write(self) -> Iterator[tuple[Format, Path]]:
         """Write the files, and yield the format and the path of each."""
-        folder = self._folder()
+        folder = self.folder
         for name in dict.fromkeys(self.request.formats):
             path = folder / f"model.{name}"
             if name == "ckpt":
@@ -185,7 +186,9 @@ class _Job:
                 self._write_onnx(path)
             yield name, path
 
-    def _folder(self) -> Path:
+    @property
+    def folder(self) -> Path:
+        """Folder of the files."""
         if self.request.out is not None:
             return Path(self.request.out)
         resume_point = self.run.resume_point

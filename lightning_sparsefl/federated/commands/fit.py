@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from lightning_sparsefl.federated.distributed.signals import Interrupted
 from lightning_sparsefl.federated.storage import checkpoint
 from lightning_sparsefl.federated.storage.atomic_files import raise_disk_full
 from lightning_sparsefl.federated.storage.checkpoint import Checkpoint
+from lightning_sparsefl.federated.storage.folder_lock import FolderLock
 from lightning_sparsefl.federated.storage.record_store import StoredRecords
 from lightning_sparsefl.federated.storage.run_folder import RunFolder, new_version
 from lightning_sparsefl.federated.tracking.hyperparameters import hyperparameters, log_hyperparameters
@@ -35,11 +36,23 @@ def fit(run: Run) -> dict[str, float]:
     Returns:
         The final table.
     """
-    state, resumed = run.start()
-    has_ended = state.server.round >= run.options.max_rounds
-    if has_ended and _final_table(run).get("rounds") == state.server.round:
-        return _finished(run, state)
-    return Fit(run, state, resumed).run_rounds()
+    with raise_disk_full(Path(run.options.default_root_dir)), _unlocked_after(run):
+        run.lock_folder()
+        state, resumed = run.start()
+        has_ended = state.server.round >= run.options.max_rounds
+        if has_ended and _final_table(run).get("rounds") == state.server.round:
+            return _finished(run, state)
+        return Fit(run, state, resumed).run_rounds()
+
+
+@contextlib.contextmanager
+def _unlocked_after(run: Run) -> Iterator[None]:
+    """Release the lock of the run folder at the end."""
+    try:
+        yield
+    finally:
+        if run.lock is not None:
+            run.lock.release()
 
 
 def _final_table(run: Run) -> dict[str, Any]:
@@ -85,7 +98,7 @@ class Fit:
 
     def run_rounds(self) -> dict[str, float]:
         """Run the rounds that are left; return the final table."""
-        with self.folder.lock, raise_disk_full(self.folder.path):
+        with raise_disk_full(self.folder.path):
             self._begin()
             with self.parts.cohort.interrupts:
                 try:
@@ -114,7 +127,9 @@ class Fit:
         path = self.ranks.gather(path)[0]
         assert path is not None
         folder = RunFolder(path)
-        self.ranks.share(folder.lock.acquire if self.ranks.first else lambda: None)
+        if self.parts.lock is None:  # of a new folder, or not rank 0
+            self.parts.lock = FolderLock(path)
+        self.ranks.share(self.parts.lock.acquire if self.ranks.first else lambda: None)
         if self.ranks.first:
             resume_point.promote_previous()
         return folder
@@ -258,6 +273,7 @@ class Fit:
             module=self.parts.module_state(self._state),
             identity=self.parts.identity,
             training=self.parts.training,
+            reported=self.parts.reported,
             server_records=records[0],
             node_records=records[1],
             ledger=self.parts.ledger.state_dict(),

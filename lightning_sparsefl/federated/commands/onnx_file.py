@@ -11,7 +11,6 @@ import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.apply_func import apply_to_collection
-from lightning_utilities.core.imports import RequirementCache
 from torch import Tensor
 
 from lightning_sparsefl.errors import InvalidOption
@@ -32,8 +31,6 @@ def require(module: LightningModule) -> None:
         raise InvalidOption(
             f"`formats` has 'onnx', which needs {' and '.join(missing)}: pip install 'lightning-sparsefl[onnx]'."
         )
-    if not RequirementCache("torch>=2.6.0"):
-        raise InvalidOption(f"`formats` has 'onnx', which needs torch >= 2.6; this is {torch.__version__}.")
     if not is_overridden("forward", module, LightningModule):
         raise InvalidOption(
             f"`{type(module).__name__}` has no `forward`, which an ONNX file contains; define it, or remove 'onnx' "
@@ -85,8 +82,12 @@ def write(module: LightningModule, data: Any, path: Path) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     options: dict[str, Any] = {"dynamo": True, "dynamic_shapes": shapes, "external_data": False, "verbose": False}
     try:
+        temporary.unlink(missing_ok=True)
+        temporary.open("xb").close()  # a link with this predictable name is not followed
         module.eval().to_onnx(temporary, inputs, **options)
         temporary.replace(path)
+    except OSError:
+        raise
     except Exception as error:
         reason = str(error).strip().partition("\n")[0]
         raise InvalidOption(

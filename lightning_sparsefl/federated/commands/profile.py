@@ -36,7 +36,7 @@ from lightning_sparsefl.federated.rounds.outcome import Outcome
 from lightning_sparsefl.federated.rounds.run_options import RunOptions
 from lightning_sparsefl.federated.rounds.server import About, Server
 from lightning_sparsefl.federated.rounds.workload import Workload
-from lightning_sparsefl.federated.sampling import split_unseen
+from lightning_sparsefl.federated.sampling import CohortSampler, split_unseen
 from lightning_sparsefl.federated.storage.records import ServerRecord
 from lightning_sparsefl.report import print_table, quantity
 from lightning_sparsefl.seeds import generator
@@ -276,6 +276,7 @@ class _Simulation:
         capacities = federation.fleet_capacities(len(sizes), seed)
         self._about = [About(size, capacities[client]) for client, size in enumerate(sizes)]
         self._records, self._versions = _Records(), _Records()
+        training_clients, _ = split_unseen(seed, len(sizes), federation.unseen_clients)
         self.server = Server(
             algorithm=options.algorithm,
             federation=federation,
@@ -285,7 +286,7 @@ class _Simulation:
             ledger=Ledger(),
             records=self._records,
             about=self._about,
-            training_clients=split_unseen(seed, len(sizes), federation.unseen_clients)[0],
+            sampler=CohortSampler(training_clients, federation.clients_per_round, seed),
             max_rounds=options.max_rounds,
             seed=seed,
             device=device,

@@ -110,6 +110,11 @@ def _replay_client(run: Run, state: RunState, client: int) -> Replay:
 
 
 def _check(run: Run, state: RunState, client: int, round: int) -> None:
+    if run.federation.privacy is not None and run.resume_point.checkpoint is None:
+        raise InvalidOption(
+            "`ckpt_path` is not set; expected a checkpoint of the run, since cohorts and noise of a private run depend "
+            "on its random identifier."
+        )
     first, last = state.server.round, run.options.max_rounds - 1
     if not first <= round <= last:
         there = f"{first} to {last}" if first <= last else f"none, since all {last + 1} are finished"

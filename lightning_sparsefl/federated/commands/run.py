@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.fabric.utilities.rank_zero import rank_zero_info
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
@@ -28,21 +31,24 @@ from lightning_sparsefl.federated.rounds.merge_policy import MergePolicy
 from lightning_sparsefl.federated.rounds.run_options import RunOptions
 from lightning_sparsefl.federated.rounds.server import About, Server
 from lightning_sparsefl.federated.rounds.workload import Workload
-from lightning_sparsefl.federated.sampling import split_unseen
+from lightning_sparsefl.federated.sampling import CohortSampler, split_unseen
 from lightning_sparsefl.federated.storage.checkpoint import (
     CLIENTS,
     Checkpoint,
     as_checkpoint_error,
     identity,
     read_checkpoint,
+    report_changes,
 )
+from lightning_sparsefl.federated.storage.folder_lock import FolderLock
 from lightning_sparsefl.federated.storage.homed_records import HomedRecords
 from lightning_sparsefl.federated.storage.memory_store import MemoryStore
 from lightning_sparsefl.federated.storage.record_store import RecordStore
-from lightning_sparsefl.federated.storage.resume import find_resume_point
+from lightning_sparsefl.federated.storage.resume import ResumePoint, find_resume_point, lock_resume_point
 from lightning_sparsefl.federated.storage.run_folder import RunFolder
 from lightning_sparsefl.federated.storage.sqlite_store import SqliteStore
-from lightning_sparsefl.seeds import seed_all
+from lightning_sparsefl.federated.tracking.hyperparameters import hyperparameters
+from lightning_sparsefl.seeds import random_identifier, seed_all
 from lightning_sparsefl.types import Merged, Message, RunState, ServerState
 from lightning_sparsefl.wire import Codec
 
@@ -60,6 +66,11 @@ class AboutClients:
 
     def __getitem__(self, client: int) -> About:
         return About(self._data.num_examples(client), self._capacities[client])
+
+
+def _lasting(value: Any) -> Any:
+    """Return a number, or a text without addresses in memory, which differ in every process."""
+    return value if isinstance(value, bool | int | float) else re.sub(r" at 0x[0-9a-fA-F]+", "", str(value))
 
 
 class Run:
@@ -93,7 +104,9 @@ class Run:
         self.split: Split = split or default
         self.folder: RunFolder | None = None
         root = Path(options.default_root_dir)
-        self.resume_point = ranks.share(lambda: find_resume_point(ckpt_path, root, options.name, split is None))[0]
+        self.lock: FolderLock | None = None
+        self._find = partial(find_resume_point, ckpt_path, root, options.name, split is None)
+        self.resume_point = ranks.share(self._find)[0]  # raises now if there is nothing to resume
         seed_all(options.seed, "data")
         ranks.share(self._prepare_data)
         self._check_scoring()
@@ -108,6 +121,7 @@ class Run:
         self._connect()
         self.identity = identity(self.algorithm, data.num_clients, self.layout)
         self.training = {"seed": options.seed, **self._training_facts()}
+        self.reported = self._reported_facts()
 
     # ---- set-up
 
@@ -181,6 +195,8 @@ class Run:
         training_clients, unseen_clients = split_unseen(seed, num_clients, federation.unseen_clients)
         about = AboutClients(data, federation.fleet_capacities(num_clients, seed))
         codec = Codec(self.worker.initial)
+        merging = MergePolicy(self.algorithm, federation, self.layout, len(training_clients))
+        secret = None if federation.privacy is None else lambda: merging.secret
         self.server = Server(
             algorithm=self.algorithm,
             federation=federation,
@@ -190,7 +206,7 @@ class Run:
             ledger=self.ledger,
             records=self.server_records,
             about=about,
-            training_clients=training_clients,
+            sampler=CohortSampler(training_clients, federation.clients_per_round, seed, secret),
             max_rounds=options.max_rounds,
             seed=seed,
             device=self.device,
@@ -216,7 +232,6 @@ class Run:
         node = WireNode(self.node) if federation.wire == "encode" else self.node
         raises = federation.on_client_error == "raise"
         self.cohort = RankCohort(self.ranks, node, self.visiting, about, federation.placement, raises, self.stack_size)
-        merging = MergePolicy(self.algorithm, federation, self.layout, len(training_clients), seed)
         self.coordinator = Coordinator(self.server, self.cohort, merging)
         stores = (self.server_records, self.node_records)
         self.scorer = Scorer(self.coordinator, self.worker, unseen_clients, stores, self.split)
@@ -236,10 +251,17 @@ class Run:
 
     def _training_facts(self) -> dict[str, Any]:
         """Return further facts that the weights depend on, which a run that goes on must share."""
-        options, federation = self.options, self.federation
+        options, federation, local = self.options, self.federation, self.options.local
         return {
+            "gradient_clip_val": local.gradient_clip_val,
+            "gradient_clip_algorithm": local.gradient_clip_algorithm or "norm",
+            "accumulate_grad_batches": local.accumulate_grad_batches,
+            "limit_train_batches": repr(local.limit_train_batches),  # 1 is a batch, and 1.0 is all of them
+            "validate_locally": options.validate_locally,
+            "precision": str(self.ranks.fabric.strategy.precision.precision),
+            "drop_last": self.server.workload.drop_last,
             "client sizes": sizes_fact(self.data),
-            "local epochs": options.local.max_epochs,
+            "local epochs": local.max_epochs,
             "batch size": self.server.workload.batch_size,
             "clients per round": federation.clients_per_round,
             "buffers": federation.buffers,
@@ -257,7 +279,30 @@ class Run:
             "round_lr": repr(options.round_lr),
         }
 
+    def _reported_facts(self) -> dict[str, Any]:
+        """Return facts that the weights may depend on, and that a run may change when it resumes."""
+        options = self.options
+        hparams = hyperparameters(options, self.data, self.module)
+        ours = [c for c in options.client_callbacks if type(c).__module__.startswith("lightning_sparsefl.callbacks.")]
+        optimizer = getattr(self.module.configure_optimizers, "configuration", {})
+        return {
+            **{name.replace("/", "."): _lasting(v) for name, v in hparams.items() if name.startswith("model/")},
+            **{name: _lasting(value) for name, value in optimizer.items() if value is not None},
+            "trainer.client_callbacks": ", ".join(type(callback).__name__ for callback in ours) or None,
+            "trainer.num_threads": options.num_threads,
+            "trainer.limit_val_batches": repr(options.local.limit_val_batches),
+            "trainer.limit_test_batches": repr(options.local.limit_test_batches),
+        }
+
     # ---- state
+
+    def lock_folder(self) -> None:
+        """Lock the folder that the run continues in, before its checkpoint is read."""
+        self.resume_point = self.ranks.share(self._lock_folder if self.ranks.first else self._find)[0]
+
+    def _lock_folder(self) -> ResumePoint:
+        found, self.lock = lock_resume_point(self._find)
+        return found
 
     def start(self, training: bool = True) -> tuple[RunState, Checkpoint | None]:
         """Return the state to go on from, with its checkpoint if there is one.
@@ -265,17 +310,28 @@ class Run:
         Args:
             training: Whether the run trains on, so that all that its results depend on must agree.
         """
+        if self.resume_point.notice:
+            rank_zero_info(self.resume_point.notice)
         if self.resume_point.checkpoint is None:
-            return RunState(self.algorithm.init(self.worker.initial, self._fleet())), None
+            run = self._identify(self.ranks.share(random_identifier)[0])
+            return RunState(self.algorithm.init(self.worker.initial, self._fleet(run)), run=run), None
         checkpoint = self.resume_point.read(lambda path: self._restore(path, training))
         with as_checkpoint_error(self.resume_point.checkpoint):
             self.scorer.restore(checkpoint.selected)
+        if training:
+            report_changes(self.resume_point.checkpoint, checkpoint.reported, self.reported)
         return checkpoint.state, checkpoint
+
+    def _identify(self, run: str) -> str:
+        """Give the stores the identifier of the run, and return it."""
+        self.server_records.run = self.node_records.run = run
+        return run
 
     def _restore(self, path: Path, training: bool) -> Checkpoint:
         """Read a checkpoint into the stores and the ledger, which keep their content if it is refused."""
         like = {**self.identity, "training": self.training if training else {}}
         checkpoint = read_checkpoint(path, self.layout, self.device, like, self.module.state_dict())
+        self._identify(checkpoint.state.run)
         moved, folder = self.resume_point.folder is None, path.parent / CLIENTS
         with as_checkpoint_error(path):
             self.server_records.load(checkpoint.server_records, folder, moved)
@@ -284,20 +340,20 @@ class Run:
             self.worker.restore_counters(checkpoint.module)
         return checkpoint
 
-    def _fleet(self) -> Fleet:
+    def _fleet(self, run: str) -> Fleet:
         clients = self.server.training_clients
         return Fleet(
             LazyClientViews(clients, lambda i: self.server.view(i, 0)),
             self.layout.buffers,
             self.device,
             self.worker,
-            survey=self._survey,
+            survey=lambda message: self._survey(run, message),
             clients_per_round=self.federation.clients_per_round,
             execution=self.federation.execution,
         )
 
-    def _survey(self, message: Message) -> Merged:
-        state = RunState(ServerState(round=0, weights=self.worker.initial))
+    def _survey(self, run: str, message: Message) -> Merged:
+        state = RunState(ServerState(round=0, weights=self.worker.initial), run=run)
         return self.coordinator.survey(state, self.server.training_clients, message)
 
     def module_state(self, state: RunState) -> dict[str, torch.Tensor]:

@@ -14,26 +14,36 @@ from lightning.fabric import Fabric
 from lightning.fabric.strategies import DDPStrategy
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from lightning_sparsefl.errors import InvalidOption, WorldSizeMismatch
+from lightning_sparsefl.errors import InvalidOption, WorldSizeMismatch, whole_number_from_environment
 from lightning_sparsefl.federated.distributed.strategy import START_METHODS, ClientParallelStrategy
 
 
 def launched_world_size() -> int | None:
     """Return the number of processes that torchrun or SLURM started, or None without a launcher."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        return int(os.environ["WORLD_SIZE"])
+        return _of_torchrun("WORLD_SIZE")
     in_slurm_step = "SLURM_NTASKS" in os.environ and os.environ.get("SLURM_JOB_NAME") not in (
         "bash",
         "interactive",
     )
-    return int(os.environ["SLURM_NTASKS"]) if in_slurm_step else None
+    return whole_number_from_environment("SLURM_NTASKS", remedy=_SLURM) if in_slurm_step else None
 
 
 def _launched_local_size() -> int | None:
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        return int(os.environ["LOCAL_WORLD_SIZE"])
+        return _of_torchrun("LOCAL_WORLD_SIZE")
     size = launched_world_size()
-    return None if size is None else size // int(os.environ.get("SLURM_NNODES", "1"))
+    if size is None:
+        return None
+    nodes = whole_number_from_environment("SLURM_NNODES", 1, remedy=_SLURM)
+    return size // max(nodes, 1)
+
+
+_SLURM = "start with `srun`, or unset the variables that start with SLURM_"
+
+
+def _of_torchrun(name: str) -> int:
+    return whole_number_from_environment(name, remedy="start with `torchrun`, or unset TORCHELASTIC_RUN_ID")
 
 
 def _adopted_devices(local: int, workers_per_device: int) -> int:

@@ -151,15 +151,25 @@ class FlatModule:
 
         Raises:
             InvalidOption: If training replaced a parameter, as Lightning's `ModelPruning` does.
+            ValueError: If training changed the shape of a tensor; it then has its own shape again.
         """
-        self._rebind_replaced()
+        for name, shape in self._rebind_replaced().items():
+            raise ValueError(
+                f"training changed the shape of {name!r} from {tuple(self.layout.shapes[name])} to {shape}; expected "
+                "the shapes of the module not to change"
+            )
         if self.layout.uniform:
             return self.layout.tree(self.vector.clone())
         pieces = [self._tensors[name].detach().reshape(-1).to(self.layout.dtype) for name in self.layout.names]
         return self.layout.tree(torch.cat(pieces))
 
-    def _rebind_replaced(self) -> None:
-        """Bind buffers and parameter data again that training replaced instead of changing them in place."""
+    def _rebind_replaced(self) -> dict[str, tuple[int, ...]]:
+        """Bind buffers and parameter data again that training replaced instead of changing them in place.
+
+        Returns:
+            Shapes of tensors that training gave another shape, and that have their own one again.
+        """
+        changed: dict[str, tuple[int, ...]] = {}
         current = {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
         for name, view in self.layout.split(self.vector):
             if name not in current:
@@ -168,9 +178,15 @@ class FlatModule:
                     "Remove the client callback that renames them (`trainer.client_callbacks`)."
                 )
             now, bound = current[name], self._tensors[name]
-            if now is bound and (not self.layout.uniform or now.data_ptr() == view.data_ptr()):
+            fits = now.shape == view.shape
+            if now is bound and fits and (not self.layout.uniform or now.data_ptr() == view.data_ptr()):
                 continue
-            view.copy_(now.detach())
+            if fits:
+                view.copy_(now.detach())
+            else:
+                changed[name] = tuple(now.shape)
+                now.data = view.to(now.dtype, copy=True)
             self._tensors[name] = now
             if self.layout.uniform:
                 now.data = view
+        return changed

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Literal
@@ -17,6 +17,7 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor
 
+from lightning_sparsefl.federated.local.fast.steps import as_failure
 from lightning_sparsefl.federated.local.fast.support import require_automatic
 from lightning_sparsefl.federated.local.isolation import isolate_metrics, restore_trainer_refs
 from lightning_sparsefl.federated.local.local_options import LocalOptions
@@ -30,11 +31,30 @@ class ResidentStrategy(SingleDeviceStrategy):
         isolate_metrics(trainer.lightning_module)
         super().setup(trainer)
 
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the step; a StopIteration is a failure."""
+        return _step("training_step", super().training_step, *args, **kwargs)
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the step; a StopIteration is a failure."""
+        return _step("validation_step", super().validation_step, *args, **kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the step; a StopIteration is a failure."""
+        return _step("test_step", super().test_step, *args, **kwargs)
+
     def teardown(self) -> None:
         """Release precision plugin and accelerator, but leave the module in place."""
         self.precision_plugin.teardown()
         if self.accelerator is not None:
             self.accelerator.teardown()
+
+
+def _step(name: str, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    try:
+        return step(*args, **kwargs)
+    except StopIteration as error:
+        raise as_failure(name, error) from error
 
 
 def _set_datamodule(trainer: Any, datamodule: Any) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from lightning.pytorch import Callback
 
-from lightning_sparsefl.errors import InvalidOption
+from lightning_sparsefl.errors import InvalidOption, check_numbers
 
 
 class RoundLR(ABC):
@@ -37,6 +37,7 @@ class ExponentialRoundLR(RoundLR):
     """Factor from one round to the next, in (0, 1]."""
 
     def __post_init__(self) -> None:
+        check_numbers(self, "trainer.round_lr.")
         if not 0 < self.gamma <= 1:
             raise InvalidOption(f"`ExponentialRoundLR(gamma={self.gamma})`: expected a number in (0, 1].")
 

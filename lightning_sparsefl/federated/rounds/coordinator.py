@@ -58,7 +58,7 @@ class Coordinator:
         """
         started = time.perf_counter()
         clients = self.server.cohort(state)
-        merge = self.merging.start(state.server, self._total_weight(clients))
+        merge = self.merging.start(state, self._total_weight(clients))
         splits = () if score_after is None else (score_after,)
         outcomes = self.cohort.run(
             self._plan(state, clients, f"round {state.server.round}"),

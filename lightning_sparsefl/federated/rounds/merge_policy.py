@@ -11,7 +11,7 @@ from lightning_sparsefl.federated.aggregation.reducers import Accumulator, Cover
 from lightning_sparsefl.federated.algorithm import FederatedAlgorithm
 from lightning_sparsefl.federated.exchange.flat import Layout
 from lightning_sparsefl.federated.options import Federation
-from lightning_sparsefl.types import ServerState
+from lightning_sparsefl.types import RunState
 
 
 class MergePolicy:
@@ -22,29 +22,25 @@ class MergePolicy:
         federation: Options of the federation.
         layout: Layout of the model's tensors.
         clients: Number of clients that cohorts are drawn from.
-        seed: Random seed of the run.
 
     Raises:
         InvalidOption: If the options do not fit the method or the model.
     """
 
-    def __init__(
-        self, algorithm: FederatedAlgorithm, federation: Federation, layout: Layout, clients: int, seed: int
-    ) -> None:
-        self.algorithm, self.federation, self.layout = algorithm, federation, layout
-        self.clients, self.seed = clients, seed
+    def __init__(self, algorithm: FederatedAlgorithm, federation: Federation, layout: Layout, clients: int) -> None:
+        self.algorithm, self.federation, self.layout, self.clients = algorithm, federation, layout, clients
         self._check_reducer()
         if federation.privacy is not None:
             self._check_privacy(federation.privacy)
 
-    def start(self, server: ServerState, total_weight: int) -> Accumulator:
+    def start(self, state: RunState, total_weight: int) -> Accumulator:
         """Return an empty merge for one round.
 
         Args:
-            server: Server state before the round.
+            state: State before the round.
             total_weight: Upper bound of the updates' summed weights.
         """
-        federation = self.federation
+        federation, server = self.federation, state.server
         if federation.privacy is None or federation.clip_update is None:
             reducer = federation.reducer or self.algorithm.reducer()
             return reducer.start(self.layout, server.weights, total_weight)
@@ -54,8 +50,8 @@ class MergePolicy:
             total_weight,
             deviation=federation.privacy.noise_multiplier * federation.clip_update,
             cohort=federation.clients_per_round,
-            secret=self._secret,
-            context=(self.seed, server.round),
+            secret=self.secret,
+            context=("noise", state.run, server.round),
         )
 
     def metrics(self, rounds: int) -> dict[str, float]:
@@ -67,8 +63,8 @@ class MergePolicy:
         return {"privacy/epsilon": epsilon, "privacy/delta": privacy.delta}
 
     @cached_property
-    def _secret(self) -> bytes:
-        """Key of the noise."""
+    def secret(self) -> bytes:
+        """Secret key of the noise and of the cohorts."""
         return read_key(None if self.federation.privacy is None else self.federation.privacy.key_file)
 
     def _check_reducer(self) -> None:

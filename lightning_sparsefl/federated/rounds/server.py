@@ -20,7 +20,7 @@ from lightning_sparsefl.federated.local.buffers import without_local_buffers
 from lightning_sparsefl.federated.options import Federation
 from lightning_sparsefl.federated.rounds.outcome import Outcome
 from lightning_sparsefl.federated.rounds.workload import Workload
-from lightning_sparsefl.federated.sampling import uniform_cohort
+from lightning_sparsefl.federated.sampling import CohortSampler
 from lightning_sparsefl.federated.storage.records import ServerRecord
 from lightning_sparsefl.seeds import derive_key
 from lightning_sparsefl.sparse.masks import changed, counts, digest
@@ -96,7 +96,7 @@ class Server:  # long because the facts of one order are needed at each of its s
         ledger: Ledger of the run.
         records: Records that the server keeps about clients.
         about: Facts of the clients.
-        training_clients: Numbers of the clients that cohorts are drawn from.
+        sampler: Draws the cohorts.
         max_rounds: Number of rounds of the run.
         seed: Random seed of the run.
         device: Device of the server's state.
@@ -113,22 +113,25 @@ class Server:  # long because the facts of one order are needed at each of its s
         ledger: Ledger,
         records: ServerRecords,
         about: AllAbout,
-        training_clients: Sequence[int],
+        sampler: CohortSampler,
         max_rounds: int,
         seed: int,
         device: torch.device,
     ) -> None:
         self.algorithm, self.federation, self.layout, self.codec = algorithm, federation, layout, codec
         self.workload, self.ledger, self.records, self.about = workload, ledger, records, about
-        self.training_clients, self.max_rounds, self.seed, self.device = training_clients, max_rounds, seed, device
-        self.run = derive_key(seed, "run")
+        self.sampler, self.max_rounds, self.seed, self.device = sampler, max_rounds, seed, device
         self._issued: dict[int, _Issued] = {}
         self._sizes = _MessageSizes(codec)
 
+    @property
+    def training_clients(self) -> Sequence[int]:
+        """Numbers of the clients that cohorts are drawn from."""
+        return self.sampler.clients
+
     def cohort(self, state: RunState) -> list[int]:
         """Return the numbers of the clients of the round that a state stands before, ascending."""
-        count = self.federation.clients_per_round
-        return uniform_cohort(self.seed, state.server.round, self.training_clients, count)
+        return self.sampler.draw(state.run, state.server.round)
 
     # ---- what the server knows of a client
 
@@ -209,7 +212,7 @@ class Server:  # long because the facts of one order are needed at each of its s
         known = held is not None and held == record.held
         self._issued[client] = _Issued(view, self._sizes.measure(message, message.masks if known else None), held)
         return Order(
-            run=self.run,
+            run=state.run,
             client=client,
             round=round,
             task=task,

@@ -8,6 +8,7 @@ loads with ``weights_only=True``. The one before it is kept beside it, with the 
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any
 
 import lightning as L
 import torch
+from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
@@ -28,7 +30,7 @@ from lightning_sparsefl.federated.storage.atomic_files import load_plain, write_
 from lightning_sparsefl.federated.storage.record_store import StoredRecords
 from lightning_sparsefl.types import RunState, ServerState
 
-FORMAT = 3
+FORMAT = 4
 LAST, PREVIOUS, REFUSED = "last.ckpt", "previous.ckpt", "last.ckpt.refused"
 CLIENTS = "clients"
 
@@ -57,6 +59,8 @@ class Checkpoint:
     """What a checkpoint and every command that reads it must agree on; see :func:`identity`."""
     training: Mapping[str, Any] = field(default_factory=dict)
     """Further facts that training results depend on."""
+    reported: Mapping[str, Any] = field(default_factory=dict)
+    """Facts that results may depend on, and whose change is only reported."""
     server_records: StoredRecords = field(default_factory=StoredRecords)
     """What the server keeps about clients."""
     node_records: StoredRecords = field(default_factory=StoredRecords)
@@ -86,7 +90,8 @@ class Checkpoint:
             LightningModule.CHECKPOINT_HYPER_PARAMS_KEY: dict(self.hyper_parameters),
             "sparsefl": {
                 "format": FORMAT,
-                "identity": {**self.identity, "training": dict(self.training)},
+                "run": self.state.run,
+                "identity": {**self.identity, "training": dict(self.training), "reported": dict(self.reported)},
                 "state": {**_plain_state(self.state), "weights": None},  # the weights are the state_dict
                 "ledger": dict(self.ledger),
                 "server records": vars(self.server_records),
@@ -114,21 +119,26 @@ class Checkpoint:
         own, module = content["sparsefl"], content["state_dict"]
         weights = torch.cat([module[name].reshape(-1).to(layout.dtype) for name in layout.names]).to(device)
         selected = own["selected"]
+        run = _run_from(own["run"])
         if type(own["stopped"]) is not bool:
             raise TypeError("`stopped` is not a boolean")
         identity = dict(own["identity"])
+        reported = identity.pop("reported")
+        if not isinstance(reported, Mapping) or not all(isinstance(name, str) for name in reported):
+            raise TypeError("`reported` is not a mapping from names")
         cpu = torch.device("cpu")
         return cls(
-            state=_state_from(own["state"], device, layout.tree(weights)),
+            state=_state_from(own["state"], run, device, layout.tree(weights)),
             module=module,
             training=identity.pop("training"),
+            reported=reported,
             identity=identity,
             server_records=StoredRecords(**own["server records"]),
             node_records=StoredRecords(**own["node records"]),
             ledger=own["ledger"],
             callbacks={key: unpack_plain(state, cpu) for key, state in content["callbacks"].items()},
             log=own["log"],
-            selected=None if selected is None else _selected_from(selected, device),
+            selected=None if selected is None else _selected_from(selected, run, device),
             stopped=own["stopped"],
             hyper_parameters=content[LightningModule.CHECKPOINT_HYPER_PARAMS_KEY],
         )
@@ -140,20 +150,26 @@ def _plain_state(state: RunState) -> dict[str, Any]:
     return {"round": server.round, "sampler": pack_plain(state.sampler), "pending": list(state.pending), **trees}
 
 
-def _state_from(plain: Mapping[str, Any], device: torch.device, weights: Any = None) -> RunState:
+def _run_from(run: Any) -> str:
+    if not isinstance(run, str) or re.fullmatch("[0-9a-f]{32}", run) is None:
+        raise TypeError(f"`run` is {str(run)[:40]!r}")
+    return run
+
+
+def _state_from(plain: Mapping[str, Any], run: str, device: torch.device, weights: Any = None) -> RunState:
     round = plain["round"]
     if type(round) is not int or round < 0:
         raise TypeError(f"`round` is {str(round)[:20]!r}")
     trees = {name: unpack_plain(plain[name], device) for name in ("weights", "masks", "extra")}
     weights = trees["weights"] if weights is None else weights
     server = ServerState(round, weights, trees["masks"], trees["extra"])
-    return RunState(server, unpack_plain(plain["sampler"], device), tuple(plain["pending"]))
+    return RunState(server, unpack_plain(plain["sampler"], device), tuple(plain["pending"]), run)
 
 
-def _selected_from(plain: Mapping[str, Any], device: torch.device) -> SelectedRound:
+def _selected_from(plain: Mapping[str, Any], run: str, device: torch.device) -> SelectedRound:
     if type(plain["value"]) is not float:
         raise TypeError(f"the value of the selected round is {plain['value']!r}"[:80])
-    return SelectedRound(plain["key"], plain["value"], _state_from(plain["state"], device))
+    return SelectedRound(plain["key"], plain["value"], _state_from(plain["state"], run, device))
 
 
 def identity(algorithm: FederatedAlgorithm, num_clients: int, layout: Layout) -> dict[str, Any]:
@@ -257,6 +273,22 @@ def read_checkpoint(
         checkpoint = Checkpoint.from_plain(content, layout, device)
         layout.check(checkpoint.state.server.masks, f"{path}, among its masks,")
         return checkpoint
+
+
+def report_changes(path: Path | None, theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
+    """Warn about facts that differ from those of a checkpoint, and that a run may change when it resumes.
+
+    Args:
+        path: The checkpoint.
+        theirs: Facts of the checkpoint, plain values by dotted name.
+        ours: Facts of this run.
+    """
+    for name in sorted({*theirs, *ours}):
+        if theirs.get(name) != ours.get(name):
+            rank_zero_warn(
+                f"{path} was written with `{name}` = {theirs.get(name)!r}, and this run has {ours.get(name)!r}; the "
+                "result may differ from that of a run without this change."
+            )
 
 
 def previous_records(path: Path) -> Mapping[str, StoredRecords] | None:

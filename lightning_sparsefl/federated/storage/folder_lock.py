@@ -23,7 +23,7 @@ _NAME = ".lock"
 
 
 class FolderLock:
-    """Lock file of a folder, locked from :meth:`acquire` until :meth:`release` or the end of a ``with`` block.
+    """Lock file of a folder, locked from :meth:`acquire` until :meth:`release`.
 
     Args:
         folder: Existing folder.
@@ -32,12 +32,6 @@ class FolderLock:
     def __init__(self, folder: Path) -> None:
         self.path = folder / _NAME
         self._file: IO[str] | None = None
-
-    def __enter__(self) -> FolderLock:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.release()
 
     def acquire(self) -> None:
         """Lock the folder; on a file system without locks, only warn.

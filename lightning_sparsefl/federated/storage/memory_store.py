@@ -126,7 +126,7 @@ class MemoryStore(RecordStore):
     def load(self, stored: StoredRecords, folder: Path, moved: bool = False) -> None:
         """Replace the content by a checkpoint's records; see :class:`RecordStore`."""
         from_files = isinstance(stored.index, Mapping)
-        found = read_stored(stored, folder, self.name, self._keeps)
+        found = read_stored(stored, folder, self.name, self.run, self._keeps)
         unwritten = set(stored.records) if from_files and not moved else set(found)
         self._versions = found
         self._changed = {(client, version) for client in unwritten & set(found) for version in found[client]}
@@ -167,7 +167,7 @@ def files_of(index: Mapping[int, Mapping[int, list[int]]], name: str) -> set[str
 
 
 def read_stored(
-    stored: StoredRecords, folder: Path, name: str, wanted: Callable[[int], bool] = lambda client: True
+    stored: StoredRecords, folder: Path, name: str, run: str, wanted: Callable[[int], bool] = lambda client: True
 ) -> dict[int, Versions]:
     """Read the records that a checkpoint refers to, from files or from a database, or holds itself.
 
@@ -175,6 +175,7 @@ def read_stored(
         stored: Part of the checkpoint.
         folder: Folder of the record files.
         name: Name of the store.
+        run: Identifier of the run.
         wanted: Whether a client's record is asked for.
 
     Raises:
@@ -184,7 +185,7 @@ def read_stored(
         own = {client: dict(versions) for client, versions in stored.records.items() if wanted(client)}
         return {**own, **_read_files(stored, folder, name, wanted)}
     at = int(stored.index)
-    with closing(RecordDatabase.at(folder, name, at)) as database:
+    with closing(RecordDatabase.stored(stored, folder, name, run)) as database:
         return {client: database.versions(client, at) for client in database.clients(at) if wanted(client)}
 
 

@@ -3,15 +3,19 @@
 The version of a record is the number of finished rounds at the time it was stored. The database serves the newest
 commits and the round chosen by `federation.select`; the next commit deletes, in the same transaction, the versions that
 none of them needs. Versions that a crash left for a later round are never read, and the next commit deletes them.
+
+The file has the identifier of its run. Each row has a digest of client, version and content. Each commit has the sum,
+over all records that it may read, of a hash of client, version and digest; the checkpoint has this sum, too. A row that
+was deleted, renumbered, copied or brought from elsewhere is therefore noticed when a run is resumed.
 """
 
 from __future__ import annotations
 
 import errno
+import hashlib
 import io
 import sqlite3
 import weakref
-import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,20 +24,28 @@ from typing import Any
 import torch
 
 from lightning_sparsefl.errors import CheckpointMismatch
+from lightning_sparsefl.federated.storage.record_store import StoredRecords
 from lightning_sparsefl.federated.storage.safe_load import NotPlain, require_plain
 
 _TABLES = {
-    "records": "CREATE TABLE records (client INTEGER, round INTEGER, crc INTEGER, content BLOB, "
+    "run": "CREATE TABLE run (identifier TEXT)",
+    "records": "CREATE TABLE records (client INTEGER, round INTEGER, digest BLOB, content BLOB, "
     "PRIMARY KEY (client, round))",
     "by_round": "CREATE INDEX by_round ON records (round)",
+    "digests": "CREATE INDEX digests ON records (client, round, digest)",
     "superseded": "CREATE TABLE superseded (client INTEGER, round INTEGER, until INTEGER, "
     "PRIMARY KEY (client, round)) WITHOUT ROWID",
-    "served": 'CREATE TABLE served ("commit" INTEGER, round INTEGER, PRIMARY KEY ("commit", round)) WITHOUT ROWID',
+    "served": 'CREATE TABLE served ("commit" INTEGER, round INTEGER, total TEXT, PRIMARY KEY ("commit", round)) '
+    "WITHOUT ROWID",
 }
-"""`superseded`: versions with the round `until` of the next version. `served`: rounds that each commit may read."""
+"""`superseded`: versions with the round `until` of the next version. `served`: rounds that each commit may read, with
+the sums over their records. The index `digests` contains all that a sum needs, so that no content is read."""
 _NEEDED = "EXISTS (SELECT 1 FROM served WHERE served.round >= superseded.round AND served.round < superseded.until)"
 _KEPT_COMMITS = 3
 """Number of commits that are served: two with checkpoints on disk, and the one being written."""
+_WIDTH = 16
+"""Size of a digest in bytes."""
+_MODULUS = 1 << (8 * _WIDTH)
 
 
 class RecordDatabase:
@@ -74,18 +86,25 @@ class RecordDatabase:
             raise CheckpointMismatch(f"{self.path} is not a database of clients' records; choose another `ckpt_path`.")
 
     @classmethod
-    def at(cls, folder: Path, name: str, round: int) -> RecordDatabase:
+    def at(cls, folder: Path, name: str, round: int, run: str) -> RecordDatabase:
         """Open the database of a folder, and check that it has the records of a round.
 
         Args:
             folder: Folder of the file.
             name: Name of the store.
             round: Number of finished rounds.
+            run: Identifier of the run.
 
         Raises:
-            CheckpointMismatch: If the database does not have the records of that round.
+            CheckpointMismatch: If the database is of another run, or does not have the records of that round.
         """
         file = cls(folder, name)
+        if file._rows("SELECT identifier FROM run") != [(run,)]:
+            file.close()
+            raise CheckpointMismatch(
+                f"{file.path} is of another run than the checkpoint; expected the run {run!r}: copy the folder "
+                "`clients` together with its checkpoint, or choose another `ckpt_path`."
+            )
         if not file._rows("SELECT 1 FROM served WHERE round = ? LIMIT 1", round):
             file.close()
             raise CheckpointMismatch(
@@ -93,6 +112,38 @@ class RecordDatabase:
                 "choose the newest checkpoint beside it (`ckpt_path`)."
             )
         return file
+
+    @classmethod
+    def stored(cls, stored: StoredRecords, folder: Path, name: str, run: str) -> RecordDatabase:
+        """Open the database that a checkpoint refers to, and check that it has the records it was written with.
+
+        Args:
+            stored: Part of the checkpoint, whose checksums are sums over records by round.
+            folder: Folder of the file.
+            name: Name of the store.
+            run: Identifier of the run.
+
+        Raises:
+            CheckpointMismatch: If the database is of another run, or a row was deleted, renumbered or replaced.
+        """
+        at = int(stored.index)
+        file = cls.at(folder, name, at, run)
+        for round, expected in {str(at): "", **stored.checksums}.items():
+            listed = file._rows("SELECT DISTINCT total FROM served WHERE round = ?", int(round))
+            if listed != [(expected,)] or f"{file._sum(int(round)):032x}" != expected:
+                file.close()
+                raise CheckpointMismatch(
+                    f"{file.path} does not hold the records of round {round} that the checkpoint was written with: "
+                    "a row was deleted, renumbered or replaced; choose another `ckpt_path`."
+                )
+        return file
+
+    def _sum(self, round: int) -> int:
+        """Compute the sum over all clients' records after a round, modulo 2**128."""
+        newest = "SELECT client, MAX(round), digest FROM records WHERE round <= ? GROUP BY client"
+        with self._convert_errors():
+            total: int = sum(_term(*row) for row in self._database.execute(newest, (round,)))
+        return total % _MODULUS
 
     def read(self, client: int, round: int) -> Any:
         """Return the packed record of a client after a round, or None if it had no record.
@@ -105,7 +156,7 @@ class RecordDatabase:
             CheckpointMismatch: If the record is damaged.
         """
         found = self._rows(
-            "SELECT crc, content FROM records WHERE client = ? AND round <= ? ORDER BY round DESC LIMIT 1",
+            "SELECT round, digest, content FROM records WHERE client = ? AND round <= ? ORDER BY round DESC LIMIT 1",
             client,
             round,
         )
@@ -121,8 +172,8 @@ class RecordDatabase:
         Raises:
             CheckpointMismatch: If a record is damaged.
         """
-        found = self._rows("SELECT round, crc, content FROM records WHERE client = ? AND round <= ?", client, round)
-        return {version: self._decoded(client, crc, content) for version, crc, content in found}
+        found = self._rows("SELECT round, digest, content FROM records WHERE client = ? AND round <= ?", client, round)
+        return {version: self._decoded(client, version, digest, content) for version, digest, content in found}
 
     def require_newest_whole(self, round: int) -> None:
         """Read all records written by the commit of a round, which a crash or a full disk would damage first.
@@ -159,35 +210,59 @@ class RecordDatabase:
         """Return the size of the file in bytes."""
         return self.path.stat().st_size
 
-    def commit(self, after: int, round: int, records: Iterable[tuple[int, int, Any]], pins: Iterable[int]) -> None:
+    def commit(
+        self, run: str, after: int, round: int, records: Iterable[tuple[int, int, Any]], pins: Iterable[int]
+    ) -> dict[str, str]:
         """Write the records that changed since the last commit, in one transaction.
 
         Args:
+            run: Identifier of the run.
             after: Round of the last commit, -1 without one; later rounds in the file are deleted.
             round: Round of this commit.
             records: Triples of client, version (at most `round`) and packed record, by ascending version per client.
             pins: Earlier rounds that this commit's checkpoint may refer to.
+
+        Returns:
+            For each round that the checkpoint may refer to, the sum over its records.
         """
         with self._convert_errors(), self._database as database:
             database.execute("BEGIN IMMEDIATE")
             database.execute("DELETE FROM records WHERE round > ?", (after,))
             database.execute("DELETE FROM superseded WHERE until > ?", (after,))
             database.execute('DELETE FROM served WHERE "commit" > ?', (after,))
+            if after < 0:
+                database.execute("DELETE FROM run")
+                database.execute("INSERT INTO run VALUES (?)", (run,))
+            total = self._known_sum(after)
             for client, version, packed in records:
-                self._insert(database, client, version, _encoded(packed))
+                total += self._insert(database, client, version, _encoded(packed))
+            served = {view: total % _MODULUS if view == round else self._known_sum(view) for view in {round, *pins}}
+            sums = {str(view): f"{number:032x}" for view, number in sorted(served.items())}
             database.executemany(
-                "INSERT OR IGNORE INTO served VALUES (?, ?)", [(round, view) for view in {round, *pins}]
+                "INSERT OR IGNORE INTO served VALUES (?, ?, ?)",
+                [(round, int(view), total) for view, total in sums.items()],
             )
             newest = f'SELECT DISTINCT "commit" FROM served ORDER BY "commit" DESC LIMIT {_KEPT_COMMITS}'
             database.execute(f'DELETE FROM served WHERE "commit" NOT IN ({newest})')
             unneeded = f"SELECT client, round FROM superseded WHERE NOT {_NEEDED}"
             database.execute(f"DELETE FROM records WHERE (client, round) IN ({unneeded})")
             database.execute(f"DELETE FROM superseded WHERE NOT {_NEEDED}")
+        return sums
 
-    def _insert(self, database: sqlite3.Connection, client: int, version: int, content: bytes) -> None:
-        newest = "SELECT client, round, ? FROM records WHERE client = ? ORDER BY round DESC LIMIT 1"
-        database.execute(f"INSERT INTO superseded {newest}", (version, client))
-        database.execute("INSERT INTO records VALUES (?, ?, ?, ?)", (client, version, zlib.crc32(content), content))
+    def _known_sum(self, round: int) -> int:
+        """Return the sum of a round that an earlier commit serves, or compute it."""
+        found = self._rows("SELECT total FROM served WHERE round = ? LIMIT 1", round)
+        return int(found[0][0], 16) if found else self._sum(round)
+
+    def _insert(self, database: sqlite3.Connection, client: int, version: int, content: bytes) -> int:
+        """Insert a record; return by how much the sum changes."""
+        newest = "SELECT round, digest FROM records WHERE client = ? ORDER BY round DESC LIMIT 1"
+        old = database.execute(newest, (client,)).fetchone()
+        if old is not None:
+            database.execute("INSERT INTO superseded VALUES (?, ?, ?)", (client, old[0], version))
+        digest = row_digest(client, version, content)
+        database.execute("INSERT INTO records VALUES (?, ?, ?, ?)", (client, version, digest, content))
+        return _term(client, version, digest) - (0 if old is None else _term(client, *old))
 
     def copy_to(self, folder: Path) -> RecordDatabase:
         """Copy the database into another folder, and replace a file of the same name there.
@@ -204,9 +279,9 @@ class RecordDatabase:
         with self._convert_errors():
             return self._database.execute(query, values).fetchall()
 
-    def _decoded(self, client: int, crc: Any, content: Any) -> Any:
+    def _decoded(self, client: int, version: int, digest: Any, content: Any) -> Any:
         try:
-            if zlib.crc32(content) == crc:
+            if row_digest(client, version, content) == digest:
                 require_plain(io.BytesIO(content))
                 return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
         except Exception as error:
@@ -228,6 +303,23 @@ class RecordDatabase:
             raise CheckpointMismatch(
                 f"{self.path} is damaged, or cannot be used ({error}); choose another `ckpt_path`."
             ) from error
+
+
+def row_digest(client: int, version: int, content: bytes) -> bytes:
+    """Return the digest of a row, which binds the content to its client and version.
+
+    Args:
+        client: Number of the client.
+        version: Number of finished rounds after which the record was so.
+        content: Encoded record.
+    """
+    return hashlib.blake2b(f"{client} {version} ".encode() + content, digest_size=_WIDTH).digest()
+
+
+def _term(client: Any, version: Any, digest: Any) -> int:
+    """Return what a row adds to the sum; a manipulated file may have values of any type."""
+    row = repr((client, version, digest)).encode()
+    return int.from_bytes(hashlib.blake2b(row, digest_size=_WIDTH).digest(), "little")
 
 
 def _encoded(packed: Any) -> bytes:

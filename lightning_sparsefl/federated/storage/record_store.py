@@ -28,7 +28,7 @@ class StoredRecords:
     index: Any = field(default_factory=dict)
     """Which file holds which version: a mapping for files, the number of the commit's round for a database."""
     checksums: Mapping[str, str] = field(default_factory=dict)
-    """SHA-256 of the content of each file, by its name."""
+    """SHA-256 of the content of each file, by its name; for a database, sums over the records, by round."""
     records: Mapping[int, Versions] = field(default_factory=dict)
     """The records themselves, in a checkpoint that stands alone."""
 
@@ -47,6 +47,8 @@ class RecordStore(ABC):
         self.name, self.ranks, self.divided = name, ranks, divided
         self.pinned: int | None = None
         """Round whose versions stay available, besides the newest ones."""
+        self.run = ""
+        """Identifier of the run, set before records are loaded or committed; a database must have the same one."""
 
     def pin(self, round: int | None) -> None:
         """Keep the versions of a round available from now on, instead of those of the round that was pinned before.

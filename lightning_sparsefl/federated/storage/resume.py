@@ -10,6 +10,7 @@ from lightning.fabric.utilities.rank_zero import rank_zero_info
 
 from lightning_sparsefl.errors import CheckpointMismatch
 from lightning_sparsefl.federated.storage.checkpoint import LAST, PREVIOUS, REFUSED, Checkpoint
+from lightning_sparsefl.federated.storage.folder_lock import FolderLock
 from lightning_sparsefl.federated.storage.run_folder import last_run, newest_version
 
 
@@ -26,6 +27,8 @@ class ResumePoint:
     """Whether `ckpt_path` is ``last``, so that the previous checkpoint may be used instead."""
     using_previous: bool = False
     """Whether the previous checkpoint was read."""
+    notice: str = ""
+    """What to tell the user about the choice of the folder."""
 
     def read(self, restore: Callable[[Path], Checkpoint]) -> Checkpoint:
         """Read the checkpoint; if it is damaged and `ckpt_path` is ``last``, read the previous one.
@@ -65,6 +68,35 @@ class ResumePoint:
             self.using_previous = False
 
 
+def lock_resume_point(find: Callable[[], ResumePoint]) -> tuple[ResumePoint, FolderLock | None]:
+    """Find the resume point and lock its folder, so that no other process commits after the search.
+
+    Args:
+        find: Function that searches; it is called again after the folder is locked, since a process that has trained
+            there may have ended in between.
+
+    Returns:
+        The resume point, and the lock of its folder if that exists.
+
+    Raises:
+        InvalidOption: If another process trains in the folder.
+    """
+    found = find()
+    while found.folder is not None and found.folder.is_dir():
+        lock = FolderLock(found.folder)
+        lock.acquire()
+        try:
+            again = find()
+        except BaseException:
+            lock.release()
+            raise
+        if again.folder == found.folder:
+            return again, lock
+        lock.release()
+        found = again
+    return found, None
+
+
 def find_resume_point(ckpt_path: str | None, root: Path, name: str, training: bool) -> ResumePoint:
     """Find the checkpoint and the folder that a run starts from.
 
@@ -86,8 +118,8 @@ def find_resume_point(ckpt_path: str | None, root: Path, name: str, training: bo
     run, newest = last_run(root, name), newest_version(root / name)
     if training and newest is not None and newest != run and (run is None or run.parent == newest.parent):
         other = "" if run is None else f"; for the run before it, set `ckpt_path` to {run / 'checkpoints' / LAST}"
-        rank_zero_info(f"{newest} is the newest run and has committed no round: it starts over{other}.")
-        return ResumePoint(folder=newest)
+        notice = f"{newest} is the newest run and has committed no round: it starts over{other}."
+        return ResumePoint(folder=newest, notice=notice)
     if run is None:
         raise CheckpointMismatch(
             f"`ckpt_path` is 'last', but {root / name} contains no run with a checkpoint; "

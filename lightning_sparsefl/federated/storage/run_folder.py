@@ -28,7 +28,6 @@ from typing import Any
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
 
 from lightning_sparsefl.federated.storage.atomic_files import remove_leftovers, write_text_atomically
-from lightning_sparsefl.federated.storage.folder_lock import FolderLock
 
 
 class Table:
@@ -132,7 +131,6 @@ class RunFolder:
         path.mkdir(parents=True, exist_ok=True)
         self.metrics = Table(path / "metrics.csv")
         self.clients = Table(path / "clients.csv")
-        self.lock = FolderLock(path)
 
     @property
     def checkpoints(self) -> Path:

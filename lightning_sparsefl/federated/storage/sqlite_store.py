@@ -80,11 +80,11 @@ class SqliteStore(RecordStore):
     def commit(self, folder: Path, round: int) -> StoredRecords:
         """Write what changed in one transaction of rank 0; see :class:`RecordStore`."""
         due = self._due(round)
-        self.ranks.share(lambda: self._write(folder, round, due) if self.ranks.first else None)
+        sums = self.ranks.share(lambda: self._write(folder, round, due) if self.ranks.first else {})[0]
         self.ranks.share(lambda: None if self.ranks.first else self._follow(folder, round))
         self._committed = round
         self._new = {c: later for c, v in self._new.items() if (later := {r: p for r, p in v.items() if r > round})}
-        return StoredRecords(round)
+        return StoredRecords(round, sums)
 
     def _due(self, round: int) -> dict[int, Versions]:
         """Return what is to be written; in a divided store, rank 0 gets the others' records."""
@@ -94,18 +94,20 @@ class SqliteStore(RecordStore):
         parts = self.ranks.exchange([mine if rank == 0 else {} for rank in range(self.ranks.size)])
         return {client: versions for part in parts for client, versions in part.items()}
 
-    def _write(self, folder: Path, round: int, due: Mapping[int, Versions]) -> None:
+    def _write(self, folder: Path, round: int, due: Mapping[int, Versions]) -> dict[str, str]:
         if self._database is None or self._database.path.parent.resolve() != folder.resolve():
             old = self._database
             new = RecordDatabase(folder, self.name, create=True) if old is None else old.copy_to(folder)
             self._database = new
         changed = ((c, r, packed) for c in sorted(due) for r, packed in sorted(due[c].items()))
-        self._database.commit(self._committed, round, changed, () if self.pinned is None else (self.pinned,))
+        pins = () if self.pinned is None else (self.pinned,)
+        return self._database.commit(self.run, self._committed, round, changed, pins)
 
     def _follow(self, folder: Path, round: int) -> None:
         """Open the database that rank 0 has committed to."""
         try:
-            self._database = RecordDatabase.at(folder, self.name, round)  # anew, since the folder may be another one
+            # opened anew, since the folder may be another one
+            self._database = RecordDatabase.at(folder, self.name, round, self.run)
         except CheckpointMismatch as error:
             raise InvalidOption(
                 f"`federation.store: disk` needs a run folder that all ranks see, but rank {self.ranks.rank} does not "
@@ -120,15 +122,15 @@ class SqliteStore(RecordStore):
         """Replace the content by a checkpoint's records; see :class:`RecordStore`.
 
         Records of the other kind of store count as changed, so that the next commit writes them. Of the database, the
-        newest commit is checked now, and older records as they are read.
+        list of records and the contents of the newest commit are checked now, and older contents as they are read.
         """
         if isinstance(stored.index, Mapping):
-            found = read_stored(stored, folder, self.name)
+            found = read_stored(stored, folder, self.name, self.run)
             mine = (c for c in found if not self.divided or self.home(c) == self.ranks.rank)
             self._new = {client: dict(found[client]) for client in mine}
             self._database, self._committed = None, -1
         else:
-            database = RecordDatabase.at(folder, self.name, stored.index)
+            database = RecordDatabase.stored(stored, folder, self.name, self.run)
             database.require_newest_whole(stored.index)
             self._database, self._committed, self._new = database, stored.index, {}
 

@@ -8,7 +8,7 @@ import torch
 from scipy import stats
 
 from lightning_sparsefl.errors import InvalidOption
-from lightning_sparsefl.federated.aggregation.noise import NormalStream, derive_key, read_key, require_cipher
+from lightning_sparsefl.federated.aggregation.noise import KeyStream, NormalStream, derive_key, read_key, require_cipher
 
 pytest.importorskip("cryptography")
 
@@ -35,6 +35,15 @@ def test_the_numbers_are_normal():
 def test_a_stream_goes_on_where_it_was():
     one, two = NormalStream(b"k" * 32), NormalStream(b"k" * 32)
     assert torch.equal(torch.cat([one.draw(n) for n in (1, 0, 2, 10)]), two.draw(13))
+
+
+def test_draws_below_a_limit_are_uniform_and_reject_the_words_that_would_bias_them(monkeypatch):
+    stream = KeyStream(b"k" * 32)
+    drawn = [stream.below(7) for _ in range(7000)]
+    assert stats.chisquare([drawn.count(value) for value in range(7)]).pvalue > 1e-3
+    words = iter([2**64 - 1, 2**64 - 2, 2**64 - 3])
+    monkeypatch.setattr(stream, "words", lambda count: [next(words)])
+    assert stream.below(3) == (2**64 - 2) % 3  # 2**64 - 1 is a multiple of 3
 
 
 def test_the_key_follows_from_secret_context_and_values():

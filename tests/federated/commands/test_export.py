@@ -2,6 +2,7 @@
 
 import copy
 import csv
+import errno
 import importlib.util
 
 import lightning as L
@@ -12,7 +13,7 @@ from torch.nn import functional as F
 
 from lightning_sparsefl import FedAvg, FederatedTrainer, Federation, FedLPS, FedSpa, SplitMix, load_sparse
 from lightning_sparsefl.data import FederatedBlobs
-from lightning_sparsefl.errors import CheckpointMismatch, ExportMismatch, InvalidOption
+from lightning_sparsefl.errors import CheckpointMismatch, DiskFull, ExportMismatch, InvalidOption
 from lightning_sparsefl.federated.commands import export as exporting
 
 pytestmark = pytest.mark.filterwarnings(
@@ -22,8 +23,7 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore:.*LeafSpec.*:FutureWarning",
 )  # of the exporter's libraries, and of a stock Trainer
 needs_onnx = pytest.mark.skipif(
-    torch.__version__ < (2, 6) or not all(map(importlib.util.find_spec, ("onnx", "onnxscript"))),
-    reason="ONNX needs the extra `onnx` and torch 2.6",
+    not all(map(importlib.util.find_spec, ("onnx", "onnxscript"))), reason="ONNX needs the extra `onnx`"
 )
 
 
@@ -96,6 +96,15 @@ def test_an_ordinary_checkpoint_for_an_ordinary_trainer(run, tmp_path):
     metrics = tester.test(Net(), loader, ckpt_path=folder / "model.ckpt", verbose=False, weights_only=True)[0]
     assert metrics["val_acc"] == pytest.approx(exported.scores["in memory"]["val_acc"], abs=1e-6)
     assert metrics["val_loss"] == pytest.approx(exported.scores["in memory"]["val_loss"], abs=1e-6)
+
+
+def test_a_full_disk_is_reported_as_such(run, monkeypatch):
+    def full(weights, path):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(exporting, "export_sparse", full)
+    with pytest.raises(DiskFull, match=r"export/global is full .*: the model is not exported; .* or set `out`"):
+        run(FedAvg(), None)
 
 
 def test_the_table_says_what_was_written(run, capsys):

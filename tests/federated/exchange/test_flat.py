@@ -57,6 +57,21 @@ def test_data_that_training_assigned_anew_is_followed():
     assert module[1].running_mean.eq(0).all()
 
 
+@pytest.mark.parametrize("mixed", [False, True])
+def test_a_shape_that_training_changed_is_refused_once(mixed):
+    module = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2).double()) if mixed else network()
+    flat = FlatModule(module)
+    before = flat.read()
+    module[0].weight.data = torch.zeros(2, 3)
+    with pytest.raises(ValueError, match=r"changed the shape of '0.weight' from \(4, 3\) to \(2, 3\)"):
+        flat.read()
+    assert flat.read().keys() == before.keys()
+    module[0].weight.data = torch.zeros(2, 3)
+    flat.load(before)
+    assert torch.equal(module[0].weight, before["0.weight"])
+    assert torch.equal(flat.read()["0.weight"], before["0.weight"])
+
+
 def test_mixed_precision_parameters_keep_their_dtypes():
     module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double())
     flat = FlatModule(module)

@@ -2,6 +2,7 @@
 
 import copy
 import csv
+import itertools
 import os
 import signal
 import time
@@ -137,6 +138,44 @@ def test_clients_that_fail_are_left_out_and_listed(engine, trainer, monkeypatch)
     monkeypatch.setattr(FedAvg, "train", _only(4, 5))
     trainer(FedAvg(), folder="alone", federation={"on_client_error": "skip"}, max_rounds=1).fit(alone, blobs())
     assert all(torch.equal(tensor, alone.state_dict()[name]) for name, tensor in module.state_dict().items())
+
+
+class EverySecond(MLP):
+    """Fails for every second client."""
+
+    def on_train_start(self):
+        self._fails = next(self.fits) % 2 == 0
+
+
+class Reshaped(EverySecond):
+    def on_train_end(self):
+        if self._fails:
+            self.net.fc1.weight.data = torch.zeros(1, 8)
+
+
+class Exhausted(EverySecond):
+    def training_step(self, batch, batch_idx):
+        if self._fails:
+            next(iter(()))
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("engine", ["fast", "trainer"])
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        (Reshaped, "changed the shape of 'net.fc1.weight' from (8, 8) to (1, 8)"),
+        (Exhausted, "`training_step` raised StopIteration"),
+    ],
+)
+def test_a_strange_client_fails_and_the_next_one_does_not(engine, kind, said, trainer):
+    run = trainer(FedAvg(), federation={"on_client_error": "skip", "local_engine": engine}, max_rounds=1)
+    module = kind(num_classes=4, sample_shape=(1, 1, 8), hidden=(8,))
+    kind.fits = itertools.count()
+    run.fit(module, blobs())
+    reasons = [row["failure"] for row in table(run) if row["failure"]]
+    assert 0 < len(reasons) < 6
+    assert all(said in reason for reason in reasons)
 
 
 def _only(*clients):

@@ -77,17 +77,23 @@ def wait_for_the_next_second(root):
 
 
 def left(folder):
-    """All that a run leaves but times; the checkpoint's checksum covers the clients' records."""
+    """All that a run leaves but times and its identifier; the checkpoint has checksums of the clients' records."""
     board = EventAccumulator(str(folder), size_guidance={"scalars": 0})
     board.Reload()
     tags = [tag for tag in board.Tags()["scalars"] if not tag.startswith("time/")]
     return {
-        "checkpoint": torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True)["sparsefl"]["checksum"],
+        "checkpoint": fingerprint(committed(folder)),
         "files": sorted(path.name for path in (folder / "checkpoints").rglob("*") if "refused" not in path.name),
         "summary": json.loads((folder / "summary.json").read_text()),
         "steps": {tag: [(point.step, point.value) for point in board.Scalars(tag)] for tag in tags},
         **{name: table(folder / name) for name in ("metrics.csv", "clients.csv", "finetuned.csv")},
     }
+
+
+def committed(folder):
+    content = load_checkpoint(folder / "checkpoints" / "last.ckpt")
+    del content["sparsefl"]["run"]
+    return content
 
 
 def table(path):
@@ -287,7 +293,8 @@ def test_the_checkpoint_before_stands_in_for_a_damaged_one(damage, spoil, straig
 
 def test_the_checkpoint_before_stands_in_for_a_torn_record_on_disk(tmp_path, caplog):
     def records(folder):
-        file = RecordDatabase.at(folder / "checkpoints" / "clients", "server", 4)
+        run = load_checkpoint(folder / "checkpoints" / "last.ckpt")["sparsefl"]["run"]
+        file = RecordDatabase.at(folder / "checkpoints" / "clients", "server", 4, run)
         return {client: fingerprint(file.read(client, 4)) for client in file.clients(4)}
 
     on_disk = {"federation": {"store": "disk"}}

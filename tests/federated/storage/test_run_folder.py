@@ -8,10 +8,11 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from lightning.pytorch import Callback
 
 from lightning_sparsefl import FedAvg, FederatedTrainer, Federation
 from lightning_sparsefl.data import FederatedBlobs
-from lightning_sparsefl.errors import InvalidOption, RankFailed
+from lightning_sparsefl.errors import DiskFull, InvalidOption, RankFailed
 from lightning_sparsefl.federated.storage.folder_lock import FolderLock
 from lightning_sparsefl.federated.storage.run_folder import RunFolder, Table, last_run, new_version
 from lightning_sparsefl.models import MLP
@@ -124,7 +125,7 @@ def test_a_folder_that_another_process_uses_is_refused_until_that_one_is_killed(
         lock.release()
 
 
-def fit(root, rounds, ckpt_path=None, devices=1):
+def fit(root, rounds, ckpt_path=None, devices=1, callbacks=None):
     trainer = FederatedTrainer(
         algorithm=FedAvg(),
         federation=Federation(clients_per_round=2),
@@ -135,6 +136,7 @@ def fit(root, rounds, ckpt_path=None, devices=1):
         default_root_dir=str(root),
         logger=False,
         enable_progress_bar=False,
+        callbacks=callbacks,
     )
     data = FederatedBlobs(num_train=60, num_test=20, num_clients=3, num_classes=4, dim=8, val_fraction=0.2)
     torch.manual_seed(0)
@@ -154,6 +156,50 @@ def test_a_run_goes_on_without_its_tables_and_never_beside_another_process(tmp_p
     assert {row["round"] for row in folder.clients.read()} == {"1"}
 
 
+def test_a_disk_that_is_full_before_the_first_round_is_reported_as_such(tmp_path, monkeypatch):
+    def full(lock):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(FolderLock, "acquire", full)
+    with pytest.raises(DiskFull, match="No space left on device"):
+        fit(tmp_path, 1)
+
+
+class Rounds(Callback):
+    """Notes the rounds that are trained."""
+
+    def __init__(self):
+        self.numbers = []
+
+    def on_train_epoch_start(self, trainer, pl_module):
+        self.numbers.append(trainer.current_epoch)
+
+
+@pytest.mark.parametrize("committed", [0, 1])
+def test_what_another_process_commits_before_the_folder_is_locked_is_resumed_from(tmp_path, monkeypatch, committed):
+    acquire, rounds = FolderLock.acquire, Rounds()
+    if committed:
+        fit(tmp_path, 1)
+    else:
+        with pytest.raises(ZeroDivisionError):
+            fit(tmp_path, 1, callbacks=[Fail()])
+
+    def late(lock):
+        monkeypatch.setattr(FolderLock, "acquire", acquire)
+        fit(tmp_path, 2, "last")
+        lock.acquire()
+
+    monkeypatch.setattr(FolderLock, "acquire", late)
+    folder = fit(tmp_path, 3, "last", callbacks=[rounds])
+    assert rounds.numbers == [2]
+    assert [row["round"] for row in folder.metrics.read()] == ["0", "1", "2"]
+
+
+class Fail(Callback):
+    def on_train_epoch_start(self, trainer, pl_module):
+        raise ZeroDivisionError
+
+
 def test_several_ranks_share_a_folder_which_a_second_run_cannot_enter(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "environ", dict(os.environ))
     path = fit(tmp_path, 1, devices=2).path
@@ -164,11 +210,11 @@ def test_several_ranks_share_a_folder_which_a_second_run_cannot_enter(tmp_path, 
 
 def test_one_process_may_train_in_a_folder_again(tmp_path):
     first, second = FolderLock(tmp_path), FolderLock(tmp_path)
-    with first:
-        first.acquire()
-        first.acquire()
-    with second:
-        second.acquire()
+    first.acquire()
+    first.acquire()
+    first.release()
+    second.acquire()
+    second.release()
     assert (tmp_path / ".lock").read_text() == ""
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import random
 import signal
 import sqlite3
-import zlib
+from contextlib import closing
 from functools import partial
+from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -16,7 +19,7 @@ from lightning_sparsefl.errors import CheckpointMismatch, InvalidOption
 from lightning_sparsefl.federated.exchange.plain_values import pack_plain
 from lightning_sparsefl.federated.storage import sqlite_store
 from lightning_sparsefl.federated.storage.memory_store import MemoryStore
-from lightning_sparsefl.federated.storage.record_database import RecordDatabase
+from lightning_sparsefl.federated.storage.record_database import RecordDatabase, row_digest
 from lightning_sparsefl.federated.storage.record_store import StoredRecords
 from lightning_sparsefl.federated.storage.sqlite_store import SqliteStore
 from lightning_sparsefl.federated.tracking.tensorboard import packed_masks
@@ -122,7 +125,7 @@ def test_a_kill_inside_a_commit_leaves_the_round_before(tmp_path, monkeypatch, a
     monkeypatch.setattr(
         RecordDatabase,
         "commit",
-        lambda self, after, round, records, pins: commit(self, after, round, killed(records), pins),
+        lambda self, run, after, round, records, pins: commit(self, run, after, round, killed(records), pins),
     )
     child = os.fork()
     if child == 0:
@@ -224,57 +227,122 @@ def test_a_checkpoint_that_is_too_old_is_refused(tmp_path, new):
     store = new()
     for round_ in range(1, 6):
         store.put(0, packed(round_), round_)
-        store.commit(tmp_path, round_)
+        committed = store.commit(tmp_path, round_)
     for gone in (1, 2, 6):
         with pytest.raises(CheckpointMismatch, match=f"records of round {gone} any more, or not yet"):
-            new().load(StoredRecords(gone), tmp_path)
+            new().load(dataclasses.replace(committed, index=gone), tmp_path)
+
+
+class Stored(NamedTuple):
+    """A folder with a database, and how a checkpoint refers to it."""
+
+    folder: Path
+    reference: StoredRecords
+
+    def change(self, statement, *values):
+        with closing(sqlite3.connect(self.folder / FILE)) as database, database:
+            database.execute(statement, values)
 
 
 @pytest.fixture
 def stored(tmp_path, new):
     store = new()
-    store.put(0, packed(1), 1)
-    store.commit(tmp_path, 1)
+    for client in range(3):
+        store.put(client, packed(client + 1), 1)
+    reference = store.commit(tmp_path, 1)
     store._database.close()
-    return tmp_path
+    return Stored(tmp_path, reference)
 
 
-def change(folder, statement, *values):
-    database = sqlite3.connect(folder / FILE)
-    with database:
-        database.execute(statement, values)
-    database.close()
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "DELETE FROM records WHERE client = 1",
+        "UPDATE records SET client = 7 WHERE client = 1",
+        "UPDATE records SET round = 0 WHERE client = 1",
+        "INSERT INTO records SELECT 7, round, digest, content FROM records WHERE client = 1",
+        "UPDATE records SET (digest, content) = (SELECT digest, content FROM records WHERE client = 0)",
+        "UPDATE records SET digest = NULL WHERE client = 1",
+        "UPDATE records SET client = 'one' WHERE client = 1",
+        "UPDATE served SET total = 0",
+    ],
+    ids=["deleted", "renumbered", "of another round", "duplicated", "copied", "null", "text", "sum"],
+)
+@pytest.mark.parametrize("kind", [MemoryStore, SqliteStore])
+def test_rows_that_are_not_those_of_the_checkpoint_are_refused_by_name(stored, statement, kind, alone):
+    stored.change(statement)
+    with pytest.raises(CheckpointMismatch, match=r"server\.sqlite"):
+        kind(NAME, alone).load(stored.reference, stored.folder)
+
+
+@pytest.mark.parametrize("kind", [MemoryStore, SqliteStore])
+def test_a_database_of_another_run_is_refused_by_name(stored, kind, alone):
+    store = kind(NAME, alone)
+    store.run = "f" * 32
+    with pytest.raises(CheckpointMismatch, match=r"server\.sqlite is of another run than the checkpoint"):
+        store.load(stored.reference, stored.folder)
+
+
+def test_a_run_that_starts_over_replaces_what_another_left(stored, new):
+    store = new()
+    store.run = "f" * 32
+    store.put(5, packed(5), 1)
+    again, committed = new(), store.commit(stored.folder, 1)
+    again.run = store.run
+    again.load(committed, stored.folder)
+    assert numbers(again.records()) == {5: 5}
+
+
+def test_the_sum_of_a_pinned_round_between_commits_is_checked(tmp_path, new):
+    store = new()
+    for round_ in range(1, 4):
+        store.put(round_ % 2, packed(round_), round_)
+        if round_ == 2:
+            store.pin(2)
+    committed = store.commit(tmp_path, 3)
+    assert set(committed.checksums) == {"2", "3"}
+    new().load(committed, tmp_path)
+    Stored(tmp_path, committed).change("DELETE FROM records WHERE round = 1")
+    with pytest.raises(CheckpointMismatch, match="records of round 2 that the checkpoint was written with"):
+        new().load(committed, tmp_path)
 
 
 def test_a_torn_record_of_the_newest_commit_is_refused_by_name(stored, new):
-    change(stored, "UPDATE records SET content = substr(content, 1, 100)")
+    stored.change("UPDATE records SET content = substr(content, 1, 100)")
     with pytest.raises(CheckpointMismatch, match=r"damaged record of client 0 \(its checksum does not match\)"):
-        new().load(StoredRecords(1), stored)
+        new().load(stored.reference, stored.folder)
 
 
 def test_an_older_torn_record_is_refused_as_it_is_read(stored, new):
     store = new()
-    store.load(StoredRecords(1), stored)
+    store.load(stored.reference, stored.folder)
+    commits = {}
     for round_, client in enumerate((1, 2), start=2):
         store.put(client, packed(round_), round_)
-        store.commit(stored, round_)
+        commits[round_] = store.commit(stored.folder, round_)
     store._database.close()
-    change(stored, "UPDATE records SET content = substr(content, 1, 100) WHERE client < 2")
+    stored.change("UPDATE records SET content = substr(content, 1, 100) WHERE client < 2")
     store = new()
-    store.load(StoredRecords(3), stored)
+    store.load(commits[3], stored.folder)
     store.get(2)
     with pytest.raises(CheckpointMismatch, match="damaged record of client 1"):
         store.get(1)
     with pytest.raises(CheckpointMismatch, match="damaged record of client 1"):
-        new().load(StoredRecords(2), stored)
+        new().load(commits[2], stored.folder)
 
 
 def test_pickled_code_in_a_record_is_refused(stored, new):
-    torch.save({"f": MemoryStore}, stored / "x.pt")
-    content = (stored / "x.pt").read_bytes()
-    change(stored, "UPDATE records SET content = ?, crc = ?", content, zlib.crc32(content))
+    torch.save({"f": MemoryStore}, stored.folder / "x.pt")
+    content = (stored.folder / "x.pt").read_bytes()
+    stored.change("DELETE FROM records WHERE client > 0")
+    digest = row_digest(0, 1, content)
+    stored.change("UPDATE records SET content = ?, digest = ?", content, digest)
+    database = RecordDatabase(stored.folder, NAME)
+    forged = StoredRecords(1, {"1": f"{database._sum(1):032x}"})
+    database.close()
+    stored.change("UPDATE served SET total = ?", forged.checksums["1"])
     with pytest.raises(CheckpointMismatch, match="damaged record of client 0"):
-        new().load(StoredRecords(1), stored)
+        new().load(forged, stored.folder)
 
 
 @pytest.mark.parametrize(
@@ -286,17 +354,17 @@ def test_pickled_code_in_a_record_is_refused(stored, new):
     ],
 )
 def test_a_file_of_another_layout_is_refused(stored, statement, new):
-    change(stored, statement)
+    stored.change(statement)
     with pytest.raises(CheckpointMismatch, match="is not a database of clients' records"):
-        new().load(StoredRecords(1), stored)
+        new().load(stored.reference, stored.folder)
 
 
 @pytest.mark.parametrize("content", [b"", b"no database", None])
 def test_a_file_that_is_none_is_refused(stored, content, new):
-    path = stored / FILE
+    path = stored.folder / FILE
     path.write_bytes(path.read_bytes()[:5000] if content is None else content)
     with pytest.raises(CheckpointMismatch, match=r"server\.sqlite"):
-        new().load(StoredRecords(1), stored)
+        new().load(stored.reference, stored.folder)
 
 
 def test_a_missing_file_is_refused(tmp_path, new):

@@ -21,6 +21,16 @@ from lightning_sparsefl.federated.local.fast.hooks import Hooks
 _warnings = WarningCache()
 
 
+def as_failure(name: str, error: StopIteration) -> RuntimeError:
+    """Return the error to raise instead of a StopIteration of a step, which would end the epoch as if it were over.
+
+    Args:
+        name: Name of the step.
+        error: Error of the step.
+    """
+    return RuntimeError(f"`{name}` raised StopIteration({error}), as `next` does at the end of an iterator")
+
+
 class StepCaller:
     """Callable that runs `training_step`, `validation_step` or `test_step` in the context of the precision plugin.
 
@@ -41,10 +51,13 @@ class StepCaller:
 
     def __call__(self, batch: Any, batch_idx: int) -> Any:
         """Run the step on a batch and return its output."""
-        with self._context():
-            if self._takes_index:
-                return self._hooks.call_module(self._name, batch, batch_idx)
-            return self._hooks.call_module(self._name, batch)
+        try:
+            with self._context():
+                if self._takes_index:
+                    return self._hooks.call_module(self._name, batch, batch_idx)
+                return self._hooks.call_module(self._name, batch)
+        except StopIteration as error:
+            raise as_failure(self._name, error) from error
 
 
 class AutomaticStep:

@@ -1,0 +1,105 @@
+"""Options that a resumed run must share with its checkpoint, and those whose change is only reported."""
+
+import shutil
+import warnings
+
+import pytest
+import torch
+
+from lightning_sparsefl import FedAvg, FederatedTrainer, Federation
+from lightning_sparsefl.callbacks import ProximalTerm
+from lightning_sparsefl.data import FederatedBlobs
+from lightning_sparsefl.errors import CheckpointMismatch
+from lightning_sparsefl.models import MLP
+
+
+def fit(root, ckpt_path=None, rounds=1, drop_last=False, lr=0.1, optimizer=None, **options):
+    trainer = FederatedTrainer(
+        algorithm=FedAvg(),
+        federation=Federation(clients_per_round=2),
+        accelerator="cpu",
+        devices=1,
+        max_rounds=rounds,
+        default_root_dir=str(root),
+        logger=False,
+        enable_progress_bar=False,
+        **options,
+    )
+    data = FederatedBlobs(num_train=60, num_clients=3, dim=8, batch_size=8, val_fraction=0.2, drop_last=drop_last)
+    torch.manual_seed(0)
+    module = MLP(num_classes=data.num_classes, sample_shape=(1, 1, 8), lr=lr)
+    if optimizer is not None:
+        module.configure_optimizers = optimizer_of(module, optimizer)
+    return trainer.fit(module, data, ckpt_path)
+
+
+def optimizer_of(module, options):
+    """What the command line puts in the place of the module's method."""
+
+    def configure_optimizers():
+        return torch.optim.SGD(module.parameters(), **options)
+
+    # an object of the user, whose text has its address
+    configure_optimizers.configuration = {f"optimizer.{name}": value for name, value in options.items()}
+    configure_optimizers.configuration["optimizer.schedule"] = object()
+    return configure_optimizers
+
+
+@pytest.fixture(scope="module")
+def first(tmp_path_factory):
+    root = tmp_path_factory.mktemp("first")
+    fit(root, optimizer={"lr": 0.1})
+    return root
+
+
+@pytest.fixture
+def resume(first, tmp_path):
+    """Resumes a copy of a run of one round, with other options."""
+    shutil.copytree(first, tmp_path, dirs_exist_ok=True)
+
+    def resume(**options):
+        return fit(tmp_path, "last", rounds=2, **{"optimizer": {"lr": 0.1}, **options})
+
+    return resume
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("gradient_clip_val", 0.5),
+        ("gradient_clip_algorithm", "value"),
+        ("accumulate_grad_batches", 2),
+        ("limit_train_batches", 1),
+        ("validate_locally", True),
+        ("precision", "64-true"),
+        ("drop_last", True),
+    ],
+)
+def test_another_way_to_train_is_refused(option, value, resume):
+    with pytest.raises(CheckpointMismatch, match=rf"its {option} is .*, this run's is .*{value}"):
+        resume(**{option: value})
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        ({"lr": 0.05}, r"`model.lr` = 0.1, and this run has 0.05"),
+        ({"num_threads": 2}, r"`trainer.num_threads` = 1, and this run has 2"),
+        ({"limit_val_batches": 1}, r"`trainer.limit_val_batches` = '1.0', and this run has '1'"),
+        (
+            {"client_callbacks": [ProximalTerm(strength=0.1)]},
+            "`trainer.client_callbacks` = None, and .* 'ProximalTerm'",
+        ),
+        ({"optimizer": {"lr": 0.2}}, r"`optimizer.lr` = 0.1, and this run has 0.2"),
+    ],
+    ids=lambda value: str(next(iter(value))) if isinstance(value, dict) else "",
+)
+def test_a_change_that_a_run_may_make_is_reported(options, name, resume):
+    with pytest.warns(UserWarning, match=name):
+        resume(**options)
+
+
+def test_a_run_that_changes_nothing_resumes_without_a_warning(resume):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        resume()

@@ -1,0 +1,136 @@
+"""Values that cannot be: each is refused in one sentence with the value and the option."""
+
+import math
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lightning_sparsefl import FederatedTrainer, Federation, FedProx, FedSpa, HeteroFL
+from lightning_sparsefl.algorithms import FedDIP, FedLPS
+from lightning_sparsefl.cli import main
+from lightning_sparsefl.data import Dirichlet, FederatedBlobs
+from lightning_sparsefl.errors import InvalidOption
+from lightning_sparsefl.federated import Privacy, TrimmedMean
+from lightning_sparsefl.federated.distributed.fabric import build_fabric
+from lightning_sparsefl.federated.local.round_lr import ExponentialRoundLR
+
+CLUSTER = Path(__file__).parents[1] / "configs" / "cluster"
+NAN, INF = math.nan, math.inf
+
+
+def trainer(**options):
+    return FederatedTrainer(algorithm=FedSpa(), accelerator="cpu", **{"devices": 1, **options})
+
+
+@pytest.mark.parametrize(
+    ("make", "option", "values"),
+    [
+        (trainer, "trainer.timeout", [NAN, INF, 1e300, 0, "1", True, None]),
+        (trainer, "trainer.max_rounds", [2.0, True, "2", 0]),
+        (trainer, "trainer.num_nodes", [2.0, True, "2", 0]),
+        (trainer, "trainer.accumulate_grad_batches", [2.0, True, "2", 0]),
+        (trainer, "trainer.limit_train_batches", [NAN, "2", True, None, 1.5]),
+        (trainer, "trainer.gradient_clip_val", [NAN, "2", True, -1]),
+        (Federation, "federation.clients_per_round", [2.0, True, "2", NAN]),
+        (Federation, "federation.workers_per_device", [1e30, True]),
+        (Federation, "federation.min_clients", [NAN, 0.5]),
+        (Federation, "federation.eval_clients", [0.5, True, "x"]),
+        (Federation, "federation.client_timeout", [NAN, INF, "1", True]),
+        (Federation, "federation.clip_update", [NAN, "1", True]),
+        (Federation, "federation.capacities", [["1"], [True], [NAN], 1.0, "1"]),
+        (FedSpa, "algorithm.density", ["0.5", True, None, [1]]),
+        (FedDIP, "algorithm.stairs", ["2", 2.5]),
+        (FedProx, "algorithm.mu", ["2", NAN]),
+        (FedLPS, "algorithm.levels", [1.0, ["1"]]),
+        (HeteroFL, "algorithm.rates", [0.5, ["1"]]),
+        (TrimmedMean, "federation.reducer.fraction", ["0.1", None]),
+        (ExponentialRoundLR, "trainer.round_lr.gamma", ["0.1"]),
+        (Dirichlet, "data.partition.alpha", ["0.1"]),
+        (lambda **o: Privacy(**{"delta": 1e-5, **o}), "federation.privacy.noise_multiplier", ["1", True, None, NAN]),
+        (lambda **o: Privacy(noise_multiplier=1, **o), "federation.privacy.delta", ["1", None]),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_value_that_is_no_such_number_is_refused_by_name(make, option, values):
+    for value in values:
+        with pytest.raises(InvalidOption, match=rf"^`{option}` is {re.escape(repr(value))}; expected "):
+            make(**{option.rpartition(".")[2]: value})
+
+
+@pytest.mark.parametrize("seed", [NAN, "x", 1.5, True, -1])
+def test_a_seed_that_is_no_whole_number_is_refused(seed):
+    with pytest.raises(InvalidOption, match=r"`seed_everything` is .*; expected a whole number >= 0"):
+        trainer(seed=seed)
+
+
+@pytest.mark.parametrize("text", ["x", "1.5", "", "-1"])
+def test_a_seed_in_the_environment_that_is_no_number_is_refused(text, monkeypatch):
+    monkeypatch.setenv("PL_GLOBAL_SEED", text)
+    for reads in (trainer, lambda: FederatedBlobs(num_clients=2).setup("fit")):
+        with pytest.raises(InvalidOption, match=f"PL_GLOBAL_SEED is {text!r}; expected a whole number"):
+            reads()
+
+
+@pytest.mark.parametrize(
+    ("variables", "said"),
+    [
+        ({"SLURM_NTASKS": "abc"}, "SLURM_NTASKS is 'abc'; expected a whole number >= 0: start with `srun`"),
+        ({"SLURM_NTASKS": "2", "SLURM_NNODES": "x"}, "SLURM_NNODES is 'x'"),
+        ({"TORCHELASTIC_RUN_ID": "1"}, "WORLD_SIZE is not set; expected .*start with `torchrun`, or unset TORCH"),
+        ({"TORCHELASTIC_RUN_ID": "1", "LOCAL_WORLD_SIZE": "two"}, "LOCAL_WORLD_SIZE is 'two'"),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_a_launcher_that_left_no_number_is_named(variables, said, monkeypatch):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    fixed = {"accelerator": "cpu", "num_nodes": 1, "strategy": "auto", "precision": "32-true", "timeout": 1.0}
+    with pytest.raises(InvalidOption, match=said):
+        build_fabric(devices="auto", **fixed)
+
+
+def test_the_command_line_says_it_in_one_line(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setenv("SLURM_NTASKS", "abc")
+    monkeypatch.setattr(sys, "argv", ["sparsefl"])
+    options = ["--algorithm", "FedAvg", "--model", "MLP", "--data", "FederatedBlobs", "--data.num_clients", "2"]
+    assert main(["profile", "--seed_everything", "0", *options]) == 2
+    assert "sparsefl: error: The environment variable SLURM_NTASKS is 'abc'" in capsys.readouterr().err
+
+
+def test_a_file_in_the_current_folder_replaces_no_package(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(sys, "argv", ["sparsefl"])
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    assert sys.path[-1] == str(tmp_path)
+    assert str(tmp_path) not in sys.path[:-1]
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="the script needs bash")
+@pytest.mark.parametrize("runs", ["runs", "r*n[s]?"])
+@pytest.mark.parametrize("name", ["last", "previous", None])
+def test_the_slurm_script_resumes_from_any_checkpoint(runs, name, tmp_path):
+    srun = tmp_path / "bin" / "srun"
+    srun.parent.mkdir()
+    srun.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
+    srun.chmod(0o755)
+    checkpoints = tmp_path / runs / "job-7" / "FedAvg" / "version_0" / "checkpoints"
+    checkpoints.mkdir(parents=True)
+    if name is not None:
+        (checkpoints / f"{name}.ckpt").touch()
+    environment = {
+        "PATH": f"{srun.parent}:{os.environ['PATH']}",
+        "RUNS": str(tmp_path / runs),
+        "SLURM_JOB_ID": "7",
+        "SLURM_NNODES": "1",
+    }
+    done = subprocess.run([CLUSTER / "slurm.sh"], env=environment, capture_output=True, text=True, check=True)
+    assert ("--ckpt_path" in done.stdout.splitlines()) == (name is not None)
+    assert str(tmp_path / runs / "job-7") in done.stdout
