@@ -106,8 +106,8 @@ def summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     rows = [row for group in _GROUPS for row in _scores(summary, group)]
     spent = [cost for cost in _COSTS if cost[0] in summary]
     rows += [(word, quantity(summary[n], unit)) for n, word, unit in spent if summary[n] or n != _MASK_BYTES]
-    if "sparsity/density" in summary:
-        rows.append(("density held by clients", score(summary["sparsity/density"])))
+    if "density/all" in summary:
+        rows.append(("density held by clients", score(summary["density/all"])))
     if "privacy/epsilon" in summary:
         rows.append((f"epsilon at delta {summary['privacy/delta']:g}", f"{summary['privacy/epsilon']:.2f}"))
     return rows

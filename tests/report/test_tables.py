@@ -17,7 +17,7 @@ SUMMARY = {
     "finetuned/val_acc": 0.9375,
     "comm/downlink_bytes_total": 1500,
     "comm/uplink_bytes_total": 12,
-    "sparsity/density": 0.5,
+    "density/all": 0.5,
 }
 
 

@@ -175,8 +175,8 @@ class Recorder:
             **self.finetuned,
             **totals,
         }
-        if "sparsity/density" in self._metrics:
-            summary["sparsity/density"] = self._metrics["sparsity/density"]
+        if "density/all" in self._metrics:
+            summary["density/all"] = self._metrics["density/all"]
         return summary
 
 

@@ -17,9 +17,9 @@ from lightning_sparsefl.federated.rounds.round_metrics import higher_is_better
 from lightning_sparsefl.federated.storage.record_store import RecordStore
 from lightning_sparsefl.report import bin_edges
 
-_COMPARED = ("comm/uplink_bytes_total", "comm/downlink_bytes_total", "flops/train_total", "sparsity/density")
+_COMPARED = ("comm/uplink_bytes_total", "comm/downlink_bytes_total", "flops/train_total", "density/all")
 """Metrics of the costs of a run, compared in addition to its scores."""
-_LAYER = "sparsity/layer/"
+_LAYER = "density/layer/"
 
 
 class Boards:
@@ -95,7 +95,7 @@ class Boards:
             figures["mask/overlap"] = pictures.overlap_figure(masks, number, of=num_clients)
         layers = {n.removeprefix(_LAYER): v for n, v in metrics.items() if n.startswith(_LAYER)}
         if layers:
-            figures["sparsity/density_per_layer"] = pictures.density_figure(layers, number)
+            figures["density/per_layer"] = pictures.density_figure(layers, number)
         for name in filter(higher_is_better, _names(personal)):
             values = _finite(personal, name)
             if values:
