@@ -14,42 +14,10 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 
-from lightning_sparsefl import cli
+from helpers.command_line import QUICKSTART, ROOT, SHORT, run_folder
 from lightning_sparsefl.federated.local.node import Node
 
-ROOT = Path(__file__).parents[1]
-QUICKSTART = str(ROOT / "configs" / "quickstart.yaml")
 TORCHRUN = str(ROOT / "configs" / "cluster" / "torchrun.sh")
-SHORT = [
-    "--trainer.max_rounds=2",
-    "--trainer.max_epochs=1",
-    "--trainer.enable_progress_bar=false",
-    "--federation.clients_per_round=3",
-    "--federation.pictures_every_n_rounds=0",
-]
-
-
-@pytest.fixture
-def sparsefl(tmp_path, monkeypatch, capfd):
-    """Runs a command in an empty folder; returns its exit code, standard output and standard error."""
-
-    def run(*args):
-        monkeypatch.chdir(tmp_path)
-        monkeypatch.delenv("PL_GLOBAL_SEED", raising=False)
-        monkeypatch.setattr(sys, "argv", ["sparsefl"])
-        monkeypatch.setattr(sys, "path", list(sys.path))
-        try:
-            code = cli.main([str(arg) for arg in args])
-        except SystemExit as stop:
-            code = stop.code or 0
-        captured = capfd.readouterr()
-        return code, captured.out, captured.err
-
-    return run
-
-
-def run_folder(tmp_path, algorithm="FedSpa", version=0):
-    return tmp_path / "runs" / algorithm / f"version_{version}"
 
 
 def test_fit_leaves_a_whole_run_folder(sparsefl, tmp_path):

@@ -1,0 +1,29 @@
+"""Parser of the command line."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, NoReturn
+
+from lightning.pytorch.cli import LightningArgumentParser
+
+from lightning_sparsefl.cli.messages import short_message
+
+EXIT_USAGE = 2
+"""Exit code after an error message."""
+
+
+class SparseFLParser(LightningArgumentParser):
+    """Parser that reports errors in one line, and accepts no abbreviated options."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        kwargs.setdefault("allow_abbrev", False)  # also in the parsers of classes, which jsonargparse creates
+        super().__init__(*args, **kwargs)
+
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        """Print the message and exit with code 2."""
+        if not self.exit_on_error:
+            super().error(message, ex)
+        print(f"sparsefl: error: {short_message(message)}", file=sys.stderr)
+        print("tip: `sparsefl SUBCOMMAND --help` lists the options.", file=sys.stderr)
+        sys.exit(EXIT_USAGE)
