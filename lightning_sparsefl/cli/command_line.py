@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from types import MethodType
 from typing import Any
 
@@ -11,6 +12,7 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, instant
 
 from lightning_sparsefl.__about__ import __version__
 from lightning_sparsefl.cli.messages import short_message
+from lightning_sparsefl.cli.run_config import with_run_config
 from lightning_sparsefl.errors import InvalidOption, SparseFLError
 from lightning_sparsefl.federated import FederatedAlgorithm, FederatedTrainer, Federation
 
@@ -66,6 +68,13 @@ class SparseFLCLI(LightningCLI):
             parser.add_argument(f"--{name}", action="store_true", help=text)
             self._subcommand_method_arguments[subcommand].append(name)
         return parser
+
+    def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
+        """Parse the command line, with the configuration of the run that `--ckpt_path` belongs to."""
+        if args is None:
+            self.config = parser.parse_args(with_run_config(sys.argv[1:], _SUBCOMMANDS))
+        else:
+            super().parse_arguments(parser, args)
 
     def _set_seed(self) -> None:
         """Set the seed as LightningCLI does, and raise its errors as `InvalidOption`."""

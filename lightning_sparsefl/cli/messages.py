@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 from lightning.pytorch import LightningDataModule, LightningModule
 
@@ -37,6 +38,9 @@ def short_message(message: str) -> str:
         >>> short_message("Parser key 'lr':\n  Does not validate\n  Errors:\n    - Expected a <class 'float'>")
         "Parser key 'lr': Expected a <class 'float'>."
     """
+    missing = re.search(r"the following arguments are required: (.+)", message)
+    if missing:
+        return _missing(missing[1].split(", "))
     lines = [line.strip().removeprefix("- ") for line in message.splitlines()]
     parts = list(dict.fromkeys(line for line in lines if line and not _PARSER_DETAILS.match(line)))
     text = " ".join(part if part.endswith((":", ".")) else f"{part};" for part in parts).rstrip(";")
@@ -46,6 +50,15 @@ def short_message(message: str) -> str:
         known = ", ".join(_class_names(_KINDS[key[1]]))
         text = f"`{key[1]}` is {unknown[1]!r}, which is not a known class; expected an import path or one of {known}"
     return text if text.endswith(".") else f"{text}."
+
+
+def _missing(keys: Sequence[str]) -> str:
+    """Return the message for required options that are not given."""
+    names = ", ".join(f"`{key.partition('.')[2] or key}`" for key in keys)
+    return (
+        f"No value for {names}; expected options, a file in `--config`, or in `--ckpt_path` a run folder with a "
+        "config.yaml."
+    )
 
 
 def _class_names(kind: type) -> list[str]:

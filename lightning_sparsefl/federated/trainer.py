@@ -204,8 +204,8 @@ class FederatedTrainer:  # long because LightningCLI reads every option from its
         Args:
             model: Module that every client trains.
             datamodule: Data of the clients.
-            ckpt_path: Checkpoint to resume from, or ``last`` for the newest run of this algorithm: from its last
-                readable checkpoint, or from the start if it has none. Default: a new run.
+            ckpt_path: Checkpoint or run folder to resume from, or ``last`` for the newest run of this algorithm: from
+                its last readable checkpoint, or from the start if it has none. Default: a new run.
 
         Returns:
             The final scores and totals, as in `summary.json`.
@@ -235,7 +235,7 @@ class FederatedTrainer:  # long because LightningCLI reads every option from its
         Args:
             model: Module of the run.
             datamodule: Data of the clients.
-            ckpt_path: Checkpoint of the run, or ``last``. Default: the current weights of the module, before round 0.
+            ckpt_path: Checkpoint or folder of the run, or ``last``. Default: the current weights of the module.
         """
         return dict(self._dispatch("validate", model, datamodule, ckpt_path))
 
@@ -250,7 +250,7 @@ class FederatedTrainer:  # long because LightningCLI reads every option from its
         Args:
             model: Module of the run.
             datamodule: Data of the clients.
-            ckpt_path: Checkpoint of the run, or ``last``. Default: the current weights of the module, before round 0.
+            ckpt_path: Checkpoint or folder of the run, or ``last``. Default: the current weights of the module.
         """
         return dict(self._dispatch("test", model, datamodule, ckpt_path))
 
@@ -294,10 +294,11 @@ class FederatedTrainer:  # long because LightningCLI reads every option from its
         Args:
             model: Module of the run.
             datamodule: Data of the clients.
-            ckpt_path: Checkpoint of the run, or ``last``. Default: the current weights of the module, before round 0.
+            ckpt_path: Checkpoint or folder of the run, or ``last``. Default: the current weights of the module.
             client: Number of the client.
-            round: Index of the round, from 0. Default: the round after the checkpoint. For a later round, the rounds
-                in between are repeated first.
+            round: Index of the round, from 0. Default: the round after the checkpoint, or the last one of a finished
+                run. For a later round, the rounds in between are repeated first; an earlier one starts from the
+                previous checkpoint of the run.
             pdb: Whether to open Python's debugger at the error if the fit fails.
 
         Returns:
@@ -345,7 +346,7 @@ class FederatedTrainer:  # long because LightningCLI reads every option from its
         Args:
             model: Module of the run.
             datamodule: Data of the clients.
-            ckpt_path: Checkpoint of the run. Default: ``last``, the newest run of this algorithm.
+            ckpt_path: Checkpoint or folder of the run. Default: ``last``, the newest run of this algorithm.
             client: Number of the client whose personal model is exported. Default: the global model.
             out: Folder of the files. Default: ``export/global``, or for example ``export/client-7``, in the run folder.
             formats: Formats of the files: ``ckpt``, ``safetensors`` and ``onnx``, which needs the extra ``onnx``.
