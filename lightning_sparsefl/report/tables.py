@@ -23,6 +23,8 @@ _GROUPS = (
     "finetuned_unseen",
 )
 _SPREAD = {"_std": "std over clients", "_worst10": "worst tenth", "_gap": "participants minus unseen"}
+NOT_COUNTED = "not counted"
+"""Cell of a cost that is unknown, which is not zero."""
 _MASK_BYTES = "comm/mask_bytes_total"
 _COSTS = (
     ("comm/uplink_bytes_total", "bytes up", "B"),
@@ -100,12 +102,14 @@ def summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         summary: Summary of a run, as in its `summary.json`.
 
     Example:
-        >>> summary_rows({"comm/uplink_bytes_total": 2e6, "global/val_loss": 0.5, "global/val_acc": 0.75})
-        [('global val_acc', '0.7500'), ('global val_loss', '0.5000'), ('bytes up', '2 MB')]
+        >>> summary_rows({"flops/train_total": 2e6, "global/val_loss": 0.5, "global/val_acc": 0.75})
+        [('global val_acc', '0.7500'), ('global val_loss', '0.5000'), ('training FLOPs', '2 MFLOP')]
     """
     rows = [row for group in _GROUPS for row in _scores(summary, group)]
     spent = [cost for cost in _COSTS if cost[0] in summary]
     rows += [(word, quantity(summary[n], unit)) for n, word, unit in spent if summary[n] or n != _MASK_BYTES]
+    if spent and not any(name.startswith("flops/") for name, _, _ in spent):
+        rows.append(("training FLOPs", NOT_COUNTED))
     if "density/all" in summary:
         rows.append(("density held by clients", score(summary["density/all"])))
     if "privacy/epsilon" in summary:

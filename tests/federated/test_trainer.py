@@ -164,12 +164,6 @@ def test_a_list_of_ordinary_data_modules_is_a_federation(trainer):
     assert summary["personal/val_acc"] > 0.45  # four classes
 
 
-@pytest.mark.filterwarnings("ignore:FLOPs are not counted")
-def test_data_without_a_sample_shape_still_trains(trainer):
-    summary = trainer().fit(UserModule(), [OneClient(seed, 32) for seed in range(4)])
-    assert summary["flops/train_total"] == 0
-
-
 def test_stock_callbacks_see_rounds_as_epochs(trainer, tmp_path):
     best = ModelCheckpoint(tmp_path / "best", filename="{epoch}", monitor="global/val_acc", mode="max", save_top_k=2)
     stop = EarlyStopping("global/val_loss", patience=1, mode="max")  # loss falls: stops after two rounds

@@ -84,6 +84,10 @@ def test_a_method_without_masks_has_no_row_for_their_bytes():
     assert ("training FLOPs", "0 FLOP") in summary_rows(costs)
 
 
+def test_unknown_flops_are_not_shown_as_zero():
+    assert summary_rows({"comm/uplink_bytes_total": 5})[-1] == ("training FLOPs", "not counted")
+
+
 def printed(columns, rows, width=80):
     file = StringIO()
     print_table("A title", columns, rows, Console(file=file, width=width))

@@ -102,8 +102,9 @@ class Run:
         kind = {"ram": MemoryStore, "disk": SqliteStore}[self.federation.store]
         self.server_records: RecordStore = kind("server", ranks)
         self.node_records: RecordStore = kind("nodes", ranks, divided=True)
-        self.ledger = Ledger()
-        self._connect()
+        workload = self._workload()
+        self.ledger = Ledger(counts_flops=workload.layers is not None)
+        self._connect(workload)
         self.identity = identity(self.algorithm, data.num_clients, self.layout)
         self.training = {"seed": options.seed, **self._training_facts()}
 
@@ -164,7 +165,7 @@ class Run:
         )
         return ClientWorker(module, self.data, engine, work, self.ranks.fabric.device)
 
-    def _connect(self) -> None:
+    def _connect(self, workload: Workload) -> None:
         """Connect the server's half with this rank's node."""
         options, federation, data = self.options, self.federation, self.data
         seed, num_clients = options.seed, data.num_clients
@@ -176,7 +177,7 @@ class Run:
             federation=federation,
             layout=self.layout,
             codec=codec,
-            workload=self._workload(),
+            workload=workload,
             ledger=self.ledger,
             records=self.server_records,
             about=about,

@@ -53,7 +53,7 @@ class Boards:
         costs = [name for name in _COMPARED if name in metrics]
         for board in self._boards:
             hparams_summary(board, self._hparams, [*compared, *costs])
-            board.experiment.add_custom_scalars(_charts(scores))
+            board.experiment.add_custom_scalars(_charts(scores, metrics))
 
     def histograms(self, number: int, personal: Mapping[int, Mapping[str, float]]) -> None:
         """Write the distribution of each metric over clients, without clients whose metric is not finite.
@@ -132,17 +132,17 @@ def _finite(personal: Mapping[int, Mapping[str, float]], name: str) -> dict[int,
     return {i: metrics[name] for i, metrics in personal.items() if math.isfinite(metrics.get(name, math.nan))}
 
 
-def _charts(scores: Mapping[str, float]) -> dict[str, dict[str, list[Any]]]:
+def _charts(scores: Mapping[str, float], costs: Mapping[str, float]) -> dict[str, dict[str, list[Any]]]:
     """Return the custom scalars: the tags of each chart as regular expressions."""
     metrics = [name.removeprefix("global/") for name in scores if name.startswith("global/")]
     metrics.sort(key=lambda name: not higher_is_better(name))
     parts = ("global/{0}$", "personal/{0}$", "personal/{0}_worst10$")
+    spent = {"bytes in total": [rf"comm/{part}_bytes_total$" for part in ("uplink", "downlink", "paper")]}
+    if "flops/train_total" in costs:
+        spent["training FLOPs in total"] = [rf"flops/{part}_total$" for part in ("train", "paper")]
     return {
         "scores": {name: ["Multiline", [part.format(re.escape(name)) for part in parts]] for name in metrics},
-        "costs": {
-            "bytes in total": ["Multiline", [rf"comm/{part}_bytes_total$" for part in ("uplink", "downlink", "paper")]],
-            "training FLOPs in total": ["Multiline", [rf"flops/{part}_total$" for part in ("train", "paper")]],
-        },
+        "costs": {name: ["Multiline", tags] for name, tags in spent.items()},
     }
 
 
