@@ -311,7 +311,7 @@ def test_bad_input(trainer):
     frozen = UserModule().requires_grad_(False)
     with pytest.raises(InvalidOption, match="no trainable parameter"):
         trainer().fit(frozen, blobs())
-    with pytest.raises(InvalidOption, match=r"`federation\.capacities` has 2 numbers"):
-        trainer(federation=Federation(clients_per_round=2, capacities=[1.0, 0.5])).fit(UserModule(), blobs())
+    with pytest.raises(InvalidOption, match=r"`federation\.capacities` has 9 numbers"):
+        trainer(federation=Federation(clients_per_round=2, capacities=[1.0] * 9)).fit(UserModule(), blobs())
     with pytest.raises(InvalidOption, match=r"expected numbers in \(0, 1\]"):
         Federation(capacities=[0.0])

@@ -15,7 +15,7 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from lightning_sparsefl.errors import InvalidOption
 from lightning_sparsefl.federated.commands.export import export
 from lightning_sparsefl.federated.commands.fit import fit
-from lightning_sparsefl.federated.commands.inputs import check_data, check_module
+from lightning_sparsefl.federated.commands.inputs import check_data, check_module, warn_of_full_capacities
 from lightning_sparsefl.federated.commands.replay import replay
 from lightning_sparsefl.federated.commands.run import Run
 from lightning_sparsefl.federated.commands.score import score
@@ -82,6 +82,8 @@ def dispatch(
     options = options.shrunk(data.num_clients) if options.fast_dev_run else options
     check_data(data, options.federation)
     check_module(module)
+    if verb == "fit":
+        warn_of_full_capacities(options)
     result = launch(fabric, partial(_work, options, verb, module, data, ckpt_path, asked))
     folder, signal = result["folder"], result["signal"]
     first = in_other_processes(fabric) or fabric.is_global_zero

@@ -44,20 +44,6 @@ class LocalWork:
     """How units are excluded from training, option `federation.execution`."""
 
 
-def require_set(loader: Any, split: Split) -> None:
-    """Raise :class:`InvalidOption` if the data has no loader of a split.
-
-    Args:
-        loader: Loader of a client, or None.
-        split: Split of the loader.
-    """
-    if loader is None:
-        raise InvalidOption(
-            f"The data has no {split} set for a client; set `data.val_fraction` above 0, "
-            "or `data.eval_split: test` without `trainer.validate_locally`."
-        )
-
-
 class ClientWorker:
     """Worker that trains and evaluates the clients of one rank in sequence, with one module.
 
@@ -215,7 +201,8 @@ class ClientWorker:
         Raises:
             InvalidOption: If `loader` is None.
         """
-        require_set(loader, split)
+        if loader is None:
+            raise InvalidOption(f"The data has no {split} set for a client; set `data.val_fraction` above 0.")
         self.load(weights)
         seed_all(*key)
         return self.engine.evaluate(self.module, loader, stage=_STAGES[split], datamodule=self.data)
