@@ -111,8 +111,11 @@ BAD = {
         "`algorithm` is 'FedFoo', which is not a known class; expected an import path or one of FedAvg, ",
     ),
     "unknown data": (["--data=Nothing"], "expected an import path or one of ClientDataModules, "),
-    "unknown option": (["--federation.on_client_errr=skip"], "--federation.on_client_errr"),
-    "wrong choice": (["--federation.on_client_error=skp"], "skp"),
+    "unknown option": (
+        ["--federation.on_client_errr=skip"],
+        "`--federation.on_client_errr` is not an option; did you mean `--federation.on_client_error`?",
+    ),
+    "wrong choice": (["--federation.on_client_error=skp"], "is 'skp'; expected one of 'raise', 'skip'."),
     "density": (["--algorithm.density=1.5"], "`algorithm.density` is 1.5; expected a number in (0, 1]."),
     "too many clients": (["--federation.clients_per_round=50"], "`federation.clients_per_round` is 50"),
     "unknown reducer": (
@@ -128,7 +131,10 @@ BAD = {
         "`federation.clip_update` is not",
     ),
     "empty client": (["--data.partition.min_examples=80"], "found no partition of 1442 examples over 20 clients"),
-    "another algorithm's option": (["--algorithm=FedProx", "--algorithm.density=0.3"], "Option 'density'"),
+    "another algorithm's option": (
+        ["--algorithm=FedProx", "--algorithm.density=0.3"],
+        "`algorithm.density` is not an option of FedProx; expected one of mu.",
+    ),
     "no module": (["--model=torch.nn.Linear"], "LightningModule"),
     "no such config": (["--config=missing.yaml"], "missing.yaml"),
     "no such checkpoint": (["--ckpt_path=missing.ckpt"], "missing.ckpt"),
@@ -155,7 +161,8 @@ def test_bad_input_is_one_sentence_and_exit_code_2(case, sparsefl):
 def test_a_usage_error_ends_with_a_tip(sparsefl):
     code, _, err = sparsefl("fit", "--config", QUICKSTART, "--trainer.max_roundz=1")
     assert code == 2
-    assert err.splitlines()[-1] == "tip: `sparsefl SUBCOMMAND --help` lists the options."
+    assert err.splitlines()[-1] == "tip: `sparsefl fit --help` lists the options."
+    assert sparsefl("foo")[2].splitlines()[-1] == "tip: `sparsefl SUBCOMMAND --help` lists the options."
 
 
 def test_a_diverging_client_names_the_option_that_decides(sparsefl):

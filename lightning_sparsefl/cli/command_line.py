@@ -61,6 +61,12 @@ class SparseFLCLI(LightningCLI):
         for name in ("num_classes", "sample_shape"):
             parser.link_arguments(f"data.{name}", f"model.init_args.{name}", apply_on="instantiate")
 
+    def _add_subcommands(self, parser: LightningArgumentParser, **kwargs: Any) -> None:
+        """Add the subcommands, with the names of their programs as they are typed."""
+        super()._add_subcommands(parser, **kwargs)
+        for name, subparser in self._subcommand_parsers.items():
+            subparser.prog = f"{parser.prog} {name}"
+
     def _prepare_subcommand_parser(self, klass: type, subcommand: str, **kwargs: Any) -> LightningArgumentParser:
         """Add flags such as ``--json`` to the parser of a subcommand."""
         parser = super()._prepare_subcommand_parser(klass, subcommand, **kwargs)

@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 
 from lightning.pytorch.cli import LightningArgumentParser
 
-from lightning_sparsefl.cli.messages import short_message
+from lightning_sparsefl.cli.messages import options_of, short_message
 
 EXIT_USAGE = 2
 """Exit code after an error message."""
@@ -24,6 +24,8 @@ class SparseFLParser(LightningArgumentParser):
         """Print the message and exit with code 2."""
         if not self.exit_on_error:
             super().error(message, ex)
-        print(f"sparsefl: error: {short_message(message)}", file=sys.stderr)
-        print("tip: `sparsefl SUBCOMMAND --help` lists the options.", file=sys.stderr)
+        reporter = getattr(ex, "subcommand_parser", None) or self
+        program = "sparsefl SUBCOMMAND" if reporter._subcommands_action else reporter.prog
+        print(f"sparsefl: error: {short_message(message, options_of(reporter))}", file=sys.stderr)
+        print(f"tip: `{program} --help` lists the options.", file=sys.stderr)
         sys.exit(EXIT_USAGE)

@@ -25,7 +25,7 @@ def test_the_package_can_be_run_as_a_module():
 def test_options_cannot_be_abbreviated(option, sparsefl):
     code, _, err = sparsefl("fit", "--config", QUICKSTART, option, "--print_config")
     assert code == 2
-    assert "unrecognized arguments" in err or "is not accepted" in err
+    assert " is not an option" in err
 
 
 def test_a_configuration_names_the_versions_that_made_it(sparsefl):
