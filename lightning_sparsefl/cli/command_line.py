@@ -12,6 +12,7 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, instant
 
 from lightning_sparsefl.__about__ import __version__
 from lightning_sparsefl.cli.messages import short_message
+from lightning_sparsefl.cli.parser import QUIET, QuietAction
 from lightning_sparsefl.cli.run_config import with_run_config
 from lightning_sparsefl.errors import InvalidOption, SparseFLError
 from lightning_sparsefl.federated import FederatedAlgorithm, FederatedTrainer, Federation
@@ -43,6 +44,7 @@ class SparseFLCLI(LightningCLI):
     def add_default_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Add the seed, which is 0 by default."""
         text = "Random seed of the run, a whole number >= 0. With false, the random generators are not seeded."
+        parser.add_argument(QUIET, action=QuietAction, help="Print nothing but warnings and errors.")
         parser.add_argument("--seed_everything", type=bool | int, default=0, help=text)
 
     def add_core_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
@@ -111,6 +113,8 @@ class SparseFLCLI(LightningCLI):
     def instantiate_trainer(self, **kwargs: Any) -> FederatedTrainer:  # type: ignore[override]
         """Create the trainer with the algorithm and the federation of the configuration."""
         groups = {name: self._get(self.config_init, name) for name in ("algorithm", "federation")}
+        if getattr(self._parser(self.subcommand), "is_quiet", False):
+            kwargs["quiet"] = True
         trainer: Any = super().instantiate_trainer(**groups, **kwargs)
         return trainer  # type: ignore[no-any-return]
 

@@ -14,9 +14,10 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_sparsefl.__about__ import __version__
 from lightning_sparsefl.cli.command_line import SparseFLCLI
-from lightning_sparsefl.cli.parser import EXIT_USAGE, SparseFLParser
+from lightning_sparsefl.cli.parser import EXIT_USAGE, QUIET, SparseFLParser
 from lightning_sparsefl.errors import ClientFailed, SparseFLError
 from lightning_sparsefl.federated import FederatedTrainer
+from lightning_sparsefl.report import silenced
 
 _EXIT_INTERRUPTED = 130
 _PARENT = os.getppid()
@@ -56,7 +57,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.argv = [sys.argv[0], *argv]
     sys.path.insert(0, str(Path.cwd()))  # for `--model my_models.Net` with a file of the user
     try:
-        run()
+        with silenced(QUIET in sys.argv[1:]):
+            run()
     except ClientFailed as error:
         if error.__cause__ is not None:  # the code of the user failed, so show where
             traceback.print_exception(error.__cause__)

@@ -29,6 +29,7 @@ from lightning_sparsefl.federated.options import Federation
 from lightning_sparsefl.federated.rounds.run_options import RunOptions
 from lightning_sparsefl.federated.storage.atomic_files import load_plain
 from lightning_sparsefl.federated.tracking.progress_bar import RoundProgressBar
+from lightning_sparsefl.report import silenced
 
 
 class FederatedTrainer:  # long because LightningCLI reads every option from its signature and docstring
@@ -62,7 +63,9 @@ class FederatedTrainer:  # long because LightningCLI reads every option from its
         accumulate_grad_batches: Number of batches whose gradients are accumulated for one optimizer step.
         validate_locally: Whether to run a client's validation loader after each local epoch, as needed by schedulers
             and callbacks that monitor a validation metric.
-        enable_progress_bar: Whether to show a progress bar over rounds.
+        enable_progress_bar: Whether to show the progress over rounds: a bar in a terminal or notebook, elsewhere a line
+            for each evaluated round.
+        quiet: Whether to print no progress, tables and notes; warnings and errors are still shown.
         num_threads: Number of intra-op threads of every rank; results depend on it.
         timeout: Time that a rank waits for the others, in seconds.
         algorithm: Federated method.
@@ -106,6 +109,7 @@ class FederatedTrainer:  # long because LightningCLI reads every option from its
         accumulate_grad_batches: int = 1,
         validate_locally: bool = False,
         enable_progress_bar: bool = True,
+        quiet: bool = False,
         num_threads: int = 1,
         timeout: float = 1800.0,
         algorithm: FederatedAlgorithm,
@@ -142,13 +146,14 @@ class FederatedTrainer:  # long because LightningCLI reads every option from its
             max_rounds=max_rounds,
             check_val_every_n_round=check_val_every_n_round,
             default_root_dir=default_root_dir,
-            callbacks=[*rounds, RoundProgressBar()] if enable_progress_bar else rounds,
+            callbacks=[*rounds, RoundProgressBar()] if enable_progress_bar and not quiet else rounds,
             client_callbacks=clients,
             logger=logger,
             round_lr=round_lr,
             validate_locally=validate_locally,
             fast_dev_run=fast_dev_run,
             seed=int(os.environ.get("PL_GLOBAL_SEED", "0")) if seed is None else seed,
+            quiet=quiet,
             num_threads=num_threads,
         )
         self._processes: dict[str, Any] = {
@@ -274,7 +279,8 @@ class FederatedTrainer:  # long because LightningCLI reads every option from its
         check_data(data, self.federation)
         check_module(model)
         result = profile(self.options, model, data)
-        print(result.to_json()) if json else result.print()
+        with silenced(self.options.quiet):
+            print(result.to_json()) if json else result.print()
         return result
 
     def replay(

@@ -11,6 +11,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from lightning_sparsefl.report.output import is_silent
+
 _PREFIXES = ("", "k", "M", "G", "T", "P", "E", "Z")
 _GROUPS = (
     "global",
@@ -68,6 +70,8 @@ def print_table(
 ) -> None:
     """Print a table; the first column is left-aligned, the others are right-aligned.
 
+    Nothing is printed while output is silenced.
+
     On a terminal the table is limited to its width; in a pipe or a file no line is wrapped.
 
     Args:
@@ -76,6 +80,8 @@ def print_table(
         rows: Rows, with one cell per column.
         console: Console to print to; default: standard output.
     """
+    if is_silent():
+        return
     console = console or _standard_output()
     table = Table(box=box.SIMPLE_HEAD, show_header=any(columns), show_edge=False, pad_edge=False)
     for index, column in enumerate(columns):

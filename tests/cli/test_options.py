@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from helpers.command_line import QUICKSTART
+from helpers.command_line import QUICKSTART, SHORT, run_folder
 from lightning_sparsefl import __version__
 
 
@@ -40,3 +40,15 @@ def test_without_a_seed_the_seed_is_0(sparsefl, tmp_path):
     code, out, err = sparsefl("fit", "--config", config, "--print_config")
     assert (code, err) == (0, "")
     assert "seed_everything: 0\n" in out
+
+
+def test_a_quiet_run_prints_nothing_and_its_configuration_is_not_quiet(sparsefl, tmp_path):
+    assert sparsefl("fit", "--quiet", "--config", QUICKSTART, *SHORT) == (0, "", "")
+    assert "quiet: false" in (run_folder(tmp_path) / "config.yaml").read_text()
+    code, out, _ = sparsefl("test", "--ckpt_path", run_folder(tmp_path))
+    assert code == 0
+    assert "personal test_acc" in out
+    assert sparsefl("test", "--ckpt_path", run_folder(tmp_path), "--trainer.quiet=true")[1] == ""
+    code, out, err = sparsefl("fit", "--quiet", "--config", QUICKSTART, "--trainer.max_rounds=0")
+    assert (code, out) == (2, "")
+    assert "`trainer.max_rounds` is 0" in err

@@ -36,7 +36,7 @@ from lightning_sparsefl.federated.rounds.server import About, Server
 from lightning_sparsefl.federated.rounds.workload import Workload
 from lightning_sparsefl.federated.sampling import split_unseen
 from lightning_sparsefl.federated.storage.records import ServerRecord
-from lightning_sparsefl.report import print_table, quantity
+from lightning_sparsefl.report import print_line, print_table, quantity
 from lightning_sparsefl.report.tables import NOT_COUNTED
 from lightning_sparsefl.seeds import generator
 from lightning_sparsefl.sparse.masks import apply, counts, density, intersect
@@ -147,7 +147,7 @@ class Profile:
             list(_layer_rows(content)),
         )
         if "final_density" in content:
-            print(f"The server's masks keep {content['final_density']:.4%} of their layers after the last round.")
+            print_line(f"The server's masks keep {content['final_density']:.4%} of their layers after the last round.")
         cohorts = f"{content['rounds']:,} rounds, {content['client_rounds']:,} client-rounds"
         for title, costs in (("One client-round, mean", content["client_round"]), (cohorts, content["run"])):
             rows = [(label, *(_cell(costs, column, *what) for column in _COLUMNS)) for label, what in _ROWS.items()]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NoReturn, Protocol
 
@@ -122,6 +122,9 @@ class RankCohort:
         self.interrupts = Interrupts()
         self.forecast = LoadForecast(ranks.size)
         self._about = about
+        self.watch: Callable[[str, int, int], None] | None = None
+        """Function that is called after each client, with the name of the plan, and the numbers of finished clients and
+        of all clients of this process."""
 
     def about(self) -> AllAbout:
         """Return sizes and capacities of the clients."""
@@ -163,13 +166,16 @@ class RankCohort:
         """Work through this rank's clients, until a signal asks to stop; return what all ranks must know."""
         outcomes = [plan.beside.work()] if plan.beside is not None and self.ranks.first else []
         self.interrupts.check()
-        for client in clients:
+        total = len(clients) if isinstance(clients, Sized) else len(plan.loads)
+        for done, client in enumerate(clients, start=1):
             try:
                 outcomes += self._one(client, order, receive, merge)
             except Exception:
                 self.interrupts.check()  # a signal that also ended a loader's workers is no failure of the client
                 raise
             self.interrupts.check()
+            if self.watch is not None:
+                self.watch(plan.name, done, total)
         return outcomes, {} if merge is None else merge.headers()
 
     def _one(self, client: int, make: MakeOrder, receive: Receive, merge: Accumulator | None) -> list[Outcome]:
