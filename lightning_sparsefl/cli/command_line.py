@@ -11,6 +11,7 @@ from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, instantiate_class
 
 from lightning_sparsefl.__about__ import __version__
+from lightning_sparsefl.cli.help import TITLES, class_list
 from lightning_sparsefl.cli.messages import short_message
 from lightning_sparsefl.cli.parser import QUIET, QuietAction
 from lightning_sparsefl.cli.run_config import with_run_config
@@ -68,10 +69,17 @@ class SparseFLCLI(LightningCLI):
         super()._add_subcommands(parser, **kwargs)
         for name, subparser in self._subcommand_parsers.items():
             subparser.prog = f"{parser.prog} {name}"
+            subparser.usage = f"{subparser.prog} [--config FILE] [options]"
+            subparser.epilog = (
+                "Each option can also be set by an environment variable: --trainer.max_rounds by "
+                f"SPARSEFL_{name.upper()}__TRAINER__MAX_ROUNDS."
+            )
 
     def _prepare_subcommand_parser(self, klass: type, subcommand: str, **kwargs: Any) -> LightningArgumentParser:
         """Add flags such as ``--json`` to the parser of a subcommand."""
         parser = super()._prepare_subcommand_parser(klass, subcommand, **kwargs)
+        for group, title in TITLES.items():
+            (parser.groups or {})[group].title = title
         for name, text in _FLAGS.get(subcommand, {}).items():
             parser.add_argument(f"--{name}", action="store_true", help=text)
             self._subcommand_method_arguments[subcommand].append(name)
@@ -79,6 +87,10 @@ class SparseFLCLI(LightningCLI):
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         """Parse the command line, with the configuration of the run that `--ckpt_path` belongs to."""
+        classes = class_list(sys.argv[1:]) if args is None else None
+        if classes is not None:
+            print(classes)
+            parser.exit()
         if args is None:
             self.config = parser.parse_args(with_run_config(sys.argv[1:], _SUBCOMMANDS))
         else:

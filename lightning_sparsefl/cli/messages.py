@@ -127,6 +127,16 @@ def _unknown_class(problem: _Problem, match: re.Match[str]) -> str:
     )
 
 
+def own_classes(base: type) -> dict[str, type]:
+    """Return the classes of this package that can be chosen for an option, by name.
+
+    Args:
+        base: Base class of the option.
+    """
+    classes = {name: kind for package in _OWN for name, kind in vars(package).items()}
+    return {name: classes[name] for name in _class_names((base,), _OWN)}
+
+
 def _between_brackets(message: str) -> list[str]:
     """Return the import paths of the types that the parser tried."""
     tried = re.search(r"Subtypes: \[(.*)\]", message)

@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 
 from lightning.pytorch.cli import LightningArgumentParser
 
+from lightning_sparsefl.cli.help import HelpFormatter
 from lightning_sparsefl.cli.messages import options_of, short_message
 
 EXIT_USAGE = 2
@@ -36,6 +37,9 @@ class SparseFLParser(LightningArgumentParser):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         kwargs.setdefault("allow_abbrev", False)  # also in the parsers of classes, which jsonargparse creates
+        kwargs.setdefault("formatter_class", HelpFormatter)
+        if str(kwargs.get("description", "")).startswith("Help for --"):  # of one class, which has no program
+            kwargs.setdefault("usage", argparse.SUPPRESS)
         super().__init__(*args, **kwargs)
         self.is_quiet = False
 

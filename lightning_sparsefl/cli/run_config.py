@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Sequence
+from itertools import zip_longest
 from pathlib import Path
 
 from lightning.fabric.utilities.rank_zero import rank_zero_info
@@ -56,7 +57,7 @@ def _has_config(args: Sequence[str], subcommand: str) -> bool:
 def _value_of(option: str, args: Sequence[str]) -> str | None:
     """Return the last value of an option, or None."""
     value = None
-    for arg, following in zip(args, [*args[1:], None], strict=True):
+    for arg, following in zip_longest(args, args[1:]):
         name, equals, rest = arg.partition("=")
         if name == option:
             value = rest if equals else following
