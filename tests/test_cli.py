@@ -36,6 +36,7 @@ def test_fit_leaves_a_whole_run_folder(sparsefl, tmp_path):
     assert "Run folder: runs/FedSpa/version_0" in out
     assert "tensorboard --logdir runs/FedSpa/version_0" in out
     assert "personal test_acc" in out
+    assert "Bytes and FLOPs are sums over clients and rounds" in out
     weights = torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True)["state_dict"]
     assert weights["net.fc.weight"].shape[0] == 10
 

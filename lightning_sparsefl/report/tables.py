@@ -25,6 +25,10 @@ _GROUPS = (
     "finetuned_unseen",
 )
 _SPREAD = {"_std": "std over clients", "_worst10": "worst tenth", "_gap": "participants minus unseen"}
+LEGEND = """\
+Bytes and FLOPs are sums over clients and rounds; those "as papers count" follow
+the formula of the method's paper."""
+"""Explanation of the costs in the final table."""
 NOT_COUNTED = "not counted"
 """Cell of a cost that is unknown, which is not zero."""
 _MASK_BYTES = "comm/mask_bytes_total"

@@ -2,6 +2,7 @@
 
 import copy
 import csv
+import warnings
 
 import lightning as L
 import pytest
@@ -426,3 +427,21 @@ def test_fine_tuning_runs_once_at_the_end_and_is_in_the_table(trainer):
     assert sorted(calls) == [(2, client) for client in range(5)]  # at the rates of the last round
     assert summary["finetuned/val_loss"] != summary["personal/val_loss"]
     assert {"finetuned/val_acc_std", "finetuned/val_acc_worst10"} <= summary.keys()
+
+
+def test_a_warning_of_every_batch_is_shown_once(trainer):
+    class Warns(MLP):
+        def training_step(self, batch, batch_idx):
+            warnings.warn("no positive samples", UserWarning, stacklevel=1)
+            return super().training_step(batch, batch_idx)
+
+        def validation_step(self, batch, batch_idx):
+            warnings.warn("no negative samples", UserWarning, stacklevel=1)
+            super().validation_step(batch, batch_idx)
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer().fit(Warns(num_classes=4, sample_shape=(1, 1, 8)), blobs())
+    said = [str(warning.message) for warning in caught if " samples" in str(warning.message)]
+    assert said == ["no positive samples", "no negative samples"]
+    assert {warning.filename for warning in caught if " samples" in str(warning.message)} == {__file__}

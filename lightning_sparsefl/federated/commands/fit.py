@@ -24,6 +24,7 @@ from lightning_sparsefl.federated.tracking.progress_bar import RoundProgressBar
 from lightning_sparsefl.federated.tracking.recorder import Recorder
 from lightning_sparsefl.federated.tracking.round_trainer import RoundTrainer
 from lightning_sparsefl.report import print_line, print_table, summary_rows
+from lightning_sparsefl.report.tables import LEGEND
 from lightning_sparsefl.types import RunState
 
 
@@ -302,6 +303,7 @@ class Fit:
             method, clients = type(self.parts.algorithm).__name__, self.parts.data.num_clients
             title = f"{method} after {self._state.server.round} rounds, {clients} clients"
             print_table(title, ("", ""), summary_rows(summary))
+            print_line(f"{LEGEND}\n")
             print_line(f"Run folder: {self.folder.path}")
             if any(isinstance(logger, TensorBoardLogger) for logger in self._loggers):
                 print_line(f"TensorBoard: tensorboard --logdir {self.folder.path}")

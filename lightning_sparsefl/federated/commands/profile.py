@@ -68,6 +68,12 @@ _ROWS = {
     "  of these, masks": ("mask_bytes", "B"),
 }
 _COLUMNS = ("paper", "analytic", "wire")
+_LEGEND = """\
+Costs are summed over clients. paper: by the formula of the method's paper;
+analytic: operations with the weights that masks keep; wire: encoded messages."""
+_ESTIMATE = """\
+Masks that depend on gradients are simulated with noise, which changes them more
+than training does: their bytes on the wire are upper estimates."""
 
 
 class SimulatedWorker:
@@ -152,6 +158,7 @@ class Profile:
         for title, costs in (("One client-round, mean", content["client_round"]), (cohorts, content["run"])):
             rows = [(label, *(_cell(costs, column, *what) for column in _COLUMNS)) for label, what in _ROWS.items()]
             print_table(title, ("", *_COLUMNS), rows)
+        print_line(f"\n{_LEGEND}" + (f"\n{_ESTIMATE}" if content["run"]["wire"]["mask_bytes"] else ""))
 
 
 def _layer_rows(content: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:

@@ -393,3 +393,11 @@ def test_votes_that_a_method_restricts_are_charged_alike_by_profile_and_ledger(t
     assert summary["comm/uplink_bytes_total"] - wire["uplink_bytes"] == pytest.approx(metrics, rel=0.05)
     assert summary["comm/downlink_bytes_total"] == wire["downlink_bytes"] == dense["downlink_bytes"]
     assert wire["uplink_bytes"] < 0.5 * dense["uplink_bytes"]
+
+
+@pytest.mark.parametrize(("algorithm", "estimated"), [(FedAvg(), False), (FedSpa(), True)], ids=["dense", "masks"])
+def test_the_columns_are_explained(algorithm, estimated, capsys):
+    trainer(algorithm).profile(mlp(), digits())
+    out = capsys.readouterr().out
+    assert "paper: by the formula of the method's paper;\nanalytic: operations with the weights" in out
+    assert ("upper estimates" in out) == estimated
