@@ -102,9 +102,9 @@ class Run:
         kind = {"ram": MemoryStore, "disk": SqliteStore}[self.federation.store]
         self.server_records: RecordStore = kind("server", ranks)
         self.node_records: RecordStore = kind("nodes", ranks, divided=True)
-        workload = self._workload()
-        self.ledger = Ledger(counts_flops=workload.layers is not None)
-        self._connect(workload)
+        self.workload = self._describe_workload()
+        self.ledger = Ledger(counts_flops=self.workload.layers is not None)
+        self._connect()
         self.identity = identity(self.algorithm, data.num_clients, self.layout)
         self.training = {"seed": options.seed, **self._training_facts()}
 
@@ -171,7 +171,7 @@ class Run:
         )
         return ClientWorker(module, self.data, engine, work, self.ranks.fabric.device)
 
-    def _connect(self, workload: Workload) -> None:
+    def _connect(self) -> None:
         """Connect the server's half with this rank's node."""
         options, federation, data = self.options, self.federation, self.data
         seed, num_clients = options.seed, data.num_clients
@@ -183,7 +183,7 @@ class Run:
             federation=federation,
             layout=self.layout,
             codec=codec,
-            workload=workload,
+            workload=self.workload,
             ledger=self.ledger,
             records=self.server_records,
             about=about,
@@ -218,7 +218,7 @@ class Run:
         stores = (self.server_records, self.node_records)
         self.scorer = Scorer(self.coordinator, self.worker, unseen_clients, stores, self.split)
 
-    def _workload(self) -> Workload:
+    def _describe_workload(self) -> Workload:
         options = self.options.local
         batch_size = getattr(self.data, "batch_size", None) or self.data.client_train_dataloader(0).batch_size or 1
         return Workload(
