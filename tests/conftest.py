@@ -10,6 +10,7 @@ from unittest import mock
 import pytest
 import torch
 
+from helpers.command_line import sparsefl  # noqa: F401  (a fixture)
 from helpers.federation import federation, last  # noqa: F401  (fixtures)
 from helpers.slow import keep_named_tests, mark_slow_cases
 from lightning_sparsefl.federated.storage.atomic_files import load_plain

@@ -14,42 +14,10 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 
-from lightning_sparsefl import cli
+from helpers.command_line import QUICKSTART, ROOT, SHORT, run_folder
 from lightning_sparsefl.federated.local.node import Node
 
-ROOT = Path(__file__).parents[1]
-QUICKSTART = str(ROOT / "configs" / "quickstart.yaml")
 TORCHRUN = str(ROOT / "configs" / "cluster" / "torchrun.sh")
-SHORT = [
-    "--trainer.max_rounds=2",
-    "--trainer.max_epochs=1",
-    "--trainer.enable_progress_bar=false",
-    "--federation.clients_per_round=3",
-    "--federation.pictures_every_n_rounds=0",
-]
-
-
-@pytest.fixture
-def sparsefl(tmp_path, monkeypatch, capfd):
-    """Runs a command in an empty folder; returns its exit code, standard output and standard error."""
-
-    def run(*args):
-        monkeypatch.chdir(tmp_path)
-        monkeypatch.delenv("PL_GLOBAL_SEED", raising=False)
-        monkeypatch.setattr(sys, "argv", ["sparsefl"])
-        monkeypatch.setattr(sys, "path", list(sys.path))
-        try:
-            code = cli.main([str(arg) for arg in args])
-        except SystemExit as stop:
-            code = stop.code or 0
-        captured = capfd.readouterr()
-        return code, captured.out, captured.err
-
-    return run
-
-
-def run_folder(tmp_path, algorithm="FedSpa", version=0):
-    return tmp_path / "runs" / algorithm / f"version_{version}"
 
 
 def test_fit_leaves_a_whole_run_folder(sparsefl, tmp_path):
@@ -68,6 +36,7 @@ def test_fit_leaves_a_whole_run_folder(sparsefl, tmp_path):
     assert "Run folder: runs/FedSpa/version_0" in out
     assert "tensorboard --logdir runs/FedSpa/version_0" in out
     assert "personal test_acc" in out
+    assert "Bytes and FLOPs are sums over clients and rounds" in out
     weights = torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True)["state_dict"]
     assert weights["net.fc.weight"].shape[0] == 10
 
@@ -145,8 +114,11 @@ BAD = {
         "`algorithm` is 'FedFoo', which is not a known class; expected an import path or one of FedAvg, ",
     ),
     "unknown data": (["--data=Nothing"], "expected an import path or one of ClientDataModules, "),
-    "unknown option": (["--federation.on_client_errr=skip"], "--federation.on_client_errr"),
-    "wrong choice": (["--federation.on_client_error=skp"], "skp"),
+    "unknown option": (
+        ["--federation.on_client_errr=skip"],
+        "`--federation.on_client_errr` is not an option; did you mean `--federation.on_client_error`?",
+    ),
+    "wrong choice": (["--federation.on_client_error=skp"], "is 'skp'; expected one of 'raise', 'skip'."),
     "density": (["--algorithm.density=1.5"], "`algorithm.density` is 1.5; expected a number in (0, 1]."),
     "too many clients": (["--federation.clients_per_round=50"], "`federation.clients_per_round` is 50"),
     "unknown reducer": (
@@ -162,7 +134,10 @@ BAD = {
         "`federation.clip_update` is not",
     ),
     "empty client": (["--data.partition.min_examples=80"], "found no partition of 1442 examples over 20 clients"),
-    "another algorithm's option": (["--algorithm=FedProx", "--algorithm.density=0.3"], "Option 'density'"),
+    "another algorithm's option": (
+        ["--algorithm=FedProx", "--algorithm.density=0.3"],
+        "`algorithm.density` is not an option of FedProx; expected one of mu.",
+    ),
     "no module": (["--model=torch.nn.Linear"], "LightningModule"),
     "no such config": (["--config=missing.yaml"], "missing.yaml"),
     "no such checkpoint": (["--ckpt_path=missing.ckpt"], "missing.ckpt"),
@@ -189,7 +164,8 @@ def test_bad_input_is_one_sentence_and_exit_code_2(case, sparsefl):
 def test_a_usage_error_ends_with_a_tip(sparsefl):
     code, _, err = sparsefl("fit", "--config", QUICKSTART, "--trainer.max_roundz=1")
     assert code == 2
-    assert err.splitlines()[-1] == "tip: `sparsefl SUBCOMMAND --help` lists the options."
+    assert err.splitlines()[-1] == "tip: `sparsefl fit --help` lists the options."
+    assert sparsefl("foo")[2].splitlines()[-1] == "tip: `sparsefl SUBCOMMAND --help` lists the options."
 
 
 def test_a_diverging_client_names_the_option_that_decides(sparsefl):

@@ -34,7 +34,7 @@ _COUNTS = {
     "bytes_paper": "comm/paper_bytes_total",
     "flops_train": "flops/train_total",
     "flops_paper": "flops/paper_total",
-    "density": "sparsity/density",
+    "density": "density/all",
 }
 Row = Mapping[str, str]
 

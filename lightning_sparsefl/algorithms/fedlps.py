@@ -59,6 +59,8 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lightning_sparsefl.algorithms import _pucbv as pucbv
 from lightning_sparsefl.callbacks import LearnedImportance, ProximalTerm
@@ -195,6 +197,23 @@ class FedLPS(FederatedAlgorithm):
             require(value >= 0, f"algorithm.{name}", value, "a number >= 0")
         require(self.arms >= 1, "algorithm.arms", self.arms, "a whole number >= 1")
         self._devices()
+
+    @property
+    def at_full_capacity(self) -> str | None:
+        """Training of the full model."""
+        return "trains the full model on every client" if self.ratio == "capacity" and not self.dynamic else None
+
+    def adapt(self, module: LightningModule) -> None:
+        """Raise for a module without `validation_step`, which the bandit's first reward needs.
+
+        Raises:
+            InvalidOption: If the bandit is used and the module has none.
+        """
+        if self.ratio == "bandit" and not is_overridden("validation_step", module, LightningModule):
+            raise InvalidOption(
+                f"`algorithm` is FedLPS, whose bandit scores a client's training data with `validation_step`, but "
+                f"`{type(module).__name__}` has none; define it, or set `algorithm.ratio: fixed`."
+            )
 
     @property
     def _changes_in_training(self) -> bool:

@@ -73,6 +73,11 @@ class HeteroFL(FederatedAlgorithm):
         )
         require(self.finetune_epochs >= 0, "algorithm.finetune_epochs", self.finetune_epochs, "a whole number >= 0")
 
+    @property
+    def at_full_capacity(self) -> str | None:
+        """Training of the full model."""
+        return "trains the full model on every client" if max(self.rates) == 1 else None
+
     def adapt(self, module: LightningModule) -> None:
         """Remove the running statistics of batch norms; no parameter is renamed."""
         make_norms_static(module)

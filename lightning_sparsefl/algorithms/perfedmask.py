@@ -97,6 +97,11 @@ class PerFedMask(FederatedAlgorithm):
         """The method that determines everything except the trainable weights."""
         return FedAvg() if self.base is None else self.base
 
+    @property
+    def at_full_capacity(self) -> str:
+        """Training without a plan."""
+        return "freezes no layer" + (" but the head" if self.freeze_head else "")
+
     def adapt(self, module: LightningModule) -> None:
         """Adapt the module as the base does."""
         self._inner.adapt(module)

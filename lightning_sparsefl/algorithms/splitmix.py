@@ -77,6 +77,11 @@ class SplitMix(FederatedAlgorithm):
         require(1 <= self.bases < _NOBODY, "algorithm.bases", self.bases, "a whole number from 1 to 254")
         require(self.finetune_epochs >= 0, "algorithm.finetune_epochs", self.finetune_epochs, "a whole number >= 0")
 
+    @property
+    def at_full_capacity(self) -> str | None:
+        """Training of all base networks."""
+        return "trains all base networks on every client"
+
     def adapt(self, module: LightningModule) -> None:
         """Remove the running statistics of batch norms, and raise for a norm that would couple base networks."""
         make_norms_static(module)

@@ -22,13 +22,13 @@ _messages = WarningCache()
 _work: WeakKeyDictionary[nn.Module, tuple[LayerFlops, ...]] = WeakKeyDictionary()
 """Operations of modules, counted once: all clients of a federation train one module."""
 
-_DENSITY, _LAYER = "sparsity/density", "sparsity/layer/"
+_DENSITY, _LAYER = "density/all", "density/layer/"
 
 
 class SparsityMonitor(Callback):
     """Logs densities at the end of epochs, counted in weights that are not zero, for whatever reason.
 
-    The keys are ``sparsity/density`` (of all layers together), ``sparsity/layer/<name>`` (of one), and
+    The keys are ``density/all`` (of all layers together), ``density/layer/<name>`` (of one), and
     ``mask/changed``: the fraction of positions that became zero, or ceased to be, since the last time, first since
     training started. A weight that a mask has let grow counts once it has left zero. The module is not touched.
 
@@ -37,7 +37,7 @@ class SparsityMonitor(Callback):
     `example_input_array`, or else on the first tensor of the first batch, one sample of it.
 
     With `pictures` each logger that takes images, such as TensorBoard's, gets ``mask/layers``, where the layers are
-    zero, and ``sparsity/density_per_layer``.
+    zero, and ``density/per_layer``.
 
     Args:
         every_n_epochs: Epochs between two logs.
@@ -164,7 +164,7 @@ def _draw(trainer: Any, masks: Masks, densities: Mapping[str, float]) -> None:
     layers = {key.removeprefix(_LAYER): value for key, value in densities.items() if key.startswith(_LAYER)}
     figures = {
         "mask/layers": report.mask_figure(masks, epoch),
-        "sparsity/density_per_layer": pictures.density_figure(layers, epoch, unit="epoch"),
+        "density/per_layer": pictures.density_figure(layers, epoch, unit="epoch"),
     }
     for tag, figure in figures.items():
         image = pictures.pixels(figure)

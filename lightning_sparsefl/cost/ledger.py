@@ -47,6 +47,9 @@ class Charge:
 class Ledger:
     """Sums of charges, which do not depend on the order of the charges; rows are stored for the current round only.
 
+    Args:
+        counts_flops: Whether the FLOPs of the charges are known; if not, the log has no keys for them.
+
     Example:
         >>> ledger = Ledger()
         >>> ledger.add(Charge(round=0, client=3, uplink_bytes=10))
@@ -55,7 +58,8 @@ class Ledger:
         (5, 15)
     """
 
-    def __init__(self) -> None:
+    def __init__(self, counts_flops: bool = True) -> None:
+        self.counts_flops = counts_flops
         self._closed: dict[str, float] = dict.fromkeys(_KEYS, 0)
         self._rows: list[Charge] = []
 
@@ -99,12 +103,13 @@ class Ledger:
         Raises:
             InvalidOption: If the round is closed.
         """
-        return _sums(self.rows(round))
+        return self._known(_sums(self.rows(round)))
 
     @property
     def totals(self) -> dict[str, float]:
         """Sums of all rounds under the log's keys, with the suffix ``_total``."""
-        return {f"{key}_total": self._closed[key] + value for key, value in _sums(self._rows).items()}
+        sums = self._known(_sums(self._rows))
+        return {f"{key}_total": self._closed[key] + value for key, value in sums.items()}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the sums and the current round's rows in plain types."""
@@ -126,6 +131,9 @@ class Ledger:
         if not (isinstance(rows, list) and all(_is_row(row, names) for row in rows)):
             raise CheckpointMismatch(f"The ledger's rows are {rows!r}, expected a list of {sorted(names)}.")
         self._closed, self._rows = dict(closed), [Charge(**row) for row in rows]
+
+    def _known(self, sums: dict[str, float]) -> dict[str, float]:
+        return {key: value for key, value in sums.items() if self.counts_flops or not key.startswith("flops/")}
 
     @property
     def _current(self) -> int:

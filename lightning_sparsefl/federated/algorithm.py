@@ -57,6 +57,11 @@ class FederatedAlgorithm(ABC):  # noqa: B024 - every hook has a default, and jso
     """Whether the first state holds a plan for `max_rounds`, so that a run cannot go on with another number."""
 
     @property
+    def at_full_capacity(self) -> str | None:
+        """What the method does if all capacities are 1, a clause for a warning; None where capacities do not matter."""
+        return None
+
+    @property
     def can_be_private(self) -> bool:
         """Whether a client's data reach the server through the merged weights alone, as `federation.privacy` requires.
 

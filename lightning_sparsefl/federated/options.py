@@ -41,9 +41,9 @@ class Federation:
     """Sampling of the cohort: uniformly without replacement, from the seed and the round; with `privacy`, from its
     secret key."""
     capacities: list[float] | None = None
-    """Fraction of the full model that each client can train, in (0, 1]; null = 1 for all clients. With fewer numbers
-    than clients, each number applies to a block of equal size: in ``[0.125, 1]``, the first half of the clients has the
-    capacity 0.125."""
+    """Fraction of the full model that each client can train, in (0, 1]; null = 1 for all clients. Fewer numbers than
+    clients are levels: each applies to a block of clients, of equal sizes up to one client. With ``[0.125, 1]``, the
+    first half of the clients has the capacity 0.125."""
     shuffle_capacities: bool = False
     """Whether the capacities are assigned in random order, from the seed, instead of in the order of the clients."""
     eval_clients: int | Literal["all"] = "all"
@@ -155,10 +155,11 @@ class Federation:
             )
         expected = f"at most `federation.clients_per_round`, {self.clients_per_round}"
         require(self.min_clients <= self.clients_per_round, "federation.min_clients", self.min_clients, expected)
-        if self.capacities is not None and (not self.capacities or num_clients % len(self.capacities)):
+        given = None if self.capacities is None else len(self.capacities)
+        if given is not None and not 0 < given <= num_clients:
             raise InvalidOption(
-                f"`federation.capacities` has {len(self.capacities)} numbers; expected one for each of the "
-                f"{num_clients} clients, or for each of several blocks of equal size."
+                f"`federation.capacities` has {given} numbers; expected one for each of the {num_clients} clients, or "
+                "fewer, which are spread over the clients."
             )
 
     def fleet_capacities(self, num_clients: int, seed: int) -> Capacities:
@@ -175,7 +176,7 @@ class Federation:
         """
         places = torch.randperm(num_clients, generator=generator(seed, "capacities")) if self.deals_by_chance else None
         levels = [1.0] if self.capacities is None else self.capacities
-        return Capacities(levels, num_clients // len(levels), places)
+        return Capacities(levels, num_clients, places)
 
     @property
     def deals_by_chance(self) -> bool:
@@ -189,10 +190,16 @@ class Capacities:
 
     levels: Sequence[float]
     """Capacities of the blocks of clients."""
-    block: int
-    """Number of clients in each block."""
+    num_clients: int
+    """Number of clients."""
     places: Tensor | None = None
     """Positions of the clients in a random order, int64 of shape (clients,); None = in the order of their numbers."""
 
+    def __len__(self) -> int:
+        return self.num_clients
+
     def __getitem__(self, client: int) -> float:
-        return self.levels[(client if self.places is None else int(self.places[client])) // self.block]
+        if not 0 <= client < self.num_clients:
+            raise IndexError(client)
+        place = client if self.places is None else int(self.places[client])
+        return self.levels[place * len(self.levels) // self.num_clients]

@@ -27,6 +27,7 @@ from lightning_sparsefl.federated.options import Federation
 from lightning_sparsefl.federated.rounds.run_options import RunOptions
 from lightning_sparsefl.federated.storage.atomic_files import load_plain
 from lightning_sparsefl.federated.tracking.progress_bar import RoundProgressBar
+from lightning_sparsefl.report import silenced
 from lightning_sparsefl.seeds import seed_from_environment
 
 _LONGEST = 1e9
@@ -64,7 +65,9 @@ class FederatedTrainer:  # long because LightningCLI reads every option from its
         accumulate_grad_batches: Number of batches whose gradients are accumulated for one optimizer step.
         validate_locally: Whether to run a client's validation loader after each local epoch, as needed by schedulers
             and callbacks that monitor a validation metric.
-        enable_progress_bar: Whether to show a progress bar over rounds.
+        enable_progress_bar: Whether to show the progress over rounds: a bar in a terminal or notebook, elsewhere a line
+            for each evaluated round.
+        quiet: Whether to print no progress, tables and notes; warnings and errors are still shown.
         num_threads: Number of intra-op threads of every rank; results depend on it.
         timeout: Time that a rank waits for the others, in seconds.
         algorithm: Federated method.
@@ -108,6 +111,7 @@ class FederatedTrainer:  # long because LightningCLI reads every option from its
         accumulate_grad_batches: int = 1,
         validate_locally: bool = False,
         enable_progress_bar: bool = True,
+        quiet: bool = False,
         num_threads: int = 1,
         timeout: float = 1800.0,
         algorithm: FederatedAlgorithm,
@@ -147,13 +151,14 @@ class FederatedTrainer:  # long because LightningCLI reads every option from its
             max_rounds=max_rounds,
             check_val_every_n_round=check_val_every_n_round,
             default_root_dir=default_root_dir,
-            callbacks=[*rounds, RoundProgressBar()] if enable_progress_bar else rounds,
+            callbacks=[*rounds, RoundProgressBar()] if enable_progress_bar and not quiet else rounds,
             client_callbacks=clients,
             logger=logger,
             round_lr=round_lr,
             validate_locally=validate_locally,
             fast_dev_run=fast_dev_run,
             seed=seed_from_environment() if seed is None else seed,
+            quiet=quiet,
             num_threads=num_threads,
         )
         self._processes: dict[str, Any] = {
@@ -209,8 +214,8 @@ class FederatedTrainer:  # long because LightningCLI reads every option from its
         Args:
             model: Module that every client trains.
             datamodule: Data of the clients.
-            ckpt_path: Checkpoint to resume from, or ``last`` for the newest run of this algorithm: from its last
-                readable checkpoint, or from the start if it has none. Default: a new run.
+            ckpt_path: Checkpoint or run folder to resume from, or ``last`` for the newest run of this algorithm: from
+                its last readable checkpoint, or from the start if it has none. Default: a new run.
 
         Returns:
             The final scores and totals, as in `summary.json`.
@@ -240,7 +245,7 @@ class FederatedTrainer:  # long because LightningCLI reads every option from its
         Args:
             model: Module of the run.
             datamodule: Data of the clients.
-            ckpt_path: Checkpoint of the run, or ``last``. Default: the current weights of the module, before round 0.
+            ckpt_path: Checkpoint or folder of the run, or ``last``. Default: the current weights of the module.
         """
         return dict(self._dispatch("validate", model, datamodule, ckpt_path))
 
@@ -255,7 +260,7 @@ class FederatedTrainer:  # long because LightningCLI reads every option from its
         Args:
             model: Module of the run.
             datamodule: Data of the clients.
-            ckpt_path: Checkpoint of the run, or ``last``. Default: the current weights of the module, before round 0.
+            ckpt_path: Checkpoint or folder of the run, or ``last``. Default: the current weights of the module.
         """
         return dict(self._dispatch("test", model, datamodule, ckpt_path))
 
@@ -279,7 +284,8 @@ class FederatedTrainer:  # long because LightningCLI reads every option from its
         check_data(data, self.federation)
         check_module(model)
         result = profile(self.options, model, data)
-        print(result.to_json()) if json else result.print()
+        with silenced(self.options.quiet):
+            print(result.to_json()) if json else result.print()
         return result
 
     def replay(
@@ -299,10 +305,11 @@ class FederatedTrainer:  # long because LightningCLI reads every option from its
         Args:
             model: Module of the run.
             datamodule: Data of the clients.
-            ckpt_path: Checkpoint of the run, or ``last``. Default: the current weights of the module, before round 0.
+            ckpt_path: Checkpoint or folder of the run, or ``last``. Default: the current weights of the module.
             client: Number of the client.
-            round: Index of the round, from 0. Default: the round after the checkpoint. For a later round, the rounds
-                in between are repeated first.
+            round: Index of the round, from 0. Default: the round after the checkpoint, or the last one of a finished
+                run. For a later round, the rounds in between are repeated first; an earlier one starts from the
+                previous checkpoint of the run.
             pdb: Whether to open Python's debugger at the error if the fit fails.
 
         Returns:
@@ -350,7 +357,7 @@ class FederatedTrainer:  # long because LightningCLI reads every option from its
         Args:
             model: Module of the run.
             datamodule: Data of the clients.
-            ckpt_path: Checkpoint of the run. Default: ``last``, the newest run of this algorithm.
+            ckpt_path: Checkpoint or folder of the run. Default: ``last``, the newest run of this algorithm.
             client: Number of the client whose personal model is exported. Default: the global model.
             out: Folder of the files. Default: ``export/global``, or for example ``export/client-7``, in the run folder.
             formats: Formats of the files: ``ckpt``, ``safetensors`` and ``onnx``, which needs the extra ``onnx``.

@@ -11,6 +11,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from lightning_sparsefl.report.output import is_silent
+
 _PREFIXES = ("", "k", "M", "G", "T", "P", "E", "Z")
 _GROUPS = (
     "global",
@@ -23,6 +25,12 @@ _GROUPS = (
     "finetuned_unseen",
 )
 _SPREAD = {"_std": "std over clients", "_worst10": "worst tenth", "_gap": "participants minus unseen"}
+LEGEND = """\
+Bytes and FLOPs are sums over clients and rounds; those "as papers count" follow
+the formula of the method's paper."""
+"""Explanation of the costs in the final table."""
+NOT_COUNTED = "not counted"
+"""Cell of a cost that is unknown, which is not zero."""
 _MASK_BYTES = "comm/mask_bytes_total"
 _COSTS = (
     ("comm/uplink_bytes_total", "bytes up", "B"),
@@ -66,6 +74,8 @@ def print_table(
 ) -> None:
     """Print a table; the first column is left-aligned, the others are right-aligned.
 
+    Nothing is printed while output is silenced.
+
     On a terminal the table is limited to its width; in a pipe or a file no line is wrapped.
 
     Args:
@@ -74,6 +84,8 @@ def print_table(
         rows: Rows, with one cell per column.
         console: Console to print to; default: standard output.
     """
+    if is_silent():
+        return
     console = console or _standard_output()
     table = Table(box=box.SIMPLE_HEAD, show_header=any(columns), show_edge=False, pad_edge=False)
     for index, column in enumerate(columns):
@@ -100,14 +112,16 @@ def summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         summary: Summary of a run, as in its `summary.json`.
 
     Example:
-        >>> summary_rows({"comm/uplink_bytes_total": 2e6, "global/val_loss": 0.5, "global/val_acc": 0.75})
-        [('global val_acc', '0.7500'), ('global val_loss', '0.5000'), ('bytes up', '2 MB')]
+        >>> summary_rows({"flops/train_total": 2e6, "global/val_loss": 0.5, "global/val_acc": 0.75})
+        [('global val_acc', '0.7500'), ('global val_loss', '0.5000'), ('training FLOPs', '2 MFLOP')]
     """
     rows = [row for group in _GROUPS for row in _scores(summary, group)]
     spent = [cost for cost in _COSTS if cost[0] in summary]
     rows += [(word, quantity(summary[n], unit)) for n, word, unit in spent if summary[n] or n != _MASK_BYTES]
-    if "sparsity/density" in summary:
-        rows.append(("density held by clients", score(summary["sparsity/density"])))
+    if spent and not any(name.startswith("flops/") for name, _, _ in spent):
+        rows.append(("training FLOPs", NOT_COUNTED))
+    if "density/all" in summary:
+        rows.append(("density held by clients", score(summary["density/all"])))
     if "privacy/epsilon" in summary:
         rows.append((f"epsilon at delta {summary['privacy/delta']:g}", f"{summary['privacy/epsilon']:.2f}"))
     return rows

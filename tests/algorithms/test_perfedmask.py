@@ -145,11 +145,13 @@ def test_costs(facts):
 def test_capacities_of_blocks():
     assert list(Federation(capacities=[0.125, 1.0]).fleet_capacities(4, seed=0)) == [0.125, 0.125, 1.0, 1.0]
     assert list(Federation(capacities=[0.5, 0.5, 1.0]).fleet_capacities(3, seed=0)) == [0.5, 0.5, 1.0]
+    spread = list(Federation(capacities=[0.25, 0.5, 1.0]).fleet_capacities(8, seed=0))
+    assert spread == [0.25, 0.25, 0.25, 0.5, 0.5, 0.5, 1.0, 1.0]
     assert list(Federation().fleet_capacities(2, seed=0)) == [1.0, 1.0]
     shuffled = Federation(capacities=[0.125, 1.0], shuffle_capacities=True)
     dealt = [list(shuffled.fleet_capacities(40, s)) for s in (0, 0, 1)]
     assert dealt[0] == dealt[1] != dealt[2]
     assert sorted(dealt[0]) == sorted(dealt[2]) == [0.125] * 20 + [1.0] * 20
-    for capacities in ([], [0.5, 1.0]):
-        with pytest.raises(InvalidOption, match=f"`federation.capacities` has {len(capacities)} numbers.*blocks"):
+    for capacities in ([], [0.5] * 6):
+        with pytest.raises(InvalidOption, match=f"`federation.capacities` has {len(capacities)} numbers.*spread over"):
             Federation(clients_per_round=1, capacities=capacities).check_fleet(5)

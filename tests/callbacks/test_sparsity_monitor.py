@@ -39,12 +39,12 @@ def test_it_counts_zeros_whoever_made_them(net, fit):
     logged, last = run(fit, net(), [callback, SparsityMonitor()], epochs=3)
     dense = [float((~zeros).double().mean()) for zeros in logged.zeros]
     moved = [float((a ^ b).double().mean()) for a, b in zip(logged.zeros, logged.zeros[1:], strict=False)]
-    assert last["sparsity/density"] == pytest.approx(dense[-1])
+    assert last["density/all"] == pytest.approx(dense[-1])
     assert last["mask/changed"] == pytest.approx(moved[-1])
     assert moved == pytest.approx([0.5, 0.0, 0.25])
     for name in LAYERS:
         kept = callback.masks[name]
-        assert last[f"sparsity/layer/{name}"] == pytest.approx(float(kept.double().mean()))
+        assert last[f"density/layer/{name}"] == pytest.approx(float(kept.double().mean()))
     assert len(last) == 5
 
 
@@ -53,8 +53,8 @@ def test_without_a_mask_nothing_is_zero(net, fit):
     with torch.no_grad():
         module.net[4].weight[0] = 0  # and comes to life
     _, last = run(fit, module, [SparsityMonitor(per_layer=False), ProximalTerm()], epochs=1)
-    assert last.keys() == {"sparsity/density", "mask/changed"}
-    assert last["sparsity/density"] == 1.0
+    assert last.keys() == {"density/all", "mask/changed"}
+    assert last["density/all"] == 1.0
     assert last["mask/changed"] == pytest.approx(6 / 108)
 
 
@@ -70,7 +70,7 @@ def test_only_chosen_layers_and_only_some_epochs(net, fit):
             assert len(seen) - before == ((trainer.current_epoch + 1) % 2 == 0)
 
     fit(net(), [StaticMask(0.5, "uniform"), Spy(every_n_epochs=2, layers="net.0*")], epochs=5)
-    expected = {"sparsity/density": 0.5, "sparsity/layer/net.0.weight": 0.5, "mask/changed": 0.0}
+    expected = {"density/all": 0.5, "density/layer/net.0.weight": 0.5, "mask/changed": 0.0}
     assert seen == [expected] * 2
 
 
@@ -185,7 +185,7 @@ def test_pictures_go_to_loggers_that_take_them(net, fit):
     run(SparsityMonitor(pictures=True, every_n_epochs=2), [Tensorboard(), Plain()])
     assert [(tag, step) for tag, _, step in board.images] == [
         ("mask/layers", 10),
-        ("sparsity/density_per_layer", 10),
+        ("density/per_layer", 10),
     ]
     assert all(shape[0] == 3 and min(shape[1:]) > 100 for _, shape, _ in board.images)
     run(SparsityMonitor(), [Tensorboard()])

@@ -139,7 +139,7 @@ def test_the_density_is_that_of_what_clients_train(fit):
         for name, value in weights.items()
         if name != "net.fc3.bias"
     }
-    assert summary["sparsity/density"] == pytest.approx(sum(kept.values()) / sum(weights[n].numel() for n in kept))
+    assert summary["density/all"] == pytest.approx(sum(kept.values()) / sum(weights[n].numel() for n in kept))
 
 
 def test_a_model_without_units_is_refused_by_name(fit):

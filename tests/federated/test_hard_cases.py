@@ -2,6 +2,7 @@
 
 import copy
 import csv
+import warnings
 
 import lightning as L
 import pytest
@@ -12,7 +13,17 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset, random_split
 
-from lightning_sparsefl import FedAvg, FederatedAlgorithm, FederatedTrainer, Federation, FedSpa
+from lightning_sparsefl import (
+    FedAvg,
+    FederatedAlgorithm,
+    FederatedTrainer,
+    Federation,
+    FedLPS,
+    FedSpa,
+    HeteroFL,
+    PerFedMask,
+    SplitMix,
+)
 from lightning_sparsefl.data import FederatedBlobs
 from lightning_sparsefl.errors import InvalidOption
 from lightning_sparsefl.models import MLP
@@ -337,17 +348,51 @@ def test_the_users_random_numbers_and_threads_are_left_as_they_were(trainer):
     assert torch.get_num_threads() == 1
 
 
+@pytest.mark.parametrize(
+    ("method", "consequence"),
+    [
+        (HeteroFL(), "HeteroFL trains the full model"),
+        (PerFedMask(), "PerFedMask freezes no layer but the head"),
+        (SplitMix(bases=2), "SplitMix trains all base networks"),
+        (FedLPS(ratio="capacity"), "FedLPS trains the full model"),
+    ],
+)
+def test_capacities_of_1_that_make_a_method_trivial_cost_a_warning(method, consequence, trainer):
+    with pytest.warns(UserWarning, match=f"`federation.capacities` is 1 for all clients, so that {consequence}"):
+        trainer(algorithm=method).fit(mlp(), blobs())
+
+
+def test_other_capacities_and_methods_cost_no_warning(trainer, recwarn):
+    trainer(algorithm=FedLPS()).fit(mlp(), blobs())
+    trainer(algorithm=HeteroFL(), federation={"capacities": [0.5, 1.0]}).fit(mlp(), blobs())
+    assert not [warning for warning in recwarn if "capacities" in str(warning.message)]
+
+
+def test_fedlps_says_why_it_needs_a_validation_step(trainer):
+    class TestsOnly(MLP):
+        validation_step = L.LightningModule.validation_step
+
+    with pytest.raises(
+        InvalidOption, match=r"is FedLPS, whose bandit scores .* `validation_step`, but `TestsOnly` has"
+    ):
+        trainer(algorithm=FedLPS()).fit(TestsOnly(num_classes=4, sample_shape=(1, 1, 8)), blobs(eval_split="test"))
+
+
 def test_mistakes_are_told_before_anything_is_trained(trainer):
     class NoStep(L.LightningModule):
         pass
 
     with pytest.raises(InvalidOption, match="`NoStep` has no `training_step`"):
         trainer().fit(NoStep(), blobs())
-    with pytest.raises(InvalidOption, match="The data has no val set"):
+    with pytest.raises(
+        InvalidOption, match=r"no val set .* `data.val_fraction` above 0, or set `data.eval_split: test`"
+    ):
         trainer().fit(mlp(), blobs(val_fraction=0.0))
     no_validation_set = {"val_fraction": 0.0, "eval_split": "test"}
-    with pytest.raises(InvalidOption, match="The data has no val set"):
+    with pytest.raises(InvalidOption, match=r"no val set .* above 0, or set `trainer.validate_locally: false`"):
         trainer(validate_locally=True).fit(mlp(), blobs(**no_validation_set))
+    with pytest.raises(InvalidOption, match=r"no val set .* above 0, or use `test` for the test sets"):
+        trainer().validate(mlp(), blobs(**no_validation_set))
     with pytest.raises(InvalidOption, match="`data` lists a DataLoader"):
         trainer().fit(mlp(), [DataLoader([1])])
     with pytest.raises(InvalidOption, match="expected at most one rank per client"):
@@ -382,3 +427,21 @@ def test_fine_tuning_runs_once_at_the_end_and_is_in_the_table(trainer):
     assert sorted(calls) == [(2, client) for client in range(5)]  # at the rates of the last round
     assert summary["finetuned/val_loss"] != summary["personal/val_loss"]
     assert {"finetuned/val_acc_std", "finetuned/val_acc_worst10"} <= summary.keys()
+
+
+def test_a_warning_of_every_batch_is_shown_once(trainer):
+    class Warns(MLP):
+        def training_step(self, batch, batch_idx):
+            warnings.warn("no positive samples", UserWarning, stacklevel=1)
+            return super().training_step(batch, batch_idx)
+
+        def validation_step(self, batch, batch_idx):
+            warnings.warn("no negative samples", UserWarning, stacklevel=1)
+            super().validation_step(batch, batch_idx)
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer().fit(Warns(num_classes=4, sample_shape=(1, 1, 8)), blobs())
+    said = [str(warning.message) for warning in caught if " samples" in str(warning.message)]
+    assert said == ["no positive samples", "no negative samples"]
+    assert {warning.filename for warning in caught if " samples" in str(warning.message)} == {__file__}

@@ -147,7 +147,7 @@ def test_in_a_plain_project(path, plain):
     assert all(name in listed for name in names(path))
     kept, total = (int(word) for word in output.split("KEPT")[1].split() if word.isdigit())
     assert kept == kept_by(path, total)
-    assert ("sparsity/density" in output) == (names(path) == ["SparsityMonitor"])
+    assert ("density/all" in output) == (names(path) == ["SparsityMonitor"])
     assert all(entry["class_path"].startswith("lightning_sparsefl.callbacks.") for entry in entries(path))
 
 

@@ -17,7 +17,7 @@ SUMMARY = {
     "finetuned/val_acc": 0.9375,
     "comm/downlink_bytes_total": 1500,
     "comm/uplink_bytes_total": 12,
-    "sparsity/density": 0.5,
+    "density/all": 0.5,
 }
 
 
@@ -82,6 +82,10 @@ def test_a_method_without_masks_has_no_row_for_their_bytes():
     assert summary_rows({**costs, "comm/mask_bytes_total": 0}) == summary_rows(costs)
     assert ("  of these, masks", "3 B") in summary_rows({**costs, "comm/mask_bytes_total": 3})
     assert ("training FLOPs", "0 FLOP") in summary_rows(costs)
+
+
+def test_unknown_flops_are_not_shown_as_zero():
+    assert summary_rows({"comm/uplink_bytes_total": 5})[-1] == ("training FLOPs", "not counted")
 
 
 def printed(columns, rows, width=80):

@@ -15,7 +15,7 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from lightning_sparsefl.errors import InvalidOption
 from lightning_sparsefl.federated.commands.export import export
 from lightning_sparsefl.federated.commands.fit import fit
-from lightning_sparsefl.federated.commands.inputs import check_data, check_module
+from lightning_sparsefl.federated.commands.inputs import check_data, check_module, warn_of_full_capacities
 from lightning_sparsefl.federated.commands.replay import replay
 from lightning_sparsefl.federated.commands.run import Run
 from lightning_sparsefl.federated.commands.score import score
@@ -25,6 +25,7 @@ from lightning_sparsefl.federated.distributed.ranks import Ranks
 from lightning_sparsefl.federated.distributed.signals import Interrupted, exit_exception
 from lightning_sparsefl.federated.exchange.orders import Split
 from lightning_sparsefl.federated.rounds.run_options import RunOptions
+from lightning_sparsefl.report import silenced
 
 Verb = Literal["fit", "validate", "test", "replay", "export"]
 _COMMANDS: dict[Verb, Callable[..., Any]] = {
@@ -82,6 +83,8 @@ def dispatch(
     options = options.shrunk(data.num_clients) if options.fast_dev_run else options
     check_data(data, options.federation)
     check_module(module)
+    if verb == "fit":
+        warn_of_full_capacities(options)
     result = launch(fabric, partial(_work, options, verb, module, data, ckpt_path, asked))
     folder, signal = result["folder"], result["signal"]
     first = in_other_processes(fabric) or fabric.is_global_zero
@@ -111,6 +114,19 @@ def _work(
     fabric: Fabric,
 ) -> dict[str, Any]:
     """Run one process's part; the result is small and plain, since it may cross a pipe."""
+    with silenced(options.quiet):
+        return _run(options, verb, module, data, ckpt_path, asked, fabric)
+
+
+def _run(
+    options: RunOptions,
+    verb: Verb,
+    module: LightningModule,
+    data: Any,
+    ckpt_path: str | None,
+    asked: dict[str, Any],
+    fabric: Fabric,
+) -> dict[str, Any]:
     rank_zero_info(f"{fabric.world_size} rank(s), {options.num_threads} intra-op thread(s) each")
     splits: dict[str, Split] = {"validate": "val", "test": "test", "export": getattr(data, "eval_split", "val")}
     with intra_op_threads(options.num_threads), isolate_rng():

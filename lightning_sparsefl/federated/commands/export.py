@@ -30,7 +30,7 @@ from lightning_sparsefl.federated.local.worker import ClientWorker
 from lightning_sparsefl.federated.storage import checkpoint
 from lightning_sparsefl.federated.storage.atomic_files import load_plain, raise_disk_full, write_atomically
 from lightning_sparsefl.federated.storage.records import pack_plain
-from lightning_sparsefl.report import print_table, quantity, score
+from lightning_sparsefl.report import print_line, print_table, quantity, score
 from lightning_sparsefl.sparse.masks import apply
 from lightning_sparsefl.types import RunState, Weights
 from lightning_sparsefl.wire import export_sparse, load_sparse
@@ -296,8 +296,8 @@ def _print(title: str, exported: Exported) -> None:
     ]
     print_table(title, ("", *(c if c == MEMORY else exported.files[c].name for c in columns)), rows)  # type: ignore[index]
     for note in exported.notes:
-        print(note)
-    print(f"Folder: {next(iter(exported.files.values())).parent}")
+        print_line(note)
+    print_line(f"Folder: {next(iter(exported.files.values())).parent}")
 
 
 def _require_equal(exported: Exported, exact: bool) -> None:

@@ -21,9 +21,11 @@ from lightning_sparsefl.federated.storage.folder_lock import FolderLock
 from lightning_sparsefl.federated.storage.record_store import StoredRecords
 from lightning_sparsefl.federated.storage.run_folder import RunFolder, new_version
 from lightning_sparsefl.federated.tracking.hyperparameters import hyperparameters, log_hyperparameters
+from lightning_sparsefl.federated.tracking.progress_bar import RoundProgressBar
 from lightning_sparsefl.federated.tracking.recorder import Recorder
 from lightning_sparsefl.federated.tracking.round_trainer import RoundTrainer
-from lightning_sparsefl.report import print_table, summary_rows
+from lightning_sparsefl.report import print_line, print_table, summary_rows
+from lightning_sparsefl.report.tables import LEGEND
 from lightning_sparsefl.types import RunState
 
 
@@ -95,6 +97,9 @@ class Fit:
             self.options.check_val_every_n_round,
             self._copy,
         )
+
+        bars = [callback for callback in self.options.callbacks if isinstance(callback, RoundProgressBar)]
+        run.cohort.watch = bars[0].on_client_end if bars else None
 
     def run_rounds(self) -> dict[str, float]:
         """Run the rounds that are left; return the final table."""
@@ -314,9 +319,10 @@ class Fit:
             method, clients = type(self.parts.algorithm).__name__, self.parts.data.num_clients
             title = f"{method} after {self._state.server.round} rounds, {clients} clients"
             print_table(title, ("", ""), summary_rows(summary))
-            print(f"Run folder: {self.folder.path}")
+            print_line(f"{LEGEND}\n")
+            print_line(f"Run folder: {self.folder.path}")
             if any(isinstance(logger, TensorBoardLogger) for logger in self._loggers):
-                print(f"TensorBoard: tensorboard --logdir {self.folder.path}")
+                print_line(f"TensorBoard: tensorboard --logdir {self.folder.path}")
         for logger in self._loggers:
             logger.finalize("success")
         return summary

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.nn.parameter import UninitializedParameter
@@ -13,6 +14,7 @@ from lightning_sparsefl.data import ClientDataModules
 from lightning_sparsefl.errors import InvalidOption
 from lightning_sparsefl.federated.exchange.flat import require_trainable
 from lightning_sparsefl.federated.options import Federation
+from lightning_sparsefl.federated.rounds.run_options import RunOptions
 
 ClientData = LightningDataModule | Sequence[LightningDataModule]
 """A federated data module, or one ordinary data module per client."""
@@ -61,6 +63,20 @@ def check_data(data: Any, federation: Federation) -> None:
     split = getattr(data, "eval_split", "val")
     if split not in ("val", "test"):
         raise InvalidOption(f"`data.eval_split` is {split!r}; expected 'val' or 'test'.")
+
+
+def warn_of_full_capacities(options: RunOptions) -> None:
+    """Warn if all capacities are 1 and the method needs others to differ from training the full model.
+
+    Args:
+        options: Options of the run.
+    """
+    consequence, capacities = options.algorithm.at_full_capacity, options.federation.capacities
+    if consequence is not None and all(capacity == 1 for capacity in capacities or ()):
+        rank_zero_warn(
+            f"`federation.capacities` is 1 for all clients, so that {type(options.algorithm).__name__} {consequence}; "
+            "set it to fractions of the model, for example [0.25, 0.5, 1.0]."
+        )
 
 
 def check_module(module: LightningModule) -> None:

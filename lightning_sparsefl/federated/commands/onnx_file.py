@@ -73,8 +73,6 @@ def write(module: LightningModule, data: Any, path: Path) -> None:
         InvalidOption: If the forward pass cannot be exported.
     """
     sample, name = example_of(module, data), type(module).__name__
-    if sample is None:
-        raise InvalidOption(f"`{name}` has no `example_input_array`, and the data no `sample_shape`; set one for ONNX.")
     inputs = apply_to_collection(sample if isinstance(sample, tuple) else (sample,), Tensor, _two)
     batch = torch.export.Dim("batch")
     shapes = apply_to_collection(inputs, Tensor, lambda _: {0: batch})

@@ -38,7 +38,8 @@ from lightning_sparsefl.federated.rounds.server import About, Server
 from lightning_sparsefl.federated.rounds.workload import Workload
 from lightning_sparsefl.federated.sampling import CohortSampler, split_unseen
 from lightning_sparsefl.federated.storage.records import ServerRecord
-from lightning_sparsefl.report import print_table, quantity
+from lightning_sparsefl.report import print_line, print_table, quantity
+from lightning_sparsefl.report.tables import NOT_COUNTED
 from lightning_sparsefl.seeds import generator
 from lightning_sparsefl.sparse.masks import apply, counts, density, intersect
 from lightning_sparsefl.sparse.units import UnitGroup, unit_masks
@@ -69,6 +70,12 @@ _ROWS = {
     "  of these, masks": ("mask_bytes", "B"),
 }
 _COLUMNS = ("paper", "analytic", "wire")
+_LEGEND = """\
+Costs are summed over clients. paper: by the formula of the method's paper;
+analytic: operations with the weights that masks keep; wire: encoded messages."""
+_ESTIMATE = """\
+Masks that depend on gradients are simulated with noise, which changes them more
+than training does: their bytes on the wire are upper estimates."""
 
 
 class SimulatedWorker:
@@ -148,23 +155,28 @@ class Profile:
             list(_layer_rows(content)),
         )
         if "final_density" in content:
-            print(f"The server's masks keep {content['final_density']:.4%} of their layers after the last round.")
+            print_line(f"The server's masks keep {content['final_density']:.4%} of their layers after the last round.")
         cohorts = f"{content['rounds']:,} rounds, {content['client_rounds']:,} client-rounds"
         for title, costs in (("One client-round, mean", content["client_round"]), (cohorts, content["run"])):
-            rows = [(label, *(_cell(costs[c], *what) for c in _COLUMNS)) for label, what in _ROWS.items()]
+            rows = [(label, *(_cell(costs, column, *what) for column in _COLUMNS)) for label, what in _ROWS.items()]
             print_table(title, ("", *_COLUMNS), rows)
+        print_line(f"\n{_LEGEND}" + (f"\n{_ESTIMATE}" if content["run"]["wire"]["mask_bytes"] else ""))
 
 
 def _layer_rows(content: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
     counted = 0.0
     for name, layer in content["layers"].items():
-        counted += layer["flops"]
-        yield _short(name), f"{layer['size']:,}", f"{layer['density']:.4f}", f"{layer['flops'] / 1e6:,.3f}"
-    rest = content["forward_flops"] - counted
-    if rest > 1:
-        yield "(products without a weight)", "", "", f"{rest / 1e6:,.3f}"
+        counted += layer.get("flops", 0.0)
+        yield _short(name), f"{layer['size']:,}", f"{layer['density']:.4f}", _megaflops(layer.get("flops"))
+    total = content.get("forward_flops")
+    if total is not None and total - counted > 1:
+        yield "(products without a weight)", "", "", _megaflops(total - counted)
     density = content["kept"] / content["parameters"]
-    yield "total", f"{content['parameters']:,}", f"{density:.4f}", f"{content['forward_flops'] / 1e6:,.3f}"
+    yield "total", f"{content['parameters']:,}", f"{density:.4f}", _megaflops(total)
+
+
+def _megaflops(flops: float | None) -> str:
+    return NOT_COUNTED if flops is None else f"{flops / 1e6:,.3f}"
 
 
 def _short(name: str) -> str:
@@ -172,8 +184,10 @@ def _short(name: str) -> str:
     return name if len(name) <= _NAME_WIDTH else f"{name[:8]}..{name[10 - _NAME_WIDTH :]}"
 
 
-def _cell(column: Mapping[str, float], key: str, unit: str) -> str:
-    return quantity(column[key], unit) if key in column else ""
+def _cell(costs: Mapping[str, Mapping[str, float]], column: str, key: str, unit: str) -> str:
+    if key in costs[column]:
+        return quantity(costs[column][key], unit)
+    return NOT_COUNTED if key == "flops" and column != "wire" else ""
 
 
 def profile(options: RunOptions, module: LightningModule, data: Any) -> Profile:
@@ -201,9 +215,14 @@ def profile(options: RunOptions, module: LightningModule, data: Any) -> Profile:
             **_model_facts(server.layout, server.workload.layers, message),
             "rounds": last,
             **({"final_density": density(algorithm.profile_state(first.server, last).masks)} if scheduled else {}),
-            **_columns(total, last * options.federation.clients_per_round),
+            **_columns(_counted(total, server), last * options.federation.clients_per_round),
         }
     )
+
+
+def _counted(total: Mapping[str, float], server: Server) -> dict[str, float]:
+    """Return the costs without FLOPs if these are not counted."""
+    return {name: cost for name, cost in total.items() if server.ledger.counts_flops or not name.endswith(".flops")}
 
 
 def _nominal_sizes(data: Any) -> Sequence[int]:
@@ -277,13 +296,14 @@ class _Simulation:
         self._about = [About(size, capacities[client]) for client, size in enumerate(sizes)]
         self._records, self._versions = _Records(), _Records()
         training_clients, _ = split_unseen(seed, len(sizes), federation.unseen_clients)
+        workload = self._workload(options, module, data, layout, worker)
         self.server = Server(
             algorithm=options.algorithm,
             federation=federation,
             layout=layout,
             codec=Codec(weights),
-            workload=self._workload(options, module, data, layout, worker),
-            ledger=Ledger(),
+            workload=workload,
+            ledger=Ledger(counts_flops=workload.layers is not None),
             records=self._records,
             about=self._about,
             sampler=CohortSampler(training_clients, federation.clients_per_round, seed),
@@ -440,20 +460,22 @@ def _columns(total: Mapping[str, float], client_rounds: int) -> dict[str, Any]:
     return {"client_rounds": client_rounds, "client_round": mean, "run": run}
 
 
-def _model_facts(layout: Layout, layers: Sequence[LayerFlops], message: Message) -> dict[str, Any]:
+def _model_facts(layout: Layout, layers: Sequence[LayerFlops] | None, message: Message) -> dict[str, Any]:
     """Return sizes, densities and forward FLOPs of the model in a client's first message."""
     sizes = {name: layout.shapes[name].numel() for name in layout.names if name not in layout.buffers}
     held = counts({name: mask for name, mask in message.masks.items() if name in sizes})
     kept = sizes | held
     masks = {name: message.masks[name] for name in held}
-    flops = {layer.weight: forward_flops([layer], masks) for layer in layers if layer.weight}
+    flops = {layer.weight: forward_flops([layer], masks) for layer in layers or () if layer.weight}
+
+    def of_layer(name: str, size: int) -> dict[str, float]:
+        facts = {"size": size, "density": kept[name] / max(1, size)}
+        return facts if layers is None else {**facts, "flops": flops.get(name, 0.0)}
+
     return {
         "parameters": sum(sizes.values()),
         "kept": sum(kept.values()),
         "density": sum(held.values()) / sum(sizes[name] for name in held) if held else 1.0,
-        "forward_flops": forward_flops(layers, masks),
-        "layers": {
-            name: {"size": size, "density": kept[name] / max(1, size), "flops": flops.get(name, 0.0)}
-            for name, size in sizes.items()
-        },
+        **({} if layers is None else {"forward_flops": forward_flops(layers, masks)}),
+        "layers": {name: of_layer(name, size) for name, size in sizes.items()},
     }

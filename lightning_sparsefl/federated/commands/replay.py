@@ -8,6 +8,8 @@ import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from lightning.fabric.utilities.rank_zero import rank_zero_info
+
 from lightning_sparsefl.errors import ClientFailed, InvalidOption
 from lightning_sparsefl.federated.aggregation.reducers import voted
 from lightning_sparsefl.federated.commands.run import Run
@@ -77,19 +79,46 @@ def replay(run: Run, client: int, round: int | None = None) -> Replay:
     Args:
         run: Parts of the run, on one rank.
         client: Number of the client.
-        round: Number of the round; None = the one that the checkpoint stands before. Rounds in between are run first.
+        round: Number of the round; None = the one after the checkpoint, or the last one of a finished run. Rounds in
+            between are run first. A round before the last checkpoint starts from the previous one.
 
     Raises:
-        InvalidOption: If the round cannot be reached from the checkpoint, or the client does not train in it.
+        InvalidOption: If the round cannot be reached from a checkpoint, or the client does not train in it.
     """
-    state, _ = run.start()
+    state = _state_before(run, round)
     number = state.server.round if round is None else round
-    _check(run, state, client, number)
+    _check_client(run, state, client, number)
     while state.server.round < number:
         state = run.coordinator.round(state).state
     again = _replay_client(run, state, client)
     again.print()
     return again
+
+
+def _state_before(run: Run, round: int | None) -> RunState:
+    """Return a state of the run from which a round can be reached: that of the checkpoint, or of the previous one."""
+    state, _ = run.start()
+    if _within(run, state, round):
+        return state
+    newest, rewound = state.server.round, run.resume_point.rewound()
+    if rewound is not None:
+        run.resume_point = rewound
+        state, _ = run.start()
+        if _within(run, state, round):
+            rank_zero_info(f"Starting from {rewound.checkpoint}, the state before round {state.server.round}.")
+            return state
+    first, last = state.server.round, run.options.max_rounds - 1
+    there = f"{first} to {last}" if first < last else str(last) if first == last else "none, since it has finished"
+    raise InvalidOption(
+        f"`round` is {newest if round is None else round}, but the rounds that can be replayed from this checkpoint "
+        f"are: {there}; to replay others, keep checkpoints of earlier rounds with `ModelCheckpoint(save_top_k=-1)` in "
+        "`trainer.callbacks`, and set `ckpt_path` to one of them."
+    )
+
+
+def _within(run: Run, state: RunState, round: int | None) -> bool:
+    number = state.server.round if round is None else round
+    return state.server.round <= number < run.options.max_rounds
 
 
 def _replay_client(run: Run, state: RunState, client: int) -> Replay:
@@ -109,18 +138,12 @@ def _replay_client(run: Run, state: RunState, client: int) -> Replay:
     return Replay(state.server.round, order.message, update, outcome, seconds)
 
 
-def _check(run: Run, state: RunState, client: int, round: int) -> None:
+def _check_client(run: Run, state: RunState, client: int, round: int) -> None:
+    """Raise :class:`InvalidOption` unless a client trains in a round."""
     if run.federation.privacy is not None and run.resume_point.checkpoint is None:
         raise InvalidOption(
             "`ckpt_path` is not set; expected a checkpoint of the run, since cohorts and noise of a private run depend "
             "on its random identifier."
-        )
-    first, last = state.server.round, run.options.max_rounds - 1
-    if not first <= round <= last:
-        there = f"{first} to {last}" if first <= last else f"none, since all {last + 1} are finished"
-        raise InvalidOption(
-            f"`round` is {round}, but this checkpoint is the state before round {first}; rounds that can be replayed "
-            f"from it: {there} (`ckpt_path`)."
         )
     cohort = run.server.cohort(replace(state, server=replace(state.server, round=round)))
     if client not in cohort:

@@ -24,7 +24,7 @@ from lightning_sparsefl.federated.local.isolation import isolate_metrics
 from lightning_sparsefl.federated.local.node import Node, NodeOptions
 from lightning_sparsefl.federated.local.stacked.worker import StackedWorker
 from lightning_sparsefl.federated.local.wire_node import WireNode
-from lightning_sparsefl.federated.local.worker import ClientWorker, LocalWork, require_set
+from lightning_sparsefl.federated.local.worker import ClientWorker, LocalWork
 from lightning_sparsefl.federated.rounds.cohort import RankCohort
 from lightning_sparsefl.federated.rounds.coordinator import Coordinator
 from lightning_sparsefl.federated.rounds.merge_policy import MergePolicy
@@ -117,7 +117,8 @@ class Run:
         kind = {"ram": MemoryStore, "disk": SqliteStore}[self.federation.store]
         self.server_records: RecordStore = kind("server", ranks)
         self.node_records: RecordStore = kind("nodes", ranks, divided=True)
-        self.ledger = Ledger()
+        self.workload = self._describe_workload()
+        self.ledger = Ledger(counts_flops=self.workload.layers is not None)
         self._connect()
         self.identity = identity(self.algorithm, data.num_clients, self.layout)
         self.training = {"seed": options.seed, **self._training_facts()}
@@ -136,15 +137,21 @@ class Run:
 
     def _check_scoring(self) -> None:
         """Raise :class:`InvalidOption` now if the first evaluation would fail."""
-        hook = {"val": "validation_step", "test": "test_step"}[self.split]
+        default = self.split == getattr(self.data, "eval_split", "val")
+        hook, command = {"val": ("validation_step", "validate"), "test": ("test_step", "test")}[self.split]
         if not is_overridden(hook, self.module):
-            raise InvalidOption(
-                f"`{type(self.module).__name__}` has no `{hook}`, which `data.eval_split: {self.split}` scores clients "
-                "with; define it, or set the other split."
-            )
-        needed: set[Split] = {self.split, "val"} if self.options.validate_locally else {self.split}
-        for split in sorted(needed):
-            require_set(getattr(self.data, f"client_{split}_dataloader")(0), split)
+            name = type(self.module).__name__
+            asked = f"`data.eval_split: {self.split}` scores clients with" if default else f"`{command}` calls"
+            other = "define it, or set the other split" if default else "define it"
+            raise InvalidOption(f"`{name}` has no `{hook}`, which {asked}; {other}.")
+        self._require_set(self.split, "set `data.eval_split: test`" if default else "use `test` for the test sets")
+        if self.options.validate_locally:
+            self._require_set("val", "set `trainer.validate_locally: false`")
+
+    def _require_set(self, split: Split, instead: str) -> None:
+        if getattr(self.data, f"client_{split}_dataloader")(0) is None:
+            more = f"set `data.val_fraction` above 0, or {instead}" if split == "val" else "set `data.eval_split: val`"
+            raise InvalidOption(f"The data has no {split} set for a client; {more}.")
 
     def _prepare_module(self) -> None:
         """Adapt the module, put it on the device, and give all ranks the first rank's weights."""
@@ -202,7 +209,7 @@ class Run:
             federation=federation,
             layout=self.layout,
             codec=codec,
-            workload=self._workload(),
+            workload=self.workload,
             ledger=self.ledger,
             records=self.server_records,
             about=about,
@@ -236,7 +243,7 @@ class Run:
         stores = (self.server_records, self.node_records)
         self.scorer = Scorer(self.coordinator, self.worker, unseen_clients, stores, self.split)
 
-    def _workload(self) -> Workload:
+    def _describe_workload(self) -> Workload:
         options = self.options.local
         batch_size = getattr(self.data, "batch_size", None) or self.data.client_train_dataloader(0).batch_size or 1
         return Workload(

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from inspect import Parameter, signature
+from itertools import takewhile
 from typing import Any
 
 import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.seed import isolate_rng
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
+from torch.utils.data import IterableDataset
 
 from lightning_sparsefl.cost import count_layers
 from lightning_sparsefl.errors import InvalidOption
@@ -20,52 +25,111 @@ from lightning_sparsefl.types import LayerFlops
 
 
 def example_of(module: LightningModule, data: Any) -> Any:
-    """Return a batch of one sample in the module's precision and on its device, or None if its shape is unknown.
+    """Return one sample of a module's inputs, as a batch, in the module's precision and on its device.
+
+    It is the module's `example_input_array`, or else zeros of `data.sample_shape`, or else the inputs of the first
+    training sample of client 0. The state of the random generators is restored.
 
     Args:
-        module: Module whose `example_input_array` is the sample; without one, zeros of `data.sample_shape` are.
+        module: Module of the user.
         data: Data module of the clients.
+
+    Returns:
+        The argument of ``forward``, or a tuple with several.
+
+    Raises:
+        InvalidOption: If there is no such sample.
     """
     sample: Any = module.example_input_array
     shape = getattr(data, "sample_shape", None)
-    if sample is None and shape is not None:
-        sample = torch.zeros(1, *shape)
+    if sample is None:
+        sample = forward_inputs(module, _first_sample(module, data)) if shape is None else torch.zeros(1, *shape)
     first = next(module.parameters())
     return apply_to_collection(
         sample, Tensor, lambda t: t.to(first.device, first.dtype if t.is_floating_point() else None)
     )
 
 
-def layers_of(module: LightningModule, data: Any) -> tuple[LayerFlops, ...]:
-    """Return the FLOPs of a module's layers; an empty tuple, with a warning, if its forward pass cannot be traced."""
-    sample = example_of(module, data)
-    if sample is None:
-        rank_zero_warn("FLOPs are not counted: the data has no `sample_shape` and the module no `example_input_array`.")
-        return ()
+def _first_sample(module: LightningModule, data: Any) -> Any:
+    """Return a batch with the first training sample of client 0, without advancing the sampler of its loader."""
+    try:
+        with isolate_rng():
+            loader = data.client_train_dataloader(0)
+            dataset = loader.dataset
+            sample = next(iter(dataset)) if isinstance(dataset, IterableDataset) else dataset[0]
+            if loader.batch_sampler is not None:
+                return loader.collate_fn([sample])
+            return apply_to_collection(loader.collate_fn(sample), Tensor, lambda batch: batch[:1])
+    except Exception as error:
+        raise InvalidOption(
+            f"`{type(module).__name__}` has no `example_input_array`, the data no `sample_shape`, and the first "
+            f"training sample of client 0 cannot be read ({type(error).__name__}: {error}); set one of the first two."
+        ) from error
+
+
+def forward_inputs(module: LightningModule, batch: Any) -> Any:
+    """Return the part of a batch that ``forward`` takes.
+
+    Of a mapping, these are the values that are named like the first arguments of ``forward``, or else the mapping; of
+    a sequence, as many values as ``forward`` has required arguments, at least one; of anything else, the whole.
+
+    Args:
+        module: Module of the user.
+        batch: Batch of a data loader.
+    """
+    kinds = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
+    arguments = [a for a in signature(module.forward).parameters.values() if a.kind in kinds]
+    if isinstance(batch, Mapping):
+        values = tuple(batch[argument.name] for argument in takewhile(lambda a: a.name in batch, arguments))
+        return values or batch
+    if isinstance(batch, Sequence) and len(batch) > 0 and not isinstance(batch, str):
+        required = sum(argument.default is Parameter.empty for argument in arguments)
+        return tuple(batch[:required]) if required > 1 else forward_inputs(module, batch[0])
+    return batch
+
+
+def layers_of(module: LightningModule, data: Any) -> tuple[LayerFlops, ...] | None:
+    """Return the FLOPs of a module's layers; None, with a warning, if its forward pass cannot be traced.
+
+    Args:
+        module: Module of the user.
+        data: Data module of the clients.
+    """
+    name = type(module).__name__
+    try:
+        sample = example_of(module, data)
+    except InvalidOption as error:
+        rank_zero_warn(f"FLOPs are not counted: {error}")
+        return None
+    if not is_overridden("forward", module, LightningModule):
+        rank_zero_warn(f"FLOPs are not counted: `{name}` has no `forward`, which is traced to count them; define it.")
+        return None
     try:
         with _temporary_running_statistics(module):
             return count_layers(module, sample)
     except Exception as error:
         rank_zero_warn(
-            f"FLOPs are not counted: `{type(module).__name__}.forward` fails on one sample "
-            f"({type(error).__name__}: {error}); set its `example_input_array`."
+            f"FLOPs are not counted: `{name}.forward` fails on one sample ({type(error).__name__}: {error}); "
+            "set its `example_input_array`."
         )
-        return ()
+        return None
 
 
 def units_of(module: LightningModule, data: Any) -> tuple[UnitGroup, ...]:
     """Return the groups of units of a module.
 
+    Args:
+        module: Module of the user.
+        data: Data module of the clients.
+
     Raises:
         InvalidOption: If there is no sample to trace the module with, or the module has no units.
     """
-    sample = example_of(module, data)
     name = type(module).__name__
-    if sample is None:
-        raise InvalidOption(
-            f"The units of `{name}` cannot be found: the data has no `sample_shape`; set the model's "
-            "`example_input_array`."
-        )
+    try:
+        sample = example_of(module, data)
+    except InvalidOption as error:
+        raise InvalidOption(f"The units of `{name}` cannot be found: {error}") from error
     with _temporary_running_statistics(module):
         groups = find_groups(module, *(sample if isinstance(sample, tuple) else (sample,)))
     if not groups:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, cast
@@ -60,20 +62,6 @@ class FitRequest:
     units: Masks | None
 
 
-def require_set(loader: Any, split: Split) -> None:
-    """Raise :class:`InvalidOption` if the data has no loader of a split.
-
-    Args:
-        loader: Loader of a client, or None.
-        split: Split of the loader.
-    """
-    if loader is None:
-        raise InvalidOption(
-            f"The data has no {split} set for a client; set `data.val_fraction` above 0, "
-            "or `data.eval_split: test` without `trainer.validate_locally`."
-        )
-
-
 class ClientWorker:
     """Worker that trains and evaluates the clients of one rank in sequence, with one module.
 
@@ -97,6 +85,7 @@ class ClientWorker:
         self.flat = FlatModule(module)
         self.initial: FlatTree = self.flat.read()
         floats = self.flat.layout.buffers
+        self._warned: set[tuple[type[Warning], str]] = set()
         self._counters = {n: b.detach().clone() for n, b in module.named_buffers() if n not in floats}
 
     def load(self, weights: Weights) -> None:
@@ -158,7 +147,8 @@ class ClientWorker:
         attached = self.callbacks_of(client, masks, trainable, request.callbacks)
         loader = self.train_loader(client, request.key)
         validation = self.data.client_val_dataloader(client.id) if self.work.validate else None
-        metrics = engine.fit(module, loader, validation, callbacks=attached, datamodule=self.data)
+        with self._warning_once():
+            metrics = engine.fit(module, loader, validation, callbacks=attached, datamodule=self.data)
         if units is not None and module is not self.module:
             self._widen(module, units)
         return FitResult(
@@ -257,7 +247,22 @@ class ClientWorker:
         Raises:
             InvalidOption: If `loader` is None.
         """
-        require_set(loader, split)
+        if loader is None:
+            raise InvalidOption(f"The data has no {split} set for a client; set `data.val_fraction` above 0.")
         self.load(weights)
         seed_all(*key)
-        return self.engine.evaluate(self.module, loader, stage=_STAGES[split], datamodule=self.data)
+        with self._warning_once():
+            return self.engine.evaluate(self.module, loader, stage=_STAGES[split], datamodule=self.data)
+
+    @contextmanager
+    def _warning_once(self) -> Iterator[None]:
+        """Show each warning once in a run, not once for each client, round and batch."""
+        with warnings.catch_warnings(record=True) as caught:
+            try:
+                yield
+            finally:
+                found = {(warning.category, str(warning.message)): warning for warning in caught}
+        for key in found.keys() - self._warned:
+            self._warned.add(key)
+            warning = found[key]
+            warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)

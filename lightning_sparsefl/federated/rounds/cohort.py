@@ -133,6 +133,9 @@ class RankCohort:
         self.interrupts = Interrupts()
         self.forecast = LoadForecast(ranks.size)
         self._about = about
+        self.watch: Callable[[str, int, int], None] | None = None
+        """Function that is called after each client, with the name of the plan, and the numbers of finished clients and
+        of all clients of this process."""
 
     def about(self) -> AllAbout:
         """Return sizes and capacities of the clients."""
@@ -181,6 +184,9 @@ class RankCohort:
         """Work through this rank's stacks, until a signal asks to stop; return what all ranks must know."""
         outcomes = [plan.beside.work()] if plan.beside is not None and self.ranks.first else []
         self.interrupts.check()
+        total, done = len(plan.loads), 0
+        if isinstance(stacks, Sequence):  # planned; from a queue, any of the clients may come here
+            total = sum(map(len, stacks))
         for clients in stacks:
             try:
                 outcomes += self._stack(clients, order, receive, merge)
@@ -188,6 +194,9 @@ class RankCohort:
                 self.interrupts.check()  # a signal that also ended a loader's workers is no failure of the client
                 raise
             self.interrupts.check()
+            done += len(clients)
+            if self.watch is not None:
+                self.watch(plan.name, done, total)
         return outcomes, {} if merge is None else merge.headers()
 
     def _stack(

@@ -42,9 +42,9 @@ def round_metrics(outcomes: Sequence[Outcome], layout: Layout) -> dict[str, floa
         having = [o for o in trained if name in o.metrics]
         total = sum(o.num_examples for o in having)
         keys[f"local/{name}"] = sum(o.num_examples * o.metrics[name] for o in having) / total
-    keys["sparsity/density"] = _mean_density(trained, layout)
+    keys["density/all"] = _mean_density(trained, layout)
     for name in sorted({name for o in trained for name in o.densities}, key=layout.names.index):
-        keys[f"sparsity/layer/{name}"] = sum(o.densities.get(name, 1.0) for o in trained) / len(trained)
+        keys[f"density/layer/{name}"] = sum(o.densities.get(name, 1.0) for o in trained) / len(trained)
     keys["mask/changed"] = sum(o.changed for o in trained) / max(len(trained), 1)
     simulated = [o.simulated_seconds for o in trained if o.simulated_seconds is not None]
     return {**keys, "time/simulated": max(simulated)} if simulated else keys

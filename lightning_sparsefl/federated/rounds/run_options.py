@@ -44,6 +44,8 @@ class RunOptions:
     """Whether the run is a trial of one round."""
     seed: int = 0
     """Random seed of the run."""
+    quiet: bool = False
+    """Whether nothing but warnings and errors is printed."""
     num_threads: int = 1
     """Intra-op threads of every rank."""
 

@@ -290,7 +290,9 @@ class Server:  # long because the facts of one order are needed at each of its s
             densities=_densities(message.masks or update.votes or {}),
             changed=0.0 if masks is None else changed(message.masks, masks),
             scores=answer.scores,
-            simulated_seconds=self.algorithm.simulated_seconds(view, charge.flops_train, charge.uplink_bytes),
+            simulated_seconds=None
+            if self.workload.layers is None
+            else self.algorithm.simulated_seconds(view, charge.flops_train, charge.uplink_bytes),
         )
 
     def _fault(self, order: Order, answer: Answer) -> str | None:

@@ -13,7 +13,8 @@ from lightning_sparsefl.types import ClientView, CostFacts, LayerFlops, Message
 class Workload:
     """What the cost of local training depends on, besides the client."""
 
-    layers: Sequence[LayerFlops]
+    layers: Sequence[LayerFlops] | None
+    """FLOPs of the model's layers; None if they are not counted."""
     epochs: int
     batch_size: int
     max_batches: int | float = 1.0
@@ -39,7 +40,7 @@ class Workload:
         return CostFacts(
             view=view,
             message=message,
-            layers=self.layers,
+            layers=self.layers or (),
             epochs=self.epochs,
             samples=samples,
             batch_size=self.batch_size,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lightning.fabric.utilities.rank_zero import rank_zero_info
@@ -11,7 +11,7 @@ from lightning.fabric.utilities.rank_zero import rank_zero_info
 from lightning_sparsefl.errors import CheckpointMismatch
 from lightning_sparsefl.federated.storage.checkpoint import LAST, PREVIOUS, REFUSED, Checkpoint
 from lightning_sparsefl.federated.storage.folder_lock import FolderLock
-from lightning_sparsefl.federated.storage.run_folder import last_run, newest_version
+from lightning_sparsefl.federated.storage.run_folder import checkpoints_of, last_run, newest_version
 
 
 @dataclass
@@ -24,14 +24,14 @@ class ResumePoint:
     """Run folder to continue in; None = a new one. A copied checkpoint gets a new folder, so that no other run is
     changed."""
     newest: bool = False
-    """Whether `ckpt_path` is ``last``, so that the previous checkpoint may be used instead."""
+    """Whether `ckpt_path` is ``last`` or a run folder, so that the previous checkpoint may be used instead."""
     using_previous: bool = False
     """Whether the previous checkpoint was read."""
     notice: str = ""
     """What to tell the user about the choice of the folder."""
 
     def read(self, restore: Callable[[Path], Checkpoint]) -> Checkpoint:
-        """Read the checkpoint; if it is damaged and `ckpt_path` is ``last``, read the previous one.
+        """Read the checkpoint; if it is damaged and `newest` is set, read the previous one.
 
         Args:
             restore: Function that reads a checkpoint, and changes nothing if it raises.
@@ -58,6 +58,13 @@ class ResumePoint:
             rounds = checkpoint.state.server.round
             rank_zero_info(f"{refused} Resuming from the previous checkpoint, {previous}, after round {rounds}.")
             return checkpoint
+
+    def rewound(self) -> ResumePoint | None:
+        """Return the previous checkpoint of the same run, or None if there is none."""
+        if self.checkpoint is None or self.using_previous or self.checkpoint.name != LAST:
+            return None
+        previous = self.checkpoint.with_name(PREVIOUS)
+        return replace(self, checkpoint=previous, newest=False) if previous.is_file() else None
 
     def promote_previous(self) -> None:
         """Make the previous checkpoint the run's last one if it was used, and rename the damaged file."""
@@ -101,18 +108,20 @@ def find_resume_point(ckpt_path: str | None, root: Path, name: str, training: bo
     """Find the checkpoint and the folder that a run starts from.
 
     Args:
-        ckpt_path: Path of a checkpoint, ``last``, or None for a new run.
+        ckpt_path: Path of a checkpoint or of a run folder, ``last``, or None for a new run.
         root: Folder of all run folders.
         name: Name of the algorithm's folder.
         training: Whether the run trains; a run without a committed round can be restarted, but not evaluated.
 
     Raises:
-        CheckpointMismatch: If ``last`` is given and there is no run with a checkpoint.
+        CheckpointMismatch: If ``last`` or a folder is given, and there is no run with a checkpoint.
     """
     if ckpt_path is None:
         return ResumePoint()
     if ckpt_path != "last":
         path = Path(ckpt_path)
+        if path.is_dir():
+            return _in_folder(path)
         own = path.name == LAST and path.parent.name == "checkpoints"
         return ResumePoint(path, path.parent.parent if own else None)
     run, newest = last_run(root, name), newest_version(root / name)
@@ -126,3 +135,13 @@ def find_resume_point(ckpt_path: str | None, root: Path, name: str, training: bo
             "give a path, or set `trainer.default_root_dir`."
         )
     return ResumePoint(run / "checkpoints" / LAST, run, newest=True)
+
+
+def _in_folder(folder: Path) -> ResumePoint:
+    """Return the last commit of a run folder."""
+    if not checkpoints_of(folder):
+        raise CheckpointMismatch(
+            f"`ckpt_path` is the folder {folder}, which contains no checkpoints/{LAST}; "
+            "expected a checkpoint, or the folder of a run with one."
+        )
+    return ResumePoint(folder / "checkpoints" / LAST, folder, newest=True)

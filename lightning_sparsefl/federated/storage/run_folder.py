@@ -207,14 +207,18 @@ def last_run(root: Path, name: str) -> Path | None:
         root: Folder of all run folders, including those that the user's loggers created.
         name: Name of the algorithm's folder.
     """
-    runs = {version: run for version, run in _versions(root / name).items() if _checkpoints(run)}
+    runs = {version: run for version, run in _versions(root / name).items() if checkpoints_of(run)}
     if runs:
         return runs[max(runs)]
-    elsewhere = [path for run in root.glob("lightning_logs/version_*") for path in _checkpoints(run)]
+    elsewhere = [path for run in root.glob("lightning_logs/version_*") for path in checkpoints_of(run)]
     newest = max(elsewhere, key=lambda path: path.stat().st_mtime, default=None)
     return None if newest is None else newest.parent.parent
 
 
-def _checkpoints(run: Path) -> list[Path]:
-    """Return a run's checkpoints; after a crash, only the previous one may exist."""
+def checkpoints_of(run: Path) -> list[Path]:
+    """Return a run's checkpoints, the newest first; after a crash, only the previous one may exist.
+
+    Args:
+        run: Folder of the run.
+    """
     return [path for name in ("last", "previous") if (path := run / "checkpoints" / f"{name}.ckpt").is_file()]

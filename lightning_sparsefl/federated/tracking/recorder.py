@@ -96,7 +96,7 @@ class Recorder:
             self._boards.declare(self._scores, self._metrics)
             self._boards.histograms(number, scores.personal)
         self.folder.metrics.append([{"round": number, **metrics}])
-        self.folder.clients.append(_client_rows(number, result.outcomes, scores))
+        self.folder.clients.append(_client_rows(number, result.outcomes, scores, self._ledger.counts_flops))
         for logger in self.loggers:
             logger.log_metrics(dict(metrics), step=number)
         every = self.options.federation.pictures_every_n_rounds
@@ -175,8 +175,8 @@ class Recorder:
             **self.finetuned,
             **totals,
         }
-        if "sparsity/density" in self._metrics:
-            summary["sparsity/density"] = self._metrics["sparsity/density"]
+        if "density/all" in self._metrics:
+            summary["density/all"] = self._metrics["density/all"]
         return summary
 
 
@@ -197,9 +197,12 @@ def _was_scored(folder: RunFolder) -> bool:
     return any(value for row in folder.metrics.read() for name, value in row.items() if name.startswith("global/"))
 
 
-def _client_rows(number: int, outcomes: Sequence[Outcome], scores: Scores | None) -> list[dict[str, Any]]:
+def _client_rows(
+    number: int, outcomes: Sequence[Outcome], scores: Scores | None, counts_flops: bool
+) -> list[dict[str, Any]]:
     """Return one row for each client that was trained or evaluated in a round."""
     rows: dict[int, dict[str, Any]] = {}
+    left_out = {"round", "client"} if counts_flops else {"round", "client", "flops_train", "flops_paper"}
     for outcome in outcomes:
         charge = {} if outcome.charge is None else dataclasses.asdict(outcome.charge)
         after = next(iter(outcome.scores.values()), {})
@@ -209,7 +212,7 @@ def _client_rows(number: int, outcomes: Sequence[Outcome], scores: Scores | None
             "trained": int(outcome.status == "counted"),
             "failure": outcome.failure or "",
             "num_examples": outcome.num_examples,
-            **{n: v for n, v in charge.items() if n not in ("round", "client")},
+            **{n: v for n, v in charge.items() if n not in left_out},
             **{f"local/{name}": value for name, value in outcome.metrics.items()},
             **{f"personal_after/{name}": value for name, value in after.items()},
         }

@@ -17,9 +17,9 @@ from lightning_sparsefl.federated.rounds.round_metrics import higher_is_better
 from lightning_sparsefl.federated.storage.record_store import RecordStore
 from lightning_sparsefl.report import bin_edges
 
-_COMPARED = ("comm/uplink_bytes_total", "comm/downlink_bytes_total", "flops/train_total", "sparsity/density")
+_COMPARED = ("comm/uplink_bytes_total", "comm/downlink_bytes_total", "flops/train_total", "density/all")
 """Metrics of the costs of a run, compared in addition to its scores."""
-_LAYER = "sparsity/layer/"
+_LAYER = "density/layer/"
 
 
 class Boards:
@@ -53,7 +53,7 @@ class Boards:
         costs = [name for name in _COMPARED if name in metrics]
         for board in self._boards:
             hparams_summary(board, self._hparams, [*compared, *costs])
-            board.experiment.add_custom_scalars(_charts(scores))
+            board.experiment.add_custom_scalars(_charts(scores, metrics))
 
     def histograms(self, number: int, personal: Mapping[int, Mapping[str, float]]) -> None:
         """Write the distribution of each metric over clients, without clients whose metric is not finite.
@@ -95,7 +95,7 @@ class Boards:
             figures["mask/overlap"] = pictures.overlap_figure(masks, number, of=num_clients)
         layers = {n.removeprefix(_LAYER): v for n, v in metrics.items() if n.startswith(_LAYER)}
         if layers:
-            figures["sparsity/density_per_layer"] = pictures.density_figure(layers, number)
+            figures["density/per_layer"] = pictures.density_figure(layers, number)
         for name in filter(higher_is_better, _names(personal)):
             values = _finite(personal, name)
             if values:
@@ -132,17 +132,17 @@ def _finite(personal: Mapping[int, Mapping[str, float]], name: str) -> dict[int,
     return {i: metrics[name] for i, metrics in personal.items() if math.isfinite(metrics.get(name, math.nan))}
 
 
-def _charts(scores: Mapping[str, float]) -> dict[str, dict[str, list[Any]]]:
+def _charts(scores: Mapping[str, float], costs: Mapping[str, float]) -> dict[str, dict[str, list[Any]]]:
     """Return the custom scalars: the tags of each chart as regular expressions."""
     metrics = [name.removeprefix("global/") for name in scores if name.startswith("global/")]
     metrics.sort(key=lambda name: not higher_is_better(name))
     parts = ("global/{0}$", "personal/{0}$", "personal/{0}_worst10$")
+    spent = {"bytes in total": [rf"comm/{part}_bytes_total$" for part in ("uplink", "downlink", "paper")]}
+    if "flops/train_total" in costs:
+        spent["training FLOPs in total"] = [rf"flops/{part}_total$" for part in ("train", "paper")]
     return {
         "scores": {name: ["Multiline", [part.format(re.escape(name)) for part in parts]] for name in metrics},
-        "costs": {
-            "bytes in total": ["Multiline", [rf"comm/{part}_bytes_total$" for part in ("uplink", "downlink", "paper")]],
-            "training FLOPs in total": ["Multiline", [rf"flops/{part}_total$" for part in ("train", "paper")]],
-        },
+        "costs": {name: ["Multiline", tags] for name, tags in spent.items()},
     }
 
 

@@ -262,18 +262,21 @@ class NeedsTwo(Classifier):
 
 def test_a_forward_that_fails_on_one_sample_costs_a_warning_and_counts_no_flops(capsys):
     with pytest.warns(UserWarning, match=r"`NeedsTwo.forward` fails on one sample .*two or more, .*example_input"):
-        content = trainer(FedSpa()).profile(NeedsTwo(), digits()).content
-    run = content["run"]
-    assert run["paper"]["flops"] == run["analytic"]["flops"] == content["forward_flops"] == 0
+        profile = trainer(FedSpa()).profile(NeedsTwo(), digits())
+    content, run = profile.content, profile.content["run"]
+    assert not any("flops" in costs for costs in (content, *content["layers"].values(), run["paper"], run["analytic"]))
+    assert "forward_flops" not in content
     assert run["wire"]["bytes"] > run["paper"]["bytes"] > 0
-    assert "total" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert out.count("not counted") == len(content["layers"]) + 1 + 4
+    assert "FLOP" not in profile.to_json().upper()
 
 
-def test_data_without_a_shape_cost_a_warning(capsys):
+def test_data_without_a_sample_cost_a_warning():
     modules = ClientDataModules([L.LightningDataModule()] * 5, client_sizes=[10] * 5)
-    with pytest.warns(UserWarning, match="no `sample_shape` and the module no `example_input_array`"):
+    with pytest.warns(UserWarning, match="FLOPs are not counted: .*first training sample of client 0 cannot be read"):
         content = trainer(FedAvg()).profile(mlp(), modules).content
-    assert content["run"]["analytic"]["flops"] == 0
+    assert "flops" not in content["run"]["analytic"]
 
 
 class NoSizes(L.LightningDataModule):
@@ -390,3 +393,11 @@ def test_votes_that_a_method_restricts_are_charged_alike_by_profile_and_ledger(t
     assert summary["comm/uplink_bytes_total"] - wire["uplink_bytes"] == pytest.approx(metrics, rel=0.05)
     assert summary["comm/downlink_bytes_total"] == wire["downlink_bytes"] == dense["downlink_bytes"]
     assert wire["uplink_bytes"] < 0.5 * dense["uplink_bytes"]
+
+
+@pytest.mark.parametrize(("algorithm", "estimated"), [(FedAvg(), False), (FedSpa(), True)], ids=["dense", "masks"])
+def test_the_columns_are_explained(algorithm, estimated, capsys):
+    trainer(algorithm).profile(mlp(), digits())
+    out = capsys.readouterr().out
+    assert "paper: by the formula of the method's paper;\nanalytic: operations with the weights" in out
+    assert ("upper estimates" in out) == estimated

@@ -352,13 +352,15 @@ def test_which_rounds_and_clients_can_be_run_again(trainer):
     run.fit(mlp(), blobs())
     later = trainer(FedAvg(), federation=few, max_rounds=5)
     for options, said in (
-        ({"client": 0, "round": 2}, "the state before round 3; rounds that can be replayed from it: 3 to 4"),
-        ({"client": 0, "round": 5}, "3 to 4"),
+        ({"client": 0, "round": 1}, "`round` is 1, but .*: 2 to 4; to replay others, keep checkpoints"),
+        ({"client": 0, "round": 5}, "2 to 4"),
         ({"client": 77}, "`client` is 77, which does not train in round 3; expected one of"),
     ):
         with pytest.raises(InvalidOption, match=said):
             later.replay(mlp(), blobs(), "last", **options)
-    with pytest.raises(InvalidOption, match="none, since all 3 are finished"):
+    assert run.replay(mlp(), blobs(), "last", client=_drawn(run, 2)).round == 2
+    (run.run_folder / "checkpoints" / "previous.ckpt").unlink()
+    with pytest.raises(InvalidOption, match="none, since it has finished"):
         run.replay(mlp(), blobs(), "last", client=0)
     straight = later.replay(mlp(), blobs(), "last", client=_drawn(later, 4), round=4)
     from_the_start = later.replay(mlp(), blobs(), client=_drawn(later, 4), round=4)

@@ -199,7 +199,7 @@ def test_a_run_that_ended_keeps_its_table(straight, tmp_path, caplog):
 
 def test_a_run_that_a_callback_stopped_ends_where_it_stopped(tmp_path, monkeypatch):
     def stopping(folder, ckpt_path=None):
-        stop = EarlyStopping("sparsity/density", patience=1, check_on_train_epoch_end=True)
+        stop = EarlyStopping("density/all", patience=1, check_on_train_epoch_end=True)
         return fit(tmp_path / folder, ckpt_path, rounds=9, callbacks=[stop])
 
     whole = left(stopping("straight"))

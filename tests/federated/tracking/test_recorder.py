@@ -93,7 +93,7 @@ def board(folder):
 def test_every_key_has_a_point_for_every_round(board):
     scores = [f"global/{m}" for m in METRICS]
     scores += [f"personal/{m}{end}" for m in METRICS for end in ("", "_std", "_worst10")]
-    masks = ["sparsity/density", *(f"sparsity/layer/{n}" for n in MASKED), "mask/changed", "mask/coverage_min"]
+    masks = ["density/all", *(f"density/layer/{n}" for n in MASKED), "mask/changed", "mask/coverage_min"]
     others = [
         "comm/scoring_bytes",
         "clients/trained",
@@ -115,7 +115,7 @@ def test_totals_add_up_and_values_are_sane(board):
         per_round = [point.value for point in board.Scalars(name)]
         total = [point.value for point in board.Scalars(f"{name}_total")]
         assert total == pytest.approx([per_round[0], sum(per_round)], rel=1e-6)
-    assert board.Scalars("sparsity/density")[0].value == pytest.approx(0.5, abs=0.01)
+    assert board.Scalars("density/all")[0].value == pytest.approx(0.5, abs=0.01)
     assert board.Scalars("mask/changed")[0].value > 0
 
 
@@ -149,7 +149,7 @@ def test_clients_csv_agrees_with_the_events(folder, board):
 def test_the_summary_holds_the_last_scores_and_the_totals(folder, board):
     summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
     assert (summary["algorithm"], summary["rounds"], summary["clients"], summary["seed"]) == ("FedSpa", 2, CLIENTS, 1)
-    for name in ("global/test_acc", "personal/test_loss_worst10", "flops/paper_total", "sparsity/density"):
+    for name in ("global/test_acc", "personal/test_loss_worst10", "flops/paper_total", "density/all"):
         assert summary[name] == pytest.approx(board.Scalars(name)[-1].value)
 
 
@@ -165,7 +165,7 @@ def test_histograms_hold_every_client_at_every_evaluation(folder, board):
 
 
 def test_the_last_round_has_pictures(board):
-    assert board.Tags()["images"] == ["mask/overlap", "sparsity/density_per_layer", "clients/test_acc_sorted"]
+    assert board.Tags()["images"] == ["mask/overlap", "density/per_layer", "clients/test_acc_sorted"]
     for name in board.Tags()["images"]:
         assert [image.step for image in board.Images(name)] == [ROUNDS - 1]
         assert board.Images(name)[0].width == 880
@@ -173,7 +173,7 @@ def test_the_last_round_has_pictures(board):
 
 def test_pictures_come_every_n_rounds_or_never(tmp_path):
     often = events(fit(tmp_path, rounds=3, federation={"pictures_every_n_rounds": 2}, check_val_every_n_round=3))
-    assert [image.step for image in often.Images("sparsity/density_per_layer")] == [1, 2]
+    assert [image.step for image in often.Images("density/per_layer")] == [1, 2]
     assert [image.step for image in often.Images("clients/test_acc_sorted")] == [2]
     never = events(fit(tmp_path, rounds=1, federation={"pictures_every_n_rounds": 0}))
     assert never.Tags()["images"] == []
@@ -194,7 +194,7 @@ def test_hyperparameters_stand_beside_the_metrics(board):
     declared = [info.name.tag for info in experiment.metric_infos]
     assert declared[:3] == ["global/test_acc", "personal/test_acc", "personal/test_acc_worst10"]
     assert set(declared) <= set(board.Tags()["scalars"])
-    assert {"comm/uplink_bytes_total", "flops/train_total", "sparsity/density"} <= set(declared)
+    assert {"comm/uplink_bytes_total", "flops/train_total", "density/all"} <= set(declared)
     params = plugin(board, "session_start_info").session_start_info.hparams
     assert params["algorithm"].string_value == "FedSpa"
     assert params["algorithm/density"].number_value == 0.5

@@ -1,44 +1,24 @@
-"""Command line ``sparsefl``, a LightningCLI for federations."""
+"""The LightningCLI for federations."""
 
 from __future__ import annotations
 
-import os
-import re
 import sys
-import traceback
-from collections.abc import Sequence
-from importlib.metadata import entry_points
-from pathlib import Path
 from types import MethodType
-from typing import Any, NoReturn
+from typing import Any
 
-from jsonargparse import Namespace, set_parsing_settings
+import lightning
+from jsonargparse import Namespace
 from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, instantiate_class
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-import lightning_sparsefl.algorithms
-import lightning_sparsefl.callbacks
-import lightning_sparsefl.data
-import lightning_sparsefl.federated
-import lightning_sparsefl.models
-from lightning_sparsefl.data import Partition
-from lightning_sparsefl.errors import ClientFailed, InvalidOption, SparseFLError
-from lightning_sparsefl.federated import FederatedAlgorithm, FederatedTrainer, Federation, Reducer
+from lightning_sparsefl.__about__ import __version__
+from lightning_sparsefl.cli.help import TITLES, class_list
+from lightning_sparsefl.cli.messages import short_message
+from lightning_sparsefl.cli.parser import QUIET, QuietAction
+from lightning_sparsefl.cli.run_config import with_run_config
+from lightning_sparsefl.errors import InvalidOption, SparseFLError
+from lightning_sparsefl.federated import FederatedAlgorithm, FederatedTrainer, Federation
 
-_EXIT_USAGE = 2
-_EXIT_INTERRUPTED = 130
-_PARENT = os.getppid()
-
-
-_KINDS: dict[str, type] = {
-    "algorithm": FederatedAlgorithm,
-    "model": LightningModule,
-    "data": LightningDataModule,
-    "partition": Partition,
-    "reducer": Reducer,
-}
-"""Option groups whose class is chosen by name."""
 _FLAGS: dict[str, dict[str, str]] = {
     "profile": {"json": "Print JSON instead of tables."},
     "export": {"check": "Load each file into a new module, score it as the run does, and compare the scores."},
@@ -46,54 +26,6 @@ _FLAGS: dict[str, dict[str, str]] = {
 }
 """Flags of subcommands, with their help texts."""
 _SUBCOMMANDS = ("fit", "validate", "test", "profile", "replay", "export")
-_PARSER_DETAILS = re.compile(
-    r"Does not validate|Subtypes:|Errors:|Expected a <class 'NoneType'>|Given value|Expected a path but"
-)
-
-
-def short_message(message: str) -> str:
-    r"""Shorten an error message of jsonargparse to one line without the types that the parser tried.
-
-    Args:
-        message: Error message of jsonargparse, of several lines.
-
-    Example:
-        >>> short_message("Parser key 'lr':\n  Does not validate\n  Errors:\n    - Expected a <class 'float'>")
-        "Parser key 'lr': Expected a <class 'float'>."
-    """
-    lines = [line.strip().removeprefix("- ") for line in message.splitlines()]
-    parts = list(dict.fromkeys(line for line in lines if line and not _PARSER_DETAILS.match(line)))
-    text = " ".join(part if part.endswith((":", ".")) else f"{part};" for part in parts).rstrip(";")
-    unknown = re.search(r"Expected a dot import path string: (\S+)", text)
-    key = re.search(r"NestedArg\(key='(\w+)'", message) or re.search(r'Parser key "(?:\w+\.)*(\w+)"', message)
-    if unknown and key and key[1] in _KINDS:
-        known = ", ".join(_class_names(_KINDS[key[1]]))
-        text = f"`{key[1]}` is {unknown[1]!r}, which is not a known class; expected an import path or one of {known}"
-    return text if text.endswith(".") else f"{text}."
-
-
-def _class_names(kind: type) -> list[str]:
-    """Return the names of the classes of this package that can be chosen for an option group."""
-    packages = (
-        lightning_sparsefl.algorithms,
-        lightning_sparsefl.data,
-        lightning_sparsefl.models,
-        lightning_sparsefl.federated,
-    )
-    classes = {name: getattr(package, name) for package in packages for name in package.__all__}
-    return sorted(n for n, c in classes.items() if isinstance(c, type) and issubclass(c, kind) and c is not kind)
-
-
-class SparseFLParser(LightningArgumentParser):
-    """Parser that reports errors in one line."""
-
-    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        """Print the message and exit with code 2."""
-        if not self.exit_on_error:
-            super().error(message, ex)
-        print(f"sparsefl: error: {short_message(message)}", file=sys.stderr)
-        print("tip: `sparsefl SUBCOMMAND --help` lists the options.", file=sys.stderr)
-        sys.exit(_EXIT_USAGE)
 
 
 class SparseFLCLI(LightningCLI):
@@ -105,6 +37,17 @@ class SparseFLCLI(LightningCLI):
         groups = {"model", "datamodule"}
         flags = {name: set(names) for name, names in _FLAGS.items()}
         return {name: groups | flags.get(name, set()) for name in _SUBCOMMANDS}
+
+    def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
+        """Create a parser whose configurations start with the versions that made them."""
+        kwargs.setdefault("dump_header", [f"lightning-sparsefl=={__version__}", f"lightning=={lightning.__version__}"])
+        return super().init_parser(**kwargs)
+
+    def add_default_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """Add the seed, which is 0 by default."""
+        text = "Random seed of the run, a whole number >= 0. With false, the random generators are not seeded."
+        parser.add_argument(QUIET, action=QuietAction, help="Print nothing but warnings and errors.")
+        parser.add_argument("--seed_everything", type=bool | int, default=0, help=text)
 
     def add_core_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Add the option groups; the method of LightningCLI only accepts a subclass of `Trainer`."""
@@ -122,13 +65,37 @@ class SparseFLCLI(LightningCLI):
         for name in ("num_classes", "sample_shape"):
             parser.link_arguments(f"data.{name}", f"model.init_args.{name}", apply_on="instantiate")
 
+    def _add_subcommands(self, parser: LightningArgumentParser, **kwargs: Any) -> None:
+        """Add the subcommands, with the names of their programs as they are typed."""
+        super()._add_subcommands(parser, **kwargs)
+        for name, subparser in self._subcommand_parsers.items():
+            subparser.prog = f"{parser.prog} {name}"
+            subparser.usage = f"{subparser.prog} [--config FILE] [options]"
+            subparser.epilog = (
+                "Each option can also be set by an environment variable: --trainer.max_rounds by "
+                f"SPARSEFL_{name.upper()}__TRAINER__MAX_ROUNDS."
+            )
+
     def _prepare_subcommand_parser(self, klass: type, subcommand: str, **kwargs: Any) -> LightningArgumentParser:
         """Add flags such as ``--json`` to the parser of a subcommand."""
         parser = super()._prepare_subcommand_parser(klass, subcommand, **kwargs)
+        for group, title in TITLES.items():
+            (parser.groups or {})[group].title = title
         for name, text in _FLAGS.get(subcommand, {}).items():
             parser.add_argument(f"--{name}", action="store_true", help=text)
             self._subcommand_method_arguments[subcommand].append(name)
         return parser
+
+    def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
+        """Parse the command line, with the configuration of the run that `--ckpt_path` belongs to."""
+        classes = class_list(sys.argv[1:]) if args is None else None
+        if classes is not None:
+            print(classes)
+            parser.exit()
+        if args is None:
+            self.config = parser.parse_args(with_run_config(sys.argv[1:], _SUBCOMMANDS))
+        else:
+            super().parse_arguments(parser, args)
 
     def _set_seed(self) -> None:
         """Set the seed as LightningCLI does, and raise its errors as `InvalidOption`."""
@@ -159,6 +126,8 @@ class SparseFLCLI(LightningCLI):
     def instantiate_trainer(self, **kwargs: Any) -> FederatedTrainer:  # type: ignore[override]
         """Create the trainer with the algorithm and the federation of the configuration."""
         groups = {name: self._get(self.config_init, name) for name in ("algorithm", "federation")}
+        if getattr(self._parser(self.subcommand), "is_quiet", False):
+            kwargs["quiet"] = True
         trainer: Any = super().instantiate_trainer(**groups, **kwargs)
         return trainer  # type: ignore[no-any-return]
 
@@ -181,56 +150,3 @@ class SparseFLCLI(LightningCLI):
         # compared when a run resumes
         configure_optimizers.configuration = vars(chosen.as_flat())  # type: ignore[attr-defined]
         self.model.configure_optimizers = MethodType(configure_optimizers, self.model)
-
-
-def run() -> SparseFLCLI:
-    """Parse and run the command line."""
-    set_parsing_settings(
-        docstring_parse_attribute_docstrings=True
-    )  # the docstrings of dataclass fields become help texts
-    for plugin in entry_points(group="lightning_sparsefl.plugins"):
-        plugin.load()
-    return SparseFLCLI(
-        trainer_class=FederatedTrainer,  # type: ignore[arg-type]
-        parser_class=SparseFLParser,
-        save_config_kwargs={"overwrite": True},
-        parser_kwargs={"default_env": True, "env_prefix": "SPARSEFL"},
-    )
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the console script.
-
-    Args:
-        argv: Arguments; None for those of the command line.
-
-    Returns:
-        Exit code: 0, 2 after an error message, or 130 after an interrupt.
-    """
-    if argv is not None:
-        sys.argv = [sys.argv[0], *argv]
-    sys.path.append(str(Path.cwd()))  # for `--model my_models.Net` with a file of the user; it replaces no package
-    try:
-        run()
-    except ClientFailed as error:
-        if error.__cause__ is not None:  # the code of the user failed, so show where
-            traceback.print_exception(error.__cause__)
-        return _report(error)
-    except (SparseFLError, MisconfigurationException) as error:
-        return _report(error)
-    except OSError as error:  # such as a folder without write permission, a full disk, or a download without network
-        return _report(error)
-    except KeyboardInterrupt:
-        return _EXIT_INTERRUPTED
-    return 0
-
-
-def _report(error: Exception) -> int:
-    orphan = os.getppid() != _PARENT  # rank 0, which reports errors, has ended
-    if orphan or os.environ.get("LOCAL_RANK", "0") == "0":
-        print(f"sparsefl: error: {error}", file=sys.stderr)
-    return _EXIT_USAGE
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,0 +1,221 @@
+"""Error messages of the parser, rewritten to one line that names the option, its value and what was expected."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import lightning.pytorch.callbacks
+import lightning.pytorch.loggers
+import torch
+from jsonargparse import ArgumentParser
+
+import lightning_sparsefl.algorithms
+import lightning_sparsefl.callbacks
+import lightning_sparsefl.data
+import lightning_sparsefl.federated
+import lightning_sparsefl.models
+from lightning_sparsefl.cli.suggestions import did_you_mean, import_path
+
+_OWN = (
+    lightning_sparsefl.algorithms,
+    lightning_sparsefl.data,
+    lightning_sparsefl.models,
+    lightning_sparsefl.federated,
+    lightning_sparsefl.callbacks,
+)
+_OTHERS = (lightning.pytorch.callbacks, lightning.pytorch.loggers, torch.optim, torch.optim.lr_scheduler)
+_PARSER_DETAILS = re.compile(
+    r"Does not validate|Subtypes:|Errors:|Expected a <class 'NoneType'>|Given value|Expected a path but"
+)
+_TYPES = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "a text", "list": "a list"}
+
+
+@dataclass(frozen=True)
+class _Problem:
+    """An error message of jsonargparse, taken apart."""
+
+    message: str
+    options: Sequence[str]
+    """Options of the parser, with dashes."""
+
+    @property
+    def key(self) -> str:
+        """Dotted name of the option."""
+        keys = re.findall(r"Parser key [\"']([\w.]+)[\"']", self.message)
+        nested = re.search(r"Option '([\w.]+)' is not accepted", self.message)
+        return ".".join([*keys, *([nested[1]] if nested else [])])
+
+    @property
+    def value(self) -> str:
+        """Value of the option, as it was given."""
+        got = re.findall(r"Got value: (.*)|Given value: (.*)", self.message)
+        return next((first or second for first, second in got), "")
+
+    @property
+    def class_path(self) -> str | None:
+        """Import path of the innermost class whose options are wrong."""
+        paths = re.findall(r"Problem with given class_path '([\w.]+)'", self.message)
+        return paths[-1] if paths else None
+
+
+def short_message(message: str, options: Sequence[str] = ()) -> str:
+    r"""Rewrite an error message of jsonargparse to one line without the types that the parser tried.
+
+    Args:
+        message: Error message of jsonargparse, of several lines.
+        options: Options of the parser, with dashes, among which a similar one is suggested.
+
+    Example:
+        >>> short_message("Parser key \"lr\":\n  Does not validate\n  Errors:\n    - Expected a <class 'float'>")
+        '`lr`: expected a number.'
+        >>> short_message("unrecognized arguments: --trainer.max_round 5", ["--trainer.max_rounds"])
+        '`--trainer.max_round` is not an option; did you mean `--trainer.max_rounds`?'
+    """
+    problem = _Problem(message, options)
+    for pattern, rewrite in _RULES:
+        match = re.search(pattern, message)
+        if match:
+            text = rewrite(problem, match)
+            return text if text.endswith(("?", ".")) else f"{text}."
+    return _condensed(message)
+
+
+def _condensed(message: str) -> str:
+    """Join the lines of a message without the types that the parser tried."""
+    lines = [line.strip().removeprefix("- ") for line in message.splitlines()]
+    parts = list(dict.fromkeys(line for line in lines if line and not _PARSER_DETAILS.match(line)))
+    text = " ".join(part if part.endswith((":", ".")) else f"{part};" for part in parts).rstrip(";")
+    return text if text.endswith(".") else f"{text}."
+
+
+def _required(problem: _Problem, match: re.Match[str]) -> str:
+    names = ", ".join(f"`{key.partition('.')[2] or key}`" for key in match[1].split(", "))
+    return (
+        f"No value for {names}; expected options, a file in `--config`, or in `--ckpt_path` a run folder with a "
+        "config.yaml"
+    )
+
+
+def _unrecognized(problem: _Problem, match: re.Match[str]) -> str:
+    name = match[1].partition("=")[0]
+    return f"`{name}` is not an option" + did_you_mean(name, problem.options)
+
+
+def _not_accepted(problem: _Problem, match: re.Match[str]) -> str:
+    """Rewrite the message for an option that a class does not have."""
+    kind = None if problem.class_path is None else import_path(problem.class_path)
+    if not isinstance(kind, type):
+        options = [option.removeprefix("--") for option in problem.options]
+        return f"`{match[1]}` is not an option" + did_you_mean(match[1], options)
+    names = [name for name in inspect.signature(kind).parameters if name not in ("args", "kwargs")]
+    known = f"; expected one of {', '.join(names)}" if names else "; it has none"
+    return f"`{problem.key}` is not an option of {kind.__name__}" + (did_you_mean(match[1], names) or known)
+
+
+def _unknown_class(problem: _Problem, match: re.Match[str]) -> str:
+    kinds = [import_path(path) for path in _between_brackets(problem.message)]
+    bases = tuple(kind for kind in kinds if isinstance(kind, type))
+    own = _class_names(bases, _OWN)
+    known = f" or one of {', '.join(own)}" if own else " of a class"
+    text = f"`{problem.key}` is {match[1]!r}, which is not a known class"
+    return text + (
+        did_you_mean(match[1], _class_names(bases, (*_OWN, *_OTHERS))) or f"; expected an import path{known}"
+    )
+
+
+def own_classes(base: type) -> dict[str, type]:
+    """Return the classes of this package that can be chosen for an option, by name.
+
+    Args:
+        base: Base class of the option.
+    """
+    classes = {name: kind for package in _OWN for name, kind in vars(package).items()}
+    return {name: classes[name] for name in _class_names((base,), _OWN)}
+
+
+def _between_brackets(message: str) -> list[str]:
+    """Return the import paths of the types that the parser tried."""
+    tried = re.search(r"Subtypes: \[(.*)\]", message)
+    return re.findall(r"(?:\w+\.)+\w+", tried[1]) if tried else []
+
+
+def _class_names(bases: tuple[type, ...], packages: Iterable[object]) -> list[str]:
+    """Return the public names of the subclasses of some classes."""
+    classes = {name: c for package in packages for name, c in vars(package).items() if not name.startswith("_")}
+    return sorted(n for n, c in classes.items() if isinstance(c, type) and issubclass(c, bases) and c not in bases)
+
+
+def _no_module(problem: _Problem, match: re.Match[str]) -> str:
+    here = Path.cwd()
+    files = [path.stem for path in here.glob("*.py")]
+    return (
+        f"`{problem.key}` is {problem.class_path!r}, but there is no module {match[1]!r} among the installed packages "
+        f"or in the current folder, {here}" + did_you_mean(match[1], files)
+    )
+
+
+def _no_attribute(problem: _Problem, match: re.Match[str]) -> str:
+    names = [name for name in dir(import_path(match[1])) if not name.startswith("_")]
+    return f"`{problem.key}` is {problem.class_path!r}, but {match[1]} has no {match[2]!r}" + did_you_mean(
+        match[2], names
+    )
+
+
+def _no_file(problem: _Problem, match: re.Match[str]) -> str:
+    path = Path(match[1])
+    siblings = [str(other) for other in path.parent.glob("*")] if path.parent.is_dir() else []
+    return f"`{problem.key or '--config'}` is {match[1]!r}, which does not exist" + did_you_mean(match[1], siblings)
+
+
+def _wrong_type(problem: _Problem, match: re.Match[str]) -> str:
+    """Rewrite the message for a value of another type, of which there may be several."""
+    expected = []
+    for name, choices in re.findall(r"Expected a (?:<class '([\w.]+)'>|typing\.Literal\[(.*?)\])", problem.message):
+        if name != "NoneType":
+            expected.append(_TYPES.get(name, f"a {name}") if name else _listed(choices))
+    value = "" if not problem.value or problem.value.startswith("NestedArg(") else f" is {problem.value!r};"
+    return f"`{problem.key}`{value or ':'} expected {' or '.join(dict.fromkeys(expected)) or 'null'}"
+
+
+def _listed(choices: str) -> str:
+    return f"one of {choices}" if "," in choices else choices
+
+
+def _no_subcommand(problem: _Problem, match: re.Match[str]) -> str:
+    return f"No subcommand is given; expected one of {', '.join(problem.options)}"
+
+
+def _unknown_subcommand(problem: _Problem, match: re.Match[str]) -> str:
+    text = f"`{match[1]}` is not a subcommand"
+    return text + (did_you_mean(match[1], problem.options) or f"; expected one of {', '.join(problem.options)}")
+
+
+_RULES: tuple[tuple[str, Callable[[_Problem, re.Match[str]], str]], ...] = (
+    (r"the following arguments are required: (.+)", _required),
+    (r"argument subcommand: invalid choice: '([^']*)'", _unknown_subcommand),
+    (r'expected "subcommand" to be one of', _no_subcommand),
+    (r"unrecognized arguments: (\S+)", _unrecognized),
+    (r"does not accept option '([\w.]+)'", _not_accepted),
+    (r"Option '([\w.]+)' is not accepted", _not_accepted),
+    (r"Expected a dot import path string: (\S+)", _unknown_class),
+    (r"No module named '([\w.]+)'", _no_module),
+    (r"module '([\w.]+)' has no attribute '(\w+)'", _no_attribute),
+    (r"File does not exist: '([^']+)'", _no_file),
+    (r"Import path does not correspond to a subclass", lambda problem, match: _condensed(problem.message)),
+    (r"Expected a (?:<class '(?!NoneType)|typing\.Literal)", _wrong_type),
+)
+"""Patterns of messages, the first of which that matches decides how the message is rewritten."""
+
+
+def options_of(parser: ArgumentParser) -> list[str]:
+    """Return the options of a parser, with dashes, or else its subcommands.
+
+    Args:
+        parser: Parser that reports an error.
+    """
+    subcommands = parser._subcommands_action
+    return list(subcommands.choices) if subcommands is not None else list(parser._option_string_actions)

@@ -1,0 +1,54 @@
+"""Parser of the command line."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from lightning.pytorch.cli import LightningArgumentParser
+
+from lightning_sparsefl.cli.help import HelpFormatter
+from lightning_sparsefl.cli.messages import options_of, short_message
+
+EXIT_USAGE = 2
+"""Exit code after an error message."""
+
+QUIET = "--quiet"
+"""Option that silences everything but warnings and errors."""
+
+
+class QuietAction(argparse.Action):
+    """Option that is not part of the configuration, so that the `config.yaml` of a quiet run is not quiet."""
+
+    def __init__(self, option_strings: Sequence[str], **kwargs: Any) -> None:
+        super().__init__(
+            option_strings, dest=argparse.SUPPRESS, default=argparse.SUPPRESS, nargs=0, help=kwargs["help"]
+        )
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        """Mark the parser of the subcommand."""
+        parser.is_quiet = True  # type: ignore[attr-defined]
+
+
+class SparseFLParser(LightningArgumentParser):
+    """Parser that reports errors in one line, and accepts no abbreviated options."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        kwargs.setdefault("allow_abbrev", False)  # also in the parsers of classes, which jsonargparse creates
+        kwargs.setdefault("formatter_class", HelpFormatter)
+        if str(kwargs.get("description", "")).startswith("Help for --"):  # of one class, which has no program
+            kwargs.setdefault("usage", argparse.SUPPRESS)
+        super().__init__(*args, **kwargs)
+        self.is_quiet = False
+
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        """Print the message and exit with code 2."""
+        if not self.exit_on_error:
+            super().error(message, ex)
+        reporter = getattr(ex, "subcommand_parser", None) or self
+        program = "sparsefl SUBCOMMAND" if reporter._subcommands_action else reporter.prog
+        print(f"sparsefl: error: {short_message(message, options_of(reporter))}", file=sys.stderr)
+        print(f"tip: `{program} --help` lists the options.", file=sys.stderr)
+        sys.exit(EXIT_USAGE)

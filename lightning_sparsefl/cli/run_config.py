@@ -1,0 +1,64 @@
+"""The configuration that a command uses if it is given only a checkpoint of a run."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Sequence
+from itertools import zip_longest
+from pathlib import Path
+
+from lightning.fabric.utilities.rank_zero import rank_zero_info
+
+CONFIG = "config.yaml"
+"""Name of the file in a run folder."""
+_GROUPS = ("--algorithm", "--model", "--data")
+
+
+def with_run_config(args: Sequence[str], subcommands: Collection[str]) -> list[str]:
+    """Insert the configuration of the run that `--ckpt_path` belongs to after the subcommand.
+
+    Nothing is inserted if the arguments have a configuration, or give the algorithm, the model and the data.
+
+    Args:
+        args: Arguments of the command line.
+        subcommands: Names of the subcommands.
+
+    Returns:
+        The arguments to parse. Options of the command line come later and take precedence.
+    """
+    args = list(args)
+    position = next((index for index, arg in enumerate(args) if arg in subcommands), None)
+    if position is None or _has_config(args, args[position]):
+        return args
+    ckpt_path = _value_of("--ckpt_path", args)
+    config = None if ckpt_path in (None, "last") else config_of(Path(str(ckpt_path)))
+    if config is None:
+        return args
+    rank_zero_info(f"Configuration of the run: {config}")
+    return [*args[: position + 1], f"--config={config}", *args[position + 1 :]]
+
+
+def config_of(checkpoint: Path) -> Path | None:
+    """Return the configuration of a run, or None if there is none.
+
+    Args:
+        checkpoint: Checkpoint in a run folder or in its `checkpoints`, or the run folder itself.
+    """
+    folders = [checkpoint] if checkpoint.is_dir() else [checkpoint.parent, checkpoint.parent.parent]
+    return next((folder / CONFIG for folder in folders if (folder / CONFIG).is_file()), None)
+
+
+def _has_config(args: Sequence[str], subcommand: str) -> bool:
+    names = {arg.partition("=")[0] for arg in args}
+    variables = ("SPARSEFL_CONFIG", f"SPARSEFL_{subcommand.upper()}__CONFIG")
+    return bool(names & {"-c", "--config"} or names >= set(_GROUPS) or any(name in os.environ for name in variables))
+
+
+def _value_of(option: str, args: Sequence[str]) -> str | None:
+    """Return the last value of an option, or None."""
+    value = None
+    for arg, following in zip_longest(args, args[1:]):
+        name, equals, rest = arg.partition("=")
+        if name == option:
+            value = rest if equals else following
+    return value

@@ -1,0 +1,64 @@
+"""Help texts: short, without internal classes, and with the classes to choose from."""
+
+import pytest
+
+import lightning_sparsefl.algorithms
+import lightning_sparsefl.callbacks
+
+
+@pytest.fixture(scope="module", params=["fit", "replay"])
+def subcommand(request):
+    return request.param
+
+
+def test_the_help_of_a_subcommand_names_no_internals(subcommand, sparsefl):
+    code, out, err = sparsefl(subcommand, "--help")
+    assert (code, err) == (0, "")
+    assert out.startswith(f"usage: sparsefl {subcommand} [--config FILE] [options]\n")
+    for internal in (
+        "<class",
+        "ARG:",
+        "ENV:",
+        "SUPPRESS",
+        "CheckDeadline",
+        "OutputHook",
+        "SaveConfig",
+        "LearningRateFinder",
+    ):
+        assert internal not in out
+    assert "known subclasses" not in out
+    words = out.split()
+    for name in ("--trainer.max_rounds", "--federation.capacities", "--ckpt_path", "--quiet"):
+        assert name in words
+    for name in (
+        *lightning_sparsefl.callbacks.__all__,
+        *lightning_sparsefl.algorithms.__all__,
+        "ModelCheckpoint,",
+        "SGD,",
+    ):
+        assert any(word.startswith(name.rstrip(",")) for word in words), name
+    assert f"SPARSEFL_{subcommand.upper()}__TRAINER__MAX_ROUNDS" in out
+
+
+def test_the_help_of_a_group_lists_its_classes(sparsefl):
+    code, out, _ = sparsefl("fit", "--algorithm.help")
+    assert code == 0
+    names = [line.split()[0] for line in out.splitlines()[1:-1]]
+    assert names == sorted(lightning_sparsefl.algorithms.__all__)
+    assert "  FedProx     FedAvg with a proximal term in the loss of the clients.\n" in out
+    assert "  LeNet5 " in sparsefl("fit", "--model.help")[1]
+    assert "  FederatedDigits " in sparsefl("fit", "--data.help")[1]
+
+
+def test_the_help_of_a_class_lists_its_options(sparsefl):
+    code, out, _ = sparsefl("fit", "--algorithm.help", "FedProx")
+    assert code == 0
+    assert "usage" not in out
+    assert "--algorithm.mu MU" in out
+
+
+def test_the_help_of_the_program(sparsefl):
+    code, out, _ = sparsefl("--help")
+    assert code == 0
+    assert "sparse and personalised federated learning" in out.replace("\n", " ")
+    assert all(f"\n    {name} " in out for name in ("fit", "validate", "test", "profile", "replay", "export"))

@@ -1,0 +1,86 @@
+"""Messages for mistakes on the command line: the option, its value, what was expected, and the most similar name."""
+
+import pytest
+
+from helpers.command_line import QUICKSTART
+
+MISTAKES = {
+    "option of a class": (
+        ["--algorithm.densty=0.3"],
+        "`algorithm.densty` is not an option of FedSpa; did you mean `density`?",
+    ),
+    "option in a class in a class": (
+        ["--data.partition.alhpa=3"],
+        "`data.partition.alhpa` is not an option of Dirichlet; did you mean `alpha`?",
+    ),
+    "class": (["--algorithm=FedSpaa"], "`algorithm` is 'FedSpaa', which is not a known class; did you mean `FedSpa`?"),
+    "class in lower case": (["--model=smallcnn"], "did you mean `SmallCNN`?"),
+    "callback": (["--trainer.callbacks+=EarlyStoping"], "did you mean `EarlyStopping`?"),
+    "optimizer": (["--optimizer=SDG"], "`optimizer` is 'SDG', which is not a known class; did you mean `SGD`?"),
+    "attribute": (
+        ["--model=lightning_sparsefl.models.LeNet55"],
+        "`model` is 'lightning_sparsefl.models.LeNet55', but lightning_sparsefl.models has no 'LeNet55'; "
+        "did you mean `LeNet5`?",
+    ),
+    "group": (["--federaton.min_clients=1"], "did you mean `--federation.min_clients`?"),
+    "whole number": (["--trainer.max_rounds=five"], "`trainer.max_rounds` is 'five'; expected a whole number."),
+    "number of a class": (["--algorithm.density=half"], "`algorithm.density` is 'half'; expected a number."),
+    "several types": (
+        ["--federation.eval_clients=x"],
+        "`federation.eval_clients` is 'x'; expected a whole number or 'all'.",
+    ),
+    "switch": (["--trainer.enable_progress_bar=maybe"], "is 'maybe'; expected true or false."),
+    "list": (["--federation.capacities=abc"], "`federation.capacities` is 'abc'; expected a list."),
+    "no such option": (["--zebra=1"], "`--zebra` is not an option."),
+}
+
+
+def said(err):
+    (line,) = [line for line in err.splitlines() if line.startswith("sparsefl: error: ")]
+    return line.removeprefix("sparsefl: error: ")
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_named_with_the_nearest_name(mistake, sparsefl):
+    args, expected = MISTAKES[mistake]
+    code, _, err = sparsefl("fit", "--config", QUICKSTART, *args)
+    assert code == 2
+    assert expected in said(err)
+    assert "<class" not in err
+
+
+def test_a_file_that_does_not_exist(sparsefl):
+    code, _, err = sparsefl("fit", "--config", QUICKSTART.replace("quick", "quik"))
+    assert code == 2
+    assert said(err).endswith(f"quikstart.yaml', which does not exist; did you mean `{QUICKSTART}`?")
+
+
+def test_an_option_in_a_file(sparsefl, tmp_path):
+    config = tmp_path / "more.yaml"
+    config.write_text("trainer:\n  max_roundz: 3\n")
+    code, _, err = sparsefl("fit", "--config", config, "--config", QUICKSTART)
+    assert code == 2
+    assert said(err) == "`trainer.max_roundz` is not an option; did you mean `trainer.max_rounds`?"
+
+
+def test_a_module_that_is_not_in_the_folder(sparsefl, tmp_path):
+    (tmp_path / "my_models.py").touch()
+    code, _, err = sparsefl("fit", "--config", QUICKSTART, "--model=my_model.Net")
+    assert code == 2
+    assert f"no module 'my_model' among the installed packages or in the current folder, {tmp_path}" in err
+    assert "did you mean `my_models`?" in err
+
+
+@pytest.mark.parametrize(
+    ("args", "expected"),
+    [
+        ((), "No subcommand is given; expected one of fit, validate, test, profile, replay, export."),
+        (("zebra",), "`zebra` is not a subcommand; expected one of fit, validate, test, profile, replay, export."),
+        (("exprt",), "`exprt` is not a subcommand; did you mean `export`?"),
+        (("fit",), "No value for `algorithm`, `data`, `model`; expected options, a file in `--config`"),
+    ],
+)
+def test_subcommands_are_listed(args, expected, sparsefl):
+    code, _, err = sparsefl(*args)
+    assert code == 2
+    assert expected in said(err)

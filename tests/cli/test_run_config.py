@@ -1,0 +1,88 @@
+"""A checkpoint or a run folder is enough for every subcommand, since the configuration lies beside it."""
+
+import json
+import shutil
+
+import pytest
+import torch
+
+from helpers.command_line import QUICKSTART, SHORT, run_folder
+from lightning_sparsefl.cli.run_config import with_run_config
+
+VERBS = {"fit", "test"}
+
+
+@pytest.fixture
+def run(sparsefl, tmp_path):
+    """The folder of a finished run."""
+    assert sparsefl("fit", "--config", QUICKSTART, *SHORT)[0] == 0
+    return run_folder(tmp_path)
+
+
+def test_a_checkpoint_is_evaluated_replayed_exported_and_resumed(sparsefl, run, tmp_path):
+    last = run / "checkpoints" / "last.ckpt"
+    code, out, _ = sparsefl("test", "--ckpt_path", last)
+    summary = json.loads((run / "summary.json").read_text())
+    assert code == 0
+    assert f"{summary['personal/test_acc']:.4f}" in out
+    client = torch.load(run / "checkpoints" / "previous.ckpt", weights_only=True)["epoch"]
+    assert client == 1
+    code, _, err = sparsefl("replay", "--ckpt_path", last, "--client=99")
+    assert code == 2
+    (client,) = err.split("expected one of ")[1].split(",")[:1]
+    code, out, err = sparsefl("replay", f"--ckpt_path={run}", f"--client={client}")
+    assert code == 0, err
+    assert f"Client {client} in round 1, again" in out
+    assert sparsefl("export", "--ckpt_path", run, "--out=exported")[0] == 0
+    assert sparsefl("fit", "--ckpt_path", run, "--trainer.max_rounds=3")[0] == 0
+    assert torch.load(last, weights_only=True)["epoch"] == 3
+    assert not run_folder(tmp_path, version=1).exists()
+    code, _, err = sparsefl("validate", "--ckpt_path", last)
+    assert code == 2
+    assert "val_fraction" in err
+
+
+def test_a_given_configuration_takes_precedence(sparsefl, run):
+    (run / "config.yaml").write_text("algorithm: FedProx\n")
+    assert sparsefl("test", "--config", QUICKSTART, "--ckpt_path", run)[0] == 0
+
+
+def test_a_checkpoint_without_a_configuration_says_what_is_missing(sparsefl, run, tmp_path):
+    copy = shutil.copy(run / "checkpoints" / "last.ckpt", tmp_path / "mine.ckpt")
+    for ckpt_path in (copy, "last"):
+        code, _, err = sparsefl("test", "--ckpt_path", ckpt_path)
+        assert code == 2
+        assert "No value for `algorithm`, `data`, `model`; expected options, a file in `--config`" in err
+
+
+def test_a_folder_without_a_checkpoint_is_refused(sparsefl, tmp_path):
+    code, _, err = sparsefl("test", "--config", QUICKSTART, "--ckpt_path", tmp_path)
+    assert code == 2
+    assert "contains no checkpoints/last.ckpt" in err
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["test"],
+        ["test", "--ckpt_path"],
+        ["test", "--ckpt_path=last"],
+        ["test", "--ckpt_path=nowhere/last.ckpt"],
+        ["test", "--ckpt_path=RUN", "-c", "x.yaml"],
+        ["--config=x.yaml", "test", "--ckpt_path=RUN"],
+        ["test", "--ckpt_path=RUN", "--algorithm=FedAvg", "--model=MLP", "--data", "FederatedDigits"],
+        ["--version"],
+    ],
+)
+def test_nothing_is_inserted_otherwise(args, tmp_path):
+    (tmp_path / "config.yaml").touch()
+    args = [arg.replace("RUN", str(tmp_path)) for arg in args]
+    assert with_run_config(args, VERBS) == args
+
+
+def test_the_environment_can_give_the_configuration(tmp_path, monkeypatch):
+    (tmp_path / "config.yaml").touch()
+    args = ["fit", f"--ckpt_path={tmp_path}"]
+    assert with_run_config(args, VERBS) == ["fit", f"--config={tmp_path / 'config.yaml'}", args[1]]
+    monkeypatch.setenv("SPARSEFL_FIT__CONFIG", "x.yaml")
+    assert with_run_config(args, VERBS) == args

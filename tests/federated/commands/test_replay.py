@@ -1,0 +1,40 @@
+"""Replay of rounds from the checkpoints of a run; a failed fit is replayed in rounds/test_failures.py."""
+
+import re
+
+import pytest
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from lightning_sparsefl import FedSpa
+from lightning_sparsefl.errors import InvalidOption
+
+
+@pytest.mark.parametrize("store", ["ram", "disk"])
+def test_a_finished_run_repeats_its_last_round_from_the_previous_checkpoint(store, federation, tmp_path):
+    options = {"federation": {"store": store}, "arguments": {"client": 99}}
+    run = federation(FedSpa(density=0.5), federation={"store": store})
+    norms = []
+    for ckpt_path, round in ((run.run_folder, None), (run.run_folder / "checkpoints" / "last.ckpt", 2)):
+        options["arguments"] = {"client": 99, "round": round}
+        with pytest.raises(InvalidOption, match="does not train in round 2") as refused:
+            federation(FedSpa(density=0.5), verb="replay", ckpt_path=str(ckpt_path), **options)
+        client = int(re.findall(r"\d+", str(refused.value))[-1])
+        options["arguments"] = {"client": client, "round": round}
+        again = federation(FedSpa(density=0.5), verb="replay", ckpt_path=str(ckpt_path), **options).summary
+        assert again.round == 2
+        norms.append(again.norm)
+    assert norms[0] == norms[1] > 0
+
+
+def test_an_earlier_round_needs_a_checkpoint_that_was_kept(federation, tmp_path):
+    kept = ModelCheckpoint(tmp_path / "kept", filename="{epoch}", save_top_k=-1)
+    run = federation(FedSpa(density=0.5), callbacks=[kept])
+    arguments = {"client": 99, "round": 1}
+    with pytest.raises(InvalidOption, match=r"`round` is 1, .* are: 2; .*`ModelCheckpoint\(save_top_k=-1\)`"):
+        federation(FedSpa(density=0.5), verb="replay", ckpt_path=str(run.run_folder), arguments=arguments)
+    early = str(tmp_path / "kept" / "epoch=0.ckpt")
+    with pytest.raises(InvalidOption, match="does not train in round 1") as refused:
+        federation(FedSpa(density=0.5), verb="replay", ckpt_path=early, arguments=arguments)
+    arguments["client"] = int(re.findall(r"\d+", str(refused.value))[-1])
+    again = federation(FedSpa(density=0.5), verb="replay", ckpt_path=early, arguments=arguments).summary
+    assert again.round == 1

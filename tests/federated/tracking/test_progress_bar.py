@@ -1,0 +1,76 @@
+"""Progress over rounds: a bar in a terminal, a line for each evaluated round elsewhere, nothing for a quiet trainer."""
+
+import logging
+import re
+
+import pytest
+
+from helpers.networks import Classifier
+from lightning_sparsefl import FedAvg, FederatedTrainer, Federation
+from lightning_sparsefl.data import FederatedBlobs
+from lightning_sparsefl.federated import RoundProgressBar
+from lightning_sparsefl.federated.tracking import progress_bar
+
+
+@pytest.fixture
+def fit(tmp_path):
+    def run(verb="fit", ckpt_path=None, **options):
+        trainer = FederatedTrainer(
+            algorithm=FedAvg(),
+            federation=Federation(clients_per_round=2),
+            accelerator="cpu",
+            max_rounds=options.pop("max_rounds", 4),
+            default_root_dir=str(tmp_path),
+            **options,
+        )
+        data = FederatedBlobs(
+            num_clients=3, num_classes=4, dim=8, num_train=90, batch_size=8, eval_split="test", drop_last=True
+        )
+        getattr(trainer, verb)(Classifier(), data, ckpt_path)
+
+    return run
+
+
+LINE = r"round (\d)/4  global \d\.\d{3}  personal \d\.\d{3}  up [\d.]+ kB  elapsed \d\d:\d\d  remaining \d\d:\d\d"
+
+
+def test_outside_a_terminal_each_evaluated_round_has_a_line(fit, capsys):
+    fit(check_val_every_n_round=2, logger=False)
+    out = capsys.readouterr().out
+    assert "\r" not in out
+    lines = [line for line in out.splitlines() if line.startswith("round ")]
+    assert [re.fullmatch(LINE, line)[1] for line in lines] == ["2", "4"]
+
+
+def test_a_bar_shows_the_clients_of_training_and_evaluation(fit, capsys, monkeypatch):
+    monkeypatch.setattr(progress_bar, "_REFRESH_SECONDS", 0.0)
+    fit(callbacks=[RoundProgressBar(live=True)], enable_progress_bar=False, logger=False, max_rounds=2)
+    states = capsys.readouterr().out.split("\r")
+    assert any("Rounds 0/2" in state and "train=1/2" in state for state in states)
+    assert any("Rounds 1/2" in state and "score=2/3" in state for state in states)
+    assert any("Rounds 2/2" in state and "global=" in state for state in states)
+    assert not any(state.startswith("round ") for state in states)
+
+
+def test_the_bar_is_not_drawn_for_every_client_of_a_fast_round(fit, capsys):
+    fit(callbacks=[RoundProgressBar(live=True)], enable_progress_bar=False, logger=False, max_rounds=2)
+    assert capsys.readouterr().out.count("train=") + capsys.readouterr().out.count("score=") < 10
+
+
+@pytest.mark.parametrize("verb", ["fit", "test", "profile", "export"])
+def test_a_quiet_trainer_prints_nothing(verb, fit, capfd, caplog):
+    if verb == "export":
+        fit(quiet=True)
+    level = logging.getLogger("lightning.pytorch").level
+    fit(verb, quiet=True)
+    captured = capfd.readouterr()
+    assert (captured.out, captured.err, caplog.records) == ("", "", [])
+    assert logging.getLogger("lightning.pytorch").level == level
+    fit(verb)
+    assert capfd.readouterr().out
+
+
+def test_a_quiet_trainer_still_warns(fit, monkeypatch):
+    monkeypatch.setattr(Classifier, "forward", lambda self, x: 1 / 0)
+    with pytest.warns(UserWarning, match="FLOPs are not counted"):
+        fit("profile", quiet=True)
