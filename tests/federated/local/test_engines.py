@@ -22,6 +22,7 @@ from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
+from lightning_sparsefl.callbacks import ProximalTerm
 from lightning_sparsefl.errors import InvalidOption
 from lightning_sparsefl.federated.local.engines import (
     FastEngine,
@@ -308,12 +309,6 @@ class Plain(Callback):
     """A user's own callback."""
 
 
-class Ours(Plain):
-    """As if it came with this package."""
-
-    __module__ = "lightning_sparsefl.callbacks.anything"
-
-
 class Iterates(Net):
     def training_step(self, dataloader_iter: Any) -> Tensor:  # type: ignore[override]
         return super().training_step(next(dataloader_iter)[0])
@@ -326,7 +321,7 @@ def overriding(name: str) -> Net:
 @pytest.mark.parametrize(
     ("module", "callbacks", "reason"),
     [
-        (Net(), [EarlyStopping("loss"), Ours()], None),
+        (Net(), [EarlyStopping("loss"), ProximalTerm()], None),
         (Manual(), [], None),
         (Net(), [Plain()], "`Plain`"),
         (Net(), [ModelCheckpoint()], "`ModelCheckpoint`"),
