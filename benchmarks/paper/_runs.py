@@ -159,13 +159,19 @@ def append(path: Path, row: Mapping[str, object]) -> None:
     new.replace(path)
 
 
+_CODE = ("--", ".", f":!{RESULTS.relative_to(REPOSITORY)}", f":!{DOCUMENT.relative_to(REPOSITORY)}")
+"""Arguments of git for everything but the rows and tables that a script of this folder writes."""
+
+
 def commit() -> str:
-    """Return the commit of the code, with a suffix if there are uncommitted changes."""
+    """Return the commit of the code, with a suffix if there are uncommitted changes other than these results."""
 
     def git(*arguments: str) -> str:
         return subprocess.run(("git", *arguments), cwd=REPOSITORY, check=True, capture_output=True, text=True).stdout
 
-    return git("rev-parse", "--short", "HEAD").strip() + ("-dirty" if git("status", "--porcelain").strip() else "")
+    return git("rev-parse", "--short", "HEAD").strip() + (
+        "-dirty" if git("status", "--porcelain", *_CODE).strip() else ""
+    )
 
 
 def with_table(text: str, name: str, table: str) -> str:
