@@ -13,6 +13,7 @@ from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 from lightning_sparsefl.errors import ClientFailed
 from lightning_sparsefl.federated.commands.replay import replay_command
 from lightning_sparsefl.federated.commands.run import Run
+from lightning_sparsefl.federated.distributed.ranks import Ranks
 from lightning_sparsefl.federated.distributed.signals import Interrupted
 from lightning_sparsefl.federated.storage import checkpoint
 from lightning_sparsefl.federated.storage.atomic_files import raise_disk_full
@@ -262,15 +263,8 @@ class Fit:
         """Return the content of a checkpoint that stands alone, with the clients' records inside on rank 0."""
         records = [StoredRecords(), StoredRecords()]
         if with_clients:
-            records = [StoredRecords(records=self._all_records(store)) for store in self._stores]
+            records = [StoredRecords(records=_all_records(store, self.ranks)) for store in self._stores]
         return self._checkpoint(records, checkpoint.callback_states(self._round_trainer.callbacks)).to_plain()
-
-    def _all_records(self, store: Any) -> dict[int, Any]:
-        mine = store.records()
-        if not store.divided or self.ranks.size == 1:
-            return dict(mine)
-        parts = self.ranks.exchange([mine if rank == 0 else {} for rank in range(self.ranks.size)])
-        return {client: versions for part in parts for client, versions in part.items()}
 
     def _checkpoint(self, records: list[StoredRecords], callbacks: Mapping[str, Any]) -> Checkpoint:
         return Checkpoint(
@@ -326,3 +320,12 @@ class Fit:
         for logger in self._loggers:
             logger.finalize("success")
         return summary
+
+
+def _all_records(store: Any, ranks: Ranks) -> dict[int, Any]:
+    """Return the records of all ranks, on rank 0."""
+    mine = store.records()
+    if not store.divided or ranks.size == 1:
+        return dict(mine)
+    parts = ranks.exchange([mine if rank == 0 else {} for rank in range(ranks.size)])
+    return {client: versions for part in parts for client, versions in part.items()}

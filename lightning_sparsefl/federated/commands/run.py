@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,10 +13,11 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lightning_sparsefl.cost import Ledger
 from lightning_sparsefl.errors import InvalidOption
+from lightning_sparsefl.federated.commands.run_facts import reported_facts, training_facts
 from lightning_sparsefl.federated.distributed.ranks import Ranks
 from lightning_sparsefl.federated.evaluation.scorer import Scorer
 from lightning_sparsefl.federated.exchange.orders import Split
-from lightning_sparsefl.federated.fleet import Fleet, LazyClientViews, sizes_fact
+from lightning_sparsefl.federated.fleet import Fleet, LazyClientViews
 from lightning_sparsefl.federated.local.engines import local_engine
 from lightning_sparsefl.federated.local.example_input import layers_of
 from lightning_sparsefl.federated.local.isolation import isolate_metrics
@@ -47,7 +47,6 @@ from lightning_sparsefl.federated.storage.record_store import RecordStore
 from lightning_sparsefl.federated.storage.resume import ResumePoint, find_resume_point, lock_resume_point
 from lightning_sparsefl.federated.storage.run_folder import RunFolder
 from lightning_sparsefl.federated.storage.sqlite_store import SqliteStore
-from lightning_sparsefl.federated.tracking.hyperparameters import hyperparameters
 from lightning_sparsefl.seeds import random_identifier, seed_all
 from lightning_sparsefl.types import Merged, Message, RunState, ServerState
 from lightning_sparsefl.wire import Codec
@@ -66,11 +65,6 @@ class AboutClients:
 
     def __getitem__(self, client: int) -> About:
         return About(self._data.num_examples(client), self._capacities[client])
-
-
-def _lasting(value: Any) -> Any:
-    """Return a number, or a text without addresses in memory, which differ in every process."""
-    return value if isinstance(value, bool | int | float) else re.sub(r" at 0x[0-9a-fA-F]+", "", str(value))
 
 
 class Run:
@@ -121,8 +115,9 @@ class Run:
         self.ledger = Ledger(counts_flops=self.workload.layers is not None)
         self._connect()
         self.identity = identity(self.algorithm, data.num_clients, self.layout)
-        self.training = {"seed": options.seed, **self._training_facts()}
-        self.reported = self._reported_facts()
+        precision = str(ranks.fabric.strategy.precision.precision)
+        self.training = training_facts(options, self.workload, data, precision, self.stack_size)
+        self.reported = reported_facts(options, module, data)
 
     # ---- set-up
 
@@ -255,51 +250,6 @@ class Run:
             buffers=self.layout.buffers,
             model=self.worker,
         )
-
-    def _training_facts(self) -> dict[str, Any]:
-        """Return further facts that the weights depend on, which a run that goes on must share."""
-        options, federation, local = self.options, self.federation, self.options.local
-        return {
-            "gradient_clip_val": local.gradient_clip_val,
-            "gradient_clip_algorithm": local.gradient_clip_algorithm or "norm",
-            "accumulate_grad_batches": local.accumulate_grad_batches,
-            "limit_train_batches": repr(local.limit_train_batches),  # 1 is a batch, and 1.0 is all of them
-            "validate_locally": options.validate_locally,
-            "precision": str(self.ranks.fabric.strategy.precision.precision),
-            "drop_last": self.server.workload.drop_last,
-            "client sizes": sizes_fact(self.data),
-            "local epochs": local.max_epochs,
-            "batch size": self.server.workload.batch_size,
-            "clients per round": federation.clients_per_round,
-            "buffers": federation.buffers,
-            "reducer": None if federation.reducer is None else repr(federation.reducer),
-            "clip_update": federation.clip_update,
-            "privacy": None if federation.privacy is None else repr(federation.privacy),
-            "unseen clients": federation.unseen_clients,
-            "monitor": federation.monitor,
-            "execution": federation.execution,
-            "capacities": federation.capacities,
-            "shuffled capacities": federation.shuffle_capacities,
-            "wire": federation.wire,
-            "stack size": self.stack_size,
-            **({"max_rounds": options.max_rounds} if self.algorithm.fixed_length else {}),
-            "round_lr": repr(options.round_lr),
-        }
-
-    def _reported_facts(self) -> dict[str, Any]:
-        """Return facts that the weights may depend on, and that a run may change when it resumes."""
-        options = self.options
-        hparams = hyperparameters(options, self.data, self.module)
-        ours = [c for c in options.client_callbacks if type(c).__module__.startswith("lightning_sparsefl.callbacks.")]
-        optimizer = getattr(self.module.configure_optimizers, "configuration", {})
-        return {
-            **{name.replace("/", "."): _lasting(v) for name, v in hparams.items() if name.startswith("model/")},
-            **{name: _lasting(value) for name, value in optimizer.items() if value is not None},
-            "trainer.client_callbacks": ", ".join(type(callback).__name__ for callback in ours) or None,
-            "trainer.num_threads": options.num_threads,
-            "trainer.limit_val_batches": repr(options.local.limit_val_batches),
-            "trainer.limit_test_batches": repr(options.local.limit_test_batches),
-        }
 
     # ---- state
 

@@ -160,7 +160,7 @@ class RecordDatabase:
             client,
             round,
         )
-        return self._decoded(client, *found[0]) if found else None
+        return _decoded(self.path, client, *found[0]) if found else None
 
     def versions(self, client: int, round: int) -> dict[int, Any]:
         """Return all stored versions of a client's record up to a round.
@@ -173,7 +173,7 @@ class RecordDatabase:
             CheckpointMismatch: If a record is damaged.
         """
         found = self._rows("SELECT round, digest, content FROM records WHERE client = ? AND round <= ?", client, round)
-        return {version: self._decoded(client, version, digest, content) for version, digest, content in found}
+        return {version: _decoded(self.path, client, version, digest, content) for version, digest, content in found}
 
     def require_newest_whole(self, round: int) -> None:
         """Read all records written by the commit of a round, which a crash or a full disk would damage first.
@@ -279,19 +279,6 @@ class RecordDatabase:
         with self._convert_errors():
             return self._database.execute(query, values).fetchall()
 
-    def _decoded(self, client: int, version: int, digest: Any, content: Any) -> Any:
-        try:
-            if row_digest(client, version, content) == digest:
-                require_plain(io.BytesIO(content))
-                return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
-        except Exception as error:
-            reason = str(error) if isinstance(error, NotPlain) else type(error).__name__
-        else:
-            reason = "its checksum does not match"
-        raise CheckpointMismatch(
-            f"{self.path} holds a damaged record of client {client} ({reason}); choose an earlier `ckpt_path`."
-        )
-
     @contextmanager
     def _convert_errors(self) -> Iterator[None]:
         """Convert errors of SQLite to errors of this package."""
@@ -327,3 +314,18 @@ def _encoded(packed: Any) -> bytes:
     buffer = io.BytesIO()
     torch.save(packed, buffer)
     return buffer.getvalue()
+
+
+def _decoded(path: Path, client: int, version: int, digest: Any, content: Any) -> Any:
+    """Return the values of a record, or raise :class:`CheckpointMismatch` if it is damaged."""
+    try:
+        if row_digest(client, version, content) == digest:
+            require_plain(io.BytesIO(content))
+            return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+    except Exception as error:
+        reason = str(error) if isinstance(error, NotPlain) else type(error).__name__
+    else:
+        reason = "its checksum does not match"
+    raise CheckpointMismatch(
+        f"{path} holds a damaged record of client {client} ({reason}); choose an earlier `ckpt_path`."
+    )

@@ -1,0 +1,81 @@
+"""Facts of a run that are compared when it resumes."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from lightning.pytorch import LightningModule
+
+from lightning_sparsefl.federated.fleet import sizes_fact
+from lightning_sparsefl.federated.rounds.run_options import RunOptions
+from lightning_sparsefl.federated.rounds.workload import Workload
+from lightning_sparsefl.federated.tracking.hyperparameters import hyperparameters
+
+
+def training_facts(
+    options: RunOptions, workload: Workload, data: Any, precision: str, stack_size: int
+) -> dict[str, Any]:
+    """Return the facts that the weights depend on, which a run that goes on must share.
+
+    Args:
+        options: Options of the run.
+        workload: Local work of the clients.
+        data: The clients' data.
+        precision: Precision of the module.
+        stack_size: Largest number of clients in a stack.
+    """
+    federation, local = options.federation, options.local
+    return {
+        "seed": options.seed,
+        "gradient_clip_val": local.gradient_clip_val,
+        "gradient_clip_algorithm": local.gradient_clip_algorithm or "norm",
+        "accumulate_grad_batches": local.accumulate_grad_batches,
+        "limit_train_batches": repr(local.limit_train_batches),  # 1 is a batch, and 1.0 is all of them
+        "validate_locally": options.validate_locally,
+        "precision": precision,
+        "drop_last": workload.drop_last,
+        "client sizes": sizes_fact(data),
+        "local epochs": local.max_epochs,
+        "batch size": workload.batch_size,
+        "clients per round": federation.clients_per_round,
+        "buffers": federation.buffers,
+        "reducer": None if federation.reducer is None else repr(federation.reducer),
+        "clip_update": federation.clip_update,
+        "privacy": None if federation.privacy is None else repr(federation.privacy),
+        "unseen clients": federation.unseen_clients,
+        "monitor": federation.monitor,
+        "execution": federation.execution,
+        "capacities": federation.capacities,
+        "shuffled capacities": federation.shuffle_capacities,
+        "wire": federation.wire,
+        "stack size": stack_size,
+        **({"max_rounds": options.max_rounds} if options.algorithm.fixed_length else {}),
+        "round_lr": repr(options.round_lr),
+    }
+
+
+def reported_facts(options: RunOptions, module: LightningModule, data: Any) -> dict[str, Any]:
+    """Return the facts that the weights may depend on, and that a run may change when it resumes.
+
+    Args:
+        options: Options of the run.
+        module: The user's module.
+        data: The clients' data.
+    """
+    hparams = hyperparameters(options, data, module)
+    ours = [c for c in options.client_callbacks if type(c).__module__.startswith("lightning_sparsefl.callbacks.")]
+    optimizer = getattr(module.configure_optimizers, "configuration", {})
+    return {
+        **{name.replace("/", "."): _lasting(v) for name, v in hparams.items() if name.startswith("model/")},
+        **{name: _lasting(value) for name, value in optimizer.items() if value is not None},
+        "trainer.client_callbacks": ", ".join(type(callback).__name__ for callback in ours) or None,
+        "trainer.num_threads": options.num_threads,
+        "trainer.limit_val_batches": repr(options.local.limit_val_batches),
+        "trainer.limit_test_batches": repr(options.local.limit_test_batches),
+    }
+
+
+def _lasting(value: Any) -> Any:
+    """Return a number, or a text without addresses in memory, which differ in every process."""
+    return value if isinstance(value, bool | int | float) else re.sub(r" at 0x[0-9a-fA-F]+", "", str(value))
