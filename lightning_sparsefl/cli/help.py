@@ -45,7 +45,10 @@ class HelpFormatter(DefaultHelpFormatter):
     def _get_help_string(self, action: argparse.Action) -> str:
         text = super()._get_help_string(action)
         return re.sub(
-            r", known subclasses: ([\w., ]+)\)$", lambda match: f", {_choices(action, match[1].split(', '))})", text
+            r", known subclasses: (.+)\)$",
+            lambda match: f", {_choices(action, match[1].split(', '))})",
+            text,
+            flags=re.DOTALL,
         )
 
 
@@ -61,7 +64,7 @@ def _choices(action: argparse.Action, paths: Sequence[str]) -> str:
 
 def _is_public(path: str) -> bool:
     package, _, _ = path.partition(".")
-    return package != "lightning_sparsefl" or path.count(".") <= 2
+    return "<locals>" not in path and (package != "lightning_sparsefl" or path.count(".") <= 2)
 
 
 def class_list(args: Sequence[str]) -> str | None:

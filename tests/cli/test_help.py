@@ -4,6 +4,7 @@ import pytest
 
 import lightning_sparsefl.algorithms
 import lightning_sparsefl.callbacks
+from lightning_sparsefl import FedAvg
 
 
 @pytest.fixture(scope="module", params=["fit", "replay"])
@@ -12,6 +13,9 @@ def subcommand(request):
 
 
 def test_the_help_of_a_subcommand_names_no_internals(subcommand, sparsefl):
+    class Local(FedAvg):
+        """A class that cannot be imported, as in a notebook's function."""
+
     code, out, err = sparsefl(subcommand, "--help")
     assert (code, err) == (0, "")
     assert out.startswith(f"usage: sparsefl {subcommand} [--config FILE] [options]\n")
@@ -27,6 +31,8 @@ def test_the_help_of_a_subcommand_names_no_internals(subcommand, sparsefl):
     ):
         assert internal not in out
     assert "known subclasses" not in out
+    assert "<locals>" not in out
+    assert Local.__name__ in out  # the method of this name
     words = out.split()
     for name in ("--trainer.max_rounds", "--federation.capacities", "--ckpt_path", "--quiet"):
         assert name in words
