@@ -26,6 +26,15 @@ TITLES = {
 }
 """Titles of the groups of options."""
 _KINDS: dict[str, type] = {"algorithm": FederatedAlgorithm, "model": LightningModule, "data": LightningDataModule}
+_BASES = {
+    "Callback",
+    "FederatedAlgorithm",
+    "LightningDataModule",
+    "LightningModule",
+    "Logger",
+    "Optimizer",
+    "LRScheduler",
+}
 _ROUND_LEVEL = ("EarlyStopping", "ModelCheckpoint", "RichProgressBar", "RoundProgressBar", "TQDMProgressBar")
 """Callbacks that work on rounds; others, such as `LearningRateFinder`, need a trainer with batches."""
 
@@ -54,7 +63,9 @@ class HelpFormatter(DefaultHelpFormatter):
 
 def _choices(action: argparse.Action, paths: Sequence[str]) -> str:
     """Return the classes that a user can choose for an option, without base classes and internal ones."""
-    names: Sequence[str] = [path.rpartition(".")[2] for path in paths[1:] if _is_public(path)]
+    names: Sequence[str] = [
+        name for path in paths if (name := path.rpartition(".")[2]) not in _BASES and _is_public(path)
+    ]
     if action.dest == "trainer.callbacks":
         names = _ROUND_LEVEL
     elif action.dest == "trainer.client_callbacks":
@@ -64,7 +75,7 @@ def _choices(action: argparse.Action, paths: Sequence[str]) -> str:
 
 def _is_public(path: str) -> bool:
     package, _, _ = path.partition(".")
-    return "<locals>" not in path and (package != "lightning_sparsefl" or path.count(".") <= 2)
+    return "<" not in path and (package != "lightning_sparsefl" or path.count(".") <= 2)
 
 
 def class_list(args: Sequence[str]) -> str | None:
