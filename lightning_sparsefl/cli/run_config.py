@@ -39,7 +39,7 @@ def with_run_config(args: Sequence[str], subcommands: Collection[str]) -> list[s
 
 
 def config_of(checkpoint: Path) -> Path | None:
-    """Return the configuration of a run, or None if there is none.
+    """Return the configuration of a run, or None if it is missing.
 
     Args:
         checkpoint: Checkpoint in a run folder or in its `checkpoints`, or the run folder itself.

@@ -31,7 +31,7 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 
 
 def import_path(path: str) -> Any:
-    """Return the object of a dotted import path, or None if there is none.
+    """Return the object of a dotted import path, or None if it cannot be imported.
 
     Args:
         path: Import path of a module, or of an object in a module.

@@ -114,22 +114,9 @@ def _work(
     fabric: Fabric,
 ) -> dict[str, Any]:
     """Run one process's part; the result is small and plain, since it may cross a pipe."""
-    with silenced(options.quiet):
-        return _run(options, verb, module, data, ckpt_path, asked, fabric)
-
-
-def _run(
-    options: RunOptions,
-    verb: Verb,
-    module: LightningModule,
-    data: Any,
-    ckpt_path: str | None,
-    asked: dict[str, Any],
-    fabric: Fabric,
-) -> dict[str, Any]:
-    rank_zero_info(f"{fabric.world_size} rank(s), {options.num_threads} intra-op thread(s) each")
     splits: dict[str, Split] = {"validate": "val", "test": "test", "export": getattr(data, "eval_split", "val")}
-    with intra_op_threads(options.num_threads), isolate_rng():
+    with silenced(options.quiet), intra_op_threads(options.num_threads), isolate_rng():
+        rank_zero_info(f"{fabric.world_size} rank(s), {options.num_threads} intra-op thread(s) each")
         run = Run(options, Ranks(fabric), module, data, ckpt_path, splits.get(verb))
         signal, result = None, {}
         try:

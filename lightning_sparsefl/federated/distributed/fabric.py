@@ -79,7 +79,7 @@ def build_fabric(
         workers_per_device: Number of ranks on each device.
 
     Raises:
-        InvalidOption: If the strategy is none of these, or the launcher's processes cannot be distributed evenly over
+        InvalidOption: If the strategy is another one, or the launcher's processes cannot be distributed evenly over
             devices.
         WorldSizeMismatch: If the launcher started a different number of processes.
     """

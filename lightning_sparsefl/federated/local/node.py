@@ -108,10 +108,7 @@ class Node:
         """
         works = [partial(self._answer, order) for order in orders]
         together = getattr(self.worker, "together", None)
-        if together is None or len(works) == 1:
-            yield from (work() for work in works)
-        else:
-            yield from together(works)
+        yield from together(works) if together is not None else (work() for work in works)
 
     def _answer(self, order: Order) -> Answer:
         started = time.perf_counter()

@@ -60,7 +60,7 @@ class ResumePoint:
             return checkpoint
 
     def rewound(self) -> ResumePoint | None:
-        """Return the previous checkpoint of the same run, or None if there is none."""
+        """Return the previous checkpoint of the same run, or None if it does not exist."""
         if self.checkpoint is None or self.using_previous or self.checkpoint.name != LAST:
             return None
         previous = self.checkpoint.with_name(PREVIOUS)

@@ -165,13 +165,15 @@ class StackedFit:
         """Train the clients from `low` to before `high` on one batch of each."""
         trainer, log = self.trainer, self.log
         part, whole = self.whole.part(low, high), self.whole.leaves
-        callbacks = [callback.rows(low, high) for callback, _ in self._callbacks] if part is not self.whole else None
-        callbacks = [callback for callback, _ in self._callbacks] if callbacks is None else callbacks
+        callbacks = [callback for callback, _ in self._callbacks]
+        if part is not self.whole:
+            callbacks = [callback.rows(low, high) for callback in callbacks]
+        taken = self.optimizer.taken[low]
         inputs, labels = read_batch(self.readers[low:high], number)
         batch = trainer.precision_plugin.convert_input((inputs, labels))
         batch = trainer.hooks.to_device(batch, trainer.strategy.root_device)
         log.low, log.high, log.batch_size = low, high, inputs.shape[1]
-        trainer.fit_loop.optimizer_steps = self.optimizer.taken[low]
+        trainer.fit_loop.optimizer_steps = taken
 
         def run(batch: Any, level: int) -> Any:
             log.level = level
@@ -184,7 +186,6 @@ class StackedFit:
 
         losses = _losses(part.call(run, batch), part.size)
         losses.sum().backward()
-        taken = self.optimizer.taken[low]
         for callback in callbacks:
             callback.before_step(part.leaves, taken)
         if trainer.gradient_clip_val:

@@ -58,7 +58,7 @@ class ClientReader:
         self._random = torch.get_rng_state()
 
     def size(self, number: int) -> int:
-        """Return the number of samples of a batch of the epoch; 0 if there is none.
+        """Return the number of samples of a batch of the epoch; 0 after the last one.
 
         Args:
             number: Number of the batch, from 0.
