@@ -2,7 +2,7 @@ PYTHON ?= python
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help install check test test-all quickstart bench
+.PHONY: help install check test test-all quickstart docs bench
 
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -24,6 +24,9 @@ test-all: ## Run all tests, the slow ones included; ARGS go to pytest
 quickstart: ## Train the first federation, on a CPU and without a download
 	sparsefl fit --config configs/quickstart.yaml
 
-LONG = sparse_training moving_masks first_weights attacks
+docs: ## Build the site of the documentation in build/docs/html; warnings are errors
+	$(PYTHON) docs/site/build.py -W --keep-going -q $(ARGS)
+
+LONG = sparse_training moving_masks first_weights attacks gpu engines
 bench: ## Run every benchmark but the long ones; benchmarks/README.md says what the numbers mean
 	@set -e; for script in $(filter-out $(LONG:%=benchmarks/%.py),$(wildcard benchmarks/[!_]*.py)); do echo "== $$script"; $(PYTHON) $$script; done

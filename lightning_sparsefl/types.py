@@ -35,6 +35,26 @@ class ServerState:
 
 
 @dataclass(frozen=True)
+class PendingUpdate:
+    """An update that was not finished when the server closed its round, and that a later round merges."""
+
+    client: int
+    """Number of the client."""
+    round: int
+    """Index of the round that the client was drawn in."""
+    arrival: float
+    """Simulated time at which the update arrives, in seconds since the start of the run."""
+    weight: int
+    """Weight of the update in a mean."""
+    num_examples: int
+    """Number of training samples of the client, the weight of buffers."""
+    changes: Weights
+    """Differences from the received weights."""
+    votes: Masks = field(default_factory=dict)
+    """Masks of the coordinates that the client votes on; all coordinates of a missing name."""
+
+
+@dataclass(frozen=True)
 class RunState:
     """The state of a run between two rounds, which is stored in checkpoints."""
 
@@ -42,10 +62,12 @@ class RunState:
     """The state of the server."""
     sampler: Mapping[str, Any] = field(default_factory=dict)
     """The state of the client sampler, as plain values."""
-    pending: Sequence[Any] = ()
-    """Updates that arrived after their round was closed."""
+    pending: Sequence[PendingUpdate] = ()
+    """Updates that had not arrived when their round was closed, which later rounds merge."""
     run: str = ""
     """Random identifier of the run, which a resumed run keeps; 32 hexadecimal digits."""
+    seconds: float = 0.0
+    """Simulated time since the start of the run, in seconds; 0 if time is not simulated."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +97,8 @@ class Update:
     votes: Masks | None = None
     """Coordinates that count in the merge; None = those kept and trainable, ``{}`` = all."""
     extra: Mapping[str, Weights] = field(default_factory=dict)
-    """Additional named trees, averaged by `weight`."""
+    """Additional named trees of floats or bools, averaged by `weight` over all updates; a bool takes one bit, and its
+    mean is the weighted frequency of True."""
     shared: Shared | None = None
     """New record of the server about this client; None = unchanged. Its key ``masks`` is a tree of the client's next
     masks: they are encoded relative to those of the message, and shown in pictures and `mask/changed`."""
@@ -98,7 +121,9 @@ class Merged:
     extra: Mapping[str, Weights] = field(default_factory=dict)
     """Weighted means of the updates' extra trees."""
     reports: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
-    """Metrics of the clients, by client number."""
+    """Metrics of the clients, by client number; with `simulated_seconds`, also that time, as ``seconds``."""
+    voters: Mapping[str, Tensor] = field(default_factory=dict)
+    """Number of clients that voted on each coordinate, int32; a missing name has the votes of all merged clients."""
 
 
 @dataclass(frozen=True)
@@ -121,6 +146,8 @@ class ClientView:
     """Metric of local training that methods use (`federation.monitor`)."""
     shared: Shared = field(default_factory=dict)
     """Record of the server about the client."""
+    local_epochs: int | None = None
+    """Number of the client's local epochs in the round (`federation.local_epochs`); None = `trainer.max_epochs`."""
 
 
 @dataclass(frozen=True)
@@ -160,7 +187,7 @@ class CostFacts:
     layers: Sequence[LayerFlops]
     """Layers of the module in the order of the forward pass."""
     epochs: int
-    """Number of local epochs."""
+    """Number of the client's local epochs."""
     samples: int
     """Number of training samples of one epoch."""
     batch_size: int
@@ -168,7 +195,7 @@ class CostFacts:
     buffers: frozenset[str] = frozenset()
     """Names of the model's floating-point buffers, which are sent but not counted in papers."""
     model: Any = None
-    """Object whose attribute `units` has the groups of units of the model."""
+    """Object whose attributes `initial` and `units` have the initial weights of the model and its groups of units."""
     again: bool = False
     """Whether the client participated before, if the view does not show it, as in `profile`."""
 

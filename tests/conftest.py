@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,11 +14,12 @@ import torch
 from helpers.command_line import sparsefl  # noqa: F401  (a fixture)
 from helpers.federation import federation, last  # noqa: F401  (fixtures)
 from helpers.slow import keep_named_tests, mark_slow_cases
-from lightning_sparsefl.federated.storage.atomic_files import load_plain
-from lightning_sparsefl.federated.storage.memory_store import read_stored
-from lightning_sparsefl.federated.storage.record_store import StoredRecords
+from lightning_sparsefl.testing import contents
 
 os.environ["JSONARGPARSE_DEPRECATION_WARNINGS"] = "off"  # Lightning's CLI still calls what jsonargparse renames
+
+# Lightning separates its logger from the root where logging is not configured at its import, as in a process of xdist.
+logging.getLogger("lightning.pytorch").propagate = True
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -52,14 +54,7 @@ def one_thread() -> Iterator[None]:
 def stored_records():
     """Reads what a run keeps about its clients: by store, client and version, as plain values."""
 
-    def read(folder: Path) -> dict[str, dict[int, dict[int, dict]]]:
-        content = load_plain(folder / "checkpoints" / "last.ckpt")["sparsefl"]
-        stores = {"server": content["server records"], "nodes": content["node records"]}
-        clients = folder / "checkpoints" / "clients"
-        run = content["run"]
-        return {name: read_stored(StoredRecords(**stored), clients, name, run) for name, stored in stores.items()}
-
-    return read
+    return contents.stored_records
 
 
 @pytest.fixture(scope="session")

@@ -27,6 +27,7 @@ LAYERS = [
     "federated",
     "algorithms",
     "cli",
+    "testing",
 ]
 
 ROOMS = [

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_sparsefl.data import FederatedCIFAR10, FederatedFashionMNIST
+from lightning_sparsefl.data import FederatedCIFAR10, FederatedFashionMNIST, FederatedMNIST
 from lightning_sparsefl.federated import algorithm
 from lightning_sparsefl.federated.local import engines
 
@@ -19,12 +19,17 @@ TINY = {
     "cut_step": ["--batch", "2", "--size", "8", "--cycles", "1"],
     "masked_step": ["--width", "8", "--batch", "4", "--steps", "4", "2", "--cycles", "1", "1"],
     "attacks": ["--cases", "iid, large 6", "--rounds", "1"],
+    "engines": [
+        *("--models", "MLP", "--cohorts", "3", "--samples", "30", "--rounds", "1", "--cycles", "1"),
+        *("--runs", "sequential 1", "stacked 1"),
+    ],
     "federated_round": ["--clients", "2", "--samples", "30", "--rounds", "2"],
 }
 
 
 def run(name, arguments, monkeypatch):
     script = FOLDER / f"{name}.py"
+    monkeypatch.syspath_prepend(str(FOLDER))
     monkeypatch.setattr("sys.argv", [str(script), *arguments])
     runpy.run_path(str(script), run_name="__main__")
 
@@ -39,11 +44,11 @@ def numbers(tree):
 
 def test_each_script_is_tested_described_and_measured():
     scripts = {path.stem for path in FOLDER.glob("[!_]*.py")}
-    assert scripts == {*TINY, "sparse_training", "moving_masks", "first_weights"}
+    assert scripts == {*TINY, "sparse_training", "moving_masks", "first_weights", "methods", "gpu"}
     described = (FOLDER / "README.md").read_text()
     for name in scripts:
         assert f"`{name}.py`" in described
-        assert list((FOLDER / "results").glob(f"{name}.*"))
+        assert name == "gpu" or list((FOLDER / "results").glob(f"{name}.*"))
 
 
 @pytest.mark.slow_after_first
@@ -54,6 +59,24 @@ def test_a_tiny_run_writes_the_keys_of_the_kept_result(name, tmp_path, monkeypat
     assert json.loads(capsys.readouterr().out) == result
     assert all(number >= 0 for number in numbers(result))
     assert keys(result) == keys(json.loads((FOLDER / "results" / f"{name}.json").read_text()))
+
+
+@pytest.mark.slow
+def test_the_ways_of_training_on_one_device_are_compared(tmp_path, monkeypatch, capsys):
+    modes = ["bare", "sequential", "stacked", "stacked, 2 workers"]
+    size = ["--models", "mlp", "--clients", "4", "--samples", "20", "--rounds", "1", "--modes", *modes]
+    run("gpu", ["--accelerator", "cpu", *size, "--out", str(tmp_path / "result.json")], monkeypatch)
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert json.loads(capsys.readouterr().out) == result
+    assert result["float64_difference"]["mlp"] < 1e-9
+    assert list(result["seconds"]["mlp"]["4"]) == modes
+    assert all(seconds > 0 for seconds in result["seconds"]["mlp"]["4"].values())
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_the_comparison_on_a_gpu_says_that_there_is_none(monkeypatch):
+    with pytest.raises(SystemExit, match="No CUDA device was found; expected one, or `--accelerator cpu`"):
+        run("gpu", [], monkeypatch)
 
 
 def keys(tree):
@@ -166,3 +189,24 @@ def test_the_page_has_the_table_of_the_kept_moving_masks(tmp_path, moving_masks)
     copied.write_text(page.read_text())
     moving_masks["write_page"](copied, moving_masks["rows"](FOLDER / "results" / "moving_masks.csv"))
     assert copied.read_text() == page.read_text()
+
+
+@pytest.mark.slow
+def test_the_benchmark_of_methods_skips_finished_rows_and_prints_its_table(tmp_path, monkeypatch, capsys):
+    def load(self):
+        images, labels = torch.randint(256, (400, 1, 28, 28), dtype=torch.uint8), torch.arange(400) % 10
+        return images, labels, images, labels
+
+    monkeypatch.setattr(FederatedMNIST, "load", load)
+    monkeypatch.syspath_prepend(str(FOLDER))
+    out = tmp_path / "rows.csv"
+    arguments = ["--rounds", "1", "--samples", "16", "--out", str(out)]
+    for pattern in ("FedAvg", "Fed[AB]*"):
+        run("methods", [*arguments, "--only", pattern], monkeypatch)
+    rows = list(csv.DictReader(out.read_text().splitlines()))
+    assert [row["method"] for row in rows] == ["FedAvg", "FedBABU", "FedBN"]
+    capsys.readouterr()
+    run("methods", ["--out", str(out), "--table"], monkeypatch)
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 2 + len(rows)
+    assert lines[2].startswith("| `FedAvg` |  | MNISTNet |")

@@ -15,6 +15,7 @@ import torch
 from lightning.pytorch import Callback
 
 from helpers.command_line import QUICKSTART, ROOT, SHORT, run_folder
+from lightning_sparsefl.federated.distributed import heartbeat
 from lightning_sparsefl.federated.local.node import Node
 
 TORCHRUN = str(ROOT / "configs" / "cluster" / "torchrun.sh")
@@ -110,10 +111,10 @@ def test_a_users_own_module_from_the_working_folder(sparsefl, tmp_path):
 BAD = {
     "seed": (["--seed_everything=-1"], "`seed_everything`: "),
     "unknown class": (
-        ["--algorithm=FedFoo"],
-        "`algorithm` is 'FedFoo', which is not a known class; expected an import path or one of FedAvg, ",
+        ["--algorithm=NoSuchKind"],
+        "`algorithm` is 'NoSuchKind', which is not a known class; expected an import path or one of APFL, ",
     ),
-    "unknown data": (["--data=Nothing"], "expected an import path or one of ClientDataModules, "),
+    "unknown data": (["--data=NoSuchKind"], "expected an import path or one of ClientDataModules, "),
     "unknown option": (
         ["--federation.on_client_errr=skip"],
         "`--federation.on_client_errr` is not an option; did you mean `--federation.on_client_error`?",
@@ -212,11 +213,23 @@ SCRIPT = [sys.executable, "-m", "lightning_sparsefl.cli"]
 
 
 class Die(Callback):
-    """The second rank is killed when the second round begins."""
+    """The second rank is killed, or stopped, when the second round begins, unless torchrun has started it again."""
+
+    number = signal.SIGKILL
 
     def on_train_epoch_start(self, trainer, pl_module):
-        if os.environ.get("RANK", os.environ.get("LOCAL_RANK")) == "1" and trainer.current_epoch == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
+        second = os.environ.get("RANK", os.environ.get("LOCAL_RANK")) == "1" and trainer.current_epoch == 1
+        if second and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
+            os.kill(os.getpid(), self.number)
+
+
+class Stop(Die):
+    """Its machine vanishes, as far as the others can see; they notice it within seconds."""
+
+    number = signal.SIGSTOP
+
+    def __init__(self):
+        heartbeat.SECONDS = 5.0  # in the processes of the run, which make this callback before they begin
 
 
 DYING = ["--config", QUICKSTART, *SHORT, "--trainer.callbacks+=test_cli.Die", "--trainer.timeout=60"]
@@ -246,6 +259,26 @@ def test_a_rank_that_dies_ends_the_others_and_one_goes_on_alone(sparsefl, tmp_pa
         there = ["--trainer.default_root_dir", tmp_path / name / "runs"]
         assert sparsefl("fit", "--config", QUICKSTART, *SHORT, *there, "--ckpt_path", "last")[0] == 0
         assert left(name) == left(".")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("event", ["Die", "Stop"])
+def test_torchrun_starts_a_lost_rank_again_and_the_run_goes_on(event, sparsefl, tmp_path):
+    """More kills, of whole machines: tests/stress/elastic.py."""
+    dying = ["--config", QUICKSTART, *SHORT, f"--trainer.callbacks+=test_cli.{event}"]
+    environment = {"RANKS": "2", "HEAD": f"localhost:{29513 + (event == 'Stop')}", "RESTARTS": "1", "JOB": event}
+    environment |= {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    done = in_shell([TORCHRUN, *dying], tmp_path, **environment, PYTHONPATH=str(Path(__file__).parent))
+    assert done.returncode == 0, done.stderr
+    said = {"Die": "Rank 0 lost the connection to another rank", "Stop": "no sign of life from rank 1 for 5 seconds"}
+    assert said[event] in done.stderr
+    assert sparsefl("fit", "--config", QUICKSTART, *SHORT)[0] == 0
+    (ours,) = (tmp_path / "runs" / event).glob("FedSpa/version_*")
+    weights = [
+        torch.load(run / "checkpoints/last.ckpt", weights_only=True)["state_dict"]
+        for run in (ours, run_folder(tmp_path))
+    ]
+    assert all(torch.equal(weights[0][name], value) for name, value in weights[1].items())
 
 
 @pytest.mark.slow

@@ -15,6 +15,7 @@ SHORTER = {
     "max_rounds=18": "max_rounds=4",
     '"max_rounds": 10': '"max_rounds": 3',  # 03
     "max_rounds=20": "max_rounds=4",
+    "max_epochs=8": "max_epochs=1",  # 04
 }
 """What makes the numbers of a notebook worth a look, and what is enough to see that it runs."""
 A_PATH = re.compile(r"(/(tmp|home|root|work|Users|opt|usr)/|[A-Z]:\\)")

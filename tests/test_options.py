@@ -15,7 +15,7 @@ from lightning_sparsefl.algorithms import FedDIP, FedLPS
 from lightning_sparsefl.cli import main
 from lightning_sparsefl.data import Dirichlet, FederatedBlobs
 from lightning_sparsefl.errors import InvalidOption
-from lightning_sparsefl.federated import Privacy, TrimmedMean
+from lightning_sparsefl.federated import Oort, Privacy, TrimmedMean, Uniform
 from lightning_sparsefl.federated.distributed.fabric import build_fabric
 from lightning_sparsefl.federated.local.round_lr import ExponentialRoundLR
 
@@ -43,6 +43,12 @@ def trainer(**options):
         (Federation, "federation.client_timeout", [NAN, INF, "1", True]),
         (Federation, "federation.clip_update", [NAN, "1", True]),
         (Federation, "federation.capacities", [["1"], [True], [NAN], 1.0, "1"]),
+        (Federation, "federation.local_epochs", [1, "1", [0], [1.5], [[2, 1]], {1: 2}]),
+        (Federation, "federation.sampler", ["uniform", 1, Uniform]),
+        (Federation, "federation.devices", [1e9, {}]),
+        (Federation, "federation.availability", [[[0, 1]], {}]),
+        (Uniform, "federation.sampler.over_select", ["1", NAN, INF, True]),
+        (Oort, "federation.sampler.pacer_step", [2.5, True, "2"]),
         (FedSpa, "algorithm.density", ["0.5", True, None, [1]]),
         (FedDIP, "algorithm.stairs", ["2", 2.5]),
         (FedProx, "algorithm.mu", ["2", NAN]),
@@ -115,16 +121,11 @@ def test_a_file_in_the_current_folder_replaces_no_package(tmp_path, monkeypatch)
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="the script needs bash")
 @pytest.mark.parametrize("runs", ["runs", "r*n[s]?"])
-@pytest.mark.parametrize("name", ["last", "previous", None])
-def test_the_slurm_script_resumes_from_any_checkpoint(runs, name, tmp_path):
+def test_the_slurm_script_goes_on_in_the_folder_of_its_job(runs, tmp_path):
     srun = tmp_path / "bin" / "srun"
     srun.parent.mkdir()
     srun.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
     srun.chmod(0o755)
-    checkpoints = tmp_path / runs / "job-7" / "FedAvg" / "version_0" / "checkpoints"
-    checkpoints.mkdir(parents=True)
-    if name is not None:
-        (checkpoints / f"{name}.ckpt").touch()
     environment = {
         "PATH": f"{srun.parent}:{os.environ['PATH']}",
         "RUNS": str(tmp_path / runs),
@@ -132,5 +133,6 @@ def test_the_slurm_script_resumes_from_any_checkpoint(runs, name, tmp_path):
         "SLURM_NNODES": "1",
     }
     done = subprocess.run([CLUSTER / "slurm.sh"], env=environment, capture_output=True, text=True, check=True)
-    assert ("--ckpt_path" in done.stdout.splitlines()) == (name is not None)
-    assert str(tmp_path / runs / "job-7") in done.stdout
+    words = done.stdout.splitlines()
+    assert words[words.index("--ckpt_path") + 1] == "auto"
+    assert words[words.index("--trainer.default_root_dir") + 1] == str(tmp_path / runs / "job-7")

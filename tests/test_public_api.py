@@ -46,6 +46,7 @@ def spy(name, globals=None, *rest):
 builtins.__import__ = spy
 import sys
 import lightning_sparsefl, lightning_sparsefl.report
+lightning_sparsefl.FederatedTrainer
 print(*seen, *(name for name in sys.modules if name.startswith("lightning_sparsefl")))
 """
 """Prints what our own modules import, and which of them are loaded; TorchMetrics loads matplotlib by itself."""
@@ -74,10 +75,12 @@ def test_all_is_sorted_and_complete(name: str):
     module = import_module(name)
     exported = module.__all__
     assert list(exported) == sorted(set(exported), key=in_the_order_of_ruff)
-    # `sparse` exports its modules, since a module and its main function share a name: masks.density, density.erk
+    # `sparse` exports its modules, since a module and its main function share a name: masks.density, density.erk;
+    # beside them only what takes a whole module
     functions = {name for name in exported if not inspect.ismodule(getattr(module, name))}
     assert functions - {"__version__"} == public_names(module)
-    assert not functions or functions == set(exported)
+    of_modules = {"Sensitivity", "sensitivity", "shrink"} if name.endswith(".sparse") else set()
+    assert functions == of_modules or functions == set(exported)
 
 
 @pytest.mark.parametrize("name", PACKAGES)
@@ -124,7 +127,9 @@ def test_documented_python_compiles(path: Path):
         compile(block, f"{path.name}, block {number}", "exec")
 
 
-@pytest.mark.parametrize("name", ["README.md", "docs/your_project.md"])
+@pytest.mark.parametrize(
+    "name", ["README.md", "docs/your_project.md", pytest.param("docs/smaller_models.md", marks=pytest.mark.slow)]
+)
 def test_the_examples_of_a_page_run(name: str, tmp_path: Path):
     """The ```python blocks, top to bottom, as one script; fragments are fenced as ```py."""
     blocks = python_blocks(REPOSITORY / name)

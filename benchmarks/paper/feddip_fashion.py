@@ -1,8 +1,10 @@
-"""FedDIP (arXiv:2309.06805), Table III, on Fashion-MNIST: LeNet-5, IID, 50 clients, 5 a round, 5 epochs.
+"""FedDIP (arXiv:2309.06805), Table III and Figure 6, on Fashion-MNIST: LeNet-5, IID, 50 clients, 5 a round, 5 epochs.
 
-The paper's 1000 rounds once for FedAvg and FedDIP, and 200 rounds with three seeds for FedAvg, FedDP, and FedDIP with
-and without the return of pruned weights. The schedules of density and penalty span the run, whatever its length. Every
-round is evaluated: the last one, as every fifth, ends with a mask that has not been trained yet, the best one need not.
+All methods of the table, and FedDIP at the densities .05 and .01 of Figure 6; 200 rounds with three seeds for FedAvg,
+FedDP, and FedDIP with and without the return of pruned weights, then the paper's 1000 rounds once. The schedules of
+density and penalty span the run, whatever its length. Every round is evaluated: the last one, as every fifth, ends with
+a mask that has not been trained yet, the best one need not. Figure 2 is the curves of these runs, and Figure 5 the
+layers' densities of FedDIP, which the masks of a run folder hold (``sparsefl report``).
 
     python benchmarks/paper/feddip_fashion.py --data DIR [--only 'feddip-T200-*']
 """
@@ -14,20 +16,29 @@ from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
-from _runs import Row, Run, main, markdown, percent
+from _rows import Row
+from _runs import Run, main
+from _tables import markdown, mean, of, percent, seconds_a_round
 
+NEVER = ("--algorithm.recover", "false")
 METHODS = {
-    "fedavg": ("FedAvg", "fedavg", ()),
-    "feddip": ("FedDIP", "feddip", ()),
-    "feddp": ("FedDP", "feddp", ()),
-    "feddip-never": ("FedDIP, `recover: false`", "feddip", ("--algorithm.recover", "false")),
+    "fedavg": ("FedAvg", "89.50 (0.09)", "table3/fashion_mnist_fedavg", ()),
+    "feddip": ("FedDIP", "88.26 (0.09)", "table3/fashion_mnist_feddip", ()),
+    "feddip-never": ("FedDIP, `recover: false`", "88.26 (0.09)", "table3/fashion_mnist_feddip", NEVER),
+    "feddp": ("FedDP", "88.06 (0.08)", "table3/fashion_mnist_feddp", ()),
+    "prunefl": ("PruneFL", "86.00 (0.10)", "table3/fashion_mnist_prunefl", ()),
+    "snip": ("SNIP", "86.08 (0.15)", "table3/fashion_mnist_snip", ()),
+    "prunetrain": ("PruneTrain", "84.36 (0.10)", "table3/fashion_mnist_prunetrain", ()),
+    "feddst": ("FedDST", "80.37 (0.20)", "table3/fashion_mnist_feddst", ()),
+    "feddip-.05": ("FedDIP, density .05 (Fig. 6)", "-", "figure6/fashion_mnist_density0.05", ()),
+    "feddip-.01": ("FedDIP, density .01 (Fig. 6)", "-", "figure6/fashion_mnist_density0.01", ()),
 }
-"""Label, cell, further options."""
-PAPER = {("fedavg", 1000): "89.50 (0.09)", ("feddip", 1000): "88.26 (0.09)", ("feddp", 1000): "88.06 (0.08)"}
-"""Accuracy and its standard deviation in percent."""
+"""Label, the paper's accuracy after 1000 rounds and its standard deviation in percent, cell, further options."""
+SEEDED = ("fedavg", "feddip", "feddip-never", "feddp")
+"""Methods with three seeds at T 200."""
 
 
-def run(method: str, rounds: int, seed: int) -> Run:
+def run(method: str, rounds: int, seed: int = 0) -> Run:
     """Return a run.
 
     Args:
@@ -35,34 +46,29 @@ def run(method: str, rounds: int, seed: int) -> Run:
         rounds: Number of rounds (T).
         seed: Random seed of the run.
     """
-    _, cell, options = METHODS[method]
+    *_, cell, options = METHODS[method]
     length = ("--trainer.max_rounds", str(rounds))
     few = ("--federation.eval_clients", "1", "--federation.checkpoint_every_n_rounds", "10")
-    config = f"paper/feddip/table3/fashion_mnist_{cell}.yaml"
-    return Run(f"{method}-T{rounds}", config, seed, (*length, *few, *options))
+    name, config = f"{method}-T{rounds}", f"paper/feddip/{cell}.yaml"
+    return Run(name, config, seed, (*length, *few, *options), engine="stacked")
 
 
 RUNS = [
-    *(run(method, 200, seed) for seed in range(3) for method in METHODS),
-    *(run(method, 1000, 0) for method in ("fedavg", "feddip")),
+    *(run(method, 200) for method in METHODS),
+    *(run(method, 200, seed) for seed in (1, 2) for method in SEEDED),
+    *(run(method, 1000) for method in METHODS),
 ]
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Per method and length: accuracies beside the paper's, what was sent and computed, and the time."""
+    """Return the table: per length and method, accuracies beside the paper's, what was sent and computed, the time."""
     lines = []
     for rounds in (1000, 200):
-        for method, (label, _, _) in METHODS.items():
-            own = [row for row in rows if row["run"] == f"{method}-T{rounds}"]
-            paper = PAPER.get((method, rounds), "-")
-            if own or paper != "-":
-                first = own[0] if own else None
-                counts = (
-                    [f"{float(first[key]) / scale:.2f}" for key, scale in _COUNTS] if first else ["-"] * len(_COUNTS)
-                )
-                seconds = f"{sum(float(row['seconds']) for row in own) / (rounds * len(own)):.1f}" if own else "-"
-                cells = (label, rounds, len(own), paper, percent(own), percent(own, "best"), *counts, seconds)
-                lines.append(cells)
+        for method, (label, paper, _, _) in METHODS.items():
+            own = of(rows, f"{method}-T{rounds}")
+            accuracies = (paper if rounds == 1000 else "-", percent(own), percent(own, "best"))
+            counts = [mean(own, column, scale) for column, scale in _COUNTS]
+            lines.append((label, rounds, len(own), *accuracies, *counts, seconds_a_round(own)))
     head = ("method", "T", "seeds", "paper, %", "final, %", "best, %", "MB down", "MB up", "TFLOP", "s a round")
     return markdown(head, lines)
 

@@ -17,13 +17,6 @@
 set -euo pipefail
 
 root=${RUNS:-runs}/job-${RESUME:-$SLURM_JOB_ID}
-resume=()
-# after a crash, the previous checkpoint may be the only one
-for checkpoint in "$root"/*/version_*/checkpoints/{last,previous}.ckpt; do
-  if [[ -e $checkpoint ]]; then
-    resume=(--ckpt_path last)
-  fi
-done
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # only for the start-up; the run uses trainer.num_threads
-exec srun --kill-on-bad-exit=1 sparsefl fit "$@" ${resume[@]+"${resume[@]}"} \
+exec srun --kill-on-bad-exit=1 sparsefl fit --ckpt_path auto "$@" \
   --trainer.num_nodes "$SLURM_NNODES" --trainer.devices auto --trainer.default_root_dir "$root"

@@ -64,7 +64,6 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lightning_sparsefl.algorithms import _pucbv as pucbv
 from lightning_sparsefl.callbacks import LearnedImportance, ProximalTerm
-from lightning_sparsefl.callbacks.learned_importance import blind_ranking
 from lightning_sparsefl.callbacks.unit_scores import ScoreSteps, UnitScores
 from lightning_sparsefl.cost import BYTES_PER_WEIGHT, Devices, forward_flops
 from lightning_sparsefl.errors import InvalidOption, require
@@ -73,12 +72,13 @@ from lightning_sparsefl.federated.algorithm import FederatedAlgorithm
 from lightning_sparsefl.federated.client import Client
 from lightning_sparsefl.federated.fleet import Fleet
 from lightning_sparsefl.federated.options import check_choices
-from lightning_sparsefl.federated.rounds.round_metrics import higher_is_better
+from lightning_sparsefl.report.measures.direction import higher_is_better
 from lightning_sparsefl.seeds import generator
 from lightning_sparsefl.sparse.importance import gate_gradients, relative
 from lightning_sparsefl.sparse.masks import add, apply, counts, subtract
 from lightning_sparsefl.sparse.submodel import narrow, widen
 from lightning_sparsefl.sparse.units import UnitGroup, keep_units, unit_counts, unit_masks, unit_norms
+from lightning_sparsefl.sparse.width import blind_ranking
 from lightning_sparsefl.types import (
     ClientView,
     CostFacts,

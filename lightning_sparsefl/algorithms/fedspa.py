@@ -22,6 +22,9 @@ follow the code of DisPFL by the same group, which reproduces FedSpa's cost tabl
   such, in evaluation mode.
 - Gradients are not clipped unless `trainer.gradient_clip_val` is set. The paper does not mention clipping; the code of
   DisPFL clips to a norm of 10.
+
+With ``merge="count"`` and all clients in each round it is DisPFL (arXiv:2206.00187) on the full graph, except that a
+weight that no client holds keeps its value instead of becoming 0.
 """
 
 from __future__ import annotations

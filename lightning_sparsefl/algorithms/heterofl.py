@@ -13,28 +13,29 @@ Departures from the authors' code:
 - Batch norms use the statistics of the current batch in evaluation too, as in the runs of PerFedMask and Split-Mix. The
   authors collect statistics over the training data of all clients after training.
 - Scores never use the label mask, which increases the local accuracy of the authors by revealing the classes.
-- Rates are fixed for a run, the first setting of the paper; in the second they are drawn again in each round.
+- Rates are fixed for a run, the first setting of the paper; the second, in which they are drawn again in each round, is
+  `federation.redraw_capacities`.
 - Gradients are clipped only with `trainer.gradient_clip_val`; in the code, to a norm of 1.
 - The paper's bytes count weights only, since the rate determines the masks. Here masks are sent once to each client.
 """
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass, replace
 
 from lightning.pytorch import Callback, LightningModule
-from torch import Tensor
 
-from lightning_sparsefl.callbacks.width import LabelMask, OutputScaler
+from lightning_sparsefl.callbacks.width import LabelMask, OutputScaler, votes_on_own_classes
 from lightning_sparsefl.cost import narrow_biases
-from lightning_sparsefl.errors import InvalidOption, check_numbers, require
+from lightning_sparsefl.errors import check_numbers, require
 from lightning_sparsefl.federated.algorithm import FederatedAlgorithm
 from lightning_sparsefl.federated.client import Client
 from lightning_sparsefl.federated.fleet import Fleet
 from lightning_sparsefl.sparse.layer_groups import head_of
-from lightning_sparsefl.sparse.masks import apply, intersect
+from lightning_sparsefl.sparse.masks import apply
 from lightning_sparsefl.sparse.units import unit_masks
-from lightning_sparsefl.sparse.width import make_norms_static, prefix_units
+from lightning_sparsefl.sparse.width import largest_rate, make_norms_static, prefix_units
 from lightning_sparsefl.types import (
     ClientView,
     CostFacts,
@@ -102,13 +103,7 @@ class HeteroFL(FederatedAlgorithm):
         Raises:
             InvalidOption: If no rate is small enough.
         """
-        within = [rate for rate in self.rates if rate <= capacity]
-        if not within:
-            raise InvalidOption(
-                f"A client has the capacity {capacity}, and the smallest of `algorithm.rates` is {min(self.rates)}; "
-                "add a smaller rate, or raise `federation.capacities`."
-            )
-        return max(within)
+        return largest_rate(self.rates, capacity)
 
     def network(self, server: ServerState, view: ClientView) -> Masks:
         """Return the masks of a client's network.
@@ -124,6 +119,10 @@ class HeteroFL(FederatedAlgorithm):
         """Send the client's narrow network."""
         masks = self.network(server, view)
         return Message(weights=apply(server.weights, masks), masks=masks)
+
+    def alike(self, server: ServerState, view: ClientView) -> Hashable:
+        """Return the width of the client's network."""
+        return self.rate(view.capacity)
 
     def callbacks(self, message: Message, client: Client) -> list[Callback]:
         """Return the scaling of hidden layers and the mask of logits."""
@@ -151,11 +150,8 @@ class HeteroFL(FederatedAlgorithm):
 
     def _votes(self, message: Message, result: FitResult) -> Masks | None:
         """Return the votes: all trained coordinates, but only the rows of the client's classes in the head."""
-        classes = next((c.classes for c in result.callbacks if isinstance(c, LabelMask)), None)
-        if classes is None or bool(classes.all()):
-            return None
-        own = {name: _rows(classes, message.weights[name]) for name in head_of(message.weights, self.head)}
-        return intersect(intersect(message.trainable, message.masks), own)
+        head = head_of(message.weights, self.head) if self.label_mask else ()
+        return votes_on_own_classes(message, head, result.callbacks)
 
     def finetune(self, message: Message, client: Client) -> Weights | None:
         """Train the whole narrow network of the client on its own data."""
@@ -166,8 +162,3 @@ class HeteroFL(FederatedAlgorithm):
     def costs(self, facts: CostFacts) -> Costs:
         """Return the costs of the narrow network, including those of its biases."""
         return super().costs(replace(facts, layers=narrow_biases(facts.layers, facts.message.masks)))
-
-
-def _rows(classes: Tensor, weight: Tensor) -> Tensor:
-    """Return a mask of a tensor with one row per class."""
-    return classes.view(-1, *[1] * (weight.dim() - 1)).expand_as(weight)

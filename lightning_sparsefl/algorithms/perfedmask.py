@@ -22,8 +22,9 @@ Departures from the paper and the authors' code, which was read, not copied:
 - A group is averaged by numbers of samples, as in the code; eq. 3 takes the plain mean. A group that no participant
   trains keeps the server's value, where eq. 3 divides by zero.
 - The five "local update iterations" of fine-tuning are epochs, as in the code and Table 3.
-- All clients train the same number of epochs. In the paper, the weak half of the clients of its baselines (FedAvg,
-  FedProx, FedBABU) trains half as many. Its code also augments the images of the validation sets.
+- All clients train the same number of epochs, as in the paper, where the weak half of the clients of its baselines
+  (FedAvg, FedProx, FedNova, FedBABU) trains half as many: `federation.local_epochs` in their configurations.
+- Images of validation sets are not augmented; those of the authors' code are.
 - The FLOPs of the paper's tables were read from hardware counters; here both columns are computed, without a backward
   pass below the earliest trained layer.
 - The bias in the paper's Table 5 does not follow from its own formula (at capacities of 1/8 it is at least four fifths
@@ -33,7 +34,7 @@ Departures from the paper and the authors' code, which was read, not copied:
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias
 
@@ -67,6 +68,8 @@ _MASKINGS: dict[str, _Masking] = {
 @dataclass(frozen=True, kw_only=True)
 class PerFedMask(FederatedAlgorithm):
     """Each client trains the layers that a plan assigns to it within its capacity."""
+
+    plans_by_capacity = True
 
     masking: Literal["optimized", "random", "sequential"] = "optimized"
     """Method of planning: the solution of P^mask, random layers, or the first layers that fit (Table 5)."""
@@ -153,6 +156,11 @@ class PerFedMask(FederatedAlgorithm):
         }
         message: Message = self._inner.download(server, view)
         return replace(message, trainable=frozen)
+
+    def alike(self, server: ServerState, view: ClientView) -> Hashable:
+        """Return the layers that the client trains, so that the backward pass of a stack ends where theirs do."""
+        mine = torch.stack([clients[view.id] for clients in server.extra["trains"].values()])
+        return (*mine.tolist(), self._inner.alike(server, view))
 
     def train(self, message: Message, client: Client) -> Update:
         """Train as the base does; a client whose budget is too small for any group does not train or send weights."""

@@ -79,6 +79,8 @@ class DynamicMask(MaskingCallback):
         'random'
     """
 
+    stackable = True
+
     def __init__(
         self,
         density: float = 0.2,

@@ -40,6 +40,8 @@ class GlobalMagnitudePruning(MaskingCallback):
         [0, 5, 10]
     """
 
+    stackable = True
+
     def __init__(
         self, fraction: float = 0.5, epochs: list[int] | None = None, layers: list[str] | str | None = None
     ) -> None:

@@ -1,12 +1,15 @@
-"""Penalty on the norms of whole layers that grows during training.
+"""Penalty on the norms of whole layers or units, or on the scales of norms, that can grow during training.
 
-Long, Anagnostopoulos, Puthiya Parambath, Bi, "FedDIP: Federated Learning with Extreme Dynamic Pruning and Incremental
-Regularization", ICDM 2023, arXiv:2309.06805, eqs. 8 and 9.
+Layers: Long, Anagnostopoulos, Puthiya Parambath, Bi, "FedDIP: Federated Learning with Extreme Dynamic Pruning and
+Incremental Regularization", ICDM 2023, arXiv:2309.06805, eqs. 8 and 9. Units: Lym et al., "PruneTrain: fast neural
+network training by dynamic sparse model reconfiguration", SC 2019, arXiv:1901.09290. Scales: Liu et al., "Learning
+Efficient Convolutional Networks through Network Slimming", ICCV 2017, arXiv:1708.06519.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, TypeAlias
 
 import torch
 from lightning.pytorch import Callback, LightningModule
@@ -17,7 +20,13 @@ from lightning_sparsefl.callbacks.feedback import ErrorFeedback
 from lightning_sparsefl.callbacks.layers import choose, require_dense_gradients, stepped_by
 from lightning_sparsefl.callbacks.options import require
 from lightning_sparsefl.errors import InvalidOption
+from lightning_sparsefl.sparse.parts import norms_of
 from lightning_sparsefl.sparse.schedule import staircase
+from lightning_sparsefl.sparse.unit_lasso import lasso_slots, unit_lasso_gradients
+from lightning_sparsefl.sparse.units import UnitGroup, find_groups
+
+Units: TypeAlias = Sequence[UnitGroup] | Callable[[Mapping[str, Tensor]], Sequence[UnitGroup]]
+"""Groups of units, or a function from the parameters of a module to them."""
 
 
 class GroupPenalty(Callback):
@@ -27,28 +36,51 @@ class GroupPenalty(Callback):
     equal stairs over the optimizer steps of a fit, the last of them one stair below `strength`. Beside callbacks that
     mask, the norms are those of the pruned weights.
 
+    With ``groups="units"`` the sum is over the units (channels, neurons, hidden states) of every layer, each with the
+    norm ``sqrt(sum w^2 + 1e-8)`` of its outgoing row, and with that of the slice by which each next layer reads it; so
+    whole units fade. Inputs and outputs of the network are no units.
+
+    With ``groups="scales"`` the sum is over the absolute weights of all batch, group, layer and other norms, the scales
+    of channels; a scale of zero has the gradient 0.
+
     Args:
         strength: Largest factor of the penalty, the paper's lambda_max, >= 0; 0 changes nothing.
         stairs: Number of equal parts of the fit, >= 1, the first one without a penalty; None = constant strength.
         layers: Patterns of layer names or types, such as ``["type:Conv2d", "!head*"]``; None = all weights of
             linear, convolutional, recurrent, attention and embedding layers.
+        groups: Whether the norms are those of layers or of units, or absolute scales of the module's norms.
+        units: The module's groups of units, or a function from its parameters to them; None = they are found with the
+            module's `example_input_array`.
 
     Raises:
-        InvalidOption: If an option is out of its range, a pattern matches no layer, the length of the training is
-            unknown, a layer has sparse gradients, or the callback comes after one that makes weights dense for the
-            step.
+        InvalidOption: If an option is out of its range, a pattern matches no layer, the module has no scales to
+            penalise, the length of the training is unknown, a layer has sparse gradients, or the callback comes after
+            one that makes weights dense for the step.
 
     Example:
         >>> GroupPenalty(strength=0.01, stairs=None).strength
         0.01
     """
 
-    def __init__(self, strength: float = 1e-3, stairs: int | None = 10, layers: list[str] | str | None = None) -> None:
+    def __init__(
+        self,
+        strength: float = 1e-3,
+        stairs: int | None = 10,
+        layers: list[str] | str | None = None,
+        groups: Literal["layers", "units", "scales"] = "layers",
+        units: Units | None = None,
+    ) -> None:
         require(strength >= 0, "GroupPenalty", "strength", strength, "a number >= 0")
         require(stairs is None or stairs >= 1, "GroupPenalty", "stairs", stairs, "a whole number >= 1, or None")
-        self.strength, self.stairs, self.layers = strength, stairs, layers
+        known = groups in ("layers", "units", "scales")
+        require(known, "GroupPenalty", "groups", groups, "'layers', 'units' or 'scales'")
+        apart = groups == "layers" or layers is None
+        require(apart, "GroupPenalty", "layers", layers, f"None beside `groups={groups!r}`")
+        self.strength, self.stairs, self.layers, self.groups, self.units = strength, stairs, layers, groups, units
         self._clock = StepClock()
         self._weights: list[Tensor] = []
+        self._by_name: dict[str, Tensor] = {}
+        self._found: Sequence[UnitGroup] = ()
         self._started = self._resumed = False
 
     def setup(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
@@ -67,14 +99,36 @@ class GroupPenalty(Callback):
     @property
     def state_key(self) -> str:
         """The class and the layers, which tell the penalty from others."""
-        return self._generate_state_key(layers=self.layers)
+        return self._generate_state_key(
+            **({"layers": self.layers} if self.groups == "layers" else {"groups": self.groups})
+        )
 
     def on_fit_start(self, trainer: Any, pl_module: LightningModule) -> None:
-        """Choose the layers."""
+        """Choose the layers, or find the units or scales."""
         parameters = dict(pl_module.named_parameters())
-        chosen = choose(pl_module, self.layers, "GroupPenalty")
+        if self.groups == "layers":
+            chosen = choose(pl_module, self.layers, "GroupPenalty")
+        elif self.groups == "scales":
+            chosen = _scales_of(pl_module)
+        else:
+            self._found = self._find(pl_module, parameters)
+            chosen = tuple(dict.fromkeys(slot.name for slot in lasso_slots(self._found, parameters)))
         require_dense_gradients(pl_module, chosen, "GroupPenalty")
-        self._weights = [parameters[name] for name in chosen]
+        self._by_name = {name: parameters[name] for name in chosen}
+        self._weights = list(self._by_name.values())
+
+    def _find(self, module: LightningModule, parameters: Mapping[str, Tensor]) -> Sequence[UnitGroup]:
+        if callable(self.units):
+            return self.units(parameters)
+        if self.units is not None:
+            return self.units
+        sample = module.example_input_array
+        if sample is None:
+            raise InvalidOption(
+                f"`GroupPenalty(groups='units')` finds units with the module's `example_input_array`, which "
+                f"`{type(module).__name__}` does not set; set it, or pass `units`."
+            )
+        return find_groups(module, *(sample if isinstance(sample, tuple) else (sample,)))
 
     def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
         """Divide the fit into stairs."""
@@ -96,6 +150,17 @@ class GroupPenalty(Callback):
         weights = [weight for weight in self._weights if weight.grad is not None and id(weight) in stepping]
         if strength == 0 or not weights:
             return
+        if self.groups == "units":
+            for name, gradient in unit_lasso_gradients(self._found, self._by_name).items():
+                slope = self._by_name[name].grad
+                if slope is not None and id(self._by_name[name]) in stepping:
+                    slope.add_(gradient, alpha=strength)
+            return
+        if self.groups == "scales":
+            for weight in weights:
+                assert weight.grad is not None
+                weight.grad.add_(weight.sign(), alpha=strength)
+            return
         for weight, norm in zip(weights, torch._foreach_norm(weights), strict=True):
             assert weight.grad is not None
             weight.grad.addcmul_(weight, torch.where(norm > 0, strength / norm, 0.0))
@@ -107,11 +172,11 @@ class GroupPenalty(Callback):
 
     def teardown(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
         """Release the module."""
-        self._weights, self._resumed = [], False
+        self._weights, self._by_name, self._resumed = [], {}, False
 
     def on_exception(self, trainer: Any, pl_module: LightningModule, exception: BaseException) -> None:
         """Release the module also where the run failed, since Lightning calls no teardown then."""
-        self._weights, self._resumed = [], False
+        self._weights, self._by_name, self._resumed = [], {}, False
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position on the stairs, and whether a fit has begun to climb them."""
@@ -121,3 +186,15 @@ class GroupPenalty(Callback):
         """Restore the position of a checkpoint."""
         self._resumed = state_dict["started"]
         self._clock.load_state_dict(state_dict["clock"])
+
+
+def _scales_of(module: LightningModule) -> tuple[str, ...]:
+    """Return the names of the weights of all norms."""
+    norms = norms_of(module)
+    scales = tuple(n for n, _ in module.named_parameters() if n in norms and n.rpartition(".")[2] == "weight")
+    if not scales:
+        raise InvalidOption(
+            f"`GroupPenalty(groups='scales')` finds no norm with weights in `{type(module).__name__}`; expected one, "
+            "or other `groups`."
+        )
+    return scales

@@ -16,12 +16,13 @@ from lightning_sparsefl.callbacks.layers import choose, require_maskable
 from lightning_sparsefl.callbacks.mask_owner import packed, unpacked
 from lightning_sparsefl.callbacks.masking import MaskingCallback
 from lightning_sparsefl.callbacks.options import require, require_density
-from lightning_sparsefl.callbacks.trial import first_samples, trial, trial_loss
+from lightning_sparsefl.callbacks.training_units import units_in_training
+from lightning_sparsefl.callbacks.trial import trial, trial_loss
 from lightning_sparsefl.callbacks.unit_scores import ScoreSteps, add_gradients
 from lightning_sparsefl.errors import IncompatibleMasks, InvalidOption
-from lightning_sparsefl.seeds import generator
 from lightning_sparsefl.sparse.importance import Reduction, gate_gradients, relative
-from lightning_sparsefl.sparse.units import UnitGroup, find_groups, keep_units, unit_counts, unit_masks, unit_norms
+from lightning_sparsefl.sparse.units import UnitGroup, keep_units, unit_counts, unit_masks, unit_norms
+from lightning_sparsefl.sparse.width import blind_ranking
 from lightning_sparsefl.types import Masks, Weights
 
 Pattern = Literal["learned", "magnitude", "ordered", "random", "rolling"]
@@ -103,6 +104,11 @@ class LearnedImportance(MaskingCallback):
         self._stepped = False
 
     @property
+    def stackable(self) -> bool:
+        """Whether no pass of its own is needed, to find units or to probe them."""
+        return self._given_groups is not None and not (self.probe and self.pattern == "learned")
+
+    @property
     def scores(self) -> Weights:
         """Q of each group; empty before the first fit, and with patterns that train none."""
         self.collect()
@@ -173,20 +179,7 @@ class LearnedImportance(MaskingCallback):
         chosen_layers = choose(module, self.layers, "LearnedImportance")
         require_maskable(module, chosen_layers, "LearnedImportance")
         rows = set(chosen_layers)
-
-        def step(batch: Any) -> Tensor:
-            del module.forward  # which the step may call
-            return trial_loss(module, batch, batch_idx)
-
-        def find(batch: Any) -> Sequence[UnitGroup]:
-            module.forward = step  # type: ignore[method-assign]
-            with trial(module):
-                return find_groups(module, batch)
-
-        try:
-            groups = find(first_samples(batch))
-        except InvalidOption:  # a step may want whole batches
-            groups = find(batch)
+        groups = units_in_training(module, batch, batch_idx)
         chosen = [group for group in groups if _rows(group, module) <= rows]
         if not chosen:
             if not groups:
@@ -213,9 +206,11 @@ class LearnedImportance(MaskingCallback):
         """Return the gradient of the scores with all units in the module."""
         read = {slot.name for group in self.groups for slot in group.slots if slot.role == "in"}
         weights = {name: w for name, w in self._weights.items() if name in read and w.requires_grad}
-        with trial(module), torch.enable_grad(), trainer.precision_plugin.forward_context():
-            loss = trial_loss(module, batch, batch_idx)
-        found = torch.autograd.grad(loss, list(weights.values()), allow_unused=True)
+        with trial(module), torch.enable_grad():
+            with trainer.precision_plugin.forward_context():
+                loss = trial_loss(module, batch, batch_idx)
+            # before the buffers are restored, which a norm has saved for its backward pass
+            found = torch.autograd.grad(loss, list(weights.values()), allow_unused=True)
         slopes = {name: slope for name, slope in zip(weights, found, strict=True) if slope is not None}
         task = gate_gradients(self.groups, {n: w.detach() for n, w in weights.items()}, slopes)
         return {name: trainer.strategy.reduce(gradient) for name, gradient in task.items()}  # alike on all processes
@@ -280,27 +275,6 @@ class LearnedImportance(MaskingCallback):
         super().load_state_dict(state_dict)
         self._steps.scores, self._aside = dict(state_dict["scores"]), dict(state_dict["aside"])
         self._kept, self._stepped = unpacked(state_dict["kept"]), state_dict["stepped"]
-
-
-def blind_ranking(groups: Sequence[UnitGroup], pattern: Pattern, seed: int, turn: int) -> dict[str, Tensor]:
-    """Return a ranking of units that does not depend on weights; the largest values are kept.
-
-    Args:
-        groups: Groups of units of the module.
-        pattern: "ordered", "random" or "rolling".
-        seed: Seed of the draw.
-        turn: Number of earlier draws, or units that the window has moved on.
-
-    Example:
-        >>> from lightning_sparsefl.sparse.units import find_groups
-        >>> groups = find_groups(nn.Sequential(nn.Linear(1, 4), nn.Linear(4, 1)), torch.zeros(1, 1))
-        >>> blind_ranking(groups, "rolling", seed=0, turn=3)
-        {'0': tensor([-1., -2., -3.,  0.])}
-    """
-    if pattern == "random":
-        return {g.name: torch.rand(g.size, generator=generator(seed, turn, "units", g.name)) for g in groups}
-    first = turn if pattern == "rolling" else 0
-    return {group.name: ((first - torch.arange(group.size)) % -group.size).float() for group in groups}
 
 
 def _rows(group: UnitGroup, module: nn.Module) -> set[str]:

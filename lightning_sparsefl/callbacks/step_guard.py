@@ -49,7 +49,7 @@ class StepGuard:
     """
 
     def __init__(self, optimizer: Any, listener: StepListener) -> None:
-        self._optimizer, self._listener = optimizer, listener
+        self.optimizer, self._listener = optimizer, listener
         self._active = True
         self._previous = vars(optimizer).get("step")
         self._inner = optimizer.step
@@ -70,9 +70,9 @@ class StepGuard:
         elif callable(kwargs.get("closure")):
             kwargs = {**kwargs, "closure": self._wrapped(kwargs["closure"])}
         else:
-            self._listener.before_update(self._optimizer)
+            self._listener.before_update(self.optimizer)
         result = self._inner(*args, **kwargs)
-        self._listener.after_step(self._optimizer)
+        self._listener.after_step(self.optimizer)
         return result
 
     def _wrapped(self, closure: Callable[[], Any]) -> Callable[[], Any]:
@@ -82,7 +82,7 @@ class StepGuard:
             nonlocal evaluations
             self._listener.before_loss(evaluations > 0)
             loss = closure()
-            self._listener.before_update(self._optimizer)
+            self._listener.before_update(self.optimizer)
             evaluations += 1
             return loss
 
@@ -91,9 +91,9 @@ class StepGuard:
     def remove(self) -> None:
         """Restore the former ``step``; one that has been replaced since only stops to call the listener."""
         self._active = False
-        if vars(self._optimizer).get("step") is not self._installed:
+        if vars(self.optimizer).get("step") is not self._installed:
             return
         if self._previous is None:
-            del self._optimizer.step
+            del self.optimizer.step
         else:
-            self._optimizer.step = self._previous
+            self.optimizer.step = self._previous

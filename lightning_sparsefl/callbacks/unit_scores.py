@@ -91,6 +91,8 @@ class UnitScores(Callback):
         weights: Weights of the full module when the fit starts.
     """
 
+    stackable = True
+
     def __init__(self, steps: ScoreSteps, groups: Sequence[UnitGroup], kept: Masks, weights: Weights) -> None:
         self.steps, self.groups, self.kept, self.weights = steps, groups, kept, weights
         self._parameters: dict[str, Tensor] = {}

@@ -10,6 +10,8 @@ from lightning.pytorch import Callback, LightningModule
 from torch import Tensor, nn
 
 from lightning_sparsefl.errors import InvalidOption
+from lightning_sparsefl.sparse.masks import intersect
+from lightning_sparsefl.types import Masks, Message
 
 
 class OutputHook(Callback):
@@ -26,7 +28,15 @@ class OutputHook(Callback):
     def setup(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
         """Register the hooks."""
         if stage == "fit":
-            self._handles = [pl_module.get_submodule(name).register_forward_hook(self._hook) for name in self.layers]
+            self.register(pl_module)
+
+    def register(self, module: nn.Module) -> None:
+        """Register the hooks.
+
+        Args:
+            module: Module with the layers.
+        """
+        self._handles = [module.get_submodule(name).register_forward_hook(self._hook) for name in self.layers]
 
     def _hook(self, layer: nn.Module, inputs: Any, output: Any) -> Any:
         return self.changed(output) if layer.training and isinstance(output, Tensor) else output
@@ -37,13 +47,14 @@ class OutputHook(Callback):
 
     def teardown(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
         """Remove the hooks."""
-        self._release()
+        self.release()
 
     def on_exception(self, trainer: Any, pl_module: LightningModule, exception: BaseException) -> None:
         """Remove the hooks also where the run failed, since Lightning calls no teardown then."""
-        self._release()
+        self.release()
 
-    def _release(self) -> None:
+    def release(self) -> None:
+        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
@@ -88,8 +99,17 @@ class LabelMask(OutputHook):
     def setup(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
         """Determine the client's classes."""
         if stage == "fit":
-            self.classes = self._own(trainer.datamodule, pl_module.get_submodule(self.layers[0]))
+            self.find(trainer.datamodule, pl_module)
         super().setup(trainer, pl_module, stage)
+
+    def find(self, data: Any, module: nn.Module) -> None:
+        """Determine the client's classes.
+
+        Args:
+            data: Data module of the clients.
+            module: Module with the head.
+        """
+        self.classes = self._own(data, module.get_submodule(self.layers[0]))
 
     def _own(self, data: Any, head: nn.Module) -> Tensor:
         if not hasattr(data, "client_label_counts"):
@@ -109,3 +129,26 @@ class LabelMask(OutputHook):
     def changed(self, output: Tensor) -> Tensor:
         """Return the logits of the client's own classes, and zeros for the others."""
         return output if self.classes is None else output * self.classes
+
+
+def votes_on_own_classes(message: Message, head: Iterable[str], callbacks: Iterable[Callback]) -> Masks | None:
+    """Return the votes of a client: what it trained, but of the head the rows of its own classes alone.
+
+    Args:
+        message: Message that the client received.
+        head: Names of the tensors of the layer with the logits.
+        callbacks: Callbacks of the fit; without a :class:`LabelMask` among them, all rows vote.
+
+    Returns:
+        Masks of the votes; None = all that the client holds and may change.
+    """
+    classes = next((callback.classes for callback in callbacks if isinstance(callback, LabelMask)), None)
+    if classes is None or bool(classes.all()):
+        return None
+    own = {name: _rows(classes, message.weights[name]) for name in head}
+    return intersect(intersect(message.trainable, message.masks), own)
+
+
+def _rows(classes: Tensor, weight: Tensor) -> Tensor:
+    """Return a mask of a tensor with one row per class."""
+    return classes.view(-1, *[1] * (weight.dim() - 1)).expand_as(weight)

@@ -3,21 +3,31 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from types import MethodType
 from typing import Any
 
 import lightning
 from jsonargparse import Namespace
+from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_only
 from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, instantiate_class
 
 from lightning_sparsefl.__about__ import __version__
+from lightning_sparsefl.cli import configs_command
+from lightning_sparsefl.cli.completion import PrintCompletion
+from lightning_sparsefl.cli.configs_command import ConfigFileOrName
+from lightning_sparsefl.cli.conventions import QUIET, QUIET_HELP
 from lightning_sparsefl.cli.help import TITLES, class_list
 from lightning_sparsefl.cli.messages import short_message
-from lightning_sparsefl.cli.parser import QUIET, QuietAction
+from lightning_sparsefl.cli.parser import QuietAction, SparseFLParser
+from lightning_sparsefl.cli.run_commands import COMMANDS
 from lightning_sparsefl.cli.run_config import with_run_config
+from lightning_sparsefl.cli.seeds import OWN_KEYS, SeedGroup, group_of
 from lightning_sparsefl.errors import InvalidOption, SparseFLError
 from lightning_sparsefl.federated import FederatedAlgorithm, FederatedTrainer, Federation
+from lightning_sparsefl.federated.tracking.run_loggers import close_loggers
+from lightning_sparsefl.report import silenced
 
 _FLAGS: dict[str, dict[str, str]] = {
     "profile": {"json": "Print JSON instead of tables."},
@@ -25,11 +35,20 @@ _FLAGS: dict[str, dict[str, str]] = {
     "replay": {"pdb": "If the fit fails, start Python's debugger where it failed."},
 }
 """Flags of subcommands, with their help texts."""
+_SEEDS_HELP = (
+    "Seeds of a group of runs, such as 0,1,2, which end with one table of means and standard deviations. The same "
+    "command goes on with a group that was stopped. (default: one run with `seed_everything`)"
+)
 _SUBCOMMANDS = ("fit", "validate", "test", "profile", "replay", "export")
 
 
 class SparseFLCLI(LightningCLI):
     """LightningCLI for a `FederatedTrainer`, with the option groups `algorithm` and `federation`."""
+
+    group: SeedGroup | None = None
+    """Group of runs that `--seeds` asks for."""
+    _seed: int | None = None
+    """Seed of the current run of the group."""
 
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
@@ -41,17 +60,22 @@ class SparseFLCLI(LightningCLI):
     def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
         """Create a parser whose configurations start with the versions that made them."""
         kwargs.setdefault("dump_header", [f"lightning-sparsefl=={__version__}", f"lightning=={lightning.__version__}"])
-        return super().init_parser(**kwargs)
+        parser = self.parser_class(**kwargs)
+        text = (
+            "YAML file, or the name of one that `sparsefl configs` lists; can be repeated, later files take precedence."
+        )
+        parser.add_argument("-c", "--config", action=ConfigFileOrName, metavar="FILE", help=text)
+        return parser
 
     def add_default_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Add the seed, which is 0 by default."""
         text = "Random seed of the run, a whole number >= 0. With false, the random generators are not seeded."
-        parser.add_argument(QUIET, action=QuietAction, help="Print nothing but warnings and errors.")
+        parser.add_argument(QUIET, action=QuietAction, help=QUIET_HELP)
         parser.add_argument("--seed_everything", type=bool | int, default=0, help=text)
 
     def add_core_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Add the option groups; the method of LightningCLI only accepts a subclass of `Trainer`."""
-        skip = {"algorithm", "federation", "seed"}
+        skip = {"algorithm", "federation", "seed", "run_dir"}
         parser.add_class_arguments(
             self.trainer_class, "trainer", instantiate=False, fail_untyped=False, sub_configs=True, skip=skip
         )
@@ -67,6 +91,7 @@ class SparseFLCLI(LightningCLI):
 
     def _add_subcommands(self, parser: LightningArgumentParser, **kwargs: Any) -> None:
         """Add the subcommands, with the names of their programs as they are typed."""
+        parser.add_argument("--print_completion", action=PrintCompletion)
         super()._add_subcommands(parser, **kwargs)
         for name, subparser in self._subcommand_parsers.items():
             subparser.prog = f"{parser.prog} {name}"
@@ -75,12 +100,20 @@ class SparseFLCLI(LightningCLI):
                 "Each option can also be set by an environment variable: --trainer.max_rounds by "
                 f"SPARSEFL_{name.upper()}__TRAINER__MAX_ROUNDS."
             )
+        configs_command.add_configs(parser)
+
+        for name, text in COMMANDS.items():  # listed here; they run without this parser
+            listed = SparseFLParser()
+            parser._subcommands_action.add_subcommand(name, listed, help=text)  # type: ignore[union-attr]
+            listed.prog = f"{parser.prog} {name}"
 
     def _prepare_subcommand_parser(self, klass: type, subcommand: str, **kwargs: Any) -> LightningArgumentParser:
         """Add flags such as ``--json`` to the parser of a subcommand."""
         parser = super()._prepare_subcommand_parser(klass, subcommand, **kwargs)
         for group, title in TITLES.items():
             (parser.groups or {})[group].title = title
+        if subcommand == "fit":
+            parser.add_argument("--seeds", type=int | list[int] | str | None, default=None, help=_SEEDS_HELP)
         for name, text in _FLAGS.get(subcommand, {}).items():
             parser.add_argument(f"--{name}", action="store_true", help=text)
             self._subcommand_method_arguments[subcommand].append(name)
@@ -96,13 +129,64 @@ class SparseFLCLI(LightningCLI):
             self.config = parser.parse_args(with_run_config(sys.argv[1:], _SUBCOMMANDS))
         else:
             super().parse_arguments(parser, args)
+        if self.config.subcommand == configs_command.NAME:
+            print(configs_command.run_configs(self.config[configs_command.NAME]))
+            parser.exit()
 
     def _set_seed(self) -> None:
-        """Set the seed as LightningCLI does, and raise its errors as `InvalidOption`."""
+        """Set the seed as LightningCLI does, or the first one of a group, and raise errors as `InvalidOption`."""
+        if self.subcommand == "fit" and self.group is None:
+            self.group = self._find_group()
+        if self.group is not None and self._seed is None:
+            self._choose_seed(self.group.seeds[0])
         try:
             super()._set_seed()
         except ValueError as error:
             raise InvalidOption(f"`seed_everything`: {error}") from error
+
+    def _find_group(self) -> SeedGroup | None:
+        """Return the group of runs that the configuration asks for; each run's own configuration does not name it."""
+        config, parser = self.config["fit"], self._parser("fit")
+        shared = config.clone()
+        for key in OWN_KEYS:
+            shared.pop(key, None)
+        text = parser.dump(shared, skip_none=False, skip_validation=True)
+        algorithm = str(config["algorithm"]["class_path"]).rpartition(".")[2]
+        root, ckpt_path = Path(config["trainer"]["default_root_dir"]), config.get("ckpt_path")
+        group = group_of(config.pop("seeds", None), ckpt_path, root, algorithm, text)
+        if group is not None:
+            config["ckpt_path"] = None
+        return group
+
+    def _choose_seed(self, seed: int) -> None:
+        self._seed = self.config["fit"]["seed_everything"] = seed
+
+    def _run_subcommand(self, subcommand: str) -> None:
+        """Run the subcommand, once for each seed of a group."""
+        if self.group is None:
+            super()._run_subcommand(subcommand)
+            return
+        rank_zero_only(self.group.write)()
+        try:
+            for seed in self.group.seeds:
+                if seed != self._seed:
+                    self._choose_seed(seed)
+                    self._set_seed()
+                    self.instantiate_classes()
+                rank_zero_info(f"Seed {seed} of {', '.join(map(str, self.group.seeds))}: {self.group.run_dir(seed)}")
+                super()._run_subcommand(subcommand)
+                trainer: Any = self.trainer
+                close_loggers(trainer.options.users_loggers())
+        except BaseException:
+            done, folder = len(self.group.finished()), self.group.folder
+            rank_zero_info(
+                f"{done} of {len(self.group.seeds)} runs are finished; the same command, or `--ckpt_path {folder}`, "
+                "goes on."
+            )
+            raise
+        if trainer.fabric.is_global_zero:
+            with silenced(trainer.options.quiet):
+                self.group.print()
 
     def _parse_ckpt_path(self) -> None:
         """Do nothing: the engine reads checkpoints itself, with its own error messages."""
@@ -128,6 +212,8 @@ class SparseFLCLI(LightningCLI):
         groups = {name: self._get(self.config_init, name) for name in ("algorithm", "federation")}
         if getattr(self._parser(self.subcommand), "is_quiet", False):
             kwargs["quiet"] = True
+        if self.group is not None and self._seed is not None:
+            kwargs["run_dir"] = str(self.group.run_dir(self._seed))
         trainer: Any = super().instantiate_trainer(**groups, **kwargs)
         return trainer  # type: ignore[no-any-return]
 

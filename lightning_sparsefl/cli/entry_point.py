@@ -6,42 +6,14 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
-from importlib.metadata import entry_points
 from pathlib import Path
 
-from jsonargparse import set_parsing_settings
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
-
-from lightning_sparsefl.__about__ import __version__
-from lightning_sparsefl.cli.command_line import SparseFLCLI
-from lightning_sparsefl.cli.parser import EXIT_USAGE, QUIET, SparseFLParser
+from lightning_sparsefl.cli.conventions import EXIT_BROKEN_PIPE, EXIT_INTERRUPTED, EXIT_USAGE, QUIET
+from lightning_sparsefl.cli.run_commands import COMMANDS, run_command
 from lightning_sparsefl.errors import ClientFailed, SparseFLError
-from lightning_sparsefl.federated import FederatedTrainer
 from lightning_sparsefl.report import silenced
 
-_EXIT_INTERRUPTED = 130
 _PARENT = os.getppid()
-
-
-def run() -> SparseFLCLI:
-    """Parse and run the command line."""
-    set_parsing_settings(
-        docstring_parse_attribute_docstrings=True
-    )  # the docstrings of dataclass fields become help texts
-    for plugin in entry_points(group="lightning_sparsefl.plugins"):
-        plugin.load()
-    return SparseFLCLI(
-        trainer_class=FederatedTrainer,  # type: ignore[arg-type]
-        parser_class=SparseFLParser,
-        save_config_kwargs={"overwrite": True},
-        parser_kwargs={
-            "prog": "sparsefl",
-            "description": "Train, evaluate, profile and export sparse and personalised federated learning.",
-            "version": __version__,
-            "default_env": True,
-            "env_prefix": "SPARSEFL",
-        },
-    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -51,29 +23,47 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: Arguments; None for those of the command line.
 
     Returns:
-        Exit code: 0, 2 after an error message, or 130 after an interrupt.
+        Exit code: 0, 2 after an error message, 130 after an interrupt, or 141 if the reader of the output has ended.
     """
     if argv is not None:
         sys.argv = [sys.argv[0], *argv]
     sys.path.append(str(Path.cwd()))  # for `--model my_models.Net` with a file of the user; it replaces no package
     try:
         with silenced(QUIET in sys.argv[1:]):
-            run()
+            _run(sys.argv[1:])
     except ClientFailed as error:
         if error.__cause__ is not None:  # the code of the user failed, so show where
             traceback.print_exception(error.__cause__)
         return _report(error)
-    except (SparseFLError, MisconfigurationException) as error:
+    except SparseFLError as error:
         return _report(error)
+    except BrokenPipeError:  # the reader of the output has ended, as in `sparsefl configs | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python flushes at its exit
+        return EXIT_BROKEN_PIPE
     except OSError as error:  # such as a folder without write permission, a full disk, or a download without network
         return _report(error)
     except KeyboardInterrupt:
-        return _EXIT_INTERRUPTED
+        _say("interrupted.")
+        return EXIT_INTERRUPTED
     return 0
 
 
+def _run(args: Sequence[str]) -> None:
+    if args and args[0] in COMMANDS:
+        return run_command(args)
+    from lightning_sparsefl.cli.program import run  # torch and Lightning are slow to import
+
+    run()
+    return None
+
+
 def _report(error: Exception) -> int:
-    orphan = os.getppid() != _PARENT  # rank 0, which reports errors, has ended
-    if orphan or os.environ.get("LOCAL_RANK", "0") == "0":
-        print(f"sparsefl: error: {error}", file=sys.stderr)
+    _say(f"error: {error}")
     return EXIT_USAGE
+
+
+def _say(text: str) -> None:
+    """Print a line to the standard error, on the first rank or if that has ended."""
+    orphan = os.getppid() != _PARENT
+    if orphan or os.environ.get("LOCAL_RANK", "0") == "0":
+        print(f"sparsefl: {text}", file=sys.stderr)

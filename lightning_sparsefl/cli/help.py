@@ -25,7 +25,7 @@ TITLES = {
     "lr_scheduler": "Scheduler of the learning rate, instead of that of the module",
 }
 """Titles of the groups of options."""
-_KINDS: dict[str, type] = {"algorithm": FederatedAlgorithm, "model": LightningModule, "data": LightningDataModule}
+KINDS: dict[str, type] = {"algorithm": FederatedAlgorithm, "model": LightningModule, "data": LightningDataModule}
 _BASES = {
     "Callback",
     "FederatedAlgorithm",
@@ -86,8 +86,8 @@ def class_list(args: Sequence[str]) -> str | None:
     """
     for arg, following in zip_longest(args, args[1:], fillvalue="-"):
         group = arg.removeprefix("--").removesuffix(".help")
-        if arg == f"--{group}.help" and group in _KINDS and following.startswith("-"):
-            classes = own_classes(_KINDS[group])
+        if arg == f"--{group}.help" and group in KINDS and following.startswith("-"):
+            classes = own_classes(KINDS[group])
             width = max(len(name) for name in classes)
             rows = [f"  {name:{width}}  {_summary(kind)}" for name, kind in classes.items()]
             more = f"`--{group}.help NAME` lists the options of one; a class of your own is given by its import path."

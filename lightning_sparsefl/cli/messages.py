@@ -18,6 +18,7 @@ import lightning_sparsefl.callbacks
 import lightning_sparsefl.data
 import lightning_sparsefl.federated
 import lightning_sparsefl.models
+from lightning_sparsefl.cli.packaged import suggestion
 from lightning_sparsefl.cli.suggestions import did_you_mean, import_path
 
 _OWN = (
@@ -158,6 +159,11 @@ def _no_module(problem: _Problem, match: re.Match[str]) -> str:
     )
 
 
+def _not_installed(problem: _Problem, match: re.Match[str]) -> str:
+    name = str(problem.class_path).rpartition(".")[2]
+    return f"{name} needs the package {match[1]}, which is not installed; run `pip install '{match[1]}'`"
+
+
 def _no_attribute(problem: _Problem, match: re.Match[str]) -> str:
     names = [name for name in dir(import_path(match[1])) if not name.startswith("_")]
     return f"`{problem.key}` is {problem.class_path!r}, but {match[1]} has no {match[2]!r}" + did_you_mean(
@@ -166,9 +172,12 @@ def _no_attribute(problem: _Problem, match: re.Match[str]) -> str:
 
 
 def _no_file(problem: _Problem, match: re.Match[str]) -> str:
-    path = Path(match[1])
+    path, option = Path(match[1]), problem.key or "--config"
+    if path.is_relative_to(Path.cwd()):  # jsonargparse reports absolute paths
+        path = path.relative_to(Path.cwd())
     siblings = [str(other) for other in path.parent.glob("*")] if path.parent.is_dir() else []
-    return f"`{problem.key or '--config'}` is {match[1]!r}, which does not exist" + did_you_mean(match[1], siblings)
+    hint = suggestion(str(path), siblings) if option.endswith("config") else did_you_mean(str(path), siblings)
+    return f"`{option}` is {str(path)!r}, which does not exist" + hint
 
 
 def _wrong_type(problem: _Problem, match: re.Match[str]) -> str:
@@ -203,6 +212,7 @@ _RULES: tuple[tuple[str, Callable[[_Problem, re.Match[str]], str]], ...] = (
     (r"Option '([\w.]+)' is not accepted", _not_accepted),
     (r"Expected a dot import path string: (\S+)", _unknown_class),
     (r"No module named '([\w.]+)'", _no_module),
+    (r"Requirement '([\w-]+[^']*)' not met", _not_installed),
     (r"module '([\w.]+)' has no attribute '(\w+)'", _no_attribute),
     (r"File does not exist: '([^']+)'", _no_file),
     (r"Import path does not correspond to a subclass", lambda problem, match: _condensed(problem.message)),

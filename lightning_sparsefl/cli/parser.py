@@ -9,14 +9,9 @@ from typing import Any, NoReturn
 
 from lightning.pytorch.cli import LightningArgumentParser
 
+from lightning_sparsefl.cli.conventions import EXIT_USAGE
 from lightning_sparsefl.cli.help import HelpFormatter
 from lightning_sparsefl.cli.messages import options_of, short_message
-
-EXIT_USAGE = 2
-"""Exit code after an error message."""
-
-QUIET = "--quiet"
-"""Option that silences everything but warnings and errors."""
 
 
 class QuietAction(argparse.Action):

@@ -9,6 +9,8 @@ from pathlib import Path
 
 from lightning.fabric.utilities.rank_zero import rank_zero_info
 
+from lightning_sparsefl.federated.storage.resume import NEWEST
+
 CONFIG = "config.yaml"
 """Name of the file in a run folder."""
 _GROUPS = ("--algorithm", "--model", "--data")
@@ -31,7 +33,7 @@ def with_run_config(args: Sequence[str], subcommands: Collection[str]) -> list[s
     if position is None or _has_config(args, args[position]):
         return args
     ckpt_path = _value_of("--ckpt_path", args)
-    config = None if ckpt_path in (None, "last") else config_of(Path(str(ckpt_path)))
+    config = None if ckpt_path in (None, *NEWEST) else config_of(Path(str(ckpt_path)))
     if config is None:
         return args
     rank_zero_info(f"Configuration of the run: {config}")

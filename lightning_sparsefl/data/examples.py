@@ -5,6 +5,7 @@ Random crops and flips draw from torch's global generator, which the federation 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
@@ -119,6 +120,35 @@ class CropFlip:
         pixels = pixels.view(batch, 1, -1).expand(-1, channels, -1)
         cropped = padded.flatten(2).gather(2, pixels).view(images.shape)
         return cropped if self.then is None else self.then(cropped)
+
+
+class FlipRotate:
+    """Random horizontal flip and random rotation, by the nearest pixel, with zeros outside the image.
+
+    Args:
+        degrees: Largest angle in either direction.
+        then: Transform that is applied afterwards, for example a :class:`Normalize`; None for no transform.
+
+    Example:
+        >>> images = torch.ones(2, 3, 8, 8, dtype=torch.uint8)
+        >>> FlipRotate(degrees=0.0)(images).equal(images)
+        True
+    """
+
+    def __init__(self, degrees: float = 30.0, then: Transform | None = None) -> None:
+        self.degrees, self.then = degrees, then
+
+    def __call__(self, images: Tensor) -> Tensor:
+        """Flip and rotate images of shape (batch, channels, height, width) independently of each other."""
+        angle = (2 * torch.rand(len(images)) - 1) * math.radians(self.degrees)
+        flip = torch.where(torch.rand(len(images)) < 0.5, -1.0, 1.0)
+        height, width = images.shape[2:]
+        # affine_grid works on coordinates in [-1, 1], so that a rotation scales by the ratio of the sides
+        rows = torch.stack([flip * angle.cos(), -flip * angle.sin() * (height / width), torch.zeros_like(angle)], 1)
+        columns = torch.stack([angle.sin() * (width / height), angle.cos(), torch.zeros_like(angle)], 1)
+        grid = F.affine_grid(torch.stack([rows, columns], 1), list(images.shape), align_corners=False)
+        turned = F.grid_sample(images.float(), grid, mode="nearest", align_corners=False).to(images.dtype)
+        return turned if self.then is None else self.then(turned)
 
 
 def _as_is(batch: Any) -> Any:

@@ -7,16 +7,18 @@ centralised baseline, with the training data of all clients in one loader.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import lightning as L
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from lightning_sparsefl.data.by_group import ByGroup
 from lightning_sparsefl.data.examples import CropFlip, Examples, Normalize, Transform
+from lightning_sparsefl.data.feature_shift import FeatureShift
 from lightning_sparsefl.data.partition import IID, Partition, check_num_clients, matching_test
+from lightning_sparsefl.data.split import Part, SplitData, span, stops
 from lightning_sparsefl.errors import InvalidOption, require
 from lightning_sparsefl.seeds import generator, seed_from_environment
 
@@ -51,6 +53,9 @@ class FederatedDataModule(L.LightningDataModule):
         examples_per_client: Number of examples that each client keeps of those the partition gives it, chosen at
             random; None for all.
         num_workers: Number of worker processes of each loader.
+        feature_shift: Change of the inputs by client; None for no change. Each client's training, validation and test
+            inputs are changed as its own. Of the whole test set, every `num_clients`-th example is changed as those of
+            one client.
 
     Raises:
         InvalidOption: If an option is out of its range.
@@ -70,6 +75,8 @@ class FederatedDataModule(L.LightningDataModule):
     """Stored value that is scaled to 1."""
     crop_padding: int | None = None
     """Padding of the random crop in training, which is followed by a random flip; None for no augmentation."""
+    has_columns: ClassVar[bool] = False
+    """Whether the data has columns from which groups can be read."""
 
     def __init__(
         self,
@@ -85,8 +92,12 @@ class FederatedDataModule(L.LightningDataModule):
         drop_last: bool = False,
         examples_per_client: int | None = None,
         num_workers: int = 0,
+        feature_shift: FeatureShift | None = None,
     ) -> None:
         super().__init__()
+        fits = self.has_columns or not isinstance(partition, ByGroup)
+        expected = f"another partition, since {type(self).__name__} has no columns; `FederatedDataset` has them"
+        require(fits, "data.partition", partition, expected)
         require(0 <= val_fraction < 1, "data.val_fraction", val_fraction, "a number in [0, 1)")
         require(eval_split in ("val", "test"), "data.eval_split", eval_split, "'val' or 'test'")
         for name, value in {
@@ -100,17 +111,43 @@ class FederatedDataModule(L.LightningDataModule):
         self.val_fraction, self.test_per_client, self.eval_split = val_fraction, test_per_client, eval_split
         self.seed, self.eval_batch_size = seed, eval_batch_size
         self.drop_last, self.num_workers, self.examples_per_client = drop_last, num_workers, examples_per_client
+        self.feature_shift = feature_shift
         self.client_sizes: Sequence[int] = self._nominal_sizes()
-        self._held: _SplitData | None = None
+        self._held: SplitData | None = None
+
+    def __str__(self) -> str:
+        # that of LightningDataModule reads all loaders, and fails if one of them is None
+        return f"{type(self).__name__}(num_clients={self.num_clients}, partition={self.partition})"
 
     def load(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Load the whole data set.
 
         Returns:
-            Training inputs of shape (examples, *sample_shape), training labels (int64), test inputs and test labels.
-            Images should be uint8: they take a quarter of the memory of float32, and are normalised batch by batch.
+            Training inputs of shape ``(examples, *sample_shape)``, training labels (int64), test inputs and test
+            labels. Images should be uint8: they take a quarter of the memory of float32, and are normalised batch by
+            batch.
         """
         raise NotImplementedError(f"`{type(self).__name__}` must implement `load()`.")
+
+    def assign(self, labels: Tensor, seed: int) -> Sequence[Tensor]:
+        """Return the indices of each client's training examples. Default: by `partition`.
+
+        Args:
+            labels: Labels of all training examples.
+            seed: Random seed of the partition.
+        """
+        return self.partition.split(labels, self.num_clients, seed)
+
+    def choose_test(self, client: int, train_labels: Tensor, test_labels: Tensor, rng: torch.Generator) -> Tensor:
+        """Return the indices of a client's test examples. Default: :func:`matching_test`.
+
+        Args:
+            client: Number of the client.
+            train_labels: Labels of the client's training examples.
+            test_labels: Labels of the whole test set.
+            rng: Generator for all random draws.
+        """
+        return matching_test(train_labels, test_labels, self.test_per_client, rng)
 
     def transform(self, train: bool) -> Transform | None:
         """Return the transform of a batch of stored inputs, or None for no transform.
@@ -140,24 +177,25 @@ class FederatedDataModule(L.LightningDataModule):
 
     def client_train_dataloader(self, client: int) -> DataLoader[Any]:
         """Return a loader of a client's training data, in an order drawn from torch's global generator."""
-        start, stop = _span(self._ready.train_stops, client)
+        start, stop = span(self._ready.train_stops, client)
         return self._train_loader(self._ready.train, start, stop)
 
     def client_val_dataloader(self, client: int) -> DataLoader[Any] | None:
         """Return a loader of a client's validation data, or None if `val_fraction` is 0."""
         if self._ready.val_stops is None:
             return None
-        return self._eval_loader(self._ready.val, slice(*_span(self._ready.val_stops, client)))
+        return self._eval_loader(self._ready.val, slice(*span(self._ready.val_stops, client)))
 
     def client_test_dataloader(self, client: int) -> DataLoader[Any]:
         """Return a loader of test data with the label proportions of a client's training data."""
-        start, stop = _span(self._ready.test_stops, client)
-        return self._eval_loader(self._ready.test, self._ready.test_indices[start:stop])
+        chosen = self._ready.test_indices[slice(*span(self._ready.test_stops, client))]
+        inputs, labels = self._ready.test
+        return self._eval_loader((self._shifted(inputs[chosen], client, "test"), labels[chosen]), slice(None))
 
     def client_label_counts(self, client: int) -> Tensor:
         """Count the training examples of each class of a client, int64 of shape (classes,)."""
-        start, stop = _span(self._ready.train_stops, client)
-        return torch.bincount(self._ready.train[1][start:stop], minlength=self.num_classes)
+        start, stop = span(self._ready.train_stops, client)
+        return torch.bincount(self._ready.train[1][start:stop].long(), minlength=self.num_classes)
 
     def train_dataloader(self) -> DataLoader[Any]:
         """Return a loader of the training data of all clients."""
@@ -171,21 +209,23 @@ class FederatedDataModule(L.LightningDataModule):
 
     def test_dataloader(self) -> DataLoader[Any]:
         """Return a loader of the whole test set."""
-        return self._eval_loader(self._ready.test, slice(None))
+        if self.feature_shift is None:
+            return self._eval_loader(self._ready.test, slice(None))
+        return self._eval_loader(self._gather(self._ready.test, self._whole_test(), "whole test"), slice(None))
 
     @property
-    def _ready(self) -> _SplitData:
+    def _ready(self) -> SplitData:
         if self._held is None:
             self.setup()
         assert self._held is not None
         return self._held
 
-    def _train_loader(self, part: tuple[Tensor, Tensor], start: int, stop: int) -> DataLoader[Any]:
+    def _train_loader(self, part: Part, start: int, stop: int) -> DataLoader[Any]:
         inputs, labels = part
         examples = Examples(inputs[start:stop], labels[start:stop], self.transform(train=True))
         return examples.loader(self.batch_size, shuffle=True, drop_last=self.drop_last, num_workers=self.num_workers)
 
-    def _eval_loader(self, part: tuple[Tensor, Tensor], which: slice | Tensor) -> DataLoader[Any]:
+    def _eval_loader(self, part: Part, which: slice) -> DataLoader[Any]:
         inputs, labels = part
         examples = Examples(inputs[which], labels[which], self.transform(train=False))
         return examples.loader(self.eval_batch_size, num_workers=self.num_workers)
@@ -196,16 +236,16 @@ class FederatedDataModule(L.LightningDataModule):
         sizes = [self.examples_per_client or share + (client < rest) for client in range(self.num_clients)]
         return [size - self._num_held_out(size, client) for client, size in enumerate(sizes)]
 
-    def _num_held_out(self, size: int, client: int) -> int:
-        if self.val_fraction == 0:
+    def _num_held_out(self, size: int, client: int, option: str = "val_fraction") -> int:
+        fraction: float = getattr(self, option)
+        if fraction == 0:
             return 0
         if size < 2:
             raise InvalidOption(
-                f"`data.val_fraction` is {self.val_fraction}, which needs at least 2 examples per client, but client "
-                f"{client} has {size}; lower `data.num_clients`, change `data.partition`, or set `data.val_fraction` "
-                "to 0."
+                f"`data.{option}` is {fraction}, which needs at least 2 examples per client, but client {client} has "
+                f"{size}; lower `data.num_clients`, change `data.partition`, or set `data.{option}` to 0."
             )
-        return min(max(round(self.val_fraction * size), 1), size - 1)
+        return min(max(round(fraction * size), 1), size - 1)
 
     def _wanted(self, size: int, client: int) -> int:
         wanted = size if self.examples_per_client is None else self.examples_per_client
@@ -219,61 +259,67 @@ class FederatedDataModule(L.LightningDataModule):
     def _seed(self) -> int:
         return seed_from_environment() if self.seed is None else self.seed
 
-    def _split(self, inputs: Tensor, labels: Tensor, test_inputs: Tensor, test_labels: Tensor) -> _SplitData:
+    def _split(self, inputs: Tensor, labels: Tensor, test_inputs: Tensor, test_labels: Tensor) -> SplitData:
         seed = self._seed()
-        train, val, test = [], [], []
-        for client, owned in enumerate(self.partition.split(labels, self.num_clients, seed)):
+        train: list[Tensor] = []
+        val: list[Tensor] = []
+        test: list[Tensor] = []
+        for client, owned in enumerate(self.assign(labels, seed)):
             rng = generator(seed, "partition", "held out", client)
             order = owned[torch.randperm(len(owned), generator=rng)][: self._wanted(len(owned), client)]
-            held_out = self._num_held_out(len(order), client)
-            val.append(order[:held_out])
-            train.append(order[held_out:])
-            test.append(matching_test(labels[train[-1]], test_labels, self.test_per_client, rng))
-            if not len(test[-1]):
-                raise InvalidOption(
-                    f"The test set contains no example of the classes of client {client}, so the client cannot be "
-                    "evaluated; change `data.partition` or lower `data.num_clients`."
-                )
-        return _SplitData(
-            train=_reorder(inputs, labels, train),
-            train_stops=_stops(train),
-            val=_reorder(inputs, labels, val),
-            val_stops=_stops(val) if self.val_fraction else None,
+            parts = self._divide(client, order, labels, test_labels, rng)
+            for own, part in zip((train, val, test), parts, strict=True):
+                own.append(part)
+        return SplitData(
+            train=self._gather((inputs, labels), train, "train"),
+            train_stops=stops(train),
+            val=self._gather((inputs, labels), val, "val"),
+            val_stops=stops(val) if self.val_fraction else None,
             test=(test_inputs, test_labels),
             test_indices=torch.cat(test),
-            test_stops=_stops(test),
+            test_stops=stops(test),
         )
+
+    def _divide(
+        self, client: int, owned: Tensor, labels: Tensor, test_labels: Tensor, rng: torch.Generator
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Divide a client's examples, in random order, into training and validation, and choose its test examples."""
+        train, val = self._hold_out(client, owned)
+        test = self.choose_test(client, labels[train], test_labels, rng)
+        if not len(test):
+            kind = "group" if isinstance(self.partition, ByGroup) else "classes"
+            raise InvalidOption(
+                f"The test set contains no example of the {kind} of client {client}, so the client cannot be "
+                "evaluated; change `data.partition` or lower `data.num_clients`."
+            )
+        return train, val, test
+
+    def _hold_out(self, client: int, owned: Tensor) -> tuple[Tensor, Tensor]:
+        """Divide a client's examples into training and validation."""
+        held_out = self._num_held_out(len(owned), client)
+        return owned[held_out:], owned[:held_out]
+
+    def _gather(self, part: Part, owned: Sequence[Tensor], use: str) -> Part:
+        """Copy the examples of each client, ordered by client, with its feature shift."""
+        inputs, labels = (values[torch.cat(list(owned))] for values in part)
+        if self.feature_shift is not None:
+            own = inputs.split([len(indices) for indices in owned])
+            inputs = torch.cat([self._shifted(inputs, client, use) for client, inputs in enumerate(own)])
+        return inputs, labels
+
+    def _shifted(self, inputs: Tensor, client: int, use: str) -> Tensor:
+        """Shift inputs as those of a client; the random draws depend on the seed, the client and the use alone."""
+        if self.feature_shift is None:
+            return inputs
+        rng = generator(self._seed(), "feature shift", client, use)
+        return self.feature_shift(inputs, client / self.num_clients, rng, self.high)
+
+    def _whole_test(self) -> list[Tensor]:
+        """Return the examples of the whole test set that are shifted as those of each client."""
+        every = torch.arange(len(self._ready.test[1]))
+        return [every[client :: self.num_clients] for client in range(self.num_clients)]
 
 
 def no_loader(data: L.LightningDataModule) -> list[Any] | None:
     """Return what stands for missing validation data: None, or ``[]`` for a plain ``Trainer``, which rejects None."""
     return [] if isinstance(data.trainer, L.Trainer) else None
-
-
-@dataclass(frozen=True, kw_only=True)
-class _SplitData:
-    """Split data set, ordered by client, so that the examples of a client are a view and not a copy.
-
-    The examples of a client end at its entry of `*_stops`, and start where those of the previous client end.
-    """
-
-    train: tuple[Tensor, Tensor]
-    train_stops: Tensor
-    val: tuple[Tensor, Tensor]
-    val_stops: Tensor | None
-    test: tuple[Tensor, Tensor]
-    test_indices: Tensor
-    test_stops: Tensor
-
-
-def _reorder(inputs: Tensor, labels: Tensor, parts: list[Tensor]) -> tuple[Tensor, Tensor]:
-    order = torch.cat(parts)
-    return inputs[order], labels[order]
-
-
-def _stops(parts: list[Tensor]) -> Tensor:
-    return torch.tensor([len(part) for part in parts]).cumsum(0)
-
-
-def _span(stops: Tensor, client: int) -> tuple[int, int]:
-    return int(stops[client - 1]) if client else 0, int(stops[client])

@@ -6,7 +6,8 @@ A partition is a frozen dataclass. Its randomness depends on the seed alone, so 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -20,6 +21,9 @@ _MAX_DRAWS = 2000
 
 class Partition(ABC):
     """Partition of the training examples over the clients; a subclass implements :meth:`assign`."""
+
+    needs_labels: ClassVar[bool] = True
+    """Whether the partition depends on labels; else it also splits data that has none."""
 
     def split(self, labels: Tensor, num_clients: int, seed: int) -> list[Tensor]:
         """Assign the examples to the clients, and check the result.
@@ -68,12 +72,14 @@ class Partition(ABC):
 class IID(Partition):
     """Independent and identically distributed clients, whose sizes differ by at most one."""
 
+    needs_labels: ClassVar[bool] = False
+
     def assign(self, labels: Tensor, num_clients: int, rng: torch.Generator) -> list[Tensor]:
         """Split a random permutation into equal parts."""
         return list(torch.randperm(len(labels), generator=rng).tensor_split(num_clients))
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Dirichlet(Partition):
     """Partition in which the proportions of each class over the clients are drawn from Dir(alpha).
 
@@ -87,7 +93,7 @@ class Dirichlet(Partition):
 
     alpha: float
     """Concentration parameter: small values give few classes per client, large values are close to IID."""
-    min_examples: int = 1
+    min_examples: int = field(default=1, kw_only=True)
     """Smallest number of examples of a client."""
 
     def __post_init__(self) -> None:
@@ -114,7 +120,7 @@ class Dirichlet(Partition):
         )
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Pathological(Partition):
     """Partition in which each client has examples of exactly `classes_per_client` classes.
 
@@ -219,17 +225,14 @@ def _indices_by_class(labels: Tensor, rng: torch.Generator) -> list[Tensor]:
     shuffled = torch.randperm(len(labels), generator=rng)
     by_class = shuffled[labels[shuffled].argsort(stable=True)]
     sizes = torch.bincount(labels)
-    return _cut(by_class, sizes[sizes > 0])
+    return cut(by_class, sizes[sizes > 0])
 
 
 def _draw_counts(class_sizes: list[int], num_clients: int, alpha: float, rng: torch.Generator) -> Tensor:
     """Draw the number of examples of each class for each client: int64 of shape (classes, clients)."""
     equal_share = sum(class_sizes) / num_clients
     shape = (len(class_sizes), num_clients)
-    # Normalised Gamma(alpha) samples are a Dirichlet sample (torch.distributions.Dirichlet takes no generator). For a
-    # small alpha they underflow, so use logarithms: Gamma(alpha) = Gamma(alpha + 1) * U ** (1 / alpha).
-    boosted = torch._standard_gamma(torch.full(shape, alpha + 1, dtype=torch.float64), generator=rng)
-    draws = boosted.log() + torch.rand(shape, dtype=torch.float64, generator=rng).log() / alpha
+    draws = log_gamma(shape, alpha, rng)
     owned = torch.zeros(num_clients, dtype=torch.int64)
     counts = []
     for size, draw in zip(class_sizes, draws, strict=True):
@@ -242,13 +245,33 @@ def _draw_counts(class_sizes: list[int], num_clients: int, alpha: float, rng: to
     return torch.stack(counts)
 
 
+def log_gamma(shape: tuple[int, ...], alpha: float, rng: torch.Generator) -> Tensor:
+    """Draw logarithms of Gamma(alpha) samples, float64, whose softmax is a sample of Dir(alpha).
+
+    torch.distributions.Dirichlet takes no generator.
+
+    Args:
+        shape: Shape of the result.
+        alpha: Shape parameter of the distribution.
+        rng: Generator for all random draws.
+    """
+    # For a small alpha the samples underflow, so use logarithms: Gamma(alpha) = Gamma(alpha + 1) * U ** (1 / alpha).
+    boosted = torch._standard_gamma(torch.full(shape, alpha + 1, dtype=torch.float64), generator=rng)
+    return boosted.log() + torch.rand(shape, dtype=torch.float64, generator=rng).log() / alpha
+
+
 def _assign(classes: list[Tensor], counts: Tensor) -> list[Tensor]:
     """Assign consecutive indices of each class to the clients, `counts` (classes, clients) many."""
-    shares = [_cut(indices, count) for indices, count in zip(classes, counts, strict=True)]
+    shares = [cut(indices, count) for indices, count in zip(classes, counts, strict=True)]
     return [torch.cat(own) for own in zip(*shares, strict=True)]
 
 
-def _cut(indices: Tensor, sizes: Tensor) -> list[Tensor]:
-    """Split into consecutive parts of the given sizes, whose sum is at most the length."""
+def cut(indices: Tensor, sizes: Tensor) -> list[Tensor]:
+    """Split into consecutive parts of the given sizes, whose sum is at most the length.
+
+    Args:
+        indices: Indices of examples, shape (examples,).
+        sizes: Sizes of the parts, int64 of shape (parts,).
+    """
     stops = sizes.cumsum(0)
     return list(indices[: int(stops[-1])].tensor_split(stops[:-1]))

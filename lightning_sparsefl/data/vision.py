@@ -15,7 +15,7 @@ Normalization: TypeAlias = Literal["dataset", "half", "unit"]
 """How images are scaled: to the mean 0 and standard deviation 1 of the data set, to [-1, 1], or to [0, 1]."""
 
 
-class _FromTorchvision(FederatedDataModule):
+class FromTorchvision(FederatedDataModule):
     """Base class of image data sets in torchvision's folder layout.
 
     Args:
@@ -78,11 +78,11 @@ class _FromTorchvision(FederatedDataModule):
             ) from None
         return *self.tensors(train), *self.tensors(test)
 
-    def read(self, *, download: bool, **arguments: Any) -> Any:
+    def read(self, *, train: bool, download: bool, **arguments: Any) -> Any:
         """Create the torchvision data set."""
         import torchvision  # a slow import, which `--help` should not wait for
 
-        return getattr(torchvision.datasets, self.source)(self.root, download=download, **arguments)
+        return getattr(torchvision.datasets, self.source)(self.root, train=train, download=download, **arguments)
 
     def tensors(self, dataset: Any) -> tuple[Tensor, Tensor]:
         """Return the images, with the channels first, and the labels."""
@@ -91,7 +91,7 @@ class _FromTorchvision(FederatedDataModule):
         return images, torch.as_tensor(dataset.targets)
 
 
-class FederatedMNIST(_FromTorchvision):
+class FederatedMNIST(FromTorchvision):
     """MNIST: 60,000 handwritten digits of 28x28 pixels (LeCun et al., 1998).
 
     Args:
@@ -108,7 +108,7 @@ class FederatedMNIST(_FromTorchvision):
     source, folder = "MNIST", "MNIST/raw"
 
 
-class FederatedFashionMNIST(_FromTorchvision):
+class FederatedFashionMNIST(FromTorchvision):
     """Fashion-MNIST: 60,000 images of clothing of 28x28 pixels (Xiao et al., 2017).
 
     Args:
@@ -125,7 +125,7 @@ class FederatedFashionMNIST(_FromTorchvision):
     source, folder = "FashionMNIST", "FashionMNIST/raw"
 
 
-class FederatedEMNISTLetters(_FromTorchvision):
+class FederatedEMNISTLetters(FromTorchvision):
     """EMNIST Letters: 124,800 handwritten letters of 28x28 pixels in 26 classes (Cohen et al., 2017).
 
     Args:
@@ -141,9 +141,9 @@ class FederatedEMNISTLetters(_FromTorchvision):
     mean, std = (0.1722,), (0.3309,)
     source, folder = "EMNIST", "EMNIST/raw"
 
-    def read(self, *, download: bool, **arguments: Any) -> Any:
+    def read(self, *, train: bool, download: bool, **arguments: Any) -> Any:
         """Create the torchvision data set."""
-        return super().read(download=download, split="letters", **arguments)
+        return super().read(train=train, download=download, split="letters", **arguments)
 
     def tensors(self, dataset: Any) -> tuple[Tensor, Tensor]:
         """Return upright images and labels from 0 (a) to 25 (z); the files are transposed and count from 1."""
@@ -151,7 +151,7 @@ class FederatedEMNISTLetters(_FromTorchvision):
         return images.transpose(2, 3).contiguous(), labels - 1
 
 
-class FederatedCIFAR10(_FromTorchvision):
+class FederatedCIFAR10(FromTorchvision):
     """CIFAR-10: 50,000 photographs of 32x32 pixels (Krizhevsky, 2009).
 
     Args:
@@ -169,7 +169,7 @@ class FederatedCIFAR10(_FromTorchvision):
     source, folder = "CIFAR10", "cifar-10-batches-py"
 
 
-class FederatedCIFAR100(_FromTorchvision):
+class FederatedCIFAR100(FromTorchvision):
     """CIFAR-100: 50,000 photographs of 32x32 pixels (Krizhevsky, 2009).
 
     Args:

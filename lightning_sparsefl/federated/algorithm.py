@@ -24,7 +24,7 @@ and nothing else, so that they run on another machine unchanged.
 from __future__ import annotations
 
 from abc import ABC
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import replace
 from typing import Literal
 
@@ -53,6 +53,8 @@ from lightning_sparsefl.types import (
 class FederatedAlgorithm(ABC):  # noqa: B024 - every hook has a default, and jsonargparse needs a plain base
     """One federated method; the defaults are FedAvg (McMahan et al. 2017, arXiv:1602.05629)."""
 
+    plans_by_capacity = False
+    """Whether the first state follows from the clients' capacities, so that they cannot be drawn anew in each round."""
     fixed_length = False
     """Whether the first state holds a plan for `max_rounds`, so that a run cannot go on with another number."""
 
@@ -143,6 +145,14 @@ class FederatedAlgorithm(ABC):  # noqa: B024 - every hook has a default, and jso
         """Return how the round's updates are merged."""
         return CoverageMean()
 
+    def weights_to_step(self, server: ServerState) -> Weights:
+        """Return the weights that updates refer to and `federation.server_optimizer` steps. Default: the server's.
+
+        Args:
+            server: State of the server before the round.
+        """
+        return server.weights
+
     def aggregate(self, server: ServerState, merged: Merged) -> ServerState:
         """Return the server's next state; the engine counts the round itself.
 
@@ -161,8 +171,8 @@ class FederatedAlgorithm(ABC):  # noqa: B024 - every hook has a default, and jso
         """Return what the server newly keeps about one participant, given its metrics; None = as before.
 
         Args:
-            server: State of the server before the round.
-            view: Facts of the client, its newest upload included.
+            server: State of the server after the round; `round` is one more than that of the view.
+            view: Facts of the client in the round, its newest upload included.
             report: Metrics of the client's update. With :meth:`simulated_seconds`, also that time, as ``seconds``.
         """
         return None
@@ -176,7 +186,22 @@ class FederatedAlgorithm(ABC):  # noqa: B024 - every hook has a default, and jso
             bytes_up: Size of its encoded upload in bytes.
 
         Returns:
-            Seconds, of which ``time/simulated`` is made; None = not simulated.
+            Seconds, of which ``time/simulated`` is made; None = by `federation.devices`, if that is set.
+        """
+        return None
+
+    def alike(self, server: ServerState, view: ClientView) -> Hashable:
+        """Return what must agree for clients to train as one stack (`federation.local_engine: stacked`).
+
+        Clients whose fits differ in more than numbers, such as the layers that they train, cannot be stacked; where
+        this says so beforehand, stacks are made of clients that can.
+
+        Args:
+            server: State of the server before the round.
+            view: Facts of the client.
+
+        Returns:
+            Any hashable value. Default: None, so that all clients may be in one stack.
         """
         return None
 

@@ -21,6 +21,16 @@ class LocalWorker(Protocol):
     """Does the local work of clients: the only way from an algorithm to the local engines."""
 
     @property
+    def initial(self) -> Weights:
+        """See :attr:`Client.initial`."""
+        ...
+
+    @property
+    def buffers(self) -> frozenset[str]:
+        """See :attr:`Client.buffers`."""
+        ...
+
+    @property
     def units(self) -> Sequence[UnitGroup]:
         """See :attr:`Client.units`."""
         ...
@@ -74,6 +84,16 @@ class Client:
         self.local_epochs, self.memory, self.deadline = facts.local_epochs, memory, deadline
         self._key, self._task, self._worker = order.key, order.task, worker
         self._uses: dict[str, int] = {}
+
+    @property
+    def initial(self) -> Weights:
+        """The initial weights of the run, which every client knows: all tensors of the model, in its order."""
+        return self._worker.initial
+
+    @property
+    def buffers(self) -> frozenset[str]:
+        """Names of the model's floating-point buffers, which no mask may hold."""
+        return self._worker.buffers
 
     @property
     def units(self) -> Sequence[UnitGroup]:

@@ -4,23 +4,33 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, Protocol, overload
 
 import torch
 
 from lightning_sparsefl.sparse.units import UnitGroup
-from lightning_sparsefl.types import ClientView, Merged, Message
+from lightning_sparsefl.types import ClientView, LayerFlops, Merged, Message
 
 _MOST_LISTED = 1000
 
 
-class KnowsUnits(Protocol):
+class KnowsModel(Protocol):
     """An object that holds the model."""
+
+    @property
+    def norms(self) -> frozenset[str]:
+        """Names of the tensors of the model's norms."""
+        ...
 
     @property
     def units(self) -> Sequence[UnitGroup]:
         """The model's groups of units."""
+        ...
+
+    @property
+    def exits(self) -> Mapping[str, str]:
+        """Name of the last module of each block, and of its exit; empty for a model without early exits."""
         ...
 
 
@@ -73,10 +83,12 @@ class Fleet:
         views: Facts of the clients that train, before round 0; a :class:`LazyClientViews` where they are many.
         buffers: Names of the model's floating-point buffers, which no mask may hold.
         device: Device of the server's weights.
-        model: Object that knows the model's units.
+        model: Object that knows the model's norms, units and exits.
         survey: Asks all clients; None where none can be asked.
         clients_per_round: Number of clients of a cohort; None = all.
         execution: How units are left out of local training, `federation.execution`.
+        batches: Number of batches of a client's local training; None where it is not known.
+        layers: Operations of the model's layers; empty where they are not counted.
     """
 
     def __init__(
@@ -84,15 +96,23 @@ class Fleet:
         views: Sequence[ClientView],
         buffers: frozenset[str],
         device: torch.device,
-        model: KnowsUnits | None = None,
+        model: KnowsModel | None = None,
         survey: Callable[[Message], Merged] | None = None,
         clients_per_round: int | None = None,
         execution: Literal["mask", "cut"] = "mask",
+        batches: Callable[[ClientView], int] | None = None,
+        layers: Sequence[LayerFlops] = (),
     ) -> None:
+        self.layers = layers
         self.views, self.buffers, self.device = views, buffers, device
         self.seed, self.max_rounds = views[0].seed, views[0].max_rounds
         self.clients_per_round, self.execution = clients_per_round or len(views), execution
-        self._model, self._survey = model, survey
+        self._model, self._survey, self._batches = model, survey, batches
+
+    @property
+    def norms(self) -> frozenset[str]:
+        """Names of the parameters and buffers of the model's norms."""
+        return frozenset() if self._model is None else self._model.norms
 
     @property
     def units(self) -> Sequence[UnitGroup]:
@@ -103,8 +123,26 @@ class Fleet:
         """
         return () if self._model is None else self._model.units
 
+    @property
+    def exits(self) -> Mapping[str, str]:
+        """Name of the last module of each block, and of its exit; empty for a model without early exits."""
+        return {} if self._model is None else self._model.exits
+
     def __len__(self) -> int:
         return len(self.views)
+
+    def batches(self, view: ClientView) -> int:
+        """Return the number of batches that a client trains on in its round, over all local epochs.
+
+        Args:
+            view: Facts of the client.
+
+        Raises:
+            RuntimeError: Where it is not known.
+        """
+        if self._batches is None:
+            raise RuntimeError("The numbers of batches of clients are not known here.")
+        return self._batches(view)
 
     def survey(self, message: Message) -> Merged:
         """Ask every client a question, and merge the answers; for `init`, before round 0.

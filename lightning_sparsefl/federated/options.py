@@ -5,15 +5,20 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Generic, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import torch
 from torch import Tensor
 
+from lightning_sparsefl.cost import Availability, Devices
 from lightning_sparsefl.errors import InvalidOption, check_numbers, is_whole, require
 from lightning_sparsefl.federated.aggregation.privacy import Privacy
 from lightning_sparsefl.federated.aggregation.reducers import Reducer
+from lightning_sparsefl.federated.aggregation.server_optimizer import ServerOptimizer
+from lightning_sparsefl.federated.sampling.samplers import CohortSampler, Uniform
 from lightning_sparsefl.seeds import generator
+
+_T = TypeVar("_T")
 
 
 def check_choices(options: Any, prefix: str) -> None:
@@ -37,15 +42,29 @@ class Federation:
 
     clients_per_round: int = 10
     """Number of clients in the cohort of a round."""
-    sampler: Literal["uniform"] = "uniform"
-    """Sampling of the cohort: uniformly without replacement, from the seed and the round; with `privacy`, from its
-    secret key."""
+    sampler: CohortSampler | None = None
+    """Rule for sampling the cohort; null = `Uniform`: without replacement, from the seed and the round; with `privacy`,
+    from its secret key. See docs/scaling.md."""
+    devices: Devices | None = None
+    """Devices of the clients, whose times are logged as ``time/simulated`` and known to samplers; null = time is not
+    simulated. A method that simulates time itself, such as FedLPS, keeps its own devices."""
+    availability: Availability | None = None
+    """Times at which clients can be drawn, as `intervals` of the simulated clock that repeat after a `period`; null =
+    always. Fewer lists than clients are spread over the clients like `capacities`. It requires `devices`."""
     capacities: list[float] | None = None
     """Fraction of the full model that each client can train, in (0, 1]; null = 1 for all clients. Fewer numbers than
     clients are levels: each applies to a block of clients, of equal sizes up to one client. With ``[0.125, 1]``, the
     first half of the clients has the capacity 0.125."""
     shuffle_capacities: bool = False
-    """Whether the capacities are assigned in random order, from the seed, instead of in the order of the clients."""
+    """Whether the capacities are assigned in random order, from the seed, instead of in the order of the clients;
+    `local_epochs` then follows the same order."""
+    redraw_capacities: bool = False
+    """Whether each client's capacity is drawn from the numbers of `capacities` in every round anew, all equally likely,
+    from the seed, instead of fixed for the run. A client is scored with its capacity of the next round."""
+    local_epochs: list[int | list[int]] | None = None
+    """Number of local epochs of each client, spread over the clients like `capacities`; null = `trainer.max_epochs` for
+    all. With a pair ``[low, high]`` instead of a number, the client's number is drawn from `low` to `high`, both
+    included, in every round, from the seed."""
     eval_clients: int | Literal["all"] = "all"
     """Number of clients in an evaluation; a random sample of that size, the same in every round, or all clients."""
     unseen_clients: int = 0
@@ -89,6 +108,9 @@ class Federation:
     reducer: Reducer | None = None
     """Rule for merging updates: `CoverageMedian`, `TrimmedMean`, `PlainMean` or `CoverageMean`; null = that of the
     method. Methods whose equations require another rule than `CoverageMean` do not allow a change."""
+    server_optimizer: ServerOptimizer | None = None
+    """Optimizer that makes the server's step of the clients' mean change, with `rule`, `lr` and others, for any method;
+    null = the server takes the mean. See docs/merging.md."""
     clip_update: float | None = None
     """Maximum Euclidean norm of a client's change, over the parameters that it votes on; a longer update is scaled down
     before it is sent, as a difference. null = no clipping."""
@@ -104,7 +126,8 @@ class Federation:
     checkpoint_every_n_rounds: int = 1
     """Number of rounds between two commits of `checkpoints/last.ckpt`; the last round is always committed."""
     pictures_every_n_rounds: int = 10
-    """Number of rounds between two sets of pictures in TensorBoard, which the last round always has; 0 = never."""
+    """Number of rounds between two sets of pictures in TensorBoard and of overlaps of masks in overlap.csv, which the
+    last round always has; 0 = no pictures, and overlaps of the last round only."""
 
     def __post_init__(self) -> None:
         check_choices(self, "federation.")
@@ -125,6 +148,19 @@ class Federation:
         require(size == "auto" or is_whole(size, 1), "federation.stack_size", size, "'auto' or a whole number >= 1")
         fits = all(0 < capacity <= 1 for capacity in self.capacities or [])
         require(fits, "federation.capacities", self.capacities, "numbers in (0, 1]")
+        epochs = self.local_epochs
+        fits = epochs is None or (isinstance(epochs, list | tuple) and all(map(_is_range, epochs)))
+        expected = "whole numbers >= 1, or pairs [low, high] of them"
+        require(fits, "federation.local_epochs", self.local_epochs, expected)
+        if self.redraw_capacities:
+            expected = "a list of levels to draw from with `federation.redraw_capacities`"
+            require(bool(self.capacities), "federation.capacities", self.capacities, expected)
+        kind, expected = CohortSampler | None, "a `CohortSampler`, such as `Uniform()`, or null"
+        require(isinstance(self.sampler, kind), "federation.sampler", self.sampler, expected)
+        expected = "`Devices`, or null"
+        require(isinstance(self.devices, Devices | None), "federation.devices", self.devices, expected)
+        fits, expected = isinstance(self.availability, Availability | None), "`Availability`, or null"
+        require(fits, "federation.availability", self.availability, expected)
         self._check_merge()
 
     def _check_merge(self) -> None:
@@ -139,6 +175,9 @@ class Federation:
             )
         expected = "null with `federation.privacy`, whose noise is added to a sum"
         require(self.reducer is None, "federation.reducer", self.reducer, expected)
+        expected = "null with `federation.privacy`, whose epsilon assumes uniform cohorts"
+        require(self.sampler in (None, Uniform()), "federation.sampler", self.sampler, expected)
+        require(self.availability is None, "federation.availability", self.availability, expected)
 
     def check_fleet(self, num_clients: int) -> None:
         """Raise :class:`InvalidOption` if the options do not fit the number of clients.
@@ -155,14 +194,17 @@ class Federation:
             )
         expected = f"at most `federation.clients_per_round`, {self.clients_per_round}"
         require(self.min_clients <= self.clients_per_round, "federation.min_clients", self.min_clients, expected)
-        given = None if self.capacities is None else len(self.capacities)
-        if given is not None and not 0 < given <= num_clients:
-            raise InvalidOption(
-                f"`federation.capacities` has {given} numbers; expected one for each of the {num_clients} clients, or "
-                "fewer, which are spread over the clients."
-            )
+        for name, listed in (("capacities", self.capacities), ("local_epochs", self.local_epochs)):
+            if listed is not None and not 0 < len(listed) <= num_clients:
+                raise InvalidOption(
+                    f"`federation.{name}` has {len(listed)} numbers; expected one for each of the {num_clients} "
+                    "clients, or fewer, which are spread over the clients."
+                )
+        if self.availability is not None:
+            lists, expected = self.availability.intervals, f"at most one list for each of the {num_clients} clients"
+            require(len(lists) <= num_clients, "federation.availability.intervals", lists, expected)
 
-    def fleet_capacities(self, num_clients: int, seed: int) -> Capacities:
+    def fleet_capacities(self, num_clients: int, seed: int) -> Blocks[float]:
         """Return the capacities of all clients, in (0, 1].
 
         Args:
@@ -174,9 +216,40 @@ class Federation:
             >>> [capacities[client] for client in range(4)]
             [0.25, 0.25, 1.0, 1.0]
         """
-        places = torch.randperm(num_clients, generator=generator(seed, "capacities")) if self.deals_by_chance else None
         levels = [1.0] if self.capacities is None else self.capacities
-        return Capacities(levels, num_clients, places)
+        return Blocks(levels, num_clients, self._places(num_clients, seed))
+
+    def fleet_epochs(self, num_clients: int, seed: int) -> Blocks[tuple[int, int]] | None:
+        """Return the smallest and the largest number of local epochs of all clients; None = `trainer.max_epochs`.
+
+        Args:
+            num_clients: Number of clients of the data.
+            seed: Random seed of the run, used with `shuffle_capacities`.
+
+        Example:
+            >>> epochs = Federation(local_epochs=[4, [1, 2]]).fleet_epochs(4, seed=0)
+            >>> [epochs[client] for client in range(4)]
+            [(4, 4), (4, 4), (1, 2), (1, 2)]
+        """
+        if self.local_epochs is None:
+            return None
+        ranges = [(entry, entry) if isinstance(entry, int) else (entry[0], entry[1]) for entry in self.local_epochs]
+        return Blocks(ranges, num_clients, self._places(num_clients, seed))
+
+    def fleet_intervals(self, num_clients: int, seed: int) -> Blocks[Sequence[Sequence[float]]] | None:
+        """Return the intervals in which the clients are available; None = always.
+
+        Args:
+            num_clients: Number of clients of the data.
+            seed: Random seed of the run, used with `shuffle_capacities`.
+        """
+        if self.availability is None:
+            return None
+        return Blocks(self.availability.intervals, num_clients, self._places(num_clients, seed))
+
+    def _places(self, num_clients: int, seed: int) -> Tensor | None:
+        """Return the clients' positions in a random order, or None."""
+        return torch.randperm(num_clients, generator=generator(seed, "capacities")) if self.deals_by_chance else None
 
     @property
     def deals_by_chance(self) -> bool:
@@ -185,11 +258,11 @@ class Federation:
 
 
 @dataclass(frozen=True)
-class Capacities:
-    """Mapping from the number of a client to its capacity, computed on access."""
+class Blocks(Generic[_T]):
+    """Mapping from the number of a client to the level of its block of clients, computed on access."""
 
-    levels: Sequence[float]
-    """Capacities of the blocks of clients."""
+    levels: Sequence[_T]
+    """Levels of the blocks of clients."""
     num_clients: int
     """Number of clients."""
     places: Tensor | None = None
@@ -198,8 +271,15 @@ class Capacities:
     def __len__(self) -> int:
         return self.num_clients
 
-    def __getitem__(self, client: int) -> float:
+    def __getitem__(self, client: int) -> _T:
         if not 0 <= client < self.num_clients:
             raise IndexError(client)
         place = client if self.places is None else int(self.places[client])
         return self.levels[place * len(self.levels) // self.num_clients]
+
+
+def _is_range(entry: Any) -> bool:
+    """Return whether an entry of `local_epochs` is a number, or a pair of numbers in ascending order."""
+    if not isinstance(entry, list | tuple):
+        return is_whole(entry, 1)
+    return len(entry) == 2 and is_whole(entry[0], 1) and is_whole(entry[1], entry[0])

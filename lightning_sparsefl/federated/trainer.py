@@ -18,6 +18,7 @@ from lightning_sparsefl.federated.algorithm import FederatedAlgorithm
 from lightning_sparsefl.federated.commands.dispatch import Verb, dispatch, in_other_processes
 from lightning_sparsefl.federated.commands.export import Exported, ExportRequest, Format
 from lightning_sparsefl.federated.commands.inputs import ClientData, as_client_data, check_data, check_module
+from lightning_sparsefl.federated.commands.kept import kept_by_command
 from lightning_sparsefl.federated.commands.profile import Profile, profile
 from lightning_sparsefl.federated.commands.replay import Replay
 from lightning_sparsefl.federated.distributed.fabric import build_fabric
@@ -44,7 +45,7 @@ class FederatedTrainer:  # long because LightningCLI reads every option from its
         accelerator: Accelerator, one of the values of `Trainer`.
         devices: Devices, one of the values of `Trainer`. Each device has `federation.workers_per_device` ranks, which
             train different clients.
-        num_nodes: Number of machines.
+        num_nodes: Number of machines; ignored under torchrun, whose machines may come and go.
         strategy: Strategy that starts the ranks: ``auto``, ``client_parallel``, ``client_parallel_fork`` or
             ``client_parallel_spawn``.
         precision: Precision, one of the values of `Trainer`.
@@ -53,6 +54,7 @@ class FederatedTrainer:  # long because LightningCLI reads every option from its
         check_val_every_n_round: Number of rounds between two evaluations; the last round is always evaluated.
         fast_dev_run: Whether to run only one round of two clients with one batch each, as a quick test.
         default_root_dir: Folder of all run folders.
+        run_dir: Folder of the run; a run that was stopped there goes on. Default: a new folder in `default_root_dir`.
         callbacks: Round-level callbacks.
         client_callbacks: Callbacks of local training, copied for each client.
         logger: Loggers, one of the values of `Trainer`. Default: TensorBoard in the run folder.
@@ -117,6 +119,7 @@ class FederatedTrainer:  # long because LightningCLI reads every option from its
         algorithm: FederatedAlgorithm,
         federation: Federation | None = None,
         seed: int | None = None,
+        run_dir: str | None = None,
     ) -> None:
         for name, value in (
             ("max_rounds", max_rounds),
@@ -151,6 +154,7 @@ class FederatedTrainer:  # long because LightningCLI reads every option from its
             max_rounds=max_rounds,
             check_val_every_n_round=check_val_every_n_round,
             default_root_dir=default_root_dir,
+            run_dir=None if run_dir is None else Path(run_dir),
             callbacks=[*rounds, RoundProgressBar()] if enable_progress_bar and not quiet else rounds,
             client_callbacks=clients,
             logger=logger,
@@ -215,7 +219,8 @@ class FederatedTrainer:  # long because LightningCLI reads every option from its
             model: Module that every client trains.
             datamodule: Data of the clients.
             ckpt_path: Checkpoint or run folder to resume from, or ``last`` for the newest run of this algorithm: from
-                its last readable checkpoint, or from the start if it has none. Default: a new run.
+                its last readable checkpoint, or from the start if it has none. ``auto`` starts
+                a new run where ``last`` finds nothing, for launchers that repeat a command. Default: a new run.
 
         Returns:
             The final scores and totals, as in `summary.json`.
@@ -283,7 +288,11 @@ class FederatedTrainer:  # long because LightningCLI reads every option from its
         data = as_client_data(datamodule)
         check_data(data, self.federation)
         check_module(model)
-        result = profile(self.options, model, data)
+        try:
+            result = profile(self.options, model, data)
+        except KeyboardInterrupt:
+            rank_zero_info(f"SIGINT: {kept_by_command('profile', None)}")
+            raise
         with silenced(self.options.quiet):
             print(result.to_json()) if json else result.print()
         return result

@@ -2,6 +2,16 @@
 
 from lightning_sparsefl.models.alexnet import AlexNet, AlexNet256
 from lightning_sparsefl.models.cnn import MNISTNet, SmallCNN
+from lightning_sparsefl.models.exits import (
+    ExitClassifier,
+    ExitLanguageLSTM,
+    ExitMNISTNet,
+    ExitNet,
+    ExitResNet18,
+    ExitVGG11,
+    ExitVGG13,
+    ExitVGG16,
+)
 from lightning_sparsefl.models.lenet import LeNet5
 from lightning_sparsefl.models.lstm import LanguageLSTM
 from lightning_sparsefl.models.mlp import MLP
@@ -19,6 +29,14 @@ __all__ = [
     "AlexNet",
     "AlexNet256",
     "Classifier",
+    "ExitClassifier",
+    "ExitLanguageLSTM",
+    "ExitMNISTNet",
+    "ExitNet",
+    "ExitResNet18",
+    "ExitVGG11",
+    "ExitVGG13",
+    "ExitVGG16",
     "LanguageLSTM",
     "LeNet5",
     "MNISTNet",

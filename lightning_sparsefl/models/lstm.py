@@ -5,16 +5,59 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_sparsefl.errors import require
-from lightning_sparsefl.models.task import Classifier
+from lightning_sparsefl.models.task import Classifier, mean_logits
+
+_IGNORED = -100
+"""Target of a position that does not count, the default of `cross_entropy`."""
 
 
-class LanguageLSTM(Classifier):
+class NextTokenScores(Classifier):
+    """Scores of a classifier of tokens, over the positions whose target is not -100."""
+
+    unknown: int | None
+
+    def set_up_scores(self, num_classes: int, unknown: int | None) -> None:
+        """Create the metrics.
+
+        Args:
+            num_classes: Size of the vocabulary.
+            unknown: Token whose prediction never counts as correct.
+        """
+        self.unknown = unknown
+        self.val_acc = MulticlassAccuracy(num_classes, average="micro", ignore_index=_IGNORED, validate_args=False)
+        self.test_acc = MulticlassAccuracy(num_classes, average="micro", ignore_index=_IGNORED, validate_args=False)
+
+    def train_acc(self, logits: Tensor | list[Tensor], targets: Tensor) -> Tensor:
+        """Compute the accuracy over the positions that count."""
+        right, counted = self.predict(mean_logits(logits)) == targets, targets != _IGNORED
+        return (right & counted).sum() / counted.sum().clamp_min(1)
+
+    def predict(self, logits: Tensor) -> Tensor:
+        """Return the most probable tokens, with -1 for the token of unknown words.
+
+        Args:
+            logits: Logits of shape (batch, vocabulary, length).
+        """
+        tokens = logits.argmax(1)
+        return tokens if self.unknown is None else tokens.masked_fill(tokens == self.unknown, -1)
+
+    def _score(self, batch: tuple[Tensor, Tensor], split: str, accuracy: MulticlassAccuracy) -> None:
+        """Log the mean loss and the accuracy over the positions that count, not over sequences."""
+        inputs, targets = batch
+        logits, counted = mean_logits(self(inputs)), int((targets != _IGNORED).sum())
+        accuracy.update(self.predict(logits), targets)
+        self.log(f"{split}_loss", F.cross_entropy(logits, targets), batch_size=counted)
+        self.log(f"{split}_acc", accuracy, batch_size=counted, prog_bar=True)
+
+
+class LanguageLSTM(NextTokenScores):
     """Language model that predicts the next token: an embedding, two LSTM layers and a linear decoder.
 
     A batch is two int64 tensors of shape (batch, length): the tokens, and the token that follows each of them.
-    Accuracies and losses are means over all positions.
+    Accuracies and losses are means over all positions whose target is not -100.
 
     Args:
         num_classes: Size of the vocabulary.
@@ -25,6 +68,8 @@ class LanguageLSTM(Classifier):
         lr: Learning rate.
         momentum: Momentum of SGD.
         weight_decay: Weight decay (L2 penalty) of SGD.
+        unknown: Token whose prediction never counts as correct, the one for unknown words in LEAF; None for all
+            tokens alike.
 
     Raises:
         InvalidOption: If an option is out of its range.
@@ -44,6 +89,7 @@ class LanguageLSTM(Classifier):
         lr: float = 0.1,
         momentum: float = 0.0,
         weight_decay: float = 0.0,
+        unknown: int | None = None,
     ) -> None:
         for name, value in {"embedding": embedding, "hidden": hidden, "length": length}.items():
             require(value >= 1, f"model.{name}", value, "a whole number >= 1")
@@ -54,6 +100,7 @@ class LanguageLSTM(Classifier):
             momentum=momentum,
             weight_decay=weight_decay,
         )
+        self.set_up_scores(num_classes, unknown)
         self.example_input_array = torch.zeros(1, length, dtype=torch.int64)
 
 

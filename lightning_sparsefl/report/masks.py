@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from matplotlib.figure import Figure
 from torch import Tensor
 from torch.nn.functional import adaptive_avg_pool2d
 
 from lightning_sparsefl.report.pictures import _SMALL, _TINY, _WIDTH, _short, _title
-from lightning_sparsefl.types import Masks
 
 _COLUMNS, _MAX_LAYERS, _SIDE = 4, 32, 96
 """Columns of the figure, maximum number of layers, and maximum number of pixels of the side of a layer."""
 
 
-def mask_figure(masks: Masks, epoch: int) -> Figure:
+def mask_figure(masks: Mapping[str, Tensor], epoch: int, unit: str = "epoch") -> Figure:
     """Draw the mask of each layer as an image with one row per output, dark where weights are kept.
 
     A large layer is drawn as the densities of its blocks.
 
     Args:
-        masks: Masks by tensor name, in the order of the model; the first 32 are drawn.
+        masks: Masks by tensor name, in the order of the model, or fractions of clients that keep each weight; the first
+            32 are drawn.
         epoch: Number of the epoch, for the title.
+        unit: Word for `epoch` in the title.
     """
     shown = dict(list(masks.items())[:_MAX_LAYERS])
     rows = -(-len(shown) // _COLUMNS)
@@ -32,7 +35,7 @@ def mask_figure(masks: Masks, epoch: int) -> Figure:
         axes.imshow(blocks(mask).numpy(), vmin=0, vmax=1, cmap="Greys", interpolation="nearest", aspect="auto")
         axes.set_title(name, fontsize=_TINY)
     left = len(masks) - len(shown)
-    title = f"Kept weights, epoch {epoch}" + (f" ({left} more layers)" if left else "")
+    title = f"Kept weights, {unit} {epoch}" + (f" ({left} more layers)" if left else "")
     if shown:
         figure.suptitle(title, fontsize=_SMALL + 1)
     else:
@@ -44,7 +47,7 @@ def blocks(mask: Tensor) -> Tensor:
     """Compute the densities of the blocks of a mask, at most 96 by 96, with the outputs as rows.
 
     Args:
-        mask: Mask, bool of any shape; the first dimension is that of the outputs.
+        mask: Mask, bool, or fractions of clients, float, of any shape; the first dimension is that of the outputs.
 
     Example:
         >>> import torch

@@ -12,10 +12,6 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from torch import Tensor
 
-MOST_CLIENTS = 64
-"""Maximum number of clients in a figure of all pairs."""
-_CHUNK = 1 << 13
-"""Packed bytes per client in one matrix product: 16 MiB of float32 for 64 clients, with exact sums."""
 _WIDTH, _DPI = 4.4, 200
 """Width in inches and dots per inch. A card shows about 80 dots per inch, so 9 points are 10 dots there."""
 _INK, _WARM, _GRID = "#23395b", "#d1495b", "#d7dbe0"
@@ -27,52 +23,19 @@ _MAX_BARS = 72
 """Maximum number of layers with one line of text for each bar."""
 
 
-def mask_overlap(packed: Sequence[Mapping[str, Tensor]]) -> Tensor:
-    """Compute the Jaccard overlap of the masks of each pair of clients.
-
-    The definition is that of :func:`lightning_sparsefl.sparse.masks.overlap`.
-
-    Args:
-        packed: Masks of each client by tensor name, packed by :func:`lightning_sparsefl.sparse.masks.pack`.
-
-    Returns:
-        Overlaps in [0, 1], float64 of shape (clients, clients).
-    """
-    both = torch.zeros(len(packed), len(packed), dtype=torch.float64)
-    either = torch.zeros_like(both)
-    for name in dict.fromkeys(name for masks in packed for name in masks):
-        holders = torch.tensor([row for row, masks in enumerate(packed) if name in masks])
-        common = _common_bits(torch.stack([masks[name] for masks in packed if name in masks]))
-        kept = common.diagonal()  # number of positions that each client keeps
-        both[holders[:, None], holders] += common
-        either[holders[:, None], holders] += kept[:, None] + kept - common
-    return torch.where(either > 0, both / either.clamp_min(1), 1.0)
-
-
-def _common_bits(packed: Tensor) -> Tensor:
-    """Count the bits that each pair of rows has in common: uint8 (rows, bytes) to float64 (rows, rows)."""
-    places = torch.arange(8, dtype=torch.uint8, device=packed.device)
-    common = torch.zeros(len(packed), len(packed), dtype=torch.float64)
-    for part in packed.split(_CHUNK, dim=1):
-        # Unpack to one float per bit; the product of two rows then counts the bits that are set in both.
-        bits = ((part.unsqueeze(-1) >> places) & 1).flatten(1).float()
-        common += (bits @ bits.T).cpu()
-    return common
-
-
-def overlap_figure(packed: Mapping[int, Mapping[str, Tensor]], round: int, of: int | None = None) -> Figure:
+def overlap_figure(clients: Sequence[int], overlaps: Tensor, round: int, of: int | None = None) -> Figure:
     """Draw the overlap of masks between clients as a heat map.
 
     The colour scale covers the overlaps between different clients; the diagonal is left out.
 
     Args:
-        packed: Packed masks by client number; the first 64 clients are drawn.
+        clients: Numbers of the clients.
+        overlaps: Overlaps in the order of `clients`, from :func:`lightning_sparsefl.report.overlap.mask_overlap`.
         round: Number of the round, for the title.
-        of: Number of all clients, for the title if not all are drawn; default: the length of `packed`.
+        of: Number of all clients, for the title if not all are drawn; default: the length of `clients`.
     """
-    clients = list(packed)[:MOST_CLIENTS]
-    of = len(packed) if of is None else of
-    table = mask_overlap([packed[client] for client in clients]).fill_diagonal_(torch.nan).numpy()
+    of = len(clients) if of is None else of
+    table = overlaps.clone().fill_diagonal_(torch.nan).numpy()
     figure = Figure(figsize=(_WIDTH, 0.86 * _WIDTH), layout="constrained")
     axes = figure.add_subplot()
     low, high = _colour_range(table)

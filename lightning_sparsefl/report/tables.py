@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from rich import box
@@ -103,36 +104,45 @@ def _standard_output() -> Console:
     return console if console.is_terminal else Console(width=10_000)
 
 
-def summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
+def summary_rows(*summaries: Mapping[str, Any]) -> list[tuple[str, ...]]:
     """Create the rows of the final table: scores of all models, then bytes, FLOPs, density and privacy.
 
     In each group losses come last, and the spread of a metric over clients follows the metric.
 
     Args:
-        summary: Summary of a run, as in its `summary.json`.
+        *summaries: Summaries of runs, as in their `summary.json`, one column each. The first one decides the rows; what
+            another one lacks is blank.
 
     Example:
         >>> summary_rows({"flops/train_total": 2e6, "global/val_loss": 0.5, "global/val_acc": 0.75})
         [('global val_acc', '0.7500'), ('global val_loss', '0.5000'), ('training FLOPs', '2 MFLOP')]
     """
-    rows = [row for group in _GROUPS for row in _scores(summary, group)]
-    spent = [cost for cost in _COSTS if cost[0] in summary]
-    rows += [(word, quantity(summary[n], unit)) for n, word, unit in spent if summary[n] or n != _MASK_BYTES]
+    first = summaries[0]
+
+    def row(label: str, name: str, cell: Callable[[Any], str]) -> tuple[str, ...]:
+        return (label, *(cell(each[name]) if name in each else "" for each in summaries))
+
+    rows = [row(label, name, _score) for group in _GROUPS for label, name in _scores(first, group)]
+    spent = [cost for cost in _COSTS if cost[0] in first]
+    rows += [row(word, n, partial(quantity, unit=unit)) for n, word, unit in spent if first[n] or n != _MASK_BYTES]
     if spent and not any(name.startswith("flops/") for name, _, _ in spent):
-        rows.append(("training FLOPs", NOT_COUNTED))
-    if "density/all" in summary:
-        rows.append(("density held by clients", score(summary["density/all"])))
-    if "privacy/epsilon" in summary:
-        rows.append((f"epsilon at delta {summary['privacy/delta']:g}", f"{summary['privacy/epsilon']:.2f}"))
+        rows.append(("training FLOPs", *(NOT_COUNTED for _ in summaries)))
+    if "density/all" in first:
+        rows.append(row("density held by clients", "density/all", score))
+    if "privacy/epsilon" in first:
+        rows.append(row(f"epsilon at delta {first['privacy/delta']:g}", "privacy/epsilon", "{:.2f}".format))
     return rows
 
 
 def _scores(summary: Mapping[str, Any], group: str) -> Iterator[tuple[str, str]]:
+    """Yield the label and the name of each score of a group."""
     names = [name for name in summary if name.split("/")[0] == group and not name.endswith(tuple(_SPREAD))]
     for name in sorted(names, key=lambda name: "loss" in name):
-        value = summary[name]
-        cell = str(value) if isinstance(value, int) else score(value)
-        yield f"{group.replace('_', ' ')} {name.split('/', 1)[1]}", cell
+        yield f"{group.replace('_', ' ')} {name.split('/', 1)[1]}", name
         for suffix, word in _SPREAD.items():
             if name + suffix in summary:
-                yield f"  {word}", score(summary[name + suffix])
+                yield f"  {word}", name + suffix
+
+
+def _score(value: float) -> str:
+    return str(value) if isinstance(value, int) else score(value)

@@ -55,6 +55,30 @@ def maskable(weights: Weights) -> tuple[str, ...]:
     return tuple(name for name, value in weights.items() if value.dim() >= 2)
 
 
+def prunable(weights: Weights, dense_layers: Sequence[str] = ()) -> tuple[str, ...]:
+    """Return the names of the tensors with two or more dimensions that no pattern matches.
+
+    Args:
+        weights: Parameters by name.
+        dense_layers: Globs over whole, case-sensitive names of the tensors that stay dense.
+
+    Raises:
+        InvalidOption: If a pattern matches no such tensor, or no tensor is left.
+
+    Example:
+        >>> prunable({"conv.weight": torch.zeros(4, 1, 3, 3), "head.weight": torch.zeros(2, 4)}, ["head.*"])
+        ('conv.weight',)
+    """
+    names = maskable(weights)
+    for pattern in dense_layers:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise InvalidOption(f"The pattern {pattern!r} matches no layer, expected one for {listed(names)}.")
+    left = tuple(name for name in names if not any(fnmatchcase(name, pattern) for pattern in dense_layers))
+    if not left:
+        raise InvalidOption(f"The patterns {list(dense_layers)} leave no layer to prune, among {listed(names)}.")
+    return left
+
+
 def uniform(shapes: Shapes, density: float) -> dict[str, float]:
     """Return the same density for every tensor.
 

@@ -131,6 +131,18 @@ def changed(a: Masks, b: Masks) -> float:
     return _differing(a, b) / total if total else 0.0
 
 
+def mean_distance(a: Masks, b: Masks) -> float:
+    """Return the fraction of positions that differ, in [0, 1], as a mean over the tensors of two trees; 0 without any.
+
+    Example:
+        >>> masks = {"w": torch.tensor([True, True]), "v": torch.tensor([True])}
+        >>> mean_distance(masks, {"w": torch.tensor([True, False]), "v": torch.tensor([True])})
+        0.25
+    """
+    shares = [changed({name: mask}, {name: b[name]}) for name, mask in a.items()]
+    return sum(shares) / len(shares) if shares else 0.0
+
+
 def same(a: Masks, b: Masks) -> bool:
     """Return whether both keep the same positions.
 
@@ -174,6 +186,44 @@ def add(a: Weights, b: Weights) -> dict[str, Tensor]:
     """
     _require_known(b, a)
     return {name: value + b[name] if name in b else value for name, value in a.items()}
+
+
+def interpolate(a: Weights, b: Weights, share: float) -> dict[str, Tensor]:
+    """Return ``share * a + (1 - share) * b``, tensor by tensor; a tensor that `a` lacks is passed on as it is.
+
+    Args:
+        a: Weights by name, some or all of those of `b`.
+        b: Weights by name.
+        share: Share of `a`; above 1 the result lies beyond `a`.
+
+    Raises:
+        IncompatibleMasks: If `a` has a name that `b` lacks.
+
+    Example:
+        >>> interpolate({"w": torch.tensor([4.0])}, {"w": torch.tensor([0.0]), "v": torch.tensor([1.0])}, 0.25)
+        {'w': tensor([1.]), 'v': tensor([1.])}
+    """
+    _require_known(a, b)
+    return {name: share * a[name] + (1 - share) * value if name in a else value for name, value in b.items()}
+
+
+def descend(weights: Weights, slopes: Weights, lr: float) -> dict[str, Tensor]:
+    """Return weights after a step of gradient descent; a tensor without a gradient is passed on as it is.
+
+    Args:
+        weights: Weights by name.
+        slopes: Gradients by name.
+        lr: Learning rate.
+
+    Raises:
+        IncompatibleMasks: If `slopes` has a name that `weights` lacks.
+
+    Example:
+        >>> descend({"w": torch.tensor([1.0])}, {"w": torch.tensor([2.0])}, lr=0.25)
+        {'w': tensor([0.5000])}
+    """
+    _require_known(slopes, weights)
+    return {name: value - lr * slopes[name] if name in slopes else value for name, value in weights.items()}
 
 
 def _require_known(tree: Weights, weights: Weights) -> None:

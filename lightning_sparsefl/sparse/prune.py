@@ -67,6 +67,28 @@ def keep_largest_among(score: Tensor, mask: Tensor, count: int) -> Tensor:
     return keep
 
 
+def keep_largest_by(score: Tensor, tie: Tensor, mask: Tensor, count: int) -> Tensor:
+    """Return a mask of the `count` largest scores among a mask's positions, where `tie` decides between equal scores.
+
+    Args:
+        score: Scores of any shape.
+        tie: Second scores, same shape; of equal ones the lower index stays.
+        mask: Bool tensor of the same shape, with n positions True.
+        count: Number of positions to keep, 0 to n.
+
+    Raises:
+        InvalidOption: If `count` is outside 0 to n.
+
+    Example:
+        >>> keep_largest_by(torch.tensor([9.0, 0.0, 0.0]), torch.tensor([1, 1, 2]), torch.ones(3, dtype=torch.bool), 2)
+        tensor([ True, False,  True])
+    """
+    order = torch.sort(tie.flatten(), descending=True, stable=True).indices
+    keep = torch.zeros(mask.numel(), dtype=torch.bool, device=mask.device)
+    keep[order] = keep_largest_among(score.flatten()[order], mask.flatten()[order], count)
+    return keep.reshape(mask.shape)
+
+
 def _nth_largest(values: Tensor, count: int) -> Tensor:
     """Return the value at place `count`, from 1 for the largest, of flat values without NaN; may reorder them."""
     if values.device.type != "cpu" or values.dtype not in (torch.float32, torch.float64):
@@ -118,6 +140,40 @@ def prune(scores: Weights, masks: Masks, fraction: float) -> dict[str, Tensor]:
     return pruned
 
 
+def below_percentile(fraction: float, count: int) -> int:
+    """Return how many of `count` different values lie strictly below a percentile that is interpolated linearly.
+
+    The percentile ``100 * fraction`` is at place ``fraction * (count - 1)`` of the sorted values, from 0, as in NumPy;
+    ``ceil(fraction * (count - 1))`` values are below it.
+
+    Example:
+        >>> below_percentile(0.1, 11), below_percentile(0.1, 12), below_percentile(0.5, 1)
+        (1, 2, 0)
+    """
+    return max(0, ceil_count(fraction, count - 1))
+
+
+def prune_percentile(scores: Weights, masks: Masks, fraction: float) -> dict[str, Tensor]:
+    """Drop, in each masked tensor, the scores below a percentile of those it keeps (:func:`below_percentile`).
+
+    Of equal scores the higher index is dropped first.
+
+    Args:
+        scores: Scores for every tensor of `masks`, same shapes; others are ignored.
+        masks: Masks of what is kept now.
+        fraction: Percentile as a fraction, in [0, 1].
+
+    Raises:
+        IncompatibleMasks: If a mask has no score of its shape.
+
+    Example:
+        >>> prune_percentile({"w": torch.tensor([4.0, 1.0, 2.0])}, {"w": torch.tensor([True, True, True])}, 0.5)
+        {'w': tensor([ True, False,  True])}
+    """
+    held = {name: int(torch.count_nonzero(mask)) for name, mask in masks.items()}
+    return shrink(scores, masks, {name: count - below_percentile(fraction, count) for name, count in held.items()})
+
+
 def prune_to(scores: Weights, counts: Mapping[str, int]) -> dict[str, Tensor]:
     """Keep the ``counts[name]`` largest scores of each tensor that `counts` names.
 
@@ -158,18 +214,20 @@ def shrink(scores: Weights, masks: Masks, counts: Mapping[str, int]) -> dict[str
     return shrunk
 
 
-def shrink_globally(scores: Weights, masks: Masks, count: int) -> dict[str, Tensor]:
+def shrink_globally(scores: Weights, masks: Masks, count: int, least: int = 0) -> dict[str, Tensor]:
     """Keep the `count` largest scores of all masks together, among those that they keep.
 
-    Of equal scores that of the earlier mask stays, and in a mask that of the lower index. A mask may end up empty.
+    Of equal scores that of the earlier mask stays, and in a mask that of the lower index. Without `least`, a mask may
+    end up empty.
 
     Args:
         scores: Scores for every tensor of `masks`, same shapes, all on one device.
         masks: Masks of what is kept now.
         count: Number of positions to keep of all masks together.
+        least: Number of positions of each mask that are kept before all others, its largest scores.
 
     Raises:
-        InvalidOption: If `count` is more than the masks keep.
+        InvalidOption: If `count` is more than the masks keep, or too few for `least` positions of each.
         IncompatibleMasks: If a mask has no score of its shape.
 
     Example:
@@ -179,10 +237,43 @@ def shrink_globally(scores: Weights, masks: Masks, count: int) -> dict[str, Tens
     """
     if not masks:
         return {}
+    if least:
+        first = {n: keep_largest_among(score_of(scores, n, m), m, min(least, _kept(m))) for n, m in masks.items()}
+        needed = sum(_kept(mask) for mask in first.values())
+        if count < needed:
+            raise InvalidOption(f"`count={count}`: expected at least {needed}, {least} of each layer.")
+        scores = {name: scores[name].detach().masked_fill(mask, torch.inf) for name, mask in first.items()}
     survivors = {name: select(score_of(scores, name, mask), mask) for name, mask in masks.items()}
     keep = keep_largest(torch.cat(list(survivors.values())), count)
     parts = keep.split([value.numel() for value in survivors.values()])
     return {name: scatter(mask, part) for (name, mask), part in zip(masks.items(), parts, strict=True)}
+
+
+def _kept(mask: Tensor) -> int:
+    return int(torch.count_nonzero(mask))
+
+
+def share_masks(weights: Weights, share: float, rng: torch.Generator | None = None) -> dict[str, Tensor]:
+    """Return masks that keep a share of each tensor, drawn weight by weight, or the first rows and columns.
+
+    Args:
+        weights: Tensors of two or more dimensions by name.
+        share: Probability of each weight, or fraction of the rows and of the columns, in (0, 1].
+        rng: Generator on the CPU, so that masks are equal on every machine; None = the first rows and columns.
+
+    Example:
+        >>> share_masks({"w": torch.ones(2, 4)}, 0.5)["w"].int()
+        tensor([[1, 1, 0, 0],
+                [0, 0, 0, 0]], dtype=torch.int32)
+    """
+    masks = {}
+    for name, weight in weights.items():
+        if rng is None:
+            masks[name] = torch.zeros_like(weight, dtype=torch.bool)
+            masks[name][: ceil_count(share, weight.shape[0]), : ceil_count(share, weight.shape[1])] = True
+        else:
+            masks[name] = (torch.rand(weight.shape, generator=rng) < share).to(weight.device)
+    return masks
 
 
 def random_masks(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import torch
@@ -12,7 +13,7 @@ from lightning_sparsefl.sparse.prune import keep_largest_among, score_of
 from lightning_sparsefl.types import Masks, Weights
 
 
-def regrow(scores: Weights, masks: Masks, counts: Mapping[str, int]) -> dict[str, Tensor]:
+def regrow(scores: Weights, masks: Masks, counts: Mapping[str, int], barred: Masks | None = None) -> dict[str, Tensor]:
     """Add to each mask the largest scores among the positions it does not keep, up to ``counts[name]``.
 
     A position that was dropped a moment ago may return, as in RigL (Evci et al., ICML 2020). Of equal scores
@@ -22,9 +23,10 @@ def regrow(scores: Weights, masks: Masks, counts: Mapping[str, int]) -> dict[str
         scores: Scores for every tensor of `masks`, same shapes.
         masks: Masks of what is kept now.
         counts: Number of positions of each mask to keep afterwards.
+        barred: Masks of positions that may not be added, such as those that were just dropped; None = none of them.
 
     Raises:
-        InvalidOption: If a count is less than is kept already, or more than the tensor has.
+        InvalidOption: If a count is less than is kept already, or more than the positions that may be kept.
         IncompatibleMasks: If a mask has no score of its shape.
 
     Example:
@@ -33,15 +35,41 @@ def regrow(scores: Weights, masks: Masks, counts: Mapping[str, int]) -> dict[str
         >>> regrow({"w": torch.tensor([9.0, 1.0, 2.0])}, masks, {"w": 2})
         {'w': tensor([ True, False,  True])}
     """
-    return {
-        name: _fill(score_of(scores, name, mask), mask, counts[name], name) if name in counts else mask
-        for name, mask in masks.items()
-    }
+    grown = {}
+    for name, mask in masks.items():
+        free = ~mask if barred is None else ~(mask | barred[name])
+        grown[name] = _fill(score_of(scores, name, mask), mask, free, counts[name], name) if name in counts else mask
+    return grown
 
 
-def _fill(score: Tensor, mask: Tensor, count: int, name: str) -> Tensor:
-    kept = int(torch.count_nonzero(mask))
-    if not kept <= count <= mask.numel():
-        expected = f"{kept} (kept already) to {mask.numel()}"
-        raise InvalidOption(f"`counts[{name!r}]={count}`: expected {expected}.")
-    return mask | keep_largest_among(score, ~mask, count - kept)
+def grow_share(scores: Weights, masks: Masks, share: float, bound: float) -> dict[str, Tensor]:
+    """Add to each mask the largest scores of a share of the positions it does not keep, as FedSelect does.
+
+    The number is rounded to the nearest integer. A mask that keeps more than a bound stays as it is, so that the last
+    step may exceed the bound (Tamirisa et al. 2024, arXiv:2404.02478).
+
+    Args:
+        scores: Scores for every tensor of `masks`, same shapes.
+        masks: Masks of what is kept now.
+        share: Fraction of the other positions to add, in [0, 1].
+        bound: Fraction of a tensor's positions above which none are added, in [0, 1].
+
+    Example:
+        >>> import torch
+        >>> masks = {"w": torch.tensor([True, False, False, False, False])}
+        >>> scores = {"w": torch.tensor([0.0, 1.0, 4.0, 2.0, 3.0])}
+        >>> grow_share(scores, masks, share=0.5, bound=0.8)
+        {'w': tensor([ True, False,  True, False,  True])}
+    """
+    counts = {}
+    for name, mask in masks.items():
+        kept, size = int(torch.count_nonzero(mask)), mask.numel()
+        counts[name] = kept if kept > bound * size else kept + math.floor(share * (size - kept) + 0.5)
+    return regrow(scores, masks, counts)
+
+
+def _fill(score: Tensor, mask: Tensor, free: Tensor, count: int, name: str) -> Tensor:
+    kept, most = int(torch.count_nonzero(mask)), int(torch.count_nonzero(mask | free))
+    if not kept <= count <= most:
+        raise InvalidOption(f"`counts[{name!r}]={count}`: expected {kept} (kept already) to {most}.")
+    return mask | keep_largest_among(score, free, count - kept)

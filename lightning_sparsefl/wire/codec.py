@@ -9,7 +9,7 @@ uses no pickle, and the decoder checks every length before it allocates memory.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from torch import Tensor
 
@@ -32,6 +32,8 @@ class Codec:
 
     Args:
         schema: Weights of the model, known to both ends; only names, shapes and types are used.
+        may_vote: Function that returns where the answer to a message may vote, which both ends can compute. Votes equal
+            to it take one byte. Default: where the message's masks keep and make trainable.
 
     Raises:
         InvalidOption: If a tensor has a type that cannot be encoded.
@@ -47,8 +49,8 @@ class Codec:
         20
     """
 
-    def __init__(self, schema: Weights) -> None:
-        self._schema = Schema(schema)
+    def __init__(self, schema: Weights, may_vote: Callable[[Message], Masks] | None = None) -> None:
+        self._schema, self._may_vote = Schema(schema), may_vote or _default_votes
 
     def encode_message(self, message: Message, known: Masks | None = None) -> bytes:
         """Encode a message.
@@ -121,9 +123,8 @@ class Codec:
         weight = reader.varint(2**63 - 1)
         if not weight:
             raise MalformedPayload("The update has weight 0; expected at least 1.")
-        default = intersect(message.trainable, message.masks)
-        votes = read_masks(reader, self._schema, default) if reader.byte(2) else None
-        weights = read_weights(reader, self._schema, default if votes is None else votes)
+        votes = read_masks(reader, self._schema, self._may_vote(message)) if reader.byte(2) else None
+        weights = read_weights(reader, self._schema, _default_votes(message) if votes is None else votes)
         metrics = read_metrics(reader)
         extra = read_value(reader, self._schema, message.masks, "extra")
         _require_trees(extra, MalformedPayload)
@@ -159,12 +160,11 @@ class Codec:
         writer = self._start(_UPDATE, keep=keep)
         writer.write(bytes((_KINDS.index(update.kind),)))
         writer.varint(update.weight)
-        default = intersect(message.trainable, message.masks)
-        votes = default if update.votes is None else update.votes
+        votes = _default_votes(message) if update.votes is None else update.votes
         kept = counts(votes)
         writer.write(bytes((update.votes is not None,)))
         if update.votes is not None:
-            write_masks(writer, self._schema, votes, default, kept)
+            write_masks(writer, self._schema, votes, self._may_vote(message), kept)
         write_weights(writer, self._schema, update.weights, votes, kept)
         write_metrics(writer, update.metrics)
         write_value(writer, self._schema, update.extra, message.masks, "extra")
@@ -203,6 +203,11 @@ class Codec:
         One byte of a bit mask decodes to 8 bools and, with values of 8 bytes, to 64 more bytes: 72 at most.
         """
         return 16 * (self._schema.nbytes + held) + 72 * length
+
+
+def _default_votes(message: Message) -> Masks:
+    """Return where an update without `votes` votes."""
+    return intersect(message.trainable, message.masks)
 
 
 def _held(masks: Masks) -> int:

@@ -19,11 +19,13 @@ from lightning_sparsefl.types import ClientView, CostFacts, FitResult, LayerFlop
 class Script:
     """Stands in for the bench: `trained` is what a fit yields, `slopes` what a gradient is."""
 
-    def __init__(self, trained, slopes=None):
+    def __init__(self, trained, slopes=None, initial=None, buffers=()):
         self.trained, self.slopes, self.fits, self.gradients = trained, slopes, [], []
+        self.initial, self.buffers, self.epochs = initial or {}, frozenset(buffers), []
 
     def fit(self, client, weights, masks, trainable, callbacks, *, epochs=None, units=None):
         self.fits.append((weights, masks, trainable, callbacks))
+        self.epochs.append(epochs)
         return FitResult(weights=self.trained, metrics={"train_loss": 0.5}, steps=3)
 
     def gradient(self, client, weights):
@@ -57,8 +59,8 @@ def view():
 def client():
     """A client and the script behind it."""
 
-    def make(trained=None, slopes=None, memory=None, **facts):
-        script = Script(trained, slopes)
+    def make(trained=None, slopes=None, memory=None, initial=None, buffers=(), **facts):
+        script = Script(trained, slopes, initial, buffers)
         return Client(order_of(**facts), memory or {}, script), script
 
     return make
@@ -66,9 +68,9 @@ def client():
 
 @pytest.fixture
 def fleet():
-    def make(clients=3, buffers=(), seed=0):
+    def make(clients=3, buffers=(), seed=0, **known):
         views = [view_of(client=i, seed=seed) for i in range(clients)]
-        return Fleet(views, frozenset(buffers), torch.device("cpu"))
+        return Fleet(views, frozenset(buffers), torch.device("cpu"), **known)
 
     return make
 
@@ -111,7 +113,7 @@ class Network:
     def facts(self, method, server, person):
         message = method.download(server, person)
         layers = count_layers(self.module, self.sample)
-        return CostFacts(view=person, message=message, layers=layers, epochs=1, samples=1, batch_size=1)
+        return CostFacts(view=person, message=message, layers=layers, epochs=1, samples=1, batch_size=1, model=self)
 
     @staticmethod
     def sent(message):

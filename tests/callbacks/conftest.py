@@ -50,9 +50,15 @@ class Net(L.LightningModule):
         return self.optimizer(self.parameters())
 
 
-def loader():
+def batches_of():
     x = torch.randn(20, 4, generator=torch.Generator().manual_seed(0))
     return DataLoader(TensorDataset(x, x[:, :3].argmax(1)), batch_size=4)
+
+
+@pytest.fixture
+def loader():
+    """Makes the loader that `fit` trains on."""
+    return batches_of
 
 
 @pytest.fixture(params=RECIPES.values(), ids=RECIPES)
@@ -91,7 +97,7 @@ def fit(tmp_path):
             default_root_dir=tmp_path,
             **options,
         )
-        trainer.fit(module, loader(), ckpt_path=ckpt_path)
+        trainer.fit(module, batches_of(), ckpt_path=ckpt_path)
         return trainer
 
     return run
@@ -124,7 +130,7 @@ def by_hand():
         with torch.no_grad():
             edit_weights(parameters)
         for _ in range(epochs):
-            batches = list(loader())
+            batches = list(batches_of())
             for index, batch in enumerate(batches):
                 (module.loss(batch) / recipe.accumulate).backward()
                 if (index + 1) % recipe.accumulate and index + 1 < len(batches):

@@ -1,13 +1,17 @@
 from __future__ import annotations
 
+from collections import OrderedDict
+
 import pytest
 import torch
 from lightning.pytorch import Callback
+from torch import nn
 
 from lightning_sparsefl.callbacks import DynamicPruningWithFeedback, GroupPenalty, ProximalTerm, StaticMask
 from lightning_sparsefl.callbacks.feedback import ErrorFeedback
 from lightning_sparsefl.errors import InvalidOption
 from lightning_sparsefl.sparse.masks import apply
+from lightning_sparsefl.sparse.units import find_groups
 
 LAYERS = ("net.0.weight", "net.2.weight", "net.4.weight")
 STEPS = 15
@@ -146,3 +150,67 @@ def test_no_stairs_are_refused(net, fit):
         GroupPenalty(stairs=0)
     with pytest.raises(InvalidOption, match="pattern 'fc' in `layers` matches no layer"):
         fit(net(), [GroupPenalty(layers="fc")])
+
+
+def groups_of(net):
+    holder = nn.Sequential(OrderedDict(net=net().net))
+    return find_groups(holder, torch.zeros(1, 4))
+
+
+def lasso(strength):
+    """The penalty of PruneTrain for autograd: rows of the hidden units, and the columns that read them."""
+
+    def term(parameters):
+        first, second, third = (parameters[name] for name in LAYERS)
+        parts = [first.square().sum(1), second.square().sum(0), second.square().sum(1), third.square().sum(0)]
+        return strength * sum((part + 1e-8).sqrt().sum() for part in parts)
+
+    return term
+
+
+@pytest.mark.parametrize("given", ["groups", "function", "example input"])
+def test_the_penalty_of_units_joins_the_loss(net, fit, by_hand, recipe, given):
+    module = net(recipe)
+    units = groups_of(net)
+    if given == "example input":
+        module.example_input_array, module.forward = torch.zeros(1, 4), module.net.forward
+    options = {"groups": units, "function": lambda parameters: units, "example input": None}
+    fit(module, [GroupPenalty(strength=0.05, stairs=None, groups="units", units=options[given])], recipe)
+    expected = by_hand(net(recipe), recipe, penalty=lasso(0.05))
+    torch.testing.assert_close(copied(module), expected, rtol=0, atol=1e-6)
+
+
+def with_norm(module):
+    module.net.insert(1, nn.BatchNorm1d(9))
+    with torch.no_grad():
+        module.net[1].weight.copy_(torch.linspace(-0.5, 1.0, 9))
+        module.net[1].weight[3] = 0.0
+    return module
+
+
+def test_the_penalty_of_scales_joins_the_loss(net, fit, by_hand, recipe):
+    module = with_norm(net(recipe))
+    fit(module, [GroupPenalty(strength=0.05, stairs=None, groups="scales")], recipe)
+    expected = by_hand(with_norm(net(recipe)), recipe, penalty=lambda p: 0.05 * p["net.1.weight"].abs().sum())
+    torch.testing.assert_close(copied(module), expected, rtol=0, atol=1e-6)
+    plain = by_hand(with_norm(net(recipe)), recipe)
+    assert float((expected["net.1.weight"] - plain["net.1.weight"]).abs().max()) > 1e-3
+
+
+def test_a_module_without_scales_is_refused(net, fit):
+    with pytest.raises(InvalidOption, match=r"finds no norm with weights in `Net`; expected one, or other `groups`"):
+        fit(net(), [GroupPenalty(groups="scales")])
+
+
+def test_groups_of_one_module_have_different_state_keys(net):
+    penalties = [GroupPenalty(), GroupPenalty(layers="net.2*"), *(GroupPenalty(groups=g) for g in ("units", "scales"))]
+    assert len({penalty.state_key for penalty in penalties}) == 4
+
+
+def test_options_of_units_are_checked(net, fit):
+    with pytest.raises(InvalidOption, match=r"`GroupPenalty\(groups='rows'\)`: expected 'layers', 'units' or 'scales'"):
+        GroupPenalty(groups="rows")
+    with pytest.raises(InvalidOption, match=r"`GroupPenalty\(layers='net.2\*'\)`: expected None beside"):
+        GroupPenalty(groups="units", layers="net.2*")
+    with pytest.raises(InvalidOption, match=r"`example_input_array`, which `Net` does not set; set it,"):
+        fit(net(), [GroupPenalty(groups="units")])

@@ -296,6 +296,14 @@ def test_a_probe_leaves_no_trace(train):
     assert all(torch.equal(weights[name], others[name]) for name in weights)
 
 
+def test_a_probe_passes_back_through_a_norm_behind_a_layer(train):
+    module = Net()
+    module.net.insert(3, nn.BatchNorm1d(6).double())
+    callback = LearnedImportance(density=0.5, strength=0.0, lr=1.0)
+    train(module, [callback], epochs=1)
+    assert callback.kept["net.0"].sum() == 5
+
+
 def test_two_samples_find_the_units_and_all_where_a_step_wants_all(train):
     class Rows(Net):
         def __init__(self, whole):

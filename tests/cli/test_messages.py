@@ -3,6 +3,7 @@
 import pytest
 
 from helpers.command_line import QUICKSTART
+from lightning_sparsefl.cli import short_message
 
 MISTAKES = {
     "option of a class": (
@@ -71,11 +72,20 @@ def test_a_module_that_is_not_in_the_folder(sparsefl, tmp_path):
     assert "did you mean `my_models`?" in err
 
 
+SUBCOMMANDS = "fit, validate, test, profile, replay, export, configs, report, compare"
+
+
 @pytest.mark.parametrize(
     ("args", "expected"),
     [
-        ((), "No subcommand is given; expected one of fit, validate, test, profile, replay, export."),
-        (("zebra",), "`zebra` is not a subcommand; expected one of fit, validate, test, profile, replay, export."),
+        (
+            (),
+            f"No subcommand is given; expected one of {SUBCOMMANDS}.",
+        ),
+        (
+            ("zebra",),
+            f"`zebra` is not a subcommand; expected one of {SUBCOMMANDS}.",
+        ),
         (("exprt",), "`exprt` is not a subcommand; did you mean `export`?"),
         (("fit",), "No value for `algorithm`, `data`, `model`; expected options, a file in `--config`"),
     ],
@@ -84,3 +94,16 @@ def test_subcommands_are_listed(args, expected, sparsefl):
     code, _, err = sparsefl(*args)
     assert code == 2
     assert expected in said(err)
+
+
+def test_a_missing_library_is_named_with_its_installation():
+    message = (
+        "Does not validate against any of the Union subtypes\nErrors:\n"
+        "  - Problem with given class_path 'lightning.pytorch.loggers.WandbLogger':\n"
+        "      Requirement 'wandb>=0.12.10' not met. HINT: Try running `pip install -U 'wandb>=0.12.10'`\n"
+        "  - Expected a <class 'list'>\nGiven value: Namespace()"
+    )
+    expected = (
+        "WandbLogger needs the package wandb>=0.12.10, which is not installed; run `pip install 'wandb>=0.12.10'`."
+    )
+    assert short_message(message) == expected

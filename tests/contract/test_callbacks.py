@@ -4,24 +4,23 @@ from __future__ import annotations
 
 import inspect
 import math
+from collections import OrderedDict
 from fnmatch import fnmatch
+from functools import partial
 from typing import Any
 
-import lightning as L
 import pytest
 import torch
-from lightning.fabric import Fabric
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
-from safetensors import safe_open
+from lightning.pytorch.callbacks import Callback
 from torch import nn
-from torch.optim import SGD, Adam
-from torch.utils.data import DataLoader, TensorDataset
+from torch.optim import Adam
 
-from lightning_sparsefl import callbacks, export_sparse, load_sparse
+from lightning_sparsefl import callbacks
 from lightning_sparsefl.callbacks.masking import MaskingCallback
-from lightning_sparsefl.federated.local.engines import FastEngine
-from lightning_sparsefl.federated.local.local_options import LocalOptions
 from lightning_sparsefl.sparse.density import erk, kept_counts, uniform
+from lightning_sparsefl.sparse.units import find_groups
+from lightning_sparsefl.testing import callback_checks as checks
+from lightning_sparsefl.testing.small_fit import BATCHES, EPOCHS, Net, SmallFit, momentum, no_companions
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::lightning.fabric.utilities.warnings.PossibleUserWarning"),
@@ -30,7 +29,12 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*Checkpoint directory.*"),
 ]
 
-BATCHES, EPOCHS = 7, 4
+
+def unit_groups(parameters: Any) -> Any:
+    """The groups of units of the module below."""
+    return find_groups(nn.Sequential(OrderedDict(net=Net().net)), torch.zeros(1, 5))
+
+
 EXPORTED = {name: getattr(callbacks, name) for name in callbacks.__all__}
 BY_DEFAULT = {
     name: (kind, {})
@@ -63,73 +67,30 @@ VARIANTS: dict[str, tuple[Any, dict[str, Any]]] = {
     "LearnedImportance, magnitude": (callbacks.LearnedImportance, {"pattern": "magnitude", "layers": "!net.0*"}),
     "LearnedImportance, rolling": (callbacks.LearnedImportance, {"pattern": "rolling", "turn": 3, "density": 0.6}),
     "SparsityMonitor, seldom": (callbacks.SparsityMonitor, {"every_n_epochs": 3}),
+    "OrderedDropout, distilled": (callbacks.OrderedDropout, {"rates": [0.3, 0.6], "seed": 2, "distill": True}),
     "GradientOffset": (callbacks.GradientOffset, {"offset": {"net.0.weight": torch.full((8, 5), 0.01)}}),
     "ProximalTerm, strong": (callbacks.ProximalTerm, {"strength": 0.5}),
     "GroupPenalty, steep": (callbacks.GroupPenalty, {"strength": 0.5, "stairs": 5, "layers": "!net.0*"}),
     "GroupPenalty, level": (callbacks.GroupPenalty, {"strength": 0.1, "stairs": None}),
+    "GroupPenalty, units": (callbacks.GroupPenalty, {"groups": "units", "units": unit_groups}),
+    "GroupPenalty, scales": (callbacks.GroupPenalty, {"groups": "scales", "strength": 0.1}),
+    "EpochSnapshots": (callbacks.EpochSnapshots, {"epochs": (1, 4)}),
+    "StepMeter": (callbacks.StepMeter, {"mu": 0.1}),
+    "PersonalMixture": (callbacks.PersonalMixture, {"alpha": 0.4}),
+    "PersonalMixture, adaptive": (
+        callbacks.PersonalMixture,
+        {"alpha": 0.4, "adaptive": True, "personal": {"net.0.weight": torch.full((8, 5), 0.1)}},
+    ),
+    "MoreauEnvelope": (callbacks.MoreauEnvelope, {"strength": 2.0, "lr": 0.1, "steps": 3, "decay": 0.01}),
+    "MetaStep": (callbacks.MetaStep, {"lr": 0.1}),
+    "MetaStep, hessian": (callbacks.MetaStep, {"lr": 0.1, "order": "hessian"}),
 }
 CASES = {**BY_DEFAULT, **VARIANTS}
 MASKING = {name: case for name, case in CASES.items() if issubclass(case[0], MaskingCallback)}
 
 
-class Net(L.LightningModule):
-    """A user's module, with buffers."""
-
-    def __init__(self, optimizer: Any = None, dropout: float = 0.0, seed: int = 1) -> None:
-        super().__init__()
-        self.optimizer = optimizer or sgd
-        with torch.random.fork_rng():
-            torch.manual_seed(seed)
-            self.net = nn.Sequential(
-                nn.Linear(5, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(dropout), nn.Linear(8, 6), nn.Linear(6, 3)
-            )
-
-    def training_step(self, batch: Any) -> Any:
-        loss = nn.functional.cross_entropy(self.net(batch[0]), batch[1])
-        self.log("loss", loss)
-        return loss
-
-    def validation_step(self, batch: Any) -> None:
-        self.log("val_loss", nn.functional.cross_entropy(self.net(batch[0]), batch[1]))
-
-    def test_step(self, batch: Any) -> None:
-        self.log("test_loss", nn.functional.cross_entropy(self.net(batch[0]), batch[1]))
-
-    def predict_step(self, batch: Any) -> Any:
-        return self.net(batch[0])
-
-    def configure_optimizers(self) -> Any:
-        return self.optimizer(self.parameters())
-
-
-class Wide(Net):
-    """With a layer that is large enough for its zeros to matter in a file."""
-
-    def __init__(self, seed: int = 1) -> None:
-        super().__init__(seed=seed)
-        with torch.random.fork_rng():
-            torch.manual_seed(seed)
-            self.net[4], self.net[5] = nn.Linear(8, 60), nn.Linear(60, 3)
-
-
-def sgd(parameters: Any) -> Any:
-    return SGD(parameters, 0.2, momentum=0.9, weight_decay=0.01)
-
-
 def adam(parameters: Any) -> Any:
     return Adam(parameters, 0.02, weight_decay=0.01)
-
-
-def loader(shuffle: bool = False) -> Any:
-    x = torch.randn(4 * BATCHES, 5, generator=torch.Generator().manual_seed(0))
-    return DataLoader(TensorDataset(x, x[:, :3].argmax(1)), batch_size=4, shuffle=shuffle)
-
-
-def trainer_of(folder: Any, callbacks: list[Callback], **options: Any) -> L.Trainer:
-    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False, "accelerator": "cpu"}
-    if not any(isinstance(callback, ModelCheckpoint) for callback in callbacks):
-        quiet["enable_checkpointing"] = False
-    return L.Trainer(**{"max_epochs": EPOCHS, "default_root_dir": folder, "callbacks": callbacks, **quiet, **options})
 
 
 def steps_of_epoch(accumulate: int) -> int:
@@ -162,6 +123,9 @@ class Promise(Callback):
             # a grown weight is zero at first, and so is a norm's bias
             if not isinstance(self.callback, callbacks.DynamicMask) and weight.dim() > 1:
                 assert weight[mask].all()
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        assert self.batches == EPOCHS * BATCHES
 
 
 def drawn(callback: Any, shapes: Any, when: Any, before: Any) -> Any:
@@ -234,7 +198,7 @@ PROMISES = {
 }
 
 RECIPES: dict[str, tuple[Any, dict[str, Any]]] = {
-    "momentum, clipped, accumulated": (sgd, {"gradient_clip_val": 0.1, "accumulate_grad_batches": 2}),
+    "momentum, clipped, accumulated": (momentum, {"gradient_clip_val": 0.1, "accumulate_grad_batches": 2}),
     "adam, bf16": (adam, {"precision": "bf16-mixed"}),
 }
 
@@ -245,152 +209,67 @@ def test_every_callback_takes_part():
     assert masking == set(PROMISES) == {kind for kind, _ in MASKING.values()}
 
 
-@pytest.mark.slow_after_first("recipe")
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("case", CASES)
-def test_a_client_trains_as_a_trainer_does_and_density_is_as_promised(case, recipe, tmp_path):
-    (kind, arguments), (optimizer, options), runs = CASES[case], RECIPES[recipe], []
-    for engine in ("trainer", "client"):
-        module, callback = Net(optimizer, dropout=0.2), kind(**arguments)
-        attached = [callback, Promise(callback)] if case in MASKING else [callback]
-        torch.manual_seed(5)
-        if engine == "trainer":
-            trainer = trainer_of(tmp_path, attached, num_sanity_val_steps=0, **options)
-            trainer.fit(module, loader(shuffle=True), loader())
-            metrics = trainer.callback_metrics
-        else:
-            rest = dict(options)
-            fabric = Fabric(accelerator="cpu", devices=1, precision=rest.pop("precision", "32-true"))
-            local = FastEngine(fabric, LocalOptions(max_epochs=EPOCHS, **rest))
-            metrics = local.fit(module, loader(shuffle=True), loader(), callbacks=attached)
-        assert all(other.batches == EPOCHS * BATCHES for other in attached[1:])
-        runs.append((module.state_dict(), {name: float(value) for name, value in metrics.items()}, callback))
-    (weights, metrics, callback), (others, other_metrics, other) = runs
-    assert weights.keys() == others.keys()
-    assert all(torch.equal(weights[name], others[name]) for name in weights)
-    assert metrics == other_metrics
-    assert alike(callback.state_dict(), other.state_dict())
-
-
-def alike(a: Any, b: Any) -> bool:
-    if isinstance(a, torch.Tensor):
-        return torch.equal(a, b)
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(alike(a[key], b[key]) for key in a)
-    if isinstance(a, list | tuple):
-        return len(a) == len(b) and all(map(alike, a, b))
-    return bool(a == b)
-
-
-class Kill(Callback):
-    """Ends a run in the middle of its third epoch."""
-
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if trainer.current_epoch == 2 and batch_idx == 3:
-            raise RuntimeError("killed")
+def made(case: str) -> Any:
+    kind, arguments = CASES[case]
+    return kind(**arguments)
 
 
 @pytest.mark.slow_after_first("recipe")
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("case", CASES)
-def test_killed_and_resumed_is_as_if_nothing_had_happened(case, recipe, tmp_path):
-    (kind, arguments), (optimizer, options) = CASES[case], RECIPES[recipe]
+def test_trains_in_a_client_as_in_a_trainer_and_density_is_as_promised(case, recipe, tmp_path):
+    optimizer, options = RECIPES[recipe]
+    promised = (lambda callback: [Promise(callback)]) if case in MASKING else no_companions
+    bench = SmallFit(tmp_path, partial(Net, optimizer, dropout=0.2), options, promised)
+    checks.trains_in_a_client_as_in_a_trainer(made(case), bench)
 
-    def run(folder: str, seed: int = 1, extra: Any = (), **more: Any) -> tuple[Net, Any, L.Trainer]:
-        module, callback = Net(optimizer, seed=seed), kind(**arguments)
-        saver = ModelCheckpoint(tmp_path / folder, filename="{epoch}", save_on_train_epoch_end=True, save_top_k=-1)
-        trainer = trainer_of(tmp_path, [callback, saver, *extra], **options)
-        trainer.fit(module, loader(), **more)
-        return module, callback, trainer
 
-    straight, callback, trainer = run("straight")
-    with pytest.raises(RuntimeError, match="killed"):
-        run("killed", extra=[Kill()])
-    path = tmp_path / "killed" / "epoch=1.ckpt"
-    resumed, other, again = run("killed", seed=9, ckpt_path=path, weights_only=True)
-    assert all(torch.equal(value, resumed.state_dict()[name]) for name, value in straight.state_dict().items())
-    assert alike(callback.state_dict(), other.state_dict())
-    assert alike(trainer.optimizers[0].state_dict(), again.optimizers[0].state_dict())
-    assert trainer.callback_metrics == again.callback_metrics
+@pytest.mark.slow_after_first("recipe")
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("case", CASES)
+def test_is_the_same_after_a_resume(case, recipe, tmp_path):
+    optimizer, options = RECIPES[recipe]
+    checks.is_the_same_after_a_resume(made(case), SmallFit(tmp_path, partial(Net, optimizer), options))
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_checkpoint_is_an_ordinary_one(case, tmp_path):
-    (kind, arguments), module = CASES[case], Net()
-    names, keys = [name for name, _ in module.named_parameters()], list(module.state_dict())
-    trainer = trainer_of(tmp_path, [kind(**arguments)])
-    trainer.fit(module, loader())
-    trainer.save_checkpoint(tmp_path / "last.ckpt")
-    assert [name for name, _ in module.named_parameters()] == names
-    assert all(parameter.requires_grad and parameter.is_leaf for parameter in module.parameters())
-    content = torch.load(tmp_path / "last.ckpt", weights_only=True)
-    assert list(content["state_dict"]) == keys
-    bare = Net(seed=7)
-    bare.load_state_dict(content["state_dict"], strict=True)
-    loaded = Net.load_from_checkpoint(tmp_path / "last.ckpt", weights_only=True)
-    for name, value in module.state_dict().items():
-        assert torch.equal(bare.state_dict()[name], value)
-        assert torch.equal(loaded.state_dict()[name], value)
+def test_saves_an_ordinary_checkpoint(case, tmp_path):
+    checks.saves_an_ordinary_checkpoint(made(case), SmallFit(tmp_path))
 
 
 @pytest.mark.parametrize("case", MASKING)
-def test_masks_survive_every_other_verb(case, tmp_path):
-    kind, arguments = MASKING[case]
-    module, callback = Net(), kind(**arguments)
-    trainer = trainer_of(tmp_path, [callback])
-    trainer.fit(module, loader())
-    trainer.save_checkpoint(tmp_path / "last.ckpt")
-    weights = {name: value.clone() for name, value in module.state_dict().items()}
-    zeros = sum(int((module.get_parameter(name) == 0).sum()) for name in callback.masks)
-    assert zeros > 0
-    for verb in ("validate", "test", "predict"):
-        getattr(trainer, verb)(module, loader())
-        fresh = Net(seed=3)
-        getattr(trainer_of(tmp_path, [kind(**arguments)]), verb)(
-            fresh, loader(), ckpt_path=tmp_path / "last.ckpt", weights_only=True
-        )
-        for name, value in weights.items():
-            assert torch.equal(module.state_dict()[name], value)
-            assert torch.equal(fresh.state_dict()[name], value)
+def test_keeps_masks_in_every_verb(case, tmp_path):
+    checks.keeps_masks_in_every_verb(made(case), SmallFit(tmp_path))
+
+
+@pytest.mark.slow_after_first("check")
+@pytest.mark.parametrize(
+    "check", [checks.holds_its_masks, checks.holds_masks_under_averaging, checks.fits_several_times]
+)
+@pytest.mark.parametrize("case", MASKING)
+def test_holds_its_masks(case, check, tmp_path):
+    """Under momentum and weight decay; with more averages, optimizers and fits: test_masks_hold.py."""
+    check(made(case), SmallFit(tmp_path))
 
 
 @pytest.mark.parametrize("case", MASKING)
-def test_what_was_trained_is_exported_without_its_zeros(case, tmp_path):
-    kind, arguments = MASKING[case]
-    module, callback = Wide(), kind(**arguments)
-    trainer_of(tmp_path, [callback]).fit(module, loader())
-    path = tmp_path / "weights.safetensors"
-    export_sparse(module, path)
-    loaded, state = load_sparse(path), module.state_dict()
-    assert list(loaded) == list(state)
-    for name, value in state.items():
-        assert loaded[name].dtype == value.dtype
-        assert torch.equal(loaded[name], value)
-    fresh = Wide(seed=3)
-    fresh.load_state_dict(loaded, strict=True)
-    assert alike(fresh.state_dict(), dict(state))
-    largest = max((name for name in callback.masks), key=lambda name: callback.masks[name].numel())
-    mask = callback.masks[largest]
-    assert mask.numel() > int(mask.sum()) + mask.numel() / 8  # so that leaving out zeros is smaller
-    with safe_open(path, framework="pt") as file:
-        assert len(file.get_tensor(largest)) == int((state[largest] != 0).sum())
+def test_exports_without_zeros(case, tmp_path):
+    """With a layer that is large enough for its zeros to matter in a file."""
+    checks.exports_without_zeros(made(case), SmallFit(tmp_path, partial(Net, width=60)))
 
 
 @pytest.mark.parametrize("case", MASKING)
 def test_a_module_trains_on_in_a_second_fit(case, tmp_path):
     """Its masks stay where they are or lose weights; DPF's and the dynamic ones move, at the density they reached."""
-    kind, arguments = MASKING[case]
-    module, callback = Net(), kind(**arguments)
-    trainer_of(tmp_path, [callback]).fit(module, loader())
+    bench, module, callback = SmallFit(tmp_path), Net(), made(case)
+    bench.fit(module, [callback])
     first = {name: mask.clone() for name, mask in callback.masks.items()}
-    trainer_of(tmp_path, [callback]).fit(module, loader())
+    bench.fit(module, [callback])
     kept = [sum(int(mask.sum()) for mask in masks.values()) for masks in (first, callback.masks)]
-    if kind is callbacks.GlobalMagnitudePruning:
+    if isinstance(callback, callbacks.GlobalMagnitudePruning):
         assert kept[1] == by_epoch_from(kept[0], callback)
     else:
         assert kept[0] == kept[1]
-    for name, mask in callback.masks.items():
-        assert not module.get_parameter(name)[~mask].any()
 
 
 def by_epoch_from(kept: int, callback: Any) -> int:

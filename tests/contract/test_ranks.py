@@ -24,41 +24,42 @@ WAYS = {
     "slurm": ("slurm, 2 nodes of 1",),
     "workers": ("fork, 2 workers on a device",),
 }
-"""Two and three forked ranks: test_several_ranks.py."""
+"""Two and three forked ranks: test_algorithms.py."""
 
 
-def pairwise(cases, placements):
-    """Every algorithm with every way and both placements, and both placements in every launch."""
-    plan = {launch: [] for launches in WAYS.values() for launch in launches}
+def spread(cases, placements):
+    """Every algorithm with both placements, each in another way, and both placements in every launch."""
+    plan, ways = {launch: [] for launches in WAYS.values() for launch in launches}, list(WAYS.values())
     for number, case in enumerate(cases):
-        for way, launches in enumerate(WAYS.values()):
-            placement = placements[(number // 2 + way) % 2]
-            plan[launches[(number + way) % len(launches)]].append((case, placement))
+        for shift, placement in enumerate(placements):
+            launches = ways[(number + 2 * shift) % len(ways)]
+            plan[launches[number // len(ways) % len(launches)]].append((case, placement))
     return plan
 
 
 CASES = [*algorithms.__all__, "extra trees"]
-PLAN = pairwise(CASES, ("static", "dynamic"))
+PLAN = spread(CASES, ("static", "dynamic"))
 SCRIPT = runpy.run_path(str(RANKS))
 
 
-def test_the_plan_has_every_algorithm_with_every_way_and_both_placements():
+def test_the_plan_has_every_algorithm_in_two_ways_with_both_placements():
     assert [type(SCRIPT["CASES"][name]).__name__ for name in algorithms.__all__] == algorithms.__all__
     assert SCRIPT["PLACEMENTS"] == ("static", "dynamic")
     assert all({placement for _, placement in runs} == {"static", "dynamic"} for runs in PLAN.values())
     assert len({run for runs in PLAN.values() for run in runs}) == 2 * len(CASES)
-    assert sum(map(len, PLAN.values())) == len(WAYS) * len(CASES)
+    assert sum(map(len, PLAN.values())) == 2 * len(CASES)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("launch", PLAN)
 def test_every_way_of_starting_ranks_gives_the_bytes_of_one(launch):
-    """A pairwise selection; tests/stress/ranks.py runs all combinations, with more options of the algorithms."""
+    """A selection; tests/stress/ranks.py runs all combinations, with more options of the algorithms."""
     (result,) = SCRIPT["compare"]({launch: PLAN[launch]}, rounds=2)
     assert result["runs"] == len(PLAN[launch])
     assert result["launches"][launch]["differences"] == []
     marks = [case["weights"] for case in result["one rank"].values()]
-    assert len(set(marks)) >= len(marks) - 2  # a comparison of constants would see nothing
+    # a comparison of constants would see nothing; some methods have the server of another, as Ditto has FedAvg's
+    assert len(set(marks)) > len(marks) // 2
 
 
 class Noted(FedAvg):

@@ -11,13 +11,14 @@ import sys
 import pytest
 import torch
 
-from helpers.federation import without_masks
-from lightning_sparsefl import FedAvg, FedBABU, FedDIP, FedLPS, FedProx, FedSpa, HeteroFL, algorithms, federated
+from lightning_sparsefl import FedAvg, FedBABU, FedDIP, FedLPS, FedOpt, FedProx, FedSpa, HeteroFL, algorithms, federated
 from lightning_sparsefl.errors import CheckpointMismatch, InvalidOption
 from lightning_sparsefl.federated import CoverageMedian, PlainMean, Privacy, Reducer, TrimmedMean
 from lightning_sparsefl.federated.commands import run
-from lightning_sparsefl.federated.sampling import CohortSampler, uniform_cohort
+from lightning_sparsefl.federated.sampling.cohort_draw import CohortDraw
+from lightning_sparsefl.federated.sampling.draws import uniform_cohort
 from lightning_sparsefl.models import MLP
+from lightning_sparsefl.testing.contents import without_masks
 
 EXPORTED = [getattr(federated, name) for name in federated.__all__]
 REDUCERS = [kind for kind in EXPORTED if isinstance(kind, type) and issubclass(kind, Reducer) and kind is not Reducer]
@@ -145,10 +146,16 @@ def test_a_method_takes_the_reducer_that_it_has(federation):
 
 # ---- privacy
 
-DENSE = [FedAvg(), FedProx(), FedBABU(), FedDIP(), FedSpa(search="static")]
+DENSE = [
+    *(FedAvg(), FedOpt(), FedProx(), FedBABU(), FedDIP(), FedSpa(search="static")),
+    *(algorithms.FedPer(), algorithms.FedRep(), algorithms.LGFedAvg(), algorithms.FedBN()),
+    *(algorithms.Ditto(), algorithms.APFL(), algorithms.PFedMe(lam=5.0), algorithms.PerFedAvg()),
+    algorithms.CS(),
+]
 CANNOT = [
     FedSpa(),
     FedSpa(search="static", mask_init="different"),
+    algorithms.CS(upload="largest"),
     *(getattr(algorithms, n)() for n in algorithms.__all__ if n not in {type(method).__name__ for method in DENSE}),
 ]
 
@@ -161,6 +168,16 @@ def test_a_private_run_logs_what_it_costs(algorithm, federation, private):
     assert [float(row["privacy/epsilon"]) for row in rounds_of(trainer)] == pytest.approx(costs)
     assert trainer.summary["privacy/epsilon"] == pytest.approx(costs[-1])
     assert trainer.summary["privacy/delta"] == 1e-5
+
+
+@needs_extra
+def test_layers_that_clients_keep_get_no_noise(federation, private):
+    one, two = (
+        weights(federation(algorithms.FedPer(), rounds=rounds, max_epochs=1, federation=private, folder=str(rounds)))
+        for rounds in (1, 2)
+    )
+    assert torch.equal(one["net.4.weight"], two["net.4.weight"])
+    assert not torch.equal(one["net.0.weight"], two["net.0.weight"])
 
 
 @pytest.mark.slow
@@ -201,7 +218,7 @@ def test_a_client_that_fails_changes_neither_denominator_nor_epsilon(federation,
     before = copy.deepcopy(module.state_dict())
     quiet = {**private, "privacy": dataclasses.replace(private["privacy"], noise_multiplier=1e-9)}
     quiet["on_client_error"] = "skip"
-    monkeypatch.setattr(CohortSampler, "draw", lambda self, run, round: [0, 2, 3, 5])
+    monkeypatch.setattr(CohortDraw, "draw", lambda self, run, state, candidates: [0, 2, 3, 5])
     trainer = federation(FedAvg(), rounds=1, max_epochs=2, module=module, federation=quiet)
     assert distance(before, module.state_dict()) == pytest.approx(
         0.5 / 4, rel=1e-4

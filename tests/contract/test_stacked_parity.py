@@ -8,27 +8,51 @@ from unittest import mock
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch import Callback
 from torch import nn
 from torch.nn import functional as F
 from torch.optim import lr_scheduler as schedules
 
-from helpers.algorithms import every_variant, rows
-from helpers.networks import Classifier
-from lightning_sparsefl import FedAvg, FedDIP, FederatedTrainer, Federation, FedProx, FedSpa, PerFedMask
+from helpers.algorithms import every_variant
+from helpers.networks import Classifier, module_for
+from lightning_sparsefl import (
+    APFL,
+    FD,
+    SCAFFOLD,
+    FedAvg,
+    FedDIP,
+    FederatedTrainer,
+    Federation,
+    FedLPS,
+    FedMef,
+    FedNova,
+    FedProx,
+    FedRolex,
+    FedSpa,
+    FjORD,
+    HeteroFL,
+    PerFedAvg,
+    PerFedMask,
+    PFedMe,
+    PruneTrain,
+    SpaFL,
+    SparsyFed,
+    SubFedAvg,
+)
+from lightning_sparsefl.callbacks import DynamicMask, GlobalMagnitudePruning
 from lightning_sparsefl.data import IID, Dirichlet, FederatedDigits
 from lightning_sparsefl.federated.local.stacked.worker import StackedWorker
+from lightning_sparsefl.testing.contents import rows
 
 TOLERANCE = 1e-12
-ONE_BY_ONE = {"FedLPS", "HeteroFL", "SplitMix", "PerFedMask"}
-"""Methods whose clients train some of the units, which a stack does not do yet, or different layers."""
 
 
-class NoNoise(Classifier):
-    """The contracts' module without dropout, whose draws differ in a stack."""
-
-    def __init__(self):
-        super().__init__()
-        self.net[3].p = 0.0
+def without_noise(module):
+    """Return a module without dropout, whose draws differ in a stack."""
+    for layer in module.modules():
+        if isinstance(layer, nn.Dropout):
+            layer.p = 0.0
+    return module
 
 
 class Pictures(L.LightningModule):
@@ -68,6 +92,9 @@ class Pictures(L.LightningModule):
         self.log_dict({"least": loss, "size": float(len(batch[1]))}, on_step=False, on_epoch=True, reduce_fx="min")
         self.log("train_acc", (logits.argmax(1) == batch[1]).double().mean(), on_step=False, on_epoch=True)
         return {"loss": loss + 1e-3 * sum(p.square().sum() for p in self.parameters() if p.dim() > 1)}
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val_acc", (self(batch[0]).argmax(1) == batch[1]).double().mean())
 
     def test_step(self, batch, batch_idx):
         self.log("test_acc", (self(batch[0]).argmax(1) == batch[1]).double().mean())
@@ -115,7 +142,7 @@ def test_stacked_clients_end_where_they_end_one_after_another(algorithm, federat
     weights = []
     for engine in ("fast", "stacked"):
         torch.manual_seed(1)
-        module = NoNoise()
+        module = without_noise(module_for(algorithm)())
         run = federation(
             algorithm,
             folder=engine,
@@ -127,9 +154,8 @@ def test_stacked_clients_end_where_they_end_one_after_another(algorithm, federat
     close(weights[1][0], weights[0][0])
     for table in ("metrics.csv", "clients.csv"):
         close_tables(weights[1][1].run_folder / table, weights[0][1].run_folder / table)
-    one_by_one = {type(each).__name__ for each in (algorithm, getattr(algorithm, "base", None))} & ONE_BY_ONE
-    assert one_by_one or stacks
-    assert not stacks or min(stacks) > 1
+    assert stacks
+    assert min(stacks) > 1
 
 
 RAGGED = Dirichlet(alpha=0.5)
@@ -187,10 +213,10 @@ def compare(folder, module, algorithm=None, **options):
     close_tables(ours.run_folder / "clients.csv", theirs.run_folder / "clients.csv")
 
 
-def seeded(*args, **kwargs):
+def seeded(*args, kind=Pictures, **kwargs):
     def make():
         torch.manual_seed(1)
-        return Pictures(*args, **kwargs)
+        return kind(*args, **kwargs)
 
     return make
 
@@ -256,6 +282,30 @@ def test_settings_of_clients_with_different_numbers_of_batches(case, tmp_path, s
     assert stacks
 
 
+class Seldom(Classifier):
+    """Classifier that logs a key in the first epoch only, and another one in batches that not every client has."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Linear(64, 10)
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        if self.current_epoch == 0:
+            self.log("first", loss, on_step=True, on_epoch=True)
+        if batch_idx == 8:
+            self.log("ninth", loss, on_step=False, on_epoch=True, reduce_fx="sum")
+        return loss
+
+
+def test_keys_that_are_not_logged_everywhere(tmp_path, stacks):
+    compare(tmp_path, seeded(kind=Seldom), rounds=1)
+    assert stacks
+    ninth = [row["local/ninth"] for row in rows(next(tmp_path.glob("stacked/*/*/clients.csv")))]
+    assert "" in ninth
+    assert len(set(ninth)) > 1
+
+
 @pytest.mark.slow_after_first
 @pytest.mark.parametrize(
     "algorithm",
@@ -263,13 +313,87 @@ def test_settings_of_clients_with_different_numbers_of_batches(case, tmp_path, s
         FedDIP(reconfigure_every=1, penalty=0.01, mu=0.1),
         FedSpa(),
         FedProx(mu=0.5),
+        FedNova(mu=0.5),
+        SCAFFOLD(),
         PerFedMask(masking="random"),
+        APFL(adaptive=True),
+        PFedMe(lam=2.0, steps=2, personal_lr=0.01),
+        PerFedAvg(alpha=0.05, order="hessian"),
+        FjORD(rates=(0.25, 0.5, 1.0), distill=True),
+        SpaFL(),
+        SparsyFed(density=0.5),
+        SubFedAvg(min_score=0.0, gate="train"),
+        PruneTrain(strength=0.01),
+        FedMef(density=0.5, activation_density=0.5),
+        FedLPS(ratio="capacity"),
     ],
     ids=lambda algorithm: type(algorithm).__name__,
 )
 def test_methods_with_clients_of_different_sizes(algorithm, tmp_path, stacks):
     compare(tmp_path, seeded(norm="none", smooth=True), algorithm, federation={"capacities": [0.3, 1.0]})
     assert stacks
+
+
+class Halved(Callback):
+    """Halves the gradients, and the momentum at the start of an epoch."""
+
+    stackable = True
+
+    def on_train_epoch_start(self, trainer, pl_module):
+        for optimizer in trainer.optimizers:
+            for state in optimizer.state.values():
+                state["momentum_buffer"].mul_(0.5)
+
+    def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad.mul_(0.5)
+
+
+CALLBACKS = {
+    "own": Halved,
+    "dynamic mask": lambda: DynamicMask(density=0.5, every_n_steps=2, stop=1.0, rescale=False),
+    "global pruning": lambda: GlobalMagnitudePruning(fraction=0.3, epochs=[0, 1]),
+}
+
+
+@pytest.mark.slow_after_first
+@pytest.mark.parametrize("name", CALLBACKS)
+def test_callbacks_that_act_on_the_rows_of_their_clients(name, tmp_path, stacks):
+    class Method(FedAvg):
+        def callbacks(self, message, client):
+            return [CALLBACKS[name]()]
+
+    compare(tmp_path, seeded(norm="none", smooth=True), Method())
+    assert stacks
+
+
+@pytest.mark.slow_after_first
+@pytest.mark.parametrize("execution", ["cut", "mask"])
+@pytest.mark.parametrize(
+    "algorithm",
+    [HeteroFL(rates=(0.5, 1.0)), FD(keep=0.5), FedRolex(rates=(0.5, 1.0))],
+    ids=lambda algorithm: type(algorithm).__name__,
+)
+def test_clients_of_equal_width_are_stacked(algorithm, execution, tmp_path, stacks):
+    """Two widths, with and without the units that a client does not have."""
+    options = {"capacities": [0.5, 1.0], "execution": execution, "clients_per_round": 8}
+    compare(tmp_path, seeded(norm="batch", smooth=True), algorithm, federation=options, batch_size=6, epochs=1)
+    assert stacks
+    if isinstance(algorithm, HeteroFL) and execution == "cut":
+        assert max(stacks) == 4  # half of the clients have each width
+
+
+def test_clients_are_fine_tuned_as_stacks(tmp_path, stacks):
+    options = {"rounds": 1, "epochs": 1, "federation": {"finetune_epochs": 1}}
+    tables = []
+    for folder, engine, devices in (("fast", "fast", 1), ("one", "stacked", 1), ("two", "stacked", 2)):
+        made = seeded(norm="none", smooth=True)
+        trainer, _ = digits(tmp_path / folder, engine, made, FedSpa(), devices=devices, **options)
+        tables.append(trainer.run_folder / "finetuned.csv")
+    assert stacks == [6, 4, 4]  # a cohort of six, and all eight clients
+    close_tables(tables[1], tables[0])
+    assert rows(tables[2]) == rows(tables[1])
 
 
 def state(trainer):

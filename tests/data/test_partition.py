@@ -9,11 +9,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_sparsefl.data import IID, Dirichlet, Partition, Pathological, matching_test
+from lightning_sparsefl.data import IID, Dirichlet, Partition, Pathological, QuantitySkew, matching_test
 from lightning_sparsefl.data.partition import _draw_counts
 from lightning_sparsefl.errors import InvalidOption
 
-PARTITIONS = [IID(), Dirichlet(alpha=0.3), Dirichlet(alpha=0.1, min_examples=5), Pathological(classes_per_client=3)]
+PARTITIONS = [
+    IID(),
+    Dirichlet(alpha=0.3),
+    Dirichlet(0.1, min_examples=5),
+    Pathological(classes_per_client=3),
+    QuantitySkew(0.5),
+    QuantitySkew(1.2, law="power", min_examples=3),
+]
 
 
 @pytest.fixture

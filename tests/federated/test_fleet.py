@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning_sparsefl import FedAvg, FederatedTrainer, Federation, FedSpa
 from lightning_sparsefl.data import FederatedBlobs, FederatedBlobsOnDemand
 from lightning_sparsefl.federated.fleet import Fleet, LazyClientViews, sizes_fact
-from lightning_sparsefl.federated.sampling import Training, split_unseen, uniform_cohort
+from lightning_sparsefl.federated.sampling.draws import Training, split_unseen, uniform_cohort
 from lightning_sparsefl.federated.storage.atomic_files import load_plain
 from lightning_sparsefl.federated.storage.record_database import RecordDatabase
 from lightning_sparsefl.federated.storage.sqlite_store import SqliteStore

@@ -19,6 +19,12 @@ PAPERS = Path(__file__).parents[2] / "configs" / "paper"
 FREE = ("penalty", "mu", "finetune_epochs")
 """Options of an algorithm that cost nothing that a profile counts."""
 
+SIZES = {
+    "FederatedReddit": ["--data.examples_per_client", "20"],
+    "FederatedDomainNet": ["--data.examples_per_client", "100"],
+}
+"""Options that set the number of samples of data sets whose clients' sizes are unknown until they are read."""
+
 
 @pytest.fixture(scope="session")
 def profile(tmp_path_factory) -> Callable[[str, str], Any]:
@@ -36,7 +42,8 @@ def profile(tmp_path_factory) -> Callable[[str, str], Any]:
         if key not in known:
             shown = io.StringIO()
             with elsewhere(folder), one_parser(parser), contextlib.redirect_stdout(shown):
-                assert main(["profile", "--config", str(path), "--json"]) == 0
+                sizes = SIZES.get(content["data"]["class_path"], [])
+                assert main(["profile", "--config", str(path), "--json", *sizes]) == 0
             known[key] = json.loads(shown.getvalue())
         return known[key]
 

@@ -13,7 +13,7 @@ from helpers.slow import first_then_slow
 from lightning_sparsefl.cli import SparseFLCLI, main
 
 CONFIGS = Path(__file__).parents[2] / "configs"
-FILES = sorted(CONFIGS.rglob("*.yaml"))
+FILES = sorted(path for path in CONFIGS.rglob("*.yaml") if path.parent.name != "cluster")
 QUICKSTART = CONFIGS / "quickstart.yaml"
 GROUPS = {"algorithm", "model", "data"}
 """Without these a file is a part, to be stacked on another."""

@@ -70,17 +70,22 @@ def clipped(slopes, limit):
     return {name: slope * factor for name, slope in slopes.items()}
 
 
-def train(received, batches, *, lr, momentum=0.0, weight_decay=0.0, clip=None, masks=None, mu=0.0):
-    """SGD from the received weights, one step a batch.
+def train(
+    received, batches, *, lr, momentum=0.0, weight_decay=0.0, clip=None, masks=None, mu=0.0, offset=None, after=None
+):
+    """SGD from the received weights, one step a batch; `after(weights, step)` may replace the weights after a step.
 
-    g = grad f(w) + mu (w - received);  g <- m g;  clip;  g <- g + decay w;  v <- momentum v + g;  w <- m (w - lr v)
+    g = grad f(w) + mu (w - received) + offset;  g <- m g;  clip;  g <- g + decay w;  v <- momentum v + g
+    w <- m (w - lr v)
     """
     masks = masks or {}
     weights = masked(received, masks)
     velocity = {name: np.zeros_like(value) for name, value in weights.items()}
-    for x, y in batches:
+    for step, (x, y) in enumerate(batches):
         slopes = gradient(weights, x, y)
         slopes = {name: slope + mu * (weights[name] - received[name]) for name, slope in slopes.items()}
+        if offset is not None:
+            slopes = {name: slope + offset[name] for name, slope in slopes.items()}
         slopes = masked(slopes, masks)
         if clip is not None:
             slopes = clipped(slopes, clip)
@@ -88,6 +93,8 @@ def train(received, batches, *, lr, momentum=0.0, weight_decay=0.0, clip=None, m
             velocity[name] = momentum * velocity[name] + slope + weight_decay * weights[name]
             weights[name] = weights[name] - lr * velocity[name]
         weights = masked(weights, masks)
+        if after is not None:
+            weights = after(weights, step)
     return weights
 
 

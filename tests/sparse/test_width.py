@@ -8,8 +8,16 @@ import torch
 from torch import nn
 
 from lightning_sparsefl.errors import InvalidOption
-from lightning_sparsefl.sparse.units import find_groups
-from lightning_sparsefl.sparse.width import block_units, make_norms_static, prefix_units
+from lightning_sparsefl.sparse.unit_tables import groups_of, unit_tables
+from lightning_sparsefl.sparse.units import find_groups, unit_masks, unit_norms
+from lightning_sparsefl.sparse.width import (
+    block_units,
+    held_units,
+    largest_rate,
+    make_norms_static,
+    prefix_units,
+    ranked_units,
+)
 
 GROUPS = find_groups(
     nn.Sequential(nn.Linear(3, 10), nn.ReLU(), nn.Linear(10, 7), nn.ReLU(), nn.Linear(7, 2)), torch.zeros(1, 3)
@@ -52,3 +60,57 @@ def test_static_norms_use_the_batch_in_both_modes():
     assert [name for name, _ in net.named_parameters()] == names == list(net.state_dict())
     x = torch.randn(5, 2)
     assert torch.equal(net.train()(x), net.eval()(x))
+
+
+def test_a_window_is_as_wide_as_a_prefix_and_goes_around():
+    for turn in range(-12, 25):
+        for name, kept in ranked_units(GROUPS, 0.3, "rolling", turn=turn).items():
+            first = prefix_units(GROUPS, 0.3)[name]
+            assert torch.equal(kept, first.roll(turn))
+
+
+def test_magnitude_keeps_the_largest_rows():
+    weights = {"0.weight": torch.zeros(10, 3), "2.weight": torch.zeros(7, 10)}
+    weights["0.weight"][[2, 5]], weights["2.weight"][6] = -1.0, 0.1
+    kept = ranked_units(GROUPS, 0.2, "magnitude", weights=weights)
+    assert kept["0"].nonzero().flatten().tolist() == [2, 5]
+    assert kept["2"].nonzero().flatten().tolist() == [0, 6]  # of equal ones, the lower index
+
+
+@pytest.mark.parametrize(("rounding", "counts"), [("up", [3, 2]), ("nearest", [2, 1])])
+def test_numbers_of_units_are_rounded_as_asked(rounding, counts):
+    kept = ranked_units(GROUPS, 0.21, "random", seed=3, rounding=rounding)
+    assert [int(units.sum()) for units in kept.values()] == counts
+
+
+@pytest.mark.parametrize("pattern", ["ordered", "random", "rolling"])
+def test_masks_tell_which_units_they_keep(pattern):
+    net = nn.Sequential(nn.Conv2d(1, 6, 3), nn.ReLU(), nn.Flatten(), nn.Linear(24, 8), nn.GRU(8, 5))
+    groups = find_groups(net[:4], torch.zeros(1, 1, 4, 4))
+    kept = ranked_units(groups, 0.4, pattern, turn=4, seed=1)
+    masks = unit_masks(groups, kept, dict(net.named_parameters()))
+    assert {name: units.tolist() for name, units in held_units(groups, masks).items()} == {
+        name: units.tolist() for name, units in kept.items()
+    }
+
+
+def test_tables_of_units_make_the_same_masks():
+    net = nn.Sequential(
+        nn.Conv2d(2, 6, 3), nn.BatchNorm2d(6), nn.ReLU(), nn.Flatten(), nn.Linear(24, 8), nn.Linear(8, 2)
+    )
+    groups = find_groups(net, torch.zeros(1, 2, 4, 4))
+    again = groups_of(unit_tables(groups))
+    assert [(g.name, g.size, g.layers) for g in again] == [(g.name, g.size, tuple(g.layers)) for g in groups]
+    weights = dict(net.named_parameters())
+    kept = ranked_units(groups, 0.4, "random", seed=1)
+    ours, theirs = (unit_masks(each, kept, weights) for each in (again, groups))
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    norms = [unit_norms(each, weights) for each in (again, groups)]
+    assert all(torch.equal(norms[0][name], norms[1][name]) for name in norms[1])
+
+
+def test_a_client_has_the_largest_rate_within_its_capacity():
+    assert [largest_rate((0.25, 1.0, 0.5), capacity) for capacity in (0.25, 0.49, 0.5, 1.0)] == [0.25, 0.25, 0.5, 1.0]
+    with pytest.raises(InvalidOption, match=r"the capacity 0.2, and the smallest of `algorithm.rates` is 0.25"):
+        largest_rate((0.5, 0.25), 0.2)

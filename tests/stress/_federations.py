@@ -28,8 +28,8 @@ from lightning_sparsefl.federated.storage.memory_store import read_stored
 from lightning_sparsefl.federated.storage.record_store import StoredRecords
 from lightning_sparsefl.models import MLP
 
-NARROW: dict[str, dict[str, Any]] = {"SplitMix": {"bases": 2}}
-"""Options for 16 hidden units, for which the default is too small."""
+NARROW: dict[str, dict[str, Any]] = {"SplitMix": {"bases": 2}, "PFedMe": {"lam": 5.0}}
+"""Options for 16 hidden units, for which the default is too small, and for a learning rate of .1."""
 
 
 def algorithm(name: str) -> FederatedAlgorithm:

@@ -30,9 +30,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+sys.path.insert(0, str(Path(__file__).parents[1]))  # for `helpers`, the folder of the tests
 sys.path.insert(0, str(Path(__file__).parent))  # as when it is run as a script
-from _federations import records_of
+from _federations import algorithm, records_of
 
+from helpers.networks import MODULES
 from lightning_sparsefl import algorithms
 from lightning_sparsefl.data import Dirichlet, FederatedBlobs
 from lightning_sparsefl.federated import FederatedAlgorithm, FederatedTrainer, Federation
@@ -63,8 +65,7 @@ class Drift(FederatedAlgorithm):
 
 
 CASES: dict[str, FederatedAlgorithm] = {
-    **{name: getattr(algorithms, name)() for name in algorithms.__all__ if name != "SplitMix"},
-    "SplitMix": algorithms.SplitMix(bases=2),
+    **{name: algorithm(name) for name in algorithms.__all__},
     "FedSpa static": algorithms.FedSpa(search="static", mask_init="different", layer_density="uniform", density=0.3),
     "FedSpa count": algorithms.FedSpa(mask_init="different", growth="random", merge="count", mask_pool="all"),
     "FedLPS fixed": algorithms.FedLPS(ratio="fixed", refresh="round", reduction="mean"),
@@ -160,7 +161,7 @@ def fit(case: str, placement: Any, rounds: int, folder: Path, **options: Any) ->
         batch_size=8,
         drop_last=True,  # batch norm cannot train on one sample
     )
-    summary = trainer.fit(Net(), data)
+    summary = trainer.fit(MODULES.get(case, Net)(), data)
     return left_by(trainer.run_folder, summary) if trainer.fabric.global_rank == 0 else None
 
 

@@ -170,6 +170,21 @@ def test_what_arrives_is_what_was_sent_and_weighs_what_was_said(seed):
     assert back.memory is None
 
 
+@pytest.mark.parametrize("name", ["large", "scores"])
+def test_bools_in_extra_take_at_most_one_bit_per_coordinate(name):
+    for seed in range(20):
+        rng = torch.Generator().manual_seed(seed)
+        bits = torch.rand(40, 50, generator=rng) < 0.5
+        sizes = {}
+        for key, tree in {"empty": {name: bits[:0]}, "full": {name: bits}}.items():
+            update = Update(weights={}, extra={"core": tree})
+            payload = CODEC.encode_update(update, Message(weights=SCHEMA))
+            sizes[key] = CODEC.update_size(update, Message(weights=SCHEMA)).total
+            assert sizes[key] == len(payload)
+            assert equal(CODEC.decode_update(payload, Message(weights=SCHEMA)).extra, update.extra)
+        assert sizes["full"] <= sizes["empty"] + -(-bits.numel() // 8) + 3
+
+
 def test_updates_can_be_coded_by_who_decoded_the_message():
     for seed in range(30):
         draw = Draw(seed)
@@ -177,6 +192,36 @@ def test_updates_can_be_coded_by_who_decoded_the_message():
         received = CODEC.decode_message(CODEC.encode_message(message))
         update = draw.update(message)
         assert CODEC.encode_update(update, received) == CODEC.encode_update(update, message)
+
+
+def drawn_from_the_seed(message):
+    """The votes of a method whose messages hold a seed."""
+    rng = torch.Generator().manual_seed(int(message.extra["draw"]["seed"]))
+    return {"large": torch.rand(40, 50, generator=rng) < 0.3}
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2**62 + 1, 2**63 - 1, -(2**63)])
+def test_votes_that_follow_from_a_seed_in_the_message_take_one_byte(seed):
+    codec = Codec(SCHEMA, drawn_from_the_seed)
+    message = Message(weights=SCHEMA, extra={"draw": {"seed": torch.tensor(seed)}})
+    received = codec.decode_message(codec.encode_message(message))
+    assert equal(received.extra["draw"]["seed"], torch.tensor(seed))
+
+    weights = {"large": torch.randn(40, 50, generator=torch.Generator().manual_seed(3))}
+    update = Update(weights=weights, votes=drawn_from_the_seed(received))
+    payload = codec.encode_update(update, received)
+    arrived = codec.decode_update(payload, message)
+    assert equal(arrived.votes, update.votes)
+    assert equal(arrived.weights, apply(weights, update.votes))
+    size = codec.update_size(update, message)
+    assert (size.total, size.masks) == (len(payload), 0)
+    other = Update(weights=weights, votes={"large": ~update.votes["large"]})
+    changed = codec.update_size(other, message)
+    assert changed.masks == 250
+    assert equal(codec.decode_update(codec.encode_update(other, message), received).votes, other.votes)
+    implied = 1 + 1  # the flag of votes, and that they are the expected ones
+    values = 4 * int(update.votes["large"].sum())
+    assert size.total == HEADER + 2 + implied + 3 + values + 1 + 2 + 1
 
 
 HEADER, DENSE = 9, 4 * (4 * 27 + 4 + 4 + 1 + 2000) + 2 * (35 + 33) + 8 * 18 + 8

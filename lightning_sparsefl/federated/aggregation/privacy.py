@@ -137,26 +137,28 @@ class NoisySum(Accumulator):
         super().add(replace(update, weight=1), message, 1)
 
     def result(self, reports: Mapping[int, Mapping[str, float]]) -> Merged:
-        """Add the noise and return the mean, without the clients' metrics, which have no noise.
+        """Add the noise and return the mean, without the clients' metrics and the numbers of votes, which have none.
 
         Args:
             reports: Metrics by client; ignored.
         """
         self._add_noise()
         self._counts.fill_(self._cohort)
-        return super().result({})
+        return replace(super().result({}), voters={})
 
     def _add_noise(self) -> None:
         """Add noise to every coordinate that clients may change, then round to the grid of the sum.
 
-        The votes determine these coordinates; they are the same for all clients of a private run.
+        The votes determine these coordinates; they are the same for all clients of a private run. A tensor that nobody
+        sends, such as a personal layer, gets no noise.
         """
         self._fold_large()
         stream = NormalStream(derive_key(self._secret, self._context, self._sum))
         sums, everywhere = self._pieces(self._sum), self._voters is None or self._dense_voters > 0
         votes = sums if self._voters is None else self._pieces(self._voters)
-        for name, constant, total, voters in zip(self.layout.names, self._grid, sums, votes, strict=True):
-            if name in self.layout.buffers:
+        kept = [not_sent == self._updates for not_sent in self._not_sent]
+        for name, constant, total, voters, own in zip(self.layout.names, self._grid, sums, votes, kept, strict=True):
+            if name in self.layout.buffers or own:
                 continue
             noise = stream.draw(total.numel()).to(self.device) * self._deviation
             total += noise if everywhere else noise * (voters > 0)

@@ -87,6 +87,8 @@ class Accumulator:
         self._coordinate_counts: Tensor | None = None
         self._voters: Tensor | None = None
         self._dense_voters = 0
+        self._not_sent = [0] * len(layout.names)
+        self._updates = 0
         self._extra: dict[str, dict[str, ExactSum]] = {}
         self._large: dict[str, ExactSum] = {}
         self._total = 0
@@ -119,6 +121,7 @@ class Accumulator:
         """
         self._check(update)
         self._add_extra(update)
+        self._updates += 1
         if update.weights or self.silence_counts:
             self._add_weights(update, message, num_examples)
 
@@ -140,7 +143,7 @@ class Accumulator:
                     self._large.setdefault(name, ExactSum(term.shape, self.device)).add(term)
                 else:
                     total += term.add_(constant).sub_(constant)
-        self._count_voters(votes)
+        self._count_voters(update, votes)
         self._count(update, votes, num_examples)
 
     def _beyond_grid(self, values: Weights) -> set[str]:
@@ -172,6 +175,8 @@ class Accumulator:
     def _check(self, update: Update) -> None:
         if not isinstance(update.weight, int) or update.weight < 1:
             raise InvalidOption(f"`Update(weight={update.weight!r})`: expected a positive integer, samples or 1.")
+        if not update.weights:  # of any kind: a client that took no step is not asked which
+            return
         kind = "difference" if self.silence_counts else update.kind
         if self._kind not in (None, kind):
             raise InvalidOption(
@@ -190,13 +195,17 @@ class Accumulator:
             self._coordinate_counts = torch.zeros_like(self._sum)
         self._spread(votes, counts, self._coordinate_counts)
 
-    def _count_voters(self, votes: Masks) -> None:
+    def _count_voters(self, update: Update, votes: Masks) -> None:
+        """Count the votes; a name that was not sent counts as voted on in the coverage, unless `votes` has a mask."""
+        for place, name in enumerate(self.layout.names):
+            self._not_sent[place] += name not in update.weights and name not in votes
         if not votes:
             self._dense_voters += 1
             return
         if self._voters is None:
             self._voters = torch.zeros(self.layout.size, dtype=torch.int32, device=self.device)
-        self._spread(votes, [1] * len(self.layout.names), self._voters)
+        amounts = [int(name in update.weights or name not in votes) for name in self.layout.names]
+        self._spread(votes, amounts, self._voters)
 
     def _spread(self, votes: Masks, amounts: Sequence[float], onto: Tensor) -> None:
         """Add each tensor's amount to the coordinates that were voted on."""
@@ -244,11 +253,14 @@ class Accumulator:
             self._total,
             self._dense_voters,
             difference,
+            self._updates,
+            *self._not_sent,
         ]
-        masked, voted, total, dense_voters, differences = reduce(
+        masked, voted, total, dense_voters, differences, updates, *not_sent = reduce(
             torch.tensor(facts, dtype=torch.float64, device=self.device)
         ).tolist()
         self._total, self._dense_voters = int(total), int(dense_voters)
+        self._updates, self._not_sent = int(updates), [int(count) for count in not_sent]
         self._kind = "difference" if differences else self._kind
         if masked and self._coordinate_counts is None:
             self._coordinate_counts = torch.zeros_like(self._sum)
@@ -284,12 +296,10 @@ class Accumulator:
         """
         self._fold_large()
         mean = torch.empty(self.layout.size, dtype=self.layout.dtype, device=self.device)
-        voted_on = {} if self._coordinate_counts is None else dict(self.layout.split(self._coordinate_counts))
         covered = {}
-        for count, (name, total), (_, target) in zip(
-            self._counts, self.layout.split(self._sum), self.layout.split(mean), strict=True
+        for counts, (name, total), (_, target) in zip(
+            self.weights_of_votes().values(), self.layout.split(self._sum), self.layout.split(mean), strict=True
         ):
-            counts = count + voted_on[name] if name in voted_on else count
             target.copy_(total / counts.clamp_min(1))  # the sum is zero where the count is
             covered[name] = (counts > 0).expand(total.shape)
         complete = bool(torch.stack([mask.all() for mask in covered.values()]).all())
@@ -301,7 +311,24 @@ class Accumulator:
             kind=self._kind or "weights",
             extra=extra,
             reports=reports,
+            voters=self._voters_by_name(),
         )
+
+    def weights_of_votes(self) -> dict[str, Tensor]:
+        """Return the sums of the weights of the votes, by name, for all coordinates of a tensor or for each of them."""
+        spread = {} if self._coordinate_counts is None else dict(self.layout.split(self._coordinate_counts))
+        named = zip(self.layout.names, self._counts, strict=True)
+        return {name: count + spread[name] if name in spread else count for name, count in named}
+
+    def _voters_by_name(self) -> dict[str, Tensor]:
+        """Return the number of votes on each coordinate, without the tensors on which all clients voted everywhere."""
+        zeros = torch.zeros(1, dtype=torch.int32, device=self.device).expand(self.layout.size)
+        counts = self._dense_voters + (zeros if self._voters is None else self._voters)
+        return {
+            name: count - not_sent
+            for not_sent, (name, count) in zip(self._not_sent, self.layout.split(counts), strict=True)
+            if self._voters is not None or self._dense_voters - not_sent < self._updates
+        }
 
 
 def voted(update: Update, message: Message) -> Masks:

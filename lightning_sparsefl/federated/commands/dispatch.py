@@ -16,10 +16,12 @@ from lightning_sparsefl.errors import InvalidOption
 from lightning_sparsefl.federated.commands.export import export
 from lightning_sparsefl.federated.commands.fit import fit
 from lightning_sparsefl.federated.commands.inputs import check_data, check_module, warn_of_full_capacities
+from lightning_sparsefl.federated.commands.kept import kept_by_command
 from lightning_sparsefl.federated.commands.replay import replay
 from lightning_sparsefl.federated.commands.run import Run
 from lightning_sparsefl.federated.commands.score import score
 from lightning_sparsefl.federated.distributed.fabric import intra_op_threads
+from lightning_sparsefl.federated.distributed.heartbeat import heartbeats
 from lightning_sparsefl.federated.distributed.launcher import launch
 from lightning_sparsefl.federated.distributed.ranks import Ranks
 from lightning_sparsefl.federated.distributed.signals import Interrupted, exit_exception
@@ -115,12 +117,19 @@ def _work(
 ) -> dict[str, Any]:
     """Run one process's part; the result is small and plain, since it may cross a pipe."""
     splits: dict[str, Split] = {"validate": "val", "test": "test", "export": getattr(data, "eval_split", "val")}
-    with silenced(options.quiet), intra_op_threads(options.num_threads), isolate_rng():
+    ranks = Ranks(fabric)
+    with silenced(options.quiet), intra_op_threads(options.num_threads), isolate_rng(), heartbeats(ranks):
         rank_zero_info(f"{fabric.world_size} rank(s), {options.num_threads} intra-op thread(s) each")
-        run = Run(options, Ranks(fabric), module, data, ckpt_path, splits.get(verb))
-        signal, result = None, {}
+        run, signal, result = None, None, {}
         try:
+            run = Run(options, ranks, module, data, ckpt_path, splits.get(verb))
             result = _COMMANDS[verb](run, **asked)
-        except Interrupted as stop:
+        except (Interrupted, KeyboardInterrupt) as stop:
+            if verb != "export" and (run is None or run.folder is None):  # both say themselves what they keep
+                folder = None if run is None else run.resume_point.folder
+                rank_zero_info(f"{str(stop) or 'SIGINT'}: {kept_by_command(verb, folder)}")
+            if isinstance(stop, KeyboardInterrupt):
+                raise
             signal = stop.number
-    return {"result": result, "folder": None if run.folder is None else str(run.folder.path), "signal": signal}
+    path = None if run is None or run.folder is None else str(run.folder.path)
+    return {"result": result, "folder": path, "signal": signal}

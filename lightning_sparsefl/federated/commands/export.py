@@ -17,12 +17,14 @@ from typing import Any, Literal, get_args
 
 import lightning as L
 import torch
+from lightning.fabric.utilities.rank_zero import rank_zero_info
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from lightning_sparsefl.errors import ExportMismatch, InvalidOption
 from lightning_sparsefl.federated.client import Client
 from lightning_sparsefl.federated.commands import onnx_file
+from lightning_sparsefl.federated.commands.kept import kept_by_export
 from lightning_sparsefl.federated.commands.run import Run
 from lightning_sparsefl.federated.evaluation.scorer import score_global
 from lightning_sparsefl.federated.exchange.orders import Order
@@ -114,10 +116,15 @@ def export(run: Run, request: ExportRequest) -> Exported:
 
 
 def _export(run: Run, state: RunState, request: ExportRequest) -> Exported:
-    job = _Job(run, state, request)
-    with raise_disk_full(job.folder, "the model is not exported; free some space, or set `out`"):
-        files = dict(job.write())
-    scores = dict(job.scores(files)) if request.check else {}
+    files: dict[Format, Path] = {}
+    try:
+        job = _Job(run, state, request)
+        with raise_disk_full(job.folder, "the model is not exported; free some space, or set `out`"):
+            files.update(job.write())
+        scores = dict(job.scores(files)) if request.check else {}
+    except KeyboardInterrupt:
+        rank_zero_info(f"SIGINT: {kept_by_export(list(files.values()))}")
+        raise
     exported = Exported(files, scores, tuple(job.notes), job.kept)
     _print(job.title, exported)
     _require_equal(exported, exact=run.ranks.fabric.strategy.precision.precision in ("32-true", "64-true"))
@@ -235,14 +242,18 @@ class _Job:
         Args:
             files: Paths of the files by format.
         """
+        show, total = self.run.phases.show, 1 + len(files)
+        show("check", 0, total, "models")
         yield MEMORY, self._score(self.run.worker, self.weights)
-        for name, path in files.items():
+        for done, (name, path) in enumerate(files.items(), start=1):
+            show("check", done, total, "models")
             if name == "onnx":
                 yield name, self._score_onnx(path)
             else:
                 state = load_plain(path)["state_dict"] if name == "ckpt" else load_sparse(path)
                 worker = self._fresh(state)
                 yield name, self._score(worker, worker.initial)
+        show("check", total, total, "models")
 
     def _score(self, worker: ClientWorker, weights: Weights) -> Mapping[str, float]:
         """Evaluate a model as the run does."""

@@ -11,6 +11,7 @@ from lightning.fabric.utilities.rank_zero import rank_zero_info
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 
 from lightning_sparsefl.errors import ClientFailed
+from lightning_sparsefl.federated.commands.kept import kept_by_fit
 from lightning_sparsefl.federated.commands.replay import replay_command
 from lightning_sparsefl.federated.commands.run import Run
 from lightning_sparsefl.federated.distributed.ranks import Ranks
@@ -21,10 +22,10 @@ from lightning_sparsefl.federated.storage.checkpoint import Checkpoint
 from lightning_sparsefl.federated.storage.folder_lock import FolderLock
 from lightning_sparsefl.federated.storage.record_store import StoredRecords
 from lightning_sparsefl.federated.storage.run_folder import RunFolder, new_version
-from lightning_sparsefl.federated.tracking.hyperparameters import hyperparameters, log_hyperparameters
-from lightning_sparsefl.federated.tracking.progress_bar import RoundProgressBar
+from lightning_sparsefl.federated.tracking.hyperparameters import hyperparameters
 from lightning_sparsefl.federated.tracking.recorder import Recorder
 from lightning_sparsefl.federated.tracking.round_trainer import RoundTrainer
+from lightning_sparsefl.federated.tracking.run_loggers import continue_loggers, log_hyperparameters, note_loggers
 from lightning_sparsefl.report import print_line, print_table, summary_rows
 from lightning_sparsefl.report.tables import LEGEND
 from lightning_sparsefl.types import RunState
@@ -84,7 +85,9 @@ class Fit:
 
     def __init__(self, run: Run, state: RunState, resumed: Checkpoint | None) -> None:
         self.parts, self.options, self.ranks, self.scorer = run, run.options, run.ranks, run.scorer
-        self._state, self._resumed, self._committed = state, resumed, state.server.round
+        self._state, self._resumed = state, resumed
+        self._recorded = self._committed = 0 if resumed is None else state.server.round
+        self._phase = "the setup"
         run.folder = self.folder = self._open_folder()
         self._loggers = self._open_loggers()
         self._round_trainer = RoundTrainer(
@@ -99,9 +102,6 @@ class Fit:
             self._copy,
         )
 
-        bars = [callback for callback in self.options.callbacks if isinstance(callback, RoundProgressBar)]
-        run.cohort.watch = bars[0].on_client_end if bars else None
-
     def run_rounds(self) -> dict[str, float]:
         """Run the rounds that are left; return the final table."""
         with raise_disk_full(self.folder.path):
@@ -109,6 +109,7 @@ class Fit:
             with self.parts.cohort.interrupts:
                 try:
                     self._rounds()
+                    self._phase = "fine-tuning"
                     self._recorder.finetuned, rows = self.scorer.finetuned(self._state)
                 except BaseException as error:
                     self._fail(error)
@@ -143,13 +144,17 @@ class Fit:
     def _open_loggers(self) -> list[Logger]:
         """Return the user's loggers, or one in the run folder that drops what came after the committed round."""
         loggers, path = self.options.users_loggers(), self.folder.path
+        going_on = self.parts.resume_point.folder is not None
+        if going_on and self.ranks.first:
+            continue_loggers(loggers, path)
         if not loggers and self.options.logger is not False:
-            going_on = self.parts.resume_point.folder is not None
             purge: dict[str, Any] = {"purge_step": self._state.server.round} if going_on else {}
             loggers = [
                 TensorBoardLogger(path.parent.parent, path.parent.name, path.name, default_hp_metric=False, **purge)
             ]
         log_hyperparameters(loggers, hyperparameters(self.options, self.parts.data, self.parts.module))
+        if self.ranks.first:
+            note_loggers(loggers, path)
         return loggers
 
     def _begin(self) -> None:
@@ -159,6 +164,9 @@ class Fit:
             self.folder.cut_back(self._state.server.round)
             if self.parts.resume_point.folder is not None:
                 self._discard_left_over()
+        hparams = hyperparameters(self.options, self.parts.data, self.parts.module)
+        if self.ranks.first:
+            self.folder.write_hyperparameters(hparams)
         self._recorder = Recorder(
             self.folder,
             self.options,
@@ -167,7 +175,7 @@ class Fit:
             self.parts.server_records,
             self._round_trainer,
             self._loggers,
-            hyperparameters(self.options, self.parts.data, self.parts.module),
+            hparams,
             int(self.parts.data.num_clients),
         )
         if self._resumed is not None:
@@ -210,15 +218,17 @@ class Fit:
     def _round(self) -> None:
         """Train, score, record and commit one round."""
         seen, number = self._round_trainer, self._state.server.round
+        self._phase = f"round {number + 1}"
         seen.call("on_train_epoch_start")
         last = number + 1 == self.options.max_rounds
         scored = last or (number + 1) % self.options.check_val_every_n_round == 0
         after = self.parts.split if scored and self.parts.federation.eval_after_training else None
         result = self.parts.coordinator.round(self._state, after)
         self._state = result.state
-        for index, outcome in enumerate(result.outcomes):
+        for index, outcome in enumerate(o for o in result.outcomes if o.status != "late"):
             seen.call("on_train_batch_start", outcome.client, index)
             seen.call("on_train_batch_end", dict(outcome.metrics), outcome.client, index)
+        self._phase = f"the evaluation of round {number + 1}"
         scores = self.scorer.scores(self._state) if scored else None
         further = {} if scores is None else self.scorer.select(self._state, scores)
         seen.global_step = number + 1
@@ -232,12 +242,14 @@ class Fit:
             self._score_late()
         self._stopped = seen.should_stop
         self._states = checkpoint.callback_states(seen.callbacks)
+        self._recorded = self._state.server.round
         if last or seen.should_stop or (number + 1) % self.parts.federation.checkpoint_every_n_rounds == 0:
             self._commit()
 
     def _score_late(self) -> None:
         """Score the last round even if a callback stopped the run between two evaluations."""
         if self._recorder.scored != self._state.server.round:
+            self._phase = f"the evaluation of round {self._state.server.round}"
             self._recorder.add_scores(self.scorer.scores(self._state), self._state.server.round)
 
     # ---- commits
@@ -286,15 +298,20 @@ class Fit:
     # ---- ends
 
     def _fail(self, error: BaseException) -> None:
-        """Commit what a signal has left, and notify callbacks and loggers."""
-        if isinstance(error, Interrupted):
-            if self._state.server.round > self._committed:
-                self._commit()
-            rank_zero_info(f"{error}: {self._committed} rounds are committed; `ckpt_path: last` goes on from there.")
+        """Commit the last recorded round after a signal, say what is kept, and notify callbacks and loggers.
+
+        A round whose evaluation was interrupted is dropped, since its scores and callbacks are missing.
+        """
+        if isinstance(error, Interrupted) and self._recorded == self._state.server.round > self._committed:
+            self._commit()
+        if isinstance(error, Interrupted | KeyboardInterrupt):
+            kept = kept_by_fit(self.folder.path, self._committed, self.options.max_rounds, self._phase)
+            rank_zero_info(f"{str(error) or 'SIGINT'} {kept}")
         with contextlib.suppress(OSError):  # a further failure to write must not hide the first error
             if isinstance(error, ClientFailed):
                 self._offer_replay(error)
             self._round_trainer.call("on_exception", error)
+            self._recorder.close()
             for logger in self._loggers:
                 logger.finalize("failed")
 
@@ -316,7 +333,9 @@ class Fit:
             print_line(f"{LEGEND}\n")
             print_line(f"Run folder: {self.folder.path}")
             if any(isinstance(logger, TensorBoardLogger) for logger in self._loggers):
-                print_line(f"TensorBoard: tensorboard --logdir {self.folder.path}")
+                root = self.folder.path.parent
+                print_line(f"TensorBoard: tensorboard --logdir {self.folder.path} (to compare runs: --logdir {root})")
+        self._recorder.close()
         for logger in self._loggers:
             logger.finalize("success")
         return summary

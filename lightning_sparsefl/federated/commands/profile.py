@@ -1,18 +1,21 @@
 """Estimate of the costs of a run without training and without data.
 
 The code of the algorithm itself runs: client-rounds at several points of the run are simulated by a client that takes
-one step without data. The messages are real, so their sizes are those of the run, with three exceptions. Metrics of
+one step without data. The messages are real, so their sizes are those of the run, with four exceptions. Metrics of
 real clients, some 20 bytes each, are missing. Gradients are noise, so that a mask that depends on them changes more
-than in training, where dropped weights tend to return; its bytes are overestimated. The server does not learn from
-client-rounds (`observe`), so that a bandit always chooses as in the first round. Densities and capacities that a
-method draws at random, as FedLPS does, are drawn once for each part of the run and each capacity of the federation, so
-that the costs of such a run are rough.
+than in training, where dropped weights tend to return; its bytes are overestimated. Scores are the highest possible, so
+that a method that waits for one waits for the shortest time. The server does not learn from client-rounds (`observe`),
+so that a bandit always chooses as in the first round. Densities and capacities that a method draws at random, as FedLPS
+does, are drawn once for each part of the run and each capacity of the federation, so that the costs of such a run are
+rough. With `federation.redraw_capacities` the capacities are those of the run, but a simulated client keeps its masks,
+which a real one gets anew when its capacity changes.
 """
 
 from __future__ import annotations
 
 import copy
 import json
+import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -22,6 +25,7 @@ from typing import Any, NamedTuple
 import torch
 from lightning.pytorch import Callback, LightningModule
 
+from lightning_sparsefl.callbacks import StepMeter
 from lightning_sparsefl.cost import Charge, Ledger, forward_flops
 from lightning_sparsefl.errors import InvalidOption
 from lightning_sparsefl.federated.aggregation.reducers import Accumulator, CoverageMean
@@ -32,16 +36,23 @@ from lightning_sparsefl.federated.exchange.orders import Order, Split
 from lightning_sparsefl.federated.fleet import Fleet, LazyClientViews
 from lightning_sparsefl.federated.local.example_input import layers_of, units_of
 from lightning_sparsefl.federated.local.node import Node, NodeOptions
+from lightning_sparsefl.federated.options import Federation
+from lightning_sparsefl.federated.rounds.about import About, AboutClients, AllAbout
 from lightning_sparsefl.federated.rounds.outcome import Outcome
 from lightning_sparsefl.federated.rounds.run_options import RunOptions
-from lightning_sparsefl.federated.rounds.server import About, Server
+from lightning_sparsefl.federated.rounds.server import Server
 from lightning_sparsefl.federated.rounds.workload import Workload
-from lightning_sparsefl.federated.sampling import CohortSampler, split_unseen
+from lightning_sparsefl.federated.sampling.cohort_draw import CohortDraw
+from lightning_sparsefl.federated.sampling.draws import split_unseen
+from lightning_sparsefl.federated.sampling.samplers import Uniform
 from lightning_sparsefl.federated.storage.records import ServerRecord
+from lightning_sparsefl.federated.tracking.phase_progress import PhaseProgress
+from lightning_sparsefl.federated.tracking.progress_bar import RoundProgressBar
 from lightning_sparsefl.report import print_line, print_table, quantity
 from lightning_sparsefl.report.tables import NOT_COUNTED
 from lightning_sparsefl.seeds import generator
 from lightning_sparsefl.sparse.masks import apply, counts, density, intersect
+from lightning_sparsefl.sparse.parts import norms_of
 from lightning_sparsefl.sparse.units import UnitGroup, unit_masks
 from lightning_sparsefl.types import (
     ClientView,
@@ -83,12 +94,25 @@ class SimulatedWorker:
 
     Args:
         layout: Layout of the model.
+        initial: Initial weights of the model.
         seed: Random seed of the noise, which differs between gradients.
         find_units: Function that returns the units of the model.
+        norms: Names of the tensors of the model's norms.
+        exits: Early exits of the model by the last module of each block.
     """
 
-    def __init__(self, layout: Layout, seed: int, find_units: Callable[[], Sequence[UnitGroup]] = tuple) -> None:
-        self.layout, self._rng, self._find_units = layout, generator(seed, "rehearsal"), find_units
+    def __init__(
+        self,
+        layout: Layout,
+        initial: Weights,
+        seed: int,
+        find_units: Callable[[], Sequence[UnitGroup]] = tuple,
+        norms: frozenset[str] = frozenset(),
+        exits: Mapping[str, str] | None = None,
+    ) -> None:
+        self.layout, self.initial, self.buffers, self.norms = layout, initial, layout.buffers, norms
+        self._rng, self._find_units = generator(seed, "rehearsal"), find_units
+        self.exits = dict(exits or {})
 
     @cached_property
     def units(self) -> Sequence[UnitGroup]:
@@ -110,6 +134,10 @@ class SimulatedWorker:
 
         The arguments are those of :meth:`Client.fit`.
         """
+        for meter in callbacks:
+            if isinstance(meter, StepMeter):  # a client without a step would send nothing
+                meter.count({"lr": 1.0})
+        weights = {**self.initial, **weights}
         masks = masks if units is None else intersect(masks, unit_masks(self.units, units, weights))
         moved = {n: torch.where(trainable[n], w + 1e-3, w) if n in trainable else w + 1e-3 for n, w in weights.items()}
         return FitResult(weights=apply(moved, masks), metrics={}, steps=1, callbacks=callbacks)
@@ -125,14 +153,23 @@ class SimulatedWorker:
         return {name: torch.randn(self.layout.shapes[name], generator=self._rng) for name in names}
 
     def evaluate(self, client: Client, weights: Weights, split: Split) -> Mapping[str, float]:
-        """Return no scores, since there is no data.
+        """Return scores that are the highest possible whatever their name, since there is no data.
+
+        A method that waits for a score waits for the shortest time.
 
         Args:
             client: Ignored.
             weights: Ignored.
             split: Ignored.
         """
-        return {}
+        return _HighestScores()
+
+
+class _HighestScores(dict[str, float]):
+    """No metrics, of which each that is asked for is infinite."""
+
+    def __missing__(self, name: str) -> float:
+        return math.inf
 
 
 @dataclass(frozen=True)
@@ -160,6 +197,8 @@ class Profile:
         for title, costs in (("One client-round, mean", content["client_round"]), (cohorts, content["run"])):
             rows = [(label, *(_cell(costs, column, *what) for column in _COLUMNS)) for label, what in _ROWS.items()]
             print_table(title, ("", *_COLUMNS), rows)
+        if "sampler" in content:
+            print_line(f"Cohorts are drawn uniformly here, not by {content['sampler']}.")
         print_line(f"\n{_LEGEND}" + (f"\n{_ESTIMATE}" if content["run"]["wire"]["mask_bytes"] else ""))
 
 
@@ -191,7 +230,7 @@ def _cell(costs: Mapping[str, Mapping[str, float]], column: str, key: str, unit:
 
 
 def profile(options: RunOptions, module: LightningModule, data: Any) -> Profile:
-    """Estimate the costs of a run.
+    """Estimate the costs of a run; nothing is written.
 
     Args:
         options: Options of the run.
@@ -202,11 +241,14 @@ def profile(options: RunOptions, module: LightningModule, data: Any) -> Profile:
     Raises:
         InvalidOption: If the data module has no batch size or no numbers of training samples of the clients.
     """
-    simulation = _Simulation(options, module, data)
+    bar = next((each for each in options.callbacks if isinstance(each, RoundProgressBar)), None)
+    phases = PhaseProgress(shown=False) if bar is None else bar.phases
+    simulation = _Simulation(options, module, data, phases)
     algorithm, server = options.algorithm, simulation.server
     first, last = simulation.first, options.max_rounds
     scheduled = type(algorithm).profile_state is not FederatedAlgorithm.profile_state
     parts = _parts(server, _SCHEDULED_PHASES if scheduled else _PHASES)
+    server.about = _Representing(server.about, simulation.representatives)
     total = simulation.total(parts)
     message = algorithm.download(first.server, server.view(server.training_clients[0], 0))
     return Profile(
@@ -214,10 +256,16 @@ def profile(options: RunOptions, module: LightningModule, data: Any) -> Profile:
             "algorithm": type(algorithm).__name__,
             **_model_facts(server.layout, server.workload.layers, message),
             "rounds": last,
+            **_sampler_fact(options.federation),
             **({"final_density": density(algorithm.profile_state(first.server, last).masks)} if scheduled else {}),
             **_columns(_counted(total, server), last * options.federation.clients_per_round),
         }
     )
+
+
+def _sampler_fact(federation: Federation) -> dict[str, str]:
+    """Return the sampler, unless it is uniform."""
+    return {} if federation.sampler in (None, Uniform()) else {"sampler": repr(federation.sampler)}
 
 
 def _counted(total: Mapping[str, float], server: Server) -> dict[str, float]:
@@ -226,10 +274,13 @@ def _counted(total: Mapping[str, float], server: Server) -> dict[str, float]:
 
 
 def _nominal_sizes(data: Any) -> Sequence[int]:
-    """Return the number of training samples of each client."""
+    """Return the number of training samples of each client; only data that cannot tell without is loaded."""
     for name in ("client_sizes", "batch_size"):
         if getattr(data, name, None) is None:
             raise InvalidOption(f"`data` is a {type(data).__name__} without `{name}`, which `profile` needs.")
+    if len(data.client_sizes) == data.num_clients and min(data.client_sizes) < 1:
+        data.prepare_data()
+        data.setup("fit")
     sizes: Sequence[int] = data.client_sizes
     if len(sizes) != data.num_clients or min(sizes) < 1:
         raise InvalidOption(
@@ -249,15 +300,23 @@ class _Part(NamedTuple):
     capacity: float
 
 
-def _parts(server: Server, phases: int) -> dict[_Part, Counter[int]]:
-    """Count the client-rounds of each part by the number of samples of the client, for the cohorts of the run."""
-    parts: dict[_Part, Counter[int]] = defaultdict(Counter)
+class _Work(NamedTuple):
+    """What the costs of a client-round depend on, and the sizes of its messages do not."""
+
+    num_examples: int
+    local_epochs: int | None
+
+
+def _parts(server: Server, phases: int) -> dict[_Part, Counter[_Work]]:
+    """Count the client-rounds of each part by the work of the client, for the cohorts of the run."""
+    parts: dict[_Part, Counter[_Work]] = defaultdict(Counter)
     seen: set[int] = set()
     middles = _middles(server.max_rounds, phases)
     for number in range(server.max_rounds):
-        for client in server.cohort(RunState(ServerState(number, {}))):
-            about = server.about[client]
-            parts[_Part(middles[number], client in seen, about.capacity)][about.num_examples] += 1
+        for client in server.cohort(RunState(ServerState(number, {}))).trained:
+            about = server.about.of(client, number)
+            part = _Part(middles[number], client in seen, about.capacity)
+            parts[part][_Work(about.num_examples, about.local_epochs)] += 1
             seen.add(client)
     return dict(sorted(parts.items()))
 
@@ -267,6 +326,32 @@ def _middles(rounds: int, phases: int) -> list[int]:
     parts = [number * min(phases, rounds) // rounds for number in range(rounds)]
     sizes, firsts = Counter(parts), {part: number for number, part in reversed(list(enumerate(parts)))}
     return [firsts[part] + (sizes[part] - 1) // 2 for part in parts]
+
+
+@dataclass(frozen=True)
+class _Representing:
+    """Facts of clients, some of which stand for all clients of their capacity in every round."""
+
+    drawn: AllAbout
+    representatives: Mapping[float, int]
+    """A client for each capacity."""
+
+    def of(self, client: int, round: int) -> About:
+        """Return the facts of a client in a round, with the capacity that it stands for."""
+        about = self.drawn.of(client, round)
+        fixed = {each: capacity for capacity, each in self.representatives.items()}
+        return replace(about, capacity=fixed.get(client, about.capacity))
+
+    def available_from(self, client: int, at: float) -> float:
+        """Return the time itself, since clients are always available here."""
+        return at
+
+
+def _representatives(federation: Federation, about: AllAbout, clients: Sequence[int]) -> dict[float, int]:
+    """Return a client for each capacity: the first one that has it, or any where capacities are drawn anew."""
+    if federation.redraw_capacities:
+        return dict(zip(sorted(set(federation.capacities or [])), clients, strict=False))
+    return {about.of(client, 0).capacity: client for client in reversed(clients)}
 
 
 class _Simulated(NamedTuple):
@@ -283,30 +368,33 @@ class _Simulation:
         options: Options of the run.
         module: Module of the user; it is not changed.
         data: Data module of the clients.
+        phases: Progress of the simulation.
     """
 
-    def __init__(self, options: RunOptions, module: LightningModule, data: Any) -> None:
+    def __init__(self, options: RunOptions, module: LightningModule, data: Any, phases: PhaseProgress) -> None:
+        self._phases = phases
         federation, seed, sizes = options.federation, options.seed, _nominal_sizes(data)
         module = copy.deepcopy(module)
         options.algorithm.adapt(module)
         flat = FlatModule(module)
         weights, layout, device = flat.read(), flat.layout, flat.vector.device
-        worker = SimulatedWorker(layout, seed, lambda: units_of(module, data))
-        capacities = federation.fleet_capacities(len(sizes), seed)
-        self._about = [About(size, capacities[client]) for client, size in enumerate(sizes)]
+        known = (lambda: units_of(module, data), norms_of(module), getattr(module, "exits", {}))
+        worker = SimulatedWorker(layout, weights, seed, *known)
+        self._about = about = AboutClients(federation, sizes.__getitem__, len(sizes), seed)
         self._records, self._versions = _Records(), _Records()
         training_clients, _ = split_unseen(seed, len(sizes), federation.unseen_clients)
+        self.representatives = _representatives(federation, about, training_clients)
         workload = self._workload(options, module, data, layout, worker)
         self.server = Server(
             algorithm=options.algorithm,
             federation=federation,
             layout=layout,
-            codec=Codec(weights),
+            codec=Codec(weights, options.algorithm.may_vote),
             workload=workload,
             ledger=Ledger(counts_flops=workload.layers is not None),
             records=self._records,
-            about=self._about,
-            sampler=CohortSampler(training_clients, federation.clients_per_round, seed),
+            about=about,
+            sampler=CohortDraw(training_clients, federation.clients_per_round, seed),
             max_rounds=options.max_rounds,
             seed=seed,
             device=device,
@@ -316,7 +404,6 @@ class _Simulation:
         self._node = Node(options.algorithm, worker, self._versions, codec, layout, weights, device, rules)
         self._surveys: list[Charge] = []
         self.first = RunState(options.algorithm.init(weights, self._fleet(weights, worker)))
-        self._representatives = {self._about[i].capacity: i for i in reversed(self.server.training_clients)}
 
     def _workload(
         self, options: RunOptions, module: LightningModule, data: Any, layout: Layout, worker: SimulatedWorker
@@ -341,19 +428,22 @@ class _Simulation:
             survey=lambda message: self._survey(RunState(ServerState(0, weights)), message),
             clients_per_round=server.federation.clients_per_round,
             execution=server.federation.execution,
+            batches=server.workload.batches,
+            layers=server.workload.layers or (),
         )
 
     def _survey(self, state: RunState, message: Message) -> Merged:
         """Run a survey of all clients, without data."""
         clients = self.server.training_clients
-        total = max(sum(self._about[client].num_examples for client in clients), len(clients))
+        total = max(sum(self._about.of(client, 0).num_examples for client in clients), len(clients))
         merge = CoverageMean().start(self.server.layout, state.server.weights, total)
         reports = {}
-        for client in clients:
+        for done, client in enumerate(clients, start=1):
             order = self.server.order(state, client, "survey", message=message)
             outcome = self._answer(order, merge)
             reports[client] = outcome.metrics
             self._surveys += [outcome.charge] if outcome.charge else []
+            self._phases.show("survey", done, len(clients))
         return merge.result(reports)
 
     def _answer(self, order: Order, merge: Accumulator | None = None) -> Outcome:
@@ -365,7 +455,7 @@ class _Simulation:
 
     def _simulate(self, part: _Part) -> _Simulated:
         """Simulate one client-round of a part; parts must come in the order of the run."""
-        client = self._representatives[part.capacity]
+        client = self.representatives[part.capacity]
         if not part.again:
             self._records.forget(client)
             self._versions.forget(client)
@@ -377,35 +467,37 @@ class _Simulation:
         self._records.put(client, dict(outcome.record), part.middle + 1)
         return _Simulated(order, outcome.charge)
 
-    def total(self, parts: Mapping[_Part, Mapping[int, int]]) -> dict[str, float]:
+    def total(self, parts: Mapping[_Part, Mapping[_Work, int]]) -> dict[str, float]:
         """Sum the costs of all client-rounds, by ``column.key``.
 
-        Counting the weights kept by masks is slow, so the costs of clients with other numbers of samples are computed
-        again only if those of the first client of their capacity have changed.
+        Counting the weights kept by masks is slow, so the costs of clients with other numbers of samples or epochs are
+        computed again only if those of the first client of their capacity have changed.
 
         Args:
-            parts: Number of client-rounds by part and by the client's number of samples.
+            parts: Number of client-rounds by part and by the client's work.
         """
-        known: dict[tuple[Costs, float, int], Costs] = {}
+        known: dict[tuple[Costs, float, _Work], Costs] = {}
         total: dict[str, float] = defaultdict(int)
         for charge in self._surveys:
             for name, value in _flat(Costs(0, 0, 0, 0), charge).items():
                 total[name] += value
-        for part, client_rounds in parts.items():
+        for done, (part, client_rounds) in enumerate(parts.items()):
+            self._phases.show("simulate", done, len(parts), "client-rounds")
             view = self._view_before(part)
             order, charge = self._simulate(part)
-            first = self._costs(view, order, part)
-            for size, times in client_rounds.items():
-                key = first, part.capacity, size
+            first = self._costs(replace(view, local_epochs=None), order, part)
+            for work, times in client_rounds.items():
+                key = first, part.capacity, work
                 if key not in known:
-                    known[key] = self._costs(replace(view, num_examples=size), order, part)
+                    known[key] = self._costs(replace(view, **work._asdict()), order, part)
                 for name, value in _flat(known[key], charge).items():
                     total[name] += times * value
+        self._phases.close()
         return total
 
     def _view_before(self, part: _Part) -> ClientView:
         """Return the server's view of a part's client before the simulation."""
-        client = self._representatives[part.capacity]
+        client = self.representatives[part.capacity]
         record = self.server.record(client) if part.again else ServerRecord()
         return self.server.view(client, part.middle, record)
 

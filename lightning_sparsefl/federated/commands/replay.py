@@ -87,12 +87,28 @@ def replay(run: Run, client: int, round: int | None = None) -> Replay:
     """
     state = _state_before(run, round)
     number = state.server.round if round is None else round
+    if not run.server.sampler.learns:
+        _check_client(run, state, client, number)
+    state = _repeat_rounds(run, state, number)
     _check_client(run, state, client, number)
-    while state.server.round < number:
-        state = run.coordinator.round(state).state
     again = _replay_client(run, state, client)
     again.print()
     return again
+
+
+def _repeat_rounds(run: Run, state: RunState, number: int) -> RunState:
+    """Return the state before a round, with the rounds up to it repeated."""
+    first = state.server.round
+
+    def watch(phase: str, done: int, clients: int) -> None:
+        passed, rounds = state.server.round - first, number - first
+        run.phases.show("rounds before", passed * clients + done, rounds * clients, "client-rounds")
+
+    run.cohort.watch = watch
+    with run.cohort.interrupts:
+        while state.server.round < number:
+            state = run.coordinator.round(state).state
+    return state
 
 
 def _state_before(run: Run, round: int | None) -> RunState:
@@ -145,7 +161,7 @@ def _check_client(run: Run, state: RunState, client: int, round: int) -> None:
             "`ckpt_path` is not set; expected a checkpoint of the run, since cohorts and noise of a private run depend "
             "on its random identifier."
         )
-    cohort = run.server.cohort(replace(state, server=replace(state.server, round=round)))
+    cohort = run.server.cohort(replace(state, server=replace(state.server, round=round))).trained
     if client not in cohort:
         listed = ", ".join(map(str, cohort[:20])) + (", ..." if len(cohort) > 20 else "")
         raise InvalidOption(f"`client` is {client}, which does not train in round {round}; expected one of {listed}.")

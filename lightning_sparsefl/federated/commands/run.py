@@ -25,13 +25,16 @@ from lightning_sparsefl.federated.local.node import Node, NodeOptions
 from lightning_sparsefl.federated.local.stacked.worker import StackedWorker
 from lightning_sparsefl.federated.local.wire_node import WireNode
 from lightning_sparsefl.federated.local.worker import ClientWorker, LocalWork
+from lightning_sparsefl.federated.rounds.about import AboutClients
 from lightning_sparsefl.federated.rounds.cohort import RankCohort
 from lightning_sparsefl.federated.rounds.coordinator import Coordinator
 from lightning_sparsefl.federated.rounds.merge_policy import MergePolicy
 from lightning_sparsefl.federated.rounds.run_options import RunOptions
-from lightning_sparsefl.federated.rounds.server import About, Server
+from lightning_sparsefl.federated.rounds.server import Server
 from lightning_sparsefl.federated.rounds.workload import Workload
-from lightning_sparsefl.federated.sampling import CohortSampler, split_unseen
+from lightning_sparsefl.federated.sampling.cohort_draw import CohortDraw
+from lightning_sparsefl.federated.sampling.draws import split_unseen
+from lightning_sparsefl.federated.sampling.samplers import Uniform
 from lightning_sparsefl.federated.storage.checkpoint import (
     CLIENTS,
     Checkpoint,
@@ -47,24 +50,11 @@ from lightning_sparsefl.federated.storage.record_store import RecordStore
 from lightning_sparsefl.federated.storage.resume import ResumePoint, find_resume_point, lock_resume_point
 from lightning_sparsefl.federated.storage.run_folder import RunFolder
 from lightning_sparsefl.federated.storage.sqlite_store import SqliteStore
+from lightning_sparsefl.federated.tracking.phase_progress import PhaseProgress
+from lightning_sparsefl.federated.tracking.progress_bar import RoundProgressBar
 from lightning_sparsefl.seeds import random_identifier, seed_all
 from lightning_sparsefl.types import Merged, Message, RunState, ServerState
 from lightning_sparsefl.wire import Codec
-
-
-class AboutClients:
-    """Sizes and capacities of all clients, each found when it is asked for.
-
-    Args:
-        data: The clients' data.
-        capacities: Capacity by client.
-    """
-
-    def __init__(self, data: Any, capacities: Any) -> None:
-        self._data, self._capacities = data, capacities
-
-    def __getitem__(self, client: int) -> About:
-        return About(self._data.num_examples(client), self._capacities[client])
 
 
 class Run:
@@ -94,12 +84,13 @@ class Run:
     ) -> None:
         self.options, self.ranks, self.module, self.data = options, ranks, module, data
         self.federation, self.algorithm = options.federation, options.algorithm
+        self.sampler = options.federation.sampler or Uniform()
         default: Split = getattr(data, "eval_split", "val")
         self.split: Split = split or default
         self.folder: RunFolder | None = None
         root = Path(options.default_root_dir)
         self.lock: FolderLock | None = None
-        self._find = partial(find_resume_point, ckpt_path, root, options.name, split is None)
+        self._find = partial(find_resume_point, ckpt_path, root, options.name, split is None, options.run_dir)
         self.resume_point = ranks.share(self._find)[0]  # raises now if there is nothing to resume
         seed_all(options.seed, "data")
         ranks.share(self._prepare_data)
@@ -114,6 +105,7 @@ class Run:
         self.workload = self._describe_workload()
         self.ledger = Ledger(counts_flops=self.workload.layers is not None)
         self._connect()
+        self.phases = self._show_progress()
         self.identity = identity(self.algorithm, data.num_clients, self.layout)
         precision = str(ranks.fabric.strategy.precision.precision)
         self.training = training_facts(options, self.workload, data, precision, self.stack_size)
@@ -173,13 +165,9 @@ class Run:
         Args:
             module: The user's module, or a copy of it.
         """
-        options = self.options
-        engine = local_engine(
-            self.federation.local_engine, self.ranks.fabric, options.local, module, options.client_callbacks
-        )
-        work = LocalWork(
-            options.client_callbacks, options.round_lr, options.validate_locally, self.federation.execution
-        )
+        options, callbacks = self.options, [*self.options.client_callbacks, *self.sampler.callbacks()]
+        engine = local_engine(self.federation.local_engine, self.ranks.fabric, options.local, module, callbacks)
+        work = LocalWork(callbacks, options.round_lr, options.validate_locally, self.federation.execution)
         kind = StackedWorker if self.federation.local_engine == "stacked" else ClientWorker
         return kind(module, self.data, engine, work, self.ranks.fabric.device)
 
@@ -195,9 +183,10 @@ class Run:
         options, federation, data = self.options, self.federation, self.data
         seed, num_clients = options.seed, data.num_clients
         training_clients, unseen_clients = split_unseen(seed, num_clients, federation.unseen_clients)
-        about = AboutClients(data, federation.fleet_capacities(num_clients, seed))
-        codec = Codec(self.worker.initial)
-        merging = MergePolicy(self.algorithm, federation, self.layout, len(training_clients))
+        about = AboutClients(federation, data.num_examples, num_clients, seed)
+        codec = Codec(self.worker.initial, self.algorithm.may_vote)
+        merging = MergePolicy(self.algorithm, federation, self.layout, len(training_clients), self.sampler.late_merge())
+        timed = federation.availability is not None
         secret = None if federation.privacy is None else lambda: merging.secret
         self.server = Server(
             algorithm=self.algorithm,
@@ -208,7 +197,7 @@ class Run:
             ledger=self.ledger,
             records=self.server_records,
             about=about,
-            sampler=CohortSampler(training_clients, federation.clients_per_round, seed, secret),
+            sampler=CohortDraw(training_clients, federation.clients_per_round, seed, self.sampler, secret, timed),
             max_rounds=options.max_rounds,
             seed=seed,
             device=self.device,
@@ -237,6 +226,16 @@ class Run:
         self.coordinator = Coordinator(self.server, self.cohort, merging)
         stores = (self.server_records, self.node_records)
         self.scorer = Scorer(self.coordinator, self.worker, unseen_clients, stores, self.split)
+
+    def _show_progress(self) -> PhaseProgress:
+        """Let the progress bar watch the clients; return the progress of other work, which is hidden without a bar."""
+        bar = next((each for each in self.options.callbacks if isinstance(each, RoundProgressBar)), None)
+        if bar is None:
+            return PhaseProgress(shown=False)
+        if not self.ranks.first:
+            bar.disable()
+        self.cohort.watch = bar.on_client_end
+        return bar.phases
 
     def _describe_workload(self) -> Workload:
         options = self.options.local
@@ -271,7 +270,8 @@ class Run:
             rank_zero_info(self.resume_point.notice)
         if self.resume_point.checkpoint is None:
             run = self._identify(self.ranks.share(random_identifier)[0])
-            return RunState(self.algorithm.init(self.worker.initial, self._fleet(run)), run=run), None
+            server = self.algorithm.init(self.worker.initial, self._fleet(run))
+            return RunState(server, self.sampler.start(), run=run), None
         checkpoint = self.resume_point.read(lambda path: self._restore(path, training))
         with as_checkpoint_error(self.resume_point.checkpoint):
             self.scorer.restore(checkpoint.selected)
@@ -307,11 +307,14 @@ class Run:
             survey=lambda message: self._survey(run, message),
             clients_per_round=self.federation.clients_per_round,
             execution=self.federation.execution,
+            batches=self.workload.batches,
+            layers=self.workload.layers or (),
         )
 
     def _survey(self, run: str, message: Message) -> Merged:
         state = RunState(ServerState(round=0, weights=self.worker.initial), run=run)
-        return self.coordinator.survey(state, self.server.training_clients, message)
+        with self.cohort.interrupts:
+            return self.coordinator.survey(state, self.server.training_clients, message)
 
     def module_state(self, state: RunState) -> dict[str, torch.Tensor]:
         """Return the module's ``state_dict`` with the global weights.

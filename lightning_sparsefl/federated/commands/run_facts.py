@@ -10,6 +10,7 @@ from lightning.pytorch import LightningModule
 from lightning_sparsefl.federated.fleet import sizes_fact
 from lightning_sparsefl.federated.rounds.run_options import RunOptions
 from lightning_sparsefl.federated.rounds.workload import Workload
+from lightning_sparsefl.federated.sampling.samplers import Uniform
 from lightning_sparsefl.federated.tracking.hyperparameters import hyperparameters
 
 
@@ -37,10 +38,15 @@ def training_facts(
         "drop_last": workload.drop_last,
         "client sizes": sizes_fact(data),
         "local epochs": local.max_epochs,
+        "local epochs of the clients": federation.local_epochs,
         "batch size": workload.batch_size,
         "clients per round": federation.clients_per_round,
+        "sampler": None if federation.sampler in (None, Uniform()) else repr(federation.sampler),
+        "devices": None if federation.devices is None else repr(federation.devices),
+        "availability": None if federation.availability is None else repr(federation.availability),
         "buffers": federation.buffers,
         "reducer": None if federation.reducer is None else repr(federation.reducer),
+        "server_optimizer": None if federation.server_optimizer is None else repr(federation.server_optimizer),
         "clip_update": federation.clip_update,
         "privacy": None if federation.privacy is None else repr(federation.privacy),
         "unseen clients": federation.unseen_clients,
@@ -48,6 +54,7 @@ def training_facts(
         "execution": federation.execution,
         "capacities": federation.capacities,
         "shuffled capacities": federation.shuffle_capacities,
+        "redrawn capacities": federation.redraw_capacities or None,
         "wire": federation.wire,
         "stack size": stack_size,
         **({"max_rounds": options.max_rounds} if options.algorithm.fixed_length else {}),

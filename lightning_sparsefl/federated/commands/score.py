@@ -13,7 +13,8 @@ def score(run: Run) -> dict[str, float]:
         run: Parts of the run.
     """
     state, _ = run.start(training=False)
-    scores = run.scorer.scores(state).summary()
+    with run.cohort.interrupts:
+        scores = run.scorer.scores(state).summary()
     if run.ranks.first:
         title = f"{type(run.algorithm).__name__}, {run.split} sets, round {state.server.round}"
         print_table(title, ("", ""), summary_rows(scores))

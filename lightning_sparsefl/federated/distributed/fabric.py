@@ -20,7 +20,7 @@ from lightning_sparsefl.federated.distributed.strategy import START_METHODS, Cli
 
 def launched_world_size() -> int | None:
     """Return the number of processes that torchrun or SLURM started, or None without a launcher."""
-    if "TORCHELASTIC_RUN_ID" in os.environ:
+    if _under_torchrun():
         return _of_torchrun("WORLD_SIZE")
     in_slurm_step = "SLURM_NTASKS" in os.environ and os.environ.get("SLURM_JOB_NAME") not in (
         "bash",
@@ -30,7 +30,7 @@ def launched_world_size() -> int | None:
 
 
 def _launched_local_size() -> int | None:
-    if "TORCHELASTIC_RUN_ID" in os.environ:
+    if _under_torchrun():
         return _of_torchrun("LOCAL_WORLD_SIZE")
     size = launched_world_size()
     if size is None:
@@ -40,10 +40,15 @@ def _launched_local_size() -> int | None:
 
 
 _SLURM = "start with `srun`, or unset the variables that start with SLURM_"
+_TORCHRUN = "start with `torchrun`, or unset TORCHELASTIC_RUN_ID"
+
+
+def _under_torchrun() -> bool:
+    return "TORCHELASTIC_RUN_ID" in os.environ
 
 
 def _of_torchrun(name: str) -> int:
-    return whole_number_from_environment(name, remedy="start with `torchrun`, or unset TORCHELASTIC_RUN_ID")
+    return whole_number_from_environment(name, remedy=_TORCHRUN)
 
 
 def _adopted_devices(local: int, workers_per_device: int) -> int:
@@ -72,7 +77,7 @@ def build_fabric(
         accelerator: Accelerator, one of the values of Lightning's `Trainer`.
         devices: Devices, one of the values of Lightning's `Trainer`; ``auto`` under a launcher derives their number
             from its processes.
-        num_nodes: Number of machines.
+        num_nodes: Number of machines; ignored under torchrun, whose machines may come and go.
         strategy: Strategy: ``auto``, or a name starting with ``client_parallel``.
         precision: Precision, one of the values of Lightning's `Trainer`.
         timeout: Time that a rank waits for the others, in seconds.
@@ -89,6 +94,8 @@ def build_fabric(
             "'client_parallel_spawn', since each rank trains its own clients."
         )
     local = _launched_local_size()
+    if _under_torchrun():
+        num_nodes = 1  # its machines may come and go, and differ in size: only its number of processes counts
     if devices == "auto" and local is not None:
         devices = _adopted_devices(local, workers_per_device)
     probe = _fabric(accelerator=accelerator, devices=devices)
@@ -96,7 +103,7 @@ def build_fabric(
     places = (found or [probe.device]) * workers_per_device
     count = len(places)
     chosen: Any = "auto"
-    if count * num_nodes > 1:
+    if (launched_world_size() or count * num_nodes) > 1:
         if strategy == "auto":
             strategy = "client_parallel_fork" if hasattr(sys, "ps1") else "client_parallel"
         chosen = ClientParallelStrategy(
@@ -107,7 +114,10 @@ def build_fabric(
     fabric = _fabric(
         accelerator=accelerator, devices=devices, num_nodes=num_nodes, strategy=chosen, precision=precision
     )
-    _check_world_size(fabric.world_size if local is None else count * num_nodes)
+    if _under_torchrun():
+        _check_launched(_launched_local_size(), count, "on this machine")
+    else:
+        _check_launched(launched_world_size(), fabric.world_size if local is None else count * num_nodes)
     return fabric
 
 
@@ -120,13 +130,12 @@ def _fabric(**options: Any) -> Fabric:
         raise InvalidOption(f"Lightning Fabric does not accept `trainer` with {asked}: {error}") from error
 
 
-def _check_world_size(configured: int) -> None:
-    launched = launched_world_size()
+def _check_launched(launched: int | None, configured: int, where: str = "") -> None:
     if launched is not None and launched != configured:
         raise WorldSizeMismatch(
-            f"The launcher started {launched} processes, but `trainer.devices` and `trainer.num_nodes` give "
-            f"{configured}; make them equal, or use `trainer.devices: auto` and the number of nodes as "
-            "`trainer.num_nodes`."
+            f"The launcher started {launched} processes{where and f' {where}'}, but `trainer.devices` and "
+            f"`trainer.num_nodes` give {configured}; make them equal, or use `trainer.devices: auto` and the number of "
+            "nodes as `trainer.num_nodes`."
         )
 
 

@@ -14,6 +14,7 @@ from typing import Any, NoReturn, TypeVar
 
 import torch.multiprocessing as mp
 from lightning.fabric import Fabric
+from lightning.fabric.plugins.environments import TorchElasticEnvironment
 from lightning.fabric.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
 from lightning.fabric.utilities.distributed import _distributed_is_initialized, _set_num_threads_if_needed
 from lightning_utilities.core.inheritance import get_all_subclasses
@@ -125,7 +126,8 @@ class WatchedLauncher(_SubprocessScriptLauncher):
             *args: Positional arguments of the function.
             **kwargs: Keyword arguments of the function.
         """
-        self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
+        if not isinstance(self.cluster_environment, TorchElasticEnvironment):  # whose machines may differ in size
+            self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
         if not self.cluster_environment.creates_processes_externally:
             self._call_children_scripts()
             threading.Thread(target=_watch, args=(self.procs,), daemon=True, name="rank watch").start()
@@ -154,9 +156,19 @@ def _watch(children: Sequence[subprocess.Popen[bytes]]) -> None:
 def _exit_after_failure(children: Sequence[subprocess.Popen[bytes]], rank: int) -> NoReturn:
     code = children[rank - 1].returncode
     how = f"signal {-code}" if code < 0 else f"the exit code {code}"
-    print(f"sparsefl: error: Rank {rank} was ended by {how}{_ALL_ENDED}", file=sys.stderr, flush=True)
+    stop_run(f"Rank {rank} was ended by {how}", children)
+
+
+def stop_run(reason: str, children: Sequence[subprocess.Popen[bytes]] = ()) -> NoReturn:
+    """Print why the run stops, and end this process and its children at once; committed rounds are on disk.
+
+    Args:
+        reason: Sentence without a full stop.
+        children: Processes of other ranks that this one has started.
+    """
+    print(f"sparsefl: error: {reason}{_ALL_ENDED}", file=sys.stderr, flush=True)
     _end(children, patience=0)
-    os._exit(_EXIT)  # committed rounds are on disk; the training thread cannot be interrupted otherwise
+    os._exit(_EXIT)  # the training thread cannot be interrupted otherwise
 
 
 def _end(children: Sequence[subprocess.Popen[bytes]], patience: float) -> None:

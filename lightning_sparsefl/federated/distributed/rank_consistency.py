@@ -11,13 +11,16 @@ from lightning_sparsefl.federated.exchange.hashing import checksum
 from lightning_sparsefl.types import ServerState
 
 
-def check_ranks_agree(server: ServerState, observed: Mapping[int, Any], ranks: Ranks) -> list[float]:
+def check_ranks_agree(
+    server: ServerState, observed: Mapping[int, Any], ranks: Ranks, further: Mapping[str, Any] | None = None
+) -> list[float]:
     """Compare the server states of all ranks after a round.
 
     Args:
         server: Server state after the round.
         observed: State that the server has newly stored about clients, by client.
         ranks: Ranks of the run.
+        further: Other parts of the state, by name, as plain values.
 
     Returns:
         Time that each rank waited for the clients of other ranks in the round, in seconds.
@@ -27,7 +30,8 @@ def check_ranks_agree(server: ServerState, observed: Mapping[int, Any], ranks: R
     """
     if ranks.size == 1:
         return [0.0]
-    parts = {"weights": server.weights, "masks": server.masks, "extra": server.extra, "shared": observed}
+    parts: dict[str, Any] = {"weights": server.weights, "masks": server.masks, "extra": server.extra}
+    parts |= {"shared": observed, **(further or {})}
     checksums = {name: checksum(part) for name, part in parts.items()}
     reports = ranks.gather((checksums, ranks.waited))
     first = reports[0][0]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import re
 import time
+import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -29,14 +30,11 @@ class Ranks:
         fabric: Fabric that is already launched.
     """
 
-    _instances = 0
-
     def __init__(self, fabric: Fabric) -> None:
-        Ranks._instances += 1  # equal on all ranks, so that a second fit has separate queues
-        self._queues = f"sparsefl/{Ranks._instances}"
         self.fabric = fabric
         self.rank, self.size = fabric.global_rank, fabric.world_size
         self._tickets: dict[str, int] = {}
+        self._token = ""  # of this run, since torchrun may use one store for all its restarts
         self.waited = 0.0
         """Time that this rank waited for the others in the last :meth:`share`, in seconds."""
 
@@ -140,11 +138,16 @@ class Ranks:
                 dist.broadcast(flat, 0)
             tensor.data.copy_(flat.view(tensor.dtype).view(tensor.shape))
 
+    def store(self) -> dist.Store:
+        """Return the part of the process group's key-value store that belongs to this run; all ranks must call it."""
+        self._token = self._token or self.gather(uuid.uuid4().hex)[0]
+        return dist.PrefixStore(f"sparsefl/{self._token}", dist.distributed_c10d._get_default_store())
+
     def next_ticket(self, name: str) -> int:
         """Return the next number of a queue, counted from 0 over all ranks."""
         if self.size > 1 and _distributed_is_initialized():
             with self._report_lost_rank():
-                return int(dist.distributed_c10d._get_default_store().add(f"{self._queues}/{name}", 1)) - 1
+                return int(self.store().add(f"queue/{name}", 1)) - 1
         self._tickets[name] = self._tickets.get(name, -1) + 1
         return self._tickets[name]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from lightning_sparsefl.errors import InvalidOption
@@ -14,10 +15,10 @@ from lightning_sparsefl.federated.local.worker import ClientWorker
 from lightning_sparsefl.federated.rounds.cohort import Beside
 from lightning_sparsefl.federated.rounds.coordinator import Coordinator
 from lightning_sparsefl.federated.rounds.outcome import Outcome
-from lightning_sparsefl.federated.rounds.round_metrics import higher_is_better
-from lightning_sparsefl.federated.sampling import evaluated_clients
+from lightning_sparsefl.federated.sampling.draws import evaluated_clients
 from lightning_sparsefl.federated.storage.checkpoint import SelectedRound
 from lightning_sparsefl.federated.storage.record_store import RecordStore
+from lightning_sparsefl.report.measures.direction import higher_is_better
 from lightning_sparsefl.sparse.masks import apply
 from lightning_sparsefl.types import RunState, ServerState
 
@@ -93,7 +94,7 @@ class Scorer:
         if key not in logged:
             raise InvalidOption(f"`federation.select` is {key!r}; expected a validation score: {sorted(logged)}.")
         if self._is_better(logged[key]):
-            self._take(SelectedRound(key, logged[key], state))
+            self._take(SelectedRound(key, logged[key], replace(state, pending=())))
         return further
 
     def _is_better(self, value: float) -> bool:
@@ -159,7 +160,7 @@ class Scorer:
             return Outcome(_POOLED, scores={split: dict(score_global(state, self.worker, split, server.seed))})
 
         scored = evaluated_clients(server.seed, server.training_clients, self.federation.eval_clients)
-        return Beside(work, load=float(sum(server.about[client].num_examples for client in scored)))
+        return Beside(work, load=float(sum(server.about.of(client, 0).num_examples for client in scored)))
 
 
 def score_global(server: ServerState, worker: ClientWorker, split: Split, seed: int) -> Mapping[str, float]:

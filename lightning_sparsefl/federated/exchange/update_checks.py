@@ -73,8 +73,10 @@ def _check_tensor(what: str, name: str, tensor: Tensor, layout: Layout, dtype: t
 
 def _check_extra(what: str, tree: Weights, sent: Weights) -> None:
     for name, tensor in tree.items():
-        if not tensor.is_floating_point():
-            raise InvalidUpdate(f"{what} with {name!r} as {tensor.dtype}; expected floats, since they are averaged.")
+        if not (tensor.is_floating_point() or tensor.dtype == torch.bool):
+            raise InvalidUpdate(
+                f"{what} with {name!r} as {tensor.dtype}; expected floats or bools, since they are averaged."
+            )
         if name in sent and tensor.shape != sent[name].shape:
             raise InvalidUpdate(
                 f"{what} with {name!r} of shape {tuple(tensor.shape)}; expected {tuple(sent[name].shape)} as sent."

@@ -26,7 +26,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from functools import partial
+from typing import Any, Literal, NamedTuple
 
 from lightning.fabric import Fabric
 from lightning.pytorch import Callback, LightningModule
@@ -37,6 +38,7 @@ from torch import Tensor
 
 from lightning_sparsefl.errors import InvalidOption
 from lightning_sparsefl.federated.local.fast.support import (
+    STEPS,
     overridden,
     require_automatic,
     unsupported_hook_reason,
@@ -58,6 +60,18 @@ def _require(reason: str | None) -> None:
         raise InvalidOption(f"Clients cannot train: {reason}; set `federation.local_engine: trainer`.")
 
 
+class _Evaluator(NamedTuple):
+    """An evaluation that another one can follow."""
+
+    trainer: FastTrainer
+    stage: str
+
+    def repeats(self, module: LightningModule, stage: str, callbacks: Sequence[Callback], datamodule: Any) -> bool:
+        """Return whether another evaluation differs in its loader alone."""
+        known = self.trainer.lightning_module is module and self.trainer.datamodule is datamodule
+        return known and stage == self.stage and not callbacks and overridden(module) <= STEPS
+
+
 class FastEngine:
     """Engine that trains clients in sequence, each with its own :class:`FastTrainer`, so that they share no state.
 
@@ -72,6 +86,8 @@ class FastEngine:
     def __init__(self, fabric: Fabric, options: LocalOptions) -> None:
         self.fabric, self.options = fabric, options
         self.global_step = 0
+        self._evaluator: _Evaluator | None = None
+        """The newest evaluation, if further clients can be evaluated without a new set-up."""
         _require(unsupported_fabric_reason(fabric))
 
     def for_epochs(self, epochs: int) -> FastEngine:
@@ -139,9 +155,19 @@ class FastEngine:
         step = "validation_step" if stage == "validate" else "test_step"
         if step not in overridden(module):
             raise InvalidOption(f"`{type(module).__name__}` has no `{step}`; define it to {stage} (option `model`).")
-        trainer = self._client(module, callbacks, datamodule=datamodule)
+        again = self._evaluator
+        if again is not None and again.repeats(module, stage, callbacks, datamodule):
+            trainer, evaluate = again.trainer, again.trainer.evaluate_again
+        else:
+            trainer = self._client(module, callbacks, datamodule=datamodule)
+            evaluate = partial(trainer.evaluate, stage=_STAGES[stage])
+        self._evaluator, attributes = None, set(vars(trainer))  # an error leaves no trainer behind
         with restore_trainer_refs(module, trainer.callbacks), trainer.running():
-            return {name: float(value) for name, value in trainer.evaluate(loader, _STAGES[stage]).items()}
+            metrics = {name: float(value) for name, value in evaluate(loader).items()}
+        own = attributes.issuperset(vars(trainer))  # what a step puts there must not reach the next client
+        if own and not callbacks and overridden(module) <= STEPS:
+            self._evaluator = _Evaluator(trainer, stage)
+        return metrics
 
     def gradient(self, module: LightningModule, batch: Any, batch_idx: int = 0) -> None:
         """Write the gradient of the training loss of one batch to `.grad`, replacing earlier gradients.

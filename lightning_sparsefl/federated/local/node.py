@@ -26,6 +26,7 @@ from lightning_sparsefl.federated.exchange.update_checks import check_update_sch
 from lightning_sparsefl.federated.local.buffers import Mode, drop_local_buffers, insert_local_buffers
 from lightning_sparsefl.federated.storage.records import NodeRecord
 from lightning_sparsefl.sparse.density import maskable
+from lightning_sparsefl.sparse.parts import without
 from lightning_sparsefl.types import Message, Shared, Update, Weights
 from lightning_sparsefl.wire import Codec
 
@@ -195,7 +196,7 @@ class Node:
         memory: Shared = old.memory if update.memory is None else update.memory
         masks = (update.shared or {}).get("masks", order.message.masks) if self.options.keep_masks else {}
         record = NodeRecord(memory, buffers or old.buffers, masks)
-        if not record:
+        if not record and not old:  # an empty record clears the one before
             return None
         version = order.round + 1
         self.records.put(order.client, record.to_plain(), version, order.keep)
@@ -203,9 +204,7 @@ class Node:
 
     def _score(self, order: Order, record: NodeRecord) -> Answer:
         client, message = self._client(order, record), self._with_buffers(order, record)
-        weights = self.algorithm.personalize(message, client)
-        if record.buffers:
-            weights = {**weights, **record.buffers}
+        weights = _with_missing(self.algorithm.personalize(message, client), record.buffers)
         return replace(self._blank(order), scores=self._scores(order, client, weights))
 
     def personal_weights(self, order: Order) -> Weights:
@@ -221,7 +220,7 @@ class Node:
         if record is None:
             raise InvalidOption(f"The record of client {order.client} is missing; choose another `ckpt_path`.")
         weights = self.algorithm.personalize(self._with_buffers(order, record), self._client(order, record))
-        return {**weights, **record.buffers} if record.buffers else weights
+        return _with_missing(weights, record.buffers)
 
     def _finetune(self, order: Order, record: NodeRecord) -> Answer:
         client, message = self._client(order, record), self._with_buffers(order, record)
@@ -249,6 +248,11 @@ class Node:
 
     def _scores(self, order: Order, client: Client, weights: Weights) -> dict[Split, Mapping[str, float]]:
         return {split: dict(client.evaluate(weights, split)) for split in order.splits}
+
+
+def _with_missing(weights: Weights, buffers: Weights) -> Weights:
+    """Return weights with a client's own buffers added where they are missing; a second model has its own."""
+    return {**weights, **without(buffers, weights)}
 
 
 def has_own_finetuning(algorithm: FederatedAlgorithm) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 
 from lightning.pytorch import Callback
 
-from lightning_sparsefl.errors import InvalidOption, check_numbers
+from lightning_sparsefl.errors import InvalidOption, check_numbers, is_number, require
 
 
 class RoundLR(ABC):
@@ -58,7 +58,14 @@ class StepRoundLR(RoundLR):
     milestones: tuple[float, ...] | list[float] = (0.5, 0.75)
     """Fractions of the run, in (0, 1), at which the rate is multiplied by `gamma`."""
     gamma: float = 0.1
-    """Factor at each milestone."""
+    """Factor at each milestone, above 0."""
+
+    def __post_init__(self) -> None:
+        check_numbers(self, "trainer.round_lr.")
+        require(self.gamma > 0, "trainer.round_lr.gamma", self.gamma, "a number above 0")
+        fits = all(is_number(milestone) and 0 < milestone < 1 for milestone in self.milestones)
+        expected = "fractions of the run, in (0, 1)"
+        require(fits, "trainer.round_lr.milestones", self.milestones, expected)
 
     def factor(self, round: int, max_rounds: int) -> float:
         """See :class:`RoundLR`."""

@@ -25,6 +25,7 @@ from lightning_sparsefl.federated.local.lightning_trainer import LightningEngine
 from lightning_sparsefl.federated.local.round_lr import RoundLR, ScaleLearningRates
 from lightning_sparsefl.seeds import derive_seed, seed_all
 from lightning_sparsefl.sparse.masks import apply, intersect
+from lightning_sparsefl.sparse.parts import norms_of
 from lightning_sparsefl.sparse.submodel import cut, narrow, widen
 from lightning_sparsefl.sparse.units import UnitGroup, unit_masks
 from lightning_sparsefl.types import FitResult, Masks, Weights
@@ -84,7 +85,7 @@ class ClientWorker:
         self.module, self.data, self.engine, self.work, self.device = module, datamodule, engine, work, device
         self.flat = FlatModule(module)
         self.initial: FlatTree = self.flat.read()
-        floats = self.flat.layout.buffers
+        self.buffers = floats = self.flat.layout.buffers
         self._warned: set[tuple[type[Warning], str]] = set()
         self._counters = {n: b.detach().clone() for n, b in module.named_buffers() if n not in floats}
 
@@ -159,9 +160,19 @@ class ClientWorker:
         )
 
     @cached_property
+    def norms(self) -> frozenset[str]:
+        """Names of the tensors of the module's norms."""
+        return norms_of(self.module)
+
+    @cached_property
     def units(self) -> Sequence[UnitGroup]:
         """The module's groups of units."""
         return units_of(self.module, self.data)
+
+    @property
+    def exits(self) -> Mapping[str, str]:
+        """The module's early exits by the last module of each block; empty without `exits`."""
+        return dict(getattr(self.module, "exits", {}))
 
     def _widen(self, module: LightningModule, kept: Masks) -> None:
         """Write a narrow module's weights back into the full module; the units that were cut keep their values."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NoReturn, Protocol
 
@@ -17,10 +17,10 @@ from lightning_sparsefl.federated.distributed.ranks import Ranks
 from lightning_sparsefl.federated.distributed.signals import Interrupts
 from lightning_sparsefl.federated.distributed.stacks import compose_stacks
 from lightning_sparsefl.federated.exchange.orders import Answer, Order
+from lightning_sparsefl.federated.rounds.about import AllAbout
 from lightning_sparsefl.federated.rounds.outcome import Outcome
-from lightning_sparsefl.federated.rounds.server import AllAbout
 from lightning_sparsefl.federated.storage.homed_records import HomedRecords
-from lightning_sparsefl.types import ServerState
+from lightning_sparsefl.types import RunState
 
 MakeOrder = Callable[[int, bool], Order]
 """Makes the order of a client; the second argument says that its node has lost its record."""
@@ -56,8 +56,12 @@ class Plan:
     """Numbers in proportion to each client's work, such as its samples."""
     versions: Mapping[int, int]
     """Version of the node's record of each client that has one."""
+    alike: Mapping[int, Hashable] | None = None
+    """What the clients of a stack have in common; None = all may train together."""
     trains: bool = True
     """Whether the load forecast applies to the work and learns from it."""
+    fits: bool = True
+    """Whether the work contains local fits, so that clients may train together."""
     beside: Beside | None = None
     """Work of the server itself."""
 
@@ -96,8 +100,8 @@ class Cohort(Protocol):
         """Let the nodes keep the records that a phase has made."""
         ...
 
-    def confirm(self, server: ServerState, observed: Mapping[int, Any]) -> list[float]:
-        """Compare the server states that the processes have computed.
+    def confirm(self, state: RunState, observed: Mapping[int, Any]) -> list[float]:
+        """Compare the states that the processes have computed.
 
         Returns:
             Seconds that each process waited for the others in the round.
@@ -134,8 +138,8 @@ class RankCohort:
         self.forecast = LoadForecast(ranks.size)
         self._about = about
         self.watch: Callable[[str, int, int], None] | None = None
-        """Function that is called after each client, with the name of the plan, and the numbers of finished clients and
-        of all clients of this process."""
+        """Function that is called before the first client and after each one, with the name of the plan, and the
+        numbers of finished clients and of all clients of this process."""
 
     def about(self) -> AllAbout:
         """Return sizes and capacities of the clients."""
@@ -161,8 +165,8 @@ class RankCohort:
         return outcomes
 
     def stacks(self, plan: Plan) -> list[tuple[int, ...]]:
-        """Return stacks in training, else each client for itself; see :class:`Cohort`."""
-        return compose_stacks(plan.loads, self.stack_size if plan.trains else 1)
+        """Return stacks where clients train, else each client for itself; see :class:`Cohort`."""
+        return compose_stacks(plan.loads, self.stack_size if plan.fits else 1, plan.alike)
 
     def _assigned(self, plan: Plan, loads: Mapping[int, float]) -> Iterable[Sequence[int]]:
         """Return this rank's stacks, once the records of their clients are here."""
@@ -182,11 +186,13 @@ class RankCohort:
         self, plan: Plan, stacks: Iterable[Sequence[int]], order: MakeOrder, receive: Receive, merge: Accumulator | None
     ) -> tuple[list[Outcome], SumHeaders]:
         """Work through this rank's stacks, until a signal asks to stop; return what all ranks must know."""
-        outcomes = [plan.beside.work()] if plan.beside is not None and self.ranks.first else []
-        self.interrupts.check()
         total, done = len(plan.loads), 0
         if isinstance(stacks, Sequence):  # planned; from a queue, any of the clients may come here
             total = sum(map(len, stacks))
+        if self.watch is not None:
+            self.watch(plan.name, done, total)
+        outcomes = [plan.beside.work()] if plan.beside is not None and self.ranks.first else []
+        self.interrupts.check()
         for clients in stacks:
             try:
                 outcomes += self._stack(clients, order, receive, merge)
@@ -220,15 +226,17 @@ class RankCohort:
 
     def settle(self, outcomes: Sequence[Outcome]) -> None:
         """Send the records that a phase has made to their homes; see :class:`Cohort`."""
-        self.records.settle({o.client: o.rank for o in outcomes if o.status == "counted" and o.version is not None})
+        self.records.settle({o.client: o.rank for o in outcomes if o.status != "failed" and o.version is not None})
 
-    def confirm(self, server: ServerState, observed: Mapping[int, Any]) -> list[float]:
-        """Compare the ranks' server states by checksums; see :class:`Cohort`.
+    def confirm(self, state: RunState, observed: Mapping[int, Any]) -> list[float]:
+        """Compare the ranks' states by checksums; see :class:`Cohort`.
 
         Raises:
             RanksDisagree: If a rank holds another state than rank 0.
         """
-        return check_ranks_agree(server, observed, self.ranks)
+        pending = [vars(update) for update in state.pending]
+        further = {"sampler": state.sampler, "seconds": state.seconds, "pending": pending}
+        return check_ranks_agree(state.server, observed, self.ranks, further)
 
 
 def raise_failure(order: Order, answer: Answer, error: BaseException, rank: int) -> NoReturn:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from lightning.fabric.utilities.rank_zero import rank_zero_info
 
@@ -12,10 +13,11 @@ from lightning_sparsefl.errors import ClientFailed
 from lightning_sparsefl.federated.aggregation.reducers import CoverageMean
 from lightning_sparsefl.federated.distributed.rank_consistency import idle
 from lightning_sparsefl.federated.exchange.orders import Split, Task
+from lightning_sparsefl.federated.rounds.about import About
 from lightning_sparsefl.federated.rounds.cohort import Beside, Cohort, Plan
 from lightning_sparsefl.federated.rounds.merge_policy import MergePolicy
 from lightning_sparsefl.federated.rounds.outcome import Outcome
-from lightning_sparsefl.federated.rounds.round_metrics import round_metrics, spread
+from lightning_sparsefl.federated.rounds.round_metrics import late_metrics, round_metrics, spread
 from lightning_sparsefl.federated.rounds.server import Server
 from lightning_sparsefl.types import Merged, Message, RunState
 
@@ -27,7 +29,7 @@ class RoundResult:
     state: RunState
     """State after the round."""
     outcomes: Sequence[Outcome]
-    """Outcomes of all participants, those that failed included, by client."""
+    """Outcomes of all participants, those that were late or failed included, by client."""
     metrics: Mapping[str, float]
     """The round's logged keys, besides scores and the ledger's."""
 
@@ -57,25 +59,37 @@ class Coordinator:
             Interrupted: If a signal asks to stop; the round has left no trace then.
         """
         started = time.perf_counter()
-        clients = self.server.cohort(state)
+        drawn = self.server.cohort(state)
+        clients, late = drawn.trained, drawn.late
         merge = self.merging.start(state, self._total_weight(clients))
         splits = () if score_after is None else (score_after,)
         outcomes = self.cohort.run(
             self._plan(state, clients, f"round {state.server.round}"),
             lambda client, forgotten: self.server.order(state, client, "train", splits, forgotten=forgotten),
-            self.server.receive,
+            partial(self.server.receive, late=frozenset(late)),
             merge,
         )
         assert [outcome.client for outcome in outcomes] == clients, "every client is placed on exactly one rank"
         trained = self._survivors(state, outcomes)
         trained_at = time.perf_counter()
-        merged = merge.result({outcome.client: outcome.metrics for outcome in trained})
-        closed = self.server.close(state, merged, trained)
-        self.cohort.settle(trained)
-        waited = self.cohort.confirm(closed.state.server, closed.observed)
+        reports = {outcome.client: outcome.report for outcome in trained}
+        arrived = self.server.arrived(state, trained, drawn.start)
+        merged = self.merging.result(merge, reports, state, arrived)
+        left_out = [self.server.late(state, client) for client in late if not self.server.merges_late]
+        kept = [outcome for outcome in outcomes if outcome.status == "late"]
+        outcomes = sorted([*outcomes, *left_out], key=lambda outcome: outcome.client)
+        closed = self.server.close(state, merged, outcomes, drawn.start)
+        for outcome in left_out:
+            assert outcome.charge is not None
+            self.ledger.add(outcome.charge)
+        self.cohort.settle([*trained, *kept])
+        waited = self.cohort.confirm(closed.state, closed.observed)
         after = {o.client: o.scores[score_after] for o in trained} if score_after is not None else {}
         metrics = {
             **round_metrics(outcomes, self.server.layout),
+            **(late_metrics(outcomes) if self.server.sampler.sampler.over_select > 1 else {}),
+            **({"clients/arrived": len(arrived)} if self.server.merges_late else {}),
+            **({"time/clock": closed.state.seconds} if self.server.follows_clock else {}),
             **spread("personal_after", after),
             **self.merging.metrics(closed.state.server.round),
             "mask/coverage_min": merge.coverage_min(len(trained)),
@@ -92,7 +106,7 @@ class Coordinator:
             state: State before the round.
             client: Number of the client.
         """
-        plan = self._plan(state, self.server.cohort(state), f"round {state.server.round}")
+        plan = self._plan(state, self.server.cohort(state).trained, f"round {state.server.round}")
         return next(stack for stack in self.cohort.stacks(plan) if client in stack)
 
     def survey(self, state: RunState, clients: Sequence[int], message: Message) -> Merged:
@@ -151,20 +165,22 @@ class Coordinator:
         )
 
     def _plan(self, state: RunState, clients: Sequence[int], name: str, beside: Beside | None = None) -> Plan:
-        about, at, trains = self.server.about, state.server.round, name.startswith("round")
-        facts = {client: about[client] for client in clients}
+        at, trains = state.server.round, name.startswith("round")
+        facts = {client: self.server.about.of(client, at) for client in clients}
         versions = {client: self.server.node_version(client, at) for client in clients}
         return Plan(
             name=name,
-            loads={i: float(a.num_examples) * (a.capacity if trains else 1.0) for i, a in facts.items()},
+            loads={i: _training_load(a) if trains else float(a.num_examples) for i, a in facts.items()},
             versions={client: version for client, version in versions.items() if version is not None},
+            alike=self.server.alike(state.server, clients) if trains else None,
             trains=trains,
+            fits=trains or name.startswith("finetune"),
             beside=beside,
         )
 
     def _total_weight(self, clients: Sequence[int]) -> int:
         """Return an upper bound of the updates' summed weights."""
-        return max(sum(self.server.about[client].num_examples for client in clients), len(clients))
+        return max(sum(self.server.about.of(client, 0).num_examples for client in clients), len(clients))
 
     def _survivors(self, state: RunState, outcomes: Sequence[Outcome]) -> list[Outcome]:
         """Return the outcomes that are merged; charge the others for their download.
@@ -184,3 +200,8 @@ class Coordinator:
                 self.ledger.add(outcome.charge)
             rank_zero_info(f"Client {outcome.client} is left out of round {state.server.round}: {outcome.failure}")
         return trained
+
+
+def _training_load(about: About) -> float:
+    """Return a number in proportion to the work of a client's training."""
+    return float(about.num_examples) * about.capacity * (about.local_epochs or 1)

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 
 from lightning_sparsefl.errors import InvalidOption
 from lightning_sparsefl.federated.aggregation.noise import read_key, require_cipher
 from lightning_sparsefl.federated.aggregation.privacy import NoisySum, Privacy
-from lightning_sparsefl.federated.aggregation.reducers import Accumulator, CoverageMean
+from lightning_sparsefl.federated.aggregation.reducers import Accumulator, CoverageMean, PlainMean
+from lightning_sparsefl.federated.aggregation.stale_mean import StaleMean
 from lightning_sparsefl.federated.algorithm import FederatedAlgorithm
 from lightning_sparsefl.federated.exchange.flat import Layout
 from lightning_sparsefl.federated.options import Federation
-from lightning_sparsefl.types import RunState
+from lightning_sparsefl.types import Merged, PendingUpdate, RunState
 
 
 class MergePolicy:
@@ -22,13 +24,22 @@ class MergePolicy:
         federation: Options of the federation.
         layout: Layout of the model's tensors.
         clients: Number of clients that cohorts are drawn from.
+        stale: Rule by which late updates are merged; None = they are not.
 
     Raises:
         InvalidOption: If the options do not fit the method or the model.
     """
 
-    def __init__(self, algorithm: FederatedAlgorithm, federation: Federation, layout: Layout, clients: int) -> None:
+    def __init__(
+        self,
+        algorithm: FederatedAlgorithm,
+        federation: Federation,
+        layout: Layout,
+        clients: int,
+        stale: StaleMean | None = None,
+    ) -> None:
         self.algorithm, self.federation, self.layout, self.clients = algorithm, federation, layout, clients
+        self.stale = stale
         self._check_reducer()
         if federation.privacy is not None:
             self._check_privacy(federation.privacy)
@@ -54,6 +65,34 @@ class MergePolicy:
             context=("noise", state.run, server.round),
         )
 
+    def result(
+        self,
+        merge: Accumulator,
+        reports: Mapping[int, Mapping[str, float]],
+        state: RunState,
+        late: Sequence[PendingUpdate],
+    ) -> Merged:
+        """Return the merged update of a round, with late updates that arrived in it.
+
+        Args:
+            merge: Sum of the round's updates, complete on all ranks.
+            reports: Metrics of the round's clients.
+            state: State before the round.
+            late: Updates of earlier rounds.
+        """
+        merged = merge.result(reports)
+        if self.stale is None or not late:
+            return merged
+        return self.stale.merge(
+            merged,
+            merge.weights_of_votes(),
+            late,
+            server=state.server.weights,
+            round=state.server.round,
+            buffers=self.layout.buffers,
+            silence_counts=merge.silence_counts,
+        )
+
     def metrics(self, rounds: int) -> dict[str, float]:
         """Return epsilon and delta of the finished rounds; an empty mapping without `federation.privacy`."""
         privacy = self.federation.privacy
@@ -69,6 +108,11 @@ class MergePolicy:
 
     def _check_reducer(self) -> None:
         chosen, own = self.federation.reducer, self.algorithm.reducer()
+        if self.stale is not None and not isinstance(chosen or own, CoverageMean | PlainMean):
+            raise InvalidOption(
+                f"`federation.sampler` is {self.federation.sampler}, which merges late updates into a mean, and the "
+                f"reducer is {chosen or own}; expected `CoverageMean` or `PlainMean` as `federation.reducer`."
+            )
         if chosen is not None and type(own) is not CoverageMean and chosen != own:
             raise InvalidOption(
                 f"`federation.reducer` is {chosen}, but {type(self.algorithm).__name__} merges by {own}, as its "

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from lightning_sparsefl.cost import Charge
 from lightning_sparsefl.federated.exchange.orders import Split
+from lightning_sparsefl.types import PendingUpdate
 
 
 @dataclass(frozen=True)
@@ -17,7 +18,7 @@ class Outcome:
     client: int
     """Number of the client."""
     status: Literal["counted", "failed", "late"] = "counted"
-    """Whether the update is merged."""
+    """Whether the update is merged in the round that the client was drawn in."""
     num_examples: int = 0
     """Number of the client's training samples."""
     metrics: Mapping[str, float] = field(default_factory=dict)
@@ -38,9 +39,26 @@ class Outcome:
     """Size of the message that was sent for scoring or fine-tuning."""
     simulated_seconds: float | None = None
     """Time on the client's own device, if the algorithm simulates it."""
+    pending: PendingUpdate | None = None
+    """Update of a late client that a later round merges; its `arrival` is the time since the start of the round."""
     failure: str | None = None
     """Why the client failed, as a clause."""
     rank: int = 0
     """Process that did the work."""
     elapsed: float = 0.0
     """Wall-clock seconds of that process."""
+
+    @property
+    def report(self) -> dict[str, float]:
+        """Metrics of the local fit, with the simulated time as ``seconds``, for the algorithm."""
+        simulated = self.simulated_seconds
+        return {**self.metrics} if simulated is None else {**self.metrics, "seconds": simulated}
+
+
+def longest(outcomes: Iterable[Outcome]) -> float:
+    """Return the simulated time of the slowest client whose update is merged; 0 if time is not simulated.
+
+    Args:
+        outcomes: Outcomes of a round.
+    """
+    return float(max((o.simulated_seconds or 0.0 for o in outcomes if o.status == "counted"), default=0.0))

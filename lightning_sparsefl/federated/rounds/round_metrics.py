@@ -3,30 +3,12 @@
 from __future__ import annotations
 
 import math
-import re
 import statistics
 from collections.abc import Mapping, Sequence
 
 from lightning_sparsefl.federated.exchange.flat import Layout
 from lightning_sparsefl.federated.rounds.outcome import Outcome
-
-_FALLING = {
-    "loss",
-    "error",
-    "err",
-    "perplexity",
-    "ppl",
-    "mse",
-    "rmse",
-    "mae",
-    "nll",
-    "bce",
-    "kl",
-    "wer",
-    "cer",
-    "fid",
-    "ece",
-}
+from lightning_sparsefl.report.measures.direction import higher_is_better, worst_tenth
 
 
 def round_metrics(outcomes: Sequence[Outcome], layout: Layout) -> dict[str, float]:
@@ -37,7 +19,8 @@ def round_metrics(outcomes: Sequence[Outcome], layout: Layout) -> dict[str, floa
         layout: Layout of the model.
     """
     trained = [outcome for outcome in outcomes if outcome.status == "counted"]
-    keys: dict[str, float] = {"clients/trained": len(trained), "clients/failed": len(outcomes) - len(trained)}
+    failed = [outcome for outcome in outcomes if outcome.status == "failed"]
+    keys: dict[str, float] = {"clients/trained": len(trained), "clients/failed": len(failed)}
     for name in sorted({name for o in trained for name in o.metrics}):
         having = [o for o in trained if name in o.metrics]
         total = sum(o.num_examples for o in having)
@@ -48,6 +31,20 @@ def round_metrics(outcomes: Sequence[Outcome], layout: Layout) -> dict[str, floa
     keys["mask/changed"] = sum(o.changed for o in trained) / max(len(trained), 1)
     simulated = [o.simulated_seconds for o in trained if o.simulated_seconds is not None]
     return {**keys, "time/simulated": max(simulated)} if simulated else keys
+
+
+def late_metrics(outcomes: Sequence[Outcome]) -> dict[str, float]:
+    """Compute what late clients cost: their number, FLOPs and bytes.
+
+    Args:
+        outcomes: Outcomes of all participants.
+    """
+    charges = [outcome.charge for outcome in outcomes if outcome.status == "late" and outcome.charge is not None]
+    return {
+        "clients/late": len(charges),
+        "flops/late": math.fsum(charge.flops_train for charge in charges),
+        "comm/late_bytes": sum(charge.downlink_bytes for charge in charges),
+    }
 
 
 def _mean_density(trained: Sequence[Outcome], layout: Layout) -> float:
@@ -87,32 +84,3 @@ def metric_names(personal: Mapping[int, Mapping[str, float]]) -> set[str]:
         personal: Metrics by client number.
     """
     return {name for metrics in personal.values() for name in metrics}
-
-
-def higher_is_better(name: str) -> bool:
-    """Return whether a metric of this name should rise; losses, errors and the like should fall.
-
-    Args:
-        name: Name of the metric.
-
-    Example:
-        >>> higher_is_better("val_acc"), higher_is_better("val_loss"), higher_is_better("test_ppl")
-        (True, False, False)
-    """
-    words = set(re.split(r"[^a-z]+", name.lower()))
-    return not words & _FALLING and "loss" not in name.lower()
-
-
-def worst_tenth(values: Sequence[float], rising: bool) -> float:
-    """Average the worst tenth of the values, at least one of them.
-
-    Args:
-        values: Values of one metric.
-        rising: Whether higher values are better.
-
-    Example:
-        >>> worst_tenth([0.1, 0.9, 0.8], rising=True)
-        0.1
-    """
-    ordered = sorted(values, reverse=not rising)
-    return statistics.fmean(ordered[: max(1, math.ceil(len(ordered) / 10))])

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from lightning.pytorch import Callback
 from lightning.pytorch.loggers import Logger
 
+from lightning_sparsefl.errors import InvalidOption
 from lightning_sparsefl.federated.algorithm import FederatedAlgorithm
 from lightning_sparsefl.federated.local.local_options import LocalOptions
 from lightning_sparsefl.federated.local.round_lr import RoundLR
@@ -30,6 +32,8 @@ class RunOptions:
     """Rounds between two evaluations."""
     default_root_dir: str = "runs"
     """Folder that run folders are made in."""
+    run_dir: Path | None = None
+    """Folder of the run; None = a new one in `default_root_dir`."""
     callbacks: Sequence[Callback] = ()
     """Round-level callbacks."""
     client_callbacks: Sequence[Callback] = ()
@@ -49,6 +53,13 @@ class RunOptions:
     num_threads: int = 1
     """Intra-op threads of every rank."""
 
+    def __post_init__(self) -> None:
+        if self.federation.redraw_capacities and self.algorithm.plans_by_capacity:
+            raise InvalidOption(
+                f"`federation.redraw_capacities` is True, but {type(self.algorithm).__name__} plans the whole run by "
+                "the capacities of the first round; expected False."
+            )
+
     @property
     def name(self) -> str:
         """Name of the folder that all runs of the algorithm are in."""
@@ -61,10 +72,11 @@ class RunOptions:
             num_clients: Number of clients of the data.
         """
         few = min(2, num_clients)
+        size = replace(self.federation, clients_per_round=few, min_clients=1, eval_clients=few)
         return replace(
             self,
             max_rounds=1,
-            federation=replace(self.federation, clients_per_round=few, min_clients=1, eval_clients=few),
+            federation=replace(size, local_epochs=None),
             local=replace(self.local, max_epochs=1, limit_train_batches=1, limit_val_batches=1, limit_test_batches=1),
         )
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Hashable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
@@ -12,36 +12,34 @@ from torch import Tensor
 from lightning_sparsefl.cost import Charge, Ledger
 from lightning_sparsefl.errors import IncompatibleMasks, InvalidOption, InvalidUpdate
 from lightning_sparsefl.federated.aggregation.clipping import require_norm
+from lightning_sparsefl.federated.aggregation.server_optimizer import optimized, with_moments
 from lightning_sparsefl.federated.algorithm import FederatedAlgorithm
 from lightning_sparsefl.federated.exchange.flat import Layout
 from lightning_sparsefl.federated.exchange.orders import Answer, ClientFacts, Order, Split, Task
 from lightning_sparsefl.federated.exchange.update_checks import check_update_schema, excess_reason, non_finite_reason
 from lightning_sparsefl.federated.local.buffers import without_local_buffers
 from lightning_sparsefl.federated.options import Federation
-from lightning_sparsefl.federated.rounds.outcome import Outcome
+from lightning_sparsefl.federated.rounds.about import AllAbout
+from lightning_sparsefl.federated.rounds.outcome import Outcome, longest
+from lightning_sparsefl.federated.rounds.pending import pending_update
 from lightning_sparsefl.federated.rounds.workload import Workload
-from lightning_sparsefl.federated.sampling import CohortSampler
+from lightning_sparsefl.federated.sampling.cohort_draw import CohortDraw
+from lightning_sparsefl.federated.sampling.samplers import Candidates, Seen
 from lightning_sparsefl.federated.storage.records import ServerRecord
 from lightning_sparsefl.seeds import derive_key
 from lightning_sparsefl.sparse.masks import changed, counts, digest
-from lightning_sparsefl.types import ClientView, Masks, Merged, Message, RunState, ServerState, Shared, Update
+from lightning_sparsefl.types import (
+    ClientView,
+    Masks,
+    Merged,
+    Message,
+    PendingUpdate,
+    RunState,
+    ServerState,
+    Shared,
+    Update,
+)
 from lightning_sparsefl.wire import Codec, Size
-
-
-@dataclass(frozen=True)
-class About:
-    """What a cohort tells the server of a client."""
-
-    num_examples: int
-    """Number of training samples."""
-    capacity: float
-    """Share of the full model that the client can train, in (0, 1]."""
-
-
-class AllAbout(Protocol):
-    """Facts of all clients, each found when it is asked for."""
-
-    def __getitem__(self, client: int) -> About: ...
 
 
 class Merges(Protocol):
@@ -50,6 +48,17 @@ class Merges(Protocol):
     def add(self, update: Update, message: Message, num_examples: int) -> None:
         """Add one update."""
         ...
+
+
+class Drawn(NamedTuple):
+    """The clients that were drawn for a round, in ascending order."""
+
+    trained: list[int]
+    """Clients that train."""
+    late: list[int]
+    """Clients that the round does not wait for; they train if their updates are merged later."""
+    start: float = 0.0
+    """Simulated time at which the round starts: when a client is free."""
 
 
 class Closed(NamedTuple):
@@ -113,7 +122,7 @@ class Server:  # long because the facts of one order are needed at each of its s
         ledger: Ledger,
         records: ServerRecords,
         about: AllAbout,
-        sampler: CohortSampler,
+        sampler: CohortDraw,
         max_rounds: int,
         seed: int,
         device: torch.device,
@@ -129,9 +138,103 @@ class Server:  # long because the facts of one order are needed at each of its s
         """Numbers of the clients that cohorts are drawn from."""
         return self.sampler.clients
 
-    def cohort(self, state: RunState) -> list[int]:
-        """Return the numbers of the clients of the round that a state stands before, ascending."""
-        return self.sampler.draw(state.run, state.server.round)
+    def cohort(self, state: RunState) -> Drawn:
+        """Draw the clients of the round that a state stands before."""
+        start, free = self._free(state)
+        candidates, sampler = self._candidates(state, free, start), self.sampler.sampler
+        wanted = sampler.needed(state.sampler, candidates)
+        candidates = replace(candidates, count=self.sampler.widened(wanted, len(free)))
+        found = self.sampler.draw(state.run, state.sampler, candidates)
+        if len(found) <= wanted and not self.follows_clock:
+            return Drawn(found, [], start)
+        fastest = sorted(found, key=lambda client: (self._expected_seconds(state, client), client))
+        late = sorted(fastest[wanted:])
+        return Drawn(found if self.merges_late else sorted(fastest[:wanted]), late, start)
+
+    @property
+    def merges_late(self) -> bool:
+        """Whether the updates of late clients are merged in later rounds."""
+        return self.sampler.sampler.late_merge() is not None
+
+    @property
+    def follows_clock(self) -> bool:
+        """Whether cohorts depend on simulated time."""
+        return self.merges_late or self.sampler.timed
+
+    def _free(self, state: RunState) -> tuple[float, Sequence[int]]:
+        """Return the first time at which a client is free, and all clients that are free then, in ascending order."""
+        busy = {update.client: update.arrival for update in state.pending}
+        if not busy and not self.sampler.timed:
+            return state.seconds, self.sampler.clients
+        times = {client: max(state.seconds, busy.get(client, 0.0)) for client in self.sampler.clients}
+        if self.sampler.timed:
+            times = {client: self.about.available_from(client, at) for client, at in times.items()}
+        start = min(times.values())
+        return start, [client for client, at in times.items() if at <= start]
+
+    def _candidates(self, state: RunState, clients: Sequence[int], now: float) -> Candidates:
+        return Candidates(
+            round=state.server.round,
+            clients=clients,
+            count=min(self.sampler.wanted, len(clients)),
+            now=now,
+            arrivals={update.client: update.arrival for update in state.pending},
+            available=self._is_available if self.sampler.timed else None,
+            samples=lambda client: self.workload.samples(self.about.of(client, state.server.round).num_examples),
+            seconds=lambda client: None if self.workload.layers is None else self._seconds_by_costs(state, client),
+        )
+
+    def _is_available(self, client: int, at: float) -> bool:
+        return self.about.available_from(client, at) <= at
+
+    def _expected_seconds(self, state: RunState, client: int) -> float:
+        """Return the time by which late clients are told from others.
+
+        Raises:
+            InvalidOption: If it is not known.
+        """
+        seconds = None if self.workload.layers is None else self._seconds_by_costs(state, client)
+        if seconds is None:
+            why = "the FLOPs of the model cannot be counted" if self.workload.layers is None else "devices are not set"
+            option, other = f"sampler.over_select` is {self.sampler.sampler.over_select}", "`over_select: 1.0`"
+            if self.sampler.timed:
+                option, other = "availability` is set", "`availability: null`"
+            elif self.merges_late:
+                option, other = f"sampler` is {self.sampler.sampler}", "another sampler"
+            raise InvalidOption(
+                f"`federation.{option}, but no times of clients are simulated, since {why}; set `federation.devices`, "
+                f"or {other}."
+            )
+        return seconds
+
+    def _seconds_by_costs(self, state: RunState, client: int) -> float | None:
+        """Return the time of a client-round by its costs, which are known without training."""
+        view = self.view(client, state.server.round, self.record(client, state.server.round))
+        costs = self.algorithm.costs(self.workload.facts(view, self._message(state.server, view, "train")))
+        return self._seconds(view, costs.flops_analytic, round(costs.bytes_up_paper))
+
+    def _seconds(self, view: ClientView, flops: float, bytes_up: int) -> float | None:
+        """Return the simulated time of a client-round, by the algorithm or by `federation.devices`."""
+        seconds, devices = self.algorithm.simulated_seconds(view, flops, bytes_up), self.federation.devices
+        return devices.seconds(devices.capacity(view), flops, bytes_up) if seconds is None and devices else seconds
+
+    def late(self, state: RunState, client: int) -> Outcome:
+        """Return the outcome of a late client, which is charged for its download and its FLOPs, and not trained.
+
+        Args:
+            state: State before the round.
+            client: Number of the client.
+        """
+        order = self.order(state, client)
+        issued = self._issued.pop(client)
+        charge = self.charge(issued.view, order.message, issued.size, Size(total=0, masks=0))
+        return Outcome(
+            client=client,
+            status="late",
+            num_examples=issued.view.num_examples,
+            charge=replace(charge, paper_bytes_up=0.0),
+            simulated_seconds=self._expected_seconds(state, client),
+        )
 
     # ---- what the server knows of a client
 
@@ -166,7 +269,7 @@ class Server:  # long because the facts of one order are needed at each of its s
             round: Number of the round.
             record: Record of the client; None = its newest record.
         """
-        about, record = self.about[client], self.record(client) if record is None else record
+        about, record = self.about.of(client, round), self.record(client) if record is None else record
         return ClientView(
             id=client,
             num_examples=about.num_examples,
@@ -176,7 +279,19 @@ class Server:  # long because the facts of one order are needed at each of its s
             seed=self.seed,
             monitor=self.federation.monitor,
             shared=record.shared,
+            local_epochs=about.local_epochs,
         )
+
+    def alike(self, server: ServerState, clients: Sequence[int]) -> dict[int, Hashable] | None:
+        """Return what the clients of a stack must have in common; None for a method whose clients all train alike.
+
+        Args:
+            server: State of the server.
+            clients: Numbers of the clients.
+        """
+        if type(self.algorithm).alike is FederatedAlgorithm.alike:
+            return None
+        return {client: self.algorithm.alike(server, self.view(client, server.round)) for client in clients}
 
     # ---- orders
 
@@ -216,7 +331,7 @@ class Server:  # long because the facts of one order are needed at each of its s
             client=client,
             round=round,
             task=task,
-            facts=ClientFacts(view.num_examples, view.capacity, self.max_rounds, self.federation.monitor),
+            facts=_facts(view),
             key=derive_key(self.seed, "client", client),
             message=message,
             splits=splits,
@@ -238,13 +353,20 @@ class Server:  # long because the facts of one order are needed at each of its s
 
     # ---- answers
 
-    def receive(self, orders: Sequence[Order], answers: Sequence[Answer], merge: Merges | None) -> list[Outcome]:
+    def receive(
+        self,
+        orders: Sequence[Order],
+        answers: Sequence[Answer],
+        merge: Merges | None,
+        late: Collection[int] = (),
+    ) -> list[Outcome]:
         """Check, charge and add answers; what only this check finds is that client's failure.
 
         Args:
             orders: Orders that were answered.
             answers: One answer for each order.
             merge: Sum that updates are added to; None for scores.
+            late: Clients whose updates are kept for later rounds instead.
 
         Returns:
             One outcome for each order.
@@ -252,9 +374,10 @@ class Server:  # long because the facts of one order are needed at each of its s
         Raises:
             InvalidUpdate: If the answer came from this process, and the algorithm's update cannot be merged.
         """
-        return [self._receive(order, answer, merge) for order, answer in zip(orders, answers, strict=True)]
+        pairs = zip(orders, answers, strict=True)
+        return [self._receive(order, answer, merge, order.client in late) for order, answer in pairs]
 
-    def _receive(self, order: Order, answer: Answer, merge: Merges | None) -> Outcome:
+    def _receive(self, order: Order, answer: Answer, merge: Merges | None, late: bool) -> Outcome:
         issued = self._issued.pop(order.client)
         failure = answer.failure or _mismatch(order, answer) or self._fault(order, answer)
         blank = Outcome(client=order.client, num_examples=issued.view.num_examples, elapsed=answer.elapsed)
@@ -270,6 +393,10 @@ class Server:  # long because the facts of one order are needed at each of its s
         else:
             charge = self.charge(issued.view, order.message, issued.size, answer.up)
         outcome = self._trained(blank, order, answer, answer.update, charge, issued)
+        if late:
+            assert outcome.simulated_seconds is not None
+            pending = pending_update(order, answer.update, outcome.simulated_seconds)
+            return replace(outcome, status="late", pending=pending)
         if merge is not None:  # last, so that a client that fails leaves no trace in the sum
             merge.add(answer.update, order.message, issued.view.num_examples)
         return outcome
@@ -292,7 +419,7 @@ class Server:  # long because the facts of one order are needed at each of its s
             scores=answer.scores,
             simulated_seconds=None
             if self.workload.layers is None
-            else self.algorithm.simulated_seconds(view, charge.flops_train, charge.uplink_bytes),
+            else self._seconds(view, charge.flops_train, charge.uplink_bytes),
         )
 
     def _fault(self, order: Order, answer: Answer) -> str | None:
@@ -341,31 +468,67 @@ class Server:  # long because the facts of one order are needed at each of its s
 
     # ---- the end of a round
 
-    def close(self, state: RunState, merged: Merged, outcomes: Sequence[Outcome]) -> Closed:
+    def close(self, state: RunState, merged: Merged, outcomes: Sequence[Outcome], start: float) -> Closed:
         """Aggregate, observe, and file what the participants left.
 
         Args:
             state: State before the round.
             merged: The round's updates after the reduction.
-            outcomes: Outcomes of the clients whose updates were merged.
+            outcomes: Outcomes of all clients that were drawn.
+            start: Simulated time at which the round started.
         """
-        before = state.server
-        server = replace(self.algorithm.aggregate(before, merged), round=before.round + 1)
-        observed = {outcome.client: self._file(before, outcome) for outcome in outcomes}
-        return Closed(replace(state, server=server), observed)
+        round, end = state.server.round, start + longest(outcomes)
+        server = replace(self._aggregate(state.server, merged), round=round + 1)
+        trained = [outcome for outcome in outcomes if outcome.record is not None]
+        observed = {outcome.client: self._file(server, outcome, round) for outcome in trained}
+        candidates = self._candidates(state, self.sampler.clients, start)
+        sampler = self.sampler.sampler.learn(state.sampler, candidates, self._seen(outcomes))
+        waiting = [update for update in state.pending if update.arrival > end]
+        waiting += [replace(o.pending, arrival=start + o.pending.arrival) for o in outcomes if o.pending is not None]
+        return Closed(replace(state, server=server, sampler=sampler, pending=tuple(waiting), seconds=end), observed)
 
-    def _file(self, server: ServerState, outcome: Outcome) -> Shared | None:
-        """Store a participant's new record and charge; return what the algorithm observed."""
+    def arrived(self, state: RunState, outcomes: Sequence[Outcome], start: float) -> list[PendingUpdate]:
+        """Return the pending updates that arrive before the end of a round, and are not too old.
+
+        Args:
+            state: State before the round.
+            outcomes: Outcomes of the clients that were trained.
+            start: Simulated time at which the round started.
+        """
+        rule, end = self.sampler.sampler.late_merge(), start + longest(outcomes)
+        arrived = [update for update in state.pending if update.arrival <= end]
+        return [] if rule is None else rule.current(arrived, state.server.round)
+
+    def _seen(self, outcomes: Sequence[Outcome]) -> dict[int, Seen]:
+        """Return what a round has told the sampler of its clients."""
+        return {
+            outcome.client: Seen(
+                samples=self.workload.samples(outcome.num_examples),
+                counted=outcome.status == "counted",
+                metrics=outcome.metrics,
+                seconds=outcome.simulated_seconds,
+            )
+            for outcome in outcomes
+        }
+
+    def _aggregate(self, before: ServerState, merged: Merged) -> ServerState:
+        optimizer = self.federation.server_optimizer
+        if optimizer is None:
+            return self.algorithm.aggregate(before, merged)
+        stepped = replace(before, weights=self.algorithm.weights_to_step(before))
+        merged, moments = optimized(optimizer, stepped, merged, self.layout.buffers)
+        return with_moments(optimizer, self.algorithm.aggregate(before, merged), moments)
+
+    def _file(self, server: ServerState, outcome: Outcome, round: int) -> Shared | None:
+        """Store a participant's new record and charge; return what the algorithm observed, given the new state."""
         assert outcome.record is not None
         assert outcome.charge is not None
         packed, observed = dict(outcome.record), None
         if type(self.algorithm).observe is not FederatedAlgorithm.observe:  # unpacking a record takes time
             record = ServerRecord.from_plain(packed, outcome.client, self.device)
-            seconds = outcome.simulated_seconds
-            report = outcome.metrics if seconds is None else {**outcome.metrics, "seconds": seconds}
-            observed = self.algorithm.observe(server, self.view(outcome.client, server.round, record), report)
+            observed = self.algorithm.observe(server, self.view(outcome.client, round, record), outcome.report)
             packed = packed if observed is None else replace(record, shared=observed).to_plain()
-        self.records.put(outcome.client, packed, server.round + 1)
+        self.records.put(outcome.client, packed, round + 1)
         self.ledger.add(outcome.charge)
         return observed
 
@@ -398,6 +561,11 @@ class _MessageSizes:
             # the tensors are kept, so that no other object gets their identity
             self._known[key] = tensors, self._codec.message_size(message, known)
         return self._known[key][1]
+
+
+def _facts(view: ClientView) -> ClientFacts:
+    """Return the part of a view that the client may know."""
+    return ClientFacts(view.num_examples, view.capacity, view.max_rounds, view.monitor, view.local_epochs)
 
 
 def _mismatch(order: Order, answer: Answer) -> str | None:

@@ -28,7 +28,7 @@ from lightning_sparsefl.federated.exchange.hashing import fingerprint
 from lightning_sparsefl.federated.exchange.plain_values import pack_plain, unpack_plain
 from lightning_sparsefl.federated.storage.atomic_files import load_plain, write_atomically
 from lightning_sparsefl.federated.storage.record_store import StoredRecords
-from lightning_sparsefl.types import RunState, ServerState
+from lightning_sparsefl.types import PendingUpdate, RunState, ServerState
 
 FORMAT = 4
 LAST, PREVIOUS, REFUSED = "last.ckpt", "previous.ckpt", "last.ckpt.refused"
@@ -147,7 +147,9 @@ class Checkpoint:
 def _plain_state(state: RunState) -> dict[str, Any]:
     server = state.server
     trees = {name: pack_plain(getattr(server, name)) for name in ("weights", "masks", "extra")}
-    return {"round": server.round, "sampler": pack_plain(state.sampler), "pending": list(state.pending), **trees}
+    pending = [pack_plain(vars(update)) for update in state.pending]
+    sampler = pack_plain(state.sampler)
+    return {"round": server.round, "sampler": sampler, "pending": pending, "seconds": state.seconds, **trees}
 
 
 def _run_from(run: Any) -> str:
@@ -163,7 +165,11 @@ def _state_from(plain: Mapping[str, Any], run: str, device: torch.device, weight
     trees = {name: unpack_plain(plain[name], device) for name in ("weights", "masks", "extra")}
     weights = trees["weights"] if weights is None else weights
     server = ServerState(round, weights, trees["masks"], trees["extra"])
-    return RunState(server, unpack_plain(plain["sampler"], device), tuple(plain["pending"]), run)
+    seconds = plain.get("seconds", 0.0)  # checkpoints of earlier versions have no clock
+    if type(seconds) is not float or not seconds >= 0:
+        raise TypeError(f"`seconds` is {str(seconds)[:20]!r}")
+    pending = tuple(PendingUpdate(**unpack_plain(update, device)) for update in plain["pending"])
+    return RunState(server, unpack_plain(plain["sampler"], device), pending, run, seconds)
 
 
 def _selected_from(plain: Mapping[str, Any], run: str, device: torch.device) -> SelectedRound:
@@ -272,6 +278,9 @@ def read_checkpoint(
         _require_shapes(path, content["state_dict"], module)
         checkpoint = Checkpoint.from_plain(content, layout, device)
         layout.check(checkpoint.state.server.masks, f"{path}, among its masks,")
+        for update in checkpoint.state.pending:
+            for tree in (update.changes, update.votes):
+                layout.check(tree, f"{path}, among its pending updates,")
         return checkpoint
 
 

@@ -19,7 +19,8 @@ from lightning.fabric.utilities.rank_zero import rank_zero_warn
 
 from lightning_sparsefl.errors import InvalidOption
 
-_NAME = ".lock"
+LOCK = ".lock"
+"""Name of the file in a run folder."""
 
 
 class FolderLock:
@@ -30,7 +31,7 @@ class FolderLock:
     """
 
     def __init__(self, folder: Path) -> None:
-        self.path = folder / _NAME
+        self.path = folder / LOCK
         self._file: IO[str] | None = None
 
     def acquire(self) -> None:

@@ -10,8 +10,11 @@ from lightning.fabric.utilities.rank_zero import rank_zero_info
 
 from lightning_sparsefl.errors import CheckpointMismatch
 from lightning_sparsefl.federated.storage.checkpoint import LAST, PREVIOUS, REFUSED, Checkpoint
-from lightning_sparsefl.federated.storage.folder_lock import FolderLock
+from lightning_sparsefl.federated.storage.folder_lock import LOCK, FolderLock
 from lightning_sparsefl.federated.storage.run_folder import checkpoints_of, last_run, newest_version
+
+NEWEST = ("last", "auto")
+"""Values of `ckpt_path` that stand for the newest run of an algorithm."""
 
 
 @dataclass
@@ -24,7 +27,7 @@ class ResumePoint:
     """Run folder to continue in; None = a new one. A copied checkpoint gets a new folder, so that no other run is
     changed."""
     newest: bool = False
-    """Whether `ckpt_path` is ``last`` or a run folder, so that the previous checkpoint may be used instead."""
+    """Whether `ckpt_path` is ``last``, ``auto`` or a run folder: then the previous checkpoint may be used instead."""
     using_previous: bool = False
     """Whether the previous checkpoint was read."""
     notice: str = ""
@@ -104,24 +107,31 @@ def lock_resume_point(find: Callable[[], ResumePoint]) -> tuple[ResumePoint, Fol
     return found, None
 
 
-def find_resume_point(ckpt_path: str | None, root: Path, name: str, training: bool) -> ResumePoint:
+def find_resume_point(
+    ckpt_path: str | None, root: Path, name: str, training: bool, run_dir: Path | None = None
+) -> ResumePoint:
     """Find the checkpoint and the folder that a run starts from.
 
     Args:
-        ckpt_path: Path of a checkpoint or of a run folder, ``last``, or None for a new run.
+        ckpt_path: Path of a checkpoint or of a run folder, ``last``, ``auto``, or None for a new run.
         root: Folder of all run folders.
         name: Name of the algorithm's folder.
-        training: Whether the run trains; a run without a committed round can be restarted, but not evaluated.
+        training: Whether the run trains; a run without a committed round can be restarted, but not evaluated, and
+            ``auto`` starts a new run where ``last`` finds none.
+        run_dir: Folder of the run, in which it goes on if it has begun; None = a new one in `root`.
 
     Raises:
         CheckpointMismatch: If ``last`` or a folder is given, and there is no run with a checkpoint.
     """
+    if run_dir is not None and ckpt_path in (None, *NEWEST):
+        begun = checkpoints_of(run_dir) or not training or (run_dir / LOCK).is_file()
+        return _in_folder(run_dir, training) if begun else ResumePoint(folder=run_dir)
     if ckpt_path is None:
         return ResumePoint()
-    if ckpt_path != "last":
+    if ckpt_path not in NEWEST:
         path = Path(ckpt_path)
         if path.is_dir():
-            return _in_folder(path)
+            return _in_folder(path, training)
         own = path.name == LAST and path.parent.name == "checkpoints"
         return ResumePoint(path, path.parent.parent if own else None)
     run, newest = last_run(root, name), newest_version(root / name)
@@ -129,17 +139,21 @@ def find_resume_point(ckpt_path: str | None, root: Path, name: str, training: bo
         other = "" if run is None else f"; for the run before it, set `ckpt_path` to {run / 'checkpoints' / LAST}"
         notice = f"{newest} is the newest run and has committed no round: it starts over{other}."
         return ResumePoint(folder=newest, notice=notice)
+    if run is None and training and ckpt_path == "auto":
+        return ResumePoint(notice=f"{root / name} contains no run: a new one starts.")
     if run is None:
         raise CheckpointMismatch(
-            f"`ckpt_path` is 'last', but {root / name} contains no run with a checkpoint; "
+            f"`ckpt_path` is {ckpt_path!r}, but {root / name} contains no run with a checkpoint; "
             "give a path, or set `trainer.default_root_dir`."
         )
     return ResumePoint(run / "checkpoints" / LAST, run, newest=True)
 
 
-def _in_folder(folder: Path) -> ResumePoint:
-    """Return the last commit of a run folder."""
+def _in_folder(folder: Path, training: bool) -> ResumePoint:
+    """Return the last commit of a run folder, or its start if the run trains and has committed no round."""
     if not checkpoints_of(folder):
+        if training and (folder / LOCK).is_file():
+            return ResumePoint(folder=folder, notice=f"{folder} has committed no round: it starts over.")
         raise CheckpointMismatch(
             f"`ckpt_path` is the folder {folder}, which contains no checkpoints/{LAST}; "
             "expected a checkpoint, or the folder of a run with one."

@@ -3,8 +3,10 @@
 ::
 
     config.yaml      the complete configuration (written by the command line)
+    hparams.yaml     the hyper-parameters as names and plain values
     metrics.csv      one row per round
     clients.csv      one row per client and round, for clients that were trained or evaluated
+    overlap.csv      one row per pair of clients and pictured round: the overlap of the masks that they uploaded last
     finetuned.csv    one row per client with scores before and after fine-tuning, for methods that fine-tune
     summary.json     the final results
     checkpoints/     last.ckpt, the one before it (previous.ckpt), and the records of the clients
@@ -26,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
+from lightning.pytorch.core.saving import save_hparams_to_yaml
 
 from lightning_sparsefl.federated.storage.atomic_files import remove_leftovers, write_text_atomically
 
@@ -131,6 +134,7 @@ class RunFolder:
         path.mkdir(parents=True, exist_ok=True)
         self.metrics = Table(path / "metrics.csv")
         self.clients = Table(path / "clients.csv")
+        self.overlaps = Table(path / "overlap.csv")
 
     @property
     def checkpoints(self) -> Path:
@@ -145,14 +149,18 @@ class RunFolder:
         """
         for folder in (self.path, self.checkpoints, self.checkpoints / "clients"):
             remove_leftovers(folder)
-        self.metrics.cut_back(rounds)
-        self.clients.cut_back(rounds)
+        for table in (self.metrics, self.clients, self.overlaps):
+            table.cut_back(rounds)
 
     def write_finetuned(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Write `finetuned.csv`."""
         path = self.path / "finetuned.csv"
         path.unlink(missing_ok=True)
         Table(path).append(rows)
+
+    def write_hyperparameters(self, hparams: Mapping[str, Any]) -> None:
+        """Write `hparams.yaml`, the file that a TensorBoard logger in this folder would write."""
+        save_hparams_to_yaml(self.path / "hparams.yaml", dict(hparams))
 
     def read_summary(self) -> dict[str, Any]:
         """Return the content of `summary.json`, or an empty dict if the file is missing or damaged."""

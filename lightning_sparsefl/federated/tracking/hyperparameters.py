@@ -7,8 +7,6 @@ from collections.abc import Mapping, Sequence
 from textwrap import shorten
 from typing import Any
 
-from lightning.pytorch.loggers import Logger, TensorBoardLogger
-
 from lightning_sparsefl.federated.rounds.run_options import RunOptions
 
 _SILENT = {
@@ -19,6 +17,8 @@ _SILENT = {
     "trainer": ("max_steps", "log_every_n_steps", "default_root_dir"),
 }
 """Options that do not change results, or are derived from others."""
+_DATA = ("num_clients", "partition", "batch_size", "feature_shift")
+"""Options of the data that are included."""
 
 
 def hyperparameters(options: RunOptions, data: Any, module: Any) -> dict[str, Any]:
@@ -47,7 +47,7 @@ def hyperparameters(options: RunOptions, data: Any, module: Any) -> dict[str, An
             "client_callbacks": ", ".join(type(callback).__name__ for callback in options.client_callbacks) or None,
             **_changed(local, _SILENT["trainer"]),
         },
-        "data": {name: getattr(data, name, None) for name in ("num_clients", "partition", "batch_size")},
+        "data": {name: getattr(data, name, None) for name in _DATA},
         "model": hparams,
     }
     flat = _flat("algorithm", options.algorithm) | {"data": type(data).__name__, "model": type(module).__name__}
@@ -79,17 +79,3 @@ def _plain(value: Any) -> bool | int | float | str:
         return value
     text = str(value)
     return getattr(value, "__name__", type(value).__name__) if text.startswith("<") else shorten(text, 80)
-
-
-def log_hyperparameters(loggers: Sequence[Logger], params: Mapping[str, Any]) -> None:
-    """Log the hyper-parameters of a run to every logger.
-
-    The TensorBoard logger must not declare its metric `hp_metric` of value -1, since it would ignore others after it.
-
-    Args:
-        loggers: Loggers of the run.
-        params: Hyper-parameters from :func:`hyperparameters`.
-    """
-    for logger in loggers:
-        beside: dict[str, Any] = {"metrics": {}} if isinstance(logger, TensorBoardLogger) else {}
-        logger.log_hyperparams(dict(params), **beside)

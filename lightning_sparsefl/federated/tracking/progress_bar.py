@@ -11,8 +11,9 @@ from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
 from rich.console import Console
 
-from lightning_sparsefl.federated.rounds.round_metrics import higher_is_better
+from lightning_sparsefl.federated.tracking.phase_progress import PhaseProgress
 from lightning_sparsefl.report import print_line, quantity
+from lightning_sparsefl.report.measures.direction import higher_is_better
 
 _SPREAD = ("_std", "_worst10")
 _REFRESH_SECONDS = 0.2
@@ -24,7 +25,8 @@ class RoundProgressBar(ProgressBar):
     """Progress over rounds, with the last global and personal score.
 
     In a terminal or a notebook it is a bar, which also shows the clients of the current round or evaluation that this
-    process has finished. Elsewhere, such as in the log file of a cluster, it is a line for each evaluated round.
+    process has finished. Elsewhere, such as in the log file of a cluster, it is a line for each evaluated round. Work
+    before the first round and after the last one, and long rounds in a log file, are shown by a :class:`PhaseProgress`.
 
     Args:
         live: Whether to show the bar. Default: whether the standard output is a terminal or a notebook.
@@ -32,6 +34,8 @@ class RoundProgressBar(ProgressBar):
 
     def __init__(self, live: bool | None = None) -> None:
         super().__init__()
+        self.phases = PhaseProgress(live)
+        """Progress of the work outside rounds."""
         self._live = live
         self._bar: Any = None
         self._shown = True
@@ -42,11 +46,11 @@ class RoundProgressBar(ProgressBar):
 
     def disable(self) -> None:
         """Hide the progress, as on ranks other than the first."""
-        self._shown = False
+        self._shown = self.phases.shown = False
 
     def enable(self) -> None:
         """Show the progress."""
-        self._shown = True
+        self._shown = self.phases.shown = True
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Create the bar, starting at the first round of a resumed run."""
@@ -66,17 +70,20 @@ class RoundProgressBar(ProgressBar):
         )
 
     def on_client_end(self, phase: str, done: int, total: int) -> None:
-        """Show how many clients of the current phase this process has finished, at most five times a second.
+        """Show how many clients of the current phase this process has finished, in the bar at most five times a second.
 
         Args:
             phase: Name of the phase, such as ``round 3`` or ``score 4``.
             done: Number of finished clients.
             total: Number of clients of this process, or of all if it is not known in advance.
         """
+        word, _, number = phase.partition(" ")
         now = time.monotonic()
-        if self._bar is not None and now - self._refreshed >= _REFRESH_SECONDS:
+        if self._bar is None:
+            self.phases.show(_phase_name(word, number), done, total)
+        elif now - self._refreshed >= _REFRESH_SECONDS:
             self._refreshed = now
-            self._bar.set_postfix({_PHASES[phase.split()[0]]: f"{done}/{total}", **self._scores})
+            self._bar.set_postfix({_PHASES[word]: f"{done}/{total}", **self._scores})
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
         """Remember that the round was evaluated."""
@@ -111,9 +118,20 @@ class RoundProgressBar(ProgressBar):
         self._close()
 
     def _close(self) -> None:
+        self.phases.close()
         if self._bar is not None:
             self._bar.close()
             self._bar = None
+
+
+def _phase_name(word: str, number: str) -> str:
+    """Return the name of a phase with the round counted from 1, as in the lines of rounds.
+
+    Example:
+        >>> _phase_name("round", "3"), _phase_name("score", "4"), _phase_name("survey", "")
+        ('train, round 4', 'score, round 4', 'survey')
+    """
+    return f"{_PHASES[word]}, round {int(number) + (word == 'round')}" if number else _PHASES[word]
 
 
 def _scores(metrics: Mapping[str, Any]) -> dict[str, str]:

@@ -6,7 +6,8 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lightning.pytorch.loggers import Logger
+from lightning.pytorch.loggers import Logger, TensorBoardLogger
+from torch import Tensor
 
 from lightning_sparsefl.cost import Ledger
 from lightning_sparsefl.federated.evaluation.scores import Scores
@@ -16,7 +17,9 @@ from lightning_sparsefl.federated.rounds.run_options import RunOptions
 from lightning_sparsefl.federated.storage.record_store import RecordStore
 from lightning_sparsefl.federated.storage.run_folder import RunFolder
 from lightning_sparsefl.federated.tracking.round_trainer import RoundTrainer
-from lightning_sparsefl.federated.tracking.tensorboard import Boards
+from lightning_sparsefl.federated.tracking.tags import kilobytes
+from lightning_sparsefl.federated.tracking.tensorboard import Boards, packed_masks
+from lightning_sparsefl.report.overlap import MOST_CLIENTS, mask_overlap, overlap_rows
 from lightning_sparsefl.types import ServerState
 
 
@@ -50,7 +53,7 @@ class Recorder:
         self.folder, self.options, self.loggers = folder, options, loggers
         self._writes, self._ledger, self._records, self._round_trainer = writes, ledger, records, round_trainer
         self._num_clients = num_clients
-        self._boards = Boards(loggers, hparams, declared=_was_scored(folder))
+        self._boards = Boards(loggers, hparams, declared=_was_scored(folder), sent=kilobytes(ledger.totals))
         self.scored = 0
         """Number of finished rounds at the last evaluation."""
         self.finetuned: Mapping[str, float] = {}
@@ -97,13 +100,22 @@ class Recorder:
             self._boards.histograms(number, scores.personal)
         self.folder.metrics.append([{"round": number, **metrics}])
         self.folder.clients.append(_client_rows(number, result.outcomes, scores, self._ledger.counts_flops))
-        for logger in self.loggers:
-            logger.log_metrics(dict(metrics), step=number)
+        self._log(number, metrics)
         every = self.options.federation.pictures_every_n_rounds
-        if self._boards and every and (last or (number + 1) % every == 0):
-            self._boards.pictures(number, result.metrics, self._records, self._num_clients, self._personal, self.scored)
+        pictured = bool(every) and (last or (number + 1) % every == 0)
+        overlaps = self._overlaps() if pictured or last else None
+        if overlaps is not None:
+            self.folder.overlaps.append(overlap_rows(*overlaps, number))
+        if self._boards and pictured:
+            self._boards.pictures(number, result.metrics, overlaps, self._num_clients, self._personal, self.scored)
+            self._boards.masks(number, result.state.server, self._records)
         for logger in self.loggers:
             logger.save()
+
+    def _overlaps(self) -> tuple[list[int], Tensor] | None:
+        """Return the clients whose masks the server knows and the overlaps of these masks; None for fewer than two."""
+        masks = packed_masks(self._records, MOST_CLIENTS)
+        return (list(masks), mask_overlap(list(masks.values()))) if len(masks) > 1 else None
 
     def keep(self, scores: Scores, rounds: int) -> None:
         """Store scores for the summary.
@@ -124,8 +136,18 @@ class Recorder:
         """
         self.keep(scores, rounds)
         if self._writes:
-            for logger in self.loggers:
-                logger.log_metrics(dict(self._scores), step=rounds - 1)
+            self._log(rounds - 1, self._scores)
+
+    def _log(self, number: int, metrics: Mapping[str, float]) -> None:
+        """Log metrics in all loggers, in TensorBoard under its tags."""
+        for logger in self.loggers:
+            if not isinstance(logger, TensorBoardLogger):
+                logger.log_metrics(dict(metrics), step=number)
+        self._boards.scalars(number, metrics, kilobytes(self._ledger.totals))
+
+    def close(self) -> None:
+        """Close the files that no logger closes."""
+        self._boards.close()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state that the summary, the next pictures and callbacks need, for a checkpoint."""
@@ -205,6 +227,7 @@ def _client_rows(
     left_out = {"round", "client"} if counts_flops else {"round", "client", "flops_train", "flops_paper"}
     for outcome in outcomes:
         charge = {} if outcome.charge is None else dataclasses.asdict(outcome.charge)
+        simulated = outcome.simulated_seconds
         after = next(iter(outcome.scores.values()), {})
         rows[outcome.client] = {
             "round": number,
@@ -213,6 +236,7 @@ def _client_rows(
             "failure": outcome.failure or "",
             "num_examples": outcome.num_examples,
             **{n: v for n, v in charge.items() if n not in left_out},
+            **({} if simulated is None else {"simulated_seconds": simulated}),
             **{f"local/{name}": value for name, value in outcome.metrics.items()},
             **{f"personal_after/{name}": value for name, value in after.items()},
         }

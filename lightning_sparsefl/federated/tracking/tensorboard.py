@@ -6,20 +6,29 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from lightning.pytorch.loggers import Logger, TensorBoardLogger
 from torch import Tensor
+from torch.utils.tensorboard import SummaryWriter
 
 from lightning_sparsefl.federated.exchange.plain_values import packed_mask
-from lightning_sparsefl.federated.rounds.round_metrics import higher_is_better
 from lightning_sparsefl.federated.storage.record_store import RecordStore
+from lightning_sparsefl.federated.tracking.tags import BY_BYTES, main_scores, scores_by_bytes, tagged, tags_of
 from lightning_sparsefl.report import bin_edges
+from lightning_sparsefl.report.measures.direction import higher_is_better
+from lightning_sparsefl.report.overlap import MOST_CLIENTS
+from lightning_sparsefl.sparse.masks import unpack
+from lightning_sparsefl.types import ServerState
 
 _COMPARED = ("comm/uplink_bytes_total", "comm/downlink_bytes_total", "flops/train_total", "density/all")
 """Metrics of the costs of a run, compared in addition to its scores."""
 _LAYER = "density/layer/"
+BY_KILOBYTES = "by_kilobytes"
+"""Name of the folder in that of the logger with the scores whose x-axis is bytes."""
 
 
 class Boards:
@@ -29,11 +38,13 @@ class Boards:
         loggers: All loggers of the run.
         hparams: Hyper-parameters of the run.
         declared: Whether the run has written the layout of its metrics before.
+        sent: Bytes of the run so far, in kB; scores after them are dropped, since they were not committed.
     """
 
-    def __init__(self, loggers: Sequence[Logger], hparams: Mapping[str, Any], declared: bool) -> None:
+    def __init__(self, loggers: Sequence[Logger], hparams: Mapping[str, Any], declared: bool, sent: int = 0) -> None:
         self._boards = [logger for logger in loggers if isinstance(logger, TensorBoardLogger)]
-        self._hparams, self._declared = hparams, declared
+        self._hparams, self._declared, self._sent = hparams, declared, sent
+        self._by_bytes: list[SummaryWriter] = []
 
     def __bool__(self) -> bool:
         return bool(self._boards)
@@ -52,8 +63,53 @@ class Boards:
         compared.sort(key=lambda name: not higher_is_better(name))
         costs = [name for name in _COMPARED if name in metrics]
         for board in self._boards:
-            hparams_summary(board, self._hparams, [*compared, *costs])
+            tags = tags_of([*scores, *metrics])
+            hparams_summary(board, self._hparams, [tags[name] for name in (*compared, *costs)])
             board.experiment.add_custom_scalars(_charts(scores, metrics))
+
+    def scalars(self, number: int, metrics: Mapping[str, float], sent: int) -> None:
+        """Write the metrics of a round under their tags, and the scores again with kilobytes as their x-axis.
+
+        The latter are in a folder of their own, which TensorBoard shows as another run, since a tag has one x-axis.
+
+        Args:
+            number: Number of the round, from 0.
+            metrics: Logged keys of the round.
+            sent: Bytes of the run so far, in kB.
+        """
+        for board in self._boards:
+            board.log_metrics(tagged(metrics), step=number)
+        scores = scores_by_bytes(metrics)
+        if scores and sent and not self._by_bytes:
+            purge = self._sent + 1 if self._sent else None
+            self._by_bytes = [
+                SummaryWriter(Path(board.log_dir) / BY_KILOBYTES, purge_step=purge) for board in self._boards
+            ]
+        for writer in self._by_bytes if sent else ():
+            for tag, score in scores.items():
+                writer.add_scalar(tag, score, sent)
+            writer.flush()
+
+    def close(self) -> None:
+        """Close the files that no logger closes."""
+        for writer in self._by_bytes:
+            writer.close()
+
+    def masks(self, number: int, server: ServerState, records: RecordStore) -> None:
+        """Draw the masks of all layers: the fraction of clients that keep each weight, else the server's masks.
+
+        Args:
+            number: Number of the round, from 0.
+            server: State of the server after the round.
+            records: Records of the server about clients.
+        """
+        from lightning_sparsefl.report import masks, pictures  # matplotlib is slow to import
+
+        kept = kept_by_clients(packed_masks(records, MOST_CLIENTS), server.weights) or server.masks
+        if kept and self._boards:
+            image = pictures.pixels(masks.mask_figure(kept, number, "round"))
+            for board in self._boards:
+                board.experiment.add_image("mask/layers", image, number)
 
     def histograms(self, number: int, personal: Mapping[int, Mapping[str, float]]) -> None:
         """Write the distribution of each metric over clients, without clients whose metric is not finite.
@@ -72,7 +128,7 @@ class Boards:
         self,
         number: int,
         metrics: Mapping[str, float],
-        records: RecordStore,
+        overlaps: tuple[Sequence[int], Tensor] | None,
         num_clients: int,
         personal: Mapping[int, Mapping[str, float]],
         scored: int,
@@ -82,7 +138,7 @@ class Boards:
         Args:
             number: Number of the round, from 0.
             metrics: Logged keys of the round.
-            records: Records of the server about clients.
+            overlaps: Numbers of clients and the overlaps of their masks; None if fewer than two clients have masks.
             num_clients: Number of clients of the run.
             personal: Last metrics by client.
             scored: Number of finished rounds at the evaluation of these metrics.
@@ -90,9 +146,8 @@ class Boards:
         from lightning_sparsefl.report import pictures  # matplotlib is slow to import
 
         figures = {}
-        masks = packed_masks(records, pictures.MOST_CLIENTS)
-        if len(masks) > 1:
-            figures["mask/overlap"] = pictures.overlap_figure(masks, number, of=num_clients)
+        if overlaps is not None:
+            figures["mask/overlap"] = pictures.overlap_figure(*overlaps, number, of=num_clients)
         layers = {n.removeprefix(_LAYER): v for n, v in metrics.items() if n.startswith(_LAYER)}
         if layers:
             figures["density/per_layer"] = pictures.density_figure(layers, number)
@@ -124,6 +179,28 @@ def packed_masks(records: RecordStore, most: int) -> dict[int, dict[str, Tensor]
     return {client: masks for client, masks in found.items() if masks}
 
 
+def kept_by_clients(packed: Mapping[int, Mapping[str, Tensor]], weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the fraction of clients that keep each weight.
+
+    Args:
+        packed: Packed masks by client and name.
+        weights: Weights by name, in the order of the model.
+
+    Returns:
+        Fractions in [0, 1] by name, for tensors that any client has a mask of.
+    """
+    names = [name for name in weights if any(name in masks for masks in packed.values())]
+    return {name: _mean_mask([masks.get(name) for masks in packed.values()], weights[name].shape) for name in names}
+
+
+def _mean_mask(packed: Sequence[Tensor | None], shape: torch.Size) -> Tensor:
+    """Return the mean of packed masks, in which None keeps all weights."""
+    total = torch.zeros(shape)
+    for bits in packed:
+        total += 1.0 if bits is None else unpack(bits, shape)
+    return total / len(packed)
+
+
 def _names(personal: Mapping[int, Mapping[str, float]]) -> list[str]:
     return sorted({name for metrics in personal.values() for name in metrics})
 
@@ -133,17 +210,19 @@ def _finite(personal: Mapping[int, Mapping[str, float]], name: str) -> dict[int,
 
 
 def _charts(scores: Mapping[str, float], costs: Mapping[str, float]) -> dict[str, dict[str, list[Any]]]:
-    """Return the custom scalars: the tags of each chart as regular expressions."""
-    metrics = [name.removeprefix("global/") for name in scores if name.startswith("global/")]
-    metrics.sort(key=lambda name: not higher_is_better(name))
-    parts = ("global/{0}$", "personal/{0}$", "personal/{0}_worst10$")
-    spent = {"bytes in total": [rf"comm/{part}_bytes_total$" for part in ("uplink", "downlink", "paper")]}
-    if "flops/train_total" in costs:
-        spent["training FLOPs in total"] = [rf"flops/{part}_total$" for part in ("train", "paper")]
+    """Return the custom scalars, one tag for each chart, so that its lines are runs."""
+    main = main_scores(scores)
+    tags = tags_of([*scores, *costs])
+    shown = [name for name in _COMPARED if name in costs]
     return {
-        "scores": {name: ["Multiline", [part.format(re.escape(name)) for part in parts]] for name in metrics},
-        "costs": {name: ["Multiline", tags] for name, tags in spent.items()},
+        "scores": {name: _chart(tags[name]) for name in main},
+        "scores by kilobytes sent, both ways": {name: _chart(f"{BY_BYTES}/{name}") for name in main},
+        "costs and density": {name: _chart(tags[name]) for name in shown},
     }
+
+
+def _chart(tag: str) -> list[Any]:
+    return ["Multiline", [f"^{re.escape(tag)}$"]]
 
 
 def hparams_summary(logger: TensorBoardLogger, params: Mapping[str, Any], metrics: Sequence[str]) -> None:

@@ -8,7 +8,9 @@ from torch import nn
 from lightning_sparsefl.errors import InvalidOption
 from lightning_sparsefl.federated.aggregation.exact_sum import merge_headers
 from lightning_sparsefl.federated.aggregation.reducers import CoverageMean, PlainMean
+from lightning_sparsefl.federated.aggregation.robust import CoverageMedian, TrimmedMean
 from lightning_sparsefl.federated.exchange.flat import FlatModule
+from lightning_sparsefl.sparse.masks import intersect
 from lightning_sparsefl.types import Message, Update
 
 
@@ -221,3 +223,79 @@ def test_kinds_must_not_be_mixed_in_a_round():
     accumulator.add(Update(weights=server), Message(weights=server), 1)
     with pytest.raises(InvalidOption, match="expected 'weights'"):
         accumulator.add(Update(weights=server, kind="difference"), Message(weights=server), 1)
+
+
+@pytest.mark.parametrize("reducer", [CoverageMean(), PlainMean(), CoverageMedian()])
+@pytest.mark.parametrize("first", [True, False])
+def test_an_update_without_weights_is_of_any_kind(reducer, first):
+    flat = flat_module()
+    server = flat.read()
+    parts = [Update(weights={}), Update(weights=server, kind="difference")]
+    accumulator = reducer.start(flat.layout, server, 100)
+    for update in parts if first else reversed(parts):
+        accumulator.add(update, Message(weights=server), 1)
+    accumulator.collect(lambda value: [value])
+    assert accumulator.result({}).kind == "difference"
+
+
+@pytest.mark.parametrize("reducer", [CoverageMean(), PlainMean()])
+def test_bools_in_extra_trees_are_merged_as_exact_frequencies(reducer):
+    """Frequencies by weight, where a client without the tree counts as False; those of all or nobody are 1 and 0."""
+    flat, server = flat_module(), flat_module().read()
+    bits = torch.tensor([[True, True, True, False], [True, True, False, False], [True, False, False, False]])
+    parts = [
+        (Update(weights=server, weight=weight, extra={"core": {"w": row, "z": row.reshape(2, 2)}}), 5)
+        for weight, row in zip((3, 5, 9), bits, strict=True)
+    ]
+    for ranks in (1, 2, 3):
+        extra = merge(reducer, flat, server, [parts[i::ranks] for i in range(ranks)], Message(weights=server)).extra
+        assert torch.equal(extra["core"]["w"], torch.tensor([1.0, 8 / 17, 3 / 17, 0.0]))
+        assert extra["core"]["z"].shape == (2, 2)
+    silent = [*parts, (Update(weights=server, weight=3), 5)]
+    extra = merge(reducer, flat, server, [silent], Message(weights=server)).extra
+    assert torch.equal(extra["core"]["w"], torch.tensor([17, 8, 3, 0]) / 20)
+
+
+def slow_voters(server, parts, message):
+    """The number of clients that sent a tensor and voted on a coordinate."""
+    voters = {name: torch.zeros_like(value, dtype=torch.int32) for name, value in server.items()}
+    for update, _ in parts:
+        votes = intersect(message.trainable, message.masks) if update.votes is None else update.votes
+        for name in update.weights:
+            voters[name] += votes.get(name, torch.ones_like(server[name], dtype=torch.bool))
+    return voters
+
+
+@pytest.mark.parametrize("reducer", [CoverageMean(), PlainMean(), CoverageMedian(), TrimmedMean(fraction=0.2)])
+def test_voters_are_counted_by_coordinate_on_any_number_of_ranks(reducer):
+    """Clients with votes, with the default votes of the message, without some tensors, and with nothing."""
+    flat = flat_module()
+    server = flat.read()
+    message = Message(weights=server, masks={"0.weight": torch.arange(35).reshape(7, 5) % 3 > 0})
+    parts = updates(flat.layout, server, count=5)
+    some = {name: value for name, value in server.items() if not name.startswith("2.")}
+    parts += [(Update(weights=server), 5), (Update(weights=some), 5), (Update(weights=some, votes={}), 5)]
+    parts += [(Update(weights=some, votes={"2.weight": torch.ones(3, 7, dtype=torch.bool)}), 5)]
+    parts += [(Update(weights={}), 5)]
+    expected = slow_voters(server, parts, message)
+    for ranks in (1, 2, 3):
+        merged = merge(reducer, flat, server, [parts[i::ranks] for i in range(ranks)], message)
+        assert all(torch.equal(merged.voters[name], count) for name, count in expected.items())
+        assert all(count.dtype == torch.int32 for count in merged.voters.values())
+
+
+def test_voters_only_list_tensors_that_a_client_left_out():
+    flat = flat_module()
+    server = flat.read()
+    message = Message(weights=server)
+    everyone = [(Update(weights=server, weight=k + 1), 5) for k in range(3)]
+    assert merge(CoverageMean(), flat, server, [everyone], message).voters == {}
+    without = {name: value for name, value in server.items() if name != "2.bias"}
+    for ranks in (1, 2):
+        parts = [*everyone, (Update(weights=without), 5)]
+        voters = merge(CoverageMean(), flat, server, [parts[i::ranks] for i in range(ranks)], message).voters
+        assert list(voters) == ["2.bias"]
+        assert voters["2.bias"].tolist() == [3, 3, 3]
+    nobody = merge(CoverageMean(), flat, server, [[(Update(weights={}), 5)]], message).voters
+    assert not any(bool(count.any()) for count in nobody.values())
+    assert list(nobody) == list(server)

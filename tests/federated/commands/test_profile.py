@@ -15,13 +15,13 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_sparsefl import FedAvg, FederatedTrainer, Federation, FedSpa, Local
-from lightning_sparsefl.data import ClientDataModules, Dirichlet, FederatedDigits
+from lightning_sparsefl import FedAvg, FederatedTrainer, Federation, FedNova, FedSpa, Local
+from lightning_sparsefl.data import IID, ClientDataModules, Dirichlet, FederatedDigits
 from lightning_sparsefl.errors import InvalidOption
-from lightning_sparsefl.federated import FederatedAlgorithm
+from lightning_sparsefl.federated import CohortSampler, FederatedAlgorithm
 from lightning_sparsefl.federated.commands.profile import SimulatedWorker
 from lightning_sparsefl.federated.exchange.flat import Layout
-from lightning_sparsefl.federated.sampling import uniform_cohort
+from lightning_sparsefl.federated.sampling.draws import uniform_cohort
 from lightning_sparsefl.federated.storage.atomic_files import load_plain
 from lightning_sparsefl.models import MLP, Classifier
 from lightning_sparsefl.sparse.masks import apply, subtract
@@ -96,14 +96,20 @@ CASES = {
     "DST, own first masks": FedSpa(mask_init="different"),
     "random growth": FedSpa(growth="random"),
     "capacities": Narrow(),
+    "epochs": FedSpa(search="static"),
+    "steps": FedNova(),
 }
+OPTIONS = {
+    "capacities": {"capacities": [0.25, 0.5, 1.0] * 4},
+    "epochs": {"local_epochs": [1, [2, 4], 3]},
+}
+"""Options of the federation in some of the cases."""
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_profile_says_what_a_run_is_charged(name: str, tmp_path, capsys):
     algorithm, data = CASES[name], digits(batch_size=64)
-    capacities = [0.25, 0.5, 1.0] * 4 if name == "capacities" else None
-    fleet = trainer(algorithm, tmp_path, Federation(clients_per_round=5, capacities=capacities), max_epochs=2)
+    fleet = trainer(algorithm, tmp_path, Federation(clients_per_round=5, **OPTIONS.get(name, {})), max_epochs=2)
     data.setup()
     assert len(set(data.client_sizes)) > 6
     run = fleet.profile(mlp(), data).content["run"]
@@ -117,6 +123,38 @@ def test_a_profile_says_what_a_run_is_charged(name: str, tmp_path, capsys):
     assert run["wire"]["mask_bytes"] == pytest.approx(charged["comm/mask_bytes_total"], rel=0.2)
     if not searches(algorithm):
         assert_all_but_the_metrics_is_predicted(run, charged, client_rounds=40)
+
+
+def test_capacities_of_each_round_are_those_of_the_run(tmp_path, capsys):
+    """The costs of the papers and the FLOPs; masks are sent anew where the capacity has changed, which costs more."""
+    redrawn = Federation(clients_per_round=5, capacities=[0.25, 0.5, 1.0], redraw_capacities=True)
+    fleet, data = trainer(Narrow(), tmp_path, redrawn), digits(batch_size=64)
+    data.setup()
+    run = fleet.profile(mlp(), data).content["run"]
+    charged = fleet.fit(mlp(), data)
+    for (column, key), logged in LEDGER.items():
+        assert run[column][key] == pytest.approx(charged[logged], rel=1e-12), (column, key)
+    assert run["wire"]["mask_bytes"] < charged["comm/mask_bytes_total"]
+    assert run["wire"]["downlink_bytes"] == pytest.approx(charged["comm/downlink_bytes_total"], rel=0.02)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FirstOnes(CohortSampler):
+    """Draws the first clients in every round."""
+
+    def draw(self, state, candidates, rng):
+        return candidates.clients[: candidates.count]
+
+
+def test_a_profile_draws_uniformly_and_says_so(capsys):
+    said, runs = "Cohorts are drawn uniformly here, not by FirstOnes(over_select=1.0).", []
+    for sampler in (None, FirstOnes()):
+        profile = trainer(FedAvg(), federation=Federation(clients_per_round=5, sampler=sampler)).profile(
+            mlp(), digits()
+        )
+        runs.append(profile.content["run"])
+        assert (said in capsys.readouterr().out) == (sampler is not None)
+    assert runs[0] == runs[1]
 
 
 def searches(algorithm: FederatedAlgorithm) -> bool:
@@ -291,24 +329,34 @@ class NoSizes(L.LightningDataModule):
     client_val_dataloader = client_test_dataloader = client_train_dataloader
 
 
-def test_data_without_nominal_sizes_is_refused_in_a_sentence():
+def test_data_without_nominal_sizes_is_refused_in_a_sentence(monkeypatch):
     with pytest.raises(InvalidOption, match=r"^`data` is a NoSizes without `client_sizes`, which `profile` needs\.$"):
         trainer(FedAvg()).profile(mlp(), NoSizes())
-    unknown = ClientDataModules([L.LightningDataModule()] * 5)
+    monkeypatch.setattr(NoSizes, "client_sizes", [0] * 5, raising=False)
     with pytest.raises(InvalidOption, match=r"starts with \[0, 0, 0\].*5 clients.*`setup\(\)` first"):
-        trainer(FedAvg()).profile(mlp(), unknown)
+        trainer(FedAvg()).profile(mlp(), NoSizes())
+
+
+def test_data_whose_sizes_are_unknown_before_it_is_loaded_is_loaded():
+    modules = [FederatedDigits(num_clients=2, partition=IID()) for _ in range(3)]
+    given = ClientDataModules(modules, client_sizes=[len(m.train_dataloader().dataset) for m in modules])
+    unknown = ClientDataModules(modules)
+    assert unknown.client_sizes == [0, 0, 0]
+    options = Federation(clients_per_round=2)
+    expected = trainer(FedAvg(), federation=options).profile(mlp(), given).content
+    assert trainer(FedAvg(), federation=options).profile(mlp(), unknown).content == expected
 
 
 def test_a_simulated_fit_moves_what_may_change_and_nothing_else():
     layout = Layout({"w": torch.zeros(4)}, {})
-    worker = SimulatedWorker(layout, seed=0)
+    worker = SimulatedWorker(layout, {"w": torch.zeros(4)}, seed=0)
     held, free = torch.tensor([True, True, True, False]), torch.tensor([True, False, True, True])
     weights: Mapping[str, torch.Tensor] = {"w": torch.tensor([1.0, 1.0, 0.0, 0.0])}
     moved = worker.fit(None, weights, {"w": held}, {"w": free}, []).weights["w"]
     assert (moved != weights["w"]).tolist() == [True, False, True, False]
     first, second = (worker.gradient(None, weights)["w"] for _ in range(2))
     assert not torch.equal(first, second)
-    assert torch.equal(SimulatedWorker(layout, seed=0).gradient(None, weights)["w"], first)
+    assert torch.equal(SimulatedWorker(layout, {}, seed=0).gradient(None, weights)["w"], first)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,11 +24,12 @@ def fabric(**options):
 
 @pytest.fixture
 def launched(monkeypatch):
-    """As if torchrun had started so many processes on each node."""
+    """As if torchrun had started so many processes on this node, and on others."""
 
-    def start(local, nodes=1):
+    def start(local, *others):
         names = {"TORCHELASTIC_RUN_ID": "x", "RANK": 0, "LOCAL_RANK": 0, "GROUP_RANK": 0, "LOCAL_WORLD_SIZE": local}
-        for name, value in {**names, "WORLD_SIZE": local * nodes}.items():
+        world = {"WORLD_SIZE": local + sum(others), "GROUP_WORLD_SIZE": 1 + len(others)}
+        for name, value in {**names, **world}.items():
             monkeypatch.setenv(name, str(value))
 
     return start
@@ -45,14 +46,23 @@ def test_each_device_has_as_many_ranks_as_it_has_workers(devices, workers, ranks
 def test_a_launchers_processes_are_spread_evenly_over_devices(launched):
     launched(local=4)
     assert fabric(workers_per_device=2).strategy.parallel_devices == [CPU] * 4
-    launched(local=4, nodes=2)
+    launched(4, 4)
     assert fabric(workers_per_device=4, num_nodes=2).world_size == 8
     launched(local=3)
     with pytest.raises(InvalidOption, match=r"`federation.workers_per_device` is 2, but the launcher started 3"):
         fabric(workers_per_device=2)
     launched(local=2)
-    with pytest.raises(WorldSizeMismatch, match="The launcher started 2 processes"):
+    with pytest.raises(WorldSizeMismatch, match="The launcher started 2 processes on this machine"):
         fabric(devices=2, workers_per_device=2)
+
+
+def test_machines_of_torchrun_may_differ_and_leave(launched):
+    launched(1, 2, 4)
+    built = fabric(num_nodes=2)  # as it was when the job began
+    assert (built.world_size, len(built.strategy.parallel_devices)) == (7, 1)
+    built.strategy.launcher.launch(lambda: None)  # Lightning's own check expects machines of one size
+    launched(1)
+    assert fabric(num_nodes=2).world_size == 1
 
 
 def test_ranks_on_one_gpu_share_it_by_gloo_without_a_group_bound_to_it(monkeypatch):

@@ -21,7 +21,7 @@ from lightning_sparsefl import (
 from lightning_sparsefl.data import FederatedBlobs
 from lightning_sparsefl.errors import InvalidOption
 from lightning_sparsefl.federated.client import Client
-from lightning_sparsefl.federated.sampling import split_unseen
+from lightning_sparsefl.federated.sampling.draws import split_unseen
 from lightning_sparsefl.models import MLP
 
 

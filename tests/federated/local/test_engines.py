@@ -31,6 +31,7 @@ from lightning_sparsefl.federated.local.engines import (
     local_engine,
     unsupported_reason,
 )
+from lightning_sparsefl.federated.local.fast.trainer import FastTrainer
 from lightning_sparsefl.federated.local.lightning_trainer import LightningEngine
 
 LEAFSPEC = pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning")
@@ -338,11 +339,7 @@ def test_knows_what_it_does_not_serve(module: Net, callbacks: list[Callback], re
     assert found is None if reason is None else reason in str(found)
 
 
-def test_auto_falls_back_with_one_message(
-    fabric: Fabric, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # Lightning cuts its logger off from the root if nobody had configured logging when it was imported
-    monkeypatch.setattr(logging.getLogger("lightning.pytorch"), "propagate", True)
+def test_auto_falls_back_with_one_message(fabric: Fabric, caplog: pytest.LogCaptureFixture) -> None:
     module, options = overriding("configure_model"), LocalOptions()
     with caplog.at_level(logging.INFO):
         for _ in range(2):
@@ -446,3 +443,50 @@ def test_no_batches_no_training(fabric: Fabric, options: dict[str, Any]) -> None
     assert local.fit(module, loader()) == {}
     assert local.global_step == 0
     assert all(torch.equal(before[name], tensor) for name, tensor in module.state_dict().items())
+
+
+class Scored(Net):
+    """Logs another key for each size of the data, by step and by epoch, and a metric object."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.setups = 0
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        logits = self.net(batch[0])
+        self.acc.update(logits, batch[1])
+        self.log("acc", self.acc)
+        self.log("val_loss", nn.functional.cross_entropy(logits, batch[1]), on_step=True, on_epoch=True)
+        self.log(f"of_{len(batch[0])}", logits.sum(), batch_size=len(batch[0]), reduce_fx="sum")
+
+
+class Hooked(Scored):
+    """Sees the start of each evaluation."""
+
+    def on_validation_start(self) -> None:
+        self.setups += 1
+
+
+@LEAFSPEC
+@pytest.mark.parametrize(("kind", "trainers"), [(Scored, 2), (Hooked, 5)])
+def test_evaluations_in_sequence_are_as_with_new_engines(
+    fabric: Fabric, kind: type[Scored], trainers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module, made = kind(), []
+    before = FastTrainer.__init__
+    monkeypatch.setattr(FastTrainer, "__init__", lambda self, *a, **k: (made.append(self), before(self, *a, **k))[1])
+    kept = FastEngine(fabric, LocalOptions())
+    scores = [kept.evaluate(module, loader(size), stage="validate") for size in (20, 7, 13)]
+    with pytest.raises(RuntimeError):
+        kept.evaluate(module, DataLoader(TensorDataset(torch.zeros(2, 3), torch.zeros(2).long())), stage="validate")
+    scores.append(kept.evaluate(module, loader(9), stage="validate"))
+    assert len(made) == trainers
+    assert module._trainer is None
+    new = [
+        FastEngine(fabric, LocalOptions()).evaluate(module, loader(size), stage="validate") for size in (20, 7, 13, 9)
+    ]
+    assert scores == new
+    assert {"acc", "val_loss_epoch"} <= scores[1].keys()
+    assert scores[0].keys() != scores[1].keys()
+    theirs = LightningEngine(fabric, LocalOptions()).evaluate(module, loader(13), stage="validate")
+    assert scores[2] == theirs

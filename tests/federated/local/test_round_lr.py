@@ -34,3 +34,17 @@ def test_factors():
 def test_a_factor_that_grows_is_refused():
     with pytest.raises(InvalidOption, match=r"gamma=1\.5"):
         ExponentialRoundLR(gamma=1.5)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"gamma": 0}, r"`trainer.round_lr.gamma` is 0; expected a number above 0"),
+        ({"milestones": [0.5, 2]}, r"`trainer.round_lr.milestones` is \[0.5, 2\]; expected fractions of the run"),
+        ({"milestones": ["x"]}, r"`trainer.round_lr.milestones` is \['x'\]"),
+    ],
+    ids=["gamma", "beyond the run", "text"],
+)
+def test_steps_out_of_range_are_refused(options, said):
+    with pytest.raises(InvalidOption, match=said):
+        StepRoundLR(**options)

@@ -22,7 +22,7 @@ from lightning_sparsefl.errors import ClientFailed, InvalidOption, InvalidUpdate
 from lightning_sparsefl.federated.aggregation.reducers import Accumulator
 from lightning_sparsefl.federated.exchange import deadline
 from lightning_sparsefl.federated.exchange import failures as faults
-from lightning_sparsefl.federated.sampling import uniform_cohort
+from lightning_sparsefl.federated.sampling.draws import uniform_cohort
 from lightning_sparsefl.models import MLP
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning")

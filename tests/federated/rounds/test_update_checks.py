@@ -33,6 +33,7 @@ GOOD = {
     "fewer votes": Update(weights=WEIGHTS, votes={"b": torch.zeros(4, dtype=torch.bool)}),
     "votes on what is not sent": Update(weights={"a": torch.ones(3, 2)}, votes={}),
     "masks": Update(weights=WEIGHTS, shared={"masks": {"b": HALF, "own": HALF[:3]}}),
+    "bool extra": Update(weights=WEIGHTS, extra={"control": {"b": HALF}, "new": {"c": HALF[:3]}}),
     "extra": Update(weights=WEIGHTS, extra={"control": {"b": torch.zeros(4)}, "new": {"c": torch.zeros(7)}}),
 }
 BAD = {
@@ -54,7 +55,7 @@ BAD = {
         "not a bool mask of the model's shape",
     ),
     "one mask": (Update(weights=WEIGHTS, shared={"masks": HALF}), r"`shared\['masks'\]` as Tensor; expected a tree"),
-    "whole extra": (Update(weights=WEIGHTS, extra={"n": {"b": torch.ones(4).int()}}), "expected floats"),
+    "whole extra": (Update(weights=WEIGHTS, extra={"n": {"b": torch.ones(4).int()}}), "expected floats or bools"),
     "extra's shape": (
         Update(weights=WEIGHTS, extra={"control": {"b": torch.ones(2)}}),
         r"`extra\['control'\]` with 'b' of shape \(2,\); expected \(4,\)",

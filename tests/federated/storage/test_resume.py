@@ -30,6 +30,7 @@ from lightning_sparsefl.federated.storage import run_folder as runfolder
 from lightning_sparsefl.federated.storage.checkpoint import load_checkpoint, plain_hparams
 from lightning_sparsefl.federated.storage.memory_store import MemoryStore
 from lightning_sparsefl.federated.storage.record_database import RecordDatabase
+from lightning_sparsefl.federated.storage.resume import find_resume_point
 from lightning_sparsefl.models import MLP
 
 pytestmark = [
@@ -78,14 +79,16 @@ def wait_for_the_next_second(root):
 
 def left(folder):
     """All that a run leaves but times and its identifier; the checkpoint has checksums of the clients' records."""
-    board = EventAccumulator(str(folder), size_guidance={"scalars": 0})
-    board.Reload()
-    tags = [tag for tag in board.Tags()["scalars"] if not tag.startswith("time/")]
+    steps = {}
+    for place in (folder, folder / "by_kilobytes"):
+        board = EventAccumulator(str(place), size_guidance={"scalars": 0}).Reload()
+        tags = [tag for tag in board.Tags()["scalars"] if not tag.startswith("time/")]
+        steps |= {tag: [(point.step, point.value) for point in board.Scalars(tag)] for tag in tags}
     return {
         "checkpoint": fingerprint(committed(folder)),
         "files": sorted(path.name for path in (folder / "checkpoints").rglob("*") if "refused" not in path.name),
         "summary": json.loads((folder / "summary.json").read_text()),
-        "steps": {tag: [(point.step, point.value) for point in board.Scalars(tag)] for tag in tags},
+        "steps": steps,
         **{name: table(folder / name) for name in ("metrics.csv", "clients.csv", "finetuned.csv")},
     }
 
@@ -338,6 +341,18 @@ def test_no_flipped_byte_goes_unnoticed(half, tmp_path):
     assert refused > len(places) / 4
 
 
+def test_auto_starts_a_run_or_goes_on_with_it_or_leaves_it_as_it_is(half, straight, tmp_path, caplog):
+    shutil.copytree(half, tmp_path / "half")
+    for root, times in ((tmp_path / "half", 1), (tmp_path / "new", 2)):
+        for _ in range(times):
+            folder = fit(root, "auto")
+            assert folder.name == "version_0"
+            assert left(folder) == left(straight)
+    assert caplog.text.count("contains no run: a new one starts.") == 1
+    with pytest.raises(CheckpointMismatch, match=r"`ckpt_path` is 'auto', but .* contains no run with a checkpoint"):
+        find_resume_point("auto", tmp_path, "FedAvg", training=False)
+
+
 def test_hyper_parameters_of_numpy_can_be_read_again(tmp_path):
     module = MLP(num_classes=4, sample_shape=(1, 1, 8), lr=np.float64(0.5))
     files.write_atomically(tmp_path / "x.ckpt", plain_hparams(module))
@@ -425,7 +440,7 @@ def test_a_signal_finishes_the_client_and_commits_the_last_round(number, ends, h
     assert getattr(stopped.value, "code", 143) == 143
     assert seen.calls == 14 or seen.calls == 15, "the client is finished, and no other one begins"
     assert {number: signal.getsignal(number) for number in handlers} == handlers
-    assert f"{number.name}: 2 rounds are committed" in caplog.text
+    assert f"{number.name} in round 3: 2 of 4 rounds are committed" in caplog.text
     folder = tmp_path / "FedSpa/version_0"
     assert load_checkpoint(folder / "checkpoints/last.ckpt")["epoch"] == 2
     fit(tmp_path, "last", federation=often)

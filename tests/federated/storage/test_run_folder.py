@@ -113,6 +113,7 @@ def held(folder):
             os.kill(child, signal.SIGKILL)
 
 
+@pytest.mark.slow
 def test_a_folder_that_another_process_uses_is_refused_until_that_one_is_killed(tmp_path):
     lock = FolderLock(tmp_path)
     with held(tmp_path) as holder:
@@ -200,6 +201,7 @@ class Fail(Callback):
         raise ZeroDivisionError
 
 
+@pytest.mark.slow
 def test_several_ranks_share_a_folder_which_a_second_run_cannot_enter(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "environ", dict(os.environ))
     path = fit(tmp_path, 1, devices=2).path

@@ -6,18 +6,19 @@ import re
 import pytest
 
 from helpers.networks import Classifier
-from lightning_sparsefl import FedAvg, FederatedTrainer, Federation
+from lightning_sparsefl import SNIP, FedAvg, FederatedTrainer, Federation
 from lightning_sparsefl.data import FederatedBlobs
-from lightning_sparsefl.federated import RoundProgressBar
-from lightning_sparsefl.federated.tracking import progress_bar
+from lightning_sparsefl.errors import InvalidOption
+from lightning_sparsefl.federated import Oort, RoundProgressBar
+from lightning_sparsefl.federated.tracking import phase_progress, progress_bar
 
 
 @pytest.fixture
 def fit(tmp_path):
-    def run(verb="fit", ckpt_path=None, **options):
+    def run(verb="fit", ckpt_path=None, algorithm=None, asked=None, finetune_epochs=0, sampler=None, **options):
         trainer = FederatedTrainer(
-            algorithm=FedAvg(),
-            federation=Federation(clients_per_round=2),
+            algorithm=algorithm or FedAvg(),
+            federation=Federation(clients_per_round=2, finetune_epochs=finetune_epochs, sampler=sampler),
             accelerator="cpu",
             max_rounds=options.pop("max_rounds", 4),
             default_root_dir=str(tmp_path),
@@ -26,7 +27,7 @@ def fit(tmp_path):
         data = FederatedBlobs(
             num_clients=3, num_classes=4, dim=8, num_train=90, batch_size=8, eval_split="test", drop_last=True
         )
-        getattr(trainer, verb)(Classifier(), data, ckpt_path)
+        getattr(trainer, verb)(Classifier(), data, ckpt_path, **(asked or {}))
 
     return run
 
@@ -74,3 +75,47 @@ def test_a_quiet_trainer_still_warns(fit, monkeypatch):
     monkeypatch.setattr(Classifier, "forward", lambda self, x: 1 / 0)
     with pytest.warns(UserWarning, match="FLOPs are not counted"):
         fit("profile", quiet=True)
+
+
+LINES = {
+    "fit": [
+        "survey: 0/3 clients",
+        "train, round 1: 1/2 clients",
+        "score, round 1: 3/3 clients",
+        "fine-tune, round 1: 2/3",
+    ],
+    "test": ["score, round 1: 0/3 clients", "score, round 1: 3/3 clients"],
+    "export": ["check: 0/3 models", "check: 3/3 models"],
+    "profile": ["survey: 3/3 clients", "simulate: 0/1 client-rounds"],
+}
+
+
+@pytest.mark.parametrize("verb", LINES)
+def test_each_long_phase_shows_its_progress_and_the_time_left(verb, fit, capsys, monkeypatch):
+    monkeypatch.setattr(phase_progress, "_LINE_SECONDS", 0.0)
+    options = {"algorithm": SNIP(density=0.5), "finetune_epochs": 1, "max_rounds": 1, "logger": False}
+    if verb in ("test", "export"):
+        fit(**options)
+        capsys.readouterr()
+        options["ckpt_path"] = "last"
+    fit(verb, asked={"check": True} if verb == "export" else {}, **options)
+    err = capsys.readouterr().err
+    assert all(line in err for line in LINES[verb]), err
+    assert re.search(r"1/\d \w+  elapsed \d\d:\d\d  remaining \d\d:\d\d", err) or verb == "profile"
+
+
+def test_a_replay_shows_the_rounds_before(fit, capsys, monkeypatch):
+    monkeypatch.setattr(phase_progress, "_LINE_SECONDS", 0.0)
+    with pytest.raises(InvalidOption, match="does not train in round 2"):  # known once rounds 0 and 1 are repeated
+        fit("replay", logger=False, max_rounds=3, sampler=Oort(over_select=1.0), asked={"client": 99, "round": 2})
+    assert "rounds before: 3/4 client-rounds" in capsys.readouterr().err
+
+
+def test_a_bar_of_a_phase_is_removed_when_it_ends(capsys):
+    phases = phase_progress.PhaseProgress(live=True)
+    for done in range(3):
+        phases.show("survey", done, 2)
+    shown = capsys.readouterr().err.split("\r")
+    assert any("survey 0/2 clients |" in state for state in shown)
+    assert shown[-1].strip() == ""
+    assert phases._bar is None

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from lightning.pytorch import Callback
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -17,15 +18,24 @@ from tensorboard.plugins.hparams import plugin_data_pb2
 from torch import nn
 
 from lightning_sparsefl.algorithms import FedAvg, FedSpa
+from lightning_sparsefl.cost import Devices
 from lightning_sparsefl.data import Dirichlet, FederatedBlobs
 from lightning_sparsefl.federated import ExponentialRoundLR, FederatedTrainer, Federation
-from lightning_sparsefl.federated.tracking.hyperparameters import hyperparameters, log_hyperparameters
+from lightning_sparsefl.federated.exchange.plain_values import unpack_plain
+from lightning_sparsefl.federated.storage.atomic_files import load_plain
+from lightning_sparsefl.federated.storage.memory_store import read_stored
+from lightning_sparsefl.federated.storage.record_store import StoredRecords
+from lightning_sparsefl.federated.tracking.hyperparameters import hyperparameters
+from lightning_sparsefl.federated.tracking.run_loggers import log_hyperparameters
 from lightning_sparsefl.federated.tracking.tensorboard import Boards
 from lightning_sparsefl.models import MLP
+from lightning_sparsefl.report import Report, load_runs
+from lightning_sparsefl.sparse.masks import overlap
 
 CLIENTS, ROUNDS = 6, 2
 MASKED = ("net.fc1.weight", "net.fc2.weight")
 METRICS = ("test_acc", "test_loss")
+PERSONAL = ("personal/test_acc", "personal/test_acc_worst10")
 COSTS = (
     "comm/uplink_bytes",
     "comm/downlink_bytes",
@@ -85,9 +95,49 @@ def folder(tmp_path_factory):
     torch.set_num_threads(threads)
 
 
+class Board:
+    """The events of a run, with scalars by their logged keys."""
+
+    def __init__(self, folder):
+        self.events = events(folder)
+        tags = {tag: re.sub(r"^(\d_\w+/)+", "", tag) for tag in self.events.Tags()["scalars"]}
+        assert len(set(tags.values())) == len(tags)
+        self.tags = {name: tag for tag, name in tags.items()}
+
+    def __getattr__(self, name):
+        return getattr(self.events, name)
+
+    def Tags(self):
+        return {**self.events.Tags(), "scalars": list(self.tags)}
+
+    def Scalars(self, name):
+        return self.events.Scalars(self.tags[name])
+
+
 @pytest.fixture(scope="module")
 def board(folder):
-    return events(folder)
+    return Board(folder)
+
+
+def test_the_first_screen_says_how_good_how_costly_and_how_sparse(board):
+    first = sorted(tag for tag in board.events.Tags()["scalars"] if tag[0].isdigit())
+    assert first == [
+        *("1_overview/1_score/global/test_acc", "1_overview/1_score/personal/test_acc"),
+        *("1_overview/2_bytes/comm/uplink_bytes_total", "1_overview/3_density/density/all"),
+        "2_scores/personal/test_acc_worst10",
+        *("3_costs/comm/downlink_bytes_total", "3_costs/flops/train_total"),
+        *("4_sparsity/mask/changed", "4_sparsity/mask/coverage_min"),
+    ]
+
+
+def test_scores_are_drawn_against_kilobytes_as_well(folder, board):
+    by_bytes = events(folder / "by_kilobytes")
+    assert len(by_bytes.Tags()["scalars"]) == 3
+    table = rows(folder / "metrics.csv")
+    sent = [int(row["comm/uplink_bytes_total"]) + int(row["comm/downlink_bytes_total"]) for row in table]
+    points = by_bytes.Scalars("5_scores_by_kB/global/test_acc")
+    assert [point.step for point in points] == [total // 1000 for total in sent]
+    assert [point.value for point in points] == [point.value for point in board.Scalars("global/test_acc")]
 
 
 def test_every_key_has_a_point_for_every_round(board):
@@ -146,6 +196,47 @@ def test_clients_csv_agrees_with_the_events(folder, board):
         assert mean == pytest.approx(board.Scalars("local/train_loss")[number].value, rel=1e-6)
 
 
+def test_overlaps_of_masks_are_written_for_every_pair_and_pictured_round(folder):
+    masks = uploaded_masks(folder)
+    assert len(masks) > 1
+    pairs = {(a, b): overlap(masks[a], masks[b]) for a in masks for b in masks if a < b}
+    found = [row for row in rows(folder / "overlap.csv") if row["round"] == str(ROUNDS - 1)]
+    assert {(int(row["client"]), int(row["other"])): float(row["overlap"]) for row in found} == pytest.approx(pairs)
+
+
+def uploaded_masks(folder):
+    content = load_plain(folder / "checkpoints" / "last.ckpt")["sparsefl"]
+    stored = StoredRecords(**content["server records"])
+    records = read_stored(stored, folder / "checkpoints" / "clients", "server", content["run"])
+    newest = {client: versions[max(versions)] for client, versions in records.items()}
+    return {client: unpack_plain(packed["shared"]["masks"], torch.device("cpu")) for client, packed in newest.items()}
+
+
+def test_times_of_clients_are_written_where_they_are_simulated(folder, tmp_path):
+    assert "simulated_seconds" not in rows(folder / "clients.csv")[0]
+    timed = fit(tmp_path, FedAvg(), federation={"devices": Devices()}, logger=False)
+    table, metrics = rows(timed / "clients.csv"), rows(timed / "metrics.csv")
+    for number in range(ROUNDS):
+        seconds = [float(r["simulated_seconds"]) for r in table if r["round"] == str(number) and r["trained"] == "1"]
+        assert len(seconds) == 3
+        assert max(seconds) == float(metrics[number]["time/simulated"])
+    assert not (timed / "overlap.csv").exists()
+    assert yaml.safe_load((timed / "hparams.yaml").read_text())["algorithm"] == "FedAvg"
+
+
+def test_a_run_can_be_reported(folder):
+    (run,) = load_runs([folder])
+    report = Report([run])
+    assert (run.method, run.seed, run.rounds, run.is_finished) == ("FedSpa", "1", ROUNDS, True)
+    assert {plot.name for plot in report.plots if plot.missing} == {"score_seconds", "durations"}
+    summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+    values = report.summary.runs["FedSpa"][0]
+    assert values["global_test_acc"] == summary["global/test_acc"]
+    assert values["personal_worst10_test_acc"] == summary["personal/test_acc_worst10"]
+    assert values["bytes_up"] == summary["comm/uplink_bytes_total"]
+    assert values["flops"] == summary["flops/train_total"]
+
+
 def test_the_summary_holds_the_last_scores_and_the_totals(folder, board):
     summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
     assert (summary["algorithm"], summary["rounds"], summary["clients"], summary["seed"]) == ("FedSpa", 2, CLIENTS, 1)
@@ -165,7 +256,7 @@ def test_histograms_hold_every_client_at_every_evaluation(folder, board):
 
 
 def test_the_last_round_has_pictures(board):
-    assert board.Tags()["images"] == ["mask/overlap", "density/per_layer", "clients/test_acc_sorted"]
+    assert board.Tags()["images"] == ["mask/overlap", "density/per_layer", "clients/test_acc_sorted", "mask/layers"]
     for name in board.Tags()["images"]:
         assert [image.step for image in board.Images(name)] == [ROUNDS - 1]
         assert board.Images(name)[0].width == 880
@@ -192,23 +283,23 @@ def plugin(board, tag):
 def test_hyperparameters_stand_beside_the_metrics(board):
     experiment = plugin(board, "experiment").experiment
     declared = [info.name.tag for info in experiment.metric_infos]
-    assert declared[:3] == ["global/test_acc", "personal/test_acc", "personal/test_acc_worst10"]
-    assert set(declared) <= set(board.Tags()["scalars"])
-    assert {"comm/uplink_bytes_total", "flops/train_total", "density/all"} <= set(declared)
+    assert declared[:3] == [board.tags[name] for name in ("global/test_acc", *PERSONAL)]
+    assert set(declared) <= set(board.events.Tags()["scalars"])
+    assert {board.tags[n] for n in ("comm/uplink_bytes_total", "flops/train_total", "density/all")} <= set(declared)
     params = plugin(board, "session_start_info").session_start_info.hparams
     assert params["algorithm"].string_value == "FedSpa"
     assert params["algorithm/density"].number_value == 0.5
     assert params["model/lr"].number_value == pytest.approx(0.1)
 
 
-def test_custom_charts_name_keys_that_are_logged(board):
+def test_each_custom_chart_has_one_tag_so_that_its_lines_are_runs(folder, board):
     content = board.Tensors("custom_scalars__config__")[0].tensor_proto.string_val[0]
     layout = layout_pb2.Layout.FromString(content)
-    assert [c.title for c in layout.category] == ["scores", "costs"]
-    assert [c.title for c in layout.category[0].chart] == ["test_acc", "test_loss"]
-    patterns = [tag for category in layout.category for chart in category.chart for tag in chart.multiline.tag]
-    for pattern in patterns:
-        assert len([name for name in board.Tags()["scalars"] if re.match(pattern, name)]) == 1, pattern
+    assert [c.title for c in layout.category] == ["scores", "scores by kilobytes sent, both ways", "costs and density"]
+    assert [chart.title for chart in layout.category[1].chart] == ["global/test_acc", *PERSONAL]
+    tags = [*board.events.Tags()["scalars"], *events(folder / "by_kilobytes").Tags()["scalars"]]
+    for pattern in (tag for category in layout.category for chart in category.chart for tag in chart.multiline.tag):
+        assert len([name for name in tags if re.match(pattern, name)]) == 1, pattern
 
 
 def declarations(folder):
@@ -226,9 +317,11 @@ def test_a_resumed_run_does_not_declare_again(tmp_path):
     assert fit(tmp_path, rounds=2, ckpt_path="last") == folder
     assert len(list(folder.glob("events*"))) == 2
     assert declarations(folder) == 1
-    board = events(folder)
-    assert [point.step for point in board.Scalars("global/test_acc")] == [0, 1]
-    assert [image.step for image in board.Images("mask/overlap")] == [0, 1]
+    board = Board(folder)
+    # sorted: files are read by name, which is a second and a count, and two of one process may share their second
+    assert sorted(point.step for point in board.Scalars("global/test_acc")) == [0, 1]
+    assert len(events(folder / "by_kilobytes").Scalars("5_scores_by_kB/global/test_acc")) == 2
+    assert sorted(image.step for image in board.Images("mask/overlap")) == [0, 1]
 
 
 def test_a_run_resumed_before_its_first_evaluation_declares(tmp_path):
@@ -241,7 +334,7 @@ def test_a_run_resumed_before_its_first_evaluation_declares(tmp_path):
         fit(tmp_path, rounds=3, check_val_every_n_round=3, callbacks=[Stop()])
     folder = fit(tmp_path, rounds=3, check_val_every_n_round=3, ckpt_path="last")
     assert declarations(folder) == 1
-    assert [point.step for point in events(folder).Scalars("global/test_acc")] == [2]
+    assert [point.step for point in Board(folder).Scalars("global/test_acc")] == [2]
 
 
 class Holder:

@@ -52,12 +52,12 @@ def zero_gradients(optimizer: Optimizer) -> None:
             parameter.grad = None
 
 
-def step_optimizer(optimizer: Optimizer, closure: Callable[[], Any]) -> None:
+def step_optimizer(optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> None:
     """Take one step, as ``optimizer.step(closure)`` does.
 
     Args:
         optimizer: Optimizer of the module.
-        closure: Function that computes the loss and its gradients.
+        closure: Function that computes the loss and its gradients; None if they are there.
     """
     state = vars(optimizer)
     bare = _bare_step(type(optimizer))  # type: ignore[arg-type]  # a class is hashable

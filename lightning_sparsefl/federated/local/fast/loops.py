@@ -31,6 +31,15 @@ class EvalLoop:
         self.batches: BatchIterator | None = None
         self.ready = 0
         self._seen = 0
+        self._step: StepCaller | None = None
+
+    def rewind(self, loader: Any) -> None:
+        """Prepare a pass over another loader, as the first one of the loop; the keys of `self.log` are still known.
+
+        Args:
+            loader: Loader of the batches.
+        """
+        self._loader, self.batches, self.ready, self._seen = loader, None, 0, 0
 
     def setup_data(self) -> None:
         """Prepare the loader at the first call."""
@@ -59,13 +68,15 @@ class EvalLoop:
         self.ready = 0
         batches.set_epoch(trainer.fit_loop.epochs_processed)
         batches.start()
-        hooks = (f"{self._name}_step", f"on_{self._name}_batch_start", f"on_{self._name}_batch_end")
-        _verify_dataloader_idx_requirement(hooks, False, self._stage, module)
+        if self._step is None:
+            hooks = (f"{self._name}_step", f"on_{self._name}_batch_start", f"on_{self._name}_batch_end")
+            _verify_dataloader_idx_requirement(hooks, False, self._stage, module)
+            self._step = StepCaller(trainer.hooks, module, f"{self._name}_step", trainer.precision_plugin)
         modes = _ModuleMode()
         modes.capture(module)
         try:
             trainer.hooks.call_module(f"on_{self._name}_model_eval")
-            self._epoch(batches)
+            self._epoch(batches, self._step)
         except BaseException:
             modes.restore(module)
             raise
@@ -74,11 +85,10 @@ class EvalLoop:
         else:
             modes.restore(module)
 
-    def _epoch(self, batches: BatchIterator) -> None:
+    def _epoch(self, batches: BatchIterator, step: StepCaller) -> None:
         hooks, connector = self._trainer.hooks, self._trainer._logger_connector
         hooks.both(f"on_{self._name}_start")
         hooks.both(f"on_{self._name}_epoch_start")
-        step = StepCaller(hooks, self._trainer.lightning_module, f"{self._name}_step", self._trainer.precision_plugin)
         try:
             while True:
                 self._batch(next(batches), step)

@@ -87,6 +87,8 @@ _HOOKS = frozenset(
     }
 )
 _STEPS = ("training_step", "validation_step", "test_step")
+STEPS = frozenset({*_STEPS, "predict_step", "configure_optimizers"})
+"""Hooks that are not called at the start or the end of anything."""
 
 
 @functools.cache

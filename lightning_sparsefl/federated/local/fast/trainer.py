@@ -153,6 +153,23 @@ class FastTrainer(TrainerView):
         self._close()
         return self._finish()
 
+    def evaluate_again(self, loader: Any) -> dict[str, Tensor]:
+        """Do as :meth:`evaluate` with another loader, without the set-up that is the same for all loaders.
+
+        Only for a module without hooks beside its steps, and without callbacks, which cannot tell one run from two.
+
+        Args:
+            loader: Loader of labelled batches.
+        """
+        assert self.eval_loop is not None
+        self.state.stage, self.state.status = RunningStage(self.state.fn), TrainerStatus.RUNNING
+        isolate_metrics(self.lightning_module)
+        self._logger_connector.reset_metrics()
+        self.eval_loop.rewind(loader)
+        self.eval_loop.run(inference=True)
+        self._close()
+        return self._finish()
+
     def gradient(self, batch: Any, batch_idx: int) -> None:
         """Compute the gradients of the training loss of one batch; logged values are discarded."""
         if self.scaler is not None:

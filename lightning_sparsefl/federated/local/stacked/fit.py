@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,19 +11,20 @@ import torch
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from lightning.pytorch.utilities import GradClipAlgorithmType
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_sparsefl.callbacks.stacking import StackedCallback, stacked
 from lightning_sparsefl.federated.local.engines import FastEngine
+from lightning_sparsefl.federated.local.fast.direct_calls import run_backward
 from lightning_sparsefl.federated.local.fast.steps import StepCaller, step_schedulers
 from lightning_sparsefl.federated.local.fast.trainer import FastTrainer
 from lightning_sparsefl.federated.local.isolation import restore_trainer_refs
 from lightning_sparsefl.federated.local.round_lr import ScaleLearningRates
-from lightning_sparsefl.federated.local.stacked import functorch
+from lightning_sparsefl.federated.local.stacked.batch_pass import BatchPass
 from lightning_sparsefl.federated.local.stacked.leaves import StackedModule
 from lightning_sparsefl.federated.local.stacked.logs import NotStackable, StackedLog
 from lightning_sparsefl.federated.local.stacked.optimizers import ELEMENTWISE, StackedOptimizer, clip
-from lightning_sparsefl.federated.local.stacked.reader import ClientReader, read_batch
+from lightning_sparsefl.federated.local.stacked.reader import ClientReader, StackReader
 from lightning_sparsefl.seeds import seed_all
 from lightning_sparsefl.types import Masks, Weights
 
@@ -42,6 +43,8 @@ class StackedRequest:
     callbacks: list[Callback]
     reader: ClientReader
     epochs: int
+    units: Masks | None = None
+    """Units of each group that the narrow model of the fit has; None for the whole model."""
     result: dict[str, Tensor] = field(default_factory=dict)
     """Weights after the fit: views of the stack's leaves."""
     metrics: dict[str, float] = field(default_factory=dict)
@@ -61,7 +64,7 @@ class StackedFit:
     def __init__(self, trainer: FastTrainer, requests: Sequence[StackedRequest]) -> None:
         self.trainer, self.requests = trainer, requests
         self.module, self.size = trainer.lightning_module, len(requests)
-        self.readers = [request.reader for request in requests]
+        self.reader = StackReader([request.reader for request in requests])
         self.log = StackedLog(self.size)
         self.whole = StackedModule(self.module, self.size)
         totals = [request.reader.batches * request.epochs for request in requests]
@@ -83,7 +86,7 @@ class StackedFit:
         trainer, whole = self.trainer, self.whole
         whole.load([request.weights for request in self.requests])
         loop = trainer.fit_loop
-        loop.setup_data, loop.max_batches = nothing, max(reader.batches for reader in self.readers)  # type: ignore[method-assign]
+        loop.setup_data, loop.max_batches = nothing, max(request.reader.batches for request in self.requests)  # type: ignore[method-assign]
         trainer._start(TrainerFn.FITTING, RunningStage.TRAINING)
         for callback, _ in self._callbacks:
             callback.start(whole.leaves)
@@ -97,6 +100,11 @@ class StackedFit:
         for place, (request, metrics) in enumerate(zip(self.requests, self.log.metrics(), strict=True)):
             request.result, request.metrics = whole.row(place), metrics
             request.steps = self.optimizer.taken[place]
+
+    def release(self) -> None:
+        """Let the callbacks leave the module as it was."""
+        for callback, _ in self._callbacks:
+            callback.release()
 
     @contextmanager
     def _logging(self) -> Iterator[None]:
@@ -126,9 +134,25 @@ class StackedFit:
                 own[name].requires_grad_(True)
         require_elementwise(trainer)
         by_identity = {id(tensor): leaves[name] for name, tensor in own.items()}
+        by_identity |= {id(tensor): leaf for tensor, leaf in self._add_further(trainer.optimizers[0])}
         self.optimizer = StackedOptimizer(trainer.optimizers[0], by_identity, self.size)
+        for stacked_callback, _ in self._callbacks:
+            stacked_callback.prepare(self.optimizer.optimizer, bool(trainer.gradient_clip_val))
         for callback in self._rates:
             callback.on_fit_start(trainer, self.module)
+
+    def _add_further(self, optimizer: torch.optim.Optimizer) -> list[tuple[Tensor, Tensor]]:
+        """Add the leaves of callbacks to the optimizer; return each with the parameter that stands for it there."""
+        added: list[tuple[Tensor, Tensor]] = []
+        for callback, _ in self._callbacks:
+            for name, (leaf, beside) in callback.further().items():
+                self.whole.leaves[name], weight = leaf, self.whole.own[beside]
+                for group in optimizer.param_groups:
+                    if any(each is weight for each in group["params"]):
+                        parameter = nn.Parameter(leaf.detach()[0])
+                        group["params"].append(parameter)
+                        added.append((parameter, leaf))
+        return added
 
     def _frozen(self) -> list[str]:
         """Return the names of tensors of which no client may change any entry."""
@@ -138,28 +162,21 @@ class StackedFit:
         trainer, loop = self.trainer, self.trainer.fit_loop
         step = StepCaller(trainer.hooks, self.module, "training_step", trainer.precision_plugin)
         for epoch in range(self.requests[0].epochs):
-            for reader in self.readers:
-                reader.start_epoch()
+            self.reader.start_epoch()
             self.log.start_epoch()
-            for number in range(max(len(reader.order) for reader in self.readers)):
-                loop._ready, loop.is_last_batch = number + 1, number + 1 == loop.max_batches
-                for low, high in self._ranges(number):
-                    self._batch(step, low, high, number)
-                step_schedulers(trainer, trainer.hooks, "step", number, plateau=False)
+            for callback, _ in self._callbacks:
+                callback.start_epoch()
+            for numbers, ranges in self.reader.runs(self.optimizer.taken):
+                for number in numbers:
+                    loop._ready, loop.is_last_batch = number + 1, number + 1 == loop.max_batches
+                    for low, high in ranges:
+                        self._batch(step, low, high, number)
+                    step_schedulers(trainer, trainer.hooks, "step", number, plateau=False)
             loop.epochs_processed += 1
+            for callback, _ in self._callbacks:
+                callback.end_epoch()
             step_schedulers(trainer, trainer.hooks, "epoch", epoch, plateau=False)
             loop.epochs_completed += 1
-
-    def _ranges(self, number: int) -> list[tuple[int, int]]:
-        """Return the ranges of clients that step together: equal sizes of the batch and equal numbers of steps."""
-        keys = [(reader.size(number), taken) for reader, taken in zip(self.readers, self.optimizer.taken, strict=True)]
-        ranges, low = [], 0
-        for place in range(1, self.size + 1):
-            if place == self.size or keys[place] != keys[low]:
-                if keys[low][0]:
-                    ranges.append((low, place))
-                low = place
-        return ranges
 
     def _batch(self, step: StepCaller, low: int, high: int, number: int) -> None:
         """Train the clients from `low` to before `high` on one batch of each."""
@@ -169,23 +186,21 @@ class StackedFit:
         if part is not self.whole:
             callbacks = [callback.rows(low, high) for callback in callbacks]
         taken = self.optimizer.taken[low]
-        inputs, labels = read_batch(self.readers[low:high], number)
+        inputs, labels = self.reader.read(low, high, number)
         batch = trainer.precision_plugin.convert_input((inputs, labels))
         batch = trainer.hooks.to_device(batch, trainer.strategy.root_device)
         log.low, log.high, log.batch_size = low, high, inputs.shape[1]
         trainer.fit_loop.optimizer_steps = taken
 
-        def run(batch: Any, level: int) -> Any:
-            log.level = level
-            before = None if self.checked else _attributes(self.module)
-            output = step(batch, number)
-            if before is not None:
-                _require_clean(before)
-                self.checked = True
-            return output
-
-        losses = _losses(part.call(run, batch), part.size)
-        losses.sum().backward()
+        one = BatchPass(part, step, batch, number, log, taken)
+        for callback in callbacks:
+            callback.before_pass(one)
+        losses = one.train(check=not self.checked)
+        log.collect()
+        self.checked = True
+        run_backward(losses.sum())
+        for callback in callbacks:
+            callback.after_backward(one)
         for callback in callbacks:
             callback.before_step(part.leaves, taken)
         if trainer.gradient_clip_val:
@@ -207,10 +222,15 @@ def fit_stack(engine: FastEngine, module: LightningModule, datamodule: Any, requ
         datamodule: Object that becomes `trainer.datamodule`.
         requests: Requests of the clients, by falling number of samples.
     """
+    engine = engine.for_epochs(requests[0].epochs)
     trainer = FastTrainer(engine.options, engine.fabric, module, (), (), datamodule)
     seed_all(*requests[0].key, "stack")
     with restore_trainer_refs(module, ()), trainer.running():
-        StackedFit(trainer, requests).run()
+        fit = StackedFit(trainer, requests)
+        try:
+            fit.run()
+        finally:
+            fit.release()
 
 
 def nothing() -> None:
@@ -228,30 +248,3 @@ def require_elementwise(trainer: Any) -> None:
         raise NotStackable(f"is followed by the optimizer {kinds}, which is not known to treat all weights alike")
     if any(config.reduce_on_plateau for config in trainer.lr_scheduler_configs):
         raise NotStackable("is followed by a ReduceLROnPlateau, which gives each client another learning rate")
-
-
-def _losses(output: Any, size: int) -> Tensor:
-    loss = output["loss"] if isinstance(output, Mapping) else output
-    if not isinstance(loss, Tensor):
-        raise NotStackable(f"returns {loss!r} instead of a loss")
-    if loss.shape != (size,):
-        raise NotStackable(f"returns a loss of shape {tuple(loss.shape[1:])}")
-    return loss
-
-
-def _attributes(module: Any) -> list[tuple[str, Any, dict[str, Any]]]:
-    return [(name, child, {**vars(child), "_buffers": dict(child._buffers)}) for name, child in module.named_modules()]
-
-
-def _require_clean(before: list[tuple[str, Any, dict[str, Any]]]) -> None:
-    """Raise if a step has left a tensor of all clients in an attribute, or has updated a metric object."""
-    for name, child, attributes in before:
-        path = f"{name}." if name else ""
-        for key, value in vars(child).items():
-            if key == "_update_count" and value != attributes.get(key):
-                raise NotStackable(f"updates the metric object `self.{name}`; its functional form can be stacked")
-            if functorch.is_batched(value) or (isinstance(value, Tensor) and value is not attributes.get(key)):
-                raise NotStackable(f"keeps a tensor in `self.{path}{key}`")
-        for key, value in child._buffers.items():
-            if functorch.is_batched(value) and value is not attributes["_buffers"].get(key):
-                raise NotStackable(f"assigns the buffer `{path}{key}` instead of writing into it")

@@ -56,9 +56,8 @@ class StackedModule:
         Args:
             trees: Tensors by name, one tree for each client.
         """
-        same = all(tree is trees[0] for tree in trees)
         for name, leaf in self.leaves.items():
-            if same:
+            if all(tree[name] is trees[0][name] for tree in trees):
                 leaf.copy_(trees[0][name])
             else:
                 for row, tree in zip(leaf, trees, strict=True):
@@ -70,7 +69,7 @@ class StackedModule:
         Args:
             index: Place of the client in the stack.
         """
-        return {name: leaf.detach()[index] for name, leaf in self.leaves.items()}
+        return {name: self.leaves[name].detach()[index] for name in self.own}
 
     def part(self, low: int, high: int) -> StackedModule:
         """Return the clients from `low` to before `high`, whose leaves are views of these.

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from lightning_sparsefl.federated.local.stacked.leaves import unwrapped
+from lightning_sparsefl.federated.local.stacked import functorch
 
 
 class NotStackable(Exception):
@@ -23,13 +24,42 @@ class _Entry:
     on_epoch: bool
     reduce: str
     total: Tensor
-    weight: Tensor
+    weights: list[int]
+    """Number of samples of each client in this epoch."""
     newest: Tensor
+    logged: list[bool]
+    """Whether each client has logged the key at all."""
+    earlier: list[float]
+    """Reduced values of the last epoch before this one in which the client logged the key."""
+
+    def reduced(self) -> list[float]:
+        """Return the reduced value of each client's last epoch that has one."""
+        over = self.total / self.total.new_tensor(self.weights) if self.reduce == "mean" else self.total
+        found = zip(over.tolist(), self.weights, self.earlier, strict=True)
+        return [now if weight else before for now, weight, before in found]
+
+
+class _Logged(NamedTuple):
+    """One call of `self.log`."""
+
+    name: str
+    value: Tensor
+    """Plain tensor of all clients of the step, or one that is the same for all."""
+    dim: int | None
+    """Dimension of the clients; None for a tensor that is the same for all."""
+    on_step: bool
+    on_epoch: bool
+    reduce: str
+    batch_size: int
+    dtype: torch.dtype
+    """Default type of floats within the step, which the precision of the trainer chooses."""
 
 
 @dataclass
 class StackedLog:
     """Receiver of `self.log` in a training step for several clients.
+
+    Within the step, where each operation is slow, values are only copied; :meth:`collect` computes with them after it.
 
     Args:
         size: Number of clients.
@@ -44,7 +74,10 @@ class StackedLog:
     """Client after the last one of the step that runs."""
     batch_size: int = 1
     """Number of samples of each client in the step that runs."""
+    muted: bool = False
+    """Whether values are discarded, as those of a second pass over a batch."""
     _entries: dict[str, _Entry] = field(default_factory=dict)
+    _logged: list[_Logged] = field(default_factory=list)
 
     def log(
         self,
@@ -65,6 +98,8 @@ class StackedLog:
             NotStackable: If the value is no number or tensor of one number, or is reduced otherwise than by mean, sum,
                 minimum or maximum.
         """
+        if self.muted:
+            return
         reduce = reduce_fx if isinstance(reduce_fx, str) else getattr(reduce_fx, "__name__", "")
         if isinstance(value, (int, float)):
             value = torch.tensor(float(value))
@@ -74,54 +109,79 @@ class StackedLog:
             )
             raise NotStackable(f"logs {kind} as {name!r}")
         on_step, on_epoch = True if on_step is None else on_step, False if on_epoch is None else on_epoch
-        values = unwrapped(value, self.level, self.high - self.low).detach().flatten()
-        if len(values) != self.high - self.low:
-            raise NotStackable(f"logs a tensor of several numbers as {name!r}")
-        if values.dtype not in (torch.float32, torch.float64):
-            values = values.to(torch.get_default_dtype())
-        entry = self._entries.get(name)
-        if entry is None:
-            entry = self._entries[name] = self._entry(on_step, on_epoch, reduce, values)
-        rows = slice(self.low, self.high)
-        entry.newest[rows] = values
-        if on_epoch:
-            self._reduce(entry, rows, values, self.batch_size if batch_size is None else batch_size)
+        tensor, dim = functorch.unwrap(value, self.level) if functorch.is_batched(value) else (value, None)
+        size = self.batch_size if batch_size is None else batch_size
+        self._logged.append(
+            _Logged(name, tensor.clone(), dim, on_step, on_epoch, reduce, size, torch.get_default_dtype())
+        )
 
     def log_dict(self, dictionary: Any, *args: Any, **options: Any) -> None:
         """Record several values; the arguments are those of :meth:`lightning.pytorch.LightningModule.log_dict`."""
         for name, value in dictionary.items():
             self.log(name, value, *args, **options)
 
-    def _entry(self, on_step: bool, on_epoch: bool, reduce: str, values: Tensor) -> _Entry:
-        newest = values.new_zeros(self.size)
-        total = newest.new_full((self.size,), _STARTS.get(reduce, 0.0))
-        total = total.to(torch.promote_types(total.dtype, torch.get_default_dtype()))  # as Lightning's results
-        return _Entry(on_step, on_epoch, reduce, total, newest.new_zeros(self.size), newest)
+    @torch.no_grad()
+    def collect(self) -> None:
+        """Record what the step of the clients from `low` to before `high` has logged.
 
-    @staticmethod
-    def _reduce(entry: _Entry, rows: slice, values: Tensor, batch_size: int) -> None:
+        Raises:
+            NotStackable: If it has logged a tensor of several numbers.
+        """
+        for logged in self._logged:
+            self._record(logged)
+        self._logged.clear()
+
+    def _record(self, logged: _Logged) -> None:
+        count = self.high - self.low
+        value = logged.value.expand(count, *logged.value.shape) if logged.dim is None else logged.value
+        values = (value.movedim(logged.dim, 0) if logged.dim else value).flatten()
+        if len(values) != count:
+            raise NotStackable(f"logs a tensor of several numbers as {logged.name!r}")
+        if values.dtype not in (torch.float32, torch.float64):
+            values = values.to(logged.dtype)
+        entry = self._entries.get(logged.name)
+        if entry is None:
+            entry = self._entries[logged.name] = self._entry(logged, values)
+        entry.logged[self.low : self.high] = [True] * count
+        if entry.on_step or not entry.on_epoch:
+            entry.newest[self.low : self.high] = values
+        if entry.on_epoch:
+            self._reduce(entry, values, logged.batch_size)
+
+    def _entry(self, logged: _Logged, values: Tensor) -> _Entry:
+        newest = values.new_zeros(self.size)
+        total = newest.new_full((self.size,), _STARTS.get(logged.reduce, 0.0))
+        total = total.to(torch.promote_types(total.dtype, logged.dtype))  # as Lightning's results
+        never, missing = [False] * self.size, [math.nan] * self.size
+        return _Entry(logged.on_step, logged.on_epoch, logged.reduce, total, [0] * self.size, newest, never, missing)
+
+    def _reduce(self, entry: _Entry, values: Tensor, batch_size: int) -> None:
+        total = entry.total if len(values) == self.size else entry.total[self.low : self.high]
         if entry.reduce == "mean":
-            entry.total[rows] += values * batch_size
+            total += values * batch_size
         elif entry.reduce == "sum":
-            entry.total[rows] += values
+            total += values
         else:
             chosen = torch.minimum if entry.reduce.endswith("min") else torch.maximum
-            entry.total[rows] = chosen(entry.total[rows], values)
-        entry.weight[rows] += batch_size
+            chosen(total, values, out=total)
+        for place in range(self.low, self.high):
+            entry.weights[place] += batch_size
 
     def start_epoch(self) -> None:
         """Begin the values of an epoch."""
         for entry in self._entries.values():
+            entry.earlier = entry.reduced()
             entry.total.fill_(_STARTS.get(entry.reduce, 0.0))
-            entry.weight.zero_()
+            entry.weights = [0] * self.size
 
     def metrics(self) -> list[dict[str, float]]:
         """Return the last value of each key for each client, as `trainer.callback_metrics` has them after a fit."""
         found: list[dict[str, float]] = [{} for _ in range(self.size)]
         for name, entry in self._entries.items():
-            last = entry.newest.tolist()
-            over = (entry.total / entry.weight if entry.reduce == "mean" else entry.total).tolist()
-            for metrics, newest, reduced in zip(found, last, over, strict=True):
+            values = zip(found, entry.logged, entry.newest.tolist(), entry.reduced(), strict=True)
+            for metrics, logged, newest, reduced in values:
+                if not logged:
+                    continue
                 if entry.on_step and entry.on_epoch:
                     metrics |= {name: reduced, f"{name}_step": newest, f"{name}_epoch": reduced}
                 else:

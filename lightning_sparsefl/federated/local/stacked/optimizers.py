@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_sparsefl.federated.local.fast.direct_calls import step_optimizer
+
 ELEMENTWISE: frozenset[type] = frozenset(
     getattr(torch.optim, name)
     for name in ("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
@@ -49,8 +51,12 @@ class StackedOptimizer:
                     }
         optimizer.state.clear()
         optimizer.state.update(state)
+        self._moved = {leaf: [False] * size for leaf in leaves.values()}
+        """Whether a client's tensor has been stepped; a step without its gradient does nothing."""
         self._ahead = {key for entries in state.values() for key in entries}
         self._shared: dict[int, Shared] = {0: self._read(optimizer)}
+        self._shares = True
+        """Whether anything is kept beside tensors of the weights' shape; known after the first step with gradients."""
 
     def step(self, low: int, high: int, leaves: Mapping[Tensor, Tensor]) -> None:
         """Step the clients from `low` to before `high`, all of which have taken the same number of steps.
@@ -62,14 +68,22 @@ class StackedOptimizer:
         """
         taken, whole = self.taken[low], (low, high) == (0, self.size)
         optimizer = self.optimizer if whole else self._part(low, high, leaves)
-        self._write(optimizer, self._shared[taken])
-        optimizer.step()
-        self._shared[taken + 1] = self._read(optimizer)
+        if self._shares:
+            self._write(optimizer, self._shared[taken])
+        step_optimizer(optimizer)
+        for leaf in self._leaves(self.optimizer):
+            if leaves[leaf].grad is not None:
+                self._moved[leaf][low:high] = [True] * (high - low)
+        if self._shares:
+            self._shared[taken + 1] = self._read(optimizer)
+            moved = any(self._moved[leaf][low] for leaf in self._leaves(self.optimizer))
+            self._shares = not moved or any(self._shared[taken + 1])
         if not whole:
             self._take_back(optimizer, low, high, leaves)
         self.taken[low:high] = [taken + 1] * (high - low)
-        for old in self._shared.keys() - set(self.taken):
-            del self._shared[old]
+        if self._shares:
+            for old in self._shared.keys() - set(self.taken):
+                del self._shared[old]
 
     def _part(self, low: int, high: int, leaves: Mapping[Tensor, Tensor]) -> torch.optim.Optimizer:
         """Return an optimizer of some clients, whose tensors are views."""
@@ -82,7 +96,7 @@ class StackedOptimizer:
         part.state = type(self.optimizer.state)(dict)
         for leaf, entries in self.optimizer.state.items():
             for key, value in entries.items():
-                if _is_of(value, leaf) and (self.taken[low] or key in self._ahead):
+                if _is_of(value, leaf) and (self._moved[leaf][low] or key in self._ahead):
                     part.state[leaves[leaf]][key] = value[low:high]
         return part
 
@@ -139,6 +153,8 @@ def clip(leaves: Sequence[Tensor], limit: float, by_value: bool) -> None:
         by_value: Whether `limit` is of the values.
     """
     grads = [leaf.grad for leaf in leaves if leaf.grad is not None]
+    if not grads:
+        return
     if by_value:
         for grad in grads:
             grad.clamp_(-limit, limit)

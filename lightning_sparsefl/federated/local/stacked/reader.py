@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
 from lightning.pytorch.trainer.connectors.data_connector import _parse_num_batches
 from lightning.pytorch.trainer.states import RunningStage
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from lightning_sparsefl.data.examples import Examples, Normalize
 
@@ -36,8 +39,9 @@ class ClientReader:
         self.examples: Examples = loader.dataset
         self.batches = int(_parse_num_batches(RunningStage.TRAINING, len(loader), limit))
         self.num_examples = len(self.examples)
-        self._loader = loader
-        self._random = torch.get_rng_state()
+        self._batches = loader.batch_sampler
+        self._batch_size: int = self._batches.batch_size
+        self._first = self._random = torch.get_rng_state()
         transform = self.examples.transform
         self._draws = transform is not None and type(transform) is not Normalize
         self.order: Sequence[Tensor] = ()
@@ -48,22 +52,25 @@ class ClientReader:
         """Whether each batch draws random numbers, as for random crops."""
         return self._draws
 
+    def rewind(self) -> None:
+        """Begin again with the first epoch, for a stack that is fitted again."""
+        self._random = self._first
+
     def start_epoch(self) -> None:
         """Draw the order of an epoch."""
         torch.set_rng_state(self._random)
         torch.empty((), dtype=torch.int64).random_()  # the seed that a DataLoader draws for its workers
-        batches = list(self._loader.batch_sampler)
-        order = torch.tensor([index for batch in batches for index in batch], dtype=torch.int64)
-        self.order = order.split([len(batch) for batch in batches])[: self.batches]
+        order = torch.tensor(list(self._batches.sampler), dtype=torch.int64)
+        self.order = order.split(self._batch_size)[: self.batches]
         self._random = torch.get_rng_state()
 
-    def size(self, number: int) -> int:
-        """Return the number of samples of a batch of the epoch; 0 after the last one.
+    def start(self, number: int) -> int:
+        """Return the place of a batch's first sample in the order of the epoch.
 
         Args:
             number: Number of the batch, from 0.
         """
-        return len(self.order[number]) if number < len(self.order) else 0
+        return number * self._batch_size
 
     def read(self, number: int) -> tuple[Tensor, Tensor]:
         """Read a batch whose transform draws random numbers.
@@ -77,30 +84,101 @@ class ClientReader:
         return batch
 
 
-def read_batch(readers: Sequence[ClientReader], number: int) -> tuple[Tensor, Tensor]:
-    """Read a batch of equal size from each of several clients.
+class StackReader:
+    """Reader of several clients' batches, with one index for all of them where their examples share a storage.
 
     Args:
-        readers: Readers of the clients.
-        number: Number of the batch, from 0.
-
-    Returns:
-        Inputs of shape (clients, samples, ...) and labels of shape (clients, samples).
+        readers: Readers of the clients, with equal :func:`reading_key`.
     """
-    if readers[0].draws:
-        inputs, labels = zip(*(reader.read(number) for reader in readers), strict=True)
-        return torch.stack(inputs), torch.stack(labels)
-    first, indices = readers[0].examples, readers[0].order[number]
-    size = (len(readers), len(indices))
-    stacked = first.inputs.new_empty(*size, *first.inputs.shape[1:])
-    targets = first.labels.new_empty(*size, *first.labels.shape[1:])
-    for place, reader in enumerate(readers):
-        chosen = reader.order[number]
-        torch.index_select(reader.examples.inputs, 0, chosen, out=stacked[place])
-        torch.index_select(reader.examples.labels, 0, chosen, out=targets[place])
-    if first.transform is not None:
-        stacked = first.transform(stacked.flatten(0, 1)).unflatten(0, size)
-    return stacked, targets
+
+    def __init__(self, readers: Sequence[ClientReader]) -> None:
+        self.readers = readers
+        inputs = _common_rows([reader.examples.inputs for reader in readers])
+        labels = _common_rows([reader.examples.labels for reader in readers])
+        self._common = None
+        if inputs is not None and labels is not None and inputs[1] == labels[1]:
+            self._common = (inputs[0], labels[0])
+            self._first = torch.tensor(inputs[1])[:, None]
+        self._orders = torch.empty(0, 0, dtype=torch.int64)
+
+    def start_epoch(self) -> None:
+        """Draw the order of an epoch for each client."""
+        for reader in self.readers:
+            reader.start_epoch()
+        if self._common is not None:
+            orders = [torch.cat(tuple(reader.order)) for reader in self.readers]
+            self._orders = pad_sequence(orders, batch_first=True) + self._first
+
+    def runs(self, taken: Sequence[int]) -> Iterator[tuple[range, list[tuple[int, int]]]]:
+        """Divide an epoch into runs of batches in which the same clients step together.
+
+        Args:
+            taken: Number of steps that each client has taken before the epoch.
+
+        Yields:
+            Numbers of the batches of a run, and its ranges of clients, from the first one to before the last one, whose
+            batches have equal sizes and who have taken equal numbers of steps.
+        """
+        sizes = [[len(batch) for batch in reader.order] for reader in self.readers]
+        changes = {place for own in sizes for place, (a, b) in enumerate(pairwise([*own, 0]), 1) if a != b}
+        for first, end in pairwise(sorted({0, *changes})):
+            keys = [(own[first] if first < len(own) else 0, before) for own, before in zip(sizes, taken, strict=True)]
+            edges = [0, *(place for place in range(1, len(keys)) if keys[place] != keys[place - 1]), len(keys)]
+            yield range(first, end), [(low, high) for low, high in pairwise(edges) if keys[low][0]]
+
+    def read(self, low: int, high: int, number: int) -> tuple[Tensor, Tensor]:
+        """Read a batch of equal size from each of several clients.
+
+        Args:
+            low: First client.
+            high: Client after the last one.
+            number: Number of the batch, from 0.
+
+        Returns:
+            Inputs of shape (clients, samples, ...) and labels of shape (clients, samples).
+        """
+        readers = self.readers[low:high]
+        if readers[0].draws:
+            inputs, labels = zip(*(reader.read(number) for reader in readers), strict=True)
+            return torch.stack(inputs), torch.stack(labels)
+        size = (high - low, len(readers[0].order[number]))
+        stacked, targets = (part.unflatten(0, size) for part in self._select(low, high, number))
+        transform = readers[0].examples.transform
+        return (stacked if transform is None else transform(stacked.flatten(0, 1)).unflatten(0, size)), targets
+
+    def _select(self, low: int, high: int, number: int) -> tuple[Tensor, Tensor]:
+        """Return the examples of a batch of each client, one client after another."""
+        readers = self.readers[low:high]
+        starts = {reader.start(number) for reader in readers}
+        if self._common is not None and len(starts) == 1:
+            start = starts.pop()
+            chosen = self._orders[low:high, start : start + len(readers[0].order[number])].reshape(-1)
+            inputs, labels = self._common
+            return inputs.index_select(0, chosen), labels.index_select(0, chosen)
+        examples = [(reader.examples, reader.order[number]) for reader in readers]
+        return (
+            torch.cat([own.inputs.index_select(0, chosen) for own, chosen in examples]),
+            torch.cat([own.labels.index_select(0, chosen) for own, chosen in examples]),
+        )
+
+
+def _common_rows(tensors: Sequence[Tensor]) -> tuple[Tensor, list[int]] | None:
+    """Return a tensor of which all others are slices, and the place of the first row of each; None without one.
+
+    Args:
+        tensors: Tensors of equal type, and of equal shape but for dimension 0.
+    """
+    first, row = tensors[0], math.prod(tensors[0].shape[1:])
+    storage = first.untyped_storage().data_ptr()
+    if not row or any(t.untyped_storage().data_ptr() != storage or not t.is_contiguous() for t in tensors):
+        return None
+    starts = [int(tensor.storage_offset()) for tensor in tensors]
+    lowest = min(starts)
+    if any((start - lowest) % row for start in starts):
+        return None
+    rows = max((start - lowest) // row + len(tensor) for start, tensor in zip(starts, tensors, strict=True))
+    common = first.as_strided((rows * row,), (1,), lowest).view(rows, *first.shape[1:])
+    return common, [(start - lowest) // row for start in starts]
 
 
 def reading_key(reader: ClientReader) -> tuple[Any, ...]:

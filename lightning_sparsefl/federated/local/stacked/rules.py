@@ -147,6 +147,32 @@ def _linear(rules: LayerRules, input: Any, weight: Any, bias: Any = None) -> Any
     return rules.close(outputs.reshape(rules.size, *middle, outputs.shape[-1]))
 
 
+@_rule(F.embedding)
+def _embedding(
+    rules: LayerRules,
+    input: Any,
+    weight: Any,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Any:
+    """Look all clients' tokens up in one table; the rule of ``vmap`` (2.15) forgets `padding_idx` in gradients."""
+    opened = rules.open_all(input, weight)
+    if opened is None or max_norm is not None or scale_grad_by_freq or sparse:
+        return NotImplemented
+    tokens, tables = opened
+    assert tokens is not None
+    assert tables is not None
+    size = tables.shape[1]
+    first = torch.arange(rules.size, device=tokens.device).view(-1, *[1] * (tokens.dim() - 1)) * size
+    outputs = F.embedding(tokens + first, tables.flatten(0, 1))
+    if padding_idx is not None:
+        outputs = torch.where((tokens == padding_idx % size).unsqueeze(-1), outputs.detach(), outputs)
+    return rules.close(outputs)
+
+
 @_rule(F.conv2d, torch.conv2d)
 def _conv2d(
     rules: LayerRules,

@@ -1,8 +1,8 @@
 """Trial that finds before a run whether a module's clients can be stacked, and says why not.
 
 Two clients with different weights take a step of plain gradient descent, alone and stacked. Their weights, which then
-differ from the first ones by the gradients, their buffers and their logged values must agree. What has no meaning for
-several clients at once, such as reading a number out of a tensor, raises in the stacked step.
+differ from the first ones by the gradients, and their buffers must agree. What has no meaning for several clients at
+once, such as reading a number out of a tensor, raises in the stacked step.
 """
 
 from __future__ import annotations
@@ -20,19 +20,18 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 from lightning_sparsefl.federated.local.engines import FastEngine
-from lightning_sparsefl.federated.local.fast.support import overridden
+from lightning_sparsefl.federated.local.fast.loops import FitLoop
+from lightning_sparsefl.federated.local.fast.support import STEPS, overridden
 from lightning_sparsefl.federated.local.fast.trainer import FastTrainer
 from lightning_sparsefl.federated.local.isolation import restore_trainer_refs
 from lightning_sparsefl.federated.local.stacked import functorch
-from lightning_sparsefl.federated.local.stacked.fit import StackedRequest, fit_stack, nothing, require_elementwise
+from lightning_sparsefl.federated.local.stacked.fit import StackedRequest, fit_stack, require_elementwise
 from lightning_sparsefl.federated.local.stacked.logs import NotStackable
 from lightning_sparsefl.federated.local.stacked.reader import ClientReader, readable
 from lightning_sparsefl.federated.local.worker import ClientWorker
 from lightning_sparsefl.seeds import seed_all
 from lightning_sparsefl.types import Weights
 
-_SERVED_HOOKS = frozenset({"training_step", "validation_step", "test_step", "predict_step", "configure_optimizers"})
-"""Hooks that a stacked fit calls, or that are not called in a fit."""
 _PRECISIONS = ("32-true", "64-true")
 
 _CLAUSES = (
@@ -43,7 +42,7 @@ _CLAUSES = (
         "uses an `autograd.Function` without a batched form (`generate_vmap_rule = True` gives it one)",
     ),
     (r"inplace|in-place|match the broadcast shape", "writes in place into a tensor that all clients share"),
-    (r"Batching rule not implemented for ([\w:.]+)", "uses `{}`, which has no batched form"),
+    (r"Batching rule not implemented for ([\w:]+(?:\.\w+)*)", "uses `{}`, which has no batched form"),
     (r"dynamic shape|nonzero|masked_select|data-dependent", "makes tensors whose shape depends on values"),
     (r"numpy|storage", "leaves torch (`.numpy()`)"),
 )
@@ -98,13 +97,14 @@ class StackingTrial:
 
     Attributes:
         reason: Why clients cannot be stacked, as a clause; None if they can.
-        scheduled: Whether the module has learning rate schedulers.
+        planned: Whether the learning rates depend on the numbers of batches, so that only clients with equal ones share
+            them.
         activations: Numbers that the module's layers return for one batch.
     """
 
     def __init__(self, worker: ClientWorker) -> None:
         self._worker, self._module, self._data = worker, worker.module, worker.data
-        self.scheduled, self.activations = False, 0
+        self.planned, self.activations = False, 0
         self.reason = self._reason_of_settings() or self._reason_of_module() or self._reason_of_step()
 
     def _reason_of_settings(self) -> str | None:
@@ -128,7 +128,7 @@ class StackingTrial:
         module, name = self._module, type(self._module).__name__
         if not module.automatic_optimization:
             return f"`{name}` optimizes manually"
-        further = sorted(overridden(module) - _SERVED_HOOKS)
+        further = sorted(overridden(module) - STEPS)
         if further:
             return f"`{name}` overrides `{further[0]}`, which is written for one client"
         if type(module).log is not LightningModule.log or type(module).log_dict is not LightningModule.log_dict:
@@ -212,11 +212,31 @@ class StackingTrial:
     def _try_optimizers(self) -> None:
         """Make the module's own optimizers; raise if they cannot be stacked."""
         trainer = self._trainer()
-        trainer.fit_loop.setup_data, trainer.fit_loop.max_batches = nothing, 1  # type: ignore[method-assign]
+        trainer.fit_loop = loop = _AskedLoop(trainer, None, None, 1, -1)
         with restore_trainer_refs(self._module, ()), trainer.running():
             trainer.strategy.setup_optimizers(trainer)  # type: ignore[arg-type]
             require_elementwise(trainer)
-            self.scheduled = bool(trainer.lr_scheduler_configs)
+            by_step = any(config.interval == "step" for config in trainer.lr_scheduler_configs)
+            self.planned = by_step or loop.asked
+
+
+class _AskedLoop(FitLoop):
+    """Loop that notes whether anybody asks for the number of batches."""
+
+    asked = False
+
+    @property
+    def max_batches(self) -> int | float:
+        """Number of batches of an epoch."""
+        self.asked = True
+        return 1
+
+    @max_batches.setter
+    def max_batches(self, value: int | float) -> None:
+        """Ignore the number that the loop sets itself."""
+
+    def setup_data(self) -> None:
+        """Prepare no loader."""
 
 
 def _moved(weights: Weights, fixed: Collection[str]) -> dict[str, Tensor]:

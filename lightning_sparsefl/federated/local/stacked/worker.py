@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any, cast
 
 import torch
+from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.rank_zero import WarningCache
 
 from lightning_sparsefl.callbacks.stacking import stacking_key
@@ -20,9 +21,12 @@ from lightning_sparsefl.federated.local.stacked import fibers
 from lightning_sparsefl.federated.local.stacked.fit import StackedRequest, fit_stack
 from lightning_sparsefl.federated.local.stacked.reader import ClientReader, readable, reading_key
 from lightning_sparsefl.federated.local.stacked.trial import StackingTrial, reason_of
+from lightning_sparsefl.federated.local.stacked.undo import CallbackStates
 from lightning_sparsefl.federated.local.worker import ClientWorker, FitRequest
-from lightning_sparsefl.sparse.masks import apply
-from lightning_sparsefl.types import FitResult
+from lightning_sparsefl.sparse.masks import apply, intersect
+from lightning_sparsefl.sparse.submodel import cut, narrow, widen
+from lightning_sparsefl.sparse.units import unit_masks
+from lightning_sparsefl.types import FitResult, Masks, Weights
 
 _messages = WarningCache()
 _ON_CPU = 64 * 2**20
@@ -92,32 +96,41 @@ class StackedWorker(ClientWorker):
     def do_fit(self, request: FitRequest) -> FitResult:
         """Do a fit as part of a stack, if the client's work runs beside others' and the fit can be stacked."""
         together = fibers.waiting() and self.can_stack
-        if not together or request.units is not None or request.client.deadline is not None:
+        if not together or request.client.deadline is not None:
             return super().do_fit(request)
-        stacked = self._request(request)
+        full, masks = self._start(request)
+        stacked = self._request(request, full, masks)
         if stacked is None or not fibers.ask(stacked):
             return super().do_fit(request)
-        layout = self.flat.layout
-        flat = torch.cat([stacked.result[name].reshape(-1).to(layout.dtype) for name in layout.names])
+        result, layout = stacked.result, self.flat.layout
+        if stacked.units is not None:
+            result = widen(result, self.units, stacked.units, full)
+        flat = torch.cat([result[name].reshape(-1).to(layout.dtype) for name in layout.names])
         return FitResult(
             weights=layout.tree(flat), metrics=stacked.metrics, steps=stacked.steps, callbacks=stacked.callbacks
         )
 
-    def _request(self, request: FitRequest) -> StackedRequest | None:
+    def _start(self, request: FitRequest) -> tuple[Weights, Masks]:
+        """Return the weights that a fit starts from, with every name of the model, and the masks that are held."""
+        weights, masks = {**self.initial, **request.weights}, request.masks
+        if request.units is not None:
+            masks = intersect(masks, unit_masks(self.units, request.units, weights))
+        return ({**weights, **apply(weights, masks)} if masks else weights), masks
+
+    def _request(self, request: FitRequest, weights: Weights, masks: Masks) -> StackedRequest | None:
         """Return what the client asks of the stacked engine; None for a loader that it cannot read."""
-        weights = request.weights
-        if len(weights) < len(self.initial):
-            weights = {**self.initial, **weights}
-        if request.masks:
-            weights = {**weights, **apply(weights, request.masks)}
-        callbacks = self.callbacks_of(request.client, request.masks, request.trainable, request.callbacks)
+        trainable, units = request.trainable, request.units if self.work.execution == "cut" else None
+        if units is not None:
+            weights, masks, trainable = (narrow(tree, self.units, units) for tree in (weights, masks, trainable))
+            masks = {name: mask for name, mask in masks.items() if not bool(mask.all())}
+        callbacks = self.callbacks_of(request.client, masks, trainable, request.callbacks)
         loader = self.train_loader(request.client, request.key)
         if not readable(loader):
             return None
         engine = cast(FastEngine, self.engine)
         reader = ClientReader(loader, engine.options.limit_train_batches)
         epochs = engine.options.max_epochs if request.epochs is None else request.epochs
-        return StackedRequest(request.client.id, request.key, weights, request.trainable, callbacks, reader, epochs)
+        return StackedRequest(request.client.id, request.key, weights, trainable, callbacks, reader, epochs, units)
 
     def _serve(self, requests: Sequence[StackedRequest]) -> list[bool]:
         """Fit the requests of equal keys as stacks; return for each whether it was."""
@@ -139,17 +152,21 @@ class StackedWorker(ClientWorker):
             if kind is None:
                 return None
             kinds.append(kind)
-        length = request.reader.batches if self._trial.scheduled else None  # rates are those of all clients of a stack
-        return (request.epochs, length, tuple(kinds), reading_key(request.reader))
+        length = request.reader.batches if self._trial.planned else None  # rates are those of all clients of a stack
+        widths = tuple((name, int(kept.sum())) for name, kept in sorted((request.units or {}).items()))
+        return (request.epochs, length, tuple(kinds), reading_key(request.reader), widths)
 
     def _fit_group(self, group: Sequence[StackedRequest]) -> None:
         """Fit a stack; one that is out of memory is halved, and the clients of one that fails train alone."""
         started = time.perf_counter()
+        before = CallbackStates(callback for request in group for callback in request.callbacks)
         try:
             self._fit_stack(group)
         except Exception as error:
+            before.restore()
             for request in group:
                 request.result = {}
+                request.reader.rewind()
             if not is_out_of_memory(error):
                 _messages.warn(
                     f"{len(group)} clients train one after another, since `{type(self.module).__name__}.training_step` "
@@ -171,4 +188,7 @@ class StackedWorker(ClientWorker):
             self._shares[request.client] = self._shares.get(request.client, 0.0) + share
 
     def _fit_stack(self, requests: Sequence[StackedRequest]) -> None:
-        fit_stack(cast(FastEngine, self.engine), self.module, self.data, requests)
+        units, module = requests[0].units, self.module
+        if units is not None:  # narrow models of equal widths differ in their weights alone
+            module = cast(LightningModule, cut(module, self.units, units))
+        fit_stack(cast(FastEngine, self.engine), module, self.data, requests)

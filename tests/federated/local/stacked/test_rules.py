@@ -128,6 +128,27 @@ def test_cross_entropy_does_for_each_client_what_it_does_for_one(options):
         torch.testing.assert_close(stacked.leaves["weight"].grad[place], grad, rtol=1e-11, atol=1e-12)
 
 
+@pytest.mark.parametrize("options", [{}, {"ignore_index": 1}, {"weight": WEIGHT, "reduction": "sum"}], ids=str)
+def test_an_embedding_and_the_loss_of_sequences_are_those_of_one_client(options):
+    module = nn.Sequential(nn.Embedding(9, 5, padding_idx=0), nn.Linear(5, 4)).double()
+    trees, tokens = clients(module), torch.randint(9, (SIZE, 6, 7))
+    labels = tokens % 4
+    stacked = StackedModule(module, SIZE)
+    stacked.load(trees)
+
+    def loss(batch, _=0):
+        return F.cross_entropy(module(batch[0]).transpose(1, 2), batch[1], **options)
+
+    losses = stacked.call(loss, (tokens, labels))
+    losses.sum().backward()
+    for place, tree in enumerate(trees):
+        module.load_state_dict(tree)
+        alone = loss((tokens[place], labels[place]))
+        torch.testing.assert_close(losses[place], alone, rtol=1e-12, atol=1e-12)
+        (grad,) = torch.autograd.grad(alone, module[0].weight)
+        torch.testing.assert_close(stacked.leaves["0.weight"].grad[place], grad, rtol=1e-11, atol=1e-11)
+
+
 def test_tied_weights_are_one_leaf():
     module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     module[1].weight = module[0].weight

@@ -31,6 +31,8 @@ class Net(Classifier):
         self.net[3].p = 0.0
         self.metric = MulticlassAccuracy(4)
         self.register_buffer("mean_loss", torch.zeros(()))
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+        self.seen = 0
         self.kept = (self.net[0].weight,)
 
     def training_step(self, batch, batch_idx):
@@ -54,6 +56,16 @@ def assigns(net, loss, batch):
 def writes(net, loss, batch):
     net.mean_loss.mul_(0.9).add_(loss.detach())
     return loss
+
+
+def counts(net, loss, batch):
+    net.seen += 1
+    return loss / net.seen
+
+
+def counts_in_a_buffer(net, loss, batch):
+    net.steps.add_(1)
+    return loss / net.steps
 
 
 def updates(net, loss, batch):
@@ -86,6 +98,8 @@ STEPS = {
     "branches": (branches, "branches on the value of a tensor"),
     "keeps": (keeps, "keeps a tensor in `self.last`"),
     "assigns": (assigns, "assigns the buffer `mean_loss` instead of writing into it"),
+    "counts": (counts, "changes the number `self.seen`, which all clients share"),
+    "counts in a buffer": (counts_in_a_buffer, "writes into the buffer `steps`, which all clients share"),
     "updates a metric": (updates, "updates the metric object `self.metric`"),
     "logs a metric": (logs_object, "logs the object `MulticlassAccuracy` as 'acc'"),
     "own function": (lambda net, loss, batch: Square.apply(loss), "uses an `autograd.Function` without a batched form"),
@@ -158,6 +172,23 @@ def test_a_step_that_cannot_be_stacked_is_named_and_trains(case, tmp_path, stack
     with pytest.warns(UserWarning, match="Clients train one after another, since ") as said, trains:
         fit(tmp_path, Net(finish))
     assert words in next(str(each.message) for each in said if "one after another" in str(each.message))
+    assert stacked == []
+
+
+class Recurrent(Net):
+    """Classifier with an LSTM, for which vmap has no rule."""
+
+    def __init__(self):
+        super().__init__()
+        self.lstm = nn.LSTM(8, 4, batch_first=True)
+
+    def forward(self, x):
+        return self.lstm(x.flatten(1)[:, None])[0][:, -1]
+
+
+def test_an_lstm_trains_one_client_after_another(tmp_path, stacked):
+    with pytest.warns(UserWarning, match=r"`Recurrent.training_step` uses `aten::lstm.input`, which has no batched"):
+        fit(tmp_path, Recurrent())
     assert stacked == []
 
 

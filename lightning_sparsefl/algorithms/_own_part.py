@@ -1,0 +1,67 @@
+"""The part of a model that its client keeps: what FedPer, FedRep, LG-FedAvg and FedBN have in common.
+
+The names of the own tensors are in the server's state. They are missing from messages and updates, and a client keeps
+their values in its memory. It knows them as the tensors that it does not receive.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import torch
+
+from lightning_sparsefl.federated.client import Client
+from lightning_sparsefl.sparse.parts import only, without
+from lightning_sparsefl.types import FitResult, Masks, Message, ServerState, Update, Weights
+
+
+def start(weights: Weights, own: Collection[str]) -> ServerState:
+    """Return the first state of a method whose clients keep some tensors.
+
+    Args:
+        weights: Initial weights of the module.
+        own: Names of the tensors that clients keep.
+    """
+    return ServerState(round=0, weights=weights, extra={"own": {name: torch.tensor(True) for name in own}})
+
+
+def shared_part(server: ServerState) -> Message:
+    """Return the message with the tensors that clients do not keep."""
+    return Message(weights=without(server.weights, server.extra["own"]))
+
+
+def joined(message: Message, client: Client) -> Weights:
+    """Return a client's whole model: what it received, and its own tensors, at first the run's initial ones."""
+    return {**client.initial, **message.weights, **client.memory.get("own", {})}
+
+
+def divided(result: FitResult, message: Message, weight: int) -> Update:
+    """Return the update of a local fit: what the client received travels back, the rest goes into its memory.
+
+    Args:
+        result: Result of the fit.
+        message: Message that the client received.
+        weight: Weight of the update.
+    """
+    own = without(result.weights, message.weights)
+    return Update(
+        weights=only(result.weights, message.weights),
+        weight=weight,
+        memory={"own": {name: value.clone() for name, value in own.items()}},  # a view would keep the whole model
+        metrics=result.metrics,
+    )
+
+
+def whole(update: Update) -> Weights:
+    """Return the whole model of a client after its local fit, from the result of :func:`divided`."""
+    return {**update.weights, **(update.memory or {})["own"]}
+
+
+def frozen(weights: Weights, client: Client) -> Masks:
+    """Return masks that keep parameters from training; buffers carry no masks.
+
+    Args:
+        weights: Weights to freeze.
+        client: The client.
+    """
+    return {name: torch.zeros_like(value, dtype=torch.bool) for name, value in without(weights, client.buffers).items()}

@@ -1,0 +1,103 @@
+"""What methods share in which each client prunes its own mask, round by round, as far as its accuracy allows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+import torch
+
+from lightning_sparsefl.errors import InvalidOption
+from lightning_sparsefl.federated.client import Client, Split
+from lightning_sparsefl.federated.fleet import Fleet
+from lightning_sparsefl.sparse.density import listed
+from lightning_sparsefl.sparse.masks import counts, dense_like
+from lightning_sparsefl.sparse.prune import shrink
+from lightning_sparsefl.sparse.scores import magnitude
+from lightning_sparsefl.types import ClientView, Masks, ServerState, Weights
+
+Counts = Mapping[str, int]
+"""Numbers of kept positions by name."""
+
+
+def start(weights: Weights, fleet: Fleet) -> ServerState:
+    """Return the first state: all clients start with masks that keep every parameter.
+
+    Buffers have no masks, which tells a client the names of the parameters.
+
+    Args:
+        weights: Initial weights of the module.
+        fleet: All clients.
+    """
+    masks = dense_like({name: value for name, value in weights.items() if name not in fleet.buffers})
+    share = torch.tensor(fleet.clients_per_round / len(fleet))
+    return ServerState(round=0, weights=weights, extra={"first_masks": masks, "plan": {"participations": share}})
+
+
+def masks_of(server: ServerState, view: ClientView) -> Masks:
+    """Return the masks that a client uploaded last, or its first ones.
+
+    Only :func:`expected` gives the server masks of its own, in `profile`, where they stand for those of all clients.
+
+    Args:
+        server: State of the server.
+        view: View of the client.
+    """
+    masks: Masks = server.masks or view.shared.get("masks", server.extra["first_masks"])
+    return masks
+
+
+def score(client: Client, weights: Weights, split: Split, metric: str) -> float:
+    """Return the score by which a client decides whether to prune.
+
+    Args:
+        client: The client.
+        weights: Weights to score.
+        split: Split of the client's data; test data decide nothing.
+        metric: Name under which the module's `validation_step` logs the score.
+
+    Raises:
+        InvalidOption: If the module does not log the metric.
+    """
+    scores = client.evaluate(weights, split)
+    try:
+        return float(scores[metric])
+    except KeyError:
+        raise InvalidOption(
+            f"`algorithm.metric` is {metric!r}, which the module's `validation_step` does not log; expected one of "
+            f"{listed(scores)}."
+        ) from None
+
+
+def participations(server: ServerState, round: int) -> int:
+    """Return in how many rounds before one a client takes part on average, rounded down.
+
+    Args:
+        server: State of the server, from :func:`start`.
+        round: Number of the round, from 0.
+    """
+    return int(round * float(server.extra["plan"]["participations"]) + 1e-6)
+
+
+def expected(
+    server: ServerState, round: int, prune: Callable[[Counts], Counts], most: int | None = None
+) -> ServerState:
+    """Return the state of `profile` at the start of a round, with the masks of a client that could always prune.
+
+    A client participates in the mean share of the rounds; what it keeps is the largest of the initial weights.
+
+    Args:
+        server: State of the server before round 0.
+        round: Number of the round, from 0.
+        prune: Function from the numbers of kept positions before a pruning to those after it.
+        most: Largest number of prunings; None = until nothing changes.
+    """
+    masks = server.extra["first_masks"]
+    left: Counts = counts(masks)
+    times = participations(server, round)
+    for _ in range(times if most is None else min(times, most)):
+        after = prune(left)
+        if after == left:
+            break
+        left = after
+    return replace(server, round=round, masks=shrink(magnitude(server.weights), masks, left))

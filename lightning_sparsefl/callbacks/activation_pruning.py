@@ -1,0 +1,120 @@
+"""Pruning of the activations that layers save for their weight gradients.
+
+Huang, Zhuang, Chen, Lyu, "FedMef: Towards memory-efficient federated dynamic pruning", CVPR 2024, arXiv:2403.14737.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from lightning_sparsefl.callbacks.options import require_density
+from lightning_sparsefl.sparse.masks import pack, unpack
+from lightning_sparsefl.sparse.prune import keep_largest, select
+
+Saved = Tensor | tuple[Tensor, Tensor, torch.Size]
+"""A saved tensor, or the packed mask, the kept values and the shape of one."""
+
+
+class ActivationPruning(Callback):
+    """Keeps only the largest inputs of linear and convolutional layers for the backward pass.
+
+    Outputs and the gradients of inputs are exact; the gradients of weights are those of the pruned inputs. Inputs are
+    stored as their values and one bit for each position. Layers that other modules call through functions of PyTorch,
+    such as those of attention, are left alone.
+
+    Args:
+        density: Fraction of the inputs of a batch that is kept, those of largest magnitude, in (0, 1].
+
+    Raises:
+        InvalidOption: If `density` is out of its range.
+
+    Example:
+        >>> ActivationPruning(0.25).density
+        0.25
+    """
+
+    def __init__(self, density: float = 0.5) -> None:
+        require_density("ActivationPruning", density)
+        self.density = density
+        self._wrapped: list[nn.Module] = []
+
+    def on_fit_start(self, trainer: Any, pl_module: LightningModule) -> None:
+        """Wrap the layers' forward passes."""
+        for layer in pl_module.modules():
+            if isinstance(layer, nn.Linear | nn.modules.conv._ConvNd) and "forward" not in vars(layer):
+                layer.forward = pruning_forward(layer, self.density)  # type: ignore[method-assign]
+                self._wrapped.append(layer)
+
+    def _unwrap(self) -> None:
+        for layer in self._wrapped:
+            vars(layer).pop("forward", None)
+        self._wrapped = []
+
+    def on_fit_end(self, trainer: Any, pl_module: LightningModule) -> None:
+        """Restore the layers."""
+        self._unwrap()
+
+    def teardown(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
+        """Restore the layers."""
+        self._unwrap()
+
+    def on_exception(self, trainer: Any, pl_module: LightningModule, exception: BaseException) -> None:
+        """Restore the layers also where the run failed, since Lightning calls no teardown then."""
+        self._unwrap()
+
+
+def pruning_forward(layer: Any, density: float) -> Callable[..., Tensor]:
+    """Return a layer's forward pass that saves only the largest inputs, for use in training.
+
+    Args:
+        layer: Linear or convolutional layer.
+        density: Fraction of the inputs that is saved, in (0, 1].
+
+    Example:
+        >>> layer = nn.Linear(2, 1, bias=False)
+        >>> out = pruning_forward(layer, 0.5)(torch.tensor([[1.0, 3.0]]))
+        >>> out.backward()
+        >>> layer.weight.grad
+        tensor([[0., 3.]])
+    """
+    forward: Callable[..., Tensor] = layer.forward
+
+    @functools.wraps(forward)
+    def pruned(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if not (layer.training and torch.is_grad_enabled()):
+            return forward(x, *args, **kwargs)
+        if isinstance(layer, nn.Linear) and x.dim() > 2:
+            x = x.contiguous()  # else linear saves a copy, which `_is_input` does not know
+
+        def compress(saved: Tensor) -> Saved:
+            if not _is_input(saved, x, layer.weight):
+                return saved
+            mask = keep_largest(saved.abs(), round(density * saved.numel()))
+            return pack(mask), select(saved, mask), saved.shape
+
+        with saved_tensors_hooks(compress, _decompress):
+            return forward(x, *args, **kwargs)
+
+    return pruned
+
+
+def _is_input(saved: Tensor, x: Tensor, weight: Tensor) -> bool:
+    """Return whether a saved tensor is a layer's input; under autocast, a copy of it in another type."""
+    if saved.dtype == x.dtype:
+        return saved.data_ptr() == x.data_ptr() and saved.numel() == x.numel()
+    return saved.numel() == x.numel() and saved.shape not in (weight.shape, weight.shape[::-1])
+
+
+def _decompress(saved: Saved) -> Tensor:
+    if isinstance(saved, Tensor):
+        return saved
+    packed, values, shape = saved
+    mask = unpack(packed, shape)
+    return torch.zeros(shape, dtype=values.dtype, device=values.device).masked_scatter_(mask, values)

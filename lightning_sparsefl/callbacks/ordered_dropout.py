@@ -1,0 +1,197 @@
+"""Ordered dropout: in each step the last units of every layer are left out.
+
+Horvath et al., "FjORD: Fair and accurate federated learning under heterogeneous targets with ordered dropout",
+NeurIPS 2021, arXiv:2102.13451, section 3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule
+from torch import Tensor, nn
+
+from lightning_sparsefl.callbacks.options import require
+from lightning_sparsefl.callbacks.training_units import units_in_training
+from lightning_sparsefl.callbacks.trial import trial, trial_loss
+from lightning_sparsefl.callbacks.unit_gates import Gate, gates_of
+from lightning_sparsefl.errors import InvalidOption
+from lightning_sparsefl.seeds import generator
+from lightning_sparsefl.sparse.layer_groups import head_of
+from lightning_sparsefl.sparse.units import UnitGroup
+
+
+class OrderedDropout(Callback):
+    """Draws a rate p for each optimizer step, and trains the first ``ceil(p C)`` of each layer's C units alone.
+
+    The other units are multiplied by zero where layers put them out and where others read them, so that neither
+    biases nor norms of dropped units have an effect. In evaluation all units are there. Units of recurrent layers are
+    dropped where others read them, and stay in the recurrence.
+
+    With `distill`, each batch is passed twice: with the largest rate, by the module's own loss, and with the drawn one,
+    by the cross-entropy against the softmax of the first pass's logits.
+
+    Args:
+        rates: Rates to draw from, each equally likely, in (0, 1].
+        seed: Seed of the draws.
+        distill: Whether the largest network teaches the drawn one.
+        head: Name of the layer with the logits, for `distill`; None = the last linear layer.
+        groups: The module's groups of units, if they are known; None = they are found in the first training step. If
+            the module was cut to the units of the largest rate, those of the full module.
+
+    Raises:
+        InvalidOption: If an option is out of its range, the module has no units, or `distill` meets manual
+            optimization.
+
+    Example:
+        >>> OrderedDropout(rates=[0.5, 1.0]).rates
+        (0.5, 1.0)
+    """
+
+    def __init__(
+        self,
+        rates: Sequence[float] = (0.2, 0.4, 0.6, 0.8, 1.0),
+        seed: int = 0,
+        distill: bool = False,
+        head: str | None = None,
+        groups: Sequence[UnitGroup] | None = None,
+    ) -> None:
+        fits = len(rates) > 0 and all(0 < rate <= 1 for rate in rates)
+        require(fits, "OrderedDropout", "rates", rates, "one or more numbers in (0, 1]")
+        self.rates, self.seed, self.distill, self.head, self.groups = tuple(rates), seed, distill, head, groups
+        self._drawn, self._stepped, self._rate = 0, True, max(self.rates)
+        self._forget()
+
+    def _forget(self) -> None:
+        """Set the references to a fit's module to their values outside of a fit."""
+        self._handles: list[Any] = []
+        self._now, self._batch, self._logits = max(self.rates), (None, 0), torch.empty(0)
+
+    def draw(self, number: int) -> float:
+        """Return the rate of a step.
+
+        Args:
+            number: Number of the draw, from 0.
+        """
+        place = torch.randint(len(self.rates), (), generator=generator(self.seed, "ordered dropout", number))
+        return self.rates[int(place)]
+
+    def setup(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
+        """Begin with the first draw, unless a checkpoint says otherwise."""
+        if stage == "fit":
+            self._drawn, self._stepped, self._rate = 0, True, max(self.rates)
+
+    def on_fit_start(self, trainer: Any, pl_module: LightningModule) -> None:
+        """Refuse manual optimization where the callback adds to gradients."""
+        if self.distill and not pl_module.automatic_optimization:
+            raise InvalidOption(
+                f"`OrderedDropout(distill=True)` does not support `{type(pl_module).__name__}`, which optimizes "
+                "manually; expected `automatic_optimization = True`."
+            )
+
+    def on_train_batch_start(self, trainer: Any, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Draw a rate after each step."""
+        if not self._handles:
+            self._register(pl_module, self.groups or units_in_training(pl_module, batch, batch_idx))
+        if self._stepped:
+            self._rate, self._drawn, self._stepped = self.draw(self._drawn), self._drawn + 1, False
+        self._now = self._rate
+        if self.distill:
+            self._now, self._batch = max(self.rates), (batch, batch_idx)
+
+    def on_after_backward(self, trainer: Any, pl_module: LightningModule) -> None:
+        """Add the gradient of the network with the drawn rate, which the largest one teaches."""
+        if not self.distill:
+            return
+        teacher, self._now = self._logits.detach(), self._rate
+        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        scale = (1.0 if scaler is None else scaler.get_scale()) / trainer.accumulate_grad_batches
+        parameters = [parameter for parameter in pl_module.parameters() if parameter.grad is not None]
+        with trial(pl_module), torch.enable_grad():
+            with trainer.precision_plugin.forward_context():
+                trial_loss(pl_module, *self._batch)
+            loss = distillation_loss(teacher, self._logits)
+            found = torch.autograd.grad(loss * scale, parameters, allow_unused=True)
+        for parameter, gradient in zip(parameters, found, strict=True):
+            if gradient is not None and parameter.grad is not None:
+                parameter.grad.add_(gradient)
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: LightningModule, optimizer: Any) -> None:
+        """Note that the next batch gets another rate."""
+        self._stepped = True
+
+    # ---- gates
+
+    def _register(self, module: LightningModule, groups: Sequence[UnitGroup]) -> None:
+        if not groups:
+            raise InvalidOption(
+                f"`OrderedDropout` finds no units in `{type(module).__name__}`; expected linear or convolutional "
+                "layers whose outputs another such layer reads."
+            )
+        for (name, reads), gates in gates_of(module, groups, self.rates).items():
+            layer = module.get_submodule(name)
+            if reads:
+                self._handles.append(layer.register_forward_pre_hook(self._read_by(gates)))
+            else:
+                self._handles.append(layer.register_forward_hook(self._made_by(gates)))
+        if self.distill:
+            name = head_of(dict(module.named_parameters()), self.head)[0].rpartition(".")[0]
+            self._handles.append(module.get_submodule(name).register_forward_hook(self._note_logits))
+
+    def _read_by(self, gates: Sequence[Gate]) -> Any:
+        return lambda layer, inputs: (self._gated(layer, inputs[0], gates), *inputs[1:])
+
+    def _made_by(self, gates: Sequence[Gate]) -> Any:
+        return lambda layer, inputs, output: self._gated(layer, output, gates)
+
+    def _gated(self, layer: nn.Module, value: Any, gates: Sequence[Gate]) -> Any:
+        if layer.training and isinstance(value, Tensor):
+            for gate in gates:
+                value = gate(value, self._now)
+        return value
+
+    def _note_logits(self, layer: nn.Module, inputs: Any, output: Tensor) -> None:
+        if layer.training:
+            self._logits = output
+
+    def teardown(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
+        """Remove the hooks."""
+        self._release()
+
+    def on_exception(self, trainer: Any, pl_module: LightningModule, exception: BaseException) -> None:
+        """Remove the hooks also where the run failed, since Lightning calls no teardown then."""
+        self._release()
+
+    def _release(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._forget()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the number of draws and the rate of the current step."""
+        return {"drawn": self._drawn, "rate": self._rate, "stepped": self._stepped}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore the draws of a checkpoint."""
+        self._drawn, self._rate, self._stepped = state_dict["drawn"], state_dict["rate"], state_dict["stepped"]
+
+
+def distillation_loss(teacher: Tensor, logits: Tensor) -> Tensor:
+    """Return the mean cross-entropy of logits against the teacher's softmax.
+
+    Args:
+        teacher: Logits of the teacher, classes in the last dimension.
+        logits: Logits of the taught network, of the same shape.
+
+    Example:
+        >>> distillation_loss(torch.zeros(1, 2), torch.zeros(1, 2))
+        tensor(0.6931)
+    """
+    return -(_real(teacher).softmax(-1) * _real(logits).log_softmax(-1)).sum(-1).mean()
+
+
+def _real(logits: Tensor) -> Tensor:
+    """Return logits in single precision at least."""
+    return logits if logits.dtype == torch.float64 else logits.float()

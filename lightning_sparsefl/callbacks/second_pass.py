@@ -1,0 +1,173 @@
+"""Gradients at a second point, on the batch that the module trains on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule
+from torch import Tensor
+
+from lightning_sparsefl.callbacks.trial import trial, trial_loss
+from lightning_sparsefl.errors import IncompatibleMasks, InvalidOption
+from lightning_sparsefl.types import Weights
+
+
+def gradient_at(trainer: Any, module: LightningModule, batch: Any, batch_idx: int, weights: Weights) -> Weights:
+    """Return the gradient of the training loss of a batch at other weights; parameters without one are missing.
+
+    The module is afterwards as before: weights and gradients, buffers, metrics and random numbers. So each call before
+    the training step draws the same dropout as the training step. In a `Trainer` with several processes it is their
+    mean gradient.
+
+    Args:
+        trainer: Trainer of the module.
+        module: Module of the user.
+        batch: Batch on the module's device.
+        batch_idx: Index of the batch within the epoch.
+        weights: Weights to take the gradient at; parameters that are missing have the module's values.
+
+    Raises:
+        InvalidOption: If the training step returns no loss.
+    """
+    parameters = trainable(module)
+    with placed(parameters, weights), trial(module), torch.enable_grad():
+        with trainer.precision_plugin.forward_context():
+            loss = trial_loss(module, batch, batch_idx)
+        found = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
+    slopes = {name: slope for name, slope in zip(parameters, found, strict=True) if slope is not None}
+    return {name: trainer.strategy.reduce(slope) for name, slope in slopes.items()}
+
+
+def trainable(module: LightningModule) -> dict[str, Tensor]:
+    """Return the parameters of a module that are not frozen, by name."""
+    return {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
+
+
+def learning_rates(optimizer: Any) -> dict[int, float]:
+    """Return the learning rate of each parameter of an optimizer, by the parameter's ``id``.
+
+    Example:
+        >>> weight = torch.ones(1, requires_grad=True)
+        >>> learning_rates(torch.optim.SGD([weight], lr=0.5)) == {id(weight): 0.5}
+        True
+    """
+    return {id(p): float(group["lr"]) for group in optimizer.param_groups for p in group["params"]}
+
+
+@contextmanager
+def placed(parameters: dict[str, Tensor], weights: Weights) -> Iterator[None]:
+    """Give parameters other values inside, and their own again afterwards.
+
+    Args:
+        parameters: Parameters by name.
+        weights: Values by name; a name that is missing keeps its value, and other names are ignored.
+    """
+    before = write(parameters, weights)
+    try:
+        yield
+    finally:
+        write(parameters, before)
+
+
+@torch.no_grad()
+def write(parameters: dict[str, Tensor], weights: Weights) -> dict[str, Tensor]:
+    """Copy values into parameters, and return the values that were there.
+
+    Args:
+        parameters: Parameters by name.
+        weights: Values by name; other names are ignored.
+
+    Example:
+        >>> weight = torch.zeros(2)
+        >>> write({"w": weight}, {"w": torch.ones(2)}), weight
+        ({'w': tensor([0., 0.])}, tensor([1., 1.]))
+    """
+    before = {name: p.detach().clone() for name, p in parameters.items() if name in weights}
+    for name in before:
+        parameters[name].copy_(weights[name])
+    return before
+
+
+class SecondPoint(Callback):
+    """Base class of callbacks that make passes at other points than the module's weights.
+
+    A training step may be done at such a point; from the optimizer's step on, and so in validation and in checkpoints,
+    the module holds its own weights.
+    """
+
+    def __init__(self) -> None:
+        self._moved: dict[str, Tensor] = {}
+        self._own: dict[str, Tensor] = {}
+
+    def on_fit_start(self, trainer: Any, pl_module: LightningModule) -> None:
+        """Refuse a module that optimizes manually, which has no one training loss."""
+        if not pl_module.automatic_optimization:
+            raise InvalidOption(
+                f"`{type(self).__name__}` does not support `{type(pl_module).__name__}`, which optimizes manually; "
+                "expected `automatic_optimization = True`."
+            )
+
+    def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
+        """Refuse LBFGS, which evaluates the loss several times within a step."""
+        if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in trainer.optimizers):
+            raise InvalidOption(
+                f"`{type(self).__name__}` does not support LBFGS, which evaluates the loss several times within a "
+                "step; expected another optimizer, such as SGD."
+            )
+
+    def copied(self, module: LightningModule, weights: Weights) -> dict[str, Tensor]:
+        """Return copies of weights on the module's device; parameters that are missing are copied from the module.
+
+        Args:
+            module: Module of the user.
+            weights: Weights by name; those that are no parameters are left out.
+
+        Raises:
+            IncompatibleMasks: If a shape differs.
+        """
+        copies = {}
+        for name, parameter in module.named_parameters():
+            value = weights.get(name, parameter.detach())
+            if value.shape != parameter.shape:
+                shapes = f"{tuple(value.shape)}, expected {tuple(parameter.shape)}"
+                raise IncompatibleMasks(f"`{type(self).__name__}`: `{name}` has shape {shapes}.")
+            copies[name] = value.to(parameter.device, parameter.dtype, copy=True)
+        return copies
+
+    def go(self, module: LightningModule, weights: Weights) -> None:
+        """Put other weights into the module for its next training step.
+
+        Args:
+            module: Module of the user.
+            weights: Weights by name.
+        """
+        self._moved = trainable(module)
+        self._own = write(self._moved, weights)
+
+    def back(self) -> None:
+        """Put the module's own weights back, if others are there."""
+        write(self._moved, self._own)
+        self._moved, self._own = {}, {}
+
+    def on_train_batch_start(self, trainer: Any, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Put the module's own weights back, if a batch was skipped."""
+        self.back()
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Put the module's own weights back, if gradients are accumulated and there was no step."""
+        self.back()
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: LightningModule) -> None:
+        """Put the module's own weights back, if the last batch was skipped."""
+        self.back()
+
+    def teardown(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
+        """Release the module."""
+        self.back()
+
+    def on_exception(self, trainer: Any, pl_module: LightningModule, exception: BaseException) -> None:
+        """Release the module also where the run failed, since Lightning calls no teardown then."""
+        self.back()

@@ -1,0 +1,158 @@
+"""What callbacks of one kind do to several clients: the hooks of a stacked fit."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, Protocol
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+Leaves = Mapping[str, Tensor]
+"""Weights of several clients by name, with the clients in dimension 0."""
+
+
+class StackedPass(Protocol):
+    """One batch of each of several clients, and the module's passes over it."""
+
+    step: int
+    """Number of optimizer steps that these clients have taken."""
+
+    @property
+    def leaves(self) -> Leaves:
+        """Weights of the clients."""
+        ...
+
+    @property
+    def losses(self) -> Tensor:
+        """Losses of the training step, one for each client."""
+        ...
+
+    @property
+    def batch(self) -> Any:
+        """Batches, with the clients in dimension 0."""
+        ...
+
+    def gradient(self, weights: Leaves | None = None, loss: Callable[[], Tensor] | None = None) -> dict[str, Tensor]:
+        """Return the gradients of a further pass, which leaves no trace: no logs, no statistics, no random numbers.
+
+        Args:
+            weights: Weights to take the gradients at; names that are missing, and None, are those of the clients.
+            loss: Function that is called after the pass and returns one loss for each client; None = the loss that
+                `training_step` returns.
+        """
+        ...
+
+    def plain(self, tensor: Tensor) -> Tensor:
+        """Return a tensor of a pass with the clients in dimension 0, for use in a hook of a layer."""
+        ...
+
+    def clients(self, tensor: Tensor) -> Tensor:
+        """Return a tensor with the clients in dimension 0 as what a layer sees; the inverse of :meth:`plain`."""
+        ...
+
+    def on_gradient(self, tensor: Tensor, change: Callable[[Tensor], Tensor]) -> None:
+        """Change the gradient of a tensor of a pass.
+
+        Args:
+            tensor: Tensor that a layer sees.
+            change: Function of the gradients, with the clients in dimension 0.
+        """
+        ...
+
+
+class StackedCallback:
+    """Base class: what callbacks of one kind do to several clients.
+
+    Its dictionaries of tensors, named in `per_client`, have the clients in dimension 0; its lists, named in `in_order`,
+    have one item for each client.
+    """
+
+    per_client: ClassVar[tuple[str, ...]] = ()
+    in_order: ClassVar[tuple[str, ...]] = ()
+
+    def rows(self, low: int, high: int) -> StackedCallback:
+        """Return the part for the clients from `low` to before `high`, whose tensors are views.
+
+        Args:
+            low: First place in the stack.
+            high: Place after the last one.
+        """
+        part = copy.copy(self)
+        for name in self.per_client:
+            setattr(part, name, {key: tensor[low:high] for key, tensor in getattr(self, name).items()})
+        for name in self.in_order:
+            setattr(part, name, getattr(self, name)[low:high])
+        return part
+
+    def start(self, leaves: Leaves) -> None:
+        """Act when the weights are loaded."""
+
+    def further(self) -> dict[str, tuple[Tensor, str]]:
+        """Return leaves of its own that the optimizer is to step, each with the name of a weight of its group."""
+        return {}
+
+    def prepare(self, optimizer: Optimizer, clips: bool) -> None:
+        """Act when the optimizer is made.
+
+        Args:
+            optimizer: Optimizer of the stack.
+            clips: Whether gradients are clipped.
+        """
+
+    def start_epoch(self) -> None:
+        """Act before the first batch of an epoch."""
+
+    def before_pass(self, batch: StackedPass) -> None:
+        """Act before the training step of a batch.
+
+        Args:
+            batch: Batch of these clients.
+        """
+
+    def after_backward(self, batch: StackedPass) -> None:
+        """Act when the gradients are there, before any other callback changes them.
+
+        Args:
+            batch: Batch of these clients.
+        """
+
+    def before_step(self, leaves: Leaves, step: int) -> None:
+        """Act on the gradients, before they are clipped.
+
+        Args:
+            leaves: Weights of the clients, with gradients.
+            step: Number of optimizer steps that these clients have taken.
+        """
+
+    def after_step(self, leaves: Leaves) -> None:
+        """Act on the weights, after the optimizer's step."""
+
+    def end_epoch(self) -> None:
+        """Act when all clients have ended an epoch."""
+
+    def finish(self, callbacks: Sequence[Any]) -> None:
+        """Give each callback what its algorithm reads after the fit.
+
+        Args:
+            callbacks: The callbacks that this one stands for.
+        """
+
+    def release(self) -> None:
+        """Leave the module as it was, also after a fit that failed."""
+
+
+def column(values: Tensor, like: Tensor) -> Tensor:
+    """Return one number for each client in a shape that multiplies a tensor of all clients.
+
+    Args:
+        values: Numbers of shape (clients,).
+        like: Tensor with the clients in dimension 0, whose type and device the result has.
+
+    Example:
+        >>> import torch
+        >>> column(torch.tensor([2.0, 3.0]), torch.ones(2, 4, 5)).shape
+        torch.Size([2, 1, 1])
+    """
+    return values.to(like).view(-1, *[1] * (like.dim() - 1))

@@ -1,0 +1,217 @@
+"""Callbacks that act in a stack as they do alone, each on the rows of its own client."""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_sparsefl.callbacks.stacking.base import Leaves, StackedCallback, StackedPass
+
+
+class RowOptimizer:
+    """One client's part of the optimizer of a stack, for callbacks: its groups and its state, which are views.
+
+    A callback may change the state in place, and may surround :meth:`step`, which is called after the stack's step.
+
+    Args:
+        parameters: Parameters of the client by name.
+        place: Place of the client in the stack.
+    """
+
+    def __init__(self, parameters: dict[str, nn.Parameter], place: int) -> None:
+        self.parameters, self.place = parameters, place
+        self.of: Any = None
+        self.names: dict[int, str] = {}
+
+    def follow(self, optimizer: Optimizer, names: dict[int, str]) -> None:
+        """Set the optimizer of the stack.
+
+        Args:
+            optimizer: The optimizer.
+            names: Names of its leaves, by the identity of the leaf.
+        """
+        self.of, self.names = optimizer, names
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The options of each group, with the parameters of the client; changes have no effect."""
+        return [
+            {**group, "params": list(map(self._own, self._known(group["params"])))} for group in self.of.param_groups
+        ]
+
+    def _known(self, leaves: Iterable[Tensor]) -> list[Tensor]:
+        """Return the leaves that are the module's."""
+        return [leaf for leaf in leaves if id(leaf) in self.names]
+
+    def _own(self, leaf: Tensor) -> nn.Parameter:
+        return self.parameters[self.names[id(leaf)]]
+
+    @property
+    def state(self) -> dict[nn.Parameter, dict[str, Any]]:
+        """What the optimizer remembers of the client's parameters."""
+        return {
+            self._own(leaf): {
+                key: value[self.place] if isinstance(value, Tensor) and value.shape == leaf.shape else value
+                for key, value in self.of.state[leaf].items()
+            }
+            for leaf in self._known(self.of.state)
+        }
+
+    def step(self) -> None:
+        """Do nothing: the step of the stack is done."""
+
+
+class RowTrainer:
+    """One client's view of the trainer of a stack; what is not the client's own is the trainer's.
+
+    Args:
+        trainer: Trainer of the stack.
+        total: Number of optimizer steps of the client's fit.
+    """
+
+    def __init__(self, trainer: Any, total: int) -> None:
+        self._trainer = trainer
+        self.estimated_stepping_batches = total
+        self.num_training_batches = total // max(1, trainer.max_epochs)
+        self.global_step = 0
+        self.callbacks: list[Callback] = []
+        self.optimizers: list[RowOptimizer] = []
+        self.lightning_module: Any = None
+
+    def __getattr__(self, name: str) -> Any:
+        """Return an attribute of the trainer of the stack."""
+        return getattr(self._trainer, name)
+
+
+class _Row:
+    """One client: its callback, and its views of module, trainer and optimizer."""
+
+    def __init__(self, callback: Callback, module: LightningModule, trainer: Any, total: int) -> None:
+        self.callback, self._module, self._of, self._total = callback, module, trainer, total
+        self.names: list[str] = []
+
+    def view(self, leaves: Leaves, place: int) -> None:
+        """Make a module whose tensors are the client's rows, without copying any."""
+        tensors: dict[str, Tensor] = {**dict(self._module.named_parameters()), **dict(self._module.named_buffers())}
+        memo: dict[int, Any] = {id(self._of): self._of}
+        for name, tensor in tensors.items():
+            row = leaves[name].detach()[place] if name in leaves else tensor
+            wanted = tensor.requires_grad and (name not in leaves or leaves[name].requires_grad)
+            memo[id(tensor)] = nn.Parameter(row, wanted) if isinstance(tensor, nn.Parameter) else row
+        for child in self._module.modules():  # what other callbacks have added belongs to all clients
+            memo |= {id(hooks): OrderedDict() for hooks in (child._forward_hooks, child._forward_pre_hooks)}
+            if "forward" in vars(child):
+                memo[id(child.forward)] = child.forward
+        self.module = copy.deepcopy(self._module, memo)
+        self.parameters = dict(self.module.named_parameters())
+        self.optimizer = RowOptimizer(self.parameters, place)
+        self.trainer = RowTrainer(self._of, self._total)
+        self.trainer.lightning_module, self.trainer.optimizers = self.module, [self.optimizer]
+        self.trainer.callbacks = [self.callback]
+
+    def call(self, hook: str, *args: Any) -> None:
+        """Call a hook of the callback."""
+        getattr(self.callback, hook)(self.trainer, self.module, *args)
+
+    def show(self, leaves: Leaves, place: int) -> None:
+        """Let the parameters have the gradients of the client's rows."""
+        for name, parameter in self.parameters.items():
+            grad = leaves[name].grad
+            parameter.grad = None if grad is None else grad[place]
+
+
+class StackedRows(StackedCallback):
+    """Counterpart of callbacks that are called for each client with its own views.
+
+    Args:
+        callbacks: One callback for each client.
+        module: Module of the user.
+        totals: Number of optimizer steps of each client's fit.
+    """
+
+    in_order = ("places",)
+
+    def __init__(self, callbacks: Sequence[Callback], module: Any, totals: Sequence[int]) -> None:
+        pairs = zip(callbacks, totals, strict=True)
+        self.places = [_Row(callback, module, module.trainer, total) for callback, total in pairs]
+        self._batch: StackedPass | None = None
+        self._begun: list[bool] = []
+        self._ended = False
+        self._names: dict[int, str] = {}
+
+    def start(self, leaves: Leaves) -> None:
+        """Make the views."""
+        self._names = {id(leaf): name for name, leaf in leaves.items()}
+        for place, row in enumerate(self.places):
+            row.view(leaves, place)
+            row.call("setup", "fit")
+
+    def prepare(self, optimizer: Optimizer, clips: bool) -> None:
+        """Begin the fit of each client."""
+        for row in self.places:
+            row.optimizer.follow(optimizer, self._names)
+            row.call("on_fit_start")
+
+    def start_epoch(self) -> None:
+        """Begin an epoch of each client, and the training with the first one."""
+        for row in self.places:
+            if not self._begun:
+                row.call("on_train_start")
+            row.call("on_train_epoch_start")
+        self._begun.append(True)
+
+    def before_pass(self, batch: StackedPass) -> None:
+        """Call the hook before a batch."""
+        self._batch = batch
+        for place, row in enumerate(self.places):
+            row.call("on_train_batch_start", _of_one(batch.batch, place), row.trainer.global_step)
+
+    def after_backward(self, batch: StackedPass) -> None:
+        """Call the hook after the backward pass."""
+        for place, row in enumerate(self.places):
+            row.show(batch.leaves, place)
+            row.call("on_after_backward")
+
+    def before_step(self, leaves: Leaves, step: int) -> None:
+        """Call the hook before the optimizer's step."""
+        for place, row in enumerate(self.places):
+            row.show(leaves, place)
+            row.call("on_before_optimizer_step", row.optimizer)
+
+    def after_step(self, leaves: Leaves) -> None:
+        """Call what surrounds the step, and the hook after a batch."""
+        assert self._batch is not None
+        losses = self._batch.losses.detach()
+        for place, row in enumerate(self.places):
+            row.optimizer.step()
+            row.trainer.global_step += 1
+            batch = _of_one(self._batch.batch, place)
+            row.call("on_train_batch_end", {"loss": losses[place]}, batch, row.trainer.global_step - 1)
+
+    def end_epoch(self) -> None:
+        """End an epoch of each client."""
+        for row in self.places:
+            row.call("on_train_epoch_end")
+
+    def finish(self, callbacks: Sequence[Any]) -> None:
+        """End the fit of each client."""
+        for row in self.places:
+            row.call("on_train_end")
+            row.call("on_fit_end")
+            row.call("teardown", "fit")
+        self._ended = True
+
+    def release(self) -> None:
+        """Let the callbacks release their views, if the fit failed."""
+        for row in () if self._ended else self.places:
+            row.call("teardown", "fit")
+
+
+def _of_one(batch: Any, place: int) -> Any:
+    return [tensor[place] for tensor in batch]

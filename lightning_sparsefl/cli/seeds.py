@@ -1,0 +1,146 @@
+"""A group of runs that differ only in their seeds: ``sparsefl fit --seeds 0,1,2``.
+
+::
+
+    runs/<algorithm>/group_<digest>/    the digest is of the configuration without its seed
+    |-- config.yaml                     the configuration
+    |-- seeds.json                      the seeds
+    |-- seed_0/                         a run folder, as `sparsefl fit --seed_everything 0` leaves it
+    `-- seed_1/
+
+The name of the folder follows from the configuration, so that the same command finds the group again, on every rank.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lightning.fabric.utilities.seed import max_seed_value
+
+from lightning_sparsefl.cli.run_config import CONFIG
+from lightning_sparsefl.errors import InvalidOption
+from lightning_sparsefl.federated.storage.atomic_files import write_text_atomically
+from lightning_sparsefl.federated.storage.run_folder import RunFolder
+from lightning_sparsefl.report import print_line, print_table
+from lightning_sparsefl.report.seeds import seed_rows
+from lightning_sparsefl.report.tables import LEGEND
+
+SEEDS = "seeds.json"
+"""Name of the file in the folder of a group."""
+OWN_KEYS = ("seeds", "seed_everything", "ckpt_path", "config")
+"""Keys of a configuration in which the runs of a group differ, or that say where it came from."""
+_MOST_DIGITS = len(str(max_seed_value))
+_MOST_COLUMNS = 3
+"""Maximum number of runs with a column each, so that the table fits into 80 columns."""
+
+
+@dataclass(frozen=True)
+class SeedGroup:
+    """A group of runs that differ only in their seeds."""
+
+    folder: Path
+    """Folder of the group."""
+    seeds: Sequence[int]
+    """Seeds of the runs, in their order."""
+    config: str
+    """Text of the configuration without :data:`OWN_KEYS`."""
+
+    def run_dir(self, seed: int) -> Path:
+        """Return the folder of a run.
+
+        Args:
+            seed: Seed of the run.
+        """
+        return self.folder / f"seed_{seed}"
+
+    def write(self) -> None:
+        """Write the configuration and the seeds."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        write_text_atomically(self.folder / CONFIG, self.config)
+        write_text_atomically(self.folder / SEEDS, json.dumps(list(self.seeds)) + "\n")
+
+    def finished(self) -> dict[int, Mapping[str, Any]]:
+        """Return the final tables of the runs that have one, by seed."""
+        tables = {seed: RunFolder(self.run_dir(seed)).read_summary() for seed in self._begun()}
+        return {seed: table for seed, table in tables.items() if table}
+
+    def _begun(self) -> list[int]:
+        return [seed for seed in self.seeds if self.run_dir(seed).is_dir()]
+
+    def print(self) -> None:
+        """Print one table of all finished runs: mean and standard deviation over seeds, and a few runs."""
+        tables = self.finished()
+        first = next(iter(tables.values()))
+        columns = ("", "mean", "std", *(f"seed {seed}" for seed in tables))
+        shown = len(columns) if len(tables) <= _MOST_COLUMNS else 3
+        rounds = sorted({table["rounds"] for table in tables.values()})  # several, if runs stop early
+        count = f"{rounds[0]} to {rounds[-1]}" if len(rounds) > 1 else rounds[0]
+        title = f"{first['algorithm']} after {count} rounds, {first['clients']} clients, {len(tables)} seeds"
+        print_table(title, columns[:shown], [row[:shown] for row in seed_rows(list(tables.values()))])
+        print_line(f"std is the sample standard deviation over seeds.\n{LEGEND}\n")
+        print_line(f"Group of runs: {self.folder}")
+
+
+def seeds_of(value: Any) -> list[int]:
+    """Return the seeds that an option names.
+
+    Args:
+        value: Value of the option: whole numbers, separated by commas or in a list.
+
+    Raises:
+        InvalidOption: If they are not different whole numbers from 0 to 4294967295, the largest seed of NumPy.
+
+    Example:
+        >>> seeds_of("0,1,2"), seeds_of([7]), seeds_of(3)
+        ([0, 1, 2], [7], [3])
+    """
+    parts = value.split(",") if isinstance(value, str) else value if isinstance(value, list) else [value]
+    words = [str(part).strip() for part in parts]
+    seeds = [int(word) for word in words if word.isascii() and word.isdecimal() and len(word) <= _MOST_DIGITS]
+    seeds = [seed for seed in seeds if seed <= max_seed_value]
+    if len(seeds) != len(words) or len(set(seeds)) != len(seeds) or not seeds:
+        given = value if isinstance(value, str) else ",".join(words)
+        raise InvalidOption(
+            f"`seeds` is {given!r}; expected different whole numbers from 0 to {max_seed_value}, such as 0,1,2."
+        )
+    return seeds
+
+
+def group_of(value: Any, ckpt_path: str | None, root: Path, algorithm: str, config: str) -> SeedGroup | None:
+    """Return the group that a command asks for, or None if it asks for one run.
+
+    Args:
+        value: Value of the option `seeds`, or None.
+        ckpt_path: Folder of the group to go on with, or what a single run starts from.
+        root: Folder of all run folders.
+        algorithm: Name of the algorithm.
+        config: Text of the configuration without :data:`OWN_KEYS`.
+
+    Raises:
+        InvalidOption: If the seeds are not valid, or `ckpt_path` is not the folder of a group.
+    """
+    folder = None if ckpt_path in (None, "auto") else Path(str(ckpt_path))  # a group goes on without being asked to
+    known = folder is not None and (folder / SEEDS).is_file()
+    if folder is not None and known:
+        return SeedGroup(folder, seeds_of(_read(folder / SEEDS) if value is None else value), config)
+    if value is None:
+        return None
+    if folder is not None:
+        raise InvalidOption(
+            f"`ckpt_path` is {str(ckpt_path)!r}; with `seeds`, expected the folder of a group of runs, or none: the "
+            "same command goes on where its group was stopped."
+        )
+    digest = hashlib.sha256(config.encode()).hexdigest()[:8]
+    return SeedGroup(root / algorithm / f"group_{digest}", seeds_of(value), config)
+
+
+def _read(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise InvalidOption(f"{path} is damaged ({error}); set `seeds`.") from error

@@ -1,0 +1,228 @@
+"""Any torch data set, split over clients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+from lightning_sparsefl.data.by_group import ByGroup
+from lightning_sparsefl.data.columns import Values
+from lightning_sparsefl.data.federated import FederatedDataModule, no_loader
+from lightning_sparsefl.data.items import ClientItems, ItemShift
+from lightning_sparsefl.data.keys import read_keys
+from lightning_sparsefl.data.partition import IID, Partition, check_num_clients
+from lightning_sparsefl.data.split import Part
+from lightning_sparsefl.errors import InvalidOption, require
+
+
+class FederatedDataset(FederatedDataModule):
+    """Federated data module over any data set with a length and items: tabular, text, images, Hugging Face.
+
+    ::
+
+        data = FederatedDataset(train, test, num_clients=20, partition=Dirichlet(0.3))
+        data = FederatedDataset(patients, partition=ByGroup("hospital"), test_fraction=0.2)
+
+    Items are read and collated as by a ``DataLoader``. A ``TensorDataset`` of two tensors is read in whole batches, and
+    its clients can be trained several at once (`federation.local_engine: stacked`).
+
+    The test examples of a client have the label proportions of its training data. With ``ByGroup`` on a column they are
+    those of its group, and without labels they are drawn from all.
+
+    Args:
+        train: Training data.
+        test: Test data; None for none, or with `test_fraction`.
+        labels: Class of each training example: the name of a column, values, or a function of an item; None to look
+            where most data sets have it (`targets`, `labels`, the column ``label``, the second of two tensors). Only
+            the partition and the choice of test examples use it.
+        test_labels: Class of each test example; None to find it as for the training data. Where `labels` are values
+            that are not found in the data, these must be values too.
+        num_clients: Number of clients; None for one per group with ``ByGroup``, else 100.
+        partition: Partition of the training examples over the clients.
+        test_fraction: Fraction of each client's examples that is held out as its test data, in [0, 1), for data without
+            `test`; at least one example if above 0.
+        eval_split: Split of the clients that is evaluated during training; None for ``val`` if `val_fraction` is above
+            0, else ``test``.
+        collate_fn: Function from a list of items to a batch; None for that of ``DataLoader``.
+        num_classes: Number of classes; None for one more than the largest label.
+        sample_shape: Channels, height and width of a sample, for models that need to know it; None for that of tensors
+            with three dimensions.
+        options: Further arguments of :class:`FederatedDataModule`.
+
+    Raises:
+        InvalidOption: If an option is out of its range, a data set has no length, or labels or groups do not fit it.
+    """
+
+    has_columns: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        train: Dataset,  # type: ignore[type-arg]  # the command line finds no subclasses of a parametrised type
+        test: Dataset | None = None,  # type: ignore[type-arg]
+        *,
+        labels: Values | None = None,
+        test_labels: Values | None = None,
+        num_clients: int | None = None,
+        partition: Partition = IID(),  # noqa: B008 - immutable, and shown as the default by `--help`
+        test_fraction: float = 0.0,
+        eval_split: Literal["val", "test"] | None = None,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        num_classes: int | None = None,
+        sample_shape: tuple[int, int, int] | None = None,
+        **options: Any,
+    ) -> None:
+        self.train, self.test, self.collate_fn, self.test_fraction = train, test, collate_fn, test_fraction
+        self.num_train, self._num_test = _length(train, "train"), 0 if test is None else _length(test, "test")
+        self._keys = read_keys(train, () if test is None else test, labels, test_labels, partition)
+        if num_clients is None:
+            num_clients = partition.num_groups(self._keys.split) if isinstance(partition, ByGroup) else 100
+        super().__init__(num_clients=num_clients, partition=partition, eval_split=eval_split or "test", **options)
+        if eval_split is None and self.val_fraction > 0:
+            self.eval_split = "val"
+        self._check_fractions()
+        self._tensors = self._read_tensors()
+        self._set_facts(num_classes, sample_shape)
+
+    def load(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return the tensors of a ``TensorDataset``, or else the rows that :class:`ClientItems` reads, and labels."""
+        if self._tensors is not None:
+            train, test = self._tensors
+        else:
+            numbers = torch.arange(self.num_train + self._num_test)
+            rows = torch.stack([numbers, torch.zeros_like(numbers)], 1).split([self.num_train, self._num_test])
+            own = self._keys.train if self._keys.labels is None else self._keys.labels
+            train, test = (rows[0], own), (rows[1], self._keys.test)
+        return *train, *(train if self.test_fraction > 0 else test)
+
+    def assign(self, labels: Tensor, seed: int) -> list[Tensor]:
+        """Return the indices of each client's training examples, by the partition and its labels or groups."""
+        return self.partition.split(self._keys.split, self.num_clients, seed)
+
+    def client_label_counts(self, client: int) -> Tensor:
+        """Count the training examples of each class of a client, int64 of shape (classes,).
+
+        Raises:
+            InvalidOption: If the labels are unknown.
+        """
+        if self._keys.labels is None:
+            raise InvalidOption("`data.labels` is not set, but label counts need it; expected one value per example.")
+        return super().client_label_counts(client)
+
+    def client_test_dataloader(self, client: int) -> DataLoader[Any] | None:  # type: ignore[override]
+        """Return a loader of a client's test data, or None without `test` and `test_fraction`."""
+        return super().client_test_dataloader(client) if self._has_test else None
+
+    def test_dataloader(self) -> DataLoader[Any] | list[Any] | None:  # type: ignore[override]
+        """Return a loader of the test set, or of the clients' own test data; None (``[]`` in a ``Trainer``) without."""
+        if not self._has_test:
+            return no_loader(self)
+        if self.test_fraction == 0:
+            return super().test_dataloader()
+        ready = self._ready
+        own = ready.test_indices.split(ready.test_stops.diff(prepend=torch.zeros(1, dtype=torch.int64)).tolist())
+        return self._eval_loader(self._gather(ready.test, own, "test"), slice(None))
+
+    @property
+    def _has_test(self) -> bool:
+        return self._num_test > 0 or self.test_fraction > 0
+
+    def _check_fractions(self) -> None:
+        fraction = self.test_fraction
+        require(0 <= fraction < 1, "data.test_fraction", fraction, "a number in [0, 1)")
+        require(fraction == 0 or self.test is None, "data.test_fraction", fraction, "0, since `data.test` is set")
+        if not self._has_test and self.val_fraction == 0:
+            raise InvalidOption(
+                "`data.test` is not set, and no data is held out for the evaluation of clients; expected test data, or "
+                "`data.test_fraction` or `data.val_fraction` above 0."
+            )
+
+    def _read_tensors(self) -> tuple[Part, Part] | None:
+        """Return inputs and targets of tensor data sets whose targets are the labels; None for other data."""
+        train = _pair(self.train)
+        test = (train[0][:0], train[1][:0]) if train is not None and self.test is None else _pair(self.test)
+        if train is None or test is None or self.collate_fn is not None:
+            return None
+        labels = self._keys.labels
+        same = labels is None or (train[1].ndim == 1 and labels.equal(train[1].to(torch.int64)))
+        return (train, test) if same else None
+
+    def _set_facts(self, num_classes: int | None, sample_shape: tuple[int, int, int] | None) -> None:
+        """Set the attributes that models may read, as far as they are known."""
+        if num_classes is None and self._keys.labels is not None:
+            num_classes = int(self._keys.labels.max()) + 1
+        shape = None if self._tensors is None else self._tensors[0][0].shape[1:]
+        if sample_shape is None and shape is not None and len(shape) == 3:
+            sample_shape = (shape[0], shape[1], shape[2])
+        for name, value in (("num_classes", num_classes), ("sample_shape", sample_shape)):
+            if value is not None:
+                setattr(self, name, value)
+
+    def _divide(
+        self, client: int, owned: Tensor, labels: Tensor, test_labels: Tensor, rng: torch.Generator
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Divide a client's examples into training, validation and, with `test_fraction`, test examples."""
+        if self._num_test:
+            return super()._divide(client, owned, self._keys.train, self._keys.test, rng)
+        own_test = self._num_held_out(len(owned), client, "test_fraction")
+        return *self._hold_out(client, owned[own_test:]), owned[:own_test]
+
+    def _train_loader(self, part: Part, start: int, stop: int) -> DataLoader[Any]:
+        if self._tensors is not None:
+            return super()._train_loader(part, start, stop)
+        items = self._items(part[0][start:stop])
+        return self._item_loader(items, self.batch_size, shuffle=True, drop_last=self.drop_last)
+
+    def _eval_loader(self, part: Part, which: slice) -> DataLoader[Any]:
+        if self._tensors is not None:
+            return super()._eval_loader(part, which)
+        return self._item_loader(self._items(part[0][which]), self.eval_batch_size)
+
+    def _items(self, rows: Tensor) -> ClientItems:
+        shift = self.feature_shift
+        wrapped = None if shift is None else ItemShift(shift, self.num_clients, self._seed(), self.high)
+        return ClientItems(self.train, self.test, rows, wrapped)
+
+    def _item_loader(self, items: ClientItems, batch_size: int, **options: Any) -> DataLoader[Any]:
+        collate_fn, workers = self.collate_fn, self.num_workers
+        return DataLoader(items, batch_size=batch_size, collate_fn=collate_fn, num_workers=workers, **options)
+
+    def _shifted(self, inputs: Tensor, client: int, use: str) -> Tensor:
+        """Shift tensors; in rows of numbers, note the client, whose shift :class:`ClientItems` applies."""
+        if self._tensors is not None or self.feature_shift is None:
+            return super()._shifted(inputs, client, use)
+        return torch.stack([inputs[:, 0], torch.full_like(inputs[:, 0], client)], 1)
+
+    def _nominal_sizes(self) -> list[int]:
+        """Return 0 for sizes that are unknown before the data is split."""
+        check_num_clients(self.num_clients, self.num_train)
+        return [0] * self.num_clients
+
+
+def _length(dataset: Any, option: str) -> int:
+    """Return the length of a data set, whose first item can be read."""
+    kind = type(dataset).__name__
+    try:
+        size = len(dataset)
+    except TypeError:
+        size = 0
+    if size == 0:
+        expected = "a data set with `__len__`, `__getitem__` and at least one example"
+        raise InvalidOption(f"`data.{option}` is a {kind}, which is empty or has no length; expected {expected}.")
+    try:
+        dataset[0]
+    except Exception as error:
+        raise InvalidOption(
+            f"`data.{option}` is a {kind}, whose item 0 cannot be read ({type(error).__name__}: {error}); expected a "
+            "data set whose items are numbered from 0."
+        ) from error
+    return size
+
+
+def _pair(dataset: Any) -> Part | None:
+    """Return the two tensors of a data set; None if it is another one."""
+    tensors = dataset.tensors if type(dataset) is TensorDataset else ()
+    return (tensors[0], tensors[1]) if len(tensors) == 2 else None

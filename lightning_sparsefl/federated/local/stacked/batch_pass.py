@@ -1,0 +1,169 @@
+"""The module's passes over one batch of each of several clients."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from lightning_sparsefl.federated.local.fast.steps import StepCaller
+from lightning_sparsefl.federated.local.stacked import functorch
+from lightning_sparsefl.federated.local.stacked.leaves import StackedModule, unwrapped
+from lightning_sparsefl.federated.local.stacked.logs import NotStackable, StackedLog
+
+
+class BatchPass:
+    """One batch of each of several clients, as the counterparts of callbacks see it.
+
+    See :class:`~lightning_sparsefl.callbacks.stacking.StackedPass`.
+
+    Args:
+        part: Tensors of the clients.
+        caller: Caller of the module's training step.
+        batch: Batch whose tensors have the clients in dimension 0.
+        number: Number of the batch in the epoch.
+        log: Receiver of what the training step logs.
+        step: Number of optimizer steps that the clients have taken.
+    """
+
+    def __init__(
+        self, part: StackedModule, caller: StepCaller, batch: Any, number: int, log: StackedLog, step: int
+    ) -> None:
+        self.part, self.batch, self.step = part, batch, step
+        self._caller, self._number, self._log, self._level = caller, number, log, 0
+        self.losses = torch.empty(0)
+        """Losses of the training step, one for each client."""
+
+    @property
+    def leaves(self) -> Mapping[str, Tensor]:
+        """Weights of the clients."""
+        return self.part.leaves
+
+    def train(self, check: bool) -> Tensor:
+        """Do the training step, and return the losses.
+
+        Args:
+            check: Whether to look at what the step leaves in the module.
+
+        Raises:
+            NotStackable: If the training step does something that has no meaning for several clients at once.
+        """
+        self.losses = self._losses(self.part, check)
+        return self.losses
+
+    def _losses(self, part: StackedModule, check: bool = False) -> Tensor:
+        def run(batch: Any, level: int) -> Any:
+            self._level = self._log.level = level
+            before = (_attributes(part.module), _shared_buffers(part)) if check else None
+            output = self._caller(batch, self._number)
+            if before is not None:
+                _require_clean(*before)
+            return output
+
+        output = part.call(run, self.batch)
+        loss = output["loss"] if isinstance(output, Mapping) else output
+        if not isinstance(loss, Tensor):
+            raise NotStackable(f"returns {loss!r} instead of a loss")
+        if loss.shape != (part.size,):
+            raise NotStackable(f"returns a loss of shape {tuple(loss.shape[1:])}")
+        return loss
+
+    def gradient(
+        self, weights: Mapping[str, Tensor] | None = None, loss: Callable[[], Tensor] | None = None
+    ) -> dict[str, Tensor]:
+        """Return the gradients of a further pass, which leaves no trace: no logs, no statistics, no random numbers.
+
+        Args:
+            weights: Weights to take the gradients at; names that are missing, and None, are those of the clients.
+            loss: Function that is called after the pass and returns one loss for each client; None = the loss that
+                `training_step` returns.
+        """
+        part = copy.copy(self.part)
+        other = {name: value.detach().requires_grad_() for name, value in (weights or {}).items()}
+        part.leaves = {**self.part.leaves, **other}
+        wanted = {name: leaf for name, leaf in part.leaves.items() if leaf.requires_grad}
+        with self._leaving_no_trace(), torch.enable_grad():
+            losses = self._losses(part)
+            value = losses if loss is None else loss()
+            found = torch.autograd.grad(value.sum(), list(wanted.values()), allow_unused=True)
+        return {name: slope for name, slope in zip(wanted, found, strict=True) if slope is not None}
+
+    @contextmanager
+    def _leaving_no_trace(self) -> Iterator[None]:
+        """Mute the log, and restore statistics, counters and random numbers."""
+        counters = [tensor for tensor in self.part.module.buffers() if not tensor.is_floating_point()]
+        fixed = [leaf for leaf in self.part.leaves.values() if not leaf.requires_grad]
+        before = [(tensor, tensor.clone()) for tensor in (*counters, *fixed)]
+        devices = {leaf.device.index or 0 for leaf in self.part.leaves.values() if leaf.device.type == "cuda"}
+        self._log.muted = True
+        try:
+            with torch.random.fork_rng(devices=sorted(devices)):
+                yield
+        finally:
+            self._log.muted = False
+            for tensor, value in before:
+                tensor.copy_(value)
+
+    def plain(self, tensor: Tensor) -> Tensor:
+        """Return a tensor of a pass with the clients in dimension 0, for use in a hook of a layer."""
+        if self.part.size == 1:
+            return tensor.unsqueeze(0)
+        return unwrapped(tensor, self._level, self.part.size)
+
+    def clients(self, tensor: Tensor) -> Tensor:
+        """Return a tensor with the clients in dimension 0 as what a layer sees; the inverse of :meth:`plain`."""
+        return tensor.squeeze(0) if self.part.size == 1 else functorch.wrap(tensor, 0, self._level)
+
+    def on_gradient(self, tensor: Tensor, change: Callable[[Tensor], Tensor]) -> None:
+        """Change the gradient of a tensor of a pass.
+
+        Args:
+            tensor: Tensor that a layer sees.
+            change: Function of the gradients, with the clients in dimension 0.
+        """
+        if self.part.size == 1:
+            tensor.register_hook(lambda slope: change(slope.unsqueeze(0)).squeeze(0))
+            return
+        value, dim = functorch.unwrap(tensor, self._level) if functorch.is_batched(tensor) else (tensor, None)
+        if dim is None:
+            raise NotStackable("returns outputs that do not depend on the client's weights")
+        value.register_hook(lambda slope: change(slope.movedim(dim, 0)).movedim(0, dim))
+
+
+def _attributes(module: Any) -> list[tuple[str, Any, dict[str, Any]]]:
+    return [(name, child, {**vars(child), "_buffers": dict(child._buffers)}) for name, child in module.named_modules()]
+
+
+def _shared_buffers(part: StackedModule) -> list[tuple[str, Tensor, int]]:
+    """Return the buffers that all clients share, with their versions; a norm reads no number of its batches."""
+    own = {(id(table), key) for table, key, _ in part.slots}
+    return [
+        (f"{name}.{key}" if name else key, value, value._version)
+        for name, child in part.module.named_modules()
+        for key, value in child._buffers.items()
+        if value is not None and (id(child._buffers), key) not in own and not isinstance(child, _BatchNorm)
+    ]
+
+
+def _require_clean(before: list[tuple[str, Any, dict[str, Any]]], shared: list[tuple[str, Tensor, int]]) -> None:
+    """Raise if a step has left something of all clients in the module, or has counted, as clients do not in step."""
+    for name, tensor, version in shared:
+        if tensor._version != version:
+            raise NotStackable(f"writes into the buffer `{name}`, which all clients share")
+    for name, child, attributes in before:
+        path = f"{name}." if name else ""
+        for key, value in vars(child).items():
+            if key == "_update_count" and value != attributes.get(key):
+                raise NotStackable(f"updates the metric object `self.{name}`; its functional form can be stacked")
+            if functorch.is_batched(value) or (isinstance(value, Tensor) and value is not attributes.get(key)):
+                raise NotStackable(f"keeps a tensor in `self.{path}{key}`")
+            if isinstance(value, (int, float)) and value != attributes.get(key):
+                raise NotStackable(f"changes the number `self.{path}{key}`, which all clients share")
+        for key, value in child._buffers.items():
+            if value is not attributes["_buffers"].get(key):
+                raise NotStackable(f"assigns the buffer `{path}{key}` instead of writing into it")

@@ -1,0 +1,40 @@
+"""Updates of late clients, as the server keeps them until a later round merges them."""
+
+from __future__ import annotations
+
+import torch
+
+from lightning_sparsefl.errors import InvalidUpdate
+from lightning_sparsefl.federated.aggregation.reducers import voted
+from lightning_sparsefl.federated.exchange.orders import Order
+from lightning_sparsefl.types import PendingUpdate, Update
+
+
+def pending_update(order: Order, update: Update, arrival: float) -> PendingUpdate:
+    """Return what is kept of a late client's update, on the CPU.
+
+    Args:
+        order: Order that the client answered.
+        update: Update of the client.
+        arrival: Simulated time at which it arrives.
+
+    Raises:
+        InvalidUpdate: If the update has more than weights.
+    """
+    if update.extra:
+        raise InvalidUpdate(
+            f"The update of client {order.client} is late, and its `extra` trees {sorted(update.extra)} cannot be "
+            "merged in a later round; expected a method that sends weights only, or another `federation.sampler`."
+        )
+    received, cpu = order.message.weights, torch.device("cpu")
+    difference = update.kind == "difference"
+    changes = {name: value if difference else value - received[name] for name, value in update.weights.items()}
+    return PendingUpdate(
+        client=order.client,
+        round=order.round,
+        arrival=arrival,
+        weight=update.weight,
+        num_examples=order.facts.num_examples,
+        changes={name: change.detach().to(cpu, copy=True) for name, change in changes.items()},
+        votes={name: mask.to(cpu, copy=True) for name, mask in voted(update, order.message).items()},
+    )

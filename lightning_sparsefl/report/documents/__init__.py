@@ -1,0 +1,1 @@
+"""Files of a report: tables as CSV, Markdown and LaTeX, and the HTML page."""

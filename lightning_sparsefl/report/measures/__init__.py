@@ -1,0 +1,1 @@
+"""Numbers of runs: scores, costs, and their mean and standard deviation over seeds."""

@@ -1,0 +1,28 @@
+"""SI prefixes of units."""
+
+from __future__ import annotations
+
+import math
+
+_PREFIXES = {-2: "u", -1: "m", 0: "", 1: "k", 2: "M", 3: "G", 4: "T", 5: "P", 6: "E", 7: "Z"}
+
+
+def scaled_unit(largest: float, unit: str) -> tuple[float, str]:
+    """Return the factor and the name of a unit in which a number has one to three digits before the point.
+
+    Bytes and FLOPs have no prefixes below 1.
+
+    Args:
+        largest: Number, or the largest of several, in the unit.
+        unit: Unit without a prefix.
+
+    Example:
+        >>> scaled_unit(7.4e8, "B"), scaled_unit(0.02, "s"), scaled_unit(0.0, "B")
+        ((1000000.0, 'MB'), (0.001, 'ms'), (1.0, 'B'))
+    """
+    if not (math.isfinite(largest) and largest):
+        return 1.0, unit
+    least = -2 if unit == "s" else 0
+    power = math.floor(math.log10(abs(largest) * 1.00005) / 3)  # 999.95 is shown as 1000
+    power = min(max(power, least), max(_PREFIXES))
+    return 1000.0**power, _PREFIXES[power] + unit

@@ -1,0 +1,142 @@
+"""Scores and costs of one run, as read from its tables. An unknown value is NaN."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from lightning_sparsefl.errors import InvalidOption
+from lightning_sparsefl.report.measures.direction import higher_is_better
+from lightning_sparsefl.report.reading.columns import Column
+from lightning_sparsefl.report.reading.runs import Run
+
+Axis = Literal["rounds", "bytes_up", "bytes_down", "flops", "seconds"]
+MODELS = ("global", "personal")
+"""Groups of scores that are drawn: those of the global model, and of the clients' own models."""
+_TOTALS: dict[Axis, str] = {
+    "bytes_up": "comm/uplink_bytes_total",
+    "bytes_down": "comm/downlink_bytes_total",
+    "flops": "flops/train_total",
+}
+_SPREAD = ("_std", "_worst10", "_gap")
+
+
+def column(run: Run, name: str) -> Column:
+    """Return a column of `metrics.csv`, NaN throughout if it is missing.
+
+    Args:
+        run: Run.
+        name: Name of the column.
+    """
+    rows = len(run.metrics.get("round", ()))
+    return run.metrics.get(name, np.full(rows, math.nan))
+
+
+def axis(run: Run, name: Axis) -> Column:
+    """Return what had been spent after each round, float64 of shape (rounds,).
+
+    Args:
+        run: Run.
+        name: Name of the cost: finished rounds; bytes that all clients sent, or received; FLOPs; simulated seconds.
+    """
+    if name == "rounds":
+        return column(run, "round") + 1
+    if name == "seconds":
+        clock = column(run, "time/clock")  # runs that wait for clients have a clock, the others the slowest client
+        simulated: Column = np.cumsum(column(run, "time/simulated"))  # unknown from the first unknown round on
+        return clock if np.isfinite(clock).any() else simulated
+    return column(run, _TOTALS[name])
+
+
+def last(values: Column) -> float:
+    """Return the last known value, or NaN.
+
+    Args:
+        values: Values in the order of the rounds.
+
+    Example:
+        >>> last(np.array([1.0, 2.0, math.nan]))
+        2.0
+    """
+    known = values[np.isfinite(values)]
+    return float(known[-1]) if len(known) else math.nan
+
+
+def at_the_end(run: Run, name: Axis) -> float:
+    """Return what the run has spent so far, or NaN if the last entry is unknown.
+
+    Args:
+        run: Run.
+        name: Name of the cost.
+    """
+    values = axis(run, name)
+    return float(values[-1]) if len(values) else math.nan
+
+
+@dataclass(frozen=True)
+class Reached:
+    """What a run had spent when a score first reached a target; NaN if it has not, or if the cost is unknown."""
+
+    rounds: float = math.nan
+    """Number of finished rounds."""
+    bytes: float = math.nan
+    """Bytes in both directions."""
+    flops: float = math.nan
+    """FLOPs of local training."""
+    seconds: float = math.nan
+    """Simulated seconds."""
+
+
+def reached(run: Run, key: str, target: float) -> Reached:
+    """Return the costs of the first evaluated round whose score is as good as a target.
+
+    Args:
+        run: Run.
+        key: Name of the score, such as ``global/test_acc``.
+        target: Value to reach, from below or above as the metric's name says.
+    """
+    values = column(run, key)
+    good = values >= target if higher_is_better(key) else values <= target
+    if not good.any():
+        return Reached()
+    first = int(np.argmax(good))
+    spent = {name: float(axis(run, name)[first]) for name in (*_TOTALS, "rounds", "seconds")}
+    return Reached(spent["rounds"], spent["bytes_up"] + spent["bytes_down"], spent["flops"], spent["seconds"])
+
+
+def choose_metric(runs: Sequence[Run], asked: str | None = None) -> str | None:
+    """Return the metric that a report is about, without the group of the score.
+
+    Args:
+        runs: Runs.
+        asked: Name of the metric, such as ``test_acc``; None = the first one of which higher is better.
+
+    Returns:
+        Name of the metric; None if no run has been evaluated yet.
+
+    Raises:
+        InvalidOption: If a run that has been evaluated lacks the metric.
+    """
+    known = {run.path: _metrics(run) for run in runs}
+    names = list(dict.fromkeys(name for found in known.values() for name in found))
+    if not names:
+        if asked is None:
+            return None
+        raise InvalidOption(f"`metric` is '{asked}', but no run has been evaluated yet; wait for its first evaluation.")
+    chosen = asked or next((name for name in names if higher_is_better(name)), names[0])
+    for path, found in known.items():
+        if found and chosen not in found:
+            raise InvalidOption(
+                f"`metric` is '{chosen}', which {path} does not have; expected one of {', '.join(found)}."
+            )
+    return chosen
+
+
+def _metrics(run: Run) -> list[str]:
+    """Return the metrics of the models of a run that have a value."""
+    keys = [key for key, values in run.metrics.items() if key.split("/")[0] in MODELS and np.isfinite(values).any()]
+    return list(dict.fromkeys(key.split("/", 1)[1] for key in keys if not key.endswith(_SPREAD)))

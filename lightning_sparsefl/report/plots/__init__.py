@@ -1,0 +1,1 @@
+"""Figures of a report: the data of each one, and how they are drawn."""

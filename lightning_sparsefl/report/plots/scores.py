@@ -1,0 +1,163 @@
+"""Data of the figures of scores: against rounds and costs, and the costs of a target."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+
+from lightning_sparsefl.report.measures.direction import higher_is_better
+from lightning_sparsefl.report.measures.mean_std import MeanStd, mean_std
+from lightning_sparsefl.report.measures.summary import AT_LEAST, AT_MOST
+from lightning_sparsefl.report.measures.values import MODELS, Axis, axis, column, reached
+from lightning_sparsefl.report.plots.data import Bars, Curves, Line
+from lightning_sparsefl.report.reading.groups import Group
+
+_AXES: dict[Axis, tuple[str, str | None, str, str]] = {
+    "rounds": ("communication round", None, "rounds", ""),
+    "bytes_up": ("sent by clients", "B", "bytes up", ""),
+    "bytes_down": ("received by clients", "B", "bytes down", ""),
+    "flops": (
+        "training FLOPs",
+        "FLOP",
+        "training FLOPs",
+        "the FLOPs of the module could not be counted (see the warning at the start of the run)",
+    ),
+    "seconds": (
+        "simulated time",
+        "s",
+        "simulated time",
+        "time was not simulated (set `federation.devices`)",
+    ),
+}
+"""Label and unit of each axis, its words in a title, and why it may be unknown."""
+NOT_EVALUATED = "no round has been evaluated yet"
+
+
+def score_plots(groups: Sequence[Group], metric: str | None) -> Iterator[Curves]:
+    """Yield the scores of the global and the personal models against rounds and each cost.
+
+    Args:
+        groups: Groups of runs.
+        metric: Name of the metric, such as ``test_acc``; None if no run has been evaluated.
+    """
+    for name, (label, unit, words, reason) in _AXES.items():
+        panels = {} if metric is None else _panels(groups, metric, name)
+        yield Curves(
+            name=f"score_{name}",
+            title=f"{metric or 'Score'} against {words}",
+            caption=(
+                f"{metric or 'Score'} of the global model and of the clients' own models (mean over clients) after "
+                f"each evaluated round, against {_described(name)}. Line: mean over the runs of a group that reached "
+                "the round; band: one sample standard deviation."
+            ),
+            missing=None if panels else NOT_EVALUATED if metric is None else reason,
+            x_label=label,
+            x_unit=unit,
+            panels=panels,
+        )
+
+
+def _described(name: Axis) -> str:
+    return {
+        "rounds": "the number of finished rounds",
+        "bytes_up": "the encoded bytes that all clients together had sent",
+        "bytes_down": "the encoded bytes that all clients together had received",
+        "flops": "the FLOPs that all clients together had executed in training",
+        "seconds": "the simulated time, in which a round takes as long as its slowest client",
+    }[name]
+
+
+def _panels(groups: Sequence[Group], metric: str, name: Axis) -> dict[str, list[Line]]:
+    panels = {}
+    for model in MODELS:
+        lines = [line for group in groups if (line := curve(group, f"{model}/{metric}", name)).x]
+        if lines:
+            panels[f"{model} {metric}"] = lines
+    return panels
+
+
+def curve(group: Group, key: str, name: Axis) -> Line:
+    """Return the score of a group against a cost, with the mean over the runs that have a value in a round.
+
+    Args:
+        group: Group of runs.
+        key: Name of the score, such as ``global/test_acc``.
+        name: Cost of the horizontal axis.
+    """
+    points: dict[int, list[tuple[float, float]]] = {}
+    for run in group.runs:
+        rounds, xs, ys = column(run, "round"), axis(run, name), column(run, key)
+        for place in np.flatnonzero(np.isfinite(xs) & np.isfinite(ys)):
+            points.setdefault(int(rounds[place]), []).append((float(xs[place]), float(ys[place])))
+    found = [points[round] for round in sorted(points)]
+    return Line(
+        group.name, [mean_std(x for x, _ in part) for part in found], [mean_std(y for _, y in part) for part in found]
+    )
+
+
+def default_target(groups: Sequence[Group], key: str) -> float:
+    """Return a target that every evaluated run has reached: the weakest of their best values, to two decimals.
+
+    Args:
+        groups: Groups of runs.
+        key: Name of the score.
+
+    Returns:
+        The target, or NaN if no run has the score.
+    """
+    rising = higher_is_better(key)
+    columns = [column(run, key) for group in groups for run in group.runs]
+    best = [np.nanmax(c) if rising else np.nanmin(c) for c in columns if np.isfinite(c).any()]
+    if not best:
+        return math.nan
+    weakest = min(best) if rising else max(best)
+    return float(math.floor(weakest * 100 + 1e-9) / 100 if rising else math.ceil(weakest * 100 - 1e-9) / 100)
+
+
+def target_plot(groups: Sequence[Group], metric: str | None, targets: Mapping[str, float]) -> Bars:
+    """Return the bytes and the FLOPs that groups needed to reach a target.
+
+    Args:
+        groups: Groups of runs.
+        metric: Name of the metric; None if no run has been evaluated.
+        targets: Target of each model, by ``global`` and ``personal``.
+    """
+    units = {"bytes": "B", "FLOPs": "FLOP"}
+    fields = dict(zip(units, ("bytes", "flops"), strict=True))
+    sign = AT_LEAST if metric is None or higher_is_better(metric) else AT_MOST
+    series = {
+        panel: {
+            f"{model} {metric} {sign} {target:g}": _needed(groups, f"{model}/{metric}", target, fields[panel])
+            for model, target in targets.items()
+        }
+        for panel in units
+        if metric is not None
+    }
+    known = {
+        panel: found
+        for panel, found in series.items()
+        if any(value.is_known for values in found.values() for value in values.values())
+    }
+    return Bars(
+        name="target",
+        title="Costs to reach a target",
+        caption=(
+            "Bytes in both directions and training FLOPs of all clients up to the first evaluated round that reached "
+            "the target; mean and sample standard deviation over the runs that did. A number such as 2/3 counts them "
+            "where some did not; without a bar, none did."
+        ),
+        missing=None
+        if known
+        else NOT_EVALUATED
+        if metric is None
+        else "no run has reached the target (see `--target`)",
+        units={panel: units[panel] for panel in known},
+        series=known,
+        sizes={group.name: len(group.runs) for group in groups},
+    )
+
+
+def _needed(groups: Sequence[Group], key: str, target: float, name: str) -> dict[str, MeanStd]:
+    return {group.name: mean_std(getattr(reached(run, key, target), name) for run in group.runs) for group in groups}

@@ -1,0 +1,297 @@
+"""Promises of a federated method, checked in runs of a small federation."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import pickle
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+
+from lightning_sparsefl.federated import FederatedAlgorithm
+from lightning_sparsefl.testing.contents import (
+    comparable,
+    difference,
+    last_contents,
+    require_equal,
+    rows,
+    without_masks,
+)
+from lightning_sparsefl.testing.pipe import piped
+from lightning_sparsefl.testing.promises import Difference, promise, require
+from lightning_sparsefl.testing.small_federation import SmallFederation
+from lightning_sparsefl.types import Message
+from lightning_sparsefl.wire import Codec, load_sparse
+
+_CLIENT_HOOKS = ("callbacks", "train", "trained", "may_vote", "personalize", "finetune", "survey")
+"""Hooks that get a message."""
+_CHARGES = {
+    ("paper", "flops"): "flops/paper_total",
+    ("analytic", "flops"): "flops/train_total",
+    ("wire", "downlink_bytes"): "comm/downlink_bytes_total",
+}
+"""Estimates of `profile`, and the keys under which a run logs what it is charged."""
+_SEED = 987654321
+"""Seed whose digits are not in a message by chance."""
+
+
+def fresh(algorithm: FederatedAlgorithm) -> FederatedAlgorithm:
+    """Return a method as a new process makes it, from its options: nothing else survives.
+
+    Args:
+        algorithm: Method, which may have been run.
+    """
+    copied: FederatedAlgorithm = copy.deepcopy(dataclasses.replace(algorithm))  # type: ignore[type-var]
+    return copied
+
+
+@promise
+def is_a_frozen_value(algorithm: FederatedAlgorithm, federation: SmallFederation) -> None:
+    """Check that a method is a frozen dataclass of hyper-parameters, which can be pickled.
+
+    All state of a run is in the server's state and in what is kept about clients, or a run could not be resumed.
+    """
+    require(dataclasses.is_dataclass(algorithm), "it is no dataclass; decorate it with `dataclass(frozen=True)`")
+    try:
+        algorithm.anything = 1  # type: ignore[attr-defined]
+    except (dataclasses.FrozenInstanceError, AttributeError):
+        pass
+    else:
+        raise Difference("its attributes can be set; decorate it with `dataclass(frozen=True)`")
+    try:
+        pickle.dumps(algorithm)
+    except Exception as error:
+        raise Difference(f"it cannot be pickled, as for a spawned process: {error}") from error
+    require(copy.deepcopy(algorithm) == algorithm, "its copy is not equal to it")
+
+
+@promise
+def is_reproducible(algorithm: FederatedAlgorithm, federation: SmallFederation) -> None:
+    """Check that two runs with one seed end with the same bytes.
+
+    What a method draws comes from ``client.generator`` or :mod:`lightning_sparsefl.seeds`, and nothing from the clock,
+    from ``hash()`` or from torch's global generator.
+    """
+    one, two = (federation(fresh(algorithm), rounds=2, folder=f"run {number}") for number in (1, 2))
+    _require_same_run(one, two, "between two runs with one seed")
+
+
+@promise
+def learns(algorithm: FederatedAlgorithm, federation: SmallFederation) -> None:
+    """Check that a federation learns: personal accuracy on easy data rises by at least 0.2 in five rounds."""
+    untrained = federation(algorithm, verb="validate", folder="untrained").summary["personal/val_acc"]
+    trained = federation(algorithm, rounds=5, num_train=600, folder="trained").summary["personal/val_acc"]
+    start = min(untrained, 0.4)  # of 4 classes; a method may train before the first round
+    require(trained > start + 0.2, f"`personal/val_acc` is {untrained:.3f} before and {trained:.3f} after five rounds")
+
+
+@promise
+def leaves_messages_unchanged(algorithm: FederatedAlgorithm, federation: SmallFederation) -> None:
+    """Check that client hooks do not change the message that they get.
+
+    Within a process its tensors are the server's own, so that a change in place would reach the other clients.
+    """
+    with mock.patch.multiple(type(algorithm), **{name: _watched(type(algorithm), name) for name in _CLIENT_HOOKS}):
+        federation(algorithm, rounds=2)
+
+
+def _watched(kind: type[FederatedAlgorithm], name: str) -> Any:
+    """Return a hook that compares its message before and after."""
+    hook = getattr(kind, name)
+
+    def watched(self: FederatedAlgorithm, message: Message, *arguments: Any, **options: Any) -> Any:
+        before = comparable(vars(message))
+        answer = hook(self, message, *arguments, **options)
+        found = difference(before, comparable(vars(message)), "message")
+        if found:
+            raise Difference(f"{found}, before and after `{name}`")
+        return answer
+
+    return watched
+
+
+@promise
+def is_the_same_on_several_ranks(algorithm: FederatedAlgorithm, federation: SmallFederation) -> None:
+    """Check that two and three ranks end with the bytes of one, wherever clients are trained and records are kept.
+
+    Server hooks run on every rank with equal input, and clients are trained on any rank: no hook may look at the rank.
+    """
+    one = federation(algorithm, folder="one")
+    for devices, placement, store in ((2, "static", "ram"), (3, "dynamic", "disk")):
+        options = {"placement": placement, "store": store}
+        several = federation(algorithm, devices=devices, folder=placement, federation=options)
+        _require_same_run(one, several, f"between 1 and {devices} ranks")
+
+
+@promise
+def is_the_same_in_both_engines(algorithm: FederatedAlgorithm, federation: SmallFederation) -> None:
+    """Check that a real Trainer for each client gives the bytes of the fast client loop."""
+    runs = (federation(algorithm, rounds=2, folder=e, federation={"local_engine": e}) for e in ("fast", "trainer"))
+    one, two = (last_contents(run.run_folder) for run in runs)
+    require_equal(one, two, "checkpoint", "between the fast engine and a Trainer")
+
+
+@promise
+def is_the_same_when_encoded(algorithm: FederatedAlgorithm, federation: SmallFederation) -> None:
+    """Check that messages that are encoded give the weights and the sizes of messages that are counted."""
+    counted = last_contents(federation(algorithm, folder="count").run_folder)
+    with _lengths() as lengths:
+        encoded = last_contents(federation(algorithm, folder="encode", federation={"wire": "encode"}).run_folder)
+    for kind, pairs in lengths.items():
+        require(bool(pairs), f"no {kind} was encoded")
+        for length, size in pairs:
+            require(length == size, f"a {kind} has {length} bytes, and {size} were counted")
+    require_equal(without_masks(counted), without_masks(encoded), "checkpoint", "between `wire: count` and `encode`")
+
+
+@promise
+def is_the_same_through_a_pipe(algorithm: FederatedAlgorithm, federation: SmallFederation) -> None:
+    """Check that a run whose clients are in another process, behind a pipe, ends with the bytes of an ordinary one.
+
+    Client hooks may use the message and the client with its memory, and nothing of the server or of the run's seed.
+    """
+    options: dict[str, Any] = {"federation": {"wire": "encode"}, "seed": _SEED}
+    with piped() as remotes:
+        through = federation(algorithm, folder="pipe", **options)
+        kept = remotes[-1].ask("records")
+        payloads = remotes[-1].bytes
+    ordinary = federation(algorithm, folder="ordinary", **options)
+    theirs, ours = last_contents(through.run_folder), last_contents(ordinary.run_folder)
+    require(theirs["records"].pop("nodes") == {}, "the server's process has records of the clients")
+    when = "between an ordinary run and one through a pipe"
+    require_equal(ours["records"].pop("nodes"), comparable(kept), "memory", when)
+    require_equal(ours, theirs, "checkpoint", when)
+    _require_same_tables(ordinary, through, when)
+    require(not any(str(_SEED).encode() in payload for _, payload in payloads), "the run's seed travels to clients")
+
+
+@contextmanager
+def _lengths() -> Iterator[Mapping[str, list[tuple[int, int]]]]:
+    """Collect, for messages and updates, the length of each that is encoded and the size that is counted."""
+    lengths: dict[str, list[tuple[int, int]]] = {"message": [], "update": []}
+
+    def spied(kind: str) -> Any:
+        encode = getattr(Codec, f"encode_{kind}")
+
+        def spy(self: Codec, *args: Any) -> Any:
+            payload = encode(self, *args)
+            lengths[kind].append((len(payload), getattr(self, f"{kind}_size")(*args).total))
+            return payload
+
+        return spy
+
+    with mock.patch.multiple(Codec, encode_message=spied("message"), encode_update=spied("update")):
+        yield lengths
+
+
+@promise
+def is_the_same_after_a_resume(algorithm: FederatedAlgorithm, federation: SmallFederation) -> None:
+    """Check that a run that is killed and resumed ends with the bytes of the one that was not.
+
+    Whatever a method remembers is in the server's state, in ``shared`` or in ``memory``.
+    """
+    straight = federation(fresh(algorithm), rounds=4, folder="straight")
+    calls: list[int] = []
+    train = type(algorithm).train
+
+    def dies_in_the_third_round(self: FederatedAlgorithm, message: Message, client: Any) -> Any:
+        calls.append(client.id)
+        if len(calls) == 11:
+            raise KeyboardInterrupt
+        return train(self, message, client)
+
+    with mock.patch.object(type(algorithm), "train", dies_in_the_third_round):
+        try:
+            federation(fresh(algorithm), rounds=4, folder="resumed")
+        except KeyboardInterrupt:
+            pass
+        else:
+            raise Difference("`train` was not called for each of the four clients of a round")
+    resumed = federation(fresh(algorithm), rounds=4, folder="resumed", ckpt_path="last")
+    require(resumed.run_folder.name == "version_0", "the run was not resumed in its own folder")
+    _require_same_run(straight, resumed, "between a run and the same one killed and resumed")
+
+
+@promise
+def leaves_failed_clients_out(algorithm: FederatedAlgorithm, federation: SmallFederation) -> None:
+    """Check that a client that fails is left out of the merge and reported, and the run goes on."""
+    train = type(algorithm).train
+
+    def fails_for_one(self: FederatedAlgorithm, message: Message, client: Any) -> Any:
+        if client.id == 1:
+            raise ValueError("no luck")
+        return train(self, message, client)
+
+    with mock.patch.object(type(algorithm), "train", fails_for_one):
+        folder = federation(algorithm, federation={"on_client_error": "skip"}).run_folder
+    failed = [row for row in rows(folder / "clients.csv") if row["client"] == "1" and row["failure"]]
+    require(bool(failed), "no failure is in clients.csv")
+    for row in failed:
+        said = (row["trained"], row["failure"])
+        require(said == ("0", "ValueError: no luck"), f"clients.csv has `trained, failure` = {said}")
+    count = sum(float(row["clients/failed"]) for row in rows(folder / "metrics.csv"))
+    require(count == len(failed), f"metrics.csv counts {count:g} failures, and clients.csv has {len(failed)}")
+
+
+@promise
+def exports_what_it_scored(algorithm: FederatedAlgorithm, federation: SmallFederation) -> None:
+    """Check that an exported model loads into the user's module and scores as in the run."""
+    trainer = federation(algorithm, rounds=2)
+    scored = {row["client"]: row for row in rows(trainer.run_folder / "clients.csv") if row["round"] == "1"}
+    for client in (None, 1):
+        arguments = {"client": client, "check": True}
+        exported = federation(algorithm, rounds=2, verb="export", ckpt_path="last", arguments=arguments).summary
+        expected = trainer.summary["global/val_acc"] if client is None else float(scored["1"]["personal/val_acc"])
+        for name in ("in memory", "ckpt", "safetensors"):
+            got = exported.scores[name]
+            require(got == {"val_acc": expected}, f"`{name}` scores {got}, and the run had {expected}")
+        _require_loadable(algorithm, federation, exported)
+
+
+@promise
+def profiles_its_costs(algorithm: FederatedAlgorithm, federation: SmallFederation) -> None:
+    """Check that `profile`, which trains nothing, estimates FLOPs and bytes down within a factor of four.
+
+    Masks that follow what is learned make a run cheaper than its estimate, and so do clients of different sizes here.
+    Uploads are not compared: noise stands for what is learned, and its bytes may differ by more.
+    """
+    module = federation.module_for(algorithm)
+    before = comparable(module.state_dict())
+    estimate = federation(algorithm, verb="profile", module=module, quiet=True).summary.content["run"]
+    require_equal(before, comparable(module.state_dict()), "weights", "before and after `profile`")
+    charged = federation(algorithm).summary
+    for (column, name), key in _CHARGES.items():
+        got, expected = estimate[column].get(name), charged.get(key)
+        require((got is None) == (expected is None), f"`{key}` is known only to one of `profile` and the run")
+        fits = not expected or (got is not None and expected / 4 <= got <= 4 * expected)
+        require(fits, f"`profile` estimates {got:g} for `{key}`, and the run is charged {expected:g}")
+
+
+def _require_loadable(algorithm: FederatedAlgorithm, federation: SmallFederation, exported: Any) -> None:
+    state = torch.load(exported.files["ckpt"], weights_only=True)["state_dict"]
+    module = federation.module_for(algorithm)
+    changed = state.keys() != module.state_dict().keys()
+    noted = any("call `algorithm.adapt(module)`" in note for note in exported.notes)
+    require(changed == noted, f"the checkpoint {'has' if changed else 'lacks'} other names than the module")
+    if changed:
+        algorithm.adapt(module)
+    module.load_state_dict(state, strict=True)
+    sparse, weights = load_sparse(exported.files["safetensors"]), module.state_dict()
+    ours, theirs = comparable(weights), comparable({name: sparse[name] for name in weights})
+    require_equal(ours, theirs, "weights", "between .ckpt and .safetensors")
+
+
+def _require_same_run(one: Any, two: Any, when: str) -> None:
+    """Raise :class:`Difference` unless two runs left equal checkpoints, summaries and tables."""
+    require_equal(last_contents(one.run_folder), last_contents(two.run_folder), "checkpoint", when)
+    _require_same_tables(one, two, when)
+
+
+def _require_same_tables(one: Any, two: Any, when: str) -> None:
+    require_equal(dict(one.summary), dict(two.summary), "summary", when)
+    for table in ("metrics.csv", "clients.csv"):
+        require_equal(rows(one.run_folder / table), rows(two.run_folder / table), table, when)

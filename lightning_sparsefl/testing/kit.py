@@ -1,0 +1,168 @@
+"""Entry points: all checks of a method or of a callback, as one call or as cases of a parametrized test."""
+
+from __future__ import annotations
+
+import io
+import os
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stderr
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule
+
+from lightning_sparsefl.errors import InvalidOption
+from lightning_sparsefl.federated import FederatedAlgorithm
+from lightning_sparsefl.report import silenced
+from lightning_sparsefl.testing import algorithm_checks, callback_checks
+from lightning_sparsefl.testing.small_federation import SmallFederation
+from lightning_sparsefl.testing.small_fit import Net, SmallFit
+
+Module = Callable[..., LightningModule]
+
+_ALGORITHM = (
+    algorithm_checks.is_a_frozen_value,
+    algorithm_checks.is_reproducible,
+    algorithm_checks.learns,
+    algorithm_checks.leaves_messages_unchanged,
+    algorithm_checks.is_the_same_in_both_engines,
+    algorithm_checks.is_the_same_when_encoded,
+    algorithm_checks.is_the_same_after_a_resume,
+    algorithm_checks.leaves_failed_clients_out,
+    algorithm_checks.exports_what_it_scored,
+    algorithm_checks.profiles_its_costs,
+)
+_ALGORITHM_WITH_FORKS = (
+    algorithm_checks.is_the_same_on_several_ranks,
+    algorithm_checks.is_the_same_through_a_pipe,
+)
+"""Checks that fork processes, which Windows cannot."""
+_CALLBACK = (
+    callback_checks.trains_in_a_client_as_in_a_trainer,
+    callback_checks.is_the_same_after_a_resume,
+    callback_checks.saves_an_ordinary_checkpoint,
+    callback_checks.fits_several_times,
+)
+_CALLBACK_WITH_MASKS = (
+    callback_checks.holds_its_masks,
+    callback_checks.keeps_masks_in_every_verb,
+    callback_checks.holds_masks_under_averaging,
+    callback_checks.exports_without_zeros,
+)
+
+
+def check_algorithm(algorithm: FederatedAlgorithm, module: Module | None = None) -> tuple[str, ...]:
+    """Check that a method keeps the promises that the methods of this package keep.
+
+    It takes about ten seconds of one core. Where processes cannot be forked, as on Windows, two checks are left
+    out.
+
+    Args:
+        algorithm: Method to check, with options that let it learn in five rounds.
+        module: Function that makes the module that the method trains, for inputs of ``(batch, 1, 1, 8)`` in 4 classes;
+            it logs ``train_acc`` and ``val_acc``. Default: a multilayer perceptron with one hidden layer.
+
+    Returns:
+        Names of the promises.
+
+    Raises:
+        BrokenPromise: If a promise is broken.
+        InvalidOption: If `algorithm` is not a method.
+    """
+    return _run(_algorithm_checks(algorithm, module))
+
+
+def check_callback(callback: Callback, module: Module | None = None) -> tuple[str, ...]:
+    """Check that a callback keeps the promises that the callbacks of this package keep.
+
+    A callback has masks if it has an attribute `masks`: bool tensors by the names of parameters, during a fit. It takes
+    about three seconds of one core.
+
+    Args:
+        callback: Callback to check, which is copied for each fit.
+        module: Function of the keyword `seed` that makes the module that is trained, for batches of inputs
+            ``(batch, 5)`` and 3 classes. Default: a multilayer perceptron, :class:`small_fit.Net`.
+
+    Returns:
+        Names of the promises.
+
+    Raises:
+        BrokenPromise: If a promise is broken.
+        InvalidOption: If `callback` is not a callback.
+    """
+    return _run(_callback_checks(callback, module))
+
+
+def checks(subject: FederatedAlgorithm | Callback, module: Module | None = None) -> Iterator[tuple[str, Any]]:
+    """Yield the name of each promise, and a function without arguments that raises if it is broken.
+
+    Args:
+        subject: Method or callback to check.
+        module: Function that makes the module, as of :func:`check_algorithm` and :func:`check_callback`.
+
+    Raises:
+        InvalidOption: If `subject` is neither a method nor a callback.
+
+    Example::
+
+        @pytest.mark.parametrize(("name", "check"), checks(MyMethod()))
+        def test_my_method(name, check):
+            check()
+    """
+    if isinstance(subject, Callback):
+        return _callback_checks(subject, module)
+    return _algorithm_checks(subject, module)
+
+
+def _run(found: Iterator[tuple[str, Callable[[], None]]]) -> tuple[str, ...]:
+    names = []
+    for name, check in found:
+        check()
+        names.append(name)
+    return tuple(names)
+
+
+def _algorithm_checks(algorithm: Any, module: Module | None) -> Iterator[tuple[str, Callable[[], None]]]:
+    if not isinstance(algorithm, FederatedAlgorithm):
+        raise InvalidOption(f"`{_named(algorithm)}` is checked; expected a `FederatedAlgorithm`, such as `MyMethod()`.")
+    module_for = None if module is None else (lambda algorithm: module())
+    found = (*_ALGORITHM, *(_ALGORITHM_WITH_FORKS if hasattr(os, "fork") else ()))
+    return _named_checks(found, algorithm, partial(SmallFederation, module_for=module_for))
+
+
+def _callback_checks(callback: Any, module: Module | None) -> Iterator[tuple[str, Callable[[], None]]]:
+    if not isinstance(callback, Callback):
+        raise InvalidOption(f"`{_named(callback)}` is checked; expected a `Callback`, such as `MyCallback()`.")
+    found = (*_CALLBACK, *(_CALLBACK_WITH_MASKS if hasattr(callback, "masks") else ()))
+    return _named_checks(found, callback, partial(SmallFit, module=module or partial(Net, width=60)))
+
+
+def _named(subject: Any) -> str:
+    return f"class {subject.__name__}" if isinstance(subject, type) else type(subject).__name__
+
+
+def _named_checks(found: Any, subject: Any, bench: Callable[[Path], Any]) -> Iterator[tuple[str, Callable[[], None]]]:
+    return ((check.__name__, partial(_apart, check, subject, bench)) for check in found)
+
+
+def _apart(check: Callable[[Any, Any], None], subject: Any, bench: Callable[[Path], Any]) -> None:
+    """Run a check in a temporary folder, silently, with one thread, and leave the random state as it was."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with tempfile.TemporaryDirectory() as folder, torch.random.fork_rng(devices=[]), _silent():
+            check(subject, bench(Path(folder)))
+    finally:
+        torch.set_num_threads(threads)
+
+
+@contextmanager
+def _silent() -> Iterator[None]:
+    """Show no progress, no warnings, and no tracebacks of clients that fail on purpose."""
+    with silenced(), warnings.catch_warnings(), redirect_stderr(io.StringIO()):
+        warnings.simplefilter("ignore")
+        yield

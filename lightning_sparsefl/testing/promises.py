@@ -1,0 +1,87 @@
+"""Promises: named checks that raise :class:`BrokenPromise` with one sentence."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, TypeVar
+
+_Subject = TypeVar("_Subject")
+_Bench = TypeVar("_Bench")
+
+
+class BrokenPromise(AssertionError):
+    """Promise that a method or a callback does not hold.
+
+    Args:
+        subject: Name of the class that was checked.
+        check: Function that checked it.
+        difference: Clause that says what differed.
+    """
+
+    def __init__(self, subject: str, check: Callable[..., None], difference: str) -> None:
+        self.promise, self.difference = check.__name__, difference
+        super().__init__(
+            f"`{subject}` breaks the promise `{self.promise}` ({summary(check)}): {difference}; "
+            f"read `help({check.__module__}.{self.promise})`."
+        )
+
+
+class Difference(Exception):
+    """Clause that says what a check found to differ; :func:`promise` makes a sentence of it."""
+
+
+def promise(check: Callable[[_Subject, _Bench], None]) -> Callable[[_Subject, _Bench], None]:
+    """Decorate a check, so that whatever it finds, errors included, is raised as a :class:`BrokenPromise`.
+
+    Args:
+        check: Function of a method or callback and of what runs it; the first line of its docstring is the promise.
+    """
+
+    @wraps(check)
+    def checked(subject: _Subject, bench: _Bench) -> None:
+        name = type(subject).__name__
+        try:
+            check(subject, bench)
+        except Exception as error:
+            raise BrokenPromise(name, check, _clause(error)) from error
+
+    return checked
+
+
+def _clause(error: BaseException) -> str:
+    """Return what a check found: the difference behind an error, such as that of a client, or its first sentence."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, Difference):
+            return str(cause)
+        cause = cause.__cause__ or cause.__context__
+    said = " ".join(str(error).split()).partition(". ")[0].rstrip(".;")
+    return f"{type(error).__name__}: {said}" if said else type(error).__name__
+
+
+def summary(check: Callable[..., Any]) -> str:
+    """Return the promise that a check states: the first line of its docstring, after "Check that".
+
+    Example:
+        >>> def holds(method, federation):
+        ...     '''Check that all is well.'''
+        >>> summary(holds)
+        'all is well'
+    """
+    return (inspect.getdoc(check) or "").partition("\n")[0].removeprefix("Check that ").rstrip(".")
+
+
+def require(condition: bool, difference: str) -> None:
+    """Raise :class:`Difference` unless a condition holds.
+
+    Args:
+        condition: Whether all is as promised.
+        difference: Clause that says what is not.
+
+    Raises:
+        Difference: If `condition` is false.
+    """
+    if not condition:
+        raise Difference(difference)

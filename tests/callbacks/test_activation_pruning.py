@@ -1,0 +1,105 @@
+from __future__ import annotations
+
+import copy
+
+import lightning as L
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_sparsefl.callbacks import ActivationPruning, activation_pruning
+from lightning_sparsefl.callbacks.activation_pruning import pruning_forward
+from lightning_sparsefl.errors import InvalidOption
+from lightning_sparsefl.sparse.prune import keep_largest
+
+
+@pytest.mark.parametrize("density", [0, 1.1])
+def test_a_density_outside_its_range_is_refused(density):
+    with pytest.raises(InvalidOption, match=rf"`ActivationPruning\(density={density}\)`: expected a number in"):
+        ActivationPruning(density)
+
+
+LAYERS = {
+    "linear": (nn.Linear(6, 6), torch.randn(6, 6)),
+    "linear of sequences": (nn.Linear(4, 3), torch.randn(2, 5, 4)),
+    "linear of transposed sequences": (nn.Linear(4, 3), torch.randn(5, 2, 4).transpose(0, 1)),
+    "convolution": (nn.Conv2d(2, 3, 3, padding=1), torch.randn(4, 2, 5, 5)),
+}
+
+
+@pytest.mark.parametrize("case", LAYERS)
+def test_only_the_gradient_of_weights_is_that_of_the_largest_inputs(case):
+    layer, x = LAYERS[case]
+    kept = torch.where(keep_largest(x.abs(), round(0.3 * x.numel())), x, 0.0)
+    grads = {}
+    for name, forward, data in (("plain", layer, x), ("pruned", pruning_forward(layer, 0.3), x), ("of", layer, kept)):
+        data = data.clone().requires_grad_()
+        layer.zero_grad()
+        out = forward(data)
+        (out * torch.arange(out.numel()).view_as(out)).sum().backward()
+        grads[name] = (out.detach(), data.grad, layer.weight.grad.clone(), layer.bias.grad.clone())
+    for ours, plain in zip(grads["pruned"][:2], grads["plain"][:2], strict=True):
+        assert torch.equal(ours, plain)
+    torch.testing.assert_close(grads["pruned"][3], grads["plain"][3])
+    torch.testing.assert_close(grads["pruned"][2], grads["of"][2])
+    assert not torch.allclose(grads["pruned"][2], grads["plain"][2])
+
+
+def test_less_is_saved(monkeypatch):
+    saved, hooks = [], activation_pruning.saved_tensors_hooks
+
+    def spy(compress, decompress):
+        return hooks(lambda tensor: saved.append(compress(tensor)) or saved[-1], decompress)
+
+    monkeypatch.setattr(activation_pruning, "saved_tensors_hooks", spy)
+    layer, x = nn.Linear(64, 4), torch.randn(32, 64, requires_grad=True)
+    pruning_forward(layer, 0.25)(x).sum().backward()
+    ((packed, values, shape),) = (each for each in saved if isinstance(each, tuple))
+    assert (values.numel(), packed.numel(), shape) == (x.numel() // 4, x.numel() // 8, x.shape)
+    assert any(isinstance(each, torch.Tensor) and each.numel() == layer.weight.numel() for each in saved)
+
+
+def test_evaluation_saves_nothing_less():
+    layer, x = nn.Linear(3, 2).eval(), torch.randn(4, 3)
+    pruning_forward(layer, 0.1)(x).sum().backward()
+    torch.testing.assert_close(layer.weight.grad, x.sum(0).expand(2, 3))
+
+
+class Net(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(1)
+            self.net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+
+    def training_step(self, batch):
+        return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+def fit(folder, *callbacks, **options):
+    quiet = {"enable_progress_bar": False, "logger": False, "enable_checkpointing": False, "accelerator": "cpu"}
+    quiet["enable_model_summary"] = False
+    module = Net()
+    x = torch.randn(16, 4, generator=torch.Generator().manual_seed(0))
+    trainer = L.Trainer(max_epochs=2, default_root_dir=folder, callbacks=list(callbacks), **quiet, **options)
+    trainer.fit(module, DataLoader(TensorDataset(x, x[:, :3].argmax(1)), batch_size=4))
+    return module
+
+
+def test_a_density_of_1_changes_nothing_and_layers_are_restored(tmp_path):
+    plain, dense, sparse = fit(tmp_path), fit(tmp_path, ActivationPruning(1.0)), fit(tmp_path, ActivationPruning(0.2))
+    for name, value in plain.state_dict().items():
+        assert torch.equal(value, dense.state_dict()[name])
+    assert any(not torch.equal(value, sparse.state_dict()[name]) for name, value in plain.state_dict().items())
+    assert not any("forward" in vars(layer) for layer in sparse.modules())
+    copy.deepcopy(sparse)
+
+
+def test_inputs_are_found_under_autocast(tmp_path):
+    plain = fit(tmp_path, precision="bf16-mixed")
+    pruned = fit(tmp_path, ActivationPruning(0.2), precision="bf16-mixed")
+    assert any(not torch.equal(value, pruned.state_dict()[name]) for name, value in plain.state_dict().items())

@@ -1,0 +1,116 @@
+"""Training of the first blocks: the exits' losses, what they teach each other, and what is refused."""
+
+from __future__ import annotations
+
+import lightning as L
+import pytest
+import torch
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+from helpers.networks import Classifier, EarlyExits
+from lightning_sparsefl.callbacks import exits
+from lightning_sparsefl.errors import InvalidOption
+
+pytestmark = pytest.mark.filterwarnings("ignore::lightning.fabric.utilities.warnings.PossibleUserWarning")
+
+
+class Net(EarlyExits):
+    """Without dropout and norms, with a plain optimizer, and with exits that differ."""
+
+    def __init__(self, seed=1):
+        torch.manual_seed(seed)
+        super().__init__()
+        self.net["first"][1], self.net["second"][0] = torch.nn.Identity(), torch.nn.Identity()
+        for name in ("one", "two"):
+            torch.nn.init.normal_(self.net[name].weight)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+def data(batches=1):
+    x = torch.randn(6 * batches, 8, generator=torch.Generator().manual_seed(0))
+    return x, x[:, :4].argmax(1)
+
+
+def fit(module, callback, batches=1, **options):
+    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False, "accelerator": "cpu"}
+    trainer = L.Trainer(max_epochs=1, callbacks=[callback], enable_checkpointing=False, **quiet, **options)
+    trainer.fit(module, DataLoader(TensorDataset(*data(batches)), batch_size=6))
+    return module
+
+
+def objective(logits, y, strength):
+    """The sum of the losses, and of what each exit learns from the others."""
+    total = sum(F.cross_entropy(own, y) for own in logits)
+    for i, own in enumerate(logits):
+        for j, other in enumerate(logits):
+            if i != j:
+                target = other.detach().softmax(1) + 1e-7
+                kl = F.kl_div(own.log_softmax(1), target, reduction="batchmean")
+                total = total + strength / (len(logits) - 1) * kl
+    return total
+
+
+@pytest.mark.parametrize("strength", [0.0, 0.3])
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_step_descends_the_exits_common_objective(depth, strength, accumulate):
+    module = Net()
+    module.depth = depth
+    x, y = data(accumulate)
+    parts = zip(x.split(6), y.split(6), strict=True)
+    loss = sum(objective(module.logits(own), labels, strength) for own, labels in parts) / accumulate
+    names = [name for name, _ in module.named_parameters()]
+    slopes = torch.autograd.grad(loss, list(module.parameters()), allow_unused=True)
+    expected = {
+        name: value.detach() - (0 if slope is None else 0.1 * slope)
+        for (name, value), slope in zip(module.named_parameters(), slopes, strict=True)
+    }
+    module.depth = 2
+    fit(module, exits.EarlyExits(depth, strength), accumulate, accumulate_grad_batches=accumulate)
+    for name in names:
+        assert torch.allclose(module.get_parameter(name), expected[name], atol=1e-6), name
+    assert module.depth == 2
+    assert not any(layer._forward_hooks for layer in module.modules())
+
+
+def test_deeper_blocks_are_not_computed():
+    module, before = Net(), Net().state_dict()
+    fit(module, exits.EarlyExits(1))
+    same = {name: torch.equal(value, before[name]) for name, value in module.state_dict().items()}
+    assert {name for name, equal in same.items() if equal} == {
+        n for n in same if n.startswith(("net.second", "net.two"))
+    }
+
+
+def test_a_failed_fit_leaves_the_module_as_it_was():
+    class Fail(L.Callback):
+        def on_train_batch_end(self, *_):
+            raise RuntimeError("failed")
+
+    module, callback = Net(), exits.EarlyExits(1)
+    trainer = L.Trainer(
+        max_epochs=1,
+        callbacks=[callback, Fail()],
+        enable_checkpointing=False,
+        logger=False,
+        accelerator="cpu",
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    with pytest.raises(RuntimeError, match="failed"):
+        trainer.fit(module, DataLoader(TensorDataset(*data()), batch_size=6))
+    assert module.depth == 2
+    assert not any(layer._forward_hooks for layer in module.modules())
+
+
+def test_modules_without_exits_are_refused():
+    expected = "trains models with early exits, but `Classifier` has none; expected a module with `exits`"
+    with pytest.raises(InvalidOption, match=expected):
+        exits.require_exits(Classifier(), "DepthFL")
+    module = EarlyExits()
+    module.exits = {"net.first": "net.three"}
+    with pytest.raises(InvalidOption, match=r"`EarlyExits.exits` names `net.three`, which is not a module"):
+        exits.require_exits(module, "DepthFL")

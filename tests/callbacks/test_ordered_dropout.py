@@ -1,0 +1,192 @@
+"""Ordered dropout: a step on a rate is a step of the narrow network, and the draws are fair."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import lightning as L
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_sparsefl.callbacks import OrderedDropout
+from lightning_sparsefl.errors import InvalidOption
+from lightning_sparsefl.sparse.submodel import cut, widen
+from lightning_sparsefl.sparse.units import find_groups
+from lightning_sparsefl.sparse.width import prefix_units
+
+pytestmark = pytest.mark.filterwarnings("ignore::lightning.fabric.utilities.warnings.PossibleUserWarning")
+
+
+class Residual(nn.Module):
+    def __init__(self, width, groups):
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(width, width, 3, padding=1), nn.GroupNorm(groups, width)
+
+    def forward(self, x):
+        return x + F.softplus(self.norm(self.conv(x)))
+
+
+NETS = {
+    "linear": lambda: nn.Sequential(
+        nn.Flatten(), nn.Linear(32, 9), nn.Tanh(), nn.Linear(9, 5), nn.ReLU(), nn.Linear(5, 3)
+    ),
+    "batch norm": lambda: nn.Sequential(
+        nn.Conv2d(2, 6, 3, padding=1), nn.BatchNorm2d(6), nn.ReLU(), nn.Flatten(), nn.Linear(96, 3)
+    ),
+    "group norm": lambda: nn.Sequential(
+        nn.Conv2d(2, 8, 3, padding=1), nn.GroupNorm(2, 8), nn.ReLU(), nn.Flatten(), nn.Linear(128, 3)
+    ),
+    "residual": lambda: nn.Sequential(
+        nn.Conv2d(2, 6, 3), Residual(6, 3), nn.Conv2d(6, 5, 2), nn.ReLU(), nn.Flatten(), nn.Linear(5, 3)
+    ),
+    "depthwise": lambda: nn.Sequential(
+        nn.Conv2d(2, 6, 1), nn.ReLU(), nn.Conv2d(6, 6, 3, groups=6), nn.Flatten(), nn.Linear(24, 3)
+    ),
+}
+
+
+class Module(L.LightningModule):
+    def __init__(self, net, manual=False):
+        super().__init__()
+        self.net, self.automatic_optimization, self.losses = net, not manual, []
+
+    def forward(self, x):
+        return self.net(x)
+
+    def training_step(self, batch):
+        return F.cross_entropy(self(batch[0]), batch[1])
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.losses.append(float(outputs["loss"].detach()))
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+def batch(seed=0):
+    x = torch.randn(4, 2, 4, 4, generator=torch.Generator().manual_seed(seed))
+    return x, x.mean((1, 2, 3)).gt(0).long()
+
+
+def fit(module, callback, batches=1, **options):
+    x, y = (torch.cat(parts) for parts in zip(*(batch(seed) for seed in range(batches)), strict=True))
+    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False, "accelerator": "cpu"}
+    trainer = L.Trainer(max_epochs=1, callbacks=[callback], enable_checkpointing=False, **quiet, **options)
+    trainer.fit(module, DataLoader(TensorDataset(x, y), batch_size=4))
+    return module
+
+
+def made(name):
+    """A module, its groups of units, and a copy of its weights."""
+    torch.manual_seed(0)
+    module = Module(NETS[name]())
+    for norm in module.modules():  # so that a dropped unit's norm is not zero by itself
+        if isinstance(norm, nn.BatchNorm2d | nn.GroupNorm):
+            nn.init.normal_(norm.bias)
+    return module, find_groups(module, torch.zeros(1, 2, 4, 4)), weights_of(module, copied=True)
+
+
+def weights_of(module, copied=False):
+    return {name: value.detach().clone() if copied else value for name, value in module.named_parameters()}
+
+
+@pytest.mark.parametrize("rate", [0.3, 0.5])
+@pytest.mark.parametrize("name", NETS)
+def test_a_step_is_that_of_the_narrow_network(name, rate):
+    wide, groups, before = made(name)
+    kept = prefix_units(groups, rate)
+    narrow = cut(wide, groups, kept)
+    fit(narrow, L.Callback())
+    fit(wide, OrderedDropout([rate]))
+    assert wide.losses == pytest.approx(narrow.losses, abs=1e-6)
+    expected = widen(weights_of(narrow), groups, kept, before)
+    for key, value in wide.named_parameters():
+        assert torch.allclose(value, expected[key], atol=1e-6), key
+    assert max(float((value.detach() - before[key]).abs().max()) for key, value in wide.named_parameters()) > 1e-3
+
+
+@pytest.mark.parametrize("name", ["linear", "batch norm", "residual", "depthwise"])
+def test_a_cut_module_trains_as_the_whole_one_under_its_largest_rate(name):
+    """The groups are those of the full module, and so are the numbers that rates refer to."""
+    wide, groups, before = made(name)
+    kept = prefix_units(groups, 0.7)
+    narrow = cut(wide, groups, kept)
+    for module in (narrow, wide):
+        fit(module, OrderedDropout([0.4, 0.7], seed=1, groups=groups), batches=6)
+    expected = widen(weights_of(narrow), groups, kept, before)
+    for key, value in wide.named_parameters():
+        assert torch.allclose(value, expected[key], atol=1e-5), key
+    assert wide.losses == pytest.approx(narrow.losses, abs=1e-5)
+
+
+def test_of_the_rates_each_is_drawn_equally_often():
+    callback = OrderedDropout([0.25, 0.5, 1.0], seed=3)
+    counts = Counter(callback.draw(number) for number in range(3000))
+    assert set(counts) == {0.25, 0.5, 1.0}
+    assert all(abs(count - 1000) < 4 * (3000 * 2 / 9) ** 0.5 for count in counts.values())
+    assert [callback.draw(number) for number in range(20)] != [
+        OrderedDropout([0.25, 0.5, 1.0]).draw(n) for n in range(20)
+    ]
+
+
+def test_one_rate_serves_all_batches_of_a_step():
+    seen = []
+
+    class Watch(L.Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            seen.append(callback.state_dict()["rate"])
+
+    callback = OrderedDropout([0.2, 0.4, 0.6, 0.8, 1.0], seed=4)
+    x, y = (torch.cat(parts) for parts in zip(*(batch(seed) for seed in range(12)), strict=True))
+    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False, "accelerator": "cpu"}
+    trainer = L.Trainer(
+        max_epochs=1, callbacks=[callback, Watch()], accumulate_grad_batches=3, enable_checkpointing=False, **quiet
+    )
+    trainer.fit(made("linear")[0], DataLoader(TensorDataset(x, y), batch_size=4))
+    assert seen == [callback.draw(step) for step in range(4) for _ in range(3)]
+
+
+def test_the_largest_network_teaches_the_drawn_one():
+    """The gradient is that of CE at rate 1 plus the soft cross-entropy of the narrow network."""
+    module, groups, before = made("linear")
+    kept, (x, y) = prefix_units(groups, 0.5), batch()
+    small = cut(module, groups, kept)
+    logits = module(x)
+    F.cross_entropy(logits, y).backward()
+    soft = -(logits.detach().softmax(1) * small(x).log_softmax(1)).sum(1).mean()
+    slopes = dict(zip(dict(small.named_parameters()), torch.autograd.grad(soft, list(small.parameters())), strict=True))
+    zeros = {key: torch.zeros_like(value) for key, value in before.items()}
+    taught = widen(slopes, groups, kept, zeros)
+    expected = {key: before[key] - 0.1 * (value.grad + taught[key]) for key, value in module.named_parameters()}
+    module.zero_grad()
+
+    class Narrow(OrderedDropout):
+        def draw(self, number):
+            return 0.5
+
+    fit(module, Narrow([0.5, 1.0], distill=True))
+    for key, value in module.named_parameters():
+        assert torch.allclose(value, expected[key], atol=1e-6), key
+
+
+def test_all_units_are_there_in_evaluation_and_after_the_fit():
+    module = fit(made("linear")[0], OrderedDropout([0.2]))
+    x, _ = batch()
+    assert torch.equal(module.train()(x), module.eval()(x))
+    assert not any(layer._forward_hooks or layer._forward_pre_hooks for layer in module.modules())
+
+
+def test_what_cannot_be_trained_is_refused():
+    with pytest.raises(
+        InvalidOption, match=r"`OrderedDropout\(rates=\[\]\)`: expected one or more numbers in \(0, 1\]"
+    ):
+        OrderedDropout([])
+    with pytest.raises(InvalidOption, match=r"`OrderedDropout\(rates=\[0.5, 1.5\]\)`: expected one or more numbers"):
+        OrderedDropout([0.5, 1.5])
+    with pytest.raises(InvalidOption, match="finds no units in `Module`"):
+        fit(Module(nn.Sequential(nn.Flatten(), nn.Linear(32, 3))), OrderedDropout())
+    with pytest.raises(InvalidOption, match=r"`OrderedDropout\(distill=True\)` does not support `Module`"):
+        fit(Module(NETS["linear"](), manual=True), OrderedDropout(distill=True))

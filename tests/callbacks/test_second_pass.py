@@ -1,0 +1,376 @@
+"""Passes at a second point of a batch: gradients there, the callbacks that train by them, and what they leave alone."""
+
+from __future__ import annotations
+
+import copy
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback
+from torch import nn
+from torch.optim import LBFGS, SGD
+from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics import MeanMetric
+
+from lightning_sparsefl.callbacks import MetaStep, MoreauEnvelope, PersonalMixture
+from lightning_sparsefl.callbacks.second_pass import gradient_at
+from lightning_sparsefl.errors import IncompatibleMasks, InvalidOption
+
+EVERY = {
+    "mixture": lambda: PersonalMixture(alpha=0.5, adaptive=True),
+    "envelope": lambda: MoreauEnvelope(strength=1.0, lr=0.1, steps=3),
+    "meta, first": lambda: MetaStep(lr=0.1),
+    "meta, hessian": lambda: MetaStep(lr=0.1, order="hessian"),
+}
+every_callback = pytest.mark.parametrize("make", EVERY.values(), ids=EVERY)
+
+
+class Quadratic(L.LightningModule):
+    """f(w) = curvature / 2 (w - minimum)^2, in float64; each batch is one sample of (curvature, minimum)."""
+
+    def __init__(self, start=0.0, lr=0.1):
+        super().__init__()
+        self.w = nn.Parameter(torch.tensor([start], dtype=torch.float64))
+        self.lr, self.seen = lr, []
+
+    def training_step(self, batch):
+        self.seen.append(self.w.item())
+        curvature, minimum = batch
+        return (curvature / 2 * (self.w - minimum) ** 2).sum()
+
+    def configure_optimizers(self):
+        return SGD(self.parameters(), self.lr)
+
+
+@pytest.fixture
+def descend(tmp_path):
+    """Trains a quadratic on batches of (curvature, minimum) with a callback, or another module on other batches."""
+
+    def run(callback, batches, start=0.0, lr=0.1, epochs=1, module=None, **options):
+        module = module or Quadratic(start, lr)
+        columns = [torch.tensor(column, dtype=torch.float64) for column in zip(*batches, strict=True)]
+        trainer = L.Trainer(
+            accelerator="cpu",
+            devices=1,
+            max_epochs=epochs,
+            callbacks=[callback],
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            default_root_dir=tmp_path,
+            **options,
+        )
+        trainer.fit(module, DataLoader(TensorDataset(*columns), batch_size=1))
+        return module
+
+    return run
+
+
+F, G = (1.0, 1.0), (3.0, -1.0)
+"""(w - 1)^2 / 2 and 3 (w + 1)^2 / 2."""
+
+
+def test_a_mixture_of_two_steps(descend):
+    callback = PersonalMixture(alpha=0.5)
+    module = descend(callback, [F, F])
+    assert module.w.item() == pytest.approx(0.19)
+    assert callback.personal["w"].item() == pytest.approx(0.09625)
+    assert callback.alpha == 0.5
+    # <v - w, grad f(mixture)> at the next step
+    slope = (0.09625 - 0.19) * ((0.09625 + 0.19) / 2 - 1)
+    assert slope == pytest.approx(0.0803320, abs=1e-7)
+    descend_again = PersonalMixture(alpha=0.5, adaptive=True, personal=callback.personal)
+    descend(descend_again, [F], start=0.19)
+    assert descend_again.alpha == pytest.approx(0.5 - 0.1 * slope)
+
+
+def test_the_share_moves_once_a_fit_and_stays_a_share(descend):
+    far = {"w": torch.tensor([-100.0], dtype=torch.float64)}
+    callback = PersonalMixture(alpha=0.5, adaptive=True, personal=far)
+    descend(callback, [F, F])
+    assert callback.alpha == 0.0
+    near = PersonalMixture(alpha=0.5, adaptive=True, personal={"w": torch.tensor([0.5], dtype=torch.float64)})
+    descend(near, [F, F, F], epochs=2)
+    # <0.5 - 0, 0.25 - 1>
+    assert near.alpha == pytest.approx(0.5 + 0.1 * 0.375)
+
+
+@pytest.mark.parametrize("alpha", [0.0, 1.0])
+def test_a_mixture_of_one_part_is_that_part(descend, alpha):
+    callback = PersonalMixture(alpha=alpha)
+    module = descend(callback, [F, F])
+    assert module.w.item() == pytest.approx(0.19)
+    assert callback.personal["w"].item() == pytest.approx(0.19 * alpha)
+
+
+def test_a_second_fit_goes_on_with_the_second_weights(descend):
+    callback = PersonalMixture(alpha=1.0)
+    descend(callback, [F, F])
+    descend(callback, [F], start=5.0)
+    assert callback.personal["w"].item() == pytest.approx(1 - 0.9**3)
+
+
+@pytest.mark.parametrize(("decay", "theta"), [(0.0, 0.06736), (0.001, 0.0673598)])
+def test_an_envelope_of_one_batch(descend, decay, theta):
+    callback = MoreauEnvelope(strength=15.0, lr=0.1, steps=5, decay=decay)
+    module = descend(callback, [F], lr=0.005)
+    assert callback.personal["w"].item() == pytest.approx(theta, abs=5e-8)
+    assert module.w.item() == pytest.approx(0.005 * 15 * theta, abs=5e-9)
+    assert len(module.seen) == 5
+
+
+def test_an_envelope_of_many_steps_is_its_minimum(descend):
+    callback = MoreauEnvelope(strength=15.0, lr=0.1, steps=60)
+    module = descend(callback, [F], lr=0.005)
+    assert callback.personal["w"].item() == pytest.approx(1 / 16)
+    assert module.w.item() == pytest.approx(0.005 * 15 / 16)
+
+
+def test_personal_weights_are_kept_between_batches_and_not_between_fits(descend):
+    callback = MoreauEnvelope(strength=2.0, lr=0.1, steps=1)
+    module = descend(callback, [F, F])
+    theta, w = 0.1, 0.1 * 2 * 0.1
+    theta -= 0.1 * ((theta - 1) + 2 * (theta - w))
+    assert callback.personal["w"].item() == pytest.approx(theta)
+    assert module.w.item() == pytest.approx(w + 0.1 * 2 * (theta - w))
+    descend(callback, [F], start=1.0)
+    assert callback.personal["w"].item() == 1.0
+
+
+def test_a_step_that_passes_the_personal_weights_is_refused(descend):
+    with pytest.raises(InvalidOption, match=r"times the optimizer's learning rate is 1.5; expected a product below 1"):
+        descend(MoreauEnvelope(strength=15.0, lr=0.1), [F], lr=0.1)
+
+
+def test_a_meta_step_of_first_order(descend):
+    module = descend(MetaStep(lr=0.1), [G, G])
+    assert module.seen == pytest.approx([0.0, -0.3])
+    assert module.w.item() == pytest.approx(-0.21)
+
+
+def test_a_meta_step_with_the_hessian(descend):
+    module = descend(MetaStep(lr=0.1, order="hessian"), [G, G, G])
+    assert module.w.item() == pytest.approx(-0.147)  # a difference of gradients is exact here
+    slope = 2.1
+    assert module.seen == pytest.approx([0.0, -0.3, -1e-3 * slope, 1e-3 * slope])
+
+
+def test_each_batch_of_a_tuple_has_its_own_part(descend):
+    module = descend(MetaStep(lr=0.1), [G, F])
+    # adapted on 3 (w + 1)^2 / 2, stepped by (w' - 1)
+    assert module.w.item() == pytest.approx(0.13)
+    module = descend(MetaStep(lr=0.1, order="hessian"), [G, F, G])
+    slope = -1.3
+    assert module.w.item() == pytest.approx(-0.1 * (slope - 0.1 * 3 * slope))
+
+
+class TwoParts(L.LightningModule):
+    """f(w, v) = (w - 1)^2 / 2 + v^2 / 2, where some batches leave out v, and some have no loss."""
+
+    def __init__(self):
+        super().__init__()
+        self.w, self.v = (nn.Parameter(torch.tensor([value], dtype=torch.float64)) for value in (0.0, 1.0))
+
+    def training_step(self, batch):
+        kind = int(batch[0])
+        loss = (self.w - 1) ** 2 / 2 + (self.v**2 / 2 if kind == 2 else 0)
+        return loss.sum() if kind else None
+
+    def configure_optimizers(self):
+        return SGD(self.parameters(), 0.1)
+
+
+@pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
+@pytest.mark.parametrize(
+    ("order", "batches", "w", "v"),
+    [("first", [0, 1, 0, 1], 0.09, 1.0), ("hessian", [1, 1, 2], 0.081, 1.0), ("first", [1, 2], 0.09, 0.9)],
+)
+def test_parts_of_batches_that_have_no_gradient(descend, order, batches, w, v):
+    """A skipped batch is in no tuple, and the third batch of a triple moves nothing that the second one left out."""
+    module = descend(MetaStep(lr=0.1, order=order), [(kind,) for kind in batches], module=TwoParts())
+    assert (module.w.item(), module.v.item()) == (pytest.approx(w), pytest.approx(v))
+
+
+def test_tuples_run_over_epochs_and_an_open_one_is_left_out(descend):
+    two, three = (descend(MetaStep(lr=0.1), [G] * count, epochs=2) for count in (2, 3))
+    alone = descend(MetaStep(lr=0.1), [G] * 4)
+    assert two.w.item() == alone.w.item()
+    assert three.w.item() == descend(MetaStep(lr=0.1), [G] * 6).w.item()
+    assert descend(MetaStep(lr=0.1), [G] * 5).w.item() == alone.w.item()
+    again = MetaStep(lr=0.1)
+    descend(again, [G])
+    assert descend(again, [G, G]).w.item() == pytest.approx(-0.21)
+
+
+def test_a_meta_step_without_adaptation_is_every_second_batch(descend):
+    assert descend(MetaStep(lr=0.0), [G, F, G, F]).w.item() == pytest.approx(0.19)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_accumulated_batches_are_one(descend, accumulate):
+    mixture, envelope = PersonalMixture(alpha=0.5), MoreauEnvelope(strength=2.0, lr=0.1, steps=1)
+    options = {"accumulate_grad_batches": accumulate}
+    for callback in (mixture, envelope, MetaStep(lr=0.1), MetaStep(lr=0.1, order="hessian")):
+        many = [batch for batch in (G, F, G) for _ in range(accumulate)]
+        once = copy.deepcopy(callback)
+        assert descend(callback, many, **options).w.item() == pytest.approx(descend(once, [G, F, G]).w.item())
+    assert mixture.personal["w"].item() == pytest.approx(descended_mixture([G, F, G]))
+
+
+def descended_mixture(batches, alpha=0.5, lr=0.1):
+    v = w = 0.0
+    for curvature, minimum in batches:
+        mixture = alpha * v + (1 - alpha) * w
+        v, w = v - lr * alpha * curvature * (mixture - minimum), w - lr * curvature * (w - minimum)
+    return v
+
+
+class Busy(L.LightningModule):
+    """Has dropout, running statistics, a metric, a frozen layer, and one that takes no part."""
+
+    def __init__(self, dropout=0.5):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Dropout(dropout), nn.Linear(6, 3))
+        self.idle, self.frozen = nn.Linear(2, 2), nn.Linear(3, 3)
+        self.frozen.requires_grad_(False)
+        self.mean, self.losses = MeanMetric(), []
+
+    def training_step(self, batch, batch_idx):
+        loss = nn.functional.cross_entropy(self.frozen(self.net(batch[0])), batch[1])
+        self.mean(loss)
+        self.log("mean", self.mean)
+        self.losses.append(loss.item())
+        return {"loss": loss}
+
+    def configure_optimizers(self):
+        return SGD(self.parameters(), 0.1, momentum=0.9, weight_decay=0.01)
+
+
+class Peek(Callback):
+    """Takes the gradient at the module's own weights, and at others, before the training step."""
+
+    def __init__(self):
+        self.slopes, self.steps = [], []
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        before = copy.deepcopy(pl_module.state_dict())
+        random, count = torch.random.get_rng_state(), pl_module.mean._update_count
+        grads = {name: None if p.grad is None else p.grad.clone() for name, p in pl_module.named_parameters()}
+        elsewhere = {name: torch.zeros_like(p) for name, p in pl_module.named_parameters() if p.dim() > 1}
+        gradient_at(trainer, pl_module, batch, batch_idx, elsewhere)
+        self.slopes.append(gradient_at(trainer, pl_module, batch, batch_idx, {}))
+        for name, p in pl_module.named_parameters():
+            assert (p.grad is None and grads[name] is None) or torch.equal(p.grad, grads[name])
+        assert all(torch.equal(value, before[name]) for name, value in pl_module.state_dict().items())
+        assert torch.equal(torch.random.get_rng_state(), random)
+        assert pl_module.mean._update_count == count
+
+    def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+        self.steps.append({n: p.grad.clone() for n, p in pl_module.named_parameters() if p.grad is not None})
+
+
+def test_a_gradient_elsewhere_leaves_no_trace_and_sees_the_same_dropout(fit):
+    module, peek = Busy(), Peek()
+    fit(module, [peek], epochs=2)
+    for slopes, steps in zip(peek.slopes, peek.steps, strict=True):
+        assert set(slopes) == set(steps) == {n for n, p in module.net.named_parameters(prefix="net")}
+        assert all(torch.equal(slope, steps[name]) for name, slope in slopes.items())
+    # three passes of each batch; the middle one is at the module's weights with the same dropout as its own
+    assert module.losses[1::3] == module.losses[2::3]
+    assert module.losses[0] != module.losses[1]
+
+
+class Holder(Callback):
+    """At the end of each batch: the module holds what the optimizer left."""
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        own = pl_module.own
+        for name, p in pl_module.named_parameters():
+            assert torch.equal(p, own[name]), name
+
+
+class Stepped(SGD):
+    """Keeps a copy of the weights after each step."""
+
+    def __init__(self, module, *args, **kwargs):
+        super().__init__(module.parameters(), *args, **kwargs)
+        vars(self)["module"] = module
+
+    def step(self, closure=None):
+        loss = super().step(closure)
+        self.module.own = {name: p.detach().clone() for name, p in self.module.named_parameters()}
+        return loss
+
+
+@every_callback
+def test_the_module_holds_its_own_weights_between_batches(fit, make):
+    class Module(Busy):
+        def configure_optimizers(self):
+            return Stepped(self, 0.1)
+
+    module = Module()
+    fit(module, [make(), Holder()], epochs=2)
+    assert all(torch.isfinite(p).all() for p in module.parameters())
+
+
+@every_callback
+def test_skipped_batches_leave_the_module_at_its_own_weights(fit, make):
+    class Skipping(Busy):
+        def on_train_batch_start(self, batch, batch_idx):
+            self.at = {name: p.detach().clone() for name, p in self.named_parameters()}
+            return -1 if self.current_epoch == 1 and batch_idx == 2 else None
+
+    module, callback = Skipping(dropout=0.0), make()
+    fit(module, [callback], epochs=2)
+    assert not callback._own
+    if not isinstance(callback, PersonalMixture):  # which passes at the module's own weights
+        assert any(not torch.equal(p, module.at[name]) for name, p in module.named_parameters())
+
+
+@every_callback
+def test_frozen_and_idle_parameters_stay(fit, make):
+    module, callback = Busy(), make()
+    before = copy.deepcopy(module.state_dict())
+    fit(module, [callback], epochs=1)
+    for name in ("frozen.weight", "frozen.bias", "idle.weight", "idle.bias"):
+        assert torch.equal(module.state_dict()[name], before[name])
+    assert not torch.equal(module.net[0].weight, before["net.0.weight"])
+
+
+@every_callback
+def test_manual_optimization_and_lbfgs_are_refused(fit, make, net):
+    class Manual(Busy):
+        automatic_optimization = False
+
+    with pytest.raises(InvalidOption, match=r"does not support `Manual`, which optimizes manually"):
+        fit(Manual(), [make()])
+    module = net()
+    module.optimizer = LBFGS
+    with pytest.raises(InvalidOption, match=r"does not support LBFGS"):
+        fit(module, [make()])
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: PersonalMixture(alpha=1.5), r"`PersonalMixture\(alpha=1.5\)`: expected a number in \[0, 1\]"),
+        (lambda: MoreauEnvelope(strength=0, lr=1), r"`MoreauEnvelope\(strength=0\)`: expected a number above 0"),
+        (lambda: MoreauEnvelope(strength=1, lr=0), r"`MoreauEnvelope\(lr=0\)`: expected a number above 0"),
+        (lambda: MoreauEnvelope(strength=1, lr=1, steps=0), r"steps=0\)`: expected a whole number >= 1"),
+        (lambda: MoreauEnvelope(strength=1, lr=1, decay=-1), r"decay=-1\)`: expected a number >= 0"),
+        (lambda: MetaStep(lr=-1), r"`MetaStep\(lr=-1\)`: expected a number >= 0"),
+        (lambda: MetaStep(lr=1, order="second"), r"order='second'\)`: expected 'first' or 'hessian'"),
+        (lambda: MetaStep(lr=1, delta=0), r"delta=0\)`: expected a number above 0"),
+    ],
+)
+def test_options_out_of_range_are_refused(make, message):
+    with pytest.raises(InvalidOption, match=message):
+        make()
+
+
+def test_second_weights_of_another_shape_are_refused(fit):
+    wrong = PersonalMixture(alpha=0.5, personal={"net.0.weight": torch.zeros(2)})
+    with pytest.raises(IncompatibleMasks, match=r"`net.0.weight` has shape \(2,\), expected \(6, 4\)"):
+        fit(Busy(), [wrong])

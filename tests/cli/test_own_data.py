@@ -1,0 +1,129 @@
+"""A module and a data set of one's own, from a configuration file: trained, profiled, resumed and replayed."""
+
+from __future__ import annotations
+
+import csv
+import json
+
+import pytest
+
+from helpers.command_line import run_folder
+
+SOURCE = """
+import lightning as L
+import torch
+from torch.utils.data import Dataset, TensorDataset
+
+
+def blobs(count: int = 60) -> Dataset:
+    inputs = torch.randn(count, 8, generator=torch.Generator().manual_seed(0))
+    return TensorDataset(inputs, (inputs.sum(1) > 0).long())
+
+
+class Patients(Dataset):
+    def __init__(self, count: int = 60):
+        self.features, self.ill = blobs(count).tensors
+        self.hospital = [f"hospital {index % 4}" for index in range(count)]
+
+    def __len__(self):
+        return len(self.ill)
+
+    def __getitem__(self, index):
+        return self.features[index], self.ill[index]
+
+
+def collate(items):
+    return torch.stack([features for features, _ in items]), torch.stack([ill for _, ill in items])
+
+
+class Net(L.LightningModule):
+    def __init__(self, num_classes: int = 5):
+        super().__init__()
+        self.net = torch.nn.Linear(8, num_classes)
+
+    def forward(self, features):
+        return self.net(features)
+
+    def training_step(self, batch, batch_idx):
+        return torch.nn.functional.cross_entropy(self(batch[0]), batch[1])
+
+    def test_step(self, batch, batch_idx):
+        self.log("test_acc", (self(batch[0]).argmax(1) == batch[1]).float().mean())
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+"""
+CONFIG = """
+trainer: {accelerator: cpu, max_rounds: 2, enable_progress_bar: false, logger: false}
+algorithm: FedAvg
+federation: {clients_per_round: 4}
+model: own_patients.Net
+data:
+  class_path: FederatedDataset
+  init_args:
+    train: {class_path: own_patients.Patients, init_args: {count: 80}}
+    labels: ill
+    collate_fn: own_patients.collate
+    partition: {class_path: ByGroup, init_args: {by: hospital}}
+    feature_shift: {class_path: NoiseShift, init_args: {std: 0.5}}
+    test_fraction: 0.2
+    batch_size: 8
+"""
+
+
+@pytest.fixture
+def config(tmp_path):
+    (tmp_path / "own_patients.py").write_text(SOURCE)
+    path = tmp_path / "own.yaml"
+    path.write_text(CONFIG)
+    return path
+
+
+def rounds(folder) -> list[int]:
+    with (folder / "metrics.csv").open() as file:
+        return [int(row["round"]) for row in csv.DictReader(file)]
+
+
+@pytest.mark.slow
+def test_trains_and_resumes_and_replays(sparsefl, config, tmp_path):
+    code, _, err = sparsefl("fit", "--config", config, "--quiet")
+    assert code == 0, err
+    folder = run_folder(tmp_path, "FedAvg")
+    assert rounds(folder) == [0, 1]
+    assert sparsefl("fit", "--ckpt_path", folder, "--trainer.max_rounds=3", "--quiet")[0] == 0
+    assert rounds(folder) == [0, 1, 2]
+    code, out, err = sparsefl("replay", "--ckpt_path", folder, "--client=2")
+    assert code == 0, err
+    assert "Client 2 in round 2, again" in out
+
+
+def test_is_profiled_with_the_sizes_of_the_clients(sparsefl, config):
+    code, out, err = sparsefl("profile", "--config", config, "--json")
+    assert code == 0, err
+    facts = json.loads(out[out.index("{") :])
+    assert facts["rounds"] == 2
+    # 4 clients of 16 training examples; forward and backward of 8 x 2 weights, whose classes are those of the data
+    assert facts["parameters"] == 8 * 2 + 2
+
+
+def test_a_function_may_return_the_data(sparsefl, config):
+    options = ["--data.train=own_patients.blobs", "--data.num_clients=4", "--data.partition=IID", "--data.labels=null"]
+    code, _, err = sparsefl("fit", "--config", config, *options, "--data.collate_fn=null", "--quiet")
+    assert code == 0, err
+
+
+@pytest.mark.slow_after_first
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ("--data.labels=sick", "`data.labels` is 'sick', but Patients has no such column; expected an attribute"),
+        ("--data.partition.by=ward", "`data.partition.by` is 'ward', but Patients has no such column"),
+        ("--data.num_clients=5", "`data.num_clients` is 5; expected a number from 1 to 4, the number of groups."),
+        ("--data.test_fraction=2", "`data.test_fraction` is 2.0; expected a number in [0, 1)."),
+    ],
+)
+def test_bad_input_is_one_sentence(sparsefl, config, option, message):
+    code, _, err = sparsefl("fit", "--config", config, option)
+    assert code == 2
+    assert message in err
+    assert "Traceback" not in err

@@ -1,0 +1,96 @@
+"""`sparsefl report` and `sparsefl compare`: options, messages, and what they do not import."""
+
+import subprocess
+import sys
+
+import pytest
+
+from helpers.run_folders import write_run
+
+
+@pytest.fixture
+def runs(tmp_path):
+    for seed in range(2):
+        write_run(tmp_path / "runs" / f"version_{seed}", seed=seed)
+    return tmp_path / "runs"
+
+
+def test_compare_prints_a_row_for_each_group(runs, sparsefl):
+    code, out, err = sparsefl("compare", runs, "--target", "0.5")
+    assert (code, err) == (0, "")
+    assert sum(line.startswith("FedSpa ") for line in out.splitlines()) == 4
+    assert "Costs to personal val_acc \u2265 0.5" in out
+
+
+def test_report_writes_a_folder(tmp_path, sparsefl):
+    run = write_run(tmp_path / "run", rounds=0, finished=False)  # which has no figures
+    code, out, err = sparsefl("report", run)
+    assert (code, err) == (0, "")
+    assert out.splitlines()[-1] == "Report: report/index.html"
+    assert (tmp_path / "report" / "index.html").is_file()
+    assert sparsefl("report", "--quiet", run, "--out", tmp_path / "other") == (0, "", "")
+    assert (tmp_path / "other" / "tables" / "groups.csv").is_file()
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (("compare", "missing"), "`RUN` is 'missing', which does not exist; expected a run folder"),
+        (("compare",), "No value for `RUN`; expected one or more run folders"),
+        (("report", "runs", "--targt", "1"), "`--targt` is not an option; did you mean `--target`?"),
+        (("report", "runs", "--target", "high"), "`--target` is 'high'; expected a number."),
+        (("compare", "runs", "--metric", "acc"), "`metric` is 'acc', which "),
+        (
+            ("compare", "runs", "--group", "FedAvg"),
+            "`group` is 'FedAvg', which is no group of these runs; expected some of",
+        ),
+        (("compare", "runs", "--by", "densty"), "`by` is 'densty', which no run has as an option"),
+        (
+            ("compare", "runs", "other"),
+            "The runs are of different data: `data.num_clients` is 12 in runs/version_0, and 9 in",
+        ),
+        (
+            ("report", "runs", "--out", "runs/version_0/metrics.csv"),
+            "`out` is 'runs/version_0/metrics.csv', which is a file",
+        ),
+        (("raport", "runs"), "`raport` is not a subcommand; did you mean `report`?"),
+        (("--config", "x.yaml", "compare", "runs"), ""),
+    ],
+)
+def test_bad_input_is_one_message(args, message, runs, tmp_path, sparsefl):
+    write_run(tmp_path / "other", data={"num_clients": 9})
+    code, out, err = sparsefl(*args)
+    lines = err.splitlines()
+    assert (code, out) == (2, "")
+    assert lines[0].startswith("sparsefl: error: ")
+    assert message in lines[0]
+    assert "Traceback" not in err
+
+
+def test_different_data_can_be_allowed(runs, tmp_path, sparsefl):
+    write_run(tmp_path / "other", data={"num_clients": 9})
+    code, out, _ = sparsefl("compare", "runs", "other", "--different_data")
+    assert code == 0
+    assert "FedSpa (num_clients=9) " in out
+
+
+def test_the_program_lists_the_commands(sparsefl):
+    code, out, _ = sparsefl("--help")
+    assert code == 0
+    assert all(f"\n    {name} " in out for name in ("report", "compare"))
+
+
+@pytest.mark.parametrize("command", ["report", "compare"])
+def test_help_does_not_wait_for_torch(command):
+    code = (
+        "import sys\nfrom lightning_sparsefl.cli import main\n"
+        f"try:\n    main(['{command}', '--help'])\n"
+        "except SystemExit as stop:\n    assert not stop.code\n"
+        "print(*sys.modules, file=sys.stderr)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith(f"usage: sparsefl {command} ")
+    assert "--different_data" in done.stdout
+    loaded = {name.partition(".")[0] for name in done.stderr.split()}
+    assert "lightning_sparsefl" in loaded
+    assert not loaded & {"torch", "lightning", "matplotlib", "jsonargparse", "sklearn", "torchmetrics"}

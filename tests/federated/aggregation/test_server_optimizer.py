@@ -1,0 +1,131 @@
+"""Server optimizers as an option of the federation: with every method, masks, ranks, resume, and bad values."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from helpers.algorithms import each_kind, every_algorithm
+from helpers.networks import module_for
+from lightning_sparsefl import FedAvg, FedDIP, FedOpt
+from lightning_sparsefl.errors import CheckpointMismatch, InvalidOption
+from lightning_sparsefl.federated import ServerOptimizer
+from lightning_sparsefl.federated.aggregation.server_optimizer import optimized, with_moments
+from lightning_sparsefl.federated.exchange.plain_values import unpack_plain
+from lightning_sparsefl.types import Merged, ServerState
+
+YOGI = ServerOptimizer(rule="yogi", lr=0.02)
+MEAN = ServerOptimizer(rule="momentum", lr=1, beta1=0)
+"""The server takes the mean, as without an optimizer."""
+SILENT = {"Local", "SpaFL"}
+"""Methods whose clients send no parameters (FedPM's send those of norms)."""
+
+
+def weights(trainer):
+    return torch.load(trainer.run_folder / "checkpoints" / "last.ckpt", weights_only=True)["state_dict"]
+
+
+def state(trainer):
+    return torch.load(trainer.run_folder / "checkpoints" / "last.ckpt", weights_only=True)["sparsefl"]["state"]
+
+
+def test_a_coordinate_without_voters_keeps_its_value_and_moments():
+    old = torch.tensor([1.0, 2.0])
+    server = ServerState(round=3, weights={"w": old}, extra={"server.m": {"w": torch.ones(2)}})
+    covered = {"w": torch.tensor([True, False])}
+    for kind, mean in (("weights", [3.0, 0.0]), ("difference", [2.0, 0.0])):
+        merged = Merged(weights={"w": torch.tensor(mean)}, covered=covered, kind=kind)
+        new, moments = optimized(ServerOptimizer(rule="momentum", beta1=0.5), server, merged, frozenset())
+        assert moments["m"]["w"].tolist() == [2.5, 1.0]
+        change = new.weights["w"] - (old if kind == "weights" else 0)
+        assert change.tolist() == [2.5, 0.0]
+
+
+def test_a_round_of_adam_from_the_first_moments():
+    server = ServerState(round=0, weights={"w": torch.zeros(1), "mean": torch.zeros(1)})
+    merged = Merged(weights={"w": torch.ones(1), "mean": torch.full((1,), 5.0)}, covered={})
+    new, moments = optimized(ServerOptimizer(), server, merged, {"mean"})
+    assert float(new.weights["w"]) == pytest.approx(0.1 * 0.1 / ((0.99e-6 + 0.01) ** 0.5 + 1e-3), rel=1e-6)
+    assert float(new.weights["mean"]) == 5.0
+    assert {key: list(tree) for key, tree in moments.items()} == {"m": ["w"], "v": ["w"]}
+
+
+def test_moments_of_weights_that_the_masks_drop_start_again():
+    server = ServerState(round=1, weights={"w": torch.zeros(2)}, masks={"w": torch.tensor([True, False])})
+    moments = {"m": {"w": torch.ones(2), "b": torch.ones(1)}, "v": {"w": torch.ones(2), "b": torch.ones(1)}}
+    extra = with_moments(ServerOptimizer(tau=0.5), replace(server, extra={"plan": {}}), moments).extra
+    assert extra["plan"] == {}
+    assert extra["server.m"]["w"].tolist() == [1.0, 0.0]
+    assert extra["server.v"]["w"].tolist() == [1.0, 0.25]
+    assert (float(extra["server.m"]["b"]), float(extra["server.v"]["b"])) == (1.0, 1.0)
+
+
+@pytest.mark.slow_after_first
+@each_kind
+def test_momentum_0_and_rate_1_change_no_method(algorithm, federation):
+    options = {"rounds": 2, "precision": "64-true"}
+    plain = federation(algorithm, **options, folder="plain")
+    ours = federation(algorithm, **options, folder="ours", federation={"server_optimizer": MEAN})
+    for name, value in weights(plain).items():
+        assert torch.allclose(weights(ours)[name].double(), value.double(), rtol=0, atol=1e-6), name
+
+
+@pytest.mark.slow_after_first
+@every_algorithm
+def test_every_method_runs_with_yogi(algorithm, federation):
+    plain = federation(algorithm, rounds=2, folder="plain")
+    ours = federation(algorithm, rounds=2, folder="ours", federation={"server_optimizer": YOGI})
+    moved = any(bool(moment.any()) for moment in state(ours)["extra"]["server.m"].values())
+    assert moved != (type(algorithm).__name__ in SILENT)
+    assert moved != all(torch.equal(weights(ours)[name], value) for name, value in weights(plain).items())
+    assert all(bool(torch.isfinite(value).all()) for value in weights(ours).values())
+    names = dict(module_for(algorithm)().named_parameters())
+    assert set(state(ours)["extra"]["server.m"]) == set(state(ours)["extra"]["server.v"]) == set(names)
+
+
+def test_the_option_is_fedopt(federation):
+    option = federation(FedAvg(), folder="option", federation={"server_optimizer": YOGI})
+    method = federation(FedOpt(rule="yogi", lr=0.02), folder="method")
+    assert all(torch.equal(weights(option)[name], value) for name, value in weights(method).items())
+
+
+def test_masked_methods_keep_their_masks(federation):
+    run = federation(FedDIP(density=0.3, reconfigure_every=1), federation={"server_optimizer": YOGI})
+    held = unpack_plain(state(run)["masks"], torch.device("cpu"))
+    assert held
+    for name, mask in held.items():
+        assert not weights(run)[name][~mask].any()
+        assert not state(run)["extra"]["server.m"][name][~mask].any()
+
+
+def test_ranks_and_a_resumed_run_give_the_bytes_of_one(federation, last):
+    option = {"federation": {"server_optimizer": YOGI}}
+    one = federation(FedAvg(), **option, folder="one")
+    assert last(federation(FedAvg(), **option, folder="two", devices=2)) == last(one)
+    federation(FedAvg(), **option, folder="resumed", rounds=1)
+    assert (
+        last(federation(FedAvg(), **option, folder="resumed", ckpt_path="last"))["sparsefl"]["state"]
+        == (last(one)["sparsefl"]["state"])
+    )
+
+
+def test_a_run_goes_on_with_the_optimizer_it_had(federation):
+    federation(FedAvg(), rounds=1, max_epochs=1, federation={"server_optimizer": YOGI})
+    with pytest.raises(CheckpointMismatch, match="its server_optimizer is"):
+        federation(FedAvg(), rounds=2, max_epochs=1, ckpt_path="last")
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"rule": "sgd"}, "`federation.server_optimizer.rule` is 'sgd'; expected one of"),
+        ({"lr": -1.0}, "`federation.server_optimizer.lr` is -1.0; expected a number above 0, or null"),
+        ({"beta1": "0.9"}, "`federation.server_optimizer.beta1` is '0.9'; expected a number or null"),
+    ],
+    ids=str,
+)
+def test_an_option_out_of_range_is_refused(options, said):
+    with pytest.raises(InvalidOption, match=said):
+        ServerOptimizer(**options)

@@ -1,0 +1,59 @@
+"""An optimizer of a stack that steps ranges of clients moves each as an optimizer of its own would."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn, optim
+
+from lightning_sparsefl.federated.local.stacked.optimizers import StackedOptimizer
+
+SIZE = 3
+OPTIMIZERS = {
+    "Adam": lambda parameters: optim.Adam(parameters, lr=0.1),
+    "ASGD": lambda parameters: optim.ASGD(parameters, lr=0.1),
+    "Adagrad": lambda parameters: optim.Adagrad(parameters, lr=0.1),
+    "NAdam": lambda parameters: optim.NAdam(parameters, lr=0.1),
+    "Rprop": lambda parameters: optim.Rprop(parameters, lr=0.1),
+    "SGD": lambda parameters: optim.SGD(parameters, lr=0.1, momentum=0.9, dampening=0.5),
+}
+HAS_GRADIENT = {
+    "always": lambda tensor, step: True,
+    "every second step": lambda tensor, step: step % 2 == 1,
+    "one tensor later": lambda tensor, step: tensor == 0 or step >= 2,
+}
+RANGES = {
+    "all": [(0, 3)] * 6,
+    "two": [(0, 2), (2, 3)] * 4,
+    "ragged": [(0, 3), (0, 3), (0, 2), (0, 1), (0, 1), (2, 3), (1, 3), (2, 3), (0, 1), (1, 2)],
+}
+
+
+@pytest.mark.parametrize("ranges", RANGES)
+@pytest.mark.parametrize("pattern", HAS_GRADIENT)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_each_client_moves_as_alone(name, pattern, ranges):
+    make, random = OPTIMIZERS[name], torch.Generator().manual_seed(0)
+    own = [nn.Parameter(torch.empty(4)) for _ in range(2)]
+    leaves = [torch.randn(SIZE, 4, generator=random).requires_grad_() for _ in own]
+    alone = [[nn.Parameter(leaf.detach()[client].clone()) for leaf in leaves] for client in range(SIZE)]
+    optimizers = [make(parameters) for parameters in alone]
+    ours = StackedOptimizer(make(own), {id(p): leaf for p, leaf in zip(own, leaves, strict=True)}, SIZE)
+    for low, high in RANGES[ranges]:
+        views = {leaf: leaf.detach()[low:high].requires_grad_() for leaf in leaves}
+        if (low, high) == (0, SIZE):
+            views = {leaf: leaf for leaf in leaves}
+        for place, leaf in enumerate(leaves):
+            if HAS_GRADIENT[pattern](place, ours.taken[low]):
+                views[leaf].grad = torch.randn(high - low, 4, generator=random)
+                for client in range(low, high):
+                    alone[client][place].grad = views[leaf].grad[client - low].clone()
+        ours.step(low, high, views)
+        for client in range(low, high):
+            optimizers[client].step()
+            optimizers[client].zero_grad()
+        for view in views.values():
+            view.grad = None
+    for client, parameters in enumerate(alone):
+        for leaf, parameter in zip(leaves, parameters, strict=True):
+            torch.testing.assert_close(leaf.detach()[client], parameter.detach())

@@ -1,0 +1,36 @@
+"""Batches and samples of clients, as the server knows them before a round."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lightning_sparsefl.federated.fleet import Fleet
+from lightning_sparsefl.federated.rounds.workload import Workload
+from lightning_sparsefl.types import ClientView, Message
+
+VIEW = ClientView(id=0, num_examples=21, capacity=1.0, round=0, max_rounds=1, seed=0)
+OWN = ClientView(id=0, num_examples=21, capacity=1.0, round=0, max_rounds=1, seed=0, local_epochs=5)
+
+
+@pytest.mark.parametrize(
+    ("options", "view", "batches", "samples"),
+    [
+        ({}, VIEW, 2 * 3, 21),
+        ({"drop_last": True}, VIEW, 2 * 2, 20),
+        ({"max_batches": 1}, VIEW, 2, 10),
+        ({"max_batches": 0.7}, VIEW, 2 * 2, 20),
+        ({}, OWN, 5 * 3, 21),
+    ],
+    ids=str,
+)
+def test_batches_and_samples(options, view, batches, samples):
+    workload = Workload(layers=None, epochs=2, batch_size=10, **options)
+    assert workload.batches(view) == batches
+    assert workload.facts(view, Message(weights={})).samples == samples
+    assert Fleet([view], frozenset(), torch.device("cpu"), batches=workload.batches).batches(view) == batches
+
+
+def test_a_fleet_without_a_workload_says_so():
+    with pytest.raises(RuntimeError, match="numbers of batches of clients are not known here"):
+        Fleet([VIEW], frozenset(), torch.device("cpu")).batches(VIEW)

@@ -1,0 +1,93 @@
+"""Runs that differ in nothing but the seed belong together."""
+
+import pytest
+
+from helpers.run_folders import write_run
+from lightning_sparsefl.errors import InvalidOption
+from lightning_sparsefl.report import group_runs, load_runs
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    root = tmp_path_factory.mktemp("runs")
+    for seed in range(2):
+        write_run(root / f"FedAvg_{seed}", "FedAvg", seed, options={"lr": 1})
+        for density in (0.5, 0.2):
+            write_run(root / f"FedSpa_{density}_{seed}", "FedSpa", seed, options={"density": density, "search": "dst"})
+    return root
+
+
+def test_options_of_a_method_that_differ_separate_its_runs(folder):
+    groups = group_runs(load_runs([folder]))
+    assert {group.name: [run.seed for run in group.runs] for group in groups} == {
+        "FedAvg": ["0", "1"],
+        "FedSpa (density=0.2)": ["0", "1"],
+        "FedSpa (density=0.5)": ["0", "1"],
+    }
+    assert [dict(group.options) for group in groups] == [
+        {"algorithm": "FedAvg"},
+        {"algorithm": "FedSpa", "algorithm.density": 0.2},
+        {"algorithm": "FedSpa", "algorithm.density": 0.5},
+    ]
+
+
+def test_groups_by_chosen_options(folder):
+    runs = load_runs([folder])
+    assert [group.name for group in group_runs(runs, by=["algorithm"])] == ["FedAvg", "FedSpa"]
+    by_density = group_runs(runs, by=["algorithm.density"])
+    assert [group.name for group in by_density] == ["density=null", "density=0.2", "density=0.5"]
+    assert [group.name for group in group_runs(runs, by=["model"])] == ["all runs"]
+
+
+def test_an_option_that_differs_between_methods_alone_is_not_in_the_name(tmp_path):
+    for algorithm, epochs in (("FedAvg", 1), ("FedSpa", 2)):
+        folder = write_run(tmp_path / algorithm, algorithm)
+        text = (folder / "config.yaml").read_text().replace("max_rounds: 6", f"max_rounds: {epochs}")
+        (folder / "config.yaml").write_text(text)
+    groups = group_runs(load_runs([tmp_path]))
+    assert [group.name for group in groups] == ["FedAvg", "FedSpa"]
+    assert [group.options["trainer.max_rounds"] for group in groups] == [1, 2]
+
+
+def test_long_names_that_would_be_equal_are_numbered(tmp_path):
+    for number in range(2):
+        write_run(tmp_path / str(number), options={"text": "a " * 20 + str(number)})
+    names = [group.name for group in group_runs(load_runs([tmp_path]))]
+    assert [name[-4:] for name in names] == [") #1", ") #2"]
+
+
+def test_runs_of_different_data_are_refused_by_the_option_that_differs(tmp_path):
+    write_run(tmp_path / "a", data={"partition": "IID"})
+    write_run(tmp_path / "b", data={"partition": "Dirichlet", "batch_size": 3})
+    runs = load_runs([tmp_path])
+    with pytest.raises(
+        InvalidOption, match=r"`data\.partition` is IID in .*a, and Dirichlet in .*b; .*--different_data"
+    ):
+        group_runs(runs)
+    names = [group.name for group in group_runs(runs, different_data=True)]
+    assert names == ["FedSpa (partition=IID, batch_size=null)", "FedSpa (partition=Dirichlet, batch_size=3)"]
+
+
+def test_the_batch_size_and_the_seed_of_the_data_are_not_its_content(tmp_path):
+    write_run(tmp_path / "a", data={"batch_size": 3, "seed": 1})
+    write_run(tmp_path / "b", data={"batch_size": 4, "seed": 2})
+    assert [group.name for group in group_runs(load_runs([tmp_path]))] == [
+        "FedSpa (batch_size=3)",
+        "FedSpa (batch_size=4)",
+    ]
+
+
+def test_one_batch_is_not_all_batches(tmp_path):
+    for name, value in (("a", 1), ("b", 1.0)):
+        write_run(tmp_path / name, options={"limit": value})
+    names = [group.name for group in group_runs(load_runs([tmp_path]))]
+    assert names == ["FedSpa (limit=1)", "FedSpa (limit=1.0)"]
+
+
+def test_an_unknown_group_or_option_is_refused(folder):
+    runs = load_runs([folder])
+    with pytest.raises(InvalidOption, match=r"`group` is 'FedSpa', .* expected some of FedAvg, FedSpa \(density=0.2\)"):
+        group_runs(runs, only=["FedSpa"])
+    with pytest.raises(InvalidOption, match=r"`by` is 'densty', .* such as algorithm\.density"):
+        group_runs(runs, by=["densty"])
+    assert [group.name for group in group_runs(runs, only=["FedAvg"])] == ["FedAvg"]

@@ -1,0 +1,148 @@
+"""Methods and callbacks that break one promise each, and two that keep them all."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback
+
+from lightning_sparsefl.callbacks.masking import MaskingCallback
+from lightning_sparsefl.federated import FederatedAlgorithm
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sound(FederatedAlgorithm):
+    """Federated averaging under a name of its own."""
+
+    step: float = 1.0
+    """Step of the server."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReadsTheClock(FederatedAlgorithm):
+    """Adds the time to a weight."""
+
+    def aggregate(self, server, merged):
+        state = super().aggregate(server, merged)
+        return replace(state, weights={name: w + time.perf_counter() * 1e-6 for name, w in state.weights.items()})
+
+
+@dataclass(frozen=True, kw_only=True)
+class LooksAtTheRank(FederatedAlgorithm):
+    """Trains differently on another rank than the first."""
+
+    def train(self, message, client):
+        update = super().train(message, client)
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        return replace(update, weights={name: w * (1 + rank) for name, w in update.weights.items()})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Forgets(FederatedAlgorithm):
+    """Counts rounds in an attribute that no checkpoint has."""
+
+    def aggregate(self, server, merged):
+        count = getattr(self, "count", 0) + 1
+        object.__setattr__(self, "count", count)
+        state = super().aggregate(server, merged)
+        return replace(state, weights={name: w / count for name, w in state.weights.items()})
+
+
+@dataclass(frozen=True, kw_only=True)
+class MutatesItsMessage(FederatedAlgorithm):
+    """Scales the server's weights in place."""
+
+    def train(self, message, client):
+        message.weights["net.4.bias"].mul_(0.5)
+        return super().train(message, client)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LearnsNothing(FederatedAlgorithm):
+    """Sends back what it got."""
+
+    def train(self, message, client):
+        return replace(super().train(message, client), weights=dict(message.weights))
+
+
+@dataclass(frozen=True, kw_only=True)
+class RemembersOutsideOfMemory(FederatedAlgorithm):
+    """Asks in the client's hook what only the server's process knows."""
+
+    def download(self, server, view):
+        object.__setattr__(self, "scale", 0.5)
+        return super().download(server, view)
+
+    def train(self, message, client):
+        update = super().train(message, client)
+        return replace(update, weights={name: w * getattr(self, "scale", 1.0) for name, w in update.weights.items()})
+
+
+class Rows(MaskingCallback):
+    """Keeps every other weight of each layer."""
+
+    def first_masks(self, weights):
+        return {name: torch.arange(w.numel()).view(w.shape) % 2 > 0 for name, w in weights.items()}
+
+
+class ForgetsAverages(Callback):
+    """Zeroes after every step what its masks leave out, but not in averages of the weights."""
+
+    def __init__(self):
+        self.masks = {}
+
+    def on_fit_start(self, trainer, pl_module):
+        self.masks = self.masks or {"net.4.weight": torch.arange(pl_module.net[4].weight.numel()).view(-1, 8) % 2 > 0}
+        self.zero(pl_module)
+
+    def on_train_batch_end(self, trainer, pl_module, *_):
+        self.zero(pl_module)
+
+    @torch.no_grad()
+    def zero(self, module):
+        for name, mask in self.masks.items():
+            module.get_parameter(name).mul_(mask)
+
+    def state_dict(self):
+        return {"masks": self.masks}
+
+    def load_state_dict(self, state_dict):
+        self.masks = dict(state_dict["masks"])
+
+
+class LetsWeightsGrow(ForgetsAverages):
+    """Zeroes the weights at the start only."""
+
+    def on_train_batch_end(self, trainer, pl_module, *_):
+        """Do nothing."""
+
+
+class CountsAgain(Callback):
+    """Starts to count anew when a fit is resumed."""
+
+    def __init__(self):
+        self.steps = 0
+
+    def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+        self.steps += 1
+        for parameter in pl_module.parameters():
+            parameter.grad.div_(self.steps)
+
+
+class NeedsATrainer(Callback):
+    """Does in a Trainer what it does not in a client."""
+
+    def on_train_start(self, trainer, pl_module):
+        if type(trainer).__name__ == "Trainer":
+            with torch.no_grad():
+                pl_module.net[0].weight.zero_()
+
+
+class LeavesNames(Callback):
+    """Leaves a parameter frozen."""
+
+    def on_fit_end(self, trainer, pl_module):
+        pl_module.net[0].weight.requires_grad_(False)

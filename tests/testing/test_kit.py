@@ -1,0 +1,110 @@
+"""Each broken method and callback is caught by the check whose promise it breaks, and sound ones pass all checks."""
+
+import pickle
+import re
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+
+from lightning_sparsefl import algorithms
+from lightning_sparsefl.errors import InvalidOption
+from lightning_sparsefl.testing import (
+    BrokenPromise,
+    algorithm_checks,
+    check_algorithm,
+    check_callback,
+    checks,
+    promises,
+)
+from lightning_sparsefl.testing.contents import comparable, difference
+from testing import broken
+
+METHODS = {
+    broken.ReadsTheClock: "is_reproducible",
+    broken.LooksAtTheRank: "is_the_same_on_several_ranks",
+    broken.Forgets: "is_the_same_after_a_resume",
+    broken.MutatesItsMessage: "leaves_messages_unchanged",
+    broken.LearnsNothing: "learns",
+    broken.RemembersOutsideOfMemory: "is_the_same_through_a_pipe",
+}
+CALLBACKS = {
+    broken.LetsWeightsGrow: "holds_its_masks",
+    broken.ForgetsAverages: "holds_masks_under_averaging",
+    broken.CountsAgain: "is_the_same_after_a_resume",
+    broken.NeedsATrainer: "trains_in_a_client_as_in_a_trainer",
+    broken.LeavesNames: "saves_an_ordinary_checkpoint",
+}
+
+
+@pytest.mark.parametrize(("kind", "name"), [*METHODS.items(), *CALLBACKS.items()])
+def test_the_named_check_catches_it(kind, name):
+    found = dict(checks(kind()))
+    with pytest.raises(BrokenPromise, match=f"^`{kind.__name__}` breaks the promise `{name}` ") as caught:
+        found[name]()
+    assert caught.value.promise == name
+    assert str(caught.value).count(". ") == 0  # one sentence
+    assert re.search(rf"read `help\(lightning_sparsefl\.testing\.\w+\.{name}\)`\.$", str(caught.value))
+    assert isinstance(caught.value, AssertionError)
+
+
+@pytest.mark.slow
+def test_a_sound_method_passes_and_takes_no_pytest():
+    assert check_algorithm(broken.Sound()) == tuple(name for name, _ in checks(algorithms.FedAvg()))
+
+
+def test_a_sound_callback_passes():
+    names = check_callback(broken.Rows())
+    assert names == tuple(name for name, _ in checks(broken.Rows()))
+    assert {name for name, _ in checks(Callback())} < set(names)
+
+
+@pytest.mark.parametrize("subject", [algorithms.FedAvg, Callback, 3])
+def test_what_is_neither_is_refused(subject):
+    with pytest.raises(InvalidOption, match="expected a `FederatedAlgorithm`"):
+        check_algorithm(subject)
+    with pytest.raises(InvalidOption, match="expected a `Callback`"):
+        check_callback(subject)
+    with pytest.raises(InvalidOption):
+        checks(subject)
+
+
+def test_an_error_of_a_method_is_a_broken_promise_that_keeps_its_cause(federation):
+    class Fails(algorithms.FedAvg):
+        def aggregate(self, server, merged):
+            raise ZeroDivisionError("no\nvotes.")
+
+    with pytest.raises(BrokenPromise, match="ZeroDivisionError: no votes; read") as caught:
+        algorithm_checks.learns(Fails(), federation)
+    assert isinstance(caught.value.__cause__, ZeroDivisionError)
+
+
+def test_every_check_states_its_promise():
+    for subject in (algorithms.FedAvg(), broken.Rows()):
+        for name, check in checks(subject):
+            assert check.args[0].__name__ == name
+            assert check.args[0].__doc__.startswith("Check that ")
+            assert promises.summary(check.args[0])
+
+
+def test_the_method_and_the_random_state_are_left_as_they_were():
+    torch.manual_seed(4)
+    before, method = torch.get_rng_state(), broken.Sound()
+    dict(checks(method))["is_reproducible"]()
+    assert torch.equal(torch.get_rng_state(), before)
+    assert pickle.dumps(method) == pickle.dumps(broken.Sound())
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "said"),
+    [
+        ({"a": [1.5]}, {"a": [1.5]}, ""),
+        ({"a": [1.5]}, {"a": [2.5]}, "`x.a.0` is 1.5 in one and 2.5 in the other"),
+        ({"a": 1}, {"b": 1}, "`x.a` is in only one of both"),
+        ([1], [1, 2], "`x.1` is in only one of both"),
+        (float("nan"), float("nan"), ""),
+        ({"a": [float("nan")]}, {"a": [float("nan")]}, ""),
+    ],
+)
+def test_the_first_difference_is_named(one, other, said):
+    assert difference(comparable(one), comparable(other), "x") == said
