@@ -224,10 +224,14 @@ def test_every_row_names_a_commit_of_the_history(rows):
     assert not unknown
 
 
+def test_tiny_cells_ask_for_no_files(shared, tmp_path):
+    assert not any("--data.root" in run.command(tmp_path, "data") for run in content("tiny", shared)["RUNS"])
+
+
 @pytest.mark.slow
 def test_tiny_cells_still_have_the_numbers_of_their_rows(runs, rows, shared, in_process, tmp_path):
     out = tmp_path / "tiny.csv"
-    arguments = ["--data", "", "--folder", str(tmp_path / "runs"), "--out", str(out), "--commit", "abc"]
+    arguments = ["--folder", str(tmp_path / "runs"), "--out", str(out), "--commit", "abc"]
     runs.main(content("tiny", shared)["RUNS"], "tiny", str, arguments)
     kept, again = (rows.read(path) for path in (rows.RESULTS / "tiny.csv", out))
     assert [row["run"] for row in again] == [row["run"] for row in kept]

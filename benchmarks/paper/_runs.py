@@ -49,6 +49,8 @@ class Run:
     """Column of ``metrics.csv`` with the accuracy."""
     engine: str = "fast"
     """Local engine: ``stacked`` where the method's clients train as a stack and that was measured to be faster."""
+    has_files: bool = True
+    """Whether the data set is read from files, so that the data module has the option `root`."""
 
     @property
     def key(self) -> str:
@@ -64,7 +66,7 @@ class Run:
         """
         arguments = ["--config", str(REPOSITORY / "configs" / self.config), "--seed_everything", str(self.seed)]
         arguments += ["--trainer.default_root_dir", str(folder / self.key), "--trainer.enable_progress_bar", "false"]
-        arguments += ["--data.root", data] if data else []
+        arguments += ["--data.root", data] if data and self.has_files else []
         arguments += ["--federation.local_engine", self.engine]
         if any((folder / self.key).glob("*/version_*/checkpoints/last.ckpt")):
             arguments += ["--ckpt_path", "last"]

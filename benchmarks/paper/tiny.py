@@ -29,7 +29,7 @@ METHODS = {
 }
 """Label and options."""
 RUNS = [
-    Run(name, "quickstart.yaml", 0, (*options, *SHORT), metric="personal/test_acc")
+    Run(name, "quickstart.yaml", 0, (*options, *SHORT), metric="personal/test_acc", has_files=False)
     for name, (_, options) in METHODS.items()
 ]
 
