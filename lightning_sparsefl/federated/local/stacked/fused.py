@@ -1,7 +1,7 @@
-"""The choice of SGD's fused kernel, which reads and writes weights, gradients and momentum of a stack once a step.
+"""The choice of fused kernels, which read and write weights, gradients and an optimizer's state once a step.
 
-SGD's own kernels go over all tensors once for the decay, twice for the momentum and once for the weights, which the
-caches of a CPU hold for one client and not for a stack. The last bits of the two may differ.
+The other kernels of SGD go over all tensors up to four times a step, and those of Adam more than ten times, which the
+caches of a CPU hold for one client and not for a stack. The last bits may differ.
 """
 
 from __future__ import annotations
@@ -9,18 +9,21 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
-from torch.optim import SGD
+from torch.optim import SGD, Adam, AdamW
+
+_KINDS = (SGD, Adam, AdamW)
+_OPTIONS = ("fused", "foreach", "differentiable", "capturable")
 
 
 def may_be_fused(optimizer: Any) -> bool:
-    """Return whether an optimizer is an SGD whose kernel the user has left open.
+    """Return whether an optimizer has a fused kernel, and the user has left the choice of its kernel open.
 
     Args:
         optimizer: Optimizer of the module.
     """
-    options = ("fused", "foreach", "differentiable")
-    return type(optimizer) is SGD and not any(group[name] for group in optimizer.param_groups for name in options)
+    return type(optimizer) in _KINDS and not any(g.get(name) for g in optimizer.param_groups for name in _OPTIONS)
 
 
 def choose_kernel(optimizer: Any) -> None:
@@ -35,18 +38,22 @@ def choose_kernel(optimizer: Any) -> None:
 
 def _is_fused(group: Mapping[str, Any], state: Mapping[Tensor, Mapping[str, Any]]) -> bool:
     """Return whether the fused kernel gains time and does what the others do."""
-    if not (group["momentum"] or group["weight_decay"]) or isinstance(group["lr"], Tensor):
+    one_pass = not group.get("momentum", True) and not group["weight_decay"]  # of plain SGD
+    if one_pass or any(isinstance(rate, Tensor) for rate in (group["lr"], *group.get("betas", ()))):
         return False
     stepped = [leaf for leaf in group["params"] if leaf.grad is not None]
-    buffers = [state[leaf].get("momentum_buffer") if leaf in state else None for leaf in stepped]
-    if len({buffer is None for buffer in buffers}) > 1:  # it takes either the first step of all tensors or of none
+    states = [state.get(leaf, {}) for leaf in stepped]
+    if len({not own for own in states}) > 1:  # a fused step of SGD is the first one of all tensors, or of none
         return False
-    return all(_is_walked(leaf, buffer) for leaf, buffer in zip(stepped, buffers, strict=True))
+    return all(_is_walked(leaf, own) for leaf, own in zip(stepped, states, strict=True))
 
 
-def _is_walked(leaf: Tensor, buffer: Tensor | None) -> bool:
-    """Return whether the numbers of a leaf, its gradient and momentum lie in memory in one order, without gaps."""
-    others = [leaf.grad, leaf.grad if buffer is None else buffer]
-    alike = all(o is not None and not o.is_sparse and o.stride() == leaf.stride() for o in others)
+def _is_walked(leaf: Tensor, state: Mapping[str, Any]) -> bool:
+    """Return whether the numbers of a leaf, its gradient and its state lie in memory in one order, without gaps."""
+    kept = [value for value in state.values() if isinstance(value, Tensor)]
+    alike = [leaf.grad, *(value for value in kept if value.shape == leaf.shape)]
+    if any(value is None or value.is_sparse or value.stride() != leaf.stride() for value in alike):
+        return False
+    counts = all(value.dtype is torch.float32 for value in kept if value.shape != leaf.shape)  # as the kernel reads
     span = 1 + sum((length - 1) * step for length, step in zip(leaf.shape, leaf.stride(), strict=True))
-    return leaf.device.type == "cpu" and alike and span == leaf.numel()
+    return counts and leaf.device.type == "cpu" and span == leaf.numel()

@@ -1,4 +1,4 @@
-"""SGD's fused kernel ends where its other kernels end, and is chosen only where it can."""
+"""Fused kernels end where the other kernels end, and are chosen only where they can."""
 
 from __future__ import annotations
 
@@ -22,11 +22,21 @@ def leaf_of(shape: tuple[int, ...], seed: int = 0) -> torch.Tensor:
     return leaf
 
 
-@pytest.mark.parametrize("options", [RATES, {**RATES, "nesterov": True}, {"lr": 0.1, "weight_decay": 0.1}])
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        (optim.SGD, RATES),
+        (optim.SGD, {**RATES, "nesterov": True}),
+        (optim.SGD, {"lr": 0.1, "weight_decay": 0.1}),
+        (optim.Adam, {"weight_decay": 0.1}),
+        (optim.Adam, {"amsgrad": True}),
+        (optim.AdamW, {}),
+    ],
+)
 @pytest.mark.parametrize("shape", [(3, 5), (3, 4, 2, 3, 3)])
-def test_the_kernel_ends_where_the_others_end(shape, options):
+def test_the_kernel_ends_where_the_others_end(shape, kind, options):
     ours, theirs = leaf_of(shape), leaf_of(shape)
-    fused, plain = optim.SGD([ours], **options), optim.SGD([theirs], **options, foreach=False)
+    fused, plain = kind([ours], **options), kind([theirs], **options, foreach=False)
     for step in range(4):
         ours.grad, theirs.grad = leaf_of(shape, step).grad, leaf_of(shape, step).grad
         choose_kernel(fused)
@@ -77,4 +87,19 @@ def test_first_steps_beside_later_ones_are_left_to_the_other_kernels():
 def test_a_kernel_that_the_user_has_chosen_stays():
     assert may_be_fused(optim.SGD([leaf_of((3, 5))], **RATES))
     assert not may_be_fused(optim.SGD([leaf_of((3, 5))], **RATES, foreach=True))
-    assert not may_be_fused(optim.Adam([leaf_of((3, 5))]))
+    assert not may_be_fused(optim.RMSprop([leaf_of((3, 5))]))
+
+
+def test_plain_sgd_gains_nothing():
+    optimizer = optim.SGD([leaf_of((3, 5))], lr=0.1)
+    choose_kernel(optimizer)
+    assert not optimizer.param_groups[0]["fused"]
+
+
+def test_counts_of_steps_that_the_kernel_cannot_read_are_left_to_the_other_kernels():
+    optimizer = optim.Adam([leaf_of((3, 5))])
+    optimizer.step()
+    (state,) = optimizer.state.values()
+    state["step"] = state["step"].double()
+    choose_kernel(optimizer)
+    assert not optimizer.param_groups[0]["fused"]
