@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.optim import SGD, Adam, AdamW
 
 _KINDS = (SGD, Adam, AdamW)
-_OPTIONS = ("fused", "foreach", "differentiable", "capturable")
 
 
 def may_be_fused(optimizer: Any) -> bool:
@@ -23,7 +22,10 @@ def may_be_fused(optimizer: Any) -> bool:
     Args:
         optimizer: Optimizer of the module.
     """
-    return type(optimizer) in _KINDS and not any(g.get(name) for g in optimizer.param_groups for name in _OPTIONS)
+    groups = optimizer.param_groups
+    chosen = any(group.get(name) is not None for group in groups for name in ("fused", "foreach"))
+    further = any(group.get(name) for group in groups for name in ("differentiable", "capturable"))
+    return type(optimizer) in _KINDS and not chosen and not further
 
 
 def choose_kernel(optimizer: Any) -> None:

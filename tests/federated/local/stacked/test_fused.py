@@ -84,9 +84,13 @@ def test_first_steps_beside_later_ones_are_left_to_the_other_kernels():
     assert chosen == [True, False, True]
 
 
-def test_a_kernel_that_the_user_has_chosen_stays():
+@pytest.mark.parametrize("choice", [{"foreach": True}, {"foreach": False}, {"fused": False}, {"differentiable": True}])
+def test_a_kernel_that_the_user_has_chosen_stays(choice):
     assert may_be_fused(optim.SGD([leaf_of((3, 5))], **RATES))
-    assert not may_be_fused(optim.SGD([leaf_of((3, 5))], **RATES, foreach=True))
+    assert not may_be_fused(optim.SGD([leaf_of((3, 5))], **RATES, **choice))
+
+
+def test_other_optimizers_have_no_fused_kernel():
     assert not may_be_fused(optim.RMSprop([leaf_of((3, 5))]))
 
 
