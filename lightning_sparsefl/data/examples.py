@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, Sampler, SequentialSampler
 
 Transform: TypeAlias = Callable[[Tensor], Tensor]
 """Function from a batch of stored inputs to a batch of network inputs."""
@@ -71,6 +71,19 @@ class Examples(Dataset[tuple[Tensor, Tensor]]):
             options: Further arguments of ``torch.utils.data.DataLoader``.
         """
         return DataLoader(self, batch_size=batch_size, collate_fn=_as_is, **options)
+
+
+def order_of(sampler: Sampler[int]) -> Tensor:
+    """Return the indices that a sampler yields, int64; those of a permutation without a list of Python's numbers.
+
+    Args:
+        sampler: Sampler of examples.
+    """
+    whole = type(sampler) is RandomSampler and not sampler.replacement and sampler.generator is None
+    if not whole or sampler.num_samples != len(sampler.data_source):  # type: ignore[attr-defined]
+        return torch.tensor(list(sampler), dtype=torch.int64)
+    seed = int(torch.empty((), dtype=torch.int64).random_().item())  # as RandomSampler draws it
+    return torch.randperm(sampler.num_samples, generator=torch.Generator().manual_seed(seed))  # type: ignore[attr-defined]
 
 
 class Normalize:

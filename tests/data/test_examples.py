@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
+from torch.utils.data import RandomSampler, SequentialSampler
 
 from lightning_sparsefl.data import CropFlip, Examples, Normalize
+from lightning_sparsefl.data.examples import order_of
 
 
 def numbered(n: int) -> Examples:
@@ -24,6 +27,26 @@ def test_order_comes_from_the_global_generator():
         return torch.cat([labels for _, labels in numbered(20).loader(6, shuffle=True)]).tolist()
 
     assert order(0) == order(0) != order(1)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        RandomSampler,
+        SequentialSampler,
+        lambda data: RandomSampler(data, replacement=True, num_samples=9),
+        lambda data: RandomSampler(data, num_samples=30),
+        lambda data: RandomSampler(data, generator=torch.Generator().manual_seed(5)),
+    ],
+)
+def test_the_order_of_a_sampler_is_what_it_yields(make):
+    orders = []
+    for read in (order_of, lambda sampler: torch.tensor(list(sampler))):
+        torch.manual_seed(7)
+        orders.append((read(make(numbered(20))), torch.rand(3)))
+    (ours, ours_after), (theirs, theirs_after) = orders
+    assert torch.equal(ours, theirs)
+    assert torch.equal(ours_after, theirs_after)
 
 
 def test_one_example_is_a_row_of_its_batch():

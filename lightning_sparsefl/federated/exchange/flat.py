@@ -18,6 +18,11 @@ class FlatTree(dict[str, Tensor]):
         super().__init__(tensors)
         self.vector = vector
 
+    @property
+    def is_view(self) -> bool:
+        """Whether all tensors are views of the vector, and not copies of another dtype."""
+        return all(tensor.dtype == self.vector.dtype for tensor in self.values())
+
     def __setitem__(self, name: str, tensor: Tensor) -> None:
         """Raise TypeError, since the vector would not change."""
         raise TypeError(f"Weights are read-only; to change {name!r}, build another tree: {{**weights, {name!r}: ...}}.")

@@ -9,14 +9,14 @@ the run: they affect every client, and skipping all of them would hide the fault
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_sparsefl.errors import InvalidUpdate
-from lightning_sparsefl.federated.exchange.flat import Layout
+from lightning_sparsefl.federated.exchange.flat import FlatTree, Layout
 from lightning_sparsefl.types import Masks, Message, Update, Weights
 
 _KINDS = ("weights", "difference")
@@ -123,16 +123,24 @@ def non_finite_reason(update: Update) -> str | None:
     for name in not_finite(update.metrics):
         if "loss" in name:
             return f"its {name} is {update.metrics[name]}"
-    tensors = dict(_floats("", {"weights": update.weights, "extra": update.extra, "shared": update.shared}))
-    if not tensors or math.isfinite(float(torch.stack([_square(tensor) for tensor in tensors.values()]).sum())):
+    found = {"weights": update.weights, "extra": update.extra, "shared": update.shared}
+    whole = isinstance(update.weights, FlatTree) and update.weights.is_view
+    weights = update.weights.vector if whole else update.weights  # type: ignore[attr-defined]
+    if _are_small(tensor for _, tensor in _floats("", {**found, "weights": weights})):
         return None
-    for name, tensor in tensors.items():
+    for name, tensor in _floats("", found):
         if not bool(torch.isfinite(tensor).all()):
             return f"its update of {name} holds values that are not finite"
         largest = float(tensor.abs().max()) if tensor.numel() else 0.0
         if largest > _LARGEST:
             return f"its update of {name} holds values up to {largest:.3g}; expected at most {_LARGEST:.3g}"
     return None
+
+
+def _are_small(tensors: Iterable[Tensor]) -> bool:
+    """Return whether all values are known to be finite and small, without a look at each tensor."""
+    squares = [_square(tensor) for tensor in tensors]
+    return not squares or math.isfinite(float(torch.stack(squares).sum()))
 
 
 def _square(tensor: Tensor) -> Tensor:

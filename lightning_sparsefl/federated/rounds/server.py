@@ -528,7 +528,8 @@ class Server:  # long because the facts of one order are needed at each of its s
             record = ServerRecord.from_plain(packed, outcome.client, self.device)
             observed = self.algorithm.observe(server, self.view(outcome.client, round, record), outcome.report)
             packed = packed if observed is None else replace(record, shared=observed).to_plain()
-        self.records.put(outcome.client, packed, round + 1)
+        if packed["shared"] or packed != self.records.get(outcome.client, round):  # tensors are not compared
+            self.records.put(outcome.client, packed, round + 1)
         self.ledger.add(outcome.charge)
         return observed
 

@@ -6,8 +6,9 @@ import torch
 from torch import nn
 
 from lightning_sparsefl.errors import InvalidOption
+from lightning_sparsefl.federated.aggregation import reducers
 from lightning_sparsefl.federated.aggregation.exact_sum import merge_headers
-from lightning_sparsefl.federated.aggregation.reducers import CoverageMean, PlainMean
+from lightning_sparsefl.federated.aggregation.reducers import Accumulator, CoverageMean, PlainMean
 from lightning_sparsefl.federated.aggregation.robust import CoverageMedian, TrimmedMean
 from lightning_sparsefl.federated.exchange.flat import FlatModule
 from lightning_sparsefl.sparse.masks import intersect
@@ -109,6 +110,23 @@ def test_any_order_and_any_number_of_ranks_give_the_same_bytes(reducer):
         rng.shuffle(parts)
         split = merge(reducer, flat, server, [parts[i::ranks] for i in range(ranks)], message)
         assert split.weights.vector.numpy().tobytes() == whole.weights.vector.numpy().tobytes()
+
+
+@pytest.mark.parametrize("votes", [True, False])
+@pytest.mark.parametrize("reducer", [CoverageMean(), PlainMean()])
+def test_blocks_of_the_vector_and_tensors_one_by_one_give_the_same_bytes(reducer, votes, monkeypatch):
+    flat = flat_module()
+    server = flat.read()
+    parts = updates(flat.layout, server)
+    if not votes:
+        parts = [(replace(update, votes=None), examples) for update, examples in parts]
+    monkeypatch.setattr(reducers, "_BLOCK", 7)
+    blocks = merge(reducer, flat, server, [parts], Message(weights=server))
+    with monkeypatch.context() as patch:
+        patch.setattr(Accumulator, "_on_grid", lambda *_: None)
+        patch.setattr(Accumulator, "_add_vector", None)
+        tensors = merge(reducer, flat, server, [parts], Message(weights=server))
+    assert blocks.weights.vector.numpy().tobytes() == tensors.weights.vector.numpy().tobytes()
 
 
 @pytest.mark.parametrize("reducer", [CoverageMean(), PlainMean()])

@@ -1,9 +1,11 @@
 """What `aggregate` and `observe` learn at the end of a round."""
 
+import csv
 from dataclasses import dataclass, replace
 
 import torch
 
+from lightning_sparsefl import FedAvg
 from lightning_sparsefl.federated import FederatedAlgorithm
 
 
@@ -32,3 +34,14 @@ def test_seconds_reach_the_merge_and_clients_are_observed_with_the_state_after_i
     for client, versions in records.items():
         shared = versions[1]["shared"]
         assert shared == {"own": float(client), "slowest": float(max(records)), "before": 0, "after": 1}
+
+
+def test_records_that_say_the_same_are_written_once(federation, stored_records):
+    """FedAvg keeps nothing about a client but that it has trained."""
+    folder = federation(FedAvg(), rounds=4).run_folder
+    with (folder / "clients.csv").open() as file:
+        trained = [(int(row["client"]), int(row["round"])) for row in csv.DictReader(file) if row["trained"] == "1"]
+    first = {client: min(round for other, round in trained if other == client) for client, _ in trained}
+    assert len(trained) > len(first)
+    versions = {client: set(versions) for client, versions in stored_records(folder)["server"].items()}
+    assert versions == {client: {round + 1} for client, round in first.items()}

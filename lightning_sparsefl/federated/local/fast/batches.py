@@ -12,7 +12,7 @@ from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities.combined_loader import _shutdown_workers_and_reset_iterator
 from torch.utils.data import DataLoader
 
-from lightning_sparsefl.data.examples import Examples
+from lightning_sparsefl.data.examples import Examples, order_of
 from lightning_sparsefl.errors import InvalidOption
 from lightning_sparsefl.federated.local.fast.support import unsupported_loader_reason
 
@@ -30,9 +30,8 @@ def iterate_examples(loader: DataLoader[Any]) -> Iterator[Any]:
 
 
 def _read(loader: DataLoader[Any]) -> Iterator[Any]:
-    batches: list[list[int]] = list(loader.batch_sampler)  # type: ignore[arg-type]  # drawn with the first batch, as by a DataLoader
-    order = torch.tensor([index for batch in batches for index in batch], dtype=torch.int64)
-    for indices in order.split([len(batch) for batch in batches]):
+    order = order_of(loader.batch_sampler.sampler)  # type: ignore[union-attr]  # drawn with the first batch, as by a DataLoader
+    for indices in order.split(loader.batch_sampler.batch_size)[: len(loader)]:  # type: ignore[union-attr]
         yield loader.dataset.__getitems__(indices)  # type: ignore[attr-defined]
 
 

@@ -199,7 +199,8 @@ class FastTrainer(TrainerView):
         self._logger_connector.reset_results()
         self._logger_connector.reset_metrics()
         self.precision_plugin.convert_module(module)
-        self.strategy.model_to_device()
+        if self.strategy.root_device.type != "cpu":  # there, nothing is to be moved
+            self.strategy.model_to_device()
 
     def _close(self) -> None:
         """Close the loaders and move the metrics to the CPU."""

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from lightning_sparsefl.federated.local.fast.direct_calls import step_optimizer
+from lightning_sparsefl.federated.local.stacked.fused import choose_kernel, may_be_fused
 
 ELEMENTWISE: frozenset[type] = frozenset(
     getattr(torch.optim, name)
@@ -57,6 +58,7 @@ class StackedOptimizer:
         self._shared: dict[int, Shared] = {0: self._read(optimizer)}
         self._shares = True
         """Whether anything is kept beside tensors of the weights' shape; known after the first step with gradients."""
+        self._fuses = may_be_fused(optimizer)
 
     def step(self, low: int, high: int, leaves: Mapping[Tensor, Tensor]) -> None:
         """Step the clients from `low` to before `high`, all of which have taken the same number of steps.
@@ -70,6 +72,8 @@ class StackedOptimizer:
         optimizer = self.optimizer if whole else self._part(low, high, leaves)
         if self._shares:
             self._write(optimizer, self._shared[taken])
+        if self._fuses:
+            choose_kernel(optimizer)
         step_optimizer(optimizer)
         for leaf in self._leaves(self.optimizer):
             if leaves[leaf].grad is not None:

@@ -13,7 +13,7 @@ from lightning.pytorch.trainer.states import RunningStage
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from lightning_sparsefl.data.examples import Examples, Normalize
+from lightning_sparsefl.data.examples import Examples, Normalize, order_of
 
 
 def readable(loader: Any) -> bool:
@@ -60,8 +60,7 @@ class ClientReader:
         """Draw the order of an epoch."""
         torch.set_rng_state(self._random)
         torch.empty((), dtype=torch.int64).random_()  # the seed that a DataLoader draws for its workers
-        order = torch.tensor(list(self._batches.sampler), dtype=torch.int64)
-        self.order = order.split(self._batch_size)[: self.batches]
+        self.order = order_of(self._batches.sampler).split(self._batch_size)[: self.batches]
         self._random = torch.get_rng_state()
 
     def start(self, number: int) -> int:

@@ -16,6 +16,7 @@ OPTIMIZERS = {
     "NAdam": lambda parameters: optim.NAdam(parameters, lr=0.1),
     "Rprop": lambda parameters: optim.Rprop(parameters, lr=0.1),
     "SGD": lambda parameters: optim.SGD(parameters, lr=0.1, momentum=0.9, dampening=0.5),
+    "SGD with decay": lambda parameters: optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=0.1, nesterov=True),
 }
 HAS_GRADIENT = {
     "always": lambda tensor, step: True,
