@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -90,7 +89,7 @@ class StackedFit:
         trainer._start(TrainerFn.FITTING, RunningStage.TRAINING)
         for callback, _ in self._callbacks:
             callback.start(whole.leaves)
-        with self._logging(), torch.enable_grad():
+        with self.log.receiving(self.module), torch.enable_grad():
             self._make_optimizer()
             self._epochs()
         trainer._close()
@@ -105,20 +104,6 @@ class StackedFit:
         """Let the callbacks leave the module as it was."""
         for callback, _ in self._callbacks:
             callback.release()
-
-    @contextmanager
-    def _logging(self) -> Iterator[None]:
-        """Send the module's `self.log` to the log of the stack."""
-        state = vars(self.module)
-        before = {name: state.get(name) for name in ("log", "log_dict")}
-        state["log"], state["log_dict"] = self.log.log, self.log.log_dict
-        try:
-            yield
-        finally:
-            for name, method in before.items():
-                state.pop(name, None)
-                if method is not None:
-                    state[name] = method
 
     def _make_optimizer(self) -> None:
         """Make the user's optimizer on the module's own tensors, so that its rules see them, and point it at leaves."""

@@ -88,7 +88,7 @@ class StackReader:
     """Reader of several clients' batches, with one index for all of them where their examples share a storage.
 
     Args:
-        readers: Readers of the clients, with equal :func:`reading_key`.
+        readers: Readers of the clients, whose examples have equal :func:`reading_key`.
     """
 
     def __init__(self, readers: Sequence[ClientReader]) -> None:
@@ -181,13 +181,13 @@ def _common_rows(tensors: Sequence[Tensor]) -> tuple[Tensor, list[int]] | None:
     return common, [(start - lowest) // row for start in starts]
 
 
-def reading_key(reader: ClientReader) -> tuple[Any, ...]:
+def reading_key(examples: Examples) -> tuple[Any, ...]:
     """Return what must agree for clients to be read together.
 
     Args:
-        reader: Reader of a client.
+        examples: Samples of a client.
     """
-    examples, transform = reader.examples, reader.examples.transform
+    transform = examples.transform
     kind: tuple[Any, ...] = (type(transform),)
     if isinstance(transform, Normalize):
         kind += (*transform.scale.flatten().tolist(), *transform.shift.flatten().tolist())

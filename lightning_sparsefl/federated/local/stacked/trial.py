@@ -147,7 +147,7 @@ class StackingTrial:
         """Train two clients on one batch, alone and stacked; return why the results differ, or None."""
         random, worker = torch.get_rng_state(), self._worker
         first = dict(worker.initial)
-        starts = (first, _moved(first, worker.flat.layout.buffers))
+        starts = (first, moved_weights(first, worker.flat.layout.buffers))
         try:
             with _gradient_descent(self._module), warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # such as those of vmap about slow functions
@@ -239,8 +239,13 @@ class _AskedLoop(FitLoop):
         """Prepare no loader."""
 
 
-def _moved(weights: Weights, fixed: Collection[str]) -> dict[str, Tensor]:
-    """Return other weights for the second client, with the same buffers."""
+def moved_weights(weights: Weights, fixed: Collection[str]) -> dict[str, Tensor]:
+    """Return other weights for the second client of a trial, with the same buffers.
+
+    Args:
+        weights: Weights of the first client.
+        fixed: Names of buffers.
+    """
     generator = torch.Generator().manual_seed(0)
     return {
         name: tensor if name in fixed else tensor + 0.02 * torch.randn(tensor.shape, generator=generator).to(tensor)
