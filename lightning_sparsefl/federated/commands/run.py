@@ -179,7 +179,7 @@ class Run:
         return worker.stack_size(cohort) if size == "auto" else size
 
     def _score_size(self, clients: int) -> int:
-        """Return how many of a number of clients are scored together; 1 = one after another."""
+        """Return how many of a number of clients are scored together at most; 1 = one after another."""
         worker, size = self.worker, self.federation.stack_size
         if not isinstance(worker, StackedWorker) or not worker.can_stack:
             return 1

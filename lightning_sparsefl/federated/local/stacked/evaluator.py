@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -32,10 +32,12 @@ class StackEvaluator:
 
     Args:
         worker: Worker whose engine, module and data are used.
+        activations: Numbers that the module's layers return for one sample.
+        room: Numbers that the weights and activations of a stack may have; larger evaluations gain nothing.
     """
 
-    def __init__(self, worker: ClientWorker) -> None:
-        self._worker = worker
+    def __init__(self, worker: ClientWorker, activations: float, room: int) -> None:
+        self._worker, self._activations, self._room = worker, activations, room
         self._reasons: dict[str, str | None] = {}
         """Why a step cannot be done for several clients at once, as a clause; None if it can."""
 
@@ -66,8 +68,20 @@ class StackEvaluator:
             key = (request.split, request.loader.batch_size, request.loader.drop_last, reading_key(request.examples))
             groups.setdefault(key, []).append(request)
         for group in groups.values():
-            if len(group) > 1:
-                self._run_group(sorted(group, key=lambda r: (-len(r.examples), r.client)))
+            for part in self._parts(sorted(group, key=lambda r: (-len(r.examples), r.client))):
+                if len(part) > 1:
+                    self._run_group(part)
+
+    def _parts(self, group: Sequence[EvaluationRequest]) -> Iterator[Sequence[EvaluationRequest]]:
+        """Divide a group so that each part has room; the parts follow from the requests alone."""
+        first, numbers = 0, 0.0
+        for place, request in enumerate(group):
+            own = self._worker.flat.layout.size + self._activations * request.size(0)
+            if numbers and numbers + own > self._room:
+                yield group[first:place]
+                first, numbers = place, 0.0
+            numbers += own
+        yield group[first:]
 
     def _run_group(self, group: Sequence[EvaluationRequest]) -> None:
         try:

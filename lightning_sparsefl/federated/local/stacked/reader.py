@@ -52,6 +52,11 @@ class ClientReader:
         """Whether each batch draws random numbers, as for random crops."""
         return self._draws
 
+    @property
+    def batch_samples(self) -> int:
+        """Number of samples in the first batch."""
+        return min(self._batch_size, self.num_examples)
+
     def rewind(self) -> None:
         """Begin again with the first epoch, for a stack that is fitted again."""
         self._random = self._first

@@ -100,11 +100,12 @@ class StackingTrial:
         planned: Whether the learning rates depend on the numbers of batches, so that only clients with equal ones share
             them.
         activations: Numbers that the module's layers return for one batch.
+        samples: Number of samples in that batch.
     """
 
     def __init__(self, worker: ClientWorker) -> None:
         self._worker, self._module, self._data = worker, worker.module, worker.data
-        self.planned, self.activations = False, 0
+        self.planned, self.activations, self.samples = False, 0, 1
         self.reason = self._reason_of_settings() or self._reason_of_module() or self._reason_of_step()
 
     def _reason_of_settings(self) -> str | None:
@@ -188,6 +189,7 @@ class StackingTrial:
         for place, weights in enumerate(starts):
             seed_all("trial")
             reader = ClientReader(self._data.client_train_dataloader(0), 1)
+            self.samples = reader.batch_samples
             requests.append(StackedRequest(place, ("trial",), weights, {}, [], reader, 1))
         self._worker.load(starts[0])
         fit_stack(self._engine(), self._module, self._data, requests)

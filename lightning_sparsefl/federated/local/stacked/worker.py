@@ -50,7 +50,9 @@ class StackedWorker(ClientWorker):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self._shares: dict[int, float] = {}
-        self._trial, self._evaluator = StackingTrial(self), StackEvaluator(self)
+        self._trial = StackingTrial(self)
+        numbers = self._trial.activations / self._trial.samples
+        self._evaluator = StackEvaluator(self, numbers, self._budget // self._element)
         if not self.can_stack:
             _messages.warn(
                 f"Clients train one after another, since {self._trial.reason}; set `federation.local_engine: auto`."
@@ -73,24 +75,28 @@ class StackedWorker(ClientWorker):
         Returns:
             The number; 1 where fewer than three clients fit.
         """
-        return self._size(cohort, 3, _MOST)
+        each = self._element * (3 * self.flat.layout.size + 2 * self._trial.activations)
+        size = min(self._budget // each, _MOST, max(3, math.ceil(cohort / 2)))
+        return size if size >= 3 else 1
 
     def score_size(self, clients: int) -> int:
-        """Return the number of clients that are evaluated at once, by the same rule without gradients.
+        """Return the largest number of clients that are evaluated at once, by a fixed rule as well.
 
         Args:
             clients: Number of clients that are evaluated.
         """
-        return self._size(clients, 1, _MOST_SCORED)
+        return min(_MOST_SCORED, max(3, math.ceil(clients / 2)))
 
-    def _size(self, cohort: int, copies: int, most: int) -> int:
-        budget = (
-            _ON_CPU if self.device.type == "cpu" else torch.cuda.get_device_properties(self.device).total_memory // 8
-        )
-        element = self.flat.vector.element_size()
-        fits = int(min(budget // (element * (copies * self.flat.layout.size + 2 * self._trial.activations)), most))
-        size = min(fits, max(3, math.ceil(cohort / 2)))
-        return size if size >= 3 else 1
+    @property
+    def _budget(self) -> int:
+        """Largest number of bytes of a stack."""
+        if self.device.type == "cpu":
+            return _ON_CPU
+        return int(torch.cuda.get_device_properties(self.device).total_memory) // 8
+
+    @property
+    def _element(self) -> int:
+        return self.flat.vector.element_size()
 
     def together(self, works: Sequence[Callable[[], Answer]]) -> Iterator[Answer]:
         """Do several clients' work, where those that fit wait for each other.
