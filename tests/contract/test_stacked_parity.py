@@ -27,6 +27,7 @@ from lightning_sparsefl import (
     FedMef,
     FedNova,
     FedProx,
+    FedRep,
     FedRolex,
     FedSpa,
     FjORD,
@@ -42,6 +43,7 @@ from lightning_sparsefl import (
 from lightning_sparsefl.callbacks import DynamicMask, GlobalMagnitudePruning
 from lightning_sparsefl.data import IID, Dirichlet, FederatedDigits
 from lightning_sparsefl.federated.local.stacked.evaluator import StackEvaluator
+from lightning_sparsefl.federated.local.stacked.fit import StackedFit
 from lightning_sparsefl.federated.local.stacked.worker import StackedWorker
 from lightning_sparsefl.testing.contents import rows
 
@@ -365,6 +367,24 @@ def test_keys_that_are_not_logged_everywhere(tmp_path, stacks):
 )
 def test_methods_with_clients_of_different_sizes(algorithm, tmp_path, stacks):
     compare(tmp_path, seeded(norm="none", smooth=True), algorithm, federation={"capacities": [0.3, 1.0]})
+    assert stacks
+
+
+@pytest.mark.parametrize("norm", ["batch", "group"])
+def test_frozen_weights_that_all_clients_share_are_stored_once(norm, tmp_path, stacks):
+    """FedRep trains heads above the server's body, and then bodies below the clients' own heads."""
+    head = {"net.9.weight", "net.9.bias"}
+    shared, before = [], StackedFit._shared
+
+    def noted(fit):
+        shared.append(set(before(fit)))
+        return list(shared[-1])
+
+    with mock.patch.object(StackedFit, "_shared", noted):
+        compare(tmp_path, seeded(norm=norm, smooth=True), FedRep(), batch_size=6, rounds=1)
+    body = {name for name, _ in Pictures(norm=norm).named_parameters()} - head
+    assert body in shared
+    assert all(names in (body, set()) for names in shared)
     assert stacks
 
 

@@ -86,7 +86,7 @@ class BatchPass:
         """
         part = copy.copy(self.part)
         other = {name: value.detach().requires_grad_() for name, value in (weights or {}).items()}
-        part.leaves = {**self.part.leaves, **other}
+        part.leaves, part.shared = {**self.part.leaves, **other}, self.part.shared - other.keys()
         wanted = {name: leaf for name, leaf in part.leaves.items() if leaf.requires_grad}
         with self._leaving_no_trace(), torch.enable_grad():
             losses = self._losses(part)
@@ -98,7 +98,8 @@ class BatchPass:
     def _leaving_no_trace(self) -> Iterator[None]:
         """Mute the log, and restore statistics, counters and random numbers."""
         counters = [tensor for tensor in self.part.module.buffers() if not tensor.is_floating_point()]
-        fixed = [leaf for leaf in self.part.leaves.values() if not leaf.requires_grad]
+        leaves = ((name, leaf) for name, leaf in self.part.leaves.items() if name not in self.part.shared)
+        fixed = [leaf for _, leaf in leaves if not leaf.requires_grad]
         before = [(tensor, tensor.clone()) for tensor in (*counters, *fixed)]
         devices = {leaf.device.index or 0 for leaf in self.part.leaves.values() if leaf.device.type == "cuda"}
         self._log.muted = True
