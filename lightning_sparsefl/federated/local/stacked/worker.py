@@ -80,12 +80,17 @@ class StackedWorker(ClientWorker):
         return size if size >= 3 else 1
 
     def score_size(self, clients: int) -> int:
-        """Return the largest number of clients that are evaluated at once, by a fixed rule as well.
+        """Return the largest number of clients whose models are evaluated at once, by a fixed rule as well.
 
         Args:
             clients: Number of clients that are evaluated.
+
+        Returns:
+            The number; 1 where fewer than three models fit. It is lowered where their samples do not fit.
         """
-        return min(_MOST_SCORED, max(3, math.ceil(clients / 2)))
+        fits = self._budget // (self._element * self.flat.layout.size)
+        size = min(fits, _MOST_SCORED, max(3, math.ceil(clients / 2)))
+        return size if size >= 3 else 1
 
     @property
     def _budget(self) -> int:
@@ -146,8 +151,6 @@ class StackedWorker(ClientWorker):
         Args:
             splits: Splits to evaluate.
         """
-        if "train" in splits:  # is read in an order of each client's own
-            return False
         if "train" in splits:  # is read in an order of each client's own
             return False
         return self.can_stack and all(self._evaluator.reason(split) is None for split in splits)
