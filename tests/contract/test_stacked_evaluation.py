@@ -71,6 +71,16 @@ class Judged(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.05)
 
 
+class Late(Judged):
+    """Logs some keys in the fourth batch only, which not every client has."""
+
+    def validation_step(self, batch, batch_idx):
+        super().validation_step(batch, batch_idx)
+        if batch_idx == 3:
+            self.log("late", self.accuracy)
+            self.log("fourth", batch[0].mean())
+
+
 def by_tensors(module, logits, targets):
     losses = F.cross_entropy(logits, targets, reduction="none")
     module.log("loss", losses.mean())
@@ -163,6 +173,7 @@ def sizes():
 
 
 MODELS = {
+    "late": lambda: Late(by_objects),
     "tensors": lambda: Judged(by_tensors),
     "objects": lambda: Judged(by_objects),
     "MLP": lambda: MLP(num_classes=10, sample_shape=(1, 8, 8)),
@@ -182,6 +193,14 @@ def test_scores_of_clients_with_different_numbers_of_samples(model, algorithm, t
     ours, _ = scores_of(tmp_path / "stacked", "stacked", model, algorithm)
     agree(ours, theirs)
     assert sizes == [2, 5, 5, 5, 5]
+
+
+def test_keys_that_some_clients_do_not_log(tmp_path, sizes):
+    theirs, _ = scores_of(tmp_path / "fast", "fast", "late")
+    ours, _ = scores_of(tmp_path / "stacked", "stacked", "late")
+    agree(ours, theirs)
+    assert len({"late" in metrics for metrics in ours[0].personal.values()}) == 2
+    assert max(sizes) == 5
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,8 @@ from lightning_sparsefl.federated.local.stacked.metric_states import MetricState
 class EvaluationLog(StackedLog):
     """Receiver of `self.log` in a validation or test step for several clients, which also takes metric objects."""
 
-    _objects: dict[str, Metric] = field(default_factory=dict)
+    _objects: dict[str, tuple[Metric, list[bool]]] = field(default_factory=dict)
+    """Metric objects by key, and whether each client has logged them."""
 
     def log(
         self,
@@ -33,9 +34,9 @@ class EvaluationLog(StackedLog):
         if not on_epoch:
             return  # an evaluation returns values of epochs only
         if isinstance(value, Metric):
-            self._objects[name] = value
-            if on_step:
-                self._objects[f"{name}_epoch"] = value
+            for key in (name, f"{name}_epoch") if on_step else (name,):
+                _, logged = self._objects.setdefault(key, (value, [False] * self.size))
+                logged[self.low : self.high] = [True] * (self.high - self.low)
             return
         super().log(name, value, prog_bar, logger, bool(on_step), on_epoch, *args, **options)
 
@@ -50,7 +51,8 @@ class EvaluationLog(StackedLog):
             if entry.on_step:
                 for metrics in found:
                     metrics.pop(f"{name}_step", None)
-        for name, metric in self._objects.items():
-            for metrics, value in zip(found, states.compute(metric), strict=True):
-                metrics[name] = value
+        for name, (metric, logged) in self._objects.items():
+            for metrics, value, has in zip(found, states.compute(metric), logged, strict=True):
+                if has:
+                    metrics[name] = value
         return found
