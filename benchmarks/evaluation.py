@@ -38,7 +38,7 @@ from lightning_sparsefl.federated.rounds.server import Server
 from lightning_sparsefl.models import MLP, LeNet5
 from lightning_sparsefl.models.task import Classifier
 
-CLIENTS, COHORT, SAMPLES = 100, 10, 500
+COHORT, SAMPLES = 10, 500
 MODELS: dict[str, Callable[[], Classifier]] = {
     "MLP": lambda: MLP(num_classes=10, **RATES),
     "LeNet5": lambda: LeNet5(num_classes=10, **RATES),
@@ -84,7 +84,7 @@ def timed(owner: Any, name: str, times: list[float], off: Callable[[], bool] = l
         setattr(owner, name, before)
 
 
-def run(model: str, method: str, engine: str, rounds: int) -> dict[str, Any]:
+def run(model: str, method: str, engine: str, clients: int, rounds: int) -> dict[str, Any]:
     """Return the times of the rounds and evaluations of a run, without those of the first round."""
     evaluations: list[float] = []
     trainings: list[float] = []
@@ -107,9 +107,11 @@ def run(model: str, method: str, engine: str, rounds: int) -> dict[str, Any]:
             enable_progress_bar=False,
             logger=False,
             algorithm=METHODS[method](),
-            federation=Federation(clients_per_round=COHORT, pictures_every_n_rounds=0, local_engine=engine),  # type: ignore[arg-type]
+            federation=Federation(
+                clients_per_round=min(COHORT, clients), pictures_every_n_rounds=0, local_engine=engine
+            ),  # type: ignore[arg-type]
             seed=SEED,
-        ).fit(MODELS[model](), Pictures(CLIENTS, SAMPLES))
+        ).fit(MODELS[model](), Pictures(clients, SAMPLES))
     pairs = list(zip(evaluations, trainings, strict=True))[1:]
     return {
         "ratio": statistics.median(evaluation / training for evaluation, training in pairs),
@@ -119,13 +121,13 @@ def run(model: str, method: str, engine: str, rounds: int) -> dict[str, Any]:
     }
 
 
-def measure(model: str, method: str, rounds: int, cycles: int) -> dict[str, Any]:
+def measure(model: str, method: str, clients: int, rounds: int, cycles: int) -> dict[str, Any]:
     """Measure a cell; return its description with medians over the cycles."""
     found: dict[str, list[dict[str, Any]]] = {engine: [] for engine in ENGINES}
     for cycle in range(cycles):
         for engine in ENGINES if cycle % 2 else ENGINES[::-1]:
-            found[engine].append(apart(run, model, method, engine, rounds))
-    row: dict[str, Any] = {"model": model, "method": method, "rounds": rounds, "cycles": cycles}
+            found[engine].append(apart(run, model, method, engine, clients, rounds))
+    row: dict[str, Any] = {"model": model, "method": method, "clients": clients, "rounds": rounds, "cycles": cycles}
     row["load"] = round(os.getloadavg()[0], 1)
     for engine, runs in found.items():
         for key in ("ratio", "evaluation_ms", "round_ms"):
@@ -142,18 +144,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=["MLP"], help="models")
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS), help="methods")
+    parser.add_argument("--clients", type=int, default=100, help="number of clients that are evaluated")
     parser.add_argument("--rounds", type=int, default=10, help="number of measured rounds of a run")
     parser.add_argument("--cycles", type=int, default=3, help="number of runs of each engine")
     parser.add_argument("--out", type=Path, help="file for the JSON")
     options = parser.parse_args()
-    cells = []
-    for model in options.models:
-        for method in options.methods:
-            cells.append(measure(model, method, options.rounds, options.cycles))
-            print(json.dumps(cells[-1]), flush=True)
-    result = {"processor": processor(), "torch": torch.__version__, "threads": 1, "cells": cells}
+    cells = [
+        measure(model, method, options.clients, options.rounds, options.cycles)
+        for model in options.models
+        for method in options.methods
+    ]
+    result = json.dumps({"processor": processor(), "torch": torch.__version__, "threads": 1, "cells": cells}, indent=2)
+    print(result)
     if options.out:
-        options.out.write_text(json.dumps(result, indent=2) + "\n")
+        options.out.write_text(result + "\n")
 
 
 if __name__ == "__main__":
