@@ -23,6 +23,7 @@ TINY = {
         *("--models", "MLP", "--cohorts", "3", "--samples", "30", "--rounds", "1", "--cycles", "1"),
         *("--runs", "sequential 1", "stacked 1"),
     ],
+    "evaluation": ["--methods", "FedAvg", "--clients", "4", "--rounds", "1", "--cycles", "1"],
     "federated_round": ["--clients", "2", "--samples", "30", "--rounds", "2"],
 }
 

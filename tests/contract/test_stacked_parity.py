@@ -27,6 +27,7 @@ from lightning_sparsefl import (
     FedMef,
     FedNova,
     FedProx,
+    FedRep,
     FedRolex,
     FedSpa,
     FjORD,
@@ -41,6 +42,8 @@ from lightning_sparsefl import (
 )
 from lightning_sparsefl.callbacks import DynamicMask, GlobalMagnitudePruning
 from lightning_sparsefl.data import IID, Dirichlet, FederatedDigits
+from lightning_sparsefl.federated.local.stacked.evaluator import StackEvaluator
+from lightning_sparsefl.federated.local.stacked.fit import StackedFit
 from lightning_sparsefl.federated.local.stacked.worker import StackedWorker
 from lightning_sparsefl.testing.contents import rows
 
@@ -119,6 +122,33 @@ def stacks():
         yield sizes
 
 
+@pytest.fixture
+def scored():
+    """The sizes of all stacks that are evaluated, without those of the trials."""
+    sizes, before = [], StackEvaluator._run_group
+
+    def evaluate(evaluator, group):
+        before(evaluator, group)
+        if all(request.result for request in group):
+            sizes.append(len(group))
+
+    with mock.patch.object(StackEvaluator, "_run_group", evaluate):
+        yield sizes
+
+
+def with_losses(module):
+    """Return a module that logs the loss of an evaluation as well, which shows differences that accuracies hide."""
+
+    def validation_step(self, batch, batch_idx):
+        logits = self(batch[0])
+        self.log("val_loss", F.cross_entropy(logits, batch[1]))
+        self.log("val_acc", (logits.argmax(1) == batch[1]).double().mean())
+
+    kind = type(module)
+    module.__class__ = type(kind.__name__, (kind,), {"validation_step": validation_step})
+    return module
+
+
 def close(ours, theirs):
     """Assert that two runs ended with equal weights and tables, up to rounding."""
     for name, tensor in theirs.items():
@@ -138,17 +168,22 @@ def close_tables(ours, theirs):
 
 
 @every_variant
-def test_stacked_clients_end_where_they_end_one_after_another(algorithm, federation, stacks):
+def test_stacked_clients_end_where_they_end_one_after_another(algorithm, federation, stacks, scored):
     weights = []
     for engine in ("fast", "stacked"):
         torch.manual_seed(1)
-        module = without_noise(module_for(algorithm)())
+        module = with_losses(without_noise(module_for(algorithm)()))
         run = federation(
             algorithm,
             folder=engine,
             module=module,
             precision="64-true",
-            federation={"local_engine": engine, "stack_size": 4, "capacities": [0.5, 1.0]},
+            federation={
+                "local_engine": engine,
+                "stack_size": 4,
+                "capacities": [0.5, 1.0],
+                "eval_after_training": True,
+            },
         )
         weights.append((module.state_dict(), run))
     close(weights[1][0], weights[0][0])
@@ -156,6 +191,7 @@ def test_stacked_clients_end_where_they_end_one_after_another(algorithm, federat
         close_tables(weights[1][1].run_folder / table, weights[0][1].run_folder / table)
     assert stacks
     assert min(stacks) > 1
+    assert scored
 
 
 RAGGED = Dirichlet(alpha=0.5)
@@ -331,6 +367,24 @@ def test_keys_that_are_not_logged_everywhere(tmp_path, stacks):
 )
 def test_methods_with_clients_of_different_sizes(algorithm, tmp_path, stacks):
     compare(tmp_path, seeded(norm="none", smooth=True), algorithm, federation={"capacities": [0.3, 1.0]})
+    assert stacks
+
+
+@pytest.mark.parametrize("norm", ["batch", "group"])
+def test_frozen_weights_that_all_clients_share_are_stored_once(norm, tmp_path, stacks):
+    """FedRep trains heads above the server's body, and then bodies below the clients' own heads."""
+    head = {"net.9.weight", "net.9.bias"}
+    shared, before = [], StackedFit._shared
+
+    def noted(fit):
+        shared.append(set(before(fit)))
+        return list(shared[-1])
+
+    with mock.patch.object(StackedFit, "_shared", noted):
+        compare(tmp_path, seeded(norm=norm, smooth=True), FedRep(), batch_size=6, rounds=1)
+    body = {name for name, _ in Pictures(norm=norm).named_parameters()} - head
+    assert body in shared
+    assert all(names in (body, set()) for names in shared)
     assert stacks
 
 

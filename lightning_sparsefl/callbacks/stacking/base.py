@@ -86,6 +86,16 @@ class StackedCallback:
             setattr(part, name, getattr(self, name)[low:high])
         return part
 
+    def writes(self, name: str) -> bool:
+        """Return whether the callback may write into a weight that is frozen for all clients.
+
+        If no callback of a stack does, such a weight is stored once, and its leaf is read only.
+
+        Args:
+            name: Name of the weight.
+        """
+        return True
+
     def start(self, leaves: Leaves) -> None:
         """Act when the weights are loaded."""
 

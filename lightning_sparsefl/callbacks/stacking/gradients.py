@@ -30,6 +30,10 @@ class StackedProximalTerm(StackedCallback):
         self._given = None if None in given or not given[0] else cast(list[Weights], given)
         self.anchors: dict[str, Tensor] = {}
 
+    def writes(self, name: str) -> bool:
+        """Return whether a frozen weight may be written; see :class:`StackedCallback`."""
+        return False
+
     def start(self, leaves: Leaves) -> None:
         """Copy the anchors."""
         for name, leaf in leaves.items():
@@ -57,6 +61,10 @@ class StackedOffset(StackedCallback):
         names = callbacks[0].offset
         self.offsets = {name: torch.stack([callback.offset[name] for callback in callbacks]) for name in names}
 
+    def writes(self, name: str) -> bool:
+        """Return whether a frozen weight may be written; see :class:`StackedCallback`."""
+        return False
+
     def start(self, leaves: Leaves) -> None:
         """Move the offsets to the weights' device and type."""
         self.offsets = {name: offset.to(leaves[name]) for name, offset in self.offsets.items() if name in leaves}
@@ -76,6 +84,10 @@ class StackedMeter(StackedCallback):
     def __init__(self, callbacks: Sequence[StepMeter]) -> None:
         self.meters = list(callbacks)
         self.optimizer: Optimizer | None = None
+
+    def writes(self, name: str) -> bool:
+        """Return whether a frozen weight may be written; see :class:`StackedCallback`."""
+        return False
 
     def rows(self, low: int, high: int) -> StackedCallback:
         """Return the part for some clients; see :class:`StackedCallback`."""
@@ -104,6 +116,10 @@ class StackedSum(StackedCallback):
         self.names, self._squared = names, callbacks[0]._squared
         self.sums: dict[str, Tensor] = {}
         self.squares: dict[str, Tensor] = {}
+
+    def writes(self, name: str) -> bool:
+        """Return whether a frozen weight may be written; see :class:`StackedCallback`."""
+        return False
 
     def start(self, leaves: Leaves) -> None:
         """Begin new sums."""

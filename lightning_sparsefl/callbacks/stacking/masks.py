@@ -21,6 +21,10 @@ class StackedMask(StackedCallback):
     def __init__(self, masks: Sequence[Mapping[str, Tensor]]) -> None:
         self.dropped = {name: ~torch.stack([mask[name] for mask in masks]) for name in masks[0]}
 
+    def writes(self, name: str) -> bool:
+        """Return whether a frozen weight may be written; see :class:`StackedCallback`."""
+        return name in self.dropped
+
     @torch.no_grad()
     def start(self, leaves: Leaves) -> None:
         """Zero the weights that are not held."""
@@ -49,6 +53,10 @@ class StackedFeedback(StackedCallback):
         masks = [callback.masks for callback in callbacks]
         self.dropped = {name: ~torch.stack([mask[name] for mask in masks]) for name in masks[0]}
         self.pruned: dict[str, Tensor] = {}
+
+    def writes(self, name: str) -> bool:
+        """Return whether a frozen weight may be written; see :class:`StackedCallback`."""
+        return name in self.dropped
 
     @torch.no_grad()
     def start(self, leaves: Leaves) -> None:
@@ -86,6 +94,10 @@ class StackedFreezing(StackedCallback):
         partly = [n for n in trainable[0] if any(bool(t[n].any()) and not bool(t[n].all()) for t in trainable)]
         self.frozen = {name: ~torch.stack([tree[name] for tree in trainable]) for name in partly}
         self.values: dict[str, Tensor] = {}
+
+    def writes(self, name: str) -> bool:
+        """Return whether a frozen weight may be written; see :class:`StackedCallback`."""
+        return name in self.frozen
 
     def start(self, leaves: Leaves) -> None:
         """Store the values of frozen entries."""

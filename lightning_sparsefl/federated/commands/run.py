@@ -178,6 +178,13 @@ class Run:
             return 1
         return worker.stack_size(cohort) if size == "auto" else size
 
+    def _score_size(self, clients: int) -> int:
+        """Return how many of a number of clients are scored together at most; 1 = one after another."""
+        worker, size = self.worker, self.federation.stack_size
+        if not isinstance(worker, StackedWorker) or not worker.can_stack:
+            return 1
+        return worker.score_size(clients) if size == "auto" else size
+
     def _connect(self) -> None:
         """Connect the server's half with this rank's node."""
         options, federation, data = self.options, self.federation, self.data
@@ -222,7 +229,16 @@ class Run:
         )
         node = WireNode(self.node) if federation.wire == "encode" else self.node
         raises = federation.on_client_error == "raise"
-        self.cohort = RankCohort(self.ranks, node, self.visiting, about, federation.placement, raises, self.stack_size)
+        self.cohort = RankCohort(
+            self.ranks,
+            node,
+            self.visiting,
+            about,
+            federation.placement,
+            raises,
+            self.stack_size,
+            self._score_size,
+        )
         self.coordinator = Coordinator(self.server, self.cohort, merging)
         stores = (self.server_records, self.node_records)
         self.scorer = Scorer(self.coordinator, self.worker, unseen_clients, stores, self.split)

@@ -65,7 +65,7 @@ def _loaders_restored() -> Iterator[None]:
     Lightning does not restore them after an error, nor if a `Trainer` wrapped them again inside. Each such run leaves
     one layer of wrappers, and after some hundred runs the recursion limit prevents the creation of loaders.
     """
-    kinds = {kind for base in (DataLoader, BatchSampler) for kind in {base, *get_all_subclasses(base)}}
+    kinds = _loader_kinds()
     before = {kind: {name: vars(kind)[name] for name in _REPLACED if name in vars(kind)} for kind in kinds}
     try:
         yield
@@ -78,13 +78,40 @@ def _loaders_restored() -> Iterator[None]:
                     delattr(kind, name)
 
 
+def _loader_kinds() -> set[type]:
+    return {kind for base in (DataLoader, BatchSampler) for kind in {base, *get_all_subclasses(base)}}
+
+
+@contextmanager
+def _loaders_unwrapped() -> Iterator[None]:
+    """Give data loader classes their own methods inside, which Fabric has wrapped.
+
+    The wrappers note the arguments of each loader, so that Fabric could make it again with another sampler. A
+    federation never asks for that, and makes a loader for each client and round; noting takes ten times as long.
+    """
+    wrapped = [
+        (kind, name, vars(kind)[name], vars(kind)[f"__old{name}"])
+        for kind in _loader_kinds()
+        for name in ("__init__", "__setattr__", "__delattr__")
+        if f"__old{name}" in vars(kind)
+    ]
+    for kind, name, _, own in wrapped:
+        setattr(kind, name, own)
+    try:
+        yield
+    finally:
+        for kind, name, wrapper, _ in wrapped:
+            setattr(kind, name, wrapper)
+
+
 def _run_to_completion(work: Callable[[Fabric], T], fabric: Fabric) -> T:
     """Run `work`, then wait briefly for the process group's threads to free the tensors of the last collective.
 
     They need the GIL for this. A thread that requests it while the interpreter shuts down aborts the process, which a
     launcher reports as a failed rank.
     """
-    result = work(fabric)
+    with _loaders_unwrapped():
+        result = work(fabric)
     if _distributed_is_initialized():  # not after an error, which must be reported before a launcher ends this process
         time.sleep(_CLEANUP_SECONDS)
     return result

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
@@ -29,6 +29,19 @@ from lightning_sparsefl.sparse.density import maskable
 from lightning_sparsefl.sparse.parts import without
 from lightning_sparsefl.types import Message, Shared, Update, Weights
 from lightning_sparsefl.wire import Codec
+
+
+@runtime_checkable
+class StackedScoring(Protocol):
+    """A worker that can evaluate several clients at once."""
+
+    def can_evaluate(self, splits: Sequence[Split]) -> bool:
+        """Return whether several clients can be evaluated at once on these splits."""
+        ...
+
+    def evaluate_at_once(self, wanted: Sequence[tuple[Client, Weights, Split]]) -> list[dict[str, float]]:
+        """Return the scores of each client; empty where a client has to be evaluated alone."""
+        ...
 
 
 class NodeRecords(Protocol):
@@ -107,18 +120,28 @@ class Node:
         Raises:
             InvalidUpdate: If the algorithm's update does not fit its message.
         """
+        scored = len(orders) > 1 and all(order.task == "score" for order in orders)
+        if scored and isinstance(self.worker, StackedScoring) and self.worker.can_evaluate(orders[0].splits):
+            yield from self._score_at_once(orders, self.worker)
+            return
         works = [partial(self._answer, order) for order in orders]
         together = getattr(self.worker, "together", None)
         yield from together(works) if together is not None else (work() for work in works)
 
-    def _answer(self, order: Order) -> Answer:
+    def _answer(self, order: Order, do: Callable[[Order, NodeRecord], Answer] | None = None) -> Answer:
+        """Carry out one order.
+
+        Args:
+            order: The order.
+            do: Function that does the work; None = that of the order's task.
+        """
         started = time.perf_counter()
         blank = self._blank(order)
         try:
             record = self.record(order.client, order.version)
             if record is None:
                 return replace(blank, forgot=True)
-            answer = self._tasks[order.task](order, record)
+            answer = (do or self._tasks[order.task])(order, record)
         except InvalidUpdate:
             raise  # a mistake of the algorithm, not of the client
         except Exception as error:
@@ -206,6 +229,27 @@ class Node:
         client, message = self._client(order, record), self._with_buffers(order, record)
         weights = _with_missing(self.algorithm.personalize(message, client), record.buffers)
         return replace(self._blank(order), scores=self._scores(order, client, weights))
+
+    def _score_at_once(self, orders: Sequence[Order], worker: StackedScoring) -> Iterator[Answer]:
+        """Answer orders of the task `score` by one evaluation; clients that are left out of it are scored alone."""
+        started = time.perf_counter()
+        models: dict[int, tuple[Client, Weights]] = {}
+        answers = [self._answer(order, partial(self._take_model, models)) for order in orders]
+        asked = [(*models[order.client], split) for order in orders if order.client in models for split in order.splits]
+        found = iter(worker.evaluate_at_once(asked))
+        share = (time.perf_counter() - started) / len(orders)
+        for order, answer in zip(orders, answers, strict=True):
+            if order.client not in models:
+                yield answer
+                continue
+            scores = {split: next(found) for split in order.splits}
+            yield replace(answer, scores=scores, elapsed=share) if all(scores.values()) else self._answer(order)
+
+    def _take_model(self, models: dict[int, tuple[Client, Weights]], order: Order, record: NodeRecord) -> Answer:
+        """Add the client and the weights that it is scored with to `models`."""
+        client, message = self._client(order, record), self._with_buffers(order, record)
+        models[order.client] = (client, _with_missing(self.algorithm.personalize(message, client), record.buffers))
+        return self._blank(order)
 
     def personal_weights(self, order: Order) -> Weights:
         """Return the weights that a client is scored with.

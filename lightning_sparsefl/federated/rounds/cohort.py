@@ -62,6 +62,8 @@ class Plan:
     """Whether the load forecast applies to the work and learns from it."""
     fits: bool = True
     """Whether the work contains local fits, so that clients may train together."""
+    scores: bool = False
+    """Whether the work is an evaluation alone, so that clients may be evaluated together."""
     beside: Beside | None = None
     """Work of the server itself."""
 
@@ -120,6 +122,7 @@ class RankCohort:
         placement: Option `federation.placement`.
         raises: Whether a client's failure ends the run at once, where this is the only process.
         stack_size: Largest number of clients that train together (`federation.stack_size`).
+        score_size: Function of the number of clients that are scored: how many of them are evaluated together.
     """
 
     def __init__(
@@ -131,9 +134,10 @@ class RankCohort:
         placement: Literal["static", "dynamic"] = "static",
         raises: bool = True,
         stack_size: int = 1,
+        score_size: Callable[[int], int] = lambda clients: 1,
     ) -> None:
         self.ranks, self.node, self.records = ranks, node, records
-        self.placement, self.raises, self.stack_size = placement, raises, stack_size
+        self.placement, self.raises, self.stack_size, self._score_size = placement, raises, stack_size, score_size
         self.interrupts = Interrupts()
         self.forecast = LoadForecast(ranks.size)
         self._about = about
@@ -165,8 +169,9 @@ class RankCohort:
         return outcomes
 
     def stacks(self, plan: Plan) -> list[tuple[int, ...]]:
-        """Return stacks where clients train, else each client for itself; see :class:`Cohort`."""
-        return compose_stacks(plan.loads, self.stack_size if plan.fits else 1, plan.alike)
+        """Return stacks where clients train or are scored, else each client for itself; see :class:`Cohort`."""
+        size = self.stack_size if plan.fits else self._score_size(len(plan.loads)) if plan.scores else 1
+        return compose_stacks(plan.loads, size, plan.alike)
 
     def _assigned(self, plan: Plan, loads: Mapping[int, float]) -> Iterable[Sequence[int]]:
         """Return this rank's stacks, once the records of their clients are here."""

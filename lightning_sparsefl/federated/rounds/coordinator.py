@@ -175,6 +175,7 @@ class Coordinator:
             alike=self.server.alike(state.server, clients) if trains else None,
             trains=trains,
             fits=trains or name.startswith("finetune"),
+            scores=name.startswith("score"),
             beside=beside,
         )
 

@@ -279,6 +279,20 @@ def test_a_run_leaves_the_classes_of_data_loaders_as_they_were(engine, trainer):
     assert loader_methods() == before
 
 
+def test_loaders_are_made_by_their_own_methods(trainer):
+    """Fabric's wrappers note each loader's arguments, which takes ten times as long as making the loader."""
+    own, found = DataLoader.__init__, []
+
+    class Looking(FedAvg):
+        def download(self, server, view):
+            found.append(DataLoader.__init__ is own)
+            return super().download(server, view)
+
+    trainer(Looking(), max_rounds=1).fit(mlp(), blobs())
+    assert found
+    assert all(found)
+
+
 def test_a_timeout_that_cannot_be(trainer):
     for seconds in (0, -1.0, float("nan")):
         with pytest.raises(InvalidOption, match=r"`federation\.client_timeout` is"):

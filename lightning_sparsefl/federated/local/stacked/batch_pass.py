@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_sparsefl.federated.local.fast.steps import StepCaller
 from lightning_sparsefl.federated.local.stacked import functorch
 from lightning_sparsefl.federated.local.stacked.leaves import StackedModule, unwrapped
+from lightning_sparsefl.federated.local.stacked.left_behind import ModuleWatch
 from lightning_sparsefl.federated.local.stacked.logs import NotStackable, StackedLog
 
 
@@ -59,10 +59,11 @@ class BatchPass:
     def _losses(self, part: StackedModule, check: bool = False) -> Tensor:
         def run(batch: Any, level: int) -> Any:
             self._level = self._log.level = level
-            before = (_attributes(part.module), _shared_buffers(part)) if check else None
+            watch = ModuleWatch(part) if check else None
             output = self._caller(batch, self._number)
-            if before is not None:
-                _require_clean(*before)
+            if watch is not None:
+                watch.require_no_metrics()
+                watch.require_clean()
             return output
 
         output = part.call(run, self.batch)
@@ -85,7 +86,7 @@ class BatchPass:
         """
         part = copy.copy(self.part)
         other = {name: value.detach().requires_grad_() for name, value in (weights or {}).items()}
-        part.leaves = {**self.part.leaves, **other}
+        part.leaves, part.shared = {**self.part.leaves, **other}, self.part.shared - other.keys()
         wanted = {name: leaf for name, leaf in part.leaves.items() if leaf.requires_grad}
         with self._leaving_no_trace(), torch.enable_grad():
             losses = self._losses(part)
@@ -97,7 +98,8 @@ class BatchPass:
     def _leaving_no_trace(self) -> Iterator[None]:
         """Mute the log, and restore statistics, counters and random numbers."""
         counters = [tensor for tensor in self.part.module.buffers() if not tensor.is_floating_point()]
-        fixed = [leaf for leaf in self.part.leaves.values() if not leaf.requires_grad]
+        leaves = ((name, leaf) for name, leaf in self.part.leaves.items() if name not in self.part.shared)
+        fixed = [leaf for _, leaf in leaves if not leaf.requires_grad]
         before = [(tensor, tensor.clone()) for tensor in (*counters, *fixed)]
         devices = {leaf.device.index or 0 for leaf in self.part.leaves.values() if leaf.device.type == "cuda"}
         self._log.muted = True
@@ -133,37 +135,3 @@ class BatchPass:
         if dim is None:
             raise NotStackable("returns outputs that do not depend on the client's weights")
         value.register_hook(lambda slope: change(slope.movedim(dim, 0)).movedim(0, dim))
-
-
-def _attributes(module: Any) -> list[tuple[str, Any, dict[str, Any]]]:
-    return [(name, child, {**vars(child), "_buffers": dict(child._buffers)}) for name, child in module.named_modules()]
-
-
-def _shared_buffers(part: StackedModule) -> list[tuple[str, Tensor, int]]:
-    """Return the buffers that all clients share, with their versions; a norm reads no number of its batches."""
-    own = {(id(table), key) for table, key, _ in part.slots}
-    return [
-        (f"{name}.{key}" if name else key, value, value._version)
-        for name, child in part.module.named_modules()
-        for key, value in child._buffers.items()
-        if value is not None and (id(child._buffers), key) not in own and not isinstance(child, _BatchNorm)
-    ]
-
-
-def _require_clean(before: list[tuple[str, Any, dict[str, Any]]], shared: list[tuple[str, Tensor, int]]) -> None:
-    """Raise if a step has left something of all clients in the module, or has counted, as clients do not in step."""
-    for name, tensor, version in shared:
-        if tensor._version != version:
-            raise NotStackable(f"writes into the buffer `{name}`, which all clients share")
-    for name, child, attributes in before:
-        path = f"{name}." if name else ""
-        for key, value in vars(child).items():
-            if key == "_update_count" and value != attributes.get(key):
-                raise NotStackable(f"updates the metric object `self.{name}`; its functional form can be stacked")
-            if functorch.is_batched(value) or (isinstance(value, Tensor) and value is not attributes.get(key)):
-                raise NotStackable(f"keeps a tensor in `self.{path}{key}`")
-            if isinstance(value, (int, float)) and value != attributes.get(key):
-                raise NotStackable(f"changes the number `self.{path}{key}`, which all clients share")
-        for key, value in child._buffers.items():
-            if value is not attributes["_buffers"].get(key):
-                raise NotStackable(f"assigns the buffer `{path}{key}` instead of writing into it")

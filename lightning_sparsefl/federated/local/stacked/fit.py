@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,7 +20,7 @@ from lightning_sparsefl.federated.local.fast.trainer import FastTrainer
 from lightning_sparsefl.federated.local.isolation import restore_trainer_refs
 from lightning_sparsefl.federated.local.round_lr import ScaleLearningRates
 from lightning_sparsefl.federated.local.stacked.batch_pass import BatchPass
-from lightning_sparsefl.federated.local.stacked.leaves import StackedModule
+from lightning_sparsefl.federated.local.stacked.leaves import StackedModule, shared_names
 from lightning_sparsefl.federated.local.stacked.logs import NotStackable, StackedLog
 from lightning_sparsefl.federated.local.stacked.optimizers import ELEMENTWISE, StackedOptimizer, clip
 from lightning_sparsefl.federated.local.stacked.reader import ClientReader, StackReader
@@ -66,7 +65,6 @@ class StackedFit:
         self.module, self.size = trainer.lightning_module, len(requests)
         self.reader = StackReader([request.reader for request in requests])
         self.log = StackedLog(self.size)
-        self.whole = StackedModule(self.module, self.size)
         totals = [request.reader.batches * request.epochs for request in requests]
         chains = zip(*(request.callbacks for request in requests), strict=True)
         kinds = [(chain, type(chain[0])) for chain in chains]
@@ -74,6 +72,7 @@ class StackedFit:
         self._callbacks: list[tuple[StackedCallback, Sequence[Callback]]] = [
             (stacked(chain, self.module, totals), chain) for chain, kind in kinds if kind is not ScaleLearningRates
         ]
+        self.whole = StackedModule(self.module, self.size, self._shared())
         self.checked = False
         """Whether what the first step leaves in the module has been looked at."""
 
@@ -90,7 +89,7 @@ class StackedFit:
         trainer._start(TrainerFn.FITTING, RunningStage.TRAINING)
         for callback, _ in self._callbacks:
             callback.start(whole.leaves)
-        with self._logging(), torch.enable_grad():
+        with self.log.receiving(self.module), torch.enable_grad():
             self._make_optimizer()
             self._epochs()
         trainer._close()
@@ -105,20 +104,6 @@ class StackedFit:
         """Let the callbacks leave the module as it was."""
         for callback, _ in self._callbacks:
             callback.release()
-
-    @contextmanager
-    def _logging(self) -> Iterator[None]:
-        """Send the module's `self.log` to the log of the stack."""
-        state = vars(self.module)
-        before = {name: state.get(name) for name in ("log", "log_dict")}
-        state["log"], state["log_dict"] = self.log.log, self.log.log_dict
-        try:
-            yield
-        finally:
-            for name, method in before.items():
-                state.pop(name, None)
-                if method is not None:
-                    state[name] = method
 
     def _make_optimizer(self) -> None:
         """Make the user's optimizer on the module's own tensors, so that its rules see them, and point it at leaves."""
@@ -157,6 +142,11 @@ class StackedFit:
     def _frozen(self) -> list[str]:
         """Return the names of tensors of which no client may change any entry."""
         return [name for name, mask in self.requests[0].trainable.items() if not bool(mask.any())]
+
+    def _shared(self) -> list[str]:
+        """Return the names of frozen tensors that are the same for all clients."""
+        frozen = [name for name in self._frozen() if not any(each.writes(name) for each, _ in self._callbacks)]
+        return shared_names([request.weights for request in self.requests], frozen)
 
     def _epochs(self) -> None:
         trainer, loop = self.trainer, self.trainer.fit_loop

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,16 +21,17 @@ class StackedModule:
     """A module's parameters and floating-point buffers for several clients, with the clients in dimension 0.
 
     The module itself lends its code: within :meth:`call` its tables of parameters and buffers hold batched views of the
-    leaves, and before and after it they hold its own tensors. Tied weights are one leaf.
+    leaves, and before and after it they hold its own tensors. Tied weights are one leaf. A tensor that is the same for
+    all clients and stays so is stored once: its leaf repeats one row, and is read only.
 
     Args:
         module: Module of the user.
         size: Number of clients.
+        shared: Names of tensors that are the same for all clients, and that nothing changes.
     """
 
-    def __init__(self, module: nn.Module, size: int) -> None:
-        self.module, self.size = module, size
-        self.convolves = any(isinstance(child, nn.Conv2d) for child in module.modules())
+    def __init__(self, module: nn.Module, size: int, shared: Collection[str] = ()) -> None:
+        self.module, self.size, self.shared = module, size, frozenset(shared)
         self.leaves: dict[str, Tensor] = {}
         self.slots: list[Slot] = []
         self.own: dict[str, Tensor] = {}
@@ -47,7 +48,16 @@ class StackedModule:
                     self.slots.append((table, name, full))
                     if full not in self.leaves:
                         self.own[full] = tensor
-                        self.leaves[full] = _empty(tensor, size).requires_grad_(tensor.requires_grad)
+                        self.leaves[full] = self._leaf(full, tensor)
+        self.convolves = any(
+            isinstance(child, nn.Conv2d) and names.get(id(child._parameters["weight"])) not in self.shared
+            for child in module.modules()
+        )
+
+    def _leaf(self, name: str, tensor: Tensor) -> Tensor:
+        if name in self.shared:
+            return _empty(tensor, 1).expand(self.size, *tensor.shape)
+        return _empty(tensor, self.size).requires_grad_(tensor.requires_grad)
 
     @torch.no_grad()
     def load(self, trees: Sequence[Mapping[str, Tensor]]) -> None:
@@ -57,7 +67,9 @@ class StackedModule:
             trees: Tensors by name, one tree for each client.
         """
         for name, leaf in self.leaves.items():
-            if all(tree[name] is trees[0][name] for tree in trees):
+            if name in self.shared:
+                leaf[0].copy_(trees[0][name])
+            elif all(tree[name] is trees[0][name] for tree in trees):
                 leaf.copy_(trees[0][name])
             else:
                 for row, tree in zip(leaf, trees, strict=True):
@@ -103,10 +115,15 @@ class StackedModule:
                 return map_tensors(function(batch, 0), lambda tensor: tensor.unsqueeze(0))
         with functorch.vmap_level(self.size) as level:
             batch = map_tensors(batch, lambda tensor: functorch.wrap(*self._laid_out(tensor), level))
-            wrapped = {name: functorch.wrap(leaf, 0, level) for name, leaf in self.leaves.items()}
-            with self._shown(wrapped), LayerRules(self.size, level):
+            with self._shown(self._views(level)), LayerRules(self.size, level):
                 output = function(batch, level)
             return map_tensors(output, lambda tensor: unwrapped(tensor, level, self.size))
+
+    def _views(self, level: int) -> dict[str, Tensor]:
+        return {
+            name: leaf[0] if name in self.shared else functorch.wrap(leaf, 0, level)
+            for name, leaf in self.leaves.items()
+        }
 
     def _laid_out(self, tensor: Tensor) -> tuple[Tensor, int]:
         """Return a batch tensor and its dimension of clients; images get the layout of :mod:`.rules`."""
@@ -145,6 +162,17 @@ def unwrapped(tensor: Tensor, level: int, size: int) -> Tensor:
     """
     value, dim = functorch.unwrap(tensor, level) if functorch.is_batched(tensor) else (tensor, None)
     return value.expand(size, *value.shape) if dim is None else value.movedim(dim, 0)
+
+
+def shared_names(trees: Sequence[Mapping[str, Tensor]], names: Collection[str]) -> list[str]:
+    """Return the names of the tensors that are equal in all trees.
+
+    Args:
+        trees: Tensors by name, one tree for each client.
+        names: Names to compare.
+    """
+    first = trees[0]
+    return [name for name in names if all(t[name] is first[name] or torch.equal(t[name], first[name]) for t in trees)]
 
 
 def map_tensors(tree: Any, function: Callable[[Tensor], Any]) -> Any:

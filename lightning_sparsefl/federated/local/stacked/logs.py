@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
+from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from lightning_sparsefl.federated.local.stacked import functorch
@@ -114,6 +117,24 @@ class StackedLog:
         self._logged.append(
             _Logged(name, tensor.clone(), dim, on_step, on_epoch, reduce, size, torch.get_default_dtype())
         )
+
+    @contextmanager
+    def receiving(self, module: LightningModule) -> Iterator[None]:
+        """Receive what a module logs inside.
+
+        Args:
+            module: Module of the user.
+        """
+        state = vars(module)
+        before = {name: state.get(name) for name in ("log", "log_dict")}
+        state["log"], state["log_dict"] = self.log, self.log_dict
+        try:
+            yield
+        finally:
+            for name, method in before.items():
+                state.pop(name, None)
+                if method is not None:
+                    state[name] = method
 
     def log_dict(self, dictionary: Any, *args: Any, **options: Any) -> None:
         """Record several values; the arguments are those of :meth:`lightning.pytorch.LightningModule.log_dict`."""

@@ -52,6 +52,11 @@ class ClientReader:
         """Whether each batch draws random numbers, as for random crops."""
         return self._draws
 
+    @property
+    def batch_samples(self) -> int:
+        """Number of samples in the first batch."""
+        return min(self._batch_size, self.num_examples)
+
     def rewind(self) -> None:
         """Begin again with the first epoch, for a stack that is fitted again."""
         self._random = self._first
@@ -87,7 +92,7 @@ class StackReader:
     """Reader of several clients' batches, with one index for all of them where their examples share a storage.
 
     Args:
-        readers: Readers of the clients, with equal :func:`reading_key`.
+        readers: Readers of the clients, whose examples have equal :func:`reading_key`.
     """
 
     def __init__(self, readers: Sequence[ClientReader]) -> None:
@@ -180,13 +185,13 @@ def _common_rows(tensors: Sequence[Tensor]) -> tuple[Tensor, list[int]] | None:
     return common, [(start - lowest) // row for start in starts]
 
 
-def reading_key(reader: ClientReader) -> tuple[Any, ...]:
+def reading_key(examples: Examples) -> tuple[Any, ...]:
     """Return what must agree for clients to be read together.
 
     Args:
-        reader: Reader of a client.
+        examples: Samples of a client.
     """
-    examples, transform = reader.examples, reader.examples.transform
+    transform = examples.transform
     kind: tuple[Any, ...] = (type(transform),)
     if isinstance(transform, Normalize):
         kind += (*transform.scale.flatten().tolist(), *transform.shift.flatten().tolist())

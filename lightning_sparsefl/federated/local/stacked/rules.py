@@ -9,6 +9,9 @@ and a call that a rule does not know, is left to ``vmap``.
 Images of S clients have the logical shape (B, S, C, H, W) with the clients in dimension 1, and lie in memory in the
 order B, H, W, S, C. This is the layout ``channels_last`` of (B, S * C, H, W), so that a grouped convolution needs no
 copy, and neither do pooling, norms and element-wise functions, which keep strides.
+
+Weights that are the same for all clients are no batched tensors. A layer with such weights computes the samples of all
+clients as those of one batch, and images before it keep the clients in dimension 0.
 """
 
 from __future__ import annotations
@@ -79,6 +82,15 @@ class LayerRules(TorchFunctionMode):
         same = any(value is not None and tensor is None for value, tensor in zip(values, tensors, strict=True))
         return None if same else tensors
 
+    def batch(self, value: Any, *weights: Any) -> Tensor | None:
+        """Return the samples of all clients as one batch, if the weights are the same for all; else None."""
+        tensor = None if any(map(functorch.is_batched, weights)) else self.open(value)
+        return None if tensor is None else tensor.flatten(0, 1)
+
+    def close_batch(self, tensor: Tensor) -> Tensor:
+        """Return the samples of all clients, which were one batch, as those of each client."""
+        return self.close(tensor.unflatten(0, (self.size, -1)))
+
     def close(self, tensor: Tensor, dim: int = 0) -> Tensor:
         """Return a plain tensor as one of all clients.
 
@@ -137,6 +149,9 @@ class _Linear(torch.autograd.Function):
 
 @_rule(F.linear, torch._C._nn.linear)
 def _linear(rules: LayerRules, input: Any, weight: Any, bias: Any = None) -> Any:
+    batch = rules.batch(input, weight, bias) if input.dim() > 1 else None
+    if batch is not None:
+        return rules.close_batch(F.linear(batch, weight, bias))
     opened = rules.open_all(input, weight, bias)
     if opened is None:
         return NotImplemented
@@ -159,10 +174,13 @@ def _embedding(
     sparse: bool = False,
 ) -> Any:
     """Look all clients' tokens up in one table; the rule of ``vmap`` (2.15) forgets `padding_idx` in gradients."""
-    opened = rules.open_all(input, weight)
-    if opened is None or max_norm is not None or scale_grad_by_freq or sparse:
+    if max_norm is not None or scale_grad_by_freq or sparse:
         return NotImplemented
-    tokens, tables = opened
+    tokens, tables = rules.open(input), rules.open(weight)
+    if tokens is not None and tables is None:
+        return rules.close(F.embedding(tokens, weight, padding_idx))
+    if tokens is None:
+        return NotImplemented
     assert tokens is not None
     assert tables is not None
     size = tables.shape[1]
@@ -184,6 +202,9 @@ def _conv2d(
     dilation: Any = 1,
     groups: int = 1,
 ) -> Any:
+    batch = rules.batch(input, weight, bias) if input.dim() == 4 else None
+    if batch is not None:
+        return rules.close_batch(F.conv2d(batch, weight, bias, stride, padding, dilation, groups))
     images, opened = rules.image(input), rules.open_all(weight, bias)
     if images is None or opened is None:
         return NotImplemented
@@ -197,10 +218,12 @@ def _conv2d(
 
 def _pooling(function: Callable[..., Any]) -> Rule:
     def pool(rules: LayerRules, input: Any, *args: Any, **kwargs: Any) -> Any:
-        images = rules.image(input)
-        if images is None or kwargs.get("return_indices"):
+        if kwargs.get("return_indices") or input.dim() != 4 or not functorch.is_batched(input):
             return NotImplemented
-        return rules.close_image(function(images, *args, **kwargs))
+        if functorch.unwrap(input, rules.level)[1] == 0:
+            return rules.close_batch(function(rules.batch(input), *args, **kwargs))
+        images = rules.image(input)
+        return NotImplemented if images is None else rules.close_image(function(images, *args, **kwargs))
 
     return pool
 
@@ -215,6 +238,9 @@ _RULES[F.adaptive_avg_pool2d] = _pooling(F.adaptive_avg_pool2d)
 def _group_norm(
     rules: LayerRules, input: Any, num_groups: int, weight: Any = None, bias: Any = None, eps: float = 1e-5
 ) -> Any:
+    batch = rules.batch(input, weight, bias)
+    if batch is not None:
+        return rules.close_batch(F.group_norm(batch, num_groups, weight, bias, eps))
     images, opened = rules.image(input), rules.open_all(weight, bias)
     if images is None or opened is None:
         return NotImplemented
@@ -234,6 +260,9 @@ def _batch_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Any:
+    batch = None if training else rules.batch(input, running_mean, running_var, weight, bias)
+    if batch is not None:
+        return rules.close_batch(F.batch_norm(batch, running_mean, running_var, weight, bias, eps=eps))
     opened, inputs = rules.open_all(running_mean, running_var, weight, bias), rules.open(input, 1)
     if opened is None or inputs is None or inputs.dim() not in (3, 5):
         return NotImplemented
@@ -251,6 +280,9 @@ def _batch_norm(
 def _layer_norm(
     rules: LayerRules, input: Any, normalized_shape: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5
 ) -> Any:
+    batch = rules.batch(input, weight, bias) if input.dim() > len(normalized_shape) else None
+    if batch is not None:
+        return rules.close_batch(F.layer_norm(batch, normalized_shape, weight, bias, eps))
     opened = rules.open_all(input, weight, bias)
     if opened is None:
         return NotImplemented

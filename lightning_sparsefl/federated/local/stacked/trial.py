@@ -100,11 +100,12 @@ class StackingTrial:
         planned: Whether the learning rates depend on the numbers of batches, so that only clients with equal ones share
             them.
         activations: Numbers that the module's layers return for one batch.
+        samples: Number of samples in that batch.
     """
 
     def __init__(self, worker: ClientWorker) -> None:
         self._worker, self._module, self._data = worker, worker.module, worker.data
-        self.planned, self.activations = False, 0
+        self.planned, self.activations, self.samples = False, 0, 1
         self.reason = self._reason_of_settings() or self._reason_of_module() or self._reason_of_step()
 
     def _reason_of_settings(self) -> str | None:
@@ -147,7 +148,7 @@ class StackingTrial:
         """Train two clients on one batch, alone and stacked; return why the results differ, or None."""
         random, worker = torch.get_rng_state(), self._worker
         first = dict(worker.initial)
-        starts = (first, _moved(first, worker.flat.layout.buffers))
+        starts = (first, moved_weights(first, worker.flat.layout.buffers))
         try:
             with _gradient_descent(self._module), warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # such as those of vmap about slow functions
@@ -188,6 +189,7 @@ class StackingTrial:
         for place, weights in enumerate(starts):
             seed_all("trial")
             reader = ClientReader(self._data.client_train_dataloader(0), 1)
+            self.samples = reader.batch_samples
             requests.append(StackedRequest(place, ("trial",), weights, {}, [], reader, 1))
         self._worker.load(starts[0])
         fit_stack(self._engine(), self._module, self._data, requests)
@@ -239,8 +241,13 @@ class _AskedLoop(FitLoop):
         """Prepare no loader."""
 
 
-def _moved(weights: Weights, fixed: Collection[str]) -> dict[str, Tensor]:
-    """Return other weights for the second client, with the same buffers."""
+def moved_weights(weights: Weights, fixed: Collection[str]) -> dict[str, Tensor]:
+    """Return other weights for the second client of a trial, with the same buffers.
+
+    Args:
+        weights: Weights of the first client.
+        fixed: Names of buffers.
+    """
     generator = torch.Generator().manual_seed(0)
     return {
         name: tensor if name in fixed else tensor + 0.02 * torch.randn(tensor.shape, generator=generator).to(tensor)

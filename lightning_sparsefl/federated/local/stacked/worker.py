@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
@@ -13,11 +13,14 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.rank_zero import WarningCache
 
 from lightning_sparsefl.callbacks.stacking import stacking_key
+from lightning_sparsefl.federated.client import Client
 from lightning_sparsefl.federated.exchange.failures import is_out_of_memory, release_memory
-from lightning_sparsefl.federated.exchange.orders import Answer
+from lightning_sparsefl.federated.exchange.orders import Answer, Split
 from lightning_sparsefl.federated.local.engines import FastEngine
 from lightning_sparsefl.federated.local.round_lr import ScaleLearningRates
 from lightning_sparsefl.federated.local.stacked import fibers
+from lightning_sparsefl.federated.local.stacked.evaluation import EvaluationRequest
+from lightning_sparsefl.federated.local.stacked.evaluator import StackEvaluator
 from lightning_sparsefl.federated.local.stacked.fit import StackedRequest, fit_stack
 from lightning_sparsefl.federated.local.stacked.reader import ClientReader, readable, reading_key
 from lightning_sparsefl.federated.local.stacked.trial import StackingTrial, reason_of
@@ -33,19 +36,23 @@ _ON_CPU = 64 * 2**20
 """Largest number of bytes of a stack on a CPU; measured with LeNet5, whose stacks of 5 and 10 take equal times."""
 _MOST = 25
 """Largest number of clients in a stack."""
+_MOST_SCORED = 50
+"""Largest number of clients that are evaluated at once."""
 
 
 class StackedWorker(ClientWorker):
-    """Worker whose clients wait for each other's fits, which are then done as one.
+    """Worker whose clients wait for each other's fits and evaluations, which are then done as one.
 
     Fits that differ in more than numbers, and those of a module or of data that cannot be stacked, are done one after
-    another as in :class:`ClientWorker`.
+    another as in :class:`ClientWorker`, and so are evaluations.
     """
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self._shares: dict[int, float] = {}
         self._trial = StackingTrial(self)
+        numbers = self._trial.activations / self._trial.samples
+        self._evaluator = StackEvaluator(self, numbers, self._budget // self._element)
         if not self.can_stack:
             _messages.warn(
                 f"Clients train one after another, since {self._trial.reason}; set `federation.local_engine: auto`."
@@ -68,13 +75,33 @@ class StackedWorker(ClientWorker):
         Returns:
             The number; 1 where fewer than three clients fit.
         """
-        budget = (
-            _ON_CPU if self.device.type == "cpu" else torch.cuda.get_device_properties(self.device).total_memory // 8
-        )
-        element = self.flat.vector.element_size()
-        fits = int(min(budget // (element * (3 * self.flat.layout.size + 2 * self._trial.activations)), _MOST))
-        size = min(fits, max(3, math.ceil(cohort / 2)))
+        each = self._element * (3 * self.flat.layout.size + 2 * self._trial.activations)
+        size = min(self._budget // each, _MOST, max(3, math.ceil(cohort / 2)))
         return size if size >= 3 else 1
+
+    def score_size(self, clients: int) -> int:
+        """Return the largest number of clients whose models are evaluated at once, by a fixed rule as well.
+
+        Args:
+            clients: Number of clients that are evaluated.
+
+        Returns:
+            The number; 1 where fewer than three models fit. It is lowered where their samples do not fit.
+        """
+        fits = self._budget // (self._element * self.flat.layout.size)
+        size = min(fits, _MOST_SCORED, max(3, math.ceil(clients / 2)))
+        return size if size >= 3 else 1
+
+    @property
+    def _budget(self) -> int:
+        """Largest number of bytes of a stack."""
+        if self.device.type == "cpu":
+            return _ON_CPU
+        return int(torch.cuda.get_device_properties(self.device).total_memory) // 8
+
+    @property
+    def _element(self) -> int:
+        return self.flat.vector.element_size()
 
     def together(self, works: Sequence[Callable[[], Answer]]) -> Iterator[Answer]:
         """Do several clients' work, where those that fit wait for each other.
@@ -110,6 +137,43 @@ class StackedWorker(ClientWorker):
             weights=layout.tree(flat), metrics=stacked.metrics, steps=stacked.steps, callbacks=stacked.callbacks
         )
 
+    def evaluate(self, client: Client, weights: Weights, split: Split) -> Mapping[str, float]:
+        """Evaluate as part of a stack, if the client's work runs beside others' and the evaluation can be stacked."""
+        if fibers.waiting() and client.deadline is None:
+            request = self._evaluation(client, weights, split)
+            if request is not None and fibers.ask(request):
+                return request.result
+        return super().evaluate(client, weights, split)
+
+    def can_evaluate(self, splits: Sequence[Split]) -> bool:
+        """Return whether several clients can be evaluated at once.
+
+        Args:
+            splits: Splits to evaluate.
+        """
+        if "train" in splits:  # is read in an order of each client's own
+            return False
+        return self.can_stack and all(self._evaluator.reason(split) is None for split in splits)
+
+    def evaluate_at_once(self, wanted: Sequence[tuple[Client, Weights, Split]]) -> list[dict[str, float]]:
+        """Evaluate several clients as stacks.
+
+        Args:
+            wanted: Clients, the weights to evaluate, and the split.
+
+        Returns:
+            The value of each logged key; empty where a client has to be evaluated alone.
+        """
+        requests = [self._evaluation(*each) for each in wanted]
+        self._evaluator.run([request for request in requests if request is not None])
+        return [{} if request is None else request.result for request in requests]
+
+    def _evaluation(self, client: Client, weights: Weights, split: Split) -> EvaluationRequest | None:
+        if not self.can_evaluate([split]):
+            return None
+        loader = getattr(self.data, f"client_{split}_dataloader")(client.id)
+        return self._evaluator.request(client, weights, split, loader)
+
     def _start(self, request: FitRequest) -> tuple[Weights, Masks]:
         """Return the weights that a fit starts from, with every name of the model, and the masks that are held."""
         weights, masks = {**self.initial, **request.weights}, request.masks
@@ -132,8 +196,16 @@ class StackedWorker(ClientWorker):
         epochs = engine.options.max_epochs if request.epochs is None else request.epochs
         return StackedRequest(request.client.id, request.key, weights, trainable, callbacks, reader, epochs, units)
 
-    def _serve(self, requests: Sequence[StackedRequest]) -> list[bool]:
-        """Fit the requests of equal keys as stacks; return for each whether it was."""
+    def _serve(self, requests: Sequence[StackedRequest | EvaluationRequest]) -> list[bool]:
+        """Do fits and evaluations as stacks; return for each whether it was done."""
+        started, evaluations = time.perf_counter(), [each for each in requests if isinstance(each, EvaluationRequest)]
+        self._evaluator.run(evaluations)
+        self._share(evaluations, started)
+        self._fit_groups([each for each in requests if isinstance(each, StackedRequest)])
+        return [bool(request.result) for request in requests]
+
+    def _fit_groups(self, requests: Sequence[StackedRequest]) -> None:
+        """Fit the requests of equal keys as stacks."""
         groups: dict[Hashable, list[StackedRequest]] = {}
         for request in requests:
             key = self._key(request)
@@ -141,7 +213,6 @@ class StackedWorker(ClientWorker):
         for group in groups.values():
             if len(group) > 1:
                 self._fit_group(sorted(group, key=lambda r: (-r.reader.num_examples, r.client)))
-        return [bool(request.result) for request in requests]
 
     def _key(self, request: StackedRequest) -> Hashable | None:
         """Return what must agree for fits to be stacked; None for a fit that cannot be."""
@@ -154,7 +225,7 @@ class StackedWorker(ClientWorker):
             kinds.append(kind)
         length = request.reader.batches if self._trial.planned else None  # rates are those of all clients of a stack
         widths = tuple((name, int(kept.sum())) for name, kept in sorted((request.units or {}).items()))
-        return (request.epochs, length, tuple(kinds), reading_key(request.reader), widths)
+        return (request.epochs, length, tuple(kinds), reading_key(request.reader.examples), widths)
 
     def _fit_group(self, group: Sequence[StackedRequest]) -> None:
         """Fit a stack; one that is out of memory is halved, and the clients of one that fails train alone."""
@@ -183,7 +254,11 @@ class StackedWorker(ClientWorker):
                 if len(part) > 1:  # a client that is left trains alone
                     self._fit_group(part)
             return
-        share = (time.perf_counter() - started) / len(group)
+        self._share(group, started)
+
+    def _share(self, group: Sequence[StackedRequest | EvaluationRequest], started: float) -> None:
+        """Share the seconds of a stack out evenly."""
+        share = (time.perf_counter() - started) / max(len(group), 1)
         for request in group:
             self._shares[request.client] = self._shares.get(request.client, 0.0) + share
 

@@ -98,6 +98,31 @@ def test_a_layer_does_for_each_client_what_it_does_for_one(name, samples):
             torch.testing.assert_close(stacked.leaves[key].detach()[place], tensor, rtol=1e-12, atol=1e-12)
 
 
+WRITING = ("batch norm", "batch norm of images", "batch norm, not affine")
+"""Layers that write statistics, which clients cannot share."""
+
+
+@pytest.mark.parametrize("samples", [2, 1])
+@pytest.mark.parametrize("name", [name for name in LAYERS if name not in WRITING])
+def test_a_layer_whose_weights_all_clients_share(name, samples):
+    layer, shape = LAYERS[name]
+    layer = copy.deepcopy(layer).double()
+    if name == "network":
+        layer.eval()
+    tree = clients(layer)[0]
+    inputs = torch.randn(SIZE, samples, *shape, dtype=torch.float64, requires_grad=True)
+    stacked = StackedModule(layer, SIZE, tree)
+    stacked.load([tree] * SIZE)
+    losses = stacked.call(lambda batch, _: score(layer(batch)), inputs)
+    (grad,) = torch.autograd.grad(losses.sum(), inputs)
+    layer.load_state_dict(tree, strict=False)
+    for place in range(SIZE):
+        alone = score(layer(inputs[place]))
+        torch.testing.assert_close(losses[place], alone, rtol=1e-12, atol=1e-12)
+        (own,) = torch.autograd.grad(alone, inputs)
+        torch.testing.assert_close(grad[place], own[place], rtol=1e-11, atol=1e-11)
+
+
 WEIGHT = torch.tensor([0.1, 0.2, 0.3, 0.4], dtype=torch.float64)
 LOSSES = [
     {},

@@ -1,0 +1,186 @@
+"""The evaluations of several clients as one, each with its own weights, samples, logged values and metric objects."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.trainer.connectors.data_connector import _parse_num_batches
+from lightning.pytorch.trainer.states import RunningStage, TrainerFn
+from lightning.pytorch.utilities.model_helpers import _ModuleMode
+from torch import Tensor
+from torch.utils.data import SequentialSampler
+
+from lightning_sparsefl.data.examples import Examples, Normalize
+from lightning_sparsefl.federated.exchange.orders import Split
+from lightning_sparsefl.federated.local.engines import FastEngine
+from lightning_sparsefl.federated.local.fast.steps import StepCaller
+from lightning_sparsefl.federated.local.fast.trainer import FastTrainer
+from lightning_sparsefl.federated.local.isolation import isolate_metrics, restore_trainer_refs
+from lightning_sparsefl.federated.local.stacked.evaluation_log import EvaluationLog
+from lightning_sparsefl.federated.local.stacked.leaves import StackedModule, shared_names
+from lightning_sparsefl.federated.local.stacked.left_behind import ModuleWatch
+from lightning_sparsefl.federated.local.stacked.metric_states import MetricStates
+from lightning_sparsefl.seeds import seed_all
+from lightning_sparsefl.types import Weights
+
+_STAGES = {"val": RunningStage.VALIDATING, "train": RunningStage.VALIDATING, "test": RunningStage.TESTING}
+
+
+def readable_in_order(loader: Any) -> bool:
+    """Return whether several clients' batches of such a loader can be read together.
+
+    Args:
+        loader: Loader of a client's validation or test data.
+    """
+    if not Examples.are_read_by(loader) or type(loader.sampler) is not SequentialSampler:
+        return False
+    return loader.dataset.transform is None or type(loader.dataset.transform) is Normalize  # no random numbers
+
+
+@dataclass
+class EvaluationRequest:
+    """One evaluation that a client asks for, and its result."""
+
+    client: int
+    """Number of the client."""
+    key: tuple[int | str, ...]
+    """Key of the randomness of a stack that begins with this client."""
+    weights: Weights
+    """Weights to evaluate, with every name of the model."""
+    loader: Any
+    """Loader that is :func:`readable_in_order`."""
+    split: Split
+    result: dict[str, float] = field(default_factory=dict)
+    """Value of each logged key."""
+
+    @property
+    def examples(self) -> Examples:
+        """Samples of the client."""
+        examples: Examples = self.loader.dataset
+        return examples
+
+    def size(self, number: int) -> int:
+        """Return the number of samples of a batch; 0 after the last one.
+
+        Args:
+            number: Number of the batch, from 0.
+        """
+        width: int = self.loader.batch_size
+        return max(0, min(width, len(self.examples) - number * width))
+
+
+class StackedEvaluation:
+    """One evaluation of several clients.
+
+    Weights that are the same for all clients are stored once, and their layers take all samples as one batch.
+
+    Args:
+        trainer: Trainer that the module sees, without callbacks and loggers.
+        requests: Requests of one split, by falling number of samples.
+    """
+
+    def __init__(self, trainer: FastTrainer, requests: Sequence[EvaluationRequest]) -> None:
+        self.trainer, self.requests, self.size = trainer, requests, len(requests)
+        self.module, self.stage = trainer.lightning_module, _STAGES[requests[0].split]
+        self.log, self._watched = EvaluationLog(self.size), False
+        trees = [request.weights for request in requests]
+        self.whole = StackedModule(self.module, self.size, shared_names(trees, trees[0]))
+        self.whole.load(trees)
+        limit = getattr(trainer, f"limit_{self.stage.dataloader_prefix}_batches")
+        self._batches = [int(_parse_num_batches(self.stage, len(request.loader), limit)) for request in requests]
+
+    @torch.no_grad()
+    def run(self) -> None:
+        """Evaluate, and fill each request's result.
+
+        Raises:
+            NotStackable: If the step does something that has no meaning for several clients at once.
+        """
+        trainer, name = self.trainer, "test" if self.stage is RunningStage.TESTING else "validation"
+        trainer._start(TrainerFn(self.stage.value), self.stage)
+        self.states = MetricStates(self.module, self.size)
+        step = StepCaller(trainer.hooks, self.module, f"{name}_step", trainer.precision_plugin)
+        with self.log.receiving(self.module), _modes_restored(self.module):
+            trainer.hooks.call_module(f"on_{name}_model_eval")
+            for number in range(max(self._batches)):
+                for low, high in self._ranges(number):
+                    self._batch(step, low, high, number)
+        trainer._close()
+        trainer._finish()
+        for request, result in zip(self.requests, self.log.results(self.states), strict=True):
+            request.result = result
+        isolate_metrics(self.module)
+
+    def _ranges(self, number: int) -> Iterator[tuple[int, int]]:
+        """Iterate over ranges of clients, from the first one to before the last one, whose batches have equal sizes."""
+        sizes = [
+            request.size(number) if number < batches else 0
+            for request, batches in zip(self.requests, self._batches, strict=True)
+        ]
+        low = 0
+        for size, group in groupby(sizes):
+            high = low + len(list(group))
+            if size:
+                yield low, high
+            low = high
+
+    def _batch(self, step: StepCaller, low: int, high: int, number: int) -> None:
+        """Evaluate the clients from `low` to before `high` on one batch of each."""
+        trainer, log, part = self.trainer, self.log, self.whole.part(low, high)
+        inputs, labels = self._read(low, high, number)
+        batch = trainer.precision_plugin.convert_input((inputs, labels))
+        batch = trainer.hooks.to_device(batch, trainer.strategy.root_device)
+        log.low, log.high, log.batch_size = low, high, inputs.shape[1]
+
+        def run(batch: Any, level: int) -> None:
+            log.level = level
+            watch, self._watched = None if self._watched else ModuleWatch(part), True
+            with self.states.shown(low, high, level):
+                step(batch, number)
+            if watch is not None:
+                watch.require_clean()
+
+        part.call(run, batch)
+        log.collect()
+
+    def _read(self, low: int, high: int, number: int) -> tuple[Tensor, Tensor]:
+        """Return inputs of shape (clients, samples, ...) and labels of shape (clients, samples)."""
+        requests = self.requests[low:high]
+        size, first = requests[0].size(number), number * requests[0].loader.batch_size
+        inputs = torch.stack([request.examples.inputs[first : first + size] for request in requests])
+        labels = torch.stack([request.examples.labels[first : first + size] for request in requests])
+        transform = requests[0].examples.transform
+        return (inputs if transform is None else transform(inputs.flatten(0, 1)).unflatten(0, inputs.shape[:2])), labels
+
+
+@contextmanager
+def _modes_restored(module: LightningModule) -> Iterator[None]:
+    modes = _ModuleMode()
+    modes.capture(module)
+    try:
+        yield
+    finally:
+        modes.restore(module)
+
+
+def evaluate_stack(
+    engine: FastEngine, module: LightningModule, datamodule: Any, requests: Sequence[EvaluationRequest]
+) -> None:
+    """Evaluate several clients as one.
+
+    Args:
+        engine: Engine that evaluates a client alone, whose options hold for the stack.
+        module: Module of the user; left as it was.
+        datamodule: Object that becomes `trainer.datamodule`.
+        requests: Requests of one split, by falling number of samples.
+    """
+    trainer = FastTrainer(engine.options, engine.fabric, module, (), (), datamodule)
+    seed_all(*requests[0].key)
+    with restore_trainer_refs(module, ()), trainer.running():
+        StackedEvaluation(trainer, requests).run()

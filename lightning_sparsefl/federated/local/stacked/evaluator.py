@@ -1,0 +1,154 @@
+"""Which clients of a worker are evaluated as stacks."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from lightning.pytorch.utilities.rank_zero import WarningCache
+
+from lightning_sparsefl.federated.client import Client
+from lightning_sparsefl.federated.exchange.failures import is_out_of_memory, release_memory
+from lightning_sparsefl.federated.exchange.orders import Split
+from lightning_sparsefl.federated.local.engines import FastEngine
+from lightning_sparsefl.federated.local.fast.support import overridden
+from lightning_sparsefl.federated.local.stacked.evaluation import (
+    EvaluationRequest,
+    evaluate_stack,
+    readable_in_order,
+)
+from lightning_sparsefl.federated.local.stacked.reader import reading_key
+from lightning_sparsefl.federated.local.stacked.trial import TOLERANCE, moved_weights, reason_of
+from lightning_sparsefl.federated.local.worker import ClientWorker
+from lightning_sparsefl.types import Weights
+
+_messages = WarningCache()
+
+
+class StackEvaluator:
+    """Evaluates clients of a worker as stacks, where a trial has found that the scores are those of one by one.
+
+    Args:
+        worker: Worker whose engine, module and data are used.
+        activations: Numbers that the module's layers return for one sample.
+        room: Numbers that the weights and activations of a stack may have; larger evaluations gain nothing.
+    """
+
+    def __init__(self, worker: ClientWorker, activations: float, room: int) -> None:
+        self._worker, self._activations, self._room = worker, activations, room
+        self._reasons: dict[str, str | None] = {}
+        """Why a step cannot be done for several clients at once, as a clause; None if it can."""
+
+    def request(self, client: Client, weights: Weights, split: Split, loader: Any) -> EvaluationRequest | None:
+        """Return what a client asks for; None if it has to be evaluated alone.
+
+        Args:
+            client: The client.
+            weights: Weights to evaluate; missing names take the run's initial values.
+            split: Split to evaluate.
+            loader: Loader of the split.
+        """
+        if not readable_in_order(loader):
+            return None
+        initial = self._worker.initial
+        if len(weights) < len(initial):
+            weights = {**initial, **weights}
+        return EvaluationRequest(client.id, (client.constant_seed("evaluate"), client.round), weights, loader, split)
+
+    def run(self, requests: Sequence[EvaluationRequest]) -> None:
+        """Evaluate requests that fit together as stacks; the others keep an empty result.
+
+        Args:
+            requests: Requests of different clients or splits.
+        """
+        groups: dict[Hashable, list[EvaluationRequest]] = {}
+        for request in requests:
+            key = (request.split, request.loader.batch_size, request.loader.drop_last, reading_key(request.examples))
+            groups.setdefault(key, []).append(request)
+        for group in groups.values():
+            for part in self._parts(sorted(group, key=lambda r: (-len(r.examples), r.client))):
+                if len(part) > 1:
+                    self._run_group(part)
+
+    def _parts(self, group: Sequence[EvaluationRequest]) -> Iterator[Sequence[EvaluationRequest]]:
+        """Divide a group so that each part has room; the parts follow from the requests alone."""
+        first, numbers = 0, 0.0
+        for place, request in enumerate(group):
+            own = self._worker.flat.layout.size + self._activations * request.size(0)
+            if numbers and numbers + own > self._room:
+                yield group[first:place]
+                first, numbers = place, 0.0
+            numbers += own
+        yield group[first:]
+
+    def _run_group(self, group: Sequence[EvaluationRequest]) -> None:
+        try:
+            self._run(group)
+        except Exception as error:
+            for request in group:
+                request.result = {}
+            if is_out_of_memory(error):
+                release_memory(error, self._worker.module)
+            _messages.warn(
+                f"{len(group)} clients are evaluated one after another, since "
+                f"`{self._name(group[0].split)}` {reason_of(error)}."
+            )
+
+    def _run(self, requests: Sequence[EvaluationRequest]) -> None:
+        worker = self._worker
+        with worker._warning_once():
+            evaluate_stack(cast(FastEngine, worker.engine), worker.module, worker.data, requests)
+
+    def _name(self, split: Split) -> str:
+        return f"{type(self._worker.module).__name__}.{'test' if split == 'test' else 'validation'}_step"
+
+    def reason(self, split: Split) -> str | None:
+        """Return why clients cannot be evaluated as stacks, as a clause; None if they can.
+
+        Args:
+            split: Split to evaluate.
+        """
+        name = self._name(split)
+        if name not in self._reasons:
+            reason = self._reasons[name] = self._reason_of_trial(split)
+            if reason is not None:
+                _messages.warn(f"Clients are evaluated one after another, since {reason}.")
+        return self._reasons[name]
+
+    def _reason_of_trial(self, split: Split) -> str | None:
+        """Evaluate two models on client 0's samples, alone and as one; return why the scores differ, or None."""
+        worker, random = self._worker, torch.get_rng_state()
+        loader = getattr(worker.data, f"client_{split}_dataloader")(0)
+        if not readable_in_order(loader):
+            return "client 0's loader is not one of `Examples` in memory, in their order"
+        if self._name(split).rpartition(".")[2] not in overridden(worker.module):
+            return f"there is no `{self._name(split)}`"
+        first: Weights = dict(worker.initial)
+        models = (first, moved_weights(first, worker.flat.layout.buffers))
+        requests = [EvaluationRequest(place, ("trial",), model, loader, split) for place, model in enumerate(models)]
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                alone = [worker.score(model, loader, split, ("trial",)) for model in models]
+                worker.load({name: torch.full_like(tensor, torch.nan) for name, tensor in first.items()})  # not for use
+                self._run(requests)
+            found = (_difference(each.result, own) for each, own in zip(requests, alone, strict=True))
+            clause = next(filter(None, found), None)
+        except Exception as error:
+            clause = reason_of(error)
+        finally:
+            worker.load(first)
+            torch.set_rng_state(random)
+        return None if clause is None else f"`{self._name(split)}` {clause}"
+
+
+def _difference(ours: Mapping[str, float], theirs: Mapping[str, float]) -> str | None:
+    """Return what differs between the scores of a stack and those of a client alone, as a clause, or None."""
+    if ours.keys() != theirs.keys():
+        return f"logs {sorted(ours)} for several clients at once and {sorted(theirs)} for one"
+    for name, value in theirs.items():
+        if not abs(ours[name] - value) <= TOLERANCE * max(abs(value), 1e-2):
+            return f"logs another {name!r} for several clients at once than for one"
+    return None

@@ -1,0 +1,90 @@
+"""The states of metric objects for several clients at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+from torchmetrics import Metric
+
+from lightning_sparsefl.federated.local.stacked import functorch
+from lightning_sparsefl.federated.local.stacked.leaves import unwrapped
+from lightning_sparsefl.federated.local.stacked.logs import NotStackable
+
+
+class _Slot(NamedTuple):
+    """One state of one metric object."""
+
+    table: dict[str, Any]
+    """Attributes of the metric object."""
+    key: str
+    first: Tensor
+    """State of the metric object itself, which it gets back."""
+    states: Tensor
+    """States of all clients."""
+
+
+class MetricStates:
+    """Sums and counts in the metric objects of a module, with the clients in dimension 0.
+
+    Args:
+        module: Module of the user, whose metric objects are reset.
+        size: Number of clients.
+    """
+
+    def __init__(self, module: nn.Module, size: int) -> None:
+        self.size = size
+        self._metrics = {
+            name: child for name, child in module.named_modules() if isinstance(child, Metric) and child._defaults
+        }
+        self._slots: list[_Slot] = []
+        for metric in self._metrics.values():
+            table = vars(metric)  # in which `setattr` of a metric puts its states, too, after many questions
+            for key in metric._defaults:
+                if isinstance(table[key], Tensor):  # a list is checked when something was appended to it
+                    states = table[key].expand(size, *table[key].shape).clone()
+                    self._slots.append(_Slot(table, key, table[key], states))
+
+    @contextmanager
+    def shown(self, low: int, high: int, level: int) -> Iterator[None]:
+        """Let the metric objects hold the states of the clients from `low` to before `high`, and take them back.
+
+        Args:
+            low: First client.
+            high: Client after the last one.
+            level: Number of the level of ``vmap``; 0 outside of one, for a single client.
+        """
+        for table, key, _, states in self._slots:
+            rows = states[low:high]
+            table[key] = functorch.wrap(rows, 0, level) if level else rows[0].clone()
+        try:
+            yield
+            for table, key, _, states in self._slots:
+                states[low:high] = unwrapped(table[key], level, high - low)
+            self._require_sums()
+        finally:
+            for table, key, first, _ in self._slots:
+                table[key] = first
+            for metric in self._metrics.values():
+                vars(metric).update(_computed=None, _forward_cache=None)
+
+    def _require_sums(self) -> None:
+        for name, metric in self._metrics.items():
+            for key, default in metric._defaults.items():
+                if isinstance(default, list) and getattr(metric, key):
+                    raise NotStackable(f"updates the metric object `self.{name}`, which keeps all samples")
+
+    def compute(self, metric: Metric) -> list[float]:
+        """Return the value of a metric object for each client.
+
+        Args:
+            metric: Metric object of the module.
+        """
+        with functorch.vmap_level(self.size) as level, self.shown(0, self.size, level):
+            value = unwrapped(metric.compute(), level, self.size)
+        if value.shape != (self.size,):
+            raise NotStackable(f"logs the object `{type(metric).__name__}`, whose value is not one number")
+        found: list[float] = value.tolist()
+        return found

@@ -1,0 +1,40 @@
+"""Evaluations are divided so that the weights and activations of a stack have room."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from lightning_sparsefl.data.examples import Examples
+from lightning_sparsefl.federated.local.stacked.evaluation import EvaluationRequest, readable_in_order
+from lightning_sparsefl.federated.local.stacked.evaluator import StackEvaluator
+
+
+def request(samples, batch_size=10):
+    loader = Examples(torch.zeros(samples, 1), torch.zeros(samples, dtype=torch.int64)).loader(batch_size)
+    return EvaluationRequest(samples, (), {}, loader, "test")
+
+
+@pytest.mark.parametrize(
+    ("room", "parts"),
+    [(1000, [[30, 10, 4, 2]]), (45, [[30, 10, 4], [2]]), (30, [[30, 10], [4, 2]]), (1, [[30], [10], [4], [2]])],
+)
+def test_a_stack_has_room_for_weights_and_first_batches(room, parts):
+    """A client has 5 weights, and 1 number for each sample."""
+    worker = SimpleNamespace(flat=SimpleNamespace(layout=SimpleNamespace(size=5)))
+    found = StackEvaluator(worker, activations=1.0, room=room)._parts([request(each) for each in (30, 10, 4, 2)])
+    assert [[each.client for each in part] for part in found] == parts
+
+
+def test_batches_end_with_the_samples():
+    assert [request(23).size(number) for number in range(4)] == [10, 10, 3, 0]
+
+
+def test_loaders_that_draw_are_not_read_together():
+    examples = Examples(torch.zeros(4, 1), torch.zeros(4, dtype=torch.int64))
+    assert readable_in_order(examples.loader(2))
+    assert not readable_in_order(examples.loader(2, shuffle=True))
+    assert not readable_in_order(Examples(examples.inputs, examples.labels, torch.relu).loader(2))
+    assert not readable_in_order(None)
