@@ -283,11 +283,11 @@ def main() -> None:
     parser.add_argument(
         "--cases",
         nargs="+",
-        default=[f"{clients}x{cohort}" for clients in (10**3, 10**5, 10**6) for cohort in (10, 100, 1000)],
+        default=["1000x10", "1000000x10", "1000000x1000"],
         metavar="CLIENTSxCOHORT",
         help="numbers of clients and of those of a round, with records on disk",
     )
-    parser.add_argument("--ram", nargs="*", default=["10000x100"], help="the same with records in memory")
+    parser.add_argument("--ram", nargs="*", default=[], help="the same with records in memory")
     parser.add_argument("--ranks", nargs="+", type=int, default=[1, 2, 4], help="numbers of ranks")
     parser.add_argument(
         "--rounds", type=int, default=2, help="number of rounds of each number of ranks; the last one evaluates"
