@@ -81,6 +81,8 @@ class FederatedDataset(FederatedDataModule):
         if num_clients is None:
             num_clients = partition.num_groups(self._keys.split) if isinstance(partition, ByGroup) else 100
         super().__init__(num_clients=num_clients, partition=partition, eval_split=eval_split or "test", **options)
+        expected = "null, since each process has the data sets that it is given"
+        require(self.memory_map is None, "data.memory_map", self.memory_map, expected)
         if eval_split is None and self.val_fraction > 0:
             self.eval_split = "val"
         self._check_fractions()

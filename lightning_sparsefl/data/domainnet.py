@@ -72,12 +72,13 @@ class FederatedDomainNet(FederatedDataModule):
         super().__init__(num_clients=num_clients, **options)
 
     def prepare_data(self) -> None:
-        """Check that the data is there; it is not downloaded.
+        """Check that the data is there, which is not downloaded, and write the files of `memory_map`.
 
         Raises:
             DataNotFound: If a list or a folder is missing, with the page that offers the data.
         """
         self._lists()
+        super().prepare_data()
 
     def load(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Load the images, uint8 of shape (examples, 3, size, size), and the labels.

@@ -6,7 +6,10 @@ centralised baseline, with the training data of all clients in one loader.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
+from dataclasses import is_dataclass
+from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import lightning as L
@@ -17,10 +20,13 @@ from torch.utils.data import DataLoader
 from lightning_sparsefl.data.by_group import ByGroup
 from lightning_sparsefl.data.examples import CropFlip, Examples, Normalize, Transform
 from lightning_sparsefl.data.feature_shift import FeatureShift
+from lightning_sparsefl.data.memory_map import map_split, write_split
 from lightning_sparsefl.data.partition import IID, Partition, check_num_clients, matching_test
 from lightning_sparsefl.data.split import Part, SplitData, span, stops
 from lightning_sparsefl.errors import InvalidOption, require
 from lightning_sparsefl.seeds import generator, seed_from_environment
+
+_NOT_OPTIONS = frozenset({*vars(L.LightningDataModule()), "trainer", "client_sizes", "memory_map"})
 
 
 class FederatedDataModule(L.LightningDataModule):
@@ -56,6 +62,8 @@ class FederatedDataModule(L.LightningDataModule):
         feature_shift: Change of the inputs by client; None for no change. Each client's training, validation and test
             inputs are changed as its own. Of the whole test set, every `num_clients`-th example is changed as those of
             one client.
+        memory_map: Folder on a disk of each machine for files of the split data, which all processes of the machine
+            map into memory as one copy; None for a copy in each process.
 
     Raises:
         InvalidOption: If an option is out of its range.
@@ -93,6 +101,7 @@ class FederatedDataModule(L.LightningDataModule):
         examples_per_client: int | None = None,
         num_workers: int = 0,
         feature_shift: FeatureShift | None = None,
+        memory_map: str | None = None,
     ) -> None:
         super().__init__()
         fits = self.has_columns or not isinstance(partition, ByGroup)
@@ -111,7 +120,7 @@ class FederatedDataModule(L.LightningDataModule):
         self.val_fraction, self.test_per_client, self.eval_split = val_fraction, test_per_client, eval_split
         self.seed, self.eval_batch_size = seed, eval_batch_size
         self.drop_last, self.num_workers, self.examples_per_client = drop_last, num_workers, examples_per_client
-        self.feature_shift = feature_shift
+        self.feature_shift, self.memory_map = feature_shift, memory_map
         self.client_sizes: Sequence[int] = self._nominal_sizes()
         self._held: SplitData | None = None
 
@@ -160,6 +169,18 @@ class FederatedDataModule(L.LightningDataModule):
             return CropFlip(self.crop_padding, then=normalize)
         return normalize
 
+    def prepare_data(self) -> None:
+        """Load and split the data set and write it to the folder `memory_map`, if there is one.
+
+        A subclass that downloads data does so first, and then calls this method.
+
+        Raises:
+            DataNotFound: If the data is not on disk.
+            InvalidOption: If the split leaves a client without training, validation or test examples.
+        """
+        if self.memory_map is not None:
+            write_split(self._split(*self.load()), Path(self.memory_map), self._name_of_split())
+
     def setup(self, stage: str | None = None) -> None:
         """Load and split the data set, and update `client_sizes`; later calls have no effect.
 
@@ -168,7 +189,7 @@ class FederatedDataModule(L.LightningDataModule):
             InvalidOption: If the split leaves a client without training, validation or test examples.
         """
         if self._held is None:
-            self._held = self._split(*self.load())
+            self._held = self._load_split()
             self.client_sizes = self._held.train_stops.diff(prepend=torch.zeros(1, dtype=torch.int64)).tolist()
 
     def num_examples(self, client: int) -> int:
@@ -212,6 +233,17 @@ class FederatedDataModule(L.LightningDataModule):
         if self.feature_shift is None:
             return self._eval_loader(self._ready.test, slice(None))
         return self._eval_loader(self._gather(self._ready.test, self._whole_test(), "whole test"), slice(None))
+
+    def _load_split(self) -> SplitData:
+        if self.memory_map is None:
+            return self._split(*self.load())
+        return map_split(Path(self.memory_map), self._name_of_split())
+
+    def _name_of_split(self) -> str:
+        """Return the class with a digest of its options, which tells splits in one folder apart."""
+        own = {name: value for name, value in vars(self).items() if name[0] != "_" and name not in _NOT_OPTIONS}
+        plain = sorted((name, repr(value)) for name, value in own.items() if _is_plain(value))
+        return f"{type(self).__name__}-{hashlib.sha256(repr((plain, self._seed())).encode()).hexdigest()[:16]}"
 
     @property
     def _ready(self) -> SplitData:
@@ -318,6 +350,11 @@ class FederatedDataModule(L.LightningDataModule):
         """Return the examples of the whole test set that are shifted as those of each client."""
         every = torch.arange(len(self._ready.test[1]))
         return [every[client :: self.num_clients] for client in range(self.num_clients)]
+
+
+def _is_plain(value: Any) -> bool:
+    """Return whether the text of a value is the same in all processes."""
+    return value is None or isinstance(value, (bool, int, float, str, list, tuple)) or is_dataclass(value)
 
 
 def no_loader(data: L.LightningDataModule) -> list[Any] | None:

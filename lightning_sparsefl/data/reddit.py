@@ -56,13 +56,14 @@ class FederatedReddit(FederatedDataModule):
         super().__init__(**options)
 
     def prepare_data(self) -> None:
-        """Check that the data is there; it is not downloaded.
+        """Check that the data is there, which is not downloaded, and write the files of `memory_map`.
 
         Raises:
             DataNotFound: If a folder is missing, with the page that offers the data.
         """
         for part in ("train", "test"):
             self._files(part)
+        super().prepare_data()
 
     def load(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Load the sequences and targets of the chosen users, int64 of shape (sequences, length).

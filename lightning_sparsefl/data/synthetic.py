@@ -77,7 +77,7 @@ class FederatedBlobsOnDemand(FederatedDataModule):
         num_pooled: Number of examples in each of the common validation and test sets.
         test_per_client: Number of validation and of test examples of a client.
         options: Further arguments of :class:`FederatedDataModule`, except those that split one data set: `partition`,
-            `val_fraction`, `examples_per_client` and `feature_shift`.
+            `val_fraction`, `examples_per_client`, `feature_shift` and `memory_map`.
 
     Raises:
         InvalidOption: If an option is out of its range.
@@ -102,10 +102,11 @@ class FederatedBlobsOnDemand(FederatedDataModule):
         require(most >= fewest, "data.most", most, f"at least `data.fewest`, which is {fewest}")
         expected = f"a number from 1 to {num_classes}, the number of classes"
         require(1 <= classes_per_client <= num_classes, "data.classes_per_client", classes_per_client, expected)
-        for name in ("partition", "val_fraction", "examples_per_client", "feature_shift"):
+        for name in ("partition", "val_fraction", "examples_per_client", "feature_shift", "memory_map"):
             if name in options:
                 raise InvalidOption(
-                    f"`data.{name}` splits one data set, but this class generates the examples of each client; omit it."
+                    f"`data.{name}` is for a data set that is split, but this class generates the examples of each "
+                    "client; omit it."
                 )
         self.num_classes, self.sample_shape = num_classes, sample_shape
         self.classes_per_client, self.noise, self.num_pooled = classes_per_client, noise, num_pooled

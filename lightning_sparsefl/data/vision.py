@@ -58,9 +58,10 @@ class FromTorchvision(FederatedDataModule):
             self.crop_padding = None
 
     def prepare_data(self) -> None:
-        """Download the data set if `download` is set."""
+        """Download the data set if `download` is set, and write the files of `memory_map`."""
         if self.download:
             self.read(train=True, download=True)
+        super().prepare_data()
 
     def load(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Load the images, uint8 of shape (examples, channels, height, width), and the labels.

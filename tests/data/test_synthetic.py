@@ -104,7 +104,10 @@ def test_refuses_numbers_below_one(wrong):
     [
         ({"most": 1}, "`data.most` is 1; expected at least `data.fewest`, which is "),
         ({"classes_per_client": 11}, "`data.classes_per_client` is 11; expected a number from 1 to 10"),
-        ({"val_fraction": 0.1}, "`data.val_fraction` splits one data set, but this class generates the examples"),
+        (
+            {"val_fraction": 0.1},
+            "`data.val_fraction` is for a data set that is split, but this class generates",
+        ),
     ],
 )
 def test_refuses_what_cannot_be_made(wrong, message):

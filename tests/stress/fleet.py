@@ -1,10 +1,14 @@
-"""Memory, disk and time of a FedSpa run on LeNet-5 (61,706 parameters) by number of clients.
+"""Memory, disk, time and traffic between ranks of a FedSpa run on a small MLP, by clients, cohort and ranks.
 
-For each number of clients, a new run trains one round and ends. Then every client is given a record, as if it had taken
-part in an earlier round: a copy of a trained record, inserted into the database of `federation.store: disk`. The run is
-resumed for some rounds, and evaluates clients in its last round. Both parts run in processes of their own, for separate
-peaks of memory. Client data is generated on access, with 20 to 60 training samples per client. The same is done with
-the records in memory, for the numbers of clients for which this is possible.
+For each number of clients and each cohort, a new run of one process trains one round and ends. Then every client is
+given a record, as if it had taken part in an earlier round: a copy of a trained record, inserted into the database of
+`federation.store: disk`. The run is resumed with each number of ranks in turn for some rounds, the last of which
+evaluates clients and the global model. All parts run in processes of their own, for separate peaks of memory. Client
+data is generated on access, with 10 to 20 training samples per client, one batch. The same is done with the records in
+memory, for the numbers of clients for which this is possible.
+
+At last, the memory of all ranks is measured with a data set of `--data` MiB, as a copy in each rank and as files that
+all ranks map (`data.memory_map`).
 
     python tests/stress/fleet.py --out result.json
 """
@@ -16,6 +20,7 @@ import contextlib
 import io
 import json
 import os
+import pickle
 import platform
 import resource
 import sqlite3
@@ -24,72 +29,186 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
 import lightning
 import torch
+import torch.distributed as dist
 from fuzz import accept_rows
-from lightning.pytorch import Callback
 
 from lightning_sparsefl.algorithms import FedSpa
-from lightning_sparsefl.data import FederatedBlobsOnDemand
+from lightning_sparsefl.data import FederatedBlobs, FederatedBlobsOnDemand
 from lightning_sparsefl.federated import FederatedTrainer, Federation
+from lightning_sparsefl.federated.rounds.coordinator import Coordinator
 from lightning_sparsefl.federated.storage.record_database import row_digest
-from lightning_sparsefl.models import LeNet5
+from lightning_sparsefl.models import MLP
 
 SEED = 0
+MIB = 2**20
 
 
-class Clock(Callback):
-    """Callback that measures the time before the first round, and of each round with its commit."""
+class Meter:
+    """What one rank received from the others, and the time and the memory of its phases.
 
-    def __init__(self) -> None:
-        self.started = time.perf_counter()
-        self.moments: list[tuple[float, float]] = []
+    Received are the tensor of an all-reduce (however it is sent), the other ranks' parts of a gathered object, and the
+    bytes of a message. The phases are written to a file of each rank, since a forked process returns nothing.
 
-    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
-        """Store the time at which a round starts."""
-        self.moments.append((time.perf_counter(), time.process_time()))
+    Args:
+        folder: Folder of the files.
+    """
 
-    def summary(self) -> dict[str, float]:
-        """Return seconds, for rounds as the median over all but the last one, which also evaluates clients."""
-        wall, cpu = zip(*self.moments, strict=True)
-        return {
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.started = folder, time.perf_counter()
+        self.received, self.calls = 0, 0
+        self.rounds: list[tuple[float, float, int, int]] = []
+        self.evaluations: list[tuple[float, int]] = []
+
+    def install(self) -> None:
+        """Count in the collectives that the engine uses, and in the phases of a round."""
+        self._count("all_reduce", lambda tensor: tensor.nbytes)
+        self._count("irecv", lambda tensor, src: tensor.nbytes)
+        self._count("broadcast", lambda tensor, src: tensor.nbytes * (dist.get_rank() != src))
+        self._count("all_gather_object", lambda values, value: sum(map(_pickled, values)) - _pickled(value))
+        measured = Coordinator.round, Coordinator.evaluate
+        meter = self
+
+        def a_round(self: Coordinator, *arguments: Any) -> Any:
+            meter.rounds.append((time.perf_counter(), time.process_time(), meter.received, meter.calls))
+            result = measured[0](self, *arguments)
+            meter.write()
+            return result
+
+        def an_evaluation(self: Coordinator, *arguments: Any) -> Any:
+            before, bytes_before = time.perf_counter(), meter.received
+            result = measured[1](self, *arguments)
+            meter.evaluations.append((time.perf_counter() - before, meter.received - bytes_before))
+            meter.write()
+            return result
+
+        Coordinator.round, Coordinator.evaluate = a_round, an_evaluation  # type: ignore[method-assign]
+
+    def _count(self, name: str, size: Callable[..., int]) -> None:
+        function = getattr(dist, name)
+
+        def counted(*arguments: Any, **options: Any) -> Any:
+            result = function(*arguments, **options)
+            self.received += size(*arguments, **options)
+            self.calls += 1
+            return result
+
+        setattr(dist, name, counted)
+
+    def write(self) -> None:
+        """Write what was measured so far."""
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1024 if sys.platform == "linux" else MIB)
+        wall, cpu, received, calls = zip(*self.rounds, strict=True)
+        found = {
             "setup_s": round(wall[0] - self.started, 3),
-            "round_s": _median([after - before for before, after in pairwise(wall)]),
-            "round_cpu_s": _median([after - before for before, after in pairwise(cpu)]),
+            "round_s": _median(wall),
+            "round_cpu_s": _median(cpu),
+            "round_received_mib": round(_median(received) / MIB, 3),
+            "round_collectives": _median(calls),
+            "evaluation_s": round(max((seconds for seconds, _ in self.evaluations), default=0.0), 3),
+            "evaluation_received_mib": round(max((b for _, b in self.evaluations), default=0) / MIB, 3),
+            "peak_rss_mib": round(peak, 1),
+            "pss_mib": round(proportional_set_mib(), 1),
         }
+        (self.folder / f"rank-{rank}.json").write_text(json.dumps(found))
 
 
-def _median(times: list[float]) -> float:
-    return round(statistics.median(times), 4) if times else 0.0
+def _pickled(value: Any) -> int:
+    return len(pickle.dumps(value))
 
 
-def run(folder: Path, clients: int, cohort: int, rounds: int, store: Literal["ram", "disk"], go_on: bool) -> None:
-    """Run one part and print its measurements as JSON."""
+def _median(moments: Any) -> float:
+    """Return the median of the differences: of all rounds but the last, with their commits."""
+    steps = [after - before for before, after in pairwise(moments)]
+    return round(statistics.median(steps), 4) if steps else 0.0
+
+
+def proportional_set_mib() -> float:
+    """Return the memory of this process, where a page that several processes share counts for each in part."""
+    rollup = Path("/proc/self/smaps_rollup")
+    lines = rollup.read_text().splitlines() if rollup.is_file() else []
+    return next((int(line.split()[1]) / 1024 for line in lines if line.startswith("Pss:")), 0.0)
+
+
+def train(trainer: FederatedTrainer, module: Any, data: Any, meter: Meter, ckpt_path: str | None = None) -> None:
+    """Run a federation in all its ranks, and print the largest of their measurements as JSON."""
+    meter.install()
+    with contextlib.redirect_stdout(io.StringIO()):
+        trainer.fit(module, data, ckpt_path)
+    found = [json.loads(path.read_text()) for path in sorted(meter.folder.glob("rank-*.json"))]
+    most = {name: max(each[name] for each in found) for name in found[0]}
+    print(json.dumps({**most, "pss_mib": round(sum(each["pss_mib"] for each in found), 1)}))
+
+
+def share(folder: Path, mib: int, mapped: bool, ranks: int) -> None:
+    """Train and score all clients of a data set in memory once, with a copy for each rank or one for all."""
     torch.set_num_threads(1)
     torch.manual_seed(SEED)
-    clock = Clock()
     trainer = FederatedTrainer(
         accelerator="cpu",
-        devices=1,
-        max_rounds=1 + rounds * go_on,
-        check_val_every_n_round=1 + rounds,
+        devices=ranks,
+        strategy="client_parallel_fork" if ranks > 1 else "auto",
+        max_rounds=1,
         default_root_dir=str(folder),
-        callbacks=[clock],
         logger=False,
         enable_progress_bar=False,
         algorithm=FedSpa(density=0.5),
-        federation=Federation(clients_per_round=cohort, eval_clients=cohort, pictures_every_n_rounds=0, store=store),
+        federation=Federation(clients_per_round=8, pictures_every_n_rounds=0),
         seed=SEED,
     )
-    data = FederatedBlobsOnDemand(num_clients=clients, batch_size=20, eval_split="test", seed=SEED)
-    with contextlib.redirect_stdout(io.StringIO()):
-        trainer.fit(LeNet5(num_classes=10, variant="1998", lr=0.05), data, "last" if go_on else None)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1024 if sys.platform == "linux" else 1024**2)
-    print(json.dumps({**clock.summary(), "peak_rss_mib": round(peak, 1)}))
+    dim = 4096
+    examples = mib * MIB // (4 * dim)
+    data = FederatedBlobs(
+        num_clients=8,
+        dim=dim,
+        num_train=examples * 3 // 4,
+        num_test=examples // 4,
+        batch_size=256,
+        eval_split="test",
+        memory_map=str(folder / "data") if mapped else None,
+    )
+    meter = Meter(folder)
+    train(trainer, MLP(num_classes=4, hidden=(8,), sample_shape=(1, 1, dim)), data, meter)
+
+
+def network() -> MLP:
+    """Return the network of the fleet, small enough for a million records on disk."""
+    return MLP(num_classes=10, hidden=(8,), lr=0.05)
+
+
+def run(folder: Path, clients: int, cohort: int, rounds: int, store: Literal["ram", "disk"], ranks: int) -> None:
+    """Run one part up to a number of rounds, and print its measurements as JSON; a part that is there is resumed."""
+    torch.set_num_threads(1)
+    torch.manual_seed(SEED)
+    go_on = any(folder.glob("*/*/checkpoints/last.ckpt"))
+    with tempfile.TemporaryDirectory() as place:
+        meter = Meter(Path(place))
+        trainer = FederatedTrainer(
+            accelerator="cpu",
+            devices=ranks,
+            strategy="client_parallel_fork" if ranks > 1 else "auto",
+            max_rounds=rounds,
+            check_val_every_n_round=rounds,
+            default_root_dir=str(folder),
+            logger=False,
+            enable_progress_bar=False,
+            algorithm=FedSpa(density=0.5),
+            federation=Federation(
+                clients_per_round=cohort, eval_clients=min(cohort, 20), pictures_every_n_rounds=0, store=store
+            ),
+            seed=SEED,
+        )
+        data = FederatedBlobsOnDemand(
+            num_clients=clients, batch_size=20, fewest=10, most=20, num_pooled=2000, eval_split="test", seed=SEED
+        )
+        train(trainer, network(), data, meter, "last" if go_on else None)
 
 
 def fill(path: Path, clients: int) -> int:
@@ -106,56 +225,49 @@ def fill(path: Path, clients: int) -> int:
     return len(content)
 
 
-def measure(clients: int, cohort: int, rounds: int, store: Literal["ram", "disk"], inline: bool) -> dict[str, Any]:
-    """Measure a run with a number of clients."""
-    part = _inline if inline else _process
+def measure(clients: int, cohort: int, rounds: int, store: Literal["ram", "disk"], ranks: list[int]) -> list[Any]:
+    """Measure runs with a number of clients and a cohort, resumed with each number of ranks in turn."""
     with tempfile.TemporaryDirectory() as place:
-        folder = Path(place)
-        first = part(folder, clients, cohort, rounds, "disk", False)
+        folder, rows, done = Path(place), [], 1
+        part(folder, clients, cohort, done, "disk", 1)
         records = next(folder.glob("*/*/checkpoints/clients/server.sqlite"))
-        start = time.perf_counter()
         size = fill(records, clients)
-        filled = time.perf_counter() - start
-        later = part(folder, clients, cohort, rounds, store, True)
-        own = [
-            path for path in records.parents[2].rglob("*") if path.is_file() and (store == "disk" or path != records)
-        ]
-        return {
-            "store": store,
-            "clients": clients,
-            "clients_with_a_record": clients,
-            "record_bytes": size,
-            "run_folder_mib": round(sum(path.stat().st_size for path in own) / 2**20, 2),
-            "last_ckpt_mib": round((records.parents[1] / "last.ckpt").stat().st_size / 2**20, 2),
-            "filled_in_s": round(filled, 1),
-            **{f"new_run_{name}": first[name] for name in ("setup_s", "peak_rss_mib")},
-            "resume_s": later.pop("setup_s"),
-            **later,
-        }
+        for count in ranks:
+            done += rounds
+            found = part(folder, clients, cohort, done, store, count)
+            files = [path for path in records.parents[2].rglob("*") if path.is_file()]
+            own = [path for path in files if store == "disk" or path != records]
+            shown = {
+                "store": store,
+                "clients": clients,
+                "cohort": cohort,
+                "ranks": count,
+                "record_bytes": size,
+                "run_folder_mib": round(sum(path.stat().st_size for path in own) / MIB, 2),
+                "last_ckpt_mib": round((records.parents[1] / "last.ckpt").stat().st_size / MIB, 2),
+            }
+            rows.append({**shown, **found})
+            print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
+        return rows
 
 
-def _inline(*arguments: Any) -> dict[str, float]:
-    with contextlib.redirect_stdout(io.StringIO()) as printed:
-        run(*arguments)
-    return dict(json.loads(printed.getvalue()))
+def measure_data(mib: int, ranks: list[int]) -> list[Any]:
+    """Measure the memory of all ranks together, with a copy of the data for each and with one for all."""
+    rows = []
+    for count in ranks:
+        for mapped in (False, True):
+            with tempfile.TemporaryDirectory() as place:
+                found = part(place, mib, mapped, count)
+            shown = {name: found[name] for name in ("pss_mib", "peak_rss_mib")}
+            rows.append({"data_mib": mib, "ranks": count, "memory_map": mapped, **shown})
+    return rows
 
 
-def _process(*arguments: Any) -> dict[str, float]:
+def part(*arguments: Any) -> dict[str, float]:
+    """Run one part in a process of its own."""
     command = [sys.executable, __file__, "--part", json.dumps([str(argument) for argument in arguments])]
     result = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     return dict(json.loads(result.stdout.splitlines()[-1]))
-
-
-def _growth(rows: list[dict[str, Any]]) -> dict[str, float]:
-    """Compute the cost per additional client from the smallest and the largest run on disk."""
-    disk = sorted((row for row in rows if row["store"] == "disk"), key=lambda row: row["clients"])
-    more = max(disk[-1]["clients"] - disk[0]["clients"], 1)
-    mib = {name: (disk[-1][name] - disk[0][name]) * 2**20 / more for name in ("peak_rss_mib", "run_folder_mib")}
-    return {
-        "memory_bytes_a_client": round(max(mib["peak_rss_mib"], 0.0), 2),
-        "disk_bytes_a_client": round(mib["run_folder_mib"], 1),
-        "round_cpu_ratio": round(disk[-1]["round_cpu_s"] / max(disk[0]["round_cpu_s"], 1e-9), 3),
-    }
 
 
 def processor() -> str:
@@ -169,32 +281,33 @@ def main() -> None:
     """Measure, print JSON, and write it to `--out`."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--sizes",
+        "--cases",
         nargs="+",
-        type=int,
-        default=[10**3, 10**4, 10**5, 10**6],
-        help="numbers of clients, with records on disk",
+        default=["1000x10", "1000000x10", "1000000x1000"],
+        metavar="CLIENTSxCOHORT",
+        help="numbers of clients and of those of a round, with records on disk",
     )
+    parser.add_argument("--ram", nargs="*", default=[], help="the same with records in memory")
+    parser.add_argument("--ranks", nargs="+", type=int, default=[1, 2, 4], help="numbers of ranks")
     parser.add_argument(
-        "--ram", nargs="*", type=int, default=[10**3, 10**4], help="numbers of clients, with records in memory"
+        "--rounds", type=int, default=2, help="number of rounds of each number of ranks; the last one evaluates"
     )
-    parser.add_argument("--cohort", type=int, default=20, help="number of clients of a round and of an evaluation")
-    parser.add_argument(
-        "--rounds", type=int, default=10, help="number of rounds after the first; the last one evaluates"
-    )
-    parser.add_argument(
-        "--inline", action="store_true", help="run in this process; peaks of memory are then those of all runs"
-    )
+    parser.add_argument("--data", type=int, default=512, help="size of a data set in memory, in MiB; 0 = none")
     parser.add_argument("--out", type=Path, help="file for the JSON")
     parser.add_argument("--part", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.part is not None:
-        folder, clients, cohort, rounds, store, go_on = json.loads(arguments.part)
-        run(Path(folder), int(clients), int(cohort), int(rounds), store, go_on == "True")
+        given = json.loads(arguments.part)
+        if len(given) == 4:
+            share(Path(given[0]), int(given[1]), given[2] == "True", int(given[3]))
+        else:
+            run(Path(given[0]), int(given[1]), int(given[2]), int(given[3]), given[4], int(given[5]))
         return
-    shared = {"cohort": arguments.cohort, "rounds": arguments.rounds}
-    rows = [measure(clients, store="disk", inline=arguments.inline, **shared) for clients in arguments.sizes]
-    rows += [measure(clients, store="ram", inline=arguments.inline, **shared) for clients in arguments.ram]
+    rows = []
+    for store, cases in (("disk", arguments.cases), ("ram", arguments.ram)):
+        for case in cases:
+            clients, cohort = map(int, case.split("x"))
+            rows += measure(clients, cohort, arguments.rounds, store, arguments.ranks)
     result = {
         "processor": processor(),
         "cores": os.cpu_count(),
@@ -202,10 +315,10 @@ def main() -> None:
         "torch": torch.__version__,
         "lightning": lightning.__version__,
         "sqlite": sqlite3.sqlite_version,
-        "parameters": sum(parameter.numel() for parameter in LeNet5(num_classes=10, variant="1998").parameters()),
-        **shared,
-        "growth": _growth(rows),
+        "parameters": sum(parameter.numel() for parameter in network().parameters()),
+        "rounds": arguments.rounds,
         "rows": rows,
+        "data": measure_data(arguments.data, arguments.ranks) if arguments.data else [],
     }
     text = json.dumps(result, indent=2)
     print(text)

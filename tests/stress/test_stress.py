@@ -12,7 +12,7 @@ from lightning_sparsefl import algorithms
 FOLDER = Path(__file__).parent
 INLINE = {
     "fuzz": ["--minutes", "0.002"],
-    "fleet": ["--sizes", "6", "--ram", "6", "--cohort", "1", "--rounds", "1", "--inline"],
+    "fleet": ["--cases", "6x2", "--ram", "6x2", "--ranks", "2", "--rounds", "1", "--data", "8"],
 }
 KILLING = {
     "kill_resume": ["--algorithms", "FedAvg", "--kills", "1"],

@@ -9,7 +9,7 @@ or the rank that adds them (after Demmel and Nguyen, "Parallel reproducible summ
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -74,16 +74,16 @@ class ExactSum:
             self._places[place] = self._places[place] + digit if place in self._places else digit
         self._places = {place: total for place, total in self._places.items() if place >= lowest}
 
-    def all_reduce(self, reduce: Callable[[Tensor], Tensor], header: SumHeader) -> None:
-        """Add the sums of all ranks.
+    def align(self, header: SumHeader) -> list[Tensor]:
+        """Return the digits of each place that the ranks add, to be summed in place.
 
         Args:
-            reduce: Function that sums a tensor over the ranks in place.
             header: Header from :func:`merge_headers`, the same on all ranks.
         """
         top, mine = header.top, self._places
         places = () if top is None else range(top, top - _PLACES, -1)
-        self._places = {place: reduce(mine[place] if place in mine else self._zeros()) for place in places}
+        self._places = {place: mine[place] if place in mine else self._zeros() for place in places}
+        return list(self._places.values())
 
     def value(self) -> Tensor:
         """Return the sum, rounded to float64."""

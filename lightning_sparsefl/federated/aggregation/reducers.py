@@ -19,12 +19,11 @@ from torch import Tensor
 
 from lightning_sparsefl.errors import InvalidOption
 from lightning_sparsefl.federated.aggregation.exact_sum import ExactSum, SumHeaders
+from lightning_sparsefl.federated.aggregation.joint_reduce import AllReduce, reduce_together
 from lightning_sparsefl.federated.exchange.flat import Layout
 from lightning_sparsefl.sparse.masks import intersect
 from lightning_sparsefl.types import Masks, Merged, Message, Update, Weights
 
-AllReduce = Callable[[Tensor], Tensor]
-"""Function that sums a tensor over the ranks in place and returns it."""
 Gather = Callable[[Any], list[Any]]
 """Function that returns the values of all ranks on every rank."""
 
@@ -34,6 +33,7 @@ _EXTRA, _LARGE = "extra/", "weights"
 """Keys of headers: prefix of the keys of extra trees, and the key of the weights."""
 _BLOCK = 1 << 16
 """Coordinates that are added at once, in float64, so that a CPU's cache holds them from one operation to the next."""
+_LARGEST_INT32 = torch.iinfo(torch.int32).max
 _SMALLEST_SCALE = 2.0**-4
 """Lower bound of a tensor's scale, for tensors that start at zero, such as biases."""
 
@@ -97,10 +97,10 @@ class Accumulator:
         self.layout, self.silence_counts = layout, silence_counts
         vector = layout.flatten(server)
         self.device = vector.device
-        self._sum = torch.zeros(layout.size, dtype=torch.float64, device=self.device)
-        self._counts = torch.zeros(len(layout.names), dtype=torch.float64, device=self.device)
-        self._coordinate_counts: Tensor | None = None
-        self._voters: Tensor | None = None
+        self._terms = torch.zeros(layout.size + len(layout.names), dtype=torch.float64, device=self.device)
+        self._sum, self._counts = self._terms.split([layout.size, len(layout.names)])
+        self._votes: Tensor | None = None
+        self._votes_dtype = torch.int32 if total_weight <= _LARGEST_INT32 else torch.float64
         self._dense_voters = 0
         self._not_sent = [0] * len(layout.names)
         self._updates = 0
@@ -234,15 +234,25 @@ class Accumulator:
         self._kind = kind
 
     def _count(self, update: Update, votes: Masks, num_examples: int) -> None:
-        weights = [float(num_examples if n in self.layout.buffers else update.weight) for n in self.layout.names]
+        weights = [num_examples if n in self.layout.buffers else update.weight for n in self.layout.names]
         sent = [self.silence_counts or n in update.weights for n in self.layout.names]
         counts = [weight * was_sent for weight, was_sent in zip(weights, sent, strict=True)]
         if not votes or self.silence_counts:
             self._counts += torch.tensor(counts, dtype=torch.float64, device=self.device)
             return
-        if self._coordinate_counts is None:
-            self._coordinate_counts = torch.zeros_like(self._sum)
-        self._spread(votes, counts, self._coordinate_counts)
+        self._spread(votes, counts, self._start_votes()[1])
+
+    def _start_votes(self) -> Tensor:
+        """Return the number of votes on each coordinate and, unless silence counts, the sum of their weights."""
+        if self._votes is None:
+            shape = (1 if self.silence_counts else 2, self.layout.size)
+            self._votes = torch.zeros(shape, dtype=self._votes_dtype, device=self.device)
+        return self._votes
+
+    @property
+    def _voters(self) -> Tensor | None:
+        """Number of votes on each coordinate; None = all updates are dense."""
+        return None if self._votes is None else self._votes[0]
 
     def _count_voters(self, update: Update, votes: Masks) -> None:
         """Count the votes; a name that was not sent counts as voted on in the coverage, unless `votes` has a mask."""
@@ -251,12 +261,10 @@ class Accumulator:
         if not votes:
             self._dense_voters += 1
             return
-        if self._voters is None:
-            self._voters = torch.zeros(self.layout.size, dtype=torch.int32, device=self.device)
         amounts = [int(name in update.weights or name not in votes) for name in self.layout.names]
-        self._spread(votes, amounts, self._voters)
+        self._spread(votes, amounts, self._start_votes()[0])
 
-    def _spread(self, votes: Masks, amounts: Sequence[float], onto: Tensor) -> None:
+    def _spread(self, votes: Masks, amounts: Sequence[int], onto: Tensor) -> None:
         """Add each tensor's amount to the coordinates that were voted on."""
         for name, amount, piece in zip(self.layout.names, amounts, self._pieces(onto), strict=True):
             if name in votes:
@@ -297,31 +305,28 @@ class Accumulator:
         """
         difference = self._kind == "difference"
         facts = [
-            self._coordinate_counts is not None,
-            self._voters is not None,
+            self._votes is not None,
             self._total,
             self._dense_voters,
             difference,
             self._updates,
             *self._not_sent,
         ]
-        masked, voted, total, dense_voters, differences, updates, *not_sent = reduce(
+        voted, total, dense_voters, differences, updates, *not_sent = reduce(
             torch.tensor(facts, dtype=torch.float64, device=self.device)
         ).tolist()
         self._total, self._dense_voters = int(total), int(dense_voters)
         self._updates, self._not_sent = int(updates), [int(count) for count in not_sent]
         self._kind = "difference" if differences else self._kind
-        if masked and self._coordinate_counts is None:
-            self._coordinate_counts = torch.zeros_like(self._sum)
-        if voted and self._voters is None:
-            self._voters = torch.zeros(self.layout.size, dtype=torch.int32, device=self.device)
-        for sums in (self._sum, self._counts, self._coordinate_counts, self._voters):
-            if sums is not None:
-                reduce(sums)
+        votes = [self._start_votes()] if voted else []
+        reduce_together(reduce, [self._terms, *votes, *self._digits(headers)])
+
+    def _digits(self, headers: SumHeaders) -> Iterator[Tensor]:
+        """Return the tensors of the sums without a grid, those that are not there yet as zeros, in a common order."""
         for key, header_of in headers.items():
             mine = self._large if key == _LARGE else self._extra.setdefault(key.removeprefix(_EXTRA), {})
             for name, header in header_of.items():
-                mine.setdefault(name, ExactSum(header.shape, self.device)).all_reduce(reduce, header)
+                yield from mine.setdefault(name, ExactSum(header.shape, self.device)).align(header)
 
     def collect(self, gather: Gather) -> None:
         """Exchange between ranks what cannot be reduced by a sum; a mean has no such data.
@@ -365,14 +370,15 @@ class Accumulator:
 
     def weights_of_votes(self) -> dict[str, Tensor]:
         """Return the sums of the weights of the votes, by name, for all coordinates of a tensor or for each of them."""
-        spread = {} if self._coordinate_counts is None else dict(self.layout.split(self._coordinate_counts))
+        separate = self._votes is not None and not self.silence_counts
+        spread = dict(self.layout.split(self._start_votes()[1])) if separate else {}
         named = zip(self.layout.names, self._counts, strict=True)
         return {name: count + spread[name] if name in spread else count for name, count in named}
 
     def _voters_by_name(self) -> dict[str, Tensor]:
         """Return the number of votes on each coordinate, without the tensors on which all clients voted everywhere."""
         zeros = torch.zeros(1, dtype=torch.int32, device=self.device).expand(self.layout.size)
-        counts = self._dense_voters + (zeros if self._voters is None else self._voters)
+        counts = self._dense_voters + (zeros if self._voters is None else self._voters.to(torch.int32))
         return {
             name: count - not_sent
             for not_sent, (name, count) in zip(self._not_sent, self.layout.split(counts), strict=True)

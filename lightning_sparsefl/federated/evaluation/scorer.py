@@ -5,11 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
+
+from lightning.fabric.utilities.rank_zero import rank_zero_info
 
 from lightning_sparsefl.errors import InvalidOption
 from lightning_sparsefl.federated.evaluation.scores import Scores
 from lightning_sparsefl.federated.exchange.orders import Split, Task
+from lightning_sparsefl.federated.local.fast.batch_scores import PartScore, join_scores
+from lightning_sparsefl.federated.local.fast.divisible import Indivisible
 from lightning_sparsefl.federated.local.node import has_own_finetuning
 from lightning_sparsefl.federated.local.worker import ClientWorker
 from lightning_sparsefl.federated.rounds.cohort import Beside
@@ -20,7 +25,7 @@ from lightning_sparsefl.federated.storage.checkpoint import SelectedRound
 from lightning_sparsefl.federated.storage.record_store import RecordStore
 from lightning_sparsefl.report.measures.direction import higher_is_better
 from lightning_sparsefl.sparse.masks import apply
-from lightning_sparsefl.types import RunState, ServerState
+from lightning_sparsefl.types import RunState, ServerState, Weights
 
 _POOLED = -1
 """Number that stands for the global model among the clients' outcomes."""
@@ -31,7 +36,7 @@ class Scorer:
 
     Args:
         coordinator: Coordinator of the run.
-        worker: Scores the global model, on the first rank.
+        worker: Scores the global model, or a part of its batches.
         unseen_clients: Numbers of the clients that are held out of training.
         stores: Stores of the records, which keep the versions of the selected round.
         split: Split to score.
@@ -49,6 +54,7 @@ class Scorer:
         self.unseen_clients, self.stores = unseen_clients, stores
         self.algorithm, self.federation = coordinator.server.algorithm, coordinator.federation
         self.selected: SelectedRound | None = None
+        self._divisible = True
 
     def restore(self, selected: SelectedRound | None) -> None:
         """Go on with the selection of a checkpoint, if it was made by the same key.
@@ -159,8 +165,21 @@ class Scorer:
         def work() -> Outcome:
             return Outcome(_POOLED, scores={split: dict(score_global(state, self.worker, split, server.seed))})
 
+        def part(number: int, count: int) -> PartScore:
+            return self.worker.score_part(*_global_scoring(state, self.worker, split, server.seed), (number, count))
+
         scored = evaluated_clients(server.seed, server.training_clients, self.federation.eval_clients)
-        return Beside(work, load=float(sum(server.about.of(client, 0).num_examples for client in scored)))
+        load = float(sum(server.about.of(client, 0).num_examples for client in scored))
+        return Beside(work, load, part if self._divisible else None, partial(self._joined, split))
+
+    def _joined(self, split: Split, parts: Sequence[PartScore]) -> Outcome | None:
+        """Return the global scores, or None if one process has to compute them, now and from now on."""
+        try:
+            return Outcome(_POOLED, scores={split: join_scores(self.worker.module, parts)})
+        except Indivisible as reason:
+            self._divisible = False
+            rank_zero_info(f"One process scores the global model, because {reason}.")
+            return None
 
 
 def score_global(server: ServerState, worker: ClientWorker, split: Split, seed: int) -> Mapping[str, float]:
@@ -172,8 +191,15 @@ def score_global(server: ServerState, worker: ClientWorker, split: Split, seed: 
         split: Split to score.
         seed: Random seed of the run.
     """
+    return worker.score(*_global_scoring(server, worker, split, seed))
+
+
+def _global_scoring(
+    server: ServerState, worker: ClientWorker, split: Split, seed: int
+) -> tuple[Weights, Any, Split, tuple[int | str, ...]]:
+    """Return weights, loader, split and key of the random seed for the global scores."""
     loader: Any = getattr(worker.data, f"{split}_dataloader")()
-    return worker.score(apply(server.weights, server.masks), loader, split, (seed, server.round, "evaluate global"))
+    return apply(server.weights, server.masks), loader, split, (seed, server.round, "evaluate global")
 
 
 def _rows(before: Scores, after: Scores) -> list[dict[str, Any]]:

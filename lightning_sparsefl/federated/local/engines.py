@@ -37,6 +37,8 @@ from lightning.pytorch.utilities.rank_zero import WarningCache
 from torch import Tensor
 
 from lightning_sparsefl.errors import InvalidOption
+from lightning_sparsefl.federated.local.fast.batch_scores import PartScore
+from lightning_sparsefl.federated.local.fast.divisible import Indivisible, check_divisible
 from lightning_sparsefl.federated.local.fast.support import (
     STEPS,
     overridden,
@@ -168,6 +170,37 @@ class FastEngine:
         if own and not callbacks and overridden(module) <= STEPS:
             self._evaluator = _Evaluator(trainer, stage)
         return metrics
+
+    def evaluate_part(
+        self,
+        module: LightningModule,
+        loader: Any,
+        *,
+        stage: Literal["validate", "test"],
+        part: tuple[int, int],
+        datamodule: Any = None,
+    ) -> PartScore:
+        """Evaluate one of several parts of a loader; all parts together make the result of :meth:`evaluate`.
+
+        Args:
+            module: Module to evaluate; its weights, modes and buffers do not change.
+            loader: Loader of all labelled batches.
+            stage: Stage to run: "validate" calls `validation_step`, "test" calls `test_step`.
+            part: Number of this part, and number of all parts.
+            datamodule: Object that becomes `trainer.datamodule`.
+        """
+        try:
+            check_divisible(module, loader)
+            trainer = self._client(module, datamodule=datamodule)
+            attributes = set(vars(trainer))
+            with restore_trainer_refs(module, trainer.callbacks), trainer.running():
+                scores = trainer.evaluate_part(loader, _STAGES[stage], part)
+            if not attributes.issuperset(vars(trainer)):
+                raise Indivisible("a step adds an attribute to the trainer")
+            return PartScore(scores)
+        except Indivisible as reason:
+            isolate_metrics(module)
+            return PartScore(indivisible=str(reason))
 
     def gradient(self, module: LightningModule, batch: Any, batch_idx: int = 0) -> None:
         """Write the gradient of the training loss of one batch to `.grad`, replacing earlier gradients.

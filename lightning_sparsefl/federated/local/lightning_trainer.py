@@ -17,6 +17,7 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor
 
+from lightning_sparsefl.federated.local.fast.batch_scores import PartScore
 from lightning_sparsefl.federated.local.fast.steps import as_failure
 from lightning_sparsefl.federated.local.fast.support import require_automatic
 from lightning_sparsefl.federated.local.isolation import isolate_metrics, restore_trainer_refs
@@ -175,6 +176,16 @@ class LightningEngine:
             trainer = self._trainer(attached)
             getattr(trainer, stage)(module, loader, verbose=False)
             return {name: float(value) for name, value in trainer.callback_metrics.items()}
+
+    def evaluate_part(self, module: LightningModule, loader: Any, **options: Any) -> PartScore:
+        """Return that only one process can evaluate, since a Trainer passes over the whole loader.
+
+        Args:
+            module: Module to evaluate.
+            loader: Loader of all labelled batches.
+            **options: Options of :meth:`~lightning_sparsefl.federated.local.engines.FastEngine.evaluate_part`.
+        """
+        return PartScore(indivisible="it is evaluated by a Lightning Trainer")
 
     def gradient(self, module: LightningModule, batch: Any, batch_idx: int = 0) -> None:
         """Compute a gradient as :meth:`~lightning_sparsefl.federated.local.engines.FastEngine.gradient` does.

@@ -21,6 +21,7 @@ from lightning_sparsefl.federated.exchange.orders import Split
 from lightning_sparsefl.federated.local.deadline import CheckDeadline
 from lightning_sparsefl.federated.local.engines import FastEngine
 from lightning_sparsefl.federated.local.example_input import units_of
+from lightning_sparsefl.federated.local.fast.batch_scores import PartScore
 from lightning_sparsefl.federated.local.lightning_trainer import LightningEngine
 from lightning_sparsefl.federated.local.round_lr import RoundLR, ScaleLearningRates
 from lightning_sparsefl.seeds import derive_seed, seed_all
@@ -258,12 +259,34 @@ class ClientWorker:
         Raises:
             InvalidOption: If `loader` is None.
         """
+        self._prepare_scoring(weights, loader, split, key)
+        with self._warning_once():
+            return self.engine.evaluate(self.module, loader, stage=_STAGES[split], datamodule=self.data)
+
+    def score_part(
+        self, weights: Weights, loader: Any, split: Split, key: tuple[int | str, ...], part: tuple[int, int]
+    ) -> PartScore:
+        """Compute what a part of a loader adds to the module's metrics; :func:`join_scores` adds the parts.
+
+        Args:
+            weights: Weights to evaluate.
+            loader: Loader of labelled batches.
+            split: Split of the loader.
+            key: Key of the random seed.
+            part: Number of this part, and number of all parts.
+
+        Raises:
+            InvalidOption: If `loader` is None.
+        """
+        self._prepare_scoring(weights, loader, split, key)
+        with self._warning_once():
+            return self.engine.evaluate_part(self.module, loader, stage=_STAGES[split], part=part, datamodule=self.data)
+
+    def _prepare_scoring(self, weights: Weights, loader: Any, split: Split, key: tuple[int | str, ...]) -> None:
         if loader is None:
             raise InvalidOption(f"The data has no {split} set for a client; set `data.val_fraction` above 0.")
         self.load(weights)
         seed_all(*key)
-        with self._warning_once():
-            return self.engine.evaluate(self.module, loader, stage=_STAGES[split], datamodule=self.data)
 
     @contextmanager
     def _warning_once(self) -> Iterator[None]:

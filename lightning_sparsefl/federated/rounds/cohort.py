@@ -38,12 +38,16 @@ class Answers(Protocol):
 
 @dataclass(frozen=True)
 class Beside:
-    """Work of the server itself, which one process does beside the clients' work."""
+    """Work of the server itself, which the processes do beside the clients' work."""
 
     work: Callable[[], Outcome]
-    """Does the work; its outcome stands among those of the clients."""
+    """Does the whole work in one process; its outcome stands among those of the clients."""
     load: float
     """Load of the work, in the unit of the clients' loads."""
+    part: Callable[[int, int], Any] | None = None
+    """Does one of several equal parts, given its number and theirs; None = one process does the whole work."""
+    join: Callable[[Sequence[Any]], Outcome | None] = lambda parts: None
+    """Makes the outcome of the parts' results in their order; None = one process has to do the whole work."""
 
 
 @dataclass(frozen=True)
@@ -158,10 +162,13 @@ class RankCohort:
         """
         loads = self.forecast.loads(plan.loads) if plan.trains else plan.loads
         mine = self._assigned(plan, loads)
-        parts = self.ranks.share(lambda: self._work(plan, mine, order, receive, merge))
-        outcomes = sorted((outcome for part, _ in parts for outcome in part), key=lambda outcome: outcome.client)
+        done = self.ranks.share(lambda: self._work(plan, mine, order, receive, merge))
+        outcomes = [outcome for worked, *_ in done for outcome in worked]
+        if plan.beside is not None and self._divides(plan.beside):
+            outcomes.append(self._joined(plan.beside, [part for *_, part in done]))
+        outcomes.sort(key=lambda outcome: outcome.client)
         if merge is not None:
-            merge.all_reduce(self.ranks.sum, merge_headers(headers for _, headers in parts))
+            merge.all_reduce(self.ranks.sum, merge_headers(headers for _, headers, _ in done))
             merge.collect(self.ranks.gather)
         if plan.trains:
             counted = [outcome for outcome in outcomes if outcome.status == "counted" and outcome.charge]
@@ -177,7 +184,7 @@ class RankCohort:
         """Return this rank's stacks, once the records of their clients are here."""
         dynamic = self.placement == "dynamic" and plan.trains and self.ranks.size > 1
         pace = self.forecast.seconds_per_flop if plan.trains else None
-        reserved = 0.0 if plan.beside is None else plan.beside.load
+        reserved = 0.0 if plan.beside is None or self._divides(plan.beside) else plan.beside.load
         stacks = {stack[0]: stack for stack in self.stacks(plan)}
         work = {first: sum(loads[client] for client in stack) for first, stack in stacks.items()}
         if dynamic:
@@ -189,14 +196,14 @@ class RankCohort:
 
     def _work(
         self, plan: Plan, stacks: Iterable[Sequence[int]], order: MakeOrder, receive: Receive, merge: Accumulator | None
-    ) -> tuple[list[Outcome], SumHeaders]:
+    ) -> tuple[list[Outcome], SumHeaders, Any]:
         """Work through this rank's stacks, until a signal asks to stop; return what all ranks must know."""
         total, done = len(plan.loads), 0
         if isinstance(stacks, Sequence):  # planned; from a queue, any of the clients may come here
             total = sum(map(len, stacks))
         if self.watch is not None:
             self.watch(plan.name, done, total)
-        outcomes = [plan.beside.work()] if plan.beside is not None and self.ranks.first else []
+        outcomes, part = ([], None) if plan.beside is None else self._start_beside(plan.beside)
         self.interrupts.check()
         for clients in stacks:
             try:
@@ -208,7 +215,25 @@ class RankCohort:
             done += len(clients)
             if self.watch is not None:
                 self.watch(plan.name, done, total)
-        return outcomes, {} if merge is None else merge.headers()
+        return outcomes, {} if merge is None else merge.headers(), part
+
+    def _divides(self, beside: Beside) -> bool:
+        """Return whether each rank does a part of the server's own work."""
+        return beside.part is not None and self.ranks.size > 1
+
+    def _start_beside(self, beside: Beside) -> tuple[list[Outcome], Any]:
+        """Do what is this rank's of the server's own work: return its outcome, and the result of a part."""
+        if beside.part is not None and self._divides(beside):
+            return [], beside.part(self.ranks.rank, self.ranks.size)
+        return [beside.work()] if self.ranks.first else [], None
+
+    def _joined(self, beside: Beside, parts: Sequence[Any]) -> Outcome:
+        """Return the outcome of the parts, or that of the whole work if they do not make it."""
+        outcome = beside.join(parts)
+        if outcome is None:
+            outcome = self.ranks.share(lambda: beside.work() if self.ranks.first else None)[0]
+        assert outcome is not None, "the first rank has done the work"
+        return outcome
 
     def _stack(
         self, clients: Sequence[int], make: MakeOrder, receive: Receive, merge: Accumulator | None

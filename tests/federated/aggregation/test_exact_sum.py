@@ -43,11 +43,8 @@ def test_any_order_and_any_split_give_the_same_bytes(spread):
         rng.shuffle(terms)
         parts = [exact_sum(terms[i::ranks]) for i in range(ranks)]
         header = merge_headers({"key": {"name": part.header}} for part in parts)["key"]["name"]
-        calls = [[] for _ in parts]
-        for part, sent in zip(parts, calls, strict=True):
-            part.all_reduce(lambda tensor, sent=sent: sent.append(tensor) or tensor, header)
-        sums = iter([sum(tensors) for tensors in zip(*calls, strict=True)])
-        parts[0].all_reduce(lambda tensor, sums=sums: next(sums), header)
+        for digit, *others in zip(*(part.align(header) for part in parts), strict=True):
+            digit += sum(others)
         assert torch.equal(parts[0].value(), whole)
 
 

@@ -47,11 +47,8 @@ def all_reduced(accumulators, headers):
     """What a process group does: every call sums the ranks' tensors."""
     calls = [[] for _ in accumulators]
     for calls_of, accumulator in zip(calls, accumulators, strict=True):
-        any_masks = any(a._coordinate_counts is not None for a in accumulators)
-        if any_masks and accumulator._coordinate_counts is None:
-            accumulator._coordinate_counts = torch.zeros_like(accumulator._sum)
-        if any(a._voters is not None for a in accumulators) and accumulator._voters is None:
-            accumulator._voters = torch.zeros(accumulator.layout.size, dtype=torch.int32)
+        if any(a._votes is not None for a in accumulators):
+            accumulator._start_votes()
 
         def record(tensor, calls_of=calls_of):
             calls_of.append(tensor.clone())

@@ -6,10 +6,13 @@ from typing import Any
 
 import torch
 from lightning.pytorch.loops.utilities import _verify_dataloader_idx_requirement
+from lightning.pytorch.trainer.connectors.data_connector import _parse_num_batches
 from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities.model_helpers import _ModuleMode
 
+from lightning_sparsefl.federated.local.fast.batch_scores import BatchScore, batch_score, metrics_of
 from lightning_sparsefl.federated.local.fast.batches import BatchIterator
+from lightning_sparsefl.federated.local.fast.divisible import Traces, batches_of
 from lightning_sparsefl.federated.local.fast.results import FastResults
 from lightning_sparsefl.federated.local.fast.steps import AutomaticStep, ManualStep, StepCaller, step_schedulers
 from lightning_sparsefl.federated.local.fast.support import UnknownAttribute
@@ -29,7 +32,7 @@ class EvalLoop:
         self._name = "test" if stage is RunningStage.TESTING else "validation"
         self.results = FastResults(training=False)
         self.batches: BatchIterator | None = None
-        self.ready = 0
+        self.ready = self._first = 0
         self._seen = 0
         self._step: StepCaller | None = None
 
@@ -65,7 +68,7 @@ class EvalLoop:
 
     def _run(self, batches: BatchIterator) -> None:
         trainer, module = self._trainer, self._trainer.lightning_module
-        self.ready = 0
+        self.ready = self._first
         batches.set_epoch(trainer.fit_loop.epochs_processed)
         batches.start()
         if self._step is None:
@@ -114,6 +117,44 @@ class EvalLoop:
         connector.on_batch_end()
         connector.update_eval_step_metrics(self._seen)
         self._seen += 1
+
+
+class PartLoop(EvalLoop):
+    """A pass over some consecutive batches, which keeps what each of them adds to the score.
+
+    Args:
+        trainer: Trainer of this pass.
+        loader: Loader of all batches.
+        stage: Stage of the pass: VALIDATING or TESTING.
+        part: Number of this part, and number of all parts.
+    """
+
+    def __init__(self, trainer: Any, loader: Any, stage: RunningStage, part: tuple[int, int]) -> None:
+        super().__init__(trainer, loader, stage)
+        self._part = part
+        self.scores: list[BatchScore] = []
+
+    def setup_data(self) -> None:
+        """Prepare a loader of this part's batches at the first call."""
+        limit = getattr(self._trainer, f"limit_{self._stage.dataloader_prefix}_batches")
+        if self.batches is None and limit != 0:
+            number, count = self._part
+            total = int(_parse_num_batches(self._stage, len(self._loader), limit))
+            self._first, last = total * number // count, total * (number + 1) // count
+            part = batches_of(self._loader, self._first, last)
+            self.batches = BatchIterator(self._trainer, part, self._stage, last - self._first)
+
+    def _epoch(self, batches: BatchIterator, step: StepCaller) -> None:
+        """Score batch by batch; the module has no hooks at the start and the end of an epoch."""
+        module = self._trainer.lightning_module
+        metrics, traces = metrics_of(module), Traces(module, self._trainer.strategy.root_device)
+        for _ in range(batches.length):
+            self.results = FastResults(training=False)
+            self._batch(next(batches), step)
+            self.scores.append(batch_score(self.results, metrics))
+            for metric in metrics.values():
+                metric.reset()
+        traces.check()
 
 
 def _gloo() -> bool:

@@ -22,8 +22,9 @@ from lightning.pytorch.trainer.states import RunningStage, TrainerFn, TrainerSta
 from lightning.pytorch.utilities import GradClipAlgorithmType
 from torch import Tensor
 
+from lightning_sparsefl.federated.local.fast.batch_scores import BatchScore
 from lightning_sparsefl.federated.local.fast.hooks import Hooks
-from lightning_sparsefl.federated.local.fast.loops import EvalLoop, FitLoop
+from lightning_sparsefl.federated.local.fast.loops import EvalLoop, FitLoop, PartLoop
 from lightning_sparsefl.federated.local.fast.results import LogConnector, log
 from lightning_sparsefl.federated.local.fast.steps import AutomaticStep
 from lightning_sparsefl.federated.local.fast.trainer_view import TrainerView
@@ -145,7 +146,16 @@ class FastTrainer(TrainerView):
 
     def evaluate(self, loader: Any, stage: RunningStage) -> dict[str, Tensor]:
         """Validate or test the module and return the value of each logged key."""
-        self.eval_loop = EvalLoop(self, loader, stage)
+        return self._evaluate(EvalLoop(self, loader, stage), stage)
+
+    def evaluate_part(self, loader: Any, stage: RunningStage, part: tuple[int, int]) -> list[BatchScore]:
+        """Validate or test the module on a part of the batches, and return what each of them adds to the score."""
+        loop = PartLoop(self, loader, stage, part)
+        self._evaluate(loop, stage)
+        return loop.scores
+
+    def _evaluate(self, loop: EvalLoop, stage: RunningStage) -> dict[str, Tensor]:
+        self.eval_loop = loop
         self._start(TrainerFn(stage.value), stage)
         _log_hyperparams(self)  # type: ignore[arg-type]
         self.lightning_module.zero_grad()

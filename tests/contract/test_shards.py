@@ -1,0 +1,61 @@
+"""Node records stay with their homes: each rank writes its own, and any other number of ranks reads them."""
+
+import pickle
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_sparsefl import Ditto, FederatedTrainer, Federation
+from lightning_sparsefl.data import FederatedBlobs
+from lightning_sparsefl.federated.exchange.hashing import fingerprint
+from lightning_sparsefl.federated.storage.checkpoint import load_checkpoint
+from lightning_sparsefl.federated.storage.memory_store import read_stored
+from lightning_sparsefl.federated.storage.record_store import StoredRecords
+from lightning_sparsefl.models import MLP
+
+WEIGHTS = 8 * 600 + 600 + 600 * 4 + 4
+
+
+def fit(root, store, stages, monkeypatch):
+    """Train for some rounds with each number of ranks in turn; return what is left, and the files of the nodes."""
+    gather = dist.all_gather_object
+
+    def small(values, value):
+        assert len(pickle.dumps(value)) < 4 * WEIGHTS, "a gathered value is as large as a client's weights"
+        gather(values, value)
+
+    monkeypatch.setattr(dist, "all_gather_object", small)
+    for rounds, devices in stages:
+        trainer = FederatedTrainer(
+            algorithm=Ditto(),
+            federation=Federation(clients_per_round=4, eval_clients=1, pictures_every_n_rounds=0, store=store),
+            accelerator="cpu",
+            devices=devices,
+            strategy="client_parallel_fork" if devices > 1 else "auto",
+            max_rounds=rounds,
+            default_root_dir=str(root),
+            logger=False,
+            enable_progress_bar=False,
+            seed=0,
+        )
+        torch.manual_seed(0)
+        data = FederatedBlobs(num_clients=7, dim=8, num_train=140, batch_size=20, eval_split="test")
+        trainer.fit(MLP(num_classes=4, sample_shape=(1, 1, 8), hidden=(600,)), data, "auto")
+    folder = trainer.run_folder / "checkpoints"
+    content = load_checkpoint(folder / "last.ckpt")["sparsefl"]
+    stored = StoredRecords(**content["node records"])
+    records = read_stored(stored, folder / "clients", "nodes", content["run"])
+    return fingerprint(content["state"]), fingerprint(records), sorted(records), stored, folder / "clients"
+
+
+@pytest.mark.slow_after_first
+@pytest.mark.parametrize("store", ["ram", "disk"])
+def test_records_are_read_by_any_other_number_of_ranks(store, tmp_path, monkeypatch):
+    *straight, _, _ = fit(tmp_path / "straight", store, [(4, 1)], monkeypatch)
+    *resumed, stored, folder = fit(tmp_path / "resumed", store, [(1, 3), (2, 2), (3, 1), (4, 3)], monkeypatch)
+    assert straight == resumed
+    if store == "ram":
+        ranks = {name.rpartition("-")[2] for name in stored.checksums}
+        assert len(ranks) > 1, "several ranks have written files"
+        assert {path.name for path in folder.glob("nodes-*")} >= set(stored.checksums)
