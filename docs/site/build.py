@@ -26,7 +26,7 @@ COPIED = (
 """Pages, and files that pages link to."""
 SECTIONS: dict[str, tuple[str, ...]] = {
     "Start": ("docs/your_project", "notebooks/README", "examples/README"),
-    "Guides": ("configs/README", "callbacks/README", "docs/merging", "docs/scaling"),
+    "Guides": ("configs/README", "callbacks/README", "docs/merging", "docs/scaling", "docs/deployment"),
     "Methods": ("docs/methods",),
     "Reference": ("docs/run_folder", "reference/*"),
     "Explanations": ("docs/architecture", "docs/decisions/README", "docs/limits", "docs/security"),

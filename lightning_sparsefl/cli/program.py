@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Sequence
 from importlib.metadata import entry_points
+from typing import Any
 
 from jsonargparse import set_parsing_settings
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -20,16 +23,49 @@ def run() -> SparseFLCLI:
     Raises:
         InvalidOption: If an option is not valid, or Lightning refuses a combination of options.
     """
-    set_parsing_settings(
-        docstring_parse_attribute_docstrings=True
-    )  # the docstrings of dataclass fields become help texts
+    return _program(SparseFLCLI)
+
+
+def parse(arguments: Sequence[str]) -> SparseFLCLI:
+    """Create the objects of a fit without running it, for programs that run it in another way.
+
+    Args:
+        arguments: Options of `sparsefl fit`.
+
+    Returns:
+        The command line, with `trainer`, `model`, `datamodule` and the parsed `config`.
+
+    Raises:
+        InvalidOption: If an option is not valid, or a group of seeds is asked for.
+        SystemExit: If the parser refuses the options, after its message.
+    """
+    given = sys.argv
+    sys.argv = given[:1]  # which belong to the other program; the LightningCLI would warn of them
+    try:
+        parsed = _program(_Parsed, args=["fit", *arguments])
+    finally:
+        sys.argv = given
+    if parsed.group is not None:
+        raise InvalidOption(f"`seeds` asks for {len(parsed.group.seeds)} runs; expected one run (`seed_everything`).")
+    return parsed
+
+
+class _Parsed(SparseFLCLI):
+    """Command line that runs nothing."""
+
+    def _run_subcommand(self, subcommand: str) -> None:
+        """Do nothing."""
+
+
+def _program(kind: type[SparseFLCLI], **options: Any) -> SparseFLCLI:
+    """Parse a command line and run it; the docstrings of dataclass fields become help texts."""
+    set_parsing_settings(docstring_parse_attribute_docstrings=True)
     for plugin in entry_points(group="lightning_sparsefl.plugins"):
         plugin.load()
     try:
-        return SparseFLCLI(
+        return kind(
             trainer_class=FederatedTrainer,  # type: ignore[arg-type]
             parser_class=SparseFLParser,
-            save_config_kwargs={"overwrite": True},
             parser_kwargs={
                 "prog": "sparsefl",
                 "description": "Train, evaluate, export and compare sparse and personalised federated learning.",
@@ -37,6 +73,7 @@ def run() -> SparseFLCLI:
                 "default_env": True,
                 "env_prefix": "SPARSEFL",
             },
+            **{"save_config_kwargs": {"overwrite": True}, **options},
         )
     except MisconfigurationException as error:
         raise InvalidOption(str(error)) from error

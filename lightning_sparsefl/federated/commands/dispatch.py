@@ -26,6 +26,7 @@ from lightning_sparsefl.federated.distributed.launcher import launch
 from lightning_sparsefl.federated.distributed.ranks import Ranks
 from lightning_sparsefl.federated.distributed.signals import Interrupted, exit_exception
 from lightning_sparsefl.federated.exchange.orders import Split
+from lightning_sparsefl.federated.rounds.cohort import Cohort
 from lightning_sparsefl.federated.rounds.run_options import RunOptions
 from lightning_sparsefl.report import silenced
 
@@ -57,6 +58,7 @@ def dispatch(
     module: LightningModule,
     data: Any,
     ckpt_path: str | None,
+    connect: Callable[[Run], Cohort] | None = None,
     **asked: Any,
 ) -> Dispatched:
     """Run a command on all processes.
@@ -68,6 +70,7 @@ def dispatch(
         module: The user's module.
         data: The clients' data.
         ckpt_path: A checkpoint to start from, ``last``, or None.
+        connect: Function that makes the cohort of clients elsewhere; None = the processes of the run are the nodes.
         **asked: Further arguments of the command.
 
     Returns:
@@ -87,7 +90,7 @@ def dispatch(
     check_module(module)
     if verb == "fit":
         warn_of_full_capacities(options)
-    result = launch(fabric, partial(_work, options, verb, module, data, ckpt_path, asked))
+    result = launch(fabric, partial(_work, options, verb, module, data, ckpt_path, connect, asked))
     folder, signal = result["folder"], result["signal"]
     first = in_other_processes(fabric) or fabric.is_global_zero
     return Dispatched(
@@ -112,6 +115,7 @@ def _work(
     module: LightningModule,
     data: Any,
     ckpt_path: str | None,
+    connect: Callable[[Run], Cohort] | None,
     asked: dict[str, Any],
     fabric: Fabric,
 ) -> dict[str, Any]:
@@ -122,7 +126,7 @@ def _work(
         rank_zero_info(f"{fabric.world_size} rank(s), {options.num_threads} intra-op thread(s) each")
         run, signal, result = None, None, {}
         try:
-            run = Run(options, ranks, module, data, ckpt_path, splits.get(verb))
+            run = Run(options, ranks, module, data, ckpt_path, splits.get(verb), connect)
             result = _COMMANDS[verb](run, **asked)
         except (Interrupted, KeyboardInterrupt) as stop:
             if verb != "export" and (run is None or run.folder is None):  # both say themselves what they keep

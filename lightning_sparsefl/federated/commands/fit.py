@@ -16,6 +16,7 @@ from lightning_sparsefl.federated.commands.replay import replay_command
 from lightning_sparsefl.federated.commands.run import Run
 from lightning_sparsefl.federated.distributed.ranks import Ranks
 from lightning_sparsefl.federated.distributed.signals import Interrupted
+from lightning_sparsefl.federated.rounds.cohort import RankCohort
 from lightning_sparsefl.federated.storage import checkpoint
 from lightning_sparsefl.federated.storage.atomic_files import raise_disk_full
 from lightning_sparsefl.federated.storage.checkpoint import Checkpoint
@@ -308,7 +309,7 @@ class Fit:
             kept = kept_by_fit(self.folder.path, self._committed, self.options.max_rounds, self._phase)
             rank_zero_info(f"{str(error) or 'SIGINT'} {kept}")
         with contextlib.suppress(OSError):  # a further failure to write must not hide the first error
-            if isinstance(error, ClientFailed):
+            if isinstance(error, ClientFailed) and isinstance(self.parts.cohort, RankCohort):  # its data is here
                 self._offer_replay(error)
             self._round_trainer.call("on_exception", error)
             self._recorder.close()

@@ -13,7 +13,7 @@ from lightning.fabric.utilities.rank_zero import rank_zero_info
 from lightning_sparsefl.errors import ClientFailed, InvalidOption
 from lightning_sparsefl.federated.aggregation.reducers import voted
 from lightning_sparsefl.federated.commands.run import Run
-from lightning_sparsefl.federated.rounds.cohort import raise_failure
+from lightning_sparsefl.federated.rounds.cohort import RankCohort, raise_failure
 from lightning_sparsefl.federated.rounds.outcome import Outcome
 from lightning_sparsefl.federated.storage.records import NodeRecord
 from lightning_sparsefl.report import print_table
@@ -143,6 +143,7 @@ def _replay_client(run: Run, state: RunState, client: int) -> Replay:
     stack = run.coordinator.stack_of(state, client)
     orders = [run.server.order(state, each) for each in stack]
     place = stack.index(client)
+    assert isinstance(run.cohort, RankCohort)
     order, answer = orders[place], list(run.cohort.node.answer(orders))[place]
     if answer.error is not None:
         raise_failure(order, answer, answer.error, run.ranks.rank)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -9,24 +10,19 @@ from typing import Any
 import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_info
 from lightning.pytorch import LightningModule
-from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lightning_sparsefl.cost import Ledger
-from lightning_sparsefl.errors import InvalidOption
+from lightning_sparsefl.federated.commands.node_side import NodeSide
 from lightning_sparsefl.federated.commands.run_facts import reported_facts, training_facts
 from lightning_sparsefl.federated.distributed.ranks import Ranks
 from lightning_sparsefl.federated.evaluation.scorer import Scorer
 from lightning_sparsefl.federated.exchange.orders import Split
 from lightning_sparsefl.federated.fleet import Fleet, LazyClientViews
-from lightning_sparsefl.federated.local.engines import local_engine
 from lightning_sparsefl.federated.local.example_input import layers_of
-from lightning_sparsefl.federated.local.isolation import isolate_metrics
-from lightning_sparsefl.federated.local.node import Node, NodeOptions
-from lightning_sparsefl.federated.local.stacked.worker import StackedWorker
+from lightning_sparsefl.federated.local.node import Node
 from lightning_sparsefl.federated.local.wire_node import WireNode
-from lightning_sparsefl.federated.local.worker import ClientWorker, LocalWork
 from lightning_sparsefl.federated.rounds.about import AboutClients
-from lightning_sparsefl.federated.rounds.cohort import RankCohort
+from lightning_sparsefl.federated.rounds.cohort import Cohort, RankCohort
 from lightning_sparsefl.federated.rounds.coordinator import Coordinator
 from lightning_sparsefl.federated.rounds.merge_policy import MergePolicy
 from lightning_sparsefl.federated.rounds.run_options import RunOptions
@@ -52,12 +48,11 @@ from lightning_sparsefl.federated.storage.run_folder import RunFolder
 from lightning_sparsefl.federated.storage.sqlite_store import SqliteStore
 from lightning_sparsefl.federated.tracking.phase_progress import PhaseProgress
 from lightning_sparsefl.federated.tracking.progress_bar import RoundProgressBar
-from lightning_sparsefl.seeds import random_identifier, seed_all
+from lightning_sparsefl.seeds import random_identifier
 from lightning_sparsefl.types import Merged, Message, RunState, ServerState
-from lightning_sparsefl.wire import Codec
 
 
-class Run:
+class Run(NodeSide):
     """Sets up the parts of a run: module, stores, node, server, coordinator, scorer.
 
     Args:
@@ -67,11 +62,17 @@ class Run:
         data: The clients' data.
         ckpt_path: A checkpoint to start from, ``last``, or None.
         split: Split to score; None = the data's `eval_split`, for a command that trains.
+        connect: Function that makes the cohort of clients elsewhere; None = the processes of the run are the nodes.
 
     Raises:
         InvalidOption: If module, data and options do not fit each other.
         CheckpointMismatch: If there is no checkpoint where one was asked for.
     """
+
+    node: Node
+    """This process's node; a run that is connected to other nodes has none."""
+    visiting: HomedRecords
+    """Records that the node works with."""
 
     def __init__(
         self,
@@ -81,24 +82,16 @@ class Run:
         data: Any,
         ckpt_path: str | None,
         split: Split | None = None,
+        connect: Callable[[Run], Cohort] | None = None,
     ) -> None:
-        self.options, self.ranks, self.module, self.data = options, ranks, module, data
-        self.federation, self.algorithm = options.federation, options.algorithm
         self.sampler = options.federation.sampler or Uniform()
-        default: Split = getattr(data, "eval_split", "val")
-        self.split: Split = split or default
         self.folder: RunFolder | None = None
         root = Path(options.default_root_dir)
         self.lock: FolderLock | None = None
         self._find = partial(find_resume_point, ckpt_path, root, options.name, split is None, options.run_dir)
         self.resume_point = ranks.share(self._find)[0]  # raises now if there is nothing to resume
-        seed_all(options.seed, "data")
-        ranks.share(self._prepare_data)
-        self._check_scoring()
-        self._prepare_module()
-        self.worker = self.worker_of(module)
-        self.device, self.layout = self.worker.device, self.worker.flat.layout
-        self.stack_size = self._stack_size()
+        super().__init__(options, ranks, module, data, split, None if connect is not None else 0)
+        self._make_cohort = connect or Run._cohort_here
         kind = {"ram": MemoryStore, "disk": SqliteStore}[self.federation.store]
         self.server_records: RecordStore = kind("server", ranks)
         self.node_records: RecordStore = kind("nodes", ranks, divided=True)
@@ -113,85 +106,12 @@ class Run:
 
     # ---- set-up
 
-    def _prepare_data(self) -> None:
-        """Let local rank 0 download, then set up on all ranks; a failed download reaches the others' barrier too."""
-        try:
-            if self.ranks.fabric.local_rank == 0:
-                self.data.prepare_data()
-        finally:
-            self.ranks.barrier()
-        self.data.setup("fit")
-
-    def _check_scoring(self) -> None:
-        """Raise :class:`InvalidOption` now if the first evaluation would fail."""
-        default = self.split == getattr(self.data, "eval_split", "val")
-        hook, command = {"val": ("validation_step", "validate"), "test": ("test_step", "test")}[self.split]
-        if not is_overridden(hook, self.module):
-            name = type(self.module).__name__
-            asked = f"`data.eval_split: {self.split}` scores clients with" if default else f"`{command}` calls"
-            other = "define it, or set the other split" if default else "define it"
-            raise InvalidOption(f"`{name}` has no `{hook}`, which {asked}; {other}.")
-        self._require_set(self.split, "set `data.eval_split: test`" if default else "use `test` for the test sets")
-        if self.options.validate_locally:
-            self._require_set("val", "set `trainer.validate_locally: false`")
-
-    def _require_set(self, split: Split, instead: str) -> None:
-        if getattr(self.data, f"client_{split}_dataloader")(0) is None:
-            more = f"set `data.val_fraction` above 0, or {instead}" if split == "val" else "set `data.eval_split: val`"
-            raise InvalidOption(f"The data has no {split} set for a client; {more}.")
-
-    def _prepare_module(self) -> None:
-        """Adapt the module, put it on the device, and give all ranks the first rank's weights."""
-        seed_all(self.options.seed, "setup")
-        self.algorithm.adapt(self.module)
-        self.place(self.module)
-        for tensor in (*self.module.parameters(), *self.module.buffers()):
-            self.ranks.broadcast(tensor)
-
-    def place(self, module: LightningModule) -> None:
-        """Put a module on this rank's device, at the run's precision.
-
-        Args:
-            module: The user's module, or a copy of it.
-        """
-        fabric = self.ranks.fabric
-        fabric.strategy.precision.convert_module(module)  # before the worker makes its vector
-        fabric.to_device(module)
-        isolate_metrics(module)
-
-    def worker_of(self, module: LightningModule) -> ClientWorker:
-        """Return a worker for a module, with this run's data and local engine.
-
-        Args:
-            module: The user's module, or a copy of it.
-        """
-        options, callbacks = self.options, [*self.options.client_callbacks, *self.sampler.callbacks()]
-        engine = local_engine(self.federation.local_engine, self.ranks.fabric, options.local, module, callbacks)
-        work = LocalWork(callbacks, options.round_lr, options.validate_locally, self.federation.execution)
-        kind = StackedWorker if self.federation.local_engine == "stacked" else ClientWorker
-        return kind(module, self.data, engine, work, self.ranks.fabric.device)
-
-    def _stack_size(self) -> int:
-        """Return the largest number of clients in a stack; 1 = clients train one after another."""
-        worker, size, cohort = self.worker, self.federation.stack_size, self.federation.clients_per_round
-        if not isinstance(worker, StackedWorker) or not worker.can_stack:
-            return 1
-        return worker.stack_size(cohort) if size == "auto" else size
-
-    def _score_size(self, clients: int) -> int:
-        """Return how many of a number of clients are scored together at most; 1 = one after another."""
-        worker, size = self.worker, self.federation.stack_size
-        if not isinstance(worker, StackedWorker) or not worker.can_stack:
-            return 1
-        return worker.score_size(clients) if size == "auto" else size
-
     def _connect(self) -> None:
-        """Connect the server's half with this rank's node."""
+        """Connect the server's half with the nodes."""
         options, federation, data = self.options, self.federation, self.data
         seed, num_clients = options.seed, data.num_clients
         training_clients, unseen_clients = split_unseen(seed, num_clients, federation.unseen_clients)
-        about = AboutClients(federation, data.num_examples, num_clients, seed)
-        codec = Codec(self.worker.initial, self.algorithm.may_vote)
+        self.about = AboutClients(federation, data.num_examples, num_clients, seed)
         merging = MergePolicy(self.algorithm, federation, self.layout, len(training_clients), self.sampler.late_merge())
         timed = federation.availability is not None
         secret = None if federation.privacy is None else lambda: merging.secret
@@ -199,49 +119,38 @@ class Run:
             algorithm=self.algorithm,
             federation=federation,
             layout=self.layout,
-            codec=codec,
+            codec=self.codec,
             workload=self.workload,
             ledger=self.ledger,
             records=self.server_records,
-            about=about,
+            about=self.about,
             sampler=CohortDraw(training_clients, federation.clients_per_round, seed, self.sampler, secret, timed),
             max_rounds=options.max_rounds,
             seed=seed,
             device=self.device,
         )
+        self.cohort = self._make_cohort(self)
+        self.coordinator = Coordinator(self.server, self.cohort, merging)
+        stores = (self.server_records, self.node_records)
+        self.scorer = Scorer(self.coordinator, self.worker, unseen_clients, stores, self.split)
+
+    def _cohort_here(self) -> RankCohort:
+        """Make this rank's node, and the cohort of the nodes of all ranks."""
+        federation, encodes = self.federation, self.federation.wire == "encode"
         self.visiting = HomedRecords(self.node_records, self.ranks)
-        self.node = Node(
-            self.algorithm,
-            self.worker,
-            self.visiting,
-            codec,
-            self.layout,
-            self.worker.initial,
-            self.device,
-            NodeOptions(
-                buffers=federation.buffers,
-                clip_update=federation.clip_update,
-                client_timeout=federation.client_timeout,
-                finetune_epochs=federation.finetune_epochs,
-                keep_masks=federation.wire == "encode",
-            ),
-            self.ranks.rank,
-        )
-        node = WireNode(self.node) if federation.wire == "encode" else self.node
+        self.node = self.make_node(self.visiting, keep_masks=encodes)
+        node = WireNode(self.node) if encodes else self.node
         raises = federation.on_client_error == "raise"
-        self.cohort = RankCohort(
+        return RankCohort(
             self.ranks,
             node,
             self.visiting,
-            about,
+            self.about,
             federation.placement,
             raises,
             self.stack_size,
             self._score_size,
         )
-        self.coordinator = Coordinator(self.server, self.cohort, merging)
-        stores = (self.server_records, self.node_records)
-        self.scorer = Scorer(self.coordinator, self.worker, unseen_clients, stores, self.split)
 
     def _show_progress(self) -> PhaseProgress:
         """Let the progress bar watch the clients; return the progress of other work, which is hidden without a bar."""

@@ -6,6 +6,7 @@ The ledger charges the message or the update. The header, of some hundred bytes,
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any, get_args
@@ -18,7 +19,10 @@ from lightning_sparsefl.wire import Codec, Size
 _LENGTH = 4
 _MOST_HEADER_BYTES = 2**20
 _ORDER_FIELDS = {"run": str, "client": int, "round": int, "task": str, "key": str}
+_MOST_SCORES = 256
+"""Most metrics of a split in an answer."""
 _ANSWER_FIELDS = {"run": str, "client": int, "round": int, "task": str, "num_examples": int, "forgot": bool}
+_ANSWER_NAMES = {*_ANSWER_FIELDS, "scores", "elapsed", "version", "failure", "up"}
 
 
 def encode_order(order: Order, codec: Codec, known: Masks | None = None) -> bytes:
@@ -103,10 +107,11 @@ def decode_answer(payload: bytes, codec: Codec, message: Message) -> Answer:
     header, body = _parts(payload)
     _require_fields(header, _ANSWER_FIELDS, get_args(Task))
     _require_splits(header.get("scores"))
+    _require_answer(header)
     update = codec.decode_update(body, message) if body else None
     up = header.pop("up", None)
-    if up is not None and (update is None or up.get("total") != len(body)):
-        raise MalformedPayload(f"The answer states an update of {up.get('total')!r} bytes, and holds {len(body)}.")
+    if (up is None) is not (update is None) or (up is not None and not _is_size(up, len(body))):
+        raise MalformedPayload(f"The answer states an update of the size {up!r}, and holds {len(body)} bytes.")
     return Answer(**header, update=update, up=None if up is None else Size(**up))
 
 
@@ -134,6 +139,38 @@ def _require_fields(header: Mapping[str, Any], types: Mapping[str, type], tasks:
             raise MalformedPayload(f"The header has the `{name}` {header.get(name)!r}; expected a {kind.__name__}.")
     if header["task"] not in tasks:
         raise MalformedPayload(f"The header has the `task` {header['task']!r}; expected one of {tasks}.")
+
+
+def _require_answer(header: Mapping[str, Any]) -> None:
+    """Check the fields of an answer that are not in `_ANSWER_FIELDS`."""
+    scores = header["scores"]
+    found = {
+        "names": set(header) == _ANSWER_NAMES,
+        "num_examples": header["num_examples"] >= 0,
+        "elapsed": _is_number(header.get("elapsed")) and 0 <= header["elapsed"] < math.inf,
+        "version": header.get("version") is None or type(header["version"]) is int,
+        "failure": header.get("failure") is None or type(header["failure"]) is str,
+        "scores": isinstance(scores, dict) and all(_is_table(table) for table in scores.values()),
+    }
+    for name, fits in found.items():
+        if not fits:
+            raise MalformedPayload(f"The header of the answer has wrong `{name}`; expected those of an answer.")
+
+
+def _is_table(value: Any) -> bool:
+    return isinstance(value, dict) and len(value) <= _MOST_SCORES and all(map(_is_number, value.values()))
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float)
+
+
+def _is_size(value: Any, total: int) -> bool:
+    """Return whether a header's `up` is a size of so many bytes."""
+    if not isinstance(value, dict) or set(value) != {"total", "masks"}:
+        return False
+    masks = value["masks"]
+    return type(masks) is int and value["total"] == total and 0 <= masks <= total
 
 
 def _require_splits(splits: Any) -> None:

@@ -75,6 +75,12 @@ class Plan:
 class Cohort(Protocol):
     """Carries out the orders of a phase, wherever the clients are."""
 
+    interrupts: Interrupts
+    """Signals that ask to stop, which :meth:`run` looks at."""
+    watch: Callable[[str, int, int], None] | None
+    """Function that is called before the first client and after each one, with the name of the plan, and the numbers
+    of finished clients and of all clients of this process."""
+
     def about(self) -> AllAbout:
         """Return sizes and capacities of the clients."""
         ...
@@ -146,8 +152,6 @@ class RankCohort:
         self.forecast = LoadForecast(ranks.size)
         self._about = about
         self.watch: Callable[[str, int, int], None] | None = None
-        """Function that is called before the first client and after each one, with the name of the plan, and the
-        numbers of finished clients and of all clients of this process."""
 
     def about(self) -> AllAbout:
         """Return sizes and capacities of the clients."""

@@ -1,0 +1,1 @@
+"""A federation of lightning-sparsefl on the nodes of a Flower deployment."""

@@ -1,0 +1,107 @@
+"""The node's daemon: the clients' half of a run, in a process that the node's operator starts."""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from lightning_sparsefl.errors import SparseFLError
+from lightning_sparsefl.federated.exchange.encoding import order_header
+from lightning_sparsefl.federated.local.node import Node
+from lightning_sparsefl.federated.local.wire_node import answer_bytes
+
+from lightning_sparsefl_flower.frames import receive, send
+from lightning_sparsefl_flower.hello import Hello, agreement
+from lightning_sparsefl_flower.node_records import DiskRecords
+from lightning_sparsefl_flower.replies import HELLO, ORDERS, answered, refused
+
+_PATIENCE = 60.0
+"""Seconds that a connection may be silent."""
+
+
+class Daemon:
+    """Answers the requests of a server.
+
+    Args:
+        node: Node of this process.
+        records: Records of its clients.
+        sizes: Number of training samples of each client of this node.
+        facts: Facts that the server must share.
+    """
+
+    def __init__(self, node: Node, records: DiskRecords, sizes: Mapping[int, int], facts: Mapping[str, str]) -> None:
+        self.node, self.records = node, records
+        self.hello, self._agreement = Hello(sizes, facts), agreement(facts)
+
+    def answer(self, request: Sequence[bytes]) -> list[bytes]:
+        """Answer a request; whatever it holds, the daemon goes on.
+
+        Args:
+            request: The kind of the request; with orders, the digest of the facts and the encoded orders.
+
+        Returns:
+            The hello, or one reply for each order.
+        """
+        kind, *rest = request or [b""]
+        if kind == HELLO:
+            return [self.hello.encode()]
+        if kind != ORDERS or not rest:
+            return [refused(f"a request of the unknown kind {bytes(kind[:20])!r}")]
+        agreed, *orders = rest
+        if agreed != self._agreement:
+            return [refused("this node has other facts than at its hello; it was restarted") for _ in orders]
+        return [self._reply(order) for order in orders]
+
+    def _reply(self, order: bytes) -> bytes:
+        try:
+            header, _ = order_header(order)
+            if header["client"] not in self.hello.sizes:
+                return self._refuse(f"client {header['client']} is not on this node")
+            self.records.enter(header["run"])
+            ((answer, error),) = answer_bytes(self.node, [order])
+        except SparseFLError as refusal:  # no order for this model, or a mistake of the method
+            return self._refuse(str(refusal))
+        if error is not None:
+            print(f"sparsefl-node: client {header['client']} failed: {error!r}", flush=True)
+        return answered(answer)
+
+    def _refuse(self, reason: str) -> bytes:
+        print(f"sparsefl-node: refused: {reason}", flush=True)
+        return refused(reason)
+
+
+def serve(path: Path, answer: Callable[[Sequence[bytes]], list[bytes]]) -> None:
+    """Answer one request after another, of processes of this user only, until the process is ended.
+
+    Args:
+        path: Path of the Unix socket; an older socket there is replaced.
+        answer: Function that answers a request.
+
+    Raises:
+        OSError: If the socket cannot be made.
+    """
+    with socket.socket(socket.AF_UNIX) as listening:
+        _bind(listening, path)
+        print(f"sparsefl-node: ready at {path}", flush=True)
+        while True:
+            connection, _ = listening.accept()
+            with connection, suppress(OSError):  # the process that asked may have ended
+                connection.settimeout(_PATIENCE)
+                send(connection, answer(receive(connection)))
+
+
+def _bind(listening: socket.socket, path: Path) -> None:
+    """Bind a socket that only this user may connect to, from its first moment on."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.exists() and stat.S_ISSOCK(path.lstat().st_mode):
+        path.unlink()
+    before = os.umask(0o177)
+    try:
+        listening.bind(str(path))
+    finally:
+        os.umask(before)
+    listening.listen()

@@ -1,0 +1,115 @@
+"""The command `sparsefl-node`, which a node's operator starts once beside its SuperNode."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+from lightning.fabric import Fabric
+from lightning.pytorch.utilities.seed import isolate_rng
+from lightning_sparsefl.errors import InvalidOption, SparseFLError
+from lightning_sparsefl.federated.commands.inputs import check_data, check_module
+from lightning_sparsefl.federated.commands.node_side import NodeSide
+from lightning_sparsefl.federated.distributed.fabric import intra_op_threads
+from lightning_sparsefl.federated.distributed.launcher import launch
+from lightning_sparsefl.federated.distributed.ranks import Ranks
+from lightning_sparsefl.federated.storage.folder_lock import FolderLock
+
+from lightning_sparsefl_flower.configuration import Configured, read
+from lightning_sparsefl_flower.daemon import Daemon, serve
+from lightning_sparsefl_flower.facts import facts_of
+from lightning_sparsefl_flower.node_records import DiskRecords
+
+_EXIT_USAGE, _EXIT_INTERRUPTED = 2, 130
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command.
+
+    Args:
+        arguments: Arguments; None for those of the command line.
+
+    Returns:
+        Exit code: 2 after an error message, 130 after Ctrl-C.
+    """
+    asked = _parser().parse_args(arguments)
+    sys.path.append(str(Path.cwd()))  # for modules of the user, as `sparsefl` does
+    try:
+        configured = read(asked.config, ["--trainer.default_root_dir", str(asked.home)])
+        launch(configured.trainer.fabric, partial(_work, configured, asked.clients, asked.home))
+    except (SparseFLError, OSError) as error:
+        print(f"sparsefl-node: error: {error}", file=sys.stderr)
+        return _EXIT_USAGE
+    except KeyboardInterrupt:
+        return _EXIT_INTERRUPTED
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="sparsefl-node",
+        description="Hold the data and the records of a node's clients, and train them when the server asks.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--config", required=True, help="YAML file of the run, the same as the server's.")
+    parser.add_argument("--clients", required=True, type=_numbers, help="Numbers of this node's clients, such as 0,3.")
+    parser.add_argument(
+        "--home",
+        required=True,
+        type=Path,
+        help="Folder of the records and of the socket `node.sock`, which only this user may connect to.",
+    )
+    return parser
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    parts = text.split(",")
+    if not all(part.isdecimal() for part in parts) or len(set(map(int, parts))) < len(parts):
+        raise argparse.ArgumentTypeError(f"{text!r}; expected different numbers from 0 separated by commas")
+    return tuple(int(part) for part in parts)
+
+
+def _work(configured: Configured, clients: Sequence[int], home: Path, fabric: Fabric) -> None:
+    """Set the node up, and answer until the process is ended."""
+    home.mkdir(parents=True, exist_ok=True)
+    lock = FolderLock(home)
+    lock.acquire()  # two daemons would write the same records
+    try:
+        with intra_op_threads(configured.trainer.options.num_threads), isolate_rng():
+            serve(home / "node.sock", make_daemon(configured, clients, home, fabric).answer)
+    finally:
+        lock.release()
+
+
+def make_daemon(configured: Configured, clients: Sequence[int], home: Path, fabric: Fabric) -> Daemon:
+    """Set up the daemon of a node.
+
+    Args:
+        configured: Objects of the configuration.
+        clients: Numbers of the node's clients.
+        home: Folder of the records.
+        fabric: Fabric of the process, launched.
+
+    Raises:
+        InvalidOption: If the data has no such clients.
+    """
+    options, data = configured.trainer.options, configured.data
+    missing = [client for client in clients if client >= data.num_clients]
+    if missing:
+        raise InvalidOption(
+            f"`--clients` names the client {missing[0]}; expected numbers below {data.num_clients}, "
+            "`data.num_clients` of the configuration."
+        )
+    check_data(data, options.federation)
+    check_module(configured.module)
+    side = NodeSide(options, Ranks(fabric), configured.module, data, client=clients[0])
+    records = DiskRecords(home / "records", 2 * options.federation.checkpoint_every_n_rounds)
+    sizes = {client: int(data.num_examples(client)) for client in clients}
+    return Daemon(side.make_node(records, keep_masks=True), records, sizes, facts_of(side, data))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
