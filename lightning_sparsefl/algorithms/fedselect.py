@@ -49,6 +49,8 @@ from lightning_sparsefl.types import (
 class FedSelect(FederatedAlgorithm):
     """Each client keeps a growing choice of single weights for itself."""
 
+    uploads_shared = True
+
     rate: float = 0.25
     """Fraction of a tensor's shared weights that become personal at a selection, in [0, 1]."""
     bound: float = 0.8

@@ -88,6 +88,11 @@ class FedSpa(FederatedAlgorithm):
         require(0 <= self.exchange <= 1, "algorithm.exchange", self.exchange, "a number in [0, 1]")
 
     @property
+    def uploads_shared(self) -> bool:  # type: ignore[override]
+        """Whether clients search masks, which they then upload."""
+        return self.search == "dst"
+
+    @property
     def can_be_private(self) -> bool:
         """Whether all clients have the same random mask; a searched mask depends on the client's data."""
         return self.search == "static" and self.mask_init == "same"

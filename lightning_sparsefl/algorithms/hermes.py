@@ -64,6 +64,8 @@ from lightning_sparsefl.types import (
 class Hermes(FederatedAlgorithm):
     """A model of its own for each client, without the units that it needs least."""
 
+    uploads_shared = True
+
     density: float = 0.5
     """Fraction of the units at which a client stops removing them, in (0, 1]."""
     step: float = 0.2

@@ -18,6 +18,8 @@ from lightning_sparsefl.types import ClientView, CostFacts, Costs, Message, Serv
 class Local(FederatedAlgorithm):
     """Local training without aggregation."""
 
+    uploads_shared = True
+
     def download(self, server: ServerState, view: ClientView) -> Message:
         """Send the initial weights at a client's first participation, and no weights later."""
         return Message(weights={} if view.shared.get("started") else server.weights)

@@ -51,6 +51,8 @@ from lightning_sparsefl.types import ClientView, CostFacts, Costs, Masks, Messag
 class LotteryFL(FederatedAlgorithm):
     """A lottery ticket for each client: pruned by magnitude and trained from the initial weights."""
 
+    uploads_shared = True
+
     density: float = 0.5
     """Density of a client's mask, by its number of prunings, at which the client stops pruning, in (0, 1]."""
     step: float = 0.1

@@ -70,6 +70,8 @@ _LONG, _LESS = 0.16, 0.05
 class SubFedAvg(FederatedAlgorithm):
     """A mask for each client, pruned by magnitude while training still changes it."""
 
+    uploads_shared = True
+
     density: float = 0.7
     """Fraction of the parameters, biases included, at which a client stops pruning, in (0, 1]."""
     step: float = 0.1

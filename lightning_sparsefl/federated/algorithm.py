@@ -57,6 +57,8 @@ class FederatedAlgorithm(ABC):  # noqa: B024 - every hook has a default, and jso
     """Whether the first state follows from the clients' capacities, so that they cannot be drawn anew in each round."""
     fixed_length = False
     """Whether the first state holds a plan for `max_rounds`, so that a run cannot go on with another number."""
+    uploads_shared = False
+    """Whether updates may have `shared`, which the server sees for each client by itself, also under a secure sum."""
 
     @property
     def at_full_capacity(self) -> str | None:

@@ -105,8 +105,8 @@ class FlowerCohort:
         orders, answers = orders | again, answers | self._ask(again)
         answers |= {c: _failed(orders[c], "its node lacks its record") for c, a in answers.items() if a.forgot}
         self.interrupts.check()
-        outcomes = self.collect(list(orders.values()), [answers[client] for client in orders], receive, merge)
-        self._check_charges(outcomes, answers)
+        received = [answers[client] for client in orders]
+        outcomes = self.collect(list(orders.values()), received, self._checked(receive), merge)
         if merge is not None:
             merge.all_reduce(self.ranks.sum, merge_headers([merge.headers()]))
             merge.collect(self.ranks.gather)
@@ -143,8 +143,17 @@ class FlowerCohort:
         self._sent[order.client] = len(order_header(payload)[1])
         return payload
 
+    def _checked(self, receive: Receive) -> Receive:
+        """Return a function that also compares what clients are charged with what was sent and received."""
+
+        def checked(orders: Sequence[Order], answers: Sequence[Answer], merge: Accumulator | None) -> list[Outcome]:
+            outcomes = receive(orders, answers, merge)
+            self._check_charges(outcomes, {answer.client: answer for answer in answers})
+            return outcomes
+
+        return checked
+
     def _check_charges(self, outcomes: Sequence[Outcome], answers: Mapping[int, Answer]) -> None:
-        """Compare what clients are charged with what was sent and received."""
         for outcome in outcomes:
             if outcome.charge is None or outcome.client not in self._sent:
                 continue

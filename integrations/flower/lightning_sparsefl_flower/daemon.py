@@ -8,6 +8,7 @@ import stat
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from lightning_sparsefl.errors import SparseFLError
 from lightning_sparsefl.federated.exchange.encoding import order_header
@@ -17,7 +18,9 @@ from lightning_sparsefl.federated.local.wire_node import answer_bytes
 from lightning_sparsefl_flower.frames import receive, send
 from lightning_sparsefl_flower.hello import Hello, agreement
 from lightning_sparsefl_flower.node_records import DiskRecords
-from lightning_sparsefl_flower.replies import HELLO, ORDERS, answered, refused
+from lightning_sparsefl_flower.replies import HELLO, ORDERS, SECURE, answered, refused
+from lightning_sparsefl_flower.secure_link import take_step
+from lightning_sparsefl_flower.secure_sum.node import KeepingNode, SecureNode
 
 _PATIENCE = 60.0
 """Seconds that a connection may be silent."""
@@ -31,10 +34,18 @@ class Daemon:
         records: Records of its clients.
         sizes: Number of training samples of each client of this node.
         facts: Facts that the server must share.
+        secure: Keeps the clients' updates and takes part in sums of them; None = updates are sent one by one.
     """
 
-    def __init__(self, node: Node, records: DiskRecords, sizes: Mapping[int, int], facts: Mapping[str, str]) -> None:
-        self.node, self.records = node, records
+    def __init__(
+        self,
+        node: Node,
+        records: DiskRecords,
+        sizes: Mapping[int, int],
+        facts: Mapping[str, str],
+        secure: SecureNode | None = None,
+    ) -> None:
+        self.node, self.records, self.secure = node, records, secure
         self.hello, self._agreement = Hello(sizes, facts), agreement(facts)
 
     def answer(self, request: Sequence[bytes]) -> list[bytes]:
@@ -49,12 +60,24 @@ class Daemon:
         kind, *rest = request or [b""]
         if kind == HELLO:
             return [self.hello.encode()]
-        if kind != ORDERS or not rest:
+        if kind not in (ORDERS, SECURE) or not rest:
             return [refused(f"a request of the unknown kind {bytes(kind[:20])!r}")]
         agreed, *orders = rest
         if agreed != self._agreement:
             return [refused("this node has other facts than at its hello; it was restarted") for _ in orders]
+        if kind == SECURE:
+            return self._steps(*orders)
         return [self._reply(order) for order in orders]
+
+    @property
+    def _answering(self) -> Any:
+        return self.node if self.secure is None else KeepingNode(self.node, self.secure)
+
+    def _steps(self, step: bytes = b"", *requests: bytes) -> list[bytes]:
+        """Let clients take a step in a secure sum."""
+        if self.secure is None:
+            return [self._refuse("this node takes part in no secure sums") for _ in requests]
+        return [take_step(self.secure, step, request) for request in requests]
 
     def _reply(self, order: bytes) -> bytes:
         try:
@@ -62,7 +85,7 @@ class Daemon:
             if header["client"] not in self.hello.sizes:
                 return self._refuse(f"client {header['client']} is not on this node")
             self.records.enter(header["run"])
-            ((answer, error),) = answer_bytes(self.node, [order])
+            ((answer, error),) = answer_bytes(self._answering, [order])
         except SparseFLError as refusal:  # no order for this model, or a mistake of the method
             return self._refuse(str(refusal))
         if error is not None:

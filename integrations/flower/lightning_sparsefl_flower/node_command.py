@@ -22,6 +22,9 @@ from lightning_sparsefl_flower.configuration import Configured, read
 from lightning_sparsefl_flower.daemon import Daemon, serve
 from lightning_sparsefl_flower.facts import facts_of
 from lightning_sparsefl_flower.node_records import DiskRecords
+from lightning_sparsefl_flower.secure_sum.node import SecureNode
+from lightning_sparsefl_flower.secure_sum.obstacles import require_summable
+from lightning_sparsefl_flower.secure_sum.policy import Policy
 
 _EXIT_USAGE, _EXIT_INTERRUPTED = 2, 130
 
@@ -39,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     sys.path.append(str(Path.cwd()))  # for modules of the user, as `sparsefl` does
     try:
         configured = read(asked.config, ["--trainer.default_root_dir", str(asked.home)])
-        launch(configured.trainer.fabric, partial(_work, configured, asked.clients, asked.home))
+        launch(configured.trainer.fabric, partial(_work, configured, asked.clients, asked.home, asked.secure_sum))
     except (SparseFLError, OSError) as error:
         print(f"sparsefl-node: error: {error}", file=sys.stderr)
         return _EXIT_USAGE
@@ -57,12 +60,26 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--config", required=True, help="YAML file of the run, the same as the server's.")
     parser.add_argument("--clients", required=True, type=_numbers, help="Numbers of this node's clients, such as 0,3.")
     parser.add_argument(
+        "--secure-sum",
+        type=_policy,
+        metavar="T,N,C",
+        help="Give updates to secure sums only, with the threshold T, at least N clients in a sum, and at least C "
+        "votes on a coordinate, such as 0.67,3,2; the same as the server's.",
+    )
+    parser.add_argument(
         "--home",
         required=True,
         type=Path,
         help="Folder of the records and of the socket `node.sock`, which only this user may connect to.",
     )
     return parser
+
+
+def _policy(text: str) -> Policy:
+    try:
+        return Policy.read(text)
+    except InvalidOption as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def _numbers(text: str) -> tuple[int, ...]:
@@ -72,19 +89,21 @@ def _numbers(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in parts)
 
 
-def _work(configured: Configured, clients: Sequence[int], home: Path, fabric: Fabric) -> None:
+def _work(configured: Configured, clients: Sequence[int], home: Path, secure: Policy | None, fabric: Fabric) -> None:
     """Set the node up, and answer until the process is ended."""
     home.mkdir(parents=True, exist_ok=True)
     lock = FolderLock(home)
     lock.acquire()  # two daemons would write the same records
     try:
         with intra_op_threads(configured.trainer.options.num_threads), isolate_rng():
-            serve(home / "node.sock", make_daemon(configured, clients, home, fabric).answer)
+            serve(home / "node.sock", make_daemon(configured, clients, home, fabric, secure).answer)
     finally:
         lock.release()
 
 
-def make_daemon(configured: Configured, clients: Sequence[int], home: Path, fabric: Fabric) -> Daemon:
+def make_daemon(
+    configured: Configured, clients: Sequence[int], home: Path, fabric: Fabric, secure: Policy | None = None
+) -> Daemon:
     """Set up the daemon of a node.
 
     Args:
@@ -92,6 +111,7 @@ def make_daemon(configured: Configured, clients: Sequence[int], home: Path, fabr
         clients: Numbers of the node's clients.
         home: Folder of the records.
         fabric: Fabric of the process, launched.
+        secure: What the node demands of secure sums; None = updates are sent one by one.
 
     Raises:
         InvalidOption: If the data has no such clients.
@@ -108,7 +128,12 @@ def make_daemon(configured: Configured, clients: Sequence[int], home: Path, fabr
     side = NodeSide(options, Ranks(fabric), configured.module, data, client=clients[0])
     records = DiskRecords(home / "records", 2 * options.federation.checkpoint_every_n_rounds)
     sizes = {client: int(data.num_examples(client)) for client in clients}
-    return Daemon(side.make_node(records, keep_masks=True), records, sizes, facts_of(side, data))
+    node, facts = side.make_node(records, keep_masks=True), facts_of(side, data, secure)
+    if secure is None:
+        return Daemon(node, records, sizes, facts)
+    require_summable(side.algorithm, side.federation, secure)
+    reducer = side.federation.reducer or side.algorithm.reducer()
+    return Daemon(node, records, sizes, facts, SecureNode(side.layout, side.codec, reducer, secure))
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-HELLO, ORDERS = b"hello", b"orders"
+HELLO, ORDERS, SECURE = b"hello", b"orders", b"secure"
 _ANSWER, _REFUSAL = b"A", b"R"
 _MOST_CHARACTERS = 500
 

@@ -11,12 +11,16 @@ from lightning_sparsefl.errors import InvalidOption, require
 from lightning_sparsefl.federated.commands.dispatch import Dispatched, dispatch
 from lightning_sparsefl.federated.commands.run import Run
 
-from lightning_sparsefl_flower.cohort import FlowerCohort
+from lightning_sparsefl_flower.cohort import Collect, FlowerCohort, collect_each
 from lightning_sparsefl_flower.configuration import Configured, read
 from lightning_sparsefl_flower.directory import Directory
 from lightning_sparsefl_flower.facts import facts_of
 from lightning_sparsefl_flower.link import Link
 from lightning_sparsefl_flower.registry import Registry
+from lightning_sparsefl_flower.secure_link import SecureLink
+from lightning_sparsefl_flower.secure_sum.obstacles import require_summable
+from lightning_sparsefl_flower.secure_sum.policy import Policy
+from lightning_sparsefl_flower.secure_sum.server import SecureCollect
 from lightning_sparsefl_flower.server_data import ServerData
 
 _BOUND = "nodes.json"
@@ -43,10 +47,14 @@ class ServerOptions:
     """Whether the server can load the test set, so that the global model is scored."""
     poll: float = 1.0
     """Seconds between two looks for replies."""
+    secure_sum: str = ""
+    """Threshold, least clients and least coverage of secure sums, such as `0.67,3,2`; empty = single updates."""
 
     def __post_init__(self) -> None:
         require(self.timeout > 0, "timeout", self.timeout, "a number of seconds above 0")
         require(self.poll >= 0, "poll", self.poll, "a number of seconds >= 0")
+        if self.secure_sum:
+            Policy.read(self.secure_sum)
         require(self.max_examples >= 1, "max-examples", self.max_examples, "a whole number >= 1")
 
     @classmethod
@@ -97,19 +105,24 @@ def fit(grid: Grid, options: ServerOptions) -> Dispatched:
 
 def _connected(run: Run, grid: Grid, options: ServerOptions, configured: Configured, data: ServerData) -> FlowerCohort:
     """Wait for the nodes, and return the cohort of their clients."""
-    link = Link(grid, options.poll)
+    link, secure = Link(grid, options.poll), Policy.read(options.secure_sum) if options.secure_sum else None
+    if secure is not None:
+        require_summable(run.algorithm, run.federation, secure)
     path = Path(options.registry) if options.registry else Path(options.root) / _BOUND
     directory = Directory(
         link,
         Registry(path, binds=not options.registry),
-        facts_of(run, configured.data),
+        facts_of(run, configured.data, secure),
         int(data.num_clients),
         options.max_examples,
         options.timeout,
     )
+    collect: Collect = collect_each
+    if secure is not None:
+        collect = SecureCollect(run.layout, secure, SecureLink(directory, options.timeout))
     raises = run.federation.on_client_error == "raise"
     cohort = FlowerCohort(
-        directory, run.about, run.codec, run.device, run.ranks, options.timeout, raises, options.holdout
+        directory, run.about, run.codec, run.device, run.ranks, options.timeout, raises, options.holdout, collect
     )
     link.check = cohort.interrupts.check
     with cohort.interrupts:

@@ -9,7 +9,7 @@ or the rank that adds them (after Demmel and Nguyen, "Parallel reproducible summ
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -80,10 +80,31 @@ class ExactSum:
         Args:
             header: Header from :func:`merge_headers`, the same on all ranks.
         """
-        top, mine = header.top, self._places
-        places = () if top is None else range(top, top - _PLACES, -1)
-        self._places = {place: mine[place] if place in mine else self._zeros() for place in places}
+        mine = self._places
+        self._places = {place: mine[place] if place in mine else self._zeros() for place in kept_places(header)}
         return list(self._places.values())
+
+    def integers(self, header: SumHeader) -> Tensor:
+        """Return the digits of the sum as int64, of shape (places, terms), which add up over its parts.
+
+        Args:
+            header: Header from :func:`merge_headers`, the same for all parts.
+        """
+        digits = [self._places.get(place, self._zeros()) / 2.0 ** (place * _BITS) for place in kept_places(header)]
+        return torch.stack(digits).reshape(len(digits), -1).to(torch.int64) if digits else self._zeros().new_zeros(0)
+
+    def add_integers(self, digits: Tensor, header: SumHeader) -> None:
+        """Add the sum of other parts.
+
+        Args:
+            digits: Sums of what :meth:`integers` returns.
+            header: The header that they were made with.
+        """
+        mine = self._places
+        self._places = {
+            place: mine.get(place, self._zeros()) + digit.reshape(self.shape).to(self.device) * 2.0 ** (place * _BITS)
+            for place, digit in zip(kept_places(header), digits.double(), strict=True)
+        }
 
     def value(self) -> Tensor:
         """Return the sum, rounded to float64."""
@@ -91,6 +112,15 @@ class ExactSum:
 
     def _zeros(self) -> Tensor:
         return torch.zeros(self.shape, dtype=torch.float64, device=self.device)
+
+
+def kept_places(header: SumHeader) -> Sequence[int]:
+    """Return the places that a sum keeps, the highest one first.
+
+    Args:
+        header: Header from :func:`merge_headers`.
+    """
+    return () if header.top is None else range(header.top, max(header.top - _PLACES, _LOWEST - 1), -1)
 
 
 SumHeaders = Mapping[str, Mapping[str, SumHeader]]

@@ -16,6 +16,7 @@ from functools import lru_cache
 from typing import Any
 
 from lightning_sparsefl.errors import InvalidOption, InvalidUpdate, check_numbers
+from lightning_sparsefl.federated.aggregation.grid import Grid
 from lightning_sparsefl.federated.aggregation.noise import NormalStream, derive_key
 from lightning_sparsefl.federated.aggregation.reducers import Accumulator
 from lightning_sparsefl.federated.exchange.flat import Layout
@@ -119,7 +120,7 @@ class NoisySum(Accumulator):
         secret: bytes,
         context: tuple[int | str, ...],
     ) -> None:
-        super().__init__(layout, server, total_weight, silence_counts=True)
+        super().__init__(layout, Grid.of(layout, server, total_weight), silence_counts=True)
         self._deviation, self._cohort, self._secret, self._context = deviation, cohort, secret, context
 
     def add(self, update: Update, message: Message, num_examples: int) -> None:

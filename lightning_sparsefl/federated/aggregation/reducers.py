@@ -8,7 +8,6 @@ tensor whose values are far larger than the server's is summed without a grid by
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +17,8 @@ import torch
 from torch import Tensor
 
 from lightning_sparsefl.errors import InvalidOption
-from lightning_sparsefl.federated.aggregation.exact_sum import ExactSum, SumHeaders
+from lightning_sparsefl.federated.aggregation.exact_sum import ExactSum, SumHeader, SumHeaders
+from lightning_sparsefl.federated.aggregation.grid import Grid
 from lightning_sparsefl.federated.aggregation.joint_reduce import AllReduce, reduce_together
 from lightning_sparsefl.federated.exchange.flat import Layout
 from lightning_sparsefl.sparse.masks import intersect
@@ -27,15 +27,13 @@ from lightning_sparsefl.types import Masks, Merged, Message, Update, Weights
 Gather = Callable[[Any], list[Any]]
 """Function that returns the values of all ranks on every rank."""
 
-_HEADROOM = 10
-"""Values above 2**10 times the largest server weight of their tensor are not summed on its grid."""
 _EXTRA, _LARGE = "extra/", "weights"
 """Keys of headers: prefix of the keys of extra trees, and the key of the weights."""
 _BLOCK = 1 << 16
 """Coordinates that are added at once, in float64, so that a CPU's cache holds them from one operation to the next."""
 _LARGEST_INT32 = torch.iinfo(torch.int32).max
-_SMALLEST_SCALE = 2.0**-4
-"""Lower bound of a tensor's scale, for tensors that start at zero, such as biases."""
+_PARTS = ("sum", "counts", "coordinate_counts", "voters")
+"""Names of the vectors of a sum."""
 
 
 class Reducer(ABC):
@@ -58,7 +56,7 @@ class CoverageMean(Reducer):
 
     def start(self, layout: Layout, server: Weights, total_weight: int) -> Accumulator:
         """See :class:`Reducer`."""
-        return Accumulator(layout, server, total_weight, silence_counts=False)
+        return Accumulator(layout, Grid.of(layout, server, total_weight), silence_counts=False)
 
 
 @dataclass(frozen=True)
@@ -67,7 +65,7 @@ class PlainMean(Reducer):
 
     def start(self, layout: Layout, server: Weights, total_weight: int) -> Accumulator:
         """See :class:`Reducer`."""
-        return Accumulator(layout, server, total_weight, silence_counts=True)
+        return Accumulator(layout, Grid.of(layout, server, total_weight), silence_counts=True)
 
 
 class _Block(NamedTuple):
@@ -88,19 +86,17 @@ class Accumulator:
 
     Args:
         layout: Layout of the model.
-        server: Weights before the round.
-        total_weight: Upper bound of the sum of the updates' weights.
+        grid: Grid of the round, the same on every rank.
         silence_counts: Whether a coordinate that an update does not vote on counts as unchanged.
     """
 
-    def __init__(self, layout: Layout, server: Weights, total_weight: int, *, silence_counts: bool) -> None:
-        self.layout, self.silence_counts = layout, silence_counts
-        vector = layout.flatten(server)
-        self.device = vector.device
+    def __init__(self, layout: Layout, grid: Grid, *, silence_counts: bool) -> None:
+        self.layout, self.grid, self.silence_counts = layout, grid, silence_counts
+        self.device = grid.device
         self._terms = torch.zeros(layout.size + len(layout.names), dtype=torch.float64, device=self.device)
         self._sum, self._counts = self._terms.split([layout.size, len(layout.names)])
         self._votes: Tensor | None = None
-        self._votes_dtype = torch.int32 if total_weight <= _LARGEST_INT32 else torch.float64
+        self._votes_dtype = torch.int32 if grid.total_weight <= _LARGEST_INT32 else torch.float64
         self._dense_voters = 0
         self._not_sent = [0] * len(layout.names)
         self._updates = 0
@@ -108,21 +104,9 @@ class Accumulator:
         self._large: dict[str, ExactSum] = {}
         self._total = 0
         self._kind: Literal["weights", "difference"] | None = "difference" if silence_counts else None
-        self._grid, self._bounds = self._rounding_constants(vector, total_weight)
+        self._grid, self._bounds = grid.constants, grid.bounds
         self._scratch = torch.empty(2, max(layout.sizes), dtype=torch.float64, device=self.device)
         self._blocks = list(self._divided())
-
-    def _rounding_constants(self, server: Tensor, total_weight: int) -> tuple[list[float], list[float]]:
-        """Return two numbers for each tensor with grid size g: 1.5 * 2**52 * g, and the maximum of its values.
-
-        Adding and then subtracting the first number rounds to multiples of g in float64, for sums up to 2**51 * g.
-        """
-        largest = torch.stack(
-            [piece.abs().max() if piece.numel() else piece.new_zeros(()) for piece in server.split(self.layout.sizes)]
-        )
-        scale = 2.0 ** largest.double().clamp_min(_SMALLEST_SCALE).log2().ceil()
-        bits = _HEADROOM + math.ceil(math.log2(max(total_weight, 2))) - 51
-        return (1.5 * 2.0 ** (52 + bits) * scale).tolist(), (2.0**_HEADROOM * scale).tolist()
 
     def _divided(self) -> Iterator[_Block]:
         """Yield the blocks of all tensors, in the order of the layout."""
@@ -254,6 +238,11 @@ class Accumulator:
         """Number of votes on each coordinate; None = all updates are dense."""
         return None if self._votes is None else self._votes[0]
 
+    @property
+    def _coordinate_counts(self) -> Tensor | None:
+        """Sum of the weights of the votes on each coordinate; None = no masks, or silence counts."""
+        return None if self._votes is None or self.silence_counts else self._votes[1]
+
     def _count_voters(self, update: Update, votes: Masks) -> None:
         """Count the votes; a name that was not sent counts as voted on in the coverage, unless `votes` has a mask."""
         for place, name in enumerate(self.layout.names):
@@ -303,30 +292,69 @@ class Accumulator:
             reduce: Function that sums a tensor over the ranks in place.
             headers: Merged headers of all ranks' sums without a grid, in the same order on all ranks.
         """
+        self._set_facts(reduce(torch.tensor(self._facts(), dtype=torch.float64, device=self.device)).tolist())
+        votes = [] if self._votes is None else [self._votes]
+        digits = (digit for _, total, header in self._exact_sums(headers) for digit in total.align(header))
+        reduce_together(reduce, [self._terms, *votes, *digits])
+
+    def _facts(self) -> list[float]:
+        """Return the numbers of the sum that are no vectors, which add up over its parts."""
+        masked, voted = self._coordinate_counts is not None, self._voters is not None
         difference = self._kind == "difference"
-        facts = [
-            self._votes is not None,
-            self._total,
-            self._dense_voters,
-            difference,
-            self._updates,
-            *self._not_sent,
-        ]
-        voted, total, dense_voters, differences, updates, *not_sent = reduce(
-            torch.tensor(facts, dtype=torch.float64, device=self.device)
-        ).tolist()
+        return [masked, voted, self._total, self._dense_voters, difference, self._updates, *self._not_sent]
+
+    def _set_facts(self, facts: Sequence[float]) -> None:
+        _, voted, total, dense_voters, differences, updates, *not_sent = facts
         self._total, self._dense_voters = int(total), int(dense_voters)
         self._updates, self._not_sent = int(updates), [int(count) for count in not_sent]
         self._kind = "difference" if differences else self._kind
-        votes = [self._start_votes()] if voted else []
-        reduce_together(reduce, [self._terms, *votes, *self._digits(headers)])
+        if voted:
+            self._start_votes()
 
-    def _digits(self, headers: SumHeaders) -> Iterator[Tensor]:
-        """Return the tensors of the sums without a grid, those that are not there yet as zeros, in a common order."""
+    def _exact_sums(self, headers: SumHeaders) -> Iterator[tuple[str, ExactSum, SumHeader]]:
+        """Yield the sums without a grid that headers name, with the path of each."""
         for key, header_of in headers.items():
             mine = self._large if key == _LARGE else self._extra.setdefault(key.removeprefix(_EXTRA), {})
             for name, header in header_of.items():
-                yield from mine.setdefault(name, ExactSum(header.shape, self.device)).align(header)
+                yield f"{key}/{name}", mine.setdefault(name, ExactSum(header.shape, self.device)), header
+
+    def integers(self, headers: SumHeaders) -> dict[str, Tensor]:
+        """Return the sum as integers, which add up over its parts also modulo a power of two (secure sums).
+
+        Args:
+            headers: Merged headers of all parts' sums without a grid.
+
+        Returns:
+            Vectors of int64: ``facts``, ``counts`` (one for each tensor), ``sum``, ``coordinate_counts`` and ``voters``
+            (one for each coordinate, zero where none are counted), and one for each sum without a grid.
+        """
+        zeros = torch.zeros(self.layout.size, device=self.device)
+        vectors = (self._in_steps(), self._counts, self._coordinate_counts, self._voters)
+        named = {name: zeros if v is None else v for name, v in zip(_PARTS, vectors, strict=True)}
+        named["facts"] = torch.tensor(self._facts())
+        named.update({path: total.integers(header) for path, total, header in self._exact_sums(headers)})
+        return {name: vector.to(torch.int64) for name, vector in named.items()}
+
+    def add_integers(self, parts: Mapping[str, Tensor], headers: SumHeaders) -> None:
+        """Add the sum of other parts, as if their updates had been added here.
+
+        Args:
+            parts: Sums of the vectors that :meth:`integers` returns.
+            headers: The headers that they were made with.
+        """
+        self._set_facts([mine + more for mine, more in zip(self._facts(), parts["facts"].tolist(), strict=True)])
+        steps = zip(self.grid.steps, self._pieces(self._sum), self._pieces(parts["sum"]), strict=True)
+        for step, total, integers in steps:
+            total += integers.to(self.device).double() * step
+        for name, own in zip(_PARTS[1:], (self._counts, self._coordinate_counts, self._voters), strict=True):
+            if own is not None:
+                own += parts[name].to(own)
+        for path, exact, header in self._exact_sums(headers):
+            exact.add_integers(parts[path], header)
+
+    def _in_steps(self) -> Tensor:
+        steps = zip(self.grid.steps, self._pieces(self._sum), strict=True)
+        return torch.cat([total / step for step, total in steps])
 
     def collect(self, gather: Gather) -> None:
         """Exchange between ranks what cannot be reduced by a sum; a mean has no such data.
@@ -370,8 +398,8 @@ class Accumulator:
 
     def weights_of_votes(self) -> dict[str, Tensor]:
         """Return the sums of the weights of the votes, by name, for all coordinates of a tensor or for each of them."""
-        separate = self._votes is not None and not self.silence_counts
-        spread = dict(self.layout.split(self._start_votes()[1])) if separate else {}
+        votes = self._coordinate_counts
+        spread = {} if votes is None else dict(self.layout.split(votes))
         named = zip(self.layout.names, self._counts, strict=True)
         return {name: count + spread[name] if name in spread else count for name, count in named}
 

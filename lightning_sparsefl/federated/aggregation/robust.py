@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from lightning_sparsefl.errors import InvalidOption, check_numbers
+from lightning_sparsefl.federated.aggregation.grid import Grid
 from lightning_sparsefl.federated.aggregation.reducers import Accumulator, Gather, Reducer, voted
 from lightning_sparsefl.federated.exchange.flat import Layout
 from lightning_sparsefl.sparse.density import floor_count
@@ -70,7 +71,7 @@ class OrderStatisticAccumulator(Accumulator):
     """
 
     def __init__(self, layout: Layout, server: Weights, total_weight: int, *, cut: _Cut) -> None:
-        super().__init__(layout, server, total_weight, silence_counts=False)
+        super().__init__(layout, Grid.of(layout, server, total_weight), silence_counts=False)
         self._cut = cut
         self._rows: dict[str, list[Tensor]] = {name: [] for name in layout.names}
         self._centre = torch.zeros(layout.size, dtype=layout.dtype, device=self.device)

@@ -1,0 +1,51 @@
+"""Headers of sums without a grid, as plain values for JSON."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from lightning_sparsefl.federated.aggregation.exact_sum import SumHeader, SumHeaders
+
+from lightning_sparsefl_flower.secure_sum.errors import SecureSumRefused
+
+_TOPS = range(-33, 4)
+"""Highest places of sums, in steps of 32 bits."""
+_MOST_DIMENSIONS = 64
+
+
+def plain_headers(headers: SumHeaders) -> dict[str, Any]:
+    """Return headers as nested lists and mappings.
+
+    Args:
+        headers: Headers by key of the `extra` tree and by name of the tensor.
+    """
+    return {key: {name: [list(h.shape), h.top] for name, h in tree.items()} for key, tree in headers.items()}
+
+
+def read_headers(plain: Any, most: int) -> dict[str, dict[str, SumHeader]]:
+    """Return the headers of plain values.
+
+    Args:
+        plain: Values from :func:`plain_headers`.
+        most: Largest number of elements of all tensors together.
+
+    Raises:
+        SecureSumRefused: If they are something else, or more.
+    """
+    try:
+        found = {key: {name: _header(*item) for name, item in tree.items()} for key, tree in plain.items()}
+    except (TypeError, ValueError, AttributeError):
+        raise SecureSumRefused("A client or the server states extra trees that have no shapes and places.") from None
+    total = sum(header.shape.numel() for tree in found.values() for header in tree.values())
+    if total > most:
+        raise SecureSumRefused(f"The extra trees of a secure sum have {total} elements; expected at most {most}.")
+    return found
+
+
+def _header(shape: Any, top: Any) -> SumHeader:
+    if len(shape) > _MOST_DIMENSIONS or any(type(size) is not int or size < 0 for size in shape):
+        raise ValueError(shape)
+    if top is not None and (type(top) is not int or top not in _TOPS):
+        raise ValueError(top)
+    return SumHeader(torch.Size(shape), top)
