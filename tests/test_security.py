@@ -44,11 +44,19 @@ def test_everything_is_loaded_with_weights_only(calls):
         assert options.get("weights_only") == "True", path
 
 
+def test_arrays_are_loaded_without_pickle(calls):
+    loads = [(path, node) for path, name, node in calls if name.endswith("np.load")]
+    assert loads
+    for path, node in loads:
+        options = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
+        assert options.get("allow_pickle") == "False", path
+
+
 def test_nothing_is_executed_or_unpickled(calls):
     forbidden = {
         *("eval", "exec", "compile", "__import__", "os.system", "os.popen"),
         *("pickle.load", "pickle.loads", "pickle.Unpickler", "marshal.loads", "shelve.open", "joblib.load"),
-        *("np.load", "numpy.load", "yaml.load", "yaml.unsafe_load", "torch.hub.load", "torch.jit.load"),
+        *("numpy.load", "yaml.load", "yaml.unsafe_load", "torch.hub.load", "torch.jit.load"),
     }
     found = {(path, name) for path, name, _ in calls if name in forbidden}
     assert not found

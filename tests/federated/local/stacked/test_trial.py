@@ -320,6 +320,6 @@ def test_the_automatic_size_is_a_function_of_model_and_cohort(tmp_path):
             return 1
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("lightning_sparsefl.federated.commands.run.StackedWorker", Probe)
+        patch.setattr("lightning_sparsefl.federated.commands.node_side.StackedWorker", Probe)
         fit(tmp_path, Net(), federation={"stack_size": "auto"})
     assert Probe.sizes == [3, 6, 25, 25]
