@@ -33,9 +33,9 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that all processes end
     if asked.keep is not None:
         asked.keep.mkdir(parents=True)
-        return demonstrate(asked.method, asked.keep.resolve(), asked.timeout)
+        return demonstrate(asked.method, asked.keep.resolve(), asked.timeout, asked.secure_sum)
     with tempfile.TemporaryDirectory(prefix="sfl-") as folder:
-        return demonstrate(asked.method, Path(folder), asked.timeout)
+        return demonstrate(asked.method, Path(folder), asked.timeout, asked.secure_sum)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -43,28 +43,30 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("method", nargs="?", default="FedAvg", choices=METHODS, help="Method to run (default: FedAvg).")
     parser.add_argument("--keep", type=Path, help="New folder to keep keys, logs and run folders in.")
     parser.add_argument("--timeout", type=float, default=600.0, help="Seconds to wait for the nodes in each phase.")
+    parser.add_argument("--secure-sum", default="", metavar="T,N,C", help="Sum updates under masks, such as 0.67,3,2.")
     return parser
 
 
-def demonstrate(method: str, folder: Path, timeout: float) -> int:
+def demonstrate(method: str, folder: Path, timeout: float, secure_sum: str = "") -> int:
     """Run both, and compare.
 
     Args:
         method: Name of the method.
         folder: Empty folder.
         timeout: Seconds to wait for the nodes in each phase.
+        secure_sum: Policy of secure sums; empty = updates are sent one by one.
     """
     config = CONFIGS / f"{method}.yaml"
     print(f"{method}: sparsefl fit ...", flush=True)
     simulated = simulate(config, folder)
     print(f"{method}: Flower, with {len(HOMES)} nodes ...", flush=True)
-    with Localhost(folder, config, HOMES) as deployment:
+    with Localhost(folder, config, HOMES, secure_sum) as deployment:
         run = deployment.run(timeout=timeout, holdout=True)
         said = deployment.log("run")
     if not run["status"].endswith("completed"):
         print(said[-4000:], f"\nThe deployment failed: {run['status']}, {run.get('status-details')}", sep="")
         return 1
-    return report(compare(simulated, only_run(folder / "deployed")))
+    return report(compare(simulated, only_run(folder / "deployed"), same_bytes=not secure_sum))
 
 
 def simulate(config: Path, folder: Path) -> Path:

@@ -41,10 +41,11 @@ class Localhost:
             socket has about 100 characters at most.
         config: YAML of the run.
         homes: Clients of each node.
+        secure_sum: Policy of secure sums, of nodes and server; empty = updates are sent one by one.
     """
 
-    def __init__(self, folder: Path, config: Path, homes: Sequence[Sequence[int]]) -> None:
-        self.folder, self.config, self.homes = folder, config, homes
+    def __init__(self, folder: Path, config: Path, homes: Sequence[Sequence[int]], secure_sum: str = "") -> None:
+        self.folder, self.config, self.homes, self.secure_sum = folder, config, homes, secure_sum
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         self._port, self._runtime_ports = _free_port(), [_free_port() for _ in homes]
         self._environment = {
@@ -138,6 +139,7 @@ class Localhost:
             [
                 *(sys.executable, "-m", "lightning_sparsefl_flower.node_command", "--config"),
                 *(str(config or self.config), "--clients", clients, "--home", str(self.home(place))),
+                *(("--secure-sum", self.secure_sum) if self.secure_sum else ()),
             ],
         )
 
@@ -217,7 +219,8 @@ class Localhost:
         Args:
             **options: Options of the run.
         """
-        given = {"config": str(self.config), "root": str(self.folder / "deployed"), **options}
+        given = {"config": str(self.config), "root": str(self.folder / "deployed"), "secure_sum": self.secure_sum}
+        given |= options
         text = " ".join(f"{name.replace('_', '-')}={json.dumps(value)}" for name, value in given.items())
         self._start("run", ["flwr", "run", str(APP), _CONNECTION, "--stream", "--run-config", text])
 

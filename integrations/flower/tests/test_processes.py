@@ -55,10 +55,10 @@ def assert_equal(folder, config):
     assert {part: where for part, where in compare(simulated, deployed).items() if where} == {}
 
 
-@pytest.mark.parametrize("method", ["FedSpa"])
-def test_the_demonstration_ends_with_equal_runs(folder, method, capsys):
-    assert demo.demonstrate(method, folder, PATIENCE) == 0
-    assert capsys.readouterr().out.count("  equal\n") == 6
+@pytest.mark.parametrize(("method", "secure_sum", "parts"), [("FedSpa", "", 6), ("FedDIP", "0.67,3,2", 3)])
+def test_the_demonstration_ends_with_equal_runs(folder, method, secure_sum, parts, capsys):
+    assert demo.demonstrate(method, folder, PATIENCE, secure_sum) == 0
+    assert capsys.readouterr().out.count("  equal\n") == parts
 
 
 def test_killed_nodes_and_a_killed_server_go_on_with_the_same_bytes(folder):
