@@ -148,7 +148,7 @@ class FlowerCohort:
 
         def checked(orders: Sequence[Order], answers: Sequence[Answer], merge: Accumulator | None) -> list[Outcome]:
             outcomes = receive(orders, answers, merge)
-            self._check_charges(outcomes, {answer.client: answer for answer in answers})
+            self._check_charges(outcomes, {order.client: answer for order, answer in zip(orders, answers, strict=True)})
             return outcomes
 
         return checked
