@@ -240,9 +240,9 @@ def _child(function: Callable[..., Any], arguments: tuple[Any, ...], sender: Any
 
 
 def apart(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Return what a function returns in a process of its own."""
+    """Return what a function returns in a process of its own, which can fork ranks, as a forked one cannot."""
     receiver, sender = multiprocessing.Pipe(duplex=False)
-    process = multiprocessing.get_context("fork").Process(target=_child, args=(function, arguments, sender))
+    process = multiprocessing.get_context("spawn").Process(target=_child, args=(function, arguments, sender))
     process.start()
     sender.close()
     try:
