@@ -58,7 +58,7 @@ class Link:
             meanwhile: Work to do while the nodes work.
 
         Returns:
-            By node, the reply, or why there is none.
+            By node, its reply, or the reason why it did not reply.
         """
         sent = {self._push(node, kind, parts, timeout): node for node, parts in requests.items()}
         meanwhile()

@@ -36,7 +36,7 @@ def opened(reply: bytes) -> bytes:
         reply: Bytes from :func:`answered` or :func:`refused`.
 
     Raises:
-        Refused: If there is none.
+        Refused: If the reply holds a refusal instead.
     """
     if reply[:1] == _ANSWER:
         return reply[1:]

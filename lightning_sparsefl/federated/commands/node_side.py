@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from lightning.pytorch import LightningModule
@@ -150,14 +151,15 @@ class NodeSide:
 
     def _stack_size(self) -> int:
         """Return the largest number of clients in a stack; 1 = clients train one after another."""
-        worker, size, cohort = self.worker, self.federation.stack_size, self.federation.clients_per_round
-        if not isinstance(worker, StackedWorker) or not worker.can_stack:
-            return 1
-        return worker.stack_size(cohort) if size == "auto" else size
+        return self._together(lambda worker: worker.stack_size(self.federation.clients_per_round))
 
     def _score_size(self, clients: int) -> int:
         """Return how many of a number of clients are scored together at most; 1 = one after another."""
+        return self._together(lambda worker: worker.score_size(clients))
+
+    def _together(self, automatic: Callable[[StackedWorker], int]) -> int:
+        """Return the option `federation.stack_size`, or what `auto` stands for; 1 where clients cannot be stacked."""
         worker, size = self.worker, self.federation.stack_size
         if not isinstance(worker, StackedWorker) or not worker.can_stack:
             return 1
-        return worker.score_size(clients) if size == "auto" else size
+        return automatic(worker) if size == "auto" else size

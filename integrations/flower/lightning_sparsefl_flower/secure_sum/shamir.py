@@ -18,7 +18,7 @@ def split(secret: int, threshold: int, points: Collection[int]) -> dict[int, int
     Args:
         secret: Number from 0 to `PRIME` - 1.
         threshold: Number of shares that restore the secret, >= 1.
-        points: Where the polynomial is evaluated: different numbers from 1 to `PRIME` - 1, one for each holder.
+        points: Different numbers from 1 to `PRIME` - 1, one for each holder, at which the polynomial is evaluated.
 
     Raises:
         ValueError: If the secret, the threshold or the points are out of their range.
