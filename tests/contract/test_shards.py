@@ -59,3 +59,13 @@ def test_records_are_read_by_any_other_number_of_ranks(store, tmp_path, monkeypa
         ranks = {name.rpartition("-")[2] for name in stored.checksums}
         assert len(ranks) > 1, "several ranks have written files"
         assert {path.name for path in folder.glob("nodes-*")} >= set(stored.checksums)
+
+
+@pytest.mark.slow_after_first
+def test_a_damaged_file_of_one_rank_makes_all_go_back(tmp_path, monkeypatch):
+    *straight, _, _ = fit(tmp_path / "straight", "ram", [(3, 1)], monkeypatch)
+    *_, folder = fit(tmp_path / "damaged", "ram", [(2, 2)], monkeypatch)
+    (folder / "nodes-000002-001.pt").write_bytes(b"torn")
+    *resumed, _, _ = fit(tmp_path / "damaged", "ram", [(3, 2)], monkeypatch)
+    assert straight == resumed
+    assert (folder.parent / "last.ckpt.refused").exists()

@@ -12,6 +12,7 @@ from lightning.fabric.utilities.rank_zero import rank_zero_info
 from lightning.pytorch import LightningModule
 
 from lightning_sparsefl.cost import Ledger
+from lightning_sparsefl.errors import CheckpointMismatch
 from lightning_sparsefl.federated.commands.node_side import NodeSide
 from lightning_sparsefl.federated.commands.run_facts import reported_facts, training_facts
 from lightning_sparsefl.federated.distributed.ranks import Ranks
@@ -197,7 +198,7 @@ class Run(NodeSide):
             run = self._identify(self.ranks.share(random_identifier)[0])
             server = self.algorithm.init(self.worker.initial, self._fleet(run))
             return RunState(server, self.sampler.start(), run=run), None
-        checkpoint = self.resume_point.read(lambda path: self._restore(path, training))
+        checkpoint = self.resume_point.read(lambda path: self._restore_on_all(path, training))
         with as_checkpoint_error(self.resume_point.checkpoint):
             self.scorer.restore(checkpoint.selected)
         if training:
@@ -208,6 +209,24 @@ class Run(NodeSide):
         """Give the stores the identifier of the run, and return it."""
         self.server_records.run = self.node_records.run = run
         return run
+
+    def _restore_on_all(self, path: Path, training: bool) -> Checkpoint:
+        """Read a checkpoint on all ranks, or on none: a rank may refuse a file of records that no other rank reads."""
+        outcome: list[Checkpoint | CheckpointMismatch] = []
+
+        def attempt() -> str:
+            try:
+                outcome.append(self._restore(path, training))
+            except CheckpointMismatch as refused:
+                outcome.append(refused)
+            return str(outcome[0]) if isinstance(outcome[0], CheckpointMismatch) else ""
+
+        refusals = self.ranks.share(attempt)
+        if isinstance(outcome[0], CheckpointMismatch):
+            raise outcome[0]
+        for refused in filter(None, refusals):
+            raise CheckpointMismatch(refused)
+        return outcome[0]
 
     def _restore(self, path: Path, training: bool) -> Checkpoint:
         """Read a checkpoint into the stores and the ledger, which keep their content if it is refused."""
