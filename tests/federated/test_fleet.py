@@ -111,8 +111,8 @@ def test_both_stores_leave_the_same_bytes(tmp_path, in_memory, every, outcome):
     folder, _ = fit(tmp_path, checkpoint_every_n_rounds=every)
     assert outcome(folder) == in_memory
     assert [path.name for path in sorted((folder / "checkpoints" / "clients").iterdir())] == [
-        "nodes.sqlite",
-        "server.sqlite",
+        "nodes-000.sqlite",
+        "server-000.sqlite",
     ]
 
 

@@ -1,11 +1,10 @@
 """Memory, disk, time and traffic between ranks of a FedSpa run on a small MLP, by clients, cohort and ranks.
 
-For each number of clients and each cohort, a new run of one process trains one round and ends. Then every client is
-given a record, as if it had taken part in an earlier round: a copy of a trained record, inserted into the database of
-`federation.store: disk`. The run is resumed with each number of ranks in turn for some rounds, the last of which
-evaluates clients and the global model. All parts run in processes of their own, for separate peaks of memory. Client
-data is generated on access, with 10 to 20 training samples per client, one batch. The same is done with the records in
-memory, for the numbers of clients for which this is possible.
+For each number of clients, each cohort and each number of ranks, a new run trains one round and ends. Then every client
+is given a record, as if it had taken part in an earlier round: a copy of a trained record, inserted into its shard of
+`federation.store: disk`. The run is resumed for some rounds, the last of which evaluates clients and the global model.
+All parts run in processes of their own, for separate peaks of memory. Client data is generated on access, with 10 to 20
+training samples per client, one batch. The same is done with the records in memory, where that is possible.
 
 At last, the memory of all ranks is measured with a data set of `--data` MiB, as a copy in each rank and as files that
 all ranks map (`data.memory_map`).
@@ -44,6 +43,7 @@ from lightning_sparsefl.data import FederatedBlobs, FederatedBlobsOnDemand
 from lightning_sparsefl.federated import FederatedTrainer, Federation
 from lightning_sparsefl.federated.rounds.coordinator import Coordinator
 from lightning_sparsefl.federated.storage.record_database import row_digest
+from lightning_sparsefl.federated.storage.shards import shards_of
 from lightning_sparsefl.models import MLP
 
 SEED = 0
@@ -211,32 +211,37 @@ def run(folder: Path, clients: int, cohort: int, rounds: int, store: Literal["ra
         train(trainer, network(), data, meter, "last" if go_on else None)
 
 
-def fill(path: Path, clients: int) -> int:
+def fill(shards: dict[int, Path], clients: int) -> int:
     """Copy a trained record to every client, and return the size of the record in bytes."""
-    database = sqlite3.connect(path)
-    with database:
-        version, content = database.execute("SELECT round, content FROM records LIMIT 1").fetchone()
-        known = {client for (client,) in database.execute("SELECT client FROM records")}
-        new = (client for client in range(clients) if client not in known)
-        rows = ((client, version - 1, row_digest(client, version - 1, content), content) for client in new)
-        database.executemany("INSERT INTO records VALUES (?, ?, ?, ?)", rows)
-    database.close()
-    accept_rows(path.parents[1] / "last.ckpt")
+    rows = (row for path in shards.values() for row in _rows(path, "SELECT round, content FROM records LIMIT 1"))
+    version, content = next(rows)
+    for shard, path in shards.items():
+        known = {client for (client,) in _rows(path, "SELECT client FROM records")}
+        new = (client for client in range(shard, clients, len(shards)) if client not in known)
+        copies = ((client, version - 1, row_digest(client, version - 1, content), content) for client in new)
+        with contextlib.closing(sqlite3.connect(path)) as database, database:
+            database.executemany("INSERT INTO records VALUES (?, ?, ?, ?)", copies)
+    accept_rows(shards[0].parents[1] / "last.ckpt")
     return len(content)
 
 
+def _rows(path: Path, query: str) -> list[Any]:
+    with contextlib.closing(sqlite3.connect(path)) as database:
+        return database.execute(query).fetchall()
+
+
 def measure(clients: int, cohort: int, rounds: int, store: Literal["ram", "disk"], ranks: list[int]) -> list[Any]:
-    """Measure runs with a number of clients and a cohort, resumed with each number of ranks in turn."""
-    with tempfile.TemporaryDirectory() as place:
-        folder, rows, done = Path(place), [], 1
-        part(folder, clients, cohort, done, "disk", 1)
-        records = next(folder.glob("*/*/checkpoints/clients/server.sqlite"))
-        size = fill(records, clients)
-        for count in ranks:
-            done += rounds
-            found = part(folder, clients, cohort, done, store, count)
-            files = [path for path in records.parents[2].rglob("*") if path.is_file()]
-            own = [path for path in files if store == "disk" or path != records]
+    """Measure runs with a number of clients and a cohort, one for each number of ranks."""
+    rows = []
+    for count in ranks:
+        with tempfile.TemporaryDirectory() as place:
+            folder = Path(place)
+            part(folder, clients, cohort, 1, "disk", count)
+            records = next(folder.glob("*/*/checkpoints/clients"))
+            size = fill(shards_of("server", records), clients)
+            found = part(folder, clients, cohort, 1 + rounds, store, count)
+            files = [path for path in records.parents[1].rglob("*") if path.is_file()]
+            own = [path for path in files if store == "disk" or path.suffix != ".sqlite"]
             shown = {
                 "store": store,
                 "clients": clients,
@@ -244,11 +249,11 @@ def measure(clients: int, cohort: int, rounds: int, store: Literal["ram", "disk"
                 "ranks": count,
                 "record_bytes": size,
                 "run_folder_mib": round(sum(path.stat().st_size for path in own) / MIB, 2),
-                "last_ckpt_mib": round((records.parents[1] / "last.ckpt").stat().st_size / MIB, 2),
+                "last_ckpt_mib": round((records.parent / "last.ckpt").stat().st_size / MIB, 2),
             }
-            rows.append({**shown, **found})
-            print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
-        return rows
+        rows.append({**shown, **found})
+        print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
+    return rows
 
 
 def measure_data(mib: int, ranks: list[int]) -> list[Any]:
@@ -283,7 +288,7 @@ def main() -> None:
     parser.add_argument(
         "--cases",
         nargs="+",
-        default=["1000x10", "1000000x10", "1000000x1000"],
+        default=["1000x10", "1000x100", "1000000x10", "1000000x100", "1000000x1000"],
         metavar="CLIENTSxCOHORT",
         help="numbers of clients and of those of a round, with records on disk",
     )

@@ -39,6 +39,7 @@ from lightning_sparsefl.federated.commands.run import Run
 from lightning_sparsefl.federated.distributed.ranks import Ranks
 from lightning_sparsefl.federated.exchange.hashing import fingerprint
 from lightning_sparsefl.federated.storage.record_database import RecordDatabase, row_digest
+from lightning_sparsefl.federated.storage.shards import shard_name
 from lightning_sparsefl.models import MLP
 from lightning_sparsefl.types import Message, Update
 from lightning_sparsefl.wire import Codec
@@ -194,21 +195,20 @@ def mutate_rows(data: bytes, pick: random.Random, other: bytes = b"") -> bytes:
 
 
 def accept_rows(path: Path) -> None:
-    """Write into a checkpoint what it would contain if it had been written with the present rows of ``server.sqlite``.
+    """Write into a checkpoint what it would contain if it had been written with the present rows of the shards.
 
     Args:
         path: Checkpoint of a run with `federation.store: disk`.
     """
     content = torch.load(path, weights_only=True)
     own = content["sparsefl"]
-    with closing(RecordDatabase(path.parent / "clients", "server")) as database:
-        sums = own["server records"]["checksums"]
-        found = {round: f"{database._sum(int(round)):032x}" for round in sums}
-        own["server records"]["checksums"] = found
-    with closing(sqlite3.connect(path.parent / "clients" / "server.sqlite")) as rows, rows:
-        rows.executemany(
-            "UPDATE served SET total = ? WHERE round = ?", [(total, round) for round, total in found.items()]
-        )
+    sums = own["server records"]["checksums"]
+    for key in sums:
+        shard, round = map(int, key.split("/"))
+        with closing(RecordDatabase(path.parent / "clients", shard_name("server", shard))) as database:
+            sums[key] = f"{database._sum(round):032x}"
+        with closing(sqlite3.connect(database.path)) as rows, rows:
+            rows.execute("UPDATE served SET total = ? WHERE round = ?", (sums[key], round))
     del own["checksum"]
     own["checksum"] = fingerprint(content)
     torch.save(content, path)

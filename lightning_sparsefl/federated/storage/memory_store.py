@@ -12,8 +12,8 @@ from lightning_sparsefl.errors import CheckpointMismatch
 from lightning_sparsefl.federated.distributed.ranks import Ranks
 from lightning_sparsefl.federated.exchange.hashing import fingerprint
 from lightning_sparsefl.federated.storage.atomic_files import load_plain, write_atomically
-from lightning_sparsefl.federated.storage.record_database import RecordDatabase
 from lightning_sparsefl.federated.storage.record_store import Packed, RecordStore, StoredRecords, Versions
+from lightning_sparsefl.federated.storage.shards import open_shards, parsed
 
 Index = dict[int, dict[int, list[int]]]
 """By client and version: round and rank of the commit whose file holds it."""
@@ -169,7 +169,7 @@ def files_of(index: Mapping[int, Mapping[int, list[int]]], name: str) -> set[str
 def read_stored(
     stored: StoredRecords, folder: Path, name: str, run: str, wanted: Callable[[int], bool] = lambda client: True
 ) -> dict[int, Versions]:
-    """Read the records that a checkpoint refers to, from files or from a database, or holds itself.
+    """Read the records that a checkpoint refers to, from files or from databases, or holds itself.
 
     Args:
         stored: Part of the checkpoint.
@@ -184,9 +184,12 @@ def read_stored(
     if isinstance(stored.index, Mapping):
         own = {client: dict(versions) for client, versions in stored.records.items() if wanted(client)}
         return {**own, **_read_files(stored, folder, name, wanted)}
-    at = int(stored.index)
-    with closing(RecordDatabase.stored(stored, folder, name, run)) as database:
-        return {client: database.versions(client, at) for client in database.clients(at) if wanted(client)}
+    at, _ = parsed(stored.index)
+    found = {}
+    for database in open_shards(stored, folder, name, run).values():
+        with closing(database):
+            found.update({client: database.versions(client, at) for client in database.clients(at) if wanted(client)})
+    return dict(sorted(found.items()))
 
 
 def _read_files(stored: StoredRecords, folder: Path, name: str, wanted: Callable[[int], bool]) -> dict[int, Versions]:

@@ -1,4 +1,4 @@
-"""A SQLite database of versioned client records, in which the cost of a commit depends on the changed records only.
+"""A shard of a store: a SQLite database of versioned records, in which a commit costs what the changed records cost.
 
 The version of a record is the number of finished rounds at the time it was stored. The database serves the newest
 commits and the round chosen by `federation.select`; the next commit deletes, in the same transaction, the versions that
@@ -16,7 +16,7 @@ import hashlib
 import io
 import sqlite3
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,6 @@ from typing import Any
 import torch
 
 from lightning_sparsefl.errors import CheckpointMismatch
-from lightning_sparsefl.federated.storage.record_store import StoredRecords
 from lightning_sparsefl.federated.storage.safe_load import NotPlain, require_plain
 
 _TABLES = {
@@ -49,11 +48,11 @@ _MODULUS = 1 << (8 * _WIDTH)
 
 
 class RecordDatabase:
-    """Database of the versions of all records of one store.
+    """Database of the versions of all records of one shard.
 
     Args:
         folder: Folder of the file.
-        name: Name of the store; the file is called ``<name>.sqlite``.
+        name: Name of the shard; the file is called ``<name>.sqlite``.
         create: Whether to create the file if it is missing.
 
     Raises:
@@ -85,58 +84,46 @@ class RecordDatabase:
         elif found != _TABLES:
             raise CheckpointMismatch(f"{self.path} is not a database of clients' records; choose another `ckpt_path`.")
 
-    @classmethod
-    def at(cls, folder: Path, name: str, round: int, run: str) -> RecordDatabase:
-        """Open the database of a folder, and check that it has the records of a round.
+    def require(self, round: int, run: str) -> None:
+        """Check that the database has the records of a round; close it if it has not.
 
         Args:
-            folder: Folder of the file.
-            name: Name of the store.
             round: Number of finished rounds.
             run: Identifier of the run.
 
         Raises:
             CheckpointMismatch: If the database is of another run, or does not have the records of that round.
         """
-        file = cls(folder, name)
-        if file._rows("SELECT identifier FROM run") != [(run,)]:
-            file.close()
+        if self._rows("SELECT identifier FROM run") != [(run,)]:
+            self.close()
             raise CheckpointMismatch(
-                f"{file.path} is of another run than the checkpoint; expected the run {run!r}: copy the folder "
+                f"{self.path} is of another run than the checkpoint; expected the run {run!r}: copy the folder "
                 "`clients` together with its checkpoint, or choose another `ckpt_path`."
             )
-        if not file._rows("SELECT 1 FROM served WHERE round = ? LIMIT 1", round):
-            file.close()
+        if not self._rows("SELECT 1 FROM served WHERE round = ? LIMIT 1", round):
+            self.close()
             raise CheckpointMismatch(
-                f"{file.path} does not hold the clients' records of round {round} any more, or not yet; "
+                f"{self.path} does not hold the clients' records of round {round} any more, or not yet; "
                 "choose the newest checkpoint beside it (`ckpt_path`)."
             )
-        return file
 
-    @classmethod
-    def stored(cls, stored: StoredRecords, folder: Path, name: str, run: str) -> RecordDatabase:
-        """Open the database that a checkpoint refers to, and check that it has the records it was written with.
+    def require_sums(self, expected: Mapping[int, str]) -> None:
+        """Check that the database has the records that a checkpoint was written with; close it if it has not.
 
         Args:
-            stored: Part of the checkpoint, whose checksums are sums over records by round.
-            folder: Folder of the file.
-            name: Name of the store.
-            run: Identifier of the run.
+            expected: Sums over the records by round, from :meth:`commit`.
 
         Raises:
-            CheckpointMismatch: If the database is of another run, or a row was deleted, renumbered or replaced.
+            CheckpointMismatch: If a row was deleted, renumbered or replaced.
         """
-        at = int(stored.index)
-        file = cls.at(folder, name, at, run)
-        for round, expected in {str(at): "", **stored.checksums}.items():
-            listed = file._rows("SELECT DISTINCT total FROM served WHERE round = ?", int(round))
-            if listed != [(expected,)] or f"{file._sum(int(round)):032x}" != expected:
-                file.close()
+        for round, total in expected.items():
+            listed = self._rows("SELECT DISTINCT total FROM served WHERE round = ?", round)
+            if listed != [(total,)] or f"{self._sum(round):032x}" != total:
+                self.close()
                 raise CheckpointMismatch(
-                    f"{file.path} does not hold the records of round {round} that the checkpoint was written with: "
+                    f"{self.path} does not hold the records of round {round} that the checkpoint was written with: "
                     "a row was deleted, renumbered or replaced; choose another `ckpt_path`."
                 )
-        return file
 
     def _sum(self, round: int) -> int:
         """Compute the sum over all clients' records after a round, modulo 2**128."""
@@ -212,7 +199,7 @@ class RecordDatabase:
 
     def commit(
         self, run: str, after: int, round: int, records: Iterable[tuple[int, int, Any]], pins: Iterable[int]
-    ) -> dict[str, str]:
+    ) -> dict[int, str]:
         """Write the records that changed since the last commit, in one transaction.
 
         Args:
@@ -237,10 +224,10 @@ class RecordDatabase:
             for client, version, packed in records:
                 total += self._insert(database, client, version, _encoded(packed))
             served = {view: total % _MODULUS if view == round else self._known_sum(view) for view in {round, *pins}}
-            sums = {str(view): f"{number:032x}" for view, number in sorted(served.items())}
+            sums = {view: f"{number:032x}" for view, number in sorted(served.items())}
             database.executemany(
                 "INSERT OR IGNORE INTO served VALUES (?, ?, ?)",
-                [(round, int(view), total) for view, total in sums.items()],
+                [(round, view, total) for view, total in sums.items()],
             )
             newest = f'SELECT DISTINCT "commit" FROM served ORDER BY "commit" DESC LIMIT {_KEPT_COMMITS}'
             database.execute(f'DELETE FROM served WHERE "commit" NOT IN ({newest})')

@@ -26,9 +26,9 @@ class StoredRecords:
     """How a checkpoint refers to the records of one store; plain values."""
 
     index: Any = field(default_factory=dict)
-    """Which file holds which version: a mapping for files, the number of the commit's round for a database."""
+    """Which file holds which version, as a mapping; of databases, see :mod:`shards`."""
     checksums: Mapping[str, str] = field(default_factory=dict)
-    """SHA-256 of the content of each file, by its name; for a database, sums over the records, by round."""
+    """SHA-256 of the content of each file, by its name; of databases, sums over the records, by shard and round."""
     records: Mapping[int, Versions] = field(default_factory=dict)
     """The records themselves, in a checkpoint that stands alone."""
 

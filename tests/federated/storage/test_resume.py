@@ -297,13 +297,14 @@ def test_the_checkpoint_before_stands_in_for_a_damaged_one(damage, spoil, straig
 def test_the_checkpoint_before_stands_in_for_a_torn_record_on_disk(tmp_path, caplog):
     def records(folder):
         run = load_checkpoint(folder / "checkpoints" / "last.ckpt")["sparsefl"]["run"]
-        file = RecordDatabase.at(folder / "checkpoints" / "clients", "server", 4, run)
+        file = RecordDatabase(folder / "checkpoints" / "clients", "server-000")
+        file.require(4, run)
         return {client: fingerprint(file.read(client, 4)) for client in file.clients(4)}
 
     on_disk = {"federation": {"store": "disk"}}
     straight = fit(tmp_path / "straight", **on_disk)
     killed(tmp_path / "killed", "between rounds", **on_disk)
-    path = tmp_path / "killed/FedSpa/version_0/checkpoints/clients/server.sqlite"
+    path = tmp_path / "killed/FedSpa/version_0/checkpoints/clients/server-000.sqlite"
     with contextlib.closing(sqlite3.connect(path)) as database, database:
         database.execute("UPDATE records SET content = substr(content, 1, 100) WHERE round = 2")
     folder = fit(tmp_path / "killed", "last", **on_disk)

@@ -21,11 +21,13 @@ from lightning_sparsefl.federated.storage import sqlite_store
 from lightning_sparsefl.federated.storage.memory_store import MemoryStore
 from lightning_sparsefl.federated.storage.record_database import RecordDatabase, row_digest
 from lightning_sparsefl.federated.storage.record_store import StoredRecords
+from lightning_sparsefl.federated.storage.shards import reference
 from lightning_sparsefl.federated.storage.sqlite_store import SqliteStore
 from lightning_sparsefl.federated.tracking.tensorboard import packed_masks
 
 NAME = "server"
-FILE = f"{NAME}.sqlite"
+SHARD = f"{NAME}-000"
+FILE = f"{SHARD}.sqlite"
 
 
 def packed(number):
@@ -160,7 +162,7 @@ def steps_of_a_commit(folder, stored, new):
     store.commit(folder, 1)
     counted = []
     for round_ in range(2, 6):
-        store._database._database.set_progress_handler(lambda: counted.append(1), 10)
+        store._shards[0]._database.set_progress_handler(lambda: counted.append(1), 10)
         store.put(0, packed(0), round_)
         store.put(stored + round_, packed(1), round_)
         store.commit(folder, round_)
@@ -216,11 +218,11 @@ def test_a_rank_that_sees_another_disk_says_so(tmp_path, new):
     first, other = new(), new()
     first.put(0, packed(0), 1)
     first.commit(tmp_path / "here", 1)
-    other._follow(tmp_path / "here", 1)
+    other._shards[0] = other._visible(0, tmp_path / "here", 1)
     other._committed = 1
     assert other.get(0)["n"] == 0
     with pytest.raises(InvalidOption, match="a run folder that all ranks see"):
-        other._follow(tmp_path / "there", 2)
+        other._visible(0, tmp_path / "there", 2)
 
 
 def test_a_checkpoint_that_is_too_old_is_refused(tmp_path, new):
@@ -230,7 +232,7 @@ def test_a_checkpoint_that_is_too_old_is_refused(tmp_path, new):
         committed = store.commit(tmp_path, round_)
     for gone in (1, 2, 6):
         with pytest.raises(CheckpointMismatch, match=f"records of round {gone} any more, or not yet"):
-            new().load(dataclasses.replace(committed, index=gone), tmp_path)
+            new().load(dataclasses.replace(committed, index=[gone, 1]), tmp_path)
 
 
 class Stored(NamedTuple):
@@ -250,7 +252,7 @@ def stored(tmp_path, new):
     for client in range(3):
         store.put(client, packed(client + 1), 1)
     reference = store.commit(tmp_path, 1)
-    store._database.close()
+    store._shards[0].close()
     return Stored(tmp_path, reference)
 
 
@@ -271,7 +273,7 @@ def stored(tmp_path, new):
 @pytest.mark.parametrize("kind", [MemoryStore, SqliteStore])
 def test_rows_that_are_not_those_of_the_checkpoint_are_refused_by_name(stored, statement, kind, alone):
     stored.change(statement)
-    with pytest.raises(CheckpointMismatch, match=r"server\.sqlite"):
+    with pytest.raises(CheckpointMismatch, match=r"server-000\.sqlite"):
         kind(NAME, alone).load(stored.reference, stored.folder)
 
 
@@ -279,7 +281,7 @@ def test_rows_that_are_not_those_of_the_checkpoint_are_refused_by_name(stored, s
 def test_a_database_of_another_run_is_refused_by_name(stored, kind, alone):
     store = kind(NAME, alone)
     store.run = "f" * 32
-    with pytest.raises(CheckpointMismatch, match=r"server\.sqlite is of another run than the checkpoint"):
+    with pytest.raises(CheckpointMismatch, match=r"server-000\.sqlite is of another run than the checkpoint"):
         store.load(stored.reference, stored.folder)
 
 
@@ -300,7 +302,7 @@ def test_the_sum_of_a_pinned_round_between_commits_is_checked(tmp_path, new):
         if round_ == 2:
             store.pin(2)
     committed = store.commit(tmp_path, 3)
-    assert set(committed.checksums) == {"2", "3"}
+    assert set(committed.checksums) == {"0/2", "0/3"}
     new().load(committed, tmp_path)
     Stored(tmp_path, committed).change("DELETE FROM records WHERE round = 1")
     with pytest.raises(CheckpointMismatch, match="records of round 2 that the checkpoint was written with"):
@@ -320,7 +322,7 @@ def test_an_older_torn_record_is_refused_as_it_is_read(stored, new):
     for round_, client in enumerate((1, 2), start=2):
         store.put(client, packed(round_), round_)
         commits[round_] = store.commit(stored.folder, round_)
-    store._database.close()
+    store._shards[0].close()
     stored.change("UPDATE records SET content = substr(content, 1, 100) WHERE client < 2")
     store = new()
     store.load(commits[3], stored.folder)
@@ -337,10 +339,10 @@ def test_pickled_code_in_a_record_is_refused(stored, new):
     stored.change("DELETE FROM records WHERE client > 0")
     digest = row_digest(0, 1, content)
     stored.change("UPDATE records SET content = ?, digest = ?", content, digest)
-    database = RecordDatabase(stored.folder, NAME)
-    forged = StoredRecords(1, {"1": f"{database._sum(1):032x}"})
+    database = RecordDatabase(stored.folder, SHARD)
+    forged = reference(1, 1, {0: {1: f"{database._sum(1):032x}"}})
     database.close()
-    stored.change("UPDATE served SET total = ?", forged.checksums["1"])
+    stored.change("UPDATE served SET total = ?", forged.checksums["0/1"])
     with pytest.raises(CheckpointMismatch, match="damaged record of client 0"):
         new().load(forged, stored.folder)
 
@@ -363,10 +365,17 @@ def test_a_file_of_another_layout_is_refused(stored, statement, new):
 def test_a_file_that_is_none_is_refused(stored, content, new):
     path = stored.folder / FILE
     path.write_bytes(path.read_bytes()[:5000] if content is None else content)
-    with pytest.raises(CheckpointMismatch, match=r"server\.sqlite"):
+    with pytest.raises(CheckpointMismatch, match=r"server-000\.sqlite"):
         new().load(stored.reference, stored.folder)
 
 
 def test_a_missing_file_is_refused(tmp_path, new):
-    with pytest.raises(CheckpointMismatch, match=r"There is no .*server\.sqlite"):
-        new().load(StoredRecords(1), tmp_path)
+    with pytest.raises(CheckpointMismatch, match=r"There is no .*server-000\.sqlite"):
+        new().load(StoredRecords([1, 1]), tmp_path)
+
+
+@pytest.mark.parametrize("index", [1, [1], [1, 0], [-1, 1], [1, 2.0], [True, 1], [1, 2**40], "1"])
+@pytest.mark.parametrize("kind", [MemoryStore, SqliteStore])
+def test_a_reference_of_another_form_is_refused(tmp_path, index, kind, alone):
+    with pytest.raises(CheckpointMismatch, match="expected a round and a number of shards"):
+        kind(NAME, alone).load(StoredRecords(index), tmp_path)
