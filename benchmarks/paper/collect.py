@@ -1,4 +1,4 @@
-"""Take over rows of another working copy or machine, and write all tables to docs/results.md.
+"""Take over rows of another working copy or machine, and write all tables and figures of docs/results.md.
 
     python benchmarks/paper/collect.py [FOLDER]
 
@@ -47,20 +47,26 @@ def merge(source: Path, target: Path) -> int:
 
 
 def main(folder: Path | None) -> None:
-    """Merge all files, and write all tables.
+    """Merge all files, and write all tables and figures.
 
     Args:
-        folder: Folder of CSV files; None to write the tables only.
+        folder: Folder of CSV files; None to write the tables and figures only.
     """
     for source in sorted(folder.glob("*.csv") if folder else ()):
         print(f"{source.name}: {merge(source, RESULTS / source.name)} new rows")
     for script in sorted(Path(__file__).parent.glob("[!_]*.py")):
         if script != Path(__file__):
-            table = runpy.run_path(str(script))["table"](read(RESULTS / f"{script.stem}.csv"))
+            content = runpy.run_path(str(script))
+            if "write" in content:  # claim.py and figures.py, which read the files of several scripts
+                content["write"]()
+                continue
+            table = content["table"](read(RESULTS / f"{script.stem}.csv"))
             DOCUMENT.write_text(with_table(DOCUMENT.read_text(), script.stem, table))
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
-    parser.add_argument("folder", nargs="?", type=Path, help="folder of CSV files; default: only write the tables")
+    parser.add_argument(
+        "folder", nargs="?", type=Path, help="folder of CSV files; default: only write the tables and figures"
+    )
     main(parser.parse_args().folder)

@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[2]
 COPIED = (
     *("*.md", "docs/*.md", "docs/decisions/*.md", "notebooks/*", "examples/*", "tests/stress/README.md"),
     *("configs/README.md", "callbacks/README.md", "benchmarks/README.md", "LICENSE"),
-    *("benchmarks/results/*", "tests/stress/results/*"),
+    *("docs/images/*", "benchmarks/results/*", "tests/stress/results/*"),
 )
 """Pages, and files that pages link to."""
 SECTIONS: dict[str, tuple[str, ...]] = {
