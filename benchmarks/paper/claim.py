@@ -16,7 +16,7 @@ compared. With fewer than two methods there is a dash.
 
     python benchmarks/paper/claim.py
 
-It writes the table to docs/results.md and, if the marks are there, one line for each data set to README.md.
+It writes the table to docs/results.md, and a short one to README.md.
 """
 
 from __future__ import annotations
@@ -177,23 +177,23 @@ def _lines(group: Group) -> Iterator[tuple[Sequence[object], str]]:
 
 
 def summary(folder: Path = RESULTS) -> str:
-    """Return one line for each data set: best and second at equal bytes and at equal FLOPs, in percent.
+    """Return a short table: best and second of each data set at equal bytes and at equal FLOPs, in percent.
 
     The budget is half of what FedAvg spends where all methods have a curve, else all of it.
 
     Args:
         folder: Folder of the CSV files.
     """
-    return "\n".join(_summary(main_group(groups(data_set, folder=folder))) for data_set in DATA_SETS)
+    lines = [_summary(main_group(groups(data_set, folder=folder))) for data_set in DATA_SETS]
+    return markdown(("data set", "budget", "at equal bytes", "at equal FLOPs"), lines)
 
 
-def _summary(group: Group) -> str:
+def _summary(group: Group) -> tuple[str, ...]:
     share = HALF if all(method.has_curve for method in group.methods.values()) else WHOLE
-    found = {resource: ranking(group, resource, share) for resource in RESOURCES}
-    if None in found.values():
-        return f"- {group.data_set.name}: -"
-    cells = [f"{RESOURCES[resource][0]} {_ends(group, own)}" for resource, own in found.items()]
-    return f"- {title(group)}, {SHARES[share]}: {'; '.join(cells)}"
+    found = [ranking(group, resource, share) for resource in RESOURCES]
+    if None in found:
+        return group.data_set.name, "-", "-", "-"
+    return title(group), f"{SHARES[share]} of FedAvg's", *(_ends(group, own) for own in found)
 
 
 def _ends(group: Group, found: Ranking) -> str:
@@ -204,7 +204,7 @@ def _ends(group: Group, found: Ranking) -> str:
 
 
 def write() -> None:
-    """Write the table and the summary to the documents that have their marks."""
+    """Write the tables to the documents that have their marks."""
     for path, text in ((DOCUMENT, table()), (README, summary())):
         document = path.read_text()
         if "<!-- claim -->\n" in document:
