@@ -139,9 +139,17 @@ class Localhost:
             [
                 *(sys.executable, "-m", "lightning_sparsefl_flower.node_command", "--config"),
                 *(str(config or self.config), "--clients", clients, "--home", str(self.home(place))),
-                *(("--secure-sum", self.secure_sum) if self.secure_sum else ()),
+                *(self._signed_sums(place) if self.secure_sum else ()),
             ],
         )
+
+    def _signed_sums(self, place: int) -> list[str]:
+        """Return a daemon's options of secure sums, and write the list of all nodes' keys."""
+        signers = self.folder / "keys" / "signers"
+        keys = [self._key(node).with_name(f"{self._key(node).name}.pub").read_text() for node in range(len(self.homes))]
+        lines = [f"{','.join(map(str, own))} {key}\n" for own, key in zip(self.homes, keys, strict=True)]
+        signers.write_text("".join(lines))
+        return ["--secure-sum", self.secure_sum, "--key", str(self._key(place)), "--signers", str(signers)]
 
     def home(self, place: int) -> Path:
         """Return the folder of a node's daemon."""

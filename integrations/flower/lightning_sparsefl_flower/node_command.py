@@ -22,9 +22,11 @@ from lightning_sparsefl_flower.configuration import Configured, read
 from lightning_sparsefl_flower.daemon import Daemon, serve
 from lightning_sparsefl_flower.facts import facts_of
 from lightning_sparsefl_flower.node_records import DiskRecords
+from lightning_sparsefl_flower.secure_sum.key_files import read_signer, read_signers
 from lightning_sparsefl_flower.secure_sum.node import SecureNode
 from lightning_sparsefl_flower.secure_sum.obstacles import require_summable
 from lightning_sparsefl_flower.secure_sum.policy import Policy
+from lightning_sparsefl_flower.secure_sum.signing import UNSIGNED, Signing
 
 _EXIT_USAGE, _EXIT_INTERRUPTED = 2, 130
 
@@ -42,7 +44,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     sys.path.append(str(Path.cwd()))  # for modules of the user, as `sparsefl` does
     try:
         configured = read(asked.config, ["--trainer.default_root_dir", str(asked.home)])
-        launch(configured.trainer.fabric, partial(_work, configured, asked.clients, asked.home, asked.secure_sum))
+        signing = _signing(asked.secure_sum, asked.key, asked.signers, asked.clients)
+        work = partial(_work, configured, asked.clients, asked.home, asked.secure_sum, signing)
+        launch(configured.trainer.fabric, work)
     except (SparseFLError, OSError) as error:
         print(f"sparsefl-node: error: {error}", file=sys.stderr)
         return _EXIT_USAGE
@@ -67,6 +71,17 @@ def _parser() -> argparse.ArgumentParser:
         "votes on a coordinate, such as 0.67,3,2; the same as the server's.",
     )
     parser.add_argument(
+        "--key",
+        type=Path,
+        help="Private key of this node in OpenSSH's format, with which it signs in secure sums; needs --signers.",
+    )
+    parser.add_argument(
+        "--signers",
+        type=Path,
+        help="File with a line for each node: the numbers of its clients, such as 0,3, and its public key. Secure sums "
+        "of other clients, or with other keys, are refused; needs --key.",
+    )
+    parser.add_argument(
         "--home",
         required=True,
         type=Path,
@@ -89,20 +104,44 @@ def _numbers(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in parts)
 
 
-def _work(configured: Configured, clients: Sequence[int], home: Path, secure: Policy | None, fabric: Fabric) -> None:
+def _signing(policy: Policy | None, key: Path | None, signers: Path | None, clients: Sequence[int]) -> Signing:
+    """Return with which keys the node signs and checks; none of them without the options.
+
+    Raises:
+        InvalidOption: If an option is missing, a file cannot be read, or the list has not this node's key.
+    """
+    if key is None and signers is None:
+        return UNSIGNED
+    if policy is None or key is None or signers is None:
+        raise InvalidOption("`--key` and `--signers` are given together, and with `--secure-sum`.")
+    signer, verifier = read_signer(key), read_signers(signers)
+    for client in clients:
+        if not verifier.verifies(client, b"", signer.sign(b"")):
+            raise InvalidOption(f"{signers} (`--signers`) does not list {key} (`--key`) for client {client}.")
+    return Signing(signer, verifier)
+
+
+def _work(
+    configured: Configured, clients: Sequence[int], home: Path, secure: Policy | None, signing: Signing, fabric: Fabric
+) -> None:
     """Set the node up, and answer until the process is ended."""
     home.mkdir(parents=True, exist_ok=True)
     lock = FolderLock(home)
     lock.acquire()  # two daemons would write the same records
     try:
         with intra_op_threads(configured.trainer.options.num_threads), isolate_rng():
-            serve(home / "node.sock", make_daemon(configured, clients, home, fabric, secure).answer)
+            serve(home / "node.sock", make_daemon(configured, clients, home, fabric, secure, signing).answer)
     finally:
         lock.release()
 
 
 def make_daemon(
-    configured: Configured, clients: Sequence[int], home: Path, fabric: Fabric, secure: Policy | None = None
+    configured: Configured,
+    clients: Sequence[int],
+    home: Path,
+    fabric: Fabric,
+    secure: Policy | None = None,
+    signing: Signing = UNSIGNED,
 ) -> Daemon:
     """Set up the daemon of a node.
 
@@ -112,6 +151,7 @@ def make_daemon(
         home: Folder of the records.
         fabric: Fabric of the process, launched.
         secure: What the node demands of secure sums; None = updates are sent one by one.
+        signing: With which keys the node signs and checks in secure sums.
 
     Raises:
         InvalidOption: If the data has no such clients.
@@ -133,7 +173,7 @@ def make_daemon(
         return Daemon(node, records, sizes, facts)
     require_summable(side.algorithm, side.federation, secure)
     reducer = side.federation.reducer or side.algorithm.reducer()
-    return Daemon(node, records, sizes, facts, SecureNode(side.layout, side.codec, reducer, secure))
+    return Daemon(node, records, sizes, facts, SecureNode(side.layout, side.codec, reducer, secure, signing))
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """A deployment whose updates are summed under masks, in several messages a round."""
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,9 +14,13 @@ from helpers.deployment import HOMES, Deployment, configuration, simulated
 from helpers.memory_grid import Silent
 from lightning_sparsefl_flower.comparison import compare
 from lightning_sparsefl_flower.configuration import read
-from lightning_sparsefl_flower.node_command import make_daemon
+from lightning_sparsefl_flower.credentials import write_node_key
+from lightning_sparsefl_flower.node_command import main, make_daemon
 from lightning_sparsefl_flower.replies import opened
+from lightning_sparsefl_flower.secure_sum.errors import TooFewClients
+from lightning_sparsefl_flower.secure_sum.key_files import read_signer, read_signers
 from lightning_sparsefl_flower.secure_sum.policy import Policy
+from lightning_sparsefl_flower.secure_sum.signing import Signing
 
 POLICY = "0.5,3,1"
 
@@ -28,7 +33,18 @@ class SecureDeployment(Deployment):
     def daemon(self, place: int, config: Path | None = None):
         home = self.folder / f"node-{place}"
         configured = read(str(config or self.config), ["--trainer.default_root_dir", str(home)])
-        return make_daemon(configured, HOMES[place], home, configured.trainer.fabric, Policy.read(self.policy))
+        policy, signing = Policy.read(self.policy), self.signing(place)
+        return make_daemon(configured, HOMES[place], home, configured.trainer.fabric, policy, signing)
+
+    def signing(self, place: int):
+        """Return a node's keys, those of the first deployment of a test."""
+        if not (self.folder / "signers").exists():
+            for node in range(len(HOMES)):
+                write_node_key(self.folder / f"key-{node}")
+            keys = [(self.folder / f"key-{node}.pub").read_text() for node in range(len(HOMES))]
+            lines = [f"{own[0]},{own[1]} {key}\n" for own, key in zip(HOMES, keys, strict=True)]
+            (self.folder / "signers").write_text("".join(lines))
+        return Signing(read_signer(self.folder / f"key-{place}"), read_signers(self.folder / "signers"))
 
     def fit(self, **options):
         return super().fit(**{"secure_sum": self.policy, **options})
@@ -147,3 +163,31 @@ def test_a_daemon_refuses_what_is_no_step(deploy_securely):
     assert daemon.answer([b"secure", agreed, b"mask", bytes(4)])[0].startswith(b"RClient 0 takes part in no secure sum")
     assert daemon.answer([b"secure", agreed, b"mask", b"x"])[0].startswith(b"Ra step of a secure sum names no client")
     assert daemon.answer([b"secure", b"other", b"mask", bytes(4)])[0].startswith(b"R")
+
+
+def test_nodes_refuse_a_sum_with_a_key_that_they_do_not_know(deploy_securely, capsys):
+    deployment = deploy_securely(federation={"clients_per_round": 6})
+    write_node_key(deployment.folder / "another")
+    secure = deployment.daemons[1].secure
+    secure.signing = Signing(read_signer(deployment.folder / "another"), secure.signing.verifier)
+    with pytest.raises(TooFewClients, match="0 of 6 clients are left to share"):
+        deployment.fit()
+    assert "The keys of client 1 are not signed by its node" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--key", "key-0", "--secure-sum", POLICY), "`--key` and `--signers` are given together"),
+        (("--signers", "signers", "--secure-sum", POLICY), "`--key` and `--signers` are given together"),
+        (("--key", "key-0", "--signers", "signers"), "and with `--secure-sum`"),
+        (("--key", "key-1", "--signers", "signers", "--secure-sum", POLICY), "does not list key-1"),
+    ],
+)
+def test_keys_that_do_not_fit_are_refused_at_the_start(deploy_securely, monkeypatch, capsys, options, words):
+    deployment = deploy_securely()
+    monkeypatch.chdir(deployment.folder)
+    monkeypatch.setattr("sys.path", list(sys.path))
+    given = ["--config", str(deployment.config), "--clients", "0,3", "--home", "home", *options]
+    assert main(given) == 2
+    assert words in capsys.readouterr().err

@@ -17,7 +17,7 @@ from lightning_sparsefl_flower.secure_sum.client_sum import ClientSum, Given
 from lightning_sparsefl_flower.secure_sum.errors import SecureSumRefused
 from lightning_sparsefl_flower.secure_sum.party import Party
 from lightning_sparsefl_flower.secure_sum.policy import Policy
-from lightning_sparsefl_flower.secure_sum.signing import Signer, Verifier
+from lightning_sparsefl_flower.secure_sum.signing import UNSIGNED, Signing
 
 
 class SecureNode:
@@ -31,8 +31,7 @@ class SecureNode:
         codec: Codec of the run's model.
         reducer: Reducer of the run.
         policy: What the node demands of a sum.
-        signer: Signs with the node's long-term key; None = nothing is signed.
-        verifier: Knows the long-term keys of the other nodes; None = the server is trusted to pass keys on unchanged.
+        signing: With which keys the node signs and checks.
     """
 
     def __init__(
@@ -41,11 +40,9 @@ class SecureNode:
         codec: Codec,
         reducer: Reducer,
         policy: Policy,
-        signer: Signer | None = None,
-        verifier: Verifier | None = None,
+        signing: Signing = UNSIGNED,
     ) -> None:
-        self.layout, self.codec, self.reducer, self.policy = layout, codec, reducer, policy
-        self.signer, self.verifier = signer, verifier
+        self.layout, self.codec, self.reducer, self.policy, self.signing = layout, codec, reducer, policy, signing
         self._given: dict[int, Given] = {}
         self._counted: set[int] = set()
         """Clients whose votes are counted, and whose update is not yet summed."""
@@ -106,7 +103,7 @@ class SecureNode:
         return self._sums[client].advertise()
 
     def _party(self, client: int, context: bytes) -> Party:
-        return Party(client, context, self.policy, self.signer, self.verifier)
+        return Party(client, context, self.policy, self.signing.signer, self.signing.verifier)
 
     def _sum_of(self, client: int) -> ClientSum:
         if client not in self._sums:

@@ -75,6 +75,20 @@ class KeyVerifier:
         return key is not None
 
 
+@dataclass(frozen=True)
+class Signing:
+    """With which keys a node signs and checks."""
+
+    signer: Signer | None = None
+    """Signs with the node's long-term key; None = nothing is signed."""
+    verifier: Verifier | None = None
+    """Knows the long-term keys of the other nodes; None = the server is trusted to pass keys on unchanged."""
+
+
+UNSIGNED = Signing()
+"""Nothing is signed or checked."""
+
+
 def _ecdsa(bits: int) -> ECDSA:
     """Return the signature scheme of a curve."""
     return ECDSA(SHA256() if bits <= 256 else SHA384())

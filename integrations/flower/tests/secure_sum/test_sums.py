@@ -22,7 +22,7 @@ from lightning_sparsefl_flower.secure_sum.node import SecureNode
 from lightning_sparsefl_flower.secure_sum.party import Party
 from lightning_sparsefl_flower.secure_sum.policy import Policy
 from lightning_sparsefl_flower.secure_sum.server import Gone, SecureCollect
-from lightning_sparsefl_flower.secure_sum.signing import KeySigner, KeyVerifier
+from lightning_sparsefl_flower.secure_sum.signing import KeySigner, KeyVerifier, Signing
 from lightning_sparsefl_flower.secure_sum.support import restricted
 from lightning_sparsefl_flower.secure_sum.vectors import Form
 
@@ -274,12 +274,11 @@ def test_nodes_with_long_term_keys_refuse_keys_of_the_server(flat):
     """A server that puts a client of its own in the place of another one gets no shares."""
     key, wrong = Ed25519PrivateKey.generate(), Ed25519PrivateKey.generate()
     one = Round(flat, dense, Policy())
-    one.node.signer = KeySigner(key)
-    one.node.verifier = KeyVerifier(dict.fromkeys(range(CLIENTS), key.public_key()))
+    one.node.signing = Signing(KeySigner(key), KeyVerifier(dict.fromkeys(range(CLIENTS), key.public_key())))
     assert same(contents(one.secure()), contents(one.plain()))
 
     two = Round(flat, dense, Policy())
-    two.node.signer, two.node.verifier = one.node.signer, one.node.verifier
+    two.node.signing = one.node.signing
 
     def change(step, payload):
         if step != "share":
