@@ -2,13 +2,15 @@
 
     python tests/stress/elastic.py --out result.json
 
-Each case starts agents of torchrun here, each as a machine of its own, kills a process as soon as two rounds
-are committed, waits until the job has ended by itself, and compares it with one process. Linux only. Nothing is timed.
+Each case starts agents of torchrun here, each as a machine of its own, kills a process as soon as two rounds are
+committed, waits until the job has ended by itself, and compares it with one process that keeps its records in memory.
+Linux only. Nothing is timed.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import platform
@@ -32,6 +34,7 @@ from ranks import CLUSTER, free_port, left_by
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = ROOT / "configs" / "quickstart.yaml"
+STORES = ["ram", "disk"]
 PATIENCE = 900
 """Seconds after which a job that has not ended has failed."""
 
@@ -85,7 +88,7 @@ def alone(rounds: int, folder: Path) -> dict[str, str]:
     return result(folder)
 
 
-def killed(case: Case, rounds: int, folder: Path) -> dict[str, str]:
+def killed(case: Case, rounds: int, store: str, folder: Path) -> dict[str, str]:
     """Start the agents, kill a process after two rounds, wait for the others, and return the results."""
     port = free_port()
     common = {"NODES": case.nodes, "RESTARTS": "3", "RUNS": str(folder), "HEAD": f"localhost:{port}"}
@@ -96,7 +99,7 @@ def killed(case: Case, rounds: int, folder: Path) -> dict[str, str]:
             logs.append(folder / f"agent{number}.log")
             log = stack.enter_context(logs[-1].open("w"))
             environment = {**os.environ, **common, "RANKS": str(ranks)}
-            line = [str(CLUSTER / "torchrun.sh"), *fit(rounds)]
+            line = [str(CLUSTER / "torchrun.sh"), *fit(rounds, "--federation.store", store)]
             agents.append(subprocess.Popen(line, env=environment, stdout=log, stderr=subprocess.STDOUT))
             _wait(lambda: _listens(port), agents, logs)  # so that the first agent, which is not killed, has the store
         try:
@@ -131,15 +134,16 @@ def _wait(reached: Any, agents: Sequence[subprocess.Popen[bytes]], logs: Sequenc
         time.sleep(0.05)
 
 
-def compare(names: Sequence[str], rounds: int) -> dict[str, Any]:
+def compare(names: Sequence[str], rounds: int, stores: Sequence[str]) -> dict[str, Any]:
     """Run the cases and compare each with one process; return the report."""
     with tempfile.TemporaryDirectory() as folder:
         one = alone(rounds, Path(folder))
     cases = []
-    for name in names:
+    for store, name in itertools.product(stores, names):
         with tempfile.TemporaryDirectory() as folder:
-            found: Mapping[str, str] = killed(CASES[name], rounds, Path(folder))
-        cases.append({"killed": name, "differences": [part for part, mark in found.items() if mark != one[part]]})
+            found: Mapping[str, str] = killed(CASES[name], rounds, store, Path(folder))
+        differences = [part for part, mark in found.items() if mark != one[part]]
+        cases.append({"killed": name, "store": store, "differences": differences})
     different = sum(len(case["differences"]) for case in cases)
     return {"rounds": rounds, "compared": list(one), "differences": different, "cases": cases}
 
@@ -148,11 +152,14 @@ def main() -> None:
     """Compare, print JSON, and write it to `--out`."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES), help="what is killed")
+    parser.add_argument(
+        "--stores", nargs="+", choices=["ram", "disk"], default=["ram", "disk"], help="stores of records"
+    )
     parser.add_argument("--rounds", type=int, default=8, help="number of rounds")
     parser.add_argument("--out", type=Path, help="file for the JSON")
     arguments = parser.parse_args()
     report = {"python": platform.python_version(), "torch": torch.__version__}
-    report |= compare(arguments.cases, arguments.rounds)
+    report |= compare(arguments.cases, arguments.rounds, arguments.stores)
     text = json.dumps(report, indent=2) + "\n"
     if arguments.out is not None:
         arguments.out.write_text(text)
