@@ -3,6 +3,7 @@
 An algorithm calls ``client.fit(...)`` in the middle of its own code. To fit several clients at once, each client's work
 runs in a thread of its own, which waits in `fit` until all others have arrived there or ended. A baton goes from thread
 to thread, so that the module, the data and the random generators, which all share, are never used by two at a time.
+The threads are those of a pool, since a new one costs more than the Python of a small client's round.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor
+from queue import SimpleQueue
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -20,7 +23,7 @@ Serve = Callable[[Sequence[Any]], Sequence[Any]]
 
 
 class Cancelled(BaseException):
-    """Ends the thread of a work that is not wanted any more; no ``except Exception`` catches it."""
+    """Ends a work that is not wanted any more; no ``except Exception`` catches it."""
 
 
 class Fiber(Generic[Result]):
@@ -28,34 +31,35 @@ class Fiber(Generic[Result]):
 
     Args:
         work: Function without arguments; it may call :func:`ask`.
+        threads: Pool with a thread that is free.
     """
 
-    def __init__(self, work: Callable[[], Result]) -> None:
+    def __init__(self, work: Callable[[], Result], threads: Executor) -> None:
         self._work = work
-        self._go, self._back = threading.Semaphore(0), threading.Semaphore(0)
+        self._go: SimpleQueue[Any] = SimpleQueue()  # the baton; a semaphore is written in Python
+        self._back: SimpleQueue[None] = SimpleQueue()
         self._grad = torch.is_grad_enabled()  # a thread's own
-        self._answer: Any = None
         self.request: Any = None
         self.done = False
         self.seconds = 0.0
         """Time that the work itself has run, without its waiting."""
         self.error: BaseException | None = None
         self._value: Result | None = None
-        self._thread = threading.Thread(target=self._main, daemon=True)
-        self._thread.start()
+        threads.submit(self._main)
 
     def _main(self) -> None:
-        self._go.acquire()
+        first = self._go.get()
         _local.fiber = self
         try:
-            if isinstance(self._answer, Cancelled):
-                raise self._answer
+            if isinstance(first, Cancelled):
+                raise first
             with torch.set_grad_enabled(self._grad):
                 self._value = self._work()
         except BaseException as error:
             self.error = error
+        _local.fiber = None  # the thread outlives the work
         self.done = True
-        self._back.release()
+        self._back.put(None)
 
     def resume(self, answer: Any = None) -> None:
         """Let the work run until its next request or its end.
@@ -64,17 +68,16 @@ class Fiber(Generic[Result]):
             answer: Answer to its request; an exception is raised there.
         """
         started = time.perf_counter()
-        self._answer = answer
-        self._go.release()
-        self._back.acquire()
+        self._go.put(answer)
+        self._back.get()
         self.seconds += time.perf_counter() - started
 
     def wait(self, request: Any) -> Any:
         """Hand over a request from within the work, and return its answer."""
         self.request = request
-        self._back.release()
-        self._go.acquire()
-        self.request, answer, self._answer = None, self._answer, None
+        self._back.put(None)
+        answer = self._go.get()
+        self.request = None
         if isinstance(answer, BaseException):
             raise answer
         return answer
@@ -86,10 +89,9 @@ class Fiber(Generic[Result]):
         return self._value  # type: ignore[return-value]
 
     def close(self) -> None:
-        """End the work, wherever it waits, and its thread."""
+        """End the work, wherever it waits."""
         while not self.done:
             self.resume(Cancelled())
-        self._thread.join()
 
 
 class _Local(threading.local):
@@ -114,12 +116,13 @@ def ask(request: Any) -> Any:
     return _local.fiber.wait(request)
 
 
-def run(works: Sequence[Callable[[], Result]], serve: Serve) -> Iterator[tuple[Result, float]]:
+def run(works: Sequence[Callable[[], Result]], serve: Serve, threads: Executor) -> Iterator[tuple[Result, float]]:
     """Run works that wait for each other's requests.
 
     Args:
         works: Functions without arguments.
         serve: Answers the requests of all works that wait, again and again until none does.
+        threads: Pool with a thread for each work.
 
     Yields:
         What each work has returned, in their order, with the seconds that it ran itself.
@@ -127,7 +130,7 @@ def run(works: Sequence[Callable[[], Result]], serve: Serve) -> Iterator[tuple[R
     fibers: list[Fiber[Result]] = []
     try:
         for work in works:
-            fibers.append(Fiber(work))
+            fibers.append(Fiber(work, threads))
             fibers[-1].resume()
         while waits := [fiber for fiber in fibers if not fiber.done]:
             answers = serve([fiber.request for fiber in waits])

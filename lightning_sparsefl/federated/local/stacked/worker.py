@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, cast
 
@@ -38,6 +39,8 @@ _MOST = 25
 """Largest number of clients in a stack."""
 _MOST_SCORED = 50
 """Largest number of clients that are evaluated at once."""
+_MOST_THREADS = 2**16
+"""Limit of the pool of threads, above any stack; a thread is started where none is free."""
 
 
 class StackedWorker(ClientWorker):
@@ -50,6 +53,7 @@ class StackedWorker(ClientWorker):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self._shares: dict[int, float] = {}
+        self._threads = ThreadPoolExecutor(_MOST_THREADS)
         self._trial = StackingTrial(self)
         numbers = self._trial.activations / self._trial.samples
         self._evaluator = StackEvaluator(self, numbers, self._budget // self._element)
@@ -117,7 +121,7 @@ class StackedWorker(ClientWorker):
                 yield work()
             return
         self._shares = {}
-        for answer, seconds in fibers.run(works, self._serve):
+        for answer, seconds in fibers.run(works, self._serve, self._threads):
             yield replace(answer, elapsed=seconds + self._shares.get(answer.client, 0.0))
 
     def do_fit(self, request: FitRequest) -> FitResult:
