@@ -196,7 +196,8 @@ class StackedFit:
         if trainer.gradient_clip_val:
             by_value = trainer.gradient_clip_algorithm == GradClipAlgorithmType.VALUE
             clip([leaf for leaf in part.leaves.values() if leaf.requires_grad], trainer.gradient_clip_val, by_value)
-        self.optimizer.step(low, high, {leaf: part.leaves[name] for name, leaf in whole.items()})
+        rows = None if part is self.whole else {leaf: part.leaves[name] for name, leaf in whole.items()}
+        self.optimizer.step(low, high, rows)
         for callback in callbacks:
             callback.after_step(part.leaves)
         for leaf in part.leaves.values():

@@ -42,14 +42,20 @@ def vmap_level(size: int) -> Iterator[int]:
         _functorch._vmap_decrement_nesting()
 
 
-@contextmanager
-def outside() -> Iterator[None]:
-    """Leave all levels for a while, to compute with the plain tensors of all members."""
-    stack = _functorch.pop_dynamic_layer_stack()
-    try:
-        yield
-    finally:
-        _functorch.push_dynamic_layer_stack(stack)
+class Outside:
+    """Context outside of all levels, to compute with the plain tensors of all members.
+
+    A class, since each layer of each step enters it, and a context manager of a generator takes as long as a small
+    layer's kernel.
+    """
+
+    def __enter__(self) -> None:
+        """Leave the levels."""
+        self._stack = _functorch.pop_dynamic_layer_stack()
+
+    def __exit__(self, *error: object) -> None:
+        """Enter them again."""
+        _functorch.push_dynamic_layer_stack(self._stack)
 
 
 def is_batched(value: Any) -> bool:

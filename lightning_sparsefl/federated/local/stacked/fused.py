@@ -52,10 +52,15 @@ def _is_fused(group: Mapping[str, Any], state: Mapping[Tensor, Mapping[str, Any]
 
 def _is_walked(leaf: Tensor, state: Mapping[str, Any]) -> bool:
     """Return whether the numbers of a leaf, its gradient and its state lie in memory in one order, without gaps."""
+    shape, strides = leaf.shape, leaf.stride()
     kept = [value for value in state.values() if isinstance(value, Tensor)]
-    alike = [leaf.grad, *(value for value in kept if value.shape == leaf.shape)]
-    if any(value is None or value.is_sparse or value.stride() != leaf.stride() for value in alike):
-        return False
-    counts = all(value.dtype is torch.float32 for value in kept if value.shape != leaf.shape)  # as the kernel reads
-    span = 1 + sum((length - 1) * step for length, step in zip(leaf.shape, leaf.stride(), strict=True))
-    return counts and leaf.device.type == "cpu" and span == leaf.numel()
+    for value in (leaf.grad, *(value for value in kept if value.shape == shape)):
+        if value is None or value.is_sparse or value.stride() != strides:
+            return False
+    counts = all(value.dtype is torch.float32 for value in kept if value.shape != shape)  # as the kernel reads
+    return counts and leaf.device.type == "cpu" and (leaf.is_contiguous() or _has_no_gaps(leaf))
+
+
+def _has_no_gaps(leaf: Tensor) -> bool:
+    """Return whether a tensor takes as much memory as its numbers, in any order of its dimensions."""
+    return 1 + sum((length - 1) * step for length, step in zip(leaf.shape, leaf.stride(), strict=True)) == leaf.numel()

@@ -153,10 +153,11 @@ class StackedLog:
         self._logged.clear()
 
     def _record(self, logged: _Logged) -> None:
-        count = self.high - self.low
-        value = logged.value.expand(count, *logged.value.shape) if logged.dim is None else logged.value
-        values = (value.movedim(logged.dim, 0) if logged.dim else value).flatten()
-        if len(values) != count:
+        count, value = self.high - self.low, logged.value
+        if logged.dim is None:
+            value = value.expand(count, *value.shape)
+        values = value if value.dim() == 1 else (value.movedim(logged.dim, 0) if logged.dim else value).flatten()
+        if values.numel() != count:
             raise NotStackable(f"logs a tensor of several numbers as {logged.name!r}")
         if values.dtype not in (torch.float32, torch.float64):
             values = values.to(logged.dtype)
@@ -177,7 +178,7 @@ class StackedLog:
         return _Entry(logged.on_step, logged.on_epoch, logged.reduce, total, [0] * self.size, newest, never, missing)
 
     def _reduce(self, entry: _Entry, values: Tensor, batch_size: int) -> None:
-        total = entry.total if len(values) == self.size else entry.total[self.low : self.high]
+        total = entry.total if values.numel() == self.size else entry.total[self.low : self.high]
         if entry.reduce == "mean":
             total += values * batch_size
         elif entry.reduce == "sum":

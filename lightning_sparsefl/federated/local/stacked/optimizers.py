@@ -60,29 +60,29 @@ class StackedOptimizer:
         """Whether anything is kept beside tensors of the weights' shape; known after the first step with gradients."""
         self._fuses = may_be_fused(optimizer)
 
-    def step(self, low: int, high: int, leaves: Mapping[Tensor, Tensor]) -> None:
+    def step(self, low: int, high: int, leaves: Mapping[Tensor, Tensor] | None = None) -> None:
         """Step the clients from `low` to before `high`, all of which have taken the same number of steps.
 
         Args:
             low: First place in the stack.
             high: Place after the last one.
-            leaves: Leaves of these clients, with gradients, by the leaf of all clients.
+            leaves: Leaves of these clients, with gradients, by the leaf of all clients; None = the leaves of all.
         """
-        taken, whole = self.taken[low], (low, high) == (0, self.size)
-        optimizer = self.optimizer if whole else self._part(low, high, leaves)
+        taken, moved = self.taken[low], self._moved
+        optimizer = self.optimizer if leaves is None else self._part(low, high, leaves)
         if self._shares:
             self._write(optimizer, self._shared[taken])
         if self._fuses:
             choose_kernel(optimizer)
         step_optimizer(optimizer)
         for leaf in self._leaves(self.optimizer):
-            if leaves[leaf].grad is not None:
-                self._moved[leaf][low:high] = [True] * (high - low)
+            if (leaf if leaves is None else leaves[leaf]).grad is not None:
+                moved[leaf][low:high] = [True] * (high - low)
         if self._shares:
             self._shared[taken + 1] = self._read(optimizer)
-            moved = any(self._moved[leaf][low] for leaf in self._leaves(self.optimizer))
-            self._shares = not moved or any(self._shared[taken + 1])
-        if not whole:
+            has_moved = any(moved[leaf][low] for leaf in self._leaves(self.optimizer))
+            self._shares = not has_moved or any(self._shared[taken + 1])
+        if leaves is not None:
             self._take_back(optimizer, low, high, leaves)
         self.taken[low:high] = [taken + 1] * (high - low)
         if self._shares:

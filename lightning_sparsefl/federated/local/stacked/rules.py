@@ -58,7 +58,7 @@ class LayerRules(TorchFunctionMode):
         kwargs = kwargs or {}
         rule = _RULES.get(func)
         if rule is not None:
-            with functorch.outside():
+            with functorch.Outside():
                 output = rule(self, *args, **kwargs)
             if output is not NotImplemented:
                 return output

@@ -43,7 +43,7 @@ def test_gradients_pass_through_a_rule_that_leaves_the_level():
         def __torch_function__(self, func, types, args=(), kwargs=None):
             if func is not torch.exp:
                 return func(*args, **(kwargs or {}))
-            with functorch.outside():
+            with functorch.Outside():
                 tensor, dim = functorch.unwrap(args[0], level)
                 return functorch.wrap(2 * tensor, dim, level)
 

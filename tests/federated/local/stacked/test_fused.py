@@ -71,6 +71,14 @@ def test_leaves_with_gaps_are_left_to_the_other_kernels():
     assert not optimizer.param_groups[0]["fused"]
 
 
+def test_a_state_of_another_layout_is_left_to_the_other_kernels():
+    leaf = leaf_of((3, 5))
+    optimizer = optim.SGD([leaf], **RATES)
+    optimizer.state[leaf]["momentum_buffer"] = leaf.grad.to_sparse()
+    choose_kernel(optimizer)
+    assert not optimizer.param_groups[0]["fused"]
+
+
 def test_first_steps_beside_later_ones_are_left_to_the_other_kernels():
     first, second = leaf_of((3, 5)), leaf_of((3, 5), seed=1)
     optimizer = optim.SGD([first, second], **RATES)
