@@ -85,7 +85,7 @@ class RecordDatabase:
             raise CheckpointMismatch(f"{self.path} is not a database of clients' records; choose another `ckpt_path`.")
 
     def require(self, round: int, run: str) -> None:
-        """Check that the database has the records of a round; close it if it has not.
+        """Check that the database has the records of a round.
 
         Args:
             round: Number of finished rounds.
@@ -95,20 +95,18 @@ class RecordDatabase:
             CheckpointMismatch: If the database is of another run, or does not have the records of that round.
         """
         if self._rows("SELECT identifier FROM run") != [(run,)]:
-            self.close()
             raise CheckpointMismatch(
                 f"{self.path} is of another run than the checkpoint; expected the run {run!r}: copy the folder "
                 "`clients` together with its checkpoint, or choose another `ckpt_path`."
             )
         if not self._rows("SELECT 1 FROM served WHERE round = ? LIMIT 1", round):
-            self.close()
             raise CheckpointMismatch(
                 f"{self.path} does not hold the clients' records of round {round} any more, or not yet; "
                 "choose the newest checkpoint beside it (`ckpt_path`)."
             )
 
     def require_sums(self, expected: Mapping[int, str]) -> None:
-        """Check that the database has the records that a checkpoint was written with; close it if it has not.
+        """Check that the database has the records that a checkpoint was written with.
 
         Args:
             expected: Sums over the records by round, from :meth:`commit`.
@@ -119,7 +117,6 @@ class RecordDatabase:
         for round, total in expected.items():
             listed = self._rows("SELECT DISTINCT total FROM served WHERE round = ?", round)
             if listed != [(total,)] or f"{self._sum(round):032x}" != total:
-                self.close()
                 raise CheckpointMismatch(
                     f"{self.path} does not hold the records of round {round} that the checkpoint was written with: "
                     "a row was deleted, renumbered or replaced; choose another `ckpt_path`."
