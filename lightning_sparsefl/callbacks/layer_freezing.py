@@ -8,6 +8,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule
 from torch import Tensor
 
+from lightning_sparsefl.sparse.apply import InPlaceMask
 from lightning_sparsefl.sparse.masks import check
 from lightning_sparsefl.types import Masks
 
@@ -26,7 +27,7 @@ class LayerFreezing(Callback):
     def __init__(self, trainable: Masks) -> None:
         self.trainable = dict(trainable)
         self._frozen: list[Tensor] = []
-        self._partly: list[tuple[Tensor, Tensor, Tensor]] = []
+        self._partly: list[tuple[Tensor, InPlaceMask, Tensor]] = []
 
     def setup(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
         """Freeze before the optimizers are made."""
@@ -46,20 +47,22 @@ class LayerFreezing(Callback):
         for name, parameter in pl_module.named_parameters():
             mask = self.trainable.get(name)
             if mask is not None and parameter.requires_grad and not mask.all():
-                frozen = ~mask.to(parameter.device)
-                self._partly.append((parameter, frozen, parameter.detach()[frozen].clone()))
+                stencil = InPlaceMask(mask.to(parameter.device), parameter.dtype)
+                values = torch.empty_like(parameter, requires_grad=False)
+                stencil.split_(parameter.detach().clone(), values)
+                self._partly.append((parameter, stencil, values))
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: LightningModule, optimizer: Any) -> None:
         """Drop the gradients of frozen entries."""
-        for parameter, frozen, _ in self._partly:
+        for parameter, stencil, _ in self._partly:
             if parameter.grad is not None:
-                parameter.grad.masked_fill_(frozen, 0)
+                stencil.zero_(parameter.grad)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Restore frozen entries, which momentum or weight decay may have moved."""
         with torch.no_grad():
-            for parameter, frozen, values in self._partly:
-                parameter[frozen] = values
+            for parameter, stencil, values in self._partly:
+                stencil.join_(parameter, values)
 
     def teardown(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
         """Let the frozen tensors train again."""

@@ -31,12 +31,25 @@ class InPlaceMask:
 
     def __init__(self, mask: Tensor, dtype: torch.dtype) -> None:
         self._pairs = dtype.itemsize == 16  # complex128, for which no integer is wide enough
+        self._type = dtype
         self.mask = mask.unsqueeze(-1) if self._pairs else mask
         self._dtype = _INTEGERS[8 if self._pairs else dtype.itemsize]
         self._parts: list[tuple[Tensor, Tensor]] = []
         if not self._pairs and mask.device.type == "cpu" and mask.is_contiguous():
             scratch = _scratch(self._dtype)
             self._parts = [(part, scratch[: part.numel()]) for part in mask.view(-1).split(_CHUNK)]
+
+    def __getitem__(self, rows: slice) -> InPlaceMask:
+        """Return the mask of some rows, which are a view of this one.
+
+        Example:
+            >>> tensor = torch.ones(1, 2)
+            >>> InPlaceMask(torch.eye(2, dtype=torch.bool), tensor.dtype)[1:].zero_(tensor)
+            >>> tensor
+            tensor([[0., 1.]])
+        """
+        mask = self.mask[rows]
+        return InPlaceMask(mask.squeeze(-1) if self._pairs else mask, self._type)
 
     def zero_(self, tensor: Tensor) -> None:
         """Zero a tensor where the mask is False; it may also be sparse, as the gradient of an embedding."""
@@ -73,6 +86,22 @@ class InPlaceMask:
         else:
             torch.mul(bits, ~self.mask, out=others)
             bits.mul_(self.mask)
+
+    def join_(self, tensor: Tensor, rest: Tensor) -> None:
+        """Replace a tensor by `rest` where the mask is False; the inverse of :meth:`split_`.
+
+        Args:
+            tensor: Tensor that is changed.
+            rest: Tensor that is 0.0 where the mask is True.
+
+        Example:
+            >>> tensor, rest = torch.tensor([1.0, torch.nan]), torch.tensor([0.0, 2.0])
+            >>> InPlaceMask(torch.tensor([True, False]), tensor.dtype).join_(tensor, rest)
+            >>> tensor
+            tensor([1., 2.])
+        """
+        self.zero_(tensor)
+        self._bits(tensor).add_(self._bits(rest))
 
 
 @functools.cache

@@ -109,7 +109,7 @@ def select(score: Tensor, mask: Tensor) -> Tensor:
         return score.flatten().clone()
     if score.device.type != "cpu" or score.dtype not in (torch.float32, torch.float64):
         return score.masked_select(mask)
-    return torch.from_numpy(score.numpy()[mask.numpy()])  # several times faster on a CPU
+    return torch.from_numpy(score.numpy().compress(mask.numpy().reshape(-1)))  # several times faster on a CPU
 
 
 def prune(scores: Weights, masks: Masks, fraction: float) -> dict[str, Tensor]:

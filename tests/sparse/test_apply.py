@@ -53,6 +53,17 @@ def test_it_keeps_every_bit_of_what_is_kept_and_zeroes_the_rest(shape, dtype, la
     InPlaceMask(mask, dtype).split_(split, other)
     assert bits(zeroed) == bits(split) == bits(kept)
     assert bits(other) == bits(rest)
+    split[~mask] = 3.0
+    InPlaceMask(mask, dtype).join_(split, other)
+    assert bits(split) == bits(tensor)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_of_a_mask_are_the_mask_of_these_rows(dtype):
+    tensor, mask = drawn((6, 2, 7), dtype)
+    expected, rows = slow(tensor, mask)[0][1:4], tensor[1:4].clone()
+    InPlaceMask(mask, dtype)[1:4].zero_(rows)
+    assert bits(rows) == bits(expected)
 
 
 def test_a_parameter_is_changed_in_place():

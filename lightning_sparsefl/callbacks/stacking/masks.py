@@ -11,58 +11,61 @@ from torch import Tensor
 from lightning_sparsefl.callbacks.feedback import ErrorFeedback
 from lightning_sparsefl.callbacks.layer_freezing import LayerFreezing
 from lightning_sparsefl.callbacks.stacking.base import Leaves, StackedCallback
+from lightning_sparsefl.sparse.apply import InPlaceMask
 
 
 class StackedMask(StackedCallback):
     """Counterpart of :class:`StaticMask` with given masks."""
 
-    per_client = ("dropped",)
+    per_client = ("stencils",)
 
     def __init__(self, masks: Sequence[Mapping[str, Tensor]]) -> None:
-        self.dropped = {name: ~torch.stack([mask[name] for mask in masks]) for name in masks[0]}
+        self.masks = _stacked(masks)
+        self.stencils: dict[str, InPlaceMask] = {}
 
     def writes(self, name: str) -> bool:
         """Return whether a frozen weight may be written; see :class:`StackedCallback`."""
-        return name in self.dropped
+        return name in self.masks
 
-    @torch.no_grad()
     def start(self, leaves: Leaves) -> None:
         """Zero the weights that are not held."""
+        self.stencils = _stencils(self.masks, leaves)
         self.after_step(leaves)
 
     def before_step(self, leaves: Leaves, step: int) -> None:
         """Zero the gradients of the weights that are not held."""
-        for name, dropped in self.dropped.items():
+        for name, stencil in self.stencils.items():
             grad = leaves[name].grad
             if grad is not None:
-                grad.masked_fill_(dropped, 0)
+                stencil.zero_(grad)
 
     @torch.no_grad()
     def after_step(self, leaves: Leaves) -> None:
         """Zero the weights that are not held."""
-        for name, dropped in self.dropped.items():
-            leaves[name].masked_fill_(dropped, 0)
+        for name, stencil in self.stencils.items():
+            stencil.zero_(leaves[name])
 
 
 class StackedFeedback(StackedCallback):
     """Counterpart of :class:`ErrorFeedback` with given masks."""
 
-    per_client = ("dropped", "pruned")
+    per_client = ("stencils", "pruned")
 
     def __init__(self, callbacks: Sequence[ErrorFeedback]) -> None:
-        masks = [callback.masks for callback in callbacks]
-        self.dropped = {name: ~torch.stack([mask[name] for mask in masks]) for name in masks[0]}
+        self.masks = _stacked([callback.masks for callback in callbacks])
+        self.stencils: dict[str, InPlaceMask] = {}
         self.pruned: dict[str, Tensor] = {}
 
     def writes(self, name: str) -> bool:
         """Return whether a frozen weight may be written; see :class:`StackedCallback`."""
-        return name in self.dropped
+        return name in self.masks
 
     @torch.no_grad()
     def start(self, leaves: Leaves) -> None:
         """Prune the weights; nothing is kept of their pruned part, as at the start of a fit."""
-        for name, dropped in self.dropped.items():
-            leaves[name].masked_fill_(dropped, 0)
+        self.stencils = _stencils(self.masks, leaves)
+        for name, stencil in self.stencils.items():
+            stencil.zero_(leaves[name])
             self.pruned[name] = torch.zeros_like(leaves[name], requires_grad=False)
 
     @torch.no_grad()
@@ -74,9 +77,8 @@ class StackedFeedback(StackedCallback):
     @torch.no_grad()
     def after_step(self, leaves: Leaves) -> None:
         """Prune the weights, and keep the pruned part."""
-        for name, dropped in self.dropped.items():
-            self.pruned[name].copy_(leaves[name]).masked_fill_(~dropped, 0)
-            leaves[name].masked_fill_(dropped, 0)
+        for name, stencil in self.stencils.items():
+            stencil.split_(leaves[name], self.pruned[name])
 
     def finish(self, callbacks: Sequence[Any]) -> None:
         """Give each callback the pruned part of its dense weights."""
@@ -87,31 +89,45 @@ class StackedFeedback(StackedCallback):
 class StackedFreezing(StackedCallback):
     """Counterpart of :class:`LayerFreezing`; tensors that are frozen throughout have no gradients at all."""
 
-    per_client = ("frozen", "values")
+    per_client = ("stencils", "values")
 
     def __init__(self, callbacks: Sequence[LayerFreezing]) -> None:
         trainable = [callback.trainable for callback in callbacks]
         partly = [n for n in trainable[0] if any(bool(t[n].any()) and not bool(t[n].all()) for t in trainable)]
-        self.frozen = {name: ~torch.stack([tree[name] for tree in trainable]) for name in partly}
+        self.masks = _stacked([{name: tree[name] for name in partly} for tree in trainable])
+        self.stencils: dict[str, InPlaceMask] = {}
         self.values: dict[str, Tensor] = {}
 
     def writes(self, name: str) -> bool:
         """Return whether a frozen weight may be written; see :class:`StackedCallback`."""
-        return name in self.frozen
+        return name in self.masks
 
     def start(self, leaves: Leaves) -> None:
         """Store the values of frozen entries."""
-        self.values = {name: leaves[name].detach().clone() for name in self.frozen if leaves[name].requires_grad}
+        self.stencils = _stencils({n: mask for n, mask in self.masks.items() if leaves[n].requires_grad}, leaves)
+        for name, stencil in self.stencils.items():
+            self.values[name] = torch.empty_like(leaves[name], requires_grad=False)
+            stencil.split_(leaves[name].detach().clone(), self.values[name])
 
     def before_step(self, leaves: Leaves, step: int) -> None:
         """Drop the gradients of frozen entries."""
-        for name in self.values:
+        for name, stencil in self.stencils.items():
             grad = leaves[name].grad
             if grad is not None:
-                grad.masked_fill_(self.frozen[name], 0)
+                stencil.zero_(grad)
 
     @torch.no_grad()
     def after_step(self, leaves: Leaves) -> None:
         """Restore frozen entries."""
-        for name, values in self.values.items():
-            leaves[name].copy_(torch.where(self.frozen[name], values, leaves[name]))
+        for name, stencil in self.stencils.items():
+            stencil.join_(leaves[name], self.values[name])
+
+
+def _stacked(masks: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """Return masks with the clients in dimension 0."""
+    return {name: torch.stack([mask[name] for mask in masks]) for name in masks[0]}
+
+
+def _stencils(masks: Mapping[str, Tensor], leaves: Leaves) -> dict[str, InPlaceMask]:
+    """Return masks, made ready for weights of their types."""
+    return {name: InPlaceMask(mask, leaves[name].dtype) for name, mask in masks.items()}

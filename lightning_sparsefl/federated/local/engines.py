@@ -39,6 +39,7 @@ from torch import Tensor
 from lightning_sparsefl.errors import InvalidOption
 from lightning_sparsefl.federated.local.fast.batch_scores import PartScore
 from lightning_sparsefl.federated.local.fast.divisible import Indivisible, check_divisible
+from lightning_sparsefl.federated.local.fast.results import discard
 from lightning_sparsefl.federated.local.fast.support import (
     STEPS,
     overridden,
@@ -215,7 +216,7 @@ class FastEngine:
         """
         require_automatic(module)
         trainer = self._client(module)
-        with restore_trainer_refs(module, ()), trainer.running():
+        with restore_trainer_refs(module, ()), trainer.running(discard):
             trainer.gradient(batch, batch_idx)
 
     def _client(

@@ -126,6 +126,10 @@ def log(self: LightningModule, name: str, value: Any, *args: Any, **options: Any
         results.remember(fx, name, call)
 
 
+def discard(self: LightningModule, *args: Any, **options: Any) -> None:
+    """Replace `log` in a pass whose logged values are not read; arguments are checked where the client trains."""
+
+
 def _metadata(fx: str, name: str, options: dict[str, Any]) -> _Metadata:
     meta = _Metadata(fx=fx, name=name, **{option: options[option] for option in _META})
     meta.sync = _Sync(

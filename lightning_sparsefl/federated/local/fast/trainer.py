@@ -111,8 +111,12 @@ class FastTrainer(TrainerView):
         self._logger_connector = LogConnector(self)  # type: ignore[arg-type]
 
     @contextmanager
-    def running(self) -> Iterator[None]:
-        """Attach the module inside, and free the optimizers at the end without waiting for the garbage collector."""
+    def running(self, log: Callable[..., None] = log) -> Iterator[None]:
+        """Attach the module inside, and free the optimizers at the end without waiting for the garbage collector.
+
+        Args:
+            log: Method `log` of the module inside, unless the module has one of its own.
+        """
         module = self.lightning_module
         module.trainer = self  # type: ignore[assignment]
         replaced = type(module).log is LightningModule.log and "log" not in vars(module)
