@@ -31,12 +31,12 @@ class InPlaceMask:
 
     def __init__(self, mask: Tensor, dtype: torch.dtype) -> None:
         self._pairs = dtype.itemsize == 16  # complex128, for which no integer is wide enough
-        self._type = dtype
+        self._dtype = dtype
         self.mask = mask.unsqueeze(-1) if self._pairs else mask
-        self._dtype = _INTEGERS[8 if self._pairs else dtype.itemsize]
+        self._integer = _INTEGERS[8 if self._pairs else dtype.itemsize]
         self._parts: list[tuple[Tensor, Tensor]] = []
         if not self._pairs and mask.device.type == "cpu" and mask.is_contiguous():
-            scratch = _scratch(self._dtype)
+            scratch = _scratch(self._integer)
             self._parts = [(part, scratch[: part.numel()]) for part in mask.view(-1).split(_CHUNK)]
 
     def __getitem__(self, rows: slice) -> InPlaceMask:
@@ -49,7 +49,7 @@ class InPlaceMask:
             tensor([[0., 1.]])
         """
         mask = self.mask[rows]
-        return InPlaceMask(mask.squeeze(-1) if self._pairs else mask, self._type)
+        return InPlaceMask(mask.squeeze(-1) if self._pairs else mask, self._dtype)
 
     def zero_(self, tensor: Tensor) -> None:
         """Zero a tensor where the mask is False; it may also be sparse, as the gradient of an embedding."""
@@ -66,7 +66,7 @@ class InPlaceMask:
     def _bits(self, tensor: Tensor) -> Tensor:
         """Return a view of a tensor as integers; of pairs of numbers, in a last dimension of two."""
         plain = tensor.detach()
-        return (torch.view_as_real(plain) if self._pairs else plain).view(self._dtype)
+        return (torch.view_as_real(plain) if self._pairs else plain).view(self._integer)
 
     def split_(self, tensor: Tensor, rest: Tensor) -> None:
         """Zero a tensor where the mask is False, and put what was there into `rest`, which is 0.0 elsewhere.
