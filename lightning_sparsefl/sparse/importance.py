@@ -81,13 +81,15 @@ def tie(scores: Weights, norms: Weights, reduction: Reduction = "sum") -> tuple[
         >>> tie({"conv": torch.tensor([1.0, 0.7310586])}, {"conv": torch.tensor([3.0, 3.0])})[0]
         {'conv': tensor([0.5379, 0.0000])}
     """
-    with torch.enable_grad():
-        own = {name: score.detach().requires_grad_() for name, score in scores.items()}
-        lengths = {name: norms[name].detach().requires_grad_() for name in own}
-        squares = [(own[name] - target).square() for name, target in relative(lengths).items()]
-        totals = [square.sum() if reduction == "sum" else square.mean() for square in squares]
-        found = torch.autograd.grad(torch.stack(totals).sum(), [*own.values(), *lengths.values()])
-    return dict(zip(own, found[: len(own)], strict=True)), dict(zip(own, found[len(own) :], strict=True))
+    own, lengths = {}, {}
+    for name, target in relative({name: norms[name].detach() for name in scores}).items():
+        norm, tiny = norms[name].detach(), torch.finfo(target.dtype).tiny
+        mean, factor = norm.mean(), 1.0 if reduction == "sum" else 1 / len(norm)
+        own[name] = 2 * (scores[name].detach() - target) * factor
+        inner, unit = -own[name] * (1 - target) * target, mean.clamp_min(tiny)
+        shared = -(inner * (norm / unit / unit)).sum() / len(norm)  # the mean depends on each norm
+        lengths[name] = inner / unit + torch.where(mean >= tiny, shared, 0)
+    return own, lengths
 
 
 def row_gradients(groups: Sequence[UnitGroup], gradients: Weights, weights: Weights) -> dict[str, Tensor]:

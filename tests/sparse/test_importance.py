@@ -1,0 +1,29 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lightning_sparsefl.sparse.importance import relative, tie
+
+
+def by_autograd(scores, norms, reduction):
+    """The gradients of the term as it is written."""
+    own = {name: score.clone().requires_grad_() for name, score in scores.items()}
+    lengths = {name: norm.clone().requires_grad_() for name, norm in norms.items()}
+    squares = [(own[name] - target).square() for name, target in relative(lengths).items()]
+    total = torch.stack([getattr(square, reduction)() for square in squares]).sum()
+    found = torch.autograd.grad(total, [*own.values(), *lengths.values()])
+    return dict(zip(own, found[: len(own)], strict=True)), dict(zip(own, found[len(own) :], strict=True))
+
+
+@pytest.mark.parametrize("reduction", ["sum", "mean"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("units", [1, 2, 7, 64])
+def test_the_gradients_of_the_tie_are_those_of_autograd(units, dtype, reduction):
+    rng = torch.Generator().manual_seed(units)
+    scores = {name: torch.rand(units, generator=rng, dtype=dtype) for name in "ab"}
+    norms = {"a": 30 * torch.rand(units, generator=rng, dtype=dtype), "b": torch.zeros(units, dtype=dtype)}
+    expected = by_autograd(scores, norms, reduction)
+    for ours, theirs in zip(tie(scores, norms, reduction), expected, strict=True):
+        for name in scores:
+            torch.testing.assert_close(ours[name], theirs[name], rtol=4 * torch.finfo(dtype).eps, atol=0)
