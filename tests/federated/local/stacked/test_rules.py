@@ -32,6 +32,8 @@ LAYERS = {
     "batch norm, not tracking": (nn.BatchNorm2d(4, track_running_stats=False), IMAGE),
     "batch norm in evaluation": (nn.BatchNorm2d(4).eval(), IMAGE),
     "group norm": (nn.GroupNorm(2, 4), IMAGE),
+    "group norm, not affine": (nn.GroupNorm(2, 4, affine=False), IMAGE),
+    "group norm of large groups": (nn.Sequential(nn.Conv2d(4, 16, 3), nn.GroupNorm(2, 16)), IMAGE),
     "group norm of features": (nn.GroupNorm(2, 6), (6,)),
     "instance norm": (nn.InstanceNorm2d(4, affine=True), IMAGE),
     "layer norm": (nn.LayerNorm(6), (6,)),
