@@ -83,12 +83,13 @@ class Federation:
     monitor: str = "train_acc"
     """Metric of local training that methods use, such as the bandit of FedLPS; the module must log it."""
     local_engine: Literal["auto", "fast", "trainer", "stacked"] = "auto"
-    """Engine of local training: the fast engine, which trains clients one after another; a real Lightning `Trainer`;
-    `stacked`, which trains and scores several clients of a small model as one batched computation, with results equal
-    up to rounding; or `auto`, the fast engine wherever its results are known to be equal to those of a Trainer."""
+    """Engine of local training: `fast`, which trains clients one after another, with the bits of a real Lightning
+    `Trainer`; `trainer`, which is one; `stacked`, which trains and scores several clients of a small model as one
+    batched computation, with results equal up to rounding; or `auto`: on a CPU `stacked` where it is expected to be
+    faster, else `fast` wherever its results are known to be equal to those of a Trainer."""
     stack_size: int | Literal["auto"] = "auto"
-    """Largest number of clients in a stack, with `local_engine: stacked`, and of those that are scored at once; auto =
-    from the sizes of the model, of the batch and of the cohort."""
+    """Largest number of clients that are trained, and that are scored, as one stack; 1 = one after another; auto = from
+    the sizes of the model, of the batch and of the cohort."""
     on_client_error: Literal["raise", "skip"] = "raise"
     """Whether a failure of a client's local work ends the run, or the round is merged without the client."""
     min_clients: int = 1

@@ -153,6 +153,7 @@ class EqualWeights(FedAvg):
 
 def test_without_selections_it_is_the_plain_mean(federation, last):
     methods = FedSelect(rate=0.0, every=1, alternations=1), EqualWeights()
-    runs = (federation(method, folder=type(method).__name__, max_epochs=1) for method in methods)
+    options = {"max_epochs": 1, "federation": {"local_engine": "fast"}}
+    runs = (federation(method, folder=type(method).__name__, **options) for method in methods)
     own, plain = (last(run)["state_dict"] for run in runs)
     assert own == plain

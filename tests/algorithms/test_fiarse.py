@@ -120,8 +120,10 @@ def test_at_full_capacity_without_the_factor_it_is_fedavg_with_equal_weights(fed
             made.net[0].weight[0, 0] = 1e-9  # no other weight falls below this one
         return made
 
+    alone = {"local_engine": "fast"}
     for method in (FIARSE(boost=False), Equal(), FIARSE(scope="layer")):
-        trainer = federation(method, rounds=1, module=module(), folder=type(method).__name__ + str(len(weights)))
+        folder = type(method).__name__ + str(len(weights))
+        trainer = federation(method, rounds=1, module=module(), folder=folder, federation=alone)
         path = trainer.run_folder / "checkpoints" / "last.ckpt"
         weights.append(torch.load(path, weights_only=True)["state_dict"])
     for name, value in weights[0].items():

@@ -6,7 +6,7 @@ from lightning_sparsefl import FedBABU, FedSpa
 from lightning_sparsefl.testing.contents import rows
 from lightning_sparsefl.testing.pipe import Remote, piped
 
-ENCODE = {"wire": "encode"}
+ENCODE = {"wire": "encode", "local_engine": "fast"}
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_sparsefl.errors import InvalidOption
 from lightning_sparsefl.federated.distributed.ranks import Ranks
 from lightning_sparsefl.federated.exchange.orders import Split
+from lightning_sparsefl.federated.local.choice import choose_worker
 from lightning_sparsefl.federated.local.engines import local_engine
 from lightning_sparsefl.federated.local.isolation import isolate_metrics
 from lightning_sparsefl.federated.local.node import Node, NodeOptions, NodeRecords
@@ -37,6 +38,9 @@ class NodeSide:
         InvalidOption: If module, data and options do not fit each other.
     """
 
+    trains_cohorts = False
+    """Whether this process trains several clients of a round, which can be a stack."""
+
     def __init__(
         self,
         options: RunOptions,
@@ -56,7 +60,8 @@ class NodeSide:
         ranks.share(self._prepare_data)
         self._check_scoring(client)
         self._prepare_module()
-        self.worker = self.worker_of(module)
+        several = client is not None and self.trains_cohorts
+        self.worker = choose_worker(self.algorithm, self.federation, several, *self._local_work(module))
         self.device, self.layout = self.worker.device, self.worker.flat.layout
         self.codec = Codec(self.worker.initial, self.algorithm.may_vote)
         self.stack_size = self._stack_size()
@@ -138,16 +143,19 @@ class NodeSide:
         isolate_metrics(module)
 
     def worker_of(self, module: LightningModule) -> ClientWorker:
-        """Return a worker for a module, with this run's data and local engine.
+        """Return a worker for a module that trains and scores one client after another, with this run's data.
 
         Args:
             module: The user's module, or a copy of it.
         """
+        return ClientWorker(*self._local_work(module))
+
+    def _local_work(self, module: LightningModule) -> tuple[Any, ...]:
+        """Return the arguments of a worker."""
         options, callbacks = self.options, self.client_callbacks
         engine = local_engine(self.federation.local_engine, self.ranks.fabric, options.local, module, callbacks)
         work = LocalWork(callbacks, options.round_lr, options.validate_locally, self.federation.execution)
-        kind = StackedWorker if self.federation.local_engine == "stacked" else ClientWorker
-        return kind(module, self.data, engine, work, self.ranks.fabric.device)
+        return module, self.data, engine, work, self.ranks.fabric.device
 
     def _stack_size(self) -> int:
         """Return the largest number of clients in a stack; 1 = clients train one after another."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,13 +14,14 @@ from lightning.pytorch import LightningModule
 from lightning_sparsefl.cost import Ledger
 from lightning_sparsefl.errors import CheckpointMismatch
 from lightning_sparsefl.federated.commands.node_side import NodeSide
-from lightning_sparsefl.federated.commands.run_facts import reported_facts, training_facts
+from lightning_sparsefl.federated.commands.run_facts import STACK_SIZE, reported_facts, training_facts
 from lightning_sparsefl.federated.distributed.ranks import Ranks
 from lightning_sparsefl.federated.evaluation.scorer import Scorer
 from lightning_sparsefl.federated.exchange.orders import Split
 from lightning_sparsefl.federated.fleet import Fleet, LazyClientViews
 from lightning_sparsefl.federated.local.example_input import layers_of
 from lightning_sparsefl.federated.local.node import Node
+from lightning_sparsefl.federated.local.stacked.worker import StackedWorker
 from lightning_sparsefl.federated.local.wire_node import WireNode
 from lightning_sparsefl.federated.rounds.about import AboutClients
 from lightning_sparsefl.federated.rounds.cohort import Cohort, RankCohort
@@ -39,6 +40,7 @@ from lightning_sparsefl.federated.storage.checkpoint import (
     identity,
     read_checkpoint,
     report_changes,
+    require_equal_facts,
 )
 from lightning_sparsefl.federated.storage.folder_lock import FolderLock
 from lightning_sparsefl.federated.storage.homed_records import HomedRecords
@@ -70,6 +72,7 @@ class Run(NodeSide):
         CheckpointMismatch: If there is no checkpoint where one was asked for.
     """
 
+    trains_cohorts = True
     node: Node
     """This process's node; a run that is connected to other nodes has none."""
     visiting: HomedRecords
@@ -230,8 +233,11 @@ class Run(NodeSide):
 
     def _restore(self, path: Path, training: bool) -> Checkpoint:
         """Read a checkpoint into the stores and the ledger, which keep their content if it is refused."""
-        like = {**self.identity, "training": self.training if training else {}}
+        facts = {name: fact for name, fact in self.training.items() if training and name != STACK_SIZE}
+        like = {**self.identity, "training": facts}
         checkpoint = read_checkpoint(path, self.layout, self.device, like, self.module.state_dict())
+        if training:
+            self._agree_on_stacks(path, checkpoint.training)
         self._identify(checkpoint.state.run)
         moved, folder = self.resume_point.folder is None, path.parent / CLIENTS
         with as_checkpoint_error(path):
@@ -240,6 +246,14 @@ class Run(NodeSide):
             self.ledger.load_state_dict(checkpoint.ledger)
             self.worker.restore_counters(checkpoint.module)
         return checkpoint
+
+    def _agree_on_stacks(self, path: Path, theirs: Mapping[str, Any]) -> None:
+        """Train one client after another if the run did so, and `local_engine: auto` has chosen otherwise now."""
+        begun_alone = theirs.get(STACK_SIZE) == 1 < self.stack_size and self.federation.local_engine == "auto"
+        if begun_alone and isinstance(self.worker, StackedWorker) and isinstance(self.cohort, RankCohort):
+            self.worker.train_alone("the run began so")
+            self.stack_size = self.cohort.stack_size = self.training[STACK_SIZE] = 1
+        require_equal_facts(path, theirs, {STACK_SIZE: self.training[STACK_SIZE]})
 
     def _fleet(self, run: str) -> Fleet:
         clients = self.server.training_clients

@@ -13,6 +13,9 @@ from lightning_sparsefl.federated.rounds.workload import Workload
 from lightning_sparsefl.federated.sampling.samplers import Uniform
 from lightning_sparsefl.federated.tracking.hyperparameters import hyperparameters
 
+STACK_SIZE = "stack size"
+"""Fact by which clients are divided into stacks."""
+
 
 def training_facts(
     options: RunOptions, workload: Workload, data: Any, precision: str, stack_size: int
@@ -56,7 +59,7 @@ def training_facts(
         "shuffled capacities": federation.shuffle_capacities,
         "redrawn capacities": federation.redraw_capacities or None,
         "wire": federation.wire,
-        "stack size": stack_size,
+        STACK_SIZE: stack_size,
         **({"max_rounds": options.max_rounds} if options.algorithm.fixed_length else {}),
         "round_lr": repr(options.round_lr),
     }

@@ -251,12 +251,13 @@ def local_engine(
     module: LightningModule,
     callbacks: Sequence[Callback],
 ) -> FastEngine | LightningEngine:
-    """Return the local engine of a federation.
+    """Return the local engine of the clients that train alone.
 
     Args:
         name: Option `federation.local_engine`: "fast", "trainer", or "auto", which takes the fast engine where its
             results are known to equal those of a Trainer, and else a Trainer, with one message that gives the reason.
-            "stacked" is as "auto" here, for the clients that cannot be stacked.
+            "stacked" is as "auto" here: which clients are stacked is decided by
+            :mod:`lightning_sparsefl.federated.local.choice`.
         fabric: Fabric that determines the device and the precision.
         options: Options of local training.
         module: Module of the user.

@@ -273,8 +273,8 @@ def read_checkpoint(
         content = load_checkpoint(path)
         theirs, ours = content["sparsefl"]["identity"], dict(like)
         training = ours.pop("training", {})
-        _compare(path, theirs, ours)
-        _compare(path, theirs["training"], training)
+        require_equal_facts(path, theirs, ours)
+        require_equal_facts(path, theirs["training"], training)
         _require_shapes(path, content["state_dict"], module)
         checkpoint = Checkpoint.from_plain(content, layout, device)
         layout.check(checkpoint.state.server.masks, f"{path}, among its masks,")
@@ -373,7 +373,17 @@ def load_callback(path: Path | None, callback: Callback, state: Any) -> None:
         callback.load_state_dict(state)
 
 
-def _compare(path: Path, theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
+def require_equal_facts(path: Path, theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
+    """Check that a checkpoint is of this run.
+
+    Args:
+        path: The checkpoint.
+        theirs: Facts of the checkpoint by name.
+        ours: Facts of this run.
+
+    Raises:
+        CheckpointMismatch: If a fact of this run differs.
+    """
     for name, value in ours.items():
         if theirs.get(name) != value:
             got, expected = _difference(theirs.get(name), value)

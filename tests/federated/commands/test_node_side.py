@@ -47,9 +47,10 @@ def elsewhere(monkeypatch):
 
 @pytest.mark.parametrize("algorithm", [FedAvg(), FedSpa()], ids=lambda algorithm: type(algorithm).__name__)
 def test_a_run_with_clients_elsewhere_ends_with_the_same_bytes(federation, last, algorithm, request):
-    here = federation(algorithm, folder="here", federation={"wire": "encode"})
+    options = {"wire": "encode", "local_engine": "fast"}
+    here = federation(algorithm, folder="here", federation=options)
     nodes = request.getfixturevalue("elsewhere")
-    there = federation(algorithm, folder="there", federation={"wire": "encode"})
+    there = federation(algorithm, folder="there", federation=options)
     one, other = last(here), last(there)
     assert one["state_dict"] == other["state_dict"]
     assert one["sparsefl"]["ledger"] == other["sparsefl"]["ledger"]

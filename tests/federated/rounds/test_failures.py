@@ -113,7 +113,8 @@ def test_a_last_batch_of_one_sample_names_the_option_that_leaves_it_out(trainer)
         "batch_size": 16,
         "eval_split": "test",
     }
-    with pytest.raises(ClientFailed, match=r"one sample .* set `data.drop_last: true`"):
+    failed = pytest.raises(ClientFailed, match=r"one sample .* set `data.drop_last: true`")
+    with pytest.warns(UserWarning, match="3 clients train one after another"), failed:
         trainer(FedAvg()).fit(Normalised(), FederatedBlobs(**options))
     trainer(FedAvg()).fit(Normalised(), FederatedBlobs(**options, drop_last=True))
 

@@ -150,7 +150,7 @@ def test_late_updates_are_the_same_on_any_number_of_ranks(case, federation, last
 
 
 def test_a_killed_run_goes_on_with_its_pending_updates(federation, last, monkeypatch):
-    options = {**LATE, "wire": "encode"}
+    options = {**LATE, "wire": "encode", "local_engine": "fast"}
     straight = federation(FedAvg(), rounds=5, folder="straight", federation=options)
     calls, train = [], FedAvg.train
 

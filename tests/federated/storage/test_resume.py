@@ -25,6 +25,7 @@ from lightning_sparsefl.data import FederatedBlobs
 from lightning_sparsefl.errors import CheckpointMismatch, DiskFull
 from lightning_sparsefl.federated.distributed import signals as interrupt
 from lightning_sparsefl.federated.exchange.hashing import fingerprint
+from lightning_sparsefl.federated.local.stacked.optimizers import StackedOptimizer
 from lightning_sparsefl.federated.storage import atomic_files as files
 from lightning_sparsefl.federated.storage import run_folder as runfolder
 from lightning_sparsefl.federated.storage.checkpoint import load_checkpoint, plain_hparams
@@ -116,6 +117,12 @@ def straight(tmp_path_factory):
     return fit(tmp_path_factory.mktemp("straight"))
 
 
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """The same with one client after another, as with a client callback of the user."""
+    return fit(tmp_path_factory.mktemp("alone"), federation={"local_engine": "fast"})
+
+
 def die():
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -149,7 +156,7 @@ def at_call(patch, owner, name, number):
 
 
 MOMENTS = {
-    "inside a client": lambda patch: {"client_callbacks": [Die("on_train_batch_end", 14)]},
+    "inside a stack": lambda patch: at_call(patch, StackedOptimizer, "step", 6),
     "between rounds": lambda patch: {"callbacks": [Die("on_train_epoch_start", 3)]},
     "in a half-written record file": lambda patch: at_call(patch, files.os, "fsync", 5),
     "in a half-written checkpoint": lambda patch: at_call(patch, files.os, "fsync", 7),
@@ -159,13 +166,17 @@ MOMENTS = {
 }
 
 
+ALONE = {"inside a client": lambda patch: {"client_callbacks": [Die("on_train_batch_end", 14)]}}
+"""Moments of a run that trains one client after another."""
+
+
 def killed(root, moment, **options):
     """Runs in a process of its own until it kills itself."""
     process = os.fork()
     if process == 0:
         with contextlib.suppress(BaseException):
             patch = pytest.MonkeyPatch()
-            fit(root, **(MOMENTS[moment](patch) or {}), **options)
+            fit(root, **({**MOMENTS, **ALONE}[moment](patch) or {}), **options)
         os._exit(3)
     assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == -signal.SIGKILL
 
@@ -175,6 +186,13 @@ def killed(root, moment, **options):
 def test_a_killed_run_goes_on_as_if_nothing_had_happened(moment, straight, tmp_path):
     killed(tmp_path, moment)
     assert left(fit(tmp_path, "last")) == left(straight)
+
+
+@pytest.mark.parametrize("engine", ["fast", "auto"])
+def test_a_run_that_trained_one_client_after_another_goes_on_so(engine, alone, tmp_path):
+    """Also where `auto` would choose stacks, which it does not with a client callback of the user."""
+    killed(tmp_path, "inside a client", federation={"local_engine": engine})
+    assert left(fit(tmp_path, "last", federation={"local_engine": engine})) == left(alone)
 
 
 def test_the_final_table_needs_no_pictures(tmp_path):
@@ -432,7 +450,7 @@ def handlers():
 @pytest.mark.parametrize(
     ("number", "ends"), [(signal.SIGTERM, SystemExit), (signal.SIGINT, KeyboardInterrupt)], ids=["SIGTERM", "SIGINT"]
 )
-def test_a_signal_finishes_the_client_and_commits_the_last_round(number, ends, handlers, straight, tmp_path, caplog):
+def test_a_signal_finishes_the_client_and_commits_the_last_round(number, ends, handlers, alone, tmp_path, caplog):
     """Also a round whose checkpoint was not due."""
     often = {"checkpoint_every_n_rounds": 3}
     seen = Signal(number, 14)  # in the third round
@@ -445,7 +463,7 @@ def test_a_signal_finishes_the_client_and_commits_the_last_round(number, ends, h
     folder = tmp_path / "FedSpa/version_0"
     assert load_checkpoint(folder / "checkpoints/last.ckpt")["epoch"] == 2
     fit(tmp_path, "last", federation=often)
-    found, expected = left(folder), left(straight)
+    found, expected = left(folder), left(alone)
     assert found["summary"] == expected["summary"]
     assert [found[name] for name in ("metrics.csv", "clients.csv", "steps")] == [
         expected[name] for name in ("metrics.csv", "clients.csv", "steps")
@@ -461,11 +479,11 @@ def test_a_second_ctrl_c_stops_at_once(handlers, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_signal_to_one_rank_stops_all(straight, tmp_path):
+def test_a_signal_to_one_rank_stops_all(alone, tmp_path):
     with pytest.raises(SystemExit) as stopped:
         fit(tmp_path, devices=2, client_callbacks=[Signal(signal.SIGTERM, 5, rank=1)])
     assert stopped.value.code == 143
-    assert left(fit(tmp_path, "last")) == left(straight)
+    assert left(fit(tmp_path, "last")) == left(alone)
 
 
 # ---- a full disk

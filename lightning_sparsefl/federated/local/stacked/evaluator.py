@@ -34,10 +34,11 @@ class StackEvaluator:
         worker: Worker whose engine, module and data are used.
         activations: Numbers that the module's layers return for one sample.
         room: Numbers that the weights and activations of a stack may have; larger evaluations gain nothing.
+        warns: Whether to warn of scores that cannot be computed as stacks.
     """
 
-    def __init__(self, worker: ClientWorker, activations: float, room: int) -> None:
-        self._worker, self._activations, self._room = worker, activations, room
+    def __init__(self, worker: ClientWorker, activations: float, room: int, warns: bool) -> None:
+        self._worker, self._activations, self._room, self._warns = worker, activations, room, warns
         self._reasons: dict[str, str | None] = {}
         """Why a step cannot be done for several clients at once, as a clause; None if it can."""
 
@@ -113,7 +114,7 @@ class StackEvaluator:
         name = self._name(split)
         if name not in self._reasons:
             reason = self._reasons[name] = self._reason_of_trial(split)
-            if reason is not None:
+            if reason is not None and self._warns:
                 _messages.warn(f"Clients are evaluated one after another, since {reason}.")
         return self._reasons[name]
 

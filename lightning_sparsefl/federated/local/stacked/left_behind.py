@@ -13,6 +13,7 @@ from lightning_sparsefl.federated.local.stacked.logs import NotStackable
 
 _COUNT = "_update_count"
 """Attribute in which a metric object counts its updates."""
+_CONTAINERS = (list, dict, set)
 
 
 class ModuleWatch:
@@ -26,6 +27,12 @@ class ModuleWatch:
         module = part.module
         self._before = [
             (name, child, {**vars(child), "_buffers": dict(child._buffers)}) for name, child in module.named_modules()
+        ]
+        self._sizes = [
+            (f"{name}.{key}" if name else key, value, len(value))
+            for name, child, before in self._before
+            for key, value in before.items()
+            if type(value) in _CONTAINERS and key[0] != "_"
         ]
         own = {(id(table), key) for table, key, full in part.slots if full not in part.shared}
         self._shared: list[tuple[str, Tensor, int]] = [
@@ -49,6 +56,9 @@ class ModuleWatch:
         for name, tensor, version in self._shared:
             if tensor._version != version:
                 raise NotStackable(f"writes into the buffer `{name}`, which all clients share")
+        for name, container, size in self._sizes:
+            if len(container) != size:
+                raise NotStackable(f"changes the length of `self.{name}`, which all clients share")
         for name, child, before in self._before:
             _require_equal(f"{name}." if name else "", child, before)
 

@@ -150,7 +150,7 @@ class StackingTrial:
         first = dict(worker.initial)
         starts = (first, moved_weights(first, worker.flat.layout.buffers))
         try:
-            with _gradient_descent(self._module), warnings.catch_warnings():
+            with _containers_kept(self._module), _gradient_descent(self._module), warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # such as those of vmap about slow functions
                 alone, stacked = self._alone(starts), self._stacked(starts)
             for ours, theirs, before in zip(stacked, alone, starts, strict=True):
@@ -253,6 +253,22 @@ def moved_weights(weights: Weights, fixed: Collection[str]) -> dict[str, Tensor]
         name: tensor if name in fixed else tensor + 0.02 * torch.randn(tensor.shape, generator=generator).to(tensor)
         for name, tensor in weights.items()
     }
+
+
+@contextmanager
+def _containers_kept(module: nn.Module) -> Iterator[None]:
+    """Undo what happens inside to the lists, dicts and sets in a module's public attributes."""
+    attributes = (item for child in module.modules() for item in vars(child).items() if item[0][0] != "_")
+    found = [(value, value.copy()) for _, value in attributes if type(value) in (list, dict, set)]
+    try:
+        yield
+    finally:
+        for value, before in found:
+            if isinstance(value, list):
+                value[:] = before
+            else:
+                value.clear()
+                value.update(before)
 
 
 def _descent(module: Any) -> Any:

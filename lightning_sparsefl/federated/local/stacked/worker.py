@@ -14,6 +14,7 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.rank_zero import WarningCache
 
 from lightning_sparsefl.callbacks.stacking import stacking_key
+from lightning_sparsefl.errors import InvalidOption
 from lightning_sparsefl.federated.client import Client
 from lightning_sparsefl.federated.exchange.failures import is_out_of_memory, release_memory
 from lightning_sparsefl.federated.exchange.orders import Answer, Split
@@ -50,22 +51,31 @@ class StackedWorker(ClientWorker):
     another as in :class:`ClientWorker`, and so are evaluations.
     """
 
-    def __init__(self, *args: Any) -> None:
+    def __init__(self, *args: Any, asked: bool = True) -> None:
         super().__init__(*args)
         self._shares: dict[int, float] = {}
         self._threads = ThreadPoolExecutor(_MOST_THREADS)
         self._trial = StackingTrial(self)
         numbers = self._trial.activations / self._trial.samples
-        self._evaluator = StackEvaluator(self, numbers, self._budget // self._element)
-        if not self.can_stack:
-            _messages.warn(
-                f"Clients train one after another, since {self._trial.reason}; set `federation.local_engine: auto`."
-            )
+        self._evaluator = StackEvaluator(self, numbers, self._budget // self._element, warns=asked)
 
     @property
     def can_stack(self) -> bool:
         """Whether clients can be stacked at all."""
-        return self._trial.reason is None
+        return self.reason is None
+
+    @property
+    def reason(self) -> str | None:
+        """Why clients cannot be stacked, as a clause; None if they can."""
+        return self._trial.reason
+
+    def train_alone(self, reason: str) -> None:
+        """Train and evaluate clients one after another from now on.
+
+        Args:
+            reason: Why, as a clause.
+        """
+        self._trial.reason = reason
 
     def stack_size(self, cohort: int) -> int:
         """Return the number of clients in a stack by a fixed rule, so that a run repeats itself.
@@ -242,6 +252,8 @@ class StackedWorker(ClientWorker):
             for request in group:
                 request.result = {}
                 request.reader.rewind()
+            if isinstance(error, InvalidOption):
+                return  # each client raises it alone
             if not is_out_of_memory(error):
                 _messages.warn(
                     f"{len(group)} clients train one after another, since `{type(self.module).__name__}.training_step` "
@@ -270,4 +282,5 @@ class StackedWorker(ClientWorker):
         units, module = requests[0].units, self.module
         if units is not None:  # narrow models of equal widths differ in their weights alone
             module = cast(LightningModule, cut(module, self.units, units))
-        fit_stack(cast(FastEngine, self.engine), module, self.data, requests)
+        with self._warning_once():
+            fit_stack(cast(FastEngine, self.engine), module, self.data, requests)

@@ -24,7 +24,8 @@ def request(samples, batch_size=10):
 def test_a_stack_has_room_for_weights_and_first_batches(room, parts):
     """A client has 5 weights, and 1 number for each sample."""
     worker = SimpleNamespace(flat=SimpleNamespace(layout=SimpleNamespace(size=5)))
-    found = StackEvaluator(worker, activations=1.0, room=room)._parts([request(each) for each in (30, 10, 4, 2)])
+    evaluator = StackEvaluator(worker, activations=1.0, room=room, warns=True)
+    found = evaluator._parts([request(each) for each in (30, 10, 4, 2)])
     assert [[each.client for each in part] for part in found] == parts
 
 

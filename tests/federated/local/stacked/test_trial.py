@@ -32,7 +32,7 @@ class Net(Classifier):
         self.metric = MulticlassAccuracy(4)
         self.register_buffer("mean_loss", torch.zeros(()))
         self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
-        self.seen = 0
+        self.seen, self.losses = 0, []
         self.kept = (self.net[0].weight,)
 
     def training_step(self, batch, batch_idx):
@@ -61,6 +61,11 @@ def writes(net, loss, batch):
 def counts(net, loss, batch):
     net.seen += 1
     return loss / net.seen
+
+
+def collects(net, loss, batch):
+    net.losses.append(0)
+    return loss / len(net.losses)
 
 
 def counts_in_a_buffer(net, loss, batch):
@@ -99,6 +104,7 @@ STEPS = {
     "keeps": (keeps, "keeps a tensor in `self.last`"),
     "assigns": (assigns, "assigns the buffer `mean_loss` instead of writing into it"),
     "counts": (counts, "changes the number `self.seen`, which all clients share"),
+    "collects": (collects, "changes the length of `self.losses`, which all clients share"),
     "counts in a buffer": (counts_in_a_buffer, "writes into the buffer `steps`, which all clients share"),
     "updates a metric": (updates, "updates the metric object `self.metric`"),
     "logs a metric": (logs_object, "logs the object `MulticlassAccuracy` as 'acc'"),
@@ -320,6 +326,6 @@ def test_the_automatic_size_is_a_function_of_model_and_cohort(tmp_path):
             return 1
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("lightning_sparsefl.federated.commands.node_side.StackedWorker", Probe)
+        patch.setattr("lightning_sparsefl.federated.local.choice.StackedWorker", Probe)
         fit(tmp_path, Net(), federation={"stack_size": "auto"})
     assert Probe.sizes == [3, 6, 25, 25]

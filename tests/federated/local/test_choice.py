@@ -1,0 +1,147 @@
+"""Which clients `local_engine: auto` trains several at once."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from helpers.networks import Classifier
+from lightning_sparsefl import FedAvg, FederatedTrainer, Federation, FedPer
+from lightning_sparsefl.data import FederatedBlobs
+from lightning_sparsefl.federated.local import choice
+from lightning_sparsefl.federated.local.stacked.worker import StackedWorker
+
+
+class Reading(Classifier):
+    """Classifier whose training step reads a number and leaves what it has read in a list."""
+
+    def __init__(self):
+        super().__init__()
+        self.read = []
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        self.read.append(loss.item())
+        return loss
+
+
+class Normed(Classifier):
+    """Classifier with a norm that has no rule."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.InstanceNorm1d(2, affine=True)
+
+    def forward(self, x):
+        return self.norm(super().forward(x).unflatten(1, (2, 2))).flatten(1)
+
+
+class Large(Classifier):
+    """Classifier of which two do not fit into the memory of a stack."""
+
+    def __init__(self):
+        super().__init__()
+        self.more = nn.Linear(1500, 1500)
+
+
+class OwnTrain(FedAvg):
+    """Method of a user, which may keep values of one client in its attributes."""
+
+    def train(self, message, client):
+        return super().train(message, client)
+
+
+class OwnFinetune(FedAvg):
+    """Method of a user whose clients' own models are trained by its rule."""
+
+    def finetune(self, message, client):
+        return super().finetune(message, client)
+
+
+@pytest.fixture
+def fit(tmp_path, monkeypatch):
+    """Train a round; return the sizes of its stacks, and its weights and scores."""
+    sizes, before = [], StackedWorker._fit_group
+    monkeypatch.setattr(
+        StackedWorker, "_fit_group", lambda self, group: (sizes.append(len(group)), before(self, group))
+    )
+
+    def run(engine="auto", module=Classifier, algorithm=FedAvg, per_round=6, **federation):
+        sizes.clear()
+        choice._messages.clear()
+        blobs = {"num_train": 240, "num_test": 60, "num_clients": 6, "num_classes": 4, "dim": 8}
+        data = FederatedBlobs(**blobs, batch_size=8, eval_split="test")
+        trainer = FederatedTrainer(
+            algorithm=algorithm(),
+            federation=Federation(clients_per_round=per_round, local_engine=engine, **federation),
+            accelerator="cpu",
+            max_rounds=1,
+            logger=False,
+            enable_progress_bar=False,
+            default_root_dir=str(tmp_path / engine),
+            seed=0,
+        )
+        torch.manual_seed(0)
+        net = module()
+        trainer.fit(net, data)
+        return list(sizes), {name: value.clone() for name, value in net.state_dict().items()}
+
+    return run
+
+
+def equal(ours, theirs):
+    return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_auto_stacks_a_small_network(fit, caplog):
+    sizes, weights = fit()
+    assert "Several clients train at once (`federation.local_engine: auto`)" in caplog.text
+    assert sizes == [3, 3]
+    assert equal(weights, fit("stacked")[1])
+    sizes, alone = fit("fast")
+    assert sizes == []
+    assert not equal(weights, alone)  # dropout draws other numbers
+
+
+ALONE = {
+    "few clients": {"per_round": 2},
+    "small stacks": {"stack_size": 2},
+    "a clock of each client": {"client_timeout": 100.0},
+    "instance norm": {"module": Normed},
+    "a large network": {"module": Large},
+    "a step that cannot be stacked": {"module": Reading},
+    "a method of the user": {"algorithm": OwnTrain},
+    "fine-tuning of the user": {"algorithm": OwnFinetune},
+}
+
+
+@pytest.mark.filterwarnings("error::UserWarning:lightning_sparsefl")
+@pytest.mark.parametrize("case", ALONE)
+def test_auto_trains_one_client_after_another_without_a_warning(case, fit, caplog):
+    sizes, weights = fit(**ALONE[case])
+    assert sizes == []
+    assert "one after another" not in caplog.text
+    assert "at once" not in caplog.text
+    assert equal(weights, fit("fast", **ALONE[case])[1])
+
+
+def test_a_size_of_the_user_holds(fit):
+    assert fit(stack_size=6)[0] == [6]
+
+
+def test_methods_of_this_package_are_stacked(fit):
+    assert fit(algorithm=FedPer)[0] == [3, 3]
+
+
+def test_a_trial_leaves_nothing_in_the_lists_of_a_module(fit):
+    for engine in ("auto", "fast"):
+        seen = []
+
+        def module(seen=seen):
+            net = Reading()
+            net.read = seen
+            return net
+
+        fit(engine, module=module)
+        assert len(seen) == 6 * 5
