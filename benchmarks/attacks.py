@@ -136,7 +136,7 @@ def run(case: str, merge: str, rounds: int, seed: int) -> dict[str, float | None
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
         trainer = FederatedTrainer(
             algorithm=Attacked(attack=attack, attackers=attackers),
-            federation=Federation(eval_clients=1, checkpoint_every_n_rounds=rounds, **options),
+            federation=Federation(eval_clients=1, checkpoint_every_n_rounds=rounds, local_engine="fast", **options),
             accelerator="cpu",
             devices=1,
             max_rounds=rounds,

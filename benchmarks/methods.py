@@ -76,7 +76,11 @@ def measure(name: str, root: str, rounds: int, samples: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         trainer = FederatedTrainer(
             algorithm=method,
-            federation=Federation(clients_per_round=10, capacities=CAPACITIES if method.at_full_capacity else None),
+            federation=Federation(
+                clients_per_round=10,
+                capacities=CAPACITIES if method.at_full_capacity else None,
+                local_engine="fast",
+            ),
             max_rounds=rounds,
             max_epochs=3,
             check_val_every_n_round=rounds,

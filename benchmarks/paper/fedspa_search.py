@@ -110,7 +110,7 @@ def measure(task: str, clients: int) -> dict[str, object]:
     with tempfile.TemporaryDirectory() as folder:
         trainer = FederatedTrainer(
             algorithm=TimedFedSpa(density=0.5, mask_pool="all"),
-            federation=Federation(clients_per_round=clients + 1, eval_clients=1),
+            federation=Federation(clients_per_round=clients + 1, eval_clients=1, local_engine="fast"),
             max_rounds=2,
             max_epochs=5,
             default_root_dir=folder,
