@@ -325,7 +325,7 @@ def test_a_signal_leaves_with_the_usual_code(number, expected, sparsefl, tmp_pat
         number, signal.default_int_handler
     )  # a shell's background jobs ignore SIGINT, and so would we
     try:
-        code, _, _ = sparsefl("fit", "--config", QUICKSTART, *SHORT)
+        code, _, _ = sparsefl("fit", "--config", QUICKSTART, *SHORT, "--federation.local_engine=fast")
     finally:
         signal.signal(number, former)
     assert (code, len(calls)) == (expected, 5)

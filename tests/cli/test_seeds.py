@@ -15,7 +15,7 @@ from lightning_sparsefl.cli.seeds import SeedGroup
 from lightning_sparsefl.federated.local.node import Node
 from lightning_sparsefl.report.seeds import seed_rows
 
-FIT = ["fit", "--config", QUICKSTART, *SHORT, "--trainer.logger=false"]
+FIT = ["fit", "--config", QUICKSTART, *SHORT, "--trainer.logger=false", "--federation.local_engine=fast"]
 
 
 def content(run):
