@@ -34,7 +34,11 @@ METHODS = [
 
 @pytest.fixture
 def federation(tmp_path):
-    return SmallFederation(tmp_path)
+    """Run a small federation with one client after another, as clients elsewhere train."""
+    run = SmallFederation(tmp_path)
+    return lambda algorithm, federation=None, **options: run(
+        algorithm, federation={"local_engine": "fast", **(federation or {})}, **options
+    )
 
 
 class Secure(RankCohort):
