@@ -94,6 +94,11 @@ class SCAFFOLD(FederatedAlgorithm):
         new = {name: value + share * change[name] if name in change else value for name, value in control.items()}
         return replace(state, extra={**server.extra, "control": new})
 
+    def profile_state(self, server: ServerState, round: int) -> ServerState:
+        """Return the state with control variates that are not 0 after the first round, so that they have a size."""
+        control = {name: value + 1 if round else value for name, value in server.extra["control"].items()}
+        return replace(server, round=round, extra={**server.extra, "control": control})
+
     def costs(self, facts: CostFacts) -> Costs:
         """Return FedAvg's costs with twice its bytes."""
         costs = super().costs(facts)

@@ -242,7 +242,8 @@ class FederatedAlgorithm(ABC):  # noqa: B024 - every hook has a default, and jso
     def profile_state(self, server: ServerState, round: int) -> ServerState:
         """Return what `profile` takes for the server's state at the start of a round, since nothing is trained there.
 
-        A method whose masks follow a schedule overrides this. Default: the first state.
+        A method overrides this if its masks follow a schedule, or if what it sends is 0 at first and thus encoded in
+        fewer bytes than later. Default: the first state.
 
         Args:
             server: State of the server before round 0.

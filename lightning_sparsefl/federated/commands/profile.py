@@ -251,13 +251,14 @@ def profile(options: RunOptions, module: LightningModule, data: Any) -> Profile:
     server.about = _Representing(server.about, simulation.representatives)
     total = simulation.total(parts)
     message = algorithm.download(first.server, server.view(server.training_clients[0], 0))
+    final = algorithm.profile_state(first.server, last).masks
     return Profile(
         {
             "algorithm": type(algorithm).__name__,
             **_model_facts(server.layout, server.workload.layers, message),
             "rounds": last,
             **_sampler_fact(options.federation),
-            **({"final_density": density(algorithm.profile_state(first.server, last).masks)} if scheduled else {}),
+            **({"final_density": density(final)} if scheduled and final else {}),
             **_columns(_counted(total, server), last * options.federation.clients_per_round),
         }
     )

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_sparsefl import FedAvg, FederatedTrainer, Federation, FedNova, FedSpa, Local
+from lightning_sparsefl import SCAFFOLD, FedAvg, FederatedTrainer, Federation, FedNova, FedSpa, Local
 from lightning_sparsefl.data import IID, ClientDataModules, Dirichlet, FederatedDigits
 from lightning_sparsefl.errors import InvalidOption
 from lightning_sparsefl.federated import CohortSampler, FederatedAlgorithm
@@ -98,6 +98,7 @@ CASES = {
     "capacities": Narrow(),
     "epochs": FedSpa(search="static"),
     "steps": FedNova(),
+    "control variates": SCAFFOLD(),
 }
 OPTIONS = {
     "capacities": {"capacities": [0.25, 0.5, 1.0] * 4},
