@@ -39,6 +39,7 @@ from lightning_sparsefl.sparse.density import ceil_count, erk, kept_counts, prun
 from lightning_sparsefl.sparse.masks import apply, counts
 from lightning_sparsefl.sparse.prune import keep_largest_by, random_masks, shrink
 from lightning_sparsefl.sparse.regrow import regrow
+from lightning_sparsefl.sparse.rescale import fan_in_scale
 from lightning_sparsefl.sparse.schedule import cosine
 from lightning_sparsefl.sparse.scores import gradient, magnitude
 from lightning_sparsefl.types import ClientView, CostFacts, Costs, Masks, Merged, Message, ServerState, Update, Weights
@@ -67,6 +68,9 @@ class FedDST(FederatedAlgorithm):
     """Number of clients that must keep a weight for it to stay."""
     dense_layers: tuple[str, ...] = ()
     """Patterns of names of layers that are not pruned."""
+    rescale: bool = False
+    """Whether to multiply the first weights of each output by the root of its fan-in over the kept part of it, without
+    which a sparse network without norms may not start to learn; not in the paper."""
 
     def __post_init__(self) -> None:
         check_choices(self, "algorithm.")
@@ -83,7 +87,9 @@ class FedDST(FederatedAlgorithm):
         shapes = {name: weights[name].shape for name in prunable(parameters, self.dense_layers)}
         drawn = random_masks(shapes, self._counts(shapes), generator(fleet.seed, "FedDST mask"))
         masks = {name: mask.to(fleet.device) for name, mask in drawn.items()}
-        return ServerState(round=0, weights=apply(weights, masks), masks=masks)
+        scale = {name: fan_in_scale(mask) for name, mask in masks.items()} if self.rescale else {}
+        first = {name: value * scale[name] if name in scale else value for name, value in weights.items()}
+        return ServerState(round=0, weights=apply(first, masks), masks=masks)
 
     def _counts(self, shapes: Masks | dict[str, torch.Size]) -> dict[str, int]:
         """Return the number of weights that each layer keeps."""

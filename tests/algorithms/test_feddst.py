@@ -45,6 +45,17 @@ def test_the_first_mask_is_erk(fleet):
     assert not same(first, other)
 
 
+def test_first_weights_may_be_rescaled_to_the_inputs_that_are_kept(fleet):
+    plain, scaled = (
+        FedDST(density=0.5, rescale=rescale).init(LAYERS, fleet(buffers=["mean"])) for rescale in (False, True)
+    )
+    assert same(plain.masks, scaled.masks)
+    assert scaled.weights["mean"] is LAYERS["mean"]
+    for name, mask in scaled.masks.items():
+        for row, kept, values in zip(plain.weights[name], mask, scaled.weights[name], strict=True):
+            assert torch.equal(values, row * (kept.numel() / max(1, int(kept.sum()))) ** 0.5)
+
+
 def test_when_clients_search():
     method = FedDST(exchange=0.5, search_every=3)
     assert [t for t in range(20) if method.rate(t, 20)] == [1, 4, 7]  # ends before round 10
