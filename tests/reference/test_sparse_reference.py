@@ -132,10 +132,14 @@ def test_n_of_m(n, m, dim, seed):
             assert nm.is_nm(tree, *other) == slow.is_nm(numpy(tree), *other)
 
 
-def test_keep_largest(drawn):
+@pytest.mark.parametrize("zeros", [0.0, 0.5, 0.9])
+def test_keep_largest(drawn, zeros):
     weights, _, _ = drawn
-    for value in weights.values():
-        for count in {0, value.numel() // 3, value.numel() // 2, value.numel()}:
+    rng = torch.Generator().manual_seed(1)
+    for weight in weights.values():
+        value = weight.abs() * (torch.rand(weight.shape, generator=rng) >= zeros) if zeros else weight
+        above = int(torch.count_nonzero(value))
+        for count in {0, value.numel() // 3, value.numel() // 2, value.numel(), above, min(above + 1, value.numel())}:
             fast = prune.keep_largest(value, count)
             assert np.array_equal(fast.numpy(), slow.keep_largest(value.numpy(), count))
 
