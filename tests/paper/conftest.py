@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import io
 import json
 import sys
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 import yaml
+from filelock import FileLock
 
 from lightning_sparsefl.cli import SparseFLCLI, main
 
@@ -27,9 +29,15 @@ SIZES = {
 
 
 @pytest.fixture(scope="session")
-def profile(tmp_path_factory) -> Callable[[str, str], Any]:
-    """What ``sparsefl profile --json`` prints for a paper's cell; run once for cells that differ in what is free."""
-    folder, known, parser = tmp_path_factory.mktemp("empty"), {}, {}
+def profile(tmp_path_factory, worker_id) -> Callable[[str, str], Any]:
+    """What ``sparsefl profile --json`` prints for a paper's cell; run once for cells that differ in what is free.
+
+    Processes of pytest-xdist share the profiles through a folder.
+    """
+    folder, parser = tmp_path_factory.mktemp("empty"), {}
+    base = tmp_path_factory.getbasetemp()
+    known = (base if worker_id == "master" else base.parent) / "profiles"
+    known.mkdir(exist_ok=True)
 
     def profile(paper: str, cell: str) -> Any:
         path = PAPERS / paper / f"{cell}.yaml"
@@ -38,14 +46,18 @@ def profile(tmp_path_factory) -> Callable[[str, str], Any]:
             content["data"]["init_args"].pop(option, None)  # without data all clients have the nominal size
         for option in FREE:
             content["algorithm"].get("init_args", {}).pop(option, None)
-        key = json.dumps(content, sort_keys=True)
-        if key not in known:
-            shown = io.StringIO()
-            with elsewhere(folder), one_parser(parser), contextlib.redirect_stdout(shown):
-                sizes = SIZES.get(content["data"]["class_path"], [])
-                assert main(["profile", "--config", str(path), "--json", *sizes]) == 0
-            known[key] = json.loads(shown.getvalue())
-        return known[key]
+        key = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+        with FileLock(known / f"{key}.lock"):
+            found = known / f"{key}.json"
+            if not found.exists():
+                found.write_text(printed(path, content["data"]["class_path"]))
+            return json.loads(found.read_text())
+
+    def printed(path: Path, data: str) -> str:
+        shown = io.StringIO()
+        with elsewhere(folder), one_parser(parser), contextlib.redirect_stdout(shown):
+            assert main(["profile", "--config", str(path), "--json", *SIZES.get(data, [])]) == 0
+        return shown.getvalue()
 
     return profile
 
