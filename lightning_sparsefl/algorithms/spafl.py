@@ -74,7 +74,8 @@ class SpaFL(FederatedAlgorithm):
         require(fits, "algorithm.layers", self.layers, f"patterns that each match some of {listed(found)}")
         history = {name: weights[name].new_zeros(1, len(weights[name])) for name in names}
         buffers = {name: weights[name] for name in weights if name in fleet.buffers}
-        return ServerState(round=0, weights=weights, extra={"history": history, "buffers": buffers})
+        turns = {"every": torch.tensor(len(fleet) / fleet.clients_per_round, device=fleet.device)}
+        return ServerState(round=0, weights=weights, extra={"history": history, "buffers": buffers, "turns": turns})
 
     def download(self, server: ServerState, view: ClientView) -> Message:
         """Send the thresholds of the rounds since the client's last turn; its weights it has."""
@@ -131,6 +132,12 @@ class SpaFL(FederatedAlgorithm):
         memory = update.memory or {}
         weights, thresholds = memory["weights"], memory["thresholds"]
         return {**update.weights, **weights, **_under({name: weights[name] for name in thresholds}, thresholds)}
+
+    def profile_state(self, server: ServerState, round: int) -> ServerState:
+        """Return the state with thresholds that are not 0 after round 0, as many as a client misses on average."""
+        count = 1 + min(round, int(server.extra["turns"]["every"]))
+        history = {name: (rows + (round > 0)).repeat(count, 1) for name, rows in server.extra["history"].items()}
+        return replace(server, round=round, extra={**server.extra, "history": history})
 
     def costs(self, facts: CostFacts) -> Costs:
         """Return costs of the units that were on after the client's last turn, and of thresholds in both directions."""

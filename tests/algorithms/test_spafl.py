@@ -58,6 +58,17 @@ def test_a_client_receives_the_rounds_since_its_last_turn(fleet, view):
     assert after.extra["history"]["a.weight"][:, 0].tolist() == [0, 1, 2, 3, 3]
 
 
+@pytest.mark.parametrize(("round", "rows"), [(0, 1), (1, 2), (4, 5), (50, 6)])
+def test_a_profile_sends_the_thresholds_of_the_rounds_that_a_client_misses(round, rows, fleet, view):
+    method = SpaFL()
+    server = method.init(WEIGHTS, fleet(clients=10, clients_per_round=2, buffers=["norm.mean"]))
+    message = method.download(method.profile_state(server, round), view(round=round))
+    assert {name: len(sent) for name, sent in message.extra["history"].items()} == dict.fromkeys(
+        message.extra["history"], rows
+    )
+    assert all(bool((sent != 0).all()) == (round > 0) for sent in message.extra["history"].values())
+
+
 def test_a_turn(client, fleet, view):
     method, server = SpaFL(strength=0.5), start(SpaFL(), fleet)
     message = method.download(server, view())
