@@ -21,6 +21,7 @@ from lightning_sparsefl.federated.commands.replay import replay
 from lightning_sparsefl.federated.commands.run import Run
 from lightning_sparsefl.federated.commands.score import score
 from lightning_sparsefl.federated.distributed.fabric import intra_op_threads
+from lightning_sparsefl.federated.distributed.freed_memory import freed_memory_kept
 from lightning_sparsefl.federated.distributed.heartbeat import heartbeats
 from lightning_sparsefl.federated.distributed.launcher import launch
 from lightning_sparsefl.federated.distributed.ranks import Ranks
@@ -122,7 +123,13 @@ def _work(
     """Run one process's part; the result is small and plain, since it may cross a pipe."""
     splits: dict[str, Split] = {"validate": "val", "test": "test", "export": getattr(data, "eval_split", "val")}
     ranks = Ranks(fabric)
-    with silenced(options.quiet), intra_op_threads(options.num_threads), isolate_rng(), heartbeats(ranks):
+    with (
+        silenced(options.quiet),
+        intra_op_threads(options.num_threads),
+        freed_memory_kept(fabric.device),
+        isolate_rng(),
+        heartbeats(ranks),
+    ):
         rank_zero_info(f"{fabric.world_size} rank(s), {options.num_threads} intra-op thread(s) each")
         run, signal, result = None, None, {}
         try:
