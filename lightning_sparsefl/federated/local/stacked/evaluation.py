@@ -15,6 +15,7 @@ from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from lightning.pytorch.utilities.model_helpers import _ModuleMode
 from torch import Tensor
 from torch.utils.data import SequentialSampler
+from torchmetrics import Metric
 
 from lightning_sparsefl.data.examples import Examples, Normalize
 from lightning_sparsefl.federated.exchange.orders import Split
@@ -22,10 +23,11 @@ from lightning_sparsefl.federated.local.engines import FastEngine
 from lightning_sparsefl.federated.local.fast.steps import StepCaller
 from lightning_sparsefl.federated.local.fast.trainer import FastTrainer
 from lightning_sparsefl.federated.local.isolation import isolate_metrics, restore_trainer_refs
-from lightning_sparsefl.federated.local.stacked.evaluation_log import EvaluationLog
 from lightning_sparsefl.federated.local.stacked.leaves import StackedModule, shared_names
 from lightning_sparsefl.federated.local.stacked.left_behind import ModuleWatch
+from lightning_sparsefl.federated.local.stacked.logs import StackedLog
 from lightning_sparsefl.federated.local.stacked.metric_states import MetricStates
+from lightning_sparsefl.federated.local.stacked.undo import ModuleStates
 from lightning_sparsefl.seeds import seed_all
 from lightning_sparsefl.types import Weights
 
@@ -73,6 +75,53 @@ class EvaluationRequest:
         """
         width: int = self.loader.batch_size
         return max(0, min(width, len(self.examples) - number * width))
+
+
+@dataclass
+class EvaluationLog(StackedLog):
+    """Receiver of `self.log` in a validation or test step for several clients, which also takes metric objects."""
+
+    _objects: dict[str, tuple[Metric, list[bool]]] = field(default_factory=dict)
+    """Metric objects by key, and whether each client has logged them."""
+
+    def log(
+        self,
+        name: str,
+        value: Any,
+        prog_bar: bool = False,
+        logger: bool | None = None,
+        on_step: bool | None = None,
+        on_epoch: bool | None = None,
+        *args: Any,
+        **options: Any,
+    ) -> None:
+        """Record a value of each client; the arguments are those of :meth:`lightning.pytorch.LightningModule.log`."""
+        on_epoch = True if on_epoch is None else on_epoch
+        if not on_epoch:
+            return  # an evaluation returns values of epochs only
+        if isinstance(value, Metric):
+            for key in (name, f"{name}_epoch") if on_step else (name,):
+                _, logged = self._objects.setdefault(key, (value, [False] * self.size))
+                logged[self.low : self.high] = [True] * (self.high - self.low)
+            return
+        super().log(name, value, prog_bar, logger, bool(on_step), on_epoch, *args, **options)
+
+    def results(self, states: MetricStates) -> list[dict[str, float]]:
+        """Return the value of each key for each client, as an evaluation returns them.
+
+        Args:
+            states: States of the metric objects.
+        """
+        found = self.metrics()
+        for name, entry in self._entries.items():
+            if entry.on_step:
+                for metrics in found:
+                    metrics.pop(f"{name}_step", None)
+        for name, (metric, logged) in self._objects.items():
+            for metrics, value, has in zip(found, states.compute(metric), logged, strict=True):
+                if has:
+                    metrics[name] = value
+        return found
 
 
 class StackedEvaluation:
@@ -182,5 +231,11 @@ def evaluate_stack(
     """
     trainer = FastTrainer(engine.options, engine.fabric, module, (), (), datamodule)
     seed_all(*requests[0].key)
+    states = ModuleStates(module)
     with restore_trainer_refs(module, ()), trainer.running():
-        StackedEvaluation(trainer, requests).run()
+        try:
+            StackedEvaluation(trainer, requests).run()
+            states.require_unchanged()
+        except Exception:
+            states.restore()
+            raise

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from typing import Any, cast
 
 import torch
@@ -20,7 +20,8 @@ from lightning_sparsefl.federated.local.stacked.evaluation import (
     readable_in_order,
 )
 from lightning_sparsefl.federated.local.stacked.reader import reading_key
-from lightning_sparsefl.federated.local.stacked.trial import TOLERANCE, moved_weights, reason_of
+from lightning_sparsefl.federated.local.stacked.trial import logged_difference, moved_weights, reason_of
+from lightning_sparsefl.federated.local.stacked.undo import attributes_kept
 from lightning_sparsefl.federated.local.worker import ClientWorker
 from lightning_sparsefl.types import Weights
 
@@ -130,12 +131,12 @@ class StackEvaluator:
         models = (first, moved_weights(first, worker.flat.layout.buffers))
         requests = [EvaluationRequest(place, ("trial",), model, loader, split) for place, model in enumerate(models)]
         try:
-            with warnings.catch_warnings():
+            with attributes_kept(worker.module), warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 alone = [worker.score(model, loader, split, ("trial",)) for model in models]
                 worker.load({name: torch.full_like(tensor, torch.nan) for name, tensor in first.items()})  # not for use
                 self._run(requests)
-            found = (_difference(each.result, own) for each, own in zip(requests, alone, strict=True))
+            found = (logged_difference(each.result, own) for each, own in zip(requests, alone, strict=True))
             clause = next(filter(None, found), None)
         except Exception as error:
             clause = reason_of(error)
@@ -143,13 +144,3 @@ class StackEvaluator:
             worker.load(first)
             torch.set_rng_state(random)
         return None if clause is None else f"`{self._name(split)}` {clause}"
-
-
-def _difference(ours: Mapping[str, float], theirs: Mapping[str, float]) -> str | None:
-    """Return what differs between the scores of a stack and those of a client alone, as a clause, or None."""
-    if ours.keys() != theirs.keys():
-        return f"logs {sorted(ours)} for several clients at once and {sorted(theirs)} for one"
-    for name, value in theirs.items():
-        if not abs(ours[name] - value) <= TOLERANCE * max(abs(value), 1e-2):
-            return f"logs another {name!r} for several clients at once than for one"
-    return None

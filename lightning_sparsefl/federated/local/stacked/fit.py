@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from lightning.pytorch import Callback, LightningModule
@@ -19,11 +19,13 @@ from lightning_sparsefl.federated.local.fast.steps import StepCaller, step_sched
 from lightning_sparsefl.federated.local.fast.trainer import FastTrainer
 from lightning_sparsefl.federated.local.isolation import restore_trainer_refs
 from lightning_sparsefl.federated.local.round_lr import ScaleLearningRates
+from lightning_sparsefl.federated.local.stacked.asked_loop import AskedLoop
 from lightning_sparsefl.federated.local.stacked.batch_pass import BatchPass
 from lightning_sparsefl.federated.local.stacked.leaves import StackedModule, shared_names
 from lightning_sparsefl.federated.local.stacked.logs import NotStackable, StackedLog
 from lightning_sparsefl.federated.local.stacked.optimizers import ELEMENTWISE, StackedOptimizer, clip
 from lightning_sparsefl.federated.local.stacked.reader import ClientReader, StackReader
+from lightning_sparsefl.federated.local.stacked.undo import ModuleStates
 from lightning_sparsefl.seeds import seed_all
 from lightning_sparsefl.types import Masks, Weights
 
@@ -52,6 +54,27 @@ class StackedRequest:
     """Number of optimizer steps taken."""
 
 
+class StackTrainer(FastTrainer):
+    """Trainer that a module sees in a stack.
+
+    Attributes:
+        steps: Whether a step runs, which cannot have the logged values of one client.
+    """
+
+    steps = False
+
+    @property
+    def callback_metrics(self) -> dict[str, Tensor]:
+        """The last value of each logged key.
+
+        Raises:
+            NotStackable: Within a step.
+        """
+        if self.steps:
+            raise NotStackable("asks for `trainer.callback_metrics`, of which each client has its own")
+        return super().callback_metrics
+
+
 class StackedFit:
     """One fit of several clients.
 
@@ -60,7 +83,7 @@ class StackedFit:
         requests: Requests of the clients, by falling number of samples.
     """
 
-    def __init__(self, trainer: FastTrainer, requests: Sequence[StackedRequest]) -> None:
+    def __init__(self, trainer: StackTrainer, requests: Sequence[StackedRequest]) -> None:
         self.trainer, self.requests = trainer, requests
         self.module, self.size = trainer.lightning_module, len(requests)
         self.reader = StackReader([request.reader for request in requests])
@@ -73,25 +96,34 @@ class StackedFit:
             (stacked(chain, self.module, totals), chain) for chain, kind in kinds if kind is not ScaleLearningRates
         ]
         self.whole = StackedModule(self.module, self.size, self._shared())
+        self._batches = max(request.reader.batches for request in requests)
+        self.loop = AskedLoop(trainer, None, None, requests[0].epochs, -1)
         self.checked = False
         """Whether what the first step leaves in the module has been looked at."""
 
-    def run(self) -> None:
+    def run(self, states: ModuleStates) -> None:
         """Train, and fill each request's result, metrics and steps.
+
+        Args:
+            states: State of the module's attributes before the fit.
 
         Raises:
             NotStackable: If the training step does something that has no meaning for several clients at once.
         """
         trainer, whole = self.trainer, self.whole
         whole.load([request.weights for request in self.requests])
-        loop = trainer.fit_loop
-        loop.setup_data, loop.max_batches = nothing, max(request.reader.batches for request in self.requests)  # type: ignore[method-assign]
+        trainer.fit_loop = self.loop
+        self.loop.max_batches = self._batches
+        for tensor in whole.own.values():
+            tensor.grad = None
         trainer._start(TrainerFn.FITTING, RunningStage.TRAINING)
         for callback, _ in self._callbacks:
             callback.start(whole.leaves)
         with self.log.receiving(self.module), torch.enable_grad():
             self._make_optimizer()
             self._epochs()
+            self._require_alike()
+            states.require_unchanged()
         trainer._close()
         trainer._finish()
         for callback, chain in self._callbacks:
@@ -120,7 +152,11 @@ class StackedFit:
         require_elementwise(trainer)
         by_identity = {id(tensor): leaves[name] for name, tensor in own.items()}
         by_identity |= {id(tensor): leaf for tensor, leaf in self._add_further(trainer.optimizers[0])}
+        if any(id(each) not in by_identity for group in trainer.optimizers[0].param_groups for each in group["params"]):
+            raise NotStackable("is followed by an optimizer of other tensors than the module's real parameters")
         self.optimizer = StackedOptimizer(trainer.optimizers[0], by_identity, self.size)
+        stepped = {id(leaf) for group in trainer.optimizers[0].param_groups for leaf in group["params"]}
+        self._stepped = [name for name, leaf in leaves.items() if id(leaf) in stepped]
         for stacked_callback, _ in self._callbacks:
             stacked_callback.prepare(self.optimizer.optimizer, bool(trainer.gradient_clip_val))
         for callback in self._rates:
@@ -148,25 +184,38 @@ class StackedFit:
         frozen = [name for name in self._frozen() if not any(each.writes(name) for each, _ in self._callbacks)]
         return shared_names([request.weights for request in self.requests], frozen)
 
+    def _require_alike(self) -> None:
+        """Raise :class:`NotStackable` if something has been used that the clients do not have in common."""
+        if self.loop.asked and len({request.reader.batches for request in self.requests}) > 1:
+            raise NotStackable("asks for the number of batches, of which each client has its own")
+        if any(tensor.grad is not None for tensor in self.whole.own.values()):
+            raise NotStackable("computes with parameters that it keeps elsewhere than in the module")
+
     def _epochs(self) -> None:
-        trainer, loop = self.trainer, self.trainer.fit_loop
+        trainer, loop = self.trainer, self.loop
         step = StepCaller(trainer.hooks, self.module, "training_step", trainer.precision_plugin)
         for epoch in range(self.requests[0].epochs):
+            loop._ready_before, loop._ready = loop._ready_before + loop._ready, 0
             self.reader.start_epoch()
             self.log.start_epoch()
             for callback, _ in self._callbacks:
                 callback.start_epoch()
             for numbers, ranges in self.reader.runs(self.optimizer.taken):
                 for number in numbers:
-                    loop._ready, loop.is_last_batch = number + 1, number + 1 == loop.max_batches
+                    loop._ready, loop.is_last_batch = number + 1, number + 1 == self._batches
                     for low, high in ranges:
                         self._batch(step, low, high, number)
-                    step_schedulers(trainer, trainer.hooks, "step", number, plateau=False)
+                    self._schedule("step", number)
             loop.epochs_processed += 1
             for callback, _ in self._callbacks:
                 callback.end_epoch()
-            step_schedulers(trainer, trainer.hooks, "epoch", epoch, plateau=False)
+            self._schedule("epoch", epoch)
             loop.epochs_completed += 1
+
+    def _schedule(self, interval: Literal["step", "epoch"], number: int) -> None:
+        self.loop.for_all = True
+        step_schedulers(self.trainer, self.trainer.hooks, interval, number, plateau=False)
+        self.loop.for_all = False
 
     def _batch(self, step: StepCaller, low: int, high: int, number: int) -> None:
         """Train the clients from `low` to before `high` on one batch of each."""
@@ -180,22 +229,24 @@ class StackedFit:
         batch = trainer.precision_plugin.convert_input((inputs, labels))
         batch = trainer.hooks.to_device(batch, trainer.strategy.root_device)
         log.low, log.high, log.batch_size = low, high, inputs.shape[1]
-        trainer.fit_loop.optimizer_steps = taken
+        self.loop.optimizer_steps = taken
 
         one = BatchPass(part, step, batch, number, log, taken)
         for callback in callbacks:
             callback.before_pass(one)
-        losses = one.train(check=not self.checked)
+        losses = self._losses(one, alike=part is self.whole)
         log.collect()
-        self.checked = True
         run_backward(losses.sum())
+        if not self.checked:
+            self._require_alike()
+            self.checked = True
         for callback in callbacks:
             callback.after_backward(one)
         for callback in callbacks:
             callback.before_step(part.leaves, taken)
         if trainer.gradient_clip_val:
             by_value = trainer.gradient_clip_algorithm == GradClipAlgorithmType.VALUE
-            clip([leaf for leaf in part.leaves.values() if leaf.requires_grad], trainer.gradient_clip_val, by_value)
+            clip([part.leaves[name] for name in self._stepped], trainer.gradient_clip_val, by_value)
         rows = None if part is self.whole else {leaf: part.leaves[name] for name, leaf in whole.items()}
         self.optimizer.step(low, high, rows)
         for callback in callbacks:
@@ -203,8 +254,29 @@ class StackedFit:
         for leaf in part.leaves.values():
             leaf.grad = None
 
+    def _losses(self, one: BatchPass, alike: bool) -> Tensor:
+        """Return the losses of a batch of each client.
 
-def fit_stack(engine: FastEngine, module: LightningModule, datamodule: Any, requests: Sequence[StackedRequest]) -> None:
+        Args:
+            one: The batches.
+            alike: Whether they are those of all clients, so that the step may set the optimizer's options.
+        """
+        before = None if alike else _options(self.optimizer.optimizer)
+        self.trainer.steps = True
+        losses = one.train(check=not self.checked)
+        self.trainer.steps = False
+        if before is not None and _options(self.optimizer.optimizer) != before:
+            raise NotStackable("sets options of the optimizer, which all clients share")
+        if self.trainer.should_stop:
+            raise NotStackable("sets `trainer.should_stop`, which stops all clients")
+        return losses
+
+
+def _options(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    return [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+
+
+def fit_stack(engine: FastEngine, module: LightningModule, datamodule: Any, requests: Sequence[StackedRequest]) -> bool:
     """Fit several clients as one.
 
     Args:
@@ -212,20 +284,24 @@ def fit_stack(engine: FastEngine, module: LightningModule, datamodule: Any, requ
         module: Module of the user; left as it was.
         datamodule: Object that becomes `trainer.datamodule`.
         requests: Requests of the clients, by falling number of samples.
+
+    Returns:
+        Whether the module has asked for the number of batches.
     """
     engine = engine.for_epochs(requests[0].epochs)
-    trainer = FastTrainer(engine.options, engine.fabric, module, (), (), datamodule)
+    trainer = StackTrainer(engine.options, engine.fabric, module, (), (), datamodule)
     seed_all(*requests[0].key, "stack")
+    states = ModuleStates(module)
     with restore_trainer_refs(module, ()), trainer.running():
         fit = StackedFit(trainer, requests)
         try:
-            fit.run()
+            fit.run(states)
+        except Exception:
+            states.restore()
+            raise
         finally:
             fit.release()
-
-
-def nothing() -> None:
-    """Stand in for the set-up of a loader, since clients' batches are read together."""
+    return fit.loop.asked
 
 
 def require_elementwise(trainer: Any) -> None:
@@ -237,5 +313,11 @@ def require_elementwise(trainer: Any) -> None:
     if len(trainer.optimizers) != 1 or type(trainer.optimizers[0]) not in ELEMENTWISE:
         kinds = ", ".join(type(optimizer).__name__ for optimizer in trainer.optimizers)
         raise NotStackable(f"is followed by the optimizer {kinds}, which is not known to treat all weights alike")
+    optimizer = trainer.optimizers[0]
+    patched = vars(optimizer).get("step")
+    if (patched is not None and not hasattr(patched, "_wrapped_by_lr_sched")) or (
+        optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
+    ):
+        raise NotStackable("is followed by an optimizer with hooks or with another `step` of its own")
     if any(config.reduce_on_plateau for config in trainer.lr_scheduler_configs):
         raise NotStackable("is followed by a ReduceLROnPlateau, which gives each client another learning rate")

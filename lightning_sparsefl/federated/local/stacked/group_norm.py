@@ -41,8 +41,12 @@ class _GroupNorm(torch.autograd.Function):
         factor = _of_channels(inverse, pixels) if scale is None else _of_channels(inverse, pixels) * scale
         ctx.save_for_backward(centred, inverse, scale)
         ctx.shifted = shift is not None
-        outputs = centred * factor if shift is None else torch.addcmul(shift, centred, factor)
-        return _images(outputs, images)
+        outputs = torch.empty_like(images)  # no view, so that the next layer may write into it
+        if shift is None:
+            torch.mul(centred, factor, out=_pixels(outputs))
+        else:
+            torch.addcmul(shift, centred, factor, out=_pixels(outputs))
+        return outputs
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:

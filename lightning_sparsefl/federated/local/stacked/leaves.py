@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lightning_sparsefl.federated.local.stacked import functorch
-from lightning_sparsefl.federated.local.stacked.rules import LayerRules
+from lightning_sparsefl.federated.local.stacked.logs import NotStackable
+from lightning_sparsefl.federated.local.stacked.rules import FlatViews, LayerRules
 
 Slot = tuple[dict[str, Any], str, str]
 """A table of a submodule, the name in it, and the full name of the tensor."""
@@ -95,7 +96,8 @@ class StackedModule:
         part = copy.copy(self)
         part.size = high - low
         part.leaves = {
-            name: leaf.detach()[low:high].requires_grad_(leaf.requires_grad) for name, leaf in self.leaves.items()
+            name: _alias(leaf.detach()[low:high]).requires_grad_(leaf.requires_grad)
+            for name, leaf in self.leaves.items()
         }
         return part
 
@@ -111,7 +113,8 @@ class StackedModule:
         """
         if self.size == 1:  # without a level, a step of one client takes half the time
             batch = map_tensors(batch, lambda tensor: tensor.squeeze(0))
-            with self._shown({name: leaf.squeeze(0) for name, leaf in self.leaves.items()}):
+            tensors = {name: self._seen(name, leaf.squeeze(0)) for name, leaf in self.leaves.items()}
+            with self._shown(tensors), FlatViews() if self.convolves else nullcontext():
                 return map_tensors(function(batch, 0), lambda tensor: tensor.unsqueeze(0))
         with functorch.vmap_level(self.size) as level:
             batch = map_tensors(batch, lambda tensor: functorch.wrap(*self._laid_out(tensor), level))
@@ -120,10 +123,21 @@ class StackedModule:
             return map_tensors(output, lambda tensor: unwrapped(tensor, level, self.size))
 
     def _views(self, level: int) -> dict[str, Tensor]:
+        with functorch.Outside():  # no level lets a tensor require gradients
+            rows = {name: self._seen(name, self.leaves[name][0]) for name in self.shared}
         return {
-            name: leaf[0] if name in self.shared else functorch.wrap(leaf, 0, level)
+            name: rows[name] if name in rows else self._seen(name, functorch.wrap(leaf, 0, level))
             for name, leaf in self.leaves.items()
         }
+
+    def _seen(self, name: str, tensor: Tensor) -> Tensor:
+        """Return a tensor as the module sees it: as a parameter that requires gradients, if it is trained."""
+        evaluates = not torch.is_grad_enabled()
+        if self.leaves[name].requires_grad or (evaluates and self.own[name].requires_grad):
+            tensor._is_param = True
+            if evaluates and not functorch.is_batched(tensor):
+                tensor.requires_grad_()
+        return tensor
 
     def _laid_out(self, tensor: Tensor) -> tuple[Tensor, int]:
         """Return a batch tensor and its dimension of clients; images get the layout of :mod:`.rules`."""
@@ -139,6 +153,9 @@ class StackedModule:
             table[name] = tensors[full]
         try:
             yield
+            for table, name, full in self.slots:
+                if table.get(name) is not tensors[full]:
+                    raise NotStackable(f"assigns `{full}` instead of writing into it")
         finally:
             for (table, name, _), tensor in zip(self.slots, before, strict=True):
                 table[name] = tensor
@@ -150,6 +167,11 @@ def _empty(tensor: Tensor, size: int) -> Tensor:
         out, into, height, width = tensor.shape
         return tensor.new_empty(size, out, height, width, into).permute(0, 1, 4, 2, 3)
     return tensor.new_empty(size, *tensor.shape)
+
+
+def _alias(view: Tensor) -> Tensor:
+    """Return a tensor with the memory of a view that is no view, so that it stays a leaf when a step writes into it."""
+    return view.new_empty(0).set_(view.untyped_storage(), view.storage_offset(), view.shape, view.stride())
 
 
 def unwrapped(tensor: Tensor, level: int, size: int) -> Tensor:

@@ -91,7 +91,10 @@ class StackedLog:
         on_step: bool | None = None,
         on_epoch: bool | None = None,
         reduce_fx: Any = "mean",
-        *_: Any,
+        enable_graph: bool = False,
+        sync_dist: bool = False,
+        sync_dist_group: Any = None,
+        add_dataloader_idx: bool = True,
         batch_size: int | None = None,
         **options: Any,
     ) -> None:

@@ -16,6 +16,7 @@ clients as those of one batch, and images before it keep the clients in dimensio
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -26,6 +27,7 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_sparsefl.federated.local.stacked import functorch
 from lightning_sparsefl.federated.local.stacked.group_norm import group_norm
+from lightning_sparsefl.federated.local.stacked.logs import NotStackable
 
 Rule = Callable[..., Any]
 """Function of :class:`LayerRules` and of the arguments of the function that it replaces; may return NotImplemented."""
@@ -101,9 +103,16 @@ class LayerRules(TorchFunctionMode):
         """
         return functorch.wrap(tensor, dim, self.level)
 
-    def image(self, value: Any) -> Tensor | None:
-        """Return images of shape (B, C, H, W) as one tensor of shape (B, S * C, H, W); None if they are others."""
-        tensor = self.open(value, 1)
+    def image(self, value: Any, alone: bool = False) -> Tensor | None:
+        """Return images of shape (B, C, H, W) as one tensor of shape (B, S * C, H, W); None if they are others.
+
+        Args:
+            value: The images.
+            alone: Whether the value is one image of shape (C, H, W).
+        """
+        tensor = self.open(value, 0 if alone else 1)
+        if alone and tensor is not None:
+            tensor = tensor.unsqueeze(0)
         if tensor is None or tensor.dim() != 5:
             return None
         return _channels_last(tensor.flatten(1, 2))
@@ -111,6 +120,16 @@ class LayerRules(TorchFunctionMode):
     def close_image(self, tensor: Tensor) -> Tensor:
         """Return images of shape (B, S * C, H, W) as those of all clients."""
         return self.close(tensor.unflatten(1, (self.size, -1)), 1)
+
+
+class FlatViews(TorchFunctionMode):
+    """Mode for one client, whose images have the layout of kernels in a stack, which ``view`` cannot flatten."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call a function, and ``reshape`` for a ``view`` of images."""
+        if func is Tensor.view and args[0].dim() == 4 and not args[0].is_contiguous():
+            func = Tensor.reshape
+        return func(*args, **(kwargs or {}))
 
 
 def _channels_last(images: Tensor) -> Tensor:
@@ -203,18 +222,20 @@ def _conv2d(
     dilation: Any = 1,
     groups: int = 1,
 ) -> Any:
+    if functorch.is_batched(input) and functorch.unwrap(input, rules.level)[1] is None:
+        raise NotStackable("calls a convolution within a `torch.vmap` of its own")
     batch = rules.batch(input, weight, bias) if input.dim() == 4 else None
     if batch is not None:
         return rules.close_batch(F.conv2d(batch, weight, bias, stride, padding, dilation, groups))
-    images, opened = rules.image(input), rules.open_all(weight, bias)
+    alone = input.dim() == 3  # one image without a dimension for the batch
+    images, opened = rules.image(input, alone), rules.open_all(weight, bias)
     if images is None or opened is None:
         return NotImplemented
     weights, biases = opened
     assert weights is not None
     flat = None if biases is None else biases.reshape(-1)
-    return rules.close_image(
-        F.conv2d(images, weights.flatten(0, 1), flat, stride, padding, dilation, groups * rules.size)
-    )
+    outputs = F.conv2d(images, weights.flatten(0, 1), flat, stride, padding, dilation, groups * rules.size)
+    return rules.close(outputs[0].unflatten(0, (rules.size, -1))) if alone else rules.close_image(outputs)
 
 
 def _pooling(function: Callable[..., Any]) -> Rule:
@@ -366,6 +387,41 @@ class _Flatten(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
         grad = grads[0].reshape(*grads[0].shape[:2], *ctx.shape)
         return grad.permute(1, 3, 4, 0, 2).contiguous().permute(3, 0, 4, 1, 2)
+
+
+@_rule(Tensor.view, Tensor.reshape, torch.reshape)
+def _view(rules: LayerRules, input: Any, *shape: Any) -> Any:
+    """Flatten images as `_flatten` does, whose layout ``view`` would refuse."""
+    sizes = shape[0] if len(shape) == 1 else shape
+    if not functorch.is_batched(input) or input.dim() != 4 or not isinstance(sizes, (tuple, list)) or len(sizes) != 2:
+        return NotImplemented
+    samples, *image = input.shape
+    whole = (samples, math.prod(image))
+    wanted = [size in (-1, own) for size, own in zip(sizes, whole, strict=True)]
+    if not all(wanted) or tuple(sizes) == (-1, -1):
+        return NotImplemented
+    return _flatten(rules, input, 1)
+
+
+@_rule(Tensor.requires_grad.__get__)  # type: ignore[attr-defined]
+def _requires_grad(rules: LayerRules, input: Any) -> Any:
+    """Return whether gradients flow to a tensor, which those of a level do not show."""
+    if not functorch.is_batched(input):
+        return NotImplemented
+    return functorch.unwrap(input, rules.level)[0].requires_grad
+
+
+def _refusal(clause: str) -> Rule:
+    def refuse(rules: LayerRules, input: Any) -> Any:
+        if functorch.is_batched(input):
+            raise NotStackable(clause)
+        return NotImplemented
+
+    return refuse
+
+
+_RULES[Tensor.grad.__get__] = _refusal("reads the gradient (`grad`) of a tensor")  # type: ignore[union-attr]
+_RULES[Tensor.is_leaf.__get__] = _refusal("asks whether a tensor is a leaf")  # type: ignore[attr-defined]
 
 
 @_rule(Tensor.flatten, torch.flatten)

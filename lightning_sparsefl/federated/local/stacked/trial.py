@@ -7,6 +7,7 @@ once, such as reading a number out of a tensor, raises in the stacked step.
 
 from __future__ import annotations
 
+import math
 import re
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -20,14 +21,15 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 from lightning_sparsefl.federated.local.engines import FastEngine
-from lightning_sparsefl.federated.local.fast.loops import FitLoop
 from lightning_sparsefl.federated.local.fast.support import STEPS, overridden
 from lightning_sparsefl.federated.local.fast.trainer import FastTrainer
 from lightning_sparsefl.federated.local.isolation import restore_trainer_refs
 from lightning_sparsefl.federated.local.stacked import functorch
+from lightning_sparsefl.federated.local.stacked.asked_loop import AskedLoop
 from lightning_sparsefl.federated.local.stacked.fit import StackedRequest, fit_stack, require_elementwise
 from lightning_sparsefl.federated.local.stacked.logs import NotStackable
 from lightning_sparsefl.federated.local.stacked.reader import ClientReader, readable
+from lightning_sparsefl.federated.local.stacked.undo import attributes_kept
 from lightning_sparsefl.federated.local.worker import ClientWorker
 from lightning_sparsefl.seeds import seed_all
 from lightning_sparsefl.types import Weights
@@ -89,6 +91,22 @@ def difference(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor], before:
     return None
 
 
+def logged_difference(ours: Mapping[str, float], theirs: Mapping[str, float]) -> str | None:
+    """Return what differs between the logged values of a stack and those of a client alone, as a clause, or None.
+
+    Args:
+        ours: Values by key of the stack.
+        theirs: Values by key of the client alone.
+    """
+    if ours.keys() != theirs.keys():
+        return f"logs {sorted(ours)} for several clients at once and {sorted(theirs)} for one"
+    for name, value in theirs.items():
+        both_undefined = math.isnan(ours[name]) and math.isnan(value)
+        if not both_undefined and not abs(ours[name] - value) <= TOLERANCE * max(abs(value), 1e-2):
+            return f"logs another {name!r} for several clients at once than for one"
+    return None
+
+
 class StackingTrial:
     """Finds out whether a worker's clients can be stacked.
 
@@ -97,8 +115,8 @@ class StackingTrial:
 
     Attributes:
         reason: Why clients cannot be stacked, as a clause; None if they can.
-        planned: Whether the learning rates depend on the numbers of batches, so that only clients with equal ones share
-            them.
+        planned: Whether a step or the learning rates depend on the numbers of batches, so that only clients with equal
+            ones are a stack.
         activations: Numbers that the module's layers return for one batch.
         samples: Number of samples in that batch.
     """
@@ -137,6 +155,9 @@ class StackingTrial:
         for child_name, child in module.named_modules():
             if isinstance(child, nn.modules.batchnorm._BatchNorm) and child.momentum is None:
                 return f"`{child_name}` averages over all batches (`momentum=None`)"
+        for weight, parameter in module.named_parameters():
+            if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+                return f"the parameter `{weight}` has a hook for its gradient"
         loader = self._data.client_train_dataloader(0)
         if not readable(loader):
             return f"client 0's loader is not one of `Examples` in memory but of `{type(loader.dataset).__name__}`"
@@ -150,11 +171,11 @@ class StackingTrial:
         first = dict(worker.initial)
         starts = (first, moved_weights(first, worker.flat.layout.buffers))
         try:
-            with _containers_kept(self._module), _gradient_descent(self._module), warnings.catch_warnings():
+            with attributes_kept(self._module), _gradient_descent(self._module), warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # such as those of vmap about slow functions
                 alone, stacked = self._alone(starts), self._stacked(starts)
             for ours, theirs, before in zip(stacked, alone, starts, strict=True):
-                clause = difference(ours, theirs, before)
+                clause = difference(ours[0], theirs[0], before) or logged_difference(ours[1], theirs[1])
                 if clause is not None:
                     return f"`{type(self._module).__name__}.training_step` {clause}"
             self._try_optimizers()
@@ -166,6 +187,10 @@ class StackingTrial:
             self._module.zero_grad()
         return None
 
+    def _state_of_parameters(self) -> list[tuple[bool, int]]:
+        """Return for each parameter whether it is trained, and a number that changes when it is written."""
+        return [(parameter.requires_grad, parameter._version) for parameter in self._module.parameters()]
+
     def _engine(self) -> FastEngine:
         engine = cast(FastEngine, self._worker.engine)
         return FastEngine(engine.fabric, replace(engine.options, max_epochs=1, limit_train_batches=1))
@@ -174,17 +199,20 @@ class StackingTrial:
         engine = self._engine()
         return FastTrainer(engine.options, engine.fabric, self._module, (), (), self._data)
 
-    def _alone(self, starts: Sequence[Weights]) -> Sequence[Weights]:
+    def _alone(self, starts: Sequence[Weights]) -> Sequence[tuple[Weights, Mapping[str, float]]]:
+        """Return the weights and the logged values of each client."""
         results = []
         for weights in starts:
             self._worker.load(weights)
             seed_all("trial")
             with self._counting_activations():
-                self._engine().fit(self._module, self._data.client_train_dataloader(0), datamodule=self._data)
-            results.append({name: tensor.detach().clone() for name, tensor in self._worker.flat.read().items()})
+                loader = self._data.client_train_dataloader(0)
+                logged = self._engine().fit(self._module, loader, datamodule=self._data)
+            weights = {name: tensor.detach().clone() for name, tensor in self._worker.flat.read().items()}
+            results.append((weights, {name: float(value) for name, value in logged.items()}))
         return results
 
-    def _stacked(self, starts: Sequence[Weights]) -> Sequence[Weights]:
+    def _stacked(self, starts: Sequence[Weights]) -> Sequence[tuple[Weights, Mapping[str, float]]]:
         requests = []
         for place, weights in enumerate(starts):
             seed_all("trial")
@@ -192,8 +220,8 @@ class StackingTrial:
             self.samples = reader.batch_samples
             requests.append(StackedRequest(place, ("trial",), weights, {}, [], reader, 1))
         self._worker.load(starts[0])
-        fit_stack(self._engine(), self._module, self._data, requests)
-        return [request.result for request in requests]
+        self.planned = fit_stack(self._engine(), self._module, self._data, requests)
+        return [(request.result, request.metrics) for request in requests]
 
     @contextmanager
     def _counting_activations(self) -> Iterator[None]:
@@ -213,32 +241,18 @@ class StackingTrial:
 
     def _try_optimizers(self) -> None:
         """Make the module's own optimizers; raise if they cannot be stacked."""
-        trainer = self._trainer()
-        trainer.fit_loop = loop = _AskedLoop(trainer, None, None, 1, -1)
+        trainer, before = self._trainer(), self._state_of_parameters()
+        trainer.fit_loop = loop = AskedLoop(trainer, None, None, 1, -1)
+        loop.max_batches = 1
         with restore_trainer_refs(self._module, ()), trainer.running():
             trainer.strategy.setup_optimizers(trainer)  # type: ignore[arg-type]
             require_elementwise(trainer)
+            if self._state_of_parameters() != before:
+                for parameter, (required, _) in zip(self._module.parameters(), before, strict=True):
+                    parameter.requires_grad_(required)
+                raise NotStackable("is preceded by `configure_optimizers`, which freezes, unfreezes or sets weights")
             by_step = any(config.interval == "step" for config in trainer.lr_scheduler_configs)
-            self.planned = by_step or loop.asked
-
-
-class _AskedLoop(FitLoop):
-    """Loop that notes whether anybody asks for the number of batches."""
-
-    asked = False
-
-    @property
-    def max_batches(self) -> int | float:
-        """Number of batches of an epoch."""
-        self.asked = True
-        return 1
-
-    @max_batches.setter
-    def max_batches(self, value: int | float) -> None:
-        """Ignore the number that the loop sets itself."""
-
-    def setup_data(self) -> None:
-        """Prepare no loader."""
+            self.planned = self.planned or by_step or loop.asked
 
 
 def moved_weights(weights: Weights, fixed: Collection[str]) -> dict[str, Tensor]:
@@ -253,22 +267,6 @@ def moved_weights(weights: Weights, fixed: Collection[str]) -> dict[str, Tensor]
         name: tensor if name in fixed else tensor + 0.02 * torch.randn(tensor.shape, generator=generator).to(tensor)
         for name, tensor in weights.items()
     }
-
-
-@contextmanager
-def _containers_kept(module: nn.Module) -> Iterator[None]:
-    """Undo what happens inside to the lists, dicts and sets in a module's public attributes."""
-    attributes = (item for child in module.modules() for item in vars(child).items() if item[0][0] != "_")
-    found = [(value, value.copy()) for _, value in attributes if type(value) in (list, dict, set)]
-    try:
-        yield
-    finally:
-        for value, before in found:
-            if isinstance(value, list):
-                value[:] = before
-            else:
-                value.clear()
-                value.update(before)
 
 
 def _descent(module: Any) -> Any:

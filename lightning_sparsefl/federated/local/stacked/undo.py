@@ -1,26 +1,99 @@
-"""Callbacks as they were before a stack that failed, whose clients are then fitted again."""
+"""What callbacks and a module keep in attributes, as it was before a stack that failed or that changed it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import sys
+from collections import deque
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback
-from torch import Tensor
+from lightning.pytorch import Callback, LightningModule
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torchmetrics import Metric
+
+from lightning_sparsefl.federated.local.stacked import functorch
+from lightning_sparsefl.federated.local.stacked.logs import NotStackable
 
 _FOREIGN = ("torch", "lightning", "numpy", "lightning_sparsefl.federated")
-"""Packages whose objects, such as modules, data and clients, are no part of a callback's state."""
+"""Packages whose objects, such as modules, data and clients, are no part of the state of what holds them."""
+_OF_LIGHTNING = frozenset(vars(LightningModule())) | {"trainer", "log", "log_dict", "configure_optimizers"}
+"""Attributes of modules that torch, Lightning and a fit set."""
+_LARGE = 2**20
+"""Number of elements from which on a tensor of a module is not copied, so that data in attributes costs nothing."""
 
 
-class CallbackStates:
-    """The state of callbacks, which can be restored.
+class States:
+    """The state of objects, which can be compared and restored.
 
-    Objects keep their identity, since an algorithm may hold them too and read the result of a fit from them.
+    Objects keep their identity, since others may hold them too, as an algorithm reads the result of a fit from its
+    callbacks. Attributes are covered, and the containers, plain objects, tensors and generators in them.
+    """
+
+    largest: float = float("inf")
+    """Number of elements from which on a tensor is not copied, and not restored."""
+
+    def __init__(self) -> None:
+        self._before: dict[int, tuple[Any, Any, str]] = {}
+        """Object, copy of its content, and its name, by identity."""
+        self._versions: dict[int, int] = {}
+
+    def _visit(self, value: Any, name: str) -> None:
+        if isinstance(value, Tensor):
+            if id(value) not in self._before:
+                fixed = value.is_inference() or value.numel() >= self.largest
+                self._before[id(value)] = (value, None if fixed else value.detach().clone(), name)
+                self._versions[id(value)] = 0 if value.is_inference() else value._version
+        elif isinstance(value, torch.Generator):
+            if id(value) not in self._before:
+                self._before[id(value)] = (value, value.get_state(), name)
+        elif isinstance(value, tuple):
+            for item in value:
+                self._visit(item, name)
+        elif isinstance(value, (dict, list, set, deque)):
+            self._note(value, value, name)
+        elif self._has_state(value):
+            self._note(value, vars(value), name)
+
+    def _has_state(self, value: Any) -> bool:
+        return hasattr(value, "__dict__") and not isinstance(value, type) and not _is_foreign(type(value))
+
+    def _note(self, owner: Any, content: Any, name: str) -> None:
+        if id(owner) in self._before:
+            return
+        self._before[id(owner)] = (owner, content.copy(), name)
+        if isinstance(content, dict):
+            for key, item in list(content.items()):
+                self._visit(item, f"{name}.{key}" if owner is not content else f"{name}[{key!r}]")
+        else:
+            for item in list(content):
+                self._visit(item, name)
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Restore the state."""
+        for value, before, _ in self._before.values():
+            if isinstance(value, Tensor):
+                if before is not None:
+                    value.copy_(before)
+            elif isinstance(value, torch.Generator):
+                value.set_state(before)
+            elif isinstance(value, list):
+                value[:] = before
+            else:
+                content = vars(value) if not isinstance(value, (dict, set, deque)) else value
+                content.clear()
+                content.extend(before) if isinstance(content, deque) else content.update(before)
+
+
+class CallbackStates(States):
+    """The state of callbacks before a fit.
 
     Args:
-        callbacks: Callbacks before a fit. Their attributes, the dicts, lists, sets and plain objects in them, and
-            tensors and generators are covered.
+        callbacks: The callbacks.
 
     Example:
         >>> callback = Callback()
@@ -34,47 +107,128 @@ class CallbackStates:
     """
 
     def __init__(self, callbacks: Iterable[Callback]) -> None:
-        self._before: dict[int, tuple[Any, Any]] = {}
+        super().__init__()
         for callback in callbacks:
-            self._note(callback, vars(callback))
+            self._note(callback, vars(callback), type(callback).__name__)
 
-    def _visit(self, value: Any) -> None:
+
+class ModuleStates(States):
+    """What a module keeps beside its parameters and submodules: attributes of any kind, and its buffers.
+
+    Clients of a stack share it, so that a step which changes it has no meaning for several clients at once. The states
+    of metric objects that are submodules are not covered, and neither are Lightning's own attributes.
+
+    Args:
+        module: Module before a fit or an evaluation, which holds its own tensors.
+
+    Example:
+        >>> module = LightningModule()
+        >>> module.sums = {"loss": 0.0}
+        >>> states = ModuleStates(module)
+        >>> module.sums["loss"] = 1.5
+        >>> states.changed()
+        'self.sums'
+        >>> states.restore()
+        >>> module.sums, states.changed()
+        ({'loss': 0.0}, None)
+    """
+
+    largest = _LARGE
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self._members = {id(child) for child in module.modules()}
+        self._owners: list[tuple[str, nn.Module, dict[str, Any], dict[str, Any]]] = []
+        for path, child in module.named_modules():
+            if isinstance(child, Metric):
+                continue
+            name = f"self.{path}" if path else "self"
+            own = _own(child)
+            buffers = {} if isinstance(child, _BatchNorm) else dict(child._buffers)  # reads no number of its batches
+            self._owners.append((name, child, own, buffers))
+            for key, value in (*own.items(), *buffers.items()):
+                self._visit(value, f"{name}.{key}")
+
+    def _has_state(self, value: Any) -> bool:
+        if isinstance(value, nn.Module):  # in a container, such as a metric object in a dict
+            return id(value) not in self._members
+        return super()._has_state(value)
+
+    def changed(self) -> str | None:
+        """Return the name of something that differs from the state before, or None."""
+        for name, child, own, buffers in self._owners:
+            now = _own(child) | ({} if isinstance(child, _BatchNorm) else child._buffers)
+            for key in sorted({*now, *own, *buffers}):
+                if not _same(now.get(key), buffers.get(key, own.get(key))):
+                    return f"{name}.{key}"
+        for value, before, name in self._before.values():
+            if not self._is_same(value, before):
+                return name
+        return None
+
+    def require_unchanged(self) -> None:
+        """Raise :class:`NotStackable` if anything has changed."""
+        name = self.changed()
+        if name is not None:
+            raise NotStackable(f"changes `{name}`, which all clients share")
+
+    def _is_same(self, value: Any, before: Any) -> bool:
         if isinstance(value, Tensor):
-            if id(value) not in self._before:
-                self._before[id(value)] = (value, value.detach().clone())
-        elif isinstance(value, torch.Generator):
-            if id(value) not in self._before:
-                self._before[id(value)] = (value, value.get_state())
-        elif isinstance(value, tuple):
-            for item in value:
-                self._visit(item)
-        elif isinstance(value, (dict, list, set)):
-            self._note(value, value)
-        elif hasattr(value, "__dict__") and not isinstance(value, type) and not _is_foreign(type(value)):
-            self._note(value, vars(value))
-
-    def _note(self, owner: Any, content: Any) -> None:
-        if id(owner) not in self._before:
-            self._before[id(owner)] = (owner, content.copy())
-            for item in list(content.values() if isinstance(content, dict) else content):
-                self._visit(item)
+            return value.is_inference() or value._version == self._versions[id(value)]
+        if isinstance(value, torch.Generator):
+            return bool(torch.equal(value.get_state(), before))
+        content = value if isinstance(value, (dict, list, set, deque)) else vars(value)
+        plain = next((kind for kind in (dict, set) if isinstance(content, kind)), list)
+        return _same(plain(content), plain(before))  # a subclass may copy itself as the class
 
     @torch.no_grad()
     def restore(self) -> None:
         """Restore the state."""
-        for value, before in self._before.values():
-            if isinstance(value, Tensor):
-                value.copy_(before)
-            elif isinstance(value, torch.Generator):
-                value.set_state(before)
-            elif isinstance(value, list):
-                value[:] = before
-            else:
-                content = value if isinstance(value, (dict, set)) else vars(value)
-                content.clear()
-                content.update(before)
+        for _, child, own, buffers in self._owners:
+            for key in _own(child).keys() - own.keys():
+                del vars(child)[key]
+            vars(child).update(own)
+            child._buffers.update(buffers)
+        super().restore()
+
+
+@contextmanager
+def attributes_kept(module: nn.Module) -> Iterator[None]:
+    """Undo what happens inside to what a module keeps in attributes.
+
+    Args:
+        module: The module.
+    """
+    states = ModuleStates(module)
+    try:
+        yield
+    finally:
+        states.restore()
+
+
+def _own(child: nn.Module) -> dict[str, Any]:
+    """Return a module's attributes but for those that every module has; Lightning makes empty `_hparams` when asked."""
+    found = {key: value for key, value in vars(child).items() if key not in _OF_LIGHTNING}
+    return found if found.get("_hparams", True) else {key: value for key, value in found.items() if key != "_hparams"}
+
+
+def _same(now: Any, before: Any) -> bool:
+    """Return whether two values are the same object, or have equal content."""
+    if now is before:
+        return True
+    if type(now) is not type(before) or functorch.is_batched(now):
+        return False
+    if isinstance(now, Tensor):
+        return now.shape == before.shape and now.dtype == before.dtype and bool(torch.equal(now, before))
+    if isinstance(now, dict):
+        return now.keys() == before.keys() and all(_same(now[key], before[key]) for key in now)
+    if isinstance(now, (list, tuple, deque)):
+        return len(now) == len(before) and all(map(_same, now, before))
+    return isinstance(now, (int, float, complex, str, bytes, set, frozenset, torch.dtype)) and bool(now == before)
 
 
 def _is_foreign(kind: type) -> bool:
     names = [base.__module__ for base in kind.__mro__ if base is not object]
+    if kind is not SimpleNamespace and names[0].partition(".")[0] in sys.stdlib_module_names:
+        return True  # such as loggers, functions and modules of Python
     return any(name == package or name.startswith(f"{package}.") for name in names for package in _FOREIGN)

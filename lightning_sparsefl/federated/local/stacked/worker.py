@@ -257,7 +257,7 @@ class StackedWorker(ClientWorker):
             if not is_out_of_memory(error):
                 _messages.warn(
                     f"{len(group)} clients train one after another, since `{type(self.module).__name__}.training_step` "
-                    f"{reason_of(error)}."
+                    f"{reason_of(error)}; set `federation.local_engine: fast` to spare the attempt."
                 )
                 return
             release_memory(error, self.module)

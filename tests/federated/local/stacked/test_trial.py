@@ -114,7 +114,10 @@ STEPS = {
         lambda net, loss, batch: loss + batch[0][batch[1] > 1].sum(),
         "makes tensors whose shape depends on values",
     ),
-    "kept elsewhere": (lambda net, loss, batch: loss + net.kept[0].square().sum(), "changes `net.0.weight` otherwise"),
+    "kept elsewhere": (
+        lambda net, loss, batch: loss + net.kept[0].square().sum(),
+        "computes with parameters that it keeps",
+    ),
     "several losses": (lambda net, loss, batch: loss.expand(2), "training_step"),
 }
 STACKED = {

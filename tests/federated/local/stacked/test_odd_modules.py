@@ -1,0 +1,466 @@
+"""Modules as users write them: as a stack they end where they end one after another, or they are not stacked.
+
+Clients have unequal numbers of samples, so that stacks have steps of all, of some and of one client.
+"""
+
+from __future__ import annotations
+
+import collections
+import types
+import warnings
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset
+from torchmetrics.classification import MulticlassAccuracy
+
+from lightning_sparsefl import FedAvg, FederatedTrainer, Federation
+from lightning_sparsefl.data import FederatedDataset
+from lightning_sparsefl.federated.local.stacked import evaluator, worker
+from lightning_sparsefl.federated.local.stacked.worker import StackedWorker
+from lightning_sparsefl.testing.contents import rows
+
+SIZES = [6, 9, 12, 16]
+BATCH = 5
+EXACT = 1e-10
+
+
+class Data(FederatedDataset):
+    """Data of clients with the sizes above, of vectors or of images."""
+
+    def __init__(self, shape):
+        rng = torch.Generator().manual_seed(3)
+
+        def made(number):
+            labels = torch.randint(0, 4, (number,), generator=rng)
+            inputs = torch.randn(number, *shape, generator=rng)
+            return TensorDataset(inputs + 0.5 * labels.view(-1, *[1] * len(shape)), labels)
+
+        super().__init__(made(sum(SIZES)), made(20), num_clients=len(SIZES), batch_size=BATCH, eval_split="test")
+
+    def assign(self, labels, seed):
+        return list(torch.arange(sum(SIZES)).split(SIZES))
+
+
+class Plain(LightningModule):
+    """Module that the cases change."""
+
+    shape = (8,)
+
+    def __init__(self):
+        super().__init__()
+        self.net = self.layers()
+
+    def layers(self):
+        return nn.Sequential(nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 4))
+
+    def forward(self, inputs):
+        return self.net(inputs)
+
+    def loss(self, batch):
+        return F.cross_entropy(self(batch[0]), batch[1])
+
+    def training_step(self, batch, batch_idx):
+        return self.loss(batch)
+
+    def test_step(self, batch, batch_idx):
+        self.log("test_loss", self.loss(batch))
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Images(Plain):
+    """Module of images."""
+
+    shape = (2, 6, 6)
+
+    def layers(self):
+        return nn.Sequential(nn.Conv2d(2, 4, 3), nn.GroupNorm(2, 4), nn.ReLU(inplace=True), nn.Conv2d(4, 4, 3))
+
+    def forward(self, inputs):
+        return self.net(inputs).mean((2, 3))
+
+
+def fit(module, engine, folder, **options):
+    """Run two rounds; return the weights, the tables, the sizes of the stacks, and the messages."""
+    worker._messages.clear()
+    evaluator._messages.clear()
+    sizes, before = [], StackedWorker._fit_stack
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        patch.setattr(StackedWorker, "_fit_stack", lambda *args: (before(*args), sizes.append(len(args[1]))))
+        trainer = FederatedTrainer(
+            algorithm=FedAvg(),
+            federation=Federation(clients_per_round=4, local_engine=engine, stack_size=4),
+            accelerator="cpu",
+            devices=1,
+            max_rounds=2,
+            max_epochs=2,
+            precision="64-true",
+            logger=False,
+            quiet=True,
+            enable_progress_bar=False,
+            default_root_dir=str(folder),
+            seed=0,
+            **options,
+        )
+        trainer.fit(module, Data(module.shape))
+    tables = [rows(trainer.run_folder / table) for table in ("metrics.csv", "clients.csv")]
+    return module.state_dict(), tables, sizes, [str(each.message) for each in said]
+
+
+def check(kind, folder, **options):
+    """Train a module with both engines and compare; return the sizes of the stacks and the messages."""
+    runs = []
+    for engine in ("fast", "stacked"):
+        torch.manual_seed(1)
+        runs.append(fit(kind(), engine, folder / engine, **options))
+    (alone, tables, _, _), (ours, own_tables, sizes, said) = runs
+    for name, tensor in alone.items():
+        assert (ours[name] - tensor).abs().max() <= EXACT, name
+    for table, own in zip(tables, own_tables, strict=True):
+        for row, own_row in zip(table, own, strict=True):
+            assert row.keys() == own_row.keys()
+            for key, value in row.items():
+                if value != own_row[key]:
+                    assert float(own_row[key]) == pytest.approx(float(value), rel=1e-8, abs=1e-8), key
+    return sizes, said
+
+
+STACKED, ALONE = {}, {}
+
+
+def stacked(kind):
+    """Note a module that trains as stacks."""
+    STACKED[kind.__name__] = kind
+    return kind
+
+
+def alone(words):
+    """Note a module that trains one client after another, and what the message says."""
+
+    def note(kind):
+        ALONE[kind.__name__] = (kind, words)
+        return kind
+
+    return note
+
+
+@stacked
+class PenaltyOfTrained(Plain):
+    def training_step(self, batch, batch_idx):
+        trained = [weight for weight in self.parameters() if weight.requires_grad]
+        return self.loss(batch) + 1e-4 * sum(weight.square().sum() for weight in trained)
+
+
+@stacked
+class PenaltyOfParameters(Plain):
+    def training_step(self, batch, batch_idx):
+        found = [weight for weight in self.net[0]._parameters.values() if isinstance(weight, nn.Parameter)]
+        return self.loss(batch) + 1e-4 * sum(weight.square().sum() for weight in found)
+
+
+@stacked
+class LogsNumberOfTrained(Plain):
+    def training_step(self, batch, batch_idx):
+        self.log("trained", float(sum(weight.numel() for weight in self.parameters() if weight.requires_grad)))
+        return self.loss(batch)
+
+
+@stacked
+class ClipsItsWeights(Plain):
+    def training_step(self, batch, batch_idx):
+        with torch.no_grad():
+            self.net[0].weight.clamp_(-0.2, 0.2)
+        return self.loss(batch)
+
+
+@stacked
+class LogsWithASizeByPosition(Plain):
+    def training_step(self, batch, batch_idx):
+        loss = self.loss(batch)
+        self.log("loss", loss, False, True, False, True, "mean", False, False, None, True, 1)
+        return loss
+
+
+@stacked
+class AsksForTheNumberOfBatches(Plain):
+    def training_step(self, batch, batch_idx):
+        factor = (self.global_step + 1) / self.trainer.num_training_batches + self.trainer.fit_loop.total_batch_idx
+        return self.loss(batch) * (2 * factor if self.trainer.is_last_batch else factor)
+
+
+@stacked
+class NormBeforeWritingActivation(Images):
+    pass
+
+
+@stacked
+class FlattensByView(Images):
+    def layers(self):
+        return nn.Sequential(nn.Conv2d(2, 4, 3), nn.ReLU(), nn.Conv2d(4, 4, 3))
+
+    def forward(self, inputs):
+        images = self.net(inputs)
+        return images.view(images.size(0), -1)[:, :4] + images.reshape(-1, 16)[:, 4:8]
+
+
+@stacked
+class OneImageAlone(Images):
+    def forward(self, inputs):
+        images = super().forward(inputs)
+        return images + self.net[0](inputs[0])[:, 0, 0]
+
+
+@alone("changes `self.counts`")
+class CountsInADict(Plain):
+    def __init__(self):
+        super().__init__()
+        self.counts = {"steps": 0}
+
+    def training_step(self, batch, batch_idx):
+        self.counts["steps"] += 1
+        return self.loss(batch) / self.counts["steps"] ** 0.5
+
+
+@alone("changes `self.meter`")
+class SumsInAnObject(Plain):
+    def __init__(self):
+        super().__init__()
+        self.meter, self.average = collections.Counter(), types.SimpleNamespace(loss=0.0)
+
+    def training_step(self, batch, batch_idx):
+        loss = self.loss(batch)
+        self.meter["loss"] = self.meter["loss"] + loss.detach()
+        self.average.loss = 0.5 * self.average.loss + 0.5 * loss.detach()
+        return loss
+
+
+@alone("changes `self.first`")
+class KeepsATuple(Plain):
+    first = None
+
+    def training_step(self, batch, batch_idx):
+        loss = self.loss(batch)
+        if self.global_step == 0:
+            self.first = (loss.detach(),)
+        return loss / self.first[0]
+
+
+@alone("self.metrics")
+class MetricsInADict(Plain):
+    def __init__(self):
+        super().__init__()
+        self.metrics = {"train": MulticlassAccuracy(4, validate_args=False)}
+
+    def training_step(self, batch, batch_idx):
+        self.metrics["train"].update(self(batch[0]), batch[1])
+        return self.loss(batch)
+
+
+@alone("changes `self.late`")
+class CountsLate(Plain):
+    def __init__(self):
+        super().__init__()
+        self.late = 0
+
+    def training_step(self, batch, batch_idx):
+        self.late += batch_idx % 2
+        return self.loss(batch) * 0.9**self.late
+
+
+@alone("assigns `centre`")
+class AssignsABufferLate(Plain):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("centre", torch.zeros(4))
+
+    def training_step(self, batch, batch_idx):
+        logits = self(batch[0])
+        if self.current_epoch:
+            self.centre = 0.9 * self.centre + 0.1 * logits.detach().mean(0)
+        return F.cross_entropy(logits - self.centre, batch[1])
+
+
+@alone("changes `self.scale`")
+class WritesABufferThatIsNotSavedLate(Plain):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("scale", torch.ones(()), persistent=False)
+
+    def training_step(self, batch, batch_idx):
+        if batch_idx:
+            self.scale.mul_(0.9)
+        return self.loss(batch) * self.scale
+
+
+@alone("which freezes, unfreezes or sets weights")
+class FreezesWhenItConfigures(Plain):
+    def configure_optimizers(self):
+        self.net[0].requires_grad_(False)
+        return super().configure_optimizers()
+
+
+@alone("which freezes, unfreezes or sets weights")
+class SetsWeightsWhenItConfigures(Plain):
+    def configure_optimizers(self):
+        nn.init.zeros_(self.net[2].weight)
+        return super().configure_optimizers()
+
+
+@alone("with hooks or with another `step`")
+class OptimizerWithAHook(Plain):
+    def configure_optimizers(self):
+        optimizer = super().configure_optimizers()
+
+        @torch.no_grad()
+        def bound(optimizer, args, kwargs):
+            for group in optimizer.param_groups:
+                for weight in group["params"]:
+                    weight.clamp_(-0.2, 0.2)
+
+        optimizer.register_step_post_hook(bound)
+        return optimizer
+
+
+@alone("with hooks or with another `step`")
+class OptimizerWithAnotherStep(Plain):
+    def configure_optimizers(self):
+        optimizer = super().configure_optimizers()
+        before = optimizer.step
+
+        def step(closure=None):
+            loss = before(closure)
+            with torch.no_grad():
+                self.net[0].weight.mul_(0.9)
+            return loss
+
+        optimizer.step = step
+        return optimizer
+
+
+@alone("has a hook for its gradient")
+class GradientHooks(Plain):
+    def __init__(self):
+        super().__init__()
+        for weight in self.parameters():
+            weight.register_hook(lambda slope: slope.clamp(-0.5, 0.5))
+
+    def training_step(self, batch, batch_idx):
+        return self.loss(batch) * (1 + 4 * self.global_step)
+
+
+@alone("computes with parameters that it keeps")
+class PenaltyOfKeptParameters(Plain):
+    def __init__(self):
+        super().__init__()
+        self.decayed = [weight for weight in self.parameters() if weight.dim() > 1]
+
+    def training_step(self, batch, batch_idx):
+        return self.loss(batch) + 1e-4 * sum(weight.square().sum() for weight in self.decayed)
+
+
+@alone("reads the gradient")
+class ReadsTheLastGradient(Plain):
+    def training_step(self, batch, batch_idx):
+        slopes = [weight.grad.norm() for weight in self.parameters() if weight.grad is not None]
+        if slopes:
+            self.log("norm", torch.stack(slopes).norm(), on_step=False, on_epoch=True)
+        return self.loss(batch)
+
+
+@alone("asks for `trainer.callback_metrics`")
+class AsksForTheLastEpoch(Plain):
+    def training_step(self, batch, batch_idx):
+        loss = self.loss(batch)
+        self.log("train_loss", loss, on_step=False, on_epoch=True)
+        return loss * (1 + self.trainer.callback_metrics.get("train_loss", torch.tensor(0.0)))
+
+
+@alone("sets `trainer.should_stop`")
+class StopsTheTrainer(Plain):
+    def training_step(self, batch, batch_idx):
+        if self.global_step >= 2:
+            self.trainer.should_stop = True
+        return self.loss(batch)
+
+
+@alone("sets options of the optimizer")
+class LowersTheRate(Plain):
+    def training_step(self, batch, batch_idx):
+        if batch_idx == 0 and self.current_epoch == 1:
+            self.optimizers().param_groups[0]["lr"] *= 0.1
+        return self.loss(batch)
+
+
+@alone("asks for the number of batches")
+class SchedulesByTheStep(Plain):
+    def configure_optimizers(self):
+        optimizer = super().configure_optimizers()
+        rates = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 1 / (1 + self.global_step))
+        return [optimizer], [rates]
+
+
+@alone("calls a convolution within a `torch.vmap`")
+class OwnVmap(Images):
+    def layers(self):
+        return nn.Conv2d(2, 4, 3)
+
+    def forward(self, inputs):
+        return torch.vmap(self.net)(inputs).mean((2, 3))
+
+
+@pytest.mark.parametrize("kind", STACKED.values(), ids=list(STACKED))
+def test_a_stack_ends_where_its_clients_end_alone(kind, tmp_path):
+    sizes, said = check(kind, tmp_path)
+    assert sizes
+    assert not [text for text in said if "one after another" in text]
+
+
+@pytest.mark.parametrize(("kind", "words"), ALONE.values(), ids=list(ALONE))
+def test_what_clients_cannot_share_is_named_and_they_train_alone(kind, words, tmp_path):
+    sizes, said = check(kind, tmp_path)
+    assert not sizes
+    assert any("clients train one after another" in text.lower() and words in text for text in said), said
+
+
+def test_gradients_of_weights_that_are_not_stepped_are_not_clipped(tmp_path):
+    class HeadOnly(Plain):
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.net[2].parameters(), lr=0.1)
+
+    sizes, _ = check(HeadOnly, tmp_path, gradient_clip_val=0.05)
+    assert sizes
+
+
+def test_an_evaluation_that_changes_an_attribute_is_done_alone(tmp_path):
+    class Sums(Plain):
+        def __init__(self):
+            super().__init__()
+            self.meter = collections.Counter()
+
+        def test_step(self, batch, batch_idx):
+            loss = self.loss(batch)
+            self.meter["loss"] = self.meter["loss"] + loss.detach()
+            self.log("test_loss", loss)
+
+    sizes, said = check(Sums, tmp_path)
+    assert sizes
+    assert any("`Sums.test_step` changes `self.meter" in text for text in said), said
+
+
+def test_an_evaluation_sees_which_weights_are_trained(tmp_path):
+    class Penalty(Plain):
+        def test_step(self, batch, batch_idx):
+            trained = [
+                weight for weight in self.parameters() if weight.requires_grad and isinstance(weight, nn.Parameter)
+            ]
+            self.log("test_loss", self.loss(batch) + 1e-4 * sum(weight.square().sum() for weight in trained))
+
+    sizes, said = check(Penalty, tmp_path)
+    assert sizes
+    assert not [text for text in said if "one after another" in text]
