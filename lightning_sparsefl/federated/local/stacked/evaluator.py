@@ -124,7 +124,7 @@ class StackEvaluator:
         worker, random = self._worker, torch.get_rng_state()
         loader = getattr(worker.data, f"client_{split}_dataloader")(0)
         if not readable_in_order(loader):
-            return "client 0's loader is not one of `Examples` in memory, in their order"
+            return "client 0's loader does not read `Examples` in memory in their order"
         if self._name(split).rpartition(".")[2] not in overridden(worker.module):
             return f"there is no `{self._name(split)}`"
         first: Weights = dict(worker.initial)

@@ -98,14 +98,13 @@ class StackedFit:
         self.whole = StackedModule(self.module, self.size, self._shared())
         self._batches = max(request.reader.batches for request in requests)
         self.loop = AskedLoop(trainer, None, None, requests[0].epochs, -1)
+        self._states: ModuleStates | None = None
+        """Attributes of the module before the first step, after callbacks and `configure_optimizers`."""
         self.checked = False
         """Whether what the first step leaves in the module has been looked at."""
 
-    def run(self, states: ModuleStates) -> None:
+    def run(self) -> None:
         """Train, and fill each request's result, metrics and steps.
-
-        Args:
-            states: State of the module's attributes before the fit.
 
         Raises:
             NotStackable: If the training step does something that has no meaning for several clients at once.
@@ -121,9 +120,10 @@ class StackedFit:
             callback.start(whole.leaves)
         with self.log.receiving(self.module), torch.enable_grad():
             self._make_optimizer()
+            self._states = ModuleStates(self.module)
             self._epochs()
             self._require_alike()
-            states.require_unchanged()
+            self._states.require_unchanged()
         trainer._close()
         trainer._finish()
         for callback, chain in self._callbacks:
@@ -131,6 +131,11 @@ class StackedFit:
         for place, (request, metrics) in enumerate(zip(self.requests, self.log.metrics(), strict=True)):
             request.result, request.metrics = whole.row(place), metrics
             request.steps = self.optimizer.taken[place]
+
+    def restore(self) -> None:
+        """Undo what steps have changed in the module's attributes."""
+        if self._states is not None:
+            self._states.restore()
 
     def release(self) -> None:
         """Let the callbacks leave the module as it was."""
@@ -291,13 +296,12 @@ def fit_stack(engine: FastEngine, module: LightningModule, datamodule: Any, requ
     engine = engine.for_epochs(requests[0].epochs)
     trainer = StackTrainer(engine.options, engine.fabric, module, (), (), datamodule)
     seed_all(*requests[0].key, "stack")
-    states = ModuleStates(module)
     with restore_trainer_refs(module, ()), trainer.running():
         fit = StackedFit(trainer, requests)
         try:
-            fit.run(states)
+            fit.run()
         except Exception:
-            states.restore()
+            fit.restore()
             raise
         finally:
             fit.release()

@@ -87,7 +87,9 @@ def difference(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor], before:
         change = tensor - before[name]
         scale = TOLERANCE * float(change.abs().max()) + 1e-5 * float(tensor.abs().max()) + 1e-12
         if not bool(((ours[name] - tensor).abs() <= scale).all()):
-            return f"changes `{name}` otherwise for several clients at once than for one"
+            return (
+                f"changes `{name}` otherwise for several clients at once than for one, as random numbers and hooks do"
+            )
     return None
 
 
@@ -160,7 +162,11 @@ class StackingTrial:
                 return f"the parameter `{weight}` has a hook for its gradient"
         loader = self._data.client_train_dataloader(0)
         if not readable(loader):
-            return f"client 0's loader is not one of `Examples` in memory but of `{type(loader.dataset).__name__}`"
+            kind = type(loader.dataset).__name__
+            return (
+                f"client 0's loader reads a `{kind}` in a way of its own, and not `Examples` in memory, as those of a "
+                "`TensorDataset` of two tensors without `collate_fn` and workers"
+            )
         if any(hook is not None for hook in self._trainer().hooks._transfers.values()):
             return "the data module overrides a hook of the batch transfer"
         return None

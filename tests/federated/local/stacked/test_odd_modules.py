@@ -216,6 +216,13 @@ class OneImageAlone(Images):
         return images + self.net[0](inputs[0])[:, 0, 0]
 
 
+@stacked
+class KeepsItsOptimizer(Plain):
+    def configure_optimizers(self):
+        self.optimizer = super().configure_optimizers()
+        return self.optimizer
+
+
 @alone("changes `self.counts`")
 class CountsInADict(Plain):
     def __init__(self):
