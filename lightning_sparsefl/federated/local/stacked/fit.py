@@ -12,6 +12,7 @@ from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from lightning.pytorch.utilities import GradClipAlgorithmType
 from torch import Tensor, nn
 
+from lightning_sparsefl.callbacks.layers import stepped_by
 from lightning_sparsefl.callbacks.stacking import StackedCallback, stacked
 from lightning_sparsefl.federated.local.engines import FastEngine
 from lightning_sparsefl.federated.local.fast.direct_calls import run_backward
@@ -157,10 +158,10 @@ class StackedFit:
         require_elementwise(trainer)
         by_identity = {id(tensor): leaves[name] for name, tensor in own.items()}
         by_identity |= {id(tensor): leaf for tensor, leaf in self._add_further(trainer.optimizers[0])}
-        if any(id(each) not in by_identity for group in trainer.optimizers[0].param_groups for each in group["params"]):
+        if not stepped_by(trainer.optimizers[0]) <= by_identity.keys():
             raise NotStackable("is followed by an optimizer of other tensors than the module's real parameters")
         self.optimizer = StackedOptimizer(trainer.optimizers[0], by_identity, self.size)
-        stepped = {id(leaf) for group in trainer.optimizers[0].param_groups for leaf in group["params"]}
+        stepped = stepped_by(trainer.optimizers[0])
         self._stepped = [name for name, leaf in leaves.items() if id(leaf) in stepped]
         for stacked_callback, _ in self._callbacks:
             stacked_callback.prepare(self.optimizer.optimizer, bool(trainer.gradient_clip_val))
