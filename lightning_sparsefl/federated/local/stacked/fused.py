@@ -52,13 +52,18 @@ def _is_fused(group: Mapping[str, Any], state: Mapping[Tensor, Mapping[str, Any]
 
 def _is_walked(leaf: Tensor, state: Mapping[str, Any]) -> bool:
     """Return whether the numbers of a leaf, its gradient and its state lie in memory in one order, without gaps."""
-    shape, strides = leaf.shape, leaf.stride()
+    shape, order = leaf.shape, _order(leaf)
     kept = [value for value in state.values() if isinstance(value, Tensor)]
     for value in (leaf.grad, *(value for value in kept if value.shape == shape)):
-        if value is None or value.is_sparse or value.stride() != strides:
+        if value is None or value.is_sparse or _order(value) != order:
             return False
     counts = all(value.dtype is torch.float32 for value in kept if value.shape != shape)  # as the kernel reads
     return counts and leaf.device.type == "cpu" and (leaf.is_contiguous() or _has_no_gaps(leaf))
+
+
+def _order(tensor: Tensor) -> list[int]:
+    """Return the strides of a tensor without those of dimensions of length 1, which are free."""
+    return [step for length, step in zip(tensor.shape, tensor.stride(), strict=True) if length > 1]
 
 
 def _has_no_gaps(leaf: Tensor) -> bool:

@@ -63,6 +63,20 @@ def test_gradients_of_another_layout_are_left_to_the_other_kernels(change):
     assert not optimizer.param_groups[0]["fused"]
 
 
+def test_the_stride_of_a_dimension_of_length_1_is_free():
+    """Kernels of grey images, whose gradients torch returns with another one."""
+    ours, theirs = leaf_of((3, 4, 1, 3, 3)), leaf_of((3, 4, 1, 3, 3))
+    fused, plain = optim.SGD([ours], **RATES), optim.SGD([theirs], **RATES, foreach=False)
+    for _ in range(3):
+        ours.grad = theirs.grad.clone().as_strided(ours.shape, (36, 9, 1, 3, 1))
+        assert ours.grad.stride() != ours.stride()
+        choose_kernel(fused)
+        assert fused.param_groups[0]["fused"]
+        fused.step()
+        plain.step()
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-14)
+
+
 def test_leaves_with_gaps_are_left_to_the_other_kernels():
     leaf = torch.randn(3, 10)[:, ::2].requires_grad_()
     leaf.grad = torch.randn(3, 10)[:, ::2]
