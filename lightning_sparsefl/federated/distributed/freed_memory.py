@@ -21,7 +21,7 @@ _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 _DURING = {_TRIM_THRESHOLD: -1, _MMAP_THRESHOLD: 2**30}
 """The heap does not shrink, and blocks of up to 1 GiB are part of it."""
 _AFTER = {_TRIM_THRESHOLD: 2**26, _MMAP_THRESHOLD: 2**25}
-"""Largest values that glibc chooses by itself; it has stopped adapting them."""
+"""Largest values that glibc chooses by itself, and that every version accepts; it has stopped adapting them."""
 _OF_THE_USER = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_", "GLIBC_TUNABLES")
 """Environment variables with which a user sets these parameters."""
 
@@ -57,4 +57,5 @@ def _glibc() -> Any:
 
 def _set(libc: Any, values: Mapping[int, int]) -> None:
     for parameter, value in values.items():
-        libc.mallopt(parameter, value)
+        if not libc.mallopt(parameter, value):  # older versions refuse a threshold for blocks of more than 32 MiB
+            libc.mallopt(parameter, _AFTER[parameter])

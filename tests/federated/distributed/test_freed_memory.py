@@ -82,6 +82,21 @@ def test_an_error_inside_restores_the_settings(monkeypatch):
     libc.malloc_trim.assert_called_once_with(0)
 
 
+def test_a_version_that_refuses_large_blocks_gets_the_largest_that_it_accepts(monkeypatch):
+    accepted = {}
+
+    def mallopt(parameter, value):
+        if parameter == -3 and value > 2**25:
+            return 0
+        accepted[parameter] = value
+        return 1
+
+    for name in freed_memory._OF_THE_USER:
+        monkeypatch.delenv(name, raising=False)
+    with mock.patch.object(freed_memory, "_glibc", return_value=mock.Mock(mallopt=mallopt)), freed_memory_kept(CPU):
+        assert accepted == {-1: -1, -3: 2**25}
+
+
 def test_a_run_keeps_freed_memory_to_its_end(tmp_path, monkeypatch):
     for name in freed_memory._OF_THE_USER:
         monkeypatch.delenv(name, raising=False)
@@ -90,5 +105,5 @@ def test_a_run_keeps_freed_memory_to_its_end(tmp_path, monkeypatch):
     )
     with mock.patch.object(freed_memory, "_glibc") as glibc:
         trainer.fit(MLP(num_classes=4, sample_shape=(1, 1, 8)), FederatedBlobs(num_classes=4, dim=8, val_fraction=0.2))
-    values = [call.args[1] for call in glibc().mallopt.mock_calls]
+    values = [call.args[1] for call in glibc().mallopt.call_args_list]
     assert values == [*freed_memory._DURING.values(), *freed_memory._AFTER.values()]
