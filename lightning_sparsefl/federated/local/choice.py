@@ -13,7 +13,7 @@ from torch import nn
 from lightning_sparsefl.federated.algorithm import FederatedAlgorithm
 from lightning_sparsefl.federated.local.engines import FastEngine
 from lightning_sparsefl.federated.local.lightning_trainer import LightningEngine
-from lightning_sparsefl.federated.local.stacked.worker import StackedWorker
+from lightning_sparsefl.federated.local.stacked.worker import ON_CPU, StackedWorker
 from lightning_sparsefl.federated.local.worker import ClientWorker, LocalWork
 from lightning_sparsefl.federated.options import Federation
 
@@ -76,6 +76,9 @@ def _may_gain(module: LightningModule, algorithm: FederatedAlgorithm, federation
     if federation.clients_per_round < _FEWEST or (size != "auto" and size < _FEWEST):
         return False
     if federation.client_timeout is not None or any(isinstance(child, _SLOW) for child in module.modules()):
+        return False
+    weights = sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
+    if 3 * weights * _FEWEST > ON_CPU:  # with gradients and an optimizer's state; spares a large network the trial
         return False
     return all(_is_ours(getattr(type(algorithm), hook)) for hook in _HOOKS)
 

@@ -81,13 +81,15 @@ class FastEngine:
     Args:
         fabric: Fabric that determines the device and the precision.
         options: Options of local training.
+        precision: Precision of the computation. Default: that of the Fabric.
 
     Raises:
         InvalidOption: If the engine does not support the precision or the device.
     """
 
-    def __init__(self, fabric: Fabric, options: LocalOptions) -> None:
+    def __init__(self, fabric: Fabric, options: LocalOptions, precision: str | None = None) -> None:
         self.fabric, self.options = fabric, options
+        self.precision = precision or str(fabric.strategy.precision.precision)
         self.global_step = 0
         self._evaluator: _Evaluator | None = None
         """The newest evaluation, if further clients can be evaluated without a new set-up."""
@@ -95,7 +97,7 @@ class FastEngine:
 
     def for_epochs(self, epochs: int) -> FastEngine:
         """Return an engine with the same options except for the number of local epochs."""
-        return FastEngine(self.fabric, replace(self.options, max_epochs=epochs))
+        return FastEngine(self.fabric, replace(self.options, max_epochs=epochs), self.precision)
 
     def fit(
         self,
@@ -227,7 +229,7 @@ class FastEngine:
         datamodule: Any = None,
     ) -> FastTrainer:
         _require(unsupported_hook_reason(module))
-        return FastTrainer(self.options, self.fabric, module, callbacks, loggers, datamodule)
+        return FastTrainer(self.options, self.fabric, module, callbacks, loggers, datamodule, self.precision)
 
     def _check_fit(self, module: LightningModule) -> None:
         name, options = type(module).__name__, self.options

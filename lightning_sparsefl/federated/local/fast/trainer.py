@@ -73,6 +73,7 @@ class FastTrainer(TrainerView):
         callbacks: Callbacks of the client.
         loggers: Loggers for the client's metrics.
         datamodule: Object that becomes `trainer.datamodule`; only its hooks of the batch transfer are called.
+        precision: Precision of the computation. Default: that of the Fabric.
     """
 
     def __init__(
@@ -83,6 +84,7 @@ class FastTrainer(TrainerView):
         callbacks: Sequence[Callback] = (),
         loggers: Sequence[Logger] = (),
         datamodule: Any = None,
+        precision: str | None = None,
     ) -> None:
         self._limits = (options.max_epochs, options.max_steps)
         self.accumulate_grad_batches = options.accumulate_grad_batches
@@ -98,7 +100,7 @@ class FastTrainer(TrainerView):
         self.callbacks, self.loggers = _checkpoints_last(callbacks), list(loggers)
         self.should_stop, self.val_check_batch = False, 1
         self.state, self.profiler = TrainerState(), PassThroughProfiler()
-        device, precision = fabric.device, str(fabric.strategy.precision.precision)
+        device, precision = fabric.device, precision or str(fabric.strategy.precision.precision)
         self.strategy = SingleDeviceStrategy(
             device, _ACCELERATORS[device.type](), precision_plugin=_precision_plugin(precision, device)
         )

@@ -13,7 +13,6 @@ from torch import Tensor
 from lightning_sparsefl.federated.local.fast.steps import StepCaller
 from lightning_sparsefl.federated.local.stacked import functorch
 from lightning_sparsefl.federated.local.stacked.leaves import StackedModule, unwrapped
-from lightning_sparsefl.federated.local.stacked.left_behind import ModuleWatch
 from lightning_sparsefl.federated.local.stacked.logs import NotStackable, StackedLog
 
 
@@ -44,27 +43,19 @@ class BatchPass:
         """Weights of the clients."""
         return self.part.leaves
 
-    def train(self, check: bool) -> Tensor:
+    def train(self) -> Tensor:
         """Do the training step, and return the losses.
-
-        Args:
-            check: Whether to look at what the step leaves in the module.
 
         Raises:
             NotStackable: If the training step does something that has no meaning for several clients at once.
         """
-        self.losses = self._losses(self.part, check)
+        self.losses = self._losses(self.part)
         return self.losses
 
-    def _losses(self, part: StackedModule, check: bool = False) -> Tensor:
+    def _losses(self, part: StackedModule) -> Tensor:
         def run(batch: Any, level: int) -> Any:
             self._level = self._log.level = level
-            watch = ModuleWatch(part) if check else None
-            output = self._caller(batch, self._number)
-            if watch is not None:
-                watch.require_no_metrics()
-                watch.require_clean()
-            return output
+            return self._caller(batch, self._number)
 
         output = part.call(run, self.batch)
         loss = output["loss"] if isinstance(output, Mapping) else output

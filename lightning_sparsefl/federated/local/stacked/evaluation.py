@@ -24,7 +24,6 @@ from lightning_sparsefl.federated.local.fast.steps import StepCaller
 from lightning_sparsefl.federated.local.fast.trainer import FastTrainer
 from lightning_sparsefl.federated.local.isolation import isolate_metrics, restore_trainer_refs
 from lightning_sparsefl.federated.local.stacked.leaves import StackedModule, shared_names
-from lightning_sparsefl.federated.local.stacked.left_behind import ModuleWatch
 from lightning_sparsefl.federated.local.stacked.logs import StackedLog
 from lightning_sparsefl.federated.local.stacked.metric_states import MetricStates
 from lightning_sparsefl.federated.local.stacked.undo import ModuleStates
@@ -137,7 +136,7 @@ class StackedEvaluation:
     def __init__(self, trainer: FastTrainer, requests: Sequence[EvaluationRequest]) -> None:
         self.trainer, self.requests, self.size = trainer, requests, len(requests)
         self.module, self.stage = trainer.lightning_module, _STAGES[requests[0].split]
-        self.log, self._watched = EvaluationLog(self.size), False
+        self.log, self.kept = EvaluationLog(self.size), ModuleStates(self.module)
         trees = [request.weights for request in requests]
         self.whole = StackedModule(self.module, self.size, shared_names(trees, trees[0]))
         self.whole.load(trees)
@@ -160,6 +159,7 @@ class StackedEvaluation:
             for number in range(max(self._batches)):
                 for low, high in self._ranges(number):
                     self._batch(step, low, high, number)
+        self.kept.require_unchanged()
         trainer._close()
         trainer._finish()
         for request, result in zip(self.requests, self.log.results(self.states), strict=True):
@@ -189,14 +189,13 @@ class StackedEvaluation:
 
         def run(batch: Any, level: int) -> None:
             log.level = level
-            watch, self._watched = None if self._watched else ModuleWatch(part), True
             with self.states.shown(low, high, level):
                 step(batch, number)
-            if watch is not None:
-                watch.require_clean()
 
         part.call(run, batch)
         log.collect()
+        if low == number == 0:  # no use in going on
+            self.kept.require_unchanged()
 
     def _read(self, low: int, high: int, number: int) -> tuple[Tensor, Tensor]:
         """Return inputs of shape (clients, samples, ...) and labels of shape (clients, samples)."""
@@ -231,11 +230,10 @@ def evaluate_stack(
     """
     trainer = FastTrainer(engine.options, engine.fabric, module, (), (), datamodule)
     seed_all(*requests[0].key)
-    states = ModuleStates(module)
     with restore_trainer_refs(module, ()), trainer.running():
+        evaluation = StackedEvaluation(trainer, requests)
         try:
-            StackedEvaluation(trainer, requests).run()
-            states.require_unchanged()
+            evaluation.run()
         except Exception:
-            states.restore()
+            evaluation.kept.restore()
             raise

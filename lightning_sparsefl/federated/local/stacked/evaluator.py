@@ -20,7 +20,8 @@ from lightning_sparsefl.federated.local.stacked.evaluation import (
     readable_in_order,
 )
 from lightning_sparsefl.federated.local.stacked.reader import reading_key
-from lightning_sparsefl.federated.local.stacked.trial import logged_difference, moved_weights, reason_of
+from lightning_sparsefl.federated.local.stacked.step_trial import logged_difference, moved_weights
+from lightning_sparsefl.federated.local.stacked.trial import reason_of
 from lightning_sparsefl.federated.local.stacked.undo import attributes_kept
 from lightning_sparsefl.federated.local.worker import ClientWorker
 from lightning_sparsefl.types import Weights

@@ -102,7 +102,7 @@ class StackedFit:
         self._states: ModuleStates | None = None
         """Attributes of the module before the first step, after callbacks and `configure_optimizers`."""
         self.checked = False
-        """Whether what the first step leaves in the module has been looked at."""
+        """Whether what the first step has left in the module and its gradients has been checked."""
 
     def run(self) -> None:
         """Train, and fill each request's result, metrics and steps.
@@ -269,12 +269,15 @@ class StackedFit:
         """
         before = None if alike else _options(self.optimizer.optimizer)
         self.trainer.steps = True
-        losses = one.train(check=not self.checked)
+        losses = one.train()
         self.trainer.steps = False
         if before is not None and _options(self.optimizer.optimizer) != before:
             raise NotStackable("sets options of the optimizer, which all clients share")
         if self.trainer.should_stop:
             raise NotStackable("sets `trainer.should_stop`, which stops all clients")
+        if not self.checked and self._states is not None:
+            self._states.require_no_updates()
+            self._states.require_unchanged()
         return losses
 
 
@@ -295,7 +298,7 @@ def fit_stack(engine: FastEngine, module: LightningModule, datamodule: Any, requ
         Whether the module has asked for the number of batches.
     """
     engine = engine.for_epochs(requests[0].epochs)
-    trainer = StackTrainer(engine.options, engine.fabric, module, (), (), datamodule)
+    trainer = StackTrainer(engine.options, engine.fabric, module, (), (), datamodule, engine.precision)
     seed_all(*requests[0].key, "stack")
     with restore_trainer_refs(module, ()), trainer.running():
         fit = StackedFit(trainer, requests)

@@ -155,7 +155,8 @@ class StackedModule:
             yield
             for table, name, full in self.slots:
                 if table.get(name) is not tensors[full]:
-                    raise NotStackable(f"assigns `{full}` instead of writing into it")
+                    kind = "parameter" if isinstance(self.own[full], nn.Parameter) else "buffer"
+                    raise NotStackable(f"assigns the {kind} `{full}` instead of writing into it")
         finally:
             for (table, name, _), tensor in zip(self.slots, before, strict=True):
                 table[name] = tensor

@@ -116,7 +116,8 @@ class ModuleStates(States):
     """What a module keeps beside its parameters and submodules: attributes of any kind, and its buffers.
 
     Clients of a stack share it, so that a step which changes it has no meaning for several clients at once. The states
-    of metric objects that are submodules are not covered, and neither are Lightning's own attributes.
+    of metric objects that are submodules are not covered, but for the number of their updates, and neither are
+    Lightning's own attributes.
 
     Args:
         module: Module before a fit or an evaluation, which holds its own tensors.
@@ -127,7 +128,7 @@ class ModuleStates(States):
         >>> states = ModuleStates(module)
         >>> module.sums["loss"] = 1.5
         >>> states.changed()
-        'self.sums'
+        'changes `self.sums`'
         >>> states.restore()
         >>> module.sums, states.changed()
         ({'loss': 0.0}, None)
@@ -139,8 +140,10 @@ class ModuleStates(States):
         super().__init__()
         self._members = {id(child) for child in module.modules()}
         self._owners: list[tuple[str, nn.Module, dict[str, Any], dict[str, Any]]] = []
+        self._metrics: list[tuple[str, Metric, int]] = []
         for path, child in module.named_modules():
             if isinstance(child, Metric):
+                self._metrics.append((path, child, child._update_count))
                 continue
             name = f"self.{path}" if path else "self"
             own = _own(child)
@@ -155,22 +158,31 @@ class ModuleStates(States):
         return super()._has_state(value)
 
     def changed(self) -> str | None:
-        """Return the name of something that differs from the state before, or None."""
+        """Return what differs from the state before, as a clause of what a step does, or None."""
         for name, child, own, buffers in self._owners:
             now = _own(child) | ({} if isinstance(child, _BatchNorm) else child._buffers)
             for key in sorted({*now, *own, *buffers}):
                 if not _same(now.get(key), buffers.get(key, own.get(key))):
-                    return f"{name}.{key}"
+                    if key in buffers:
+                        return f"assigns the buffer `{name}.{key}` instead of writing into it"
+                    return _clause(f"{name}.{key}", now.get(key))
+        written = {id(buffer) for *_, own in self._owners for buffer in own.values()}
         for value, before, name in self._before.values():
             if not self._is_same(value, before):
-                return name
+                return f"writes into the buffer `{name}`" if id(value) in written else _clause(name, value, before)
         return None
 
     def require_unchanged(self) -> None:
         """Raise :class:`NotStackable` if anything has changed."""
-        name = self.changed()
-        if name is not None:
-            raise NotStackable(f"changes `{name}`, which all clients share")
+        clause = self.changed()
+        if clause is not None:
+            raise NotStackable(f"{clause}, which all clients share")
+
+    def require_no_updates(self) -> None:
+        """Raise :class:`NotStackable` if a metric object has been updated."""
+        for path, metric, count in self._metrics:
+            if metric._update_count != count:
+                raise NotStackable(f"updates the metric object `self.{path}`; its functional form can be stacked")
 
     def _is_same(self, value: Any, before: Any) -> bool:
         if isinstance(value, Tensor):
@@ -204,6 +216,23 @@ def attributes_kept(module: nn.Module) -> Iterator[None]:
         yield
     finally:
         states.restore()
+
+
+def _clause(name: str, now: Any, before: Any = None) -> str:
+    """Return what a step has done to something that has changed, as a clause.
+
+    Args:
+        name: Name of what has changed.
+        now: Value that it has.
+        before: Content of a container or a tensor before the step; None for an attribute.
+    """
+    if isinstance(now, Tensor):
+        return f"keeps a tensor in `{name}`" if before is None else f"writes into the tensor `{name}`"
+    if isinstance(now, (int, float)):
+        return f"changes the number `{name}`"
+    if isinstance(now, (list, dict, set)) and before is not None and len(now) != len(before):
+        return f"changes the length of `{name}`"
+    return f"changes `{name}`"
 
 
 def _own(child: nn.Module) -> dict[str, Any]:

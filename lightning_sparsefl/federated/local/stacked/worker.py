@@ -34,7 +34,7 @@ from lightning_sparsefl.sparse.units import unit_masks
 from lightning_sparsefl.types import FitResult, Masks, Weights
 
 _messages = WarningCache()
-_ON_CPU = 64 * 2**20
+ON_CPU = 64 * 2**20
 """Largest number of bytes of a stack on a CPU; measured with LeNet5, whose stacks of 5 and 10 take equal times."""
 _MOST = 25
 """Largest number of clients in a stack."""
@@ -110,7 +110,7 @@ class StackedWorker(ClientWorker):
     def _budget(self) -> int:
         """Largest number of bytes of a stack."""
         if self.device.type == "cpu":
-            return _ON_CPU
+            return ON_CPU
         return int(torch.cuda.get_device_properties(self.device).total_memory) // 8
 
     @property

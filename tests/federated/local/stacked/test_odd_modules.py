@@ -269,7 +269,7 @@ class MetricsInADict(Plain):
         return self.loss(batch)
 
 
-@alone("changes `self.late`")
+@alone("changes the number `self.late`")
 class CountsLate(Plain):
     def __init__(self):
         super().__init__()
@@ -280,7 +280,7 @@ class CountsLate(Plain):
         return self.loss(batch) * 0.9**self.late
 
 
-@alone("assigns `centre`")
+@alone("assigns the buffer `centre`")
 class AssignsABufferLate(Plain):
     def __init__(self):
         super().__init__()
@@ -293,7 +293,7 @@ class AssignsABufferLate(Plain):
         return F.cross_entropy(logits - self.centre, batch[1])
 
 
-@alone("changes `self.scale`")
+@alone("writes into the buffer `self.scale`")
 class WritesABufferThatIsNotSavedLate(Plain):
     def __init__(self):
         super().__init__()

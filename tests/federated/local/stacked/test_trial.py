@@ -105,7 +105,7 @@ STEPS = {
     "assigns": (assigns, "assigns the buffer `mean_loss` instead of writing into it"),
     "counts": (counts, "changes the number `self.seen`, which all clients share"),
     "collects": (collects, "changes the length of `self.losses`, which all clients share"),
-    "counts in a buffer": (counts_in_a_buffer, "writes into the buffer `steps`, which all clients share"),
+    "counts in a buffer": (counts_in_a_buffer, "writes into the buffer `self.steps`, which all clients share"),
     "updates a metric": (updates, "updates the metric object `self.metric`"),
     "logs a metric": (logs_object, "logs the object `MulticlassAccuracy` as 'acc'"),
     "own function": (lambda net, loss, batch: Square.apply(loss), "uses an `autograd.Function` without a batched form"),

@@ -1,0 +1,225 @@
+"""Trial of one training step: what two clients get from a batch alone and as a stack."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from types import MethodType
+from typing import Any, cast
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+
+from lightning_sparsefl.federated.local.engines import FastEngine
+from lightning_sparsefl.federated.local.stacked.fit import StackedRequest, fit_stack
+from lightning_sparsefl.federated.local.stacked.reader import ClientReader
+from lightning_sparsefl.federated.local.worker import ClientWorker
+from lightning_sparsefl.seeds import seed_all
+from lightning_sparsefl.types import Weights
+
+_LOGGED = 2e-3
+"""Largest difference of two logged values, relative to the value."""
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """Largest difference of a tensor in two results of a step that is taken for rounding; all norms are Euclidean."""
+
+    change: float
+    """Fraction of the norm of the tensor's change in the step."""
+    tensor: float
+    """Fraction of the norm of the tensor, by which the difference may be larger."""
+    others: float
+    """Fraction of the norm of all tensors' changes, by which the difference may be larger, since the gradient of a bias
+    before a batch norm is 0 but for the rounding of the others."""
+
+
+ALONE = Tolerance(1e-3, 1e-5, 1e-6)
+"""Tolerance in single precision, if nothing is known from double precision."""
+ROUNDED = Tolerance(0.2, 1e-5, 1e-2)
+"""Tolerance in single precision of a step that agrees in double precision.
+
+Behind batch norms rounding decides which activations are cut off: the gradients of MobileNet differed by up to 0.06 of
+their norm, those of PreResNet18 and ResNet18 by 0.007. A wrong kernel of torch differs by more.
+"""
+EXACT = Tolerance(1e-9, 1e-13, 1e-12)
+"""Tolerance in double precision."""
+
+Result = tuple[Weights, Mapping[str, float]]
+"""Weights after a step, and its logged values."""
+
+
+def difference(
+    ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor], before: Mapping[str, Tensor], tolerance: Tolerance
+) -> str | None:
+    """Return what differs between two results of a step, as a clause, or None.
+
+    Args:
+        ours: Tensors by name after a stacked step.
+        theirs: The same after the step of a client alone.
+        before: The same before the step.
+        tolerance: Difference that is taken for rounding.
+    """
+    changes = {name: (tensor - before[name]).norm() for name, tensor in theirs.items()}
+    total = torch.stack([change.double() for change in changes.values()]).norm()
+    for name, tensor in theirs.items():
+        allowed = tolerance.change * changes[name] + tolerance.tensor * tensor.norm() + tolerance.others * total
+        if not bool((ours[name] - tensor).norm() <= allowed):
+            return (
+                f"changes `{name}` otherwise for several clients at once than for one, as random numbers and hooks do"
+            )
+    return None
+
+
+def logged_difference(ours: Mapping[str, float], theirs: Mapping[str, float]) -> str | None:
+    """Return what differs between the logged values of a stack and those of a client alone, as a clause, or None.
+
+    Args:
+        ours: Values by key of the stack.
+        theirs: Values by key of the client alone.
+    """
+    if ours.keys() != theirs.keys():
+        return f"logs {sorted(ours)} for several clients at once and {sorted(theirs)} for one"
+    for name, value in theirs.items():
+        both_undefined = math.isnan(ours[name]) and math.isnan(value)
+        if not both_undefined and not abs(ours[name] - value) <= _LOGGED * max(abs(value), 1e-2):
+            return f"logs another {name!r} for several clients at once than for one"
+    return None
+
+
+class StepTrial:
+    """Plain gradient descent of two clients with different weights on one batch, whose steps show the gradients.
+
+    Args:
+        worker: Worker whose engine, module and data are used; its module is left with other weights.
+
+    Attributes:
+        planned: Whether the step asks for the number of batches.
+        activations: Numbers that the module's layers return for the batch.
+        samples: Number of samples in the batch.
+    """
+
+    def __init__(self, worker: ClientWorker) -> None:
+        self._worker, self._module, self._data = worker, worker.module, worker.data
+        self.planned, self.activations, self.samples = False, 0, 1
+        first = dict(worker.initial)
+        self._starts = (first, moved_weights(first, worker.flat.layout.buffers))
+        engine = cast(FastEngine, worker.engine)
+        options = replace(engine.options, max_epochs=1, limit_train_batches=1)
+        self._engine = FastEngine(engine.fabric, options, engine.precision)
+
+    def alone(self) -> Sequence[Result]:
+        """Return the results of each client alone."""
+        with gradient_descent(self._module):
+            return [self._alone(weights) for weights in self._starts]
+
+    def _alone(self, weights: Weights) -> Result:
+        self._worker.load(weights)
+        seed_all("trial")
+        with self._counting_activations():
+            loader = self._data.client_train_dataloader(0)
+            logged = self._engine.fit(self._module, loader, datamodule=self._data)
+        after = {name: tensor.detach().clone() for name, tensor in self._worker.flat.read().items()}
+        return after, {name: float(value) for name, value in logged.items()}
+
+    def stacked(self) -> Sequence[Result]:
+        """Return the results of each client of the stack."""
+        requests = []
+        for place, weights in enumerate(self._starts):
+            seed_all("trial")
+            reader = ClientReader(self._data.client_train_dataloader(0), 1)
+            self.samples = reader.batch_samples
+            requests.append(StackedRequest(place, ("trial",), weights, {}, [], reader, 1))
+        self._worker.load(self._starts[0])
+        with gradient_descent(self._module):
+            self.planned = fit_stack(self._engine, self._module, self._data, requests)
+        return [(request.result, request.metrics) for request in requests]
+
+    def clause(self, stacked: Sequence[Result], alone: Sequence[Result], tolerance: Tolerance) -> str | None:
+        """Return what differs between the results, as a clause, or None.
+
+        Args:
+            stacked: Results of the stack.
+            alone: Results of the clients alone.
+            tolerance: Largest difference that is taken for rounding.
+        """
+        for ours, theirs, before in zip(stacked, alone, self._starts, strict=True):
+            clause = difference(ours[0], theirs[0], before, tolerance) or logged_difference(ours[1], theirs[1])
+            if clause is not None:
+                return clause
+        return None
+
+    @contextmanager
+    def _counting_activations(self) -> Iterator[None]:
+        self.activations = 0
+
+        def count(module: Any, inputs: Any, output: Any) -> None:
+            if isinstance(output, Tensor):
+                self.activations += output.numel()
+
+        leaves = [child for child in self._module.modules() if not any(child.children())]
+        handles = [leaf.register_forward_hook(count) for leaf in leaves]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+@contextmanager
+def in_double(module: nn.Module) -> Iterator[None]:
+    """Let a module compute in double precision inside; afterwards its tensors are what they were.
+
+    Args:
+        module: The module.
+    """
+    tensors = [(tensor, tensor.data) for tensor in (*module.parameters(), *module.buffers())]
+    tables = [(child._buffers, dict(child._buffers)) for child in module.modules()]
+    types = [(child, child._dtype) for child in module.modules() if isinstance(child, LightningModule)]
+    try:
+        module.double()
+        yield
+    finally:
+        for table, before in tables:
+            table.update(before)
+        for tensor, data in tensors:
+            tensor.data, tensor.grad = data, None
+        for child, dtype in types:
+            child._dtype = dtype
+
+
+def moved_weights(weights: Weights, fixed: Collection[str]) -> dict[str, Tensor]:
+    """Return other weights for the second client of a trial, with the same buffers.
+
+    Args:
+        weights: Weights of the first client.
+        fixed: Names of buffers.
+    """
+    generator = torch.Generator().manual_seed(0)
+    return {
+        name: tensor if name in fixed else tensor + 0.02 * torch.randn(tensor.shape, generator=generator).to(tensor)
+        for name, tensor in weights.items()
+    }
+
+
+def _descent(module: Any) -> Any:
+    """Configure plain gradient descent, whose steps show the gradients."""
+    return torch.optim.SGD([parameter for parameter in module.parameters() if parameter.requires_grad], lr=1.0)
+
+
+@contextmanager
+def gradient_descent(module: nn.Module) -> Iterator[None]:
+    """Let a module configure plain gradient descent inside, and turn off dropout."""
+    vars(module)["configure_optimizers"] = MethodType(_descent, module)
+    modes = [(child, child.training) for child in module.modules() if isinstance(child, nn.modules.dropout._DropoutNd)]
+    for child, _ in modes:
+        child.training = False
+    try:
+        yield
+    finally:
+        vars(module).pop("configure_optimizers", None)
+        for child, mode in modes:
+            child.training = mode
