@@ -166,15 +166,17 @@ class StackingTrial:
 
     def _clause_in_double(self) -> tuple[str | None, bool]:
         """Return what differs in double precision, and whether a client alone trains in it, as without `.float()`."""
-        worker, engine = self._worker, cast(FastEngine, self._worker.engine)
-        with in_double(self._module):
-            try:
+        worker, engine, found = self._worker, cast(FastEngine, self._worker.engine), False
+        try:
+            with in_double(self._module):
                 double = FastEngine(engine.fabric, engine.options, _DOUBLE)
                 trial = StepTrial(ClientWorker(worker.module, worker.data, double, worker.work, worker.device))
-                alone = trial.alone()
-            except Exception:
-                return None, False
-            return trial.clause(trial.stacked(), alone, EXACT), True
+                alone, found = trial.alone(), True
+                return trial.clause(trial.stacked(), alone, EXACT), True
+        except Exception:
+            if found:
+                raise
+            return None, False
 
     def _state_of_parameters(self) -> list[tuple[bool, int]]:
         """Return for each parameter whether it is trained, and a number that changes when it is written."""

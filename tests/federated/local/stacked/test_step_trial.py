@@ -73,7 +73,14 @@ def with_linear(monkeypatch, change):
     monkeypatch.setattr(LayerRules, "__torch_function__", other)
 
 
-@pytest.mark.parametrize("kind", [Plain, Single])
+class NeverDouble(Plain):
+    """Module that cannot be moved to double precision, as on devices without it."""
+
+    def double(self):
+        raise TypeError("this device has no float64")
+
+
+@pytest.mark.parametrize("kind", [Plain, Single, NeverDouble])
 def test_a_step_can_be_stacked(kind):
     assert StackingTrial(worker_of(kind())).reason is None
 
