@@ -92,11 +92,17 @@ def plain_name(name: str) -> str:
     return ".".join(part for part in name.split(".") if part != _COMPILED)
 
 
-def require_maskable(module: nn.Module, names: Collection[str], owner: str) -> None:
+def require_maskable(module: nn.Module, names: Collection[str], owner: str, by_layers: bool = True) -> None:
     """Refuse parameters from which a parametrization computes a weight whose zeros are others.
 
     Spectral norm only scales a weight, so that zeros stay; weight norm divides by the norms of rows, which a mask may
     make zero, and others mix the entries.
+
+    Args:
+        module: Module that is masked.
+        names: Names of its parameters that are masked.
+        owner: Class of the callback, or the option of the run, for the error message.
+        by_layers: Whether the owner has the option `layers`.
 
     Raises:
         InvalidOption: Naming the first of the parameters.
@@ -114,10 +120,11 @@ remove the parametrization before training.
         kind = _changes_zeros(module, name)
         if kind is not None:
             weight = f"{holder}.{tensor}".lstrip(".")
+            pattern = f"!{weight.rpartition('.')[0] or weight}.*"
+            remedy = f"take the layer away with '{pattern}' in `layers`, or " if by_layers else ""
             raise InvalidOption(
-                f"`{owner}` cannot mask `{weight}`, which the parametrization `{kind}` computes from `{name}`; take "
-                f"the layer away with '!{weight.rpartition('.')[0] or weight}.*' in `layers`, or remove the "
-                "parametrization before training."
+                f"`{owner}` cannot mask `{weight}`, which the parametrization `{kind}` computes from `{name}`; "
+                f"{remedy}remove the parametrization before training."
             )
 
 

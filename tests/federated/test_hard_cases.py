@@ -378,6 +378,19 @@ def test_fedlps_says_why_it_needs_a_validation_step(trainer):
         trainer(algorithm=FedLPS()).fit(TestsOnly(num_classes=4, sample_shape=(1, 1, 8)), blobs(eval_split="test"))
 
 
+def test_a_mask_of_what_weight_norm_divides_by_is_refused(trainer):
+    def normed():
+        net = Net()
+        net.net[1] = nn.utils.parametrizations.weight_norm(net.net[1])
+        return net
+
+    words = "`algorithm` cannot mask `net.1.weight`, .*`_WeightNorm`.*; remove the parametrization before training"
+    for engine in ("auto", "fast"):
+        with pytest.raises(InvalidOption, match=words):
+            trainer(algorithm=FedSpa(density=0.5), federation={"local_engine": engine}).fit(normed(), blobs())
+    assert trainer().fit(normed(), blobs())
+
+
 def test_mistakes_are_told_before_anything_is_trained(trainer):
     class NoStep(L.LightningModule):
         pass

@@ -61,7 +61,7 @@ def choose_worker(
         return worker
     if asked == "auto" and several and device.type == "cpu" and _may_gain(module, algorithm, federation):
         worker = StackedWorker(module, data, engine, work, device, asked=False)
-        if worker.can_stack and worker.stack_size(federation.clients_per_round) > 1:
+        if worker.can_stack and not worker.loops and worker.stack_size(federation.clients_per_round) > 1:
             _messages.info(
                 "Several clients train at once (`federation.local_engine: auto`); set `fast` to train them one after "
                 "another, with the bits of a Trainer."

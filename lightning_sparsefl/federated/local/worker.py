@@ -14,6 +14,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule
 
 from lightning_sparsefl.callbacks import LayerFreezing, StaticMask
+from lightning_sparsefl.callbacks.layers import require_maskable
 from lightning_sparsefl.errors import InvalidOption
 from lightning_sparsefl.federated.client import Client
 from lightning_sparsefl.federated.exchange.flat import FlatModule, FlatTree
@@ -88,6 +89,8 @@ class ClientWorker:
         self.initial: FlatTree = self.flat.read()
         self.buffers = floats = self.flat.layout.buffers
         self._warned: set[tuple[type[Warning], str]] = set()
+        self._maskable: set[str] = set()
+        """Names that masks have had."""
         self._counters = {n: b.detach().clone() for n, b in module.named_buffers() if n not in floats}
 
     def load(self, weights: Weights) -> None:
@@ -212,6 +215,9 @@ class ClientWorker:
             masks: Masks that are held.
             trainable: Masks of what may change.
             own: Callbacks of the algorithm.
+
+        Raises:
+            InvalidOption: If a parametrization, such as weight norm, computes a weight from what is masked.
         """
         attached = [*copy.deepcopy(list(self.work.client_callbacks)), *own]
         if client.deadline is not None:
@@ -219,6 +225,8 @@ class ClientWorker:
         if trainable:
             attached.append(LayerFreezing(trainable))
         if masks:
+            require_maskable(self.module, sorted(masks.keys() - self._maskable), "algorithm", by_layers=False)
+            self._maskable |= masks.keys()
             attached.append(StaticMask(masks=masks))
         if self.work.round_lr is not None:
             attached.append(ScaleLearningRates(self.work.round_lr.factor(client.round, client.max_rounds)))

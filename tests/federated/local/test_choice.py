@@ -104,11 +104,18 @@ def test_auto_stacks_a_small_network(fit, caplog):
     assert not equal(weights, alone)  # dropout draws other numbers
 
 
+class WeightNormed(Classifier):
+    def __init__(self):
+        super().__init__()
+        self.net[0] = nn.utils.parametrizations.weight_norm(self.net[0])
+
+
 ALONE = {
     "few clients": {"per_round": 2},
     "small stacks": {"stack_size": 2},
     "a clock of each client": {"client_timeout": 100.0},
     "instance norm": {"module": Normed},
+    "a function in a loop": {"module": WeightNormed},
     "a large network": {"module": Large},
     "a step that cannot be stacked": {"module": Reading},
     "a method of the user": {"algorithm": OwnTrain},

@@ -52,10 +52,10 @@ def _is_fused(group: Mapping[str, Any], state: Mapping[Tensor, Mapping[str, Any]
 
 def _is_walked(leaf: Tensor, state: Mapping[str, Any]) -> bool:
     """Return whether the numbers of a leaf, its gradient and its state lie in memory in one order, without gaps."""
-    shape, order = leaf.shape, _order(leaf)
+    shape, strides = leaf.shape, leaf.stride()
     kept = [value for value in state.values() if isinstance(value, Tensor)]
     for value in (leaf.grad, *(value for value in kept if value.shape == shape)):
-        if value is None or value.is_sparse or _order(value) != order:
+        if value is None or value.is_sparse or (value.stride() != strides and _order(value) != _order(leaf)):
             return False
     counts = all(value.dtype is torch.float32 for value in kept if value.shape != shape)  # as the kernel reads
     return counts and leaf.device.type == "cpu" and (leaf.is_contiguous() or _has_no_gaps(leaf))

@@ -32,6 +32,8 @@ from lightning_sparsefl.federated.local.worker import ClientWorker
 
 _DOUBLE = "64-true"
 _PRECISIONS = ("32-true", _DOUBLE)
+_LOOPS = "not yet implemented the batching rule"
+"""Words of the warning of ``torch.vmap`` that it does a function in a loop."""
 
 _CLAUSES = (
     (r"\.item\(\)", "reads a number out of a tensor (`.item()`, `float()`, `int()`)"),
@@ -81,11 +83,12 @@ class StackingTrial:
             ones are a stack.
         activations: Numbers that the module's layers return for one batch.
         samples: Number of samples in that batch.
+        loops: Whether the step calls a function that ``torch.vmap`` does for one client after another.
     """
 
     def __init__(self, worker: ClientWorker) -> None:
         self._worker, self._module, self._data = worker, worker.module, worker.data
-        self.planned, self.activations, self.samples = False, 0, 1
+        self.planned, self.activations, self.samples, self.loops = False, 0, 1, False
         self.reason = self._reason_of_settings() or self._reason_of_module() or self._reason_of_step()
 
     def _reason_of_settings(self) -> str | None:
@@ -135,9 +138,10 @@ class StackingTrial:
         """Train two clients on one batch, alone and stacked; return why the results differ, or None."""
         random, worker = torch.get_rng_state(), self._worker
         try:
-            with attributes_kept(self._module), warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # such as those of vmap about slow functions
+            with attributes_kept(self._module), warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
                 clause = self._clause()
+            self.loops = any(_LOOPS in str(warning.message) for warning in caught)
             if clause is None:
                 self._try_optimizers()
         except Exception as error:

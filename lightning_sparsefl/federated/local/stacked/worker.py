@@ -65,6 +65,11 @@ class StackedWorker(ClientWorker):
         return self.reason is None
 
     @property
+    def loops(self) -> bool:
+        """Whether a function of the training step is done for one client of a stack after another."""
+        return self._trial.loops
+
+    @property
     def reason(self) -> str | None:
         """Why clients cannot be stacked, as a clause; None if they can."""
         return self._trial.reason
