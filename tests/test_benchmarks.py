@@ -3,6 +3,7 @@
 import csv
 import json
 import runpy
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,10 @@ TINY = {
     ],
     "evaluation": ["--methods", "FedAvg", "--clients", "4", "--rounds", "1", "--cycles", "1"],
     "federated_round": ["--clients", "2", "--samples", "30", "--rounds", "2"],
+    "peers": [
+        *("--models", "MLP", "--cohort", "2", "--samples", "40", "--rounds", "1", "--cycles", "1"),
+        *("--sides", "stacked 1", "pfl 1", "fedjax"),
+    ],
 }
 
 
@@ -78,6 +83,33 @@ def test_the_ways_of_training_on_one_device_are_compared(tmp_path, monkeypatch, 
 def test_the_comparison_on_a_gpu_says_that_there_is_none(monkeypatch):
     with pytest.raises(SystemExit, match="No CUDA device was found; expected one, or `--accelerator cpu`"):
         run("gpu", [], monkeypatch)
+
+
+@pytest.mark.slow
+def test_peers_that_are_not_installed_are_left_out(tmp_path, monkeypatch, capsys):
+    installed = metadata.version
+
+    def version(name):
+        if name in ("pfl", "optax"):
+            raise metadata.PackageNotFoundError(name)
+        return "0" if name in ("fedjax", "jax", "dm-haiku") else installed(name)
+
+    monkeypatch.setattr(metadata, "version", version)
+    run("peers", [*TINY["peers"], "--out", str(tmp_path / "result.json")], monkeypatch)
+    result = json.loads((tmp_path / "result.json").read_text())
+    printed = capsys.readouterr()
+    assert json.loads(printed.out) == result
+    assert printed.err.splitlines() == [
+        "`pfl` is left out, since these are not installed: pfl.",
+        "`fedjax` is left out, since these are not installed: optax.",
+    ]
+    assert result["left_out"] == ["pfl", "fedjax"]
+    [row] = result["cells"]
+    assert row["steps"] == 2
+    assert row["differences"] == {}
+    assert list(row["seconds"]) == list(row["ratios"]) == ["bare", "stacked 1"]
+    assert row["ratios"]["bare"] == 1
+    assert all(times[0] > 0 for times in row["seconds"].values())
 
 
 def keys(tree):
