@@ -1,7 +1,8 @@
 """FedLPS (arXiv:2412.07216), Figures 6 to 9, on MNIST: classes that clients lack, levels of capacity, patterns.
 
 Figures 7 and 8 are about CIFAR-10 with VGG11; here the levels are those of the figures and the network that of MNIST.
-The methods of Figure 9 are compared at four densities. One seed, 100 rounds.
+The methods of Figure 9 are compared at four densities, and two options of the learned pattern at one of them. One seed,
+100 rounds.
 
     python benchmarks/paper/fedlps_figures.py --data DIR [--only 'lacks*']
 """
@@ -29,6 +30,8 @@ CELLS = {
         for density in (0.2, 0.4, 0.6, 0.8)
         for pattern in ("learned", "magnitude", "ordered", "random")
     },
+    "learned-0.4-by-round": ("figure9/mnist_learned_density0.4", ("--algorithm.refresh", "round")),
+    "learned-0.4-untied": ("figure9/mnist_learned_density0.4", ("--algorithm.score_strength", "0")),
     **{
         f"{name}-{method}": (cell, ("--algorithm.levels" if method == "fedlps" else "--federation.capacities", levels))
         for name, levels in LEVELS.items()
