@@ -97,7 +97,7 @@ class StackingTrial:
             return f"torch {torch.__version__} has no `torch._C._functorch.{missing}`"
         if not isinstance(engine, FastEngine):
             return "they need a real Trainer"
-        options, precision = engine.options, str(engine.fabric.strategy.precision.precision)
+        options, precision = engine.options, engine.precision
         if work.client_callbacks:
             return f"`trainer.client_callbacks` has a {type(work.client_callbacks[0]).__name__}"
         if work.validate:
