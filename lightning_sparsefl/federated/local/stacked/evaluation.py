@@ -194,7 +194,7 @@ class StackedEvaluation:
 
         part.call(run, batch)
         log.collect()
-        if low == number == 0:  # no use in going on
+        if low == number == 0:  # so that the other batches are not evaluated in vain
             self.kept.require_unchanged()
 
     def _read(self, low: int, high: int, number: int) -> tuple[Tensor, Tensor]:
