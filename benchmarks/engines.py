@@ -277,6 +277,17 @@ def measure(cell: Cell, samples: int, rounds: int, cycles: int, runs: list[str])
     return row
 
 
+def machine() -> dict[str, Any]:
+    """Return what a result says of the machine and the versions."""
+    return {
+        "processor": processor(),
+        "cores": os.cpu_count(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "lightning": lightning.__version__,
+    }
+
+
 def _median(values: Any) -> float:
     return round(statistics.median(values), 4)
 
@@ -297,14 +308,7 @@ def main() -> None:
     options = parser.parse_args()
     kept = json.loads(options.out.read_text())["cells"] if options.out and options.out.exists() else []
     cells: Mapping[Any, Any] = {_name(cell): cell for cell in kept}
-    result: dict[str, Any] = {
-        "processor": processor(),
-        "cores": os.cpu_count(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "lightning": lightning.__version__,
-        "batch": BATCH,
-    }
+    result: dict[str, Any] = {**machine(), "batch": BATCH}
     grid = (options.models, options.partitions, options.methods, options.cohorts, options.fleets)
     for model, partition, method, cohort, fleet in itertools.product(*grid):
         cell = Cell(model, partition, method, cohort, cohort * fleet)

@@ -34,7 +34,6 @@ import itertools
 import json
 import multiprocessing
 import os
-import platform
 import statistics
 import sys
 import tempfile
@@ -45,11 +44,10 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import lightning
 import numpy as np
 import torch
-from engines import MODELS, RUNS, Cell, Noise, apart, run_bare, run_federation
-from federated_round import BATCH, RATES, SEED, Bare, processor
+from engines import MODELS, RUNS, Cell, Noise, apart, machine, run_bare, run_federation
+from federated_round import BATCH, RATES, SEED, Bare
 from torch import Tensor, nn
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -318,11 +316,7 @@ def main() -> None:
         print(f"`{peer}` is left out, since these are not installed: {lacking}.", file=sys.stderr)
     sides = [side for side in dict.fromkeys(["bare", *options.sides]) if not side.startswith(tuple(missing))]
     result: dict[str, Any] = {
-        "processor": processor(),
-        "cores": os.cpu_count(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "lightning": lightning.__version__,
+        **machine(),
         "peers": versions,
         "batch": BATCH,
         "left_out": missing,
