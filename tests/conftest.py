@@ -14,6 +14,7 @@ import torch
 from helpers.command_line import sparsefl  # noqa: F401  (a fixture)
 from helpers.federation import federation, last  # noqa: F401  (fixtures)
 from helpers.slow import keep_named_tests, mark_slow_cases
+from lightning_sparsefl.federated.local.stacked.recording.recorder import StepRecorder
 from lightning_sparsefl.testing import contents
 
 os.environ["JSONARGPARSE_DEPRECATION_WARNINGS"] = "off"  # Lightning's CLI still calls what jsonargparse renames
@@ -48,6 +49,13 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def early_recordings() -> Iterator[None]:
+    """Stacks repeat recorded steps from their fourth step on, so that short runs do as well."""
+    with mock.patch.object(StepRecorder, "after", 0):
+        yield
 
 
 @pytest.fixture(scope="session")

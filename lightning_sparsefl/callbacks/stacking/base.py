@@ -86,6 +86,12 @@ class StackedCallback:
             setattr(part, name, getattr(self, name)[low:high])
         return part
 
+    @property
+    def acts_in_pass(self) -> bool:
+        """Whether the callback acts between the start of a batch and the end of its backward pass."""
+        ours, base = type(self), StackedCallback
+        return ours.before_pass is not base.before_pass or ours.after_backward is not base.after_backward
+
     def writes(self, name: str) -> bool:
         """Return whether the callback may write into a weight that is frozen for all clients.
 

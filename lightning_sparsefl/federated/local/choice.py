@@ -51,16 +51,16 @@ def choose_worker(
         work: Settings of local training.
         device: Device of the module.
     """
-    asked = federation.local_engine
+    asked, records = federation.local_engine, federation.record_steps
     if asked == "stacked":
-        worker = StackedWorker(module, data, engine, work, device)
+        worker = StackedWorker(module, data, engine, work, device, records=records)
         if not worker.can_stack:
             _messages.warn(
                 f"Clients train one after another, since {worker.reason}; set `federation.local_engine: auto`."
             )
         return worker
     if asked == "auto" and several and device.type == "cpu" and _may_gain(module, algorithm, federation):
-        worker = StackedWorker(module, data, engine, work, device, asked=False)
+        worker = StackedWorker(module, data, engine, work, device, asked=False, records=records)
         if worker.can_stack and not worker.loops and worker.stack_size(federation.clients_per_round) > 1:
             _messages.info(
                 "Several clients train at once (`federation.local_engine: auto`); set `fast` to train them one after "

@@ -11,7 +11,7 @@ from lightning_sparsefl.federated.rounds.run_options import RunOptions
 
 _SILENT = {
     "federation": (
-        *("local_engine", "placement", "wire", "checkpoint_every_n_rounds", "pictures_every_n_rounds"),
+        *("local_engine", "placement", "wire", "checkpoint_every_n_rounds", "pictures_every_n_rounds", "record_steps"),
         "workers_per_device",
     ),
     "trainer": ("max_steps", "log_every_n_steps", "default_root_dir"),

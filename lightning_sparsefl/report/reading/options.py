@@ -20,7 +20,15 @@ _WITHOUT_EFFECT = {
     "config": (),
     "data": ("eval_batch_size", "num_workers", "root"),
     "federation": (
-        *("checkpoint_every_n_rounds", "local_engine", "pictures_every_n_rounds", "placement", "stack_size", "store"),
+        *(
+            "checkpoint_every_n_rounds",
+            "local_engine",
+            "pictures_every_n_rounds",
+            "placement",
+            "record_steps",
+            "stack_size",
+            "store",
+        ),
         *("wire", "workers_per_device"),
     ),
     "trainer": (

@@ -33,8 +33,8 @@ class BatchPass:
     def __init__(
         self, part: StackedModule, caller: StepCaller, batch: Any, number: int, log: StackedLog, step: int
     ) -> None:
-        self.part, self.batch, self.step = part, batch, step
-        self._caller, self._number, self._log, self._level = caller, number, log, 0
+        self.part, self.batch, self.number, self.log, self.step = part, batch, number, log, step
+        self._caller, self._level = caller, 0
         self.losses = torch.empty(0)
         """Losses of the training step, one for each client."""
 
@@ -54,8 +54,8 @@ class BatchPass:
 
     def _losses(self, part: StackedModule) -> Tensor:
         def run(batch: Any, level: int) -> Any:
-            self._level = self._log.level = level
-            return self._caller(batch, self._number)
+            self._level = self.log.level = level
+            return self._caller(batch, self.number)
 
         output = part.call(run, self.batch)
         loss = output["loss"] if isinstance(output, Mapping) else output
@@ -79,28 +79,28 @@ class BatchPass:
         other = {name: value.detach().requires_grad_() for name, value in (weights or {}).items()}
         part.leaves, part.shared = {**self.part.leaves, **other}, self.part.shared - other.keys()
         wanted = {name: leaf for name, leaf in part.leaves.items() if leaf.requires_grad}
-        with self._leaving_no_trace(), torch.enable_grad():
+        with self.leaving_no_trace(), torch.enable_grad():
             losses = self._losses(part)
             value = losses if loss is None else loss()
             found = torch.autograd.grad(value.sum(), list(wanted.values()), allow_unused=True)
         return {name: slope for name, slope in zip(wanted, found, strict=True) if slope is not None}
 
     @contextmanager
-    def _leaving_no_trace(self) -> Iterator[None]:
-        """Mute the log, and restore statistics, counters and random numbers."""
+    def leaving_no_trace(self) -> Iterator[None]:
+        """Restore statistics, counters and random numbers after a pass, and discard what it has logged."""
         counters = [tensor for tensor in self.part.module.buffers() if not tensor.is_floating_point()]
         leaves = ((name, leaf) for name, leaf in self.part.leaves.items() if name not in self.part.shared)
         fixed = [leaf for _, leaf in leaves if not leaf.requires_grad]
-        before = [(tensor, tensor.clone()) for tensor in (*counters, *fixed)]
+        before = [(tensor, tensor._version, tensor.clone()) for tensor in (*counters, *fixed)]
         devices = {leaf.device.index or 0 for leaf in self.part.leaves.values() if leaf.device.type == "cuda"}
-        self._log.muted = True
         try:
-            with torch.random.fork_rng(devices=sorted(devices)):
+            with self.log.aside(), torch.random.fork_rng(devices=sorted(devices)):
                 yield
         finally:
-            self._log.muted = False
-            for tensor, value in before:
-                tensor.copy_(value)
+            for tensor, version, value in before:
+                # a batch norm writes its means without a new version; for a counter, a write would look like the step's
+                if tensor.is_floating_point() or tensor._version != version:
+                    tensor.copy_(value)
 
     def plain(self, tensor: Tensor) -> Tensor:
         """Return a tensor of a pass with the clients in dimension 0, for use in a hook of a layer."""

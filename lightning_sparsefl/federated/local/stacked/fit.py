@@ -26,6 +26,7 @@ from lightning_sparsefl.federated.local.stacked.leaves import StackedModule, sha
 from lightning_sparsefl.federated.local.stacked.logs import NotStackable, StackedLog
 from lightning_sparsefl.federated.local.stacked.optimizers import ELEMENTWISE, StackedOptimizer, clip
 from lightning_sparsefl.federated.local.stacked.reader import ClientReader, StackReader
+from lightning_sparsefl.federated.local.stacked.recording.recorder import StepRecorder
 from lightning_sparsefl.federated.local.stacked.undo import ModuleStates
 from lightning_sparsefl.seeds import seed_all
 from lightning_sparsefl.types import Masks, Weights
@@ -82,9 +83,12 @@ class StackedFit:
     Args:
         trainer: Trainer that the module sees, without callbacks and loggers.
         requests: Requests of the clients, by falling number of samples.
+        recorder: Recorder of the module's steps; None = each batch calls the training step.
     """
 
-    def __init__(self, trainer: StackTrainer, requests: Sequence[StackedRequest]) -> None:
+    def __init__(
+        self, trainer: StackTrainer, requests: Sequence[StackedRequest], recorder: StepRecorder | None = None
+    ) -> None:
         self.trainer, self.requests = trainer, requests
         self.module, self.size = trainer.lightning_module, len(requests)
         self.reader = StackReader([request.reader for request in requests])
@@ -99,6 +103,8 @@ class StackedFit:
         self.whole = StackedModule(self.module, self.size, self._shared())
         self._batches = max(request.reader.batches for request in requests)
         self.loop = AskedLoop(trainer, None, None, requests[0].epochs, -1)
+        acts = any(callback.acts_in_pass for callback, _ in self._callbacks)
+        self._recorder = None if acts else recorder
         self._states: ModuleStates | None = None
         """Attributes of the module before the first step, after callbacks and `configure_optimizers`."""
         self.checked = False
@@ -122,6 +128,8 @@ class StackedFit:
         with self.log.receiving(self.module), torch.enable_grad():
             self._make_optimizer()
             self._states = ModuleStates(self.module)
+            if self._recorder is not None:
+                self._recorder.start(whole, self._states)
             self._epochs()
             self._require_alike()
             self._states.require_unchanged()
@@ -238,27 +246,34 @@ class StackedFit:
         self.loop.optimizer_steps = taken
 
         one = BatchPass(part, step, batch, number, log, taken)
-        for callback in callbacks:
-            callback.before_pass(one)
-        losses = self._losses(one, alike=part is self.whole)
+        recorded = None
+        if self._recorder is None or not self.checked:
+            self._pass(one, callbacks)
+        else:
+            recorded = self._recorder.step(one, self.optimizer.optimizer, lambda: self._pass(one, callbacks))
         log.collect()
-        run_backward(losses.sum())
-        if not self.checked:
-            self._require_alike()
-            self.checked = True
-        for callback in callbacks:
-            callback.after_backward(one)
         for callback in callbacks:
             callback.before_step(part.leaves, taken)
         if trainer.gradient_clip_val:
             by_value = trainer.gradient_clip_algorithm == GradClipAlgorithmType.VALUE
             clip([part.leaves[name] for name in self._stepped], trainer.gradient_clip_val, by_value)
         rows = None if part is self.whole else {leaf: part.leaves[name] for name, leaf in whole.items()}
-        self.optimizer.step(low, high, rows)
+        self.optimizer.step(low, high, rows, recorded)
         for callback in callbacks:
             callback.after_step(part.leaves)
         for leaf in part.leaves.values():
             leaf.grad = None
+
+    def _pass(self, one: BatchPass, callbacks: Sequence[StackedCallback]) -> None:
+        """Give the clients of a batch their gradients by calling the module's training step."""
+        for callback in callbacks:
+            callback.before_pass(one)
+        run_backward(self._losses(one, alike=one.part is self.whole).sum())
+        if not self.checked:
+            self._require_alike()
+            self.checked = True
+        for callback in callbacks:
+            callback.after_backward(one)
 
     def _losses(self, one: BatchPass, alike: bool) -> Tensor:
         """Return the losses of a batch of each client.
@@ -285,7 +300,13 @@ def _options(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     return [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
 
 
-def fit_stack(engine: FastEngine, module: LightningModule, datamodule: Any, requests: Sequence[StackedRequest]) -> bool:
+def fit_stack(
+    engine: FastEngine,
+    module: LightningModule,
+    datamodule: Any,
+    requests: Sequence[StackedRequest],
+    recorder: StepRecorder | None = None,
+) -> bool:
     """Fit several clients as one.
 
     Args:
@@ -293,6 +314,7 @@ def fit_stack(engine: FastEngine, module: LightningModule, datamodule: Any, requ
         module: Module of the user; left as it was.
         datamodule: Object that becomes `trainer.datamodule`.
         requests: Requests of the clients, by falling number of samples.
+        recorder: Recorder of the module's steps; None = each batch calls the training step.
 
     Returns:
         Whether the module has asked for the number of batches.
@@ -301,7 +323,7 @@ def fit_stack(engine: FastEngine, module: LightningModule, datamodule: Any, requ
     trainer = StackTrainer(engine.options, engine.fabric, module, (), (), datamodule, engine.precision)
     seed_all(*requests[0].key, "stack")
     with restore_trainer_refs(module, ()), trainer.running():
-        fit = StackedFit(trainer, requests)
+        fit = StackedFit(trainer, requests, recorder)
         try:
             fit.run()
         except Exception:

@@ -55,14 +55,22 @@ def _is_walked(leaf: Tensor, state: Mapping[str, Any]) -> bool:
     shape, strides = leaf.shape, leaf.stride()
     kept = [value for value in state.values() if isinstance(value, Tensor)]
     for value in (leaf.grad, *(value for value in kept if value.shape == shape)):
-        if value is None or value.is_sparse or (value.stride() != strides and _order(value) != _order(leaf)):
+        if (
+            value is None
+            or value.is_sparse
+            or (value.stride() != strides and order_in_memory(value) != order_in_memory(leaf))
+        ):
             return False
     counts = all(value.dtype is torch.float32 for value in kept if value.shape != shape)  # as the kernel reads
     return counts and leaf.device.type == "cpu" and (leaf.is_contiguous() or _has_no_gaps(leaf))
 
 
-def _order(tensor: Tensor) -> list[int]:
-    """Return the strides of a tensor without those of dimensions of length 1, which are free."""
+def order_in_memory(tensor: Tensor) -> list[int]:
+    """Return the strides of a tensor without those of dimensions of length 1, which are free.
+
+    Args:
+        tensor: Tensor of any layout.
+    """
     return [step for length, step in zip(tensor.shape, tensor.stride(), strict=True) if length > 1]
 
 

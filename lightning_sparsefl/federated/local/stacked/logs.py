@@ -42,7 +42,7 @@ class _Entry:
         return [now if weight else before for now, weight, before in found]
 
 
-class _Logged(NamedTuple):
+class Logged(NamedTuple):
     """One call of `self.log`."""
 
     name: str
@@ -77,10 +77,9 @@ class StackedLog:
     """Client after the last one of the step that runs."""
     batch_size: int = 1
     """Number of samples of each client in the step that runs."""
-    muted: bool = False
-    """Whether values are discarded, as those of a second pass over a batch."""
+    pending: list[Logged] = field(default_factory=list)
+    """What the step that runs has logged."""
     _entries: dict[str, _Entry] = field(default_factory=dict)
-    _logged: list[_Logged] = field(default_factory=list)
 
     def log(
         self,
@@ -104,8 +103,6 @@ class StackedLog:
             NotStackable: If the value is no number or tensor of one number, or is reduced otherwise than by mean, sum,
                 minimum or maximum.
         """
-        if self.muted:
-            return
         reduce = reduce_fx if isinstance(reduce_fx, str) else getattr(reduce_fx, "__name__", "")
         if isinstance(value, (int, float)):
             value = torch.tensor(float(value))
@@ -117,9 +114,22 @@ class StackedLog:
         on_step, on_epoch = True if on_step is None else on_step, False if on_epoch is None else on_epoch
         tensor, dim = functorch.unwrap(value, self.level) if functorch.is_batched(value) else (value, None)
         size = self.batch_size if batch_size is None else batch_size
-        self._logged.append(
-            _Logged(name, tensor.clone(), dim, on_step, on_epoch, reduce, size, torch.get_default_dtype())
+        self.pending.append(
+            Logged(name, tensor.clone(), dim, on_step, on_epoch, reduce, size, torch.get_default_dtype())
         )
+
+    @contextmanager
+    def aside(self) -> Iterator[list[Logged]]:
+        """Receive what is logged inside in a list of its own, as that of a second pass over a batch.
+
+        Yields:
+            The list.
+        """
+        before, self.pending = self.pending, []
+        try:
+            yield self.pending
+        finally:
+            self.pending = before
 
     @contextmanager
     def receiving(self, module: LightningModule) -> Iterator[None]:
@@ -151,11 +161,11 @@ class StackedLog:
         Raises:
             NotStackable: If it has logged a tensor of several numbers.
         """
-        for logged in self._logged:
+        for logged in self.pending:
             self._record(logged)
-        self._logged.clear()
+        self.pending.clear()
 
-    def _record(self, logged: _Logged) -> None:
+    def _record(self, logged: Logged) -> None:
         count, value = self.high - self.low, logged.value
         if logged.dim is None:
             value = value.expand(count, *value.shape)
@@ -173,7 +183,7 @@ class StackedLog:
         if entry.on_epoch:
             self._reduce(entry, values, logged.batch_size)
 
-    def _entry(self, logged: _Logged, values: Tensor) -> _Entry:
+    def _entry(self, logged: Logged, values: Tensor) -> _Entry:
         newest = values.new_zeros(self.size)
         total = newest.new_full((self.size,), _STARTS.get(logged.reduce, 0.0))
         total = total.to(torch.promote_types(total.dtype, logged.dtype))  # as Lightning's results

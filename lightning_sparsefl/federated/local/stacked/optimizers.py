@@ -59,21 +59,26 @@ class StackedOptimizer:
         self._shares = True
         """Whether anything is kept beside tensors of the weights' shape; known after the first step with gradients."""
         self._fuses = may_be_fused(optimizer)
+        self._chosen_for: tuple[Any, ...] = ()
+        """What the last choice of a kernel for all clients depends on."""
 
-    def step(self, low: int, high: int, leaves: Mapping[Tensor, Tensor] | None = None) -> None:
+    def step(
+        self, low: int, high: int, leaves: Mapping[Tensor, Tensor] | None = None, layouts: object | None = None
+    ) -> None:
         """Step the clients from `low` to before `high`, all of which have taken the same number of steps.
 
         Args:
             low: First place in the stack.
             high: Place after the last one.
             leaves: Leaves of these clients, with gradients, by the leaf of all clients; None = the leaves of all.
+            layouts: Recorded step that has made the gradients, whose layouts it fixes; None = they are not known.
         """
         taken, moved = self.taken[low], self._moved
         optimizer = self.optimizer if leaves is None else self._part(low, high, leaves)
         if self._shares:
             self._write(optimizer, self._shared[taken])
         if self._fuses:
-            choose_kernel(optimizer)
+            self._choose_kernel(optimizer, layouts)
         step_optimizer(optimizer)
         for leaf in self._leaves(self.optimizer):
             if (leaf if leaves is None else leaves[leaf]).grad is not None:
@@ -88,6 +93,17 @@ class StackedOptimizer:
         if self._shares:
             for old in self._shared.keys() - set(self.taken):
                 del self._shared[old]
+
+    def _choose_kernel(self, optimizer: Any, layouts: object | None) -> None:
+        """Choose the kernel of the next step anew, unless nothing that the choice depends on has changed."""
+        if optimizer is not self.optimizer or layouts is None:
+            choose_kernel(optimizer)
+            return
+        groups = optimizer.param_groups
+        basis = (layouts, *((group.get("momentum"), group["weight_decay"]) for group in groups))
+        if basis != self._chosen_for:
+            choose_kernel(optimizer)
+            self._chosen_for = basis if optimizer.state else ()
 
     def _part(self, low: int, high: int, leaves: Mapping[Tensor, Tensor]) -> torch.optim.Optimizer:
         """Return an optimizer of some clients, whose tensors are views."""

@@ -25,6 +25,7 @@ from lightning_sparsefl.federated.local.stacked.evaluation import EvaluationRequ
 from lightning_sparsefl.federated.local.stacked.evaluator import StackEvaluator
 from lightning_sparsefl.federated.local.stacked.fit import StackedRequest, fit_stack
 from lightning_sparsefl.federated.local.stacked.reader import ClientReader, readable, reading_key
+from lightning_sparsefl.federated.local.stacked.recording.recorder import StepRecorder
 from lightning_sparsefl.federated.local.stacked.trial import StackingTrial, reason_of
 from lightning_sparsefl.federated.local.stacked.undo import CallbackStates
 from lightning_sparsefl.federated.local.worker import ClientWorker, FitRequest
@@ -49,13 +50,19 @@ class StackedWorker(ClientWorker):
 
     Fits that differ in more than numbers, and those of a module or of data that cannot be stacked, are done one after
     another as in :class:`ClientWorker`, and so are evaluations.
+
+    Args:
+        args: Arguments of :class:`ClientWorker`.
+        asked: Whether the user has asked for stacks, and is told where evaluations cannot be stacked.
+        records: Whether training steps are recorded (`federation.record_steps`).
     """
 
-    def __init__(self, *args: Any, asked: bool = True) -> None:
+    def __init__(self, *args: Any, asked: bool = True, records: bool = True) -> None:
         super().__init__(*args)
         self._shares: dict[int, float] = {}
         self._threads = ThreadPoolExecutor(_MOST_THREADS)
         self._trial = StackingTrial(self)
+        self._recorder = StepRecorder(self.module) if records else None
         numbers = self._trial.activations / self._trial.samples
         self._evaluator = StackEvaluator(self, numbers, self._budget // self._element, warns=asked)
 
@@ -284,8 +291,8 @@ class StackedWorker(ClientWorker):
             self._shares[request.client] = self._shares.get(request.client, 0.0) + share
 
     def _fit_stack(self, requests: Sequence[StackedRequest]) -> None:
-        units, module = requests[0].units, self.module
+        units, module, recorder = requests[0].units, self.module, self._recorder
         if units is not None:  # narrow models of equal widths differ in their weights alone
-            module = cast(LightningModule, cut(module, self.units, units))
+            module, recorder = cast(LightningModule, cut(module, self.units, units)), None
         with self._warning_once():
-            fit_stack(cast(FastEngine, self.engine), module, self.data, requests)
+            fit_stack(cast(FastEngine, self.engine), module, self.data, requests, recorder)

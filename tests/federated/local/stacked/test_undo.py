@@ -53,11 +53,11 @@ def failing(monkeypatch):
     steps, before = [], StackedOptimizer.step
 
     def make(error):
-        def step(self, low, high, leaves):
+        def step(self, low, high, *args):
             steps.extend([None] * (self.size == 4))
             if self.size == 4 and len(steps) == 3:
                 raise error
-            return before(self, low, high, leaves)
+            return before(self, low, high, *args)
 
         monkeypatch.setattr(StackedOptimizer, "step", step)
         return steps

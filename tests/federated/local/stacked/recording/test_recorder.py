@@ -1,0 +1,285 @@
+"""Stacks whose steps are recorded end with the bytes of those that call the training step for each batch."""
+
+from __future__ import annotations
+
+import random
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from lightning import LightningModule
+from torch import nn
+from torch.nn import functional as F
+
+from helpers.algorithms import every_variant
+from helpers.networks import module_for
+from lightning_sparsefl import FedAvg, FederatedTrainer, Federation, FedProx, FedRep
+from lightning_sparsefl.data import IID, Dirichlet, FederatedDigits
+from lightning_sparsefl.federated.local.stacked.recording import recorder
+from lightning_sparsefl.federated.local.stacked.recording.recorded_step import NotRecordable, RecordedStep, Unreadable
+from lightning_sparsefl.federated.local.stacked.recording.recorder import StepRecorder
+from lightning_sparsefl.models import SmallCNN
+
+
+class Net(LightningModule):
+    """Module that the cases change."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.net = self.layers()
+
+    def layers(self):
+        return nn.Sequential(nn.Flatten(), nn.Linear(64, 12), nn.Tanh(), nn.Linear(12, 10))
+
+    def forward(self, inputs):
+        return self.net(inputs)
+
+    def training_step(self, batch, batch_idx):
+        logits = self.net(batch[0])
+        self.log("train_acc", (logits.argmax(1) == batch[1]).float().mean(), on_step=False, on_epoch=True)
+        loss = F.cross_entropy(logits, batch[1])
+        self.log("loss", loss)
+        return loss
+
+    def test_step(self, batch, batch_idx):
+        self.log("test_loss", F.cross_entropy(self.net(batch[0]), batch[1]))
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-3)
+
+
+@pytest.fixture
+def repeated():
+    """The recorded steps that were repeated, one entry for each batch."""
+    steps, before = [], RecordedStep.run
+
+    def run(step, one):
+        steps.append(one.part.size)
+        before(step, one)
+
+    with mock.patch.object(RecordedStep, "run", run):
+        yield steps
+
+
+def digits(folder, module, algorithm=None, *, partition=None, epochs=2, rounds=2, **more):
+    trainer = FederatedTrainer(
+        algorithm=algorithm or FedAvg(),
+        federation=Federation(local_engine="stacked", clients_per_round=6, stack_size=3, **more.pop("federation", {})),
+        accelerator="cpu",
+        max_rounds=rounds,
+        max_epochs=epochs,
+        logger=False,
+        enable_progress_bar=False,
+        default_root_dir=str(folder),
+        seed=0,
+        **more,
+    )
+    data = FederatedDigits(
+        num_clients=6, batch_size=16, eval_split="test", partition=partition or IID(), test_per_client=10
+    )
+    trainer.fit(module, data)
+    clients = (trainer.run_folder / "clients.csv").read_text()
+    return {name: tensor.clone() for name, tensor in module.state_dict().items()}, clients
+
+
+def compare(folder, make, repeated, *args, **options):
+    """Run with and without recordings; return how many steps were repeated."""
+    federation = options.pop("federation", {})
+    called, before = digits(
+        folder / "called", make(), *args, federation={**federation, "record_steps": False}, **options
+    )
+    assert not repeated
+    found, after = digits(folder / "recorded", make(), *args, federation=federation, **options)
+    assert all(torch.equal(found[name], tensor) for name, tensor in called.items())
+    assert after == before
+    return len(repeated)
+
+
+class WithNorm(Net):
+    def layers(self):
+        return nn.Sequential(
+            nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(36, 10)
+        )
+
+
+class WithDropout(Net):
+    def layers(self):
+        return nn.Sequential(nn.Flatten(), nn.Linear(64, 12), nn.ReLU(), nn.Dropout(0.3), nn.Linear(12, 10))
+
+
+class WithPenalty(Net):
+    def training_step(self, batch, batch_idx):
+        weights = torch.tensor([1.0, 2.0] * 5)
+        terms = [parameter.square().sum() for parameter in self.parameters() if parameter.requires_grad]
+        return F.cross_entropy(self.net(batch[0]), batch[1], weight=weights) + 1e-3 * sum(terms)
+
+
+class WithAdam(Net):
+    def configure_optimizers(self):
+        optimizer = torch.optim.Adam(self.parameters(), lr=0.01)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
+
+
+class WithBuffers(Net):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("scale", torch.full((1,), 0.5))
+        self.register_buffer("order", torch.arange(10).flip(0))
+        self.limits = torch.tensor([-4.0, 4.0])
+
+    def training_step(self, batch, batch_idx):
+        logits = (self.net(batch[0]) * self.scale)[:, self.order]
+        return F.cross_entropy(logits.clamp(self.limits[0], self.limits[1]), batch[1])
+
+
+MODULES = [Net, WithNorm, WithDropout, WithPenalty, WithAdam, WithBuffers]
+
+
+@pytest.mark.parametrize("kind", MODULES, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("partition", [IID(), Dirichlet(alpha=0.5)], ids=["even", "uneven"])
+def test_recordings_change_no_byte(kind, partition, tmp_path, repeated):
+    assert compare(tmp_path, kind, repeated, partition=partition) > 20
+
+
+@pytest.mark.parametrize("algorithm", [FedProx(mu=0.1), FedRep(own=("net.3",))], ids=["FedProx", "FedRep"])
+def test_recordings_change_no_byte_beside_callbacks_and_frozen_layers(algorithm, tmp_path, repeated):
+    options = {"gradient_clip_val": 0.5, "partition": Dirichlet(alpha=0.5)}
+    assert compare(tmp_path, Net, repeated, algorithm, **options) > 20
+
+
+@every_variant
+def test_recordings_change_no_byte_of_any_method(algorithm, federation, repeated):
+    found = []
+    for records in (False, True):
+        torch.manual_seed(1)
+        module = module_for(algorithm)()
+        options = {"local_engine": "stacked", "stack_size": 4, "capacities": [0.5, 1.0], "record_steps": records}
+        federation(algorithm, folder=str(records), module=module, federation=options)
+        found.append(module.state_dict())
+        assert records or not repeated
+    assert all(torch.equal(found[1][name], tensor) for name, tensor in found[0].items())
+
+
+def test_images_of_a_network_of_the_package(tmp_path, repeated):
+    def make():
+        torch.manual_seed(1)
+        return SmallCNN(num_classes=10, sample_shape=(1, 8, 8), depth=2, width=4, lr=0.05, momentum=0.9)
+
+    assert compare(tmp_path, make, repeated, epochs=1) > 10
+
+
+class ByNumber(Net):
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch, batch_idx) * (1.0 if batch_idx % 3 else 0.5)
+
+
+class ByEpoch(Net):
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch, batch_idx) / (1 + self.current_epoch)
+
+
+class ByStep(Net):
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch, batch_idx) / (1 + self.trainer.global_step)
+
+
+class ByRate(Net):
+    def configure_optimizers(self):
+        vars(self)["own"] = super().configure_optimizers()
+        return [self.own], [torch.optim.lr_scheduler.ExponentialLR(self.own, 0.5)]
+
+    def training_step(self, batch, batch_idx):
+        own = vars(self).get("own")  # the trial has an optimizer of its own
+        return super().training_step(batch, batch_idx) * (own.param_groups[0]["lr"] if own else 0.1)
+
+
+class ByChance(Net):
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch, batch_idx) * (1 if random.random() < 2 else 0)
+
+
+class ByNumPy(Net):
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch, batch_idx) * (1 if np.random.rand() < 2 else 0)
+
+
+class Swallowing(Net):
+    def training_step(self, batch, batch_idx):
+        try:
+            odd = bool(batch_idx % 2)
+        except Exception:
+            odd = False
+        return super().training_step(batch, batch_idx) * (1.0 + odd)
+
+
+UNSUITABLE = [ByNumber, ByEpoch, ByStep, ByRate, ByChance, ByNumPy, Swallowing]
+
+
+@pytest.mark.parametrize("kind", UNSUITABLE, ids=lambda kind: kind.__name__)
+def test_a_step_that_depends_on_more_than_batch_and_weights_is_called(kind, tmp_path, repeated):
+    assert compare(tmp_path, kind, repeated) == 0
+
+
+def test_a_recording_that_differs_from_the_next_call_is_dropped(tmp_path, repeated):
+    """Here the number of calls is kept where nobody looks for it."""
+    calls = []
+
+    class Counting(Net):
+        def training_step(self, batch, batch_idx):
+            calls.append(1)
+            return super().training_step(batch, batch_idx) * (1.0 if len(calls) < 8 else 1.0 / len(calls))
+
+    def make():
+        calls.clear()
+        return Counting()
+
+    with mock.patch.object(StepRecorder, "_results_of", wraps=StepRecorder._results_of) as compared:
+        digits(tmp_path, make())
+    assert compared.called
+    assert len(repeated) == compared.call_count  # no step besides those that were compared
+
+
+def test_another_attribute_begins_new_recordings(tmp_path, repeated):
+    """As if somebody had changed the module between two fits."""
+
+    class Scaled(Net):
+        factor = 1.0
+
+        def training_step(self, batch, batch_idx):
+            return super().training_step(batch, batch_idx) * self.factor
+
+    before = StepRecorder.start
+
+    def start(self, whole, states):
+        vars(self._module)["factor"] = 2.0 if repeated else 1.0
+        before(self, whole, type(states)(self._module))
+
+    with mock.patch.object(StepRecorder, "start", start), pytest.raises(Warning, match="factor"):
+        digits(tmp_path, Scaled(), rounds=3)
+
+
+def test_recordings_of_ever_new_shapes_end(tmp_path, repeated):
+    with mock.patch.object(recorder, "_MOST", 1):
+        some = compare(tmp_path / "some", Net, repeated, partition=Dirichlet(alpha=0.5))
+    repeated.clear()
+    assert 0 < some < compare(tmp_path / "all", Net, repeated, partition=Dirichlet(alpha=0.5))
+
+
+def test_whatever_is_done_with_a_stand_in_is_remembered():
+    uses = [bool, int, float, str, repr, len, iter, hash, list, "{}".format, lambda x: x + 1, lambda x: 1 - x]
+    uses += [
+        lambda x: x == 1,
+        lambda x: x < 1,
+        lambda x: x % 2,
+        lambda x: x.current_epoch,
+        lambda x: x[0],
+        lambda x: [0][x],
+    ]
+    for use in uses:
+        stand_in = Unreadable()
+        with pytest.raises(NotRecordable):
+            use(stand_in)
+        assert stand_in.is_read
+    assert not Unreadable().is_read
