@@ -54,7 +54,7 @@ def one_thread() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def early_recordings() -> Iterator[None]:
     """Stacks repeat recorded steps from their fourth step on, so that short runs do as well."""
-    with mock.patch.object(StepRecorder, "after", 0):
+    with mock.patch.object(StepRecorder, "after", 1):
         yield
 
 

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, Literal, NamedTuple
 
 from lightning.fabric import Fabric
@@ -63,6 +63,12 @@ def _require(reason: str | None) -> None:
         raise InvalidOption(f"Clients cannot train: {reason}; set `federation.local_engine: trainer`.")
 
 
+@lru_cache(maxsize=64)
+def _with_epochs(options: LocalOptions, epochs: int) -> LocalOptions:
+    """Return options with another number of epochs; kept, since checking them takes as long as a small model's step."""
+    return replace(options, max_epochs=epochs)
+
+
 class _Evaluator(NamedTuple):
     """An evaluation that another one can follow."""
 
@@ -97,7 +103,7 @@ class FastEngine:
 
     def for_epochs(self, epochs: int) -> FastEngine:
         """Return an engine with the same options except for the number of local epochs."""
-        return FastEngine(self.fabric, replace(self.options, max_epochs=epochs), self.precision)
+        return FastEngine(self.fabric, _with_epochs(self.options, epochs), self.precision)
 
     def fit(
         self,

@@ -247,7 +247,7 @@ class StackedFit:
 
         one = BatchPass(part, step, batch, number, log, taken)
         recorded = None
-        if self._recorder is None or not self.checked:
+        if self._recorder is None:
             self._pass(one, callbacks)
         else:
             recorded = self._recorder.step(one, self.optimizer.optimizer, lambda: self._pass(one, callbacks))
