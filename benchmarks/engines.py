@@ -7,7 +7,7 @@ the same cycle. Rounds include their commits, and no evaluation.
 
     python benchmarks/engines.py --models MLP LeNet5 --cohorts 10 50 --out result.json
 
-Cells that the file has already are measured again, and the others stay.
+Cells that the file has already are measured again, and the others stay; each names the machine it was measured on.
 """
 
 from __future__ import annotations
@@ -265,7 +265,7 @@ def measure(cell: Cell, samples: int, rounds: int, cycles: int, runs: list[str])
                 times = apart(run_federation, cell, samples, rounds, *RUNS[side])
             taken[side].append({key: statistics.median(time[key] for time in times) for key in times[0]})
     row: dict[str, Any] = {**asdict(cell), "samples": samples, "rounds": rounds, "cycles": cycles}
-    row["load"] = round(os.getloadavg()[0], 1)
+    row |= {"load": round(os.getloadavg()[0], 1), "machine": machine()}
     row |= {f"bare_{clock}_s": _median(time[clock] for time in taken["bare"]) for clock in ("cpu", "wall")}
     for side in runs:
         for clock in ("cpu", "wall"):
@@ -308,7 +308,7 @@ def main() -> None:
     options = parser.parse_args()
     kept = json.loads(options.out.read_text())["cells"] if options.out and options.out.exists() else []
     cells: Mapping[Any, Any] = {_name(cell): cell for cell in kept}
-    result: dict[str, Any] = {**machine(), "batch": BATCH}
+    result: dict[str, Any] = {"batch": BATCH}
     grid = (options.models, options.partitions, options.methods, options.cohorts, options.fleets)
     for model, partition, method, cohort, fleet in itertools.product(*grid):
         cell = Cell(model, partition, method, cohort, cohort * fleet)

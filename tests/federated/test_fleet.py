@@ -136,7 +136,7 @@ def test_a_killed_run_resumes_to_the_same_bytes(tmp_path, in_memory, moment, mon
     if child == 0:
         owner, name, calls = {
             "inside the file's commit": (RecordDatabase, "_insert", 5),
-            "before the checkpoint": (SqliteStore, "commit", 6),
+            "before the checkpoint": (SqliteStore, "conclude", 6),
             "after the checkpoint": (SqliteStore, "discard_unreferenced", 6),
         }[moment]
         kill_after(owner, name, calls)

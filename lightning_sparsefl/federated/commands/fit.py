@@ -21,7 +21,7 @@ from lightning_sparsefl.federated.storage import checkpoint
 from lightning_sparsefl.federated.storage.atomic_files import raise_disk_full
 from lightning_sparsefl.federated.storage.checkpoint import Checkpoint
 from lightning_sparsefl.federated.storage.folder_lock import FolderLock
-from lightning_sparsefl.federated.storage.record_store import StoredRecords
+from lightning_sparsefl.federated.storage.record_store import StoredRecords, commit_together
 from lightning_sparsefl.federated.storage.run_folder import RunFolder, new_version
 from lightning_sparsefl.federated.tracking.hyperparameters import hyperparameters
 from lightning_sparsefl.federated.tracking.recorder import Recorder
@@ -262,7 +262,7 @@ class Fit:
     def _commit(self) -> None:
         """Commit the finished round: every rank writes its records, then rank 0 the checkpoint that names them."""
         folder = self.folder.checkpoints
-        records = [store.commit(folder / checkpoint.CLIENTS, self._state.server.round) for store in self._stores]
+        records = commit_together(self._stores, folder / checkpoint.CLIENTS, self._state.server.round)
         self.ranks.share(lambda: self._write(records) if self.ranks.first else None)
         self._committed = self._state.server.round
 

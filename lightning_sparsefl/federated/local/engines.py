@@ -26,7 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 from lightning.fabric import Fabric
@@ -63,12 +63,6 @@ def _require(reason: str | None) -> None:
         raise InvalidOption(f"Clients cannot train: {reason}; set `federation.local_engine: trainer`.")
 
 
-@lru_cache(maxsize=64)
-def _with_epochs(options: LocalOptions, epochs: int) -> LocalOptions:
-    """Return options with another number of epochs; kept, since checking them takes as long as a small model's step."""
-    return replace(options, max_epochs=epochs)
-
-
 class _Evaluator(NamedTuple):
     """An evaluation that another one can follow."""
 
@@ -97,13 +91,18 @@ class FastEngine:
         self.fabric, self.options = fabric, options
         self.precision = precision or str(fabric.strategy.precision.precision)
         self.global_step = 0
+        self._by_epochs: dict[int, LocalOptions] = {}
+        """Options with other numbers of epochs, kept since checking them takes as long as a small model's step."""
         self._evaluator: _Evaluator | None = None
         """The newest evaluation, if further clients can be evaluated without a new set-up."""
         _require(unsupported_fabric_reason(fabric))
 
     def for_epochs(self, epochs: int) -> FastEngine:
         """Return an engine with the same options except for the number of local epochs."""
-        return FastEngine(self.fabric, _with_epochs(self.options, epochs), self.precision)
+        options = self._by_epochs.get(epochs)
+        if options is None:
+            options = self._by_epochs[epochs] = replace(self.options, max_epochs=epochs)
+        return FastEngine(self.fabric, options, self.precision)
 
     def fit(
         self,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import NamedTuple
@@ -74,9 +74,8 @@ class MemoryStore(RecordStore):
         """Return all records of this rank; see :class:`RecordStore`."""
         return {client: self._asked_for(versions) for client, versions in self._versions.items()}
 
-    def commit(self, folder: Path, round: int) -> StoredRecords:
-        """Write what changed into one file of each rank; see :class:`RecordStore`."""
-        parts = self.ranks.share(lambda: self._write(folder, round))
+    def conclude(self, parts: Sequence[_Part], folder: Path, round: int) -> StoredRecords:
+        """Note which files hold which versions; see :class:`RecordStore`."""
         self._files_before = files_of(self._index, self.name)
         for rank, part in enumerate(parts):
             for client, versions in part.versions.items():
@@ -93,7 +92,8 @@ class MemoryStore(RecordStore):
         wanted = {newest(versions), None if self.pinned is None else newest(versions, self.pinned)}
         return {version: place for version, place in versions.items() if version in wanted}
 
-    def _write(self, folder: Path, round: int) -> _Part:
+    def write(self, folder: Path, round: int) -> _Part:
+        """Write what changed into one file of this rank; see :class:`RecordStore`."""
         writes = self.divided or self.ranks.first
         due = sorted((client, version) for client, version in self._changed if version <= round) if writes else []
         content: dict[int, Versions] = defaultdict(dict)

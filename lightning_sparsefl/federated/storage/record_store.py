@@ -8,7 +8,7 @@ that a checkpoint still names.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -113,13 +113,38 @@ class RecordStore(ABC):
             CheckpointMismatch: If a file is missing, damaged or of another run.
         """
 
-    @abstractmethod
     def commit(self, folder: Path, round: int) -> StoredRecords:
         """Write what changed since the last commit; called on all ranks.
 
         Args:
             folder: Folder of the record files.
             round: Number of finished rounds; later versions are not written.
+
+        Returns:
+            The reference for the checkpoint.
+        """
+        return commit_together([self], folder, round)[0]
+
+    @abstractmethod
+    def write(self, folder: Path, round: int) -> Any:
+        """Write this rank's part of what changed since the last commit.
+
+        Args:
+            folder: Folder of the record files.
+            round: Number of finished rounds; later versions are not written.
+
+        Returns:
+            What the other ranks need to know of it.
+        """
+
+    @abstractmethod
+    def conclude(self, parts: Sequence[Any], folder: Path, round: int) -> StoredRecords:
+        """Conclude a commit when all ranks have written; called on all ranks.
+
+        Args:
+            parts: Results of :meth:`write` by rank.
+            folder: Folder of the record files.
+            round: Number of finished rounds.
 
         Returns:
             The reference for the checkpoint.
@@ -136,3 +161,20 @@ class RecordStore(ABC):
             folder: Folder of the record files.
             before: Reference in the previous checkpoint; None if that one cannot be read.
         """
+
+
+def commit_together(stores: Sequence[RecordStore], folder: Path, round: int) -> list[StoredRecords]:
+    """Commit several stores with one exchange between the ranks, which takes longer than small records do.
+
+    Args:
+        stores: Stores of the same ranks.
+        folder: Folder of the record files.
+        round: Number of finished rounds; later versions are not written.
+
+    Returns:
+        The reference of each store for the checkpoint.
+    """
+    written = stores[0].ranks.share(lambda: [store.write(folder, round) for store in stores])
+    return [
+        store.conclude(parts, folder, round) for store, parts in zip(stores, zip(*written, strict=True), strict=True)
+    ]

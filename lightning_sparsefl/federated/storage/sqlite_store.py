@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from lightning_sparsefl.errors import CheckpointMismatch, InvalidOption
@@ -103,17 +103,16 @@ class SqliteStore(RecordStore):
         wanted = {newest(versions), None if self.pinned is None else newest(versions, self.pinned)}
         return {version: packed for version, packed in versions.items() if version in wanted}
 
-    def commit(self, folder: Path, round: int) -> StoredRecords:
-        """Write what changed, in one transaction for each shard; see :class:`RecordStore`."""
-        parts = self.ranks.share(lambda: self._write(folder, round))
+    def conclude(self, parts: Sequence[dict[int, dict[int, str]]], folder: Path, round: int) -> StoredRecords:
+        """Open what other ranks have written, and forget what is on disk; see :class:`RecordStore`."""
         if not self.divided and self.ranks.size > 1:
             self.ranks.share(lambda: self._follow(folder, round))
         self._committed = round
         self._new = {c: later for c, v in self._new.items() if (later := {r: p for r, p in v.items() if r > round})}
         return reference(round, self._count, {shard: sums for part in parts for shard, sums in part.items()})
 
-    def _write(self, folder: Path, round: int) -> dict[int, dict[int, str]]:
-        """Commit to the shards that this rank owns; return their sums by round."""
+    def write(self, folder: Path, round: int) -> dict[int, dict[int, str]]:
+        """Write what changed in one transaction for each shard of this rank; return their sums by round."""
         changed: dict[int, list[tuple[int, int, Packed]]] = defaultdict(list)
         for client, versions in sorted(self._new.items()):
             changed[client % self._count] += [(client, r, versions[r]) for r in sorted(versions) if r <= round]

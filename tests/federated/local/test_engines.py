@@ -424,6 +424,15 @@ def test_hyperparameters_reach_the_loggers(
     assert capsys.readouterr().out == "last torch.Size([]) None\n"
 
 
+def test_an_engine_for_other_epochs_keeps_the_other_options(fabric: Fabric) -> None:
+    for limit in (1.0, 1):  # all batches, and one batch
+        engine = FastEngine(fabric, LocalOptions(limit_train_batches=limit))
+        for epochs in (3, 2, 3):
+            options = engine.for_epochs(epochs).options
+            assert options == LocalOptions(limit_train_batches=limit, max_epochs=epochs)
+            assert type(options.limit_train_batches) is type(limit)
+
+
 def test_an_unknown_precision_or_device_is_refused() -> None:
     strategy = SimpleNamespace(precision=SimpleNamespace(precision="transformer-engine"))
     exotic: Any = SimpleNamespace(strategy=strategy, device=torch.device("cpu"))

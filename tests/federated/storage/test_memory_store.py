@@ -6,7 +6,7 @@ import torch
 from lightning_sparsefl.errors import CheckpointMismatch
 from lightning_sparsefl.federated.storage.atomic_files import load_plain, write_atomically
 from lightning_sparsefl.federated.storage.memory_store import MemoryStore
-from lightning_sparsefl.federated.storage.record_store import StoredRecords
+from lightning_sparsefl.federated.storage.record_store import StoredRecords, commit_together
 
 
 def packed(number):
@@ -43,6 +43,23 @@ def test_two_stores_share_a_folder(tmp_path, alone, store):
         each.commit(tmp_path, 1)
         each.discard_unreferenced(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["nodes-000001-000.pt", "server-000001-000.pt"]
+
+
+def test_stores_are_committed_together_as_one_by_one(tmp_path, alone, monkeypatch):
+    exchanges, share = [], type(alone).share
+    monkeypatch.setattr(type(alone), "share", lambda ranks, work: exchanges.append(1) or share(ranks, work))
+    stored = {}
+    for way in ("together", "one by one"):
+        stores = [MemoryStore(name, alone) for name in ("server", "nodes")]
+        for number, each in enumerate(stores):
+            each.put(number, packed(number), 1)
+        folder = tmp_path / way
+        folder.mkdir()
+        stored[way] = commit_together(stores, folder, 1) if way == "together" else [s.commit(folder, 1) for s in stores]
+        stored[way, "exchanges"] = len(exchanges)
+        exchanges.clear()
+    assert stored["together"] == stored["one by one"]
+    assert (stored["together", "exchanges"], stored["one by one", "exchanges"]) == (1, 2)
 
 
 def test_only_the_newest_version_and_the_pinned_rounds_are_kept(tmp_path, alone, store):
