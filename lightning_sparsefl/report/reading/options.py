@@ -20,16 +20,8 @@ _WITHOUT_EFFECT = {
     "config": (),
     "data": ("eval_batch_size", "num_workers", "root"),
     "federation": (
-        *(
-            "checkpoint_every_n_rounds",
-            "local_engine",
-            "pictures_every_n_rounds",
-            "placement",
-            "record_steps",
-            "stack_size",
-            "store",
-        ),
-        *("wire", "workers_per_device"),
+        *("checkpoint_every_n_rounds", "local_engine", "pictures_every_n_rounds", "placement", "record_steps"),
+        *("stack_size", "store", "wire", "workers_per_device"),
     ),
     "trainer": (
         *("accelerator", "default_root_dir", "devices", "enable_progress_bar", "logger", "num_nodes", "num_threads"),

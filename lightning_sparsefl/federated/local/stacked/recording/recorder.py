@@ -32,8 +32,14 @@ class _Step:
     """What is known of the steps of some shapes."""
 
     calls: int = 0
-    recorded: RecordedStep | None = None
-    is_proven: bool = False
+    candidate: RecordedStep | None = None
+    """Recorded step that the next call is compared with."""
+    proven: RecordedStep | None = None
+    """Recorded step that has given what a call gave."""
+
+
+_Key = tuple[int, tuple[Hashable, ...]]
+"""Number of clients, and shapes of the batch's tensors."""
 
 
 class StepRecorder:
@@ -48,10 +54,12 @@ class StepRecorder:
 
     def __init__(self, module: LightningModule) -> None:
         self._module = module
-        self._steps: dict[Hashable, _Step] = {}
+        self._steps: dict[Hashable, dict[_Key, _Step]] = {}
+        """By the layout of a stack's tensors."""
+        self._current: dict[_Key, _Step] = {}
+        """Those of the fit that runs."""
         self._states: ModuleStates | None = None
         self._structure: tuple[Any, ...] = ()
-        self._layout: Hashable = ()
         self._changes = 0
 
     def start(self, whole: StackedModule, states: ModuleStates) -> None:
@@ -65,10 +73,11 @@ class StepRecorder:
         if self._states is None or structure != self._structure or self._states.changed() is not None:
             self._changes += self._states is not None
             self._steps, self._states, self._structure = {}, states, structure
-        self._layout = tuple(
+        layout = tuple(
             (name, leaf.shape[1:], leaf.stride(), leaf.dtype, leaf.requires_grad, name in whole.shared)
             for name, leaf in whole.leaves.items()
         )
+        self._current = self._steps.setdefault(layout, {})
 
     def step(self, one: BatchPass, optimizer: torch.optim.Optimizer, call: Callable[[], None]) -> RecordedStep | None:
         """Give the clients of a batch their gradients and logged values.
@@ -84,27 +93,27 @@ class StepRecorder:
         known = self._known(one)
         if known is None:
             call()
-        elif known.is_proven and known.recorded is not None:
-            known.recorded.run(one)
-            return known.recorded
-        elif known.recorded is not None:
-            expected = self._results_of(known.recorded, one)
-            call()
-            known.is_proven = _same(expected, _results(one))
-            known.recorded = known.recorded if known.is_proven else None
-        else:
-            if known.calls == self.after:
-                known.recorded = record(one, self._module, optimizer)
-            known.calls += 1
-            call()
+            return None
+        if known.proven is not None:
+            known.proven.run(one)
+            return known.proven
+        candidate, known.candidate = known.candidate, None
+        expected = None if candidate is None else self._results_of(candidate, one)
+        if known.calls == self.after:
+            known.candidate = record(one, self._module, optimizer)
+        known.calls += 1
+        call()
+        if expected is not None and _same(expected, _results(one)):
+            known.proven = candidate
         return None
 
     def _known(self, one: BatchPass) -> _Step | None:
         shapes = tuple((tensor.shape, tensor.stride(), tensor.dtype) for tensor in tensors_of(one.batch))
-        key = (self._layout, one.part.size, shapes)
-        if key not in self._steps and (len(self._steps) >= _MOST or self._changes >= _CHANGES):
-            return None
-        return self._steps.setdefault(key, _Step())
+        key = (one.part.size, shapes)
+        known = self._current.get(key)
+        if known is None and self._changes < _CHANGES and sum(map(len, self._steps.values())) < _MOST:
+            known = self._current[key] = _Step()
+        return known
 
     @staticmethod
     def _results_of(recorded: RecordedStep, one: BatchPass) -> Sequence[Tensor]:

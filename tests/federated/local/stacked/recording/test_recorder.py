@@ -16,6 +16,7 @@ from helpers.algorithms import every_variant
 from helpers.networks import module_for
 from lightning_sparsefl import FedAvg, FederatedTrainer, Federation, FedProx, FedRep
 from lightning_sparsefl.data import IID, Dirichlet, FederatedDigits
+from lightning_sparsefl.federated.local.stacked.fit import StackedFit
 from lightning_sparsefl.federated.local.stacked.recording import recorder
 from lightning_sparsefl.federated.local.stacked.recording.recorded_step import NotRecordable, RecordedStep, Unreadable
 from lightning_sparsefl.federated.local.stacked.recording.recorder import StepRecorder
@@ -243,6 +244,7 @@ def test_a_recording_that_differs_from_the_next_call_is_dropped(tmp_path, repeat
 
 def test_another_attribute_begins_new_recordings(tmp_path, repeated):
     """As if somebody had changed the module between two fits."""
+    fits, before = [], StackedFit.run
 
     class Scaled(Net):
         factor = 1.0
@@ -250,14 +252,18 @@ def test_another_attribute_begins_new_recordings(tmp_path, repeated):
         def training_step(self, batch, batch_idx):
             return super().training_step(batch, batch_idx) * self.factor
 
-    before = StepRecorder.start
+    def make():
+        fits.clear()
+        return Scaled()
 
-    def start(self, whole, states):
-        vars(self._module)["factor"] = 2.0 if repeated else 1.0
-        before(self, whole, type(states)(self._module))
+    def run(fit):
+        fits.append(len(repeated))
+        vars(fit.module)["factor"] = 1.0 if len(fits) < 6 else 0.5  # two of the fits are the trial's
+        before(fit)
 
-    with mock.patch.object(StepRecorder, "start", start), pytest.raises(Warning, match="factor"):
-        digits(tmp_path, Scaled(), rounds=3)
+    with mock.patch.object(StackedFit, "run", run):
+        compare(tmp_path, make, repeated, rounds=4)
+    assert 0 < fits[5] < len(repeated)  # before the change, and in all
 
 
 def test_recordings_of_ever_new_shapes_end(tmp_path, repeated):
