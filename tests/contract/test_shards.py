@@ -1,18 +1,17 @@
 """Node records stay with their homes: each rank writes its own, and any other number of ranks reads them."""
 
 import os
-import pickle
 import signal
 import sqlite3
 from contextlib import closing
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from lightning_sparsefl import Ditto, FederatedTrainer, Federation
 from lightning_sparsefl.data import FederatedBlobs
 from lightning_sparsefl.errors import RankFailed
+from lightning_sparsefl.federated.distributed.ranks import Ranks
 from lightning_sparsefl.federated.exchange.hashing import fingerprint
 from lightning_sparsefl.federated.storage.checkpoint import load_checkpoint
 from lightning_sparsefl.federated.storage.memory_store import read_stored
@@ -26,13 +25,13 @@ WEIGHTS = 8 * 600 + 600 + 600 * 4 + 4
 
 def fit(root, store, stages, monkeypatch):
     """Train for some rounds with each number of ranks in turn; return what is left, and the files of the nodes."""
-    gather = dist.all_gather_object
+    gather = Ranks._gather_bytes
 
-    def small(values, value):
-        assert len(pickle.dumps(value)) < 4 * WEIGHTS, "a gathered value is as large as a client's weights"
-        gather(values, value)
+    def small(ranks, payload):
+        assert len(payload) < 4 * WEIGHTS, "a gathered value is as large as a client's weights"
+        return gather(ranks, payload)
 
-    monkeypatch.setattr(dist, "all_gather_object", small)
+    monkeypatch.setattr(Ranks, "_gather_bytes", small)
     for rounds, devices in stages:
         trainer = FederatedTrainer(
             algorithm=Ditto(),

@@ -19,7 +19,6 @@ import contextlib
 import io
 import json
 import os
-import pickle
 import platform
 import resource
 import sqlite3
@@ -53,8 +52,8 @@ MIB = 2**20
 class Meter:
     """What one rank received from the others, and the time and the memory of its phases.
 
-    Received are the tensor of an all-reduce (however it is sent), the other ranks' parts of a gathered object, and the
-    bytes of a message. The phases are written to a file of each rank, since a forked process returns nothing.
+    Received are the tensor of an all-reduce (however it is sent), the other ranks' gathered values with their padding,
+    and the bytes of a message. The phases are written to a file of each rank, since a forked process returns nothing.
 
     Args:
         folder: Folder of the files.
@@ -71,7 +70,7 @@ class Meter:
         self._count("all_reduce", lambda tensor: tensor.nbytes)
         self._count("irecv", lambda tensor, src: tensor.nbytes)
         self._count("broadcast", lambda tensor, src: tensor.nbytes * (dist.get_rank() != src))
-        self._count("all_gather_object", lambda values, value: sum(map(_pickled, values)) - _pickled(value))
+        self._count("all_gather", lambda parts, part: sum(each.nbytes for each in parts) - part.nbytes)
         measured = Coordinator.round, Coordinator.evaluate
         meter = self
 
@@ -118,10 +117,6 @@ class Meter:
             "pss_mib": round(proportional_set_mib(), 1),
         }
         (self.folder / f"rank-{rank}.json").write_text(json.dumps(found))
-
-
-def _pickled(value: Any) -> int:
-    return len(pickle.dumps(value))
 
 
 def _median(moments: Any) -> float:

@@ -34,6 +34,8 @@ _BLOCK = 1 << 16
 _LARGEST_INT32 = torch.iinfo(torch.int32).max
 _PARTS = ("sum", "counts", "coordinate_counts", "voters")
 """Names of the vectors of a sum."""
+_FACTS = 6
+"""Number of facts of a sum, without those of each tensor."""
 
 
 class Reducer(ABC):
@@ -93,8 +95,9 @@ class Accumulator:
     def __init__(self, layout: Layout, grid: Grid, *, silence_counts: bool) -> None:
         self.layout, self.grid, self.silence_counts = layout, grid, silence_counts
         self.device = grid.device
-        self._terms = torch.zeros(layout.size + len(layout.names), dtype=torch.float64, device=self.device)
-        self._sum, self._counts = self._terms.split([layout.size, len(layout.names)])
+        names, facts = len(layout.names), _FACTS + len(layout.names)
+        self._terms = torch.zeros(layout.size + names + facts, dtype=torch.float64, device=self.device)
+        self._sum, self._counts, self._numbers = self._terms.split([layout.size, names, facts])
         self._votes: Tensor | None = None
         self._votes_dtype = torch.int32 if grid.total_weight <= _LARGEST_INT32 else torch.float64
         self._dense_voters = 0
@@ -286,16 +289,18 @@ class Accumulator:
             sums[name].add(term)
 
     def all_reduce(self, reduce: AllReduce, headers: SumHeaders) -> None:
-        """Sum over the ranks.
+        """Sum over the ranks; the facts are in the tensor of the sum, since a call takes time whatever its size.
 
         Args:
             reduce: Function that sums a tensor over the ranks in place.
             headers: Merged headers of all ranks' sums without a grid, in the same order on all ranks.
         """
-        self._set_facts(reduce(torch.tensor(self._facts(), dtype=torch.float64, device=self.device)).tolist())
+        self._numbers.copy_(torch.tensor(self._facts(), dtype=torch.float64))
+        reduce(self._terms)
+        self._set_facts(self._numbers.tolist())
         votes = [] if self._votes is None else [self._votes]
         digits = (digit for _, total, header in self._exact_sums(headers) for digit in total.align(header))
-        reduce_together(reduce, [self._terms, *votes, *digits])
+        reduce_together(reduce, [*votes, *digits])
 
     def _facts(self) -> list[float]:
         """Return the numbers of the sum that are no vectors, which add up over its parts."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import pickle
 import re
 import time
 import uuid
@@ -21,6 +22,8 @@ from lightning_sparsefl.errors import RankFailed
 from lightning_sparsefl.federated.distributed.signals import Interrupted
 
 T = TypeVar("T")
+_HEADER = 8
+"""Number of bytes before a gathered value, which hold its length."""
 
 
 class Ranks:
@@ -35,6 +38,8 @@ class Ranks:
         self.rank, self.size = fabric.global_rank, fabric.world_size
         self._tickets: dict[str, int] = {}
         self._token = ""  # of this run, since torchrun may use one store for all its restarts
+        self._room = 4096
+        """Number of bytes that a gathered value may have to be sent at once; the same on all ranks."""
         self.waited = 0.0
         """Time that this rank waited for the others in the last :meth:`share`, in seconds."""
 
@@ -51,13 +56,30 @@ class Ranks:
         return tensor
 
     def gather(self, value: Any) -> list[Any]:
-        """Return the values of all ranks, on every rank."""
+        """Return the values of all ranks, on every rank.
+
+        It takes one collective, where `torch.distributed.all_gather_object` takes one for the lengths before it. Only
+        a value that is longer than all before it takes a second one.
+        """
         if self.size == 1:
             return [value]
-        values: list[Any] = [None] * self.size
+        payload = pickle.dumps(value)
         with self._report_lost_rank():
-            dist.all_gather_object(values, value)
-        return values
+            return [pickle.loads(part) for part in self._gather_bytes(payload)]
+
+    def _gather_bytes(self, payload: bytes) -> list[bytes]:
+        sent = torch.zeros(_HEADER + self._room, dtype=torch.uint8)
+        content = len(payload).to_bytes(_HEADER, "little") + payload[: self._room]
+        sent[: len(content)] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+        sent = sent.to(self._device())
+        received = [torch.empty_like(sent) for _ in range(self.size)]
+        dist.all_gather(received, sent)
+        parts = [part.cpu().numpy().tobytes() for part in received]
+        lengths = [int.from_bytes(part[:_HEADER], "little") for part in parts]
+        if max(lengths) > self._room:
+            self._room = 2 * max(lengths)
+            return self._gather_bytes(payload)
+        return [part[_HEADER : _HEADER + length] for part, length in zip(parts, lengths, strict=True)]
 
     def exchange(self, parts: Sequence[Any]) -> list[Any]:
         """Send each rank its part, and return the parts that the ranks sent to this one.

@@ -48,17 +48,16 @@ def accumulated(reducer, total_weight=100, extra=None):
 
 
 @pytest.mark.parametrize(("reducer", "rows"), [(CoverageMean(), 2), (PlainMean(), 1)])
-def test_a_round_is_one_all_reduce_for_each_dtype_after_its_header(reducer, rows):
+def test_a_round_is_one_all_reduce_and_one_for_each_dtype_of_what_not_all_methods_have(reducer, rows):
     extra = {"control": {"0.weight": torch.full((7, 5), 1e20), "0.bias": torch.ones(7)}}
     layout, sums = accumulated(reducer, extra=extra)
     reduce = Counted()
     sums.all_reduce(reduce, sums.headers())
-    (_, header), *vectors = reduce.sent
-    digits = 3 * (35 + 7)
-    assert header < 20
-    assert vectors == [
-        (torch.float64, layout.size + len(layout.names) + digits),
+    digits, facts = 3 * (35 + 7), 6 + len(layout.names)
+    assert reduce.sent == [
+        (torch.float64, layout.size + len(layout.names) + facts),
         (torch.int32, rows * layout.size),
+        (torch.float64, digits),
     ]
 
 

@@ -12,6 +12,7 @@ from lightning_sparsefl.errors import InvalidOption, WorldSizeMismatch
 from lightning_sparsefl.federated.distributed import launcher as launch
 from lightning_sparsefl.federated.distributed import strategy as process
 from lightning_sparsefl.federated.distributed.fabric import build_fabric
+from lightning_sparsefl.federated.distributed.ranks import Ranks
 from lightning_sparsefl.federated.distributed.strategy import ClientParallelStrategy
 
 CPU = torch.device("cpu")
@@ -127,3 +128,17 @@ def test_the_threads_of_a_process_group_are_done_when_the_work_is(process_group)
     threading.Thread(target=lambda: exchanged.wait() and freed.append(True), daemon=True).start()
     launch.launch(Fabric(accelerator="cpu", devices=1), lambda fabric: exchanged.set())
     assert freed
+
+
+def test_values_of_any_length_are_gathered_in_the_order_of_the_ranks(tmp_path):
+    """The room for a value is the same on all ranks, also after a rank had a value that was too long for it."""
+
+    def gather(fabric):
+        ranks = Ranks(fabric)
+        rounds = [[(rank, "x" * length * (1 + rank)) for rank in range(2)] for length in (0, 10, 3_000, 100_000, 10)]
+        for values in rounds:
+            assert ranks.gather(values[ranks.rank]) == values
+        (tmp_path / str(ranks.rank)).touch()
+
+    launch.launch(fabric(devices=2, strategy="client_parallel_fork"), gather)
+    assert {path.name for path in tmp_path.iterdir()} == {"0", "1"}
