@@ -1,21 +1,20 @@
-"""Suspended work: several clients' work in one process, of which one runs at a time.
+"""Suspended work: several clients' work in one thread, of which one runs at a time.
 
 An algorithm calls ``client.fit(...)`` in the middle of its own code. To fit several clients at once, each client's work
-runs in a thread of its own, which waits in `fit` until all others have arrived there or ended. A baton goes from thread
-to thread, so that the module, the data and the random generators, which all share, are never used by two at a time.
-The threads are those of a pool, since a new one costs more than the Python of a small client's round.
+is a greenlet, a stack of calls of its own, which waits in `fit` until all others have arrived there or ended. So the
+module, the data and the random generators, which all share, are never used by two at a time. With a thread for each
+client, a twentieth of a small network's round went to waking the threads.
 """
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Executor
-from queue import SimpleQueue
+from contextlib import suppress
 from typing import Any, Generic, TypeVar
 
 import torch
+from greenlet import getcurrent, greenlet
 
 Result = TypeVar("Result")
 Serve = Callable[[Sequence[Any]], Sequence[Any]]
@@ -27,39 +26,32 @@ class Cancelled(BaseException):
 
 
 class Fiber(Generic[Result]):
-    """One work, in a thread that runs only between :meth:`resume` and its next request.
+    """One work, which runs only between :meth:`resume` and its next request.
 
     Args:
         work: Function without arguments; it may call :func:`ask`.
-        threads: Pool with a thread that is free.
     """
 
-    def __init__(self, work: Callable[[], Result], threads: Executor) -> None:
-        self._work = work
-        self._go: SimpleQueue[Any] = SimpleQueue()  # the baton; a semaphore is written in Python
-        self._back: SimpleQueue[None] = SimpleQueue()
-        self._grad = torch.is_grad_enabled()  # a thread's own
+    def __init__(self, work: Callable[[], Result]) -> None:
+        self._work, self._greenlet = work, _Greenlet(self)
+        self._grad = torch.is_grad_enabled()  # of the thread, which the callers and all works share
         self.request: Any = None
-        self.done = False
         self.seconds = 0.0
         """Time that the work itself has run, without its waiting."""
-        self.error: BaseException | None = None
+        self.error: Exception | None = None
         self._value: Result | None = None
-        threads.submit(self._main)
 
-    def _main(self) -> None:
-        first = self._go.get()
-        _local.fiber = self
+    def main(self, answer: Any = None) -> None:
+        """Do the work; an error is kept for :meth:`result`."""
         try:
-            if isinstance(first, Cancelled):
-                raise first
-            with torch.set_grad_enabled(self._grad):
-                self._value = self._work()
-        except BaseException as error:
+            self._value = self._work()
+        except Exception as error:
             self.error = error
-        _local.fiber = None  # the thread outlives the work
-        self.done = True
-        self._back.put(None)
+
+    @property
+    def done(self) -> bool:
+        """Whether the work has ended."""
+        return bool(self._greenlet.dead)
 
     def resume(self, answer: Any = None) -> None:
         """Let the work run until its next request or its end.
@@ -67,16 +59,12 @@ class Fiber(Generic[Result]):
         Args:
             answer: Answer to its request; an exception is raised there.
         """
-        started = time.perf_counter()
-        self._go.put(answer)
-        self._back.get()
-        self.seconds += time.perf_counter() - started
+        self._run(lambda: self._greenlet.switch(answer))
 
     def wait(self, request: Any) -> Any:
         """Hand over a request from within the work, and return its answer."""
         self.request = request
-        self._back.put(None)
-        answer = self._go.get()
+        answer = self._greenlet.parent.switch()
         self.request = None
         if isinstance(answer, BaseException):
             raise answer
@@ -91,19 +79,31 @@ class Fiber(Generic[Result]):
     def close(self) -> None:
         """End the work, wherever it waits."""
         while not self.done:
-            self.resume(Cancelled())
+            with suppress(Cancelled):
+                self._run(lambda: self._greenlet.throw(Cancelled))
+
+    def _run(self, switch: Callable[[], Any]) -> None:
+        started, outside = time.perf_counter(), torch.is_grad_enabled()
+        torch.set_grad_enabled(self._grad)
+        try:
+            switch()
+        finally:
+            self._grad = torch.is_grad_enabled()
+            torch.set_grad_enabled(outside)
+            self.seconds += time.perf_counter() - started
 
 
-class _Local(threading.local):
-    fiber: Fiber[Any] | None = None
+class _Greenlet(greenlet):
+    """Stack of the calls of one work."""
 
-
-_local = _Local()
+    def __init__(self, fiber: Fiber[Any]) -> None:
+        super().__init__(fiber.main)
+        self.fiber = fiber
 
 
 def waiting() -> bool:
     """Return whether the caller is within a work that can wait."""
-    return _local.fiber is not None
+    return isinstance(getcurrent(), _Greenlet)
 
 
 def ask(request: Any) -> Any:
@@ -112,17 +112,17 @@ def ask(request: Any) -> Any:
     Args:
         request: Anything that the `serve` of :func:`run` knows.
     """
-    assert _local.fiber is not None
-    return _local.fiber.wait(request)
+    current = getcurrent()
+    assert isinstance(current, _Greenlet)
+    return current.fiber.wait(request)
 
 
-def run(works: Sequence[Callable[[], Result]], serve: Serve, threads: Executor) -> Iterator[tuple[Result, float]]:
+def run(works: Sequence[Callable[[], Result]], serve: Serve) -> Iterator[tuple[Result, float]]:
     """Run works that wait for each other's requests.
 
     Args:
         works: Functions without arguments.
         serve: Answers the requests of all works that wait, again and again until none does.
-        threads: Pool with a thread for each work.
 
     Yields:
         What each work has returned, in their order, with the seconds that it ran itself.
@@ -130,7 +130,7 @@ def run(works: Sequence[Callable[[], Result]], serve: Serve, threads: Executor) 
     fibers: list[Fiber[Result]] = []
     try:
         for work in works:
-            fibers.append(Fiber(work, threads))
+            fibers.append(Fiber(work))
             fibers[-1].resume()
         while waits := [fiber for fiber in fibers if not fiber.done]:
             answers = serve([fiber.request for fiber in waits])

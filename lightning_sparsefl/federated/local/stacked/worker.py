@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, cast
 
@@ -41,8 +40,6 @@ _MOST = 25
 """Largest number of clients in a stack."""
 _MOST_SCORED = 50
 """Largest number of clients that are evaluated at once."""
-_MOST_THREADS = 2**16
-"""Limit of the pool of threads, above any stack; a thread is started where none is free."""
 
 
 class StackedWorker(ClientWorker):
@@ -60,7 +57,6 @@ class StackedWorker(ClientWorker):
     def __init__(self, *args: Any, asked: bool = True, records: bool = True) -> None:
         super().__init__(*args)
         self._shares: dict[int, float] = {}
-        self._threads = ThreadPoolExecutor(_MOST_THREADS)
         self._trial = StackingTrial(self)
         self._recorder = StepRecorder(self.module) if records else None
         numbers = self._trial.activations / self._trial.samples
@@ -143,7 +139,7 @@ class StackedWorker(ClientWorker):
                 yield work()
             return
         self._shares = {}
-        for answer, seconds in fibers.run(works, self._serve, self._threads):
+        for answer, seconds in fibers.run(works, self._serve):
             yield replace(answer, elapsed=seconds + self._shares.get(answer.client, 0.0))
 
     def do_fit(self, request: FitRequest) -> FitResult:

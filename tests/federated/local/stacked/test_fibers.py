@@ -1,20 +1,30 @@
 """Suspended work: who runs when, whose error is whose, and what is left behind."""
 
 import gc
-import threading
 import weakref
-from concurrent.futures import ThreadPoolExecutor
 
+import greenlet
 import pytest
 import torch
 
 from lightning_sparsefl.federated.local.stacked import fibers
+from lightning_sparsefl.federated.local.stacked.fibers import run
 
 
-def run(works, serve):
-    """Run works in a pool of its own, whose end waits for a work that was left suspended."""
-    with ThreadPoolExecutor(8) as threads:
-        yield from fibers.run(works, serve, threads)
+@pytest.fixture(autouse=True)
+def ends():
+    """No work is left suspended, and the thread has the grad mode that it had."""
+    gc.collect()
+    before = _suspended()
+    yield
+    gc.collect()
+    assert _suspended() == before
+    assert torch.is_grad_enabled()
+
+
+def _suspended():
+    greenlets = [each for each in gc.get_objects() if issubclass(type(each), greenlet.greenlet)]
+    return sum(bool(each) for each in greenlets if each is not greenlet.getcurrent())
 
 
 def asking(*requests):
@@ -63,16 +73,14 @@ def fails():
 
 
 @pytest.mark.parametrize("works", [[asking(1), fails], [fails, asking(1)]])
-def test_an_error_of_one_ends_all_threads(works):
-    before = set(threading.enumerate())
+def test_an_error_of_one_ends_all_works(works):
     with pytest.raises(ValueError, match="mine"):
         list(run(works, lambda requests: requests))
-    assert set(threading.enumerate()) <= before  # threads of earlier tests may end meanwhile
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
-def test_an_error_of_the_server_ends_all_threads(error):
-    before, ended = set(threading.enumerate()), []
+def test_an_error_of_the_server_ends_all_works(error):
+    ended = []
 
     def work():
         try:
@@ -88,15 +96,12 @@ def test_an_error_of_the_server_ends_all_threads(error):
     with pytest.raises(error):
         list(run([work, work], serve))
     assert ended == ["ended", "ended"]
-    assert set(threading.enumerate()) <= before  # threads of earlier tests may end meanwhile
 
 
-def test_a_caller_that_stops_early_leaves_no_thread():
-    before = set(threading.enumerate())
+def test_a_caller_that_stops_early_leaves_no_work():
     answers = run([asking(1), asking(2)], lambda requests: requests)
     assert next(answers)[0] == [1]
     answers.close()
-    assert set(threading.enumerate()) <= before  # threads of earlier tests may end meanwhile
 
 
 def test_a_work_keeps_the_callers_grad_mode():
@@ -125,34 +130,34 @@ def test_outside_of_a_work_nobody_waits():
     assert not fibers.waiting()
 
 
-def test_threads_are_used_again():
-    with ThreadPoolExecutor(8) as threads:
-        for _ in range(5):
-            list(fibers.run([asking(1), asking(2)], lambda requests: requests, threads))
-            threads.submit(nothing).result()
-        assert len(threads._threads) <= 4
+def test_a_grad_mode_that_a_work_sets_is_its_own():
+    def work():
+        with torch.no_grad():
+            fibers.ask(None)
+            return torch.is_grad_enabled()
+
+    def serve(requests):
+        assert torch.is_grad_enabled()
+        return requests
+
+    assert [value for value, _ in run([work, work, torch.is_grad_enabled], serve)] == [False, False, True]
 
 
-def test_a_thread_that_is_used_again_starts_anew():
-    def leaves_grad_mode():
-        torch.set_grad_enabled(False)
-        fibers.ask(None)
+def test_an_interrupt_within_a_work_is_raised_at_once():
+    served = []
 
-    with ThreadPoolExecutor(1) as threads:
-        list(fibers.run([leaves_grad_mode], lambda requests: requests, threads))
-        assert [value for value, _ in fibers.run([torch.is_grad_enabled], lambda requests: requests, threads)] == [True]
+    def interrupted():
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        list(run([asking(1), interrupted, asking(2)], served.append))
+    assert not served
 
 
-def test_a_free_thread_holds_no_result():
+def test_a_result_is_not_kept():
     class Result:
         pass
 
-    with ThreadPoolExecutor(1) as threads:
-        results = [weakref.ref(value) for value, _ in fibers.run([Result], lambda requests: requests, threads)]
-        threads.submit(nothing).result()
-        gc.collect()
-        assert [result() for result in results] == [None]
-
-
-def nothing():
-    return None
+    results = [weakref.ref(value) for value, _ in run([Result], lambda requests: requests)]
+    gc.collect()
+    assert [result() for result in results] == [None]
