@@ -24,6 +24,19 @@ Operations = Callable[..., tuple[Tensor, ...]]
 _LIFTS = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift.default)
 """Operations on a tensor that was just made from numbers."""
 _EMPTY, _COPY = torch.ops.aten.new_empty_strided.default, torch.ops.aten.copy_.default
+_METHODS = ("add_", "copy_", "expand", "mul_", "new_empty_strided", "view")
+_OF_TORCH = (
+    *("add", "addmm", "argmax", "baddbmm", "bmm", "clone", "convolution", "div", "eq", "mean", "mm", "mul"),
+    *("native_batch_norm", "native_group_norm", "native_layer_norm", "ne", "permute", "relu", "rsqrt"),
+    *("select", "sigmoid", "sqrt", "squeeze", "sub", "sum", "tanh", "transpose", "unsqueeze"),
+    *("_log_softmax", "_log_softmax_backward_data"),
+)
+_FUNCTIONS: dict[str, Callable[..., Any]] = {
+    **{name: getattr(torch.Tensor, name) for name in _METHODS},
+    **{name: getattr(torch, name) for name in _OF_TORCH},
+    "max_pool2d_with_indices": torch._C._nn.max_pool2d_with_indices,
+}
+"""Functions that take the arguments of the operations of their names, and are called in half of the time."""
 
 
 class OperationRecorder(TorchDispatchMode):
@@ -71,6 +84,9 @@ class OperationRecorder(TorchDispatchMode):
         self._graph.output(tuple(self._node(tensor) for tensor in outputs))
         self._drop_copies()
         self._graph.eliminate_dead_code(_changes_something)
+        for node in self._graph.nodes:
+            if isinstance(node.target, OpOverload):
+                node.target = _FUNCTIONS.get(str(node.target.overloadpacket).removeprefix("aten."), node.target)
         operations: Operations = fx.GraphModule(self._constants, self._graph).forward
         return operations
 

@@ -116,14 +116,17 @@ class StepRecorder:
         return known
 
     @staticmethod
-    def _results_of(recorded: RecordedStep, one: BatchPass) -> Sequence[Tensor]:
-        """Return what a recorded step gives, without a trace."""
-        with one.leaving_no_trace():
-            recorded.run(one)
-            found = _results(one)
-        for leaf in one.leaves.values():
-            leaf.grad = None
-        return found
+    def _results_of(recorded: RecordedStep, one: BatchPass) -> Sequence[Tensor] | None:
+        """Return what a recorded step gives, without a trace; None if it fails."""
+        try:
+            with one.leaving_no_trace():
+                recorded.run(one)
+                return _results(one)
+        except Exception:
+            return None
+        finally:
+            for leaf in one.leaves.values():
+                leaf.grad = None
 
 
 def _results(one: BatchPass) -> list[Tensor]:

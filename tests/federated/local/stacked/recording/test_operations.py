@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from lightning_sparsefl.federated.local.stacked.recording.operations import OperationRecorder
+from lightning_sparsefl.federated.local.stacked.recording.operations import _FUNCTIONS, OperationRecorder
 
 
 def recorded(function, *inputs):
@@ -149,3 +149,58 @@ def test_what_cannot_be_repeated_has_a_reason(function, reason):
     with OperationRecorder([torch.ones(3)]) as recorder:
         function(torch.ones(3))
     assert reason in recorder.reason
+
+
+X, Y = torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(0)), torch.arange(24.0).view(2, 3, 4)
+IMAGES, KERNELS, ONES = torch.randn(2, 3, 6, 6), torch.randn(4, 3, 3, 3), torch.ones(3)
+CALLS = {
+    "_log_softmax": [("default", (X, 1, False))],
+    "_log_softmax_backward_data": [("default", (X, Y, 1, torch.float32))],
+    "add": [("Tensor", (X, Y)), ("Scalar", (X, 2))],
+    "add_": [("Tensor", (X.clone(), Y))],
+    "addmm": [("default", (ONES, X[0].T, Y[1, :, :3]))],
+    "argmax": [("default", (X, 2)), ("default", (X,))],
+    "baddbmm": [("default", (X[:, :, :3], X, Y.mT))],
+    "bmm": [("default", (X, Y.mT))],
+    "clone": [("default", (X.mT,))],
+    "convolution": [("default", (IMAGES, KERNELS, None, [2, 1], [1, 0], [1, 1], False, [0, 0], 1))],
+    "copy_": [("default", (X.clone(), Y))],
+    "div": [("Tensor", (X, Y + 1)), ("Scalar", (X, 3))],
+    "eq": [("Tensor", (X, Y)), ("Scalar", (Y, 5))],
+    "expand": [("default", (X[:, :1], [2, 3, 4]))],
+    "max_pool2d_with_indices": [("default", (IMAGES, [2, 2], [2, 2], [1, 1]))],
+    "mean": [("dim", (X, [1])), ("dim", (X, [0, 2], True)), ("default", (X,))],
+    "mm": [("default", (X[0], Y[1].T))],
+    "mul": [("Tensor", (X, Y)), ("Scalar", (X, 2))],
+    "mul_": [("Tensor", (X.clone(), Y)), ("Scalar", (X.clone(), 3))],
+    "native_batch_norm": [("default", (IMAGES, ONES, ONES, ONES.clone(), ONES.clone(), True, 0.1, 1e-5))],
+    "native_group_norm": [("default", (IMAGES, ONES, ONES, 2, 3, 36, 3, 1e-5))],
+    "native_layer_norm": [("default", (X, [4], None, None, 1e-5))],
+    "ne": [("Tensor", (X, Y)), ("Scalar", (Y, 5))],
+    "new_empty_strided": [("default", (X, [3, 2], [1, 3]))],
+    "permute": [("default", (X, [2, 0, 1]))],
+    "relu": [("default", (X,))],
+    "rsqrt": [("default", (Y + 1,))],
+    "select": [("int", (X, 1, 2))],
+    "sigmoid": [("default", (X,))],
+    "sqrt": [("default", (Y,))],
+    "squeeze": [("dim", (X[:, :1], 1)), ("dims", (X[:, :1, :1], [1, 2]))],
+    "sub": [("Tensor", (X, Y)), ("Scalar", (X, 2))],
+    "sum": [("dim_IntList", (X, [1])), ("dim_IntList", (X, [0, 2], True)), ("default", (X,))],
+    "tanh": [("default", (X,))],
+    "transpose": [("int", (X, -2, -1))],
+    "unsqueeze": [("default", (X, 1))],
+    "view": [("default", (X, [6, -1]))],
+}
+
+
+@pytest.mark.parametrize("name", sorted(_FUNCTIONS))
+def test_functions_take_the_arguments_of_operations(name):
+    for overload, arguments in CALLS[name]:
+        ours, theirs = (
+            function(*(value.clone() if isinstance(value, torch.Tensor) else value for value in arguments))
+            for function in (_FUNCTIONS[name], getattr(getattr(torch.ops.aten, name), overload))
+        )
+        for a, b in zip(*(x if isinstance(x, tuple) else (x,) for x in (ours, theirs)), strict=True):
+            assert (a.dtype, a.shape, a.stride()) == (b.dtype, b.shape, b.stride())
+            assert name == "new_empty_strided" or torch.equal(a, b)

@@ -242,6 +242,17 @@ def test_a_recording_that_differs_from_the_next_call_is_dropped(tmp_path, repeat
     assert len(repeated) == compared.call_count  # no step besides those that were compared
 
 
+def test_a_recording_that_fails_is_dropped(tmp_path, repeated):
+    class Failing(RecordedStep):
+        def run(self, one):
+            for leaf in one.leaves.values():
+                leaf.grad = torch.ones_like(leaf)
+            raise RuntimeError
+
+    with mock.patch.object(recorder, "record", return_value=Failing(lambda: (), [], [])):
+        assert compare(tmp_path, Net, repeated) == 0
+
+
 def test_another_attribute_begins_new_recordings(tmp_path, repeated):
     """As if somebody had changed the module between two fits."""
     fits, before = [], StackedFit.run
