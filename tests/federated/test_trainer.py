@@ -280,15 +280,15 @@ def test_a_crash_after_training_leaves_the_last_checkpoint(trainer, monkeypatch)
     """A full disk: the round that could not be written is lost, the one before is not."""
     from lightning_sparsefl.federated.storage import checkpoint
 
-    write, calls = checkpoint.write_atomically, []
+    save, calls = checkpoint.save, []
 
-    def full_disk(path, content, **options):
+    def full_disk(path, data):
         calls.append(path)
         if len(calls) == 2:
             raise OSError(28, "No space left on device")
-        write(path, content, **options)
+        save(path, data)
 
-    monkeypatch.setattr(checkpoint, "write_atomically", full_disk)
+    monkeypatch.setattr(checkpoint, "save", full_disk)
     module = MLP(num_classes=4, sample_shape=(1, 1, 8))
     with pytest.raises(OSError, match="No space"):
         trainer().fit(copy.deepcopy(module), blobs())

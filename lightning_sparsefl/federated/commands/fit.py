@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from lightning_sparsefl.federated.distributed.signals import Interrupted
 from lightning_sparsefl.federated.rounds.cohort import RankCohort
 from lightning_sparsefl.federated.storage import checkpoint
 from lightning_sparsefl.federated.storage.atomic_files import raise_disk_full
+from lightning_sparsefl.federated.storage.background_write import BackgroundWrite
 from lightning_sparsefl.federated.storage.checkpoint import Checkpoint
 from lightning_sparsefl.federated.storage.folder_lock import FolderLock
 from lightning_sparsefl.federated.storage.record_store import StoredRecords, commit_together
@@ -88,7 +89,7 @@ class Fit:
         self.parts, self.options, self.ranks, self.scorer = run, run.options, run.ranks, run.scorer
         self._state, self._resumed = state, resumed
         self._recorded = self._committed = 0 if resumed is None else state.server.round
-        self._phase = "the setup"
+        self._phase, self._writing = "the setup", BackgroundWrite()
         run.folder = self.folder = self._open_folder()
         self._loggers = self._open_loggers()
         self._round_trainer = RoundTrainer(
@@ -105,7 +106,7 @@ class Fit:
 
     def run_rounds(self) -> dict[str, float]:
         """Run the rounds that are left; return the final table."""
-        with raise_disk_full(self.folder.path):
+        with raise_disk_full(self.folder.path), contextlib.closing(self._writing):
             self._begin()
             with self.parts.cohort.interrupts:
                 try:
@@ -211,6 +212,7 @@ class Fit:
             seen.call(hook)
         while self._state.server.round < self.options.max_rounds and not seen.should_stop:
             self._round()
+        self._finish_writing()
         self._score_late()
         for hook in ("on_train_end", "on_fit_end"):
             seen.call(hook)
@@ -260,17 +262,32 @@ class Fit:
         return (self.parts.server_records, self.parts.node_records)
 
     def _commit(self) -> None:
-        """Commit the finished round: every rank writes its records, then rank 0 the checkpoint that names them."""
-        folder = self.folder.checkpoints
-        records = commit_together(self._stores, folder / checkpoint.CLIENTS, self._state.server.round)
-        self.ranks.share(lambda: self._write(records) if self.ranks.first else None)
+        """Commit the finished round: every rank writes its records, then rank 0 the checkpoint that names them.
+
+        The checkpoint is written while the next round trains. No rank touches the records of the commit before until
+        it is on the disk.
+        """
+        self._finish_writing()
+        records = commit_together(self._stores, self.folder.checkpoints / checkpoint.CLIENTS, self._state.server.round)
+        if self.ranks.first:
+            self._writing.start(lambda: self._prepared(records))
         self._committed = self._state.server.round
 
-    def _write(self, records: list[StoredRecords]) -> None:
+    def _finish_writing(self) -> None:
+        """Wait until the last commit is on the disk; an error is raised on all ranks."""
+        self.ranks.share(self._writing.finish if self.ranks.first else lambda: None)
+
+    def _prepared(self, records: list[StoredRecords]) -> Callable[[], None]:
+        """Return a function that writes the checkpoint as it is now."""
         folder = self.folder.checkpoints
-        checkpoint.save(folder / checkpoint.LAST, self._checkpoint(records, self._states).to_plain())
-        for store in self._stores:
-            store.discard_unreferenced(folder / checkpoint.CLIENTS)
+        data = checkpoint.encode(self._checkpoint(records, self._states).to_plain())
+
+        def write() -> None:
+            checkpoint.save(folder / checkpoint.LAST, data)
+            for store in self._stores:
+                store.discard_unreferenced(folder / checkpoint.CLIENTS)
+
+        return write
 
     def _copy(self, with_clients: bool) -> dict[str, Any]:
         """Return the content of a checkpoint that stands alone, with the clients' records inside on rank 0."""
@@ -303,8 +320,13 @@ class Fit:
 
         A round whose evaluation was interrupted is dropped, since its scores and callbacks are missing.
         """
-        if isinstance(error, Interrupted) and self._recorded == self._state.server.round > self._committed:
-            self._commit()
+        if isinstance(error, Interrupted):
+            if self._recorded == self._state.server.round > self._committed:
+                self._commit()
+            self._finish_writing()
+        else:
+            with contextlib.suppress(Exception):  # a further failure must not hide the first error
+                self._writing.finish()
         if isinstance(error, Interrupted | KeyboardInterrupt):
             kept = kept_by_fit(self.folder.path, self._committed, self.options.max_rounds, self._phase)
             rank_zero_info(f"{str(error) or 'SIGINT'} {kept}")
@@ -319,8 +341,10 @@ class Fit:
     def _offer_replay(self, error: ClientFailed) -> None:
         """Commit the state that the client started from, and add the command that runs its fit again."""
         last = self.folder.checkpoints / checkpoint.LAST
+        self._finish_writing()  # so that all ranks see the same file
         if self._committed != self._state.server.round or not last.exists():
             self._commit()
+            self._finish_writing()
         error.replay = replay_command(error, self.folder.path, last)
 
     def _close(self) -> dict[str, float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,11 +27,41 @@ def write_atomically(path: Path, content: Any, keep: Path | None = None) -> None
         content: Content of plain types and tensors.
         keep: New path, in the same folder, for the file that is replaced. Default: it is deleted.
     """
+    with _replacing(path, keep) as file:
+        torch.save(content, file)
+
+
+def write_bytes_atomically(path: Path, data: memoryview, keep: Path | None = None) -> None:
+    """Write bytes as :func:`write_atomically` writes a content.
+
+    Args:
+        path: File to write; its folder is created if needed.
+        data: The bytes, as :func:`encoded` returns them.
+        keep: New path, in the same folder, for the file that is replaced. Default: it is deleted.
+    """
+    with _replacing(path, keep) as file:
+        file.write(data)
+
+
+def encoded(content: Any) -> memoryview:
+    """Return the bytes of a file of :func:`write_atomically`.
+
+    Args:
+        content: Content of plain types and tensors.
+    """
+    buffer = io.BytesIO()
+    torch.save(content, buffer)
+    return buffer.getbuffer()
+
+
+@contextmanager
+def _replacing(path: Path, keep: Path | None) -> Iterator[BinaryIO]:
+    """Open a temporary file that replaces another one when its content is on the disk."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = _temporary(path)
     try:
         with _create(temporary) as file:
-            torch.save(content, file)
+            yield file
             file.flush()
             os.fsync(file.fileno())
         if keep is not None and path.exists():

@@ -23,6 +23,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from lightning_sparsefl import FederatedTrainer, Federation, FedSpa
 from lightning_sparsefl.data import FederatedBlobs
 from lightning_sparsefl.errors import CheckpointMismatch, DiskFull
+from lightning_sparsefl.federated.commands import fit as fit_module
 from lightning_sparsefl.federated.distributed import signals as interrupt
 from lightning_sparsefl.federated.exchange.hashing import fingerprint
 from lightning_sparsefl.federated.local.stacked.optimizers import StackedOptimizer
@@ -158,6 +159,7 @@ def at_call(patch, owner, name, number):
 MOMENTS = {
     "inside a stack": lambda patch: at_call(patch, StackedOptimizer, "step", 6),
     "between rounds": lambda patch: {"callbacks": [Die("on_train_epoch_start", 3)]},
+    "before the third commit": lambda patch: at_call(patch, fit_module, "commit_together", 3),
     "in a half-written record file": lambda patch: at_call(patch, files.os, "fsync", 5),
     "in a half-written checkpoint": lambda patch: at_call(patch, files.os, "fsync", 7),
     "before the checkpoint has its name": lambda patch: at_call(patch, files, "_keep", 2),
@@ -273,9 +275,9 @@ DAMAGE = {
 
 @pytest.fixture(scope="module")
 def half(tmp_path_factory):
-    """A run after two of four rounds."""
+    """A run of four rounds with two on the disk."""
     folder = tmp_path_factory.mktemp("half")
-    killed(folder, "between rounds")
+    killed(folder, "before the third commit")
     return folder
 
 
@@ -321,7 +323,7 @@ def test_the_checkpoint_before_stands_in_for_a_torn_record_on_disk(tmp_path, cap
 
     on_disk = {"federation": {"store": "disk"}}
     straight = fit(tmp_path / "straight", **on_disk)
-    killed(tmp_path / "killed", "between rounds", **on_disk)
+    killed(tmp_path / "killed", "before the third commit", **on_disk)
     path = tmp_path / "killed/FedSpa/version_0/checkpoints/clients/server-000.sqlite"
     with contextlib.closing(sqlite3.connect(path)) as database, database:
         database.execute("UPDATE records SET content = substr(content, 1, 100) WHERE round = 2")
