@@ -24,6 +24,8 @@ from lightning_sparsefl.federated.distributed.signals import Interrupted
 T = TypeVar("T")
 _HEADER = 8
 """Number of bytes before a gathered value, which hold its length."""
+_MOST_ROOM = 2**16
+"""Largest number of bytes that are sent whatever the length of a gathered value."""
 
 
 class Ranks:
@@ -59,7 +61,7 @@ class Ranks:
         """Return the values of all ranks, on every rank.
 
         It takes one collective, where `torch.distributed.all_gather_object` takes one for the lengths before it. Only
-        a value that is longer than all before it takes a second one.
+        a value that is longer than those before it, or than 64 KiB, takes a second one.
         """
         if self.size == 1:
             return [value]
@@ -67,18 +69,19 @@ class Ranks:
         with self._report_lost_rank():
             return [pickle.loads(part) for part in self._gather_bytes(payload)]
 
-    def _gather_bytes(self, payload: bytes) -> list[bytes]:
-        sent = torch.zeros(_HEADER + self._room, dtype=torch.uint8)
-        content = len(payload).to_bytes(_HEADER, "little") + payload[: self._room]
+    def _gather_bytes(self, payload: bytes, room: int | None = None) -> list[bytes]:
+        room = self._room if room is None else room
+        sent = torch.zeros(_HEADER + room, dtype=torch.uint8)
+        content = len(payload).to_bytes(_HEADER, "little") + payload[:room]
         sent[: len(content)] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
         sent = sent.to(self._device())
         received = [torch.empty_like(sent) for _ in range(self.size)]
         dist.all_gather(received, sent)
         parts = [part.cpu().numpy().tobytes() for part in received]
         lengths = [int.from_bytes(part[:_HEADER], "little") for part in parts]
-        if max(lengths) > self._room:
-            self._room = 2 * max(lengths)
-            return self._gather_bytes(payload)
+        if max(lengths) > room:
+            self._room = min(2 * max(lengths), _MOST_ROOM)
+            return self._gather_bytes(payload, max(lengths))
         return [part[_HEADER : _HEADER + length] for part, length in zip(parts, lengths, strict=True)]
 
     def exchange(self, parts: Sequence[Any]) -> list[Any]:

@@ -138,6 +138,7 @@ def test_values_of_any_length_are_gathered_in_the_order_of_the_ranks(tmp_path):
         rounds = [[(rank, "x" * length * (1 + rank)) for rank in range(2)] for length in (0, 10, 3_000, 100_000, 10)]
         for values in rounds:
             assert ranks.gather(values[ranks.rank]) == values
+        assert ranks._room == 2**16  # and not that of the longest value
         (tmp_path / str(ranks.rank)).touch()
 
     launch.launch(fabric(devices=2, strategy="client_parallel_fork"), gather)
