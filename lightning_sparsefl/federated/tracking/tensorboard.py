@@ -81,9 +81,10 @@ class Boards:
             board.log_metrics(tagged(metrics), step=number)
         scores = scores_by_bytes(metrics)
         if scores and sent and not self._by_bytes:
-            purge = self._sent + 1 if self._sent else None
+            folders = [Path(board.log_dir) / BY_KILOBYTES for board in self._boards]
+            # also of a run that was killed before its first commit, and starts over
             self._by_bytes = [
-                SummaryWriter(Path(board.log_dir) / BY_KILOBYTES, purge_step=purge) for board in self._boards
+                SummaryWriter(folder, purge_step=self._sent + 1 if folder.exists() else None) for folder in folders
             ]
         for writer in self._by_bytes if sent else ():
             for tag, score in scores.items():

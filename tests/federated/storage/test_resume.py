@@ -28,6 +28,7 @@ from lightning_sparsefl.federated.distributed import signals as interrupt
 from lightning_sparsefl.federated.exchange.hashing import fingerprint
 from lightning_sparsefl.federated.local.stacked.optimizers import StackedOptimizer
 from lightning_sparsefl.federated.storage import atomic_files as files
+from lightning_sparsefl.federated.storage import checkpoint
 from lightning_sparsefl.federated.storage import run_folder as runfolder
 from lightning_sparsefl.federated.storage.checkpoint import load_checkpoint, plain_hparams
 from lightning_sparsefl.federated.storage.memory_store import MemoryStore
@@ -39,6 +40,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning"),  # Lightning calls what torch renames
     pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning"),  # the processes that are killed are forked
 ]
+PATIENCE = 60
+"""Seconds to wait for what must happen."""
 LAUNCHER = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "NODE_RANK", "LOCAL_RANK", "GLOBAL_RANK")
 
 
@@ -204,6 +207,15 @@ def test_the_final_table_needs_no_pictures(tmp_path):
     resumed, straight = (json.loads((folder / "summary.json").read_text()) for folder in folders)
     assert resumed == straight
     assert resumed["clients_scored"] == 4
+
+
+def test_a_run_killed_before_its_first_commit_is_written_starts_over(straight, tmp_path, monkeypatch):
+    """What it has recorded of the round, in tables and in TensorBoard, is not there twice."""
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "save", lambda path, data: time.sleep(PATIENCE))
+        killed(tmp_path, "inside a stack")
+    assert not list(tmp_path.rglob("last.ckpt"))
+    assert left(fit(tmp_path, "auto")) == left(straight)
 
 
 @pytest.mark.slow
