@@ -16,6 +16,7 @@ from lightning_sparsefl.federated.commands.replay import replay_command
 from lightning_sparsefl.federated.commands.run import Run
 from lightning_sparsefl.federated.distributed.ranks import Ranks
 from lightning_sparsefl.federated.distributed.signals import Interrupted
+from lightning_sparsefl.federated.exchange.plain_values import encoded
 from lightning_sparsefl.federated.rounds.cohort import RankCohort
 from lightning_sparsefl.federated.storage import checkpoint
 from lightning_sparsefl.federated.storage.atomic_files import raise_disk_full
@@ -280,7 +281,7 @@ class Fit:
     def _prepared(self, records: list[StoredRecords]) -> Callable[[], None]:
         """Return a function that writes the checkpoint as it is now."""
         folder = self.folder.checkpoints
-        data = checkpoint.encode(self._checkpoint(records, self._states).to_plain())
+        data = encoded(self._checkpoint(records, self._states).to_plain())
 
         def write() -> None:
             checkpoint.save(folder / checkpoint.LAST, data)

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from lightning_sparsefl.errors import RankFailed
 from lightning_sparsefl.federated.distributed.signals import Interrupted
+from lightning_sparsefl.federated.exchange.plain_values import encoded
 
 T = TypeVar("T")
 _HEADER = 8
@@ -96,7 +97,7 @@ class Ranks:
         if self.size == 1:
             return list(parts)
         own = parts[self.rank]
-        payloads = [_encoded(part) if part and rank != self.rank else b"" for rank, part in enumerate(parts)]
+        payloads = [encoded(part) if part and rank != self.rank else b"" for rank, part in enumerate(parts)]
         lengths = self.gather([len(payload) for payload in payloads])
         device = self._device()
         incoming = {
@@ -195,12 +196,6 @@ class Ranks:
                 f"`trainer.timeout` = {limit.total_seconds():g} seconds; resume from the last committed round with "
                 "`ckpt_path: last`."
             ) from error
-
-
-def _encoded(value: Any) -> bytes:
-    buffer = io.BytesIO()
-    torch.save(value, buffer)
-    return buffer.getvalue()
 
 
 def _failure_summary(error: BaseException | None) -> str | int | None:

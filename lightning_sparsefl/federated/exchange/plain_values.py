@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,6 +12,17 @@ from torch import Tensor
 from lightning_sparsefl.sparse.masks import pack, unpack
 
 _MASK = "packed_mask"
+
+
+def encoded(value: Any) -> bytes:
+    """Encode a value with ``torch.save``, so that it loads with ``weights_only=True``.
+
+    Args:
+        value: Plain types and tensors.
+    """
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
 
 
 def pack_plain(value: Any) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import io
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -31,27 +30,16 @@ def write_atomically(path: Path, content: Any, keep: Path | None = None) -> None
         torch.save(content, file)
 
 
-def write_bytes_atomically(path: Path, data: memoryview, keep: Path | None = None) -> None:
+def write_bytes_atomically(path: Path, data: bytes, keep: Path | None = None) -> None:
     """Write bytes as :func:`write_atomically` writes a content.
 
     Args:
         path: File to write; its folder is created if needed.
-        data: The bytes, as :func:`encoded` returns them.
+        data: Content of the file.
         keep: New path, in the same folder, for the file that is replaced. Default: it is deleted.
     """
     with _replacing(path, keep) as file:
         file.write(data)
-
-
-def encoded(content: Any) -> memoryview:
-    """Return the bytes of a file of :func:`write_atomically`.
-
-    Args:
-        content: Content of plain types and tensors.
-    """
-    buffer = io.BytesIO()
-    torch.save(content, buffer)
-    return buffer.getbuffer()
 
 
 @contextmanager

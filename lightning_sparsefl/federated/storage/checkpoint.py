@@ -26,7 +26,7 @@ from lightning_sparsefl.federated.algorithm import FederatedAlgorithm
 from lightning_sparsefl.federated.exchange.flat import Layout
 from lightning_sparsefl.federated.exchange.hashing import fingerprint
 from lightning_sparsefl.federated.exchange.plain_values import pack_plain, unpack_plain
-from lightning_sparsefl.federated.storage.atomic_files import encoded, load_plain, write_bytes_atomically
+from lightning_sparsefl.federated.storage.atomic_files import load_plain, write_bytes_atomically
 from lightning_sparsefl.federated.storage.record_store import StoredRecords
 from lightning_sparsefl.types import PendingUpdate, RunState, ServerState
 
@@ -402,20 +402,11 @@ def _difference(theirs: Any, ours: Any) -> tuple[Any, Any]:
     return theirs, ours
 
 
-def encode(content: Mapping[str, Any]) -> memoryview:
-    """Return the bytes of a checkpoint.
-
-    Args:
-        content: Content from :meth:`Checkpoint.to_plain`.
-    """
-    return encoded(dict(content))
-
-
-def save(path: Path, data: memoryview) -> None:
+def save(path: Path, data: bytes) -> None:
     """Write a checkpoint, whole or not at all, and keep the one that it replaces.
 
     Args:
         path: The file.
-        data: Bytes from :func:`encode`.
+        data: Encoded content from :meth:`Checkpoint.to_plain`.
     """
     write_bytes_atomically(path, data, keep=path.with_name(PREVIOUS))

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from lightning_sparsefl.errors import CheckpointMismatch
+from lightning_sparsefl.federated.exchange.plain_values import encoded
 from lightning_sparsefl.federated.storage.safe_load import NotPlain, require_plain
 
 _TABLES = {
@@ -219,7 +220,7 @@ class RecordDatabase:
                 database.execute("INSERT INTO run VALUES (?)", (run,))
             total = self._known_sum(after)
             for client, version, packed in records:
-                total += self._insert(database, client, version, _encoded(packed))
+                total += self._insert(database, client, version, encoded(packed))
             served = {view: total % _MODULUS if view == round else self._known_sum(view) for view in {round, *pins}}
             sums = {view: f"{number:032x}" for view, number in sorted(served.items())}
             database.executemany(
@@ -291,13 +292,6 @@ def _term(client: Any, version: Any, digest: Any) -> int:
     """Return what a row adds to the sum; a manipulated file may have values of any type."""
     row = repr((client, version, digest)).encode()
     return int.from_bytes(hashlib.blake2b(row, digest_size=_WIDTH).digest(), "little")
-
-
-def _encoded(packed: Any) -> bytes:
-    """Encode a record with ``torch.save``, so that it loads with ``weights_only=True``."""
-    buffer = io.BytesIO()
-    torch.save(packed, buffer)
-    return buffer.getvalue()
 
 
 def _decoded(path: Path, client: int, version: int, digest: Any, content: Any) -> Any:
