@@ -34,8 +34,6 @@ _BLOCK = 1 << 16
 _LARGEST_INT32 = torch.iinfo(torch.int32).max
 _PARTS = ("sum", "counts", "coordinate_counts", "voters")
 """Names of the vectors of a sum."""
-_FACTS = 6
-"""Number of facts of a sum, without those of each tensor."""
 
 
 class Reducer(ABC):
@@ -95,9 +93,6 @@ class Accumulator:
     def __init__(self, layout: Layout, grid: Grid, *, silence_counts: bool) -> None:
         self.layout, self.grid, self.silence_counts = layout, grid, silence_counts
         self.device = grid.device
-        names, facts = len(layout.names), _FACTS + len(layout.names)
-        self._terms = torch.zeros(layout.size + names + facts, dtype=torch.float64, device=self.device)
-        self._sum, self._counts, self._numbers = self._terms.split([layout.size, names, facts])
         self._votes: Tensor | None = None
         self._votes_dtype = torch.int32 if grid.total_weight <= _LARGEST_INT32 else torch.float64
         self._dense_voters = 0
@@ -108,6 +103,9 @@ class Accumulator:
         self._total = 0
         self._kind: Literal["weights", "difference"] | None = "difference" if silence_counts else None
         self._grid, self._bounds = grid.constants, grid.bounds
+        parts = [layout.size, len(layout.names), len(self._facts())]
+        self._terms = torch.zeros(sum(parts), dtype=torch.float64, device=self.device)
+        self._sum, self._counts, self._numbers = self._terms.split(parts)
         self._scratch = torch.empty(2, max(layout.sizes), dtype=torch.float64, device=self.device)
         self._blocks = list(self._divided())
 

@@ -72,10 +72,8 @@ class Ranks:
 
     def _gather_bytes(self, payload: bytes, room: int | None = None) -> list[bytes]:
         room = self._room if room is None else room
-        sent = torch.zeros(_HEADER + room, dtype=torch.uint8)
-        content = len(payload).to_bytes(_HEADER, "little") + payload[:room]
-        sent[: len(content)] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
-        sent = sent.to(self._device())
+        content = (len(payload).to_bytes(_HEADER, "little") + payload[:room]).ljust(_HEADER + room, b"\0")
+        sent = torch.frombuffer(bytearray(content), dtype=torch.uint8).to(self._device())
         received = [torch.empty_like(sent) for _ in range(self.size)]
         dist.all_gather(received, sent)
         parts = [part.cpu().numpy().tobytes() for part in received]

@@ -21,7 +21,7 @@ class BackgroundWrite:
     """
 
     def __init__(self) -> None:
-        self._thread: ThreadPoolExecutor | None = None
+        self._thread = ThreadPoolExecutor(1)
         self._running: Future[None] | None = None
 
     def start(self, prepare: Callable[[], Write]) -> None:
@@ -31,7 +31,6 @@ class BackgroundWrite:
             prepare: Function that copies what is written; its errors are those of the write.
         """
         assert self._running is None, "the write before is finished"
-        self._thread = self._thread or ThreadPoolExecutor(1)
         try:
             self._running = self._thread.submit(prepare())
         except Exception as error:
@@ -46,5 +45,4 @@ class BackgroundWrite:
 
     def close(self) -> None:
         """End the thread."""
-        if self._thread is not None:
-            self._thread.shutdown()
+        self._thread.shutdown()
