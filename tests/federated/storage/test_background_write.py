@@ -5,15 +5,12 @@ import os
 import threading
 
 import pytest
-import torch
 from lightning.pytorch import Callback
 
-from lightning_sparsefl import FederatedTrainer, Federation, FedSpa
-from lightning_sparsefl.data import FederatedBlobs
+from lightning_sparsefl import FedSpa
 from lightning_sparsefl.errors import ClientFailed, DiskFull, RankFailed
 from lightning_sparsefl.federated.storage import checkpoint
 from lightning_sparsefl.federated.storage.background_write import BackgroundWrite
-from lightning_sparsefl.models import MLP
 
 PATIENCE = 60
 """Seconds to wait for what must happen."""
@@ -52,36 +49,30 @@ def test_an_error_is_raised_once_and_the_next_write_is_done(prepare):
 
 
 def test_a_thread_is_ended():
+    BackgroundWrite().close()
     write = BackgroundWrite()
-    write.close()
     write.start(lambda: lambda: None)
     (thread,) = write._thread._threads
     write.close()
     assert not thread.is_alive()
 
 
-def fit(root, *, devices=1, **options):
-    trainer = FederatedTrainer(
-        algorithm=FedSpa(density=0.5),
-        federation=Federation(clients_per_round=2, pictures_every_n_rounds=0),
-        accelerator="cpu",
-        devices=devices,
-        strategy="client_parallel_fork" if devices > 1 else "auto",
-        max_rounds=3,
-        default_root_dir=str(root),
-        enable_progress_bar=False,
-        logger=False,
-        seed=1,
-        **options,
-    )
-    torch.manual_seed(0)
-    trainer.fit(
-        MLP(num_classes=4, sample_shape=(1, 1, 8), hidden=(8,)), FederatedBlobs(num_clients=4, dim=8, val_fraction=0.2)
-    )
+@pytest.fixture
+def held(monkeypatch):
+    """An event that checkpoints wait for before they are written, and whether each has seen it."""
+    event, save, waited = threading.Event(), checkpoint.save, []
+
+    def waiting(path, data):
+        waited.append(event.wait(PATIENCE))
+        save(path, data)
+
+    monkeypatch.setattr(checkpoint, "save", waiting)
+    return event, waited
 
 
 def last(root):
-    return checkpoint.load_checkpoint(next(root.glob("*/*/checkpoints/last.ckpt")))
+    (path,) = root.rglob("last.ckpt")
+    return checkpoint.load_checkpoint(path)
 
 
 class Note(Callback):
@@ -95,21 +86,15 @@ class Note(Callback):
             self.function()
 
 
-def test_a_commit_is_written_while_the_next_round_trains(tmp_path, monkeypatch):
-    trains, save, overlaps = threading.Event(), checkpoint.save, []
-
-    def waiting(path, data):
-        overlaps.append(trains.wait(PATIENCE))
-        save(path, data)
-
-    monkeypatch.setattr(checkpoint, "save", waiting)
-    fit(tmp_path, callbacks=[Note(trains.set)])
-    assert overlaps == [True] * 3
+def test_a_commit_is_written_while_the_next_round_trains(held, federation, tmp_path):
+    trains, waited = held
+    federation(FedSpa(density=0.5), callbacks=[Note(trains.set)])
+    assert waited == [True] * 3
     assert last(tmp_path)["epoch"] == 3
 
 
 @pytest.mark.parametrize("devices", [1, 2])
-def test_a_commit_that_fails_ends_the_run_before_the_next_one(devices, tmp_path, monkeypatch):
+def test_a_commit_that_fails_ends_the_run_before_the_next_one(devices, federation, tmp_path, monkeypatch):
     save = checkpoint.save
 
     def full(path, data):
@@ -119,43 +104,33 @@ def test_a_commit_that_fails_ends_the_run_before_the_next_one(devices, tmp_path,
 
     monkeypatch.setattr(checkpoint, "save", full)
     with pytest.raises((DiskFull, RankFailed), match="No space left"):  # whichever rank is heard first
-        fit(tmp_path, devices=devices)
+        federation(FedSpa(density=0.5), devices=devices)
     assert last(tmp_path)["epoch"] == 1
 
 
 @pytest.mark.parametrize("error", [ValueError("of a callback"), KeyboardInterrupt()], ids=lambda error: type(error))
-def test_an_error_of_the_next_round_leaves_a_whole_commit(error, tmp_path, monkeypatch):
-    trains, save = threading.Event(), checkpoint.save
-
-    def waiting(path, data):
-        trains.wait(PATIENCE)
-        save(path, data)
+def test_an_error_of_the_next_round_leaves_a_whole_commit(error, held, federation, tmp_path):
+    trains, _ = held
 
     def stop():
         trains.set()
         raise error
 
-    monkeypatch.setattr(checkpoint, "save", waiting)
     with pytest.raises(type(error)):
-        fit(tmp_path, callbacks=[Note(stop)])
+        federation(FedSpa(density=0.5), callbacks=[Note(stop)])
     assert last(tmp_path)["epoch"] == 1
 
 
-def test_the_state_that_a_failed_client_started_from_is_on_the_disk(tmp_path, monkeypatch):
+def test_the_state_that_a_failed_client_started_from_is_on_the_disk(held, federation, tmp_path):
     """A command to repeat the client's fit, which the error offers, can be given at once."""
-    trains, save = threading.Event(), checkpoint.save
-
-    def waiting(path, data):
-        trains.wait(PATIENCE)
-        save(path, data)
+    trains, _ = held
 
     class Fails(Callback):
         def on_train_start(self, trainer, module):
             if trains.is_set():
                 raise ValueError
 
-    monkeypatch.setattr(checkpoint, "save", waiting)
     with pytest.raises(ClientFailed) as failed:
-        fit(tmp_path, callbacks=[Note(trains.set)], client_callbacks=[Fails()])
+        federation(FedSpa(density=0.5), callbacks=[Note(trains.set)], client_callbacks=[Fails()])
     assert "last.ckpt" in failed.value.replay
     assert last(tmp_path)["epoch"] == 1
