@@ -531,15 +531,32 @@ def test_a_module_and_its_copies_keep_their_own_log() -> None:
         copying.copies[0].log("x", torch.tensor(1.0))
 
 
-def test_other_options_for_a_logged_key_are_refused_as_by_lightning() -> None:
-    class Fickle(PlainLoss):
-        def training_step(self, batch: Any) -> Tensor:
-            loss = super().training_step(batch)
-            self.log("changing", loss, on_epoch=self.trainer.global_step > 1)
-            return loss
+class Fickle(PlainLoss):
+    """Logs a key with other options from the third step on."""
 
-    with pytest.raises(MisconfigurationException, match="twice in `training_step` with different arguments"):
-        by_us(Fickle(), max_epochs=1)
+    fickle = True
+
+    def training_step(self, batch: Any) -> Tensor:
+        loss = super().training_step(batch)
+        self.log("changing", loss, on_step=self.fickle and self.trainer.global_step > 1, on_epoch=True)
+        return loss
+
+
+def test_other_options_for_a_logged_key_are_refused_as_by_lightning() -> None:
+    local, module = FastEngine(fabric(), LocalOptions(max_epochs=1)), Fickle()
+    for _ in range(2):
+        with pytest.raises(MisconfigurationException, match="twice in `training_step` with different arguments"):
+            by_us(module, local=local)
+
+
+def test_a_client_that_failed_leaves_no_logged_values_behind() -> None:
+    local, module = FastEngine(fabric(), LocalOptions(max_epochs=1)), Fickle()
+    other = copy.deepcopy(module)
+    with pytest.raises(MisconfigurationException):
+        by_us(module, local=local)
+    module.load_state_dict(other.state_dict())
+    module.fickle = other.fickle = False
+    same(by_us(module, local=local), by_lightning(other, max_epochs=1))
 
 
 class ByEpoch(torch.utils.data.Sampler[int]):
@@ -657,6 +674,33 @@ def test_two_clients_equal_two_trainers() -> None:
         module.load_state_dict(start)
         theirs = by_lightning(copy.deepcopy(module), seed=seed, max_epochs=2)
         same(by_us(module, seed=seed, local=local), theirs)
+
+
+class Changing(PlainLoss):
+    """Logs other keys, and known keys in another way, from client to client."""
+
+    client = 0
+
+    def training_step(self, batch: Any) -> Tensor:
+        loss = super().training_step(batch)
+        self.log(f"of client {self.client}", loss)
+        self.log("always", loss, on_step=False, on_epoch=True)
+        self.log("in double", loss.double(), on_step=False, on_epoch=True)
+        self.log("largest", loss, on_step=False, on_epoch=True, reduce_fx="max")
+        self.log("in turns", loss, on_step=self.client % 2 == 0, on_epoch=True)
+        if self.client != 1:
+            self.log("not by client 1", loss, on_step=False, on_epoch=True)
+        return loss
+
+
+def test_several_clients_log_as_several_trainers() -> None:
+    local, module = FastEngine(fabric(), LocalOptions(max_epochs=2, log_every_n_steps=5)), Changing()
+    start = copy.deepcopy(module.state_dict())
+    for module.client in range(4):
+        module.load_state_dict(start)
+        theirs = by_lightning(copy.deepcopy(module), seed=module.client, max_epochs=2)
+        same(by_us(module, seed=module.client, local=local), theirs)
+        assert ("not by client 1" in theirs.metrics) is (module.client != 1)
 
 
 @pytest.mark.parametrize("case", ["sgd", "one cycle", "gan", "bf16-mixed", "accumulate 3"])

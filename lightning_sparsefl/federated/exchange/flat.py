@@ -129,12 +129,13 @@ class FlatModule:
         self.layout = Layout(parameters, buffers)
         self._tensors = {**parameters, **buffers}
         self.vector = torch.cat([t.detach().reshape(-1).to(self.layout.dtype) for t in self._tensors.values()])
+        self._views = dict(self.layout.split(self.vector))
         self._bind()
 
     def _bind(self) -> None:
         """Make the module's tensors views of the vector."""
         if self.layout.uniform:
-            for name, view in self.layout.split(self.vector):
+            for name, view in self._views.items():
                 self._tensors[name].data = view
 
     def load(self, weights: Weights) -> None:
@@ -176,7 +177,7 @@ class FlatModule:
         """
         changed: dict[str, tuple[int, ...]] = {}
         current = {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
-        for name, view in self.layout.split(self.vector):
+        for name, view in self._views.items():
             if name not in current:
                 raise InvalidOption(
                     f"Training removed or renamed {name!r}; expected the module's names not to change. "

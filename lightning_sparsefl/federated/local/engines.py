@@ -39,7 +39,7 @@ from torch import Tensor
 from lightning_sparsefl.errors import InvalidOption
 from lightning_sparsefl.federated.local.fast.batch_scores import PartScore
 from lightning_sparsefl.federated.local.fast.divisible import Indivisible, check_divisible
-from lightning_sparsefl.federated.local.fast.results import discard
+from lightning_sparsefl.federated.local.fast.results import KnownCalls, discard
 from lightning_sparsefl.federated.local.fast.support import (
     STEPS,
     overridden,
@@ -95,6 +95,7 @@ class FastEngine:
         """Options with other numbers of epochs, kept since checking them takes as long as a small model's step."""
         self._evaluator: _Evaluator | None = None
         """The newest evaluation, if further clients can be evaluated without a new set-up."""
+        self._calls = KnownCalls()
         _require(unsupported_fabric_reason(fabric))
 
     def for_epochs(self, epochs: int) -> FastEngine:
@@ -102,7 +103,9 @@ class FastEngine:
         options = self._by_epochs.get(epochs)
         if options is None:
             options = self._by_epochs[epochs] = replace(self.options, max_epochs=epochs)
-        return FastEngine(self.fabric, options, self.precision)
+        engine = FastEngine(self.fabric, options, self.precision)
+        engine._calls = self._calls
+        return engine
 
     def fit(
         self,
@@ -134,7 +137,7 @@ class FastEngine:
         trainer = self._client(module, callbacks, loggers, datamodule)
         with restore_trainer_refs(module, trainer.callbacks), trainer.running():
             try:
-                return trainer.fit(train_loader, val_loader)
+                return trainer.fit(train_loader, val_loader, self._calls.of(module))
             finally:
                 self.global_step = trainer.global_step
 

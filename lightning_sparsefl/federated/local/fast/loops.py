@@ -13,7 +13,7 @@ from lightning.pytorch.utilities.model_helpers import _ModuleMode
 from lightning_sparsefl.federated.local.fast.batch_scores import BatchScore, batch_score, metrics_of
 from lightning_sparsefl.federated.local.fast.batches import BatchIterator
 from lightning_sparsefl.federated.local.fast.divisible import Traces, batches_of
-from lightning_sparsefl.federated.local.fast.results import FastResults
+from lightning_sparsefl.federated.local.fast.results import Calls, FastResults
 from lightning_sparsefl.federated.local.fast.steps import AutomaticStep, ManualStep, StepCaller, step_schedulers
 from lightning_sparsefl.federated.local.fast.support import UnknownAttribute
 
@@ -172,12 +172,21 @@ class FitLoop(UnknownAttribute):
         validation: Evaluation loop to run after each epoch, or None.
         max_epochs: Number of epochs to train for; -1 = unlimited.
         max_steps: Number of optimizer steps to train for; -1 = unlimited.
+        calls: Calls of `self.log` in earlier fits of the module. Default: none are known.
     """
 
-    def __init__(self, trainer: Any, loader: Any, validation: EvalLoop | None, max_epochs: int, max_steps: int) -> None:
+    def __init__(
+        self,
+        trainer: Any,
+        loader: Any,
+        validation: EvalLoop | None,
+        max_epochs: int,
+        max_steps: int,
+        calls: Calls | None = None,
+    ) -> None:
         self._trainer, self._loader, self._validation = trainer, loader, validation
         self.max_epochs, self.max_steps, self.min_epochs, self.min_steps = max_epochs, max_steps, 0, None
-        self.results = FastResults(training=True)
+        self.results = FastResults(training=True, calls=calls)
         self.batches: BatchIterator | None = None
         self.max_batches: int | float = float("inf")
         self.epochs_processed = self.epochs_completed = 0

@@ -25,7 +25,7 @@ from torch import Tensor
 from lightning_sparsefl.federated.local.fast.batch_scores import BatchScore
 from lightning_sparsefl.federated.local.fast.hooks import Hooks
 from lightning_sparsefl.federated.local.fast.loops import EvalLoop, FitLoop, PartLoop
-from lightning_sparsefl.federated.local.fast.results import LogConnector, log
+from lightning_sparsefl.federated.local.fast.results import Calls, LogConnector, log
 from lightning_sparsefl.federated.local.fast.steps import AutomaticStep
 from lightning_sparsefl.federated.local.fast.trainer_view import TrainerView
 from lightning_sparsefl.federated.local.isolation import isolate_metrics
@@ -134,11 +134,20 @@ class FastTrainer(TrainerView):
                 vars(module).pop("log", None)
             self.strategy._reset_optimizers_and_schedulers()
 
-    def fit(self, loader: Any, validation: Any = None) -> dict[str, Tensor]:
-        """Train the module and return the last value of each logged key."""
+    def fit(self, loader: Any, validation: Any = None, calls: Calls | None = None) -> dict[str, Tensor]:
+        """Train the module.
+
+        Args:
+            loader: Loader of the training batches.
+            validation: Loader of the validation batches. Default: no validation.
+            calls: Calls of `self.log` in earlier fits of the module. Default: none are known.
+
+        Returns:
+            The last value of each logged key.
+        """
         if validation is not None and "validation_step" in self.hooks.overridden and self.limit_val_batches > 0:
             self.eval_loop = EvalLoop(self, validation, RunningStage.VALIDATING)
-        self.fit_loop = FitLoop(self, loader, self.eval_loop, *self._limits)
+        self.fit_loop = FitLoop(self, loader, self.eval_loop, *self._limits, calls)
         self._start(TrainerFn.FITTING, RunningStage.TRAINING)
         self.strategy.setup_optimizers(self)  # type: ignore[arg-type]
         self.hooks.both("on_fit_start")
