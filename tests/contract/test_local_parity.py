@@ -686,6 +686,9 @@ class Changing(PlainLoss):
         self.log(f"of client {self.client}", loss)
         self.log("always", loss, on_step=False, on_epoch=True)
         self.log("in double", loss.double(), on_step=False, on_epoch=True)
+        self.log("twice", loss, on_step=False, on_epoch=True)
+        self.log("twice", loss, False, None, False, True)
+        self.log("of all processes", loss, on_epoch=True, sync_dist=True)
         self.log("largest", loss, on_step=False, on_epoch=True, reduce_fx="max")
         self.log("in turns", loss, on_step=self.client % 2 == 0, on_epoch=True)
         if self.client != 1:

@@ -80,6 +80,7 @@ class FastResults(_ResultCollection):
 
     def log(self, fx: str, name: str, value: Any, *, batch_size: int | None = None, **options: Any) -> None:
         """Record a value; :meth:`lightning.pytorch.LightningModule.log` calls this with all its options."""
+        options["sync_dist_fn"] = _unchanged  # that of the trainer does as much, but a call outlives its trainer
         key, arguments, tensor = f"{fx}.{name}", tuple(options.values()), isinstance(value, Tensor)
         metric = self.get(key)
         if metric is None:
@@ -191,6 +192,11 @@ def log(self: LightningModule, name: str, value: Any, *args: Any, **options: Any
 
 def discard(self: LightningModule, *args: Any, **options: Any) -> None:
     """Replace `log` in a pass whose logged values are not read; arguments are checked where the client trains."""
+
+
+def _unchanged(value: Any, *args: Any, **options: Any) -> Any:
+    """Return a value as it is, as the reduction over the processes of a single device does."""
+    return value
 
 
 def _metadata(fx: str, name: str, options: dict[str, Any]) -> _Metadata:
