@@ -14,7 +14,7 @@ import torch
 from helpers.command_line import sparsefl  # noqa: F401  (a fixture)
 from helpers.federation import federation, last  # noqa: F401  (fixtures)
 from helpers.slow import keep_named_tests, mark_slow_cases
-from lightning_sparsefl.federated.local.stacked.recording.recorder import StepRecorder
+from lightning_sparsefl.federated.local.stacked.recording.recorder import PassRecorder
 from lightning_sparsefl.testing import contents
 
 os.environ["JSONARGPARSE_DEPRECATION_WARNINGS"] = "off"  # Lightning's CLI still calls what jsonargparse renames
@@ -54,7 +54,7 @@ def one_thread() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def early_recordings() -> Iterator[None]:
     """Stacks repeat recorded steps from their fourth step on, so that short runs do as well."""
-    with mock.patch.object(StepRecorder, "after", 1):
+    with mock.patch.object(PassRecorder, "after", 1):
         yield
 
 

@@ -128,27 +128,28 @@ class Node:
         together = getattr(self.worker, "together", None)
         yield from together(works) if together is not None else (work() for work in works)
 
-    def _answer(self, order: Order, do: Callable[[Order, NodeRecord], Answer] | None = None) -> Answer:
-        """Carry out one order.
+    def _answer(self, order: Order) -> Answer:
+        """Carry out one order, and measure the time."""
+        started = time.perf_counter()
+        answer = self._attempt(order, self._tasks[order.task])
+        return replace(answer, elapsed=time.perf_counter() - started)
+
+    def _attempt(self, order: Order, do: Callable[[Order, NodeRecord], Answer]) -> Answer:
+        """Carry out one order; a failure is an answer.
 
         Args:
             order: The order.
-            do: Function that does the work; None = that of the order's task.
+            do: Function that does the work.
         """
-        started = time.perf_counter()
-        blank = self._blank(order)
         try:
             record = self.record(order.client, order.version)
-            if record is None:
-                return replace(blank, forgot=True)
-            answer = (do or self._tasks[order.task])(order, record)
+            return replace(self._blank(order), forgot=True) if record is None else do(order, record)
         except InvalidUpdate:
             raise  # a mistake of the algorithm, not of the client
         except Exception as error:
-            answer = replace(blank, failure=failure_reason(error), error=error)
             if is_out_of_memory(error) and hasattr(self.worker, "module"):
                 release_memory(error, self.worker.module)
-        return replace(answer, elapsed=time.perf_counter() - started)
+            return replace(self._blank(order), failure=failure_reason(error), error=error)
 
     def _blank(self, order: Order) -> Answer:
         """Return an answer that says nothing yet."""
@@ -234,13 +235,13 @@ class Node:
         """Answer orders of the task `score` by one evaluation; clients that are left out of it are scored alone."""
         started = time.perf_counter()
         models: dict[int, tuple[Client, Weights]] = {}
-        answers = [self._answer(order, partial(self._take_model, models)) for order in orders]
+        answers = [self._attempt(order, partial(self._take_model, models)) for order in orders]
         asked = [(*models[order.client], split) for order in orders if order.client in models for split in order.splits]
         found = iter(worker.evaluate_at_once(asked))
         share = (time.perf_counter() - started) / len(orders)
         for order, answer in zip(orders, answers, strict=True):
             if order.client not in models:
-                yield answer
+                yield replace(answer, elapsed=share)
                 continue
             scores = {split: next(found) for split in order.splits}
             yield replace(answer, scores=scores, elapsed=share) if all(scores.values()) else self._answer(order)

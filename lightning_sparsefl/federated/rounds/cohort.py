@@ -256,7 +256,8 @@ class RankCohort:
                 raise_failure(order, answer, answer.error, self.ranks.rank)
             if not isinstance(answer.error, ClientFailed):
                 traceback.print_exception(answer.error)  # it cannot travel to the other processes
-        return [replace(outcome, rank=self.ranks.rank) for outcome in receive(orders, answers, merge)]
+        rank = self.ranks.rank
+        return [o if o.rank == rank else replace(o, rank=rank) for o in receive(orders, answers, merge)]
 
     def settle(self, outcomes: Sequence[Outcome]) -> None:
         """Send the records that a phase has made to their homes; see :class:`Cohort`."""

@@ -380,12 +380,14 @@ class Server:  # long because the facts of one order are needed at each of its s
     def _receive(self, order: Order, answer: Answer, merge: Merges | None, late: bool) -> Outcome:
         issued = self._issued.pop(order.client)
         failure = answer.failure or _mismatch(order, answer) or self._fault(order, answer)
-        blank = Outcome(client=order.client, num_examples=issued.view.num_examples, elapsed=answer.elapsed)
+        num_examples, elapsed = issued.view.num_examples, answer.elapsed
+        if failure is None and order.task in ("score", "finetune"):
+            size, scores = issued.size.total, answer.scores
+            return Outcome(order.client, num_examples=num_examples, scores=scores, scoring_bytes=size, elapsed=elapsed)
+        blank = Outcome(order.client, num_examples=num_examples, elapsed=elapsed)
         if failure is not None:
             charge = self.charge(issued.view, order.message, issued.size, None) if order.task == "train" else None
             return replace(blank, status="failed", charge=charge, failure=failure)
-        if order.task in ("score", "finetune"):
-            return replace(blank, scores=answer.scores, scoring_bytes=issued.size.total)
         assert answer.update is not None
         assert answer.up is not None
         if order.task == "survey":

@@ -15,7 +15,6 @@ from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from lightning.pytorch.utilities.model_helpers import _ModuleMode
 from torch import Tensor
 from torch.utils.data import SequentialSampler
-from torchmetrics import Metric
 
 from lightning_sparsefl.data.examples import Examples, Normalize
 from lightning_sparsefl.federated.exchange.orders import Split
@@ -24,8 +23,10 @@ from lightning_sparsefl.federated.local.fast.steps import StepCaller
 from lightning_sparsefl.federated.local.fast.trainer import FastTrainer
 from lightning_sparsefl.federated.local.isolation import isolate_metrics, restore_trainer_refs
 from lightning_sparsefl.federated.local.stacked.leaves import StackedModule, shared_names
-from lightning_sparsefl.federated.local.stacked.logs import StackedLog
+from lightning_sparsefl.federated.local.stacked.logs import EvaluationLog
 from lightning_sparsefl.federated.local.stacked.metric_states import MetricStates
+from lightning_sparsefl.federated.local.stacked.recording.recorded_evaluation import EvaluationPass
+from lightning_sparsefl.federated.local.stacked.recording.recorder import PassRecorder
 from lightning_sparsefl.federated.local.stacked.undo import ModuleStates
 from lightning_sparsefl.seeds import seed_all
 from lightning_sparsefl.types import Weights
@@ -76,53 +77,6 @@ class EvaluationRequest:
         return max(0, min(width, len(self.examples) - number * width))
 
 
-@dataclass
-class EvaluationLog(StackedLog):
-    """Receiver of `self.log` in a validation or test step for several clients, which also takes metric objects."""
-
-    _objects: dict[str, tuple[Metric, list[bool]]] = field(default_factory=dict)
-    """Metric objects by key, and whether each client has logged them."""
-
-    def log(
-        self,
-        name: str,
-        value: Any,
-        prog_bar: bool = False,
-        logger: bool | None = None,
-        on_step: bool | None = None,
-        on_epoch: bool | None = None,
-        *args: Any,
-        **options: Any,
-    ) -> None:
-        """Record a value of each client; the arguments are those of :meth:`lightning.pytorch.LightningModule.log`."""
-        on_epoch = True if on_epoch is None else on_epoch
-        if not on_epoch:
-            return  # an evaluation returns values of epochs only
-        if isinstance(value, Metric):
-            for key in (name, f"{name}_epoch") if on_step else (name,):
-                _, logged = self._objects.setdefault(key, (value, [False] * self.size))
-                logged[self.low : self.high] = [True] * (self.high - self.low)
-            return
-        super().log(name, value, prog_bar, logger, bool(on_step), on_epoch, *args, **options)
-
-    def results(self, states: MetricStates) -> list[dict[str, float]]:
-        """Return the value of each key for each client, as an evaluation returns them.
-
-        Args:
-            states: States of the metric objects.
-        """
-        found = self.metrics()
-        for name, entry in self._entries.items():
-            if entry.on_step:
-                for metrics in found:
-                    metrics.pop(f"{name}_step", None)
-        for name, (metric, logged) in self._objects.items():
-            for metrics, value, has in zip(found, states.compute(metric), logged, strict=True):
-                if has:
-                    metrics[name] = value
-        return found
-
-
 class StackedEvaluation:
     """One evaluation of several clients.
 
@@ -131,12 +85,15 @@ class StackedEvaluation:
     Args:
         trainer: Trainer that the module sees, without callbacks and loggers.
         requests: Requests of one split, by falling number of samples.
+        recorder: Recorder of the module's evaluations; None = each batch calls the module's step.
     """
 
-    def __init__(self, trainer: FastTrainer, requests: Sequence[EvaluationRequest]) -> None:
+    def __init__(
+        self, trainer: FastTrainer, requests: Sequence[EvaluationRequest], recorder: PassRecorder | None = None
+    ) -> None:
         self.trainer, self.requests, self.size = trainer, requests, len(requests)
         self.module, self.stage = trainer.lightning_module, _STAGES[requests[0].split]
-        self.log, self.kept = EvaluationLog(self.size), ModuleStates(self.module)
+        self.log, self.kept, self._recorder = EvaluationLog(self.size), ModuleStates(self.module), recorder
         trees = [request.weights for request in requests]
         self.whole = StackedModule(self.module, self.size, shared_names(trees, trees[0]))
         self.whole.load(trees)
@@ -156,13 +113,15 @@ class StackedEvaluation:
         step = StepCaller(trainer.hooks, self.module, f"{name}_step", trainer.precision_plugin)
         with self.log.receiving(self.module), _modes_restored(self.module):
             trainer.hooks.call_module(f"on_{name}_model_eval")
+            if self._recorder is not None:
+                self._recorder.start(self.whole, self.kept, name)
             for number in range(max(self._batches)):
                 for low, high in self._ranges(number):
                     self._batch(step, low, high, number)
         self.kept.require_unchanged()
         trainer._close()
         trainer._finish()
-        for request, result in zip(self.requests, self.log.results(self.states), strict=True):
+        for request, result in zip(self.requests, self.log.results(self.states.compute), strict=True):
             request.result = result
         isolate_metrics(self.module)
 
@@ -186,13 +145,11 @@ class StackedEvaluation:
         batch = trainer.precision_plugin.convert_input((inputs, labels))
         batch = trainer.hooks.to_device(batch, trainer.strategy.root_device)
         log.low, log.high, log.batch_size = low, high, inputs.shape[1]
-
-        def run(batch: Any, level: int) -> None:
-            log.level = level
-            with self.states.shown(low, high, level):
-                step(batch, number)
-
-        part.call(run, batch)
+        one = EvaluationPass(part, step, batch, number, log, self.states, self.states.rows(low, high))
+        if self._recorder is None:
+            one.call()
+        else:
+            self._recorder.do(one)
         log.collect()
         if low == number == 0:  # so that the other batches are not evaluated in vain
             self.kept.require_unchanged()
@@ -218,7 +175,11 @@ def _modes_restored(module: LightningModule) -> Iterator[None]:
 
 
 def evaluate_stack(
-    engine: FastEngine, module: LightningModule, datamodule: Any, requests: Sequence[EvaluationRequest]
+    engine: FastEngine,
+    module: LightningModule,
+    datamodule: Any,
+    requests: Sequence[EvaluationRequest],
+    recorder: PassRecorder | None = None,
 ) -> None:
     """Evaluate several clients as one.
 
@@ -227,11 +188,12 @@ def evaluate_stack(
         module: Module of the user; left as it was.
         datamodule: Object that becomes `trainer.datamodule`.
         requests: Requests of one split, by falling number of samples.
+        recorder: Recorder of the module's evaluations; None = each batch calls the module's step.
     """
     trainer = FastTrainer(engine.options, engine.fabric, module, (), (), datamodule)
     seed_all(*requests[0].key)
     with restore_trainer_refs(module, ()), trainer.running():
-        evaluation = StackedEvaluation(trainer, requests)
+        evaluation = StackedEvaluation(trainer, requests, recorder)
         try:
             evaluation.run()
         except Exception:

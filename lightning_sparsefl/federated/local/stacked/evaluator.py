@@ -20,6 +20,7 @@ from lightning_sparsefl.federated.local.stacked.evaluation import (
     readable_in_order,
 )
 from lightning_sparsefl.federated.local.stacked.reader import reading_key
+from lightning_sparsefl.federated.local.stacked.recording.recorder import PassRecorder
 from lightning_sparsefl.federated.local.stacked.step_trial import logged_difference, moved_weights
 from lightning_sparsefl.federated.local.stacked.trial import reason_of
 from lightning_sparsefl.federated.local.stacked.undo import attributes_kept
@@ -37,10 +38,14 @@ class StackEvaluator:
         activations: Numbers that the module's layers return for one sample.
         room: Numbers that the weights and activations of a stack may have; larger evaluations gain nothing.
         warns: Whether to warn of scores that cannot be computed as stacks.
+        recorder: Recorder of the module's evaluations. Default: each batch calls the module's step.
     """
 
-    def __init__(self, worker: ClientWorker, activations: float, room: int, warns: bool) -> None:
+    def __init__(
+        self, worker: ClientWorker, activations: float, room: int, warns: bool, recorder: PassRecorder | None = None
+    ) -> None:
         self._worker, self._activations, self._room, self._warns = worker, activations, room, warns
+        self._recorder = recorder
         self._reasons: dict[str, str | None] = {}
         """Why a step cannot be done for several clients at once, as a clause; None if it can."""
 
@@ -88,7 +93,7 @@ class StackEvaluator:
 
     def _run_group(self, group: Sequence[EvaluationRequest]) -> None:
         try:
-            self._run(group)
+            self._run(group, self._recorder)
         except Exception as error:
             for request in group:
                 request.result = {}
@@ -99,10 +104,10 @@ class StackEvaluator:
                 f"`{self._name(group[0].split)}` {reason_of(error)}."
             )
 
-    def _run(self, requests: Sequence[EvaluationRequest]) -> None:
+    def _run(self, requests: Sequence[EvaluationRequest], recorder: PassRecorder | None = None) -> None:
         worker = self._worker
         with worker._warning_once():
-            evaluate_stack(cast(FastEngine, worker.engine), worker.module, worker.data, requests)
+            evaluate_stack(cast(FastEngine, worker.engine), worker.module, worker.data, requests, recorder)
 
     def _name(self, split: Split) -> str:
         return f"{type(self._worker.module).__name__}.{'test' if split == 'test' else 'validation'}_step"

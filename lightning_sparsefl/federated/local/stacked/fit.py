@@ -26,7 +26,8 @@ from lightning_sparsefl.federated.local.stacked.leaves import StackedModule, sha
 from lightning_sparsefl.federated.local.stacked.logs import NotStackable, StackedLog
 from lightning_sparsefl.federated.local.stacked.optimizers import ELEMENTWISE, StackedOptimizer, clip
 from lightning_sparsefl.federated.local.stacked.reader import ClientReader, StackReader
-from lightning_sparsefl.federated.local.stacked.recording.recorder import StepRecorder
+from lightning_sparsefl.federated.local.stacked.recording.recorded_step import TrainingPass
+from lightning_sparsefl.federated.local.stacked.recording.recorder import PassRecorder
 from lightning_sparsefl.federated.local.stacked.undo import ModuleStates
 from lightning_sparsefl.seeds import seed_all
 from lightning_sparsefl.types import Masks, Weights
@@ -87,7 +88,7 @@ class StackedFit:
     """
 
     def __init__(
-        self, trainer: StackTrainer, requests: Sequence[StackedRequest], recorder: StepRecorder | None = None
+        self, trainer: StackTrainer, requests: Sequence[StackedRequest], recorder: PassRecorder | None = None
     ) -> None:
         self.trainer, self.requests = trainer, requests
         self.module, self.size = trainer.lightning_module, len(requests)
@@ -250,7 +251,8 @@ class StackedFit:
         if self._recorder is None:
             self._pass(one, callbacks)
         else:
-            recorded = self._recorder.step(one, self.optimizer.optimizer, lambda: self._pass(one, callbacks))
+            training = TrainingPass(one, self.module, self.optimizer.optimizer, lambda: self._pass(one, callbacks))
+            recorded = self._recorder.do(training)
         log.collect()
         for callback in callbacks:
             callback.before_step(part.leaves, taken)
@@ -305,7 +307,7 @@ def fit_stack(
     module: LightningModule,
     datamodule: Any,
     requests: Sequence[StackedRequest],
-    recorder: StepRecorder | None = None,
+    recorder: PassRecorder | None = None,
 ) -> bool:
     """Fit several clients as one.
 

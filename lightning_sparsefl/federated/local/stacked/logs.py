@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
+from torchmetrics import Metric
 
 from lightning_sparsefl.federated.local.stacked import functorch
 
@@ -221,6 +222,71 @@ class StackedLog:
                     metrics |= {name: reduced, f"{name}_step": newest, f"{name}_epoch": reduced}
                 else:
                     metrics[name] = reduced if entry.on_epoch else newest
+        return found
+
+
+@dataclass
+class EvaluationLog(StackedLog):
+    """Receiver of `self.log` in a validation or test step for several clients, which also takes metric objects."""
+
+    pending_objects: list[tuple[str, Metric]] = field(default_factory=list)
+    """Metric objects that the step that runs has logged, by key."""
+    _objects: dict[str, tuple[Metric, list[bool]]] = field(default_factory=dict)
+    """Metric objects by key, and whether each client has logged them."""
+
+    def log(
+        self,
+        name: str,
+        value: Any,
+        prog_bar: bool = False,
+        logger: bool | None = None,
+        on_step: bool | None = None,
+        on_epoch: bool | None = None,
+        *args: Any,
+        **options: Any,
+    ) -> None:
+        """Record a value of each client; the arguments are those of :meth:`lightning.pytorch.LightningModule.log`."""
+        on_epoch = True if on_epoch is None else on_epoch
+        if not on_epoch:
+            return  # an evaluation returns values of epochs only
+        if isinstance(value, Metric):
+            self.pending_objects += [(key, value) for key in ((name, f"{name}_epoch") if on_step else (name,))]
+            return
+        super().log(name, value, prog_bar, logger, bool(on_step), on_epoch, *args, **options)
+
+    @contextmanager
+    def aside(self) -> Iterator[list[Logged]]:
+        """Receive what is logged inside in lists of its own; see :meth:`StackedLog.aside`."""
+        before, self.pending_objects = self.pending_objects, []
+        try:
+            with super().aside() as pending:
+                yield pending
+        finally:
+            self.pending_objects = before
+
+    def collect(self) -> None:
+        """Record what the step has logged; see :meth:`StackedLog.collect`."""
+        super().collect()
+        for key, metric in self.pending_objects:
+            _, logged = self._objects.setdefault(key, (metric, [False] * self.size))
+            logged[self.low : self.high] = [True] * (self.high - self.low)
+        self.pending_objects.clear()
+
+    def results(self, compute: Callable[[Metric], list[float]]) -> list[dict[str, float]]:
+        """Return the value of each key for each client, as an evaluation returns them.
+
+        Args:
+            compute: Function of a metric object that returns its value for each client.
+        """
+        found = self.metrics()
+        for name, entry in self._entries.items():
+            if entry.on_step:
+                for metrics in found:
+                    metrics.pop(f"{name}_step", None)
+        for name, (metric, logged) in self._objects.items():
+            for metrics, value, has in zip(found, compute(metric), logged, strict=True):
+                if has:
+                    metrics[name] = value
         return found
 
 

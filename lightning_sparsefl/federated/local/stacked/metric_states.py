@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -47,28 +47,45 @@ class MetricStates:
                     states = table[key].expand(size, *table[key].shape).clone()
                     self._slots.append(_Slot(table, key, table[key], states))
 
-    @contextmanager
-    def shown(self, low: int, high: int, level: int) -> Iterator[None]:
-        """Let the metric objects hold the states of the clients from `low` to before `high`, and take them back.
+    def rows(self, low: int, high: int) -> list[Tensor]:
+        """Return views of the states of the clients from `low` to before `high`.
 
         Args:
             low: First client.
             high: Client after the last one.
+        """
+        return [slot.states[low:high] for slot in self._slots]
+
+    @contextmanager
+    def shown(self, rows: Sequence[Tensor], level: int) -> Iterator[None]:
+        """Let the metric objects hold the states of some clients, and write them back.
+
+        Args:
+            rows: States of the clients, as :meth:`rows` returns them.
             level: Number of the level of ``vmap``; 0 outside of one, for a single client.
         """
-        for table, key, _, states in self._slots:
-            rows = states[low:high]
-            table[key] = functorch.wrap(rows, 0, level) if level else rows[0].clone()
+        for (table, key, *_), own in zip(self._slots, rows, strict=True):
+            table[key] = functorch.wrap(own, 0, level) if level else own[0].clone()
         try:
             yield
-            for table, key, _, states in self._slots:
-                states[low:high] = unwrapped(table[key], level, high - low)
+            for (table, key, *_), own in zip(self._slots, rows, strict=True):
+                own.copy_(unwrapped(table[key], level, len(own)))
             self._require_sums()
         finally:
             for table, key, first, _ in self._slots:
                 table[key] = first
             for metric in self._metrics.values():
                 vars(metric).update(_computed=None, _forward_cache=None)
+
+    @property
+    def updates(self) -> list[int]:
+        """Number of updates of each metric object, whose :meth:`compute` warns where there was none."""
+        return [metric._update_count for metric in self._metrics.values()]
+
+    @updates.setter
+    def updates(self, counts: Sequence[int]) -> None:
+        for metric, count in zip(self._metrics.values(), counts, strict=True):
+            metric._update_count = count
 
     def _require_sums(self) -> None:
         for name, metric in self._metrics.items():
@@ -82,7 +99,7 @@ class MetricStates:
         Args:
             metric: Metric object of the module.
         """
-        with functorch.vmap_level(self.size) as level, self.shown(0, self.size, level):
+        with functorch.vmap_level(self.size) as level, self.shown(self.rows(0, self.size), level):
             value = unwrapped(metric.compute(), level, self.size)
         if value.shape != (self.size,):
             raise NotStackable(f"logs the object `{type(metric).__name__}`, whose value is not one number")

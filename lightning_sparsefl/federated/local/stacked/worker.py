@@ -24,7 +24,7 @@ from lightning_sparsefl.federated.local.stacked.evaluation import EvaluationRequ
 from lightning_sparsefl.federated.local.stacked.evaluator import StackEvaluator
 from lightning_sparsefl.federated.local.stacked.fit import StackedRequest, fit_stack
 from lightning_sparsefl.federated.local.stacked.reader import ClientReader, readable, reading_key
-from lightning_sparsefl.federated.local.stacked.recording.recorder import StepRecorder
+from lightning_sparsefl.federated.local.stacked.recording.recorder import PassRecorder
 from lightning_sparsefl.federated.local.stacked.trial import StackingTrial, reason_of
 from lightning_sparsefl.federated.local.stacked.undo import CallbackStates
 from lightning_sparsefl.federated.local.worker import ClientWorker, FitRequest
@@ -51,16 +51,16 @@ class StackedWorker(ClientWorker):
     Args:
         args: Arguments of :class:`ClientWorker`.
         asked: Whether the user has asked for stacks, and is told where evaluations cannot be stacked.
-        records: Whether training steps are recorded (`federation.record_steps`).
+        records: Whether steps are recorded (`federation.record_steps`).
     """
 
     def __init__(self, *args: Any, asked: bool = True, records: bool = True) -> None:
         super().__init__(*args)
         self._shares: dict[int, float] = {}
         self._trial = StackingTrial(self)
-        self._recorder = StepRecorder(self.module) if records else None
+        self._recorder, scoring = (PassRecorder(self.module) if records else None for _ in range(2))
         numbers = self._trial.activations / self._trial.samples
-        self._evaluator = StackEvaluator(self, numbers, self._budget // self._element, warns=asked)
+        self._evaluator = StackEvaluator(self, numbers, self._budget // self._element, asked, scoring)
 
     @property
     def can_stack(self) -> bool:

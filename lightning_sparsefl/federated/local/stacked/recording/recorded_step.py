@@ -3,48 +3,19 @@
 from __future__ import annotations
 
 import copy
-import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NoReturn, cast
+from typing import Any, cast
 
-import numpy as np
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from lightning_sparsefl.federated.local.fast.direct_calls import run_backward
 from lightning_sparsefl.federated.local.stacked.batch_pass import BatchPass
-from lightning_sparsefl.federated.local.stacked.leaves import map_tensors
 from lightning_sparsefl.federated.local.stacked.logs import Logged
-from lightning_sparsefl.federated.local.stacked.recording.operations import OperationRecorder, Operations
-
-
-class NotRecordable(Exception):
-    """A training step depends on something besides its batch, the weights and the module."""
-
-
-class Unreadable:
-    """Stand-in for what differs from step to step: whatever is done with it raises, and is remembered.
-
-    Attributes:
-        is_read: Whether anything has been done with it.
-    """
-
-    is_read: bool
-
-    def __init__(self) -> None:
-        vars(self)["is_read"] = False
-
-    def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
-        vars(self)["is_read"] = True
-        raise NotRecordable
-
-    __getattr__ = __setattr__ = __getitem__ = __iter__ = __len__ = __contains__ = __call__ = _refuse
-    __bool__ = __int__ = __index__ = __float__ = __str__ = __repr__ = __format__ = _refuse
-    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __hash__ = _refuse
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _refuse
-    __mod__ = __rmod__ = __floordiv__ = __rfloordiv__ = __pow__ = __rpow__ = __neg__ = _refuse
+from lightning_sparsefl.federated.local.stacked.recording.operations import Operations
+from lightning_sparsefl.federated.local.stacked.recording.tracing import tensors_of, trace
 
 
 class RecordedStep:
@@ -75,69 +46,64 @@ class RecordedStep:
         ]
 
 
-def record(one: BatchPass, module: LightningModule, optimizer: torch.optim.Optimizer) -> RecordedStep | None:
-    """Do the training step of a batch without a trace, and return it as a recorded one.
+class TrainingPass:
+    """The training step of one batch of each client, for a :class:`~.recorder.PassRecorder`.
 
     Args:
         one: The batches.
         module: Module of the clients.
         optimizer: The module's optimizer.
-
-    Returns:
-        The step; None if it uses the number of the batch, the trainer, the options of the optimizer, the random numbers
-        of Python or NumPy, or numbers from tensors.
+        call: Function that does the step by calling the module.
     """
-    leaves, unreadable = dict(one.leaves), Unreadable()
-    copied = copy.copy(one)
-    copied.number = cast(int, unreadable)
-    drawn = random.getstate(), np.random.get_state()
-    try:
-        with (
-            one.leaving_no_trace(),
-            one.log.aside() as logged,
-            _hidden(module, optimizer, unreadable),
-            OperationRecorder([*leaves.values(), *tensors_of(one.batch)]) as recorder,
-        ):
-            run_backward(copied.train().sum())
-        slopes = {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
-    except Exception:
-        return None
-    finally:
-        for leaf in leaves.values():
-            leaf.grad = None
-    if recorder.reason is not None or unreadable.is_read or not _is_equal_state(drawn):
-        return None
-    values = [each.value for each in logged]
-    return RecordedStep(recorder.function([*slopes.values(), *values]), list(slopes), logged)
 
+    def __init__(
+        self, one: BatchPass, module: LightningModule, optimizer: torch.optim.Optimizer, call: Callable[[], None]
+    ) -> None:
+        self._one, self._module, self._optimizer, self.call = one, module, optimizer, call
 
-@contextmanager
-def _hidden(module: LightningModule, optimizer: torch.optim.Optimizer, unreadable: Unreadable) -> Iterator[None]:
-    """Put a stand-in in the place of the trainer and of the optimizer's options inside."""
-    owners = [(vars(child), "_trainer") for child in module.modules() if isinstance(child, LightningModule)]
-    owners.append((vars(optimizer), "param_groups"))
-    before = [table[name] for table, name in owners]
-    for table, name in owners:
-        table[name] = unreadable
-    try:
-        yield
-    finally:
-        for (table, name), value in zip(owners, before, strict=True):
-            table[name] = value
+    @property
+    def key(self) -> Hashable:
+        """Number of clients, and shapes of the batch's tensors."""
+        shapes = tuple((tensor.shape, tensor.stride(), tensor.dtype) for tensor in tensors_of(self._one.batch))
+        return (self._one.part.size, shapes)
 
+    def repeat(self, recorded: RecordedStep) -> None:
+        """Do the step as a recorded one.
 
-def _is_equal_state(drawn: tuple[Any, Any]) -> bool:
-    """Return whether the generators of Python and NumPy are in the states of a moment before."""
-    (name, keys, *rest), (now, own, *others) = drawn[1], np.random.get_state()
-    return drawn[0] == random.getstate() and (name, rest) == (now, others) and bool(np.array_equal(keys, own))
+        Args:
+            recorded: Recorded step of the same key.
+        """
+        recorded.run(self._one)
 
+    def results(self) -> list[Tensor]:
+        """Return gradients, statistics and logged values of the step that has been done."""
+        slopes = [leaf.grad if leaf.requires_grad else leaf.clone() for leaf in self._one.leaves.values()]
+        logged = (each.value for each in self._one.log.pending)
+        return [*(slope for slope in slopes if slope is not None), *logged]
 
-def tensors_of(batch: Any) -> list[Tensor]:
-    """Return the tensors of a batch in their order.
+    @contextmanager
+    def leaving_no_trace(self) -> Iterator[None]:
+        """Undo what is done inside."""
+        try:
+            with self._one.leaving_no_trace():
+                yield
+        finally:
+            for leaf in self._one.leaves.values():
+                leaf.grad = None
 
-    Args:
-        batch: Tensor, or mappings, lists and tuples of tensors and other values.
-    """
-    found: list[Tensor] = []
-    map_tensors(batch, found.append)
-    return found
+    def record(self) -> RecordedStep | None:
+        """Do the step without a trace, and return it as a recorded one; None if it cannot be repeated."""
+        one, leaves = copy.copy(self._one), dict(self._one.leaves)
+        names: list[str] = []
+
+        def work(number: Any) -> list[Tensor]:
+            one.number = cast(int, number)
+            run_backward(one.train().sum())
+            slopes = {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
+            names.extend(slopes)
+            return [*slopes.values(), *(each.value for each in one.log.pending)]
+
+        with self.leaving_no_trace():
+            inputs = [*leaves.values(), *tensors_of(one.batch)]
+            operations = trace(work, inputs, self._module, self._optimizer)
+            return None if operations is None else RecordedStep(operations, names, list(one.log.pending))

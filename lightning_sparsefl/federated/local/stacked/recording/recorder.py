@@ -1,49 +1,75 @@
-"""The choice between calling a training step and repeating a recorded one.
+"""The choice between calling a module's step and repeating a recorded one.
 
 Python and the dispatch of torch take more than half of the time of a small network's step. A step is recorded when its
-shapes have come a few times, and the recording is then compared with one more call: only if gradients, statistics and
-logged values have the same bits are the steps after it repeated. So a recording changes no result.
+shapes have come a few times, and the recording is then compared with one more call: only if gradients, statistics,
+logged values and the states of metric objects have the same bits are the steps after it repeated. So a recording
+changes no result.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
+from torchmetrics import Metric
 
-from lightning_sparsefl.federated.local.stacked.batch_pass import BatchPass
 from lightning_sparsefl.federated.local.stacked.fused import order_in_memory
 from lightning_sparsefl.federated.local.stacked.leaves import StackedModule
-from lightning_sparsefl.federated.local.stacked.recording.recorded_step import RecordedStep, record, tensors_of
 from lightning_sparsefl.federated.local.stacked.undo import ModuleStates
 
 _MOST = 64
 """Largest number of kept recordings, so that cohorts of ever new sizes do not fill the memory."""
 _CHANGES = 3
-"""Number of fits that found the module changed, from which on nothing is recorded."""
+"""Number of fits or evaluations that found the module changed, from which on nothing is recorded."""
+
+
+class Recordable(Protocol):
+    """A step of a module for one batch of each of several clients."""
+
+    @property
+    def key(self) -> Hashable:
+        """What the operations of the step depend on, besides the module and the layout of its tensors."""
+        ...
+
+    def call(self) -> None:
+        """Do the step by calling the module."""
+        ...
+
+    def repeat(self, recorded: Any) -> None:
+        """Do the step as a recorded one."""
+        ...
+
+    def record(self) -> Any:
+        """Do the step without a trace, and return it as a recorded one; None if it cannot be repeated."""
+        ...
+
+    def results(self) -> Sequence[Tensor]:
+        """Return what the step that has been done has given."""
+        ...
+
+    def leaving_no_trace(self) -> AbstractContextManager[None]:
+        """Return a context that undoes what is done inside."""
+        ...
 
 
 @dataclass
-class _Step:
-    """What is known of the steps of some shapes."""
+class _Known:
+    """What is known of the steps of one key."""
 
     calls: int = 0
-    candidate: RecordedStep | None = None
+    candidate: Any = None
     """Recorded step that the next call is compared with."""
-    proven: RecordedStep | None = None
+    proven: Any = None
     """Recorded step that has given what a call gave."""
 
 
-_Key = tuple[int, tuple[Hashable, ...]]
-"""Number of clients, and shapes of the batch's tensors."""
-
-
-class StepRecorder:
-    """Recorded steps of one module, over all of its fits.
+class PassRecorder:
+    """Recorded steps of one module, over all of its fits or all of its evaluations.
 
     Args:
         module: Module of the clients.
@@ -54,85 +80,74 @@ class StepRecorder:
 
     def __init__(self, module: LightningModule) -> None:
         self._module = module
-        self._steps: dict[Hashable, dict[_Key, _Step]] = {}
+        self._steps: dict[Hashable, dict[Hashable, _Known]] = {}
         """By the layout of a stack's tensors."""
-        self._current: dict[_Key, _Step] = {}
-        """Those of the fit that runs."""
+        self._current: dict[Hashable, _Known] = {}
+        """Those of the fit or evaluation that runs."""
         self._states: ModuleStates | None = None
-        self._structure: tuple[Any, ...] = ()
+        self._structure: list[tuple[Any, ...]] = []
         self._changes = 0
 
-    def start(self, whole: StackedModule, states: ModuleStates) -> None:
-        """Begin a fit; recordings of a module with other attributes or layers are dropped.
+    def start(self, whole: StackedModule, states: ModuleStates, name: str = "training") -> None:
+        """Begin a fit or an evaluation; recordings of a module with other attributes or layers are dropped.
 
         Args:
-            whole: Tensors of all clients of the fit.
+            whole: Tensors of all clients.
             states: The module's attributes before the first step.
+            name: Name of the steps.
         """
         structure = _structure_of(self._module)
-        if self._states is None or structure != self._structure or self._states.changed() is not None:
+        known = self._states is not None and _is_same_structure(structure, self._structure)
+        if self._states is None or not known or self._states.changed() is not None:
             self._changes += self._states is not None
             self._steps, self._states, self._structure = {}, states, structure
         layout = tuple(
-            (name, leaf.shape[1:], leaf.stride(), leaf.dtype, leaf.requires_grad, name in whole.shared)
-            for name, leaf in whole.leaves.items()
+            (key, leaf.shape[1:], leaf.stride(), leaf.dtype, leaf.requires_grad, key in whole.shared)
+            for key, leaf in whole.leaves.items()
         )
-        self._current = self._steps.setdefault(layout, {})
+        self._current = self._steps.setdefault((name, layout), {})
 
-    def step(self, one: BatchPass, optimizer: torch.optim.Optimizer, call: Callable[[], None]) -> RecordedStep | None:
-        """Give the clients of a batch their gradients and logged values.
+    def do(self, one: Recordable) -> Any:
+        """Do a step.
 
         Args:
-            one: The batches.
-            optimizer: The module's optimizer.
-            call: Function that does so by calling the training step.
+            one: The step.
 
         Returns:
-            The recorded step that was repeated; None if the training step was called.
+            The recorded step that was repeated; None if the module was called.
         """
-        known = self._known(one)
+        known = self._known(one.key)
         if known is None:
-            call()
+            one.call()
             return None
         if known.proven is not None:
-            known.proven.run(one)
+            one.repeat(known.proven)
             return known.proven
         candidate, known.candidate = known.candidate, None
-        expected = None if candidate is None else self._results_of(candidate, one)
+        expected = None if candidate is None else _results_of(candidate, one)
         if known.calls == self.after:
-            known.candidate = record(one, self._module, optimizer)
+            known.candidate = one.record()
         known.calls += 1
-        call()
-        if expected is not None and _same(expected, _results(one)):
+        one.call()
+        if expected is not None and _same(expected, one.results()):
             known.proven = candidate
         return None
 
-    def _known(self, one: BatchPass) -> _Step | None:
-        shapes = tuple((tensor.shape, tensor.stride(), tensor.dtype) for tensor in tensors_of(one.batch))
-        key = (one.part.size, shapes)
+    def _known(self, key: Hashable) -> _Known | None:
         known = self._current.get(key)
         if known is None and self._changes < _CHANGES and sum(map(len, self._steps.values())) < _MOST:
-            known = self._current[key] = _Step()
+            known = self._current[key] = _Known()
         return known
 
-    @staticmethod
-    def _results_of(recorded: RecordedStep, one: BatchPass) -> Sequence[Tensor] | None:
-        """Return what a recorded step gives, without a trace; None if it fails."""
-        try:
-            with one.leaving_no_trace():
-                recorded.run(one)
-                return _results(one)
-        except Exception:
-            return None
-        finally:
-            for leaf in one.leaves.values():
-                leaf.grad = None
 
-
-def _results(one: BatchPass) -> list[Tensor]:
-    """Return gradients, statistics and logged values of a step that has been done."""
-    slopes = [leaf.grad if leaf.requires_grad else leaf.clone() for leaf in one.leaves.values()]
-    return [*(slope for slope in slopes if slope is not None), *(each.value for each in one.log.pending)]
+def _results_of(recorded: Any, one: Recordable) -> Sequence[Tensor] | None:
+    """Return what a recorded step gives, without a trace; None if it fails."""
+    try:
+        with one.leaving_no_trace():
+            one.repeat(recorded)
+            return one.results()
+    except Exception:
+        return None
 
 
 def _same(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> bool:
@@ -143,9 +158,24 @@ def _same(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> bool:
     )
 
 
-def _structure_of(module: LightningModule) -> tuple[Any, ...]:
+def _structure_of(module: LightningModule) -> list[tuple[Any, ...]]:
     """Return the layers of a module with their modes and hooks, which :class:`ModuleStates` does not cover."""
-    return tuple(
-        (child, child.training, tuple(child._forward_hooks), tuple(child._forward_pre_hooks))
+    return [
+        (child, child.training, tuple(child._forward_hooks), tuple(child._forward_pre_hooks), _settings(child))
         for child in module.modules()
+    ]
+
+
+def _settings(child: Any) -> tuple[Any, ...]:
+    """Return the options of a metric object, which :class:`ModuleStates` does not cover either; else nothing."""
+    if not isinstance(child, Metric):
+        return ()
+    plain = (int, float, str, bool, tuple, type(None), torch.dtype)
+    return tuple((key, value) for key, value in vars(child).items() if key[0] != "_" and isinstance(value, plain))
+
+
+def _is_same_structure(now: Sequence[tuple[Any, ...]], before: Sequence[tuple[Any, ...]]) -> bool:
+    """Return whether the layers are the same objects with the same modes, hooks and options."""
+    return len(now) == len(before) and all(
+        child is other and rest == earlier for (child, *rest), (other, *earlier) in zip(now, before, strict=True)
     )

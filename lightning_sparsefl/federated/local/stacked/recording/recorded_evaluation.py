@@ -1,0 +1,118 @@
+"""A validation or test step of a stack that was recorded from one batch, for the batches after it."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torchmetrics import Metric
+
+from lightning_sparsefl.federated.local.fast.steps import StepCaller
+from lightning_sparsefl.federated.local.stacked.leaves import StackedModule
+from lightning_sparsefl.federated.local.stacked.logs import EvaluationLog, Logged
+from lightning_sparsefl.federated.local.stacked.metric_states import MetricStates
+from lightning_sparsefl.federated.local.stacked.recording.operations import Operations
+from lightning_sparsefl.federated.local.stacked.recording.tracing import tensors_of, trace
+
+
+@dataclass
+class RecordedEvaluation:
+    """A step as a function of the weights, the batch and the states of metric objects, into which it writes."""
+
+    operations: Operations
+    logged: Sequence[Logged]
+    """Calls of `self.log` with a value."""
+    objects: Sequence[tuple[str, Metric]]
+    """Calls of `self.log` with a metric object."""
+    updates: Sequence[int]
+    """Updates of each metric object in the step."""
+
+
+@dataclass
+class EvaluationPass:
+    """One batch of each of several clients that are evaluated, for a :class:`~.recorder.PassRecorder`."""
+
+    part: StackedModule
+    """Tensors of the clients."""
+    step: StepCaller
+    """Caller of the module's step."""
+    batch: Any
+    """Batch whose tensors have the clients in dimension 0."""
+    number: int
+    """Number of the batch."""
+    log: EvaluationLog
+    states: MetricStates
+    """States of the metric objects for all clients of the evaluation."""
+    rows: list[Tensor]
+    """Those of the clients of this pass, as views."""
+
+    @property
+    def key(self) -> Hashable:
+        """Number of clients, and shapes of the tensors of the batch and of the states."""
+        tensors = [*tensors_of(self.batch), *self.rows]
+        return (self.part.size, tuple((tensor.shape, tensor.stride(), tensor.dtype) for tensor in tensors))
+
+    def call(self) -> None:
+        """Do the step by calling the module."""
+        self._do(self.number)
+
+    def _do(self, number: int) -> None:
+        def run(batch: Any, level: int) -> None:
+            self.log.level = level
+            with self.states.shown(self.rows, level):
+                self.step(batch, number)
+
+        self.part.call(run, self.batch)
+
+    def repeat(self, recorded: RecordedEvaluation) -> None:
+        """Do the step as a recorded one.
+
+        Args:
+            recorded: Recorded step of the same key.
+        """
+        values = recorded.operations(*self._inputs())
+        pairs = zip(recorded.logged, values, strict=True)
+        self.log.pending += [each._replace(value=value) for each, value in pairs]
+        self.log.pending_objects += recorded.objects
+        self.states.updates = [sum(pair) for pair in zip(self.states.updates, recorded.updates, strict=True)]
+
+    def _inputs(self) -> list[Tensor]:
+        return [*self.part.leaves.values(), *tensors_of(self.batch), *self.rows]
+
+    def results(self) -> list[Tensor]:
+        """Return logged values and states of metric objects after the step that has been done."""
+        return [*(each.value for each in self.log.pending), *(row.clone() for row in self.rows)]
+
+    @contextmanager
+    def leaving_no_trace(self) -> Iterator[None]:
+        """Undo what is done inside."""
+        leaves = [leaf for name, leaf in self.part.leaves.items() if name not in self.part.shared]
+        before = [(tensor, tensor.clone()) for tensor in (*self.rows, *(x for x in leaves if not x.requires_grad))]
+        updates = self.states.updates
+        devices = {leaf.device.index or 0 for leaf in leaves if leaf.device.type == "cuda"}
+        try:
+            with self.log.aside(), torch.random.fork_rng(devices=sorted(devices)):
+                yield
+        finally:
+            self.states.updates = updates
+            for tensor, value in before:
+                tensor.copy_(value)
+
+    def record(self) -> RecordedEvaluation | None:
+        """Do the step without a trace, and return it as a recorded one; None if it cannot be repeated."""
+        before = self.states.updates
+
+        def work(number: Any) -> list[Tensor]:
+            self._do(cast(int, number))
+            return [each.value for each in self.log.pending]
+
+        with self.leaving_no_trace():
+            operations = trace(work, self._inputs(), self.part.module)  # type: ignore[arg-type]
+            if operations is None:
+                return None
+            updates = [now - then for now, then in zip(self.states.updates, before, strict=True)]
+            return RecordedEvaluation(operations, list(self.log.pending), list(self.log.pending_objects), updates)

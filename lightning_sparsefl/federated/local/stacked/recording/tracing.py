@@ -1,0 +1,108 @@
+"""The operations of a module's step as a function, found by doing the step once with stand-ins for what may change."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor
+
+from lightning_sparsefl.federated.local.stacked.leaves import map_tensors
+from lightning_sparsefl.federated.local.stacked.recording.operations import OperationRecorder, Operations
+
+
+class NotRecordable(Exception):
+    """A step depends on something besides its batch, the weights and the module."""
+
+
+class Unreadable:
+    """Stand-in for what differs from step to step: whatever is done with it raises, and is remembered.
+
+    Attributes:
+        is_read: Whether anything has been done with it.
+    """
+
+    is_read: bool
+
+    def __init__(self) -> None:
+        vars(self)["is_read"] = False
+
+    def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
+        vars(self)["is_read"] = True
+        raise NotRecordable
+
+    __getattr__ = __setattr__ = __getitem__ = __iter__ = __len__ = __contains__ = __call__ = _refuse
+    __bool__ = __int__ = __index__ = __float__ = __str__ = __repr__ = __format__ = _refuse
+    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __hash__ = _refuse
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _refuse
+    __mod__ = __rmod__ = __floordiv__ = __rfloordiv__ = __pow__ = __rpow__ = __neg__ = _refuse
+
+
+def trace(
+    work: Callable[[Any], Sequence[Tensor]],
+    inputs: Sequence[Tensor],
+    module: LightningModule,
+    optimizer: torch.optim.Optimizer | None = None,
+) -> Operations | None:
+    """Do some work, and return its operations.
+
+    Args:
+        work: Function of a stand-in for the number of the batch; returns the results.
+        inputs: Tensors that are arguments of the returned function.
+        module: Module of the clients.
+        optimizer: The module's optimizer, if there is one.
+
+    Returns:
+        Function of tensors in the places of the inputs, which returns the results; None if the work fails, or uses the
+        number of the batch, the trainer, the options of the optimizer, the random numbers of Python or NumPy, or
+        numbers from tensors.
+    """
+    unreadable = Unreadable()
+    drawn = random.getstate(), np.random.get_state()
+    try:
+        with _hidden(module, optimizer, unreadable), OperationRecorder(inputs) as recorder:
+            results = work(unreadable)
+    except Exception:
+        return None
+    if recorder.reason is not None or unreadable.is_read or not _is_equal_state(drawn):
+        return None
+    operations: Operations = recorder.function(results)
+    return operations
+
+
+@contextmanager
+def _hidden(module: LightningModule, optimizer: torch.optim.Optimizer | None, unreadable: Unreadable) -> Iterator[None]:
+    """Put a stand-in in the place of the trainer and of the optimizer's options inside."""
+    owners = [(vars(child), "_trainer") for child in module.modules() if isinstance(child, LightningModule)]
+    if optimizer is not None:
+        owners.append((vars(optimizer), "param_groups"))
+    before = [table[name] for table, name in owners]
+    for table, name in owners:
+        table[name] = unreadable
+    try:
+        yield
+    finally:
+        for (table, name), value in zip(owners, before, strict=True):
+            table[name] = value
+
+
+def _is_equal_state(drawn: tuple[Any, Any]) -> bool:
+    """Return whether the generators of Python and NumPy are in the states of a moment before."""
+    (name, keys, *rest), (now, own, *others) = drawn[1], np.random.get_state()
+    return drawn[0] == random.getstate() and (name, rest) == (now, others) and bool(np.array_equal(keys, own))
+
+
+def tensors_of(batch: Any) -> list[Tensor]:
+    """Return the tensors of a batch in their order.
+
+    Args:
+        batch: Tensor, or mappings, lists and tuples of tensors and other values.
+    """
+    found: list[Tensor] = []
+    map_tensors(batch, found.append)
+    return found
