@@ -35,7 +35,7 @@ def add_configs(parser: Any) -> None:
     subparser.usage = f"{subparser.prog} [PATTERN] [--show NAME | --copy NAME DEST]"
     subparser.epilog = "Each name can be given to `--config`: sparsefl fit --config quickstart"
     text = "Text that the listed names contain, or a pattern of shell wildcards. Default: all names."
-    subparser.add_argument("pattern", nargs="?", default="", metavar="PATTERN", help=text)
+    subparser.add_argument("pattern", nargs="?", metavar="PATTERN", help=text)
     subparser.add_argument("--show", metavar="NAME", help="Print the file of this name.")
     text = "Copy the file of this name to a folder or a path, and replace no file."
     subparser.add_argument("--copy", nargs=2, metavar=("NAME", "DEST"), help=text)
@@ -55,4 +55,4 @@ def run_configs(arguments: Namespace) -> str:
         return f"Copied to {copy(name, Path(destination))}"
     if arguments.show:
         return find_file(arguments.show).read_text().rstrip()
-    return listing(arguments.pattern)
+    return listing(arguments.pattern or "")
