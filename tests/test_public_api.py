@@ -38,10 +38,10 @@ IMPORTS_OURS = """
 import builtins
 original, seen = builtins.__import__, []
 
-def spy(name, globals=None, *rest):
+def spy(name, globals=None, *rest, **options):
     if (globals or {}).get("__name__", "").startswith("lightning_sparsefl"):
         seen.append(name)
-    return original(name, globals, *rest)
+    return original(name, globals, *rest, **options)
 
 builtins.__import__ = spy
 import sys

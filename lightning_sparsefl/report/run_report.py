@@ -175,7 +175,10 @@ class Report:
         (folder / "tables").mkdir(exist_ok=True)
         pictures = {}
         console = Console(stderr=True)  # a bar in a terminal, nothing in a log file
-        for plot in track(self.plots, "Figures", console=console, transient=True, disable=not _shows_bars(console)):
+        plots: Iterable[Plot] = self.plots
+        if _shows_bars(console):  # a disabled bar of rich before 14.3 still writes an empty line
+            plots = track(plots, "Figures", console=console, transient=True)
+        for plot in plots:
             files = self._draw(plot)
             pictures[plot.name] = files.get("svg", b"")
             _write(folder / "figures", plot.name, files)
