@@ -13,7 +13,7 @@ import torch
 
 from helpers.command_line import sparsefl  # noqa: F401  (a fixture)
 from helpers.federation import federation, last  # noqa: F401  (fixtures)
-from helpers.slow import keep_named_tests, mark_slow_cases
+from helpers.slow import TimeLimit, keep_named_tests, mark_slow_cases
 from lightning_sparsefl.federated.local.stacked.recording.recorder import PassRecorder
 from lightning_sparsefl.testing import contents
 
@@ -23,9 +23,16 @@ os.environ["JSONARGPARSE_DEPRECATION_WARNINGS"] = "off"  # Lightning's CLI still
 logging.getLogger("lightning.pytorch").propagate = True
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the time limit of slow tests, for CI on machines of unknown speed."""
+    parser.addoption("--slow-seconds", type=float, help="seconds after which no slow test is started (default: none)")
+
+
 def pytest_configure(config: pytest.Config) -> None:
-    """Run a test that is named by its id, slow or not."""
+    """Run a test that is named by its id, slow or not, and no slow test after the time limit."""
     keep_named_tests(config)
+    if config.option.slow_seconds is not None:
+        config.pluginmanager.register(TimeLimit(config.option.slow_seconds))
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` selects

@@ -1,10 +1,11 @@
 """Which cases of a test are slow."""
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
 
-from helpers.slow import first_then_slow, is_first, keep_named_tests
+from helpers.slow import TimeLimit, first_then_slow, is_first, keep_named_tests
 
 
 def test_all_but_the_first_value_are_slow():
@@ -52,3 +53,12 @@ def test_a_test_that_is_named_by_its_id_runs(argument, expression, expected):
     config = SimpleNamespace(args=[argument], option=SimpleNamespace(markexpr=expression))
     keep_named_tests(config)
     assert config.option.markexpr == expected
+
+
+@pytest.mark.parametrize(
+    ("seconds", "marks", "skipped"), [(-1, ["slow"], True), (-1, [], False), (600, ["slow"], False)]
+)
+def test_a_slow_test_is_not_started_after_the_time_limit(seconds, marks, skipped):
+    item = SimpleNamespace(get_closest_marker=lambda name: name in marks)
+    with pytest.raises(pytest.skip.Exception) if skipped else nullcontext():
+        TimeLimit(seconds).pytest_runtest_setup(item)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from typing import Any
 
@@ -38,3 +39,15 @@ def is_first(indices: Mapping[str, int], parameters: Collection[str]) -> bool:
     if unknown := set(parameters) - set(indices):
         raise pytest.UsageError(f"slow_after_first names {sorted(unknown)}, not among {sorted(indices)}")
     return not any(indices[name] for name in parameters or indices)
+
+
+class TimeLimit:
+    """Plugin that leaves out slow tests that would start after a time limit."""
+
+    def __init__(self, seconds: float) -> None:
+        self._end = time.monotonic() + seconds
+
+    def pytest_runtest_setup(self, item: pytest.Item) -> None:
+        """Skip a slow test after the limit."""
+        if item.get_closest_marker("slow") and time.monotonic() > self._end:
+            pytest.skip("slow, and the limit of --slow-seconds is reached")
