@@ -422,6 +422,20 @@ def test_callbacks_that_act_on_the_rows_of_their_clients(name, tmp_path, stacks)
     assert stacks
 
 
+class Alone(Callback):
+    """Says nothing of stacks."""
+
+
+def test_a_callback_that_prevents_stacks_is_named(tmp_path, stacks):
+    class Method(FedAvg):
+        def callbacks(self, message, client):
+            return [Alone()]
+
+    with pytest.warns(UserWarning, match="since the callback Alone cannot act on several of them at once; set "):
+        compare(tmp_path, seeded(norm="none", smooth=True), Method())
+    assert not stacks
+
+
 @pytest.mark.slow_after_first
 @pytest.mark.parametrize("execution", ["cut", "mask"])
 @pytest.mark.parametrize(

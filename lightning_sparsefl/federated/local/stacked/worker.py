@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any, cast
 
 import torch
-from lightning.pytorch import LightningModule
+from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.utilities.rank_zero import WarningCache
 
 from lightning_sparsefl.callbacks.stacking import stacking_key
@@ -50,13 +50,14 @@ class StackedWorker(ClientWorker):
 
     Args:
         args: Arguments of :class:`ClientWorker`.
-        asked: Whether the user has asked for stacks, and is told where evaluations cannot be stacked.
+        asked: Whether the user has asked for stacks, and is told what cannot be stacked.
         records: Whether steps are recorded (`federation.record_steps`).
     """
 
     def __init__(self, *args: Any, asked: bool = True, records: bool = True) -> None:
         super().__init__(*args)
         self._shares: dict[int, float] = {}
+        self._asked = asked
         self._trial = StackingTrial(self)
         self._recorder, scoring = (PassRecorder(self.module) if records else None for _ in range(2))
         numbers = self._trial.activations / self._trial.samples
@@ -243,11 +244,20 @@ class StackedWorker(ClientWorker):
             rates = type(callback) is ScaleLearningRates
             kind = ("rates", cast(ScaleLearningRates, callback).factor) if rates else stacking_key(callback)
             if kind is None:
+                self._tell_alone(callback)
                 return None
             kinds.append(kind)
         length = request.reader.batches if self._trial.planned else None  # rates are those of all clients of a stack
         widths = tuple((name, int(kept.sum())) for name, kept in sorted((request.units or {}).items()))
         return (request.epochs, length, tuple(kinds), reading_key(request.reader.examples), widths)
+
+    def _tell_alone(self, callback: Callback) -> None:
+        """Tell a user who has asked for stacks that a callback prevents them."""
+        if self._asked:
+            _messages.warn(
+                f"Clients train one after another, since the callback {type(callback).__name__} cannot act on several "
+                "of them at once; set `federation.local_engine: auto`."
+            )
 
     def _fit_group(self, group: Sequence[StackedRequest]) -> None:
         """Fit a stack; one that is out of memory is halved, and the clients of one that fails train alone."""
