@@ -3,6 +3,7 @@
 import random
 
 import lightning as L
+import numpy as np
 import pytest
 import torch
 from lightning.fabric import Fabric
@@ -163,6 +164,39 @@ class Collecting(Task):
         self.log("outputs", float(len(self.outputs)))
 
 
+class CountingInADict(Task):
+    def __init__(self):
+        super().__init__()
+        self.counts = {"batches": 0}
+
+    def validation_step(self, batch, batch_idx):
+        self.counts["batches"] += 1
+        self.log("batches", float(self.counts["batches"]))
+
+
+class CountingInAnArray(Task):
+    def __init__(self):
+        super().__init__()
+        self.counts = np.zeros(1)
+
+    def validation_step(self, batch, batch_idx):
+        self.counts += 1
+        self.log("batches", float(self.counts[0]))
+
+
+class LoggingTwice(Task):
+    def validation_step(self, batch, batch_idx):
+        for factor in (1.0, 3.0):
+            self.log("loss", factor * batch[0].mean())
+
+
+class UpdatingTwice(Task):
+    def validation_step(self, batch, batch_idx):
+        for factor in (1.0, 3.0):
+            self.mean.update(factor * batch[0])
+        self.log("mean", self.mean)
+
+
 class OnTheTrainer(Task):
     def validation_step(self, batch, batch_idx):
         self.trainer.seen = getattr(self.trainer, "seen", 0) + 1
@@ -216,6 +250,10 @@ class WithMetric(Task):
         (CountingInSecret, "attributes"),
         (Buffered, "`seen`"),
         (Collecting, "`outputs`"),
+        (CountingInADict, "`counts`"),
+        (CountingInAnArray, "`counts`"),
+        (LoggingTwice, "logs `loss` several times"),
+        (UpdatingTwice, "updates the metric `mean` several times"),
         (OnTheTrainer, "trainer"),
         (Running, "reads the value of the metric `mean`"),
         (PerStep, "logged for each step"),

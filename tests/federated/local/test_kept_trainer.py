@@ -19,6 +19,20 @@ class Seen(Classifier):
         self.log("seen", float(self.trainer.seen), reduce_fx="max")
 
 
+class LogsByTheBatch(Classifier):
+    """Classifier that logs a batch of two with another option than one of one."""
+
+    def test_step(self, batch, batch_idx):
+        self.log("size", float(len(batch[1])), prog_bar=len(batch[1]) == 2)
+
+
+def test_options_of_one_client_do_not_bind_the_next():
+    engine, module = FastEngine(Fabric(accelerator="cpu", devices=1), LocalOptions()), LogsByTheBatch()
+    for size in (2, 1):
+        data = TensorDataset(torch.ones(size, 8), torch.zeros(size, dtype=torch.int64))
+        assert engine.evaluate(module, DataLoader(data, batch_size=2), stage="test") == {"size": size}
+
+
 @pytest.mark.parametrize("kind", [Seen, Classifier])
 def test_a_step_that_writes_into_the_trainer_gets_a_new_one(kind):
     engine, module = FastEngine(Fabric(accelerator="cpu", devices=1), LocalOptions()), kind()

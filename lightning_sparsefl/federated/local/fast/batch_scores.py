@@ -83,9 +83,16 @@ def batch_score(results: Mapping[str, _ResultMetric], metrics: Mapping[str, Metr
     for name, metric in metrics.items():
         if metric._computed is not None:
             raise Indivisible(f"a step reads the value of the metric `{name}`")
+        if metric._update_count > 1 and any(_rounds(getattr(metric, key)) for key in metric._defaults):
+            raise Indivisible(f"a step updates the metric `{name}` several times")
         if metric._update_count:
             states[name] = (metric._update_count, {key: _on_cpu(getattr(metric, key)) for key in metric._defaults})
     return BatchScore({result.meta.name: _logged(result) for result in results.values()}, states)
+
+
+def _rounds(state: State) -> bool:
+    """Return whether sums of a state depend on their order."""
+    return isinstance(state, Tensor) and state.is_floating_point()
 
 
 def _on_cpu(state: State) -> State:
@@ -98,6 +105,8 @@ def _logged(result: _ResultMetric) -> Logged:
         raise Indivisible(f"`{meta.name}` is logged for each step")
     if not result.is_tensor:
         return Logged("metric", meta.metric_attribute or "")
+    if result._update_count > 1:
+        raise Indivisible(f"a step logs `{meta.name}` several times")
     if meta.is_mean_reduction:
         return Logged("mean", result.value.cpu(), result.cumulated_batch_size.cpu())
     rules = {"sum": meta.is_sum_reduction, "max": meta.is_max_reduction, "min": meta.is_min_reduction}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -27,6 +28,8 @@ JOINED: Mapping[Any, Callable[[Tensor, Tensor], Tensor]] = {
 _OF_MODULES = frozenset(vars(LightningModule()))
 _OF_METRICS = frozenset(vars(SumMetric()))
 """Attributes that Lightning and torchmetrics use themselves."""
+_LARGE = 2**20
+"""Number of elements from which on an array is not compared, so that data in attributes costs nothing."""
 
 
 class Indivisible(Exception):
@@ -115,11 +118,21 @@ class Traces:
         return found
 
 
-def _detail(value: Any) -> int:
-    """Return a number that changes when a value is changed in place."""
+def _detail(value: Any) -> Any:
+    """Return something that changes when a value is changed in place: of containers, numbers and identities in them."""
     if isinstance(value, Tensor):
         return 0 if value.is_inference() else value._version
-    return len(value) if isinstance(value, (list, dict, set)) else 0
+    if isinstance(value, np.ndarray):
+        return value.tobytes() if value.size < _LARGE else 0
+    if isinstance(value, dict):
+        return [(key, _content(item)) for key, item in value.items()]
+    return [_content(item) for item in value] if isinstance(value, (list, set, deque)) else 0
+
+
+def _content(item: Any) -> Any:
+    if isinstance(item, (bool, int, float, str)):
+        return item
+    return (id(item), item._version if isinstance(item, Tensor) and not item.is_inference() else 0)
 
 
 def _generators(device: torch.device) -> list[Any]:

@@ -37,12 +37,13 @@ class EvalLoop:
         self._step: StepCaller | None = None
 
     def rewind(self, loader: Any) -> None:
-        """Prepare a pass over another loader, as the first one of the loop; the keys of `self.log` are still known.
+        """Prepare a pass over another loader, as the first one; checked calls of `self.log` are still known.
 
         Args:
             loader: Loader of the batches.
         """
         self._loader, self.batches, self.ready, self._seen = loader, None, 0, 0
+        self.results = self.results.emptied()
 
     def setup_data(self) -> None:
         """Prepare the loader at the first call."""

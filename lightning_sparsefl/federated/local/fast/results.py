@@ -78,6 +78,10 @@ class FastResults(_ResultCollection):
         self._arguments: dict[str, tuple[Any, ...]] = {}
         self._calls: Calls = {} if calls is None else calls
 
+    def emptied(self) -> FastResults:
+        """Return a collection without values, to which the checked calls of this one are known."""
+        return FastResults(self.training, self._calls)
+
     def log(self, fx: str, name: str, value: Any, *, batch_size: int | None = None, **options: Any) -> None:
         """Record a value; :meth:`lightning.pytorch.LightningModule.log` calls this with all its options."""
         options["sync_dist_fn"] = _unchanged  # that of the trainer does as much, but a call outlives its trainer

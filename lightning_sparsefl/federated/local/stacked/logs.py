@@ -178,6 +178,8 @@ class StackedLog:
         entry = self._entries.get(logged.name)
         if entry is None:
             entry = self._entries[logged.name] = self._entry(logged, values)
+        elif (entry.on_step, entry.on_epoch, entry.reduce) != (logged.on_step, logged.on_epoch, logged.reduce):
+            raise NotStackable(f"logs {logged.name!r} with other options than before")
         entry.logged[self.low : self.high] = [True] * count
         if entry.on_step or not entry.on_epoch:
             entry.newest[self.low : self.high] = values

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import sys
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -9,6 +10,7 @@ from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 from lightning.pytorch import Callback, LightningModule
 from torch import Tensor, nn
@@ -24,13 +26,15 @@ _OF_LIGHTNING = frozenset(vars(LightningModule())) | {"trainer", "log", "log_dic
 """Attributes of modules that torch, Lightning and a fit set."""
 _LARGE = 2**20
 """Number of elements from which on a tensor of a module is not copied, so that data in attributes costs nothing."""
+_GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
+_LEAVES = (Tensor, np.ndarray, *_GENERATORS)
 
 
 class States:
     """The state of objects, which can be compared and restored.
 
     Objects keep their identity, since others may hold them too, as an algorithm reads the result of a fit from its
-    callbacks. Attributes are covered, and the containers, plain objects, tensors and generators in them.
+    callbacks. Attributes are covered, and the containers, plain objects, tensors, arrays and random generators in them.
     """
 
     largest: float = float("inf")
@@ -42,14 +46,11 @@ class States:
         self._versions: dict[int, int] = {}
 
     def _visit(self, value: Any, name: str) -> None:
-        if isinstance(value, Tensor):
+        if isinstance(value, _LEAVES):
             if id(value) not in self._before:
-                fixed = value.is_inference() or value.numel() >= self.largest
-                self._before[id(value)] = (value, None if fixed else value.detach().clone(), name)
-                self._versions[id(value)] = 0 if value.is_inference() else value._version
-        elif isinstance(value, torch.Generator):
-            if id(value) not in self._before:
-                self._before[id(value)] = (value, value.get_state(), name)
+                self._before[id(value)] = (value, self._copy(value), name)
+            if isinstance(value, Tensor):
+                self._versions.setdefault(id(value), 0 if value.is_inference() else value._version)
         elif isinstance(value, tuple):
             for item in value:
                 self._visit(item, name)
@@ -57,6 +58,14 @@ class States:
             self._note(value, value, name)
         elif self._has_state(value):
             self._note(value, vars(value), name)
+
+    def _copy(self, value: Any) -> Any:
+        """Return a copy of a tensor or an array, None for one that is too large, or the state of a generator."""
+        if isinstance(value, Tensor):
+            return None if value.is_inference() or value.numel() >= self.largest else value.detach().clone()
+        if isinstance(value, np.ndarray):
+            return None if value.size >= self.largest else value.copy()
+        return _state_of(value)
 
     def _has_state(self, value: Any) -> bool:
         return hasattr(value, "__dict__") and not isinstance(value, type) and not _is_foreign(type(value))
@@ -79,8 +88,11 @@ class States:
             if isinstance(value, Tensor):
                 if before is not None:
                     value.copy_(before)
-            elif isinstance(value, torch.Generator):
-                value.set_state(before)
+            elif isinstance(value, np.ndarray):
+                if before is not None:
+                    value[...] = before
+            elif isinstance(value, _GENERATORS):
+                _set_state(value, before)
             elif isinstance(value, list):
                 value[:] = before
             else:
@@ -187,8 +199,10 @@ class ModuleStates(States):
     def _is_same(self, value: Any, before: Any) -> bool:
         if isinstance(value, Tensor):
             return value.is_inference() or value._version == self._versions[id(value)]
-        if isinstance(value, torch.Generator):
-            return bool(torch.equal(value.get_state(), before))
+        if isinstance(value, np.ndarray):
+            return before is None or bool(np.array_equal(value, before, equal_nan=value.dtype.kind in "fc"))
+        if isinstance(value, _GENERATORS):
+            return _equal_states(_state_of(value), before)
         content = value if isinstance(value, (dict, list, set, deque)) else vars(value)
         plain = next((kind for kind in (dict, set) if isinstance(content, kind)), list)
         return _same(plain(content), plain(before))  # a subclass may copy itself as the class
@@ -239,6 +253,33 @@ def _own(child: nn.Module) -> dict[str, Any]:
     """Return a module's attributes but for those that every module has; Lightning makes empty `_hparams` when asked."""
     found = {key: value for key, value in vars(child).items() if key not in _OF_LIGHTNING}
     return found if found.get("_hparams", True) else {key: value for key, value in found.items() if key != "_hparams"}
+
+
+def _state_of(generator: Any) -> Any:
+    """Return the state of a random generator of torch, Python or NumPy."""
+    if isinstance(generator, torch.Generator):
+        return generator.get_state()
+    if isinstance(generator, np.random.Generator):
+        return generator.bit_generator.state
+    return generator.getstate() if isinstance(generator, random.Random) else generator.get_state(legacy=False)
+
+
+def _set_state(generator: Any, state: Any) -> None:
+    if isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = state
+    elif isinstance(generator, random.Random):
+        generator.setstate(state)
+    else:
+        generator.set_state(state)
+
+
+def _equal_states(now: Any, before: Any) -> bool:
+    """Return whether two states of a random generator are equal; those of NumPy are dictionaries with arrays."""
+    if isinstance(now, dict):
+        return all(_equal_states(value, before[key]) for key, value in now.items())
+    if isinstance(now, Tensor):
+        return bool(torch.equal(now, before))
+    return bool(np.array_equal(now, before)) if isinstance(now, np.ndarray) else bool(now == before)
 
 
 def _same(now: Any, before: Any) -> bool:

@@ -145,7 +145,7 @@ class StackedWorker(ClientWorker):
 
     def do_fit(self, request: FitRequest) -> FitResult:
         """Do a fit as part of a stack, if the client's work runs beside others' and the fit can be stacked."""
-        together = fibers.waiting() and self.can_stack
+        together = _may_wait() and self.can_stack
         if not together or request.client.deadline is not None:
             return super().do_fit(request)
         full, masks = self._start(request)
@@ -162,7 +162,7 @@ class StackedWorker(ClientWorker):
 
     def evaluate(self, client: Client, weights: Weights, split: Split) -> Mapping[str, float]:
         """Evaluate as part of a stack, if the client's work runs beside others' and the evaluation can be stacked."""
-        if fibers.waiting() and client.deadline is None:
+        if _may_wait() and client.deadline is None:
             request = self._evaluation(client, weights, split)
             if request is not None and fibers.ask(request):
                 return request.result
@@ -302,3 +302,12 @@ class StackedWorker(ClientWorker):
             module, recorder = cast(LightningModule, cut(module, self.units, units)), None
         with self._warning_once():
             fit_stack(cast(FastEngine, self.engine), module, self.data, requests, recorder)
+
+
+def _may_wait() -> bool:
+    """Return whether a client's work can wait for others' here.
+
+    Inference mode and autocast hold for a whole thread, and must not reach the other clients.
+    """
+    casts = any(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda"))
+    return fibers.waiting() and not casts and not torch.is_inference_mode_enabled()

@@ -6,9 +6,11 @@ Clients have unequal numbers of samples, so that stacks have steps of all, of so
 from __future__ import annotations
 
 import collections
+import random
 import types
 import warnings
 
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch import LightningModule
@@ -94,7 +96,7 @@ def fit(module, engine, folder, **options):
         warnings.simplefilter("always")
         patch.setattr(StackedWorker, "_fit_stack", lambda *args: (before(*args), sizes.append(len(args[1]))))
         trainer = FederatedTrainer(
-            algorithm=FedAvg(),
+            algorithm=options.pop("algorithm", FedAvg()),
             federation=Federation(clients_per_round=4, local_engine=engine, stack_size=4),
             accelerator="cpu",
             devices=1,
@@ -256,6 +258,37 @@ class KeepsATuple(Plain):
         if self.global_step == 0:
             self.first = (loss.detach(),)
         return loss / self.first[0]
+
+
+@alone("changes `self.rng`")
+class DrawsFromNumPy(Plain):
+    def __init__(self):
+        super().__init__()
+        self.rng = np.random.default_rng(3)
+
+    def training_step(self, batch, batch_idx):
+        return self.loss(batch) * (2.0 if self.rng.random() < 0.05 else 1.0)
+
+
+@alone("changes `self.rng`")
+class DrawsFromPython(Plain):
+    def __init__(self):
+        super().__init__()
+        self.rng = random.Random(3)
+
+    def training_step(self, batch, batch_idx):
+        return self.loss(batch) * (2.0 if self.rng.random() < 0.05 else 1.0)
+
+
+@alone("changes `self.seen`")
+class CountsInAnArray(Plain):
+    def __init__(self):
+        super().__init__()
+        self.seen = np.zeros(1)
+
+    def training_step(self, batch, batch_idx):
+        self.seen += 1
+        return self.loss(batch) / self.seen[0]
 
 
 @alone("self.metrics")
@@ -433,6 +466,45 @@ def test_what_clients_cannot_share_is_named_and_they_train_alone(kind, words, tm
     sizes, said = check(kind, tmp_path)
     assert not sizes
     assert any("clients train one after another" in text.lower() and words in text for text in said), said
+
+
+@pytest.mark.parametrize("engine", ["fast", "stacked"])
+@pytest.mark.filterwarnings("ignore:.*logs 'part' with other options than before")
+def test_other_options_of_a_logged_key_are_refused(engine, tmp_path):
+    class LogsOtherwiseLater(Plain):
+        def training_step(self, batch, batch_idx):
+            loss = self.loss(batch)
+            self.log("part", loss, on_step=False, on_epoch=True, reduce_fx="sum" if batch_idx else "mean")
+            return loss
+
+    with pytest.raises(Exception, match="twice in `training_step` with different arguments"):
+        fit(LogsOtherwiseLater(), engine, tmp_path)
+
+
+class Casting(FedAvg):
+    """Evaluates in half precision before it trains."""
+
+    def train(self, message, client):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            client.evaluate(message.weights, "test")
+        return super().train(message, client)
+
+
+class Inferring(FedAvg):
+    """Evaluates in inference mode before it trains."""
+
+    def train(self, message, client):
+        with torch.inference_mode():
+            client.evaluate(message.weights, "test")
+        return super().train(message, client)
+
+
+@pytest.mark.parametrize("method", [Casting, Inferring])
+def test_modes_of_a_thread_do_not_reach_other_clients(method, tmp_path):
+    sizes, _ = check(Plain, tmp_path, algorithm=method())
+    assert sizes
+    assert not torch.is_autocast_enabled("cpu")
+    assert not torch.is_inference_mode_enabled()
 
 
 def test_gradients_of_weights_that_are_not_stepped_are_not_clipped(tmp_path):

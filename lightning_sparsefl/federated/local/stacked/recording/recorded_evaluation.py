@@ -16,7 +16,7 @@ from lightning_sparsefl.federated.local.stacked.leaves import StackedModule
 from lightning_sparsefl.federated.local.stacked.logs import EvaluationLog, Logged
 from lightning_sparsefl.federated.local.stacked.metric_states import MetricStates
 from lightning_sparsefl.federated.local.stacked.recording.operations import Operations
-from lightning_sparsefl.federated.local.stacked.recording.tracing import tensors_of, trace
+from lightning_sparsefl.federated.local.stacked.recording.tracing import restored, tensors_of, trace
 
 
 @dataclass
@@ -84,23 +84,25 @@ class EvaluationPass:
         return [*self.part.leaves.values(), *tensors_of(self.batch), *self.rows]
 
     def results(self) -> list[Tensor]:
-        """Return logged values and states of metric objects after the step that has been done."""
-        return [*(each.value for each in self.log.pending), *(row.clone() for row in self.rows)]
+        """Return logged values, weights and states of metric objects after the step that has been done."""
+        tensors = (*self.rows, *self.part.leaves.values())
+        return [*(each.value for each in self.log.pending), *(tensor.detach().clone() for tensor in tensors)]
 
     @contextmanager
     def leaving_no_trace(self) -> Iterator[None]:
         """Undo what is done inside."""
         leaves = [leaf for name, leaf in self.part.leaves.items() if name not in self.part.shared]
-        before = [(tensor, tensor.clone()) for tensor in (*self.rows, *(x for x in leaves if not x.requires_grad))]
         updates = self.states.updates
         devices = {leaf.device.index or 0 for leaf in leaves if leaf.device.type == "cuda"}
         try:
-            with self.log.aside(), torch.random.fork_rng(devices=sorted(devices)):
+            with (
+                restored([*self.rows, *leaves, *tensors_of(self.batch)]),
+                self.log.aside(),
+                torch.random.fork_rng(devices=sorted(devices)),
+            ):
                 yield
         finally:
             self.states.updates = updates
-            for tensor, value in before:
-                tensor.copy_(value)
 
     def record(self) -> RecordedEvaluation | None:
         """Do the step without a trace, and return it as a recorded one; None if it cannot be repeated."""

@@ -15,7 +15,7 @@ from lightning_sparsefl.federated.local.fast.direct_calls import run_backward
 from lightning_sparsefl.federated.local.stacked.batch_pass import BatchPass
 from lightning_sparsefl.federated.local.stacked.logs import Logged
 from lightning_sparsefl.federated.local.stacked.recording.operations import Operations
-from lightning_sparsefl.federated.local.stacked.recording.tracing import tensors_of, trace
+from lightning_sparsefl.federated.local.stacked.recording.tracing import restored, tensors_of, trace
 
 
 class RecordedStep:
@@ -76,19 +76,22 @@ class TrainingPass:
         recorded.run(self._one)
 
     def results(self) -> list[Tensor]:
-        """Return gradients, statistics and logged values of the step that has been done."""
-        slopes = [leaf.grad if leaf.requires_grad else leaf.clone() for leaf in self._one.leaves.values()]
+        """Return gradients, weights, statistics and logged values of the step that has been done."""
+        leaves = self._one.leaves.values()
+        slopes = (leaf.grad for leaf in leaves if leaf.grad is not None)
         logged = (each.value for each in self._one.log.pending)
-        return [*(slope for slope in slopes if slope is not None), *logged]
+        return [*slopes, *(leaf.detach().clone() for leaf in leaves), *logged]
 
     @contextmanager
     def leaving_no_trace(self) -> Iterator[None]:
         """Undo what is done inside."""
+        leaves = self._one.leaves.values()
+        written = [*tensors_of(self._one.batch), *(leaf for leaf in leaves if leaf.requires_grad)]
         try:
-            with self._one.leaving_no_trace():
+            with self._one.leaving_no_trace(), restored(written):
                 yield
         finally:
-            for leaf in self._one.leaves.values():
+            for leaf in leaves:
                 leaf.grad = None
 
     def record(self) -> RecordedStep | None:

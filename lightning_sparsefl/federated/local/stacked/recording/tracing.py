@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -11,9 +11,15 @@ import numpy as np
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.overrides import TorchFunctionMode
 
 from lightning_sparsefl.federated.local.stacked.leaves import map_tensors
 from lightning_sparsefl.federated.local.stacked.recording.operations import OperationRecorder, Operations
+
+_READERS = frozenset({"tolist", "numpy", "__array__", "__dlpack__"})
+"""Functions of a tensor that read its numbers and are no operations of torch."""
 
 
 class NotRecordable(Exception):
@@ -43,6 +49,16 @@ class Unreadable:
     __mod__ = __rmod__ = __floordiv__ = __rfloordiv__ = __pow__ = __rpow__ = __neg__ = _refuse
 
 
+class _Reading(TorchFunctionMode):
+    """Context in which numbers cannot be read out of tensors, not even of those that the clients share."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call a function, unless it reads numbers."""
+        if getattr(func, "__name__", "") in _READERS:
+            raise NotRecordable
+        return func(*args, **(kwargs or {}))
+
+
 def trace(
     work: Callable[[Any], Sequence[Tensor]],
     inputs: Sequence[Tensor],
@@ -65,7 +81,7 @@ def trace(
     unreadable = Unreadable()
     drawn = random.getstate(), np.random.get_state()
     try:
-        with _hidden(module, optimizer, unreadable), OperationRecorder(inputs) as recorder:
+        with _hidden(module, optimizer, unreadable), _Reading(), OperationRecorder(inputs) as recorder:
             results = work(unreadable)
     except Exception:
         return None
@@ -77,8 +93,14 @@ def trace(
 
 @contextmanager
 def _hidden(module: LightningModule, optimizer: torch.optim.Optimizer | None, unreadable: Unreadable) -> Iterator[None]:
-    """Put a stand-in in the place of the trainer and of the optimizer's options inside."""
-    owners = [(vars(child), "_trainer") for child in module.modules() if isinstance(child, LightningModule)]
+    """Put a stand-in in the place of the trainer, of schedulers and of the optimizer's options inside."""
+    trainer = module._trainer
+    owners = [
+        (vars(child), name)
+        for child in module.modules()
+        for name, value in vars(child).items()
+        if name == "_trainer" or (value is trainer and value is not None) or isinstance(value, (LRScheduler, Optimizer))
+    ]
     if optimizer is not None:
         owners.append((vars(optimizer), "param_groups"))
     before = [table[name] for table, name in owners]
@@ -95,6 +117,23 @@ def _is_equal_state(drawn: tuple[Any, Any]) -> bool:
     """Return whether the generators of Python and NumPy are in the states of a moment before."""
     (name, keys, *rest), (now, own, *others) = drawn[1], np.random.get_state()
     return drawn[0] == random.getstate() and (name, rest) == (now, others) and bool(np.array_equal(keys, own))
+
+
+@contextmanager
+def restored(tensors: Iterable[Tensor]) -> Iterator[None]:
+    """Restore the numbers of tensors that are written into inside.
+
+    Args:
+        tensors: The tensors.
+    """
+    before = [(tensor, tensor.detach().clone()) for tensor in tensors]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for tensor, value in before:
+                if not torch.equal(tensor, value):  # a tensor that repeats a row cannot be written, nor has it been
+                    tensor.copy_(value)
 
 
 def tensors_of(batch: Any) -> list[Tensor]:

@@ -140,7 +140,13 @@ class Double(Net):
         self.log("right", (logits.argmax(1) == batch[1]).half().mean())
 
 
-@pytest.mark.parametrize("kind", [WithNorm, Double], ids=lambda kind: kind.__name__)
+class WritesIntoItsBatch(Net):
+    def test_step(self, batch, batch_idx):
+        batch[0].mul_(0.5)
+        super().test_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("kind", [WithNorm, Double, WritesIntoItsBatch], ids=lambda kind: kind.__name__)
 def test_recordings_of_other_modules_change_no_score(kind, tmp_path, repeated):
     compare(tmp_path, kind, repeated, algorithm=Local())
     assert repeated
@@ -163,7 +169,18 @@ class ByChance(Net):
         self.log("loss", F.cross_entropy(self.net(batch[0]), batch[1]) * (1 if random.random() < 2 else 0))
 
 
-@pytest.mark.parametrize("kind", [ByNumber, ByRound, ByChance], ids=lambda kind: kind.__name__)
+class ByBuffer(Net):
+    """Reads numbers out of a buffer that all clients share."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("prior", torch.ones(2))
+
+    def test_step(self, batch, batch_idx):
+        self.log("loss", F.cross_entropy(self.net(batch[0]), batch[1]) * self.prior.tolist()[0])
+
+
+@pytest.mark.parametrize("kind", [ByNumber, ByRound, ByChance, ByBuffer], ids=lambda kind: kind.__name__)
 def test_a_step_that_depends_on_more_than_batch_and_weights_is_called(kind, tmp_path, repeated):
     compare(tmp_path, kind, repeated)
     assert not repeated

@@ -135,7 +135,20 @@ class WithBuffers(Net):
         return F.cross_entropy(logits.clamp(self.limits[0], self.limits[1]), batch[1])
 
 
-MODULES = [Net, WithNorm, WithDropout, WithPenalty, WithAdam, WithBuffers]
+class WritesIntoItsBatch(Net):
+    def training_step(self, batch, batch_idx):
+        batch[0].mul_(0.5)
+        return super().training_step(batch, batch_idx)
+
+
+class DecaysAWeight(Net):
+    def training_step(self, batch, batch_idx):
+        with torch.no_grad():
+            self.net[3].bias.mul_(0.99)
+        return super().training_step(batch, batch_idx)
+
+
+MODULES = [Net, WithNorm, WithDropout, WithPenalty, WithAdam, WithBuffers, WritesIntoItsBatch, DecaysAWeight]
 
 
 @pytest.mark.parametrize("kind", MODULES, ids=lambda kind: kind.__name__)
@@ -196,6 +209,29 @@ class ByRate(Net):
         return super().training_step(batch, batch_idx) * (own.param_groups[0]["lr"] if own else 0.1)
 
 
+class ByScheduler(Net):
+    """Reaches the rate past the trainer."""
+
+    def configure_optimizers(self):
+        optimizer = super().configure_optimizers()
+        vars(self)["own"] = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        return [optimizer], [self.own]
+
+    def training_step(self, batch, batch_idx):
+        own = vars(self).get("own")  # the trial has none
+        return super().training_step(batch, batch_idx) * (own.get_last_lr()[0] if own else 0.1)
+
+
+class ByKeptTrainer(Net):
+    def configure_optimizers(self):
+        vars(self)["own"] = self.trainer
+        return super().configure_optimizers()
+
+    def training_step(self, batch, batch_idx):
+        own = vars(self).get("own")  # the trial has none
+        return super().training_step(batch, batch_idx) / (1 + own.global_step if own else 1)
+
+
 class ByChance(Net):
     def training_step(self, batch, batch_idx):
         return super().training_step(batch, batch_idx) * (1 if random.random() < 2 else 0)
@@ -215,7 +251,7 @@ class Swallowing(Net):
         return super().training_step(batch, batch_idx) * (1.0 + odd)
 
 
-UNSUITABLE = [ByNumber, ByEpoch, ByStep, ByRate, ByChance, ByNumPy, Swallowing]
+UNSUITABLE = [ByNumber, ByEpoch, ByStep, ByRate, ByScheduler, ByKeptTrainer, ByChance, ByNumPy, Swallowing]
 
 
 @pytest.mark.parametrize("kind", UNSUITABLE, ids=lambda kind: kind.__name__)
