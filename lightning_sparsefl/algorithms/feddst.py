@@ -95,6 +95,11 @@ class FedDST(FederatedAlgorithm):
         """Return the number of weights that each layer keeps."""
         return kept_counts(shapes, erk(shapes, self.density))
 
+    @property
+    def follows_length(self) -> bool:  # type: ignore[override]
+        """Whether the rounds with a search, or what they exchange, depend on the rounds of the run."""
+        return self.exchange > 0 and (self.annealing == "cosine" or self.search_until < 1)
+
     def rate(self, round: int, max_rounds: int) -> float:
         """Return the fraction of a layer's kept weights that is exchanged in a round; 0 = no search.
 

@@ -129,6 +129,11 @@ class FedSpa(FederatedAlgorithm):
         drawn = random_masks(shapes, counts, generator(view.seed, view.id, "FedSpa mask"))
         return _on(next(iter(first.values())).device, drawn)
 
+    @property
+    def follows_length(self) -> bool:  # type: ignore[override]
+        """Whether masks are searched at a rate that decays over the rounds of the run."""
+        return self.search == "dst" and self.exchange > 0
+
     def train(self, message: Message, client: Client) -> Update:
         """Train under the mask, then search for the next one (Algorithms 1 and 2)."""
         result = client.fit(message.weights, message.masks, callbacks=self.callbacks(message, client))

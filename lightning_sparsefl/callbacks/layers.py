@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -65,7 +65,7 @@ def choose(module: nn.Module, layers: Sequence[str] | str | None, owner: str) ->
 expected one for `0.weight`, `2.weight`.
     """
     found = _layers(module, owner)
-    patterns = [layers] if isinstance(layers, str) else list(layers or ())
+    patterns = _patterns(layers, owner)
     matched = {pattern: _matching(pattern.removeprefix("!"), found) for pattern in patterns}
     for pattern, names in matched.items():
         if not names:
@@ -80,6 +80,16 @@ expected one for `0.weight`, `2.weight`.
             f"{listed(found)}."
         )
     return tuple(name for name in found if name in chosen)
+
+
+def _patterns(layers: Any, owner: str) -> list[str]:
+    """Return the patterns of an option."""
+    if isinstance(layers, str):
+        return [layers]
+    patterns: list[Any] = list(layers or ()) if layers is None or isinstance(layers, Iterable) else [layers]
+    if not all(isinstance(pattern, str) for pattern in patterns):
+        raise InvalidOption(f"`{owner}(layers={layers!r})`: expected a pattern, a list of patterns, or None for all.")
+    return patterns
 
 
 def plain_name(name: str) -> str:

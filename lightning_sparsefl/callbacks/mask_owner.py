@@ -149,7 +149,7 @@ class MaskOwner(Callback):
         mine = {plain_name(name) for name in self.claims(pl_module)}
         alone = sum(type(callback) is type(self) for callback in trainer.callbacks) == 1
         match = next((key for key, names in free.items() if names == mine), None)
-        if match is None and alone and len(free) == 1:
+        if match is None and alone and len(free) == 1 and not any(free.values()):  # saved before there were masks
             match = next(iter(free))
         if match is not None:
             states[self.state_key] = states[match]

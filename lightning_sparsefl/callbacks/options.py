@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from lightning_sparsefl.callbacks.clock import StepClock
-from lightning_sparsefl.errors import InvalidOption
+from lightning_sparsefl.errors import InvalidOption, is_number, is_whole
 from lightning_sparsefl.seeds import generator
 from lightning_sparsefl.sparse.density import ceil_count, erk, explicit, floor_count, kept_counts, listed, uniform
 from lightning_sparsefl.sparse.masks import kept
@@ -42,12 +42,12 @@ def require(fits: bool, owner: str, option: str, value: Any, expected: str) -> N
 
 def require_density(owner: str, density: float) -> None:
     """Refuse a density outside (0, 1]."""
-    require(0 < density <= 1, owner, "density", density, "a number in (0, 1]")
+    require(is_number(density) and 0 < density <= 1, owner, "density", density, "a number in (0, 1]")
 
 
 def require_interval(owner: str, every_n_steps: int) -> None:
     """Refuse a number of steps below 1."""
-    require(every_n_steps >= 1, owner, "every_n_steps", every_n_steps, "a whole number >= 1")
+    require(is_whole(every_n_steps, 1), owner, "every_n_steps", every_n_steps, "a whole number >= 1")
 
 
 def require_window(owner: str, start: float, end: float) -> None:

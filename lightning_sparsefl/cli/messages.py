@@ -33,6 +33,7 @@ _PARSER_DETAILS = re.compile(
     r"Does not validate|Subtypes:|Errors:|Expected a <class 'NoneType'>|Given value|Expected a path but"
 )
 _TYPES = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "a text", "list": "a list"}
+_TYPES |= {"tuple": "a list", "collections.abc.Sequence": "a list, as in '[a, b]'", "dict": "a mapping"}
 
 
 @dataclass(frozen=True)

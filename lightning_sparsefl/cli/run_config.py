@@ -9,6 +9,7 @@ from pathlib import Path
 
 from lightning.fabric.utilities.rank_zero import rank_zero_info
 
+from lightning_sparsefl.errors import InvalidOption
 from lightning_sparsefl.federated.storage.resume import NEWEST
 
 CONFIG = "config.yaml"
@@ -27,13 +28,22 @@ def with_run_config(args: Sequence[str], subcommands: Collection[str]) -> list[s
 
     Returns:
         The arguments to parse. Options of the command line come later and take precedence.
+
+    Raises:
+        InvalidOption: If there is nothing at the checkpoint's path.
     """
     args = list(args)
     position = next((index for index, arg in enumerate(args) if arg in subcommands), None)
     if position is None or _has_config(args, args[position]):
         return args
     ckpt_path = _value_of("--ckpt_path", args)
-    config = None if ckpt_path in (None, *NEWEST) else config_of(Path(str(ckpt_path)))
+    if ckpt_path in (None, *NEWEST):
+        return args
+    if not Path(str(ckpt_path)).exists():
+        raise InvalidOption(
+            f"`ckpt_path` is {ckpt_path!r}, which does not exist; expected a run folder or a checkpoint."
+        )
+    config = config_of(Path(str(ckpt_path)))
     if config is None:
         return args
     rank_zero_info(f"Configuration of the run: {config}")

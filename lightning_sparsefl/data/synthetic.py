@@ -43,8 +43,10 @@ class FederatedBlobs(FederatedDataModule):
         noise: float = 0.5,
         **options: Any,
     ) -> None:
-        for name, value in {"num_classes": num_classes, "dim": dim, "num_test": num_test}.items():
+        sizes = {"num_classes": num_classes, "dim": dim, "num_train": num_train, "num_test": num_test}
+        for name, value in sizes.items():
             require(value >= 1, f"data.{name}", value, "a whole number >= 1")
+        require(noise >= 0, "data.noise", noise, "a number >= 0")
         self.num_classes, self.sample_shape = num_classes, (1, 1, dim)
         self.num_train, self.num_test, self.noise = num_train, num_test, noise
         super().__init__(num_clients=num_clients, **options)

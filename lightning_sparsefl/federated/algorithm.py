@@ -57,6 +57,9 @@ class FederatedAlgorithm(ABC):  # noqa: B024 - every hook has a default, and jso
     """Whether the first state follows from the clients' capacities, so that they cannot be drawn anew in each round."""
     fixed_length = False
     """Whether the first state holds a plan for `max_rounds`, so that a run cannot go on with another number."""
+    follows_length = False
+    """Whether a schedule spans `max_rounds`; a run that goes on with another number is told that it differs from one
+    that had it from the start."""
     uploads_shared = False
     """Whether updates may have `shared`, which the server sees for each client by itself, also under a secure sum."""
 

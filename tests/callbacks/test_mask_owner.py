@@ -133,6 +133,17 @@ def test_masks_of_a_checkpoint_that_fit_no_callback_are_refused(net, fit, tmp_pa
         fit(net(), pair, epochs=2, ckpt_path=tmp_path / "one.ckpt")
 
 
+@pytest.mark.parametrize("layers", [None, ["net.0.*", "net.2.*"]])
+@pytest.mark.filterwarnings("ignore:.*callbacks used to create the checkpoint need to be provided")
+def test_masks_of_other_layers_are_refused_or_left(layers, net, fit, tmp_path):
+    fit(net(), [StaticMask(layers=["net.0.*"])], epochs=1).save_checkpoint(tmp_path / "one.ckpt")
+    with pytest.raises(InvalidOption, match="expected the `layers` with which it was saved"):
+        fit(net(), [StaticMask(layers=layers)], epochs=2, ckpt_path=tmp_path / "one.ckpt")
+    other = StaticMask(layers=["net.2.*"])
+    fit(net(), [other], epochs=2, ckpt_path=tmp_path / "one.ckpt")
+    assert list(other.masks) == ["net.2.weight"]
+
+
 class Split(SingleDeviceStrategy):
     """Stands for a strategy that splits parameters over processes, as FSDP does."""
 

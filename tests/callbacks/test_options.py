@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from torch import nn
 
 from lightning_sparsefl.callbacks import (
     DynamicMask,
@@ -11,6 +12,7 @@ from lightning_sparsefl.callbacks import (
     GradualPruning,
     StaticMask,
 )
+from lightning_sparsefl.callbacks.layers import choose
 from lightning_sparsefl.errors import InvalidOption
 
 SPREAD = [StaticMask, DynamicMask, GradualPruning]
@@ -74,3 +76,16 @@ def test_fewer_weights_than_layers_are_refused(callback, net, fit):
         InvalidOption, match=rf"\((density=0.02|fraction=0.98)\)`: .* each layer a weight, but {layers}"
     ):
         fit(net(), [callback()])
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: StaticMask(density="a"), r"`StaticMask\(density='a'\)`: expected a number in \(0, 1\]"),
+        (lambda: DynamicMask(density=0.1, every_n_steps=2.5), r"\(every_n_steps=2.5\)`: expected a whole number >= 1"),
+        (lambda: choose(nn.Linear(2, 2), 5, "StaticMask"), r"`StaticMask\(layers=5\)`: expected a pattern, a list of"),
+    ],
+)
+def test_values_of_another_type_are_refused(make, message):
+    with pytest.raises(InvalidOption, match=message):
+        make()

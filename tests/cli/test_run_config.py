@@ -19,6 +19,7 @@ def run(sparsefl, tmp_path):
     return run_folder(tmp_path)
 
 
+@pytest.mark.filterwarnings("ignore:.*was written with `trainer.max_rounds`")  # to which the search of masks extends
 def test_a_checkpoint_is_evaluated_replayed_exported_and_resumed(sparsefl, run, tmp_path):
     last = run / "checkpoints" / "last.ckpt"
     code, out, _ = sparsefl("test", "--ckpt_path", last)
@@ -34,6 +35,12 @@ def test_a_checkpoint_is_evaluated_replayed_exported_and_resumed(sparsefl, run, 
     assert code == 0, err
     assert f"Client {client} in round 1, again" in out
     assert sparsefl("export", "--ckpt_path", run, "--out=exported")[0] == 0
+    code, _, err = sparsefl("export", "--ckpt_path", run, "--formats=onnx")
+    assert code == 2
+    assert "`formats` is 'onnx'; expected a list, as in '[a, b]'" in err
+    code, _, err = sparsefl("export", "--ckpt_path", run, f"--out={last}")
+    assert code == 2
+    assert "which is a file; expected a folder" in err
     assert sparsefl("fit", "--ckpt_path", run, "--trainer.max_rounds=3")[0] == 0
     assert torch.load(last, weights_only=True)["epoch"] == 3
     assert not run_folder(tmp_path, version=1).exists()
@@ -61,13 +68,19 @@ def test_a_folder_without_a_checkpoint_is_refused(sparsefl, tmp_path):
     assert "contains no checkpoints/last.ckpt" in err
 
 
+@pytest.mark.parametrize("command", ["fit", "test", "export"])
+def test_a_path_with_nothing_there_is_named(command, sparsefl):
+    code, _, err = sparsefl(command, "--ckpt_path", "nowhere/last.ckpt")
+    assert code == 2
+    assert "`ckpt_path` is 'nowhere/last.ckpt', which does not exist; expected a run folder or a checkpoint." in err
+
+
 @pytest.mark.parametrize(
     "args",
     [
         ["test"],
         ["test", "--ckpt_path"],
         ["test", "--ckpt_path=last"],
-        ["test", "--ckpt_path=nowhere/last.ckpt"],
         ["test", "--ckpt_path=RUN", "-c", "x.yaml"],
         ["--config=x.yaml", "test", "--ckpt_path=RUN"],
         ["test", "--ckpt_path=RUN", "--algorithm=FedAvg", "--model=MLP", "--data", "FederatedDigits"],

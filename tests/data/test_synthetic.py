@@ -113,3 +113,9 @@ def test_refuses_numbers_below_one(wrong):
 def test_refuses_what_cannot_be_made(wrong, message):
     with pytest.raises(InvalidOption, match=message):
         on_demand(**wrong)
+
+
+@pytest.mark.parametrize(("option", "value"), [("num_train", -5), ("num_test", 0), ("noise", -1.0)])
+def test_numbers_out_of_range_are_refused_by_name(option, value):
+    with pytest.raises(InvalidOption, match=f"`data.{option}` is {value}; expected"):
+        FederatedBlobs(**{option: value})

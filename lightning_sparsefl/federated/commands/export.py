@@ -197,7 +197,12 @@ class _Job:
     def folder(self) -> Path:
         """Folder of the files."""
         if self.request.out is not None:
-            return Path(self.request.out)
+            out = Path(self.request.out)
+            if out.exists() and not out.is_dir():
+                raise InvalidOption(
+                    f"`out` is '{out}', which is a file; expected a folder, which is created if needed."
+                )
+            return out
         resume_point = self.run.resume_point
         assert resume_point.checkpoint is not None
         return (resume_point.folder or resume_point.checkpoint.parent) / "export" / self.request.name

@@ -73,7 +73,10 @@ def _finished(run: Run, state: RunState) -> dict[str, float]:
     assert run.resume_point.folder is not None
     run.worker.load(state.server.weights)
     run.folder = RunFolder(run.resume_point.folder)
-    rank_zero_info(f"{run.folder.path} has finished its {run.options.max_rounds} rounds; raise `trainer.max_rounds`.")
+    finished, most = state.server.round, run.options.max_rounds
+    rank_zero_info(
+        f"{run.folder.path} has finished {finished} rounds, and `trainer.max_rounds` is {most}; raise it to go on."
+    )
     return run.folder.read_summary()
 
 

@@ -132,9 +132,9 @@ def load_plain(path: Path) -> Any:
         with path.open("rb") as file:
             return load_checked(file)
     except Exception as error:
-        reason = str(error) if isinstance(error, NotPlain) else type(error).__name__
+        reason = f" ({error})" if isinstance(error, NotPlain) else ""
         raise CheckpointMismatch(
-            f"{path} is damaged or not a checkpoint of plain types ({reason}); choose another `ckpt_path`."
+            f"{path} is damaged or not a checkpoint of plain types{reason}; choose another `ckpt_path`."
         ) from error
 
 

@@ -6,16 +6,16 @@ import warnings
 import pytest
 import torch
 
-from lightning_sparsefl import FedAvg, FederatedTrainer, Federation
+from lightning_sparsefl import FedAvg, FedDST, FederatedTrainer, Federation, FedProx, FedSpa
 from lightning_sparsefl.callbacks import ProximalTerm
 from lightning_sparsefl.data import FederatedBlobs
 from lightning_sparsefl.errors import CheckpointMismatch
 from lightning_sparsefl.models import MLP
 
 
-def fit(root, ckpt_path=None, rounds=1, drop_last=False, lr=0.1, optimizer=None, **options):
+def fit(root, ckpt_path=None, rounds=1, drop_last=False, lr=0.1, optimizer=None, algorithm=None, **options):
     trainer = FederatedTrainer(
-        algorithm=FedAvg(),
+        algorithm=algorithm or FedAvg(),
         federation=Federation(clients_per_round=2),
         accelerator="cpu",
         devices=1,
@@ -97,6 +97,16 @@ def test_another_way_to_train_is_refused(option, value, resume):
 def test_a_change_that_a_run_may_make_is_reported(options, name, resume):
     with pytest.warns(UserWarning, match=name):
         resume(**options)
+
+
+@pytest.mark.parametrize("algorithm", [FedSpa(), FedDST(), FedSpa(search="static"), FedProx()], ids=repr)
+def test_more_rounds_are_reported_where_a_schedule_spans_them(algorithm, tmp_path):
+    fit(tmp_path, algorithm=algorithm)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        fit(tmp_path, "last", rounds=2, algorithm=algorithm)
+    told = any("`trainer.max_rounds` = 1, and this run has 2" in str(each.message) for each in said)
+    assert told == (algorithm in (FedSpa(), FedDST()))
 
 
 def test_a_run_that_changes_nothing_resumes_without_a_warning(resume):

@@ -228,7 +228,7 @@ def test_killed_twice(straight, tmp_path):
 def test_a_run_that_ended_keeps_its_table(straight, tmp_path, caplog):
     shutil.copytree(straight.parent, tmp_path / "FedSpa")
     folder = fit(tmp_path, "last")
-    assert "has finished its 4 rounds" in caplog.text
+    assert "has finished 4 rounds" in caplog.text
     assert left(folder) == left(straight)
 
 
