@@ -248,7 +248,8 @@ class ClientFailed(SparseFLError, RuntimeError):
         advice = "set `federation.on_client_error: skip` to merge the round without it"
         if self.left is not None:
             advice = f"this leaves {self.left[0]} clients, but `federation.min_clients` is {self.left[1]}; lower it"
-        message = f"Client {self.client} failed in round {self.round} on rank {self.rank}: {self.reason.removesuffix('.')}; {advice}."
+        where = f"Client {self.client} failed in round {self.round} on rank {self.rank}"
+        message = f"{where}: {self.reason.removesuffix('.')}; {advice}."
         return message if self.replay is None else f"{message}\nTo run that local fit again: {self.replay}"
 
     def __reduce__(self) -> tuple[Any, ...]:
