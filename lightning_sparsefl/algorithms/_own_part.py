@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_sparsefl.federated.client import Client
 from lightning_sparsefl.sparse.parts import only, without
@@ -22,6 +23,11 @@ def start(weights: Weights, own: Collection[str]) -> ServerState:
         weights: Initial weights of the module.
         own: Names of the tensors that clients keep.
     """
+    if weights and not without(weights, own):
+        rank_zero_warn(
+            f"Clients keep the whole model ({', '.join(own)}) and share nothing, so that each trains alone; expected a "
+            "model with further layers, or another `algorithm`."
+        )
     return ServerState(round=0, weights=weights, extra={"own": {name: torch.tensor(True) for name in own}})
 
 

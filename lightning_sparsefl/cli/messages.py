@@ -36,6 +36,10 @@ _TYPES = {"int": "a whole number", "float": "a number", "bool": "true or false",
 _TYPES |= {"tuple": "a list", "collections.abc.Sequence": "a list, as in '[a, b]'", "dict": "a mapping"}
 
 
+_OF_CONFIGS = frozenset({"algorithm", "data", "model"})
+"""Options that the configuration of a run has."""
+
+
 @dataclass(frozen=True)
 class _Problem:
     """An error message of jsonargparse, taken apart."""
@@ -95,7 +99,10 @@ def _condensed(message: str) -> str:
 
 
 def _required(problem: _Problem, match: re.Match[str]) -> str:
-    names = ", ".join(f"`{key.partition('.')[2] or key}`" for key in match[1].split(", "))
+    keys = [key.partition(".")[2] or key for key in match[1].split(", ")]
+    names = ", ".join(f"`{key}`" for key in keys)
+    if not _OF_CONFIGS.intersection(keys):
+        return f"No value for {names}; expected {' '.join(f'--{key} VALUE' for key in keys)}"
     return (
         f"No value for {names}; expected options, a file in `--config`, or in `--ckpt_path` a run folder with a "
         "config.yaml"

@@ -28,6 +28,11 @@ def test_refuses_a_layer_that_the_model_does_not_have():
         started(FedPer(own=("head", "fc9")), views(1.0))
 
 
+def test_a_model_of_which_nothing_is_shared_is_named():
+    with pytest.warns(UserWarning, match=r"Clients keep the whole model \(.*\) and share nothing"):
+        started(FedPer(own=("*",)), views(1.0))
+
+
 def test_own_layers_are_in_no_message_and_no_update(sent, client):
     someone, _ = client(TRAINED, initial=WEIGHTS, buffers=BUFFERS)
     codec = Codec(WEIGHTS)
@@ -81,6 +86,7 @@ def test_without_own_layers_it_is_fedavg(federation, last):
     assert scores(runs[0], "personal") == scores(runs[1], "personal")
 
 
+@pytest.mark.filterwarnings("ignore:Clients keep the whole model")
 def test_without_shared_layers_it_is_local_training(federation, last):
     runs = [federation(method, folder=type(method).__name__) for method in (FedPer(own=("*",)), Local())]
     own, local = (

@@ -28,6 +28,9 @@ def test_a_checkpoint_is_evaluated_replayed_exported_and_resumed(sparsefl, run, 
     assert f"{summary['personal/test_acc']:.4f}" in out
     client = torch.load(run / "checkpoints" / "previous.ckpt", weights_only=True)["epoch"]
     assert client == 1
+    code, _, err = sparsefl("replay", "--ckpt_path", last)
+    assert code == 2
+    assert "No value for `client`; expected --client VALUE." in err
     code, _, err = sparsefl("replay", "--ckpt_path", last, "--client=99")
     assert code == 2
     (client,) = err.split("expected one of ")[1].split(",")[:1]
