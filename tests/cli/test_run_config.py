@@ -19,7 +19,6 @@ def run(sparsefl, tmp_path):
     return run_folder(tmp_path)
 
 
-@pytest.mark.filterwarnings("ignore:.*was written with `trainer.max_rounds`")  # to which the search of masks extends
 def test_a_checkpoint_is_evaluated_replayed_exported_and_resumed(sparsefl, run, tmp_path):
     last = run / "checkpoints" / "last.ckpt"
     code, out, _ = sparsefl("test", "--ckpt_path", last)
