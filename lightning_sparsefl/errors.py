@@ -27,6 +27,7 @@ import os
 from collections.abc import Iterable, Sequence
 from functools import partial
 from numbers import Integral, Real
+from pathlib import Path
 from types import UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
@@ -61,6 +62,17 @@ def require(condition: bool, option: str, value: Any, expected: str) -> None:
     """
     if not condition:
         raise InvalidOption(f"`{option}` is {value!r}; expected {expected}.")
+
+
+def require_folder(option: str, path: Path) -> None:
+    """Raise :class:`InvalidOption` if something that is no folder lies where one will be written.
+
+    Args:
+        option: Name of the option.
+        path: Path of the folder, which need not exist.
+    """
+    if path.exists() and not path.is_dir():
+        raise InvalidOption(f"`{option}` is '{path}', which is a file; expected a folder, which is created if needed.")
 
 
 def is_whole(value: Any, least: int) -> bool:

@@ -39,11 +39,12 @@ def with_run_config(args: Sequence[str], subcommands: Collection[str]) -> list[s
     ckpt_path = _value_of("--ckpt_path", args)
     if ckpt_path in (None, *NEWEST):
         return args
-    if not Path(str(ckpt_path)).exists():
+    path = Path(str(ckpt_path))
+    if not path.exists():
         raise InvalidOption(
             f"`ckpt_path` is {ckpt_path!r}, which does not exist; expected a run folder or a checkpoint."
         )
-    config = config_of(Path(str(ckpt_path)))
+    config = config_of(path)
     if config is None:
         return args
     rank_zero_info(f"Configuration of the run: {config}")

@@ -11,7 +11,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import track
 
-from lightning_sparsefl.errors import InvalidOption, is_number
+from lightning_sparsefl.errors import InvalidOption, is_number, require_folder
 from lightning_sparsefl.report.documents.cells import part_rows
 from lightning_sparsefl.report.documents.page import page
 from lightning_sparsefl.report.documents.tables import csv_text, group_rows, latex, markdown, run_rows
@@ -169,8 +169,7 @@ class Report:
             InvalidOption: If there is a file in place of the folder.
         """
         folder = Path(folder)
-        if folder.exists() and not folder.is_dir():
-            raise InvalidOption(f"`out` is '{folder}', which is a file; expected a folder, which is created if needed.")
+        require_folder("out", folder)
         (folder / "figures").mkdir(parents=True, exist_ok=True)
         (folder / "tables").mkdir(exist_ok=True)
         pictures = {}

@@ -21,7 +21,7 @@ from lightning.fabric.utilities.rank_zero import rank_zero_info
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
-from lightning_sparsefl.errors import ExportMismatch, InvalidOption
+from lightning_sparsefl.errors import ExportMismatch, InvalidOption, require_folder
 from lightning_sparsefl.federated.client import Client
 from lightning_sparsefl.federated.commands import onnx_file
 from lightning_sparsefl.federated.commands.kept import kept_by_export
@@ -198,10 +198,7 @@ class _Job:
         """Folder of the files."""
         if self.request.out is not None:
             out = Path(self.request.out)
-            if out.exists() and not out.is_dir():
-                raise InvalidOption(
-                    f"`out` is '{out}', which is a file; expected a folder, which is created if needed."
-                )
+            require_folder("out", out)
             return out
         resume_point = self.run.resume_point
         assert resume_point.checkpoint is not None

@@ -85,10 +85,7 @@ class States:
     def restore(self) -> None:
         """Restore the state."""
         for value, before, _ in self._before.values():
-            if isinstance(value, Tensor):
-                if before is not None:
-                    value.copy_(before)
-            elif isinstance(value, np.ndarray):
+            if isinstance(value, (Tensor, np.ndarray)):
                 if before is not None:
                     value[...] = before
             elif isinstance(value, _GENERATORS):

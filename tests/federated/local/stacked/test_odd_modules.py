@@ -262,22 +262,19 @@ class KeepsATuple(Plain):
 
 @alone("changes `self.rng`")
 class DrawsFromNumPy(Plain):
+    generator = np.random.default_rng
+
     def __init__(self):
         super().__init__()
-        self.rng = np.random.default_rng(3)
+        self.rng = type(self).generator(3)
 
     def training_step(self, batch, batch_idx):
         return self.loss(batch) * (2.0 if self.rng.random() < 0.05 else 1.0)
 
 
 @alone("changes `self.rng`")
-class DrawsFromPython(Plain):
-    def __init__(self):
-        super().__init__()
-        self.rng = random.Random(3)
-
-    def training_step(self, batch, batch_idx):
-        return self.loss(batch) * (2.0 if self.rng.random() < 0.05 else 1.0)
+class DrawsFromPython(DrawsFromNumPy):
+    generator = random.Random
 
 
 @alone("changes `self.seen`")
