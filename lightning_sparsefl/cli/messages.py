@@ -33,8 +33,14 @@ _PARSER_DETAILS = re.compile(
     r"Does not validate|Subtypes:|Errors:|Expected a <class 'NoneType'>|Given value|Expected a path but"
 )
 _TYPES = {
-    "int": "a whole number", "float": "a number", "bool": "true or false", "str": "a text",
-    "list": "a list", "tuple": "a list", "collections.abc.Sequence": "a list, as in '[a, b]'", "dict": "a mapping",
+    "int": "a whole number",
+    "float": "a number",
+    "bool": "true or false",
+    "str": "a text",
+    "list": "a list",
+    "tuple": "a list",
+    "collections.abc.Sequence": "a list, as in '[a, b]'",
+    "dict": "a mapping",
 }
 _OF_CONFIGS = frozenset({"algorithm", "data", "model"})
 """Options that the configuration of a run has."""
