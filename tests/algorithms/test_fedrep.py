@@ -73,6 +73,7 @@ def test_costs(facts):
     assert FedRep(own=(), head_epochs=0, body_epochs=2).costs(facts()) == FedAvg().costs(facts())
 
 
+@pytest.mark.filterwarnings("ignore:Clients keep the whole model")
 @pytest.mark.parametrize(
     ("method", "other"),
     [

@@ -13,6 +13,7 @@ from lightning_sparsefl.wire import Codec
 TRAINED = {name: value + 1 for name, value in WEIGHTS.items()}
 
 
+@pytest.mark.filterwarnings("ignore:Clients keep the whole model")
 @pytest.mark.parametrize(
     ("layers", "shared"), [(0, set()), (1, HEAD), (2, HEAD | B | {"b.mean"}), (3, set(WEIGHTS) - {"positions"})]
 )
@@ -41,6 +42,7 @@ def test_costs_are_those_of_the_shared_layers(facts):
     assert costs.bytes_down_paper == costs.bytes_up_paper == 4 * 6
 
 
+@pytest.mark.filterwarnings("ignore:Clients keep the whole model")
 def test_without_shared_layers_it_is_local_training(federation):
     runs = [federation(each, folder=type(each).__name__) for each in (LGFedAvg(layers_shared=0), Local())]
     ours, theirs = ({k: v for k, v in run.summary.items() if k.startswith("personal/")} for run in runs)
