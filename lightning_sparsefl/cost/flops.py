@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 from lightning_sparsefl.sparse.masks import counts, intersect
 from lightning_sparsefl.types import LayerFlops, Masks
 
-_PRODUCTS = ("conv", "linear", "addmm", "matmul", "bmm", "mm", "einsum", "scaled_dot_product_attention")
+_PRODUCTS = ("conv", "linear", "addmm", "matmul", "bmm", "mm", "einsum", "scaled_dot_product_attention", "embedding")
 """Operators that are counted; fvcore's other counts are those of normalisation and pooling."""
 
 
@@ -29,8 +29,8 @@ def count_layers(module: nn.Module, sample: Tensor | tuple[Any, ...]) -> tuple[L
 
     The module runs twice, in evaluation mode and without gradients; its modes and the random state are
     restored. A layer that is called several times is counted each time, under the first name of its weight.
-    Operations of a module without a weight matrix (a `torch.matmul` in its `forward`) have the empty name, to which
-    no mask applies; those of a module with several matrices are divided in proportion to their sizes. Recurrent
+    Operations of a module without a weight matrix (a `matmul`, or a lookup of tied weights) have the empty name, to
+    which no mask applies; those of a module with several matrices are divided in proportion to their sizes. Recurrent
     layers are counted for every time step. An embedding is counted as a product with a one-hot vector without its
     zeros.
 
@@ -207,6 +207,7 @@ def _count_products(module: nn.Module, arguments: tuple[Any, ...]) -> dict[str, 
     analysis = FlopCountAnalysis(_TensorsOnly(module).eval(), arguments)
     analysis.unsupported_ops_warnings(False).uncalled_modules_warnings(False).tracer_warnings("none")
     analysis.set_op_handle("aten::scaled_dot_product_attention", _attention)
+    analysis.set_op_handle("aten::embedding", _lookup)
     operators = analysis.by_module_and_operator()
     totals = {name: sum(int(found[kind]) for kind in _PRODUCTS) for name, found in operators.items()}
     own = dict(totals)
@@ -221,6 +222,11 @@ def _attention(inputs: Sequence[Any], outputs: Sequence[Any]) -> int:
     query, key, value = (node.type().sizes() for node in inputs[:3])
     rows = torch.Size(query[:-1]).numel()
     return int(rows * key[-2] * (query[-1] + value[-1]))
+
+
+def _lookup(inputs: Sequence[Any], outputs: Sequence[Any]) -> int:
+    """Count the vectors that `torch.nn.functional.embedding` takes out of a matrix, as an embedding layer's are."""
+    return int(torch.Size(outputs[0].type().sizes()).numel())
 
 
 @contextmanager

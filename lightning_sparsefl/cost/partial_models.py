@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from lightning_sparsefl.sparse.masks import counts, intersect
@@ -12,15 +12,16 @@ BYTES_PER_WEIGHT = 4
 """The papers count float32 values and take masks as free."""
 
 
-def with_trained_upload(costs: Costs, message: Message) -> Costs:
+def with_trained_upload(costs: Costs, message: Message, buffers: Collection[str] = ()) -> Costs:
     """Replace the paper's costs: uploaded bytes by those of the trainable weights, and FLOPs by the analytic ones.
 
     Args:
         costs: Costs to change.
         message: Message that the client received.
+        buffers: Names of the buffers, which are free as in the papers.
     """
     changing = counts(intersect(message.trainable, message.masks))
-    sent = sum(changing.get(name, weight.numel()) for name, weight in message.weights.items())
+    sent = sum(changing.get(n, weight.numel()) for n, weight in message.weights.items() if n not in buffers)
     return replace(costs, flops_paper=costs.flops_analytic, bytes_up_paper=BYTES_PER_WEIGHT * sent)
 
 
@@ -32,10 +33,16 @@ def narrow_biases(layers: Sequence[LayerFlops], masks: Masks) -> list[LayerFlops
         masks: Masks of the narrow network.
     """
     kept = counts(masks)
-    biases = {layer.weight: layer.weight.removesuffix("weight") + "bias" for layer in layers}
+    biases = {layer.weight: _bias_of(layer.weight) for layer in layers}
     return [
         replace(layer, bias=layer.bias * kept[biases[layer.weight]] // masks[biases[layer.weight]].numel())
         if layer.bias and biases[layer.weight] in kept
         else layer
         for layer in layers
     ]
+
+
+def _bias_of(weight: str) -> str:
+    """Return the name of the bias beside a weight: ``fc.bias``, or ``lstm.bias_ih_l0``."""
+    module, dot, name = weight.rpartition(".")
+    return f"{module}{dot}{name.replace('weight', 'bias', 1)}"

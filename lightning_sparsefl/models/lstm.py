@@ -105,22 +105,24 @@ class LanguageLSTM(NextTokenScores):
 
 
 class _Language(nn.Module):
-    """Network with logits of shape (batch, vocabulary, length), the layout that `cross_entropy` expects."""
+    """Network with logits of shape (batch, vocabulary, length), the layout that `cross_entropy` expects.
+
+    With tied weights the decoder holds them, since it is the head of the network.
+    """
 
     def __init__(self, vocabulary: int, embedding: int, hidden: int, tied: bool) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(vocabulary, embedding)
+        self.embedding = None if tied else nn.Embedding(vocabulary, embedding)
         self.lstm1 = nn.LSTM(embedding, hidden, batch_first=True)
         self.lstm2 = nn.LSTM(hidden, embedding, batch_first=True)
-        self.decoder = None if tied else nn.Linear(embedding, vocabulary)
+        self.decoder = nn.Linear(embedding, vocabulary)
         if tied:  # one name for the shared parameter: under two it would be averaged, sent and counted twice
-            self.bias = nn.Parameter(torch.zeros(vocabulary))
-            nn.init.uniform_(self.embedding.weight, -0.1, 0.1)
+            nn.init.uniform_(self.decoder.weight, -0.1, 0.1)
+            nn.init.zeros_(self.decoder.bias)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        states, _ = self.lstm1(self.embedding(tokens))
+        vectors = F.embedding(tokens, self.decoder.weight) if self.embedding is None else self.embedding(tokens)
+        states, _ = self.lstm1(vectors)
         states, _ = self.lstm2(states)
-        logits: Tensor = (
-            F.linear(states, self.embedding.weight, self.bias) if self.decoder is None else self.decoder(states)
-        )
+        logits: Tensor = self.decoder(states)
         return logits.transpose(1, 2)

@@ -18,6 +18,8 @@ from lightning_sparsefl.types import Weights
 _SHOWN = 12
 _NUMBERED = re.compile(r"(.*_|)\d+")
 """Names of the children of a list: ``3``, or ``block_3``."""
+_RECURRENT = re.compile(r"(.*\.)?weight_(ih|hh|hr)(_l\d+(_reverse)?)?")
+"""Names of the matrices of recurrent layers and cells."""
 
 
 def head_of(weights: Weights, head: str | None = None) -> tuple[str, ...]:
@@ -25,10 +27,12 @@ def head_of(weights: Weights, head: str | None = None) -> tuple[str, ...]:
 
     Args:
         weights: Parameters of a module by name, in the order in which the module holds them.
-        head: Name of a module or a glob over names of tensors; None = the owner of the last matrix.
+        head: Name of a module or a glob over names of tensors; None = the owner of the last matrix that is not of a
+            recurrent layer.
 
     Raises:
-        InvalidOption: If there is no such module, or no matrix at all.
+        InvalidOption: If there is no such module or no matrix at all, or if recurrent layers come after the last
+            linear one.
 
     Example:
         >>> import torch
@@ -37,14 +41,26 @@ def head_of(weights: Weights, head: str | None = None) -> tuple[str, ...]:
         ('fc.weight', 'fc.bias')
     """
     if head is None:
-        owner = next((_owner(name) for name in reversed(list(weights)) if weights[name].dim() == 2), None)
-        found = [name for name in weights if _owner(name) == owner]
+        found = _last_linear(weights)
     else:
         found = [name for name in weights if name.startswith(f"{head}.") or fnmatchcase(name, head)]
     if not found:
         wanted = "linear layer" if head is None else f"`{head}`"
         raise InvalidOption(f"The model has no {wanted} to be its head; name one of {_listed(weights)} with `head`.")
     return tuple(found)
+
+
+def _last_linear(weights: Weights) -> list[str]:
+    """Return the names of the tensors beside the last matrix, which no recurrent layer may follow."""
+    matrices = [name for name in weights if weights[name].dim() == 2]
+    linear = [name for name in matrices if not _RECURRENT.fullmatch(name)]
+    if linear and linear[-1] != matrices[-1]:
+        raise InvalidOption(
+            f"The model's head is not known, since the recurrent layer `{_owner(matrices[-1])}` comes after "
+            f"`{_owner(linear[-1])}`, its last other matrix, in the order of its layers; create the layer of the "
+            "outputs last, or name it in the option for it (`head`, or the option with the value 'head')."
+        )
+    return [name for name in weights if linear and _owner(name) == _owner(linear[-1])]
 
 
 def layer_groups(weights: Weights, patterns: Sequence[str] = ()) -> dict[str, tuple[str, ...]]:

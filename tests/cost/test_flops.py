@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_sparsefl.cost import count_layers, forward_flops, training_flops
+from lightning_sparsefl.cost import count_layers, forward_flops, narrow_biases, training_flops
 from lightning_sparsefl.types import LayerFlops
 
 
@@ -272,3 +272,25 @@ def test_products_without_a_weight_are_passed_back_through_only_above_what_train
 
 def test_no_layers_no_work():
     assert forward_flops([]) == training_flops([]) == 0
+
+
+def test_a_lookup_of_a_matrix_is_counted_as_an_embedding_layer():
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.decoder = nn.Linear(3, 7)
+
+        def forward(self, tokens):
+            return self.decoder(nn.functional.embedding(tokens, self.decoder.weight))
+
+    tokens = torch.zeros(1, 4, dtype=torch.int64)
+    assert facts(Tied(), tokens) == {"decoder.weight": (4 * 3 * 7, 4 * 7), "": (4 * 3, 0)}
+    assert facts(nn.Sequential(nn.Embedding(7, 3)), tokens) == {"0.weight": (4 * 3, 0)}
+
+
+def test_biases_of_narrow_recurrent_layers_are_those_of_a_cut_one():
+    net = nn.Sequential(nn.LSTM(3, 4, batch_first=True))
+    masks = {f"0.bias_{kind}_l0": torch.arange(16) % 4 < 2 for kind in ("ih", "hh")}
+    layers = narrow_biases(count_layers(net, torch.zeros(1, 5, 3)), masks)
+    cut = count_layers(nn.Sequential(nn.LSTM(3, 2, batch_first=True)), torch.zeros(1, 5, 3))
+    assert [layer.bias for layer in layers] == [layer.bias for layer in cut] == [5 * 8, 5 * 8]

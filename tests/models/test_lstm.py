@@ -8,13 +8,14 @@ import torch
 from lightning_sparsefl.cost import count_layers, forward_flops
 from lightning_sparsefl.errors import InvalidOption
 from lightning_sparsefl.models import LanguageLSTM
+from lightning_sparsefl.sparse.layer_groups import head_of
 
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_flops_by_hand(tied):
     model = LanguageLSTM(50, embedding=6, hidden=4, length=3, tied=tied)
     layers = count_layers(model, model.example_input_array)
-    embedding, decoder = 2 * 6, 2 * 6 * 50 + (0 if tied else 50)
+    embedding, decoder = 2 * 6, 2 * 6 * 50 + 50
     first, second = 4 * 4 * (2 * (6 + 4) + 2), 4 * 6 * (2 * (4 + 6) + 2)
     assert forward_flops(layers) == 3 * (embedding + first + second + decoder)
 
@@ -33,6 +34,12 @@ def test_learns_to_count(tied):
         optimizer.step()
     tokens = (torch.arange(7)[:, None] + torch.arange(6)) % 7
     assert (model(tokens[:, :-1]).argmax(1) == tokens[:, 1:]).float().mean() > 0.95
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_its_head_is_the_decoder(tied):
+    weights = dict(LanguageLSTM(50, embedding=6, hidden=4, tied=tied).named_parameters())
+    assert head_of(weights) == ("net.decoder.weight", "net.decoder.bias")
 
 
 def test_bad_widths_are_refused():

@@ -102,3 +102,23 @@ def test_the_head_by_name():
         head_of(dict(net.named_parameters()), "net.classifier")
     with pytest.raises(InvalidOption, match="no linear layer to be its head"):
         head_of({"bias": torch.ones(2)})
+
+
+class Reader(nn.Module):
+    """A recurrent network whose first matrix makes its outputs too, or whose head was created first."""
+
+    def __init__(self):
+        super().__init__()
+        self.vectors = nn.Embedding(5, 3)
+        self.states = nn.LSTM(3, 3, num_layers=2, bidirectional=True, proj_size=2)
+        self.cell = nn.GRUCell(4, 3)
+
+
+def test_a_recurrent_layer_is_no_head():
+    weights = dict(Reader().named_parameters())
+    with pytest.raises(InvalidOption, match="recurrent layer `cell` comes after `vectors`, its last other matrix"):
+        head_of(weights)
+    assert head_of(weights, "vectors") == ("vectors.weight",)
+    assert head_of({**weights, "out.weight": torch.ones(5, 3), "out.bias": torch.ones(5)}) == ("out.weight", "out.bias")
+    with pytest.raises(InvalidOption, match="has no linear layer"):
+        head_of({name: value for name, value in weights.items() if name.startswith("cell")})
