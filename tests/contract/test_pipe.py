@@ -1,8 +1,10 @@
 """Orders and answers that pass as bytes to a node in another process; all methods: test_algorithms.py."""
 
+from itertools import pairwise
+
 import pytest
 
-from lightning_sparsefl import FedBABU, FedSpa
+from lightning_sparsefl import FedBABU, FedSpa, Hermes
 from lightning_sparsefl.testing.contents import rows
 from lightning_sparsefl.testing.pipe import Remote, piped
 
@@ -35,6 +37,28 @@ def test_a_node_that_lost_a_record_gets_a_fresh_order_which_is_charged(federatio
     assert len(own) >= 2
     assert max(own[1:]) >= own[0]  # the mask travels once more
     assert len(again) == len(clients) + 1
+
+
+def test_a_client_whose_record_is_lost_gets_what_a_new_one_does(federation, remotes, monkeypatch):
+    """Hermes cuts a message to what a client's own model, which is lost here, has in common with the others."""
+    answer, orders = Remote.answer, []
+
+    def forgetful(self, asked):
+        (order,) = asked
+        if order.task == "train" and order.round >= 3 and order.message.masks:
+            self.ask("forget", order.client)
+        orders.append(order)
+        yield from answer(self, asked)
+
+    monkeypatch.setattr(Remote, "answer", forgetful)
+    federation(Hermes(min_score=0.0, penalty=0.0), rounds=5, federation=ENCODE)
+    pairs = [(one, two) for one, two in pairwise(orders) if (one.round, one.client) == (two.round, two.client)]
+    again = [(one, two) for one, two in pairs if one.task == two.task == "train"]
+    assert again
+    for order, fresh in again:
+        assert order.message.masks
+        assert not fresh.message.masks
+        assert fresh.message.weights.keys() == order.message.weights.keys()
 
 
 def test_own_buffers_never_travel(federation):

@@ -319,7 +319,7 @@ class Server:  # long because the facts of one order are needed at each of its s
         """
         round = state.server.round if round is None else round
         record = self.record(client, state.server.round)
-        record = replace(record, held=None, version=None) if forgotten else record
+        record = ServerRecord() if forgotten else record
         view = self.view(client, round, record)
         message = self._message(state.server, view, task) if message is None else message
         message = without_local_buffers(message, self.federation.buffers, self.layout)
