@@ -381,12 +381,13 @@ class Accumulator:
         """
         self._fold_large()
         mean = torch.empty(self.layout.size, dtype=self.layout.dtype, device=self.device)
-        covered = {}
+        voters, covered = self._voters_by_name(), {}
         for counts, (name, total), (_, target) in zip(
             self.weights_of_votes().values(), self.layout.split(self._sum), self.layout.split(mean), strict=True
         ):
             target.copy_(total / counts.clamp_min(1))  # the sum is zero where the count is
-            covered[name] = (counts > 0).expand(total.shape)
+            votes = voters.get(name, counts) if self.silence_counts else counts
+            covered[name] = (votes > 0).expand(total.shape)
         complete = bool(torch.stack([mask.all() for mask in covered.values()]).all())
         weight = max(self._total, 1)
         extra = {k: {n: (tree[n].value() / weight).float() for n in sorted(tree)} for k, tree in self._extra.items()}
@@ -396,7 +397,7 @@ class Accumulator:
             kind=self._kind or "weights",
             extra=extra,
             reports=reports,
-            voters=self._voters_by_name(),
+            voters=voters,
         )
 
     def weights_of_votes(self) -> dict[str, Tensor]:

@@ -112,8 +112,19 @@ class StaleMean:
             value = torch.where(count > 0, base[name] + total / count, 0)  # as of a mean without late updates
             weights[name] = value.to(merged.weights[name].dtype)
             if name in covered:
-                covered[name] = (count > 0).expand(mean.shape)
+                covered[name] = (
+                    _or_voted(covered[name], name, late) if silence_counts else (count > 0).expand(mean.shape)
+                )
         return replace(merged, weights=weights, covered=covered)
+
+
+def _or_voted(covered: Tensor, name: str, late: Sequence[PendingUpdate]) -> Tensor:
+    """Return the coordinates that updates of the round, or late ones, vote on."""
+    for update in late:
+        if name in update.changes:
+            votes = update.votes.get(name)
+            covered = covered.logical_or(torch.ones_like(covered) if votes is None else votes.to(covered.device))
+    return covered
 
 
 def _on_votes(update: PendingUpdate, counts: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -88,6 +88,11 @@ def test_a_coordinate_counts_those_that_vote_on_it():
     assert unsent.weights["w"][2] == 0  # as in every merge, where nobody voted
     plain = merge(PlainMean(), updates, [late({"w": [5.0, 3.0, 4.0]}, round=4, votes=own)])
     assert changed(plain)[0] == pytest.approx(1 / (1 + factor), abs=1e-6)
+    assert plain.covered.get("w", torch.ones(3)).tolist() == [True, True, True]
+    silent = merge(PlainMean(), updates, [late({"w": [5.0, 3.0, 4.0]}, round=4, votes=votes)])
+    assert silent.covered["w"].tolist() == [True, True, False]
+    dense = merge(PlainMean(), updates, [late({"w": [5.0, 3.0, 4.0]}, round=4)])
+    assert dense.covered.get("w", torch.ones(3)).tolist() == [True, True, True]
 
 
 def test_without_late_updates_the_merge_is_the_same_object_and_equal_changes_have_no_deviation():
