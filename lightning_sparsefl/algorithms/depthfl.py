@@ -17,6 +17,7 @@ Departures from the paper and the authors' code:
 - Batch norms use the statistics of the current batch and keep none. The authors average running statistics, but leave
   them out of FedDyn's terms.
 - A tensor that no client of a round has keeps its value and its h.
+- The term counts all positions of a sequence, also padded ones, which the losses leave out; the paper has images only.
 - The learning rate of the paper falls by 0.998 in each round, and weights decay by 0.001: `trainer.round_lr` and the
   module's optimizer.
 - The published row of FedLPS (Table I, DepthFL) comes without code, and without the depth of a capacity.

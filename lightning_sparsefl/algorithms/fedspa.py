@@ -165,7 +165,8 @@ class FedSpa(FederatedAlgorithm):
     def costs(self, facts: CostFacts) -> Costs:
         """Return costs with ``E * n_k * 3 * F_sparse`` FLOPs and a dense pass over the batch of the search."""
         costs, dense = super().costs(facts), 3 * forward_flops(facts.layers)
-        searches = self.search == "dst" and self.growth == "gradient" and self.exchange > 0
+        rate = cosine(self.exchange, facts.view.round, facts.view.max_rounds)
+        searches = self.search == "dst" and self.growth == "gradient" and rate > 0
         return replace(
             costs,
             flops_paper=costs.flops_paper + facts.batch_size * dense,

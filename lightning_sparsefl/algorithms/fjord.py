@@ -16,6 +16,7 @@ Departures from the paper and the authors' code:
   runs have no momentum.
 - Scores of the rates below p_max are not logged. Temperatures and mixtures of both losses, which the paper allows, are
   not offered: the drawn network learns from its teacher alone, as in the code.
+- With `distill`, all positions of a sequence count, also padded ones, which the loss of the largest network leaves out.
 - The published row of FedLPS (Table I, Fjord) comes without code.
 """
 

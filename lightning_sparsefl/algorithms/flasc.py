@@ -132,7 +132,7 @@ class FLASC(FederatedAlgorithm):
         result = client.fit(message.weights, trainable=message.trainable)
         changes = subtract(only(result.weights, message.weights), message.weights)
         votes = self._largest(only(changes, message.masks), self.up_density)
-        return Update(weights=apply(changes, votes), kind="difference", votes=votes, metrics=result.metrics)
+        return Update(weights=changes, kind="difference", votes=votes, metrics=result.metrics)
 
     def may_vote(self, message: Message) -> Masks:
         """Return where weights are trained, whether they were sent or not."""

@@ -20,6 +20,9 @@ Departures from the paper, of which no code of the authors is public:
 - As masks diverge, few weights are common. ``common`` in the clients' metrics is the part of its model that a client
   received.
 - A unit's norm is the sum of the magnitudes of its outgoing weights; biases and norms are removed with it.
+
+The forward passes of the gate over validation data are not in the FLOPs, since their number is not known; those over
+training data are in ``flops/train``.
 """
 
 from __future__ import annotations
@@ -205,9 +208,12 @@ class Hermes(FederatedAlgorithm):
         sent = counts(message.masks)
         down = sum(sent.get(n, w.numel()) for n, w in message.weights.items() if n not in facts.buffers)
         costs = replace(super().costs(held), bytes_down_paper=BYTES_PER_WEIGHT * down)
+        kept = used_units(facts.model.units, {name: mask.float() for name, mask in live.items()}) if live else {}
+        if self.gate == "train" and self.step > 0 and (not kept or density(kept) > self.density):
+            gate = facts.samples * forward_flops(held.layers, live)
+            costs = replace(costs, flops_analytic=costs.flops_analytic + gate)
         if self.own or not live:
             return costs
-        kept = used_units(facts.model.units, {name: mask.float() for name, mask in live.items()})
         rows = unit_masks(facts.model.units, kept, message.weights, incoming=False)
         forward = forward_flops(facts.layers, rows)
         return replace(costs, flops_paper=3 * facts.epochs * facts.samples * forward)

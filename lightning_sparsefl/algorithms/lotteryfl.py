@@ -126,6 +126,13 @@ class LotteryFL(FederatedAlgorithm):
             count, density = count + 1, density * (1 - self.step)
         return count
 
+    def _may_prune(self, masks: Masks) -> bool:
+        """Return whether a client with these masks has not pruned as often as it may."""
+        left, density = share_of({name: masks[name] for name in maskable(masks)}), 1.0
+        while self.step > 0 and density * (1 - self.step / 2) > left:  # the number of prunings that is nearest
+            density *= 1 - self.step
+        return self.step > 0 and density > self.density
+
     def profile_state(self, server: ServerState, round: int) -> ServerState:
         """Return the state with the mask of a client whose gate was always open."""
         layers = set(maskable(server.extra["first_masks"]))
@@ -138,5 +145,6 @@ class LotteryFL(FederatedAlgorithm):
     def costs(self, facts: CostFacts) -> Costs:
         """Return the costs of the client's sparse model, and of a gate on training data."""
         costs = super().costs(facts)
-        gate = facts.samples * forward_flops(facts.layers, facts.message.masks) if self.gate == "train" else 0
+        scored = self.gate == "train" and self._may_prune(facts.message.masks)
+        gate = facts.samples * forward_flops(facts.layers, facts.message.masks) if scored else 0
         return replace(costs, flops_analytic=costs.flops_analytic + gate)

@@ -229,7 +229,7 @@ class SubFedAvg(FederatedAlgorithm):
         if self.channels:
             facts = replace(facts, layers=narrow_biases(facts.layers, masks))
         costs = super().costs(facts)
-        gates = (2 if self.channels else 1) if self.gate == "train" else 0
+        gates = (self._fraction(density(masks)) > 0) + self.channels if self.gate == "train" else 0
         passes = gates * facts.samples * forward_flops(facts.layers, masks)
         return replace(costs, flops_analytic=costs.flops_analytic + passes)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -51,5 +53,8 @@ def test_costs(facts):
     costs = FedBABU().costs(facts(trainable=frozen_a))
     assert costs.flops_analytic == costs.flops_paper == 14 * (34 + 2 * 12)
     assert (costs.bytes_down_paper, costs.bytes_up_paper) == (4 * 18, 4 * 6)
+    buffers = frozenset(["a.bias"])
+    costs = FedBABU().costs(replace(facts(trainable={"a.weight": frozen_a["a.weight"]}), buffers=buffers))
+    assert (costs.bytes_down_paper, costs.bytes_up_paper) == (4 * 16, 4 * 6)  # buffers are free
     everything = FedBABU().costs(facts())
     assert (everything.flops_paper, everything.bytes_up_paper) == (14 * 3 * 34, 4 * 18)

@@ -187,3 +187,8 @@ def test_a_batch_has_no_more_samples_than_the_client(facts):
 
 def test_an_exchange_of_0_is_not_charged(facts):
     assert FedSpa(exchange=0).costs(facts(SPARSE)).flops_analytic == 924
+
+
+def test_the_last_round_is_charged_without_a_search(facts):
+    charged = [FedSpa().costs(facts(SPARSE, round=round, max_rounds=3)).flops_analytic for round in range(3)]
+    assert charged == [924 + 408, 924 + 408, 924]

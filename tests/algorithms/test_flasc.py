@@ -66,7 +66,9 @@ def test_a_client_trains_densely_and_sends_its_largest_changes(client):
     update = FLASC(up_density=0.5).train(message, someone)
     assert script.fits[0][1] == {}  # without masks
     assert script.fits[0][2] is frozen
-    assert update.weights["lora"].tolist() == [0.5, -2.0, 0.0, 0.0]
+    torch.testing.assert_close(update.weights["lora"], torch.tensor([0.5, -2.0, 0.1, 0.0]))
+    after = FLASC().trained(message, update)
+    assert all(torch.equal(after[name], trained[name]) for name in message.weights)
     assert update.weights["head"].tolist() == [-1.0, -1.0]
     assert list(update.weights) == ["lora", "head"]
     assert update.votes["lora"].tolist() == [True, True, False, False]

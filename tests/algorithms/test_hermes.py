@@ -167,6 +167,20 @@ def test_costs_of_live_units_and_common_weights(mlp):
     assert (costs.bytes_up_paper, costs.flops_paper) == (alike.bytes_up_paper, alike.flops_paper)
 
 
+@pytest.mark.parametrize("own", [True, False])
+@pytest.mark.parametrize(("left", "scored"), [(3, True), (2, False)])
+def test_a_gate_on_training_data_is_charged_while_units_may_be_removed(mlp, own, left, scored):
+    """Of each four units `left` are live: more than half, or half."""
+    charged = []
+    for gate in ("val", "train"):
+        method = Hermes(gate=gate, own=own)
+        server, (person,) = mlp.start(method, 1.0)
+        live = {group.name: torch.arange(group.size) % 4 < left for group in mlp.units}
+        later = dataclasses.replace(person, shared={"masks": unit_masks(mlp.units, live, server.weights)})
+        charged.append(method.costs(mlp.facts(method, server, later)).flops_analytic)
+    assert charged[1] - charged[0] == scored * charged[0] / 3  # one forward pass of one sample
+
+
 def test_flops_of_fedlps_s_row_count_outgoing_rows_only(mlp):
     method = Hermes(own=False)
     server, (person,) = mlp.start(method, 1.0)

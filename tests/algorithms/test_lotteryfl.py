@@ -137,6 +137,14 @@ def test_a_gate_on_training_data_is_charged(facts):
     assert LotteryFL(gate="train").costs(facts()).flops_analytic == 14 * 3 * 34 + 7 * 34
 
 
+@pytest.mark.parametrize(("left", "scored"), [(101, True), (81, True), (65, False)])
+def test_a_gate_is_not_charged_after_the_last_pruning(facts, left, scored):
+    """A pruning drops a fifth of what is left of 101 weights, rounded down."""
+    masks = {"a.weight": torch.arange(101).view(1, 101) < left}
+    before, after = (LotteryFL(density=0.7, step=0.2, gate=gate).costs(facts(masks)) for gate in ("val", "train"))
+    assert (after.flops_analytic > before.flops_analytic) == scored
+
+
 class Uniform(FedAvg):
     """FedAvg in which each client counts once."""
 

@@ -142,6 +142,13 @@ def test_a_gate_on_training_data_is_charged(facts):
     assert (costs.bytes_down_paper, costs.bytes_up_paper) == (72, 72)
 
 
+def test_a_gate_is_not_charged_once_the_target_is_reached(facts):
+    masks = {"a.weight": torch.arange(10).view(2, 5) < 5}
+    for target, charged in ((0.4, True), (0.5, False)):
+        costs = [SubFedAvg(density=target, gate=gate).costs(facts(masks)) for gate in ("val", "train")]
+        assert (costs[1].flops_analytic > costs[0].flops_analytic) == charged
+
+
 def test_a_score_that_the_module_does_not_log_is_refused():
     with pytest.raises(InvalidOption, match=r"`algorithm.metric` is 'val_acc', which .* expected one of `val_f1`"):
         train(SubFedAvg(), metric="val_f1")
