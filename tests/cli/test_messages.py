@@ -4,6 +4,8 @@ import pytest
 
 from helpers.command_line import QUICKSTART
 from lightning_sparsefl.cli import short_message
+from lightning_sparsefl.cli.program import parse
+from lightning_sparsefl.errors import InvalidOption
 
 MISTAKES = {
     "option of a class": (
@@ -54,6 +56,20 @@ def test_a_file_that_does_not_exist(sparsefl):
     code, _, err = sparsefl("fit", "--config", QUICKSTART.replace("quick", "quik"))
     assert code == 2
     assert said(err).endswith(f"quikstart.yaml', which does not exist; did you mean `{QUICKSTART}`?")
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        ("trainer: [", r"`--config` is '.*bad\.yaml', which is not YAML, as line 1, column 11 shows: .*; repair it\."),
+        ("hello", r"`--config` is '.*bad\.yaml', which has a str; expected options by name"),
+        ("[1, 2]", r"`--config` is '.*bad\.yaml', which has a list; expected options by name"),
+    ],
+)
+def test_a_file_without_options_is_named(content, expected, tmp_path):
+    (tmp_path / "bad.yaml").write_text(content)
+    with pytest.raises(InvalidOption, match=expected):
+        parse(["--config", str(tmp_path / "bad.yaml")])
 
 
 def test_an_option_in_a_file(sparsefl, tmp_path):

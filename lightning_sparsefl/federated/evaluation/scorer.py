@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from lightning.fabric.utilities.rank_zero import rank_zero_info
+from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_sparsefl.errors import InvalidOption
 from lightning_sparsefl.federated.evaluation.scores import Scores
@@ -55,6 +55,7 @@ class Scorer:
         self.algorithm, self.federation = coordinator.server.algorithm, coordinator.federation
         self.selected: SelectedRound | None = None
         self._divisible = True
+        self._silent: bool | None = None
 
     def restore(self, selected: SelectedRound | None) -> None:
         """Go on with the selection of a checkpoint, if it was made by the same key.
@@ -76,7 +77,16 @@ class Scorer:
         Args:
             state: State of the run.
         """
-        return self._evaluate(state, self.split)
+        scores = self._evaluate(state, self.split)
+        if self._silent is None:
+            self._silent = not any((scores.pooled, *scores.personal.values(), *scores.unseen.values()))
+            if self._silent:
+                step = f"{type(self.worker.module).__name__}.{'test' if self.split == 'test' else 'validation'}_step"
+                rank_zero_warn(
+                    f"`{step}` logs nothing, so that this run has no scores; expected calls of `self.log` (option "
+                    "`model`)."
+                )
+        return scores
 
     def select(self, state: RunState, scores: Scores) -> dict[str, float]:
         """Select a round if it is the best so far.

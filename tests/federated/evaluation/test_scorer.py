@@ -40,7 +40,7 @@ class Tuned(FederatedAlgorithm):
 
 @pytest.fixture
 def fit(tmp_path):
-    def run(algorithm=None, *, federation=None, ckpt_path=None, data=None, **options):
+    def run(algorithm=None, *, federation=None, ckpt_path=None, data=None, model=None, **options):
         settings = {
             "accelerator": "cpu",
             "devices": 1,
@@ -54,7 +54,8 @@ def fit(tmp_path):
         trainer = FederatedTrainer(algorithm=algorithm or FedAvg(), **{**settings, **options})
         torch.manual_seed(0)
         sets = {"num_clients": 6, "num_classes": 4, "dim": 8, "val_fraction": 0.2, "batch_size": 16, **(data or {})}
-        summary = trainer.fit(MLP(num_classes=4, sample_shape=(1, 1, 8)), FederatedBlobs(**sets), ckpt_path)
+        model = model or MLP(num_classes=4, sample_shape=(1, 1, 8))
+        summary = trainer.fit(model, FederatedBlobs(**sets), ckpt_path)
         return trainer.run_folder, summary
 
     return run
@@ -222,3 +223,19 @@ def test_a_plan_for_a_number_of_rounds_is_not_continued_with_another(fit, algori
     folder, _ = fit(algorithm, max_rounds=2)
     with pytest.raises(ValueError, match="its max_rounds is 2, this run's is 4"):
         fit(algorithm, max_rounds=4, ckpt_path=str(folder / "checkpoints" / "last.ckpt"))
+
+
+class Silent(MLP):
+    def validation_step(self, batch, batch_idx):
+        self(batch[0])
+
+
+@pytest.mark.filterwarnings("default")
+def test_a_step_that_logs_nothing_is_named_once(fit, recwarn):
+    """Also without a score there is a table, of costs alone."""
+    fit(model=Silent(num_classes=4, sample_shape=(1, 1, 8)))
+    said = [str(each.message) for each in recwarn if "logs nothing" in str(each.message)]
+    assert said == [
+        "`Silent.validation_step` logs nothing, so that this run has no scores; expected calls of `self.log` (option "
+        "`model`)."
+    ]
