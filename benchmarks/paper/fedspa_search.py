@@ -3,7 +3,8 @@
 Clients train for five epochs at density .5, as in the cells of Table 1, and then search for their next mask; the times
 are means over `--clients` clients of round 0, after one client that warms up. Data are random images of the cell's
 shape and number (1,248 a client of EMNIST-Letters, 500 of CIFAR), since time does not depend on what they show; so no
-data set is needed. The device is the GPU if there is one.
+data set is needed. The device is the GPU if there is one. Each search is repeated as one that sorts all scores of each
+layer, once to drop and once to grow, in the place of selecting the largest ones; the script stops if its masks differ.
 
     python benchmarks/paper/fedspa_search.py [--tasks emnist_letters]
 """
@@ -30,10 +31,22 @@ from lightning_sparsefl.algorithms import FedSpa
 from lightning_sparsefl.data import FederatedDataModule
 from lightning_sparsefl.federated.client import Client
 from lightning_sparsefl.models import VGG11, LeNet5, ResNet18
+from lightning_sparsefl.sparse.density import ceil_count
+from lightning_sparsefl.sparse.masks import same
+from lightning_sparsefl.sparse.schedule import cosine
 from lightning_sparsefl.types import Masks, Message, Update, Weights
 
 NAME = "fedspa_search"
-COLUMNS = ("task", "clients", "train", "train_std", "search", "search_std", "device", "torch", "commit")
+PARTS = ("train", "search", "sorted")
+"""What is timed: local training, the search, and the same search by sorting."""
+COLUMNS = (
+    "task",
+    "clients",
+    *(f"{name}{kind}" for name in PARTS for kind in ("", "_std")),
+    "device",
+    "torch",
+    "commit",
+)
 TASKS = {
     "emnist_letters": ("EMNIST-L, LeNet5", LeNet5, (1, 28, 28), 26, 1248),
     "cifar10": ("CIFAR-10, VGG11", VGG11, (3, 32, 32), 10, 500),
@@ -49,8 +62,8 @@ PAPER = {
     ("cifar100", "gpu"): ("2.71 (0.01)", "0.33 (0.01)", "12.06"),
 }
 """Seconds of training and of the search, with standard deviations, and their ratio in percent."""
-_seconds: list[tuple[float, float]] = []
-"""Seconds of training and of the search of each client so far."""
+_seconds: list[dict[str, float]] = []
+"""Seconds of the parts of each client so far."""
 
 
 class RandomImages(FederatedDataModule):
@@ -69,25 +82,67 @@ class RandomImages(FederatedDataModule):
 
 
 class TimedFedSpa(FedSpa):
-    """FedSpa, which notes the seconds of its two parts."""
+    """FedSpa, which notes the seconds of its parts."""
 
     def train(self, message: Message, client: Client) -> Update:
         """Train and search, and note the time; in the last round, which has no search, do nothing."""
         if client.round == client.max_rounds - 1:
             still = {name: torch.zeros_like(value) for name, value in message.weights.items()}
             return Update(weights=still, kind="difference")
-        _seconds.append((0.0, 0.0))
+        _seconds.append({})
         begin = clock()
         update = super().train(message, client)
-        search = _seconds[-1][1]
-        _seconds[-1] = (clock() - begin - search, search)
+        _seconds[-1]["train"] = clock() - begin - _seconds[-1].pop("searches")
         return update
 
     def _search(self, trained: Weights, masks: Masks, client: Client) -> Masks:
+        noted = NotedGradient(client)
         begin = clock()
-        found = super()._search(trained, masks, client)
-        _seconds[-1] = (0.0, clock() - begin)
+        found = super()._search(trained, masks, noted)  # type: ignore[arg-type]
+        middle = clock()
+        again = by_sorting(trained, noted.slopes, masks, cosine(self.exchange, client.round, client.max_rounds))
+        _seconds[-1] |= {"search": middle - begin, "sorted": noted.seconds + clock() - middle}
+        _seconds[-1]["searches"] = clock() - begin
+        if not same(found, again):
+            raise SystemExit("The two searches found different masks.")
         return found
+
+
+class NotedGradient:
+    """A client whose gradient is kept, with the seconds that it took.
+
+    Args:
+        client: The client.
+    """
+
+    def __init__(self, client: Client) -> None:
+        self.client, self.round, self.max_rounds = client, client.round, client.max_rounds
+
+    def gradient(self, weights: Weights) -> Weights:
+        """See :meth:`Client.gradient`."""
+        begin = clock()
+        self.slopes = self.client.gradient(weights)
+        self.seconds = clock() - begin
+        return self.slopes
+
+
+def by_sorting(trained: Weights, slopes: Weights, masks: Masks, rate: float) -> Masks:
+    """Exchange weights as the search does, by sorting all weights and all gradients of each layer.
+
+    Args:
+        trained: Weights after local training.
+        slopes: Gradients of the loss.
+        masks: Masks of the client.
+        rate: Fraction of the kept weights to exchange.
+    """
+    found = {}
+    for name, mask in masks.items():
+        kept = mask.flatten().clone()
+        dropped = ceil_count(rate, int(kept.sum()))
+        kept[trained[name].flatten().abs().masked_fill(~kept, torch.inf).sort().indices[:dropped]] = False
+        kept[slopes[name].flatten().abs().masked_fill(kept, -1).sort(descending=True).indices[:dropped]] = True
+        found[name] = kept.view_as(mask)
+    return found
 
 
 def clock() -> float:
@@ -119,8 +174,8 @@ def measure(task: str, clients: int) -> dict[str, object]:
         )
         trainer.fit(TASKS[task][1](num_classes=TASKS[task][3]), RandomImages(task, clients + 1))
     row: dict[str, object] = {"task": task, "clients": clients, **machine(), "commit": commit()}
-    for place, name in enumerate(("train", "search")):
-        values = [seconds[place] for seconds in _seconds[1:]]
+    for name in PARTS:
+        values = [seconds[name] for seconds in _seconds[1:]]
         row |= {name: round(statistics.fmean(values), 3), f"{name}_std": round(statistics.stdev(values), 3)}
     return row
 
@@ -128,18 +183,23 @@ def measure(task: str, clients: int) -> dict[str, object]:
 def table(rows: Sequence[Row]) -> str:
     """Return the table: seconds beside the paper's, whose processor and GPU are a Xeon E5-2620 and a 1080Ti."""
     return markdown(
-        ("task", "device", "paper: train, s", "search, s", "%", "ours: train, s", "search, s", "%"), _lines(rows)
+        (
+            *("task", "device", "paper: train, s", "search, s", "%"),
+            *("ours: train, s", "search, s", "%", "search by sorting, s", "%"),
+        ),
+        _lines(rows),
     )
 
 
 def _lines(rows: Sequence[Row]) -> Iterator[tuple[str, ...]]:
     for (task, kind), paper in PAPER.items():
         own = [row for row in rows if row["task"] == task and ("NVIDIA" in row["device"]) == (kind == "gpu")]
-        cells = ["-"] * 3
+        cells = ["-"] * 5
         if own:
             (row,) = own
-            cells = [f"{float(row[name]):.2f} ({float(row[f'{name}_std']):.2f})" for name in ("train", "search")]
-            cells.append(f"{100 * float(row['search']) / float(row['train']):.2f}")
+            train, search, by_sorting = (f"{float(row[n]):.2f} ({float(row[f'{n}_std']):.2f})" for n in PARTS)
+            shares = [f"{100 * float(row[name]) / float(row['train']):.2f}" for name in PARTS[1:]]
+            cells = [train, search, shares[0], by_sorting, shares[1]]
         yield (TASKS[task][0], kind.upper(), *paper, *cells)
 
 
