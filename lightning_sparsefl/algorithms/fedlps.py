@@ -365,8 +365,8 @@ class FedLPS(FederatedAlgorithm):
 
     def _pull(self, weights: Weights, client: Client) -> ProximalTerm:
         """Return the proximal term; its anchor, the received weights, is taken from the module, which may be narrow."""
-        size = sum(weights[name].numel() for name in weights) if self.reduction == "mean" else 1
-        return ProximalTerm(2 * self.mu / size)
+        trained = sum(weight.numel() for name, weight in weights.items() if name not in client.buffers)
+        return ProximalTerm(2 * self.mu / (trained if self.reduction == "mean" else 1))
 
     def _kept(self, weights: Weights, client: Client, density: float, scores: Weights) -> dict[str, torch.Tensor]:
         if self.pattern == "learned":

@@ -152,6 +152,8 @@ def test_the_mean_pulls_at_each_layer_alike_and_the_proximal_term_fades(asked):
     made, _ = asked(memory={})
     size = sum(value.numel() for value in WEIGHTS.values())
     assert FedLPS()._pull(WEIGHTS, made).strength == pytest.approx(2 / size)
+    running, _ = asked(memory={}, buffers=["running"])
+    assert FedLPS()._pull({**WEIGHTS, "running": torch.ones(7)}, running).strength == pytest.approx(2 / size)
     assert FedLPS(reduction="sum")._pull(WEIGHTS, made).strength == 2
 
 
