@@ -17,6 +17,7 @@ from lightning_sparsefl.data import Dirichlet, FederatedDigits
 from lightning_sparsefl.federated.evaluation.scorer import Scorer
 from lightning_sparsefl.federated.local.stacked import evaluator
 from lightning_sparsefl.federated.local.stacked.evaluation import StackedEvaluation
+from lightning_sparsefl.federated.local.stacked.fit import StackedFit
 from lightning_sparsefl.models import MLP
 from lightning_sparsefl.testing.contents import rows
 
@@ -79,6 +80,21 @@ class Late(Judged):
         if batch_idx == 3:
             self.log("late", self.accuracy)
             self.log("fourth", batch[0].mean())
+
+
+class Ended(Judged):
+    """Computes a metric when the evaluation ends, as modules often do, and adds to checkpoints."""
+
+    def on_validation_epoch_end(self):
+        self.log("acc", self.accuracy.compute())
+        self.accuracy.reset()
+
+    def on_save_checkpoint(self, checkpoint):
+        checkpoint["note"] = 1
+
+
+def updates(module, logits, targets):
+    module.accuracy.update(logits, targets)
 
 
 def by_tensors(module, logits, targets):
@@ -180,6 +196,7 @@ MODELS = {
     "reads a number": lambda: Judged(reads),
     "keeps all samples": lambda: Judged(keeps),
     "counts": lambda: Judged(counts),
+    "ended": lambda: Ended(updates),
 }
 
 
@@ -209,12 +226,17 @@ def test_keys_that_some_clients_do_not_log(tmp_path, sizes):
         ("reads a number", r"`Judged.validation_step` reads a number out of a tensor"),
         ("keeps all samples", r"updates the metric object `self.kept`, which keeps all samples"),
         ("counts", r"changes the number `self.seen`, which all clients share"),
+        ("ended", r"`Ended` overrides `on_validation_epoch_end`, which is written for one client"),
     ],
 )
 def test_a_step_that_cannot_be_stacked_is_named_once(model, words, tmp_path, sizes):
     theirs, _ = scores_of(tmp_path / "fast", "fast", model)
-    with pytest.warns(UserWarning, match=f"Clients are evaluated one after another, since .*{words}") as said:
+    with (
+        mock.patch.object(StackedFit, "run", autospec=True, side_effect=StackedFit.run) as trained,
+        pytest.warns(UserWarning, match=f"Clients are evaluated one after another, since .*{words}") as said,
+    ):
         ours, _ = scores_of(tmp_path / "stacked", "stacked", model)
+    assert trained.call_count >= 2  # in each round
     assert len([each for each in said if "evaluated" in str(each.message)]) == 1
     agree(ours, theirs)
     assert sizes == []

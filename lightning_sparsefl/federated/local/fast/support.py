@@ -70,7 +70,13 @@ CALLED_HOOKS: frozenset[str] = frozenset(
 )
 """Hooks of a LightningModule that the fast engine calls in the same places and with the same arguments as a Trainer."""
 
-_NEVER_CALLED = frozenset(
+SCORING_HOOKS = {
+    stage: frozenset(name for name in CALLED_HOOKS if name.startswith(f"on_{stage}_"))
+    for stage in ("validation", "test")
+}
+"""Hooks that are called around the steps of an evaluation, by its stage."""
+
+NEVER_CALLED = frozenset(
     {
         *(f"on_predict_{when}" for when in (*_EVERY_STAGE, "model_eval")),
         *("on_load_checkpoint", "on_save_checkpoint", "predict_step"),
@@ -82,7 +88,7 @@ _INNER_HOOKS = ("_apply_batch_transfer_handler", "_call_batch_hook", "_on_before
 _HOOKS = frozenset(
     {
         *(name for kind in (ModelHooks, DataHooks, CheckpointHooks) for name in vars(kind) if name[0] != "_"),
-        *(CALLED_HOOKS | _NEVER_CALLED),
+        *(CALLED_HOOKS | NEVER_CALLED),
         *("configure_callbacks", *_INNER_HOOKS),
     }
 )
@@ -110,7 +116,7 @@ def _iterates(step: Any) -> bool:
 def unsupported_hook_reason(module: LightningModule) -> str | None:
     """Return why the fast engine does not support this module, or None if it does."""
     hooks = overridden(module)
-    names = sorted(hooks - CALLED_HOOKS - _NEVER_CALLED)
+    names = sorted(hooks - CALLED_HOOKS - NEVER_CALLED)
     if names:
         return f"`{type(module).__name__}` overrides `{names[0]}`"
     for step in _STEPS:

@@ -13,7 +13,7 @@ from lightning_sparsefl.federated.client import Client
 from lightning_sparsefl.federated.exchange.failures import is_out_of_memory, release_memory
 from lightning_sparsefl.federated.exchange.orders import Split
 from lightning_sparsefl.federated.local.engines import FastEngine
-from lightning_sparsefl.federated.local.fast.support import overridden
+from lightning_sparsefl.federated.local.fast.support import SCORING_HOOKS, overridden
 from lightning_sparsefl.federated.local.stacked.evaluation import (
     EvaluationRequest,
     evaluate_stack,
@@ -133,6 +133,9 @@ class StackEvaluator:
             return "client 0's loader does not read `Examples` in memory in their order"
         if self._name(split).rpartition(".")[2] not in overridden(worker.module):
             return f"there is no `{self._name(split)}`"
+        hooks = sorted(overridden(worker.module) & SCORING_HOOKS["test" if split == "test" else "validation"])
+        if hooks:
+            return f"`{type(worker.module).__name__}` overrides `{hooks[0]}`, which is written for one client"
         first: Weights = dict(worker.initial)
         models = (first, moved_weights(first, worker.flat.layout.buffers))
         requests = [EvaluationRequest(place, ("trial",), model, loader, split) for place, model in enumerate(models)]

@@ -18,7 +18,7 @@ from lightning.pytorch import LightningModule
 from torch import nn
 
 from lightning_sparsefl.federated.local.engines import FastEngine
-from lightning_sparsefl.federated.local.fast.support import STEPS, overridden
+from lightning_sparsefl.federated.local.fast.support import NEVER_CALLED, SCORING_HOOKS, STEPS, overridden
 from lightning_sparsefl.federated.local.fast.trainer import FastTrainer
 from lightning_sparsefl.federated.local.isolation import restore_trainer_refs
 from lightning_sparsefl.federated.local.stacked import functorch
@@ -112,7 +112,7 @@ class StackingTrial:
         module, name = self._module, type(self._module).__name__
         if not module.automatic_optimization:
             return f"`{name}` optimizes manually"
-        further = sorted(overridden(module) - STEPS)
+        further = sorted(overridden(module).difference(STEPS, NEVER_CALLED, *SCORING_HOOKS.values()))
         if further:
             return f"`{name}` overrides `{further[0]}`, which is written for one client"
         if type(module).log is not LightningModule.log or type(module).log_dict is not LightningModule.log_dict:
