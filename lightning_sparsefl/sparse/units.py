@@ -158,6 +158,11 @@ _Places = dict[int, list[int]]
 
 def _groups(trace: UnitTrace, aliases: Mapping[int, list[str]]) -> Iterator[UnitGroup]:
     """Yield groups: units that have as many positions in each of the same tensors."""
+    alone = next((name for (name, _), axis in trace.axes.items() if axis.ids.dim() == 0), None)
+    if alone is not None:
+        raise InvalidOption(
+            f"`{alone}` gets one sample without a batch dimension; expected example inputs that are a batch."
+        )
     places = {key: _places(trace, axis.ids) for key, axis in trace.axes.items()}
     reads = [(reader, _places(trace, reader.ids)) for reader in trace.readers]
     names = {shared[0]: shared for shared in aliases.values()}

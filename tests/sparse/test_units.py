@@ -314,6 +314,12 @@ def test_a_forward_that_fails_is_told():
         find_groups(nn.Linear(2, 1), torch.zeros(1, 3))
 
 
+def test_a_sample_without_a_batch_dimension_is_refused():
+    net = nn.Sequential(nn.Linear(10, 6), nn.LayerNorm(6), nn.ReLU(), nn.Linear(6, 2))
+    with pytest.raises(InvalidOption, match=r"`.*` gets one sample without a batch dimension; expected example inputs"):
+        find_groups(net, torch.zeros(10))
+
+
 def test_a_compiled_module_is_refused():
     net = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
     with pytest.raises(InvalidOption, match="`OptimizedModule` is compiled"):

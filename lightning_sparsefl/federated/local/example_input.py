@@ -56,6 +56,9 @@ def _first_sample(module: LightningModule, data: Any) -> Any:
         with isolate_rng():
             loader = data.client_train_dataloader(0)
             dataset = loader.dataset
+            fetch = getattr(dataset, "__getitems__", None)
+            if fetch is not None and loader.batch_sampler is not None:  # as the loader does
+                return loader.collate_fn(fetch([0]))
             sample = next(iter(dataset)) if isinstance(dataset, IterableDataset) else dataset[0]
             if loader.batch_sampler is not None:
                 return loader.collate_fn([sample])

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from lightning_sparsefl import FederatedTrainer, Federation, FedLPS, FedSpa, HeteroFL
 from lightning_sparsefl.cost import count_layers
-from lightning_sparsefl.data import ClientDataModules
+from lightning_sparsefl.data import ClientDataModules, FederatedDataset
 from lightning_sparsefl.errors import InvalidOption
 from lightning_sparsefl.federated.local.example_input import example_of, forward_inputs, layers_of, units_of
 
@@ -123,6 +123,26 @@ def test_other_kinds_of_loaders(loader, monkeypatch):
     data = text()
     monkeypatch.setattr(data.modules[0], "train_dataloader", lambda: loader)
     assert example_of(Tokens(), data).shape == (1, 5)
+
+
+class Normed(Tokens):
+    def __init__(self, norm):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(5, 8), norm(8), nn.ReLU(), nn.Linear(8, 1))
+
+    def forward(self, rows):
+        return self.net(rows)
+
+
+@pytest.mark.parametrize("norm", [nn.BatchNorm1d, nn.LayerNorm])
+def test_an_example_of_a_table_is_a_batch(norm):
+    """The data set of the loader collates itself, as `TensorDataset` of two tensors does here."""
+    table = FederatedDataset(TensorDataset(torch.zeros(12, 5), torch.zeros(12, 1)), num_clients=3, test_fraction=0.1)
+    table.setup()
+    module = Normed(norm)
+    assert example_of(module, table).shape == (1, 5)
+    assert layers_of(module, table)
+    assert [group.size for group in units_of(module, table)] == [8]
 
 
 class Two(Tokens):
