@@ -257,7 +257,7 @@ class ClientFailed(SparseFLError, RuntimeError):
 
     def __str__(self) -> str:
         """Return the message, followed by how to repeat the fit if that is known."""
-        advice = "set `federation.on_client_error: skip` to merge the round without it"
+        advice = "if other clients do not fail, `federation.on_client_error: skip` merges the round without it"
         if self.left is not None:
             advice = f"this leaves {self.left[0]} clients, but `federation.min_clients` is {self.left[1]}; lower it"
         where = f"Client {self.client} failed in round {self.round} on rank {self.rank}"

@@ -20,7 +20,15 @@ def units_in_training(module: LightningModule, batch: Any, batch_idx: int) -> Se
         module: Module of the user.
         batch: Training batch, of which two samples are used if the step accepts them.
         batch_idx: Number of the batch.
+
+    Raises:
+        InvalidOption: If the module optimizes manually, as its step then cannot be tried.
     """
+    if not module.automatic_optimization:
+        raise InvalidOption(
+            f"The units of `{type(module).__name__}` cannot be found in its training step, since it optimizes "
+            "manually; expected `automatic_optimization = True`, or groups from `find_groups`."
+        )
 
     def step(batch: Any) -> Tensor:
         del module.forward  # which the step may call

@@ -213,7 +213,8 @@ def _length(dataset: Any, option: str) -> int:
         size = 0
     if size == 0:
         expected = "a data set with `__len__`, `__getitem__` and at least one example"
-        raise InvalidOption(f"`data.{option}` is a {kind}, which is empty or has no length; expected {expected}.")
+        found = "None" if dataset is None else f"a {kind}, which is empty or has no length"
+        raise InvalidOption(f"`data.{option}` is {found}; expected {expected}.")
     try:
         dataset[0]
     except Exception as error:

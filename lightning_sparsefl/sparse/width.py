@@ -235,7 +235,8 @@ def block_units(groups: Sequence[UnitGroup], block: int, blocks: int) -> dict[st
     for group in groups:
         if group.size < blocks:
             raise InvalidOption(
-                f"`{group.name}` has {group.size} units, expected at least one for each of {blocks} networks."
+                f"`{group.name}` has {group.size} units; expected at least one for each of {blocks} networks: take "
+                "fewer networks, or a wider model."
             )
     return {group.name: torch.arange(group.size) * blocks // group.size == block for group in groups}
 

@@ -54,7 +54,7 @@ def test_norms_over_several_base_networks_are_refused_by_name():
 
 
 def test_too_many_base_networks_are_refused_by_name(network):
-    with pytest.raises(InvalidOption, match=r"`net.conv1` has \d+ units, expected at least one for each of 100"):
+    with pytest.raises(InvalidOption, match=r"`net.conv1` has \d+ units; expected at least one for each of 100"):
         network(LeNet5(num_classes=10), (1, 28, 28)).start(SplitMix(bases=100), 1.0)
 
 

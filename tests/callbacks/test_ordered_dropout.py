@@ -190,3 +190,7 @@ def test_what_cannot_be_trained_is_refused():
         fit(Module(nn.Sequential(nn.Flatten(), nn.Linear(32, 3))), OrderedDropout())
     with pytest.raises(InvalidOption, match=r"`OrderedDropout\(distill=True\)` does not support `Module`"):
         fit(Module(NETS["linear"](), manual=True), OrderedDropout(distill=True))
+    with pytest.raises(
+        InvalidOption, match=r"units of `Module` cannot be found in its training step, since it optimizes"
+    ):
+        fit(Module(NETS["linear"](), manual=True), OrderedDropout())

@@ -385,6 +385,10 @@ REFUSED = {
         lambda: FederatedDataset(Pairs(0, 2), partition=ByGroup(["a", float("nan")]), test_fraction=0.1),
         r"`data.partition.by` has values that are missing or of several kinds; expected one per example",
     ),
+    "no training data": (
+        lambda: FederatedDataset(None, test_fraction=0.1),
+        r"`data.train` is None; expected a data set with `__len__`",
+    ),
     "no length": (
         lambda: FederatedDataset(Pairs(0, 100), Unsized()),
         r"`data.test` is a Unsized, which is empty or has no length",

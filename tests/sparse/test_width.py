@@ -48,7 +48,7 @@ def test_blocks_share_nothing_and_leave_nothing(blocks):
 
 
 def test_more_blocks_than_units_are_refused_by_name():
-    with pytest.raises(InvalidOption, match="`2` has 7 units, expected at least one for each of 8 networks"):
+    with pytest.raises(InvalidOption, match="`2` has 7 units; expected at least one for each of 8 networks"):
         block_units(GROUPS, 0, 8)
 
 

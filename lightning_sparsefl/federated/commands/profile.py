@@ -83,7 +83,8 @@ _ROWS = {
 _COLUMNS = ("paper", "analytic", "wire")
 _LEGEND = """\
 Costs are summed over clients. paper: by the formula of the method's paper;
-analytic: operations with the weights that masks keep; wire: encoded messages."""
+analytic: operations with the weights that masks keep; wire: encoded messages,
+without the values that clients log, which travel with their updates."""
 _ESTIMATE = """\
 Masks that depend on gradients are simulated with noise, which changes them more
 than training does: their bytes on the wire are upper estimates."""
