@@ -39,8 +39,9 @@ from lightning_sparsefl.models.task import Classifier
 from lightning_sparsefl.seeds import derive_key, derive_seed, generator
 
 SEED, BATCH, RATES = 0, 20, {"lr": 0.01, "momentum": 0.9, "weight_decay": 5e-4}
-TOLERANCE = 1e-6
-"""Largest difference of two weights after one round: the plain loop averages in float32, we in float64."""
+TOLERANCES = {"fast": 1e-6, "stacked": 1e-5}
+"""Largest difference of two weights after one round, by engine: the plain loop averages in float32, we in float64, and
+the convolutions of a stack add in another order, by which a ReLU may change its side."""
 
 
 class Pictures(FederatedDataModule):
@@ -226,10 +227,11 @@ def compare(case: Case, clients: int, samples: int, rounds: int) -> dict[str, An
         )
         with contextlib.redirect_stdout(io.StringIO()):
             trainer.fit(module, data)
-    if case.equal and not referee.differences[0] <= TOLERANCE:
+    tolerance = TOLERANCES[case.engine]
+    if case.equal and not referee.differences[0] <= tolerance:
         sys.exit(
             f"The weights of the two sides differ by {referee.differences[0]:.1e} after one round; expected at most "
-            f"{TOLERANCE:.0e}, so their times cannot be compared."
+            f"{tolerance:.0e}, so their times cannot be compared."
         )
     times = {side: taken[1:-1] for side, taken in referee.times.items()}
     return {
