@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -165,7 +166,10 @@ class Fit:
 
     def _begin(self) -> None:
         """Undo what came after the committed round, and restore what its checkpoint holds besides the state."""
-        self._round_trainer.call("setup", "fit")  # first, as in a Trainer: ModelCheckpoint restores its own folder
+        with warnings.catch_warnings():
+            if self._resumed is not None:  # the folder of a ModelCheckpoint has the files of its own run
+                warnings.filterwarnings("ignore", "Checkpoint directory .* exists and is not empty")
+            self._round_trainer.call("setup", "fit")  # first, as in a Trainer: ModelCheckpoint restores its own folder
         if self.ranks.first:
             self.folder.cut_back(self._state.server.round)
             if self.parts.resume_point.folder is not None:

@@ -5,6 +5,7 @@ import warnings
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_sparsefl import FedAvg, FedDST, FederatedTrainer, Federation, FedProx, FedSpa
 from lightning_sparsefl.callbacks import ProximalTerm
@@ -113,3 +114,15 @@ def test_a_run_that_changes_nothing_resumes_without_a_warning(resume):
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         resume()
+
+
+def test_a_run_that_goes_on_with_a_model_checkpoint_warns_of_nothing(federation):
+    """Lightning warns of a folder with files, which here are those of the run itself; warnings are errors in tests."""
+
+    def saver():
+        return ModelCheckpoint(monitor="global/val_acc", mode="max")
+
+    first = federation(FedAvg(), rounds=1, callbacks=[saver()])
+    again = federation(FedAvg(), rounds=2, callbacks=[saver()], ckpt_path=str(first.run_folder))
+    assert again.run_folder == first.run_folder
+    assert list(again.run_folder.rglob("*.ckpt"))
