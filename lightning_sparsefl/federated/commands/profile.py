@@ -313,7 +313,7 @@ def _parts(server: Server, phases: int) -> dict[_Part, Counter[_Work]]:
     """Count the client-rounds of each part by the work of the client, for the cohorts of the run."""
     parts: dict[_Part, Counter[_Work]] = defaultdict(Counter)
     seen: set[int] = set()
-    middles = _middles(server.max_rounds, phases)
+    middles = _middles(server.max_rounds, phases, server.algorithm.follows_length)
     for number in range(server.max_rounds):
         for client in server.cohort(RunState(ServerState(number, {}))).trained:
             about = server.about.of(client, number)
@@ -323,8 +323,16 @@ def _parts(server: Server, phases: int) -> dict[_Part, Counter[_Work]]:
     return dict(sorted(parts.items()))
 
 
-def _middles(rounds: int, phases: int) -> list[int]:
-    """Return for each round the middle round of its part of the run."""
+def _middles(rounds: int, phases: int, ends: bool) -> list[int]:
+    """Return for each round the middle round of its part of the run.
+
+    Args:
+        rounds: Number of rounds.
+        phases: Number of parts.
+        ends: Whether the last round is a part of its own, since a schedule of the clients ends there.
+    """
+    if ends and rounds > 1:
+        return [*_middles(rounds - 1, phases, ends=False), rounds - 1]
     parts = [number * min(phases, rounds) // rounds for number in range(rounds)]
     sizes, firsts = Counter(parts), {part: number for number, part in reversed(list(enumerate(parts)))}
     return [firsts[part] + (sizes[part] - 1) // 2 for part in parts]
