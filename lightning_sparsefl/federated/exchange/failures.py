@@ -43,6 +43,9 @@ def failure_reason(error: Exception) -> str:
     Example:
         >>> failure_reason(ZeroDivisionError("division by zero"))
         'ZeroDivisionError: division by zero'
+        >>> reason = failure_reason(RuntimeError("Early stopping conditioned on metric `val_loss` which is missing."))
+        >>> reason.partition("; ")[2]
+        'set `trainer.validate_locally: true`, with `data.val_fraction` above 0, for a metric of validation'
     """
     if isinstance(error, ClientFailed):
         return error.reason
