@@ -65,4 +65,4 @@ class FedBABU(FederatedAlgorithm):
 
     def costs(self, facts: CostFacts) -> Costs:
         """Return the costs of downloading the whole model and uploading the trained parameters, as in the papers."""
-        return with_trained_upload(super().costs(facts), facts.message, facts.buffers)
+        return with_trained_upload(super().costs(facts), facts)

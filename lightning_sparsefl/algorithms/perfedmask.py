@@ -197,7 +197,7 @@ class PerFedMask(FederatedAlgorithm):
 
     def costs(self, facts: CostFacts) -> Costs:
         """Return costs in which only trained parameters are uploaded, whose mean is in Tables 1, 2, 4, 7 and 8."""
-        costs = with_trained_upload(self._inner.costs(facts), facts.message, facts.buffers)
+        costs = with_trained_upload(self._inner.costs(facts), facts)
         return replace(costs, flops_paper=0, flops_analytic=0) if _is_idle(facts.message) else costs
 
 

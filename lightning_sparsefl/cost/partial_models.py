@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from lightning_sparsefl.sparse.masks import counts, intersect
-from lightning_sparsefl.types import Costs, LayerFlops, Masks, Message
+from lightning_sparsefl.types import CostFacts, Costs, LayerFlops, Masks
 
 BYTES_PER_WEIGHT = 4
 """The papers count float32 values and take masks as free."""
 
 
-def with_trained_upload(costs: Costs, message: Message, buffers: Collection[str] = ()) -> Costs:
+def with_trained_upload(costs: Costs, facts: CostFacts) -> Costs:
     """Replace the paper's costs: uploaded bytes by those of the trainable weights, and FLOPs by the analytic ones.
 
     Args:
         costs: Costs to change.
-        message: Message that the client received.
-        buffers: Names of the buffers, which are free as in the papers.
+        facts: Facts of the client-round; its buffers are free, as in the papers.
     """
+    message = facts.message
     changing = counts(intersect(message.trainable, message.masks))
-    sent = sum(changing.get(n, weight.numel()) for n, weight in message.weights.items() if n not in buffers)
+    sent = sum(changing.get(n, weight.numel()) for n, weight in message.weights.items() if n not in facts.buffers)
     return replace(costs, flops_paper=costs.flops_analytic, bytes_up_paper=BYTES_PER_WEIGHT * sent)
 
 
