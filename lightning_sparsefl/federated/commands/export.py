@@ -27,7 +27,7 @@ from lightning_sparsefl.federated.commands import onnx_file
 from lightning_sparsefl.federated.commands.kept import kept_by_export
 from lightning_sparsefl.federated.commands.run import Run
 from lightning_sparsefl.federated.evaluation.scorer import score_global
-from lightning_sparsefl.federated.exchange.orders import Order
+from lightning_sparsefl.federated.exchange.orders import SCORING_STEPS, Order
 from lightning_sparsefl.federated.local.worker import ClientWorker
 from lightning_sparsefl.federated.storage import checkpoint
 from lightning_sparsefl.federated.storage.atomic_files import load_plain, raise_disk_full, write_atomically
@@ -271,7 +271,7 @@ class _Job:
         vars(worker.module)["forward"] = forward
         metrics = self._score(worker, worker.initial)
         if not forward.calls:
-            step = {"val": "validation_step", "test": "test_step"}[self.run.split]
+            step = SCORING_STEPS[self.run.split]
             raise ExportMismatch(
                 f"{path} was written but not evaluated: `{step}` never calls the module's `forward`; "
                 "call `self(...)` there, or remove `onnx` from `formats`."

@@ -12,7 +12,7 @@ from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_sparsefl.errors import InvalidOption
 from lightning_sparsefl.federated.evaluation.scores import Scores
-from lightning_sparsefl.federated.exchange.orders import Split, Task
+from lightning_sparsefl.federated.exchange.orders import SCORING_STEPS, Split, Task
 from lightning_sparsefl.federated.local.fast.batch_scores import PartScore, join_scores
 from lightning_sparsefl.federated.local.fast.divisible import Indivisible
 from lightning_sparsefl.federated.local.node import has_own_finetuning
@@ -55,7 +55,7 @@ class Scorer:
         self.algorithm, self.federation = coordinator.server.algorithm, coordinator.federation
         self.selected: SelectedRound | None = None
         self._divisible = True
-        self._silent: bool | None = None
+        self._checked = False
 
     def restore(self, selected: SelectedRound | None) -> None:
         """Go on with the selection of a checkpoint, if it was made by the same key.
@@ -78,15 +78,17 @@ class Scorer:
             state: State of the run.
         """
         scores = self._evaluate(state, self.split)
-        if self._silent is None:
-            self._silent = not any((scores.pooled, *scores.personal.values(), *scores.unseen.values()))
-            if self._silent:
-                step = f"{type(self.worker.module).__name__}.{'test' if self.split == 'test' else 'validation'}_step"
-                rank_zero_warn(
-                    f"`{step}` logs nothing, so that this run has no scores; expected calls of `self.log` (option "
-                    "`model`)."
-                )
+        if not self._checked:
+            self._checked = True
+            self._warn_if_empty(scores)
         return scores
+
+    def _warn_if_empty(self, scores: Scores) -> None:
+        if not any((scores.pooled, *scores.personal.values(), *scores.unseen.values())):
+            step = f"{type(self.worker.module).__name__}.{SCORING_STEPS[self.split]}"
+            rank_zero_warn(
+                f"`{step}` logs nothing, so that this run has no scores; expected calls of `self.log` (option `model`)."
+            )
 
     def select(self, state: RunState, scores: Scores) -> dict[str, float]:
         """Select a round if it is the best so far.

@@ -16,6 +16,8 @@ from lightning_sparsefl.wire import Size
 
 Split = Literal["val", "test", "train"]
 """A split of a client's data."""
+SCORING_STEPS: Mapping[Split, str] = {"val": "validation_step", "train": "validation_step", "test": "test_step"}
+"""Hook of a LightningModule that scores each split."""
 Task = Literal["train", "score", "finetune", "survey"]
 """What an order asks for."""
 

@@ -71,10 +71,10 @@ CALLED_HOOKS: frozenset[str] = frozenset(
 """Hooks of a LightningModule that the fast engine calls in the same places and with the same arguments as a Trainer."""
 
 SCORING_HOOKS = {
-    stage: frozenset(name for name in CALLED_HOOKS if name.startswith(f"on_{stage}_"))
+    f"{stage}_step": frozenset(name for name in CALLED_HOOKS if name.startswith(f"on_{stage}_"))
     for stage in ("validation", "test")
 }
-"""Hooks that are called around the steps of an evaluation, by its stage."""
+"""Hooks that are called around the steps of an evaluation, by the name of the step."""
 
 NEVER_CALLED = frozenset(
     {

@@ -11,7 +11,7 @@ from lightning.pytorch.utilities.rank_zero import WarningCache
 
 from lightning_sparsefl.federated.client import Client
 from lightning_sparsefl.federated.exchange.failures import is_out_of_memory, release_memory
-from lightning_sparsefl.federated.exchange.orders import Split
+from lightning_sparsefl.federated.exchange.orders import SCORING_STEPS, Split
 from lightning_sparsefl.federated.local.engines import FastEngine
 from lightning_sparsefl.federated.local.fast.support import SCORING_HOOKS, overridden
 from lightning_sparsefl.federated.local.stacked.evaluation import (
@@ -22,7 +22,7 @@ from lightning_sparsefl.federated.local.stacked.evaluation import (
 from lightning_sparsefl.federated.local.stacked.reader import reading_key
 from lightning_sparsefl.federated.local.stacked.recording.recorder import PassRecorder
 from lightning_sparsefl.federated.local.stacked.step_trial import logged_difference, moved_weights
-from lightning_sparsefl.federated.local.stacked.trial import reason_of
+from lightning_sparsefl.federated.local.stacked.trial import reason_of, reason_of_hooks
 from lightning_sparsefl.federated.local.stacked.undo import attributes_kept
 from lightning_sparsefl.federated.local.worker import ClientWorker
 from lightning_sparsefl.types import Weights
@@ -110,7 +110,7 @@ class StackEvaluator:
             evaluate_stack(cast(FastEngine, worker.engine), worker.module, worker.data, requests, recorder)
 
     def _name(self, split: Split) -> str:
-        return f"{type(self._worker.module).__name__}.{'test' if split == 'test' else 'validation'}_step"
+        return f"{type(self._worker.module).__name__}.{SCORING_STEPS[split]}"
 
     def reason(self, split: Split) -> str | None:
         """Return why clients cannot be evaluated as stacks, as a clause; None if they can.
@@ -131,11 +131,12 @@ class StackEvaluator:
         loader = getattr(worker.data, f"client_{split}_dataloader")(0)
         if not readable_in_order(loader):
             return "client 0's loader does not read `Examples` in memory in their order"
-        if self._name(split).rpartition(".")[2] not in overridden(worker.module):
+        step, hooks = SCORING_STEPS[split], overridden(worker.module)
+        if step not in hooks:
             return f"there is no `{self._name(split)}`"
-        hooks = sorted(overridden(worker.module) & SCORING_HOOKS["test" if split == "test" else "validation"])
-        if hooks:
-            return f"`{type(worker.module).__name__}` overrides `{hooks[0]}`, which is written for one client"
+        reason = reason_of_hooks(worker.module, hooks & SCORING_HOOKS[step])
+        if reason is not None:
+            return reason
         first: Weights = dict(worker.initial)
         models = (first, moved_weights(first, worker.flat.layout.buffers))
         requests = [EvaluationRequest(place, ("trial",), model, loader, split) for place, model in enumerate(models)]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 import warnings
+from collections.abc import Collection
 from dataclasses import replace
 from typing import cast
 
@@ -71,6 +72,18 @@ def reason_of(error: Exception) -> str:
     return f"fails for several clients at once ({type(error).__name__}: {first})"
 
 
+def reason_of_hooks(module: LightningModule, hooks: Collection[str]) -> str | None:
+    """Return why a module with further hooks cannot be stacked, as a clause; None without any.
+
+    Args:
+        module: Module of the user.
+        hooks: Names of the hooks, which act on one client.
+    """
+    if not hooks:
+        return None
+    return f"`{type(module).__name__}` overrides `{min(hooks)}`, which is written for one client"
+
+
 class StackingTrial:
     """Finds out whether a worker's clients can be stacked.
 
@@ -112,9 +125,9 @@ class StackingTrial:
         module, name = self._module, type(self._module).__name__
         if not module.automatic_optimization:
             return f"`{name}` optimizes manually"
-        further = sorted(overridden(module).difference(STEPS, NEVER_CALLED, *SCORING_HOOKS.values()))
-        if further:
-            return f"`{name}` overrides `{further[0]}`, which is written for one client"
+        reason = reason_of_hooks(module, overridden(module).difference(STEPS, NEVER_CALLED, *SCORING_HOOKS.values()))
+        if reason is not None:
+            return reason
         if type(module).log is not LightningModule.log or type(module).log_dict is not LightningModule.log_dict:
             return f"`{name}` overrides `log`"
         for child_name, child in module.named_modules():
