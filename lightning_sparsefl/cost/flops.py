@@ -20,7 +20,10 @@ from torch.utils._pytree import tree_leaves
 from lightning_sparsefl.sparse.masks import counts, intersect
 from lightning_sparsefl.types import LayerFlops, Masks
 
-_PRODUCTS = ("conv", "linear", "addmm", "matmul", "bmm", "mm", "einsum", "scaled_dot_product_attention", "embedding")
+_PRODUCTS = (
+    *("conv", "linear", "addmm", "matmul", "bmm", "baddbmm", "mm", "einsum", "bilinear"),
+    *("scaled_dot_product_attention", "embedding"),
+)
 """Operators that are counted; fvcore's other counts are those of normalisation and pooling."""
 
 
@@ -30,9 +33,10 @@ def count_layers(module: nn.Module, sample: Tensor | tuple[Any, ...]) -> tuple[L
     The module runs twice, in evaluation mode and without gradients; its modes and the random state are
     restored. A layer that is called several times is counted each time, under the first name of its weight.
     Operations of a module without a weight matrix (a `matmul`, or a lookup of tied weights) have the empty name, to
-    which no mask applies; those of a module with several matrices are divided in proportion to their sizes. Recurrent
-    layers are counted for every time step. An embedding is counted as a product with a one-hot vector without its
-    zeros.
+    which no mask applies, and so have the products of queries, keys and values in ``nn.MultiheadAttention``; those of a
+    module with several matrices are divided in proportion to their sizes. Recurrent layers are counted for every time
+    step. An embedding is counted as a product with a one-hot vector without its zeros, ``nn.Bilinear`` as one
+    multiply-accumulate for each weight.
 
     Args:
         module: Module, which may be a ``LightningModule``, whose ``forward`` takes the sample.
@@ -52,8 +56,8 @@ def count_layers(module: nn.Module, sample: Tensor | tuple[Any, ...]) -> tuple[L
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     modules = dict(module.named_modules())
     layers: dict[str, LayerFlops] = {}
-    for name, amount in calls.items():
-        for tensor, macs, bias in _work(modules[name], amount, products.get(name, 0)):
+    for name, amounts in calls.items():
+        for tensor, macs, bias in _work(modules[name], amounts, products.get(name, 0)):
             weight = "" if tensor is None else names[id(tensor)]
             key = weight or f"{name}()"
             before = layers.get(key, LayerFlops(weight=weight, macs=0, bias=0))
@@ -124,13 +128,15 @@ def _fractions(layers: Sequence[LayerFlops], masks: Masks) -> list[float]:
     return [densities.get(layer.weight, 1.0) for layer in layers]
 
 
-def _work(module: nn.Module, amount: int, products: int) -> Iterator[tuple[Tensor | None, int, int]]:
+def _work(module: nn.Module, amounts: Sequence[int], products: int) -> Iterator[tuple[Tensor | None, int, int]]:
     """Yield weight tensor, multiply-accumulates and bias additions of one module, without its children's.
 
-    `amount` is the sum of :func:`_amount` over the module's calls.
+    `amounts` are the sums of :func:`_amounts` over the module's calls.
     """
-    matrices = _matrices(module)
-    if isinstance(module, (nn.RNNBase, nn.RNNCellBase)):
+    matrices, (amount, *_) = _matrices(module), amounts
+    if isinstance(module, nn.MultiheadAttention):
+        yield from _attention_work(module, amounts, products)
+    elif isinstance(module, (nn.RNNBase, nn.RNNCellBase)):
         for name, weight in matrices.items():
             bias = getattr(module, name.replace("weight", "bias"), None)
             yield weight, weight.numel() * amount, 0 if bias is None else bias.numel() * amount
@@ -149,6 +155,25 @@ def _work(module: nn.Module, amount: int, products: int) -> Iterator[tuple[Tenso
             biases = 0
 
 
+def _attention_work(
+    module: nn.MultiheadAttention, tokens: Sequence[int], products: int
+) -> Iterator[tuple[Tensor | None, int, int]]:
+    """Yield the work of the projections of queries, keys and values, of their products, and of the last projection."""
+    inner = [weight for name, weight in _matrices(module).items() if "weight" in name]  # without `bias_k` and `bias_v`
+    (outer,), queries = _matrices(module.out_proj).values(), tokens[0]
+    # one matrix of three equal blocks, or three matrices where keys or values have a size of their own
+    if len(inner) == 1:
+        macs = [inner[0].numel() * sum(tokens) // 3]
+    else:
+        macs = [weight.numel() * count for weight, count in zip(inner, tokens, strict=True)]
+    biased = module.in_proj_bias is not None
+    for weight, each in zip(inner, macs, strict=True):
+        yield weight, each, each // weight.shape[-1] if biased else 0
+    last = outer.numel() * queries
+    yield None, products - sum(macs) - last, 0
+    yield outer, last, 0 if module.out_proj.bias is None else module.embed_dim * queries
+
+
 def _matrices(module: nn.Module) -> dict[str, nn.Parameter]:
     """Return the module's own weight matrices, including those under `torch.nn.utils.parametrize`."""
     return {
@@ -158,13 +183,15 @@ def _matrices(module: nn.Module) -> dict[str, nn.Parameter]:
     }
 
 
-def _observe(module: nn.Module, arguments: tuple[Any, ...]) -> dict[str, int]:
-    """Run the module and sum :func:`_amount` for each submodule, in the order in which they finish."""
-    calls: dict[str, int] = {}
+def _observe(module: nn.Module, arguments: tuple[Any, ...]) -> dict[str, list[int]]:
+    """Run the module and sum :func:`_amounts` for each submodule, in the order in which they finish."""
+    calls: dict[str, list[int]] = {}
 
     def note(name: str) -> Any:
         def hook(layer: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> None:
-            calls[name] = calls.get(name, 0) + _amount(layer, tree_leaves((args, dict(kwargs))), output)
+            amounts = _amounts(layer, args, kwargs, output)
+            before = calls.get(name, [0] * len(amounts))
+            calls[name] = [known + amount for known, amount in zip(before, amounts, strict=True)]
 
         return hook
 
@@ -177,16 +204,25 @@ def _observe(module: nn.Module, arguments: tuple[Any, ...]) -> dict[str, int]:
     return calls
 
 
-def _amount(module: nn.Module, inputs: Sequence[Any], output: Any) -> int:
-    """Return the time steps of a recurrent layer, the tokens of an embedding, or else the output elements."""
+def _amounts(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> list[int]:
+    """Return what the work of a call depends on.
+
+    These are the numbers of queries, keys and values of attention, or one number: the time steps of a recurrent layer,
+    the tokens of an embedding, or else the output elements.
+    """
+    if isinstance(module, nn.MultiheadAttention):
+        names = ("query", "key", "value")
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        return [given[name].numel() // given[name].shape[-1] for name in names]
+    inputs = tree_leaves((args, dict(kwargs)))
     values = next((x for x in inputs if isinstance(x, (Tensor, PackedSequence))), torch.empty(0))
     if isinstance(values, PackedSequence):
-        return values.data.shape[0]
+        return [values.data.shape[0]]
     if isinstance(module, (nn.RNNBase, nn.RNNCellBase)):
-        return values.numel() // module.input_size
+        return [values.numel() // module.input_size]
     if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
-        return values.numel()
-    return sum(leaf.numel() for leaf in tree_leaves(output) if isinstance(leaf, Tensor))
+        return [values.numel()]
+    return [sum(leaf.numel() for leaf in tree_leaves(output) if isinstance(leaf, Tensor))]
 
 
 class _TensorsOnly(nn.Module):
@@ -208,6 +244,8 @@ def _count_products(module: nn.Module, arguments: tuple[Any, ...]) -> dict[str, 
     analysis.unsupported_ops_warnings(False).uncalled_modules_warnings(False).tracer_warnings("none")
     analysis.set_op_handle("aten::scaled_dot_product_attention", _attention)
     analysis.set_op_handle("aten::embedding", _lookup)
+    analysis.set_op_handle("aten::baddbmm", _product)
+    analysis.set_op_handle("aten::bilinear", _form)
     operators = analysis.by_module_and_operator()
     totals = {name: sum(int(found[kind]) for kind in _PRODUCTS) for name, found in operators.items()}
     own = dict(totals)
@@ -222,6 +260,18 @@ def _attention(inputs: Sequence[Any], outputs: Sequence[Any]) -> int:
     query, key, value = (node.type().sizes() for node in inputs[:3])
     rows = torch.Size(query[:-1]).numel()
     return int(rows * key[-2] * (query[-1] + value[-1]))
+
+
+def _product(inputs: Sequence[Any], outputs: Sequence[Any]) -> int:
+    """Count a batch of matrix products that is added to another batch, as that of attention to its mask."""
+    left, right = (node.type().sizes() for node in inputs[1:3])
+    return int(torch.Size(left).numel() * right[-1])
+
+
+def _form(inputs: Sequence[Any], outputs: Sequence[Any]) -> int:
+    """Count a bilinear form for each row: one multiply-accumulate for each weight."""
+    first, _, weight = (node.type().sizes() for node in inputs[:3])
+    return int(torch.Size(first[:-1]).numel() * torch.Size(weight).numel())
 
 
 def _lookup(inputs: Sequence[Any], outputs: Sequence[Any]) -> int:

@@ -151,7 +151,54 @@ def test_a_transformer_layer_is_counted_in_evaluation_mode_too():
     net = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
     counted = facts(net, torch.zeros(1, 5, 8))
     assert counted["linear1.weight"] == (5 * 8 * 16, 5 * 16)
-    assert counted["self_attn.in_proj_weight"][0] == 5 * 4 * 64 + 2 * 5 * 5 * 8
+    assert counted["self_attn.in_proj_weight"] == (5 * 3 * 64, 5 * 24)
+    assert counted["self_attn.out_proj.weight"] == (5 * 64, 5 * 8)
+    assert counted[""] == (2 * 5 * 5 * 8, 0)
+
+
+class Attention(nn.Module):
+    """Attention of 3 queries to 5 keys, with or without the average weights and a mask."""
+
+    def __init__(self, mask=None, need_weights=True, **options):
+        super().__init__()
+        self.layer = nn.MultiheadAttention(8, 2, batch_first=True, **options)
+        self.mask, self.need_weights = mask, need_weights
+
+    def forward(self, x):
+        keys = x if self.layer.kdim == 8 else x[..., :6]
+        return self.layer(x[:, :3], value=keys, key=keys, attn_mask=self.mask, need_weights=self.need_weights)
+
+
+@pytest.mark.parametrize("need_weights", [True, False])
+@pytest.mark.parametrize("mask", [None, torch.zeros(3, 5)], ids=["all", "masked"])
+def test_attention_is_counted_by_projection(mask, need_weights):
+    assert facts(Attention(mask, need_weights), torch.zeros(1, 5, 8)) == {
+        "layer.in_proj_weight": (64 * (3 + 5 + 5), 8 * (3 + 5 + 5)),
+        "": (2 * 3 * 5 * 8, 0),
+        "layer.out_proj.weight": (64 * 3, 8 * 3),
+    }
+
+
+def test_attention_to_keys_of_another_size_has_three_projections():
+    assert facts(Attention(kdim=6, vdim=6, bias=False, add_bias_kv=True), torch.zeros(1, 5, 8)) == {
+        "layer.q_proj_weight": (64 * 3, 0),
+        "layer.k_proj_weight": (48 * 5, 0),
+        "layer.v_proj_weight": (48 * 5, 0),
+        "": (2 * 3 * 6 * 8, 0),  # of five keys and the one that `add_bias_kv` adds
+        "layer.out_proj.weight": (64 * 3, 0),
+    }
+
+
+def test_a_bilinear_layer_has_a_product_for_each_weight():
+    class Form(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Bilinear(4, 5, 3)
+
+        def forward(self, x, y):
+            return self.layer(x, y)
+
+    assert facts(Form(), (torch.zeros(1, 2, 4), torch.zeros(1, 2, 5))) == {"layer.weight": (2 * 60, 2 * 3)}
 
 
 def test_parametrized_weights_keep_their_name():
