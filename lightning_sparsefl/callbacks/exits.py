@@ -10,6 +10,7 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule
 from torch import Tensor, nn
 
+from lightning_sparsefl.callbacks.loss_scaling import loss_scale
 from lightning_sparsefl.errors import InvalidOption
 from lightning_sparsefl.sparse.exits import mutual_slopes
 
@@ -85,8 +86,7 @@ class EarlyExits(Callback):
         slope = slope * self.depth
         if not self.strength or self.depth < 2:
             return slope
-        scaler = getattr(self._trainer.precision_plugin, "scaler", None)
-        scale = (1.0 if scaler is None else scaler.get_scale()) / self._trainer.accumulate_grad_batches
+        scale = loss_scale(self._trainer) / self._trainer.accumulate_grad_batches
         own = mutual_slopes([self._logits[at].to(slope.dtype) for at in range(self.depth)])[place]
         added: Tensor = own * (scale * self.strength)
         return slope + added

@@ -165,7 +165,7 @@ class LotteryRewind(MaskingCallback):
         for initial, size in self._pools().values():
             start = initial / max(1, size)
             share = self.density if progress == 1 else start ** (1 - progress) * self.density**progress
-            left.append(max(1, floor_count(share, size)))
+            left.append(min(size, max(1, floor_count(share, size))))
         return left
 
     def _pools(self) -> dict[str, tuple[int, int]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -121,17 +121,20 @@ class MaskingCallback(MaskOwner):
 
     @torch.no_grad()
     def forget(self, optimizers: Iterable[Any], names: Iterable[str]) -> None:
-        """Zero what optimizers remember of weights that are not held: momentum, Adam's moments, LBFGS's history."""
+        """Reset what optimizers remember of weights that are not held: momentum, Adam's moments, LBFGS's history."""
         names = list(names)
         for optimizer in optimizers:
             if isinstance(optimizer, torch.optim.LBFGS):  # whose vectors are of all weights together
                 optimizer.state.clear()
                 continue
+            firsts = {id(p): _firsts(optimizer, group) for group in optimizer.param_groups for p in group["params"]}
             for name in names:
-                weight = self._weights[name]
-                for value in optimizer.state.get(weight, {}).values():
+                weight, mask = self._weights[name], self.masks[name]
+                for key, value in optimizer.state.get(weight, {}).items():
                     if isinstance(value, Tensor) and value.shape == weight.shape:
-                        InPlaceMask(self.masks[name], value.dtype).zero_(value)
+                        InPlaceMask(mask, value.dtype).zero_(value)
+                        if first := firsts[id(weight)].get(key):
+                            value.masked_fill_(~mask, first)
 
     def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
         """Forget what a restored optimizer has of weights that are not held, and guard the optimizers' steps."""
@@ -246,7 +249,22 @@ class MaskingCallback(MaskOwner):
 
 def _leaves_zeros(optimizer: Any) -> bool:
     """Return whether a step leaves weights of 0 whose gradient and memory are 0; without eps some divide 0 by 0."""
-    return type(optimizer) in _STILL and all(group.get("eps", 1) > 0 for group in optimizer.param_groups)
+    return type(optimizer) in _STILL and all(map(_adds_eps, optimizer.param_groups))
+
+
+def _adds_eps(group: Mapping[str, Any]) -> bool:
+    """Return whether `eps` is above 0 in the types of the parameters; 1e-8 is 0 in half precision."""
+    eps = float(group.get("eps", 1))
+    return all(bool(torch.tensor(eps, dtype=dtype)) for dtype in {p.dtype for p in group["params"]})
+
+
+def _firsts(optimizer: Any, group: Mapping[str, Any]) -> dict[str, float]:
+    """Return the values other than 0 with which an optimizer's memory of a weight begins, by their keys."""
+    if isinstance(optimizer, torch.optim.Rprop):
+        return {"step_size": float(group["lr"])}
+    if isinstance(optimizer, torch.optim.Adagrad):
+        return {"sum": float(group["initial_accumulator_value"])}
+    return {}
 
 
 def _has_step_hooks(optimizer: Any) -> bool:

@@ -13,6 +13,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
+from lightning_sparsefl.callbacks.loss_scaling import is_skipped
 from lightning_sparsefl.callbacks.options import require
 from lightning_sparsefl.callbacks.second_pass import SecondPoint, gradient_at, trainable
 from lightning_sparsefl.sparse.masks import descend
@@ -90,7 +91,8 @@ class MetaStep(SecondPoint):
         self.back()
         parameters = trainable(pl_module)
         slopes = {name: p.grad for name, p in parameters.items() if p.grad is not None}
-        if not slopes:  # a skipped batch is in no tuple
+        if not slopes or is_skipped(trainer, parameters.values()):  # a skipped batch is in no tuple
+            self._below = {}
             return
         if self._batch == 0:
             weights = {name: parameters[name].detach() for name in slopes}

@@ -11,6 +11,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
+from lightning_sparsefl.callbacks.loss_scaling import is_skipped
 from lightning_sparsefl.callbacks.options import require
 from lightning_sparsefl.callbacks.second_pass import SecondPoint, gradient_at, learning_rates, trainable
 from lightning_sparsefl.errors import InvalidOption
@@ -25,7 +26,7 @@ class MoreauEnvelope(SecondPoint):
     Then the module's optimizer gets ``strength * (w - theta)`` as the gradient of w, to which clipping, momentum and
     weight decay apply. The last of the `steps` is the module's own training step, so that what it logs and its
     running statistics are those of theta. Where gradients are accumulated, the last step is made with the mean
-    gradient of several batches.
+    gradient of several batches. Where loss scaling skips the module's step, the last step is left out too.
 
     Args:
         strength: Factor of the term (the paper's lambda), above 0; times the optimizer's learning rate below 1.
@@ -81,6 +82,8 @@ class MoreauEnvelope(SecondPoint):
         self._check(learning_rates(optimizer).values())
         parameters = {name: p for name, p in trainable(pl_module).items() if p.grad is not None}
         self.back()
+        if is_skipped(trainer, parameters.values()):
+            return
         self._descend({name: p.grad for name, p in parameters.items() if p.grad is not None}, parameters)
         for name, parameter in parameters.items():
             parameter.grad = self.strength * (parameter.detach() - self.personal[name])

@@ -13,6 +13,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule
 from torch import Tensor, nn
 
+from lightning_sparsefl.callbacks.loss_scaling import loss_scale
 from lightning_sparsefl.callbacks.options import require
 from lightning_sparsefl.callbacks.training_units import units_in_training
 from lightning_sparsefl.callbacks.trial import trial, trial_loss
@@ -106,8 +107,7 @@ class OrderedDropout(Callback):
         if not self.distill:
             return
         teacher, self._now = self._logits.detach(), self._rate
-        scaler = getattr(trainer.precision_plugin, "scaler", None)
-        scale = (1.0 if scaler is None else scaler.get_scale()) / trainer.accumulate_grad_batches
+        scale = loss_scale(trainer) / trainer.accumulate_grad_batches
         parameters = [parameter for parameter in pl_module.parameters() if parameter.grad is not None]
         with trial(pl_module), torch.enable_grad():
             with trainer.precision_plugin.forward_context():
@@ -116,7 +116,7 @@ class OrderedDropout(Callback):
             found = torch.autograd.grad(loss * scale, parameters, allow_unused=True)
         for parameter, gradient in zip(parameters, found, strict=True):
             if gradient is not None and parameter.grad is not None:
-                parameter.grad.add_(gradient)
+                parameter.grad.add_(trainer.strategy.reduce(gradient))  # the mean of several processes, as `grad` is
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: LightningModule, optimizer: Any) -> None:
         """Note that the next batch gets another rate."""

@@ -11,6 +11,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
+from lightning_sparsefl.callbacks.loss_scaling import is_skipped
 from lightning_sparsefl.callbacks.options import require
 from lightning_sparsefl.callbacks.second_pass import SecondPoint, gradient_at, learning_rates, trainable
 from lightning_sparsefl.sparse.masks import interpolate
@@ -74,6 +75,9 @@ class PersonalMixture(SecondPoint):
     def on_before_optimizer_step(self, trainer: Any, pl_module: LightningModule, optimizer: Any) -> None:
         """Step the second weights, and the share if it is due."""
         parameters, rates = trainable(pl_module), learning_rates(optimizer)
+        if is_skipped(trainer, parameters.values()):
+            self._slopes = {}
+            return
         slope = sum(float(((self.personal[n] - parameters[n]) * g).sum()) for n, g in self._slopes.items())
         for name, gradient in self._slopes.items():
             self.personal[name].sub_(gradient, alpha=rates.get(id(parameters[name]), 0.0) * self.alpha)

@@ -13,6 +13,7 @@ from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.utilities.rank_zero import WarningCache
 from torch.optim import SGD, Optimizer
 
+from lightning_sparsefl.callbacks.loss_scaling import is_skipped
 from lightning_sparsefl.callbacks.options import require
 
 _READ = ("lr", "momentum", "dampening", "nesterov")
@@ -84,9 +85,11 @@ class StepMeter(Callback):
             _messages.info("Gradients are clipped, so that mean gradients do not follow from changes of the weights.")
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: LightningModule, optimizer: Any) -> None:
-        """Count a step of the first optimizer, unless the batch was skipped, so that it has no gradients."""
+        """Count a step of the first optimizer, unless it has no gradients, or loss scaling skips it."""
         group = optimizer.param_groups[0]
-        if group is trainer.optimizers[0].param_groups[0] and any(p.grad is not None for p in group["params"]):
+        if group is not trainer.optimizers[0].param_groups[0] or all(p.grad is None for p in group["params"]):
+            return
+        if not is_skipped(trainer, (p for each in optimizer.param_groups for p in each["params"])):
             self.count(group)
 
     def count(self, group: Mapping[str, Any]) -> None:

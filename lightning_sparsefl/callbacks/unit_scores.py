@@ -10,6 +10,7 @@ from lightning.pytorch import Callback, LightningModule
 from torch import Tensor
 
 from lightning_sparsefl.callbacks.layers import stepped_by
+from lightning_sparsefl.callbacks.loss_scaling import loss_scale
 from lightning_sparsefl.sparse.importance import Reduction, gate_gradients, narrow_groups, row_gradients, tie
 from lightning_sparsefl.sparse.masks import apply, subtract
 from lightning_sparsefl.sparse.units import UnitGroup, unit_masks, unit_norms
@@ -47,8 +48,7 @@ class ScoreSteps:
 
     def look(self, trainer: Any) -> None:
         """Take the task's gradient after a backward pass, before another callback adds to it."""
-        scaler = getattr(trainer.precision_plugin, "scaler", None)
-        scale = 1.0 if scaler is None else scaler.get_scale()
+        scale = loss_scale(trainer)
         slopes = {name: weight.grad for name, weight in self._weights.items() if weight.grad is not None}
         self._task = {n: g / scale for n, g in gate_gradients(self._groups, self._weights, slopes).items()}
 

@@ -220,6 +220,15 @@ def test_options_out_of_range_are_refused(options, message):
         LotteryRewind(**options)
 
 
+def test_a_layer_without_weights_is_left_alone(net, fit):
+    module = net()
+    with pytest.warns(UserWarning, match="zero-element"):
+        module.empty = torch.nn.Linear(0, 3)
+    callback = LotteryRewind(density=0.3, scope="layer")
+    fit(module, [callback])
+    assert counts(callback.masks) == {"empty.weight": 0, **{name: int(0.3 * size) for name, size in SIZES.items()}}
+
+
 def test_a_density_that_cannot_be_reached_is_refused(net, fit):
     with pytest.raises(InvalidOption, match=r"`net\.0\.weight` cannot reach 0.02"):
         fit(net(), [LotteryRewind(density=0.02, scope="layer")])

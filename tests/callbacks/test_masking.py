@@ -150,6 +150,30 @@ def test_weights_that_an_optimizer_leaves_at_zero_need_no_masking(name, net, fit
         assert not torch.signbit(one[one == 0]).any()
 
 
+@pytest.mark.parametrize(("name", "trusted"), [("SGD", True), ("Adamax", False), ("Adagrad", False)])
+def test_in_half_precision_an_eps_that_is_zero_is_not_trusted(name, trusted, net, fit):
+    module, callback = optimized(net, name, {"lr": 0.01}), Counted(0.3)
+    fit(module, [callback], precision="16-true")
+    assert (callback.passes < 6) == trusted
+    parameters = dict(module.named_parameters())
+    assert all((parameters[name][~mask] == 0).all() for name, mask in callback.masks.items())
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "key", "first"),
+    [("Rprop", {"lr": 0.02}, "step_size", 0.02), ("Adagrad", {"initial_accumulator_value": 0.1}, "sum", 0.1)],
+)
+def test_what_is_forgotten_is_what_it_was_at_first(name, options, key, first, net, fit):
+    """A step size of 0 would stay so, and the weight with it once it is held again."""
+    module, callback = optimized(net, name, options), GradualPruning(0.3)
+    optimizer = fit(module, [callback]).optimizers[0]
+    for name, mask in callback.masks.items():
+        memory = optimizer.state[module.get_parameter(name)]
+        torch.testing.assert_close(memory[key][~mask], torch.full_like(memory[key][~mask], first))
+        assert not torch.allclose(memory[key][mask], torch.tensor(first))
+        assert not any(memory[other][~mask].any() for other in ("prev",) if other in memory)
+
+
 class Writer(Callback):
     """Writes all weights in one of the hooks."""
 

@@ -71,11 +71,11 @@ def batch(seed=0):
     return x, x.mean((1, 2, 3)).gt(0).long()
 
 
-def fit(module, callback, batches=1, **options):
+def fit(module, callback, batches=1, batch_size=4, **options):
     x, y = (torch.cat(parts) for parts in zip(*(batch(seed) for seed in range(batches)), strict=True))
     quiet = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False, "accelerator": "cpu"}
     trainer = L.Trainer(max_epochs=1, callbacks=[callback], enable_checkpointing=False, **quiet, **options)
-    trainer.fit(module, DataLoader(TensorDataset(x, y), batch_size=4))
+    trainer.fit(module, DataLoader(TensorDataset(x, y), batch_size=batch_size))
     return module
 
 
@@ -170,6 +170,18 @@ def test_the_largest_network_teaches_the_drawn_one():
     fit(module, Narrow([0.5, 1.0], distill=True))
     for key, value in module.named_parameters():
         assert torch.allclose(value, expected[key], atol=1e-6), key
+
+
+def test_two_processes_step_as_one_does_on_the_batch_of_both(monkeypatch):
+    for name in ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "NODE_RANK", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    one, two = (made("linear")[0] for _ in range(2))
+    callback = OrderedDropout([0.4, 1.0], distill=True)
+    assert callback.draw(0) == 0.4  # at 1.0 there is nothing to teach
+    fit(one, callback, devices=1)
+    fit(two, callback, batch_size=2, devices=2, strategy="ddp_fork")
+    for key, value in one.named_parameters():
+        assert torch.allclose(value, two.get_parameter(key), atol=1e-6), key
 
 
 def test_all_units_are_there_in_evaluation_and_after_the_fit():
