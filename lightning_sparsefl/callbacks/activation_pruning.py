@@ -27,10 +27,10 @@ class ActivationPruning(Callback):
 
     Outputs and the gradients of inputs are exact; the gradients of weights are those of the pruned inputs. Inputs are
     stored as their values and one bit for each position. Layers that other modules call through functions of PyTorch,
-    such as those of attention, are left alone.
+    such as those of attention, and convolutions that pad with values other than zeros are left alone.
 
     Args:
-        density: Fraction of the inputs of a batch that is kept, those of largest magnitude, in (0, 1].
+        density: Fraction of the inputs of a batch that is kept, those of largest magnitude, in (0, 1]; at least one.
 
     Raises:
         InvalidOption: If `density` is out of its range.
@@ -47,9 +47,9 @@ class ActivationPruning(Callback):
 
     def on_fit_start(self, trainer: Any, pl_module: LightningModule) -> None:
         """Wrap the layers' forward passes."""
-        for layer in pl_module.modules():
-            if isinstance(layer, nn.Linear | nn.modules.conv._ConvNd) and "forward" not in vars(layer):
-                layer.forward = pruning_forward(layer, self.density)  # type: ignore[method-assign]
+        for layer in pruned_layers(pl_module):
+            if "forward" not in vars(layer):
+                layer.forward = pruning_forward(layer, self.density)
                 self._wrapped.append(layer)
 
     def _unwrap(self) -> None:
@@ -68,6 +68,35 @@ class ActivationPruning(Callback):
     def on_exception(self, trainer: Any, pl_module: LightningModule, exception: BaseException) -> None:
         """Restore the layers also where the run failed, since Lightning calls no teardown then."""
         self._unwrap()
+
+
+def pruned_layers(module: nn.Module) -> list[Any]:
+    """Return the layers whose saved inputs are pruned: linear layers, and convolutions that pad with zeros if at all.
+
+    Args:
+        module: Module of the user.
+
+    Example:
+        >>> padded = nn.Conv2d(1, 1, 3, padding=1, padding_mode="reflect")
+        >>> pruned_layers(nn.Sequential(padded, nn.ReLU(), nn.Linear(2, 1)))
+        [Linear(in_features=2, out_features=1, bias=True)]
+    """
+    kinds = (nn.Linear, nn.modules.conv._ConvNd)
+    return [m for m in module.modules() if isinstance(m, kinds) and getattr(m, "padding_mode", "zeros") == "zeros"]
+
+
+def largest(inputs: Tensor, density: float) -> Tensor:
+    """Return a mask of the inputs of largest magnitude.
+
+    Args:
+        inputs: Inputs of a layer, of any shape.
+        density: Fraction that is kept, at least one input if there are any.
+
+    Example:
+        >>> largest(torch.tensor([1.0, -3.0]), 0.1)
+        tensor([False,  True])
+    """
+    return keep_largest(inputs.abs(), min(inputs.numel(), max(1, round(density * inputs.numel()))))
 
 
 def pruning_forward(layer: Any, density: float) -> Callable[..., Tensor]:
@@ -96,7 +125,7 @@ def pruning_forward(layer: Any, density: float) -> Callable[..., Tensor]:
         def compress(saved: Tensor) -> Saved:
             if not _is_input(saved, x, layer.weight):
                 return saved
-            mask = keep_largest(saved.abs(), round(density * saved.numel()))
+            mask = largest(saved, density)
             return pack(mask), select(saved, mask), saved.shape
 
         with saved_tensors_hooks(compress, _decompress):

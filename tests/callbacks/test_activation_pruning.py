@@ -46,6 +46,14 @@ def test_only_the_gradient_of_weights_is_that_of_the_largest_inputs(case):
     assert not torch.allclose(grads["pruned"][2], grads["plain"][2])
 
 
+def test_one_input_at_least_is_kept_and_none_is_needed():
+    layer = nn.Linear(2, 1, bias=False)
+    pruning_forward(layer, 0.1)(torch.tensor([[1.0, 3.0]])).backward()
+    assert layer.weight.grad.tolist() == [[0.0, 3.0]]
+    pruning_forward(layer, 0.1)(torch.empty(0, 2)).sum().backward()
+    assert layer.weight.grad.tolist() == [[0.0, 3.0]]
+
+
 def test_less_is_saved(monkeypatch):
     saved, hooks = [], activation_pruning.saved_tensors_hooks
 

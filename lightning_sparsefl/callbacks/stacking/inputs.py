@@ -9,11 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_sparsefl.callbacks.activation_pruning import ActivationPruning
+from lightning_sparsefl.callbacks.activation_pruning import ActivationPruning, largest, pruned_layers
 from lightning_sparsefl.callbacks.sparse_inputs import SparseInputs, linear_map, sparsified
 from lightning_sparsefl.callbacks.stacking.base import Leaves, StackedCallback, StackedPass
 from lightning_sparsefl.errors import InvalidOption
-from lightning_sparsefl.sparse.prune import keep_largest
 
 _KINDS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
@@ -99,12 +98,12 @@ class StackedActivations(StackedInputs):
         self.density = callbacks[0].density
 
     def layers(self) -> list[Any]:
-        """Return the linear and convolutional layers.
+        """Return the layers whose inputs are pruned.
 
         Raises:
             InvalidOption: If a convolution is transposed, or of a class of the user.
         """
-        found = [layer for layer in self.module.modules() if isinstance(layer, nn.Linear | nn.modules.conv._ConvNd)]
+        found = pruned_layers(self.module)
         other = next((layer for layer in found if type(layer) not in _KINDS), None)
         if other is not None:
             raise InvalidOption(f"`ActivationPruning` has no stacked form for a `{type(other).__name__}`.")
@@ -112,6 +111,5 @@ class StackedActivations(StackedInputs):
 
     def chosen(self, layer: Any, inputs: Tensor, batch: StackedPass) -> Tensor | None:
         """Return the largest inputs of each client."""
-        count = round(self.density * inputs[0].numel())
-        kept = torch.stack([keep_largest(each.abs(), count) for each in inputs])
+        kept = torch.stack([largest(each, self.density) for each in inputs])
         return torch.where(kept, inputs, 0.0)
