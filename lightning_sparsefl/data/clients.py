@@ -9,7 +9,7 @@ import lightning as L
 import torch
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
-from torch.utils.data import ConcatDataset, DataLoader
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset
 
 from lightning_sparsefl.data.federated import FederatedDataModule, no_loader
 from lightning_sparsefl.errors import InvalidOption, require
@@ -18,8 +18,9 @@ from lightning_sparsefl.errors import InvalidOption, require
 class ClientDataModules(FederatedDataModule):
     """Federated data module over one ordinary LightningDataModule per client.
 
-    Client k trains on and is evaluated with the loaders of ``modules[k]``, unchanged. The pooled loaders concatenate
-    the data sets of all clients, with the batch size and the ``collate_fn`` of client 0.
+    Client k trains on and is evaluated with the loaders of ``modules[k]``, unchanged. Its number of training samples is
+    that of an epoch of its sampler. The pooled loaders concatenate the data sets of all clients, of a data set with a
+    ``SubsetRandomSampler`` its indices, with the batch size and the ``collate_fn`` of client 0.
 
     Args:
         modules: Data modules, one per client. Each is prepared, and set up once for fitting and once for testing.
@@ -166,7 +167,9 @@ def _single(loader: Any, hook: str, client: int) -> DataLoader[Any]:
 
 
 def _num_samples(loader: DataLoader[Any], client: int) -> int:
-    size = len(loader.dataset) if hasattr(loader.dataset, "__len__") else 0
+    drawn = _sampler(loader)
+    source: Any = drawn if hasattr(drawn, "__len__") else loader.dataset
+    size = len(source) if hasattr(loader.dataset, "__len__") else 0
     if size == 0:
         raise InvalidOption(
             f"The training data set of client {client} is empty or has no length; expected a data set with "
@@ -175,7 +178,18 @@ def _num_samples(loader: DataLoader[Any], client: int) -> int:
     return size
 
 
+def _sampler(loader: DataLoader[Any]) -> Any:
+    """Return the sampler of a loader's batch sampler, if it has one, else the loader's own."""
+    return getattr(loader.batch_sampler, "sampler", loader.sampler)
+
+
+def _sampled(loader: DataLoader[Any]) -> Dataset[Any]:
+    """Return the data set of a loader, or the part of it that its sampler has the indices of."""
+    indices = getattr(_sampler(loader), "indices", None)
+    return loader.dataset if indices is None else Subset(loader.dataset, list(indices))
+
+
 def _pool(loaders: Sequence[DataLoader[Any]], shuffle: bool = False) -> DataLoader[Any]:
     first = loaders[0]
-    joined: ConcatDataset[Any] = ConcatDataset([loader.dataset for loader in loaders])
+    joined: ConcatDataset[Any] = ConcatDataset([_sampled(loader) for loader in loaders])
     return DataLoader(joined, batch_size=first.batch_size or 1, collate_fn=first.collate_fn, shuffle=shuffle)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import lightning as L
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SubsetRandomSampler, TensorDataset
 
 from lightning_sparsefl.data import ClientDataModules, FederatedDataModule
 from lightning_sparsefl.errors import InvalidOption
@@ -69,6 +69,28 @@ def test_each_client_uses_its_own_loaders(data):
     assert data.client_train_dataloader(1).batch_size == 3
     assert drawn(data.client_val_dataloader(1)) == [150, 151, 152]
     assert drawn(data.client_test_dataloader(0)) == [80, 81]
+
+
+class Part(L.LightningDataModule):
+    """Some samples of a data set that the clients share, which a sampler draws."""
+
+    def __init__(self, indices: list[int], batches: bool = False) -> None:
+        super().__init__()
+        self.indices, self.batches = indices, batches
+
+    def train_dataloader(self):
+        sampler = SubsetRandomSampler(self.indices)
+        if self.batches:
+            return DataLoader(numbers(0, 20), batch_sampler=BatchSampler(sampler, 4, drop_last=False))
+        return DataLoader(numbers(0, 20), batch_size=4, sampler=sampler)
+
+
+@pytest.mark.parametrize("batches", [False, True])
+def test_clients_have_the_samples_that_their_samplers_draw(batches):
+    data = ClientDataModules([Part([3, 4], batches), Part(list(range(5, 20)), batches)])
+    data.setup()
+    assert list(data.client_sizes) == [2, 15]
+    assert drawn(data.train_dataloader()) == list(range(3, 20))
 
 
 def test_pooled_loaders_join_everyone(data):

@@ -255,6 +255,11 @@ def test_fast_dev_run_is_one_round_of_two_clients_and_one_batch(trainer):
         assert sum(row["trained"] == "1" for row in csv.DictReader(file)) == 2
 
 
+def test_fast_dev_run_has_one_client_where_the_others_are_unseen(trainer):
+    run = trainer(fast_dev_run=True, federation=Federation(clients_per_round=1, unseen_clients=3))
+    assert run.fit(MLP(num_classes=4, sample_shape=(1, 1, 8)), blobs(num_clients=4))["rounds"] == 1
+
+
 def test_too_few_survivors_end_the_run(trainer, monkeypatch):
     def fails(self, message, client):
         raise RuntimeError("no luck")

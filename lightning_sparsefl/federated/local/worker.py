@@ -96,16 +96,22 @@ class ClientWorker:
     def load(self, weights: Weights) -> None:
         """Load weights into the module, and reset integer buffers such as `num_batches_tracked` to initial values.
 
+        So are buffers that no checkpoint has, such as a cache that training may have replaced by a longer one.
+
         Args:
             weights: Weights by name; names that are missing get the run's initial values.
         """
         if len(weights) < len(self.initial):
             weights = {**self.initial, **weights}
         self.flat.load(weights)
-        if self._counters:
-            buffers = dict(self.module.named_buffers())
-            for name, first in self._counters.items():
-                buffers[name].copy_(first)
+        buffers = dict(self.module.named_buffers()) if self._counters else {}
+        for name, first in self._counters.items():
+            now = buffers.get(name)
+            if now is None or now.shape != first.shape or now.is_inference():
+                owner, _, leaf = name.rpartition(".")
+                self.module.get_submodule(owner)._buffers[leaf] = first.clone()
+            else:
+                now.copy_(first)
 
     def restore_counters(self, state: Mapping[str, torch.Tensor]) -> None:
         """Take the integer buffers that every client starts from out of a checkpoint.
@@ -201,7 +207,8 @@ class ClientWorker:
                 f"Client {client.id} has {client.num_examples} examples, fewer than one full batch; "
                 "lower `data.batch_size`, or set `data.drop_last: false`."
             )
-        for owner in (loader, getattr(loader, "sampler", None)):
+        batches = getattr(loader, "batch_sampler", None)
+        for owner in (loader, getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None)):
             own = getattr(owner, "generator", None)  # its state would carry over from round to round
             if isinstance(own, torch.Generator):
                 own.manual_seed(derive_seed(*key))

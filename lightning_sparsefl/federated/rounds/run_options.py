@@ -71,7 +71,7 @@ class RunOptions:
         Args:
             num_clients: Number of clients of the data.
         """
-        few = min(2, num_clients)
+        few = max(1, min(2, num_clients - self.federation.unseen_clients))
         size = replace(self.federation, clients_per_round=few, min_clients=1, eval_clients=few)
         return replace(
             self,

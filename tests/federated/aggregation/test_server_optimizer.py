@@ -52,6 +52,16 @@ def test_a_round_of_adam_from_the_first_moments():
     assert {key: list(tree) for key, tree in moments.items()} == {"m": ["w"], "v": ["w"]}
 
 
+@pytest.mark.parametrize("rule", ["momentum", "adamw"])
+def test_a_parameter_that_the_round_does_not_change_does_not_decay(rule):
+    weights = {"frozen": torch.tensor([2.0, 4.0]), "w": torch.tensor([2.0, 4.0])}
+    server = ServerState(round=0, weights=weights)
+    merged = Merged(weights={**weights, "w": torch.tensor([2.0, 5.0])}, covered={})
+    new, _ = optimized(ServerOptimizer(rule=rule, lr=0.5, weight_decay=0.1), server, merged, frozenset())
+    assert torch.equal(new.weights["frozen"], weights["frozen"])
+    assert float(new.weights["w"][0]) == pytest.approx(2.0 - 0.5 * 0.1 * 2.0)
+
+
 def test_moments_of_weights_that_the_masks_drop_start_again():
     server = ServerState(round=1, weights={"w": torch.zeros(2)}, masks={"w": torch.tensor([True, False])})
     moments = {"m": {"w": torch.ones(2), "b": torch.ones(1)}, "v": {"w": torch.ones(2), "b": torch.ones(1)}}

@@ -12,10 +12,10 @@ import pytest
 import torch
 from lightning.fabric import Fabric
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset
 
 from lightning_sparsefl import FedAvg, FederatedTrainer, Federation
-from lightning_sparsefl.data import FederatedBlobs
+from lightning_sparsefl.data import ClientDataModules, FederatedBlobs
 from lightning_sparsefl.federated.local import isolation
 from lightning_sparsefl.federated.local.engines import FastEngine
 from lightning_sparsefl.federated.local.isolation import ModuleState
@@ -169,3 +169,66 @@ def test_what_a_client_changes_does_not_show_in_the_number_of_ranks(
     monkeypatch.setattr(os, "environ", dict(os.environ))  # in which a launcher leaves its own
     assert weights(tmp_path, change, 1) == weights(tmp_path, change, 2)
     assert weights(tmp_path / "other", "nothing", 1) != weights(tmp_path / "again", change, 1)
+
+
+class Positions(Net):
+    """Has a cache that is no part of a checkpoint, and is replaced by a longer one where a batch needs it."""
+
+    def __init__(self, rows: int) -> None:
+        super().__init__()
+        self.register_buffer("positions", torch.arange(rows, dtype=torch.float32), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if len(self.positions) < len(x):
+            self.register_buffer("positions", torch.arange(len(x), dtype=torch.float32), persistent=False)
+        return super().forward(x.float().flatten(1) + 0.01 * self.positions[: len(x), None])
+
+
+def trainer_of(folder: Any, rounds: int, **federation: Any) -> FederatedTrainer:
+    return FederatedTrainer(
+        algorithm=FedAvg(),
+        federation=Federation(clients_per_round=2, **federation),
+        accelerator="cpu",
+        max_rounds=rounds,
+        run_dir=str(folder),
+        logger=False,
+        enable_progress_bar=False,
+    )
+
+
+@pytest.mark.parametrize("engine", ["fast", "trainer"])
+@pytest.mark.parametrize("rows", [1, 2], ids=["replaced in an evaluation", "replaced in training"])
+@pytest.mark.filterwarnings("ignore")  # a real Trainer has some of its own
+def test_a_cache_that_grows_has_its_first_length_again(engine: Any, rows: int, tmp_path: Any) -> None:
+    module = Positions(rows)
+    data = FederatedBlobs(num_train=80, num_test=20, num_clients=4, dim=8, val_fraction=0.2, batch_size=4)
+    assert trainer_of(tmp_path, 2, local_engine=engine).fit(module, data)["rounds"] == 2
+    assert len(module.positions) == rows
+
+
+class Ordered(L.LightningDataModule):
+    """Shuffles by a generator of its own, in the sampler of a batch sampler."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        samples = TensorDataset(torch.randn(12, 8), torch.arange(12) % 4)
+        sampler = RandomSampler(samples, generator=torch.Generator().manual_seed(1))
+        self.loader = DataLoader(samples, batch_sampler=BatchSampler(sampler, 4, drop_last=False))
+
+    def train_dataloader(self) -> DataLoader:
+        return self.loader
+
+    def val_dataloader(self) -> DataLoader:
+        return DataLoader(self.loader.dataset, batch_size=4)
+
+
+def test_a_generator_within_a_batch_sampler_begins_anew_in_each_round(tmp_path: Any) -> None:
+    def trained(folder: str, *rounds: int) -> torch.Tensor:
+        for number in rounds:  # a run that stopped after the first ones goes on
+            torch.manual_seed(0)
+            module, data = Net(), ClientDataModules([Ordered(), Ordered()], num_classes=4)
+            trainer_of(tmp_path / folder, number).fit(module, data)
+        return module.net[1].weight.detach().clone()
+
+    assert torch.equal(trained("whole", 3), trained("parts", 1, 3))
