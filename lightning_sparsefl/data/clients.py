@@ -20,7 +20,8 @@ class ClientDataModules(FederatedDataModule):
 
     Client k trains on and is evaluated with the loaders of ``modules[k]``, unchanged. Its number of training samples is
     that of an epoch of its sampler. The pooled loaders concatenate the data sets of all clients, of a data set with a
-    ``SubsetRandomSampler`` its indices, with the batch size and the ``collate_fn`` of client 0.
+    ``SubsetRandomSampler`` its indices, with the batch size and the ``collate_fn`` of client 0. Costs are counted with
+    the ``batch_size`` and ``drop_last`` of client 0.
 
     Args:
         modules: Data modules, one per client. Each is prepared, and set up once for fitting and once for testing.
@@ -86,7 +87,7 @@ class ClientDataModules(FederatedDataModule):
             module.setup("test")
         loaders = [self.client_train_dataloader(client) for client in range(self.num_clients)]
         self.client_sizes = [_num_samples(loader, client) for client, loader in enumerate(loaders)]
-        self.batch_size = loaders[0].batch_size or self.batch_size
+        self.batch_size, self.drop_last = loaders[0].batch_size or self.batch_size, loaders[0].drop_last
         self._is_set_up = True
 
     def teardown(self, stage: str) -> None:
@@ -121,7 +122,7 @@ class ClientDataModules(FederatedDataModule):
         return _single(module.test_dataloader(), "test_dataloader", client)
 
     def client_label_counts(self, client: int) -> Tensor:
-        """Count the training examples of each class of a client, by reading its training loader once.
+        """Count the training examples of each class of a client, by reading them once.
 
         Returns:
             Number of examples, int64 of shape (classes,).
@@ -134,7 +135,7 @@ class ClientDataModules(FederatedDataModule):
                 "`data.num_classes` is not set, but label counts need it; expected a whole number >= 1."
             )
         counts = torch.zeros(self.num_classes, dtype=torch.int64)
-        for _, labels in self.client_train_dataloader(client):
+        for _, labels in _pool([self.client_train_dataloader(client)]):
             counts += torch.bincount(labels, minlength=self.num_classes)
         return counts
 

@@ -93,6 +93,20 @@ def test_clients_have_the_samples_that_their_samplers_draw(batches):
     assert drawn(data.train_dataloader()) == list(range(3, 20))
 
 
+class Dropping(Own):
+    """Leaves out a last batch that is smaller."""
+
+    def train_dataloader(self):
+        return DataLoader(numbers(self.first, self.count), batch_size=4, shuffle=True, drop_last=True)
+
+
+def test_what_a_loader_drops_is_not_trained_on_and_counts_as_a_label():
+    data = ClientDataModules([Dropping(0, 10), Dropping(10, 10)], num_classes=3)
+    data.setup()
+    assert (data.batch_size, data.drop_last) == (4, True)
+    assert data.client_label_counts(0).tolist() == [4, 3, 3]
+
+
 def test_pooled_loaders_join_everyone(data):
     data.setup()
     assert drawn(data.train_dataloader()) == [*range(10), *range(100, 106)]
