@@ -10,6 +10,7 @@ from reference.harness import CLIPPED, HEAVY, PER_ROUND, PLAIN, SIZES, compare, 
 
 
 @pytest.mark.slow_after_first
+@pytest.mark.filterwarnings("ignore:Clients keep the whole model")
 @pytest.mark.parametrize(
     ("own", "layers", "sgd", "batch_size"),
     [
