@@ -168,7 +168,8 @@ class Run(NodeSide):
 
     def _describe_workload(self) -> Workload:
         options = self.options.local
-        batch_size = getattr(self.data, "batch_size", None) or self.data.client_train_dataloader(0).batch_size or 1
+        batch_size = getattr(self.data, "batch_size", None)
+        batch_size = batch_size or getattr(self.data.client_train_dataloader(0), "batch_size", None) or 1
         return Workload(
             layers=layers_of(self.module, self.data),
             epochs=options.max_epochs,

@@ -9,6 +9,7 @@ from typing import Any
 from lightning.pytorch import Callback
 
 from lightning_sparsefl.errors import InvalidOption, check_numbers, is_number, require
+from lightning_sparsefl.sparse.density import ceil_count
 
 
 class RoundLR(ABC):
@@ -69,10 +70,11 @@ class StepRoundLR(RoundLR):
 
     def factor(self, round: int, max_rounds: int) -> float:
         """See :class:`RoundLR`."""
-        return float(self.gamma ** sum(round >= milestone * max_rounds for milestone in self.milestones))
+        # a product such as 0.55 * 100 is slightly above its whole number
+        return float(self.gamma ** sum(round >= ceil_count(milestone, max_rounds) for milestone in self.milestones))
 
 
-_RATES = ("lr", "initial_lr", "max_lr", "min_lr")
+_RATES = ("lr", "initial_lr", "max_lr", "min_lr", "swa_lr")
 
 
 class ScaleLearningRates(Callback):

@@ -23,6 +23,7 @@ import csv
 import io
 import itertools
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -205,7 +206,8 @@ def newest_version(folder: Path) -> Path | None:
 
 
 def _versions(folder: Path) -> dict[int, Path]:
-    return {int(p.name.split("_")[1]): p for p in folder.glob("version_*") if p.name.split("_")[1].isdigit()}
+    numbered = ((re.fullmatch(r"version_(\d+)", path.name), path) for path in folder.glob("version_*"))
+    return {int(match[1]): path for match, path in numbered if match is not None}
 
 
 def last_run(root: Path, name: str) -> Path | None:

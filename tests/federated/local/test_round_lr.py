@@ -26,9 +26,20 @@ def test_rates_of_optimizer_and_scheduler_are_scaled():
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.05)
 
 
+def test_the_rate_that_swa_anneals_to_is_scaled_too():
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.4)
+    scheduler = torch.optim.swa_utils.SWALR(optimizer, swa_lr=0.2, anneal_epochs=1)
+    ScaleLearningRates(0.25).on_fit_start(FakeTrainer(optimizer, scheduler), None)
+    optimizer.step()
+    scheduler.step()
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.05)
+
+
 def test_factors():
     assert ExponentialRoundLR(gamma=0.998).factor(3, 10) == pytest.approx(0.998**3)
     assert [StepRoundLR().factor(r, 100) for r in (0, 49, 50, 75)] == pytest.approx([1, 1, 0.1, 0.01])
+    late = StepRoundLR(milestones=[0.55])  # 0.55 * 100 is 55.00000000000001
+    assert [late.factor(r, 100) for r in (54, 55)] == pytest.approx([1, 0.1])
 
 
 def test_a_factor_that_grows_is_refused():

@@ -13,6 +13,7 @@ from lightning.pytorch import Callback
 from lightning_sparsefl import FedAvg, FederatedTrainer, Federation
 from lightning_sparsefl.data import FederatedBlobs
 from lightning_sparsefl.errors import DiskFull, InvalidOption, RankFailed
+from lightning_sparsefl.federated.storage import run_folder
 from lightning_sparsefl.federated.storage.folder_lock import FolderLock
 from lightning_sparsefl.federated.storage.run_folder import RunFolder, Table, last_run, new_version
 from lightning_sparsefl.models import MLP
@@ -250,3 +251,9 @@ def test_versions_count_up_and_the_last_run_is_the_newest(tmp_path):
     assert new_version(tmp_path / "FedAvg").name == "version_12"
     assert last_run(tmp_path, "FedAvg").name == "version_9"
     assert last_run(tmp_path, "FedSpa") is None
+
+
+def test_a_copy_of_a_run_is_no_run(tmp_path):
+    for name in ("version_0", "version_1", "version_1_backup", "version_2.old"):
+        (tmp_path / name).mkdir()
+    assert run_folder._versions(tmp_path) == {0: tmp_path / "version_0", 1: tmp_path / "version_1"}

@@ -138,7 +138,7 @@ class StackingTrial:
                 return f"the parameter `{weight}` has a hook for its gradient"
         loader = self._data.client_train_dataloader(0)
         if not readable(loader):
-            kind = type(loader.dataset).__name__
+            kind = type(getattr(loader, "dataset", loader)).__name__
             return (
                 f"client 0's loader reads a `{kind}` in a way of its own, and not `Examples` in memory, as those of a "
                 "`TensorDataset` of two tensors without `collate_fn` and workers"
