@@ -232,3 +232,26 @@ def test_a_generator_within_a_batch_sampler_begins_anew_in_each_round(tmp_path: 
         return module.net[1].weight.detach().clone()
 
     assert torch.equal(trained("whole", 3), trained("parts", 1, 3))
+
+
+class Batches:
+    """A loader that is no DataLoader."""
+
+    def __init__(self, loader: DataLoader) -> None:
+        self.loader = loader
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __iter__(self) -> Any:
+        return iter(self.loader)
+
+
+@pytest.mark.parametrize("engine", ["fast", "auto"])
+def test_a_loader_may_be_of_a_class_of_its_own(engine: str, tmp_path: Any) -> None:
+    class Data(FederatedBlobs):
+        def client_train_dataloader(self, client: int) -> Any:
+            return Batches(super().client_train_dataloader(client))
+
+    data = Data(num_train=80, num_test=20, num_clients=4, dim=8, val_fraction=0.2, batch_size=4)
+    assert trainer_of(tmp_path, 1, local_engine=engine).fit(Net(), data)["rounds"] == 1
