@@ -35,7 +35,9 @@ class Descent:
     def fit(self, client, weights, masks, trainable, callbacks, *, epochs=None, units=None):
         module, (curvature, lowest) = Quadratic(weights["w"]), self.curve
         optimizer = torch.optim.SGD(module.parameters(), **self.sgd)
-        trainer = SimpleNamespace(optimizers=[optimizer], lr_scheduler_configs=[], gradient_clip_val=None)
+        trainer = SimpleNamespace(
+            optimizers=[optimizer], lr_scheduler_configs=[], gradient_clip_val=None, precision_plugin=None
+        )
         self._call(callbacks, "on_fit_start", trainer, module)
         for _ in range(self.steps):
             optimizer.zero_grad()
