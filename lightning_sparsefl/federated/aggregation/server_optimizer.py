@@ -52,8 +52,8 @@ class ServerOptimizer:
     """Degree of adaptivity, above 0, added to the root of v; null = 1e-8 with AdamW, 0.001 else. Except with AdamW, v
     starts at its square."""
     weight_decay: float | None = None
-    """Fraction of the weights that is taken away in a round, in units of `lr`, >= 0, of each parameter that the round
-    changes; null = 0.01 with AdamW, 0 else."""
+    """Fraction of the weights that is taken away in a round, in units of `lr`, >= 0, of each parameter that a round
+    has changed; null = 0.01 with AdamW, 0 else."""
     start: Literal["zero", "mean"] = "zero"
     """Moments before the first round: 0 and the square of `tau`; or `mean`: the server takes the first round's mean
     change as it is, and starts with it and its square (REFL)."""
@@ -96,7 +96,8 @@ class ServerOptimizer:
         lr, beta1, beta2 = options["lr"], options["beta1"], options["beta2"]
         if round == 0 and self.start == "mean":
             return change, {key: moment for key, moment in (("m", change), ("v", change.square())) if key in before}
-        decay = options["weight_decay"] if change.any() else 0.0  # frozen parameters have no change
+        changed = bool(change.any() or before["m"].any())  # frozen parameters have never changed
+        decay = options["weight_decay"] if changed else 0.0
         m, decayed = first_moment(self.rule, before["m"], change, beta1), lr * decay * weight
         if self.rule == "momentum":
             return lr * m - decayed, {"m": m}
