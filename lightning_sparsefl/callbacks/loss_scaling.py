@@ -8,13 +8,17 @@ from typing import Any
 from torch import Tensor
 
 
+def _scaler(trainer: Any) -> Any:
+    return getattr(trainer.precision_plugin, "scaler", None)
+
+
 def loss_scale(trainer: Any) -> float:
     """Return the factor by which a trainer multiplies the loss before the backward pass; 1 without loss scaling.
 
     Args:
         trainer: Trainer of the module.
     """
-    scaler = getattr(trainer.precision_plugin, "scaler", None)
+    scaler = _scaler(trainer)
     return 1.0 if scaler is None else float(scaler.get_scale())
 
 
@@ -27,6 +31,6 @@ def is_skipped(trainer: Any, parameters: Iterable[Tensor]) -> bool:
         trainer: Trainer of the module.
         parameters: Parameters of the optimizer, with the unscaled gradients.
     """
-    if getattr(trainer.precision_plugin, "scaler", None) is None:
+    if _scaler(trainer) is None:
         return False
     return any(p.grad is not None and not bool(p.grad.isfinite().all()) for p in parameters)

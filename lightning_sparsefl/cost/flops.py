@@ -133,8 +133,8 @@ def _work(module: nn.Module, amounts: Sequence[int], products: int) -> Iterator[
 
     `amounts` are the sums of :func:`_amounts` over the module's calls.
     """
-    matrices, (amount, *_) = _matrices(module), amounts
-    if isinstance(module, nn.MultiheadAttention):
+    matrices, amount = _matrices(module), amounts[0]
+    if _is_attention(module):
         yield from _attention_work(module, amounts, products)
     elif isinstance(module, (nn.RNNBase, nn.RNNCellBase)):
         for name, weight in matrices.items():
@@ -155,9 +155,12 @@ def _work(module: nn.Module, amounts: Sequence[int], products: int) -> Iterator[
             biases = 0
 
 
-def _attention_work(
-    module: nn.MultiheadAttention, tokens: Sequence[int], products: int
-) -> Iterator[tuple[Tensor | None, int, int]]:
+def _is_attention(module: nn.Module) -> bool:
+    """Return whether a module is called with queries, keys and values; a subclass may take other arguments."""
+    return isinstance(module, nn.MultiheadAttention) and type(module).forward is nn.MultiheadAttention.forward
+
+
+def _attention_work(module: Any, tokens: Sequence[int], products: int) -> Iterator[tuple[Tensor | None, int, int]]:
     """Yield the work of the projections of queries, keys and values, of their products, and of the last projection."""
     inner = [weight for name, weight in _matrices(module).items() if "weight" in name]  # without `bias_k` and `bias_v`
     (outer,), queries = _matrices(module.out_proj).values(), tokens[0]
@@ -210,7 +213,7 @@ def _amounts(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     These are the numbers of queries, keys and values of attention, or one number: the time steps of a recurrent layer,
     the tokens of an embedding, or else the output elements.
     """
-    if isinstance(module, nn.MultiheadAttention):
+    if _is_attention(module):
         names = ("query", "key", "value")
         given = {**dict(zip(names, args, strict=False)), **kwargs}
         return [given[name].numel() // given[name].shape[-1] for name in names]

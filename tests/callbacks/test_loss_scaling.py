@@ -75,11 +75,10 @@ def test_a_step_that_loss_scaling_skips_changes_nothing(make, batches, trained):
 
 
 def test_without_loss_scaling_a_training_that_diverges_shows(trained):
-    class Broken(L.Callback):
+    class Broken(StepMeter):
         def on_after_backward(self, trainer, pl_module):
             pl_module.w.grad.fill_(torch.inf)
 
-    meter = StepMeter(mu=0)
-    meter.on_after_backward = Broken().on_after_backward
+    meter = Broken(mu=0)
     assert not trained(meter, 2).w.isfinite()
     assert meter.steps == 2

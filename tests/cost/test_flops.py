@@ -189,6 +189,15 @@ def test_attention_to_keys_of_another_size_has_three_projections():
     }
 
 
+def test_attention_of_a_class_that_takes_other_arguments_is_counted_as_a_whole():
+    class Selfish(nn.MultiheadAttention):
+        def forward(self, x):
+            return super().forward(x, x, x)[0]
+
+    counted = facts(Selfish(8, 2, batch_first=True), torch.zeros(1, 5, 8))
+    assert counted["in_proj_weight"][0] == 5 * 4 * 64 + 2 * 5 * 5 * 8
+
+
 def test_a_bilinear_layer_has_a_product_for_each_weight():
     class Form(nn.Module):
         def __init__(self):

@@ -96,9 +96,8 @@ class ServerOptimizer:
         lr, beta1, beta2 = options["lr"], options["beta1"], options["beta2"]
         if round == 0 and self.start == "mean":
             return change, {key: moment for key, moment in (("m", change), ("v", change.square())) if key in before}
-        changed = bool(change.any() or before["m"].any())  # frozen parameters have never changed
-        decay = options["weight_decay"] if changed else 0.0
-        m, decayed = first_moment(self.rule, before["m"], change, beta1), lr * decay * weight
+        m, decay = first_moment(self.rule, before["m"], change, beta1), lr * options["weight_decay"]
+        decayed = decay * weight if decay and (change.any() or before["m"].any()) else 0.0  # frozen ones never change
         if self.rule == "momentum":
             return lr * m - decayed, {"m": m}
         v = second_moment(self.rule, before["v"], change, beta2)

@@ -206,8 +206,8 @@ def newest_version(folder: Path) -> Path | None:
 
 
 def _versions(folder: Path) -> dict[int, Path]:
-    numbered = ((re.fullmatch(r"version_(\d+)", path.name), path) for path in folder.glob("version_*"))
-    return {int(match[1]): path for match, path in numbered if match is not None}
+    found = folder.glob("version_*")
+    return {int(match[1]): path for path in found if (match := re.fullmatch(r"version_(\d+)", path.name))}
 
 
 def last_run(root: Path, name: str) -> Path | None:
