@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import pickle
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -199,6 +200,7 @@ def is_the_same_after_a_resume(algorithm: FederatedAlgorithm, federation: SmallF
     calls: list[int] = []
     train = type(algorithm).train
 
+    @functools.wraps(train)  # with its module, by which `local_engine: auto` knows a user's own hook
     def dies_in_the_third_round(self: FederatedAlgorithm, message: Message, client: Any) -> Any:
         calls.append(client.id)
         if len(calls) == 11:
@@ -222,6 +224,7 @@ def leaves_failed_clients_out(algorithm: FederatedAlgorithm, federation: SmallFe
     """Check that a client that fails is left out of the merge and reported, and the run goes on."""
     train = type(algorithm).train
 
+    @functools.wraps(train)
     def fails_for_one(self: FederatedAlgorithm, message: Message, client: Any) -> Any:
         if client.id == 1:
             raise ValueError("no luck")

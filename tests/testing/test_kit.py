@@ -59,6 +59,15 @@ def test_a_sound_callback_passes():
     assert {name for name, _ in checks(Callback())} < set(names)
 
 
+def test_a_method_with_its_own_train_is_resumed_with_the_engine_of_the_first_run(federation):
+    class Trains(algorithms.FedAvg):
+        def train(self, message, client):
+            return super().train(message, client)
+
+    algorithm_checks.is_the_same_after_a_resume(Trains(), federation)
+    algorithm_checks.leaves_failed_clients_out(Trains(), federation)
+
+
 @pytest.mark.parametrize("subject", [algorithms.FedAvg, Callback, 3])
 def test_what_is_neither_is_refused(subject):
     with pytest.raises(InvalidOption, match="expected a `FederatedAlgorithm`"):
