@@ -135,7 +135,19 @@ class NoisySum(Accumulator):
                 f"An update has `{carried}`, to which `federation.privacy` adds no noise; expected only weights "
                 "(`can_be_private` of the algorithm), or `federation.privacy: null`."
             )
+        self._check_frozen(update, message)
         super().add(replace(update, weight=1), message, 1)
+
+    def _check_frozen(self, update: Update, message: Message) -> None:
+        for name in self.layout.frozen & update.weights.keys():
+            value = update.weights[name]
+            before = 0 if update.kind == "difference" else message.weights[name]
+            if bool((value != before).any()):
+                raise InvalidUpdate(
+                    f"An update changes {name!r}, which gets no noise by `federation.privacy`, since the model has "
+                    "`requires_grad=False` there; expected that training leaves it as it is, or a parameter that "
+                    "requires a gradient from `__init__` on (option `model`)."
+                )
 
     def result(self, reports: Mapping[int, Mapping[str, float]]) -> Merged:
         """Add the noise and return the mean, without the clients' metrics and the numbers of votes, which have none.
@@ -151,7 +163,7 @@ class NoisySum(Accumulator):
         """Add noise to every coordinate that clients may change, then round to the grid of the sum.
 
         The votes determine these coordinates; they are the same for all clients of a private run. A tensor that nobody
-        sends, such as a personal layer, gets no noise.
+        sends, such as a personal layer, gets no noise, and neither does a frozen parameter, which no update may change.
         """
         self._fold_large()
         stream = NormalStream(derive_key(self._secret, self._context, self._sum))
@@ -159,7 +171,7 @@ class NoisySum(Accumulator):
         votes = sums if self._voters is None else self._pieces(self._voters)
         kept = [not_sent == self._updates for not_sent in self._not_sent]
         for name, constant, total, voters, own in zip(self.layout.names, self._grid, sums, votes, kept, strict=True):
-            if name in self.layout.buffers or own:
+            if name in self.layout.buffers or name in self.layout.frozen or own:
                 continue
             noise = stream.draw(total.numel()).to(self.device) * self._deviation
             total += noise if everywhere else noise * (voters > 0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -34,12 +34,16 @@ class Layout:
     Args:
         parameters: Parameters of the module, without duplicates.
         buffers: Floating-point buffers of the module that are part of its ``state_dict``.
+        frozen: Names of the parameters that require no gradient in the user's module.
     """
 
-    def __init__(self, parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> None:
+    def __init__(
+        self, parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor], frozen: Iterable[str] = ()
+    ) -> None:
         tensors = {**parameters, **buffers}
         self.names = tuple(tensors)
         self.buffers = frozenset(buffers)
+        self.frozen = frozenset(frozen)
         self.shapes = {name: tensor.shape for name, tensor in tensors.items()}
         self.sizes = [tensor.numel() for tensor in tensors.values()]
         self.size = sum(self.sizes)
@@ -126,7 +130,7 @@ class FlatModule:
         kept = set(module.state_dict().keys())
         buffers = {n: b for n, b in module.named_buffers() if n in kept and b.is_floating_point()}
         self.module = module
-        self.layout = Layout(parameters, buffers)
+        self.layout = Layout(parameters, buffers, (n for n, p in parameters.items() if not p.requires_grad))
         self._tensors = {**parameters, **buffers}
         self.vector = torch.cat([t.detach().reshape(-1).to(self.layout.dtype) for t in self._tensors.values()])
         self._views = dict(self.layout.split(self.vector))

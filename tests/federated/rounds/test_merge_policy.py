@@ -171,6 +171,19 @@ def test_what_nobody_may_change_gets_no_noise():
     assert merged.weights["0.weight"].all()
 
 
+def test_parameters_without_gradient_get_no_noise_and_may_not_change():
+    module = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3))
+    module[0].requires_grad_(False)
+    flat = FlatModule(module)
+    change = {name: torch.zeros_like(weight) for name, weight in flat.read().items()}
+    merged = private(flat, [Update(weights=change, kind="difference")], deviation=1.0)
+    assert not merged.weights["0.weight"].any()
+    assert merged.weights["1.weight"].all()
+    change["0.weight"][0, 0] = 1e-3
+    with pytest.raises(InvalidUpdate, match=r"An update changes '0\.weight', which gets no noise"):
+        private(flat, [Update(weights=change, kind="difference")], deviation=1.0)
+
+
 @pytest.mark.parametrize("carried", [{"shared": {"masks": {}}}, {"extra": {"control": {"c": torch.ones(1)}}}], ids=str)
 def test_an_update_that_carries_more_is_refused(carried):
     flat = flat_module()
