@@ -8,8 +8,8 @@ from typing import Any
 
 from jsonargparse import ActionConfigFile
 
+from lightning_sparsefl.cli.classes import own_classes
 from lightning_sparsefl.cli.help import KINDS
-from lightning_sparsefl.cli.messages import own_classes
 from lightning_sparsefl.cli.packaged import config_names, packaged_files
 from lightning_sparsefl.errors import InvalidOption
 

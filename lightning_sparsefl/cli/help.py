@@ -12,7 +12,7 @@ from jsonargparse import DefaultHelpFormatter
 from lightning.pytorch import LightningDataModule, LightningModule
 
 import lightning_sparsefl.callbacks
-from lightning_sparsefl.cli.messages import own_classes
+from lightning_sparsefl.cli.classes import own_classes
 from lightning_sparsefl.federated import FederatedAlgorithm
 
 TITLES = {

@@ -4,31 +4,16 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import lightning.pytorch.callbacks
-import lightning.pytorch.loggers
-import torch
 from jsonargparse import ArgumentParser
 
-import lightning_sparsefl.algorithms
-import lightning_sparsefl.callbacks
-import lightning_sparsefl.data
-import lightning_sparsefl.federated
-import lightning_sparsefl.models
+from lightning_sparsefl.cli.classes import known_classes, own_classes
 from lightning_sparsefl.cli.packaged import suggestion
+from lightning_sparsefl.cli.problem import Problem
 from lightning_sparsefl.cli.suggestions import did_you_mean, import_path
 
-_OWN = (
-    lightning_sparsefl.algorithms,
-    lightning_sparsefl.data,
-    lightning_sparsefl.models,
-    lightning_sparsefl.federated,
-    lightning_sparsefl.callbacks,
-)
-_OTHERS = (lightning.pytorch.callbacks, lightning.pytorch.loggers, torch.optim, torch.optim.lr_scheduler)
 _PARSER_DETAILS = re.compile(
     r"Does not validate|Subtypes:|Errors:|Expected a <class 'NoneType'>|Given value|Expected a path but"
 )
@@ -46,34 +31,6 @@ _OF_CONFIGS = frozenset({"algorithm", "data", "model"})
 """Options that the configuration of a run has."""
 
 
-@dataclass(frozen=True)
-class _Problem:
-    """An error message of jsonargparse, taken apart."""
-
-    message: str
-    options: Sequence[str]
-    """Options of the parser, with dashes."""
-
-    @property
-    def key(self) -> str:
-        """Dotted name of the option."""
-        keys = re.findall(r"Parser key [\"']([\w.]+)[\"']", self.message)
-        nested = re.search(r"Option '([\w.]+)' is not accepted", self.message)
-        return ".".join([*keys, *([nested[1]] if nested else [])])
-
-    @property
-    def value(self) -> str:
-        """Value of the option, as it was given."""
-        got = re.findall(r"Got value: (.*)|Given value: (.*)", self.message)
-        return next((first or second for first, second in got), "")
-
-    @property
-    def class_path(self) -> str | None:
-        """Import path of the innermost class whose options are wrong."""
-        paths = re.findall(r"Problem with given class_path '([\w.]+)'", self.message)
-        return paths[-1] if paths else None
-
-
 def short_message(message: str, options: Sequence[str] = ()) -> str:
     r"""Rewrite an error message of jsonargparse to one line without the types that the parser tried.
 
@@ -87,7 +44,7 @@ def short_message(message: str, options: Sequence[str] = ()) -> str:
         >>> short_message("unrecognized arguments: --trainer.max_round 5", ["--trainer.max_rounds"])
         '`--trainer.max_round` is not an option; did you mean `--trainer.max_rounds`?'
     """
-    problem = _Problem(message, options)
+    problem = Problem(message, options)
     for pattern, rewrite in _RULES:
         match = re.search(pattern, message)
         if match:
@@ -104,7 +61,7 @@ def _condensed(message: str) -> str:
     return text if text.endswith(".") else f"{text}."
 
 
-def _required(problem: _Problem, match: re.Match[str]) -> str:
+def _required(problem: Problem, match: re.Match[str]) -> str:
     keys = [key.partition(".")[2] or key for key in match[1].split(", ")]
     names = ", ".join(f"`{key}`" for key in keys)
     if not _OF_CONFIGS.intersection(keys):
@@ -115,12 +72,12 @@ def _required(problem: _Problem, match: re.Match[str]) -> str:
     )
 
 
-def _unrecognized(problem: _Problem, match: re.Match[str]) -> str:
+def _unrecognized(problem: Problem, match: re.Match[str]) -> str:
     name = match[1].partition("=")[0]
     return f"`{name}` is not an option" + did_you_mean(name, problem.options)
 
 
-def _not_accepted(problem: _Problem, match: re.Match[str]) -> str:
+def _not_accepted(problem: Problem, match: re.Match[str]) -> str:
     """Rewrite the message for an option that a class does not have."""
     kind = None if problem.class_path is None else import_path(problem.class_path)
     if not isinstance(kind, type):
@@ -131,40 +88,14 @@ def _not_accepted(problem: _Problem, match: re.Match[str]) -> str:
     return f"`{problem.key}` is not an option of {kind.__name__}" + (did_you_mean(match[1], names) or known)
 
 
-def _unknown_class(problem: _Problem, match: re.Match[str]) -> str:
-    kinds = [import_path(path) for path in _between_brackets(problem.message)]
-    bases = tuple(kind for kind in kinds if isinstance(kind, type))
-    own = _class_names(bases, _OWN)
+def _unknown_class(problem: Problem, match: re.Match[str]) -> str:
+    own = own_classes(*problem.bases)
     known = f" or one of {', '.join(own)}" if own else " of a class"
     text = f"`{problem.key}` is {match[1]!r}, which is not a known class"
-    return text + (
-        did_you_mean(match[1], _class_names(bases, (*_OWN, *_OTHERS))) or f"; expected an import path{known}"
-    )
+    return text + (did_you_mean(match[1], known_classes(*problem.bases)) or f"; expected an import path{known}")
 
 
-def own_classes(base: type) -> dict[str, type]:
-    """Return the classes of this package that can be chosen for an option, by name.
-
-    Args:
-        base: Base class of the option.
-    """
-    classes = {name: kind for package in _OWN for name, kind in vars(package).items()}
-    return {name: classes[name] for name in _class_names((base,), _OWN)}
-
-
-def _between_brackets(message: str) -> list[str]:
-    """Return the import paths of the types that the parser tried."""
-    tried = re.search(r"Subtypes: \[(.*)\]", message)
-    return re.findall(r"(?:\w+\.)+\w+", tried[1]) if tried else []
-
-
-def _class_names(bases: tuple[type, ...], packages: Iterable[object]) -> list[str]:
-    """Return the public names of the subclasses of some classes."""
-    classes = {name: c for package in packages for name, c in vars(package).items() if not name.startswith("_")}
-    return sorted(n for n, c in classes.items() if isinstance(c, type) and issubclass(c, bases) and c not in bases)
-
-
-def _no_module(problem: _Problem, match: re.Match[str]) -> str:
+def _no_module(problem: Problem, match: re.Match[str]) -> str:
     here = Path.cwd()
     files = [path.stem for path in here.glob("*.py")]
     return (
@@ -173,19 +104,19 @@ def _no_module(problem: _Problem, match: re.Match[str]) -> str:
     )
 
 
-def _not_installed(problem: _Problem, match: re.Match[str]) -> str:
+def _not_installed(problem: Problem, match: re.Match[str]) -> str:
     name = str(problem.class_path).rpartition(".")[2]
     return f"{name} needs the package {match[1]}, which is not installed; run `pip install '{match[1]}'`"
 
 
-def _no_attribute(problem: _Problem, match: re.Match[str]) -> str:
+def _no_attribute(problem: Problem, match: re.Match[str]) -> str:
     names = [name for name in dir(import_path(match[1])) if not name.startswith("_")]
     return f"`{problem.key}` is {problem.class_path!r}, but {match[1]} has no {match[2]!r}" + did_you_mean(
         match[2], names
     )
 
 
-def _no_file(problem: _Problem, match: re.Match[str]) -> str:
+def _no_file(problem: Problem, match: re.Match[str]) -> str:
     path, option = Path(match[1]), problem.key or "--config"
     if path.is_relative_to(Path.cwd()):  # jsonargparse reports absolute paths
         path = path.relative_to(Path.cwd())
@@ -194,7 +125,7 @@ def _no_file(problem: _Problem, match: re.Match[str]) -> str:
     return f"`{option}` is {str(path)!r}, which does not exist" + hint
 
 
-def _wrong_type(problem: _Problem, match: re.Match[str]) -> str:
+def _wrong_type(problem: Problem, match: re.Match[str]) -> str:
     """Rewrite the message for a value of another type, of which there may be several."""
     expected = []
     for name, choices in re.findall(r"Expected a (?:<class '([\w.]+)'>|typing\.Literal\[(.*?)\])", problem.message):
@@ -208,16 +139,16 @@ def _listed(choices: str) -> str:
     return f"one of {choices}" if "," in choices else choices
 
 
-def _no_subcommand(problem: _Problem, match: re.Match[str]) -> str:
+def _no_subcommand(problem: Problem, match: re.Match[str]) -> str:
     return f"No subcommand is given; expected one of {', '.join(problem.options)}"
 
 
-def _unknown_subcommand(problem: _Problem, match: re.Match[str]) -> str:
+def _unknown_subcommand(problem: Problem, match: re.Match[str]) -> str:
     text = f"`{match[1]}` is not a subcommand"
     return text + (did_you_mean(match[1], problem.options) or f"; expected one of {', '.join(problem.options)}")
 
 
-_RULES: tuple[tuple[str, Callable[[_Problem, re.Match[str]], str]], ...] = (
+_RULES: tuple[tuple[str, Callable[[Problem, re.Match[str]], str]], ...] = (
     (r"the following arguments are required: (.+)", _required),
     (r"argument subcommand: invalid choice: '([^']*)'", _unknown_subcommand),
     (r'expected "subcommand" to be one of', _no_subcommand),

@@ -17,6 +17,19 @@ MISTAKES = {
         "`data.partition.alhpa` is not an option of Dirichlet; did you mean `alpha`?",
     ),
     "class": (["--algorithm=FedSpaa"], "`algorithm` is 'FedSpaa', which is not a known class; did you mean `FedSpa`?"),
+    "class in a class": (
+        ["--data.partition=DirichletPartitio"],
+        "`data.partition` is 'DirichletPartitio', which is not a known class; did you mean `Dirichlet`?",
+    ),
+    "class in a class, or none": (["--data.feature_shift=NoiseShif"], "did you mean `NoiseShift`?"),
+    "class in a class, like no other": (
+        ["--data.partition=Zebra"],
+        "expected an import path or one of ByGroup, Dirichlet, IID, Pathological, QuantitySkew.",
+    ),
+    "option of the last class": (
+        ["--trainer.callbacks+=EarlyStopping", "--trainer.callbacks.monitr=x"],
+        "`trainer.callbacks.monitr` is not an option of EarlyStopping; did you mean `monitor`?",
+    ),
     "class in lower case": (["--model=smallcnn"], "did you mean `SmallCNN`?"),
     "callback": (["--trainer.callbacks+=EarlyStoping"], "did you mean `EarlyStopping`?"),
     "optimizer": (["--optimizer=SDG"], "`optimizer` is 'SDG', which is not a known class; did you mean `SGD`?"),

@@ -1,0 +1,80 @@
+"""Classes that can be chosen for an option, and the options that a class has."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, get_args
+
+import lightning.pytorch.callbacks
+import lightning.pytorch.loggers
+import torch
+from jsonargparse._parameter_resolvers import get_signature_parameters
+
+import lightning_sparsefl.algorithms
+import lightning_sparsefl.callbacks
+import lightning_sparsefl.data
+import lightning_sparsefl.federated
+import lightning_sparsefl.models
+
+_OWN = (
+    lightning_sparsefl.algorithms,
+    lightning_sparsefl.data,
+    lightning_sparsefl.models,
+    lightning_sparsefl.federated,
+    lightning_sparsefl.callbacks,
+)
+_OTHERS = (lightning.pytorch.callbacks, lightning.pytorch.loggers, torch.optim, torch.optim.lr_scheduler)
+
+
+def own_classes(*bases: type) -> dict[str, type]:
+    """Return the classes of this package that can be chosen for an option, by name.
+
+    Args:
+        bases: Base classes of the option.
+    """
+    return _subclasses(bases, _OWN)
+
+
+def known_classes(*bases: type) -> dict[str, type]:
+    """Return the classes of this package, Lightning and torch that can be chosen for an option, by name.
+
+    Args:
+        bases: Base classes of the option.
+    """
+    return _subclasses(bases, (*_OWN, *_OTHERS))
+
+
+def _subclasses(bases: tuple[type, ...], packages: Iterable[object]) -> dict[str, type]:
+    public = {name: c for package in packages for name, c in vars(package).items() if not name.startswith("_")}
+    found = {n: c for n, c in public.items() if isinstance(c, type) and issubclass(c, bases) and c not in bases}
+    return dict(sorted(found.items()))
+
+
+def options_of_class(kind: type) -> dict[str, Any]:
+    """Return the types of the options of a class by name, with those that it passes on to its base class.
+
+    Args:
+        kind: Class.
+
+    Example:
+        >>> from lightning_sparsefl.data import Dirichlet
+        >>> options_of_class(Dirichlet)
+        {'alpha': <class 'float'>, 'min_examples': <class 'int'>}
+    """
+    return {found.name: found.annotation for found in get_signature_parameters(kind, "__init__")}
+
+
+def classes_in(annotation: Any) -> tuple[type, ...]:
+    """Return the classes that a type consists of, without None.
+
+    Args:
+        annotation: Type, which may be a union.
+
+    Example:
+        >>> classes_in(int | list[str] | None)
+        (<class 'int'>, <class 'str'>)
+    """
+    inner = get_args(annotation)
+    if inner:
+        return tuple(kind for part in inner for kind in classes_in(part))
+    return (annotation,) if isinstance(annotation, type) and annotation is not type(None) else ()

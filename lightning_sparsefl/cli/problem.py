@@ -1,0 +1,65 @@
+"""Error messages of jsonargparse, taken apart."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from lightning_sparsefl.cli.classes import classes_in, options_of_class
+from lightning_sparsefl.cli.suggestions import import_path
+
+_STEP = re.compile(
+    r"^(?P<indent> *(?:- )?)(?:"
+    r"Parser key [\"'](?P<key>[\w.]+)[\"']"
+    r"|Problem with given class_path '(?P<class_path>[\w.]+)'"
+    r"|Option '(?P<option>[\w.]+)' is not accepted)",
+    re.MULTILINE,
+)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """An error message of jsonargparse."""
+
+    message: str
+    """The message, of several lines."""
+    options: Sequence[str]
+    """Options of the parser, with dashes."""
+
+    @cached_property
+    def steps(self) -> list[re.Match[str]]:
+        """Keys, classes and the option on the way to the error, from the outermost one; only the first alternative."""
+        steps: list[re.Match[str]] = []
+        for step in _STEP.finditer(self.message):
+            if not steps or len(step["indent"]) > len(steps[-1]["indent"]):
+                steps.append(step)
+        return steps
+
+    @property
+    def key(self) -> str:
+        """Dotted name of the option."""
+        return ".".join(name for step in self.steps if (name := step["key"] or step["option"]))
+
+    @property
+    def value(self) -> str:
+        """Value of the option, as it was given."""
+        got = re.findall(r"Got value: (.*)|Given value: (.*)", self.message)
+        return next((first or second for first, second in got), "")
+
+    @property
+    def class_path(self) -> str | None:
+        """Import path of the innermost class whose options are wrong."""
+        paths = [step["class_path"] for step in self.steps if step["class_path"]]
+        return paths[-1] if paths else None
+
+    @property
+    def bases(self) -> tuple[type, ...]:
+        """Base classes of the option, which is one of `class_path` or else of the parser."""
+        kind = None if self.class_path is None else import_path(self.class_path)
+        if isinstance(kind, type):
+            return classes_in(options_of_class(kind).get(self.steps[-1]["key"]))
+        tried = re.search(r"Subtypes: \[(.*)\]", self.message)
+        found = [import_path(path) for path in re.findall(r"(?:\w+\.)+\w+", tried[1])] if tried else []
+        return tuple(kind for kind in found if isinstance(kind, type))
