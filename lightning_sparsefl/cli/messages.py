@@ -88,6 +88,15 @@ def _not_accepted(problem: Problem, match: re.Match[str]) -> str:
     return f"`{problem.key}` is not an option of {kind.__name__}" + (did_you_mean(match[1], names) or known)
 
 
+def _beside_class_path(problem: Problem, match: re.Match[str]) -> str:
+    name, options = problem.beside_class_path
+    text = f"`{problem.key.removesuffix('.class_path')}`"
+    if not options:
+        return f"{text} has options beside `class_path`; expected them below `init_args`"
+    listed = ", ".join(f"`{option}`" for option in options)
+    return f"{text} is {name} with {listed} beside `class_path`; expected options of a class below `init_args`"
+
+
 def _unknown_class(problem: Problem, match: re.Match[str]) -> str:
     own = own_classes(*problem.bases)
     known = f" or one of {', '.join(own)}" if own else " of a class"
@@ -154,6 +163,7 @@ _RULES: tuple[tuple[str, Callable[[Problem, re.Match[str]], str]], ...] = (
     (r'expected "subcommand" to be one of', _no_subcommand),
     (r"unrecognized arguments: (\S+)", _unrecognized),
     (r"does not accept option '([\w.]+)'", _not_accepted),
+    (r"Option 'class_path' is not accepted", _beside_class_path),
     (r"Option '([\w.]+)' is not accepted", _not_accepted),
     (r"Expected a dot import path string: (\S+)", _unknown_class),
     (r"No module named '([\w.]+)'", _no_module),

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from ast import literal_eval
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 from lightning_sparsefl.cli.classes import classes_in, options_of_class
 from lightning_sparsefl.cli.suggestions import import_path
@@ -55,6 +57,14 @@ class Problem:
         return paths[-1] if paths else None
 
     @property
+    def beside_class_path(self) -> tuple[str, Sequence[str]]:
+        """A class in the value that has options beside its `class_path`, with their names; empty if unknown."""
+        try:
+            return next(_beside_class_path(literal_eval(self.value)), ("", ()))
+        except (SyntaxError, ValueError):  # not a plain value
+            return "", ()
+
+    @property
     def bases(self) -> tuple[type, ...]:
         """Base classes of the option, which is one of `class_path` or else of the parser."""
         kind = None if self.class_path is None else import_path(self.class_path)
@@ -63,3 +73,14 @@ class Problem:
         tried = re.search(r"Subtypes: \[(.*)\]", self.message)
         found = [import_path(path) for path in re.findall(r"(?:\w+\.)+\w+", tried[1])] if tried else []
         return tuple(kind for kind in found if isinstance(kind, type))
+
+
+def _beside_class_path(value: Any) -> Iterator[tuple[str, Sequence[str]]]:
+    """Yield the classes in a value that have options beside their `class_path`, with the names of these."""
+    if isinstance(value, Mapping):
+        options = [str(name) for name in value if name not in ("class_path", "init_args", "dict_kwargs")]
+        if "class_path" in value and options:
+            yield str(value["class_path"]), options
+    inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ()
+    for item in inner:
+        yield from _beside_class_path(item)

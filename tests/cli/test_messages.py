@@ -93,6 +93,39 @@ def test_an_option_in_a_file(sparsefl, tmp_path):
     assert said(err) == "`trainer.max_roundz` is not an option; did you mean `trainer.max_rounds`?"
 
 
+BESIDE = {
+    "algorithm: {class_path: FedSpa, density: 0.2, search: dst}": (
+        "`algorithm` is FedSpa with `density`, `search` beside `class_path`; expected options of a class below "
+        "`init_args`."
+    ),
+    "data: {class_path: FederatedDigits, init_args: {partition: {class_path: Dirichlet, alpha: 1}}}": (
+        "`data.partition` is Dirichlet with `alpha` beside `class_path`; expected options of a class below `init_args`."
+    ),
+    "trainer: {callbacks: [{class_path: EarlyStopping, monitor: x}]}": (
+        "`trainer.callbacks` is EarlyStopping with `monitor` beside `class_path`; expected options of a class below "
+        "`init_args`."
+    ),
+}
+
+
+@pytest.mark.parametrize("content", BESIDE)
+def test_options_beside_the_class_path(content, sparsefl, tmp_path):
+    config = tmp_path / "more.yaml"
+    config.write_text(content)
+    code, _, err = sparsefl("fit", "--config", QUICKSTART, "--config", config)
+    assert code == 2
+    assert said(err) == BESIDE[content]
+
+
+def test_options_beside_the_class_path_of_an_object():
+    message = (
+        "Parser key \"algorithm\":\n  Errors:\n    - Problem with given class_path 'lightning_sparsefl.FedSpa':\n"
+        "        Option 'class_path' is not accepted\n  Given value: Namespace(class_path='FedSpa', density=0.5)"
+    )
+    expected = "`algorithm` has options beside `class_path`; expected them below `init_args`."
+    assert short_message(message) == expected
+
+
 def test_a_module_that_is_not_in_the_folder(sparsefl, tmp_path):
     (tmp_path / "my_models.py").touch()
     code, _, err = sparsefl("fit", "--config", QUICKSTART, "--model=my_model.Net")
