@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from jsonargparse import ArgumentParser
 
-from lightning_sparsefl.cli.classes import known_classes, own_classes
+from lightning_sparsefl.cli.classes import known_classes, options_of_class, own_classes
 from lightning_sparsefl.cli.packaged import suggestion
 from lightning_sparsefl.cli.problem import Problem
 from lightning_sparsefl.cli.suggestions import did_you_mean, import_path
@@ -53,6 +52,35 @@ def short_message(message: str, options: Sequence[str] = ()) -> str:
     return _condensed(message)
 
 
+def where_listed(message: str, program: str) -> str:
+    r"""Return the sentence that says which command lists the options.
+
+    Args:
+        message: Error message of jsonargparse, of several lines.
+        program: Command whose parser reports the error, such as ``sparsefl fit``.
+
+    Example:
+        >>> where_listed("unrecognized arguments: --x", "sparsefl fit")
+        '`sparsefl fit --help` lists the options.'
+        >>> message = "Parser key 'algorithm':\n  Problem with given class_path 'lightning_sparsefl.FedSpa':"
+        >>> where_listed(message, "sparsefl fit")
+        '`sparsefl fit --algorithm.help FedSpa` lists the options of FedSpa.'
+    """
+    problem = Problem(message, ())
+    classes = {key: _given(path) for key, path in problem.classes.items()}
+    if classes:
+        asked = " ".join(f"--{key}.help {name}" for key, name in classes.items())
+        return f"`{program} {asked}` lists the options of {list(classes.values())[-1].rpartition('.')[2]}."
+    if problem.key in _OF_CONFIGS:
+        return f"`{program} --{problem.key}.help` lists the classes."
+    return f"`{program} --help` lists the options."
+
+
+def _given(path: str) -> str:
+    """Return the name by which a class can be given: without its package for a class of this one."""
+    return path.rpartition(".")[2] if path.startswith("lightning_sparsefl.") else path
+
+
 def _condensed(message: str) -> str:
     """Join the lines of a message without the types that the parser tried."""
     lines = [line.strip().removeprefix("- ") for line in message.splitlines()]
@@ -83,7 +111,7 @@ def _not_accepted(problem: Problem, match: re.Match[str]) -> str:
     if not isinstance(kind, type):
         options = [option.removeprefix("--") for option in problem.options]
         return f"`{match[1]}` is not an option" + did_you_mean(match[1], options)
-    names = [name for name in inspect.signature(kind).parameters if name not in ("args", "kwargs")]
+    names = list(options_of_class(kind))
     known = f"; expected one of {', '.join(names)}" if names else "; it has none"
     return f"`{problem.key}` is not an option of {kind.__name__}" + (did_you_mean(match[1], names) or known)
 

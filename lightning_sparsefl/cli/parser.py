@@ -11,7 +11,7 @@ from lightning.pytorch.cli import LightningArgumentParser
 
 from lightning_sparsefl.cli.conventions import EXIT_USAGE
 from lightning_sparsefl.cli.help import HelpFormatter
-from lightning_sparsefl.cli.messages import options_of, short_message
+from lightning_sparsefl.cli.messages import options_of, short_message, where_listed
 
 
 class QuietAction(argparse.Action):
@@ -45,5 +45,5 @@ class SparseFLParser(LightningArgumentParser):
         reporter = getattr(ex, "subcommand_parser", None) or self
         program = "sparsefl SUBCOMMAND" if reporter._subcommands_action else reporter.prog
         print(f"sparsefl: error: {short_message(message, options_of(reporter))}", file=sys.stderr)
-        print(f"tip: `{program} --help` lists the options.", file=sys.stderr)
+        print(f"tip: {where_listed(message, program)}", file=sys.stderr)
         sys.exit(EXIT_USAGE)

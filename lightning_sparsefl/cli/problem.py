@@ -51,10 +51,21 @@ class Problem:
         return next((first or second for first, second in got), "")
 
     @property
+    def classes(self) -> dict[str, str]:
+        """Import paths of the classes around the option by their dotted keys, from the outermost one."""
+        keys: list[str] = []
+        classes = {}
+        guessed = bool(self.steps) and self.steps[-1]["option"] == "class_path"  # then the last class is the default
+        for step in self.steps[:-2] if guessed else self.steps:
+            keys += [step["key"]] if step["key"] else []
+            if step["class_path"]:
+                classes[".".join(keys)] = step["class_path"]
+        return classes
+
+    @property
     def class_path(self) -> str | None:
         """Import path of the innermost class whose options are wrong."""
-        paths = [step["class_path"] for step in self.steps if step["class_path"]]
-        return paths[-1] if paths else None
+        return next(reversed(self.classes.values()), None)
 
     @property
     def beside_class_path(self) -> tuple[str, Sequence[str]]:

@@ -65,6 +65,38 @@ def test_a_mistake_is_named_with_the_nearest_name(mistake, sparsefl):
     assert "<class" not in err
 
 
+@pytest.mark.parametrize(
+    ("args", "expected"),
+    [
+        (["--trainer.max_roundz=3"], "`sparsefl fit --help` lists the options."),
+        (["--algorithm=FedSpaa"], "`sparsefl fit --algorithm.help` lists the classes."),
+        (["--algorithm.zebra=3"], "`sparsefl fit --algorithm.help FedSpa` lists the options of FedSpa."),
+        (
+            ["--data.partition.zebra=3"],
+            "`sparsefl fit --data.help FederatedDigits --data.partition.help Dirichlet` lists the options of "
+            "Dirichlet.",
+        ),
+    ],
+)
+def test_the_tip_is_a_command_that_lists_the_options(args, expected, sparsefl):
+    code, _, err = sparsefl("fit", "--config", QUICKSTART, *args)
+    assert code == 2
+    assert err.splitlines()[-1] == f"tip: {expected}"
+    command = expected.split("`")[1].split()
+    assert sparsefl(*command[1:])[0] == 0
+
+
+def test_the_options_of_a_class_with_those_that_it_passes_on(sparsefl, tmp_path):
+    config = tmp_path / "more.yaml"
+    dataset = "{class_path: torchvision.datasets.FakeData, init_args: {size: 10}}"
+    config.write_text(f"data: {{class_path: FederatedDataset, init_args: {{train: {dataset}, zebra: 3}}}}")
+    code, _, err = sparsefl("fit", "--config", QUICKSTART, "--config", config)
+    assert code == 2
+    names = said(err).removesuffix(".").partition("; expected one of ")[2].split(", ")
+    assert {"train", "num_clients", "batch_size", "memory_map"} <= set(names)
+    assert "options" not in names
+
+
 def test_a_file_that_does_not_exist(sparsefl):
     code, _, err = sparsefl("fit", "--config", QUICKSTART.replace("quick", "quik"))
     assert code == 2
