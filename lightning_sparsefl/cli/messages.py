@@ -126,10 +126,22 @@ def _beside_class_path(problem: Problem, match: re.Match[str]) -> str:
 
 
 def _unknown_class(problem: Problem, match: re.Match[str]) -> str:
+    if match[1] in known_classes(object):
+        return _other_kind(problem, match)
+    text = f"`{problem.key}` is {match[1]!r}, which is not a known class"
+    return text + (did_you_mean(match[1], known_classes(*problem.bases)) or _expected_class(problem))
+
+
+def _other_kind(problem: Problem, match: re.Match[str]) -> str:
+    bases = " or ".join(dict.fromkeys(base.__name__ for base in problem.bases))
+    text = f"`{problem.key}` is {match[1] or problem.given_class!r}, which is not a subclass of {bases}"
+    return text + _expected_class(problem)
+
+
+def _expected_class(problem: Problem) -> str:
     own = own_classes(*problem.bases)
     known = f" or one of {', '.join(own)}" if own else " of a class"
-    text = f"`{problem.key}` is {match[1]!r}, which is not a known class"
-    return text + (did_you_mean(match[1], known_classes(*problem.bases)) or f"; expected an import path{known}")
+    return f"; expected an import path{known}"
 
 
 def _no_module(problem: Problem, match: re.Match[str]) -> str:
@@ -198,7 +210,7 @@ _RULES: tuple[tuple[str, Callable[[Problem, re.Match[str]], str]], ...] = (
     (r"Requirement '([\w-]+[^']*)' not met", _not_installed),
     (r"module '([\w.]+)' has no attribute '(\w+)'", _no_attribute),
     (r"File does not exist: '([^']+)'", _no_file),
-    (r"Import path does not correspond to a subclass", lambda problem, match: _condensed(problem.message)),
+    (r"Import path (?:(\S+) )?does not correspond to a subclass", _other_kind),
     (r"Expected a (?:<class '(?!NoneType)|typing\.Literal)", _wrong_type),
 )
 """Patterns of messages, the first of which that matches decides how the message is rewritten."""

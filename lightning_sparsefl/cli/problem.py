@@ -51,6 +51,12 @@ class Problem:
         return next((first or second for first, second in got), "")
 
     @property
+    def given_class(self) -> str:
+        """Class in the value: the value itself, or its `class_path`."""
+        named = re.match(r"\{'class_path': '([^']*)'", self.value)
+        return named[1] if named else self.value
+
+    @property
     def classes(self) -> dict[str, str]:
         """Import paths of the classes around the option by their dotted keys, from the outermost one."""
         keys: list[str] = []

@@ -30,6 +30,24 @@ MISTAKES = {
         ["--trainer.callbacks+=EarlyStopping", "--trainer.callbacks.monitr=x"],
         "`trainer.callbacks.monitr` is not an option of EarlyStopping; did you mean `monitor`?",
     ),
+    "class of another kind": (
+        ["--algorithm=EarlyStopping"],
+        "`algorithm` is 'EarlyStopping', which is not a subclass of FederatedAlgorithm; expected an import path or one "
+        "of APFL, ",
+    ),
+    "import path of another kind": (
+        ["--model=torch.nn.Linear"],
+        "`model` is 'torch.nn.Linear', which is not a subclass of LightningModule; expected an import path or one of ",
+    ),
+    "class of another kind in a class": (
+        ["--data.partition=lightning_sparsefl.FedAvg"],
+        "`data.partition` is 'lightning_sparsefl.FedAvg', which is not a subclass of Partition; expected an import "
+        "path or one of ByGroup, ",
+    ),
+    "class of another kind in a list": (
+        ['--trainer.callbacks=[{"class_path": "torch.nn.Linear", "init_args": {"bias": true}}]'],
+        "`trainer.callbacks` is 'torch.nn.Linear', which is not a subclass of Callback; expected an import path or ",
+    ),
     "class in lower case": (["--model=smallcnn"], "did you mean `SmallCNN`?"),
     "callback": (["--trainer.callbacks+=EarlyStoping"], "did you mean `EarlyStopping`?"),
     "optimizer": (["--optimizer=SDG"], "`optimizer` is 'SDG', which is not a known class; did you mean `SGD`?"),
