@@ -6,6 +6,7 @@ Lightning's own ModelCheckpoint, EarlyStopping, progress bars and loggers work w
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,9 +16,10 @@ from lightning.fabric import Fabric
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn, TrainerState, TrainerStatus
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
-from lightning_sparsefl.errors import MissingAttribute
+from lightning_sparsefl.errors import InvalidOption, MissingAttribute
 from lightning_sparsefl.federated.storage.atomic_files import write_atomically
 
 
@@ -134,9 +136,27 @@ class RoundTrainer:
         Args:
             hook: Name of the hook.
             *args: Arguments that follow the trainer and the module.
+
+        Raises:
+            InvalidOption: If a callback monitors a metric that the round does not have.
         """
         for callback in self.callbacks:
+            self._call(callback, hook, *args)
+
+    def _call(self, callback: Callback, hook: str, *args: Any) -> None:
+        try:
             getattr(callback, hook)(self, self.lightning_module, *args)
+        except (MisconfigurationException, RuntimeError) as error:
+            self._require_monitored(callback, error)
+            raise
+
+    def _require_monitored(self, callback: Callback, error: Exception) -> None:
+        """Raise :class:`InvalidOption` if a callback failed and monitors a metric that the round does not have."""
+        name, known = getattr(callback, "monitor", None), sorted(self.callback_metrics)
+        if isinstance(name, str) and name not in known and name in str(error):
+            near = get_close_matches(name, known, n=1)
+            expected = f"a metric of the round, such as '{near[0]}'" if near else f"one of {', '.join(known)}"
+            raise InvalidOption(f"`{type(callback).__name__}.monitor` is {name!r}; expected {expected}.") from error
 
     def report(self, metrics: Mapping[str, float]) -> None:
         """Add metrics to `callback_metrics`.

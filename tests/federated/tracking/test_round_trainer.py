@@ -1,0 +1,47 @@
+"""Callbacks that monitor a metric that no round has."""
+
+import pytest
+from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
+
+from helpers.networks import Classifier
+from lightning_sparsefl import FedAvg, FederatedTrainer, Federation
+from lightning_sparsefl.data import FederatedBlobs
+from lightning_sparsefl.errors import InvalidOption
+
+
+def fit(tmp_path, callback):
+    trainer = FederatedTrainer(
+        algorithm=FedAvg(),
+        federation=Federation(clients_per_round=2),
+        accelerator="cpu",
+        max_rounds=2,
+        default_root_dir=str(tmp_path),
+        callbacks=[callback],
+        enable_progress_bar=False,
+    )
+    data = FederatedBlobs(num_clients=2, num_classes=4, dim=8, num_train=60, batch_size=8, eval_split="test")
+    trainer.fit(Classifier(), data)
+
+
+@pytest.mark.parametrize("kind", [EarlyStopping, ModelCheckpoint])
+def test_a_metric_that_no_round_has_is_answered_by_the_nearest_one(kind, tmp_path):
+    expected = f"^`{kind.__name__}.monitor` is 'global/test_ac'; expected a metric of the round, such as "
+    with pytest.raises(InvalidOption, match=f"{expected}'global/test_acc'\\.$"):
+        fit(tmp_path, kind(monitor="global/test_ac"))
+
+
+def test_a_metric_that_is_like_no_other_is_answered_by_all(tmp_path):
+    expected = r"^`EarlyStopping.monitor` is 'zebra'; expected one of clients/failed, .*, global/test_acc, .*\.$"
+    with pytest.raises(InvalidOption, match=expected):
+        fit(tmp_path, EarlyStopping(monitor="zebra"))
+
+
+def test_other_errors_of_a_callback_stay_as_they_are(tmp_path):
+    class Broken(Callback):
+        monitor = "zebra"
+
+        def on_train_epoch_end(self, trainer, module):
+            raise RuntimeError("broken")
+
+    with pytest.raises(RuntimeError, match=r"^broken$"):
+        fit(tmp_path, Broken())
