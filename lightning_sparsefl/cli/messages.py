@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from jsonargparse import ArgumentParser
 
 from lightning_sparsefl.cli.classes import known_classes, options_of_class, own_classes
+from lightning_sparsefl.cli.help import KINDS
 from lightning_sparsefl.cli.packaged import suggestion
 from lightning_sparsefl.cli.problem import Problem
 from lightning_sparsefl.cli.suggestions import did_you_mean, import_path
@@ -184,6 +185,24 @@ def _wrong_type(problem: Problem, match: re.Match[str]) -> str:
     return f"`{problem.key}`{value or ':'} expected {' or '.join(dict.fromkeys(expected)) or 'null'}"
 
 
+def _not_created(problem: Problem, match: re.Match[str]) -> str:
+    """Rewrite the message for a class whose constructor failed; a data set may just not be on disk."""
+    group = next((name for name, kind in KINDS.items() if kind in problem.bases), match[1])
+    reason = _condensed(problem.message).removesuffix(".")
+    text = f"`{group}` is {_given(match[1])}, which cannot be created ({reason})"
+    sources = [f"`{group}.{name}.{option}`" for name, option in _sources(problem.value)]
+    missing = re.search(r"not found|no such file|not exist|download", reason, re.IGNORECASE)
+    return f"{text}; for missing data, set {' or '.join(sources)}" if missing and sources else text
+
+
+def _sources(value: str) -> Iterator[tuple[str, str]]:
+    """Yield the options of classes in a value that say where data is, each with the name of its class's option."""
+    for name, path in re.findall(r"(\w+)=Namespace\(class_path='([\w.]+)'", value):
+        kind = import_path(path)
+        options = options_of_class(kind) if isinstance(kind, type) else {}
+        yield from ((name, option) for option in ("root", "download") if option in options)
+
+
 def _listed(choices: str) -> str:
     return f"one of {choices}" if "," in choices else choices
 
@@ -212,6 +231,7 @@ _RULES: tuple[tuple[str, Callable[[Problem, re.Match[str]], str]], ...] = (
     (r"File does not exist: '([^']+)'", _no_file),
     (r"Import path (?:(\S+) )?does not correspond to a subclass", _other_kind),
     (r"Expected a (?:<class '(?!NoneType)|typing\.Literal)", _wrong_type),
+    (r"\ADoes not validate(?s:.*)Given value: Namespace\(class_path='([\w.]+)'", _not_created),
 )
 """Patterns of messages, the first of which that matches decides how the message is rewritten."""
 

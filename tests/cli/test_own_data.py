@@ -127,3 +127,28 @@ def test_bad_input_is_one_sentence(sparsefl, config, option, message):
     assert code == 2
     assert message in err
     assert "Traceback" not in err
+
+
+@pytest.mark.parametrize("subcommand", ["fit", "profile"])
+def test_missing_data_is_answered_by_the_options_that_say_where_it_is(subcommand, sparsefl, tmp_path):
+    path = tmp_path / "missing.yaml"
+    train = f"{{class_path: torchvision.datasets.MNIST, init_args: {{root: {tmp_path}}}}}"
+    path.write_text(
+        "{algorithm: FedAvg, model: MLP, data: {class_path: FederatedDataset, init_args: "
+        f"{{train: {train}, test_fraction: 0.2}}}}}}"
+    )
+    code, _, err = sparsefl(subcommand, "--config", path)
+    assert code == 2
+    assert "error: `data` is FederatedDataset, which cannot be created (Dataset not found." in err
+    assert "; for missing data, set `data.train.root` or `data.train.download`." in err
+    assert "Traceback" not in err
+
+
+def test_an_error_of_a_class_of_ones_own_is_told_with_its_option(sparsefl, config, tmp_path):
+    (tmp_path / "own_closed.py").write_text(
+        "from torch.utils.data import Dataset\n\n\nclass Closed(Dataset):\n"
+        '    def __init__(self):\n        raise ValueError("no key")\n'
+    )  # a file of its own, since another test may have imported the first one
+    code, _, err = sparsefl("fit", "--config", config, "--data.train=own_closed.Closed")
+    assert code == 2
+    assert "error: `data` is FederatedDataset, which cannot be created (no key)." in err
