@@ -14,7 +14,12 @@ from lightning.pytorch import LightningModule
 from lightning_sparsefl.cost import Ledger
 from lightning_sparsefl.errors import CheckpointMismatch
 from lightning_sparsefl.federated.commands.node_side import NodeSide
-from lightning_sparsefl.federated.commands.run_facts import STACK_SIZE, reported_facts, training_facts
+from lightning_sparsefl.federated.commands.run_facts import (
+    STACK_SIZE,
+    reported_facts,
+    require_equal_stacks,
+    training_facts,
+)
 from lightning_sparsefl.federated.distributed.ranks import Ranks
 from lightning_sparsefl.federated.evaluation.scorer import Scorer
 from lightning_sparsefl.federated.exchange.orders import Split
@@ -40,7 +45,6 @@ from lightning_sparsefl.federated.storage.checkpoint import (
     identity,
     read_checkpoint,
     report_changes,
-    require_equal_facts,
 )
 from lightning_sparsefl.federated.storage.folder_lock import FolderLock
 from lightning_sparsefl.federated.storage.homed_records import HomedRecords
@@ -254,7 +258,7 @@ class Run(NodeSide):
         if begun_alone and isinstance(self.worker, StackedWorker) and isinstance(self.cohort, RankCohort):
             self.worker.train_alone("the run began so")
             self.stack_size = self.cohort.stack_size = self.training[STACK_SIZE] = 1
-        require_equal_facts(path, theirs, {STACK_SIZE: self.training[STACK_SIZE]})
+        require_equal_stacks(path, theirs.get(STACK_SIZE), self.stack_size)
 
     def _fleet(self, run: str) -> Fleet:
         clients = self.server.training_clients

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import LightningModule
 
+from lightning_sparsefl.errors import CheckpointMismatch
 from lightning_sparsefl.federated.fleet import sizes_fact
 from lightning_sparsefl.federated.rounds.run_options import RunOptions
 from lightning_sparsefl.federated.rounds.workload import Workload
@@ -85,6 +87,30 @@ def reported_facts(options: RunOptions, module: LightningModule, data: Any) -> d
         "trainer.limit_val_batches": repr(options.local.limit_val_batches),
         "trainer.limit_test_batches": repr(options.local.limit_test_batches),
     }
+
+
+def require_equal_stacks(path: Path, theirs: Any, ours: int) -> None:
+    """Check that a checkpoint is of a run with stacks of the same size.
+
+    Args:
+        path: The checkpoint.
+        theirs: Stack size of the checkpoint's run; 1 = its clients have trained one after another.
+        ours: Stack size of this run.
+
+    Raises:
+        CheckpointMismatch: If the sizes differ.
+    """
+    if theirs != ours:
+        stacked = f"`federation.local_engine: stacked` and `federation.stack_size: {theirs}`"
+        raise CheckpointMismatch(
+            f"{path} is of a run with another `federation.local_engine`: {_at_once(theirs)}, and in this run "
+            f"{_at_once(ours)}; set {'`federation.local_engine: fast`' if theirs == 1 else stacked}."
+        )
+
+
+def _at_once(stack_size: Any) -> str:
+    """Return how clients are trained, as a clause."""
+    return "clients train one after another" if stack_size == 1 else f"up to {stack_size} clients train at once"
 
 
 def _lasting(value: Any) -> Any:

@@ -17,7 +17,7 @@ from lightning_sparsefl.models import MLP
 def fit(root, ckpt_path=None, rounds=1, drop_last=False, lr=0.1, optimizer=None, algorithm=None, **options):
     trainer = FederatedTrainer(
         algorithm=algorithm or FedAvg(),
-        federation=Federation(clients_per_round=2),
+        federation=Federation(clients_per_round=2, local_engine=options.pop("local_engine", "auto")),
         accelerator="cpu",
         devices=1,
         max_rounds=rounds,
@@ -79,6 +79,17 @@ def resume(first, tmp_path):
 def test_another_way_to_train_is_refused(option, value, resume):
     with pytest.raises(CheckpointMismatch, match=rf"its {option} is .*, this run's is .*{value}"):
         resume(**{option: value})
+
+
+def test_another_local_engine_is_refused_by_its_name(resume, tmp_path):
+    words = "another `federation.local_engine`: clients train one after another, and in this run up to 3 clients train "
+    with pytest.raises(CheckpointMismatch, match=f"{words}at once; set `federation.local_engine: fast`\\.$"):
+        resume(local_engine="stacked")
+    stacked = tmp_path / "stacked"
+    fit(stacked, local_engine="stacked")
+    remedy = "set `federation.local_engine: stacked` and `federation.stack_size: 3`"
+    with pytest.raises(CheckpointMismatch, match=rf"up to 3 clients train at once, and in this run .*; {remedy}\.$"):
+        fit(stacked, "last", rounds=2, local_engine="fast")
 
 
 @pytest.mark.parametrize(
