@@ -19,7 +19,7 @@ from lightning_sparsefl.federated.local.stacked.evaluation import (
     evaluate_stack,
     readable_in_order,
 )
-from lightning_sparsefl.federated.local.stacked.reader import reading_key
+from lightning_sparsefl.federated.local.stacked.reader import name_of_data, reading_key
 from lightning_sparsefl.federated.local.stacked.recording.recorder import PassRecorder
 from lightning_sparsefl.federated.local.stacked.step_trial import logged_difference, moved_weights
 from lightning_sparsefl.federated.local.stacked.trial import reason_of, reason_of_hooks
@@ -130,7 +130,7 @@ class StackEvaluator:
         worker, random = self._worker, torch.get_rng_state()
         loader = getattr(worker.data, f"client_{split}_dataloader")(0)
         if not readable_in_order(loader):
-            return "client 0's loader does not read `Examples` in memory in their order"
+            return f"client 0's loader does not read its `{name_of_data(loader)}` as whole batches of tensors in order"
         step, hooks = SCORING_STEPS[split], overridden(worker.module)
         if step not in hooks:
             return f"there is no `{self._name(split)}`"

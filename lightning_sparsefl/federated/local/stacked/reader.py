@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from lightning_sparsefl.data.examples import Examples, Normalize, order_of
+from lightning_sparsefl.data.items import ClientItems
 
 
 def readable(loader: Any) -> bool:
@@ -23,6 +24,16 @@ def readable(loader: Any) -> bool:
         loader: Loader of a client.
     """
     return Examples.are_read_by(loader)
+
+
+def name_of_data(loader: Any) -> str:
+    """Return the name of the class of the data that a loader reads, as its user knows it.
+
+    Args:
+        loader: Loader of any kind.
+    """
+    dataset = getattr(loader, "dataset", loader)
+    return type(dataset.train if isinstance(dataset, ClientItems) else dataset).__name__
 
 
 class ClientReader:

@@ -26,7 +26,7 @@ from lightning_sparsefl.federated.local.stacked import functorch
 from lightning_sparsefl.federated.local.stacked.asked_loop import AskedLoop
 from lightning_sparsefl.federated.local.stacked.fit import require_elementwise
 from lightning_sparsefl.federated.local.stacked.logs import NotStackable
-from lightning_sparsefl.federated.local.stacked.reader import readable
+from lightning_sparsefl.federated.local.stacked.reader import name_of_data, readable
 from lightning_sparsefl.federated.local.stacked.step_trial import ALONE, EXACT, ROUNDED, StepTrial, in_double
 from lightning_sparsefl.federated.local.stacked.undo import attributes_kept
 from lightning_sparsefl.federated.local.worker import ClientWorker
@@ -138,10 +138,9 @@ class StackingTrial:
                 return f"the parameter `{weight}` has a hook for its gradient"
         loader = self._data.client_train_dataloader(0)
         if not readable(loader):
-            kind = type(getattr(loader, "dataset", loader)).__name__
             return (
-                f"client 0's loader reads a `{kind}` in a way of its own, and not `Examples` in memory, as those of a "
-                "`TensorDataset` of two tensors without `collate_fn` and workers"
+                f"client 0's loader reads a `{name_of_data(loader)}` in a way of its own, and not whole batches of two "
+                "tensors, as with a `FederatedDataset` of a `TensorDataset` without `collate_fn` and workers"
             )
         if any(hook is not None for hook in self._trainer().hooks._transfers.values()):
             return "the data module overrides a hook of the batch transfer"
