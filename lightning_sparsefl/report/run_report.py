@@ -108,7 +108,7 @@ class Report:
         return dict(zip([run.path for run in self.runs], names_of(self.runs), strict=True))
 
     def notes(self) -> list[str]:
-        """Return what a reader of the numbers should know: unfinished runs, and repeated seeds."""
+        """Return what a reader of the numbers should know: unfinished runs, repeated seeds, and unlike groups."""
         notes = [
             f"{self.names[run.path]} has not finished: {run.rounds} rounds so far."
             for run in self.runs
@@ -121,7 +121,22 @@ class Report:
                 for seed, count in seeds.items()
                 if count > 1
             ]
-        return notes
+        return [*notes, *self._differences()]
+
+    def _differences(self) -> Iterator[str]:
+        """Yield differences between the runs that the scores and costs of a table do not show as such."""
+        rounds = {run.rounds for run in self.runs if run.is_finished}
+        if len(rounds) > 1:
+            yield (
+                f"The runs have from {min(rounds)} to {max(rounds)} rounds; their last scores are of different rounds, "
+                "and their costs are not of equal work."
+            )
+        engines = sorted({run.local_engine for run in self.runs if run.local_engine})
+        if len(engines) > 1:
+            yield (
+                f"The runs differ in `federation.local_engine` ({', '.join(engines)}): compare no durations; results "
+                "differ by rounding."
+            )
 
     @property
     def title(self) -> str:

@@ -139,6 +139,22 @@ def test_what_a_reader_should_know_is_told(tmp_path, capsys):
     assert lines[-1] == "FedSpa has 2 runs of seed 1, which count as different ones."
 
 
+def test_different_rounds_and_engines_are_noted(tmp_path):
+    write_run(tmp_path / "run_0", "FedAvg", rounds=4)
+    write_run(tmp_path / "run_1", "FedSpa", rounds=6)
+    for number, engine in enumerate(("fast", "stacked")):
+        path = tmp_path / f"run_{number}" / "config.yaml"
+        path.write_text(path.read_text().replace("capacities:", f"local_engine: {engine}\n  capacities:"))
+    runs = load_runs([tmp_path])
+    assert Report(runs).notes() == [
+        "The runs have from 4 to 6 rounds; their last scores are of different rounds, and their costs are not of equal "
+        "work.",
+        "The runs differ in `federation.local_engine` (fast, stacked): compare no durations; results differ by "
+        "rounding.",
+    ]
+    assert Report(runs[:1]).notes() == []
+
+
 def test_the_terminal_shows_one_row_for_each_group(report, capsys):
     report.print()
     out = capsys.readouterr().out

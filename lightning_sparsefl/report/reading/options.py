@@ -36,7 +36,7 @@ _TRAINING_DATA = ("data.batch_size", "data.drop_last")
 
 
 def read_options(path: Path) -> dict[str, bool | int | float | str]:
-    """Read the options that can change the results of a run.
+    """Read the options of a run.
 
     Args:
         path: Path of a `config.yaml`, written by the command line, or of a `hparams.yaml`.
@@ -60,7 +60,20 @@ def read_options(path: Path) -> dict[str, bool | int | float | str]:
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise InvalidOption(f"{path} is not the configuration of a run ({reason}); remove it, or repair it.") from None
-    return {name: value for name, value in found.items() if not _is_without_effect(name)}
+    return found
+
+
+def with_effect(options: Options) -> dict[str, bool | int | float | str]:
+    """Return the options that can change the results of a run.
+
+    Args:
+        options: Options from :func:`read_options`.
+
+    Example:
+        >>> with_effect({"algorithm.density": 0.5, "trainer.devices": 2})
+        {'algorithm.density': 0.5}
+    """
+    return {name: value for name, value in options.items() if not _is_without_effect(name)}
 
 
 def _flat(name: str, value: Any) -> Iterator[tuple[str, bool | int | float | str | None]]:

@@ -13,7 +13,7 @@ import numpy as np
 
 from lightning_sparsefl.errors import InvalidOption
 from lightning_sparsefl.report.reading.columns import Columns, read_columns
-from lightning_sparsefl.report.reading.options import FILES, SEEDS, Options, read_options
+from lightning_sparsefl.report.reading.options import FILES, SEEDS, Options, read_options, with_effect
 
 _CLIENT_COLUMNS = ("client", "trained", "failure", "simulated_seconds", "downlink_bytes")
 
@@ -34,6 +34,8 @@ class Run:
     """Columns of `overlap.csv`, with one entry per pair of clients and recorded round."""
     summary: Mapping[str, Any] = field(default_factory=dict)
     """Content of `summary.json`; empty for a run that has not finished."""
+    local_engine: str = ""
+    """Option `federation.local_engine`; empty if it is unknown."""
 
     @property
     def method(self) -> str:
@@ -131,7 +133,8 @@ def _load(folder: Path, source: str | None) -> Run:
     names = FILES if source is None else (source,)
     files = [folder / name for name in names if (folder / name).is_file()]
     summary = _summary(folder / "summary.json")
-    options = read_options(files[0]) if files else {}
+    given = read_options(files[0]) if files else {}
+    options: Options = with_effect(given)
     if "algorithm" not in options:  # so that runs of unknown options are not taken for seeds of one group
         options = {**options, "algorithm": str(summary.get("algorithm", folder.parent.name)), "folder": str(folder)}
     return Run(
@@ -141,6 +144,7 @@ def _load(folder: Path, source: str | None) -> Run:
         clients=read_columns(folder / "clients.csv", _is_about_clients),
         overlaps=read_columns(folder / "overlap.csv"),
         summary=summary,
+        local_engine=str(given.get("federation.local_engine", "")),
     )
 
 

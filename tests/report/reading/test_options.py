@@ -5,7 +5,7 @@ import pytest
 from helpers.run_folders import write_run
 from lightning_sparsefl.errors import InvalidOption
 from lightning_sparsefl.report import load_runs
-from lightning_sparsefl.report.reading.options import read_options
+from lightning_sparsefl.report.reading.options import read_options, with_effect
 
 CONFIG = """
 seed_everything: 3
@@ -20,7 +20,7 @@ ckpt_path: last
 
 def test_options_are_flat_and_classes_are_their_names(tmp_path):
     (tmp_path / "config.yaml").write_text(CONFIG)
-    assert read_options(tmp_path / "config.yaml") == {
+    assert with_effect(read_options(tmp_path / "config.yaml")) == {
         "seed_everything": 3,
         "trainer.max_epochs": 2,
         "trainer.callbacks.0": "EarlyStopping",
