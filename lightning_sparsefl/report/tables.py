@@ -27,8 +27,8 @@ _GROUPS = (
 )
 _SPREAD = {"_std": "std over clients", "_worst10": "worst tenth", "_gap": "participants minus unseen"}
 LEGEND = """\
-Bytes and FLOPs are sums over clients and rounds; those "as papers count" follow
-the formula of the method's paper."""
+Bytes and FLOPs are sums over clients and rounds; those "by formula" follow
+that of the method's paper, or else count the weights that masks keep."""
 """Explanation of the costs in the final table."""
 NOT_COUNTED = "not counted"
 """Cell of a cost that is unknown, which is not zero."""
@@ -37,9 +37,9 @@ _COSTS = (
     ("comm/uplink_bytes_total", "bytes up", "B"),
     ("comm/downlink_bytes_total", "bytes down", "B"),
     (_MASK_BYTES, "  of these, masks", "B"),
-    ("comm/paper_bytes_total", "bytes, as papers count", "B"),
+    ("comm/paper_bytes_total", "bytes, by formula", "B"),
     ("flops/train_total", "training FLOPs", "FLOP"),
-    ("flops/paper_total", "training FLOPs, as papers count", "FLOP"),
+    ("flops/paper_total", "training FLOPs, by formula", "FLOP"),
 )
 
 

@@ -59,7 +59,7 @@ def test_the_final_table_has_one_order():
         ("finetuned val_acc", "0.9375"),
         ("bytes up", "12 B"),
         ("bytes down", "1.5 kB"),
-        ("training FLOPs, as papers count", "2 TFLOP"),
+        ("training FLOPs, by formula", "2 TFLOP"),
         ("density held by clients", "0.5000"),
     ]
 

@@ -69,7 +69,7 @@ def measures(metric: str | None, targets: Mapping[str, float]) -> list[Measure]:
         found += [Measure(f"{key}_{metric}", words.format(metric), rising=rising) for key, words in _SCORES.items()]
     found += [Measure(key, words, "costs", unit, False) for key, (words, unit) in _COSTS.items()]
     found += [
-        Measure("paper_bytes", "bytes, as papers count", "costs", "B", False),
+        Measure("paper_bytes", "bytes, by formula", "costs", "B", False),
         Measure("density", "density", "costs"),
     ]
     for model in targets:
