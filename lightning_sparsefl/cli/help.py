@@ -26,7 +26,7 @@ TITLES = {
 }
 """Titles of the groups of options."""
 KINDS: dict[str, type] = {"algorithm": FederatedAlgorithm, "model": LightningModule, "data": LightningDataModule}
-_BASES = {
+BASES = {
     "Callback",
     "FederatedAlgorithm",
     "LightningDataModule",
@@ -35,6 +35,7 @@ _BASES = {
     "Optimizer",
     "LRScheduler",
 }
+"""Names of the base classes of options, which nobody chooses."""
 _ROUND_LEVEL = ("EarlyStopping", "ModelCheckpoint", "RichProgressBar", "RoundProgressBar", "TQDMProgressBar")
 """Callbacks that work on rounds; others, such as `LearningRateFinder`, need a trainer with batches."""
 
@@ -64,7 +65,7 @@ class HelpFormatter(DefaultHelpFormatter):
 def _choices(action: argparse.Action, paths: Sequence[str]) -> str:
     """Return the classes that a user can choose for an option, without base classes and internal ones."""
     names: Sequence[str] = [
-        name for path in paths if (name := path.rpartition(".")[2]) not in _BASES and _is_public(path)
+        name for path in paths if (name := path.rpartition(".")[2]) not in BASES and _is_public(path)
     ]
     if action.dest == "trainer.callbacks":
         names = _ROUND_LEVEL

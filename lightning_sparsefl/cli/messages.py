@@ -9,7 +9,7 @@ from pathlib import Path
 from jsonargparse import ArgumentParser
 
 from lightning_sparsefl.cli.classes import known_classes, options_of_class, own_classes
-from lightning_sparsefl.cli.help import KINDS
+from lightning_sparsefl.cli.help import BASES, KINDS
 from lightning_sparsefl.cli.packaged import suggestion
 from lightning_sparsefl.cli.problem import Problem
 from lightning_sparsefl.cli.suggestions import did_you_mean, import_path
@@ -68,7 +68,7 @@ def where_listed(message: str, program: str) -> str:
         '`sparsefl fit --algorithm.help FedSpa` lists the options of FedSpa.'
     """
     problem = Problem(message, ())
-    classes = {key: _given(path) for key, path in problem.classes.items()}
+    classes = {k: _given(path) for k, path in problem.classes.items() if path.rpartition(".")[2] not in BASES}
     if classes:
         asked = " ".join(f"--{key}.help {name}" for key, name in classes.items())
         return f"`{program} {asked}` lists the options of {list(classes.values())[-1].rpartition('.')[2]}."
@@ -91,7 +91,8 @@ def _condensed(message: str) -> str:
 
 
 def _required(problem: Problem, match: re.Match[str]) -> str:
-    keys = [key.partition(".")[2] or key for key in match[1].split(", ")]
+    given = match[1].split(", ")
+    keys = [f"{problem.key}.{key}" if problem.classes else key.partition(".")[2] or key for key in given]
     names = ", ".join(f"`{key}`" for key in keys)
     if not _OF_CONFIGS.intersection(keys):
         return f"No value for {names}; expected {' '.join(f'--{key} VALUE' for key in keys)}"
@@ -103,6 +104,7 @@ def _required(problem: Problem, match: re.Match[str]) -> str:
 
 def _unrecognized(problem: Problem, match: re.Match[str]) -> str:
     name = match[1].partition("=")[0]
+    name = f"--{problem.key}.{name.removeprefix('--')}" if problem.classes else name
     return f"`{name}` is not an option" + did_you_mean(name, problem.options)
 
 

@@ -199,6 +199,14 @@ SUBCOMMANDS = "fit, validate, test, profile, replay, export, configs, report, co
             f"`zebra` is not a subcommand; expected one of {SUBCOMMANDS}.",
         ),
         (("exprt",), "`exprt` is not a subcommand; did you mean `export`?"),
+        (
+            ("fit", "--algorithm=FedAvg", "--model=MLP", "--data=FederatedDigits", "--data.partition=Dirichlet"),
+            "No value for `data.partition.alpha`; expected --data.partition.alpha VALUE.",
+        ),
+        (
+            ("fit", "--algorithm=FedAvg", "--data.partition.zebra=1"),
+            "`--data.partition.zebra` is not an option.",
+        ),
         (("fit",), "No value for `algorithm`, `data`, `model`; expected options, a file in `--config`"),
     ],
 )
