@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, get_args
+from typing import Any, get_args, get_type_hints
 
 import lightning.pytorch.callbacks
 import lightning.pytorch.loggers
 import torch
-from jsonargparse._parameter_resolvers import get_signature_parameters
+from jsonargparse import ArgumentParser
 
 import lightning_sparsefl.algorithms
 import lightning_sparsefl.callbacks
@@ -61,7 +61,16 @@ def options_of_class(kind: type) -> dict[str, Any]:
         >>> options_of_class(Dirichlet)
         {'alpha': <class 'float'>, 'min_examples': <class 'int'>}
     """
-    return {found.name: found.annotation for found in get_signature_parameters(kind, "__init__")}
+    names = ArgumentParser().add_class_arguments(kind, fail_untyped=False)
+    hints = {name: hint for base in reversed(kind.__mro__) for name, hint in _hints_of_init(base).items()}
+    return {name: hints.get(name) for name in names if "." not in name}
+
+
+def _hints_of_init(kind: type) -> dict[str, Any]:
+    try:
+        return get_type_hints(vars(kind).get("__init__"))
+    except (NameError, TypeError):  # a name that only type checkers import, or no `__init__` of its own
+        return {}
 
 
 def classes_in(annotation: Any) -> tuple[type, ...]:
