@@ -14,6 +14,9 @@ from torchmetrics import Metric
 
 from lightning_sparsefl.errors import InvalidOption
 
+OF_LIGHTNING = frozenset(vars(LightningModule()))
+"""Attributes of modules that torch and Lightning set."""
+
 
 def _never_distributed() -> bool:
     """Return False: a metric must not be reduced over ranks, since they train other clients."""
@@ -72,9 +75,9 @@ _CONTAINERS = (list, dict, set)
 class ModuleState:
     """Snapshot of a module's state other than tensors, to undo the changes of one client before the next.
 
-    It covers `requires_grad` and hooks of parameters, training modes, forward and backward hooks of submodules, and
-    attributes without a leading underscore. Changes inside an object are not undone; a list, dict or set whose length
-    has changed is reported once.
+    It covers `requires_grad` and hooks of parameters, training modes, forward and backward hooks of submodules,
+    attributes of the user's modules, public ones of other modules, and buffers that were registered or filled. Changes
+    inside an object are not undone; a list, dict or set whose length has changed is reported once.
 
     Args:
         module: Module, which must have the same submodules at :meth:`restore`.
@@ -85,6 +88,7 @@ class ModuleState:
         self._parameters: list[tuple[nn.Parameter, bool, dict[int, Any]]] = []
         self._hooks: list[tuple[dict[int, Any], dict[int, Any]]] = []
         self._sizes: list[tuple[str, str, Sized, int]] = []
+        self._buffers: list[tuple[nn.Module, dict[str, Any]]] = []
         self._visit(type(module).__name__, module)
 
     def _visit(self, name: str, module: nn.Module) -> None:
@@ -97,11 +101,12 @@ class ModuleState:
                 hooks = value._backward_hooks
                 self._parameters.append((value, value.requires_grad, hooks.copy() if hooks else _NO_HOOKS))
         self._hooks += [(hooks, hooks.copy() if hooks else _NO_HOOKS) for hooks in map(attributes.__getitem__, _HOOKS)]
-        if not type(module).__module__.startswith("torch."):
+        self._buffers.append((module, module._buffers.copy()))
+        if not _is_of_torch(module):
             self._sizes += [
                 (name, key, value, len(value))
                 for key, value in attributes.items()
-                if type(value) in _CONTAINERS and key[0] != "_"
+                if type(value) in _CONTAINERS and key not in OF_LIGHTNING
             ]
         for key, child in module._modules.items():
             if child is not None:
@@ -109,6 +114,16 @@ class ModuleState:
 
     def restore(self) -> None:
         """Restore the snapshot."""
+        self._restore_flags_and_hooks()
+        self._report_sizes()
+        for module, buffers in self._buffers:
+            _restore_buffers(module, buffers)
+        for _, module, before in self._before:
+            now = vars(module)
+            if len(now) != len(before) or not all(map(operator.is_, now.values(), before.values())):
+                _restore_attributes(module, before)
+
+    def _restore_flags_and_hooks(self) -> None:
         for parameter, flag, known in self._parameters:
             if parameter.requires_grad is not flag:
                 parameter.requires_grad_(flag)
@@ -118,16 +133,14 @@ class ModuleState:
         for hooks, known in self._hooks:
             if hooks or known:
                 _restore_hooks(hooks, known)
+
+    def _report_sizes(self) -> None:
         for name, key, value, size in self._sizes:
             if len(value) != size:
                 _messages.info(
                     f"A client's training has changed `{name}.{key}` in place. The next client on the same rank will "
                     "see the change, so the result may depend on the number of ranks; clear it in `on_fit_start`."
                 )
-        for _, module, before in self._before:
-            now = vars(module)
-            if len(now) != len(before) or not all(map(operator.is_, now.values(), before.values())):
-                _restore_attributes(module, before)
 
 
 def _restore_hooks(hooks: dict[int, Any], known: dict[int, Any]) -> None:
@@ -136,10 +149,26 @@ def _restore_hooks(hooks: dict[int, Any], known: dict[int, Any]) -> None:
         hooks.update(known)
 
 
+def _restore_buffers(module: nn.Module, before: Mapping[str, Any]) -> None:
+    """Remove the buffers that had no tensor before; the tensors of others are no part of the snapshot."""
+    for name in module._buffers.keys() - before.keys():
+        delattr(module, name)
+    module._buffers.update({name: None for name, tensor in before.items() if tensor is None})
+
+
 def _restore_attributes(module: nn.Module, before: Mapping[str, Any]) -> None:
     now = vars(module)
-    for key in [key for key in now if key[0] != "_" and key not in before]:
+    for key in [key for key in now if key not in before and _is_restored(module, key)]:
         del now[key]
     for key, value in before.items():
-        if key[0] != "_" and now.get(key, now) is not value:
+        if now.get(key, now) is not value and _is_restored(module, key):
             now[key] = value
+
+
+def _is_restored(module: nn.Module, key: str) -> bool:
+    """Return whether an attribute is restored: not the private ones by which torch and Lightning work."""
+    return key[0] != "_" or (key not in OF_LIGHTNING and not _is_of_torch(module))
+
+
+def _is_of_torch(module: nn.Module) -> bool:
+    return type(module).__module__.startswith("torch.")

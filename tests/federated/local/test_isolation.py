@@ -23,6 +23,10 @@ from lightning_sparsefl.federated.local.lightning_trainer import LightningEngine
 from lightning_sparsefl.federated.local.local_options import LocalOptions
 
 
+class Factor(nn.Module):
+    factor = 2.0
+
+
 class Net(L.LightningModule):
     """Does something to itself in the first batch of client 0, which has the first rounds of each rank."""
 
@@ -30,9 +34,9 @@ class Net(L.LightningModule):
         super().__init__()
         self.net = nn.Sequential(nn.Flatten(), nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 4))
         self.change, self.scale, self.seen, self.gone = change, 1.0, [0], 1
-        self.nested = nn.Module()
-        self.nested.factor = 2.0
-        self.on = True
+        self.nested = Factor()
+        self.on, self._mean = True, 1.0
+        self.register_buffer("empty", None)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.net(x.float())
@@ -66,6 +70,11 @@ CHANGES = {
     "layer's option": lambda module: setattr(module.net[3], "p", 0.9),
     "momentum": lambda module: setattr(module.net[2], "momentum", 0.9),
     "new attribute": lambda module: setattr(module, "fresh", torch.ones(3)),
+    "private": lambda module: setattr(module, "_mean", 3.0),
+    "new private attribute": lambda module: setattr(module.nested, "_fresh", 3.0),
+    "new buffer": lambda module: module.register_buffer("late", torch.ones(2)),
+    "new buffer that is not saved": lambda module: module.net.register_buffer("late", torch.ones(2), persistent=False),
+    "filled buffer": lambda module: setattr(module, "empty", torch.ones(2)),
     "deleted": delete,
     "another list": lambda module: setattr(module, "seen", [0, 1, 2]),
 }
@@ -78,7 +87,10 @@ def facts(module: Net) -> dict[str, Any]:
         "gradient hooks": [len(p._backward_hooks or {}) for p in module.parameters()],
         "modes": [m.training for m in module.modules()],
         "hooks": [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in module.modules()],
-        "own": {key: value for key, value in vars(module).items() if key[0] != "_"},
+        "own": {key: value for key, value in vars(module).items() if key not in isolation.OF_LIGHTNING},
+        "nested": sorted(vars(module.nested)),
+        "buffers": [(name, buffer is None) for m in module.modules() for name, buffer in m._buffers.items()],
+        "not saved": [m._non_persistent_buffers_set for m in module.modules()],
         "others": (module.nested.factor, module.net[3].p, module.net[2].momentum),
     }
 

@@ -12,17 +12,18 @@ from typing import Any
 
 import numpy as np
 import torch
-from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch import Callback
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torchmetrics import Metric
 
+from lightning_sparsefl.federated.local.isolation import OF_LIGHTNING
 from lightning_sparsefl.federated.local.stacked import functorch
 from lightning_sparsefl.federated.local.stacked.logs import NotStackable
 
 _FOREIGN = ("torch", "lightning", "numpy", "lightning_sparsefl.federated")
 """Packages whose objects, such as modules, data and clients, are no part of the state of what holds them."""
-_OF_LIGHTNING = frozenset(vars(LightningModule())) | {"trainer", "log", "log_dict", "configure_optimizers"}
+_OF_A_FIT = OF_LIGHTNING | {"trainer", "log", "log_dict", "configure_optimizers"}
 """Attributes of modules that torch, Lightning and a fit set."""
 _LARGE = 2**20
 """Number of elements from which on a tensor of a module is not copied, so that data in attributes costs nothing."""
@@ -248,7 +249,7 @@ def _clause(name: str, now: Any, before: Any = None) -> str:
 
 def _own(child: nn.Module) -> dict[str, Any]:
     """Return a module's attributes but for those that every module has; Lightning makes empty `_hparams` when asked."""
-    found = {key: value for key, value in vars(child).items() if key not in _OF_LIGHTNING}
+    found = {key: value for key, value in vars(child).items() if key not in _OF_A_FIT}
     return found if found.get("_hparams", True) else {key: value for key, value in found.items() if key != "_hparams"}
 
 
