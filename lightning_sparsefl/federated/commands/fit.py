@@ -133,6 +133,8 @@ class Fit:
         path, resume_point = None, self.parts.resume_point
         if resume_point.folder is not None:
             path = resume_point.folder
+        elif self.options.run_dir is not None:
+            path = self.options.run_dir
         elif self.ranks.first:
             # a CSVLogger's folder has a metrics.csv of its own
             loggers = self.options.users_loggers()
@@ -261,7 +263,9 @@ class Fit:
         """Score the last round even if a callback stopped the run between two evaluations."""
         if self._recorder.scored != self._state.server.round:
             self._phase = f"the evaluation of round {self._state.server.round}"
-            self._recorder.add_scores(self.scorer.scores(self._state), self._state.server.round)
+            scores = self.scorer.scores(self._state)
+            self.scorer.select(self._state, scores)
+            self._recorder.add_scores(scores, self._state.server.round)
 
     # ---- commits
 

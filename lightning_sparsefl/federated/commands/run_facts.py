@@ -46,14 +46,14 @@ def training_facts(
         "local epochs of the clients": federation.local_epochs,
         "batch size": workload.batch_size,
         "clients per round": federation.clients_per_round,
-        "sampler": None if federation.sampler in (None, Uniform()) else repr(federation.sampler),
-        "devices": None if federation.devices is None else repr(federation.devices),
-        "availability": None if federation.availability is None else repr(federation.availability),
+        "sampler": None if federation.sampler == Uniform() else _option(federation.sampler),
+        "devices": _option(federation.devices),
+        "availability": _option(federation.availability),
         "buffers": federation.buffers,
-        "reducer": None if federation.reducer is None else repr(federation.reducer),
-        "server_optimizer": None if federation.server_optimizer is None else repr(federation.server_optimizer),
+        "reducer": _option(federation.reducer),
+        "server_optimizer": _option(federation.server_optimizer),
         "clip_update": federation.clip_update,
-        "privacy": None if federation.privacy is None else repr(federation.privacy),
+        "privacy": _option(federation.privacy),
         "unseen clients": federation.unseen_clients,
         "monitor": federation.monitor,
         "execution": federation.execution,
@@ -63,7 +63,7 @@ def training_facts(
         "wire": federation.wire,
         STACK_SIZE: stack_size,
         **({"max_rounds": options.max_rounds} if options.algorithm.fixed_length else {}),
-        "round_lr": repr(options.round_lr),
+        "round_lr": _option(options.round_lr),
     }
 
 
@@ -79,7 +79,8 @@ def reported_facts(options: RunOptions, module: LightningModule, data: Any) -> d
     ours = [c for c in options.client_callbacks if type(c).__module__.startswith("lightning_sparsefl.callbacks.")]
     optimizer = getattr(module.configure_optimizers, "configuration", {})
     return {
-        **{name.replace("/", "."): _lasting(v) for name, v in hparams.items() if name.startswith("model/")},
+        **{n.replace("/", "."): _lasting(v) for n, v in hparams.items() if n.startswith(("model/", "data/"))},
+        "data.seed": getattr(data, "seed", None),
         **{name: _lasting(value) for name, value in optimizer.items() if value is not None},
         "trainer.client_callbacks": ", ".join(type(callback).__name__ for callback in ours) or None,
         "trainer.max_rounds": options.max_rounds if options.algorithm.follows_length else None,
@@ -111,6 +112,11 @@ def require_equal_stacks(path: Path, theirs: Any, ours: int) -> None:
 def _at_once(stack_size: Any) -> str:
     """Return how clients are trained, as a clause."""
     return "clients train one after another" if stack_size == 1 else f"up to {stack_size} clients train at once"
+
+
+def _option(value: Any) -> str | None:
+    """Return the text of an option that may be an object of the user's own class; None for None."""
+    return None if value is None else str(_lasting(repr(value)))
 
 
 def _lasting(value: Any) -> Any:

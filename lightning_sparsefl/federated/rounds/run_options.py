@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from lightning.pytorch import Callback
 from lightning.pytorch.loggers import Logger
+from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lightning_sparsefl.errors import InvalidOption
 from lightning_sparsefl.federated.algorithm import FederatedAlgorithm
@@ -59,6 +61,18 @@ class RunOptions:
                 f"`federation.redraw_capacities` is True, but {type(self.algorithm).__name__} plans the whole run by "
                 "the capacities of the first round; expected False."
             )
+        self._check_state_keys()
+
+    def _check_state_keys(self) -> None:
+        """Raise if two callbacks would be one in a checkpoint, which holds their states by key."""
+        stateful = [c for c in self.callbacks if is_overridden("state_dict", c, Callback)]
+        for key, count in Counter(callback.state_key for callback in stateful).items():
+            if count > 1:
+                kind = next(type(callback).__name__ for callback in stateful if callback.state_key == key)
+                raise InvalidOption(
+                    f"`trainer.callbacks` has {count} {kind} with the state key {key!r}, so that a checkpoint could "
+                    "hold the state of one; expected one of them, or other options or another `state_key` in each."
+                )
 
     @property
     def name(self) -> str:

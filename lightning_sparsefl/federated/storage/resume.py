@@ -8,7 +8,7 @@ from pathlib import Path
 
 from lightning.fabric.utilities.rank_zero import rank_zero_info
 
-from lightning_sparsefl.errors import CheckpointMismatch
+from lightning_sparsefl.errors import CheckpointMismatch, InvalidOption
 from lightning_sparsefl.federated.storage.checkpoint import LAST, PREVIOUS, REFUSED, Checkpoint
 from lightning_sparsefl.federated.storage.folder_lock import LOCK, FolderLock
 from lightning_sparsefl.federated.storage.run_folder import checkpoints_of, last_run, newest_version
@@ -122,6 +122,7 @@ def find_resume_point(
 
     Raises:
         CheckpointMismatch: If ``last`` or a folder is given, and there is no run with a checkpoint.
+        InvalidOption: If a run has begun in `run_dir`, and the checkpoint is another one.
     """
     if run_dir is not None and ckpt_path in (None, *NEWEST):
         begun = checkpoints_of(run_dir) or not training or (run_dir / LOCK).is_file()
@@ -129,11 +130,8 @@ def find_resume_point(
     if ckpt_path is None:
         return ResumePoint()
     if ckpt_path not in NEWEST:
-        path = Path(ckpt_path)
-        if path.is_dir():
-            return _in_folder(path, training)
-        own = path.name == LAST and path.parent.name == "checkpoints"
-        return ResumePoint(path, path.parent.parent if own else None)
+        found = _given(Path(ckpt_path), training)
+        return found if run_dir is None or not training else _moved(found, run_dir)
     run, newest = last_run(root, name), newest_version(root / name)
     if training and newest is not None and newest != run and (run is None or run.parent == newest.parent):
         other = "" if run is None else f"; for the run before it, set `ckpt_path` to {run / 'checkpoints' / LAST}"
@@ -147,6 +145,26 @@ def find_resume_point(
             "give a path, or set `trainer.default_root_dir`."
         )
     return ResumePoint(run / "checkpoints" / LAST, run, newest=True)
+
+
+def _given(path: Path, training: bool) -> ResumePoint:
+    """Return the resume point of the path of a checkpoint or of a run folder."""
+    if path.is_dir():
+        return _in_folder(path, training)
+    own = path.name == LAST and path.parent.name == "checkpoints"
+    return ResumePoint(path, path.parent.parent if own else None)
+
+
+def _moved(found: ResumePoint, run_dir: Path) -> ResumePoint:
+    """Let a run that starts from a checkpoint of another run begin in its own folder."""
+    if found.folder is not None and found.folder.resolve() == run_dir.resolve():
+        return found
+    if checkpoints_of(run_dir):
+        raise InvalidOption(
+            f"`trainer.run_dir` is {run_dir}, where a run has begun, and `ckpt_path` is {found.checkpoint}; expected "
+            "`ckpt_path: auto` to go on with the run, or a new folder to start from that checkpoint."
+        )
+    return replace(found, folder=None, newest=False)
 
 
 def _in_folder(folder: Path, training: bool) -> ResumePoint:

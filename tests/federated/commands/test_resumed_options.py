@@ -10,11 +10,19 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_sparsefl import FedAvg, FedDST, FederatedTrainer, Federation, FedProx, FedSpa
 from lightning_sparsefl.callbacks import ProximalTerm
 from lightning_sparsefl.data import FederatedBlobs
-from lightning_sparsefl.errors import CheckpointMismatch
+from lightning_sparsefl.errors import CheckpointMismatch, InvalidOption
+from lightning_sparsefl.federated import RoundLR
 from lightning_sparsefl.models import MLP
 
 
-def fit(root, ckpt_path=None, rounds=1, drop_last=False, lr=0.1, optimizer=None, algorithm=None, **options):
+class WarmUp(RoundLR):
+    """A schedule of the user's, whose text has its address."""
+
+    def factor(self, round, max_rounds):
+        return min(1.0, (round + 1) / 3)
+
+
+def fit(root, ckpt_path=None, rounds=1, drop_last=False, lr=0.1, optimizer=None, algorithm=None, seed=0, **options):
     trainer = FederatedTrainer(
         algorithm=algorithm or FedAvg(),
         federation=Federation(clients_per_round=2, local_engine=options.pop("local_engine", "auto")),
@@ -26,7 +34,8 @@ def fit(root, ckpt_path=None, rounds=1, drop_last=False, lr=0.1, optimizer=None,
         enable_progress_bar=False,
         **options,
     )
-    data = FederatedBlobs(num_train=60, num_clients=3, dim=8, batch_size=8, val_fraction=0.2, drop_last=drop_last)
+    sizes = {"num_train": 60, "num_clients": 3, "dim": 8, "batch_size": 8, "val_fraction": 0.2}
+    data = FederatedBlobs(**sizes, drop_last=drop_last, seed=seed)
     torch.manual_seed(0)
     module = MLP(num_classes=data.num_classes, sample_shape=(1, 1, 8), lr=lr)
     if optimizer is not None:
@@ -103,6 +112,7 @@ def test_another_local_engine_is_refused_by_its_name(resume, tmp_path):
             "`trainer.client_callbacks` = None, and .* 'ProximalTerm'",
         ),
         ({"optimizer": {"lr": 0.2}}, r"`optimizer.lr` = 0.1, and this run has 0.2"),
+        ({"seed": 1}, r"`data.seed` = 0, and this run has 1"),
     ],
     ids=lambda value: str(next(iter(value))) if isinstance(value, dict) else "",
 )
@@ -137,3 +147,26 @@ def test_a_run_that_goes_on_with_a_model_checkpoint_warns_of_nothing(federation)
     again = federation(FedAvg(), rounds=2, callbacks=[saver()], ckpt_path=str(first.run_folder))
     assert again.run_folder == first.run_folder
     assert list(again.run_folder.rglob("*.ckpt"))
+
+
+def test_a_schedule_of_the_users_own_class_resumes(tmp_path):
+    fit(tmp_path, round_lr=WarmUp())
+    assert fit(tmp_path, "last", rounds=2, round_lr=WarmUp())["rounds"] == 2
+
+
+def test_a_run_that_starts_from_another_runs_checkpoint_has_its_own_folder(first, tmp_path):
+    theirs = next(first.glob("FedAvg/version_0"))
+    before = sorted(path.name for path in theirs.rglob("*"))
+    for given in (theirs, theirs / "checkpoints" / "last.ckpt"):
+        mine = tmp_path / given.name
+        assert fit(first, str(given), rounds=2, optimizer={"lr": 0.1}, run_dir=str(mine))["rounds"] == 2
+        assert (mine / "summary.json").is_file()
+    assert sorted(path.name for path in theirs.rglob("*")) == before
+    with pytest.raises(InvalidOption, match=r"run_dir` is .*, where a run has begun, and `ckpt_path` is"):
+        fit(first, str(theirs), rounds=2, run_dir=str(mine))
+
+
+def test_callbacks_that_would_share_a_state_are_refused(tmp_path):
+    callbacks = [ModelCheckpoint(monitor="global/val_acc"), ModelCheckpoint(monitor="global/val_acc")]
+    with pytest.raises(InvalidOption, match=r"`trainer\.callbacks` has 2 ModelCheckpoint with the state key"):
+        fit(tmp_path, callbacks=callbacks)

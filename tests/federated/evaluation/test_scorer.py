@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from lightning.pytorch import Callback
 
 from lightning_sparsefl import (
     FedAvg,
@@ -122,6 +123,18 @@ def test_the_best_round_is_fine_tuned_at_its_own_round(fit):
     assert summary["selected/val_loss"] == pytest.approx(sum(float(r["selected/val_loss"]) for r in seen) / 5)
     assert summary["finetuned_unseen/val_loss"] != summary["selected_unseen/val_loss"]
     assert json.loads((folder / "summary.json").read_text())["selected/round"] == best
+
+
+class StopsEarly(Callback):
+    def on_train_epoch_end(self, trainer, pl_module):
+        trainer.should_stop = trainer.current_epoch == 2
+
+
+def test_the_last_round_can_be_selected_where_a_callback_stops_the_run_between_evaluations(fit):
+    stopped = {"max_rounds": 9, "check_val_every_n_round": 2, "callbacks": [StopsEarly()]}
+    _, summary = fit(federation={"select": "global/val_loss"}, **stopped)
+    assert summary["rounds"] == 3
+    assert summary["selected/round"] == 3  # the loss falls
 
 
 def test_a_method_without_fine_tuning_gets_it_from_the_federation(fit):
