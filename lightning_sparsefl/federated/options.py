@@ -193,8 +193,9 @@ class Federation:
         training = num_clients - self.unseen_clients
         if self.clients_per_round > training:
             held_out = f", {self.unseen_clients} of them unseen" if self.unseen_clients else ""
+            unchanged = " (the default)" if self.clients_per_round == type(self).clients_per_round else ""
             raise InvalidOption(
-                f"`federation.clients_per_round` is {self.clients_per_round}, but the data has {num_clients} "
+                f"`federation.clients_per_round` is {self.clients_per_round}{unchanged}, but the data has {num_clients} "
                 f"clients{held_out}; lower it, or raise `data.num_clients`."
             )
         expected = f"at most `federation.clients_per_round`, {self.clients_per_round}"

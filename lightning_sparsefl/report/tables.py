@@ -128,7 +128,7 @@ def summary_rows(*summaries: Mapping[str, Any]) -> list[tuple[str, ...]]:
     if spent and not any(name.startswith("flops/") for name, _, _ in spent):
         rows.append(("training FLOPs", *(NOT_COUNTED for _ in summaries)))
     if "density/all" in first:
-        rows.append(row("density held by clients", "density/all", score))
+        rows.append(row("density of the masks", "density/all", score))
     if "privacy/epsilon" in first:
         rows.append(row(f"epsilon at delta {first['privacy/delta']:g}", "privacy/epsilon", "{:.2f}".format))
     return rows

@@ -53,7 +53,7 @@ def export_sparse(weights: nn.Module | Mapping[str, Tensor], path: str | os.Path
         path: Path of the file; missing parent folders are created.
 
     Raises:
-        InvalidOption: If an entry is not a dense tensor of a supported type, or its name is reserved.
+        InvalidOption: If `weights` is no module or mapping, an entry is not a dense tensor of a supported type, or its name is reserved.
         OSError: If the file cannot be written.
 
     Example:
@@ -66,6 +66,8 @@ def export_sparse(weights: nn.Module | Mapping[str, Tensor], path: str | os.Path
     """
     if isinstance(weights, nn.Module):
         weights = getattr(weights, "_orig_mod", weights).state_dict()  # the names of a compiled module have a prefix
+    if not isinstance(weights, Mapping):
+        raise InvalidOption(f"`weights` is a {type(weights).__name__}; expected a module, or a mapping of tensors.")
     entries: dict[str, Tensor] = {}
     shapes: dict[str, list[int] | None] = {}
     for name, value in weights.items():

@@ -60,7 +60,7 @@ def test_the_final_table_has_one_order():
         ("bytes up", "12 B"),
         ("bytes down", "1.5 kB"),
         ("training FLOPs, by formula", "2 TFLOP"),
-        ("density held by clients", "0.5000"),
+        ("density of the masks", "0.5000"),
     ]
 
 
