@@ -195,8 +195,8 @@ class Federation:
             held_out = f", {self.unseen_clients} of them unseen" if self.unseen_clients else ""
             unchanged = " (the default)" if self.clients_per_round == type(self).clients_per_round else ""
             raise InvalidOption(
-                f"`federation.clients_per_round` is {self.clients_per_round}{unchanged}, but the data has {num_clients} "
-                f"clients{held_out}; lower it, or raise `data.num_clients`."
+                f"`federation.clients_per_round` is {self.clients_per_round}{unchanged}, but the data has "
+                f"{num_clients} clients{held_out}; lower it, or raise `data.num_clients`."
             )
         expected = f"at most `federation.clients_per_round`, {self.clients_per_round}"
         require(self.min_clients <= self.clients_per_round, "federation.min_clients", self.min_clients, expected)

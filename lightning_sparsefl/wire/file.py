@@ -53,7 +53,8 @@ def export_sparse(weights: nn.Module | Mapping[str, Tensor], path: str | os.Path
         path: Path of the file; missing parent folders are created.
 
     Raises:
-        InvalidOption: If `weights` is no module or mapping, an entry is not a dense tensor of a supported type, or its name is reserved.
+        InvalidOption: If `weights` is neither a module nor a mapping, or if an entry is not a dense tensor of a
+            supported type, or has a reserved name.
         OSError: If the file cannot be written.
 
     Example:

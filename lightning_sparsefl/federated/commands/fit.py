@@ -76,7 +76,8 @@ def _finished(run: Run, state: RunState) -> dict[str, float]:
     run.folder = RunFolder(run.resume_point.folder)
     finished, most = state.server.round, run.options.max_rounds
     rank_zero_info(
-        f"{run.folder.path} has finished {finished} rounds, and `trainer.max_rounds` is {most}; raise it to train longer."
+        f"{run.folder.path} has finished {finished} rounds, and `trainer.max_rounds` is {most}; "
+        "raise it to train longer."
     )
     return run.folder.read_summary()
 
