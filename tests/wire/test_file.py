@@ -147,6 +147,7 @@ def test_an_older_file_stays_where_writing_fails(path, monkeypatch):
         ({"s": torch.eye(2).to_sparse()}, "`s` is a torch.sparse_coo tensor"),
         ({"w#mask": torch.ones(2)}, "The name `w#mask` is reserved"),
         ({"__metadata__": torch.ones(2)}, "The name `__metadata__` is reserved"),
+        ("net.ckpt", "`weights` is a str; expected a module, or a mapping of tensors"),
     ],
 )
 def test_what_cannot_be_written_is_refused(tree, message, path):
