@@ -133,6 +133,7 @@ class ModuleStates(States):
         module: Module before a fit or an evaluation, which holds its own tensors.
 
     Example:
+        >>> from lightning.pytorch import LightningModule
         >>> module = LightningModule()
         >>> module.sums = {"loss": 0.0}
         >>> states = ModuleStates(module)
