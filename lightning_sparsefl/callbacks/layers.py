@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -234,6 +234,32 @@ def stepped_by(optimizer: Any) -> set[int]:
         True
     """
     return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+
+
+def has_gradient(parameter: Tensor) -> bool:
+    """Return whether a parameter has a gradient, without which an optimizer leaves it alone."""
+    return parameter.grad is not None
+
+
+def first_stepped(
+    groups: Iterable[Mapping[str, Any]], is_stepped: Callable[[Tensor], bool] = has_gradient
+) -> Mapping[str, Any] | None:
+    """Return the first group of an optimizer that has a parameter which is stepped; None if there is no such group.
+
+    Args:
+        groups: Groups of parameters of the optimizer.
+        is_stepped: Whether a step moves a parameter.
+
+    Example:
+        >>> import torch
+        >>> frozen, weight = torch.ones(1), torch.ones(1, requires_grad=True)
+        >>> groups = [{"params": [frozen], "lr": 0.01}, {"params": [weight], "lr": 0.05}]
+        >>> first_stepped(groups, lambda parameter: parameter.requires_grad)["lr"]
+        0.05
+        >>> first_stepped(groups) is None
+        True
+    """
+    return next((group for group in groups if any(map(is_stepped, group["params"]))), None)
 
 
 def require_dense_gradients(module: nn.Module, names: Collection[str], owner: str) -> None:

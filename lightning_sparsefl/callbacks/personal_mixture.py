@@ -11,6 +11,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
+from lightning_sparsefl.callbacks.layers import first_stepped
 from lightning_sparsefl.callbacks.loss_scaling import is_skipped
 from lightning_sparsefl.callbacks.options import require
 from lightning_sparsefl.callbacks.second_pass import SecondPoint, gradient_at, learning_rates, trainable
@@ -81,9 +82,9 @@ class PersonalMixture(SecondPoint):
         slope = sum(float(((self.personal[n] - parameters[n]) * g).sum()) for n, g in self._slopes.items())
         for name, gradient in self._slopes.items():
             self.personal[name].sub_(gradient, alpha=rates.get(id(parameters[name]), 0.0) * self.alpha)
-        if self._due:
-            rate = float(optimizer.param_groups[0]["lr"])
-            self.alpha, self._due = min(1.0, max(0.0, self.alpha - rate * slope)), False
+        group = first_stepped(optimizer.param_groups)
+        if self._due and group is not None:
+            self.alpha, self._due = min(1.0, max(0.0, self.alpha - float(group["lr"]) * slope)), False
         self._slopes = {}
 
     def state_dict(self) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.utilities.rank_zero import WarningCache
 from torch.optim import SGD, Optimizer
 
+from lightning_sparsefl.callbacks.layers import first_stepped
 from lightning_sparsefl.callbacks.loss_scaling import is_skipped
 from lightning_sparsefl.callbacks.options import require
 
@@ -25,7 +26,8 @@ class StepMeter(Callback):
 
     With learning rate lr and momentum, each step does ``c <- momentum c + 1 - mu path`` and ``path <- path + lr c``,
     with Nesterov's momentum ``path <- path + lr (1 - mu path + momentum c)``. If all gradients of a fit were g, the
-    weights would change by ``-path g``. The values are read before each step, so schedules are included.
+    weights would change by ``-path g``. The values are read before each step, so schedules are included, from the first
+    group of parameters that has gradients.
 
     Args:
         mu: Strength of a proximal term that is part of the gradients, as in :class:`ProximalTerm`; 0 = none.
@@ -77,19 +79,19 @@ class StepMeter(Callback):
         """
         if not isinstance(optimizer, SGD):
             _messages.info(f"`StepMeter` counts the steps of {type(optimizer).__name__} as those of SGD.")
-        if count > 1 or any(
-            _settings(group) != _settings(optimizer.param_groups[0]) for group in optimizer.param_groups
-        ):
-            _messages.info("`StepMeter` counts by the first group of parameters; others have other options.")
+        trained = [group for group in optimizer.param_groups if any(p.requires_grad for p in group["params"])]
+        if count > 1 or any(_settings(group) != _settings(trained[0]) for group in trained):
+            _messages.info(
+                "`StepMeter` counts by the first group of parameters with gradients; others have other options."
+            )
         if clips and self.mean_gradient:
             _messages.info("Gradients are clipped, so that mean gradients do not follow from changes of the weights.")
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: LightningModule, optimizer: Any) -> None:
         """Count a step of the first optimizer, unless it has no gradients, or loss scaling skips it."""
-        group = optimizer.param_groups[0]
-        if group is not trainer.optimizers[0].param_groups[0] or all(p.grad is None for p in group["params"]):
-            return
-        if not is_skipped(trainer, (p for each in optimizer.param_groups for p in each["params"])):
+        groups = optimizer.param_groups
+        group = first_stepped(groups) if groups is trainer.optimizers[0].param_groups else None
+        if group is not None and not is_skipped(trainer, (p for each in groups for p in each["params"])):
             self.count(group)
 
     def count(self, group: Mapping[str, Any]) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch.utils.data import DataLoader
 
 from lightning_sparsefl.callbacks import StepMeter, step_meter
@@ -81,6 +84,33 @@ def test_a_skipped_batch_is_no_step(tmp_path):
     trainer.fit(module, DataLoader(torch.ones(6, 1), batch_size=1))
     assert meter.steps == 3
     assert before - module.layer.bias.item() == pytest.approx(meter.path, rel=1e-5)
+
+
+class WithFrozenGroup(Skipping):
+    """Has a frozen layer, with a learning rate of its own, in the optimizer's first group."""
+
+    def __init__(self):
+        super().__init__()
+        self.frozen = torch.nn.Linear(1, 1).requires_grad_(False)
+
+    def configure_optimizers(self):
+        groups = [{"params": list(self.frozen.parameters()), "lr": 0.01}, {"params": list(self.layer.parameters())}]
+        return torch.optim.SGD(groups, lr=0.1, momentum=0.9)
+
+
+def test_the_group_that_is_counted_has_gradients(monkeypatch):
+    said, meter, module = [], StepMeter(0), WithFrozenGroup()
+    monkeypatch.setattr(step_meter._messages, "info", said.append)
+    optimizer = module.configure_optimizers()
+    meter.report(optimizer)
+    trainer = SimpleNamespace(optimizers=[optimizer], precision_plugin=None)
+    meter.on_before_optimizer_step(trainer, module, optimizer)
+    assert meter.steps == 0
+    module.layer(torch.ones(1, 1)).sum().backward()
+    meter.on_before_optimizer_step(trainer, module, LightningOptimizer(optimizer))
+    assert (meter.steps, meter.path, said) == (1, 0.1, [])
+    meter.on_before_optimizer_step(trainer, module, torch.optim.SGD(module.layer.parameters(), lr=0.1))
+    assert meter.steps == 1
 
 
 def test_without_steps_there_is_no_norm():

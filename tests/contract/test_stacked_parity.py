@@ -370,6 +370,32 @@ def test_methods_with_clients_of_different_sizes(algorithm, tmp_path, stacks):
     assert stacks
 
 
+class Headed(Pictures):
+    """Has a frozen first layer, in a group of the optimizer with a learning rate of its own."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.net[0].requires_grad_(False)
+
+    def configure_optimizers(self):
+        frozen = list(self.net[0].parameters())
+        return torch.optim.SGD([{"params": frozen, "lr": 0.01}, {"params": list(self.net[4:].parameters())}], lr=0.05)
+
+
+@pytest.mark.slow_after_first
+@pytest.mark.parametrize("algorithm", [SCAFFOLD(), FedNova(), APFL(adaptive=True)], ids=lambda a: type(a).__name__)
+def test_a_first_group_without_gradients_does_not_count(algorithm, tmp_path, stacks):
+    made, runs = seeded(kind=Headed, norm="none", smooth=True), {}
+    for engine in ("trainer", "fast", "stacked"):
+        runs[engine] = digits(tmp_path / engine, engine, made, algorithm, rounds=2, epochs=1)
+    trainer, expected = runs.pop("trainer")
+    for run, weights in runs.values():
+        close(weights, expected)
+        close_tables(run.run_folder / "clients.csv", trainer.run_folder / "clients.csv")
+    assert (expected["net.9.weight"] - made().net[9].weight).abs().max() > 0.01
+    assert stacks
+
+
 @pytest.mark.parametrize("norm", ["batch", "group"])
 def test_frozen_weights_that_all_clients_share_are_stored_once(norm, tmp_path, stacks):
     """FedRep trains heads above the server's body, and then bodies below the clients' own heads."""

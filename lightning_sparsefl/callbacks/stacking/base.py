@@ -9,6 +9,8 @@ from typing import Any, ClassVar, Protocol
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_sparsefl.callbacks.layers import first_stepped, has_gradient
+
 Leaves = Mapping[str, Tensor]
 """Weights of several clients by name, with the clients in dimension 0."""
 
@@ -157,6 +159,19 @@ class StackedCallback:
 
     def release(self) -> None:
         """Leave the module as it was, also after a fit that failed."""
+
+
+def first_stepped_of(leaves: Leaves, optimizer: Optimizer, names: Mapping[int, str]) -> Mapping[str, Any] | None:
+    """Return the first group of the optimizer of a stack of which some clients have gradients, or None.
+
+    Args:
+        leaves: Weights of these clients, with gradients.
+        optimizer: Optimizer of the stack.
+        names: Names of the leaves of all clients, by their ``id``; others do not count.
+    """
+    return first_stepped(
+        optimizer.param_groups, lambda leaf: id(leaf) in names and has_gradient(leaves[names[id(leaf)]])
+    )
 
 
 def column(values: Tensor, like: Tensor) -> Tensor:

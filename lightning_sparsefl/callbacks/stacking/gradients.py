@@ -13,7 +13,7 @@ from lightning_sparsefl.callbacks.gradient_offset import GradientOffset
 from lightning_sparsefl.callbacks.gradient_sum import GradientSum
 from lightning_sparsefl.callbacks.group_penalty import GroupPenalty
 from lightning_sparsefl.callbacks.proximal_term import ProximalTerm
-from lightning_sparsefl.callbacks.stacking.base import Leaves, StackedCallback
+from lightning_sparsefl.callbacks.stacking.base import Leaves, StackedCallback, first_stepped_of
 from lightning_sparsefl.callbacks.step_meter import StepMeter
 from lightning_sparsefl.sparse.schedule import staircase
 from lightning_sparsefl.types import Weights
@@ -84,6 +84,7 @@ class StackedMeter(StackedCallback):
     def __init__(self, callbacks: Sequence[StepMeter]) -> None:
         self.meters = list(callbacks)
         self.optimizer: Optimizer | None = None
+        self._names: dict[int, str] = {}
 
     def writes(self, name: str) -> bool:
         """Return whether a frozen weight may be written; see :class:`StackedCallback`."""
@@ -95,6 +96,10 @@ class StackedMeter(StackedCallback):
         part.meters = self.meters[low:high]
         return part
 
+    def start(self, leaves: Leaves) -> None:
+        """Store the names of the leaves."""
+        self._names = {id(leaf): name for name, leaf in leaves.items()}
+
     def prepare(self, optimizer: Optimizer, clips: bool) -> None:
         """Keep the optimizer, whose options are read before each step."""
         self.optimizer = optimizer
@@ -103,8 +108,10 @@ class StackedMeter(StackedCallback):
     def before_step(self, leaves: Leaves, step: int) -> None:
         """Count the step of each client."""
         assert self.optimizer is not None
-        for meter in self.meters:
-            meter.count(self.optimizer.param_groups[0])
+        group = first_stepped_of(leaves, self.optimizer, self._names)
+        if group is not None:
+            for meter in self.meters:
+                meter.count(group)
 
 
 class StackedSum(StackedCallback):

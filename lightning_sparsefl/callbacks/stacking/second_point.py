@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from lightning_sparsefl.callbacks.meta_step import MetaStep
 from lightning_sparsefl.callbacks.moreau_envelope import MoreauEnvelope
 from lightning_sparsefl.callbacks.personal_mixture import PersonalMixture
-from lightning_sparsefl.callbacks.stacking.base import Leaves, StackedCallback, StackedPass, column
+from lightning_sparsefl.callbacks.stacking.base import Leaves, StackedCallback, StackedPass, column, first_stepped_of
 from lightning_sparsefl.sparse.masks import descend
 from lightning_sparsefl.types import Weights
 
@@ -104,7 +104,9 @@ class StackedMixture(StackedSecondPoint):
             self.personal[name].sub_(column(rates.get(name, 0.0) * alpha, slope) * slope)
         if self.adaptive and step == 0:
             assert self._optimizer is not None
-            alpha.sub_(float(self._optimizer.param_groups[0]["lr"]) * total).clamp_(0, 1)
+            group = first_stepped_of(leaves, self._optimizer, self._names)
+            if group is not None:
+                alpha.sub_(float(group["lr"]) * total).clamp_(0, 1)
 
     def finish(self, callbacks: Sequence[Any]) -> None:
         """Give each callback its second weights and its share."""
