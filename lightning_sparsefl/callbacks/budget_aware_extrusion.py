@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lightning_sparsefl.callbacks.clock import StepClock
 from lightning_sparsefl.callbacks.layers import choose, require_dense_gradients, stepped_by
+from lightning_sparsefl.callbacks.loss_scaling import require_unscaled_gradients
 from lightning_sparsefl.callbacks.options import require
 from lightning_sparsefl.callbacks.step_guard import StepGuard
 from lightning_sparsefl.sparse.density import floor_count
@@ -81,6 +82,7 @@ class BudgetAwareExtrusion(Callback):
 
     def on_fit_start(self, trainer: Any, pl_module: LightningModule) -> None:
         """Choose the weights to penalize."""
+        require_unscaled_gradients(trainer, "BudgetAwareExtrusion")
         parameters = dict(pl_module.named_parameters())
         names = choose(pl_module, None, "BudgetAwareExtrusion") if self.masks is None else self.masks
         require_dense_gradients(pl_module, tuple(names), "BudgetAwareExtrusion")

@@ -13,6 +13,7 @@ from lightning.pytorch import Callback, LightningModule
 from torch import Tensor
 
 from lightning_sparsefl.callbacks.layers import require_dense_gradients, stepped_by
+from lightning_sparsefl.callbacks.loss_scaling import require_unscaled_gradients
 from lightning_sparsefl.errors import IncompatibleMasks
 from lightning_sparsefl.types import Weights
 
@@ -43,6 +44,7 @@ class GradientOffset(Callback):
 
     def on_fit_start(self, trainer: Any, pl_module: LightningModule) -> None:
         """Pair the offset with the parameters, on their device and in their type."""
+        require_unscaled_gradients(trainer, "GradientOffset")
         require_dense_gradients(pl_module, self.offset, "GradientOffset")
         parameters = dict(pl_module.named_parameters())
         known = parameters.keys() | pl_module.state_dict().keys()

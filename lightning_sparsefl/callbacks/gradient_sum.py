@@ -13,6 +13,7 @@ from lightning.pytorch import Callback, LightningModule
 from torch import Tensor
 
 from lightning_sparsefl.callbacks.layers import stepped_by
+from lightning_sparsefl.callbacks.loss_scaling import require_unscaled_gradients
 
 
 class GradientSum(Callback):
@@ -46,6 +47,7 @@ class GradientSum(Callback):
 
     def on_fit_start(self, trainer: Any, pl_module: LightningModule) -> None:
         """Make room for the sums, beside the parameters."""
+        require_unscaled_gradients(trainer, "GradientSum")
         self._parameters = dict(pl_module.named_parameters())
         for tree in (self.sums, self.squares) if self._squared else (self.sums,):
             for name, parameter in self._parameters.items():

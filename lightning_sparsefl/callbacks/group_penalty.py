@@ -18,6 +18,7 @@ from torch import Tensor
 from lightning_sparsefl.callbacks.clock import StepClock
 from lightning_sparsefl.callbacks.feedback import ErrorFeedback
 from lightning_sparsefl.callbacks.layers import choose, require_dense_gradients, stepped_by
+from lightning_sparsefl.callbacks.loss_scaling import require_unscaled_gradients
 from lightning_sparsefl.callbacks.options import require
 from lightning_sparsefl.errors import InvalidOption
 from lightning_sparsefl.sparse.parts import norms_of
@@ -105,6 +106,7 @@ class GroupPenalty(Callback):
 
     def on_fit_start(self, trainer: Any, pl_module: LightningModule) -> None:
         """Choose the layers, or find the units or scales."""
+        require_unscaled_gradients(trainer, "GroupPenalty")
         parameters = dict(pl_module.named_parameters())
         if self.groups == "layers":
             chosen = choose(pl_module, self.layers, "GroupPenalty")

@@ -13,6 +13,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 from lightning_sparsefl.callbacks.layers import choose, require_maskable
+from lightning_sparsefl.callbacks.loss_scaling import require_unscaled_gradients
 from lightning_sparsefl.callbacks.mask_owner import packed, unpacked
 from lightning_sparsefl.callbacks.masking import MaskingCallback
 from lightning_sparsefl.callbacks.options import require, require_density
@@ -131,6 +132,8 @@ class LearnedImportance(MaskingCallback):
                 f"`LearnedImportance` does not support `{type(pl_module).__name__}`, which optimizes manually; "
                 "expected `automatic_optimization = True`."
             )
+        if self.pattern == "learned":
+            require_unscaled_gradients(trainer, "LearnedImportance")
         if self._made:
             super().on_fit_start(trainer, pl_module)
         else:

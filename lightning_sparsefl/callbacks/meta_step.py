@@ -13,7 +13,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
-from lightning_sparsefl.callbacks.loss_scaling import is_skipped
+from lightning_sparsefl.callbacks.loss_scaling import is_skipped, require_unscaled_gradients
 from lightning_sparsefl.callbacks.options import require
 from lightning_sparsefl.callbacks.second_pass import SecondPoint, gradient_at, trainable
 from lightning_sparsefl.sparse.masks import descend
@@ -68,6 +68,7 @@ class MetaStep(SecondPoint):
     def on_fit_start(self, trainer: Any, pl_module: LightningModule) -> None:
         """Move an open tuple to the module's device."""
         super().on_fit_start(trainer, pl_module)
+        require_unscaled_gradients(trainer, "MetaStep")
         parameters = dict(pl_module.named_parameters())
         for tree in (self._adapted, self._slopes, self._below):
             tree.update({name: value.to(parameters[name].device) for name, value in tree.items()})

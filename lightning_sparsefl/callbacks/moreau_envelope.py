@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
-from lightning_sparsefl.callbacks.loss_scaling import is_skipped
+from lightning_sparsefl.callbacks.loss_scaling import is_skipped, require_unscaled_gradients
 from lightning_sparsefl.callbacks.options import require
 from lightning_sparsefl.callbacks.second_pass import SecondPoint, gradient_at, learning_rates, trainable
 from lightning_sparsefl.errors import InvalidOption
@@ -59,6 +59,7 @@ class MoreauEnvelope(SecondPoint):
     def on_fit_start(self, trainer: Any, pl_module: LightningModule) -> None:
         """Copy the personal weights, since training writes into them."""
         super().on_fit_start(trainer, pl_module)
+        require_unscaled_gradients(trainer, "MoreauEnvelope")
         self.personal = self.copied(pl_module, self.personal)
 
     def on_train_batch_start(self, trainer: Any, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:

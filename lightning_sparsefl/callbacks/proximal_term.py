@@ -9,6 +9,7 @@ from lightning.pytorch import Callback, LightningModule
 from torch import Tensor
 
 from lightning_sparsefl.callbacks.layers import require_dense_gradients, stepped_by
+from lightning_sparsefl.callbacks.loss_scaling import require_unscaled_gradients
 from lightning_sparsefl.errors import InvalidOption
 from lightning_sparsefl.types import Weights
 
@@ -43,6 +44,7 @@ class ProximalTerm(Callback):
 
     def on_fit_start(self, trainer: Any, pl_module: LightningModule) -> None:
         """Copy the anchor, since training writes into the weights."""
+        require_unscaled_gradients(trainer, "ProximalTerm")
         anchor = self.anchor or self._resumed or {name: p.detach() for name, p in pl_module.named_parameters()}
         self._resumed = None
         require_dense_gradients(pl_module, anchor, "ProximalTerm")

@@ -10,7 +10,7 @@ from lightning.pytorch import Callback, LightningModule
 from torch import Tensor
 
 from lightning_sparsefl.callbacks.layers import stepped_by
-from lightning_sparsefl.callbacks.loss_scaling import loss_scale
+from lightning_sparsefl.callbacks.loss_scaling import loss_scale, require_unscaled_gradients
 from lightning_sparsefl.sparse.importance import Reduction, gate_gradients, narrow_groups, row_gradients, tie
 from lightning_sparsefl.sparse.masks import apply, subtract
 from lightning_sparsefl.sparse.units import UnitGroup, unit_masks, unit_norms
@@ -101,6 +101,7 @@ class UnitScores(Callback):
 
     def on_fit_start(self, trainer: Any, pl_module: LightningModule) -> None:
         """Determine whether the module is the full one, or has the kept units only."""
+        require_unscaled_gradients(trainer, "UnitScores")
         self._parameters = dict(pl_module.named_parameters())
         masks = unit_masks(self.groups, self.kept, self.weights)
         absent = unit_norms(self.groups, subtract(self.weights, apply(self.weights, masks)))

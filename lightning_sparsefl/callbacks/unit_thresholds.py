@@ -13,6 +13,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 from lightning_sparsefl.callbacks.layers import choose, stepped_by
+from lightning_sparsefl.callbacks.loss_scaling import require_unscaled_gradients
 from lightning_sparsefl.callbacks.options import require
 from lightning_sparsefl.callbacks.reparameterized import Reparameterized
 from lightning_sparsefl.sparse.thresholds import follow_all, keep_rows, live_share, threshold_gradients
@@ -87,6 +88,7 @@ class UnitThresholds(Reparameterized):
 
     def on_fit_start(self, trainer: Any, pl_module: LightningModule) -> None:
         """Hand the thresholds to the optimizers."""
+        require_unscaled_gradients(trainer, "UnitThresholds")
         super().on_fit_start(trainer, pl_module)
         for optimizer in trainer.optimizers:
             for group in optimizer.param_groups:

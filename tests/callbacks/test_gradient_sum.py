@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import lightning as L
 import torch
 from torch import nn
@@ -60,7 +62,7 @@ def test_a_new_fit_begins_at_zero(tmp_path):
 def test_a_step_that_loss_scaling_skips_does_not_count():
     callback, module = GradientSum(squares=True), Line()
     optimizer = module.configure_optimizers()
-    callback.on_fit_start(None, module)
+    callback.on_fit_start(SimpleNamespace(precision_plugin=None), module)
     for value in (2.0, torch.inf, torch.nan):
         module.layer.weight.grad, module.layer.bias.grad = torch.tensor([[3.0, value]]), torch.ones(1)
         callback.on_before_optimizer_step(None, module, optimizer)

@@ -10,7 +10,14 @@ from torch import nn
 from torch.optim import SGD
 from torch.utils.data import DataLoader, TensorDataset
 
+from lightning_sparsefl import callbacks
 from lightning_sparsefl.callbacks import MetaStep, MoreauEnvelope, PersonalMixture, StepMeter
+from lightning_sparsefl.callbacks.magnitude_gate import MagnitudeGate
+from lightning_sparsefl.callbacks.stochastic_mask import StochasticMask
+from lightning_sparsefl.callbacks.unit_scores import UnitScores
+from lightning_sparsefl.callbacks.unit_thresholds import UnitThresholds
+from lightning_sparsefl.errors import InvalidOption
+from lightning_sparsefl.testing.small_fit import Net, SmallFit
 
 SCALE = 2.0**127
 """Scale of the loss at which a gradient of 2 or more is infinite in single precision, and at half of it is not."""
@@ -72,6 +79,60 @@ def test_a_step_that_loss_scaling_skips_changes_nothing(make, batches, trained):
     assert list(scaled.state_dict()) == list(plain.state_dict())
     for key, value in plain.state_dict().items():
         torch.testing.assert_close(scaled.state_dict()[key], value)
+
+
+def make_fused(parameters):
+    return SGD(parameters, 0.05, fused=True)
+
+
+INTERNAL = {kind.__name__: kind for kind in (MagnitudeGate, StochasticMask, UnitScores, UnitThresholds)}
+GIVEN = {
+    "BudgetAwareExtrusion": {"strength": 0.1},
+    "DynamicMask": {"every_n_steps": 3},
+    "EpochSnapshots": {"epochs": (1,)},
+    "GradientOffset": {"offset": {"net.0.weight": torch.full((8, 5), 0.01)}},
+    "LayerFreezing": {"trainable": {"net.0.weight": torch.eye(8, 5, dtype=torch.bool)}},
+    "MagnitudeGate": {"thresholds": 0.1},
+    "MetaStep": {"lr": 0.1},
+    "MoreauEnvelope": {"strength": 2.0, "lr": 0.1},
+    "PersonalMixture": {"alpha": 0.4},
+    "StepMeter": {"mu": 0.1},
+    "UnitScores": {"steps": None, "groups": (), "kept": {}, "weights": {}},
+}
+REFUSING = {
+    *("BudgetAwareExtrusion", "GradientOffset", "GradientSum", "GroupPenalty", "LearnedImportance", "MetaStep"),
+    *("MoreauEnvelope", "ProximalTerm", "UnitScores", "UnitThresholds"),
+}
+
+
+@pytest.mark.parametrize("name", [*callbacks.__all__, *INTERNAL])
+def test_a_fused_optimizer_is_refused_or_trains_as_another(name, tmp_path):
+    """It unscales gradients within its step, so that callbacks would see them multiplied by the scale."""
+
+    def trained(kind, *optimizer, **options):
+        module, callback = Net(*optimizer), kind(**GIVEN.get(name, {}))
+        SmallFit(tmp_path, options=options).fit(module, [callback], max_epochs=2)
+        return dict(module.named_parameters())
+
+    def scaling():
+        return MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=1024.0))
+
+    kind = INTERNAL.get(name) or getattr(callbacks, name)
+    if name in REFUSING:
+        with pytest.raises(InvalidOption, match=f"`{name}` reads or changes gradients, .*`fused=False`"):
+            trained(kind, make_fused, plugins=[scaling()])
+        return
+    expected = trained(kind, lambda parameters: SGD(parameters, 0.05), plugins=[scaling()])
+    torch.testing.assert_close(trained(kind, make_fused, plugins=[scaling()]), expected, rtol=1e-3, atol=1e-5)
+
+
+def test_a_fused_optimizer_is_not_refused_without_loss_scaling(tmp_path):
+    ends = []
+    for optimizer in (make_fused, lambda parameters: SGD(parameters, 0.05)):
+        module = Net(optimizer)
+        SmallFit(tmp_path, options={"precision": "bf16-mixed"}).fit(module, [callbacks.ProximalTerm(5.0)])
+        ends.append(dict(module.named_parameters()))
+    torch.testing.assert_close(*ends, rtol=1e-3, atol=1e-5)
 
 
 def test_without_loss_scaling_a_training_that_diverges_shows(trained):
