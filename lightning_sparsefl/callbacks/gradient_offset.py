@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lightning_sparsefl.callbacks.layers import require_dense_gradients, stepped_by
 from lightning_sparsefl.callbacks.loss_scaling import require_unscaled_gradients
-from lightning_sparsefl.errors import IncompatibleMasks
+from lightning_sparsefl.callbacks.mask_owner import of_parameters
 from lightning_sparsefl.types import Weights
 
 
@@ -45,16 +45,10 @@ class GradientOffset(Callback):
     def on_fit_start(self, trainer: Any, pl_module: LightningModule) -> None:
         """Pair the offset with the parameters, on their device and in their type."""
         require_unscaled_gradients(trainer, "GradientOffset")
-        require_dense_gradients(pl_module, self.offset, "GradientOffset")
+        offset = of_parameters(self.offset, pl_module, "GradientOffset", "offset")
+        require_dense_gradients(pl_module, offset, "GradientOffset")
         parameters = dict(pl_module.named_parameters())
-        known = parameters.keys() | pl_module.state_dict().keys()
-        for name, value in self.offset.items():
-            if name not in known:
-                raise IncompatibleMasks(f"`GradientOffset`: `{name}` in `offset` is not a tensor of the module.")
-            if name in parameters and parameters[name].shape != value.shape:
-                shapes = f"{tuple(value.shape)}, expected {tuple(parameters[name].shape)}"
-                raise IncompatibleMasks(f"`GradientOffset`: `{name}` in `offset` has shape {shapes}.")
-        self._pairs = [(p, self.offset[name].to(p)) for name, p in parameters.items() if name in self.offset]
+        self._pairs = [(parameters[name], value.to(parameters[name])) for name, value in offset.items()]
 
     @torch.no_grad()
     def on_before_optimizer_step(self, trainer: Any, pl_module: LightningModule, optimizer: Any) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lightning_sparsefl.callbacks.layers import choose, plain_name, require_maskable
 from lightning_sparsefl.callbacks.spawned import ReturnedState, is_spawned
-from lightning_sparsefl.errors import InvalidOption
+from lightning_sparsefl.errors import IncompatibleMasks, InvalidOption
 from lightning_sparsefl.sparse.masks import dense_like, pack, unpack
 from lightning_sparsefl.types import Masks, Weights
 
@@ -209,6 +209,37 @@ def renamed(tensors: Mapping[str, Tensor], like: Iterable[str]) -> dict[str, Ten
     """
     names = {plain_name(name): name for name in like}
     return {names.get(plain_name(name), name): tensor for name, tensor in tensors.items()}
+
+
+def of_parameters(tensors: Weights, module: nn.Module, owner: str, option: str) -> dict[str, Tensor]:
+    """Return tensors under the names of a module's parameters, in their order; those of buffers are left out.
+
+    Args:
+        tensors: Tensors by name, without or with what ``torch.compile`` adds.
+        module: Module of the user.
+        owner: Class of the callback, for the error message.
+        option: Option of the callback that has the tensors.
+
+    Raises:
+        IncompatibleMasks: If a name is of no tensor of the module, or a shape differs.
+
+    Example:
+        >>> import torch
+        >>> of_parameters({"0.weight": torch.ones(1)}, nn.Sequential(nn.Linear(2, 2)), "ProximalTerm", "anchor")
+        Traceback (most recent call last):
+        lightning_sparsefl.errors.IncompatibleMasks: `ProximalTerm`: `0.weight` in `anchor` has shape (1,), expected \
+(2, 2).
+    """
+    parameters = dict(module.named_parameters())
+    known = parameters.keys() | module.state_dict().keys()
+    tensors = renamed(tensors, known)
+    for name, value in tensors.items():
+        if name not in known:
+            raise IncompatibleMasks(f"`{owner}`: `{name}` in `{option}` is not a tensor of the module.")
+        if name in parameters and parameters[name].shape != value.shape:
+            shapes = f"{tuple(value.shape)}, expected {tuple(parameters[name].shape)}"
+            raise IncompatibleMasks(f"`{owner}`: `{name}` in `{option}` has shape {shapes}.")
+    return {name: tensors[name] for name in parameters if name in tensors}
 
 
 def packed(masks: Masks) -> dict[str, tuple[Tensor, list[int]]]:

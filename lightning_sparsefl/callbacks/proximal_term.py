@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lightning_sparsefl.callbacks.layers import require_dense_gradients, stepped_by
 from lightning_sparsefl.callbacks.loss_scaling import require_unscaled_gradients
+from lightning_sparsefl.callbacks.mask_owner import of_parameters
 from lightning_sparsefl.errors import InvalidOption
 from lightning_sparsefl.types import Weights
 
@@ -19,9 +20,11 @@ class ProximalTerm(Callback):
 
     Args:
         strength: Factor of the term, the paper's mu; 0 changes nothing.
-        anchor: Weights by name to stay near; default: the weights when training starts.
+        anchor: Weights by name to stay near; default: the weights when training starts. A name that is missing has no
+            term, and names of buffers have no effect.
 
     Raises:
+        IncompatibleMasks: If `anchor` names no tensor of the module, or has another shape than the parameter.
         InvalidOption: If the strength is negative, or an embedding has sparse gradients.
 
     Example:
@@ -45,17 +48,15 @@ class ProximalTerm(Callback):
     def on_fit_start(self, trainer: Any, pl_module: LightningModule) -> None:
         """Copy the anchor, since training writes into the weights."""
         require_unscaled_gradients(trainer, "ProximalTerm")
-        anchor = self.anchor or self._resumed or {name: p.detach() for name, p in pl_module.named_parameters()}
+        parameters = dict(pl_module.named_parameters())
+        given = self.anchor or self._resumed or {name: p.detach() for name, p in parameters.items()}
         self._resumed = None
+        anchor = of_parameters(given, pl_module, "ProximalTerm", "anchor")
         require_dense_gradients(pl_module, anchor, "ProximalTerm")
-        self._pairs = [
-            (p, anchor[name].to(p.device, p.dtype, copy=True))
-            for name, p in pl_module.named_parameters()
-            if name in anchor
-        ]
+        anchor = {n: value.to(parameters[n].device, parameters[n].dtype, copy=True) for n, value in anchor.items()}
+        self._pairs = [(parameters[name], value) for name, value in anchor.items()]
         if self.anchor is None:
-            names = [name for name, _ in pl_module.named_parameters() if name in anchor]
-            self._taken = {name: value for name, (_, value) in zip(names, self._pairs, strict=True)}
+            self._taken = anchor
 
     @torch.no_grad()
     def on_before_optimizer_step(self, trainer: Any, pl_module: LightningModule, optimizer: Any) -> None:

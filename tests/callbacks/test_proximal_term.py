@@ -4,8 +4,9 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 
-from lightning_sparsefl.callbacks import ProximalTerm, StaticMask
-from lightning_sparsefl.errors import InvalidOption
+from lightning_sparsefl.callbacks import GradientOffset, ProximalTerm, StaticMask
+from lightning_sparsefl.callbacks.stacking.kinds import stacked
+from lightning_sparsefl.errors import IncompatibleMasks, InvalidOption
 
 
 def penalty(strength, anchor):
@@ -124,3 +125,30 @@ def test_a_resumed_run_equals_a_straight_one(net, fit, recipes, tmp_path):
 def test_a_strength_below_0_is_refused(strength):
     with pytest.raises(InvalidOption, match=r"`ProximalTerm\(strength=.*expected a number >= 0"):
         ProximalTerm(strength=strength)
+
+
+@pytest.mark.parametrize(
+    ("anchor", "message"),
+    [
+        (
+            {"model.net.4.bias": torch.ones(3)},
+            "`ProximalTerm`: `model.net.4.bias` in `anchor` is not a tensor",
+        ),
+        ({"net.4.bias": torch.ones(1)}, r"`net.4.bias` in `anchor` has shape \(1,\), expected \(3,\)"),
+    ],
+)
+def test_an_anchor_that_does_not_fit_is_refused(anchor, message, net, fit):
+    with pytest.raises(IncompatibleMasks, match=message):
+        fit(net(), [ProximalTerm(anchor=anchor)])
+    with pytest.raises(IncompatibleMasks, match=message):
+        stacked([ProximalTerm(anchor=anchor)] * 2, net(), [1, 1])
+
+
+@pytest.mark.parametrize("term", [lambda tree: ProximalTerm(0.7, anchor=tree), GradientOffset])
+def test_names_are_those_of_a_compiled_part(term, net, fit):
+    plain, compiled = net(), net()
+    compiled.net = torch.compile(compiled.net, backend="eager")
+    tree = {name: parameter + 1 for name, parameter in copied(plain).items()}
+    for module in (plain, compiled):
+        fit(module, [term(tree)])
+    torch.testing.assert_close(list(copied(compiled).values()), list(copied(plain).values()), rtol=0, atol=1e-6)

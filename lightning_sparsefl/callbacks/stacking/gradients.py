@@ -6,17 +6,17 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_sparsefl.callbacks.gradient_offset import GradientOffset
 from lightning_sparsefl.callbacks.gradient_sum import GradientSum
 from lightning_sparsefl.callbacks.group_penalty import GroupPenalty
+from lightning_sparsefl.callbacks.mask_owner import of_parameters
 from lightning_sparsefl.callbacks.proximal_term import ProximalTerm
 from lightning_sparsefl.callbacks.stacking.base import Leaves, StackedCallback, first_stepped_of
 from lightning_sparsefl.callbacks.step_meter import StepMeter
 from lightning_sparsefl.sparse.schedule import staircase
-from lightning_sparsefl.types import Weights
 
 
 class StackedProximalTerm(StackedCallback):
@@ -24,10 +24,11 @@ class StackedProximalTerm(StackedCallback):
 
     per_client = ("anchors",)
 
-    def __init__(self, callbacks: Sequence[ProximalTerm]) -> None:
+    def __init__(self, callbacks: Sequence[ProximalTerm], module: nn.Module) -> None:
         self.strength = callbacks[0].strength
-        given = [callback.anchor for callback in callbacks]
-        self._given = None if None in given or not given[0] else cast(list[Weights], given)
+        self._given = None
+        if callbacks[0].anchor:
+            self._given = [of_parameters(c.anchor or {}, module, "ProximalTerm", "anchor") for c in callbacks]
         self.anchors: dict[str, Tensor] = {}
 
     def writes(self, name: str) -> bool:
@@ -57,9 +58,9 @@ class StackedOffset(StackedCallback):
 
     per_client = ("offsets",)
 
-    def __init__(self, callbacks: Sequence[GradientOffset]) -> None:
-        names = callbacks[0].offset
-        self.offsets = {name: torch.stack([callback.offset[name] for callback in callbacks]) for name in names}
+    def __init__(self, callbacks: Sequence[GradientOffset], module: nn.Module) -> None:
+        each = [of_parameters(callback.offset, module, "GradientOffset", "offset") for callback in callbacks]
+        self.offsets = {name: torch.stack([offset[name] for offset in each]) for name in each[0]}
 
     def writes(self, name: str) -> bool:
         """Return whether a frozen weight may be written; see :class:`StackedCallback`."""

@@ -82,10 +82,10 @@ _KINDS: dict[type[Callback], _Kind] = {
     LayerFreezing: _Kind(_freezing_key, lambda callbacks, *_: StackedFreezing(callbacks)),
     ProximalTerm: _Kind(
         lambda callback: (callback.strength, None if not callback.anchor else tuple(sorted(callback.anchor))),
-        lambda callbacks, *_: StackedProximalTerm(callbacks),
+        lambda callbacks, module, _: StackedProximalTerm(callbacks, module),
     ),
     GradientOffset: _Kind(
-        lambda callback: tuple(sorted(callback.offset)), lambda callbacks, *_: StackedOffset(callbacks)
+        lambda callback: tuple(sorted(callback.offset)), lambda callbacks, module, _: StackedOffset(callbacks, module)
     ),
     StepMeter: _Kind(
         lambda callback: (callback.mu, callback.mean_gradient), lambda callbacks, *_: StackedMeter(callbacks)
