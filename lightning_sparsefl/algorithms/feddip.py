@@ -41,6 +41,7 @@ from lightning.pytorch import Callback
 
 from lightning_sparsefl.callbacks import GroupPenalty, ProximalTerm
 from lightning_sparsefl.callbacks.feedback import ErrorFeedback
+from lightning_sparsefl.callbacks.layers import exactly
 from lightning_sparsefl.cost import BYTES_PER_WEIGHT, forward_flops
 from lightning_sparsefl.errors import InvalidOption, check_numbers
 from lightning_sparsefl.federated.algorithm import FederatedAlgorithm
@@ -113,7 +114,7 @@ class FedDIP(FederatedAlgorithm):
 
     def callbacks(self, message: Message, client: Client) -> list[Callback]:
         """Return the terms of the loss, which are computed at the pruned weights, and the error feedback."""
-        layers = [name for name in message.masks if self._moves(name)]
+        layers = exactly(name for name in message.masks if self._moves(name))
         # tau counts from 1 in Algorithm 1
         strength = staircase(self.penalty, self.stairs, client.round + 1, client.max_rounds)
         terms: list[Callback] = [GroupPenalty(strength, stairs=None, layers=layers)] if strength else []

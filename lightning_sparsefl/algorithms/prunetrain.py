@@ -37,6 +37,7 @@ from lightning.pytorch import Callback
 
 from lightning_sparsefl.callbacks import GroupPenalty
 from lightning_sparsefl.callbacks.first_loss import FirstLoss
+from lightning_sparsefl.callbacks.layers import exactly
 from lightning_sparsefl.cost import BYTES_PER_WEIGHT, forward_flops, narrow_biases
 from lightning_sparsefl.errors import InvalidOption, require
 from lightning_sparsefl.federated.algorithm import FederatedAlgorithm
@@ -139,7 +140,7 @@ class PruneTrain(FederatedAlgorithm):
         if not strength:
             return []
         if self.groups == "layers":
-            return [GroupPenalty(strength, stairs=None, layers=list(message.masks))]
+            return [GroupPenalty(strength, stairs=None, layers=exactly(message.masks))]
         kept = used_units(client.units, message.weights)
         units = partial(present_groups, client.units, kept, message.weights)
         return [GroupPenalty(strength, stairs=None, groups="units", units=units)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -100,6 +101,16 @@ def plain_name(name: str) -> str:
         'net.0.weight'
     """
     return ".".join(part for part in name.split(".") if part != _COMPILED)
+
+
+def exactly(names: Iterable[str]) -> list[str]:
+    """Return patterns for :func:`choose` that match these names only, whatever characters they have.
+
+    Example:
+        >>> exactly(["net._orig_mod.block[0].weight"])
+        ['net.block[[]0].weight']
+    """
+    return [glob.escape(plain_name(name)) for name in names]
 
 
 def require_maskable(module: nn.Module, names: Collection[str], owner: str, by_layers: bool = True) -> None:
@@ -211,15 +222,15 @@ def _by_default(found: Mapping[str, _Layer], taken: Collection[str], owner: str)
 
 def _unmatched(module: nn.Module, pattern: str, found: Mapping[str, _Layer], owner: str) -> str:
     """Return the message for a pattern that matches no layer."""
-    glob = pattern.removeprefix("!")
-    typed = glob.startswith(_TYPE)
+    wanted = pattern.removeprefix("!")
+    typed = wanted.startswith(_TYPE)
     known = dict.fromkeys(_TYPE + layer.kinds[0] for layer in found.values() if layer.kinds) if typed else found
     message = f"`{owner}`: the pattern {pattern!r} in `layers` matches no layer; expected one for {listed(known)}."
     if typed:
         return message
     first = {id(parameter): name for name, parameter in module.named_parameters()}
     for name, parameter in module.named_parameters(remove_duplicate=False):
-        if fnmatchcase(plain_name(name), glob) and first[id(parameter)] in found:
+        if fnmatchcase(plain_name(name), wanted) and first[id(parameter)] in found:
             return f"{message} `{name}` is tied to `{first[id(parameter)]}`, which is its name here."
     return message
 

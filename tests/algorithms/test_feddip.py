@@ -4,10 +4,12 @@ import itertools
 
 import pytest
 import torch
+from torch import nn
 
 from lightning_sparsefl import FedDIP
 from lightning_sparsefl.callbacks import GroupPenalty, ProximalTerm
 from lightning_sparsefl.callbacks.feedback import ErrorFeedback
+from lightning_sparsefl.callbacks.layers import choose
 from lightning_sparsefl.errors import InvalidOption
 from lightning_sparsefl.sparse.density import erk, kept_counts
 from lightning_sparsefl.sparse.masks import apply, kept, same
@@ -172,6 +174,14 @@ def test_the_terms_of_the_loss_stand_before_the_feedback(client):
     assert (pull.strength, pull.anchor) == (0.3, LAYERS)
     assert isinstance(feedback, ErrorFeedback)
     assert [type(c) for c in FedDIP(penalty=0).callbacks(message, someone)] == [ErrorFeedback]
+
+
+def test_the_penalty_is_on_layers_whose_names_look_like_patterns(client):
+    name = "block[0].weight"
+    message = Message(weights={name: torch.ones(2, 2)}, masks={name: torch.eye(2, dtype=torch.bool)})
+    penalty, *_ = FedDIP(penalty=1.0).callbacks(message, client(round=9, max_rounds=10)[0])
+    module = nn.ModuleDict({"block[0]": nn.Linear(2, 2), "block0": nn.Linear(2, 2)})
+    assert choose(module, penalty.layers, "GroupPenalty") == (name,)
 
 
 # Layer a keeps 4 of 10: a pruned forward pass is 2 * 10 * .4 + 2 + 12 = 22, a dense one 34; two epochs of 7 samples.

@@ -8,6 +8,7 @@ from helpers.scripted import Scripted, scripted_client
 from lightning_sparsefl import FedAvg, PruneTrain
 from lightning_sparsefl.callbacks import GroupPenalty
 from lightning_sparsefl.callbacks.first_loss import FirstLoss
+from lightning_sparsefl.callbacks.layers import choose
 from lightning_sparsefl.errors import InvalidOption
 from lightning_sparsefl.models import MLP
 from lightning_sparsefl.sparse.masks import kept, same
@@ -99,6 +100,14 @@ def test_the_whole_model_is_trained_as_it_is():
     script = Scripted(WEIGHTS, units=GROUPS)
     PruneTrain(strength=0.1).train(Message(weights=WEIGHTS), scripted_client(script))
     assert script.fits[0][2] is None
+
+
+def test_the_penalty_is_on_layers_whose_names_look_like_patterns(client):
+    name = "block[0].weight"
+    message = Message(weights={name: torch.ones(2, 2)}, masks={name: torch.eye(2, dtype=torch.bool)})
+    (penalty,) = PruneTrain(strength=0.1, groups="layers").callbacks(message, client()[0])
+    module = nn.ModuleDict({"block[0]": nn.Linear(2, 2), "block0": nn.Linear(2, 2)})
+    assert choose(module, penalty.layers, "GroupPenalty") == (name,)
 
 
 def test_the_strength_follows_from_the_first_losses(people, view):
