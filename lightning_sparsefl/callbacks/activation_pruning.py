@@ -6,6 +6,7 @@ Huang, Zhuang, Chen, Lyu, "FedMef: Towards memory-efficient federated dynamic pr
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -114,9 +115,11 @@ def pruning_forward(layer: Any, density: float) -> Callable[..., Tensor]:
         tensor([[0., 3.]])
     """
     forward: Callable[..., Tensor] = layer.forward
+    first = next(iter(inspect.signature(forward).parameters))
 
     @functools.wraps(forward)
-    def pruned(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def pruned(*args: Any, **kwargs: Any) -> Tensor:
+        x, *args = args or (kwargs.pop(first),)
         if not (layer.training and torch.is_grad_enabled()):
             return forward(x, *args, **kwargs)
         if isinstance(layer, nn.Linear) and x.dim() > 2:

@@ -52,14 +52,14 @@ class SparseInputs(Callback):
 
 
 def _forward(layer: Any, exact: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    def forward(inputs: Tensor) -> Tensor:
+    def forward(input: Tensor) -> Tensor:  # the name by which PyTorch's layers take it
         weight = layer.weight
         kept = int(torch.count_nonzero(weight.detach()))
         if not (layer.training and torch.is_grad_enabled()) or kept == weight.numel():
-            return exact(inputs)
+            return exact(input)
         # the second term is 0, and its gradient is that of the weight
-        through = linear_map(layer, sparsified(inputs.detach(), kept / weight.numel()), weight, None)
-        return linear_map(layer, inputs, weight.detach(), layer.bias) + (through - through.detach())
+        through = linear_map(layer, sparsified(input.detach(), kept / weight.numel()), weight, None)
+        return linear_map(layer, input, weight.detach(), layer.bias) + (through - through.detach())
 
     return forward
 
@@ -84,11 +84,12 @@ def sparsified(inputs: Tensor, density: float) -> Tensor:
 
     Args:
         inputs: Numbers of a batch, of any shape.
-        density: Fraction of them to keep, in [0, 1]; one number is kept at least.
+        density: Fraction of them to keep, in [0, 1]; one number at least is kept if there are any.
 
     Example:
         >>> sparsified(torch.tensor([[1.0, -3.0], [2.0, 0.5]]), 0.5)
         tensor([[ 0., -3.],
                 [ 2.,  0.]])
     """
-    return torch.where(keep_largest(inputs.abs(), max(1, floor_count(density, inputs.numel()))), inputs, 0.0)
+    kept = min(inputs.numel(), max(1, floor_count(density, inputs.numel())))
+    return torch.where(keep_largest(inputs.abs(), kept), inputs, 0.0)

@@ -54,6 +54,21 @@ def test_one_input_at_least_is_kept_and_none_is_needed():
     assert layer.weight.grad.tolist() == [[0.0, 3.0]]
 
 
+class Named(nn.Linear):
+    """A user's layer whose input has a name of its own."""
+
+    def forward(self, features, scale=1.0):
+        return super().forward(features) * scale
+
+
+def test_inputs_may_be_given_by_name():
+    for kind, options in ((nn.Linear, {"input": torch.tensor([[1.0, 3.0]])}), (Named, {"scale": 2.0})):
+        layer = kind(2, 1, bias=False)
+        options = {"features": torch.tensor([[1.0, 3.0]]), **options} if kind is Named else options
+        pruning_forward(layer, 0.5)(**options).backward()
+        assert layer.weight.grad.tolist() == [[0.0, 3.0 * options.get("scale", 1.0)]]
+
+
 def test_less_is_saved(monkeypatch):
     saved, hooks = [], activation_pruning.saved_tensors_hooks
 

@@ -61,6 +61,16 @@ def test_how_many_inputs_are_kept():
     assert sparsified(inputs, 0.05).min() == -10
 
 
+def test_an_empty_batch_and_a_keyword_are_taken():
+    layer = nn.Linear(2, 1, bias=False)
+    with torch.no_grad():
+        layer.weight.copy_(torch.tensor([[0.0, 1.0]]))
+    started(layer)
+    assert layer(torch.empty(0, 2)).shape == (0, 1)
+    layer(input=torch.tensor([[1.0, 3.0]])).backward()
+    assert layer.weight.grad.tolist() == [[0.0, 3.0]]
+
+
 def test_a_dense_model_trains_as_without_it(net, fit, recipes):
     module, plain = net(recipes["momentum, decay"]), net(recipes["momentum, decay"])
     fit(module, [SparseInputs()], recipes["momentum, decay"])

@@ -53,16 +53,16 @@ class StackedInputs(StackedCallback):
         """Let the layers know the batch."""
         self._now[:] = [batch]
 
-    def _forward(self, layer: Any, exact: Callable[[Tensor], Tensor], inputs: Tensor) -> Tensor:
+    def _forward(self, layer: Any, exact: Callable[[Tensor], Tensor], input: Tensor) -> Tensor:
         if not (layer.training and torch.is_grad_enabled() and self._now):
-            return exact(inputs)
+            return exact(input)
         batch = self._now[0]
-        chosen = self.chosen(layer, batch.plain(inputs).detach(), batch)
+        chosen = self.chosen(layer, batch.plain(input).detach(), batch)
         if chosen is None:
-            return exact(inputs)
+            return exact(input)
         # the second term is 0, and its gradient is that of the weight
         through = linear_map(layer, batch.clients(chosen), layer.weight, None)
-        return linear_map(layer, inputs, layer.weight.detach(), layer.bias) + (through - through.detach())
+        return linear_map(layer, input, layer.weight.detach(), layer.bias) + (through - through.detach())
 
     def release(self) -> None:
         """Restore the forward functions."""
