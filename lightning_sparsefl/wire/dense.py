@@ -34,6 +34,17 @@ def size(count: int, dtype: torch.dtype) -> int:
     return count * dtype.itemsize
 
 
+def flat(values: Tensor) -> Tensor:
+    """Return all values in row-major order and next to each other, also for a view in another type.
+
+    Example:
+        >>> flat(torch.tensor([[1, 2]], dtype=torch.int16)).view(torch.uint8)
+        tensor([1, 0, 2, 0], dtype=torch.uint8)
+    """
+    row = values.reshape(-1).contiguous()
+    return row.as_strided(row.shape, (1,))  # one value is contiguous with any stride, which a view minds
+
+
 def encode(values: Tensor) -> bytes:
     """Encode a tensor in row-major order.
 
@@ -41,8 +52,7 @@ def encode(values: Tensor) -> bytes:
         >>> encode(torch.tensor([1, 2], dtype=torch.int16)).hex()
         '01000200'
     """
-    flat = values.detach().cpu().reshape(-1).contiguous()
-    return flat.view(torch.uint8).numpy().tobytes()
+    return flat(values.detach().cpu()).view(torch.uint8).numpy().tobytes()
 
 
 def decode(data: memoryview, dtype: torch.dtype) -> Tensor:

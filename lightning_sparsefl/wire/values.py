@@ -223,4 +223,4 @@ def _read_sparse(reader: Reader, dtype: torch.dtype, shape: torch.Size, *, bound
 
 
 def _words(value: Tensor) -> Tensor:
-    return value.reshape(-1).contiguous().view(_WORDS[value.element_size()])
+    return dense.flat(value).view(_WORDS[value.element_size()])

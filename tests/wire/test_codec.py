@@ -27,6 +27,13 @@ CODEC = Codec(SCHEMA)
 STRANGERS = ["extra.weight", "z", "other scale"]
 
 
+def test_an_expanded_scalar_is_taken():
+    codec, scale = Codec({"scale": torch.zeros(1)}), torch.tensor(2.0).expand(1)
+    message = Message(weights={"scale": scale}, extra={"tree": {"other": scale}})
+    decoded = codec.decode_message(codec.encode_message(message))
+    assert decoded.weights["scale"].tolist() == decoded.extra["tree"]["other"].tolist() == [2.0]
+
+
 class Draw:
     """Messages and updates of every kind, from one seed."""
 

@@ -29,6 +29,14 @@ def test_rows_of_a_strided_tensor_that_requires_a_gradient():
     assert dense.encode(values) == struct.pack("<6f", 0, 3, 1, 4, 2, 5)
 
 
+@pytest.mark.parametrize(
+    "values", [torch.tensor(2.0).expand(1), torch.ones(3, 2).t()[:1, :1], torch.ones(()).expand(3)]
+)
+def test_any_stride_is_taken(values):
+    assert dense.encode(values) == struct.pack(f"<{values.numel()}f", *values.flatten().tolist())
+    assert dense.flat(values).view(torch.int32).shape == (values.numel(),)
+
+
 def test_special_values_survive():
     values = torch.tensor([float("nan"), float("inf"), -0.0])
     back = dense.decode(memoryview(dense.encode(values)), torch.float32)

@@ -21,6 +21,7 @@ from scipy.special import ndtri
 from torch import Tensor
 
 from lightning_sparsefl.errors import InvalidOption
+from lightning_sparsefl.wire import dense
 
 _DIGITS = 64
 """Number of hexadecimal digits of a key file."""
@@ -76,7 +77,7 @@ def derive_key(secret: bytes, context: tuple[int | str, ...], content: Tensor | 
     label = repr(context).encode()
     code = hmac.new(secret, len(label).to_bytes(8, "little") + label, "sha256")
     if content is not None:
-        code.update(content.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        code.update(dense.flat(content.detach().cpu()).view(torch.uint8).numpy().data)
     return code.digest()
 
 

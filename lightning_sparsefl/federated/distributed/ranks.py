@@ -21,6 +21,7 @@ from torch import Tensor
 from lightning_sparsefl.errors import RankFailed
 from lightning_sparsefl.federated.distributed.signals import Interrupted
 from lightning_sparsefl.federated.exchange.plain_values import encoded
+from lightning_sparsefl.wire import dense
 
 T = TypeVar("T")
 _HEADER = 8
@@ -157,7 +158,7 @@ class Ranks:
     def broadcast(self, tensor: Tensor) -> None:
         """Overwrite a tensor with that of rank 0."""
         if self.size > 1:  # as bytes, since not every backend supports every dtype
-            flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
+            flat = dense.flat(tensor.detach()).view(torch.uint8)
             with self._report_lost_rank():
                 dist.broadcast(flat, 0)
             tensor.data.copy_(flat.view(tensor.dtype).view(tensor.shape))

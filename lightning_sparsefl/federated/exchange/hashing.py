@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_sparsefl.wire import dense
+
 
 def fingerprint(content: Any) -> str:
     """Return the SHA-256 of nested plain values and tensors, which does not depend on their encoding in a file.
@@ -39,7 +41,7 @@ def pieces(value: Any) -> Iterator[Any]:
     """
     if isinstance(value, Tensor):
         yield f"tensor {value.dtype} {list(value.shape)} ".encode()
-        yield value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+        yield dense.flat(value.detach().cpu()).view(torch.uint8).numpy().data
     elif isinstance(value, Mapping):
         yield f"mapping {len(value)} ".encode()
         for key in sorted(value, key=lambda key: (type(key).__name__, key)):

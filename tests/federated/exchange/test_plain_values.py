@@ -46,3 +46,7 @@ def test_a_fingerprint_tells_contents_apart_and_not_how_they_are_held():
         {},
     ]
     assert len({fingerprint(other) for other in others}) == len(others)
+
+
+def test_a_fingerprint_does_not_depend_on_strides():
+    assert fingerprint(torch.tensor(2.0).expand(1)) == fingerprint(torch.tensor([2.0]))
