@@ -6,6 +6,7 @@ overhead", NeurIPS 2024, arXiv:2406.00431, section 3.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from lightning_sparsefl.callbacks.layers import choose, stepped_by
 from lightning_sparsefl.callbacks.loss_scaling import require_unscaled_gradients
 from lightning_sparsefl.callbacks.options import require
 from lightning_sparsefl.callbacks.reparameterized import Reparameterized
+from lightning_sparsefl.errors import InvalidOption
 from lightning_sparsefl.sparse.thresholds import follow_all, keep_rows, live_share, threshold_gradients
 from lightning_sparsefl.types import Weights
 
@@ -39,7 +41,8 @@ class UnitThresholds(Reparameterized):
             of linear, convolutional, recurrent, attention and embedding layers.
 
     Raises:
-        InvalidOption: If the strength is negative, or the base class refuses the module.
+        InvalidOption: If the strength is negative, a layer is a transposed convolution, or the base class refuses the
+            module.
 
     Example:
         >>> UnitThresholds(strength=0.01).thresholds
@@ -71,7 +74,9 @@ class UnitThresholds(Reparameterized):
 
     def chosen(self, module: LightningModule) -> tuple[str, ...]:
         """Return the names of the layers with thresholds."""
-        return tuple(self._theta or self._thresholds) or choose(module, self.layers, type(self).__name__)
+        names = tuple(self._theta or self._thresholds) or choose(module, self.layers, type(self).__name__)
+        require_units_first(module, names)
+        return names
 
     def first(self, name: str, weight: Tensor) -> Tensor:
         """Return a weight after the changes of earlier rounds."""
@@ -131,3 +136,29 @@ class UnitThresholds(Reparameterized):
         """Restore the weights and the thresholds of a checkpoint."""
         self._thresholds = dict(state_dict["thresholds"])
         super().load_state_dict(state_dict)
+
+
+def require_units_first(module: nn.Module, names: Collection[str]) -> None:
+    """Refuse weights of transposed convolutions, whose rows are not the weights of an output unit.
+
+    Args:
+        module: Module of the user.
+        names: Names of the weights that have thresholds.
+
+    Raises:
+        InvalidOption: Naming the first of them.
+
+    Example:
+        >>> require_units_first(nn.Sequential(nn.ConvTranspose2d(6, 4, 2)), ["0.weight"])
+        Traceback (most recent call last):
+        lightning_sparsefl.errors.InvalidOption: `UnitThresholds`: `0.weight` of a ConvTranspose2d has a row for each \
+input instead of each unit; expected `layers` that leave it out.
+    """
+    for path, layer in module.named_modules():
+        if isinstance(layer, nn.modules.conv._ConvTransposeNd):
+            own = next((name for name, _ in layer.named_parameters(path) if name in names), None)
+            if own is not None:
+                raise InvalidOption(
+                    f"`UnitThresholds`: `{own}` of a {type(layer).__name__} has a row for each input instead of each "
+                    "unit; expected `layers` that leave it out."
+                )

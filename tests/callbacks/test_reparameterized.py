@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader
 from lightning_sparsefl.callbacks import PowerPropagation, StaticMask
 from lightning_sparsefl.callbacks.magnitude_gate import MagnitudeGate
 from lightning_sparsefl.callbacks.reparameterized import Reparameterized
+from lightning_sparsefl.callbacks.stacking.kinds import stacked
 from lightning_sparsefl.callbacks.stochastic_mask import StochasticMask
 from lightning_sparsefl.callbacks.unit_thresholds import UnitThresholds
 from lightning_sparsefl.errors import IncompatibleMasks, InvalidOption
@@ -257,6 +258,21 @@ def test_a_layer_with_hardly_a_unit_left_starts_again(net, fit):
     fit(module, [callback])
     assert all(not values.any() for values in callback.thresholds.values())
     assert all(module.get_parameter(name).all() for name in LAYERS)
+
+
+@pytest.mark.parametrize("thresholds", [None, {"net.weight": torch.zeros(4)}])
+def test_thresholds_of_a_transposed_convolution_are_refused(thresholds, net, fit):
+    class Transposed(type(net())):
+        def __init__(self):
+            super().__init__(lambda parameters: SGD(parameters, lr=0.1))
+            self.net = nn.ConvTranspose1d(4, 3, 1)
+
+    message = "`net.weight` of a ConvTranspose1d has a row for each input instead of each unit; expected `layers` that"
+    with pytest.raises(InvalidOption, match=message):
+        fit(Transposed(), [UnitThresholds(thresholds=thresholds)])
+    if thresholds:
+        with pytest.raises(InvalidOption, match=message):
+            stacked([UnitThresholds(thresholds=thresholds)] * 2, Transposed(), [1, 1])
 
 
 class TwoSteps(Callback):

@@ -132,7 +132,7 @@ _KINDS: dict[type[Callback], _Kind] = {
     ),
     UnitThresholds: _Kind(
         lambda callback: tuple(callback.theta or callback.thresholds) or None,
-        lambda callbacks, *_: StackedThresholds(callbacks, tuple(callbacks[0].theta or callbacks[0].thresholds)),
+        lambda callbacks, module, _: StackedThresholds(callbacks, callbacks[0].chosen(module)),
     ),
 }
 
