@@ -119,9 +119,9 @@ def pruning_forward(layer: Any, density: float) -> Callable[..., Tensor]:
 
     @functools.wraps(forward)
     def pruned(*args: Any, **kwargs: Any) -> Tensor:
-        x, *args = args or (kwargs.pop(first),)
+        x, *more = args or (kwargs.pop(first),)
         if not (layer.training and torch.is_grad_enabled()):
-            return forward(x, *args, **kwargs)
+            return forward(x, *more, **kwargs)
         if isinstance(layer, nn.Linear) and x.dim() > 2:
             x = x.contiguous()  # else linear saves a copy, which `_is_input` does not know
 
@@ -132,7 +132,7 @@ def pruning_forward(layer: Any, density: float) -> Callable[..., Tensor]:
             return pack(mask), select(saved, mask), saved.shape
 
         with saved_tensors_hooks(compress, _decompress):
-            return forward(x, *args, **kwargs)
+            return forward(x, *more, **kwargs)
 
     return pruned
 
