@@ -15,6 +15,16 @@ Rule: TypeAlias = Literal["momentum", "adagrad", "adam", "yogi", "adamw"]
 """Name of a server optimizer."""
 
 
+def wide(tensor: Tensor) -> Tensor:
+    """Return a tensor in float32 where its own type is narrower, in which the square of a small change is 0.
+
+    Example:
+        >>> wide(torch.tensor(1e-4, dtype=torch.float16)).square() > 0
+        tensor(True)
+    """
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
 def first_moment(rule: Rule, moment: Tensor, change: Tensor, beta1: float) -> Tensor:
     """Return the next first moment: m = beta1 m + D with momentum, m = beta1 m + (1 - beta1) D else.
 

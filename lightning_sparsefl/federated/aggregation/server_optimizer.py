@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lightning_sparsefl.errors import check_numbers, require
-from lightning_sparsefl.sparse.moments import Rule, adaptive_step, first_moment, second_moment
+from lightning_sparsefl.sparse.moments import Rule, adaptive_step, first_moment, second_moment, wide
 from lightning_sparsefl.types import Masks, Merged, ServerState, Weights
 
 Moments: TypeAlias = Mapping[str, Weights]
@@ -35,8 +35,8 @@ _PREFIX = "server."
 class ServerOptimizer:
     """Optimizer of the server, which makes the server's step of the clients' mean change; null = the default of a rule.
 
-    m and v are kept for every parameter. A coordinate that no client votes on keeps its value and its moments, and
-    buffers are merged as without it.
+    m and v are kept for every parameter, and steps are computed, in float32 at least. A coordinate that no client votes
+    on keeps its value and its moments, and buffers are merged as without it.
     """
 
     rule: Rule = "adam"
@@ -67,7 +67,7 @@ class ServerOptimizer:
         Args:
             parameters: Weights of the server without buffers.
         """
-        return {key: {n: torch.full_like(w, value) for n, w in parameters.items()} for key, value in self._first}
+        return {key: {n: torch.full_like(wide(w), value) for n, w in parameters.items()} for key, value in self._first}
 
     def step(self, server: ServerState, merged: Merged, before: Moments) -> tuple[Merged, Moments]:
         """Return the merge with the optimizer's step in the place of the mean change, and the next moments.
@@ -79,15 +79,15 @@ class ServerOptimizer:
         """
         weights, after = dict(merged.weights), {key: dict[str, Tensor]() for key in before}
         for name in before["m"]:
-            old, covered = server.weights[name], merged.covered.get(name)
-            change = merged.weights[name] - (0 if merged.kind == "difference" else old)
+            mean, old, covered = merged.weights[name], wide(server.weights[name]), merged.covered.get(name)
+            change = wide(mean) - (0 if merged.kind == "difference" else old)
             change = change if covered is None else torch.where(covered, change, 0)
-            kept = {key: tree[name] for key, tree in before.items()}
+            kept = {key: wide(tree[name]) for key, tree in before.items()}
             step, moved = self._step(old, change, kept, server.round)
             for key, moment in moved.items():
                 after[key][name] = moment if covered is None else torch.where(covered, moment, kept[key])
             step = step if covered is None else torch.where(covered, step, 0)
-            weights[name] = step if merged.kind == "difference" else old + step
+            weights[name] = (step if merged.kind == "difference" else old + step).to(mean.dtype)
         return replace(merged, weights=weights), after
 
     def _step(self, weight: Tensor, change: Tensor, before: Weights, round: int) -> tuple[Tensor, dict[str, Tensor]]:

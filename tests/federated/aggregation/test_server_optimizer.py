@@ -62,6 +62,18 @@ def test_a_parameter_that_the_round_does_not_change_does_not_decay(rule):
     assert float(new.weights["w"][0]) == pytest.approx(2.0 - 0.5 * 0.1 * 2.0)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["weights", "difference"])
+def test_adamw_steps_of_narrow_weights_are_computed_in_float32(dtype, kind):
+    optimizer, old = ServerOptimizer(rule="adamw", weight_decay=0.0), torch.zeros(3, dtype=dtype)
+    server = ServerState(round=0, weights={"w": old})
+    mean = torch.tensor([0.0, 1e-3, -1.0], dtype=dtype)
+    new, moments = optimized(optimizer, server, Merged(weights={"w": mean}, covered={}, kind=kind), frozenset())
+    assert new.weights["w"].dtype == dtype
+    assert new.weights["w"].tolist() == pytest.approx([0.0, 1e-3, -1e-3], rel=0.01)
+    assert {tree["w"].dtype for tree in moments.values()} == {torch.float32}
+
+
 def test_moments_of_weights_that_the_masks_drop_start_again():
     server = ServerState(round=1, weights={"w": torch.zeros(2)}, masks={"w": torch.tensor([True, False])})
     moments = {"m": {"w": torch.ones(2), "b": torch.ones(1)}, "v": {"w": torch.ones(2), "b": torch.ones(1)}}
