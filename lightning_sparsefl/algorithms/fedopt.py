@@ -65,6 +65,6 @@ class FedOpt(FederatedAlgorithm):
 
     def aggregate(self, server: ServerState, merged: Merged) -> ServerState:
         """Take the optimizer's step in the place of the clients' mean change."""
-        before = {key: server.extra[key] for key in ("m", "v") if key in server.extra}
+        before = {key: server.extra[key] for key in ("m", "v", "t") if key in server.extra}
         merged, moments = self.optimizer.step(server, merged, before)
         return replace(super().aggregate(server, merged), extra={**server.extra, **moments})

@@ -63,6 +63,23 @@ def second_moment(rule: Rule, moment: Tensor, change: Tensor, beta2: float) -> T
     return beta2 * moment + (1 - beta2) * square
 
 
+def unbiased(moment: Tensor, beta: float, steps: int | Tensor) -> Tensor:
+    """Return a moment that started at 0, divided by the weight of the changes in it: 1 - beta^steps.
+
+    Args:
+        moment: First or second moment.
+        beta: Decay of the moment.
+        steps: Number of changes in the moment, above 0, or such a number for each coordinate.
+
+    Example:
+        >>> unbiased(torch.tensor([0.5, 0.75]), 0.5, torch.tensor([1, 2]))
+        tensor([1., 1.])
+    """
+    if isinstance(steps, int):
+        return moment / (1 - beta**steps)
+    return moment / (1 - beta ** steps.double()).to(moment.dtype)
+
+
 def adaptive_step(m: Tensor, v: Tensor, lr: float, tau: float) -> Tensor:
     """Return lr m / (sqrt(v) + tau).
 

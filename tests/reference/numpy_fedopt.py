@@ -15,6 +15,28 @@ def second(rule, v, square, b2):
     return b2 * v + (1 - b2) * square
 
 
+class AdamW:
+    """A list of numbers, each of which counts the changes that came to it since its moments were last 0."""
+
+    def __init__(self, weights, s, b1, b2, tau, decay):
+        self.s, self.b1, self.b2, self.tau, self.decay = s, b1, b2, tau, decay
+        self.w, self.m, self.v, self.t = list(weights), *([0.0] * len(weights) for _ in range(3))
+
+    def step(self, change, covered):
+        for i in range(len(self.w)):
+            if covered[i]:
+                self.t[i] += 1
+                self.m[i] = self.b1 * self.m[i] + (1 - self.b1) * change[i]
+                self.v[i] = self.b2 * self.v[i] + (1 - self.b2) * change[i] ** 2
+                m, v = self.m[i] / (1 - self.b1 ** self.t[i]), self.v[i] / (1 - self.b2 ** self.t[i])
+                self.w[i] += self.s * (m / (v**0.5 + self.tau) - self.decay * self.w[i])
+
+    def forget(self, kept):
+        for i in range(len(self.w)):
+            if not kept[i]:
+                self.m[i] = self.v[i] = self.t[i] = 0
+
+
 class FedOpt(FedAvg):
     """D = sum_k p_k (w_k - w); m <- b1 m + (1 - b1) D; v <- rule(v, D); w <- w + s m / (sqrt(v) + tau)."""
 

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import numpy as np
 import pytest
+import torch
 
 from lightning_sparsefl import FedAvg, FedOpt
 from lightning_sparsefl.federated import ServerOptimizer
+from lightning_sparsefl.federated.aggregation.server_optimizer import optimized, with_moments
+from lightning_sparsefl.types import Merged, ServerState
 from reference import numpy_fedopt as slow
 from reference.harness import HEAVY, SIZES, close, compare, full_batches, moved
 
@@ -36,3 +42,24 @@ def test_the_option_of_the_federation(fit, rule):
     for done in record:
         twin.round(full_batches(done.cohort)[0])
         close(done.weights, twin.weights)
+
+
+@pytest.mark.parametrize("kind", ["weights", "difference"])
+def test_adamw_of_coordinates_without_votes_and_dropped_ones(kind):
+    rng, size = np.random.default_rng(0), 12
+    twin = slow.AdamW(rng.normal(size=size), **CASES["adamw"][1])
+    optimizer = ServerOptimizer(rule="adamw", lr=0.02)
+    server = ServerState(round=0, weights={"w": torch.tensor(twin.w)})
+    for round in range(30):
+        change, covered, kept = rng.normal(size=size), rng.random(size) < 0.7, rng.random(size) < 0.9
+        votes = covered if round > 2 else np.ones(size, dtype=bool)
+        change = np.where(votes, change, 0)
+        old = server.weights["w"].numpy()
+        mean = torch.from_numpy(np.where(votes, old + change, 0) if kind == "weights" else change)
+        merged, moments = optimized(optimizer, server, Merged({"w": mean}, {"w": torch.from_numpy(votes)}, kind), set())
+        stepped = merged.weights["w"] + (0 if kind == "weights" else server.weights["w"])
+        server = replace(server, round=round + 1, weights={"w": stepped}, masks={"w": torch.from_numpy(kept)})
+        server = with_moments(optimizer, server, moments)
+        twin.step(change, votes)
+        twin.forget(kept)
+        np.testing.assert_allclose(stepped.numpy(), twin.w, rtol=1e-12, atol=1e-12)

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from lightning_sparsefl.errors import check_numbers, require
-from lightning_sparsefl.sparse.moments import Rule, adaptive_step, first_moment, second_moment, wide
+from lightning_sparsefl.sparse.moments import Rule, adaptive_step, first_moment, second_moment, unbiased, wide
 from lightning_sparsefl.types import Masks, Merged, ServerState, Weights
 
 Moments: TypeAlias = Mapping[str, Weights]
-"""The trees ``m`` and, except with momentum, ``v``, over the parameters."""
+"""The trees ``m`` and, except with momentum, ``v``, over the parameters; see also :meth:`ServerOptimizer._counted`."""
 _DEFAULTS: dict[str, dict[str, float]] = {
     "momentum": {"lr": 1.0, "beta1": 0.9},
     "adagrad": {"lr": 0.1, "beta1": 0.0},
@@ -77,6 +77,7 @@ class ServerOptimizer:
             merged: The round's updates after the reduction.
             before: Moments before the round.
         """
+        before = self._counted(before, server, merged.covered)
         weights, after = dict(merged.weights), {key: dict[str, Tensor]() for key in before}
         for name in before["m"]:
             mean, old, covered = merged.weights[name], wide(server.weights[name]), merged.covered.get(name)
@@ -90,8 +91,19 @@ class ServerOptimizer:
             weights[name] = (step if merged.kind == "difference" else old + step).to(mean.dtype)
         return replace(merged, weights=weights), after
 
+    def _counted(self, moments: Moments, server: ServerState, covered: Masks) -> Moments:
+        """Return the moments with AdamW's steps of each coordinate, ``t``, once these are not the number of rounds.
+
+        Until then every coordinate has had votes, and a tree of equal numbers would say nothing.
+        """
+        whole = all(bool(mask.all()) for mask in (*covered.values(), *server.masks.values()))
+        if self.rule != "adamw" or "t" in moments or whole:
+            return moments
+        steps = {n: torch.full_like(m, server.round, dtype=torch.float32) for n, m in moments["m"].items()}
+        return {**moments, **self.forget({"t": steps}, server.masks)}
+
     def _step(self, weight: Tensor, change: Tensor, before: Weights, round: int) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the change of one parameter, and its moments ``m`` and ``v``."""
+        """Return the change of one parameter, and its moments, of which there are those before the round."""
         options = self._options
         lr, beta1, beta2 = options["lr"], options["beta1"], options["beta2"]
         if round == 0 and self.start == "mean":
@@ -101,8 +113,12 @@ class ServerOptimizer:
         if self.rule == "momentum":
             return lr * m - decayed, {"m": m}
         v = second_moment(self.rule, before["v"], change, beta2)
-        unbiased = (m / (1 - beta1 ** (round + 1)), v / (1 - beta2 ** (round + 1))) if self.rule == "adamw" else (m, v)
-        return adaptive_step(*unbiased, lr, options["tau"]) - decayed, {"m": m, "v": v}
+        if self.rule != "adamw":
+            return adaptive_step(m, v, lr, options["tau"]) - decayed, {"m": m, "v": v}
+        counted = {"t": before["t"] + 1} if "t" in before else {}
+        steps = counted.get("t", round + 1)
+        step = adaptive_step(unbiased(m, beta1, steps), unbiased(v, beta2, steps), lr, options["tau"])
+        return step - decayed, {"m": m, "v": v, **counted}
 
     def forget(self, moments: Moments, masks: Masks) -> dict[str, Weights]:
         """Return the moments with their first values where the server's masks keep nothing.
@@ -113,7 +129,7 @@ class ServerOptimizer:
         """
         first = dict(self._first)
         return {
-            key: {n: torch.where(masks[n], t, first[key]) if n in masks else t for n, t in tree.items()}
+            key: {n: torch.where(masks[n], t, first.get(key, 0.0)) if n in masks else t for n, t in tree.items()}
             for key, tree in moments.items()
         }
 

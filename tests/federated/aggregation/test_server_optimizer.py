@@ -84,6 +84,36 @@ def test_moments_of_weights_that_the_masks_drop_start_again():
     assert (float(extra["server.m"]["b"]), float(extra["server.v"]["b"])) == (1.0, 1.0)
 
 
+LATE = torch.tensor([True, True, False])
+
+
+def adamw_after(rounds, covered, masks=None):
+    """The state after rounds of the change 1 in all covered coordinates, and the step of a last one that covers all."""
+    optimizer = ServerOptimizer(rule="adamw", weight_decay=0.0)
+    server = ServerState(round=0, weights={"w": torch.zeros(3)}, masks=masks or {})
+    mean = {"w": torch.ones(3)}
+    for round in range(rounds):
+        _, moments = optimized(optimizer, server, Merged(mean, covered, "difference"), frozenset())
+        server = replace(with_moments(optimizer, server, moments), round=round + 1)
+    return server, optimized(optimizer, server, Merged(mean, {}, "difference"), frozenset())[0].weights["w"]
+
+
+@pytest.mark.parametrize("rounds", [1, 10, 500])
+def test_the_first_step_of_adamw_is_as_long_in_any_round(rounds):
+    for server, step in (adamw_after(rounds, {"w": LATE}), adamw_after(rounds, {}, {"w": LATE})):
+        assert step.tolist() == pytest.approx([1e-3] * 3, rel=1e-4)
+        assert server.extra["server.t"]["w"].tolist() == [rounds, rounds, 0]
+
+
+def test_adamw_has_no_counts_while_all_coordinates_have_votes():
+    for covered in ({}, {"w": torch.ones(3, dtype=torch.bool)}):
+        server, _ = adamw_after(3, covered)
+        assert set(server.extra) == {"server.m", "server.v"}
+    optimizer, merged = ServerOptimizer(rule="adamw"), Merged({"w": torch.ones(3)}, {"w": LATE}, "difference")
+    _, moments = optimized(optimizer, server, merged, frozenset())
+    assert moments["t"]["w"].tolist() == [4, 4, 3]
+
+
 @pytest.mark.slow_after_first
 @each_kind
 def test_momentum_0_and_rate_1_change_no_method(algorithm, federation):
