@@ -61,7 +61,8 @@ class FedRep(FederatedAlgorithm):
 
     def init(self, weights: Weights, fleet: Fleet) -> ServerState:
         """Find the own layers and return the initial state."""
-        return _own_part.start(weights, part(weights, self.own, buffers=fleet.buffers, norms=fleet.norms))
+        own = part(weights, self.own, buffers=fleet.buffers, norms=fleet.norms, embeddings=fleet.embeddings)
+        return _own_part.start(weights, own)
 
     def download(self, server: ServerState, view: ClientView) -> Message:
         """Send the body."""

@@ -103,7 +103,8 @@ class FedRolex(FederatedAlgorithm):
         if self.scaler and rate < 1:
             found.append(OutputScaler(dict.fromkeys(name for group in client.units for name in group.layers), rate))
         if self.label_mask:
-            found.append(LabelMask(head_of(message.weights, self.head)[0].rpartition(".")[0], client.id))
+            head = head_of(message.weights, self.head, client.embeddings)
+            found.append(LabelMask(head[0].rpartition(".")[0], client.id))
         return found
 
     def alike(self, server: ServerState, view: ClientView) -> Hashable:
@@ -114,7 +115,7 @@ class FedRolex(FederatedAlgorithm):
         """Train the window of the message."""
         kept = held_units(client.units, message.masks)
         result = client.fit(message.weights, callbacks=self.callbacks(message, client), units=kept)
-        head = head_of(message.weights, self.head) if self.label_mask else ()
+        head = head_of(message.weights, self.head, client.embeddings) if self.label_mask else ()
         votes = votes_on_own_classes(message, head, result.callbacks)
         return Update(weights=result.weights, votes=votes, metrics=result.metrics)
 

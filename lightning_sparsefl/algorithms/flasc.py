@@ -20,6 +20,7 @@ Departures from the authors' code:
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -86,9 +87,10 @@ class FLASC(FederatedAlgorithm):
             InvalidOption: If the module has no adapters of these names.
         """
         parameters = {name: value for name, value in weights.items() if name not in fleet.buffers}
-        frozen = set(part(parameters, self.frozen))
-        adapters = [name for name in self._adapters(parameters) if name not in frozen]
-        trained = {*adapters, *part(parameters, self.whole)} - frozen
+        tables = fleet.embeddings
+        frozen = set(part(parameters, self.frozen, embeddings=tables))
+        adapters = [name for name in self._adapters(parameters, tables) if name not in frozen]
+        trained = {*adapters, *part(parameters, self.whole, embeddings=tables)} - frozen
         extra: dict[str, Weights] = {
             "masks": self._largest(only(parameters, adapters), self.down_density),
             "trainable": {n: torch.zeros_like(w, dtype=torch.bool) for n, w in parameters.items() if n not in trained},
@@ -96,9 +98,9 @@ class FLASC(FederatedAlgorithm):
         }
         return ServerState(round=0, weights=weights, extra=extra)
 
-    def _adapters(self, parameters: Weights) -> tuple[str, ...]:
+    def _adapters(self, parameters: Weights, embeddings: Collection[str]) -> tuple[str, ...]:
         try:
-            return part(parameters, self.adapters)
+            return part(parameters, self.adapters, embeddings=embeddings)
         except InvalidOption as error:
             raise InvalidOption(
                 f"`algorithm.adapters` is {self.adapters!r}, but the module has no such tensors: expected names of "

@@ -130,13 +130,14 @@ class HeteroFL(FederatedAlgorithm):
         if self.scaler and rate < 1:
             found.append(OutputScaler(dict.fromkeys(name for group in client.units for name in group.layers), rate))
         if self.label_mask:
-            found.append(LabelMask(head_of(message.weights, self.head)[0].rpartition(".")[0], client.id))
+            head = head_of(message.weights, self.head, client.embeddings)
+            found.append(LabelMask(head[0].rpartition(".")[0], client.id))
         return found
 
     def train(self, message: Message, client: Client) -> Update:
         """Train the narrow network."""
         result = self._fit(message.weights, message, client)
-        return Update(weights=result.weights, votes=self._votes(message, result), metrics=result.metrics)
+        return Update(weights=result.weights, votes=self._votes(message, result, client), metrics=result.metrics)
 
     def _fit(self, weights: Weights, message: Message, client: Client, epochs: int | None = None) -> FitResult:
         rate = self.rate(client.capacity)
@@ -148,9 +149,9 @@ class HeteroFL(FederatedAlgorithm):
             units=prefix_units(client.units, rate) if rate < 1 else None,
         )
 
-    def _votes(self, message: Message, result: FitResult) -> Masks | None:
+    def _votes(self, message: Message, result: FitResult, client: Client) -> Masks | None:
         """Return the votes: all trained coordinates, but only the rows of the client's classes in the head."""
-        head = head_of(message.weights, self.head) if self.label_mask else ()
+        head = head_of(message.weights, self.head, client.embeddings) if self.label_mask else ()
         return votes_on_own_classes(message, head, result.callbacks)
 
     def finetune(self, message: Message, client: Client) -> Weights | None:

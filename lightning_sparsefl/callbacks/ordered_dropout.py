@@ -21,6 +21,7 @@ from lightning_sparsefl.callbacks.unit_gates import Gate, gates_of
 from lightning_sparsefl.errors import InvalidOption
 from lightning_sparsefl.seeds import generator
 from lightning_sparsefl.sparse.layer_groups import head_of
+from lightning_sparsefl.sparse.parts import embeddings_of
 from lightning_sparsefl.sparse.units import UnitGroup
 
 
@@ -137,8 +138,8 @@ class OrderedDropout(Callback):
             else:
                 self._handles.append(layer.register_forward_hook(self._made_by(gates)))
         if self.distill:
-            name = head_of(dict(module.named_parameters()), self.head)[0].rpartition(".")[0]
-            self._handles.append(module.get_submodule(name).register_forward_hook(self._note_logits))
+            layer = module.get_submodule(logits_of(module, self.head))
+            self._handles.append(layer.register_forward_hook(self._note_logits))
 
     def _read_by(self, gates: Sequence[Gate]) -> Any:
         return lambda layer, inputs: (self._gated(layer, inputs[0], gates), *inputs[1:])
@@ -176,6 +177,16 @@ class OrderedDropout(Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the draws of a checkpoint."""
         self._drawn, self._rate, self._stepped = state_dict["drawn"], state_dict["rate"], state_dict["stepped"]
+
+
+def logits_of(module: nn.Module, head: str | None) -> str:
+    """Return the name of the layer with the logits.
+
+    Args:
+        module: Module that is trained.
+        head: Name of the layer; None = the last linear layer.
+    """
+    return head_of(dict(module.named_parameters()), head, embeddings_of(module))[0].rpartition(".")[0]
 
 
 def distillation_loss(teacher: Tensor, logits: Tensor) -> Tensor:

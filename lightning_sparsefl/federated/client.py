@@ -31,6 +31,11 @@ class LocalWorker(Protocol):
         ...
 
     @property
+    def embeddings(self) -> frozenset[str]:
+        """See :attr:`Client.embeddings`."""
+        ...
+
+    @property
     def units(self) -> Sequence[UnitGroup]:
         """See :attr:`Client.units`."""
         ...
@@ -94,6 +99,11 @@ class Client:
     def buffers(self) -> frozenset[str]:
         """Names of the model's floating-point buffers, which no mask may hold."""
         return self._worker.buffers
+
+    @property
+    def embeddings(self) -> frozenset[str]:
+        """Names of the tensors of the model's embeddings, which are no head."""
+        return self._worker.embeddings
 
     @property
     def units(self) -> Sequence[UnitGroup]:

@@ -24,6 +24,11 @@ class KnowsModel(Protocol):
         ...
 
     @property
+    def embeddings(self) -> frozenset[str]:
+        """Names of the tensors of the model's embeddings."""
+        ...
+
+    @property
     def units(self) -> Sequence[UnitGroup]:
         """The model's groups of units."""
         ...
@@ -83,7 +88,7 @@ class Fleet:
         views: Facts of the clients that train, before round 0; a :class:`LazyClientViews` where they are many.
         buffers: Names of the model's floating-point buffers, which no mask may hold.
         device: Device of the server's weights.
-        model: Object that knows the model's norms, units and exits.
+        model: Object that knows the model's norms, embeddings, units and exits.
         survey: Asks all clients; None where none can be asked.
         clients_per_round: Number of clients of a cohort; None = all.
         execution: How units are left out of local training, `federation.execution`.
@@ -113,6 +118,11 @@ class Fleet:
     def norms(self) -> frozenset[str]:
         """Names of the parameters and buffers of the model's norms."""
         return frozenset() if self._model is None else self._model.norms
+
+    @property
+    def embeddings(self) -> frozenset[str]:
+        """Names of the tensors of the model's embeddings, which are no head."""
+        return frozenset() if self._model is None else self._model.embeddings
 
     @property
     def units(self) -> Sequence[UnitGroup]:

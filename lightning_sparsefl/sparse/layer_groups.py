@@ -8,7 +8,7 @@ first block of a list of blocks holds a convolution. Where they mislead, pattern
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
@@ -22,13 +22,14 @@ _RECURRENT = re.compile(r"(.*\.)?weight_(ih|hh|hr)(_l\d+(_reverse)?)?")
 """Names of the matrices of recurrent layers and cells."""
 
 
-def head_of(weights: Weights, head: str | None = None) -> tuple[str, ...]:
+def head_of(weights: Weights, head: str | None = None, embeddings: Collection[str] = ()) -> tuple[str, ...]:
     """Return the names of the head's tensors: those of the last linear layer, or of the module that `head` names.
 
     Args:
         weights: Parameters of a module by name, in the order in which the module holds them.
         head: Name of a module or a glob over names of tensors; None = the owner of the last matrix that is not of a
-            recurrent layer.
+            recurrent layer or an embedding.
+        embeddings: Names of the tensors of embeddings, from :func:`~lightning_sparsefl.sparse.parts.embeddings_of`.
 
     Raises:
         InvalidOption: If there is no such module or no matrix at all, or if recurrent layers come after the last
@@ -41,7 +42,7 @@ def head_of(weights: Weights, head: str | None = None) -> tuple[str, ...]:
         ('fc.weight', 'fc.bias')
     """
     if head is None:
-        found = _last_linear(weights)
+        found = _last_linear(weights, embeddings)
     else:
         found = [name for name in weights if name.startswith(f"{head}.") or fnmatchcase(name, head)]
     if not found:
@@ -50,9 +51,9 @@ def head_of(weights: Weights, head: str | None = None) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _last_linear(weights: Weights) -> list[str]:
+def _last_linear(weights: Weights, embeddings: Collection[str]) -> list[str]:
     """Return the names of the tensors beside the last matrix, which no recurrent layer may follow."""
-    matrices = [name for name in weights if weights[name].dim() == 2]
+    matrices = [name for name in weights if weights[name].dim() == 2 and name not in embeddings]
     linear = [name for name in matrices if not _RECURRENT.fullmatch(name)]
     if linear and linear[-1] != matrices[-1]:
         raise InvalidOption(

@@ -20,6 +20,7 @@ from lightning_sparsefl.types import Weights
 HEAD, NORM = "head", "norm"
 """Patterns for the last linear layer and for all norms."""
 _NORMS = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LayerNorm)
+_EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 _NAMED_NORM = re.compile(r".*Norm(\dd)?")
 """Names of the classes of further norms, such as `RMSNorm`."""
 _SHOWN = 6
@@ -31,6 +32,7 @@ def part(
     *,
     buffers: Collection[str] = (),
     norms: Collection[str] = (),
+    embeddings: Collection[str] = (),
 ) -> tuple[str, ...]:
     """Return the names of the tensors of a part, in the order of the model.
 
@@ -40,6 +42,7 @@ def part(
             ``norm`` for all norms, of which there may be none.
         buffers: Names of the floating-point buffers among the weights.
         norms: Names of the tensors of norms, from :func:`norms_of`.
+        embeddings: Names of the tensors of embeddings, from :func:`embeddings_of`, which are no head.
 
     Raises:
         InvalidOption: If a pattern other than ``norm`` matches nothing.
@@ -54,7 +57,7 @@ def part(
     found: set[str] = set()
     for pattern in patterns:
         if pattern == HEAD:
-            found.update(head_of(without(weights, buffers)))
+            found.update(head_of(without(weights, buffers), embeddings=embeddings))
         elif pattern == NORM:
             found.update(norms)
         else:
@@ -145,6 +148,21 @@ def norms_of(module: nn.Module) -> frozenset[str]:
         for tensors in (child.named_parameters(recurse=False), child.named_buffers(recurse=False))
         for tensor, _ in tensors
     )
+
+
+def embeddings_of(module: nn.Module) -> frozenset[str]:
+    """Return the names of the weights of embeddings, without those that another layer shares, such as a decoder.
+
+    Args:
+        module: Module, whose tensors are named as in its ``state_dict``.
+
+    Example:
+        >>> sorted(embeddings_of(nn.ModuleDict({"vectors": nn.Embedding(5, 2), "out": nn.Linear(2, 5)})))
+        ['vectors.weight']
+    """
+    others = (child for child in module.modules() if not isinstance(child, _EMBEDDINGS))
+    theirs = {id(weight) for child in others for weight in child.parameters(recurse=False)}
+    return frozenset(name for name, weight in module.named_parameters() if id(weight) not in theirs)
 
 
 def _is_norm(module: nn.Module) -> bool:

@@ -19,6 +19,8 @@ from lightning_sparsefl.types import ClientView, CostFacts, FitResult, LayerFlop
 class Script:
     """Stands in for the bench: `trained` is what a fit yields, `slopes` what a gradient is."""
 
+    embeddings = frozenset()
+
     def __init__(self, trained, slopes=None, initial=None, buffers=()):
         self.trained, self.slopes, self.fits, self.gradients = trained, slopes, [], []
         self.initial, self.buffers, self.epochs = initial or {}, frozenset(buffers), []
@@ -99,6 +101,8 @@ def facts():
 
 class Network:
     """A network whose units are known, as the engine knows them."""
+
+    embeddings = frozenset()
 
     def __init__(self, module, side):
         self.module, self.sample = module, torch.zeros(1, *side)

@@ -120,7 +120,7 @@ def test_costs(facts):
     mask = torch.tensor([[True, True], [True, True], [True, False]])
     weights = facts().message.weights
     given = facts(masks={"b.weight": mask})
-    given = replace(given, model=SimpleNamespace(initial={**weights, "c.weight": torch.ones(1, 2)}))
+    given = replace(given, model=SimpleNamespace(initial={**weights, "c.weight": torch.ones(1, 2)}, embeddings=()))
     costs = FedP3().costs(given)
     assert costs.flops_paper == 14 * 3 * (22 + 10)
     assert costs.flops_analytic == 14 * 3 * 34
@@ -130,7 +130,9 @@ def test_costs(facts):
 
 @pytest.mark.parametrize(("pruning", "share"), [("uniform", 0.85), ("ordered", 0.73)])
 def test_local_pruning_saves_operations_of_hidden_layers(facts, pruning, share):
-    given = replace(facts(), model=SimpleNamespace(initial=facts().message.weights))  # b is the last layer
+    given = replace(
+        facts(), model=SimpleNamespace(initial=facts().message.weights, embeddings=())
+    )  # b is the last layer
     costs = FedP3(local_pruning=pruning, local_width=0.7).costs(given)
     assert costs.flops_paper == costs.flops_analytic == pytest.approx(14 * 3 * (share * 22 + 12))
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import pytest
+import torch
+from torch import nn
 
-from lightning_sparsefl import FedBN, FedP3, FedPer, FedRep, FedSelect, LGFedAvg
+from lightning_sparsefl import FedBABU, FedBN, FedP3, FedPer, FedRep, FedSelect, HeteroFL, LGFedAvg
 from lightning_sparsefl.federated import CoverageMedian
+from lightning_sparsefl.testing.networks import Classifier
 
 METHODS = [
     FedPer(),
@@ -36,3 +39,36 @@ def test_a_profile_charges_what_a_run_is_charged(method, federation):
     summary = federation(method).summary
     assert wire["downlink_bytes"] == summary["comm/downlink_bytes_total"]
     assert 0 < summary["comm/uplink_bytes_total"] - wire["uplink_bytes"] < 12 * 70
+
+
+class EmbeddingLast(Classifier):
+    """A classifier whose embedding was created after its head."""
+
+    def __init__(self):
+        super().__init__()
+        self.vectors = nn.Embedding(2, 8)
+
+    def forward(self, x):
+        return super().forward(x + self.vectors((x.flatten(1)[:, 0] > 0).long()).view_as(x))
+
+
+@pytest.mark.slow_after_first
+@pytest.mark.parametrize(
+    ("method", "part"),
+    [
+        (FedP3(owned=1, local_pruning="uniform"), lambda extra: extra["head"]),
+        (FedPer(), lambda extra: extra["own"]),
+        (FedBABU(), lambda extra: extra["trainable"]),
+    ],
+    ids=repr,
+)
+def test_an_embedding_that_was_created_last_is_not_the_head(method, part, federation):
+    for verb, folder in (("profile", "profile"), ("fit", "fit")):
+        trainer = federation(method, module=EmbeddingLast(), rounds=1, max_epochs=1, verb=verb, folder=folder)
+    state = torch.load(trainer.run_folder / "checkpoints" / "last.ckpt", weights_only=True)["sparsefl"]["state"]
+    assert set(part(state["extra"])) == {"net.4.weight", "net.4.bias"}
+
+
+def test_the_rows_of_a_label_mask_are_not_those_of_an_embedding(federation):
+    trainer = federation(HeteroFL(rates=(1.0,), label_mask=True), module=EmbeddingLast(), rounds=1, max_epochs=1)
+    assert 0 <= trainer.summary["global/val_acc"] <= 1

@@ -8,7 +8,8 @@ from torch import nn
 
 from lightning_sparsefl.errors import InvalidOption
 from lightning_sparsefl.models import ResNet18
-from lightning_sparsefl.sparse.parts import layers_with_buffers, norms_of, only, part, without
+from lightning_sparsefl.sparse.layer_groups import head_of
+from lightning_sparsefl.sparse.parts import embeddings_of, layers_with_buffers, norms_of, only, part, without
 
 NET = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.ReLU(), nn.Flatten(), nn.Linear(8, 4), nn.Linear(4, 3))
 WEIGHTS = {**dict(NET.named_parameters()), "1.running_mean": torch.zeros(2), "1.running_var": torch.ones(2)}
@@ -49,6 +50,30 @@ def test_a_part_has_the_names_of_its_patterns_in_the_models_order(patterns, name
 def test_a_buffer_is_no_head():
     table = {**WEIGHTS, "positions": torch.zeros(3, 3)}
     assert part(table, ["head"], buffers={*BUFFERS, "positions"}) == ("5.weight", "5.bias")
+
+
+class Late(nn.Module):
+    """A network whose embedding was created after its head, and may be tied to it."""
+
+    def __init__(self, tied=False):
+        super().__init__()
+        self.head, self.vectors, self.bag = nn.Linear(3, 5), nn.Embedding(5, 3), nn.EmbeddingBag(5, 3)
+        if tied:
+            self.vectors.weight = self.head.weight
+
+
+def test_an_embedding_is_no_head():
+    net = Late()
+    assert embeddings_of(net) == {"vectors.weight", "bag.weight"}
+    parameters = dict(net.named_parameters())
+    assert part(parameters, ["head"], embeddings=embeddings_of(net)) == ("head.weight", "head.bias")
+    assert head_of(parameters, "vectors", embeddings_of(net)) == ("vectors.weight",)
+
+
+def test_weights_that_an_embedding_shares_may_be_the_head():
+    net = Late(tied=True)
+    assert embeddings_of(net) == {"bag.weight"}
+    assert head_of(dict(net.named_parameters()), embeddings=embeddings_of(net)) == ("head.weight", "head.bias")
 
 
 def test_a_pattern_must_match_but_there_may_be_no_norm():

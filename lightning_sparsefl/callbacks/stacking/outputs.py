@@ -11,12 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from lightning_sparsefl.callbacks.exits import EarlyExits, require_exits
-from lightning_sparsefl.callbacks.ordered_dropout import OrderedDropout, distillation_loss
+from lightning_sparsefl.callbacks.ordered_dropout import OrderedDropout, distillation_loss, logits_of
 from lightning_sparsefl.callbacks.stacking.base import Leaves, StackedCallback, StackedPass
 from lightning_sparsefl.callbacks.unit_gates import Gate, gates_of
 from lightning_sparsefl.callbacks.width import LabelMask, OutputScaler
 from lightning_sparsefl.sparse.exits import mutual_slopes
-from lightning_sparsefl.sparse.layer_groups import head_of
 
 
 @dataclass
@@ -160,8 +159,7 @@ class StackedDropout(StackedOutputs):
         for (name, reads), gates in gates_of(self.module, first.groups, first.rates).items():
             self.hook(name, partial(self._read if reads else self._made, gates), before=reads)
         if first.distill:
-            head = head_of(dict(self.module.named_parameters()), first.head)[0].rpartition(".")[0]
-            self.hook(head, self._note)
+            self.hook(logits_of(self.module, first.head), self._note)
 
     def before_pass(self, batch: StackedPass) -> None:
         """Draw the rates of a step."""

@@ -52,7 +52,7 @@ from lightning_sparsefl.report import print_line, print_table, quantity
 from lightning_sparsefl.report.tables import NOT_COUNTED
 from lightning_sparsefl.seeds import generator
 from lightning_sparsefl.sparse.masks import apply, counts, density, intersect
-from lightning_sparsefl.sparse.parts import norms_of
+from lightning_sparsefl.sparse.parts import embeddings_of, norms_of
 from lightning_sparsefl.sparse.units import UnitGroup, unit_masks
 from lightning_sparsefl.types import (
     ClientView,
@@ -100,6 +100,7 @@ class SimulatedWorker:
         find_units: Function that returns the units of the model.
         norms: Names of the tensors of the model's norms.
         exits: Early exits of the model by the last module of each block.
+        embeddings: Names of the tensors of the model's embeddings.
     """
 
     def __init__(
@@ -110,10 +111,11 @@ class SimulatedWorker:
         find_units: Callable[[], Sequence[UnitGroup]] = tuple,
         norms: frozenset[str] = frozenset(),
         exits: Mapping[str, str] | None = None,
+        embeddings: frozenset[str] = frozenset(),
     ) -> None:
         self.layout, self.initial, self.buffers, self.norms = layout, initial, layout.buffers, norms
         self._rng, self._find_units = generator(seed, "rehearsal"), find_units
-        self.exits = dict(exits or {})
+        self.exits, self.embeddings = dict(exits or {}), embeddings
 
     @cached_property
     def units(self) -> Sequence[UnitGroup]:
@@ -388,7 +390,7 @@ class _Simulation:
         options.algorithm.adapt(module)
         flat = FlatModule(module)
         weights, layout, device = flat.read(), flat.layout, flat.vector.device
-        known = (lambda: units_of(module, data), norms_of(module), getattr(module, "exits", {}))
+        known = (lambda: units_of(module, data), norms_of(module), getattr(module, "exits", {}), embeddings_of(module))
         worker = SimulatedWorker(layout, weights, seed, *known)
         self._about = about = AboutClients(federation, sizes.__getitem__, len(sizes), seed)
         self._records, self._versions = _Records(), _Records()

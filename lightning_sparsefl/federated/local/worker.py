@@ -27,7 +27,7 @@ from lightning_sparsefl.federated.local.lightning_trainer import LightningEngine
 from lightning_sparsefl.federated.local.round_lr import RoundLR, ScaleLearningRates
 from lightning_sparsefl.seeds import derive_seed, seed_all
 from lightning_sparsefl.sparse.masks import apply, intersect
-from lightning_sparsefl.sparse.parts import norms_of
+from lightning_sparsefl.sparse.parts import embeddings_of, norms_of
 from lightning_sparsefl.sparse.submodel import cut, narrow, widen
 from lightning_sparsefl.sparse.units import UnitGroup, unit_masks
 from lightning_sparsefl.types import FitResult, Masks, Weights
@@ -173,6 +173,11 @@ class ClientWorker:
     def norms(self) -> frozenset[str]:
         """Names of the tensors of the module's norms."""
         return norms_of(self.module)
+
+    @cached_property
+    def embeddings(self) -> frozenset[str]:
+        """Names of the tensors of the module's embeddings."""
+        return embeddings_of(self.module)
 
     @cached_property
     def units(self) -> Sequence[UnitGroup]:
