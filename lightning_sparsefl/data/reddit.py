@@ -28,10 +28,10 @@ class FederatedReddit(FederatedDataModule):
     """Next-word prediction on comments of Reddit users (December 2017), of which each is a client.
 
     A sample is a sequence of `length` tokens of one comment, int64, and its target the token that follows each of them;
-    targets of padded positions are -100. Clients are drawn at random from the users that have training and test
-    sequences. The vocabulary consists of the `num_classes` - 2 most frequent tokens in the training files of all users,
-    and of the two tokens for padding (0) and unknown words (1). LEAF stores its vocabulary as a pickle, which is not
-    read; the rule is LEAF's.
+    targets of padded positions are -100. Sequences without a target are left out, and clients are drawn at random from
+    the users that have training and test sequences. The vocabulary consists of the `num_classes` - 2 most frequent
+    tokens in the training files of all users, and of the two tokens for padding (0) and unknown words (1). LEAF stores
+    its vocabulary as a pickle, which is not read; the rule is LEAF's.
 
     The published files are ``train/*.json`` and ``test/*.json`` with the key ``user_data``: comments as lists of
     sequences in ``x``, and in ``y`` their ``target_tokens`` and ``count_tokens``.
@@ -75,7 +75,7 @@ class FederatedReddit(FederatedDataModule):
         parts = {part: self._read(part) for part in ("train", "test")}
         vocabulary = self._vocabulary(parts["train"].values())
         users = self._choose(
-            [user for user, own in parts["train"].items() if own["x"] and parts["test"].get(user, {}).get("x")]
+            [user for user in parts["train"] if all(_has_targets(own.get(user)) for own in parts.values())]
         )
         tensors: list[Tensor] = []
         for part, content in parts.items():
@@ -134,7 +134,7 @@ class FederatedReddit(FederatedDataModule):
         if len(users) < self.num_clients:
             raise InvalidOption(
                 f"`data.num_clients` is {self.num_clients}, but {len(users)} users in {self.root}/reddit have training "
-                "and test sequences; lower it."
+                "and test sequences with a target; lower it."
             )
         order = torch.randperm(len(users), generator=generator(self._seed(), "reddit users"))
         return [sorted(users)[place] for place in order[: self.num_clients].tolist()]
@@ -145,7 +145,7 @@ class FederatedReddit(FederatedDataModule):
         targets = self._numbers(chain.from_iterable(label["target_tokens"] for label in user["y"]), vocabulary)
         counted = torch.tensor(list(chain.from_iterable(label["count_tokens"] for label in user["y"]))) > 0
         # LEAF also counts the end of a comment, whose target is padding; a sequence may consist of that alone
-        targets = targets.masked_fill(~counted | (targets == PADDING), IGNORED)
+        targets = targets.masked_fill(~counted | (targets == PADDING), IGNORED)  # as in `_has_targets`
         some = (targets != IGNORED).any(1)
         return inputs[some], targets[some]
 
@@ -157,6 +157,14 @@ class FederatedReddit(FederatedDataModule):
         return torch.tensor(rows)
 
 
-def _sequences(comments: list[Any]) -> Iterator[str]:
-    """Yield the tokens of all sequences of all comments."""
+def _has_targets(user: dict[str, list[Any]] | None) -> bool:
+    """Return whether a user has a sequence with a target; some have only those of empty comments, or none."""
+    labels = [] if user is None else user["y"]
+    words = _sequences(label["target_tokens"] for label in labels)
+    counts = _sequences(label["count_tokens"] for label in labels)
+    return any(count > 0 and word != "<PAD>" for word, count in zip(words, counts, strict=False))
+
+
+def _sequences(comments: Iterable[Any]) -> Iterator[Any]:
+    """Yield the tokens, or their counts, of all sequences of all comments."""
     return chain.from_iterable(chain.from_iterable(comments))

@@ -236,6 +236,24 @@ def test_reddit_draws_users_with_both_splits_by_the_seed(reddit: Path):
         small_reddit(reddit, length=10).setup()
 
 
+@pytest.mark.parametrize("part", ["train", "test"])
+def test_reddit_users_without_a_target_are_no_clients(reddit: Path, part: str):
+    """The end of a comment alone in a sequence has padding as its target, although it is counted."""
+    file = reddit / "reddit" / part / f"0_{part}.json"
+    content = json.loads(file.read_text())
+    tokens = ["<EOS>", *["<PAD>"] * 4]
+    labels = {"target_tokens": [["<PAD>"] * 5], "count_tokens": [[1.0, 0.0, 0.0, 0.0, 0.0]]}
+    content["user_data"]["0-0"] = {"x": [[tokens]], "y": [labels]}
+    file.write_text(json.dumps(content))
+    data = small_reddit(reddit, num_clients=6)
+    data.setup()
+    assert min(data.num_examples(client) for client in range(6)) > 0
+    with pytest.raises(
+        InvalidOption, match=r"`data.num_clients` is 7, but 6 users in .* sequences with a target; lower"
+    ):
+        small_reddit(reddit, num_clients=7).setup()
+
+
 def test_missing_reddit_says_where_it_comes_from(tmp_path: Path):
     with pytest.raises(DataNotFound, match=r"download the preprocessed data that https://github.com/TalwalkarLab/leaf"):
         FederatedReddit(root=str(tmp_path)).prepare_data()
