@@ -21,7 +21,7 @@ class ClientDataModules(FederatedDataModule):
     Client k trains on and is evaluated with the loaders of ``modules[k]``, unchanged. Its number of training samples is
     that of an epoch of its sampler. The pooled loaders concatenate the data sets of all clients, of a data set with a
     ``SubsetRandomSampler`` its indices, with the batch size and the ``collate_fn`` of client 0. Costs are counted with
-    the ``batch_size`` and ``drop_last`` of client 0.
+    the ``batch_size`` and ``drop_last`` of each client's loader, before ``setup`` with the `batch_size` of its module.
 
     Args:
         modules: Data modules, one per client. Each is prepared, and set up once for fitting and once for testing.
@@ -62,6 +62,7 @@ class ClientDataModules(FederatedDataModule):
             num_clients=len(modules), batch_size=getattr(modules[0], "batch_size", 1), eval_split=eval_split
         )
         self.modules = list(modules)
+        self.own_batches = self._differing([(getattr(m, "batch_size", self.batch_size), False) for m in modules])
         for name, value in (("num_classes", num_classes), ("sample_shape", sample_shape)):
             known = getattr(modules[0], name, None) if value is None else value
             if known is not None:
@@ -88,6 +89,7 @@ class ClientDataModules(FederatedDataModule):
         loaders = [self.client_train_dataloader(client) for client in range(self.num_clients)]
         self.client_sizes = [_num_samples(loader, client) for client, loader in enumerate(loaders)]
         self.batch_size, self.drop_last = loaders[0].batch_size or self.batch_size, loaders[0].drop_last
+        self.own_batches = self._differing([(each.batch_size or self.batch_size, each.drop_last) for each in loaders])
         self._is_set_up = True
 
     def teardown(self, stage: str) -> None:
@@ -153,6 +155,10 @@ class ClientDataModules(FederatedDataModule):
     def test_dataloader(self) -> DataLoader[Any]:
         """Return a loader of the test data of all clients."""
         return _pool([self.client_test_dataloader(client) for client in range(self.num_clients)])
+
+    def _differing(self, batches: Sequence[tuple[int, bool]]) -> dict[int, tuple[int, bool]]:
+        """Return batch size and `drop_last` of the clients that do not have those of the data module."""
+        return {client: own for client, own in enumerate(batches) if own != (self.batch_size, self.drop_last)}
 
     def _nominal_sizes(self) -> list[int]:
         return [0] * self.num_clients if self._given_sizes is None else list(self._given_sizes)

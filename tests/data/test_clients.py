@@ -107,6 +107,15 @@ def test_what_a_loader_drops_is_not_trained_on_and_counts_as_a_label():
     assert data.client_label_counts(0).tolist() == [4, 3, 3]
 
 
+def test_batches_that_differ_from_those_of_the_first_client_are_known(data):
+    assert data.own_batches == {1: (3, False)}
+    data.setup()
+    assert data.own_batches == {1: (3, False)}
+    mixed = ClientDataModules([Own(0, 10), Dropping(10, 10), Own(20, 10)])
+    mixed.setup()
+    assert mixed.own_batches == {1: (4, True)}
+
+
 def test_pooled_loaders_join_everyone(data):
     data.setup()
     assert drawn(data.train_dataloader()) == [*range(10), *range(100, 106)]

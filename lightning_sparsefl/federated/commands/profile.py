@@ -41,7 +41,7 @@ from lightning_sparsefl.federated.rounds.about import About, AboutClients, AllAb
 from lightning_sparsefl.federated.rounds.outcome import Outcome
 from lightning_sparsefl.federated.rounds.run_options import RunOptions
 from lightning_sparsefl.federated.rounds.server import Server
-from lightning_sparsefl.federated.rounds.workload import Workload
+from lightning_sparsefl.federated.rounds.workload import Batching, Workload
 from lightning_sparsefl.federated.sampling.cohort_draw import CohortDraw
 from lightning_sparsefl.federated.sampling.draws import split_unseen
 from lightning_sparsefl.federated.sampling.samplers import Uniform
@@ -309,6 +309,7 @@ class _Work(NamedTuple):
 
     num_examples: int
     local_epochs: int | None
+    batching: Batching
 
 
 def _parts(server: Server, phases: int) -> dict[_Part, Counter[_Work]]:
@@ -320,7 +321,7 @@ def _parts(server: Server, phases: int) -> dict[_Part, Counter[_Work]]:
         for client in server.cohort(RunState(ServerState(number, {}))).trained:
             about = server.about.of(client, number)
             part = _Part(middles[number], client in seen, about.capacity)
-            parts[part][_Work(about.num_examples, about.local_epochs)] += 1
+            parts[part][_Work(about.num_examples, about.local_epochs, server.workload.batching(client))] += 1
             seen.add(client)
     return dict(sorted(parts.items()))
 
@@ -428,6 +429,7 @@ class _Simulation:
             getattr(data, "drop_last", False),
             layout.buffers,
             worker,
+            getattr(data, "own_batches", {}),
         )
 
     def _fleet(self, weights: Weights, worker: SimulatedWorker) -> Fleet:
@@ -501,7 +503,8 @@ class _Simulation:
             for work, times in client_rounds.items():
                 key = first, part.capacity, work
                 if key not in known:
-                    known[key] = self._costs(replace(view, **work._asdict()), order, part)
+                    own = replace(view, num_examples=work.num_examples, local_epochs=work.local_epochs)
+                    known[key] = self._costs(own, order, part, work.batching)
                 for name, value in _flat(known[key], charge).items():
                     total[name] += times * value
         self._phases.close()
@@ -513,8 +516,8 @@ class _Simulation:
         record = self.server.record(client) if part.again else ServerRecord()
         return self.server.view(client, part.middle, record)
 
-    def _costs(self, view: ClientView, order: Order, part: _Part) -> Costs:
-        facts = self.server.workload.facts(view, order.message)
+    def _costs(self, view: ClientView, order: Order, part: _Part, batching: Batching | None = None) -> Costs:
+        facts = self.server.workload.facts(view, order.message, batching)
         return self.server.algorithm.costs(replace(facts, again=part.again))
 
 

@@ -182,6 +182,7 @@ class Run(NodeSide):
             drop_last=getattr(self.data, "drop_last", False),
             buffers=self.layout.buffers,
             model=self.worker,
+            own=getattr(self.data, "own_batches", {}),
         )
 
     # ---- state

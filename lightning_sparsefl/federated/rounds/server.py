@@ -180,7 +180,9 @@ class Server:  # long because the facts of one order are needed at each of its s
             now=now,
             arrivals={update.client: update.arrival for update in state.pending},
             available=self._is_available if self.sampler.timed else None,
-            samples=lambda client: self.workload.samples(self.about.of(client, state.server.round).num_examples),
+            samples=lambda client: self.workload.samples(
+                client, self.about.of(client, state.server.round).num_examples
+            ),
             seconds=lambda client: None if self.workload.layers is None else self._seconds_by_costs(state, client),
         )
 
@@ -505,7 +507,7 @@ class Server:  # long because the facts of one order are needed at each of its s
         """Return what a round has told the sampler of its clients."""
         return {
             outcome.client: Seen(
-                samples=self.workload.samples(outcome.num_examples),
+                samples=self.workload.samples(outcome.client, outcome.num_examples),
                 counted=outcome.status == "counted",
                 metrics=outcome.metrics,
                 seconds=outcome.simulated_seconds,

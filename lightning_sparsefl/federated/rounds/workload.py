@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 from lightning_sparsefl.types import ClientView, CostFacts, LayerFlops, Message
+
+
+class Batching(NamedTuple):
+    """How a loader cuts a client's samples into batches."""
+
+    size: int
+    drop_last: bool
+    """Whether it leaves out a last, smaller batch."""
 
 
 @dataclass(frozen=True)
@@ -26,29 +34,42 @@ class Workload:
     """Names of the model's floating-point buffers."""
     model: Any = None
     """Knows the model's groups of units."""
+    own: Mapping[int, tuple[int, bool]] = field(default_factory=dict)
+    """Batch size and `drop_last` of clients with others, by number."""
 
-    def samples(self, num_examples: int) -> int:
+    def batching(self, client: int) -> Batching:
+        """Return how a client's samples are cut into batches.
+
+        Args:
+            client: Number of the client.
+        """
+        return Batching(*self.own.get(client, (self.batch_size, self.drop_last)))
+
+    def samples(self, client: int, num_examples: int) -> int:
         """Return the number of samples of one local epoch.
 
         Args:
+            client: Number of the client.
             num_examples: Number of the client's training samples.
         """
-        return min(num_examples, self._batches(num_examples) * self.batch_size)
+        return self._samples(num_examples, self.batching(client))
 
-    def facts(self, view: ClientView, message: Message) -> CostFacts:
+    def facts(self, view: ClientView, message: Message, batching: Batching | None = None) -> CostFacts:
         """Return the facts that the cost of one client-round depends on.
 
         Args:
             view: Facts of the client.
             message: Message that the client receives.
+            batching: Batches of another client that it stands for; None = its own.
         """
+        batching = batching or self.batching(view.id)
         return CostFacts(
             view=view,
             message=message,
             layers=self.layers or (),
             epochs=self._epochs(view),
-            samples=self.samples(view.num_examples),
-            batch_size=self.batch_size,
+            samples=self._samples(view.num_examples, batching),
+            batch_size=batching.size,
             buffers=self.buffers,
             model=self.model,
         )
@@ -59,14 +80,17 @@ class Workload:
         Args:
             view: Facts of the client.
         """
-        return self._epochs(view) * self._batches(view.num_examples)
+        return self._epochs(view) * self._batches(view.num_examples, self.batching(view.id))
 
     def _epochs(self, view: ClientView) -> int:
         return self.epochs if view.local_epochs is None else view.local_epochs
 
-    def _batches(self, num_examples: int) -> int:
+    def _samples(self, num_examples: int, batching: Batching) -> int:
+        return min(num_examples, self._batches(num_examples, batching) * batching.size)
+
+    def _batches(self, num_examples: int, batching: Batching) -> int:
         """Return the number of batches of one epoch."""
-        full, rest = divmod(num_examples, self.batch_size)
-        batches = full + (rest > 0 and not self.drop_last)
+        full, rest = divmod(num_examples, batching.size)
+        batches = full + (rest > 0 and not batching.drop_last)
         limit = self.max_batches if isinstance(self.max_batches, int) else int(batches * self.max_batches)
         return min(limit, batches)

@@ -14,6 +14,7 @@ import lightning as L
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_sparsefl import SCAFFOLD, FedAvg, FederatedTrainer, Federation, FedNova, FedSpa, Local
 from lightning_sparsefl.data import IID, ClientDataModules, Dirichlet, FederatedDigits
@@ -346,6 +347,31 @@ def test_data_whose_sizes_are_unknown_before_it_is_loaded_is_loaded():
     options = Federation(clients_per_round=2)
     expected = trainer(FedAvg(), federation=options).profile(mlp(), given).content
     assert trainer(FedAvg(), federation=options).profile(mlp(), unknown).content == expected
+
+
+class Hospital(L.LightningDataModule):
+    """40 samples in batches of a size of its own."""
+
+    def __init__(self, batch_size):
+        super().__init__()
+        self.batch_size = batch_size
+
+    def train_dataloader(self):
+        samples = TensorDataset(torch.zeros(40, 1, 8, 8), torch.arange(40) % 10)
+        return DataLoader(samples, batch_size=self.batch_size, shuffle=True)
+
+    test_dataloader = train_dataloader
+
+
+def test_clients_with_batches_of_their_own_are_charged_for_these(tmp_path):
+    data = ClientDataModules([Hospital(size) for size in (32, 8, 20)], num_classes=10, eval_split="test")
+    options = {"federation": Federation(clients_per_round=3), "limit_train_batches": 1, "max_rounds": 2}
+    content = trainer(FedAvg(), **options).profile(mlp(), data).content
+    summary = trainer(FedAvg(), tmp_path, **options).fit(mlp(), data)
+    forward = 2 * sum(p.numel() for p in mlp().parameters() if p.dim() == 2)
+    biases = sum(p.numel() for p in mlp().parameters() if p.dim() == 1)
+    assert summary["flops/train_total"] == 2 * 3 * (forward + biases) * (32 + 8 + 20)
+    assert content["run"]["analytic"]["flops"] == summary["flops/train_total"]
 
 
 def test_a_simulated_fit_moves_what_may_change_and_nothing_else():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -29,6 +31,14 @@ def test_batches_and_samples(options, view, batches, samples):
     assert workload.batches(view) == batches
     assert workload.facts(view, Message(weights={})).samples == samples
     assert Fleet([view], frozenset(), torch.device("cpu"), batches=workload.batches).batches(view) == batches
+
+
+def test_batches_of_clients_with_sizes_of_their_own():
+    workload = Workload(layers=None, epochs=1, batch_size=10, max_batches=1, own={1: (4, True)})
+    facts = [workload.facts(replace(VIEW, id=client), Message(weights={})) for client in (0, 1)]
+    assert [(each.samples, each.batch_size) for each in facts] == [(10, 10), (4, 4)]
+    assert [workload.samples(client, 3) for client in (0, 1)] == [3, 0]
+    assert workload.facts(VIEW, Message(weights={}), workload.batching(1)).samples == 4
 
 
 def test_a_fleet_without_a_workload_says_so():
