@@ -27,7 +27,8 @@ def test_costs_of_all_clients():
     biases = sum(weight.numel() for weight in weights.values() if weight.dim() == 1) - 10
     for view in views[::7]:
         facts = CostFacts(view, method.download(server, view), layers, epochs=5, samples=180, batch_size=20)
-        costs = method.costs(CostFacts(**{**vars(facts), "model": SimpleNamespace(initial=weights)}))
+        model = SimpleNamespace(embeddings=frozenset(), initial=weights)
+        costs = method.costs(CostFacts(**{**vars(facts), "model": model}))
         block = view.id * len(sizes) // CLIENTS
         owned = {block, (block + 1) % len(sizes)}
         down = sum(size if place in owned else 9 * size // 10 for place, size in enumerate(sizes)) + biases
