@@ -6,14 +6,26 @@ their values in its memory. It knows them as the tensors that it does not receiv
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_sparsefl.federated.client import Client
-from lightning_sparsefl.sparse.parts import only, without
+from lightning_sparsefl.federated.fleet import Fleet
+from lightning_sparsefl.sparse.parts import only, part, without
 from lightning_sparsefl.types import FitResult, Masks, Message, ServerState, Update, Weights
+
+
+def chosen(weights: Weights, patterns: Sequence[str], fleet: Fleet) -> tuple[str, ...]:
+    """Return the names of the tensors that patterns name, as :func:`~lightning_sparsefl.sparse.parts.part` takes them.
+
+    Args:
+        weights: Initial weights of the module.
+        patterns: Patterns of the part.
+        fleet: Fleet of the run, which knows the kinds of the module's tensors.
+    """
+    return part(weights, patterns, buffers=fleet.buffers, norms=fleet.norms, embeddings=fleet.embeddings)
 
 
 def start(weights: Weights, own: Collection[str]) -> ServerState:

@@ -22,7 +22,6 @@ from lightning_sparsefl.errors import check_numbers
 from lightning_sparsefl.federated.algorithm import FederatedAlgorithm
 from lightning_sparsefl.federated.client import Client
 from lightning_sparsefl.federated.fleet import Fleet
-from lightning_sparsefl.sparse.parts import part
 from lightning_sparsefl.types import ClientView, Message, ServerState, Update, Weights
 
 
@@ -41,8 +40,7 @@ class FedPer(FederatedAlgorithm):
 
     def init(self, weights: Weights, fleet: Fleet) -> ServerState:
         """Find the own layers and return the initial state."""
-        own = part(weights, self.own, buffers=fleet.buffers, norms=fleet.norms, embeddings=fleet.embeddings)
-        return _own_part.start(weights, own)
+        return _own_part.start(weights, _own_part.chosen(weights, self.own, fleet))
 
     def download(self, server: ServerState, view: ClientView) -> Message:
         """Send the shared layers."""

@@ -30,7 +30,7 @@ from lightning_sparsefl.errors import InvalidOption, check_numbers, require
 from lightning_sparsefl.federated.algorithm import FederatedAlgorithm
 from lightning_sparsefl.federated.client import Client
 from lightning_sparsefl.federated.fleet import Fleet
-from lightning_sparsefl.sparse.parts import part, without
+from lightning_sparsefl.sparse.parts import without
 from lightning_sparsefl.types import ClientView, CostFacts, Costs, FitResult, Message, ServerState, Update, Weights
 
 
@@ -61,8 +61,7 @@ class FedRep(FederatedAlgorithm):
 
     def init(self, weights: Weights, fleet: Fleet) -> ServerState:
         """Find the own layers and return the initial state."""
-        own = part(weights, self.own, buffers=fleet.buffers, norms=fleet.norms, embeddings=fleet.embeddings)
-        return _own_part.start(weights, own)
+        return _own_part.start(weights, _own_part.chosen(weights, self.own, fleet))
 
     def download(self, server: ServerState, view: ClientView) -> Message:
         """Send the body."""
