@@ -32,7 +32,7 @@ from lightning_sparsefl.errors import check_numbers, require
 from lightning_sparsefl.federated.algorithm import FederatedAlgorithm
 from lightning_sparsefl.federated.client import Client
 from lightning_sparsefl.federated.fleet import Fleet
-from lightning_sparsefl.sparse.layer_groups import head_of
+from lightning_sparsefl.sparse.layer_groups import head_layer, head_of
 from lightning_sparsefl.sparse.masks import apply
 from lightning_sparsefl.sparse.units import unit_masks
 from lightning_sparsefl.sparse.width import largest_rate, make_norms_static, prefix_units
@@ -130,8 +130,7 @@ class HeteroFL(FederatedAlgorithm):
         if self.scaler and rate < 1:
             found.append(OutputScaler(dict.fromkeys(name for group in client.units for name in group.layers), rate))
         if self.label_mask:
-            head = head_of(message.weights, self.head, client.embeddings)
-            found.append(LabelMask(head[0].rpartition(".")[0], client.id))
+            found.append(LabelMask(head_layer(message.weights, self.head, client.embeddings), client.id))
         return found
 
     def train(self, message: Message, client: Client) -> Update:

@@ -20,7 +20,7 @@ from lightning_sparsefl.callbacks.trial import trial, trial_loss
 from lightning_sparsefl.callbacks.unit_gates import Gate, gates_of
 from lightning_sparsefl.errors import InvalidOption
 from lightning_sparsefl.seeds import generator
-from lightning_sparsefl.sparse.layer_groups import head_of
+from lightning_sparsefl.sparse.layer_groups import head_layer
 from lightning_sparsefl.sparse.parts import embeddings_of
 from lightning_sparsefl.sparse.units import UnitGroup
 
@@ -186,7 +186,7 @@ def logits_of(module: nn.Module, head: str | None) -> str:
         module: Module that is trained.
         head: Name of the layer; None = the last linear layer.
     """
-    return head_of(dict(module.named_parameters()), head, embeddings_of(module))[0].rpartition(".")[0]
+    return head_layer(dict(module.named_parameters()), head, embeddings_of(module))
 
 
 def distillation_loss(teacher: Tensor, logits: Tensor) -> Tensor:

@@ -51,6 +51,25 @@ def head_of(weights: Weights, head: str | None = None, embeddings: Collection[st
     return tuple(found)
 
 
+def head_layer(weights: Weights, head: str | None = None, embeddings: Collection[str] = ()) -> str:
+    """Return the name of the layer with the logits, which holds the first tensor of :func:`head_of`.
+
+    Args:
+        weights: Parameters of a module by name, in the order in which the module holds them.
+        head: Name of the layer; None = the last linear layer.
+        embeddings: Names of the tensors of embeddings, which are no head.
+
+    Raises:
+        InvalidOption: If :func:`head_of` finds no head.
+
+    Example:
+        >>> import torch
+        >>> head_layer({"conv.weight": torch.zeros(2, 1, 3, 3), "net.fc.weight": torch.zeros(3, 2)})
+        'net.fc'
+    """
+    return _owner(head_of(weights, head, embeddings)[0])
+
+
 def _last_linear(weights: Weights, embeddings: Collection[str]) -> list[str]:
     """Return the names of the tensors beside the last matrix, which no recurrent layer may follow."""
     matrices = [name for name in weights if weights[name].dim() == 2 and name not in embeddings]
