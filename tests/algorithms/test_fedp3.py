@@ -130,9 +130,8 @@ def test_costs(facts):
 
 @pytest.mark.parametrize(("pruning", "share"), [("uniform", 0.85), ("ordered", 0.73)])
 def test_local_pruning_saves_operations_of_hidden_layers(facts, pruning, share):
-    given = replace(
-        facts(), model=SimpleNamespace(initial=facts().message.weights, embeddings=())
-    )  # b is the last layer
+    weights = facts().message.weights  # b is the last layer
+    given = replace(facts(), model=SimpleNamespace(initial=weights, embeddings=()))
     costs = FedP3(local_pruning=pruning, local_width=0.7).costs(given)
     assert costs.flops_paper == costs.flops_analytic == pytest.approx(14 * 3 * (share * 22 + 12))
 
