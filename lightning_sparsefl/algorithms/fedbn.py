@@ -24,7 +24,7 @@ from lightning_sparsefl.federated.algorithm import FederatedAlgorithm
 from lightning_sparsefl.federated.client import Client
 from lightning_sparsefl.federated.fleet import Fleet
 from lightning_sparsefl.federated.options import check_choices
-from lightning_sparsefl.sparse.parts import NORM
+from lightning_sparsefl.sparse.parts import NORM, part
 from lightning_sparsefl.types import ClientView, Message, ServerState, Update, Weights
 
 
@@ -42,7 +42,7 @@ class FedBN(FederatedAlgorithm):
 
     def init(self, weights: Weights, fleet: Fleet) -> ServerState:
         """Find the norms and return the initial state."""
-        return _own_part.start(weights, _own_part.chosen(weights, [NORM], fleet))
+        return _own_part.start(weights, part(weights, [NORM], buffers=fleet.buffers, norms=fleet.norms))
 
     def download(self, server: ServerState, view: ClientView) -> Message:
         """Send all tensors but those of the norms."""
