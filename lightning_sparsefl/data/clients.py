@@ -11,6 +11,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset
 
+from lightning_sparsefl.data.examples import Examples, JoinedExamples
 from lightning_sparsefl.data.federated import FederatedDataModule, no_loader
 from lightning_sparsefl.errors import InvalidOption, require
 
@@ -21,7 +22,8 @@ class ClientDataModules(FederatedDataModule):
     Client k trains on and is evaluated with the loaders of ``modules[k]``, unchanged. Its number of training samples is
     that of an epoch of its sampler. The pooled loaders concatenate the data sets of all clients, of a data set with a
     ``SubsetRandomSampler`` its indices, with the batch size and the ``collate_fn`` of client 0. Costs are counted with
-    the ``batch_size`` and ``drop_last`` of each client's loader, before ``setup`` with the `batch_size` of its module.
+    the ``batch_size`` and ``drop_last`` of each client's loader, or of the batch sampler that it was given, before
+    ``setup`` with the `batch_size` of its module.
 
     Args:
         modules: Data modules, one per client. Each is prepared, and set up once for fitting and once for testing.
@@ -88,8 +90,9 @@ class ClientDataModules(FederatedDataModule):
             module.setup("test")
         loaders = [self.client_train_dataloader(client) for client in range(self.num_clients)]
         self.client_sizes = [_num_samples(loader, client) for client, loader in enumerate(loaders)]
-        self.batch_size, self.drop_last = loaders[0].batch_size or self.batch_size, loaders[0].drop_last
-        self.own_batches = self._differing([(each.batch_size or self.batch_size, each.drop_last) for each in loaders])
+        batches = [_batches(loader, self.batch_size) for loader in loaders]
+        self.batch_size, self.drop_last = batches[0]
+        self.own_batches = self._differing(batches)
         self._is_set_up = True
 
     def teardown(self, stage: str) -> None:
@@ -137,24 +140,34 @@ class ClientDataModules(FederatedDataModule):
                 "`data.num_classes` is not set, but label counts need it; expected a whole number >= 1."
             )
         counts = torch.zeros(self.num_classes, dtype=torch.int64)
-        for _, labels in _pool([self.client_train_dataloader(client)]):
+        for _, labels in self._pool([self.client_train_dataloader(client)]):
             counts += torch.bincount(labels, minlength=self.num_classes)
         return counts
 
     def train_dataloader(self) -> DataLoader[Any]:
         """Return a loader of the training data of all clients."""
         clients = range(self.num_clients)
-        return _pool([self.client_train_dataloader(client) for client in clients], shuffle=True)
+        return self._pool([self.client_train_dataloader(client) for client in clients], shuffle=True)
 
     def val_dataloader(self) -> DataLoader[Any] | list[Any] | None:
         """Return a loader of the validation data of all clients, if any; a plain ``Trainer`` gets ``[]`` for None."""
         loaders = [self.client_val_dataloader(client) for client in range(self.num_clients)]
         present = [loader for loader in loaders if loader is not None]
-        return _pool(present) if present else no_loader(self)
+        return self._pool(present) if present else no_loader(self)
 
     def test_dataloader(self) -> DataLoader[Any]:
         """Return a loader of the test data of all clients."""
-        return _pool([self.client_test_dataloader(client) for client in range(self.num_clients)])
+        return self._pool([self.client_test_dataloader(client) for client in range(self.num_clients)])
+
+    def _pool(self, loaders: Sequence[DataLoader[Any]], shuffle: bool = False) -> DataLoader[Any]:
+        """Return a loader of what all loaders draw, with the batch size and the ``collate_fn`` of the first one."""
+        first, parts = loaders[0], [_sampled(loader) for loader in loaders]
+        if first.batch_sampler is None:  # an item of its data set is a batch
+            return DataLoader(ConcatDataset(parts), batch_size=None, collate_fn=first.collate_fn, shuffle=shuffle)
+        size = _batches(first, self.batch_size)[0]
+        if all(isinstance(part, Examples) for part in parts):
+            return JoinedExamples(parts).loader(size, shuffle=shuffle)
+        return DataLoader(ConcatDataset(parts), batch_size=size, collate_fn=first.collate_fn, shuffle=shuffle)
 
     def _differing(self, batches: Sequence[tuple[int, bool]]) -> dict[int, tuple[int, bool]]:
         """Return batch size and `drop_last` of the clients that do not have those of the data module."""
@@ -196,7 +209,7 @@ def _sampled(loader: DataLoader[Any]) -> Dataset[Any]:
     return loader.dataset if indices is None else Subset(loader.dataset, list(indices))
 
 
-def _pool(loaders: Sequence[DataLoader[Any]], shuffle: bool = False) -> DataLoader[Any]:
-    first = loaders[0]
-    joined: ConcatDataset[Any] = ConcatDataset([_sampled(loader) for loader in loaders])
-    return DataLoader(joined, batch_size=first.batch_size or 1, collate_fn=first.collate_fn, shuffle=shuffle)
+def _batches(loader: DataLoader[Any], default: int) -> tuple[int, bool]:
+    """Return the batch size of a loader, or of the batch sampler that it was given, and its `drop_last`."""
+    source = loader.batch_sampler or loader
+    return getattr(source, "batch_size", None) or default, getattr(source, "drop_last", False)

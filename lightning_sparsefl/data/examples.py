@@ -73,6 +73,39 @@ class Examples(Dataset[tuple[Tensor, Tensor]]):
         return DataLoader(self, batch_size=batch_size, collate_fn=_as_is, **options)
 
 
+class JoinedExamples(Examples):
+    """Data sets of examples one after another, each of which transforms its own inputs.
+
+    Args:
+        parts: Data sets, whose items can be in one batch.
+
+    Example:
+        >>> ones = Examples(torch.ones(2, 1), torch.zeros(2, dtype=torch.int64))
+        >>> inputs, _ = JoinedExamples([ones, Examples(ones.inputs, ones.labels, torch.neg)]).__getitems__([3, 0])
+        >>> inputs.flatten()
+        tensor([-1.,  1.])
+    """
+
+    def __init__(self, parts: Sequence[Any]) -> None:
+        self.parts, self.stops = parts, torch.tensor([len(part) for part in parts]).cumsum(0)
+
+    def __len__(self) -> int:
+        return int(self.stops[-1])
+
+    def __getitems__(self, indices: Sequence[int] | Tensor) -> tuple[Tensor, Tensor]:
+        chosen = torch.as_tensor(indices)
+        owners = torch.bucketize(chosen, self.stops, right=True)
+        batches, places = [], []
+        for owner in owners.unique().tolist():
+            part = self.parts[owner]
+            own = (owners == owner).nonzero().flatten()
+            batches.append(part.__getitems__(chosen[own] - self.stops[owner] + len(part)))
+            places.append(own)
+        order = torch.cat(places).argsort()
+        inputs, labels = (torch.cat(values)[order] for values in zip(*batches, strict=True))
+        return inputs, labels
+
+
 def order_of(sampler: Sampler[int]) -> Tensor:
     """Return the indices that a sampler yields, int64; those of a permutation without a list of Python's numbers.
 

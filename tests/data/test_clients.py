@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SubsetRandomSampler, TensorDataset
 
-from lightning_sparsefl.data import ClientDataModules, FederatedDataModule
+from lightning_sparsefl.data import ClientDataModules, FederatedDataModule, FederatedDigits
 from lightning_sparsefl.errors import InvalidOption
 
 
@@ -122,6 +122,34 @@ def test_pooled_loaders_join_everyone(data):
     assert drawn(data.val_dataloader()) == [*range(50, 55), 150, 151, 152]
     assert drawn(data.test_dataloader()) == [80, 81, 180, 181]
     assert data.test_dataloader().batch_size == 4
+
+
+def test_pooled_loaders_join_federated_data_modules():
+    parts = [FederatedDigits(num_clients=3, batch_size=16, test_per_client=5), FederatedDigits(num_clients=1)]
+    data = ClientDataModules(parts)
+    data.setup()
+    inputs, labels = (torch.cat(values) for values in zip(*data.test_dataloader(), strict=True))
+    own = [list(part.test_dataloader()) for part in parts]
+    assert torch.equal(inputs, torch.cat([batch[0] for batches in own for batch in batches]))
+    assert torch.equal(labels, torch.cat([batch[1] for batches in own for batch in batches]))
+    assert data.client_label_counts(0).sum() == 1442
+    assert len(next(iter(data.train_dataloader()))[0]) == 16
+
+
+class WholeBatches(Own):
+    """Has batches as the items of its data set."""
+
+    def train_dataloader(self):
+        return DataLoader(numbers(self.first, 8).tensors[0].split(4), batch_size=None)
+
+
+def test_pooled_loaders_have_the_batches_of_a_batch_sampler():
+    data = ClientDataModules([Part(list(range(10)), batches=True), Part([11, 12], batches=True)])
+    data.setup()
+    assert (data.batch_size, data.own_batches) == (4, {})
+    assert [len(inputs) for inputs, _ in data.train_dataloader()] == [4, 4, 4]
+    pooled = ClientDataModules([WholeBatches(0, 8), WholeBatches(8, 8)]).train_dataloader()
+    assert sorted(batch.tolist() for batch in pooled) == [[k, k + 1, k + 2, k + 3] for k in range(0, 16, 4)]
 
 
 def test_modules_are_prepared_and_set_up_once(data):
