@@ -37,6 +37,7 @@ from lightning_sparsefl.federated.fleet import Fleet
 from lightning_sparsefl.federated.local.round_lr import ScaleLearningRates
 from lightning_sparsefl.federated.options import check_choices
 from lightning_sparsefl.sparse.masks import subtract
+from lightning_sparsefl.sparse.moments import wide
 from lightning_sparsefl.types import ClientView, CostFacts, Costs, Merged, Message, ServerState, Update, Weights
 
 
@@ -105,12 +106,12 @@ class FedNova(FederatedAlgorithm):
             return Update(weights={}, weight=client.num_examples, metrics=result.metrics)
         moved, norm = subtract(result.weights, message.weights), meter.norm
         sent = {"norm": norm, "steps": float(meter.steps)} if self.mu else {"norm": norm}
-        device = next(iter(moved.values())).device
+        like = wide(next(iter(moved.values())))
         return Update(
             weights=_scaled(moved, 1 / norm, message.extra.get("buffers", {})),
             kind="difference",
             weight=client.num_examples,
-            extra={"nova": {key: torch.tensor(value, device=device) for key, value in sent.items()}},
+            extra={"nova": {key: like.new_tensor(value) for key, value in sent.items()}},
             metrics=result.metrics,
         )
 

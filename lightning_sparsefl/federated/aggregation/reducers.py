@@ -389,8 +389,8 @@ class Accumulator:
             votes = voters.get(name, counts) if self.silence_counts else counts
             covered[name] = (votes > 0).expand(total.shape)
         complete = bool(torch.stack([mask.all() for mask in covered.values()]).all())
-        weight = max(self._total, 1)
-        extra = {k: {n: (tree[n].value() / weight).float() for n in sorted(tree)} for k, tree in self._extra.items()}
+        weight, wide = max(self._total, 1), torch.promote_types(self.layout.dtype, torch.float32)
+        extra = {k: {n: (tree[n].value() / weight).to(wide) for n in sorted(tree)} for k, tree in self._extra.items()}
         return Merged(
             weights=self.layout.tree(mean),
             covered={} if complete else covered,

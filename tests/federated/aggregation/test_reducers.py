@@ -206,6 +206,19 @@ def test_a_missing_name_does_not_vote():
     assert not merged.covered["0.weight"].any()
 
 
+@pytest.mark.parametrize(
+    ("weights", "extra"),
+    [(torch.float64, torch.float64), (torch.float32, torch.float32), (torch.bfloat16, torch.float32)],
+)
+def test_extra_trees_have_the_precision_of_the_weights(weights, extra):
+    flat = FlatModule(nn.Linear(2, 2).to(weights))
+    server = flat.read()
+    third = torch.tensor([1 / 3], dtype=torch.float64)
+    parts = [(Update(weights=server, extra={"control": {"c": third}}), 1)]
+    merged = merge(CoverageMean(), flat, server, [parts], Message(weights=server))
+    assert torch.equal(merged.extra["control"]["c"], third.to(extra))
+
+
 def test_extra_trees_are_averaged_by_weight():
     flat = flat_module()
     server = flat.read()
