@@ -23,7 +23,7 @@ class ClientDataModules(FederatedDataModule):
     that of an epoch of its sampler. The pooled loaders concatenate the data sets of all clients, of a data set with a
     ``SubsetRandomSampler`` its indices, with the batch size and the ``collate_fn`` of client 0. Costs are counted with
     the ``batch_size`` and ``drop_last`` of each client's loader, or of the batch sampler that it was given, before
-    ``setup`` with the `batch_size` of its module.
+    ``setup`` with the `batch_size` of its module. Every client that a run scores needs the loader of the split.
 
     Args:
         modules: Data modules, one per client. Each is prepared, and set up once for fitting and once for testing.

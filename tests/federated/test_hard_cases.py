@@ -408,6 +408,29 @@ def test_mistakes_are_told_before_anything_is_trained(trainer):
         trainer().validate(mlp(), blobs(**no_validation_set))
     with pytest.raises(InvalidOption, match="`data` lists a DataLoader"):
         trainer().fit(mlp(), [DataLoader([1])])
+
+
+class Scored(L.LightningDataModule):
+    """Data of one client, with or without a set to validate with."""
+
+    def __init__(self, validates: bool) -> None:
+        super().__init__()
+        self.validates = validates
+
+    def train_dataloader(self):
+        return DataLoader(TensorDataset(torch.zeros(4, 1, 1, 8), torch.zeros(4, dtype=torch.int64)), batch_size=2)
+
+    def val_dataloader(self):
+        return self.train_dataloader() if self.validates else None
+
+
+def test_a_client_without_its_set_to_score_is_told_before_anything_is_trained(trainer, tmp_path):
+    data = [Scored(True), Scored(True), Scored(False)]
+    words = "client 2 has no `val_dataloader`; define one, or set `data.eval_split: test`"
+    with pytest.raises(InvalidOption, match=words):
+        trainer().fit(mlp(), data)
+    assert not list(tmp_path.rglob("version_*"))
+    assert trainer(federation={"eval_clients": 1}).fit(mlp(), data)  # which leaves out client 2
     with pytest.raises(InvalidOption, match="expected at most one rank per client"):
         trainer(devices=9, strategy="client_parallel_fork").fit(mlp(), blobs())
     with pytest.raises(InvalidOption, match=r"`federation\.on_client_error` is 'ignore'"):

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
+from lightning_sparsefl.data import ClientDataModules
 from lightning_sparsefl.errors import InvalidOption
 from lightning_sparsefl.federated.distributed.ranks import Ranks
 from lightning_sparsefl.federated.exchange.orders import Split
@@ -114,14 +115,28 @@ class NodeSide:
         if client is None:
             return
         instead = "set `data.eval_split: test`" if default else "use `test` for the test sets"
-        self._require_set(self.split, client, instead)
+        for each in self._scored_clients(client):
+            self._require_set(self.split, each, instead)
         if self.options.validate_locally:
             self._require_set("val", client, "set `trainer.validate_locally: false`")
 
+    def _scored_clients(self, client: int) -> Iterable[int]:
+        """Return the clients whose data is here, is scored, and may lack a set.
+
+        Args:
+            client: Number of a client whose data is here, which stands for all if they have the same sets.
+        """
+        return (client,)
+
     def _require_set(self, split: Split, client: int, instead: str) -> None:
-        if getattr(self.data, f"client_{split}_dataloader")(client) is None:
-            more = f"set `data.val_fraction` above 0, or {instead}" if split == "val" else "set `data.eval_split: val`"
-            raise InvalidOption(f"The data has no {split} set for a client; {more}.")
+        if getattr(self.data, f"client_{split}_dataloader")(client) is not None:
+            return
+        if isinstance(self.data, ClientDataModules):
+            raise InvalidOption(
+                f"The data module of client {client} has no `{split}_dataloader`; define one, or {instead}."
+            )
+        more = f"set `data.val_fraction` above 0, or {instead}" if split == "val" else "set `data.eval_split: val`"
+        raise InvalidOption(f"The data has no {split} set for a client; {more}.")
 
     def _prepare_module(self) -> None:
         """Adapt the module, put it on the device, and give all ranks the first rank's weights."""

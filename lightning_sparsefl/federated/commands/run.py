@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from lightning.fabric.utilities.rank_zero import rank_zero_info
 from lightning.pytorch import LightningModule
 
 from lightning_sparsefl.cost import Ledger
+from lightning_sparsefl.data import ClientDataModules
 from lightning_sparsefl.errors import CheckpointMismatch
 from lightning_sparsefl.federated.commands.node_side import NodeSide
 from lightning_sparsefl.federated.commands.run_facts import (
@@ -36,7 +37,7 @@ from lightning_sparsefl.federated.rounds.run_options import RunOptions
 from lightning_sparsefl.federated.rounds.server import Server
 from lightning_sparsefl.federated.rounds.workload import Workload
 from lightning_sparsefl.federated.sampling.cohort_draw import CohortDraw
-from lightning_sparsefl.federated.sampling.draws import split_unseen
+from lightning_sparsefl.federated.sampling.draws import evaluated_clients, split_unseen
 from lightning_sparsefl.federated.sampling.samplers import Uniform
 from lightning_sparsefl.federated.storage.checkpoint import (
     CLIENTS,
@@ -141,6 +142,14 @@ class Run(NodeSide):
         self.coordinator = Coordinator(self.server, self.cohort, merging)
         stores = (self.server_records, self.node_records)
         self.scorer = Scorer(self.coordinator, self.worker, unseen_clients, stores, self.split)
+
+    def _scored_clients(self, client: int) -> Iterable[int]:
+        """Return one client, or with a data module for each client all that are scored."""
+        if not isinstance(self.data, ClientDataModules):
+            return super()._scored_clients(client)
+        seed, federation = self.options.seed, self.federation
+        groups = split_unseen(seed, self.data.num_clients, federation.unseen_clients)
+        return [each for group in groups for each in evaluated_clients(seed, group, federation.eval_clients)]
 
     def _cohort_here(self) -> RankCohort:
         """Make this rank's node, and the cohort of the nodes of all ranks."""
