@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from functools import reduce
 
 import torch
 from torch import Tensor, nn
@@ -49,7 +50,7 @@ class Layout:
         self.size = sum(self.sizes)
         dtypes = [tensor.dtype for tensor in tensors.values()]
         self.dtypes = dict(zip(self.names, dtypes, strict=True))
-        self.dtype = max(dtypes, key=lambda dtype: torch.finfo(dtype).bits)
+        self.dtype = reduce(torch.promote_types, dtypes)  # which holds all values: float32 for float16 and bfloat16
 
     @property
     def uniform(self) -> bool:

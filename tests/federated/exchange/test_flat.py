@@ -72,6 +72,16 @@ def test_a_shape_that_training_changed_is_refused_once(mixed):
     assert torch.equal(flat.read()["0.weight"], before["0.weight"])
 
 
+def test_a_vector_of_two_half_precisions_holds_the_values_of_both():
+    module = nn.Sequential(nn.Linear(1, 1, dtype=torch.float16), nn.Linear(1, 1, dtype=torch.bfloat16))
+    with torch.no_grad():
+        module[0].weight.fill_(1 + 2**-10)  # which bfloat16 rounds
+        module[1].weight.fill_(2.0**100)  # which is infinite in float16
+    read = FlatModule(module).read()
+    assert (float(read["0.weight"]), float(read["1.weight"])) == (1 + 2**-10, 2.0**100)
+    assert (read["0.weight"].dtype, read["1.weight"].dtype) == (torch.float16, torch.bfloat16)
+
+
 def test_mixed_precision_parameters_keep_their_dtypes():
     module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double())
     flat = FlatModule(module)
