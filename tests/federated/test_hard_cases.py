@@ -391,6 +391,28 @@ def test_a_mask_of_what_weight_norm_divides_by_is_refused(trainer):
     assert trainer().fit(normed(), blobs())
 
 
+class ShuffledScores(FederatedBlobs):
+    """Validates on the first batches of an order that generators of the data module draw."""
+
+    def __init__(self) -> None:
+        super().__init__(num_clients=3, num_classes=4, dim=8, val_fraction=0.5, batch_size=16)
+        self.drawn = torch.Generator().manual_seed(5)
+
+    def client_val_dataloader(self, client):
+        return super().client_val_dataloader(client).dataset.loader(4, shuffle=True, generator=self.drawn)
+
+    def val_dataloader(self):
+        return self.client_val_dataloader(0)
+
+
+@pytest.mark.parametrize("local_engine", ["fast", "trainer"])
+def test_evaluations_do_not_depend_on_those_before(trainer, local_engine):
+    options = {"federation": {"local_engine": local_engine}, "limit_val_batches": 2}
+    trainer(max_rounds=1, **options).fit(mlp(), ShuffledScores())
+    resumed = trainer(max_rounds=2, **options).fit(mlp(), ShuffledScores(), ckpt_path="last")
+    assert resumed == trainer(max_rounds=2, **options).fit(mlp(), ShuffledScores())
+
+
 def test_mistakes_are_told_before_anything_is_trained(trainer):
     class NoStep(L.LightningModule):
         pass

@@ -158,6 +158,7 @@ class ClientWorker:
         attached = self.callbacks_of(client, masks, trainable, request.callbacks)
         loader = self.train_loader(client, request.key)
         validation = self.data.client_val_dataloader(client.id) if self.work.validate else None
+        _seed_generators(validation, request.key)
         with self._warning_once():
             metrics = engine.fit(module, loader, validation, callbacks=attached, datamodule=self.data)
         if units is not None and module is not self.module:
@@ -212,11 +213,7 @@ class ClientWorker:
                 f"Client {client.id} has {client.num_examples} examples, fewer than one full batch; "
                 "lower `data.batch_size`, or set `data.drop_last: false`."
             )
-        batches = getattr(loader, "batch_sampler", None)
-        for owner in (loader, getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None)):
-            own = getattr(owner, "generator", None)  # its state would carry over from round to round
-            if isinstance(own, torch.Generator):
-                own.manual_seed(derive_seed(*key))
+        _seed_generators(loader, key)
         return loader
 
     def callbacks_of(self, client: Client, masks: Masks, trainable: Masks, own: Sequence[Callback]) -> list[Callback]:
@@ -307,6 +304,7 @@ class ClientWorker:
             raise InvalidOption(f"The data has no {split} set for a client; set `data.val_fraction` above 0.")
         self.load(weights)
         seed_all(*key)
+        _seed_generators(loader, key)
 
     @contextmanager
     def _warning_once(self) -> Iterator[None]:
@@ -320,3 +318,17 @@ class ClientWorker:
             self._warned.add(key)
             warning = found[key]
             warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
+
+
+def _seed_generators(loader: Any, key: tuple[int | str, ...]) -> None:
+    """Seed a loader's own generators, whose states would carry over from one pass to the next.
+
+    Args:
+        loader: Loader of any kind.
+        key: Key of the randomness.
+    """
+    batches = getattr(loader, "batch_sampler", None)
+    for owner in (loader, getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None)):
+        own = getattr(owner, "generator", None)
+        if isinstance(own, torch.Generator):
+            own.manual_seed(derive_seed(*key))
