@@ -45,6 +45,7 @@ def training_facts(
         "local epochs": local.max_epochs,
         "local epochs of the clients": federation.local_epochs,
         "batch size": workload.batch_size,
+        "batch sizes of the clients": {str(client): [*own] for client, own in workload.own.items()} or None,
         "clients per round": federation.clients_per_round,
         "sampler": None if federation.sampler == Uniform() else _option(federation.sampler),
         "devices": _option(federation.devices),

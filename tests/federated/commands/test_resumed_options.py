@@ -5,7 +5,9 @@ import warnings
 
 import pytest
 import torch
+from lightning.pytorch import LightningDataModule
 from lightning.pytorch.callbacks import ModelCheckpoint
+from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_sparsefl import FedAvg, FedDST, FederatedTrainer, Federation, FedProx, FedSpa
 from lightning_sparsefl.callbacks import ProximalTerm
@@ -170,3 +172,38 @@ def test_callbacks_that_would_share_a_state_are_refused(tmp_path):
     callbacks = [ModelCheckpoint(monitor="global/val_acc"), ModelCheckpoint(monitor="global/val_acc")]
     with pytest.raises(InvalidOption, match=r"`trainer\.callbacks` has 2 ModelCheckpoint with the state key"):
         fit(tmp_path, callbacks=callbacks)
+
+
+class Own(LightningDataModule):
+    """Data of one client, in batches of its own size."""
+
+    def __init__(self, batch_size: int) -> None:
+        super().__init__()
+        self.batch_size = batch_size
+
+    def train_dataloader(self):
+        samples = TensorDataset(torch.zeros(12, 1, 1, 8), torch.zeros(12, dtype=torch.int64))
+        return DataLoader(samples, batch_size=self.batch_size)
+
+    val_dataloader = train_dataloader
+
+
+def test_batch_sizes_of_single_clients_must_agree(tmp_path):
+    def fit_own(batch_size, rounds, ckpt_path=None):
+        trainer = FederatedTrainer(
+            algorithm=FedAvg(),
+            federation=Federation(clients_per_round=2),
+            accelerator="cpu",
+            max_rounds=rounds,
+            default_root_dir=str(tmp_path),
+            logger=False,
+            enable_progress_bar=False,
+        )
+        data = [Own(4), Own(batch_size), Own(4)]
+        return trainer.fit(MLP(num_classes=2, sample_shape=(1, 1, 8)), data, ckpt_path)
+
+    fit_own(6, rounds=1)
+    words = r"its batch sizes of the clients is \{'1': \[6, False\]\}, this run's is \{'1': \[3, False\]\}"
+    with pytest.raises(CheckpointMismatch, match=words):
+        fit_own(3, rounds=2, ckpt_path="last")
+    assert fit_own(6, rounds=2, ckpt_path="last")["rounds"] == 2
