@@ -122,11 +122,12 @@ def pruning_forward(layer: Any, density: float) -> Callable[..., Tensor]:
         x, *more = args or (kwargs.pop(first),)
         if not (layer.training and torch.is_grad_enabled()):
             return forward(x, *more, **kwargs)
+        x = _autocast(x)  # else autocast saves a copy, which may look like that of the weight
         if isinstance(layer, nn.Linear) and x.dim() > 2:
             x = x.contiguous()  # else linear saves a copy, which `_is_input` does not know
 
         def compress(saved: Tensor) -> Saved:
-            if not _is_input(saved, x, layer.weight):
+            if not _is_input(saved, x):
                 return saved
             mask = largest(saved, density)
             return pack(mask), select(saved, mask), saved.shape
@@ -137,11 +138,16 @@ def pruning_forward(layer: Any, density: float) -> Callable[..., Tensor]:
     return pruned
 
 
-def _is_input(saved: Tensor, x: Tensor, weight: Tensor) -> bool:
-    """Return whether a saved tensor is a layer's input; under autocast, a copy of it in another type."""
-    if saved.dtype == x.dtype:
-        return saved.data_ptr() == x.data_ptr() and saved.numel() == x.numel()
-    return saved.numel() == x.numel() and saved.shape not in (weight.shape, weight.shape[::-1])
+def _autocast(x: Tensor) -> Tensor:
+    """Return an input in the type in which autocast would give it to the layer."""
+    kind = x.device.type
+    cast = torch.is_autocast_enabled(kind) and x.is_floating_point() and x.dtype != torch.float64
+    return x.to(torch.get_autocast_dtype(kind)) if cast else x
+
+
+def _is_input(saved: Tensor, x: Tensor) -> bool:
+    """Return whether a saved tensor is a layer's input."""
+    return saved.dtype == x.dtype and saved.data_ptr() == x.data_ptr() and saved.numel() == x.numel()
 
 
 def _decompress(saved: Saved) -> Tensor:

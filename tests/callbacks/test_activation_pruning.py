@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_sparsefl.callbacks import ActivationPruning, activation_pruning
-from lightning_sparsefl.callbacks.activation_pruning import pruning_forward
+from lightning_sparsefl.callbacks.activation_pruning import largest, pruning_forward
 from lightning_sparsefl.errors import InvalidOption
 from lightning_sparsefl.sparse.prune import keep_largest
 
@@ -126,3 +126,18 @@ def test_inputs_are_found_under_autocast(tmp_path):
     plain = fit(tmp_path, precision="bf16-mixed")
     pruned = fit(tmp_path, ActivationPruning(0.2), precision="bf16-mixed")
     assert any(not torch.equal(value, pruned.state_dict()[name]) for name, value in plain.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("layer", "shape"),
+    [(nn.Linear(16, 4), (4, 16)), (nn.Linear(4, 4), (4, 4)), (nn.Conv2d(4, 4, 3, padding=1), (4, 4, 3, 3))],
+)
+def test_inputs_of_the_shape_of_the_weight_are_found_under_autocast(layer, shape):
+    inputs = torch.randn(shape, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):
+        pruning_forward(layer, 0.25)(inputs).float().sum().backward()
+    found, layer.weight.grad = layer.weight.grad, None
+    cast = inputs.detach().bfloat16()
+    with torch.autocast("cpu", torch.bfloat16):
+        layer(cast * largest(cast, 0.25)).float().sum().backward()
+    assert torch.equal(found, layer.weight.grad)
