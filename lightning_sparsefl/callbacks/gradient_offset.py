@@ -15,6 +15,7 @@ from torch import Tensor
 from lightning_sparsefl.callbacks.layers import require_dense_gradients, stepped_by
 from lightning_sparsefl.callbacks.loss_scaling import require_unscaled_gradients
 from lightning_sparsefl.callbacks.mask_owner import of_parameters
+from lightning_sparsefl.callbacks.step_guard import ReportedSteps
 from lightning_sparsefl.types import Weights
 
 
@@ -30,7 +31,7 @@ class GradientOffset(Callback):
 
     Raises:
         IncompatibleMasks: If `offset` names no tensor of the module, or has another shape than the parameter.
-        InvalidOption: If it names an embedding with sparse gradients.
+        InvalidOption: If it names an embedding with sparse gradients, or `training_step` steps a bare optimizer.
 
     Example:
         >>> callback = GradientOffset({"weight": torch.ones(2, 3)})
@@ -40,11 +41,13 @@ class GradientOffset(Callback):
 
     def __init__(self, offset: Weights) -> None:
         self.offset = offset
+        self._reports = ReportedSteps("GradientOffset")
         self._pairs: list[tuple[Tensor, Tensor]] = []
 
     def on_fit_start(self, trainer: Any, pl_module: LightningModule) -> None:
         """Pair the offset with the parameters, on their device and in their type."""
         require_unscaled_gradients(trainer, "GradientOffset")
+        self._reports.watch(trainer, pl_module)
         offset = of_parameters(self.offset, pl_module, "GradientOffset", "offset")
         require_dense_gradients(pl_module, offset, "GradientOffset")
         parameters = dict(pl_module.named_parameters())
@@ -53,6 +56,7 @@ class GradientOffset(Callback):
     @torch.no_grad()
     def on_before_optimizer_step(self, trainer: Any, pl_module: LightningModule, optimizer: Any) -> None:
         """Add the offset to the gradients of this optimizer."""
+        self._reports.report()
         stepping = stepped_by(optimizer)
         for parameter, offset in self._pairs:
             if parameter.grad is not None and id(parameter) in stepping:
@@ -60,8 +64,10 @@ class GradientOffset(Callback):
 
     def teardown(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
         """Release the module's tensors."""
+        self._reports.release()
         self._pairs = []
 
     def on_exception(self, trainer: Any, pl_module: LightningModule, exception: BaseException) -> None:
         """Release the module also where the run failed, since Lightning calls no teardown then."""
+        self._reports.release()
         self._pairs = []

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lightning_sparsefl.callbacks.layers import stepped_by
 from lightning_sparsefl.callbacks.loss_scaling import require_unscaled_gradients
+from lightning_sparsefl.callbacks.step_guard import ReportedSteps
 
 
 class GradientSum(Callback):
@@ -29,6 +30,9 @@ class GradientSum(Callback):
         sums: Sum of the gradients, by the parameter's name; empty before a fit.
         squares: Sum of the squared gradients; empty without `squares`.
 
+    Raises:
+        InvalidOption: If `training_step` steps a bare optimizer.
+
     Example:
         >>> GradientSum().sums
         {}
@@ -36,6 +40,7 @@ class GradientSum(Callback):
 
     def __init__(self, squares: bool = False) -> None:
         self._squared = squares
+        self._reports = ReportedSteps("GradientSum")
         self.sums: dict[str, Tensor] = {}
         self.squares: dict[str, Tensor] = {}
         self._parameters: dict[str, Tensor] = {}
@@ -48,6 +53,7 @@ class GradientSum(Callback):
     def on_fit_start(self, trainer: Any, pl_module: LightningModule) -> None:
         """Make room for the sums, beside the parameters."""
         require_unscaled_gradients(trainer, "GradientSum")
+        self._reports.watch(trainer, pl_module)
         self._parameters = dict(pl_module.named_parameters())
         for tree in (self.sums, self.squares) if self._squared else (self.sums,):
             for name, parameter in self._parameters.items():
@@ -56,6 +62,7 @@ class GradientSum(Callback):
     @torch.no_grad()
     def on_before_optimizer_step(self, trainer: Any, pl_module: LightningModule, optimizer: Any) -> None:
         """Add the gradients of this optimizer."""
+        self._reports.report()
         stepping = stepped_by(optimizer)
         found = {n: p.grad for n, p in self._parameters.items() if p.grad is not None and id(p) in stepping}
         gradients = {name: grad.to_dense() if grad.is_sparse else grad for name, grad in found.items()}
@@ -70,10 +77,12 @@ class GradientSum(Callback):
 
     def teardown(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
         """Release the module."""
+        self._reports.release()
         self._parameters = {}
 
     def on_exception(self, trainer: Any, pl_module: LightningModule, exception: BaseException) -> None:
         """Release the module also where the run failed, since Lightning calls no teardown then."""
+        self._reports.release()
         self._parameters = {}
 
     def state_dict(self) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from lightning_sparsefl.callbacks.feedback import ErrorFeedback
 from lightning_sparsefl.callbacks.layers import choose, require_dense_gradients, stepped_by
 from lightning_sparsefl.callbacks.loss_scaling import require_unscaled_gradients
 from lightning_sparsefl.callbacks.options import require
+from lightning_sparsefl.callbacks.step_guard import ReportedSteps
 from lightning_sparsefl.errors import InvalidOption
 from lightning_sparsefl.sparse.parts import norms_of
 from lightning_sparsefl.sparse.schedule import staircase
@@ -55,8 +56,8 @@ class GroupPenalty(Callback):
 
     Raises:
         InvalidOption: If an option is out of its range, a pattern matches no layer, the module has no scales to
-            penalise, the length of the training is unknown, a layer has sparse gradients, or the callback comes after
-            one that makes weights dense for the step.
+            penalise, the length of the training is unknown, a layer has sparse gradients, the callback comes after
+            one that makes weights dense for the step, or `training_step` steps a bare optimizer.
 
     Example:
         >>> GroupPenalty(strength=0.01, stairs=None).strength
@@ -79,6 +80,7 @@ class GroupPenalty(Callback):
         require(apart, "GroupPenalty", "layers", layers, f"None beside `groups={groups!r}`")
         self.strength, self.stairs, self.layers, self.groups, self.units = strength, stairs, layers, groups, units
         self._clock = StepClock()
+        self._reports = ReportedSteps("GroupPenalty")
         self._weights: list[Tensor] = []
         self._by_name: dict[str, Tensor] = {}
         self._found: Sequence[UnitGroup] = ()
@@ -107,6 +109,7 @@ class GroupPenalty(Callback):
     def on_fit_start(self, trainer: Any, pl_module: LightningModule) -> None:
         """Choose the layers, or find the units or scales."""
         require_unscaled_gradients(trainer, "GroupPenalty")
+        self._reports.watch(trainer, pl_module)
         parameters = dict(pl_module.named_parameters())
         if self.groups == "layers":
             chosen = choose(pl_module, self.layers, "GroupPenalty")
@@ -148,6 +151,7 @@ class GroupPenalty(Callback):
     @torch.no_grad()
     def on_before_optimizer_step(self, trainer: Any, pl_module: LightningModule, optimizer: Any) -> None:
         """Add the gradient of the term."""
+        self._reports.report()
         strength, stepping = self.now, stepped_by(optimizer)
         weights = [weight for weight in self._weights if weight.grad is not None and id(weight) in stepping]
         if strength == 0 or not weights:
@@ -174,10 +178,12 @@ class GroupPenalty(Callback):
 
     def teardown(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
         """Release the module."""
+        self._reports.release()
         self._weights, self._by_name, self._resumed = [], {}, False
 
     def on_exception(self, trainer: Any, pl_module: LightningModule, exception: BaseException) -> None:
         """Release the module also where the run failed, since Lightning calls no teardown then."""
+        self._reports.release()
         self._weights, self._by_name, self._resumed = [], {}, False
 
     def state_dict(self) -> dict[str, Any]:

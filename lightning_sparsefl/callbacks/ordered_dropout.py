@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from lightning_sparsefl.callbacks.loss_scaling import loss_scale
 from lightning_sparsefl.callbacks.options import require
+from lightning_sparsefl.callbacks.step_guard import ReportedSteps
 from lightning_sparsefl.callbacks.training_units import units_in_training
 from lightning_sparsefl.callbacks.trial import trial, trial_loss
 from lightning_sparsefl.callbacks.unit_gates import Gate, gates_of
@@ -44,8 +45,8 @@ class OrderedDropout(Callback):
             the module was cut to the units of the largest rate, those of the full module.
 
     Raises:
-        InvalidOption: If an option is out of its range, the module has no units, or `distill` meets manual
-            optimization.
+        InvalidOption: If an option is out of its range, the module has no units, `distill` meets manual
+            optimization, or `training_step` steps a bare optimizer.
 
     Example:
         >>> OrderedDropout(rates=[0.5, 1.0]).rates
@@ -64,6 +65,7 @@ class OrderedDropout(Callback):
         require(fits, "OrderedDropout", "rates", rates, "one or more numbers in (0, 1]")
         self.rates, self.seed, self.distill, self.head, self.groups = tuple(rates), seed, distill, head, groups
         self._drawn, self._stepped, self._rate = 0, True, max(self.rates)
+        self._reports = ReportedSteps("OrderedDropout")
         self._forget()
 
     def _forget(self) -> None:
@@ -86,12 +88,13 @@ class OrderedDropout(Callback):
             self._drawn, self._stepped, self._rate = 0, True, max(self.rates)
 
     def on_fit_start(self, trainer: Any, pl_module: LightningModule) -> None:
-        """Refuse manual optimization where the callback adds to gradients."""
+        """Refuse manual optimization where the callback adds to gradients, and bare optimizers."""
         if self.distill and not pl_module.automatic_optimization:
             raise InvalidOption(
                 f"`OrderedDropout(distill=True)` does not support `{type(pl_module).__name__}`, which optimizes "
                 "manually; expected `automatic_optimization = True`."
             )
+        self._reports.watch(trainer, pl_module)
 
     def on_train_batch_start(self, trainer: Any, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Draw a rate after each step."""
@@ -121,6 +124,7 @@ class OrderedDropout(Callback):
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: LightningModule, optimizer: Any) -> None:
         """Note that the next batch gets another rate."""
+        self._reports.report()
         self._stepped = True
 
     # ---- gates
@@ -168,6 +172,7 @@ class OrderedDropout(Callback):
     def _release(self) -> None:
         for handle in self._handles:
             handle.remove()
+        self._reports.release()
         self._forget()
 
     def state_dict(self) -> dict[str, Any]:

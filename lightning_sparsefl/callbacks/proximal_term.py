@@ -11,6 +11,7 @@ from torch import Tensor
 from lightning_sparsefl.callbacks.layers import require_dense_gradients, stepped_by
 from lightning_sparsefl.callbacks.loss_scaling import require_unscaled_gradients
 from lightning_sparsefl.callbacks.mask_owner import of_parameters
+from lightning_sparsefl.callbacks.step_guard import ReportedSteps
 from lightning_sparsefl.errors import InvalidOption
 from lightning_sparsefl.types import Weights
 
@@ -25,7 +26,8 @@ class ProximalTerm(Callback):
 
     Raises:
         IncompatibleMasks: If `anchor` names no tensor of the module, or has another shape than the parameter.
-        InvalidOption: If the strength is negative, or an embedding has sparse gradients.
+        InvalidOption: If the strength is negative, an embedding has sparse gradients, or `training_step` steps a bare
+            optimizer.
 
     Example:
         >>> ProximalTerm(strength=0.1).strength
@@ -36,6 +38,7 @@ class ProximalTerm(Callback):
         if not strength >= 0:
             raise InvalidOption(f"`ProximalTerm(strength={strength})`: expected a number >= 0.")
         self.strength, self.anchor = strength, anchor
+        self._reports = ReportedSteps("ProximalTerm")
         self._pairs: list[tuple[Tensor, Tensor]] = []
         self._resumed: Weights | None = None
         self._taken: dict[str, Tensor] = {}
@@ -48,6 +51,7 @@ class ProximalTerm(Callback):
     def on_fit_start(self, trainer: Any, pl_module: LightningModule) -> None:
         """Copy the anchor, since training writes into the weights."""
         require_unscaled_gradients(trainer, "ProximalTerm")
+        self._reports.watch(trainer, pl_module)
         parameters = dict(pl_module.named_parameters())
         given = self.anchor or self._resumed or {name: p.detach() for name, p in parameters.items()}
         self._resumed = None
@@ -61,10 +65,19 @@ class ProximalTerm(Callback):
     @torch.no_grad()
     def on_before_optimizer_step(self, trainer: Any, pl_module: LightningModule, optimizer: Any) -> None:
         """Add the gradient of the term, for the weights of this optimizer."""
+        self._reports.report()
         stepping = stepped_by(optimizer)
         for parameter, anchor in self._pairs:
             if parameter.grad is not None and id(parameter) in stepping:
                 parameter.grad.add_(parameter - anchor, alpha=self.strength)
+
+    def teardown(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
+        """Release the optimizers."""
+        self._reports.release()
+
+    def on_exception(self, trainer: Any, pl_module: LightningModule, exception: BaseException) -> None:
+        """Release the optimizers also where the run failed, since Lightning calls no teardown then."""
+        self._reports.release()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the anchor, unless it was given."""
