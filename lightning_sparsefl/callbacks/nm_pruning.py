@@ -7,10 +7,11 @@ here both parts share one fit, and `start=0` with a trained module is their reci
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from lightning.pytorch import LightningModule
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_sparsefl.callbacks.clock import StepClock
 from lightning_sparsefl.callbacks.masking import MaskingCallback
@@ -32,7 +33,9 @@ class NMPruning(MaskingCallback):
         m: Length of a group.
         start: Share of the training before pruning, in [0, 1); 0 prunes a module that is trained already.
         dim: Dimension along which groups lie: None = along rows, all dimensions but the first, flattened, as PyTorch's
-            kernels need them; 1 = along input channels, as TensorRT's convolutions do.
+            kernels need them; 1 = along input channels, as TensorRT's convolutions do. Weights of transposed
+            convolutions have input channels in dimension 0, along which their groups lie in any case, within each of
+            the layer's own groups.
         layers: Patterns of layer names and types, such as ``["*conv*", "type:Linear", "!head*"]``; None = all weights
             of linear, convolutional, recurrent, attention and embedding layers. A layer whose rows cannot be cut into
             groups stays dense, unless a pattern chooses it.
@@ -62,13 +65,16 @@ class NMPruning(MaskingCallback):
         self.n, self.m, self.start, self.dim = n, m, start, dim
         self._clock = StepClock()
         self._pruned = False
+        self._inputs_first: dict[str, int] = {}
+        """Weights of transposed convolutions, with the number of input channels that an output reads."""
 
     def claims(self, module: nn.Module) -> tuple[str, ...]:
         """Return the names of the layers that can be cut into groups."""
         names = super().claims(module)
+        self._inputs_first = _inputs_first(module, names)
         if self._made:
             return names
-        fitting = tuple(name for name in names if divides(module.get_parameter(name).shape, self.m, self.dim))
+        fitting = tuple(name for name in names if self._divides(name, module.get_parameter(name)))
         odd = next((name for name in names if name not in fitting), None)
         patterns = [self.layers] if isinstance(self.layers, str) else self.layers or []
         if odd is not None and any(not pattern.startswith("!") for pattern in patterns):
@@ -84,11 +90,24 @@ class NMPruning(MaskingCallback):
             )
         return fitting
 
+    def _divides(self, name: str, weight: Tensor) -> bool:
+        if name in self._inputs_first:
+            return self._inputs_first[name] % self.m == 0
+        return divides(weight.shape, self.m, self.dim)
+
+    def _by_dim(self, tree: Mapping[str, Tensor]) -> Iterator[tuple[int | None, dict[str, Tensor]]]:
+        """Yield the dimensions along which groups lie, with the tensors of each."""
+        for dim, first in ((self.dim, False), (0, True)):
+            yield dim, {name: value for name, value in tree.items() if (name in self._inputs_first) == first}
+
+    def _is_pruned(self) -> bool:
+        return all(is_nm(masks, self.n, self.m, dim) for dim, masks in self._by_dim(self.masks))
+
     def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
         """Plan the pruning; prune now if it is at the start."""
         super().on_train_start(trainer, pl_module)
         self._clock.start(trainer, "NMPruning", self._resumed)
-        self._pruned = is_nm(self.masks, self.n, self.m, self.dim)
+        self._pruned = self._is_pruned()
         self._prune(trainer)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -99,7 +118,9 @@ class NMPruning(MaskingCallback):
 
     def _prune(self, trainer: Any) -> None:
         if not self._pruned and self._clock.step >= floor_count(self.start, self._clock.total):
-            self.hold(nm_masks(magnitude(self._weights), self.n, self.m, self.dim))
+            parts = self._by_dim(magnitude(self._weights))
+            masks = [nm_masks(scores, self.n, self.m, dim) for dim, scores in parts]
+            self.hold({name: mask for part in masks for name, mask in part.items()})
             self.forget(trainer.optimizers, self.masks)
             self._pruned = True
 
@@ -116,4 +137,11 @@ class NMPruning(MaskingCallback):
         """Restore the masks of a checkpoint."""
         super().load_state_dict(state_dict)
         self._clock.load_state_dict(state_dict["clock"])
-        self._pruned = is_nm(self._masks, self.n, self.m, self.dim)
+        self._pruned = self._is_pruned()
+
+
+def _inputs_first(module: nn.Module, names: Collection[str]) -> dict[str, int]:
+    """Return the weights of transposed convolutions, with the number of input channels that an output reads."""
+    layers = {path: m for path, m in module.named_modules() if isinstance(m, nn.modules.conv._ConvTransposeNd)}
+    own = {name: layer for path, layer in layers.items() for name, _ in layer.named_parameters(path) if name in names}
+    return {name: layer.in_channels // layer.groups for name, layer in own.items()}

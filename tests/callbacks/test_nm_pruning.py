@@ -100,6 +100,20 @@ def test_channels_of_a_convolution(net, fit):
     assert is_nm(callback.masks, dim=1)
 
 
+@pytest.mark.parametrize("dim", [None, 1])
+@pytest.mark.parametrize("groups", [1, 2])
+def test_groups_of_a_transposed_convolution_lie_along_its_inputs(groups, dim, net, fit):
+    module = net()
+    up = nn.ConvTranspose2d(4, 8, 3, groups=groups)
+    module.net[0] = nn.Sequential(nn.Unflatten(1, (4, 1, 1)), up, nn.Flatten(), nn.Linear(72, 9))
+    callback = NMPruning(n=1, m=2, dim=dim, layers="type:ConvTranspose2d")
+    fit(module, [callback], epochs=1)
+    assert (callback.masks["net.0.1.weight"].view(2, 2, 8 // groups, 3, 3).sum(1) == 1).all()
+    fit(module, [callback], epochs=1)
+    with pytest.raises(InvalidOption, match=r"`NMPruning\(m=3\)`: the rows of `net.0.1.weight`"):
+        fit(module, [NMPruning(m=3, layers="type:ConvTranspose2d")], epochs=1)
+
+
 def test_a_layer_that_cannot_be_cut_is_refused_if_it_is_chosen(net, fit):
     message = r"`NMPruning\(m=3\)`: the rows of `net.0.weight`, of shape \(9, 4\), .* groups of 3; add '!net.0.weight'"
     for layers in ("net*", ["net.0*", "net.2*"], "type:Linear"):
