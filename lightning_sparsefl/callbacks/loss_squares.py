@@ -18,7 +18,8 @@ from torch import Tensor
 class LossSquares(Callback):
     """Logs the mean of the squared losses of all batches since the start of the fit, at the end of each epoch.
 
-    The loss is what ``training_step`` returns. If it returns none, as manual optimization may, nothing is logged.
+    The loss is what ``training_step`` returns. If it returns none, as manual optimization may, nothing is logged. With
+    several devices the mean is that over all of them.
 
     Args:
         key: Key of the log.
@@ -58,7 +59,7 @@ class LossSquares(Callback):
     def on_train_epoch_end(self, trainer: Any, pl_module: LightningModule) -> None:
         """Log the mean."""
         if self._batches:
-            pl_module.log(self.key, self._total / self._batches)
+            pl_module.log(self.key, self._total / self._batches, sync_dist=True)
 
     def teardown(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
         """Forget what was loaded for this run."""

@@ -49,3 +49,20 @@ def test_the_mean_of_the_squares_of_all_batches_is_logged(accumulate):
 def test_a_module_that_returns_no_loss_logs_nothing_and_the_key_is_an_option():
     assert fit(Module(manual=True), LossSquares()).callback_metrics == {}
     assert set(fit(Module(), LossSquares(key="squares")).callback_metrics) == {"squares"}
+
+
+class Own(Module):
+    """Its loss is the mean of a batch."""
+
+    def training_step(self, batch):
+        return 0 * self.net(batch[0]).sum() + batch[0].mean()
+
+
+def test_with_several_processes_the_mean_is_over_all_of_them(monkeypatch):
+    for name in ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "NODE_RANK", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False, "accelerator": "cpu"}
+    options = {"max_epochs": 1, "devices": 2, "strategy": "ddp_fork", "enable_checkpointing": False}
+    trainer = L.Trainer(**quiet, **options, callbacks=[LossSquares()])
+    trainer.fit(Own(), DataLoader(TensorDataset(torch.tensor([[1.0] * 3, [3.0] * 3]))))
+    assert float(trainer.callback_metrics["train_loss_sq"]) == 5.0
