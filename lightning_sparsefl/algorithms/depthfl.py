@@ -85,7 +85,8 @@ class DepthFL(FederatedAlgorithm):
     def init(self, weights: Weights, fleet: Fleet) -> ServerState:
         """Store the block of each tensor, the last layers of the exits, h = 0, and the number of clients."""
         parameters = {name: value for name, value in weights.items() if name not in fleet.buffers}
-        blocks, heads = blocks_of(list(parameters), fleet.exits), exit_heads(parameters, fleet.exits)
+        blocks = blocks_of(list(parameters), fleet.exits)
+        heads = exit_heads(parameters, fleet.exits, fleet.embeddings)
         extra = {
             "blocks": {name: torch.tensor(block) for name, block in blocks.items()},
             "heads": {name: torch.tensor(block) for name, block in heads.items()},

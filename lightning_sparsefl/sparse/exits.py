@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -33,12 +33,13 @@ def blocks_of(names: Sequence[str], exits: Mapping[str, str]) -> dict[str, int]:
     return found
 
 
-def exit_heads(weights: Weights, exits: Mapping[str, str]) -> dict[str, int]:
+def exit_heads(weights: Weights, exits: Mapping[str, str], embeddings: Collection[str] = ()) -> dict[str, int]:
     """Return the tensors of the last linear layer of each exit, with the number of its block.
 
     Args:
         weights: Parameters of the module by name.
         exits: Name of the last module of each block and name of its exit.
+        embeddings: Names of the tensors of embeddings, which are no head.
 
     Example:
         >>> weights = {name: torch.ones(2, 2) for name in ("a.weight", "one.0.weight", "one.1.weight")}
@@ -48,7 +49,7 @@ def exit_heads(weights: Weights, exits: Mapping[str, str]) -> dict[str, int]:
     found = {}
     for block, exit in enumerate(exits.values()):
         own = {name: value for name, value in weights.items() if name.startswith(f"{exit}.")}
-        found.update(dict.fromkeys(head_of(own), block))
+        found.update(dict.fromkeys(head_of(own, embeddings=embeddings), block))
     return found
 
 

@@ -15,6 +15,7 @@ from lightning_sparsefl.cost import count_layers
 from lightning_sparsefl.errors import InvalidOption
 from lightning_sparsefl.federated.fleet import Fleet
 from lightning_sparsefl.models import ExitMNISTNet, ExitResNet18
+from lightning_sparsefl.sparse.parts import embeddings_of
 from lightning_sparsefl.types import CostFacts, Merged, Update
 
 
@@ -24,7 +25,7 @@ class Model:
     units = ()
 
     def __init__(self, module):
-        self.exits = module.exits
+        self.exits, self.embeddings = module.exits, embeddings_of(module)
 
 
 @pytest.fixture
@@ -36,6 +37,20 @@ def start(view):
         return method.init(weights, Fleet(views, frozenset(), torch.device("cpu"), Model(module))), views
 
     return make
+
+
+class Prompted(torch.nn.Module):
+    """A module whose exits keep a table beside their linear layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.exits, self.depth = torch.nn.Linear(2, 4), {"body": "exit"}, 1
+        self.exit = torch.nn.ModuleDict({"linear": torch.nn.Linear(4, 3), "table": torch.nn.Embedding(5, 4)})
+
+
+def test_a_table_of_an_exit_is_no_head(start):
+    server, _ = start(DepthFL(), Prompted(), 1.0)
+    assert sorted(server.extra["heads"]) == ["exit.linear.bias", "exit.linear.weight"]
 
 
 def held(message):
