@@ -29,6 +29,8 @@ class Grid:
     """Upper bound of the sum of the updates' weights."""
     device: torch.device
     """Device of the sum."""
+    too_coarse: bool = False
+    """Whether the steps drop bits of the values, as of float64, so that all are summed without the grid."""
 
     @classmethod
     def of(cls, layout: Layout, server: Weights, total_weight: int) -> Grid:
@@ -44,7 +46,8 @@ class Grid:
             [piece.abs().max() if piece.numel() else piece.new_zeros(()) for piece in vector.split(layout.sizes)]
         )
         scale = 2.0 ** largest.double().clamp_min(_SMALLEST_SCALE).log2().ceil()
-        return cls((scale * 2.0 ** (_HEADROOM - _room(total_weight))).tolist(), total_weight, vector.device)
+        steps = (scale * 2.0 ** (_HEADROOM - _room(total_weight))).tolist()
+        return cls(steps, total_weight, vector.device, too_coarse=layout.dtype == torch.float64)
 
     @property
     def constants(self) -> list[float]:
@@ -57,6 +60,8 @@ class Grid:
     @property
     def bounds(self) -> list[float]:
         """The maximum of each tensor's values, of which terms with the total weight are 2**51 steps at most."""
+        if self.too_coarse:
+            return [0.0] * len(self.steps)
         return [step * 2.0 ** _room(self.total_weight) for step in self.steps]
 
 

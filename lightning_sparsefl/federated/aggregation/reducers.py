@@ -3,7 +3,8 @@
 The terms of a sum are rounded to a grid that every rank derives from the server's weights, coarse enough that float64
 adds them without error. An exact sum does not depend on the order of its terms, so the result is bit-equal for any
 number of ranks. The grid lies about 40 bits below the largest weight of a tensor, below the precision of float32. A
-tensor whose values are far larger than the server's is summed without a grid by :class:`ExactSum`.
+tensor whose values are far larger than the server's, and all tensors of a model in float64, are summed without a grid
+by :class:`ExactSum`.
 """
 
 from __future__ import annotations

@@ -206,6 +206,31 @@ def test_a_missing_name_does_not_vote():
     assert not merged.covered["0.weight"].any()
 
 
+def test_float64_weights_can_be_summed_on_a_grid_that_was_sent():
+    flat = FlatModule(nn.Linear(7, 5).double())
+    server = flat.read()
+    whole = CoverageMean().start(flat.layout, server, 1000)
+    part = Accumulator(flat.layout, replace(whole.grid, too_coarse=False), silence_counts=False)
+    part.add(Update(weights=server), Message(weights=server), 1)
+    assert part.headers() == {}  # no tensor needs a sum without a grid, as secure sums expect
+    whole.add_integers(part.integers({}), {})
+    for name, value in whole.result({}).weights.items():
+        torch.testing.assert_close(value, server[name], rtol=0, atol=1e-11)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_means_of_float64_weights_are_precise_to_their_last_bits(ranks):
+    flat = FlatModule(nn.Linear(7, 5).double())
+    server = flat.read()
+    g = torch.Generator().manual_seed(0)
+    moved = [{n: w + torch.randn(w.shape, generator=g, dtype=w.dtype) for n, w in server.items()} for _ in range(6)]
+    parts = [(Update(weights=weights, weight=k + 1), 1) for k, weights in enumerate(moved)]
+    merged = merge(CoverageMean(), flat, server, [parts[r::ranks] for r in range(ranks)], Message(weights=server))
+    for name, value in merged.weights.items():
+        expected = sum((k + 1) * weights[name] for k, weights in enumerate(moved)) / 21
+        torch.testing.assert_close(value, expected, rtol=0, atol=1e-15)
+
+
 @pytest.mark.parametrize(
     ("weights", "extra"),
     [(torch.float64, torch.float64), (torch.float32, torch.float32), (torch.bfloat16, torch.float32)],
