@@ -144,6 +144,22 @@ def test_missing_data_is_answered_by_the_options_that_say_where_it_is(subcommand
     assert "Traceback" not in err
 
 
+def test_a_file_that_a_data_module_of_ones_own_lacks_is_told_with_its_option(sparsefl, config, tmp_path):
+    (tmp_path / "own_files.py").write_text(
+        "from lightning_sparsefl.data import FederatedDataModule\n\n\nclass Files(FederatedDataModule):\n"
+        "    num_classes, sample_shape, num_train = 2, (8,), 80\n\n"
+        '    def load(self):\n        return open("nowhere.pt")\n'
+    )
+    path = tmp_path / "files.yaml"
+    data = "{class_path: own_files.Files, init_args: {num_clients: 4}}"
+    path.write_text(f"{{algorithm: FedAvg, model: own_patients.Net, data: {data}}}")
+    code, _, err = sparsefl("fit", "--config", path, "--federation.clients_per_round=2")
+    assert code == 2
+    assert "error: `data` is Files, which finds no file or folder that it needs" in err
+    assert "'nowhere.pt'); expected options of `data` that say where it is." in err
+    assert "Traceback" not in err
+
+
 def test_an_error_of_a_class_of_ones_own_is_told_with_its_option(sparsefl, config, tmp_path):
     (tmp_path / "own_closed.py").write_text(
         "from torch.utils.data import Dataset\n\n\nclass Closed(Dataset):\n"

@@ -9,7 +9,7 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lightning_sparsefl.data import ClientDataModules
-from lightning_sparsefl.errors import InvalidOption
+from lightning_sparsefl.errors import DataNotFound, InvalidOption
 from lightning_sparsefl.federated.distributed.ranks import Ranks
 from lightning_sparsefl.federated.exchange.orders import Split
 from lightning_sparsefl.federated.local.choice import choose_worker
@@ -36,6 +36,7 @@ class NodeSide:
         client: Number of a client whose data is here; None = no client's data is.
 
     Raises:
+        DataNotFound: If the data is not on disk.
         InvalidOption: If module, data and options do not fit each other.
     """
 
@@ -97,11 +98,19 @@ class NodeSide:
     def _prepare_data(self) -> None:
         """Let local rank 0 download, then set up on all ranks; a failed download reaches the others' barrier too."""
         try:
-            if self.ranks.fabric.local_rank == 0:
-                self.data.prepare_data()
-        finally:
-            self.ranks.barrier()
-        self.data.setup("fit")
+            try:
+                if self.ranks.fabric.local_rank == 0:
+                    self.data.prepare_data()
+            finally:
+                self.ranks.barrier()
+            self.data.setup("fit")
+        except DataNotFound:
+            raise
+        except FileNotFoundError as error:
+            raise DataNotFound(
+                f"`data` is {type(self.data).__name__}, which finds no file or folder that it needs ({error}); "
+                "expected options of `data` that say where it is."
+            ) from error
 
     def _check_scoring(self, client: int | None) -> None:
         """Raise :class:`InvalidOption` now if the first evaluation would fail."""
