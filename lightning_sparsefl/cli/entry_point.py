@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             _run(sys.argv[1:])
     except ClientFailed as error:
         if error.__cause__ is not None:  # the code of the user failed, so show where
-            traceback.print_exception(error.__cause__)
+            traceback.print_exception(_from_the_users_code(error.__cause__))
         return _report(error)
     except SparseFLError as error:
         return _report(error)
@@ -55,6 +55,20 @@ def _run(args: Sequence[str]) -> None:
 
     run()
     return None
+
+
+def _from_the_users_code(error: BaseException) -> BaseException:
+    """Drop the calls before the first one of the user's module, data or callback from a traceback, if there is one."""
+    trace = error.__traceback__
+    while trace is not None and _is_of_the_engine(trace.tb_frame.f_globals.get("__name__", "")):
+        trace = trace.tb_next
+    return error if trace is None else error.with_traceback(trace)
+
+
+def _is_of_the_engine(module: str) -> bool:
+    top, _, rest = module.partition(".")
+    given = rest.partition(".")[0] in ("callbacks", "data", "models")  # which stand where the user's own would
+    return top in ("torch", "lightning", "lightning_utilities") or (top == "lightning_sparsefl" and not given)
 
 
 def _report(error: Exception) -> int:

@@ -160,6 +160,20 @@ def test_a_file_that_a_data_module_of_ones_own_lacks_is_told_with_its_option(spa
     assert "Traceback" not in err
 
 
+@pytest.mark.filterwarnings("ignore:FLOPs are not counted")
+def test_a_model_that_does_not_fit_is_told_with_the_line_of_the_user(sparsefl, config, tmp_path):
+    (tmp_path / "own_wide.py").write_text(
+        "import torch\nfrom own_patients import Net\n\n\nclass Wide(Net):\n"
+        "    def __init__(self):\n        super().__init__()\n        self.net = torch.nn.Linear(9, 5)\n"
+    )
+    code, _, err = sparsefl("fit", "--config", config, "--model=own_wide.Wide")
+    assert code == 2
+    assert "(8x8 and 9x5); check that `model` fits the samples of `data`; if other clients do not fail," in err
+    first = err.partition("Traceback (most recent call last):\n")[2].splitlines()[0]
+    assert "own_patients.py" in first
+    assert "in training_step" in first
+
+
 def test_an_error_of_a_class_of_ones_own_is_told_with_its_option(sparsefl, config, tmp_path):
     (tmp_path / "own_closed.py").write_text(
         "from torch.utils.data import Dataset\n\n\nclass Closed(Dataset):\n"

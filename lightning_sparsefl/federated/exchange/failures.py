@@ -15,6 +15,11 @@ _SAYS_OUT_OF_MEMORY = re.compile(r"out of memory|not enough memory|can't allocat
 """Text of a RuntimeError for exhausted memory, for which torch has an exception type only on CUDA."""
 _SAYS_ONE_SAMPLE = "more than 1 value per channel"
 """Text of torch's ValueError for a batch of one sample in a batch norm, such as the last batch of a client."""
+_SAYS_SHAPES = re.compile(
+    r"shapes cannot be multiplied|expected input.* channels|actual input size|\(batched\) input|"
+    "Output size is too small"
+)
+"""Text of torch's RuntimeErrors for samples that a layer cannot read."""
 _SAYS_NO_METRIC = "conditioned on metric"
 """Text of Lightning's errors for a scheduler or callback that monitors a metric which is not there."""
 
@@ -54,6 +59,8 @@ def failure_reason(error: Exception) -> str:
         return f"it ran out of memory ({said.splitlines()[0].rstrip('. :')}); lower `data.batch_size`"
     if isinstance(error, ValueError) and _SAYS_ONE_SAMPLE in said:
         return f"a batch norm got a batch of one sample ({said}); set `data.drop_last: true` or another batch size"
+    if isinstance(error, RuntimeError) and _SAYS_SHAPES.search(said):
+        return f"{said.rstrip('.')}; check that `model` fits the samples of `data`"
     if _SAYS_NO_METRIC in said:
         remedy = "set `trainer.validate_locally: true`, with `data.val_fraction` above 0, for a metric of validation"
         return f"{said.rstrip('.')}; {remedy}"
