@@ -1,8 +1,8 @@
 """The user's optimizer on the leaves of several clients.
 
 An optimizer that treats every number of a tensor alike does for S clients at once what it does for one. What it keeps
-beside tensors of the weights' shape, such as Adam's number of steps, is a function of the number of steps taken, so
-clients that have taken the same number share it.
+beside tensors of the weights' shape, such as Adam's number of steps, is the same for clients that take their steps
+together, which share it.
 """
 
 from __future__ import annotations
@@ -55,7 +55,9 @@ class StackedOptimizer:
         self._moved = {leaf: [False] * size for leaf in leaves.values()}
         """Whether a client's tensor has been stepped; a step without its gradient does nothing."""
         self._ahead = {key for entries in state.values() for key in entries}
-        self._shared: dict[int, Shared] = {0: self._read(optimizer)}
+        self._shared: list[Shared] = [self._read(optimizer)] * size
+        """What is kept for each client. Those that step together share it; the number of steps alone does not tell it,
+        since a step leaves out parameters without a gradient."""
         self._shares = True
         """Whether anything is kept beside tensors of the weights' shape; known after the first step with gradients."""
         self._fuses = may_be_fused(optimizer)
@@ -73,26 +75,23 @@ class StackedOptimizer:
             leaves: Leaves of these clients, with gradients, by the leaf of all clients; None = the leaves of all.
             layouts: Recorded step that has made the gradients, whose layouts it fixes; None = they are not known.
         """
-        taken, moved = self.taken[low], self._moved
+        taken, moved, count = self.taken[low], self._moved, high - low
         optimizer = self.optimizer if leaves is None else self._part(low, high, leaves)
         if self._shares:
-            self._write(optimizer, self._shared[taken])
+            self._write(optimizer, self._shared[low])
         if self._fuses:
             self._choose_kernel(optimizer, layouts)
         step_optimizer(optimizer)
         for leaf in self._leaves(self.optimizer):
             if (leaf if leaves is None else leaves[leaf]).grad is not None:
-                moved[leaf][low:high] = [True] * (high - low)
+                moved[leaf][low:high] = [True] * count
         if self._shares:
-            self._shared[taken + 1] = self._read(optimizer)
+            self._shared[low:high] = [self._read(optimizer)] * count
             has_moved = any(moved[leaf][low] for leaf in self._leaves(self.optimizer))
-            self._shares = not has_moved or any(self._shared[taken + 1])
+            self._shares = not has_moved or any(self._shared[low])
         if leaves is not None:
             self._take_back(optimizer, low, high, leaves)
-        self.taken[low:high] = [taken + 1] * (high - low)
-        if self._shares:
-            for old in self._shared.keys() - set(self.taken):
-                del self._shared[old]
+        self.taken[low:high] = [taken + 1] * count
 
     def _choose_kernel(self, optimizer: Any, layouts: object | None) -> None:
         """Choose the kernel of the next step anew, unless nothing that the choice depends on has changed."""

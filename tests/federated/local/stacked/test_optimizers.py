@@ -58,3 +58,22 @@ def test_each_client_moves_as_alone(name, pattern, ranges):
     for client, parameters in enumerate(alone):
         for leaf, parameter in zip(leaves, parameters, strict=True):
             torch.testing.assert_close(leaf.detach()[client], parameter.detach())
+
+
+@pytest.mark.parametrize("name", ["Adam", "NAdam"])
+def test_clients_whose_equally_many_steps_had_other_gradients_do_not_mix(name):
+    """A module that leaves a tensor out in some batches gives longer clients other counts of Adam than shorter ones."""
+    random, parameter, leaf = torch.Generator().manual_seed(0), nn.Parameter(torch.empty(4)), torch.ones(2, 4)
+    leaf.requires_grad_()
+    alone = [nn.Parameter(torch.ones(4)) for _ in range(2)]
+    optimizers = [OPTIMIZERS[name]([each]) for each in alone]
+    ours = StackedOptimizer(OPTIMIZERS[name]([parameter]), {id(parameter): leaf}, 2)
+    for client, has_gradient in [(0, True), (0, True), (1, False), (1, True), (0, True), (1, True)]:
+        view = leaf.detach()[client : client + 1].requires_grad_()
+        if has_gradient:
+            view.grad = torch.randn(1, 4, generator=random)
+            alone[client].grad = view.grad[0].clone()
+        ours.step(client, client + 1, {leaf: view})
+        optimizers[client].step()
+        optimizers[client].zero_grad()
+    torch.testing.assert_close(leaf.detach(), torch.stack([each.detach() for each in alone]))
