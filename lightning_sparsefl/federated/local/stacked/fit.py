@@ -261,6 +261,7 @@ class StackedFit:
             clip([part.leaves[name] for name in self._stepped], trainer.gradient_clip_val, by_value)
         rows = None if part is self.whole else {leaf: part.leaves[name] for name, leaf in whole.items()}
         self.optimizer.step(low, high, rows, recorded)
+        self.loop.optimizer_steps = taken + 1  # as schedulers see it
         for callback in callbacks:
             callback.after_step(part.leaves)
         for leaf in part.leaves.values():

@@ -197,6 +197,16 @@ class AsksForTheNumberOfBatches(Plain):
 
 
 @stacked
+class SchedulesByTheNumberOfSteps(Plain):
+    """The steps of clients with equally many batches are counted before the rates change, as by Lightning."""
+
+    def configure_optimizers(self):
+        optimizer = super().configure_optimizers()
+        rates = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1 / (1 + self.global_step))
+        return [optimizer], [{"scheduler": rates, "interval": "step"}]
+
+
+@stacked
 class NormBeforeWritingActivation(Images):
     pass
 
