@@ -66,16 +66,31 @@ class StackTrainer(FastTrainer):
 
     steps = False
 
+    def _require_no_step(self, name: str) -> None:
+        if self.steps:
+            raise NotStackable(f"asks for `trainer.{name}`, of which each client has its own")
+
     @property
     def callback_metrics(self) -> dict[str, Tensor]:
         """The last value of each logged key.
 
         Raises:
-            NotStackable: Within a step.
+            NotStackable: Within a step, as for the values of loggers and of the progress bar.
         """
-        if self.steps:
-            raise NotStackable("asks for `trainer.callback_metrics`, of which each client has its own")
+        self._require_no_step("callback_metrics")
         return super().callback_metrics
+
+    @property
+    def logged_metrics(self) -> dict[str, Tensor]:
+        """The values last sent to the loggers."""
+        self._require_no_step("logged_metrics")
+        return super().logged_metrics
+
+    @property
+    def progress_bar_metrics(self) -> dict[str, float]:
+        """The values logged with `prog_bar=True`."""
+        self._require_no_step("progress_bar_metrics")
+        return super().progress_bar_metrics
 
 
 class StackedFit:

@@ -428,6 +428,22 @@ class AsksForTheLastEpoch(Plain):
         return loss * (1 + self.trainer.callback_metrics.get("train_loss", torch.tensor(0.0)))
 
 
+@alone("asks for `trainer.progress_bar_metrics`")
+class AsksForTheProgressBar(Plain):
+    def training_step(self, batch, batch_idx):
+        loss = self.loss(batch)
+        self.log("part", loss, prog_bar=True)
+        return loss * (1 + len(self.trainer.progress_bar_metrics))
+
+
+@alone("asks for `trainer.logged_metrics`")
+class AsksForTheLogged(Plain):
+    def training_step(self, batch, batch_idx):
+        loss = self.loss(batch)
+        self.log("part", loss)
+        return loss * (1 + len(self.trainer.logged_metrics))
+
+
 @alone("sets `trainer.should_stop`")
 class StopsTheTrainer(Plain):
     def training_step(self, batch, batch_idx):
