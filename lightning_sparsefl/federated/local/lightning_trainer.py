@@ -18,6 +18,7 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor
 
 from lightning_sparsefl.federated.local.fast.batch_scores import PartScore
+from lightning_sparsefl.federated.local.fast.batches import OneBatch
 from lightning_sparsefl.federated.local.fast.steps import as_failure
 from lightning_sparsefl.federated.local.fast.support import require_automatic
 from lightning_sparsefl.federated.local.isolation import isolate_metrics, restore_trainer_refs
@@ -91,19 +92,6 @@ class _GradientReady(Exception):
 class _StopAfterBackward(Callback):
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
         raise _GradientReady
-
-
-class _OneBatch:
-    """A loader that yields one given batch."""
-
-    def __init__(self, batch: Any) -> None:
-        self._batch = batch
-
-    def __len__(self) -> int:
-        return 1
-
-    def __iter__(self) -> Iterator[Any]:
-        yield self._batch
 
 
 @contextmanager
@@ -197,11 +185,17 @@ class LightningEngine:
         """
         require_automatic(module)
         with restore_trainer_refs(module, ()), _quiet():
-            trainer = self._trainer([_StopAfterBackward()], max_epochs=1, max_steps=-1, accumulate_grad_batches=1)
+            whole: dict[str, Any] = {
+                "max_epochs": 1,
+                "max_steps": -1,
+                "accumulate_grad_batches": 1,
+                "limit_train_batches": 1.0,
+            }
+            trainer = self._trainer([_StopAfterBackward()], **whole)
             if trainer.scaler is not None:
                 vars(trainer.precision_plugin)["scaler"] = None  # the caller needs unscaled gradients
             try:
-                trainer.fit(module, _OneBatch(batch))
+                trainer.fit(module, OneBatch(batch))
             except _GradientReady:
                 isolate_metrics(module)
 

@@ -403,6 +403,37 @@ def test_a_gradient_changes_neither_weights_nor_metrics_nor_mode(local: FastEngi
     assert module._trainer is None
 
 
+class Scheduled(Net):
+    """Uses what a Trainer has set up before the first step."""
+
+    def __init__(self, seen: list[Any]) -> None:
+        super().__init__()
+        self.seen = seen
+
+    def on_train_start(self) -> None:
+        self.factor = 2.0
+
+    def training_step(self, batch: Any) -> Tensor:
+        trainer, optimizer = self.trainer, self.optimizers()
+        batches = (trainer.num_training_batches, trainer.is_last_batch, len(trainer.train_dataloader))
+        self.seen.append((trainer.estimated_stepping_batches, *batches, trainer.max_epochs, self.current_epoch))
+        self.log("lr", optimizer.param_groups[0]["lr"])
+        return super().training_step(batch) * self.factor
+
+
+@pytest.mark.parametrize("limit", [0.1, 0, 1.0])
+def test_a_gradient_is_that_of_a_fit_of_one_batch(fabric: Fabric, limit: float) -> None:
+    modules, seen = [], list[Any]()
+    for engine in (FastEngine, LightningEngine):
+        torch.manual_seed(0)
+        modules.append(Scheduled(seen))
+        local = engine(fabric, LocalOptions(max_epochs=3, limit_train_batches=limit))
+        local.gradient(modules[-1], next(iter(loader())))
+    assert seen == [(1, 1, True, 1, 1, 0)] * 2
+    ours, theirs = modules
+    assert torch.equal(ours.net.weight.grad, theirs.net.weight.grad)
+
+
 class Noted(Net):
     """Saves its hyper-parameters, prints and gathers."""
 

@@ -35,6 +35,23 @@ def _read(loader: DataLoader[Any]) -> Iterator[Any]:
         yield loader.dataset.__getitems__(indices)  # type: ignore[attr-defined]
 
 
+class OneBatch:
+    """Loader that yields one given batch.
+
+    Args:
+        batch: The batch.
+    """
+
+    def __init__(self, batch: Any) -> None:
+        self._batch = batch
+
+    def __len__(self) -> int:
+        return 1
+
+    def __iter__(self) -> Iterator[Any]:
+        yield self._batch
+
+
 class BatchIterator:
     """Iterator over the batches of one loader, counted and moved to the device as Lightning does.
 
