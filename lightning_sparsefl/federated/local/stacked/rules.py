@@ -390,9 +390,10 @@ class _Flatten(torch.autograd.Function):
 
 
 @_rule(Tensor.view, Tensor.reshape, torch.reshape)
-def _view(rules: LayerRules, input: Any, *shape: Any) -> Any:
+def _view(rules: LayerRules, input: Any, *sizes: Any, **options: Any) -> Any:
     """Flatten images as `_flatten` does, whose layout ``view`` would refuse."""
-    sizes = shape[0] if len(shape) == 1 else shape
+    given = (*sizes, *options.values())  # `shape=`, `dtype=`
+    sizes = given[0] if len(given) == 1 else given
     if not functorch.is_batched(input) or input.dim() != 4 or not isinstance(sizes, (tuple, list)) or len(sizes) != 2:
         return NotImplemented
     samples, *image = input.shape

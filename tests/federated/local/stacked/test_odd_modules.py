@@ -222,6 +222,12 @@ class FlattensByView(Images):
 
 
 @stacked
+class FlattensByShape(FlattensByView):
+    def forward(self, inputs):
+        return self.net(inputs).reshape(shape=(len(inputs), -1))
+
+
+@stacked
 class OneImageAlone(Images):
     def forward(self, inputs):
         images = super().forward(inputs)
