@@ -51,7 +51,7 @@ class StackedModule:
                         self.own[full] = tensor
                         self.leaves[full] = self._leaf(full, tensor)
         self.convolves = any(
-            isinstance(child, nn.Conv2d) and names.get(id(child._parameters["weight"])) not in self.shared
+            isinstance(child, nn.Conv2d) and names.get(id(child._parameters.get("weight"))) not in self.shared
             for child in module.modules()
         )
 

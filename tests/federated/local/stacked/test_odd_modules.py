@@ -228,6 +228,12 @@ class FlattensByShape(FlattensByView):
 
 
 @stacked
+class WeightNormOfAConvolution(Images):
+    def layers(self):
+        return nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Conv2d(2, 4, 3)), nn.Tanh())
+
+
+@stacked
 class OneImageAlone(Images):
     def forward(self, inputs):
         images = super().forward(inputs)
