@@ -84,8 +84,8 @@ def logged_difference(ours: Mapping[str, float], theirs: Mapping[str, float]) ->
     if ours.keys() != theirs.keys():
         return f"logs {sorted(ours)} for several clients at once and {sorted(theirs)} for one"
     for name, value in theirs.items():
-        both_undefined = math.isnan(ours[name]) and math.isnan(value)
-        if not both_undefined and not abs(ours[name] - value) <= _LOGGED * max(abs(value), 1e-2):
+        same = ours[name] == value or (math.isnan(ours[name]) and math.isnan(value))
+        if not same and not abs(ours[name] - value) <= _LOGGED * max(abs(value), 1e-2):
             return f"logs another {name!r} for several clients at once than for one"
     return None
 
