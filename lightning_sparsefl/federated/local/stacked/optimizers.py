@@ -47,7 +47,9 @@ class StackedOptimizer:
             for parameter in own:
                 if parameter in optimizer.state:  # made ahead, as by Adagrad
                     state[leaves[id(parameter)]] = {
-                        key: value.expand(size, *value.shape).clone() if _is_of(value, parameter) else value
+                        key: value.expand(size, *value.shape).clone()
+                        if _is_of(value, parameter) and key != "step"  # which has the shape of a scalar parameter
+                        else value
                         for key, value in optimizer.state[parameter].items()
                     }
         optimizer.state.clear()

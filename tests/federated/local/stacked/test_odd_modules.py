@@ -242,6 +242,19 @@ class LogsInfinity(Plain):
 
 
 @stacked
+class AdagradOfANumber(Plain):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, inputs):
+        return self.scale * self.net(inputs)
+
+    def configure_optimizers(self):
+        return torch.optim.Adagrad(self.parameters(), lr=0.1)
+
+
+@stacked
 class OneImageAlone(Images):
     def forward(self, inputs):
         images = super().forward(inputs)
