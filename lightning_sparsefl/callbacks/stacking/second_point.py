@@ -163,7 +163,7 @@ class StackedEnvelope(StackedSecondPoint):
 class StackedMetaStep(StackedSecondPoint):
     """Counterpart of :class:`MetaStep`: a batch's place in its tuple follows from the number of batches before it."""
 
-    per_client = ("adapted", "slopes", "below")
+    per_client = ("adapted", "slopes", "below", "sloped")
 
     def __init__(self, callbacks: Sequence[MetaStep]) -> None:
         super().__init__()
@@ -172,6 +172,8 @@ class StackedMetaStep(StackedSecondPoint):
         self.adapted: dict[str, Tensor] = {}
         self.slopes: dict[str, Tensor] = {}
         self.below: dict[str, Tensor] = {}
+        self.sloped: dict[str, Tensor] = {}
+        """Whether the second batch of a client's tuple has given a weight a gradient."""
 
     def start(self, leaves: Leaves) -> None:
         """Make room for an open tuple of each client."""
@@ -179,6 +181,7 @@ class StackedMetaStep(StackedSecondPoint):
         trees = (self.adapted, self.slopes, self.below) if self._length == 3 else (self.adapted,)
         for tree in trees:
             tree.update({name: torch.zeros_like(weight) for name, weight in trained(leaves).items()})
+        self.sloped = {name: torch.zeros(len(weight), dtype=torch.bool) for name, weight in self.slopes.items()}
 
     def before_pass(self, batch: StackedPass) -> None:
         """Put the weights into the leaves at which this batch of the tuple is passed."""
@@ -196,14 +199,21 @@ class StackedMetaStep(StackedSecondPoint):
         """Put the clients' weights back, and replace or remove the gradients."""
         self.back(leaves)
         place = step % self._length
-        slopes = {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
-        for name, slope in slopes.items():
+        for name, adapted in self.adapted.items():
+            leaf, slope = leaves[name], leaves[name].grad
             if place == 0:
-                self.adapted[name].copy_(leaves[name] - self._of.lr * slope)
+                adapted.copy_(leaf if slope is None else leaf - self._of.lr * slope)
             elif place == 1 and self._length == 3:
-                self.slopes[name].copy_(slope)
+                self.sloped[name].fill_(slope is not None)
+                self.slopes[name].copy_(torch.zeros_like(leaf) if slope is None else slope)
             elif place == 2:
-                product = (slope - self.below[name]) / (2 * self._of.delta)
-                leaves[name].grad = self.slopes[name] - self._of.lr * product
+                leaf.grad = self._corrected(name, slope)
             if place + 1 < self._length:
-                leaves[name].grad = None
+                leaf.grad = None
+
+    def _corrected(self, name: str, above: Tensor | None) -> Tensor | None:
+        """Return the gradient of the second batch, less the product with the Hessian; None if it has given none."""
+        if not bool(self.sloped[name][0]):  # clients that step together had the same batches of a tuple
+            return None
+        slope = self.slopes[name].clone()
+        return slope if above is None else slope - self._of.lr * (above - self.below[name]) / (2 * self._of.delta)

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 from torchmetrics.classification import MulticlassAccuracy
 
-from lightning_sparsefl import FedAvg, FederatedTrainer, Federation
+from lightning_sparsefl import FedAvg, FederatedTrainer, Federation, PerFedAvg
 from lightning_sparsefl.data import FederatedDataset
 from lightning_sparsefl.federated.local.stacked import evaluator, worker
 from lightning_sparsefl.federated.local.stacked.worker import StackedWorker
@@ -522,6 +522,33 @@ def test_what_clients_cannot_share_is_named_and_they_train_alone(kind, words, tm
     sizes, said = check(kind, tmp_path)
     assert not sizes
     assert any("clients train one after another" in text.lower() and words in text for text in said), said
+
+
+class SometimesDeeper(Plain):
+    """Uses a layer in some batches only, and penalizes its weights in all others by what they are."""
+
+    def __init__(self):
+        super().__init__()
+        self.last = nn.Linear(4, 4)
+
+    def training_step(self, batch, batch_idx):
+        logits = self(batch[0])
+        if batch_idx % 3 != 1:
+            return F.cross_entropy(logits + self.last(logits), batch[1])
+        self.log("size", self.last.weight.detach().norm(), on_step=False, on_epoch=True)
+        return F.cross_entropy(logits, batch[1]) * (1 + self.last.weight.detach().norm())
+
+
+class DeeperLater(SometimesDeeper):
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch, batch_idx + 1)
+
+
+@pytest.mark.parametrize("kind", [SometimesDeeper, DeeperLater])
+@pytest.mark.parametrize("order", ["first", "hessian"])
+def test_a_weight_without_gradient_in_a_batch_stays_in_a_tuple_of_batches(kind, order, tmp_path):
+    sizes, _ = check(kind, tmp_path, algorithm=PerFedAvg(alpha=0.05, order=order))
+    assert sizes
 
 
 @pytest.mark.parametrize("engine", ["fast", "stacked"])
