@@ -105,6 +105,7 @@ class MetaStep(SecondPoint):
         else:
             if self._batch == 2:
                 self._correct(parameters, slopes)
+            self.clear_others(pl_module, optimizer)
             self._begin()
 
     def _wait(self, parameters: Mapping[str, Tensor]) -> None:

@@ -88,6 +88,7 @@ class MoreauEnvelope(SecondPoint):
         self._descend({name: p.grad for name, p in parameters.items() if p.grad is not None}, parameters)
         for name, parameter in parameters.items():
             parameter.grad = self.strength * (parameter.detach() - self.personal[name])
+        self.clear_others(pl_module, optimizer)
 
     def _check(self, rates: Any) -> None:
         product = self.strength * max(rates, default=0.0)

@@ -137,6 +137,18 @@ class SecondPoint(Callback):
             copies[name] = value.to(parameter.device, parameter.dtype, copy=True)
         return copies
 
+    def clear_others(self, module: LightningModule, optimizer: Any) -> None:
+        """Clear the gradients of weights that the optimizer leaves alone, which its `zero_grad` would let add up.
+
+        Args:
+            module: Module of the user.
+            optimizer: Optimizer that is about to step.
+        """
+        stepped = learning_rates(optimizer)
+        for parameter in module.parameters():
+            if id(parameter) not in stepped:
+                parameter.grad = None
+
     def go(self, module: LightningModule, weights: Weights) -> None:
         """Put other weights into the module for its next training step.
 

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 from torchmetrics.classification import MulticlassAccuracy
 
-from lightning_sparsefl import FedAvg, FederatedTrainer, Federation, PerFedAvg
+from lightning_sparsefl import FedAvg, FederatedTrainer, Federation, PerFedAvg, PFedMe
 from lightning_sparsefl.data import FederatedDataset
 from lightning_sparsefl.federated.local.stacked import evaluator, worker
 from lightning_sparsefl.federated.local.stacked.worker import StackedWorker
@@ -548,6 +548,23 @@ class DeeperLater(SometimesDeeper):
 @pytest.mark.parametrize("order", ["first", "hessian"])
 def test_a_weight_without_gradient_in_a_batch_stays_in_a_tuple_of_batches(kind, order, tmp_path):
     sizes, _ = check(kind, tmp_path, algorithm=PerFedAvg(alpha=0.05, order=order))
+    assert sizes
+
+
+class TrainsItsHead(Plain):
+    """Has weights with gradients that the optimizer leaves alone."""
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.net[2].parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [PFedMe(lam=2.0, steps=2, personal_lr=0.1), PerFedAvg(alpha=0.5), PerFedAvg(alpha=0.5, order="hessian")],
+    ids=["envelope", "first", "hessian"],
+)
+def test_gradients_of_weights_that_are_not_stepped_do_not_add_up(algorithm, tmp_path):
+    sizes, _ = check(TrainsItsHead, tmp_path, algorithm=algorithm)
     assert sizes
 
 
