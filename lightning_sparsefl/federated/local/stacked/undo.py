@@ -87,7 +87,7 @@ class States:
         """Restore the state."""
         for value, before, _ in self._before.values():
             if isinstance(value, (Tensor, np.ndarray)):
-                if before is not None:
+                if before is not None and not _is_equal(value, before):  # a tensor that repeats a row is not writable
                     value[...] = before
             elif isinstance(value, _GENERATORS):
                 _set_state(value, before)
@@ -229,6 +229,11 @@ def attributes_kept(module: nn.Module) -> Iterator[None]:
         yield
     finally:
         states.restore()
+
+
+def _is_equal(value: Any, before: Any) -> bool:
+    """Return whether a tensor or an array has the numbers of another one."""
+    return bool(torch.equal(value, before) if isinstance(value, Tensor) else np.array_equal(value, before))
 
 
 def _clause(name: str, now: Any, before: Any = None) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch import Callback
@@ -111,3 +112,16 @@ def test_restored_objects_are_those_that_were_there():
     assert callback.number == 1
     assert not hasattr(callback, "more")
     assert torch.equal(random.get_state(), draw)
+
+
+def test_masks_that_repeat_an_entry_are_restored():
+    """Such as those of PerFedMask, into which nothing can be written."""
+    mask, array = torch.ones(1, dtype=torch.bool).expand(3), np.broadcast_to(np.ones(1), (3,))
+    callback = Callback()
+    callback.mask, callback.array, callback.number = mask, array, 1
+    states = CallbackStates([callback])
+    callback.mask, callback.number = torch.zeros(3), 2
+    states.restore()
+    assert callback.mask is mask
+    assert callback.array is array
+    assert callback.number == 1
