@@ -51,6 +51,8 @@ class MetaStep(SecondPoint):
         require(delta > 0, "MetaStep", "delta", delta, "a number above 0")
         super().__init__()
         self.lr, self.order, self.delta = lr, order, delta
+        self._clip: float | None = None
+        """The trainer's `gradient_clip_val`, which is None in a batch without a step."""
         self._begin()
 
     def _begin(self) -> None:
@@ -86,6 +88,12 @@ class MetaStep(SecondPoint):
                 self._below[name] = self._below[name] + part if name in self._below else part
             self.go(pl_module, descend(weights, self._slopes, -self.delta))
 
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Let the trainer clip again."""
+        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+        if self._clip is not None:
+            trainer.gradient_clip_val, self._clip = self._clip, None
+
     @torch.no_grad()
     def on_before_optimizer_step(self, trainer: Any, pl_module: LightningModule, optimizer: Any) -> None:
         """Put the module's weights back, and replace or remove the gradients."""
@@ -98,19 +106,20 @@ class MetaStep(SecondPoint):
         if self._batch == 0:
             weights = {name: parameters[name].detach() for name in slopes}
             self._adapted = descend(weights, slopes, self.lr)
-            self._wait(parameters)
+            self._wait(trainer, parameters)
         elif self._batch == 1 and self.order == "hessian":
             self._slopes = slopes
-            self._wait(parameters)
+            self._wait(trainer, parameters)
         else:
             if self._batch == 2:
                 self._correct(parameters, slopes)
             self.clear_others(pl_module, optimizer)
             self._begin()
 
-    def _wait(self, parameters: Mapping[str, Tensor]) -> None:
-        """Go on to the next batch of the tuple without a step."""
+    def _wait(self, trainer: Any, parameters: Mapping[str, Tensor]) -> None:
+        """Go on to the next batch of the tuple without a step; torch cannot clip the values of no gradients."""
         self._batch += 1
+        self._clip, trainer.gradient_clip_val = trainer.gradient_clip_val, None
         for parameter in parameters.values():
             parameter.grad = None
 

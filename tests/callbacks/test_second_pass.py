@@ -157,6 +157,15 @@ def test_a_meta_step_with_the_hessian(descend):
     assert module.seen == pytest.approx([0.0, -0.3, -1e-3 * slope, 1e-3 * slope])
 
 
+@pytest.mark.parametrize("by", ["value", "norm"])
+def test_a_meta_step_is_clipped_and_the_batch_before_it_is_not(descend, by):
+    options = {"gradient_clip_val": 1.0, "gradient_clip_algorithm": by}
+    module = descend(MetaStep(lr=0.1), [G, G], **options)  # the gradient of the step is 2.1
+    assert module.seen == pytest.approx([0.0, -0.3])
+    assert module.w.item() == pytest.approx(-0.1)
+    assert module.trainer.gradient_clip_val == 1.0
+
+
 def test_each_batch_of_a_tuple_has_its_own_part(descend):
     module = descend(MetaStep(lr=0.1), [G, F])
     # adapted on 3 (w + 1)^2 / 2, stepped by (w' - 1)
