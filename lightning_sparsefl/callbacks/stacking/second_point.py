@@ -100,7 +100,8 @@ class StackedMixture(StackedSecondPoint):
         total = torch.zeros_like(alpha)
         for name, slope in self._slopes.items():
             if self.adaptive and step == 0:
-                total += ((self.personal[name] - leaves[name]) * slope).flatten(1).sum(1).to(total)
+                product = (self.personal[name] - leaves[name]) * slope
+                total += product.reshape(len(total), -1).sum(1).to(total)
             self.personal[name].sub_(column(rates.get(name, 0.0) * alpha, slope) * slope)
         if self.adaptive and step == 0:
             assert self._optimizer is not None

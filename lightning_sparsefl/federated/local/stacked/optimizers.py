@@ -180,7 +180,7 @@ def clip(leaves: Sequence[Tensor], limit: float, by_value: bool) -> None:
         for grad in grads:
             grad.clamp_(-limit, limit)
         return
-    norms = torch.stack([grad.flatten(1).norm(dim=1) for grad in grads], dim=1).norm(dim=1)
+    norms = torch.stack([grad.reshape(len(grad), -1).norm(dim=1) for grad in grads], dim=1).norm(dim=1)
     factors = (limit / (norms + 1e-6)).clamp(max=1.0)
     for grad in grads:
         grad.mul_(factors.view(-1, *[1] * (grad.dim() - 1)))

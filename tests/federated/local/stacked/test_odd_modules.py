@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 from torchmetrics.classification import MulticlassAccuracy
 
-from lightning_sparsefl import FedAvg, FederatedTrainer, Federation, PerFedAvg, PFedMe
+from lightning_sparsefl import APFL, FedAvg, FederatedTrainer, Federation, PerFedAvg, PFedMe
 from lightning_sparsefl.data import FederatedDataset
 from lightning_sparsefl.federated.local.stacked import evaluator, worker
 from lightning_sparsefl.federated.local.stacked.worker import StackedWorker
@@ -241,8 +241,9 @@ class LogsInfinity(Plain):
         return loss
 
 
-@stacked
-class AdagradOfANumber(Plain):
+class ScalesItsOutput(Plain):
+    """Has a parameter without dimensions."""
+
     def __init__(self):
         super().__init__()
         self.scale = nn.Parameter(torch.ones(()))
@@ -250,6 +251,9 @@ class AdagradOfANumber(Plain):
     def forward(self, inputs):
         return self.scale * self.net(inputs)
 
+
+@stacked
+class AdagradOfANumber(ScalesItsOutput):
     def configure_optimizers(self):
         return torch.optim.Adagrad(self.parameters(), lr=0.1)
 
@@ -549,6 +553,15 @@ class DeeperLater(SometimesDeeper):
 def test_a_weight_without_gradient_in_a_batch_stays_in_a_tuple_of_batches(kind, order, tmp_path):
     sizes, _ = check(kind, tmp_path, algorithm=PerFedAvg(alpha=0.05, order=order))
     assert sizes
+
+
+@pytest.mark.parametrize(
+    "options", [{"gradient_clip_val": 0.1}, {"algorithm": APFL(adaptive=True)}], ids=["clipped", "mixed"]
+)
+def test_a_parameter_without_dimensions_is_stacked(options, tmp_path):
+    sizes, said = check(ScalesItsOutput, tmp_path, **options)
+    assert sizes
+    assert not [text for text in said if "one after another" in text]
 
 
 class TrainsItsHead(Plain):
