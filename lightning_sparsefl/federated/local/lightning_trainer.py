@@ -86,11 +86,11 @@ class _DetachDataModule(Callback):
 
 
 class _GradientReady(Exception):
-    """Signal that ends a run after its first backward pass."""
+    """Signal that ends a run after its first backward pass and the module's `on_after_backward`."""
 
 
-class _StopAfterBackward(Callback):
-    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
+class _StopBeforeStep(Callback):
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
         raise _GradientReady
 
 
@@ -191,7 +191,7 @@ class LightningEngine:
                 "accumulate_grad_batches": 1,
                 "limit_train_batches": 1.0,
             }
-            trainer = self._trainer([_StopAfterBackward()], **whole)
+            trainer = self._trainer([_StopBeforeStep()], **whole)
             if trainer.scaler is not None:
                 vars(trainer.precision_plugin)["scaler"] = None  # the caller needs unscaled gradients
             try:

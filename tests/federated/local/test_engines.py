@@ -413,6 +413,9 @@ class Scheduled(Net):
     def on_train_start(self) -> None:
         self.factor = 2.0
 
+    def on_after_backward(self) -> None:
+        self.net.weight.grad.mul_(self.factor)
+
     def training_step(self, batch: Any) -> Tensor:
         trainer, optimizer = self.trainer, self.optimizers()
         batches = (trainer.num_training_batches, trainer.is_last_batch, len(trainer.train_dataloader))
