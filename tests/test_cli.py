@@ -376,7 +376,7 @@ def test_a_failure_prints_the_command_that_runs_the_fit_again(sparsefl, tmp_path
         "from pathlib import Path\n\n"
         "from lightning_sparsefl.models import MLP\n\n\n"
         "class Fragile(MLP):\n"
-        "    def on_fit_start(self):\n"
+        "    def on_train_end(self):\n"
         "        fits = Path('fits')\n"
         "        fits.write_text(fits.read_text() + '.')\n"
         "        if len(fits.read_text()) == 5:\n"  # the second round's second client

@@ -87,8 +87,7 @@ class SpaFL:
             trained[k] = train_thresholds(self.now(k)[0], self.history[-1], batches[k], self.strength, **self.sgd)
             self.own[k] = (*trained[k], len(self.history) - 1)
         taus = [tau for _, tau in trained.values()]
-        mean = {name: sum(tau[name] for tau in taus) / len(taus) for name in taus[0]}
-        self.history.append({name: tau.astype(np.float32).astype(float) for name, tau in mean.items()})  # as merged
+        self.history.append({name: sum(tau[name] for tau in taus) / len(taus) for name in taus[0]})
 
     def personal(self, client):
         return shown(*self.now(client))

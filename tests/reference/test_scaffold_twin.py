@@ -9,8 +9,7 @@ from lightning_sparsefl import SCAFFOLD
 from reference import numpy_scaffold as slow
 from reference.harness import HEAVY, PLAIN, SIZES, full_batches, moved, seen_batches
 
-TOLERANCE = 1e-6
-"""Changes of control variates are merged in float32."""
+TOLERANCE = 1e-9
 
 
 @pytest.mark.slow_after_first
