@@ -125,7 +125,7 @@ class Federation:
     wire: Literal["count", "encode"] = "count"
     """Whether the exact sizes of messages are only computed, or messages are encoded and decoded."""
     store: Literal["ram", "disk"] = "ram"
-    """Storage of the records of clients between rounds: in the memory of every rank, or in a file of the run folder,
+    """Storage of the records of clients between rounds: in the memory of the ranks, or in databases in the run folder,
     which all ranks must be able to access. On disk, memory depends on the size of the cohort instead of the number of
     clients that ever trained."""
     checkpoint_every_n_rounds: int = 1
