@@ -140,7 +140,8 @@ class SparseFLCLI(LightningCLI):
         if self.group is not None and self._seed is None:
             self._choose_seed(self.group.seeds[0])
         try:
-            super()._set_seed()
+            with silenced(self._get(self.config, "trainer")["quiet"]):
+                super()._set_seed()
         except ValueError as error:
             raise InvalidOption(f"`seed_everything`: {error}") from error
 

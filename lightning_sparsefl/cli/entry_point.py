@@ -29,8 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.argv = [sys.argv[0], *argv]
     sys.path.append(str(Path.cwd()))  # for `--model my_models.Net` with a file of the user; it replaces no package
     try:
-        with silenced(QUIET in sys.argv[1:]):
-            _run(sys.argv[1:])
+        _run(sys.argv[1:])
     except ClientFailed as error:
         if error.__cause__ is not None:  # the code of the user failed, so show where
             traceback.print_exception(_from_the_users_code(error.__cause__))
@@ -50,10 +49,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(args: Sequence[str]) -> None:
     if args and args[0] in COMMANDS:
-        return run_command(args)
+        with silenced(QUIET in args):
+            return run_command(args)
     from lightning_sparsefl.cli.program import run  # torch and Lightning are slow to import
 
-    run()
+    with silenced(QUIET in args):  # after the import, with which Lightning sets the levels of its loggers
+        run()
     return None
 
 

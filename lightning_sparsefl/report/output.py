@@ -15,6 +15,8 @@ _LOGGERS = ("lightning.pytorch", "lightning.fabric")
 def silenced(silent: bool = True) -> Iterator[None]:
     """Print no tables and notes, and no information of Lightning's loggers; warnings and errors are shown.
 
+    Lightning sets the levels of its loggers when it is imported, so it must be imported before.
+
     Args:
         silent: Whether to do so; False has no effect.
 

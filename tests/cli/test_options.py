@@ -52,3 +52,12 @@ def test_a_quiet_run_prints_nothing_and_its_configuration_is_not_quiet(sparsefl,
     code, out, err = sparsefl("fit", "--quiet", "--config", QUICKSTART, "--trainer.max_rounds=0")
     assert (code, out) == (2, "")
     assert "`trainer.max_rounds` is 0" in err
+
+
+@pytest.mark.parametrize("option", ["--quiet", "--trainer.quiet=true"])
+def test_a_quiet_program_does_not_print_its_seed(option, tmp_path):
+    """In a process of its own, in which Lightning is imported, and sets up its loggers, by the command."""
+    command = [sys.executable, "-m", "lightning_sparsefl", "profile", "--config", QUICKSTART, option]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert done.stdout == ""
+    assert "Seed set to" not in done.stderr
