@@ -25,11 +25,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Sequence
+from difflib import get_close_matches
 from functools import partial
 from numbers import Integral, Real
 from pathlib import Path
 from types import UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
+
+_LEAST_SIMILARITY = 0.65
+"""Similarity below which a name is not suggested, from 0 to 1."""
 
 
 class SparseFLError(Exception):
@@ -62,6 +66,23 @@ def require(condition: bool, option: str, value: Any, expected: str) -> None:
     """
     if not condition:
         raise InvalidOption(f"`{option}` is {value!r}; expected {expected}.")
+
+
+def nearest(word: str, known: Iterable[str]) -> str | None:
+    """Return the known name that is most similar to a word, to be suggested in a message; None if none is similar.
+
+    Args:
+        word: Name that is not known.
+        known: Known names.
+
+    Example:
+        >>> nearest("densty", ["density", "growth"]), nearest("fedavg", ["FedAvg", "FedProx"])
+        ('density', 'FedAvg')
+        >>> nearest("mu", ["density"])
+    """
+    names = {name.lower(): name for name in known}
+    found = get_close_matches(word.lower(), names, n=1, cutoff=_LEAST_SIMILARITY)
+    return names[found[0]] if found else None
 
 
 def require_folder(option: str, path: Path) -> None:

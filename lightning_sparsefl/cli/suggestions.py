@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from difflib import get_close_matches
 from importlib import import_module
 from typing import Any
 
-_LEAST_SIMILARITY = 0.65
+from lightning_sparsefl.errors import nearest
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
@@ -20,14 +19,11 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     Example:
         >>> did_you_mean("densty", ["density", "growth"])
         '; did you mean `density`?'
-        >>> did_you_mean("fedavg", ["FedAvg", "FedProx"])
-        '; did you mean `FedAvg`?'
         >>> did_you_mean("mu", ["density"])
         ''
     """
-    names = {name.lower(): name for name in known}
-    found = get_close_matches(word.lower(), names, n=1, cutoff=_LEAST_SIMILARITY)
-    return f"; did you mean `{names[found[0]]}`?" if found else ""
+    found = nearest(word, known)
+    return "" if found is None else f"; did you mean `{found}`?"
 
 
 def import_path(path: str) -> Any:

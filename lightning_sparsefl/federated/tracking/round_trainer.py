@@ -6,7 +6,6 @@ Lightning's own ModelCheckpoint, EarlyStopping, progress bars and loggers work w
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from difflib import get_close_matches
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +18,7 @@ from lightning.pytorch.trainer.states import RunningStage, TrainerFn, TrainerSta
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
-from lightning_sparsefl.errors import InvalidOption, MissingAttribute
+from lightning_sparsefl.errors import InvalidOption, MissingAttribute, nearest
 from lightning_sparsefl.federated.storage.atomic_files import write_atomically
 
 
@@ -154,8 +153,8 @@ class RoundTrainer:
         """Raise :class:`InvalidOption` if a callback failed and monitors a metric that the round does not have."""
         name, known = getattr(callback, "monitor", None), sorted(self.callback_metrics)
         if isinstance(name, str) and name not in known and name in str(error):
-            near = get_close_matches(name, known, n=1)
-            expected = f"a metric of the round, such as '{near[0]}'" if near else f"one of {', '.join(known)}"
+            near = nearest(name, known)
+            expected = f"one of {', '.join(known)}" if near is None else f"a metric of the round, such as {near!r}"
             raise InvalidOption(f"`{type(callback).__name__}.monitor` is {name!r}; expected {expected}.") from error
 
     def report(self, metrics: Mapping[str, float]) -> None:

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from textwrap import shorten
 from typing import Any
 
-from lightning_sparsefl.errors import InvalidOption
+from lightning_sparsefl.errors import InvalidOption, nearest
 from lightning_sparsefl.report.reading.options import SEEDS, is_about_data
 from lightning_sparsefl.report.reading.runs import Run
 
@@ -104,8 +103,8 @@ def _known_options(by: Sequence[str], runs: Sequence[Run]) -> list[str]:
     known = dict.fromkeys(name for run in runs for name in run.options)
     for name in by:
         if name not in known:
-            near = get_close_matches(name.rpartition(".")[2], [key.rpartition(".")[2] for key in known], n=1)
-            named = [key for key in known if key.rpartition(".")[2] in near] or ["algorithm", "model.lr"]
+            near = nearest(name.rpartition(".")[2], [key.rpartition(".")[2] for key in known])
+            named = [key for key in known if key.rpartition(".")[2] == near] or ["algorithm", "model.lr"]
             raise InvalidOption(
                 f"`by` is '{name}', which no run has as an option; expected the dotted name of an option, such as "
                 f"{' or '.join(named)}."

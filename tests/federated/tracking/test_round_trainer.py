@@ -23,11 +23,14 @@ def fit(tmp_path, callback):
     trainer.fit(Classifier(), data)
 
 
-@pytest.mark.parametrize("kind", [EarlyStopping, ModelCheckpoint])
-def test_a_metric_that_no_round_has_is_answered_by_the_nearest_one(kind, tmp_path):
-    expected = f"^`{kind.__name__}.monitor` is 'global/test_ac'; expected a metric of the round, such as "
+@pytest.mark.parametrize(
+    ("kind", "given"),
+    [(EarlyStopping, "global/test_ac"), (ModelCheckpoint, "Global/Test_Acc"), (EarlyStopping, "GLOBAL/TEST_ACC")],
+)
+def test_a_metric_that_no_round_has_is_answered_by_the_nearest_one(kind, given, tmp_path):
+    expected = f"^`{kind.__name__}.monitor` is '{given}'; expected a metric of the round, such as "
     with pytest.raises(InvalidOption, match=f"{expected}'global/test_acc'\\.$"):
-        fit(tmp_path, kind(monitor="global/test_ac"))
+        fit(tmp_path, kind(monitor=given))
 
 
 def test_a_metric_that_is_like_no_other_is_answered_by_all(tmp_path):
