@@ -181,7 +181,7 @@ class SparseFLCLI(LightningCLI):
         except BaseException:
             done, folder = len(self.group.finished()), self.group.folder
             rank_zero_info(
-                f"{done} of {len(self.group.seeds)} runs are finished; the same command, or `--ckpt_path {folder}`, "
+                f"{done} of {len(self.group.all_seeds)} runs are finished; the same command, or `--ckpt_path {folder}`, "
                 "goes on."
             )
             raise

@@ -4,7 +4,7 @@
 
     runs/<algorithm>/group_<digest>/    the digest is of the configuration without its seed
     |-- config.yaml                     the configuration
-    |-- seeds.json                      the seeds
+    |-- seeds.json                      the seeds of all commands so far
     |-- seed_0/                         a run folder, as `sparsefl fit --seed_everything 0` leaves it
     `-- seed_1/
 
@@ -46,9 +46,16 @@ class SeedGroup:
     folder: Path
     """Folder of the group."""
     seeds: Sequence[int]
-    """Seeds of the runs, in their order."""
+    """Seeds of the runs of this command, in their order."""
     config: str
     """Text of the configuration without :data:`OWN_KEYS`."""
+    earlier: Sequence[int] = ()
+    """Seeds of the runs of earlier commands, which the group keeps."""
+
+    @property
+    def all_seeds(self) -> list[int]:
+        """Seeds of all runs of the group, those of earlier commands first."""
+        return list(dict.fromkeys([*self.earlier, *self.seeds]))
 
     def run_dir(self, seed: int) -> Path:
         """Return the folder of a run.
@@ -62,7 +69,7 @@ class SeedGroup:
         """Write the configuration and the seeds."""
         self.folder.mkdir(parents=True, exist_ok=True)
         write_text_atomically(self.folder / CONFIG, self.config)
-        write_text_atomically(self.folder / SEEDS, json.dumps(list(self.seeds)) + "\n")
+        write_text_atomically(self.folder / SEEDS, json.dumps(self.all_seeds) + "\n")
 
     def finished(self) -> dict[int, Mapping[str, Any]]:
         """Return the final tables of the runs that have one, by seed."""
@@ -70,7 +77,7 @@ class SeedGroup:
         return {seed: table for seed, table in tables.items() if table}
 
     def _begun(self) -> list[int]:
-        return [seed for seed in self.seeds if self.run_dir(seed).is_dir()]
+        return [seed for seed in self.all_seeds if self.run_dir(seed).is_dir()]
 
     def print(self) -> None:
         """Print one table of all finished runs: mean and standard deviation over seeds, and a few runs."""
@@ -127,7 +134,8 @@ def group_of(value: Any, ckpt_path: str | None, root: Path, algorithm: str, conf
     folder = None if ckpt_path in (None, "auto") else Path(str(ckpt_path))  # a group goes on without being asked to
     known = folder is not None and (folder / SEEDS).is_file()
     if folder is not None and known:
-        return SeedGroup(folder, seeds_of(_read(folder / SEEDS) if value is None else value), config)
+        earlier = _earlier(folder, replaced=value is not None)
+        return SeedGroup(folder, earlier if value is None else seeds_of(value), config, earlier)
     if value is None:
         return None
     if folder is not None:
@@ -136,11 +144,23 @@ def group_of(value: Any, ckpt_path: str | None, root: Path, algorithm: str, conf
             "same command goes on where its group was stopped."
         )
     digest = hashlib.sha256(config.encode()).hexdigest()[:8]
-    return SeedGroup(root / algorithm / f"group_{digest}", seeds_of(value), config)
+    folder = root / algorithm / f"group_{digest}"
+    return SeedGroup(folder, seeds_of(value), config, _earlier(folder, replaced=True))
 
 
-def _read(path: Path) -> Any:
+def _earlier(folder: Path, replaced: bool) -> list[int]:
+    """Return the seeds of earlier commands, which are unknown if the group is new or its file is damaged.
+
+    Args:
+        folder: Folder of the group.
+        replaced: Whether a damaged file is replaced; else it is an error.
+    """
+    path = folder / SEEDS
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+        return seeds_of(json.loads(path.read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        return []
+    except ValueError as error:  # not JSON, or no seeds
+        if replaced:
+            return []
         raise InvalidOption(f"{path} is damaged ({error}); set `seeds`.") from error

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from helpers.command_line import QUICKSTART, SHORT
-from lightning_sparsefl.cli.seeds import SeedGroup
+from lightning_sparsefl.cli.seeds import SeedGroup, group_of
+from lightning_sparsefl.errors import InvalidOption
 from lightning_sparsefl.federated.local.node import Node
 from lightning_sparsefl.report.seeds import seed_rows
 
@@ -68,6 +69,23 @@ def test_a_stopped_group_goes_on_and_its_runs_are_those_of_their_seeds(sparsefl,
     for seed in (0, 1):
         assert sparsefl(*FIT, f"--seed_everything={seed}")[0] == 0
         assert content(group / f"seed_{seed}") == content(tmp_path / "runs" / "FedSpa" / f"version_{seed}")
+
+
+def test_further_seeds_join_the_group(sparsefl, tmp_path):
+    assert sparsefl(*FIT, "--seeds", "0")[0] == 0
+    code, out, _ = sparsefl(*FIT, "--seeds", "2,1")
+    assert code == 0
+    assert json.loads((group_in(tmp_path) / "seeds.json").read_text()) == [0, 2, 1]
+    assert "FedSpa after 2 rounds, 20 clients, 3 seeds" in out
+
+
+@pytest.mark.parametrize("content", ["[0", "[-1]", "{}"])
+def test_a_damaged_list_of_seeds_is_refused_or_replaced(content, tmp_path):
+    (tmp_path / "seeds.json").write_text(content)
+    with pytest.raises(InvalidOption, match=r"seeds\.json is damaged .*; set `seeds`\.$"):
+        group_of(None, str(tmp_path), tmp_path, "FedAvg", "")
+    group = group_of("1,2", str(tmp_path), tmp_path, "FedAvg", "")
+    assert group.all_seeds == [1, 2]
 
 
 def said(caplog, folder):
