@@ -174,15 +174,18 @@ class SparseFLCLI(LightningCLI):
                     self._choose_seed(seed)
                     self._set_seed()
                     self.instantiate_classes()
-                rank_zero_info(f"Seed {seed} of {', '.join(map(str, self.group.seeds))}: {self.group.run_dir(seed)}")
-                super()._run_subcommand(subcommand)
                 trainer: Any = self.trainer
+                done = self.group.finished().get(seed, {}).get("rounds") == trainer.max_rounds
+                which = f"Seed {seed} of {', '.join(map(str, self.group.seeds))}"
+                rank_zero_info(f"{which}{' is finished' if done else ''}: {self.group.run_dir(seed)}")
+                with silenced(done):  # the advice to raise `trainer.max_rounds` is for a run of its own
+                    super()._run_subcommand(subcommand)
                 close_loggers(trainer.options.users_loggers())
         except BaseException:
-            done, folder = len(self.group.finished()), self.group.folder
+            count, folder = len(self.group.finished()), self.group.folder
             rank_zero_info(
-                f"{done} of {len(self.group.all_seeds)} runs are finished; the same command, or `--ckpt_path {folder}`, "
-                "goes on."
+                f"{count} of {len(self.group.all_seeds)} runs are finished; the same command, or "
+                f"`--ckpt_path {folder}`, goes on."
             )
             raise
         if trainer.fabric.is_global_zero:

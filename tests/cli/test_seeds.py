@@ -79,6 +79,18 @@ def test_further_seeds_join_the_group(sparsefl, tmp_path):
     assert "FedSpa after 2 rounds, 20 clients, 3 seeds" in out
 
 
+def test_finished_runs_of_a_group_are_not_advised_to_go_on(sparsefl, tmp_path, caplog):
+    assert sparsefl(*FIT, "--seeds", "0")[0] == 0
+    assert "is finished" not in caplog.text
+    caplog.clear()
+    assert sparsefl(*FIT, "--seeds", "0,1")[0] == 0
+    group = group_in(tmp_path)
+    text = said(caplog, tmp_path)
+    assert f"Seed 0 of 0, 1 is finished: {group / 'seed_0'}" in text
+    assert f"Seed 1 of 0, 1: {group / 'seed_1'}" in text
+    assert "raise it to train longer" not in text
+
+
 @pytest.mark.parametrize("content", ["[0", "[-1]", "{}"])
 def test_a_damaged_list_of_seeds_is_refused_or_replaced(content, tmp_path):
     (tmp_path / "seeds.json").write_text(content)
