@@ -8,7 +8,7 @@
     clients.csv      one row per client and round, for clients that were trained or evaluated
     overlap.csv      one row per pair of clients and pictured round: the overlap of the masks that they uploaded last
     finetuned.csv    one row per client with scores before and after fine-tuning, for methods that fine-tune
-    summary.json     the final results
+    summary.json     the final results; a number that is not finite is null
     checkpoints/     last.ckpt, the one before it (previous.ckpt), and the records of the clients
     export/          models exported by `sparsefl export`
     .lock            lock file of the process that trains in the folder
@@ -23,6 +23,7 @@ import csv
 import io
 import itertools
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -164,17 +165,24 @@ class RunFolder:
         save_hparams_to_yaml(self.path / "hparams.yaml", dict(hparams))
 
     def read_summary(self) -> dict[str, Any]:
-        """Return the content of `summary.json`, or an empty dict if the file is missing or damaged."""
+        """Return the content of `summary.json`, with NaN for null; an empty dict if the file is missing or damaged."""
         try:
             content = json.loads((self.path / "summary.json").read_text(encoding="utf-8"))
         except (FileNotFoundError, ValueError):
             return {}
-        return content if isinstance(content, dict) else {}
+        if not isinstance(content, dict):
+            return {}
+        return {name: math.nan if value is None else value for name, value in content.items()}
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
-        """Write `summary.json`."""
-        text = json.dumps(summary, indent=2, sort_keys=False)
+        """Write `summary.json`, with null for a number that is not finite, which JSON does not have."""
+        plain = {name: None if _is_infinite_or_nan(value) else value for name, value in summary.items()}
+        text = json.dumps(plain, indent=2, sort_keys=False, allow_nan=False)
         write_text_atomically(self.path / "summary.json", text + "\n")
+
+
+def _is_infinite_or_nan(value: Any) -> bool:
+    return isinstance(value, float) and not math.isfinite(value)
 
 
 def new_version(folder: Path) -> Path:

@@ -1,5 +1,7 @@
 import errno
 import fcntl
+import json
+import math
 import os
 import signal
 import subprocess
@@ -239,6 +241,20 @@ def test_what_a_killed_process_half_wrote_is_deleted(tmp_path):
         path.touch()
     folder.cut_back(1)
     assert not list(tmp_path.rglob(".*.tmp"))
+
+
+def test_a_summary_with_scores_that_are_not_finite_is_json(tmp_path):
+    def refused(name):
+        raise AssertionError(f"{name} is not JSON")
+
+    folder = RunFolder(tmp_path)
+    folder.write_summary({"rounds": 2, "global/loss": math.nan, "personal/loss": math.inf, "global/acc": 0.5})
+    read = json.loads((tmp_path / "summary.json").read_text(), parse_constant=refused)
+    assert read == {"rounds": 2, "global/loss": None, "personal/loss": None, "global/acc": 0.5}
+    again = folder.read_summary()
+    assert math.isnan(again.pop("global/loss"))
+    assert math.isnan(again.pop("personal/loss"))
+    assert again == {"rounds": 2, "global/acc": 0.5}
 
 
 def test_versions_count_up_and_the_last_run_is_the_newest(tmp_path):
