@@ -265,8 +265,8 @@ class Fit:
         if self._recorder.scored != self._state.server.round:
             self._phase = f"the evaluation of round {self._state.server.round}"
             scores = self.scorer.scores(self._state)
-            self.scorer.select(self._state, scores)
-            self._recorder.add_scores(scores, self._state.server.round)
+            further = self.scorer.select(self._state, scores)
+            self._recorder.add_scores(scores, self._state.server.round, further)
 
     # ---- commits
 

@@ -60,6 +60,20 @@ class Table:
         with self.path.open("a", newline="", encoding="utf-8") as file:
             csv.DictWriter(file, self._columns, restval="").writerows(rows)
 
+    def fill(self, rows: Sequence[Mapping[str, Any]], key: Sequence[str]) -> None:
+        """Fill empty cells of rows that the table has, and insert rows that it does not have.
+
+        Args:
+            rows: Rows as mappings from column to value.
+            key: Columns with whole numbers that identify a row, by which the table is sorted.
+        """
+        found = {tuple(int(row[name]) for name in key): dict[str, Any](row) for row in self._whole_rows()}
+        for row in rows:
+            old = found.setdefault(tuple(int(row[name]) for name in key), {})
+            old.update({name: value for name, value in row.items() if old.get(name, "") == ""})
+        self._columns = list(dict.fromkeys(name for row in found.values() for name in row))
+        self._write([found[place] for place in sorted(found)])
+
     def read(self) -> list[dict[str, str]]:
         """Return all rows with their values as text."""
         return self._read()[1]

@@ -86,7 +86,7 @@ class Recorder:
         if scores is not None:
             self.keep(scores, number + 1)
         self._metrics = {**result.metrics, **self._ledger.round_totals(number), **self._ledger.totals}
-        scored = {} if scores is None else {**self._scores, "comm/scoring_bytes": scores.downlink_bytes}
+        scored = {} if scores is None else self._scored(scores)
         metrics = {**self._metrics, **scored, **(further or {})}
         if self._writes:
             self._write(number, metrics, result, scores, last)
@@ -127,16 +127,27 @@ class Recorder:
         self._scores, self._personal, self.scored = scores.summary(), scores.personal, rounds
         self._clients_scored = len(scores.personal)
 
-    def add_scores(self, scores: Scores, rounds: int) -> None:
+    def add_scores(self, scores: Scores, rounds: int, further: Mapping[str, float]) -> None:
         """Store and log scores of a round that was recorded without them because a callback stopped the run.
 
         Args:
             scores: Scores of the round.
             rounds: Number of finished rounds.
+            further: Additional scores, which are logged but not included in the summary.
         """
         self.keep(scores, rounds)
         if self._writes:
-            self._log(rounds - 1, self._scores)
+            number, metrics = rounds - 1, {**self._scored(scores), **further}
+            self._boards.declare(self._scores, self._metrics)
+            self._boards.histograms(number, scores.personal)
+            self.folder.metrics.fill([{"round": number, **metrics}], ["round"])
+            rows = _client_rows(number, (), scores, self._ledger.counts_flops)
+            self.folder.clients.fill(rows, ["round", "client"])
+            self._log(number, metrics)
+
+    def _scored(self, scores: Scores) -> dict[str, float]:
+        """Return what is logged of the scores that were stored last."""
+        return {**self._scores, "comm/scoring_bytes": scores.downlink_bytes}
 
     def _log(self, number: int, metrics: Mapping[str, float]) -> None:
         """Log metrics in all loggers, in TensorBoard under its tags."""

@@ -243,6 +243,23 @@ def test_what_a_killed_process_half_wrote_is_deleted(tmp_path):
     assert not list(tmp_path.rglob(".*.tmp"))
 
 
+def test_empty_cells_of_a_table_are_filled_and_missing_rows_inserted(tmp_path):
+    table = Table(tmp_path / "clients.csv")
+    table.append([{"round": 0, "client": 1, "loss": 0.5}, {"round": 1, "client": 2, "loss": ""}])
+    table.fill(
+        [{"round": 1, "client": 2, "loss": 3, "acc": 1}, {"round": 0, "client": 1, "loss": 4}], ["round", "client"]
+    )
+    table.fill([{"round": 1, "client": 0, "acc": 0}], ["round", "client"])
+    table.append([{"round": 2, "client": 5, "acc": 2}])
+    assert (tmp_path / "clients.csv").read_text().splitlines() == [
+        "round,client,loss,acc",
+        "0,1,0.5,",
+        "1,0,,0",
+        "1,2,3,1",
+        "2,5,,2",
+    ]
+
+
 def test_a_summary_with_scores_that_are_not_finite_is_json(tmp_path):
     def refused(name):
         raise AssertionError(f"{name} is not JSON")

@@ -401,3 +401,26 @@ def test_a_client_that_diverged_is_left_out_of_the_histogram(tmp_path):
     assert board.Tags()["histograms"] == ["clients/loss"]
     value = board.Histograms("clients/loss")[0].histogram_value
     assert (value.num, value.min, value.max) == (2, 1.0, 3.0)
+
+
+class StopAfterThree(Callback):
+    """Stops a run between two evaluations."""
+
+    def on_train_epoch_end(self, trainer, module):
+        trainer.should_stop = trainer.current_epoch == 2
+
+
+def test_a_run_that_stops_between_evaluations_has_its_last_scores_in_the_tables(tmp_path):
+    """The tables are those of a run of as many rounds, and TensorBoard knows the compared metrics."""
+    stopped = fit(tmp_path / "a", FedAvg(), rounds=5, callbacks=[StopAfterThree()], check_val_every_n_round=4)
+    straight = fit(tmp_path / "b", FedAvg(), rounds=3, check_val_every_n_round=4)
+    for name in ("metrics.csv", "clients.csv"):
+        found, expected = ([untimed(row) for row in rows(folder / name)] for folder in (stopped, straight))
+        assert found == expected
+    scores = json.loads((stopped / "summary.json").read_text())
+    assert float(rows(stopped / "metrics.csv")[-1]["global/test_acc"]) == scores["global/test_acc"]
+    assert events(stopped).Tags()["tensors"] == events(straight).Tags()["tensors"] != []
+
+
+def untimed(row):
+    return {name: value for name, value in row.items() if not name.startswith("time/")}
