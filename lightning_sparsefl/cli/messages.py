@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import is_dataclass
 from pathlib import Path
+from typing import Literal, get_args, get_origin
 
 from jsonargparse import ArgumentParser
 
@@ -13,6 +15,7 @@ from lightning_sparsefl.cli.help import BASES, KINDS
 from lightning_sparsefl.cli.packaged import suggestion
 from lightning_sparsefl.cli.problem import Problem
 from lightning_sparsefl.cli.suggestions import did_you_mean, import_path
+from lightning_sparsefl.errors import nearest
 
 _PARSER_DETAILS = re.compile(
     r"Does not validate|Subtypes:|Errors:|Expected a <class 'NoneType'>|Given value|Expected a path but"
@@ -131,12 +134,31 @@ def _beside_class_path(problem: Problem, match: re.Match[str]) -> str:
 def _unknown_class(problem: Problem, match: re.Match[str]) -> str:
     if match[1] in known_classes(object):
         return _other_kind(problem, match)
+    kind = _only_class(problem.bases)
+    if kind is not None:
+        return _no_options(problem, match[1], kind)
     text = f"`{problem.key}` is {match[1]!r}, which is not a known class"
     return text + (did_you_mean(match[1], known_classes(*problem.bases)) or _expected_class(problem))
 
 
 def _other_kind(problem: Problem, match: re.Match[str]) -> str:
     bases = " or ".join(dict.fromkeys(base.__name__ for base in problem.bases))
+def _only_class(bases: Sequence[type]) -> type | None:
+    """Return the class whose options an option consists of, such as `ServerOptimizer`; None if one can be chosen."""
+    return bases[0] if len(bases) == 1 and is_dataclass(bases[0]) and not own_classes(*bases) else None
+
+
+def _no_options(problem: Problem, value: str, kind: type) -> str:
+    """Rewrite the message for a single value in the place of several options of a class."""
+    options = options_of_class(kind)
+    for name, hint in options.items():
+        near = nearest(value, get_args(hint)) if get_origin(hint) is Literal else None
+        if near is not None:
+            return f"`{problem.key}` is {value!r}; did you mean `--{problem.key}.{name} {near}`?"
+    listed = ", ".join(f"`{problem.key}.{name}`" for name in options)
+    return f"`{problem.key}` is {value!r}; expected the options of {kind.__name__}: {listed}"
+
+
     text = f"`{problem.key}` is {match[1] or problem.given_class!r}, which is not a subclass of {bases}"
     return text + _expected_class(problem)
 

@@ -143,6 +143,30 @@ def test_an_option_in_a_file(sparsefl, tmp_path):
     assert said(err) == "`trainer.max_roundz` is not an option; did you mean `trainer.max_rounds`?"
 
 
+@pytest.mark.parametrize(
+    ("args", "expected"),
+    [
+        (
+            "--federation.server_optimizer=Adamm",
+            "`federation.server_optimizer` is 'Adamm'; did you mean `--federation.server_optimizer.rule adam`?",
+        ),
+        (
+            "--federation.server_optimizer=SGD",
+            "`federation.server_optimizer` is 'SGD'; expected the options of ServerOptimizer: "
+            "`federation.server_optimizer.rule`, `federation.server_optimizer.lr`, ",
+        ),
+        (
+            "--federation.privacy=3",
+            "`federation.privacy` is '3'; expected the options of Privacy: `federation.privacy.noise_multiplier`, ",
+        ),
+    ],
+)
+def test_one_value_in_the_place_of_several_options(args, expected, sparsefl):
+    code, _, err = sparsefl("fit", "--config", QUICKSTART, args)
+    assert code == 2
+    assert said(err).startswith(expected)
+
+
 BESIDE = {
     "algorithm: {class_path: FedSpa, density: 0.2, search: dst}": (
         "`algorithm` is FedSpa with `density`, `search` beside `class_path`; expected options of a class below "
