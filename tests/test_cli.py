@@ -166,7 +166,14 @@ def test_a_usage_error_ends_with_a_tip(sparsefl):
     code, _, err = sparsefl("fit", "--config", QUICKSTART, "--trainer.max_roundz=1")
     assert code == 2
     assert err.splitlines()[-1] == "tip: `sparsefl fit --help` lists the options."
-    assert sparsefl("foo")[2].splitlines()[-1] == "tip: `sparsefl SUBCOMMAND --help` lists the options."
+    assert sparsefl("foo")[2].splitlines()[-1] == "tip: `sparsefl --help` lists the subcommands."
+    code, _, err = sparsefl("--quiet", "fit", "--config", QUICKSTART)
+    assert code == 2
+    assert err.splitlines() == [
+        "sparsefl: error: `--quiet` is not an option before the subcommand; expected options of a subcommand after its "
+        "name.",
+        "tip: `sparsefl fit --help` lists the options.",
+    ]
 
 
 def test_a_diverging_client_names_the_option_that_decides(sparsefl):

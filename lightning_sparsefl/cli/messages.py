@@ -61,7 +61,7 @@ def where_listed(message: str, program: str) -> str:
 
     Args:
         message: Error message of jsonargparse, of several lines.
-        program: Command whose parser reports the error, such as ``sparsefl fit``.
+        program: Command whose options are wrong, such as ``sparsefl fit``, or the program if no subcommand is known.
 
     Example:
         >>> where_listed("unrecognized arguments: --x", "sparsefl fit")
@@ -77,7 +77,7 @@ def where_listed(message: str, program: str) -> str:
         return f"`{program} {asked}` lists the options of {list(classes.values())[-1].rpartition('.')[2]}."
     if problem.key in _OF_CONFIGS:
         return f"`{program} --{problem.key}.help` lists the classes."
-    return f"`{program} --help` lists the options."
+    return f"`{program} --help` lists the {'options' if ' ' in program else 'subcommands'}."
 
 
 def _given(path: str) -> str:
@@ -108,6 +108,8 @@ def _required(problem: Problem, match: re.Match[str]) -> str:
 def _unrecognized(problem: Problem, match: re.Match[str]) -> str:
     name = match[1].partition("=")[0]
     name = f"--{problem.key}.{name.removeprefix('--')}" if problem.classes else name
+    if problem.options and not any(option.startswith("-") for option in problem.options):  # those are the subcommands
+        return f"`{name}` is not an option before the subcommand; expected options of a subcommand after its name"
     return f"`{name}` is not an option" + did_you_mean(name, problem.options)
 
 
@@ -132,17 +134,15 @@ def _beside_class_path(problem: Problem, match: re.Match[str]) -> str:
 
 
 def _unknown_class(problem: Problem, match: re.Match[str]) -> str:
-    if match[1] in known_classes(object):
-        return _other_kind(problem, match)
     kind = _only_class(problem.bases)
     if kind is not None:
         return _no_options(problem, match[1], kind)
+    if match[1] in known_classes(object):
+        return _other_kind(problem, match)
     text = f"`{problem.key}` is {match[1]!r}, which is not a known class"
     return text + (did_you_mean(match[1], known_classes(*problem.bases)) or _expected_class(problem))
 
 
-def _other_kind(problem: Problem, match: re.Match[str]) -> str:
-    bases = " or ".join(dict.fromkeys(base.__name__ for base in problem.bases))
 def _only_class(bases: Sequence[type]) -> type | None:
     """Return the class whose options an option consists of, such as `ServerOptimizer`; None if one can be chosen."""
     return bases[0] if len(bases) == 1 and is_dataclass(bases[0]) and not own_classes(*bases) else None
@@ -159,6 +159,8 @@ def _no_options(problem: Problem, value: str, kind: type) -> str:
     return f"`{problem.key}` is {value!r}; expected the options of {kind.__name__}: {listed}"
 
 
+def _other_kind(problem: Problem, match: re.Match[str]) -> str:
+    bases = " or ".join(dict.fromkeys(base.__name__ for base in problem.bases))
     text = f"`{problem.key}` is {match[1] or problem.given_class!r}, which is not a subclass of {bases}"
     return text + _expected_class(problem)
 

@@ -43,7 +43,13 @@ class SparseFLParser(LightningArgumentParser):
         if not self.exit_on_error:
             super().error(message, ex)
         reporter = getattr(ex, "subcommand_parser", None) or self
-        program = "sparsefl SUBCOMMAND" if reporter._subcommands_action else reporter.prog
+        program = " ".join([reporter.prog, *_subcommand_given(reporter)])
         print(f"sparsefl: error: {short_message(message, options_of(reporter))}", file=sys.stderr)
         print(f"tip: {where_listed(message, program)}", file=sys.stderr)
         sys.exit(EXIT_USAGE)
+
+
+def _subcommand_given(parser: LightningArgumentParser) -> list[str]:
+    """Return the subcommand on the command line, for an error before it; empty if the parser's program has it."""
+    action = parser._subcommands_action
+    return [] if action is None else [arg for arg in sys.argv[1:] if arg in action.choices][:1]
