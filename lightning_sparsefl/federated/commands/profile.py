@@ -82,9 +82,13 @@ _ROWS = {
 }
 _COLUMNS = ("paper", "analytic", "wire")
 _LEGEND = """\
-Costs are summed over clients. paper: by the formula of the method's paper;
-analytic: operations with the weights that masks keep; wire: encoded messages,
-without the values that clients log, which travel with their updates."""
+The tensors are those of a client's first message, and forward MFLOPs are those
+of one sample. A client-round is the work of one client in one round; the last
+table is the sum over all of them. Bytes down go to clients, bytes up come back.
+  paper     by the formula of the method's paper, or else by the kept weights
+  analytic  operations of training with the weights that masks keep
+  wire      sizes of encoded messages, without the values that clients log
+An empty cell is a cost that its column does not count."""
 _ESTIMATE = """\
 Masks that depend on gradients are simulated with noise, which changes them more
 than training does: their bytes on the wire are upper estimates."""

@@ -474,5 +474,9 @@ def test_votes_that_a_method_restricts_are_charged_alike_by_profile_and_ledger(t
 def test_the_columns_are_explained(algorithm, estimated, capsys):
     trainer(algorithm).profile(mlp(), digits())
     out = capsys.readouterr().out
-    assert "paper: by the formula of the method's paper;\nanalytic: operations with the weights" in out
+    for column in ("paper     by the formula of the method's paper", "analytic  operations", "wire      sizes"):
+        assert f"\n  {column}" in out
+    assert "A client-round is the work of one client in one round" in out
+    assert "forward MFLOPs are those\nof one sample" in out
+    assert max(map(len, out.partition("The tensors are")[2].splitlines())) <= 80
     assert ("upper estimates" in out) == estimated
