@@ -16,7 +16,7 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, instant
 from lightning_sparsefl.__about__ import __version__
 from lightning_sparsefl.cli import configs_command
 from lightning_sparsefl.cli.completion import PrintCompletion
-from lightning_sparsefl.cli.configs_command import ConfigFileOrName
+from lightning_sparsefl.cli.config_files import ConfigFileOrName
 from lightning_sparsefl.cli.conventions import QUIET, QUIET_HELP
 from lightning_sparsefl.cli.help import TITLES, class_list
 from lightning_sparsefl.cli.messages import short_message
@@ -100,12 +100,12 @@ class SparseFLCLI(LightningCLI):
                 "Each option can also be set by an environment variable: --trainer.max_rounds by "
                 f"SPARSEFL_{name.upper()}__TRAINER__MAX_ROUNDS."
             )
-        configs_command.add_configs(parser)
-
-        for name, text in COMMANDS.items():  # listed here; they run without this parser
-            listed = SparseFLParser()
+        for name, text in {configs_command.NAME: configs_command.SUMMARY, **COMMANDS}.items():
+            listed = SparseFLParser(default_env=False)  # for the help; they run without this parser
             parser._subcommands_action.add_subcommand(name, listed, help=text)  # type: ignore[union-attr]
             listed.prog = f"{parser.prog} {name}"
+            if name == configs_command.NAME:  # with options, for completion
+                configs_command.add_options(listed)
 
     def _prepare_subcommand_parser(self, klass: type, subcommand: str, **kwargs: Any) -> LightningArgumentParser:
         """Add flags such as ``--json`` to the parser of a subcommand."""
@@ -130,7 +130,7 @@ class SparseFLCLI(LightningCLI):
         else:
             super().parse_arguments(parser, args)
         if self.config.subcommand == configs_command.NAME:
-            print(configs_command.run_configs(self.config[configs_command.NAME]))
+            print(configs_command.answer(self.config[configs_command.NAME]))
             parser.exit()
 
     def _set_seed(self) -> None:

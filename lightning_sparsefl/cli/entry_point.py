@@ -8,6 +8,8 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
+from lightning_sparsefl.__about__ import __version__
+from lightning_sparsefl.cli import configs_command
 from lightning_sparsefl.cli.conventions import EXIT_BROKEN_PIPE, EXIT_INTERRUPTED, EXIT_USAGE, QUIET
 from lightning_sparsefl.cli.run_commands import COMMANDS, run_command
 from lightning_sparsefl.errors import ClientFailed, SparseFLError
@@ -48,6 +50,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(args: Sequence[str]) -> None:
+    if list(args) == ["--version"]:
+        return print(f"sparsefl {__version__}")
+    if args and args[0] == configs_command.NAME:
+        return configs_command.run_configs(args[1:])
     if args and args[0] in COMMANDS:
         with silenced(QUIET in args):
             return run_command(args)

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
-import re
-import sys
 from collections.abc import Sequence
-from typing import NoReturn
 
-from lightning_sparsefl.cli.conventions import EXIT_USAGE, QUIET, QUIET_HELP
-from lightning_sparsefl.cli.suggestions import did_you_mean
+from lightning_sparsefl.cli.conventions import QUIET, QUIET_HELP
+from lightning_sparsefl.cli.plain_parser import PlainParser
 from lightning_sparsefl.report import Report, load_runs, print_line
 
 COMMANDS = {
@@ -17,44 +13,6 @@ COMMANDS = {
     "compare": "Print a table of runs, with one row for each method and setting.",
 }
 """Names of the commands, with their help texts."""
-
-
-class RunCommandParser(argparse.ArgumentParser):
-    """Parser that reports errors as the other commands do.
-
-    Args:
-        command: Name of the command.
-    """
-
-    def __init__(self, command: str) -> None:
-        super().__init__(prog=f"sparsefl {command}", description=COMMANDS[command], allow_abbrev=False)
-        self.add_argument("runs", nargs="+", metavar="RUN", help="Run folder, or folder that contains run folders.")
-        if command == "report":
-            text = "Folder of the report; files of an earlier report are replaced (default: %(default)s)."
-            self.add_argument("--out", metavar="DIR", default="report", help=text)
-        for name, kind, metavar, text in _OPTIONS:
-            self.add_argument(f"--{name}", type=kind, metavar=metavar, help=text)
-        for name, metavar, text in _REPEATED:
-            self.add_argument(f"--{name}", action="append", metavar=metavar, help=text)
-        self.add_argument("--different_data", action="store_true", help="Report runs on different data together.")
-        self.add_argument(QUIET, action="store_true", help=QUIET_HELP)
-
-    def error(self, message: str) -> NoReturn:
-        """Print the message and exit with code 2."""
-        print(f"sparsefl: error: {self._rewritten(message)}", file=sys.stderr)
-        print(f"tip: `{self.prog} --help` lists the options.", file=sys.stderr)
-        sys.exit(EXIT_USAGE)
-
-    def _rewritten(self, message: str) -> str:
-        """Return a message of argparse with the option, its value and what was expected."""
-        if match := re.fullmatch(r"unrecognized arguments: (\S+).*", message, re.DOTALL):
-            name = match[1].partition("=")[0]
-            return f"`{name}` is not an option" + (did_you_mean(name, self._option_string_actions) or ".")
-        if match := re.fullmatch(r"argument (\S+): invalid float value: (.*)", message, re.DOTALL):
-            return f"`{match[1]}` is {match[2]}; expected a number."
-        if "required: RUN" in message:
-            return "No value for `RUN`; expected one or more run folders, or folders that contain them."
-        return f"{message}."
 
 
 _OPTIONS: tuple[tuple[str, type, str, str], ...] = (
@@ -86,7 +44,7 @@ def run_command(args: Sequence[str]) -> None:
     Raises:
         InvalidOption: If a folder is not a run folder, or an option is not valid.
     """
-    options = RunCommandParser(args[0]).parse_args(list(args[1:]))
+    options = _parser(args[0]).parse_args(list(args[1:]))
     report = Report(
         load_runs(options.runs),
         metric=options.metric,
@@ -99,3 +57,18 @@ def run_command(args: Sequence[str]) -> None:
     report.print()
     if page is not None:
         print_line(f"Report: {page}")
+
+
+def _parser(command: str) -> PlainParser:
+    parser = PlainParser(command, COMMANDS[command])
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="Run folder, or folder that contains run folders.")
+    if command == "report":
+        text = "Folder of the report; files of an earlier report are replaced (default: %(default)s)."
+        parser.add_argument("--out", metavar="DIR", default="report", help=text)
+    for name, kind, metavar, text in _OPTIONS:
+        parser.add_argument(f"--{name}", type=kind, metavar=metavar, help=text)
+    for name, metavar, text in _REPEATED:
+        parser.add_argument(f"--{name}", action="append", metavar=metavar, help=text)
+    parser.add_argument("--different_data", action="store_true", help="Report runs on different data together.")
+    parser.add_argument(QUIET, action="store_true", help=QUIET_HELP)
+    return parser
