@@ -246,7 +246,9 @@ class LearnedImportance(MaskingCallback):
             return self.scores
         if self.pattern == "magnitude":
             return unit_norms(self.groups, self._dense())
-        return blind_ranking(self.groups, self.pattern, self.seed, self.turn)
+        device = next(iter(self._weights.values())).device
+        ranking = blind_ranking(self.groups, self.pattern, self.seed, self.turn)
+        return {name: order.to(device) for name, order in ranking.items()}
 
     def _dense(self) -> dict[str, Tensor]:
         """Return the weights without a mask."""

@@ -170,6 +170,7 @@ def write_weights(writer: Writer, schema: Schema, weights: Weights, masks: Masks
 
 def read_weights(reader: Reader, schema: Schema, masks: Masks) -> dict[str, Tensor]:
     """Read weights that :func:`write_weights` wrote; they are zero where a mask is False."""
+    masks = {name: mask.cpu() for name, mask in masks.items()}  # some were read, others are those of the message
     kept = counts(masks)
     if reader.byte(2) == _IMPLIED:
         return {
@@ -238,7 +239,7 @@ def _read_kept(
     values = dense.decode(data, dtype)
     if mask is None:
         return values.reshape(shape)
-    return torch.zeros(shape, dtype=dtype).masked_scatter_(mask.cpu(), values)
+    return torch.zeros(shape, dtype=dtype).masked_scatter_(mask, values)
 
 
 def _entries(reader: Reader, schema: Schema) -> Iterator[int]:

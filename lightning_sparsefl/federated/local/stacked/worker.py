@@ -118,7 +118,7 @@ class StackedWorker(ClientWorker):
     @property
     def _budget(self) -> int:
         """Largest number of bytes of a stack."""
-        if self.device.type == "cpu":
+        if self.device.type != "cuda":
             return ON_CPU
         return int(torch.cuda.get_device_properties(self.device).total_memory) // 8
 

@@ -1,0 +1,1 @@
+"""A second device on any machine, for tests of where tensors are; see `device.cpp`."""

@@ -1,0 +1,41 @@
+"""What the contract tests promise holds on a device that, like a GPU, takes no tensors of the CPU beside its own."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).parent
+IN_OTHER_PROCESSES = "several_ranks or pipe or fork"
+"""Tests that fork, which a process with a device cannot."""
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(shutil.which("g++") is None, reason="the device needs a C++ compiler"),
+]
+
+
+@pytest.mark.parametrize("file", ["test_algorithms.py", "test_callbacks.py"])
+def test_on_a_second_device(file, tmp_path_factory):
+    library = tmp_path_factory.getbasetemp().parent / "second_device"  # one for all workers of xdist
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "pytest", "-p", "helpers.second_device.plugin", "-q", "-n", "0"),
+            *("-p", "no:cacheprovider", "-k", f"not ({IN_OTHER_PROCESSES})", f"tests/contract/{file}"),
+        ],
+        cwd=TESTS.parent,
+        env={
+            **os.environ,
+            "SECOND_DEVICE": str(library),
+            "PYTHONPATH": os.pathsep.join([str(TESTS.parent), str(TESTS)]),
+        },
+        capture_output=True,
+        text=True,
+        timeout=1200,
+    )
+    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
