@@ -1,4 +1,4 @@
-"""What the contract tests promise holds on a device that, like a GPU, takes no tensors of the CPU beside its own."""
+"""Methods and callbacks work on a device that, like a GPU, takes no tensors of the CPU beside its own."""
 
 from __future__ import annotations
 
@@ -20,13 +20,23 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("file", ["test_algorithms.py", "test_callbacks.py"])
-def test_on_a_second_device(file, tmp_path_factory):
+OF_CALLBACKS = (
+    "contract/test_callbacks.py",
+    "callbacks/test_budget_aware_extrusion.py",
+    "callbacks/test_group_penalty.py",
+    "callbacks/test_sparsity_monitor.py",
+    "callbacks/test_width.py",
+)
+
+
+@pytest.mark.parametrize("files", [("contract/test_algorithms.py",), OF_CALLBACKS], ids=["methods", "callbacks"])
+def test_on_a_second_device(files, tmp_path_factory):
     library = tmp_path_factory.getbasetemp().parent / "second_device"  # one for all workers of xdist
     done = subprocess.run(
         [
             *(sys.executable, "-m", "pytest", "-p", "helpers.second_device.plugin", "-q", "-n", "0"),
-            *("-p", "no:cacheprovider", "-k", f"not ({IN_OTHER_PROCESSES})", f"tests/contract/{file}"),
+            *("-p", "no:cacheprovider", "-k", f"not ({IN_OTHER_PROCESSES})"),
+            *(f"tests/{file}" for file in files),
         ],
         cwd=TESTS.parent,
         env={

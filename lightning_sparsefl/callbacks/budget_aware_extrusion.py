@@ -97,7 +97,8 @@ class BudgetAwareExtrusion(Callback):
         Args:
             weights: Weights of the layers by name.
         """
-        alive = {n: w != 0 for n, w in weights.items()} if self.masks is None else self.masks
+        given = self.masks or {}
+        alive = {n: given[n].to(w.device) if n in given else w != 0 for n, w in weights.items()}
         largest = {n: kept - floor_count(self.share, kept) for n, kept in counts(alive).items()}
         stay = shrink(magnitude(weights), alive, largest)
         return {name: alive[name] & ~stay[name] for name in stay}

@@ -16,6 +16,7 @@ from lightning.pytorch import Callback, LightningModule
 from torch import Tensor
 
 from lightning_sparsefl.callbacks.clock import StepClock
+from lightning_sparsefl.callbacks.example_input import for_module
 from lightning_sparsefl.callbacks.feedback import ErrorFeedback
 from lightning_sparsefl.callbacks.layers import choose, require_dense_gradients, stepped_by
 from lightning_sparsefl.callbacks.loss_scaling import require_unscaled_gradients
@@ -133,7 +134,8 @@ class GroupPenalty(Callback):
                 f"`GroupPenalty(groups='units')` finds units with the module's `example_input_array`, which "
                 f"`{type(module).__name__}` does not set; set it, or pass `units`."
             )
-        return find_groups(module, *(sample if isinstance(sample, tuple) else (sample,)))
+        placed = for_module(sample, module)
+        return find_groups(module, *(placed if isinstance(placed, tuple) else (placed,)))
 
     def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
         """Divide the fit into stairs."""

@@ -11,6 +11,7 @@ from lightning.pytorch.utilities.rank_zero import WarningCache
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from lightning_sparsefl.callbacks.example_input import for_module
 from lightning_sparsefl.callbacks.layers import choose
 from lightning_sparsefl.callbacks.mask_owner import packed, unpacked
 from lightning_sparsefl.callbacks.options import require
@@ -132,7 +133,7 @@ def _counted(module: LightningModule, batch: Any) -> tuple[LayerFlops, ...]:
     sample = _first(batch) if example is None else _arguments(example)
     try:
         if sample is not None:
-            return count_layers(module, sample)
+            return count_layers(module, for_module(sample, module))
         reason = "it found no tensor to count them on"
     except Exception as error:  # the user's `forward` may want anything
         reason = f"`{type(module).__name__}.forward` did not take its input ({type(error).__name__})"

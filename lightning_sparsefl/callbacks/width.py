@@ -102,6 +102,11 @@ class LabelMask(OutputHook):
             self.find(trainer.datamodule, pl_module)
         super().setup(trainer, pl_module, stage)
 
+    def on_fit_start(self, trainer: Any, pl_module: LightningModule) -> None:
+        """Follow the module, which a Trainer moves to its device after `setup`."""
+        if self.classes is not None:
+            self.classes = self.classes.to(pl_module.device)
+
     def find(self, data: Any, module: nn.Module) -> None:
         """Determine the client's classes.
 

@@ -110,7 +110,8 @@ def test_the_norm_is_that_of_the_pruned_weights(net, fit, recipes):
     loss = again.loss((x[:4], x[:4, :3].argmax(1))) + 0.7 * again.net[2].weight.square().sum().sqrt()
     loss.backward()
     for name, parameter in again.named_parameters():
-        dense = module.get_parameter(name).detach() + feedback.pruned.get(name, 0)
+        pruned = feedback.pruned.get(name, torch.zeros(()))
+        dense = module.get_parameter(name).detach().cpu() + pruned.cpu()
         expected = parameter.detach() - 0.3 * parameter.grad
         torch.testing.assert_close(dense, expected, rtol=0, atol=1e-6)
     assert feedback.pruned["net.2.weight"].any()

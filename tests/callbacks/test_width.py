@@ -52,7 +52,7 @@ def fit(module, data, *callbacks):
 def test_outputs_are_divided_in_training_only():
     module = Net()
     fit(module, Data(), OutputScaler(["first"], 0.25))
-    torch.testing.assert_close(torch.stack(module.hidden), torch.full((2, 4, 4), 4.0))
+    torch.testing.assert_close(torch.stack(module.hidden).cpu(), torch.full((2, 4, 4), 4.0))
     module.hidden.clear()
     module.train()(torch.randn(4, 2))
     torch.testing.assert_close(module.hidden[0], torch.ones(4, 4))

@@ -18,6 +18,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
+from lightning_sparsefl.callbacks.example_input import for_module
 from lightning_sparsefl.cost import count_layers
 from lightning_sparsefl.errors import InvalidOption
 from lightning_sparsefl.sparse.units import UnitGroup, find_groups
@@ -44,10 +45,7 @@ def example_of(module: LightningModule, data: Any) -> Any:
     shape = getattr(data, "sample_shape", None)
     if sample is None:
         sample = forward_inputs(module, _first_sample(module, data)) if shape is None else torch.zeros(1, *shape)
-    first = next(module.parameters())
-    return apply_to_collection(
-        sample, Tensor, lambda t: t.to(first.device, first.dtype if t.is_floating_point() else None)
-    )
+    return for_module(sample, module)
 
 
 def _first_sample(module: LightningModule, data: Any) -> Any:
