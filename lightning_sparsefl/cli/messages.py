@@ -113,6 +113,18 @@ def _unrecognized(problem: Problem, match: re.Match[str]) -> str:
     return f"`{name}` is not an option" + did_you_mean(name, problem.options)
 
 
+def _before_subcommand(problem: Problem, match: re.Match[str]) -> str:
+    return (
+        f"`{match[1]}` is set before the subcommand, by an option or a `--config` there; expected options of "
+        f"`{match[2]}` after its name"
+    )
+
+
+def _no_value(problem: Problem, match: re.Match[str]) -> str:
+    name = match[1].rpartition("/")[2]  # the long one
+    return f"No value for `{name}`; expected {name} VALUE"
+
+
 def _not_accepted(problem: Problem, match: re.Match[str]) -> str:
     """Rewrite the message for an option that a class does not have."""
     kind = None if problem.class_path is None else import_path(problem.class_path)
@@ -141,6 +153,12 @@ def _unknown_class(problem: Problem, match: re.Match[str]) -> str:
         return _other_kind(problem, match)
     text = f"`{problem.key}` is {match[1]!r}, which is not a known class"
     return text + (did_you_mean(match[1], known_classes(*problem.bases)) or _expected_class(problem))
+
+
+def _unknown_class_of_help(problem: Problem, match: re.Match[str]) -> str:
+    known = known_classes(KINDS.get(match[1], object))
+    hint = did_you_mean(match[2], known) or f"; `--{match[1]}.help` lists the classes"
+    return f"`--{match[1]}.help` is {match[2]!r}, which is not a known class{hint if match[1] in KINDS else ''}"
 
 
 def _only_class(bases: Sequence[type]) -> type | None:
@@ -247,6 +265,9 @@ _RULES: tuple[tuple[str, Callable[[Problem, re.Match[str]], str]], ...] = (
     (r"argument subcommand: invalid choice: '([^']*)'", _unknown_subcommand),
     (r'expected "subcommand" to be one of', _no_subcommand),
     (r"unrecognized arguments: (\S+)", _unrecognized),
+    (r"argument (\S+): expected (?:one|at least one) argument", _no_value),
+    (r"Option '([\w.]+)' is not accepted before subcommand '(\w+)'", _before_subcommand),
+    (r"\A--([\w.]+)\.help: Expected a dot import path string: (\S+)", _unknown_class_of_help),
     (r"does not accept option '([\w.]+)'", _not_accepted),
     (r"Option 'class_path' is not accepted", _beside_class_path),
     (r"Option '([\w.]+)' is not accepted", _not_accepted),

@@ -147,6 +147,32 @@ def test_an_option_in_a_file(sparsefl, tmp_path):
     ("args", "expected"),
     [
         (
+            ["fit", "--algorithm.help", "FedSpaa"],
+            "`--algorithm.help` is 'FedSpaa', which is not a known class; did you mean `FedSpa`?",
+        ),
+        (
+            ["fit", "--data.help", "Zebra"],
+            "`--data.help` is 'Zebra', which is not a known class; `--data.help` lists the classes.",
+        ),
+        (["fit", "--trainer.max_rounds"], "No value for `--trainer.max_rounds`; expected --trainer.max_rounds VALUE."),
+        (["fit", "-c"], "No value for `--config`; expected --config VALUE."),
+        (
+            ["--config", QUICKSTART, "fit"],
+            "`data.init_args.partition.init_args.alpha` is set before the subcommand, by an option or a `--config` "
+            "there; expected options of `fit` after its name.",
+        ),
+    ],
+)
+def test_a_value_that_is_missing_unknown_or_at_another_place(args, expected, sparsefl):
+    code, _, err = sparsefl(*args)
+    assert code == 2
+    assert said(err) == expected
+
+
+@pytest.mark.parametrize(
+    ("args", "expected"),
+    [
+        (
             "--federation.server_optimizer=Adamm",
             "`federation.server_optimizer` is 'Adamm'; did you mean `--federation.server_optimizer.rule adam`?",
         ),
