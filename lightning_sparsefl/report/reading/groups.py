@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -116,18 +117,33 @@ def _name(run: Run, firsts: Sequence[Run], keys: Sequence[str], with_method: boo
     """Return the name of a group: the method, with the options that differ between the groups of this method."""
     rivals = [other for other in firsts if other.method == run.method] if with_method else firsts
     told = [key for key in keys if key != "algorithm" and len({_text(other, key) for other in rivals}) > 1]
-    short = Counter(key.rpartition(".")[2] for key in told)
-    parts = [
-        f"{key if short[key.rpartition('.')[2]] > 1 else key.rpartition('.')[2]}={_shown(_value(run, key))}"
-        for key in told
-    ]
+    if with_method:
+        told = [key for key in told if not _follows(key, told, run, rivals)]
+    short = Counter(map(_last_part, told))
+    parts = [f"{key if short[_last_part(key)] > 1 else _last_part(key)}={_shown(_value(run, key))}" for key in told]
     if not with_method and "algorithm" not in keys:
         return ", ".join(parts) or "all runs"
     return f"{run.method} ({', '.join(parts)})" if parts else run.method
 
 
+def _follows(key: str, differing: Sequence[str], run: Run, rivals: Sequence[Run]) -> bool:
+    """Return whether an option belongs to a class that differs, and is equal in all groups that share the class."""
+    classes = [name for name in differing if key.startswith(f"{name}.")]
+    peers = [other for other in rivals if all(_text(other, name) == _text(run, name) for name in classes)]
+    return bool(classes) and len({_text(other, key) for other in peers}) == 1
+
+
+def _last_part(key: str) -> str:
+    """Return the last part of an option's name, with the one before it if it is a place in a list."""
+    before, _, last = key.rpartition(".")
+    return f"{_last_part(before)}.{last}" if last.isdecimal() and before else last
+
+
 def _shown(value: Any) -> str:
-    return "null" if value is None else shorten(str(value), _LONGEST_VALUE, placeholder="...")
+    text = "null" if value is None else str(value)
+    if len(text) > _LONGEST_VALUE and re.fullmatch(r"(\w+\.)+\w+", text):  # the import path of a class
+        text = text.rpartition(".")[2]
+    return shorten(text, _LONGEST_VALUE, placeholder="...")
 
 
 def _unique(names: Sequence[str]) -> list[str]:

@@ -56,6 +56,21 @@ def test_long_names_that_would_be_equal_are_numbered(tmp_path):
     assert [name[-4:] for name in names] == [") #1", ") #2"]
 
 
+def test_the_options_of_a_class_that_differs_are_not_all_in_the_name(tmp_path):
+    path = "lightning.pytorch.callbacks.ModelCheckpoint"
+    for name, callbacks in (
+        ("a", None),
+        ("b", [{"class_path": path, "init_args": {"monitor": "x", "mode": "min"}}]),
+        ("c", [{"class_path": path, "init_args": {"monitor": "y", "mode": "min"}}]),
+    ):
+        write_run(tmp_path / name, options={"callbacks": callbacks})
+    assert [group.name for group in group_runs(load_runs([tmp_path]))] == [
+        "FedSpa (callbacks.0=null)",
+        "FedSpa (callbacks.0=ModelCheckpoint, monitor=x)",
+        "FedSpa (callbacks.0=ModelCheckpoint, monitor=y)",
+    ]
+
+
 def test_runs_of_different_data_are_refused_by_the_option_that_differs(tmp_path):
     write_run(tmp_path / "a", data={"partition": "IID"})
     write_run(tmp_path / "b", data={"partition": "Dirichlet", "batch_size": 3})
