@@ -32,6 +32,7 @@ from typing import Any
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.core.saving import save_hparams_to_yaml
 
+from lightning_sparsefl.errors import InvalidOption
 from lightning_sparsefl.federated.storage.atomic_files import remove_leftovers, write_text_atomically
 
 
@@ -203,9 +204,18 @@ def new_version(folder: Path) -> Path:
     """Create `folder/version_N` with the next free number; concurrent runs get different folders.
 
     Args:
-        folder: Folder of an algorithm's runs, which is created if needed.
+        folder: Folder of an algorithm's runs in `trainer.default_root_dir`, which is created if needed.
+
+    Raises:
+        InvalidOption: If the folder cannot be created.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, FileNotFoundError, NotADirectoryError, PermissionError) as error:
+        raise InvalidOption(
+            f"`trainer.default_root_dir` is '{folder.parent}', in which the folder '{folder.name}' cannot be created "
+            f"({error.strerror}); expected a folder that can be written to, which is created if needed."
+        ) from error
     version = max(_versions(folder), default=-1) + 1
     while True:
         path = folder / f"version_{version}"

@@ -286,6 +286,14 @@ def test_versions_count_up_and_the_last_run_is_the_newest(tmp_path):
     assert last_run(tmp_path, "FedSpa") is None
 
 
+@pytest.mark.parametrize("root", ["file", "file/below"])
+def test_a_file_in_the_place_of_the_root_folder_is_named(root, tmp_path):
+    (tmp_path / "file").touch()
+    expected = rf"`trainer\.default_root_dir` is '{tmp_path / root}', in which the folder 'FedAvg' cannot be created"
+    with pytest.raises(InvalidOption, match=expected):
+        new_version(tmp_path / root / "FedAvg")
+
+
 def test_a_copy_of_a_run_is_no_run(tmp_path):
     for name in ("version_0", "version_1", "version_1_backup", "version_2.old"):
         (tmp_path / name).mkdir()
