@@ -1,6 +1,7 @@
 // A device of torch whose memory is the host's and whose operators are the CPU's, but which, like a GPU, takes no tensors
 // of the CPU beside its own. It occupies the dispatch key that torch keeps for such devices (PrivateUse1).
 
+#include <ATen/ATen.h>
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/EmptyTensor.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
@@ -9,9 +10,11 @@
 #include <ATen/ops/as_strided_native.h>
 #include <ATen/ops/unfold_native.h>
 #include <ATen/ops/view_native.h>
+#include <c10/core/CPUAllocator.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
-#include <torch/extension.h>
+#include <torch/library.h>
 
+#include <algorithm>
 #include <cstdlib>
 #include <cstring>
 #include <string>
@@ -69,7 +72,7 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   bool isAvailable() const override { return true; }
   bool isBuilt() const override { return true; }
   bool isPinnedPtr(const void*) const override { return false; }
-  at::Allocator* getPinnedMemoryAllocator() const override { return at::getCPUAllocator(); }
+  at::Allocator* getPinnedMemoryAllocator() const override { return c10::GetCPUAllocator(); }
   Device getDeviceFromPtr(void*) const override { return HERE; }
   const at::Generator& getDefaultGenerator(c10::DeviceIndex) const override {
     static at::Generator generator = at::make_generator<at::CPUGeneratorImpl>();
@@ -246,5 +249,3 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
 const bool registered = (at::RegisterPrivateUse1HooksInterface(&hooks), true);
 
 }  // namespace
-
-PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) { (void)module; }

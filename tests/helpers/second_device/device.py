@@ -21,7 +21,9 @@ def register(folder: Path) -> torch.device:
     """
     source = str(Path(__file__).with_name("device.cpp"))
     folder.mkdir(exist_ok=True)
-    cpp_extension.load(f"{NAME}_device", [source], build_directory=str(folder), extra_cflags=["-O1"])
+    cpp_extension.load(
+        f"{NAME}_device", [source], build_directory=str(folder), extra_cflags=["-O1"], is_python_module=False
+    )
     torch.utils.rename_privateuse1_backend(NAME)
     torch._register_device_module(NAME, _Functions(f"torch.{NAME}"))
     torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
