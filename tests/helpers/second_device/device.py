@@ -1,4 +1,4 @@
-"""Compilation and registration of the device, which torch then knows as ``second``."""
+"""Compilation and registration of the device, which torch then knows as ``simulated``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.utils import cpp_extension
 
-NAME = "second"
+NAME = "simulated"
 
 
 def register(folder: Path) -> torch.device:

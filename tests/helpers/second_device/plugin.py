@@ -20,8 +20,6 @@ from lightning.pytorch.accelerators import MPSAccelerator
 from helpers.second_device.device import NAME, register
 from lightning_sparsefl.federated.local.fast import trainer as fast
 
-DEVICE = register(Path(os.environ["SECOND_DEVICE"]))
-
 
 class _OnlyDevice:
     """Accelerator for the device; Lightning finds the root device only of its own accelerators, hence of subclasses."""
@@ -40,7 +38,7 @@ class _OnlyDevice:
 
     @staticmethod
     def get_parallel_devices(devices: Any) -> list[torch.device]:
-        return [DEVICE]
+        return [torch.device(NAME, 0)]
 
     def setup_device(self, device: torch.device) -> None: ...
 
@@ -50,11 +48,11 @@ class _OnlyDevice:
     def teardown(self) -> None: ...
 
 
-class SecondForFabric(_OnlyDevice, FabricMPS):
+class ForFabric(_OnlyDevice, FabricMPS):
     """Accelerator of Fabric."""
 
 
-class SecondForTrainer(_OnlyDevice, MPSAccelerator):
+class ForTrainer(_OnlyDevice, MPSAccelerator):
     """Accelerator of the Trainer."""
 
 
@@ -74,6 +72,9 @@ def _moved(cls: type, accelerator: type) -> Any:
     return moved
 
 
-mock.patch.object(pl.Trainer, "__init__", _moved(pl.Trainer, SecondForTrainer)).start()
-mock.patch.object(Fabric, "__init__", _moved(Fabric, SecondForFabric)).start()
-mock.patch.dict(fast._ACCELERATORS, {NAME: SecondForTrainer}).start()
+def pytest_configure() -> None:
+    """Register the device, and use it in place of the CPU."""
+    register(Path(os.environ["SECOND_DEVICE"]))
+    mock.patch.object(pl.Trainer, "__init__", _moved(pl.Trainer, ForTrainer)).start()
+    mock.patch.object(Fabric, "__init__", _moved(Fabric, ForFabric)).start()
+    mock.patch.dict(fast._ACCELERATORS, {NAME: ForTrainer}).start()
