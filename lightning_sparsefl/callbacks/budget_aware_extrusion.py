@@ -97,8 +97,7 @@ class BudgetAwareExtrusion(Callback):
         Args:
             weights: Weights of the layers by name.
         """
-        given = self.masks or {}
-        alive = {n: given[n].to(w.device) if n in given else w != 0 for n, w in weights.items()}
+        alive = {n: w != 0 if self.masks is None else self.masks[n].to(w.device) for n, w in weights.items()}
         largest = {n: kept - floor_count(self.share, kept) for n, kept in counts(alive).items()}
         stay = shrink(magnitude(weights), alive, largest)
         return {name: alive[name] & ~stay[name] for name in stay}
