@@ -258,6 +258,23 @@ class FitLoop(UnknownAttribute):
             self._epoch_end()
         hooks.both("on_train_end")
 
+    def gradients(self, batch: Any, batch_idx: int) -> None:
+        """Compute the gradients of one batch, the only one of the loader, as the first step does.
+
+        Args:
+            batch: The batch.
+            batch_idx: Index that the step and its hooks get.
+        """
+        trainer, hooks = self._trainer, self._trainer.hooks
+        self.setup_data()
+        hooks.both("on_train_start")
+        hooks.both("on_train_epoch_start")
+        self.is_last_batch, self._ready = True, 1
+        batch = hooks.to_device(trainer.precision_plugin.convert_input(batch), trainer.strategy.root_device)
+        trainer._logger_connector.on_batch_start(batch)
+        hooks.both("on_train_batch_start", batch, batch_idx)
+        AutomaticStep(trainer, hooks).gradients(batch, batch_idx)
+
     def _epoch(self, batches: BatchIterator) -> None:
         self._ready_before, self._ready, self.is_last_batch = self._ready_before + self._ready, 0, False
         if self.epochs_completed > 0:

@@ -27,7 +27,6 @@ from lightning_sparsefl.federated.local.fast.batches import OneBatch
 from lightning_sparsefl.federated.local.fast.hooks import Hooks
 from lightning_sparsefl.federated.local.fast.loops import EvalLoop, FitLoop, PartLoop
 from lightning_sparsefl.federated.local.fast.results import Calls, LogConnector, log
-from lightning_sparsefl.federated.local.fast.steps import AutomaticStep
 from lightning_sparsefl.federated.local.fast.trainer_view import TrainerView
 from lightning_sparsefl.federated.local.isolation import isolate_metrics
 from lightning_sparsefl.federated.local.local_options import LocalOptions
@@ -200,21 +199,14 @@ class FastTrainer(TrainerView):
         """Compute the gradients of the training loss of one batch, as the first step of a fit does, without logs."""
         if self.scaler is not None:
             self.precision_plugin.scaler = None  # type: ignore[attr-defined]  # the caller needs unscaled gradients
-        self.limit_train_batches, loop = 1.0, FitLoop(self, OneBatch(batch), None, 1, -1)
-        self.fit_loop = loop
+        self.limit_train_batches = 1.0
+        self.fit_loop = FitLoop(self, OneBatch(batch), None, 1, -1)
         self._start(TrainerFn.FITTING, RunningStage.TRAINING)
         if "configure_optimizers" in self.hooks.overridden:  # for `self.optimizers()` in the step
             self.strategy.setup_optimizers(self)  # type: ignore[arg-type]
         self.hooks.both("on_fit_start")
         self.lightning_module.zero_grad()
-        loop.setup_data()
-        self.hooks.both("on_train_start")
-        self.hooks.both("on_train_epoch_start")
-        loop.is_last_batch, loop._ready = True, 1
-        batch = self.hooks.to_device(self.precision_plugin.convert_input(batch), self.strategy.root_device)
-        self._logger_connector.on_batch_start(batch)
-        self.hooks.both("on_train_batch_start", batch, batch_idx)
-        AutomaticStep(self, self.hooks).gradients(batch, batch_idx)
+        self.fit_loop.gradients(batch, batch_idx)
         isolate_metrics(self.lightning_module)
         self._finish()
 
