@@ -30,9 +30,12 @@ OF_CALLBACKS = (
     "callbacks/test_sparsity_monitor.py",
     "callbacks/test_width.py",
 )
+OF_ENGINES = ("federated/local/test_device_samples.py",)
 
 
-@pytest.mark.parametrize("files", [("contract/test_algorithms.py",), OF_CALLBACKS], ids=["methods", "callbacks"])
+@pytest.mark.parametrize(
+    "files", [("contract/test_algorithms.py",), OF_CALLBACKS, OF_ENGINES], ids=["methods", "callbacks", "engines"]
+)
 def test_on_a_second_device(files, tmp_path_factory):
     library = tmp_path_factory.getbasetemp().parent / "second_device"  # one for all workers of xdist
     done = subprocess.run(

@@ -5,6 +5,7 @@ Random crops and flips draw from torch's global generator, which the federation 
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
@@ -136,6 +137,16 @@ class Normalize:
         mean_, std_ = torch.tensor(mean), torch.tensor(std)
         self.scale = (1 / (std_ * high))[:, None, None]
         self.shift = (-mean_ / std_)[:, None, None]
+
+    def to(self, device: torch.device) -> Normalize:
+        """Return the same normalisation for images on a device.
+
+        Args:
+            device: Device of the images.
+        """
+        moved = copy.copy(self)
+        moved.scale, moved.shift = self.scale.to(device), self.shift.to(device)
+        return moved
 
     def __call__(self, images: Tensor) -> Tensor:
         """Normalise images of shape (batch, channels, height, width)."""

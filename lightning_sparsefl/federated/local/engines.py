@@ -38,6 +38,7 @@ from torch import Tensor
 
 from lightning_sparsefl.errors import InvalidOption
 from lightning_sparsefl.federated.local.fast.batch_scores import PartScore
+from lightning_sparsefl.federated.local.fast.device_samples import DeviceSamples
 from lightning_sparsefl.federated.local.fast.divisible import Indivisible, check_divisible
 from lightning_sparsefl.federated.local.fast.results import KnownCalls, discard
 from lightning_sparsefl.federated.local.fast.support import (
@@ -96,6 +97,7 @@ class FastEngine:
         self._evaluator: _Evaluator | None = None
         """The newest evaluation, if further clients can be evaluated without a new set-up."""
         self._calls = KnownCalls()
+        self.samples = DeviceSamples(fabric.device)
         _require(unsupported_fabric_reason(fabric))
 
     def for_epochs(self, epochs: int) -> FastEngine:
@@ -104,7 +106,7 @@ class FastEngine:
         if options is None:
             options = self._by_epochs[epochs] = replace(self.options, max_epochs=epochs)
         engine = FastEngine(self.fabric, options, self.precision)
-        engine._calls = self._calls
+        engine._calls, engine.samples = self._calls, self.samples
         return engine
 
     def fit(
@@ -237,7 +239,9 @@ class FastEngine:
         datamodule: Any = None,
     ) -> FastTrainer:
         _require(unsupported_hook_reason(module))
-        return FastTrainer(self.options, self.fabric, module, callbacks, loggers, datamodule, self.precision)
+        return FastTrainer(
+            self.options, self.fabric, module, callbacks, loggers, datamodule, self.precision, self.samples
+        )
 
     def _check_fit(self, module: LightningModule) -> None:
         name, options = type(module).__name__, self.options

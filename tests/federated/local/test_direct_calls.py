@@ -145,19 +145,23 @@ LOADERS = {
 }
 
 
+def ours(loader):
+    return iterate_examples(loader, loader.dataset)
+
+
 @pytest.mark.parametrize("options", LOADERS.values(), ids=LOADERS)
 @pytest.mark.parametrize("transform", [None, Normalize((0.5,), (0.5,)), CropFlip(2)], ids=["none", "normalize", "crop"])
 def test_batches_and_random_numbers_are_those_of_a_dataloader(options, transform):
     loader = Examples(IMAGES, torch.arange(23), transform).loader(5, **options)
     assert Examples.are_read_by(loader)
     passes = []
-    for start in (iter, iterate_examples):
+    for start in (iter, ours):
         torch.manual_seed(3)
         epochs = [list(start(loader)) for _ in range(2)]
         passes.append((epochs, torch.rand(4)))
-    (theirs, after), (ours, ours_after) = passes
-    assert torch.equal(after, ours_after)
-    for their_epoch, our_epoch in zip(theirs, ours, strict=True):
+    (theirs, after), (found, found_after) = passes
+    assert torch.equal(after, found_after)
+    for their_epoch, our_epoch in zip(theirs, found, strict=True):
         for (inputs, labels), (our_inputs, our_labels) in zip(their_epoch, our_epoch, strict=True):
             assert torch.equal(inputs, our_inputs)
             assert torch.equal(labels, our_labels)
@@ -166,7 +170,7 @@ def test_batches_and_random_numbers_are_those_of_a_dataloader(options, transform
 def test_indices_are_drawn_with_the_first_batch():
     loader = Examples(IMAGES, torch.arange(23)).loader(5, shuffle=True)
     orders = []
-    for start in (iter, iterate_examples):
+    for start in (iter, ours):
         torch.manual_seed(3)
         batches = start(loader)
         torch.rand(1)  # a hook that draws between the start of an epoch and its first batch

@@ -17,22 +17,24 @@ from lightning_sparsefl.errors import InvalidOption
 from lightning_sparsefl.federated.local.fast.support import unsupported_loader_reason
 
 
-def iterate_examples(loader: DataLoader[Any]) -> Iterator[Any]:
+def iterate_examples(loader: DataLoader[Any], examples: Examples) -> Iterator[Any]:
     """Start a pass over a loader of :class:`Examples`, with the batches and random numbers of ``iter(loader)``.
 
     All indices become one tensor, which takes less time than one tensor for each batch.
 
     Args:
         loader: Loader that :meth:`Examples.are_read_by` accepts.
+        examples: Samples of the loader, there or on a device.
     """
     torch.empty((), dtype=torch.int64).random_()  # the seed that a DataLoader draws for its workers
-    return _read(loader)
+    return _read(loader, examples)
 
 
-def _read(loader: DataLoader[Any]) -> Iterator[Any]:
+def _read(loader: DataLoader[Any], examples: Examples) -> Iterator[Any]:
     order = order_of(loader.batch_sampler.sampler)  # type: ignore[union-attr]  # drawn with the first batch, as by a DataLoader
+    order = order.to(examples.labels.device)
     for indices in order.split(loader.batch_sampler.batch_size)[: len(loader)]:  # type: ignore[union-attr]
-        yield loader.dataset.__getitems__(indices)  # type: ignore[attr-defined]
+        yield examples.__getitems__(indices)
 
 
 class OneBatch:
@@ -84,8 +86,13 @@ class BatchIterator:
 
     def start(self) -> None:
         """Start a pass over the loader."""
-        self._iterator = iterate_examples(self.loader) if Examples.are_read_by(self.loader) else iter(self.loader)
+        self._iterator = self._start()
         self._fetched, self.done = 0, self.length == 0
+
+    def _start(self) -> Iterator[Any]:
+        if not Examples.are_read_by(self.loader):
+            return iter(self.loader)
+        return iterate_examples(self.loader, *self._trainer.device_samples.of([self.loader.dataset]))
 
     def __next__(self) -> Any:
         """Return the next batch, moved to the device."""

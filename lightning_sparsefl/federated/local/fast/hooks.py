@@ -36,6 +36,11 @@ class Hooks:
         self._table: dict[str, list[tuple[Callback, Callable[..., Any]]]] = {}
         self._transfers = {name: self._transfer(name, datamodule) for name in _TRANSFERS}
 
+    @property
+    def override_transfer(self) -> bool:
+        """Whether a hook of the batch transfer is overridden, which expects batches that are not on the device yet."""
+        return any(hook is not None for hook in self._transfers.values())
+
     def callbacks(self, name: str, *args: Any, monitoring: bool | None = None, **kwargs: Any) -> None:
         """Call a hook of the callbacks.
 

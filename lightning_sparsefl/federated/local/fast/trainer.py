@@ -24,6 +24,7 @@ from torch import Tensor
 
 from lightning_sparsefl.federated.local.fast.batch_scores import BatchScore
 from lightning_sparsefl.federated.local.fast.batches import OneBatch
+from lightning_sparsefl.federated.local.fast.device_samples import DeviceSamples
 from lightning_sparsefl.federated.local.fast.hooks import Hooks
 from lightning_sparsefl.federated.local.fast.loops import EvalLoop, FitLoop, PartLoop
 from lightning_sparsefl.federated.local.fast.results import Calls, LogConnector, log
@@ -74,6 +75,7 @@ class FastTrainer(TrainerView):
         loggers: Loggers for the client's metrics.
         datamodule: Object that becomes `trainer.datamodule`; only its hooks of the batch transfer are called.
         precision: Precision of the computation. Default: that of the Fabric.
+        samples: Copies of the samples on the device. Default: batches are read on the CPU.
     """
 
     def __init__(
@@ -85,6 +87,7 @@ class FastTrainer(TrainerView):
         loggers: Sequence[Logger] = (),
         datamodule: Any = None,
         precision: str | None = None,
+        samples: DeviceSamples | None = None,
     ) -> None:
         self._limits = (options.max_epochs, options.max_steps)
         self.accumulate_grad_batches = options.accumulate_grad_batches
@@ -107,6 +110,9 @@ class FastTrainer(TrainerView):
         self.strategy.connect(module)
         self.precision_plugin = self.strategy.precision_plugin
         self.hooks = Hooks(self, module, self.callbacks, datamodule)
+        if samples is None or self.hooks.override_transfer:
+            samples = DeviceSamples(torch.device("cpu"), limit=0)
+        self.device_samples = samples
         self.fit_loop = FitLoop(self, None, None, *self._limits)
         self.eval_loop: EvalLoop | None = None
         self._accelerator_connector = SimpleNamespace(is_distributed=False)

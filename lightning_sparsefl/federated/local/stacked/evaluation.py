@@ -98,6 +98,7 @@ class StackedEvaluation:
         self.whole = StackedModule(self.module, self.size, shared_names(trees, trees[0]))
         self.whole.load(trees)
         limit = getattr(trainer, f"limit_{self.stage.dataloader_prefix}_batches")
+        self._examples = trainer.device_samples.of([request.examples for request in requests])
         self._batches = [int(_parse_num_batches(self.stage, len(request.loader), limit)) for request in requests]
 
     @torch.no_grad()
@@ -156,11 +157,11 @@ class StackedEvaluation:
 
     def _read(self, low: int, high: int, number: int) -> tuple[Tensor, Tensor]:
         """Return inputs of shape (clients, samples, ...) and labels of shape (clients, samples)."""
-        requests = self.requests[low:high]
-        size, first = requests[0].size(number), number * requests[0].loader.batch_size
-        inputs = torch.stack([request.examples.inputs[first : first + size] for request in requests])
-        labels = torch.stack([request.examples.labels[first : first + size] for request in requests])
-        transform = requests[0].examples.transform
+        chosen, first = self._examples[low:high], number * self.requests[low].loader.batch_size
+        size = self.requests[low].size(number)
+        inputs = torch.stack([examples.inputs[first : first + size] for examples in chosen])
+        labels = torch.stack([examples.labels[first : first + size] for examples in chosen])
+        transform = chosen[0].transform
         return (inputs if transform is None else transform(inputs.flatten(0, 1)).unflatten(0, inputs.shape[:2])), labels
 
 
@@ -190,7 +191,7 @@ def evaluate_stack(
         requests: Requests of one split, by falling number of samples.
         recorder: Recorder of the module's evaluations; None = each batch calls the module's step.
     """
-    trainer = FastTrainer(engine.options, engine.fabric, module, (), (), datamodule)
+    trainer = FastTrainer(engine.options, engine.fabric, module, (), (), datamodule, samples=engine.samples)
     seed_all(*requests[0].key)
     with restore_trainer_refs(module, ()), trainer.running():
         evaluation = StackedEvaluation(trainer, requests, recorder)

@@ -107,7 +107,7 @@ class StackedFit:
     ) -> None:
         self.trainer, self.requests = trainer, requests
         self.module, self.size = trainer.lightning_module, len(requests)
-        self.reader = StackReader([request.reader for request in requests])
+        self.reader = StackReader([request.reader for request in requests], trainer.device_samples)
         self.log = StackedLog(self.size)
         totals = [request.reader.batches * request.epochs for request in requests]
         chains = zip(*(request.callbacks for request in requests), strict=True)
@@ -338,7 +338,7 @@ def fit_stack(
         Whether the module has asked for the number of batches.
     """
     engine = engine.for_epochs(requests[0].epochs)
-    trainer = StackTrainer(engine.options, engine.fabric, module, (), (), datamodule, engine.precision)
+    trainer = StackTrainer(engine.options, engine.fabric, module, (), (), datamodule, engine.precision, engine.samples)
     seed_all(*requests[0].key, "stack")
     with restore_trainer_refs(module, ()), trainer.running():
         fit = StackedFit(trainer, requests, recorder)

@@ -15,6 +15,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from lightning_sparsefl.data.examples import Examples, Normalize, order_of
 from lightning_sparsefl.data.items import ClientItems
+from lightning_sparsefl.federated.local.fast.device_samples import DeviceSamples
 
 
 def readable(loader: Any) -> bool:
@@ -104,12 +105,13 @@ class StackReader:
 
     Args:
         readers: Readers of the clients, whose examples have equal :func:`reading_key`.
+        samples: Copies of the samples on the device.
     """
 
-    def __init__(self, readers: Sequence[ClientReader]) -> None:
-        self.readers = readers
-        inputs = _common_rows([reader.examples.inputs for reader in readers])
-        labels = _common_rows([reader.examples.labels for reader in readers])
+    def __init__(self, readers: Sequence[ClientReader], samples: DeviceSamples) -> None:
+        self.readers, self._examples = readers, samples.of([reader.examples for reader in readers])
+        inputs = _common_rows([examples.inputs for examples in self._examples])
+        labels = _common_rows([examples.labels for examples in self._examples])
         self._common = None
         if inputs is not None and labels is not None and inputs[1] == labels[1]:
             self._common = (inputs[0], labels[0])
@@ -122,7 +124,7 @@ class StackReader:
             reader.start_epoch()
         if self._common is not None:
             orders = [torch.cat(tuple(reader.order)) for reader in self.readers]
-            self._orders = pad_sequence(orders, batch_first=True) + self._first
+            self._orders = (pad_sequence(orders, batch_first=True) + self._first).to(self._common[1].device)
 
     def runs(self, taken: Sequence[int]) -> Iterator[tuple[range, list[tuple[int, int]]]]:
         """Divide an epoch into runs of batches in which the same clients step together.
@@ -158,7 +160,7 @@ class StackReader:
             return torch.stack(inputs), torch.stack(labels)
         size = (high - low, len(readers[0].order[number]))
         stacked, targets = (part.unflatten(0, size) for part in self._select(low, high, number))
-        transform = readers[0].examples.transform
+        transform = self._examples[low].transform
         return (stacked if transform is None else transform(stacked.flatten(0, 1)).unflatten(0, size)), targets
 
     def _select(self, low: int, high: int, number: int) -> tuple[Tensor, Tensor]:
@@ -170,7 +172,10 @@ class StackReader:
             chosen = self._orders[low:high, start : start + len(readers[0].order[number])].reshape(-1)
             inputs, labels = self._common
             return inputs.index_select(0, chosen), labels.index_select(0, chosen)
-        examples = [(reader.examples, reader.order[number]) for reader in readers]
+        examples = [
+            (examples, reader.order[number].to(examples.labels.device))
+            for examples, reader in zip(self._examples[low:high], readers, strict=True)
+        ]
         return (
             torch.cat([own.inputs.index_select(0, chosen) for own, chosen in examples]),
             torch.cat([own.labels.index_select(0, chosen) for own, chosen in examples]),

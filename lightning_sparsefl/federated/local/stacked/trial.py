@@ -142,7 +142,7 @@ class StackingTrial:
                 f"client 0's loader reads a `{name_of_data(loader)}` in a way of its own, and not whole batches of two "
                 "tensors, as with a `FederatedDataset` of a `TensorDataset` without `collate_fn` and workers"
             )
-        if any(hook is not None for hook in self._trainer().hooks._transfers.values()):
+        if self._trainer().hooks.override_transfer:
             return "the data module overrides a hook of the batch transfer"
         return None
 
