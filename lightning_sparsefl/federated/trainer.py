@@ -71,6 +71,8 @@ class FederatedTrainer:  # long because LightningCLI reads every option from its
             for each evaluated round.
         quiet: Whether to print no progress, tables and notes; warnings and errors are still shown.
         num_threads: Number of intra-op threads of every rank; results depend on it.
+        deterministic: Whether torch uses deterministic algorithms only, so that a run on a GPU can be repeated.
+            ``warn``: also operations that have none, with a warning.
         timeout: Time that a rank waits for the others, in seconds.
         algorithm: Federated method.
         federation: Options of the federation. Default: ``Federation()``.
@@ -115,6 +117,7 @@ class FederatedTrainer:  # long because LightningCLI reads every option from its
         enable_progress_bar: bool = True,
         quiet: bool = False,
         num_threads: int = 1,
+        deterministic: bool | Literal["warn"] = False,
         timeout: float = 1800.0,
         algorithm: FederatedAlgorithm,
         federation: Federation | None = None,
@@ -129,6 +132,8 @@ class FederatedTrainer:  # long because LightningCLI reads every option from its
             ("num_nodes", num_nodes),
         ):
             require(is_whole(value, 1), f"trainer.{name}", value, "a whole number >= 1")
+        known = deterministic in (True, False, "warn")
+        require(known, "trainer.deterministic", deterministic, "True, False or 'warn'")
         fits = is_number(timeout) and 0 < timeout <= _LONGEST
         require(fits, "trainer.timeout", timeout, f"a number of seconds in (0, {_LONGEST:g}]")
         require(seed is None or is_whole(seed, 0), "seed_everything", seed, "a whole number >= 0")
@@ -164,6 +169,7 @@ class FederatedTrainer:  # long because LightningCLI reads every option from its
             seed=seed_from_environment() if seed is None else seed,
             quiet=quiet,
             num_threads=num_threads,
+            deterministic=deterministic,
         )
         self._processes: dict[str, Any] = {
             "accelerator": accelerator,

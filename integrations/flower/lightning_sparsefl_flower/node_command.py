@@ -13,9 +13,9 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from lightning_sparsefl.errors import InvalidOption, SparseFLError
 from lightning_sparsefl.federated.commands.inputs import check_data, check_module
 from lightning_sparsefl.federated.commands.node_side import NodeSide
-from lightning_sparsefl.federated.distributed.fabric import intra_op_threads
 from lightning_sparsefl.federated.distributed.launcher import launch
 from lightning_sparsefl.federated.distributed.ranks import Ranks
+from lightning_sparsefl.federated.distributed.torch_settings import deterministic_algorithms, intra_op_threads
 from lightning_sparsefl.federated.storage.folder_lock import FolderLock
 
 from lightning_sparsefl_flower.configuration import Configured, read
@@ -129,7 +129,8 @@ def _work(
     lock = FolderLock(home)
     lock.acquire()  # two daemons would write the same records
     try:
-        with intra_op_threads(configured.trainer.options.num_threads), isolate_rng():
+        options = configured.trainer.options
+        with intra_op_threads(options.num_threads), deterministic_algorithms(options.deterministic), isolate_rng():
             serve(home / "node.sock", make_daemon(configured, clients, home, fabric, secure, signing).answer)
     finally:
         lock.release()

@@ -20,12 +20,12 @@ from lightning_sparsefl.federated.commands.kept import kept_by_command
 from lightning_sparsefl.federated.commands.replay import replay
 from lightning_sparsefl.federated.commands.run import Run
 from lightning_sparsefl.federated.commands.score import score
-from lightning_sparsefl.federated.distributed.fabric import intra_op_threads
 from lightning_sparsefl.federated.distributed.freed_memory import freed_memory_kept
 from lightning_sparsefl.federated.distributed.heartbeat import heartbeats
 from lightning_sparsefl.federated.distributed.launcher import launch
 from lightning_sparsefl.federated.distributed.ranks import Ranks
 from lightning_sparsefl.federated.distributed.signals import Interrupted, exit_exception
+from lightning_sparsefl.federated.distributed.torch_settings import deterministic_algorithms, intra_op_threads
 from lightning_sparsefl.federated.exchange.orders import Split
 from lightning_sparsefl.federated.rounds.cohort import Cohort
 from lightning_sparsefl.federated.rounds.run_options import RunOptions
@@ -126,6 +126,7 @@ def _work(
     with (
         silenced(options.quiet),
         intra_op_threads(options.num_threads),
+        deterministic_algorithms(options.deterministic),
         freed_memory_kept(fabric.device),
         isolate_rng(),
         heartbeats(ranks),

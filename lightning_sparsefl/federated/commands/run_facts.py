@@ -86,6 +86,7 @@ def reported_facts(options: RunOptions, module: LightningModule, data: Any) -> d
         "trainer.client_callbacks": ", ".join(type(callback).__name__ for callback in ours) or None,
         "trainer.max_rounds": options.max_rounds if options.algorithm.follows_length else None,
         "trainer.num_threads": options.num_threads,
+        "trainer.deterministic": options.deterministic or None,
         "trainer.limit_val_batches": repr(options.local.limit_val_batches),
         "trainer.limit_test_batches": repr(options.local.limit_test_batches),
     }

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
-import torch
 from lightning.fabric import Fabric
 from lightning.fabric.strategies import DDPStrategy
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -137,18 +134,3 @@ def _check_launched(launched: int | None, configured: int, where: str = "") -> N
             f"`trainer.num_nodes` give {configured}; make them equal, or use `trainer.devices: auto` and the number of "
             "nodes as `trainer.num_nodes`."
         )
-
-
-@contextmanager
-def intra_op_threads(count: int) -> Iterator[None]:
-    """Set the number of intra-op threads inside; results depend on it, so it must be the same on every rank.
-
-    Args:
-        count: Number of threads.
-    """
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

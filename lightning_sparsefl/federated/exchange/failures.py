@@ -20,6 +20,8 @@ _SAYS_SHAPES = re.compile(
     "Output size is too small"
 )
 """Text of torch's RuntimeErrors for samples that a layer cannot read."""
+_SAYS_NOT_DETERMINISTIC = "does not have a deterministic implementation"
+"""Text of torch's RuntimeError for an operation that `trainer.deterministic` excludes."""
 _SAYS_NO_METRIC = "conditioned on metric"
 """Text of Lightning's errors for a scheduler or callback that monitors a metric which is not there."""
 
@@ -61,6 +63,8 @@ def failure_reason(error: Exception) -> str:
         return f"a batch norm got a batch of one sample ({said}); set `data.drop_last: true` or another batch size"
     if isinstance(error, RuntimeError) and _SAYS_SHAPES.search(said):
         return f"{said.rstrip('.')}; check that `model` fits the samples of `data`"
+    if _SAYS_NOT_DETERMINISTIC in said:
+        return f"{said.partition(', but')[0]}; set `trainer.deterministic: warn`"
     if _SAYS_NO_METRIC in said:
         remedy = "set `trainer.validate_locally: true`, with `data.val_fraction` above 0, for a metric of validation"
         return f"{said.rstrip('.')}; {remedy}"

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Literal
 
 from lightning.pytorch import Callback
 from lightning.pytorch.loggers import Logger
@@ -54,6 +55,8 @@ class RunOptions:
     """Whether nothing but warnings and errors is printed."""
     num_threads: int = 1
     """Intra-op threads of every rank."""
+    deterministic: bool | Literal["warn"] = False
+    """Whether torch uses deterministic algorithms only."""
 
     def __post_init__(self) -> None:
         if self.federation.redraw_capacities and self.algorithm.plans_by_capacity:

@@ -24,8 +24,8 @@ _WITHOUT_EFFECT = {
         *("stack_size", "store", "wire", "workers_per_device"),
     ),
     "trainer": (
-        *("accelerator", "default_root_dir", "devices", "enable_progress_bar", "logger", "num_nodes", "num_threads"),
-        *("quiet", "strategy", "timeout"),
+        *("accelerator", "default_root_dir", "deterministic", "devices", "enable_progress_bar", "logger", "num_nodes"),
+        *("num_threads", "quiet", "strategy", "timeout"),
     ),
 }
 """Options that do not change results, or only by rounding; without names, the whole group."""

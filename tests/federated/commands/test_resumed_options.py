@@ -108,6 +108,7 @@ def test_another_local_engine_is_refused_by_its_name(resume, tmp_path):
     [
         ({"lr": 0.05}, r"`model.lr` = 0.1, and this run has 0.05"),
         ({"num_threads": 2}, r"`trainer.num_threads` = 1, and this run has 2"),
+        ({"deterministic": "warn"}, r"`trainer.deterministic` = None, and this run has 'warn'"),
         ({"limit_val_batches": 1}, r"`trainer.limit_val_batches` = '1.0', and this run has '1'"),
         (
             {"client_callbacks": [ProximalTerm(strength=0.1)]},
