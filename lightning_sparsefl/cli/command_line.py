@@ -17,11 +17,18 @@ from lightning_sparsefl.__about__ import __version__
 from lightning_sparsefl.cli import configs_command
 from lightning_sparsefl.cli.completion import PrintCompletion
 from lightning_sparsefl.cli.config_files import ConfigFileOrName
-from lightning_sparsefl.cli.conventions import QUIET, QUIET_HELP
+from lightning_sparsefl.cli.conventions import (
+    CONFIG_HELP,
+    CONFIGS,
+    FOLDER_COMMANDS,
+    QUIET,
+    QUIET_HELP,
+    SUBCOMMANDS,
+    TRAINER_COMMANDS,
+)
 from lightning_sparsefl.cli.help import TITLES, class_list
 from lightning_sparsefl.cli.messages import short_message
 from lightning_sparsefl.cli.parser import QuietAction, SparseFLParser
-from lightning_sparsefl.cli.run_commands import COMMANDS
 from lightning_sparsefl.cli.run_config import with_run_config
 from lightning_sparsefl.cli.seeds import OWN_KEYS, SeedGroup, group_of
 from lightning_sparsefl.errors import InvalidOption, SparseFLError
@@ -39,7 +46,6 @@ _SEEDS_HELP = (
     "Seeds of a group of runs, such as 0,1,2, which end with one table of means and standard deviations. The same "
     "command goes on with a group that was stopped. (default: one run with `seed_everything`)"
 )
-_SUBCOMMANDS = ("fit", "validate", "test", "profile", "replay", "export")
 
 
 class SparseFLCLI(LightningCLI):
@@ -55,16 +61,13 @@ class SparseFLCLI(LightningCLI):
         """Return the subcommands, each with the arguments that are not added as options of its method."""
         groups = {"model", "datamodule"}
         flags = {name: set(names) for name, names in _FLAGS.items()}
-        return {name: groups | flags.get(name, set()) for name in _SUBCOMMANDS}
+        return {name: groups | flags.get(name, set()) for name in TRAINER_COMMANDS}
 
     def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
         """Create a parser whose configurations start with the versions that made them."""
         kwargs.setdefault("dump_header", [f"lightning-sparsefl=={__version__}", f"lightning=={lightning.__version__}"])
         parser = self.parser_class(**kwargs)
-        text = (
-            "YAML file, or the name of one that `sparsefl configs` lists; can be repeated, later files take precedence."
-        )
-        parser.add_argument("-c", "--config", action=ConfigFileOrName, metavar="FILE", help=text)
+        parser.add_argument("-c", "--config", action=ConfigFileOrName, metavar="FILE", help=CONFIG_HELP)
         return parser
 
     def add_default_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
@@ -100,11 +103,11 @@ class SparseFLCLI(LightningCLI):
                 "Each option can also be set by an environment variable: --trainer.max_rounds by "
                 f"SPARSEFL_{name.upper()}__TRAINER__MAX_ROUNDS."
             )
-        for name, text in {configs_command.NAME: configs_command.SUMMARY, **COMMANDS}.items():
+        for name in (CONFIGS, *FOLDER_COMMANDS):
             listed = SparseFLParser(default_env=False)  # for the help; they run without this parser
-            parser._subcommands_action.add_subcommand(name, listed, help=text)  # type: ignore[union-attr]
+            parser._subcommands_action.add_subcommand(name, listed, help=SUBCOMMANDS[name])  # type: ignore[union-attr]
             listed.prog = f"{parser.prog} {name}"
-            if name == configs_command.NAME:  # with options, for completion
+            if name == CONFIGS:  # with options, for completion
                 configs_command.add_options(listed)
 
     def _prepare_subcommand_parser(self, klass: type, subcommand: str, **kwargs: Any) -> LightningArgumentParser:
@@ -126,11 +129,11 @@ class SparseFLCLI(LightningCLI):
             print(classes)
             parser.exit()
         if args is None:
-            self.config = parser.parse_args(with_run_config(sys.argv[1:], _SUBCOMMANDS))
+            self.config = parser.parse_args(with_run_config(sys.argv[1:], TRAINER_COMMANDS))
         else:
             super().parse_arguments(parser, args)
-        if self.config.subcommand == configs_command.NAME:
-            print(configs_command.answer(self.config[configs_command.NAME]))
+        if self.config.subcommand == CONFIGS:
+            print(configs_command.answer(self.config[CONFIGS]))
             parser.exit()
 
     def _set_seed(self) -> None:

@@ -9,11 +9,11 @@ from typing import Any
 from jsonargparse import ActionConfigFile
 
 from lightning_sparsefl.cli.classes import own_classes
+from lightning_sparsefl.cli.conventions import COMPLETION_HELP, SHELLS
 from lightning_sparsefl.cli.help import KINDS
 from lightning_sparsefl.cli.packaged import config_names, packaged_files
 from lightning_sparsefl.errors import InvalidOption
 
-SHELLS = ("bash", "zsh")
 _FUNCTION = "_sparsefl_config"
 _PREAMBLE = {
     "bash": f'{_FUNCTION}() {{ compgen -f -- "$1"; compgen -W "%s" -- "$1"; }}',
@@ -30,9 +30,8 @@ class PrintCompletion(argparse.Action):
     """
 
     def __init__(self, option_strings: list[str], **_: Any) -> None:
-        text = "Print a script that completes options and names in this shell (extra `completion`), and exit."
         suppressed = argparse.SUPPRESS
-        super().__init__(option_strings, dest=suppressed, default=suppressed, choices=SHELLS, help=text)
+        super().__init__(option_strings, dest=suppressed, default=suppressed, choices=SHELLS, help=COMPLETION_HELP)
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
         """Print the script."""

@@ -7,11 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from lightning_sparsefl.cli.conventions import CONFIGS, SUBCOMMANDS
 from lightning_sparsefl.cli.packaged import copy, find_file, listing
 from lightning_sparsefl.cli.plain_parser import PlainParser
-
-NAME = "configs"
-SUMMARY = "List, print or copy the configurations that are installed with the package."
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -38,7 +36,7 @@ def run_configs(args: Sequence[str]) -> None:
     Raises:
         InvalidOption: If a name or a pattern fits no file, or a copy would replace one.
     """
-    parser = PlainParser(NAME, SUMMARY)
+    parser = PlainParser(CONFIGS, SUBCOMMANDS[CONFIGS])
     add_options(parser)
     print(answer(parser.parse_args(list(args))))
 

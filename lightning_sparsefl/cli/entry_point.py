@@ -9,9 +9,18 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lightning_sparsefl.__about__ import __version__
-from lightning_sparsefl.cli import configs_command
-from lightning_sparsefl.cli.conventions import EXIT_BROKEN_PIPE, EXIT_INTERRUPTED, EXIT_USAGE, QUIET
-from lightning_sparsefl.cli.run_commands import COMMANDS, run_command
+from lightning_sparsefl.cli.configs_command import run_configs
+from lightning_sparsefl.cli.conventions import (
+    CONFIGS,
+    EXIT_BROKEN_PIPE,
+    EXIT_INTERRUPTED,
+    EXIT_USAGE,
+    FOLDER_COMMANDS,
+    QUIET,
+    SUBCOMMANDS,
+)
+from lightning_sparsefl.cli.plain_parser import program_parser
+from lightning_sparsefl.cli.run_commands import run_command
 from lightning_sparsefl.errors import ClientFailed, SparseFLError
 from lightning_sparsefl.report import silenced
 
@@ -52,9 +61,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(args: Sequence[str]) -> None:
     if list(args) == ["--version"]:
         return print(f"sparsefl {__version__}")
-    if args and args[0] == configs_command.NAME:
-        return configs_command.run_configs(args[1:])
-    if args and args[0] in COMMANDS:
+    if _is_without_subcommand(args):
+        program_parser().parse_args(list(args))  # which prints the help, or an error
+    if args and args[0] == CONFIGS:
+        return run_configs(args[1:])
+    if args and args[0] in FOLDER_COMMANDS:
         with silenced(QUIET in args):
             return run_command(args)
     from lightning_sparsefl.cli.program import run  # torch and Lightning are slow to import
@@ -62,6 +73,13 @@ def _run(args: Sequence[str]) -> None:
     with silenced(QUIET in args):  # after the import, with which Lightning sets the levels of its loggers
         run()
     return None
+
+
+def _is_without_subcommand(args: Sequence[str]) -> bool:
+    """Return whether the arguments start with no subcommand, nor with an option or a variable that may name one."""
+    if not args:
+        return not any(name in os.environ for name in ("SPARSEFL_SUBCOMMAND", "SPARSEFL_CONFIG"))
+    return args[0] in ("-h", "--help") or not (args[0].startswith("-") or args[0] in SUBCOMMANDS)
 
 
 def _from_the_users_code(error: BaseException) -> BaseException:

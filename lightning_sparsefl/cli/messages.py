@@ -14,7 +14,7 @@ from lightning_sparsefl.cli.classes import known_classes, options_of_class, own_
 from lightning_sparsefl.cli.help import BASES, KINDS
 from lightning_sparsefl.cli.packaged import suggestion
 from lightning_sparsefl.cli.problem import Problem
-from lightning_sparsefl.cli.suggestions import did_you_mean, import_path
+from lightning_sparsefl.cli.suggestions import did_you_mean, import_path, no_subcommand, unknown_subcommand
 from lightning_sparsefl.errors import nearest
 
 _PARSER_DETAILS = re.compile(
@@ -252,12 +252,11 @@ def _listed(choices: str) -> str:
 
 
 def _no_subcommand(problem: Problem, match: re.Match[str]) -> str:
-    return f"No subcommand is given; expected one of {', '.join(problem.options)}"
+    return no_subcommand(problem.options)
 
 
 def _unknown_subcommand(problem: Problem, match: re.Match[str]) -> str:
-    text = f"`{match[1]}` is not a subcommand"
-    return text + (did_you_mean(match[1], problem.options) or f"; expected one of {', '.join(problem.options)}")
+    return unknown_subcommand(match[1], problem.options)
 
 
 _RULES: tuple[tuple[str, Callable[[Problem, re.Match[str]], str]], ...] = (

@@ -7,25 +7,34 @@ import re
 import sys
 from typing import NoReturn
 
-from lightning_sparsefl.cli.conventions import EXIT_USAGE
-from lightning_sparsefl.cli.suggestions import did_you_mean
+from lightning_sparsefl.__about__ import __version__
+from lightning_sparsefl.cli.conventions import (
+    COMPLETION_HELP,
+    CONFIG_HELP,
+    DESCRIPTION,
+    EXIT_USAGE,
+    SHELLS,
+    SUBCOMMANDS,
+)
+from lightning_sparsefl.cli.suggestions import did_you_mean, no_subcommand, unknown_subcommand
 
 
 class PlainParser(argparse.ArgumentParser):
     """Parser that reports errors as that of the other commands does.
 
     Args:
-        command: Name of the command.
+        command: Name of the command; empty for the program.
         description: Text at the start of its help.
     """
 
     def __init__(self, command: str, description: str) -> None:
-        super().__init__(prog=f"sparsefl {command}", description=description, allow_abbrev=False)
+        super().__init__(prog=f"sparsefl {command}".rstrip(), description=description, allow_abbrev=False)
 
     def error(self, message: str) -> NoReturn:
         """Print the message and exit with code 2."""
         print(f"sparsefl: error: {self._rewritten(message)}", file=sys.stderr)
-        print(f"tip: `{self.prog} --help` lists the options.", file=sys.stderr)
+        listed = "options" if " " in self.prog else "subcommands"
+        print(f"tip: `{self.prog} --help` lists the {listed}.", file=sys.stderr)
         sys.exit(EXIT_USAGE)
 
     def _rewritten(self, message: str) -> str:
@@ -37,6 +46,10 @@ class PlainParser(argparse.ArgumentParser):
             return f"`{match[1]}` is {match[2]}; expected a number."
         if match := re.fullmatch(r"argument (\S+): expected (\S+) arguments?", message):
             return f"Too few values for `{match[1]}`; expected {self._usage_of(match[1])}."
+        if match := re.match(r"argument SUBCOMMAND: invalid choice: (['\"])(.*?)\1 \(", message, re.DOTALL):
+            return unknown_subcommand(match[2], SUBCOMMANDS)
+        if "required: SUBCOMMAND" in message:
+            return no_subcommand(SUBCOMMANDS)
         if "required: RUN" in message:
             return "No value for `RUN`; expected one or more run folders, or folders that contain them."
         return f"{message}."
@@ -45,3 +58,27 @@ class PlainParser(argparse.ArgumentParser):
         """Return an option with the names of its values."""
         metavar = self._option_string_actions[option].metavar
         return " ".join([option, *([metavar] if isinstance(metavar, str) else metavar or ())])
+
+
+def program_parser() -> PlainParser:
+    """Return a parser with the options of the program before the subcommand, for its help and for a wrong subcommand.
+
+    A parser that can run all subcommands has to import torch and Lightning.
+    """
+    parser = PlainParser("", DESCRIPTION)
+    parser.usage = "sparsefl SUBCOMMAND [options]"
+    parser.add_argument("--version", action="version", version=__version__, help="Print the version and exit.")
+    parser.add_argument("-c", "--config", metavar="FILE", help=CONFIG_HELP)
+    text = "Print the configuration that all other options give, and exit."
+    parser.add_argument("--print_config", nargs="?", metavar="=FLAGS", help=text)
+    parser.add_argument("--print_completion", choices=SHELLS, help=COMPLETION_HELP)
+    subcommands = parser.add_subparsers(
+        title="subcommands",
+        description="`sparsefl SUBCOMMAND --help` describes one of them.",
+        metavar="SUBCOMMAND",
+        required=True,
+        parser_class=argparse.ArgumentParser,
+    )
+    for name, text in SUBCOMMANDS.items():
+        subcommands.add_parser(name, help=text)
+    return parser

@@ -12,6 +12,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_sparsefl.__about__ import __version__
 from lightning_sparsefl.cli.command_line import SparseFLCLI
+from lightning_sparsefl.cli.conventions import DESCRIPTION
 from lightning_sparsefl.cli.parser import SparseFLParser
 from lightning_sparsefl.errors import InvalidOption
 from lightning_sparsefl.federated import FederatedTrainer
@@ -68,7 +69,7 @@ def _program(kind: type[SparseFLCLI], **options: Any) -> SparseFLCLI:
             parser_class=SparseFLParser,
             parser_kwargs={
                 "prog": "sparsefl",
-                "description": "Train, evaluate, export and compare sparse and personalised federated learning.",
+                "description": DESCRIPTION,
                 "version": __version__,
                 "default_env": True,
                 "env_prefix": "SPARSEFL",

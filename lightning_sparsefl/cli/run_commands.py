@@ -4,16 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lightning_sparsefl.cli.conventions import QUIET, QUIET_HELP
+from lightning_sparsefl.cli.conventions import QUIET, QUIET_HELP, SUBCOMMANDS
 from lightning_sparsefl.cli.plain_parser import PlainParser
 from lightning_sparsefl.report import Report, load_runs, print_line
-
-COMMANDS = {
-    "report": "Write tables, figures and a page about one or many runs.",
-    "compare": "Print a table of runs, with one row for each method and setting.",
-}
-"""Names of the commands, with their help texts."""
-
 
 _OPTIONS: tuple[tuple[str, type, str, str], ...] = (
     ("metric", str, "NAME", "Metric to report, such as test_acc (default: the first of which higher is better)."),
@@ -60,7 +53,7 @@ def run_command(args: Sequence[str]) -> None:
 
 
 def _parser(command: str) -> PlainParser:
-    parser = PlainParser(command, COMMANDS[command])
+    parser = PlainParser(command, SUBCOMMANDS[command])
     parser.add_argument("runs", nargs="+", metavar="RUN", help="Run folder, or folder that contains run folders.")
     if command == "report":
         text = "Folder of the report; files of an earlier report are replaced (default: %(default)s)."

@@ -26,6 +26,30 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     return "" if found is None else f"; did you mean `{found}`?"
 
 
+def no_subcommand(known: Iterable[str]) -> str:
+    """Return the message for a command line without a subcommand.
+
+    Args:
+        known: Names of the subcommands.
+    """
+    return f"No subcommand is given; expected one of {', '.join(known)}."
+
+
+def unknown_subcommand(word: str, known: Iterable[str]) -> str:
+    """Return the message for a subcommand that does not exist.
+
+    Args:
+        word: Word in the place of the subcommand.
+        known: Names of the subcommands.
+
+    Example:
+        >>> unknown_subcommand("exprt", ["fit", "export"])
+        '`exprt` is not a subcommand; did you mean `export`?'
+    """
+    names = list(known)
+    return f"`{word}` is not a subcommand" + (did_you_mean(word, names) or f"; expected one of {', '.join(names)}.")
+
+
 def import_path(path: str) -> Any:
     """Return the object of a dotted import path, or None if it cannot be imported.
 

@@ -1,12 +1,17 @@
 """Help texts: short, without internal classes, and with the classes to choose from."""
 
+import argparse
 import re
+import sys
 
 import pytest
 
 import lightning_sparsefl.algorithms
 import lightning_sparsefl.callbacks
 from lightning_sparsefl import FedAvg
+from lightning_sparsefl.cli import SparseFLCLI
+from lightning_sparsefl.cli.plain_parser import program_parser
+from lightning_sparsefl.cli.program import parse
 
 
 @pytest.fixture(scope="module", params=["fit", "replay"])
@@ -68,3 +73,21 @@ def test_the_help_of_the_program(sparsefl):
     assert code == 0
     assert "sparse and personalised federated learning" in out.replace("\n", " ")
     assert all(f"\n    {name} " in out for name in ("fit", "validate", "test", "profile", "replay", "export"))
+
+
+def test_the_help_of_the_program_has_all_that_the_parser_has(monkeypatch):
+    parsers = []
+    monkeypatch.setattr(SparseFLCLI, "parse_arguments", lambda _, parser, args: parsers.append(parser) or sys.exit())
+    with pytest.raises(SystemExit):
+        parse([])
+    parsers.append(program_parser())
+    options, subcommands = zip(*map(described, parsers), strict=True)
+    assert options[0] == options[1]
+    assert subcommands[0] == subcommands[1]
+
+
+def described(parser):
+    """The options of a parser, and its subcommands with their help."""
+    options = {option for action in parser._actions for option in action.option_strings}
+    (subcommands,) = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
+    return options, {action.dest: action.help for action in subcommands._choices_actions}

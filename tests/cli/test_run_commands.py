@@ -85,24 +85,29 @@ def test_the_program_lists_the_commands(sparsefl):
 
 
 @pytest.mark.parametrize(
-    ("args", "expected"),
+    ("args", "code", "expected"),
     [
-        (["report", "--help"], "--different_data"),
-        (["compare", "--help"], "usage: sparsefl compare "),
-        (["configs", "--help"], "usage: sparsefl configs [PATTERN]"),
-        (["configs", "quick"], "quickstart  "),
-        (["--version"], f"sparsefl {__version__}\n"),
+        (["report", "--help"], 0, "--different_data"),
+        (["compare", "--help"], 0, "usage: sparsefl compare "),
+        (["configs", "--help"], 0, "usage: sparsefl configs [PATTERN]"),
+        (["configs", "quick"], 0, "quickstart  "),
+        (["--version"], 0, f"sparsefl {__version__}\n"),
+        (["--help"], 0, "usage: sparsefl SUBCOMMAND [options]\n"),
+        (["-h", "fit"], 0, "\n    export "),
+        ([], 2, "No subcommand is given; expected one of fit, "),
+        (["exprt", "--client=1"], 2, "`exprt` is not a subcommand; did you mean `export`?"),
     ],
 )
-def test_some_commands_do_not_wait_for_torch(args, expected):
-    code = (
+def test_some_commands_do_not_wait_for_torch(args, code, expected):
+    program = (
         "import sys\nfrom lightning_sparsefl.cli import main\n"
         f"try:\n    main({args})\n"
-        "except SystemExit as stop:\n    assert not stop.code\n"
-        "print(*sys.modules, file=sys.stderr)\n"
+        f"except SystemExit as stop:\n    assert (stop.code or 0) == {code}\n"
+        "print('modules', *sys.modules, file=sys.stderr)\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert expected in done.stdout
-    loaded = {name.partition(".")[0] for name in done.stderr.split()}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    printed, _, modules = done.stderr.rpartition("modules ")
+    assert expected in done.stdout + printed
+    loaded = {name.partition(".")[0] for name in modules.split()}
     assert "lightning_sparsefl" in loaded
     assert not loaded & {"torch", "lightning", "matplotlib", "jsonargparse", "sklearn", "torchmetrics"}

@@ -42,10 +42,10 @@ def parser():
         raise Parsed(parser)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", ["sparsefl"])
+        patch.setattr(sys, "argv", ["sparsefl", "fit"])
         patch.setattr(SparseFLCLI, "parse_arguments", leave)
         with pytest.raises(Parsed) as caught:
-            main([])
+            main(["fit"])
     parser = caught.value.args[0]
     parser.exit_on_error = False
     for verb in parser._subcommands_action.choices.values():
