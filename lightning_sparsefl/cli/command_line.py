@@ -28,7 +28,7 @@ from lightning_sparsefl.cli.conventions import (
 )
 from lightning_sparsefl.cli.help import TITLES, class_list
 from lightning_sparsefl.cli.messages import short_message
-from lightning_sparsefl.cli.parser import QuietAction, SparseFLParser
+from lightning_sparsefl.cli.parser import ListedParser, QuietAction
 from lightning_sparsefl.cli.run_config import with_run_config
 from lightning_sparsefl.cli.seeds import OWN_KEYS, SeedGroup, group_of
 from lightning_sparsefl.errors import InvalidOption, SparseFLError
@@ -104,10 +104,10 @@ class SparseFLCLI(LightningCLI):
                 f"SPARSEFL_{name.upper()}__TRAINER__MAX_ROUNDS."
             )
         for name in (CONFIGS, *FOLDER_COMMANDS):
-            listed = SparseFLParser(default_env=False)  # for the help; they run without this parser
+            listed = ListedParser(default_env=False)
             parser._subcommands_action.add_subcommand(name, listed, help=SUBCOMMANDS[name])  # type: ignore[union-attr]
             listed.prog = f"{parser.prog} {name}"
-            if name == CONFIGS:  # with options, for completion
+            if name == CONFIGS:
                 configs_command.add_options(listed)
 
     def _prepare_subcommand_parser(self, klass: type, subcommand: str, **kwargs: Any) -> LightningArgumentParser:
@@ -132,9 +132,6 @@ class SparseFLCLI(LightningCLI):
             self.config = parser.parse_args(with_run_config(sys.argv[1:], TRAINER_COMMANDS))
         else:
             super().parse_arguments(parser, args)
-        if self.config.subcommand == CONFIGS:
-            print(configs_command.answer(self.config[CONFIGS]))
-            parser.exit()
 
     def _set_seed(self) -> None:
         """Set the seed as LightningCLI does, or the first one of a group, and raise errors as `InvalidOption`."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from lightning_sparsefl.cli.conventions import CONFIGS, SUBCOMMANDS
 from lightning_sparsefl.cli.packaged import copy, find_file, listing
@@ -38,18 +37,11 @@ def run_configs(args: Sequence[str]) -> None:
     """
     parser = PlainParser(CONFIGS, SUBCOMMANDS[CONFIGS])
     add_options(parser)
-    print(answer(parser.parse_args(list(args))))
+    print(_answer(parser.parse_args(list(args))))
 
 
-def answer(options: Any) -> str:
-    """Do what the options ask for, and return what the subcommand prints.
-
-    Args:
-        options: Values of the options.
-
-    Raises:
-        InvalidOption: If a name or a pattern fits no file, or a copy would replace one.
-    """
+def _answer(options: argparse.Namespace) -> str:
+    """Do what the options ask for, and return what the subcommand prints."""
     if options.copy:
         name, destination = options.copy
         return f"Copied to {copy(name, Path(destination))}"

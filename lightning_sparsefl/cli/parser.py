@@ -49,6 +49,22 @@ class SparseFLParser(LightningArgumentParser):
         sys.exit(EXIT_USAGE)
 
 
+class ListedParser(SparseFLParser):
+    """Parser of a command that runs without it, for the help of the program and for completion.
+
+    Only an option or a variable of the environment before the name of the command leads here.
+    """
+
+    def parse_args(self, *_: Any, **__: Any) -> NoReturn:
+        """Report the error."""
+        self.error(
+            f"`{self.prog}` has no configuration and no environment variables; expected no option before the name of "
+            "the command"
+        )
+
+    parse_env = parse_args
+
+
 def _subcommand_given(parser: LightningArgumentParser) -> list[str]:
     """Return the subcommand on the command line, for an error before it; empty if the parser's program has it."""
     action = parser._subcommands_action

@@ -58,17 +58,29 @@ def test_report_writes_a_folder(tmp_path, sparsefl):
         (("configs", "--copy", "debug"), "Too few values for `--copy`; expected --copy NAME DEST."),
         (("configs", "--shw", "debug"), "`--shw` is not an option; did you mean `--show`?"),
         (("raport", "runs"), "`raport` is not a subcommand; did you mean `report`?"),
-        (("--config", "x.yaml", "compare", "runs"), ""),
+        (
+            ("--config", "top.yaml", "compare", "runs"),
+            "`sparsefl compare` has no configuration and no environment variables; expected no option before the name",
+        ),
+        (("--print_config", "configs"), "`sparsefl configs` has no configuration and no environment variables; "),
     ],
 )
 def test_bad_input_is_one_message(args, message, runs, tmp_path, sparsefl):
     write_run(tmp_path / "other", data={"num_clients": 9})
+    (tmp_path / "top.yaml").write_text("fit: {trainer: {max_rounds: 3}}")
     code, out, err = sparsefl(*args)
     lines = err.splitlines()
     assert (code, out) == (2, "")
     assert lines[0].startswith("sparsefl: error: ")
     assert message in lines[0]
     assert "Traceback" not in err
+
+
+def test_an_environment_variable_does_not_start_them(sparsefl, monkeypatch):
+    monkeypatch.setenv("SPARSEFL_SUBCOMMAND", "compare")
+    code, out, err = sparsefl()
+    assert (code, out) == (2, "")
+    assert "`sparsefl compare` has no configuration and no environment variables" in err
 
 
 def test_different_data_can_be_allowed(runs, tmp_path, sparsefl):
