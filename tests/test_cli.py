@@ -167,10 +167,10 @@ def test_a_usage_error_ends_with_a_tip(sparsefl):
     assert code == 2
     assert err.splitlines()[-1] == "tip: `sparsefl fit --help` lists the options."
     assert sparsefl("foo")[2].splitlines()[-1] == "tip: `sparsefl --help` lists the subcommands."
-    code, _, err = sparsefl("--quiet", "fit", "--config", QUICKSTART)
+    code, _, err = sparsefl("--seeds", "fit", "--config", QUICKSTART)
     assert code == 2
     assert err.splitlines() == [
-        "sparsefl: error: `--quiet` is not an option before the subcommand; expected options of a subcommand after its "
+        "sparsefl: error: `--seeds` is not an option before the subcommand; expected options of a subcommand after its "
         "name.",
         "tip: `sparsefl fit --help` lists the options.",
     ]

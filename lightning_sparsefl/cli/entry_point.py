@@ -58,11 +58,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _run(args: Sequence[str]) -> None:
-    if list(args) == ["--version"]:
+def _run(args: list[str]) -> None:
+    if args == ["--version"]:
         return print(f"sparsefl {__version__}")
+    if args[:1] == [QUIET] and args[1:2] and args[1] in SUBCOMMANDS:  # it is an option of the subcommand
+        args = sys.argv[1:] = [args[1], QUIET, *args[2:]]
     if _is_without_subcommand(args):
-        program_parser().parse_args(list(args))  # which prints the help, or an error
+        program_parser().parse_args(args)  # which prints the help, or an error
     if args and args[0] == CONFIGS:
         return run_configs(args[1:])
     if args and args[0] in FOLDER_COMMANDS:

@@ -54,6 +54,10 @@ def test_a_quiet_run_prints_nothing_and_its_configuration_is_not_quiet(sparsefl,
     assert "`trainer.max_rounds` is 0" in err
 
 
+def test_quiet_may_stand_before_the_subcommand(sparsefl):
+    assert sparsefl("--quiet", "profile", "--config", QUICKSTART) == (0, "", "")
+
+
 @pytest.mark.parametrize("option", ["--quiet", "--trainer.quiet=true"])
 def test_a_quiet_program_does_not_print_its_seed(option, tmp_path):
     """In a process of its own, in which Lightning is imported, and sets up its loggers, by the command."""

@@ -30,6 +30,7 @@ def test_report_writes_a_folder(tmp_path, sparsefl):
     assert out.splitlines()[-1] == "Report: report/index.html"
     assert (tmp_path / "report" / "index.html").is_file()
     assert sparsefl("report", "--quiet", run, "--out", tmp_path / "other") == (0, "", "")
+    assert sparsefl("--quiet", "report", run, "--out", tmp_path / "third") == (0, "", "")
     assert (tmp_path / "other" / "tables" / "groups.csv").is_file()
 
 
