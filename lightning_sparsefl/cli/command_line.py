@@ -14,7 +14,7 @@ from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, instantiate_class
 
 from lightning_sparsefl.__about__ import __version__
-from lightning_sparsefl.cli import configs_command
+from lightning_sparsefl.cli import configs_command, run_commands
 from lightning_sparsefl.cli.completion import PrintCompletion
 from lightning_sparsefl.cli.config_files import ConfigFileOrName
 from lightning_sparsefl.cli.conventions import (
@@ -109,6 +109,8 @@ class SparseFLCLI(LightningCLI):
             listed.prog = f"{parser.prog} {name}"
             if name == CONFIGS:
                 configs_command.add_options(listed)
+            else:
+                run_commands.add_options(listed, name)
 
     def _prepare_subcommand_parser(self, klass: type, subcommand: str, **kwargs: Any) -> LightningArgumentParser:
         """Add flags such as ``--json`` to the parser of a subcommand."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Sequence
 
 from lightning_sparsefl.cli.conventions import QUIET, QUIET_HELP, SUBCOMMANDS
@@ -54,6 +55,17 @@ def run_command(args: Sequence[str]) -> None:
 
 def _parser(command: str) -> PlainParser:
     parser = PlainParser(command, SUBCOMMANDS[command])
+    add_options(parser, command)
+    return parser
+
+
+def add_options(parser: argparse.ArgumentParser, command: str) -> None:
+    """Add the options of a command to its parser.
+
+    Args:
+        parser: Parser of the command.
+        command: Name of the command.
+    """
     parser.add_argument("runs", nargs="+", metavar="RUN", help="Run folder, or folder that contains run folders.")
     if command == "report":
         text = "Folder of the report; files of an earlier report are replaced (default: %(default)s)."
@@ -64,4 +76,3 @@ def _parser(command: str) -> PlainParser:
         parser.add_argument(f"--{name}", action="append", metavar=metavar, help=text)
     parser.add_argument("--different_data", action="store_true", help="Report runs on different data together.")
     parser.add_argument(QUIET, action="store_true", help=QUIET_HELP)
-    return parser

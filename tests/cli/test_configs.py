@@ -143,6 +143,7 @@ def test_bash_completes_subcommands_options_classes_and_names(sparsefl):
     assert complete(script, "sparsefl", "fit", "--algorithm", "FedSp") == ["FedSpa"]
     assert complete(script, "sparsefl", "fit", "--config", "quick") == ["quickstart"]
     assert complete(script, "sparsefl", "configs", "--show", "cluster/s") == ["cluster/slurm.sh"]
+    assert complete(script, "sparsefl", "compare", "--me") == ["--metric"]
     assert set(config_names()) <= set(sparsefl("--print_completion", "zsh")[1].replace("; }", " ").split())
 
 
