@@ -20,6 +20,10 @@ from torch import Tensor
 
 from lightning_sparsefl.errors import InvalidOption, MissingAttribute, nearest
 from lightning_sparsefl.federated.storage.atomic_files import write_atomically
+from lightning_sparsefl.federated.tracking.tags import scores_first
+
+_SHOWN = 10
+"""Maximum number of metrics that a message lists."""
 
 
 class _ProcessStrategy:
@@ -151,11 +155,16 @@ class RoundTrainer:
 
     def _require_monitored(self, callback: Callback, error: Exception) -> None:
         """Raise :class:`InvalidOption` if a callback failed and monitors a metric that the round does not have."""
-        name, known = getattr(callback, "monitor", None), sorted(self.callback_metrics)
+        name, known = getattr(callback, "monitor", None), scores_first(self.callback_metrics)
         if isinstance(name, str) and name not in known and name in str(error):
             near = nearest(name, known)
-            expected = f"one of {', '.join(known)}" if near is None else f"a metric of the round, such as {near!r}"
+            expected = self._first_of(known) if near is None else f"a metric of the round, such as {near!r}"
             raise InvalidOption(f"`{type(callback).__name__}.monitor` is {name!r}; expected {expected}.") from error
+
+    def _first_of(self, known: Sequence[str]) -> str:
+        """Return the first metrics for a message, and where the others are."""
+        shown, more = f"one of {', '.join(known[:_SHOWN])}", len(known) - _SHOWN
+        return f"{shown}, or another column of {Path(self.log_dir) / 'metrics.csv'}" if more > 0 else shown
 
     def report(self, metrics: Mapping[str, float]) -> None:
         """Add metrics to `callback_metrics`.

@@ -35,6 +35,20 @@ def main_scores(names: Collection[str]) -> list[str]:
     return [name for name in scores if higher_is_better(name)] or scores
 
 
+def scores_first(names: Collection[str]) -> list[str]:
+    """Return the keys with those of scores first, for a message that shows the first few.
+
+    Args:
+        names: Logged keys.
+
+    Example:
+        >>> scores_first(["time/round", "personal/test_acc", "local/train_acc", "global/test_acc"])
+        ['global/test_acc', 'personal/test_acc', 'local/train_acc', 'time/round']
+    """
+    places = {group: place for place, group in enumerate((*_SCORED, "local"))}
+    return sorted(names, key=lambda name: (places.get(name.split("/")[0], len(places)), name))
+
+
 def tags_of(names: Collection[str]) -> dict[str, str]:
     """Return the tag of each logged key: the key itself, after the name of a group if it is one of the main keys.
 
