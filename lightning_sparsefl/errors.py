@@ -34,6 +34,8 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 
 _LEAST_SIMILARITY = 0.65
 """Similarity below which a name is not suggested, from 0 to 1."""
+_LEAST_START = 3
+"""Number of letters from which on the start of a name suggests it."""
 
 
 class SparseFLError(Exception):
@@ -71,6 +73,8 @@ def require(condition: bool, option: str, value: Any, expected: str) -> None:
 def nearest(word: str, known: Iterable[str]) -> str | None:
     """Return the known name that is most similar to a word, to be suggested in a message; None if none is similar.
 
+    A word of three letters or more also suggests the only name that starts with it.
+
     Args:
         word: Name that is not known.
         known: Known names.
@@ -79,10 +83,14 @@ def nearest(word: str, known: Iterable[str]) -> str | None:
         >>> nearest("densty", ["density", "growth"]), nearest("fedavg", ["FedAvg", "FedProx"])
         ('density', 'FedAvg')
         >>> nearest("mu", ["density"])
+        >>> nearest("csv", ["CSVLogger", "WandbLogger"])
+        'CSVLogger'
     """
     names = {name.lower(): name for name in known}
     found = get_close_matches(word.lower(), names, n=1, cutoff=_LEAST_SIMILARITY)
-    return names[found[0]] if found else None
+    if not found and len(word) >= _LEAST_START:
+        found = [name for name in names if name.startswith(word.lower())]
+    return names[found[0]] if len(found) == 1 else None
 
 
 def require_folder(option: str, path: Path) -> None:

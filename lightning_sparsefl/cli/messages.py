@@ -184,8 +184,8 @@ def _other_kind(problem: Problem, match: re.Match[str]) -> str:
 
 
 def _expected_class(problem: Problem) -> str:
-    own = own_classes(*problem.bases)
-    known = f" or one of {', '.join(own)}" if own else " of a class"
+    names = own_classes(*problem.bases) or known_classes(*problem.bases)
+    known = f" or one of {', '.join(names)}" if names else " of a class"
     return f"; expected an import path{known}"
 
 

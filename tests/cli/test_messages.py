@@ -50,6 +50,14 @@ MISTAKES = {
     ),
     "class in lower case": (["--model=smallcnn"], "did you mean `SmallCNN`?"),
     "callback": (["--trainer.callbacks+=EarlyStoping"], "did you mean `EarlyStopping`?"),
+    "start of a logger": (
+        ["--trainer.logger=wandb"],
+        "`trainer.logger` is 'wandb', which is not a known class; did you mean `WandbLogger`?",
+    ),
+    "logger like no other": (
+        ["--trainer.logger=zebra"],
+        "`trainer.logger` is 'zebra', which is not a known class; expected an import path or one of CSVLogger, ",
+    ),
     "optimizer": (["--optimizer=SDG"], "`optimizer` is 'SDG', which is not a known class; did you mean `SGD`?"),
     "attribute": (
         ["--model=lightning_sparsefl.models.LeNet55"],
