@@ -16,7 +16,7 @@ from lightning_sparsefl.callbacks.clock import StepClock
 from lightning_sparsefl.callbacks.layers import choose, require_dense_gradients, stepped_by
 from lightning_sparsefl.callbacks.loss_scaling import require_unscaled_gradients
 from lightning_sparsefl.callbacks.options import require
-from lightning_sparsefl.callbacks.step_guard import StepGuard
+from lightning_sparsefl.callbacks.step_guard import ReportedSteps, StepGuard
 from lightning_sparsefl.sparse.density import floor_count
 from lightning_sparsefl.sparse.masks import counts
 from lightning_sparsefl.sparse.prune import shrink
@@ -43,8 +43,8 @@ class BudgetAwareExtrusion(Callback):
             embedding layers that are not zero when the fit starts.
 
     Raises:
-        InvalidOption: If an option is out of its range, the length of the training is unknown, or a layer has sparse
-            gradients.
+        InvalidOption: If an option is out of its range, the length of the training is unknown, a layer has sparse
+            gradients, or `training_step` steps a bare optimizer.
 
     Example:
         >>> BudgetAwareExtrusion(share=0.2).share
@@ -65,6 +65,7 @@ class BudgetAwareExtrusion(Callback):
         require(max_lr > 0, "BudgetAwareExtrusion", "max_lr", max_lr, "a number above 0")
         self.strength, self.share, self.psi, self.max_lr, self.masks = strength, share, psi, max_lr, masks
         self._clock = StepClock()
+        self._reports = ReportedSteps("BudgetAwareExtrusion")
         self._low: dict[str, Tensor] = {}
         self._first: list[list[float]] = []
         self._resumed = False
@@ -83,6 +84,7 @@ class BudgetAwareExtrusion(Callback):
     def on_fit_start(self, trainer: Any, pl_module: LightningModule) -> None:
         """Choose the weights to penalize."""
         require_unscaled_gradients(trainer, "BudgetAwareExtrusion")
+        self._reports.watch(trainer, pl_module)
         parameters = dict(pl_module.named_parameters())
         names = choose(pl_module, None, "BudgetAwareExtrusion") if self.masks is None else self.masks
         require_dense_gradients(pl_module, tuple(names), "BudgetAwareExtrusion")
@@ -113,6 +115,7 @@ class BudgetAwareExtrusion(Callback):
     @torch.no_grad()
     def on_before_optimizer_step(self, trainer: Any, pl_module: LightningModule, optimizer: Any) -> None:
         """Add the gradient of the penalty."""
+        self._reports.report()
         stepping = stepped_by(optimizer)
         for name, weight in self._weights.items():
             if weight.grad is not None and id(weight) in stepping and self.strength:
@@ -147,6 +150,7 @@ class BudgetAwareExtrusion(Callback):
         """Release the module and the optimizers."""
         for guard in self._guards:
             guard.remove()
+        self._reports.release()
         self._starts = {}
         self._release()
 

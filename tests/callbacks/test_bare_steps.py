@@ -9,6 +9,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_sparsefl.callbacks import (
+    BudgetAwareExtrusion,
     GradientOffset,
     GradientSum,
     GroupPenalty,
@@ -20,6 +21,7 @@ from lightning_sparsefl.errors import InvalidOption
 from lightning_sparsefl.sparse.units import find_groups
 
 MAKERS = {
+    "BudgetAwareExtrusion": BudgetAwareExtrusion,
     "ProximalTerm": lambda: ProximalTerm(strength=1.0),
     "GroupPenalty": lambda: GroupPenalty(strength=1.0, stairs=None),
     "GradientOffset": lambda: GradientOffset({"net.0.weight": torch.ones(3, 4)}),
