@@ -32,7 +32,8 @@ class BudgetAwareExtrusion(Callback):
 
         min(max_lr, max(lr, psi * (2 B - 2 b) / (2 B - b) * (2 sigmoid(||w_low||_1) - 1) * lr_0))
 
-    where lr is that of the module's schedule and lr_0 that of the first step. Put the callback before one that masks.
+    where lr is that of the module's schedule and lr_0 that of the first step of the group of parameters. Put the
+    callback before one that masks.
 
     Args:
         strength: Factor of the penalty, >= 0.
@@ -133,8 +134,10 @@ class BudgetAwareExtrusion(Callback):
             return
         size = sum(float((weight * self._low[name]).abs().sum()) for name, weight in self._weights.items())
         factor = self.psi * decay(self._clock.step, self._clock.total) * math.tanh(size / 2)  # 2 sigmoid(x) - 1
-        self._rates[id(optimizer)] = [group["lr"] for group in optimizer.param_groups]
-        for group, first in zip(optimizer.param_groups, self._starts[id(optimizer)], strict=True):
+        rates, firsts = [group["lr"] for group in optimizer.param_groups], self._starts[id(optimizer)]
+        firsts += rates[len(firsts) :]  # of groups that have been added since, as by `BackboneFinetuning`
+        self._rates[id(optimizer)] = rates
+        for group, first in zip(optimizer.param_groups, firsts, strict=True):
             group["lr"] = min(self.max_lr, max(float(group["lr"]), factor * float(first)))
 
     def after_step(self, optimizer: Any) -> None:

@@ -5,6 +5,7 @@ import math
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.callbacks import BaseFinetuning
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -88,6 +89,25 @@ def test_the_learning_rate_follows_the_formula_and_the_schedule_is_its_own(tmp_p
     plain = Still(lr=0.1, gamma=0.5)
     fit(tmp_path, plain, BudgetAwareExtrusion(strength=0.0, psi=0.0), steps=4)
     assert plain.rates == pytest.approx([0.1 * 0.5**b for b in range(4)])
+
+
+class Thaw(BaseFinetuning):
+    """Adds the first layer to the optimizer in the second epoch."""
+
+    def freeze_before_training(self, pl_module):
+        self.freeze(pl_module.net[0])
+
+    def finetune_function(self, pl_module, epoch, optimizer):
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(pl_module.net[0], optimizer, lr=0.2)
+
+
+@pytest.mark.filterwarnings("ignore:.*smaller than the logging interval.*")
+def test_a_group_of_parameters_that_is_added_later_starts_at_its_own_rate(net, fit):
+    module, callback = net(), BudgetAwareExtrusion(psi=0.0)
+    module.optimizer = lambda parameters: torch.optim.SGD([p for p in parameters if p.requires_grad], 0.1)
+    fit(module, [Thaw(), callback], epochs=2)
+    assert callback.state_dict()["first"] == [[0.1, 0.2]]
 
 
 def test_the_rate_falls_from_1_to_0():
