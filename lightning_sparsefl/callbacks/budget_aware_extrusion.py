@@ -15,10 +15,11 @@ from torch import Tensor
 from lightning_sparsefl.callbacks.clock import StepClock
 from lightning_sparsefl.callbacks.layers import choose, require_dense_gradients, stepped_by
 from lightning_sparsefl.callbacks.loss_scaling import require_unscaled_gradients
+from lightning_sparsefl.callbacks.mask_owner import renamed
 from lightning_sparsefl.callbacks.options import require
 from lightning_sparsefl.callbacks.step_guard import ReportedSteps, StepGuard
 from lightning_sparsefl.sparse.density import floor_count
-from lightning_sparsefl.sparse.masks import counts
+from lightning_sparsefl.sparse.masks import check, counts
 from lightning_sparsefl.sparse.prune import shrink
 from lightning_sparsefl.sparse.scores import magnitude
 from lightning_sparsefl.types import Masks, Weights
@@ -46,6 +47,7 @@ class BudgetAwareExtrusion(Callback):
     Raises:
         InvalidOption: If an option is out of its range, the length of the training is unknown, a layer has sparse
             gradients, or `training_step` steps a bare optimizer.
+        IncompatibleMasks: If `masks` do not fit the module.
 
     Example:
         >>> BudgetAwareExtrusion(share=0.2).share
@@ -87,6 +89,9 @@ class BudgetAwareExtrusion(Callback):
         require_unscaled_gradients(trainer, "BudgetAwareExtrusion")
         self._reports.watch(trainer, pl_module)
         parameters = dict(pl_module.named_parameters())
+        if self.masks is not None:
+            self.masks = renamed(self.masks, parameters)
+            check(self.masks, parameters)
         names = choose(pl_module, None, "BudgetAwareExtrusion") if self.masks is None else self.masks
         require_dense_gradients(pl_module, tuple(names), "BudgetAwareExtrusion")
         self._weights = {name: parameters[name] for name in names}

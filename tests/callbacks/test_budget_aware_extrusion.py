@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_sparsefl.callbacks import BudgetAwareExtrusion, StaticMask
 from lightning_sparsefl.callbacks.budget_aware_extrusion import decay
-from lightning_sparsefl.errors import InvalidOption
+from lightning_sparsefl.errors import IncompatibleMasks, InvalidOption
 
 START = torch.tensor([[0.1, -0.2, 3.0, -4.0, 0.0, 0.0]])
 
@@ -70,6 +70,19 @@ def test_masks_say_what_is_kept(tmp_path):
     weight = fit(tmp_path, Still(lr=0.01), callback, StaticMask(masks=mask), steps=1)
     assert weight[0, 2] == pytest.approx(3 - 0.005)  # the smallest three are 0, 0 and 3
     assert weight[0].tolist()[3:] == [-4, 0, 0]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # of torch.compile
+@pytest.mark.filterwarnings("ignore:Guards may run slower:RuntimeWarning")  # torch on Python 3.13.0
+def test_masks_that_do_not_fit_are_refused_and_those_of_a_compiled_layer_are_found(net, fit):
+    for masks in ({"net.9.weight": torch.ones(3, 6) > 0}, {"net.4.weight": torch.ones(6, 3) > 0}):
+        with pytest.raises(IncompatibleMasks, match=rf"`{next(iter(masks))}`"):
+            fit(net(), [BudgetAwareExtrusion(masks=masks)])
+    callback, module = BudgetAwareExtrusion(masks={"net.4.weight": torch.ones(3, 6) > 0}), net()
+    module.net[4] = torch.compile(module.net[4], backend="eager")
+    fit(module, [callback])
+    assert list(callback.state_dict()["low"]) == ["net.4._orig_mod.weight"]
 
 
 def test_without_a_penalty_and_with_zeros_only_nothing_moves(tmp_path):
