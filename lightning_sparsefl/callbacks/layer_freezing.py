@@ -8,6 +8,8 @@ import torch
 from lightning.pytorch import Callback, LightningModule
 from torch import Tensor
 
+from lightning_sparsefl.callbacks.layers import stepped_by
+from lightning_sparsefl.callbacks.step_guard import StepGuard
 from lightning_sparsefl.sparse.apply import InPlaceMask
 from lightning_sparsefl.sparse.masks import check
 from lightning_sparsefl.types import Masks
@@ -18,7 +20,7 @@ class LayerFreezing(Callback):
 
     A tensor that is False throughout gets no gradient at all, so that the backward pass stops below the earliest
     trainable layer (PerFedMask, Setayesh et al. 2023, section 3). A tensor that is False in part has its gradient
-    masked and its frozen entries restored after the step.
+    masked and its frozen entries restored right after each step.
 
     Args:
         trainable: Bool tensors by name, True = may change; a missing name trains.
@@ -28,6 +30,7 @@ class LayerFreezing(Callback):
         self.trainable = dict(trainable)
         self._frozen: list[Tensor] = []
         self._partly: list[tuple[Tensor, InPlaceMask, Tensor]] = []
+        self._guards: list[StepGuard] = []
 
     def setup(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
         """Freeze before the optimizers are made."""
@@ -52,16 +55,29 @@ class LayerFreezing(Callback):
                 stencil.split_(parameter.detach().clone(), values)
                 self._partly.append((parameter, stencil, values))
 
+    def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
+        """Be called around all steps from here on, if entries are frozen."""
+        self._guards = [StepGuard(optimizer, self) for optimizer in trainer.optimizers if self._partly]
+
     def on_before_optimizer_step(self, trainer: Any, pl_module: LightningModule, optimizer: Any) -> None:
         """Drop the gradients of frozen entries."""
+        self.before_update(optimizer)
+
+    def before_loss(self, again: bool) -> None:
+        """Do nothing before the loss."""
+
+    def before_update(self, optimizer: Any) -> None:
+        """Drop the gradients of frozen entries, also in a step that Lightning does not know of."""
         for parameter, stencil, _ in self._partly:
             if parameter.grad is not None:
                 stencil.zero_(parameter.grad)
 
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Restore frozen entries, which momentum or weight decay may have moved."""
-        with torch.no_grad():
-            for parameter, stencil, values in self._partly:
+    @torch.no_grad()
+    def after_step(self, optimizer: Any) -> None:
+        """Restore frozen entries, which momentum or weight decay may have moved, before others read the weights."""
+        stepped = stepped_by(optimizer)
+        for parameter, stencil, values in self._partly:
+            if id(parameter) in stepped:
                 stencil.join_(parameter, values)
 
     def teardown(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
@@ -75,4 +91,6 @@ class LayerFreezing(Callback):
     def _thaw(self) -> None:
         for parameter in self._frozen:
             parameter.requires_grad_(True)
-        self._frozen, self._partly = [], []
+        for guard in self._guards:
+            guard.remove()
+        self._frozen, self._partly, self._guards = [], [], []

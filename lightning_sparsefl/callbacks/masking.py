@@ -14,7 +14,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from lightning_sparsefl.callbacks.layers import stepped_by
 from lightning_sparsefl.callbacks.mask_owner import MaskOwner, warning_cache
-from lightning_sparsefl.callbacks.step_guard import StepGuard
+from lightning_sparsefl.callbacks.step_guard import StepGuard, StepListener
 from lightning_sparsefl.errors import InvalidOption
 from lightning_sparsefl.sparse.apply import InPlaceMask
 from lightning_sparsefl.sparse.masks import check
@@ -141,7 +141,8 @@ class MaskingCallback(MaskOwner):
         flat = torch.optim.LBFGS if self._resumed else ()  # which remembers its masked gradients only
         self.forget((o for o in trainer.optimizers if not isinstance(o, flat)), self.masks)
         behind = trainer.callbacks[trainer.callbacks.index(self) + 1 :] if self in trainer.callbacks else ()
-        self._still = all(map(_leaves_zeros, trainer.optimizers)) and not _touches_gradients(pl_module, behind)
+        moved = _touches_gradients(pl_module, behind) or any(map(_acts_after_steps, trainer.callbacks))
+        self._still = all(map(_leaves_zeros, trainer.optimizers)) and not moved
         self._guard(trainer)
 
     def _guard(self, trainer: Any) -> None:
@@ -280,6 +281,11 @@ def _touches_gradients(module: LightningModule, behind: Iterable[Callback]) -> b
         return True
     others = (callback for callback in behind if not isinstance(callback, MaskingCallback))
     return any(type(other).on_before_optimizer_step is not Callback.on_before_optimizer_step for other in others)
+
+
+def _acts_after_steps(callback: Callback) -> bool:
+    """Return whether a callback may write weights right after a step, such as those that are frozen."""
+    return isinstance(callback, StepListener) and not isinstance(callback, MaskingCallback)
 
 
 def _copies(trainer: Any, module: LightningModule) -> Iterator[tuple[str, Tensor]]:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from types import MethodType
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from lightning_sparsefl.errors import InvalidOption
 
 
+@runtime_checkable
 class StepListener(Protocol):
     """An object that is called around the steps of an optimizer."""
 

@@ -3,8 +3,9 @@ from __future__ import annotations
 import pytest
 import torch
 from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import EMAWeightAveraging
 
-from lightning_sparsefl.callbacks import LayerFreezing
+from lightning_sparsefl.callbacks import GradualPruning, LayerFreezing
 from lightning_sparsefl.errors import IncompatibleMasks
 
 BODY = ("net.0.weight", "net.0.bias")
@@ -91,6 +92,27 @@ def test_frozen_entries_keep_their_values(net, fit, by_hand, recipe):
 
     expected = by_hand(net(recipe), recipe, edit_gradients=mask_gradients, edit_weights=restore)
     torch.testing.assert_close(copied(module), expected, rtol=0, atol=1e-6)
+
+
+def test_an_average_in_front_of_it_keeps_frozen_entries(net, fit, recipes):
+    module = net(recipes["momentum, decay"])
+    start, trainable = copied(module), partly(module)
+    fit(module, [EMAWeightAveraging(decay=0.5), LayerFreezing(trainable)], recipes["momentum, decay"])
+    for name, mask in trainable.items():
+        assert torch.equal(module.get_parameter(name)[~mask], start[name][~mask])
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_frozen_entry_that_is_pruned_stays_zero(net, fit, recipes, order):
+    module = net(recipes["momentum, decay"])
+    pruning = GradualPruning(density=0.3, every_n_steps=2)
+
+    class Held(Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            for name, mask in pruning.masks.items():
+                assert (pl_module.get_parameter(name)[~mask] == 0).all()
+
+    fit(module, [*[LayerFreezing(partly(module)), pruning][::order], Held()], recipes["momentum, decay"])
 
 
 def test_nothing_frozen_is_plain_training(net, fit, by_hand, recipe):
