@@ -181,7 +181,7 @@ class MaskingCallback(MaskOwner):
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: LightningModule, optimizer: Any) -> None:
         """Mask the gradients, and weights that have been written since the last step."""
-        if self._still and self._written():
+        if self._written():
             self.mask_weights()
         self._mask_gradients()
         self._prepared = True

@@ -222,6 +222,21 @@ def test_a_mask_after_it_holds(net, fit, recipes):
         assert not module.get_parameter(name)[~kept].any()
 
 
+class Watched(Callback):
+    """A callback that may change gradients behind a mask."""
+
+    def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+        """Changes nothing."""
+
+
+def test_theta_under_a_mask_is_masked_where_others_may_change_gradients(net, fit, recipes):
+    module, mask = net(recipes["momentum, decay"]), StaticMask(density=0.3)
+    trainer = fit(module, [PowerPropagation(1.5), mask, Watched()], recipes["momentum, decay"])
+    for name, kept in mask.masks.items():
+        memory = trainer.optimizers[0].state[module.get_parameter(name)]["momentum_buffer"]
+        assert (memory[~kept] == 0).all()
+
+
 def test_weights_behind_a_stochastic_mask_never_change_and_draws_follow_the_scores(net, fit):
     module, callback = net(), StochasticMask(seed=3)
     start = weights_of(module)
