@@ -114,28 +114,26 @@ def pruning_forward(layer: Any, density: float) -> Callable[..., Tensor]:
         >>> layer.weight.grad
         tensor([[0., 3.]])
     """
-    forward: Callable[..., Tensor] = layer.forward
-    first = next(iter(inspect.signature(forward).parameters))
+    return functools.partial(_pruned, layer, density)  # whose layer is the copy's own in a deep copy of the module
 
-    @functools.wraps(forward)
-    def pruned(*args: Any, **kwargs: Any) -> Tensor:
-        x, *more = args or (kwargs.pop(first),)
-        if not (layer.training and torch.is_grad_enabled()):
-            return forward(x, *more, **kwargs)
-        x = _autocast(x)  # else autocast saves a copy, which may look like that of the weight
-        if isinstance(layer, nn.Linear) and x.dim() > 2:
-            x = x.contiguous()  # else linear saves a copy, which `_is_input` does not know
 
-        def compress(saved: Tensor) -> Saved:
-            if not _is_input(saved, x):
-                return saved
-            mask = largest(saved, density)
-            return pack(mask), select(saved, mask), saved.shape
+def _pruned(layer: Any, density: float, /, *args: Any, **kwargs: Any) -> Tensor:
+    forward: Callable[..., Tensor] = type(layer).forward
+    x, *more = args or (kwargs.pop(list(inspect.signature(forward).parameters)[1]),)
+    if not (layer.training and torch.is_grad_enabled()):
+        return forward(layer, x, *more, **kwargs)
+    x = _autocast(x)  # else autocast saves a copy, which may look like that of the weight
+    if isinstance(layer, nn.Linear) and x.dim() > 2:
+        x = x.contiguous()  # else linear saves a copy, which `_is_input` does not know
 
-        with saved_tensors_hooks(compress, _decompress):
-            return forward(x, *more, **kwargs)
+    def compress(saved: Tensor) -> Saved:
+        if not _is_input(saved, x):
+            return saved
+        mask = largest(saved, density)
+        return pack(mask), select(saved, mask), saved.shape
 
-    return pruned
+    with saved_tensors_hooks(compress, _decompress):
+        return forward(layer, x, *more, **kwargs)
 
 
 def _autocast(x: Tensor) -> Tensor:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 
 import lightning as L
 import pytest
@@ -18,6 +19,18 @@ from lightning_sparsefl.sparse.prune import keep_largest
 def test_a_density_outside_its_range_is_refused(density):
     with pytest.raises(InvalidOption, match=rf"`ActivationPruning\(density={density}\)`: expected a number in"):
         ActivationPruning(density)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda layer: pickle.loads(pickle.dumps(layer))])
+def test_a_copy_of_a_layer_computes_with_its_own_weights(copied):
+    layer, x = nn.Linear(2, 1), torch.ones(1, 2)
+    layer.forward = pruning_forward(layer, 0.5)
+    other = copied(layer)
+    with torch.no_grad():
+        before = other(x).clone()
+        layer.weight.add_(1)
+        assert torch.equal(other(x), before)
+        assert not torch.equal(layer(x), before)
 
 
 LAYERS = {
