@@ -53,7 +53,7 @@ def prune_alone(
             before = masks or dense_like({name: weights[name] for name in seconds})
             masks, values = worthwhile(weights, before, values, seconds, fraction, constant), {}
             weights = apply(weights, masks)
-            calm = calm + 1 if abs(kept(masks) / kept(before) - 1) <= _SMALL else 0
+            calm = calm + 1 if abs(kept(masks) - kept(before)) <= _SMALL * kept(before) else 0
             if calm == _CALM:
                 break
     return weights, masks or dense_like({name: weights[name] for name in seconds})

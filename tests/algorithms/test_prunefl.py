@@ -113,6 +113,15 @@ def test_a_client_prunes_alone_until_the_density_is_stable(client):
     assert update.weight == 7
 
 
+def test_a_client_that_drops_all_of_its_weights_is_stable(client):
+    someone, _ = client()
+    someone._worker = engine = Alone([0.5] * 30, {"w": torch.zeros(1, 6), "bias": torch.tensor([0.5])})
+    message = Message(weights={}, extra={"asked": {"client": torch.tensor(0.0)}, "seconds": SECONDS})
+    update = PruneFL(prunable=1.0, constant=1.0).survey(message, someone)
+    assert [kept(masks) if masks else 6 for _, masks, _ in engine.fits] == [6, 0, 0, 0, 0, 0]
+    assert not update.extra["masks"]["w"].any()
+
+
 def test_a_first_client_whose_accuracy_is_not_known_is_refused(client):
     someone, _ = client()
     message = Message(weights={}, extra={"asked": {"client": torch.tensor(0.0)}, "seconds": SECONDS})
