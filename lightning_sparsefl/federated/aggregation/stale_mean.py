@@ -87,7 +87,7 @@ class StaleMean:
             merged: Mean of the round.
             counts: Sum of the weights of the round's updates, by name, for all coordinates or for each.
             late: Late updates.
-            server: Weights before the round.
+            server: Weights before the round that updates refer to.
             round: Index of the round.
             buffers: Names of the buffers, which are weighted by samples and do not count in the deviation.
             silence_counts: Whether a coordinate that an update does not vote on counts as unchanged.

@@ -87,7 +87,7 @@ class MergePolicy:
             merged,
             merge.weights_of_votes(),
             late,
-            server=state.server.weights,
+            server=self.algorithm.weights_to_step(state.server),
             round=state.server.round,
             buffers=self.layout.buffers,
             silence_counts=merge.silence_counts,

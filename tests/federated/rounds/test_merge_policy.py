@@ -7,15 +7,18 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_sparsefl import FedAvg, FederatedTrainer, Federation
+from lightning_sparsefl import FedAvg, FederatedTrainer, Federation, SparsyFed
 from lightning_sparsefl.errors import InvalidOption, InvalidUpdate
 from lightning_sparsefl.federated import CoverageMedian, Privacy, TrimmedMean
 from lightning_sparsefl.federated.aggregation.clipping import clipped
 from lightning_sparsefl.federated.aggregation.privacy import NoisySum
+from lightning_sparsefl.federated.aggregation.stale_mean import StaleMean
 from lightning_sparsefl.federated.exchange.flat import FlatModule
+from lightning_sparsefl.federated.fleet import Fleet
+from lightning_sparsefl.federated.rounds.merge_policy import MergePolicy
 from lightning_sparsefl.federated.tracking.hyperparameters import hyperparameters
 from lightning_sparsefl.models import MLP
-from lightning_sparsefl.types import Message, Update
+from lightning_sparsefl.types import ClientView, Message, PendingUpdate, RunState, Update
 
 ROBUST = [CoverageMedian(), TrimmedMean(fraction=0.2)]
 
@@ -98,6 +101,23 @@ def test_a_tensor_that_was_not_sent_cannot_be_clipped():
     update = Update(weights={"0.bias": torch.ones(7)})
     with pytest.raises(InvalidUpdate, match=r"'0.bias' was not sent to the client"):
         clipped(update, Message(weights={}), 1.0, flat.layout)
+
+
+def test_late_changes_are_added_to_what_the_clients_received():
+    """SparsyFed sends theta, of which the server's weights are powers."""
+    flat, method = flat_module(), SparsyFed(exponent=2.0)
+    view = ClientView(0, 1, 1.0, 0, 5, 0)
+    server = method.init(flat.read(), Fleet([view], flat.layout.buffers, torch.device("cpu")))
+    message = method.download(server, view)
+    changes = {name: torch.full_like(weight, 0.1) for name, weight in message.weights.items()}
+    moved = {name: weight + 0.1 for name, weight in message.weights.items()}
+    policy, state = MergePolicy(method, Federation(), flat.layout, 4, StaleMean()), RunState(server)
+    merge = policy.start(state, 1)
+    merge.add(Update(weights=moved), message, 1)
+    late = PendingUpdate(client=1, round=-1, arrival=0.0, weight=1, num_examples=1, changes=changes)
+    merged = policy.result(merge, {0: {}}, state, [late])
+    for name, weight in merged.weights.items():
+        assert torch.allclose(weight, moved[name]), name
 
 
 # ---- privacy
