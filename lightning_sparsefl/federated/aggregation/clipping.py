@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from lightning_sparsefl.errors import InvalidUpdate
-from lightning_sparsefl.federated.aggregation.reducers import voted
+from lightning_sparsefl.federated.aggregation.reducers import changes_of, voted
 from lightning_sparsefl.federated.exchange.flat import Layout
 from lightning_sparsefl.sparse.masks import apply
 from lightning_sparsefl.types import Message, Update, Weights
@@ -32,7 +32,7 @@ def clipped(update: Update, message: Message, limit: float, layout: Layout) -> U
     Raises:
         InvalidUpdate: If the client did not receive a tensor of the update, so that its difference is undefined.
     """
-    moved = _difference(update, message)
+    moved = changes_of(update, message, "federation.clip_update")
     norm = _norm({n: w for n, w in apply(moved, _votes_on_sent(update, message)).items() if n not in layout.buffers})
     if norm > limit:
         moved = {n: w if n in layout.buffers else _scale_down(w, limit / norm) for n, w in moved.items()}
@@ -48,22 +48,10 @@ def require_norm(update: Update, message: Message, limit: float, layout: Layout)
         limit: Maximum Euclidean norm, computed as in :func:`clipped`.
         layout: Layout of the model.
     """
-    moved = apply(_difference(update, message), _votes_on_sent(update, message))
+    moved = apply(changes_of(update, message, "federation.clip_update"), _votes_on_sent(update, message))
     norm = _norm({name: tensor for name, tensor in moved.items() if name not in layout.buffers})
     if not norm <= limit * (1 + _ROUNDING):
         raise InvalidUpdate(f"its norm is {norm:.6g}; expected at most `federation.clip_update` = {limit:g}")
-
-
-def _difference(update: Update, message: Message) -> Weights:
-    if update.kind == "difference":
-        return update.weights
-    unknown = [name for name in update.weights if name not in message.weights]
-    if unknown:
-        raise InvalidUpdate(
-            f"`federation.clip_update` bounds the difference from the received weights, but {unknown[0]!r} was not "
-            "sent to the client; send it (`download`), or set `federation.clip_update: null`."
-        )
-    return {name: value - message.weights[name] for name, value in update.weights.items()}
 
 
 def _votes_on_sent(update: Update, message: Message) -> dict[str, torch.Tensor]:

@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_sparsefl.errors import InvalidOption
+from lightning_sparsefl.errors import InvalidOption, InvalidUpdate
 from lightning_sparsefl.federated.aggregation.exact_sum import ExactSum, SumHeader, SumHeaders
 from lightning_sparsefl.federated.aggregation.grid import Grid
 from lightning_sparsefl.federated.aggregation.joint_reduce import AllReduce, reduce_together
@@ -126,6 +126,7 @@ class Accumulator:
 
         Raises:
             InvalidOption: If the kinds of updates differ, or a weight is not a positive integer.
+            InvalidUpdate: If silence counts and the client did not receive a tensor of the update.
         """
         self._check(update)
         self._add_extra(update)
@@ -136,8 +137,8 @@ class Accumulator:
     def _add_weights(self, update: Update, message: Message, num_examples: int) -> None:
         values, votes = update.weights, voted(update, message)
         self.layout.check({n: vote for n, vote in votes.items() if n in self.layout.shapes}, "The votes of an update")
-        if self.silence_counts and update.kind == "weights":
-            values = {name: value - message.weights[name] for name, value in values.items()}
+        if self.silence_counts:
+            values = changes_of(update, message, "federation.reducer")
         vector = self._on_grid(values, votes)
         if vector is None:
             self._add_tensors(values, votes, update.weight, num_examples)
@@ -427,3 +428,25 @@ def voted(update: Update, message: Message) -> Masks:
         message: Message that the client received.
     """
     return intersect(message.trainable, message.masks) if update.votes is None else update.votes
+
+
+def changes_of(update: Update, message: Message, option: str) -> Weights:
+    """Return the differences of an update from the received weights.
+
+    Args:
+        update: Update of a client.
+        message: Message that the client received.
+        option: Name of the option that needs them, for the error message.
+
+    Raises:
+        InvalidUpdate: If the client did not receive a tensor of the update, so that its difference is undefined.
+    """
+    if update.kind == "difference":
+        return update.weights
+    unknown = [name for name in update.weights if name not in message.weights]
+    if unknown:
+        raise InvalidUpdate(
+            f"`{option}` needs the difference from the received weights, but {unknown[0]!r} was not sent to the "
+            f"client; send it (`download`), or set `{option}: null`."
+        )
+    return {name: value - message.weights[name] for name, value in update.weights.items()}

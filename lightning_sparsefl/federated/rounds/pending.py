@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from lightning_sparsefl.errors import InvalidUpdate
-from lightning_sparsefl.federated.aggregation.reducers import voted
+from lightning_sparsefl.federated.aggregation.reducers import changes_of, voted
 from lightning_sparsefl.federated.exchange.orders import Order
 from lightning_sparsefl.types import PendingUpdate, Update
 
@@ -19,16 +19,14 @@ def pending_update(order: Order, update: Update, arrival: float) -> PendingUpdat
         arrival: Simulated time at which it arrives.
 
     Raises:
-        InvalidUpdate: If the update has more than weights.
+        InvalidUpdate: If the update has more than weights, or weights that the client did not receive.
     """
     if update.extra:
         raise InvalidUpdate(
             f"The update of client {order.client} is late, and its `extra` trees {sorted(update.extra)} cannot be "
             "merged in a later round; expected a method that sends weights only, or another `federation.sampler`."
         )
-    received, cpu = order.message.weights, torch.device("cpu")
-    difference = update.kind == "difference"
-    changes = {name: value if difference else value - received[name] for name, value in update.weights.items()}
+    changes, cpu = changes_of(update, order.message, "federation.sampler"), torch.device("cpu")
     return PendingUpdate(
         client=order.client,
         round=order.round,

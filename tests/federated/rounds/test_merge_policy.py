@@ -12,10 +12,13 @@ from lightning_sparsefl.errors import InvalidOption, InvalidUpdate
 from lightning_sparsefl.federated import CoverageMedian, Privacy, TrimmedMean
 from lightning_sparsefl.federated.aggregation.clipping import clipped
 from lightning_sparsefl.federated.aggregation.privacy import NoisySum
+from lightning_sparsefl.federated.aggregation.reducers import PlainMean
 from lightning_sparsefl.federated.aggregation.stale_mean import StaleMean
 from lightning_sparsefl.federated.exchange.flat import FlatModule
+from lightning_sparsefl.federated.exchange.orders import ClientFacts, Order
 from lightning_sparsefl.federated.fleet import Fleet
 from lightning_sparsefl.federated.rounds.merge_policy import MergePolicy
+from lightning_sparsefl.federated.rounds.pending import pending_update
 from lightning_sparsefl.federated.tracking.hyperparameters import hyperparameters
 from lightning_sparsefl.models import MLP
 from lightning_sparsefl.types import ClientView, Message, PendingUpdate, RunState, Update
@@ -96,11 +99,17 @@ def test_the_result_lies_among_the_honest_votes(reducer, poison):
         assert (value <= votes.amax(0)).all()
 
 
-def test_a_tensor_that_was_not_sent_cannot_be_clipped():
-    flat = flat_module()
+def test_a_tensor_that_was_not_sent_has_no_change():
+    flat, message = flat_module(), Message(weights={})
     update = Update(weights={"0.bias": torch.ones(7)})
-    with pytest.raises(InvalidUpdate, match=r"'0.bias' was not sent to the client"):
-        clipped(update, Message(weights={}), 1.0, flat.layout)
+    order = Order("run", 0, 0, "train", ClientFacts(num_examples=1, capacity=1.0, max_rounds=1), "key", message)
+    for option, use in {
+        "clip_update": lambda: clipped(update, message, 1.0, flat.layout),
+        "reducer": lambda: PlainMean().start(flat.layout, flat.read(), 1).add(update, message, 1),
+        "sampler": lambda: pending_update(order, update, arrival=1.0),
+    }.items():
+        with pytest.raises(InvalidUpdate, match=f"`federation.{option}` needs .* '0.bias' was not sent to the client"):
+            use()
 
 
 def test_late_changes_are_added_to_what_the_clients_received():
