@@ -18,6 +18,8 @@ Departures from the paper and the authors' code:
 - Biases and norms are never pruned, and weight decay acts on theta.
 - A client sends theta wherever it received one, zeros for those that it drops; the paper's bytes leave these out. With
   exponent 1, where dead weights may return, uploads are dense.
+- With `federation.clip_update`, the change of a theta that a client drops is scaled down as all others, so that it is
+  not 0 after the merge: clients with longer updates than that keep the model dense.
 """
 
 from __future__ import annotations
