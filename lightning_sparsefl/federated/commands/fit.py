@@ -224,7 +224,7 @@ class Fit:
         while self._state.server.round < self.options.max_rounds and not seen.should_stop:
             self._round()
         self._finish_writing()
-        self._score_late()
+        self._complete_last_round()
         for hook in ("on_train_end", "on_fit_end"):
             seen.call(hook)
         seen.call("teardown", "fit")
@@ -253,20 +253,21 @@ class Fit:
         seen.call("on_train_epoch_end")
         seen.current_epoch = number + 1
         if seen.should_stop:
-            self._score_late()
+            self._complete_last_round()
         self._stopped = seen.should_stop
         self._states = checkpoint.callback_states(seen.callbacks)
         self._recorded = self._state.server.round
         if last or seen.should_stop or (number + 1) % self.parts.federation.checkpoint_every_n_rounds == 0:
             self._commit()
 
-    def _score_late(self) -> None:
-        """Score the last round even if a callback stopped the run between two evaluations."""
+    def _complete_last_round(self) -> None:
+        """Score and picture the last round even if a callback stopped the run."""
         if self._recorder.scored != self._state.server.round:
             self._phase = f"the evaluation of round {self._state.server.round}"
             scores = self.scorer.scores(self._state)
             further = self.scorer.select(self._state, scores)
             self._recorder.add_scores(scores, self._state.server.round, further)
+        self._recorder.add_pictures(self._state.server)
 
     # ---- commits
 

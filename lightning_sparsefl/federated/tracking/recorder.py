@@ -56,6 +56,8 @@ class Recorder:
         self._boards = Boards(loggers, hparams, declared=_was_scored(folder), sent=kilobytes(ledger.totals))
         self.scored = 0
         """Number of finished rounds at the last evaluation."""
+        self._pictured = 0
+        """Number of finished rounds at the last overlaps and pictures."""
         self.finetuned: Mapping[str, float] = {}
         """Scores after the clients' last local fit."""
         self._scores: Mapping[str, float] = {}
@@ -102,15 +104,18 @@ class Recorder:
         self.folder.clients.append(_client_rows(number, result.outcomes, scores, self._ledger.counts_flops))
         self._log(number, metrics)
         every = self.options.federation.pictures_every_n_rounds
-        pictured = bool(every) and (last or (number + 1) % every == 0)
-        overlaps = self._overlaps() if pictured or last else None
+        if last or (every and (number + 1) % every == 0):
+            self._picture(result.state.server)
+        self._save()
+
+    def _picture(self, server: ServerState) -> None:
+        """Write the overlaps of masks and the pictures of the last recorded round."""
+        self._pictured, number, overlaps = server.round, server.round - 1, self._overlaps()
         if overlaps is not None:
             self.folder.overlaps.append(overlap_rows(*overlaps, number))
-        if self._boards and pictured:
-            self._boards.pictures(number, result.metrics, overlaps, self._num_clients, self._personal, self.scored)
-            self._boards.masks(number, result.state.server, self._records)
-        for logger in self.loggers:
-            logger.save()
+        if self._boards and self.options.federation.pictures_every_n_rounds:
+            self._boards.pictures(number, self._metrics, overlaps, self._num_clients, self._personal, self.scored)
+            self._boards.masks(number, server, self._records)
 
     def _overlaps(self) -> tuple[list[int], Tensor] | None:
         """Return the clients whose masks the server knows and the overlaps of these masks; None for fewer than two."""
@@ -144,6 +149,17 @@ class Recorder:
             rows = _client_rows(number, (), scores, self._ledger.counts_flops)
             self.folder.clients.fill(rows, ["round", "client"])
             self._log(number, metrics)
+            self._save()
+
+    def add_pictures(self, server: ServerState) -> None:
+        """Write overlaps and pictures of a round that was recorded without them because a callback stopped the run.
+
+        Args:
+            server: State of the server after the round.
+        """
+        if self._writes and self._pictured != server.round:
+            self._picture(server)
+            self._save()
 
     def _scored(self, scores: Scores) -> dict[str, float]:
         """Return what is logged of the scores that were stored last."""
@@ -156,6 +172,11 @@ class Recorder:
                 logger.log_metrics(dict(metrics), step=number)
         self._boards.scalars(number, metrics, kilobytes(self._ledger.totals))
 
+    def _save(self) -> None:
+        """Write what the loggers hold to their files, before the round is committed."""
+        for logger in self.loggers:
+            logger.save()
+
     def close(self) -> None:
         """Close the files that no logger closes."""
         self._boards.close()
@@ -166,6 +187,7 @@ class Recorder:
         return {
             "scores": dict(self._scores),
             "scored": self.scored,
+            "pictured": self._pictured,
             "clients_scored": self._clients_scored,
             "personal": {i: dict(metrics) for i, metrics in self._personal.items()} if pictured else {},
             "metrics": _untimed(self._metrics),
@@ -182,12 +204,13 @@ class Recorder:
             TypeError: If a value is not a number.
         """
         if state:
-            counts = {name: state[name] for name in ("scored", "clients_scored")}
+            counts = {name: state[name] for name in ("scored", "pictured", "clients_scored")}
             logged = [state[name] for name in ("scores", "metrics", "callback_metrics")]
             for numbers in (counts, *logged, *state["personal"].values()):
                 _require_numbers(numbers)
             self._scores, self.scored, self._metrics = state["scores"], state["scored"], state["metrics"]
             self._personal, self._clients_scored = state["personal"], state["clients_scored"]
+            self._pictured = state["pictured"]
             self._round_trainer.report(state["callback_metrics"])
 
     def summary(self, server: ServerState) -> dict[str, Any]:

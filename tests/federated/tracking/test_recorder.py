@@ -422,5 +422,19 @@ def test_a_run_that_stops_between_evaluations_has_its_last_scores_in_the_tables(
     assert events(stopped).Tags()["tensors"] == events(straight).Tags()["tensors"] != []
 
 
+@pytest.mark.parametrize("every", [1, 2])
+def test_a_run_that_stops_early_has_the_overlaps_and_the_pictures_of_its_last_round(every, tmp_path):
+    """Whether the last round was evaluated or not."""
+    stopped = fit(tmp_path, rounds=9, callbacks=[StopAfterThree()], check_val_every_n_round=every)
+    masks = uploaded_masks(stopped)
+    pairs = {(2, a, b): overlap(masks[a], masks[b]) for a in masks for b in masks if a < b}
+    found = rows(stopped / "overlap.csv")
+    keys = ("round", "client", "other")
+    assert {tuple(int(row[key]) for key in keys): float(row["overlap"]) for row in found} == pytest.approx(pairs)
+    images = events(stopped)
+    assert len(images.Tags()["images"]) == 4
+    assert {image.step for name in images.Tags()["images"] for image in images.Images(name)} == {2}
+
+
 def untimed(row):
     return {name: value for name, value in row.items() if not name.startswith("time/")}
