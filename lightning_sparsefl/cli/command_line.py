@@ -177,10 +177,10 @@ class SparseFLCLI(LightningCLI):
                     self._set_seed()
                     self.instantiate_classes()
                 trainer: Any = self.trainer
-                done = self.group.finished().get(seed, {}).get("rounds") == trainer.max_rounds
+                done = trainer.options.leave_no_rounds(self.group.finished().get(seed, {}))
                 which = f"Seed {seed} of {', '.join(map(str, self.group.seeds))}"
                 rank_zero_info(f"{which}{' is finished' if done else ''}: {self.group.run_dir(seed)}")
-                with silenced(done):  # the advice to raise `trainer.max_rounds` is for a run of its own
+                with silenced(done):  # the advice to train longer is for a run of its own
                     super()._run_subcommand(subcommand)
                 close_loggers(trainer.options.users_loggers())
         except BaseException:

@@ -225,7 +225,8 @@ class FederatedTrainer:  # long because LightningCLI reads every option from its
             model: Module that every client trains.
             datamodule: Data of the clients.
             ckpt_path: Checkpoint or run folder to resume from, or ``last`` for the newest run of this algorithm: from
-                its last readable checkpoint, or from the start if it has none. ``auto`` starts
+                its last readable checkpoint, or from the start if it has none. A run that has ended, by `max_rounds` or
+                by a callback that is still there, is not trained further. ``auto`` starts
                 a new run where ``last`` finds nothing, for launchers that repeat a command. Default: a new run.
 
         Returns:

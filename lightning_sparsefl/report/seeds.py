@@ -9,7 +9,7 @@ from typing import Any
 
 from lightning_sparsefl.report.tables import summary_rows
 
-_NOT_AVERAGED = ("algorithm", "rounds", "clients", "clients_scored", "seed")
+_NOT_AVERAGED = ("algorithm", "rounds", "stopped_by", "clients", "clients_scored", "seed")
 
 
 def seed_rows(summaries: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:

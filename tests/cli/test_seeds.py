@@ -91,6 +91,29 @@ def test_finished_runs_of_a_group_are_not_advised_to_go_on(sparsefl, tmp_path, c
     assert "raise it to train longer" not in text
 
 
+def test_runs_of_a_group_that_a_callback_ended_are_finished(sparsefl, tmp_path, caplog, monkeypatch):
+    stop = ("--trainer.callbacks+=EarlyStopping", "--trainer.callbacks.monitor=clients/trained")
+    fit = [
+        *FIT,
+        *stop,
+        "--trainer.callbacks.patience=1",
+        "--trainer.max_rounds=4",
+        "--trainer.check_val_every_n_round=1",
+        "--seeds=0,1",
+    ]
+    code, out, _ = sparsefl(*fit)
+    assert code == 0
+    table = out[out.index("FedSpa after 2 rounds, 20 clients, 2 seeds") :]
+    caplog.clear()
+    monkeypatch.setattr(Node, "_train", None)
+    code, out, _ = sparsefl(*fit)
+    assert code == 0
+    assert out.endswith(table)
+    for seed in (0, 1):
+        assert f"Seed {seed} of 0, 1 is finished: {group_in(tmp_path) / f'seed_{seed}'}" in said(caplog, tmp_path)
+    assert "leave it out" not in caplog.text
+
+
 @pytest.mark.parametrize("content", ["[0", "[-1]", "{}"])
 def test_a_damaged_list_of_seeds_is_refused_or_replaced(content, tmp_path):
     (tmp_path / "seeds.json").write_text(content)

@@ -47,9 +47,9 @@ def fit(run: Run) -> dict[str, float]:
     with raise_disk_full(Path(run.options.default_root_dir)), _unlocked_after(run):
         run.lock_folder()
         state, resumed = run.start()
-        has_ended = state.server.round >= run.options.max_rounds
-        if has_ended and _final_table(run).get("rounds") == state.server.round:
-            return _finished(run, state)
+        table = _final_table(run)
+        if table.get("rounds") == state.server.round and run.options.leave_no_rounds(table):
+            return _finished(run, state, table)
         return Fit(run, state, resumed).run_rounds()
 
 
@@ -69,17 +69,17 @@ def _final_table(run: Run) -> dict[str, Any]:
     return {} if folder is None else RunFolder(folder).read_summary()
 
 
-def _finished(run: Run, state: RunState) -> dict[str, float]:
-    """Return the final table of a run that has no rounds left."""
+def _finished(run: Run, state: RunState, table: dict[str, Any]) -> dict[str, float]:
+    """Return the final table of a run that has no rounds left, and say how it would go on."""
     assert run.resume_point.folder is not None
     run.worker.load(state.server.weights)
     run.folder = RunFolder(run.resume_point.folder)
     finished, most = state.server.round, run.options.max_rounds
-    rank_zero_info(
-        f"{run.folder.path} has finished {finished} rounds, and `trainer.max_rounds` is {most}; "
-        "raise it to train longer."
-    )
-    return run.folder.read_summary()
+    why, advice = f"`trainer.max_rounds` is {most}", "raise it"
+    if finished < most:
+        why, advice = f"{table['stopped_by']} has stopped it", "leave it out of `trainer.callbacks`"
+    rank_zero_info(f"{run.folder.path} has finished {finished} rounds, and {why}; {advice} to train longer.")
+    return table
 
 
 class Fit:
@@ -193,7 +193,7 @@ class Fit:
         )
         if self._resumed is not None:
             self._go_on(self._resumed)
-        self._stopped = self._round_trainer.should_stop
+        self._stopped_by = self._round_trainer.stopped_by
         self._states = checkpoint.callback_states(self._round_trainer.callbacks)
 
     def _discard_left_over(self) -> None:
@@ -210,9 +210,8 @@ class Fit:
                 checkpoint.load_callback(path, callback, resumed.callbacks[callback.state_key])
         with checkpoint.as_checkpoint_error(path):
             self._recorder.load_state_dict(resumed.log)
-        if self.parts.resume_point.folder is not None:  # where a run was killed after a callback had stopped it
-            finished = _final_table(self.parts).get("rounds") == self._state.server.round
-            self._round_trainer.should_stop = resumed.stopped and not finished
+        if self.parts.resume_point.folder is not None and self.options.stops_again(resumed.stopped_by):
+            self._round_trainer.stopped_by = resumed.stopped_by  # the run was killed before its final table
 
     # ---- rounds
 
@@ -254,7 +253,7 @@ class Fit:
         seen.current_epoch = number + 1
         if seen.should_stop:
             self._complete_last_round()
-        self._stopped = seen.should_stop
+        self._stopped_by = seen.stopped_by
         self._states = checkpoint.callback_states(seen.callbacks)
         self._recorded = self._state.server.round
         if last or seen.should_stop or (number + 1) % self.parts.federation.checkpoint_every_n_rounds == 0:
@@ -323,7 +322,7 @@ class Fit:
             callbacks=callbacks,
             log=self._recorder.state_dict(),
             selected=self.scorer.selected,
-            stopped=self._stopped,
+            stopped_by=self._stopped_by,
             hyper_parameters=checkpoint.plain_hparams(self.parts.module),
         )
 
@@ -363,7 +362,7 @@ class Fit:
 
     def _close(self) -> dict[str, float]:
         """Write and print the final table."""
-        summary = self._recorder.summary(self._state.server)
+        summary = self._recorder.summary(self._state.server, self._round_trainer.stopped_by)
         if self.ranks.first:
             self.folder.write_summary(summary)
             method, clients = type(self.parts.algorithm).__name__, self.parts.data.num_clients

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import Timer
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
@@ -81,6 +82,24 @@ class RunOptions:
     def name(self) -> str:
         """Name of the folder that all runs of the algorithm are in."""
         return "fast_dev_run" if self.fast_dev_run else type(self.algorithm).__name__
+
+    def stops_again(self, stopped_by: str) -> bool:
+        """Return whether a callback that stopped a run is there and ends it where it stopped.
+
+        A `Timer` does not: it compares its duration, which may be longer now, when the run goes on.
+
+        Args:
+            stopped_by: State key of the callback; empty = none stopped the run.
+        """
+        return stopped_by in {each.state_key for each in self.callbacks if not isinstance(each, Timer)}
+
+    def leave_no_rounds(self, table: Mapping[str, Any]) -> bool:
+        """Return whether a run with this final table has ended, by its rounds or by a callback.
+
+        Args:
+            table: Final table of the run; empty = it has none.
+        """
+        return table.get("rounds", 0) >= self.max_rounds or self.stops_again(table.get("stopped_by", ""))
 
     def shrunk(self, num_clients: int) -> RunOptions:
         """Return the options of a trial: one round of two clients and one batch each.

@@ -73,8 +73,8 @@ class Checkpoint:
     """State of the recorder."""
     selected: SelectedRound | None = None
     """The best round so far, if one is looked for."""
-    stopped: bool = False
-    """Whether a callback asked for no more rounds."""
+    stopped_by: str = ""
+    """State key of the callback that asked for no more rounds; empty if none did."""
     hyper_parameters: Mapping[str, Any] = field(default_factory=dict)
     """Hyper-parameters of the module, as plain values."""
 
@@ -98,7 +98,7 @@ class Checkpoint:
                 "node records": vars(self.node_records),
                 "selected": None if selected is None else {**vars(selected), "state": _plain_state(selected.state)},
                 "log": dict(self.log),
-                "stopped": self.stopped,
+                "stopped by": self.stopped_by,
             },
         }
         content["sparsefl"]["checksum"] = fingerprint(content)
@@ -120,8 +120,8 @@ class Checkpoint:
         weights = torch.cat([module[name].reshape(-1).to(layout.dtype) for name in layout.names]).to(device)
         selected = own["selected"]
         run = _run_from(own["run"])
-        if type(own["stopped"]) is not bool:
-            raise TypeError("`stopped` is not a boolean")
+        if not isinstance(own["stopped by"], str):
+            raise TypeError("`stopped by` is not a string")
         identity = dict(own["identity"])
         reported = identity.pop("reported")
         if not isinstance(reported, Mapping) or not all(isinstance(name, str) for name in reported):
@@ -139,7 +139,7 @@ class Checkpoint:
             callbacks={key: unpack_plain(state, cpu) for key, state in content["callbacks"].items()},
             log=own["log"],
             selected=None if selected is None else _selected_from(selected, run, device),
-            stopped=own["stopped"],
+            stopped_by=own["stopped by"],
             hyper_parameters=content[LightningModule.CHECKPOINT_HYPER_PARAMS_KEY],
         )
 

@@ -213,16 +213,18 @@ class Recorder:
             self._pictured = state["pictured"]
             self._round_trainer.report(state["callback_metrics"])
 
-    def summary(self, server: ServerState) -> dict[str, Any]:
+    def summary(self, server: ServerState, stopped_by: str) -> dict[str, Any]:
         """Return the summary of the run: its identification, the last scores and the totals.
 
         Args:
             server: State of the server after the last round.
+            stopped_by: State key of the callback that stopped the run; empty if none did.
         """
         totals = {n: v for n, v in self._metrics.items() if n.endswith("_total")}
         summary: dict[str, Any] = {
             "algorithm": type(self.options.algorithm).__name__,
             "rounds": server.round,
+            **({"stopped_by": stopped_by} if stopped_by else {}),
             "clients": self._num_clients,
             "clients_scored": self._clients_scored,
             "seed": self.options.seed,

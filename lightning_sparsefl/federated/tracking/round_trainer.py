@@ -94,7 +94,7 @@ class RoundTrainer:
         self.callback_metrics: dict[str, Tensor] = {}
         self.progress_bar_metrics: dict[str, float] = {}
         self.current_epoch = self.global_step = 0
-        self.should_stop = False
+        self.should_stop, self._stopped_by = False, ""
         epoch_loop = SimpleNamespace(
             val_loop=SimpleNamespace(_has_run=True),
             batch_progress=SimpleNamespace(is_last_batch=False),
@@ -146,12 +146,24 @@ class RoundTrainer:
         for callback in self.callbacks:
             self._call(callback, hook, *args)
 
+    @property
+    def stopped_by(self) -> str:
+        """State key of the callback that asked for no more rounds; empty if none did."""
+        return self._stopped_by if self.should_stop else ""
+
+    @stopped_by.setter
+    def stopped_by(self, key: str) -> None:
+        self.should_stop, self._stopped_by = bool(key), key
+
     def _call(self, callback: Callback, hook: str, *args: Any) -> None:
+        goes_on = not self.should_stop
         try:
             getattr(callback, hook)(self, self.lightning_module, *args)
         except (MisconfigurationException, RuntimeError) as error:
             self._require_monitored(callback, error)
             raise
+        if goes_on and self.should_stop:
+            self._stopped_by = callback.state_key
 
     def _require_monitored(self, callback: Callback, error: Exception) -> None:
         """Raise :class:`InvalidOption` if a callback failed and monitors a metric that the round does not have."""

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch import Callback
-from lightning.pytorch.callbacks import EarlyStopping
+from lightning.pytorch.callbacks import EarlyStopping, Timer
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from lightning_sparsefl import FederatedTrainer, Federation, FedSpa
@@ -244,6 +244,21 @@ def test_a_run_that_a_callback_stopped_ends_where_it_stopped(tmp_path, monkeypat
         with pytest.raises(ZeroDivisionError):
             stopping("killed")
     assert left(stopping("killed", "last")) == whole
+
+
+def test_a_run_that_a_callback_ended_is_finished_as_long_as_the_callback_is_there(tmp_path, caplog):
+    stop = EarlyStopping("density/all", patience=1, check_on_train_epoch_end=True)
+    ended = left(fit(tmp_path, rounds=9, callbacks=[stop]))
+    assert (ended["summary"]["rounds"], ended["summary"]["stopped_by"]) == (2, stop.state_key)
+    assert left(fit(tmp_path, "last", rounds=9, callbacks=[stop])) == ended
+    assert f"has finished 2 rounds, and {stop.state_key} has stopped it; leave it out" in caplog.text
+    assert left(fit(tmp_path, "last", rounds=9)) == left(fit(tmp_path / "straight", rounds=9))
+
+
+def test_a_run_that_a_timer_ended_goes_on_with_more_time(tmp_path):
+    for limit, rounds in (({"microseconds": 1}, 1), ({"microseconds": 1}, 1), ({"days": 1}, 4)):
+        fit(tmp_path, "auto", callbacks=[Timer(limit, interval="epoch")])
+        assert newest(tmp_path) == rounds
 
 
 # ---- damage
