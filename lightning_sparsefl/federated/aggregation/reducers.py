@@ -447,6 +447,6 @@ def changes_of(update: Update, message: Message, option: str) -> Weights:
     if unknown:
         raise InvalidUpdate(
             f"`{option}` needs the difference from the received weights, but {unknown[0]!r} was not sent to the "
-            f"client; send it (`download`), or set `{option}: null`."
+            f"client; send it (`download`), or change `{option}`."
         )
     return {name: value - message.weights[name] for name, value in update.weights.items()}

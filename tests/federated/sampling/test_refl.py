@@ -9,7 +9,7 @@ from collections import Counter
 import pytest
 import torch
 
-from lightning_sparsefl import SCAFFOLD, FedAvg, FedBN, Federation, FedSpa
+from lightning_sparsefl import SCAFFOLD, FedAvg, FedBN, Federation, FedP3, FedSpa
 from lightning_sparsefl.cost import Availability, Devices
 from lightning_sparsefl.errors import InvalidOption, InvalidUpdate
 from lightning_sparsefl.federated import REFL, Candidates, CoverageMedian, Oort, Privacy, Seen, Uniform
@@ -255,6 +255,8 @@ def test_updates_with_more_than_weights_and_other_reducers_are_refused(federatio
         federation(SCAFFOLD(), federation=LATE)
     with pytest.raises(InvalidOption, match=r"REFL.* merges late updates into a mean, and the reducer is CoverageMed"):
         federation(FedAvg(), federation={**LATE, "reducer": CoverageMedian()})
+    with pytest.raises(InvalidUpdate, match=r"`federation.sampler` needs the .* 'net.6.[a-z]+' was not sent"):
+        federation(FedP3(), federation=LATE)
 
 
 def test_a_private_run_refuses_late_updates_and_traces():
