@@ -301,11 +301,17 @@ class FedLPS(FederatedAlgorithm):
     # ---- a client
 
     def train(self, message: Message, client: Client) -> Update:
-        """Train the client's part of the model and the scores that select it."""
+        """Train the client's part of the model and the scores that select it.
+
+        Raises:
+            InvalidOption: If the module does not log the bandit's metric, before the client's first training where
+                possible.
+        """
         density, first = float(message.extra["units"]["density"]), {}
         if self.ratio == "bandit" and not client.memory:
-            scored = client.evaluate({}, "train")
-            first = {_first(client.monitor): v for n, v in scored.items() if n == _as_validated(client.monitor)}
+            scored, name = client.evaluate({}, "train"), _as_validated(client.monitor)
+            if scored:  # `profile` has no scores
+                first = {_first(client.monitor): _known(scored, name, client.monitor)}
         scores = self._scores(message.weights, client) if self.pattern == "learned" else {}
         if self._changes_in_training:
             result, kept, scores = self._fit_and_choose(message, client, density, scores)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NoReturn, Protocol
 
-from lightning_sparsefl.errors import ClientFailed, SparseFLError
+from lightning_sparsefl.errors import ClientFailed, InvalidOption, SparseFLError
 from lightning_sparsefl.federated.aggregation.exact_sum import SumHeaders, merge_headers
 from lightning_sparsefl.federated.aggregation.reducers import Accumulator
 from lightning_sparsefl.federated.distributed.load_forecast import Job, LoadForecast
@@ -162,6 +162,7 @@ class RankCohort:
 
         Raises:
             ClientFailed: If a client fails, this is the only process, and failures end the run.
+            InvalidOption: If an option does not fit the work of a client, as it would not that of the others.
             Interrupted: If a signal asks to stop; the phase has left no trace then.
         """
         loads = self.forecast.loads(plan.loads) if plan.trains else plan.loads
@@ -252,7 +253,8 @@ class RankCohort:
         for order, answer in zip(orders, answers, strict=True):
             if answer.error is None:
                 continue
-            if order.task != "train" or (self.raises and self.ranks.size == 1):
+            alone = self.raises and self.ranks.size == 1
+            if order.task != "train" or alone or isinstance(answer.error, InvalidOption):
                 raise_failure(order, answer, answer.error, self.ranks.rank)
             if not isinstance(answer.error, ClientFailed):
                 traceback.print_exception(answer.error)  # it cannot travel to the other processes

@@ -16,12 +16,13 @@ import torch
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader
 
-from lightning_sparsefl import FedAvg, FederatedTrainer, Federation, FedSpa
+from lightning_sparsefl import FedAvg, FederatedTrainer, Federation, FedLPS, FedSpa
 from lightning_sparsefl.data import FederatedBlobs
 from lightning_sparsefl.errors import ClientFailed, InvalidOption, InvalidUpdate, RankFailed
 from lightning_sparsefl.federated.aggregation.reducers import Accumulator
 from lightning_sparsefl.federated.exchange import deadline
 from lightning_sparsefl.federated.exchange import failures as faults
+from lightning_sparsefl.federated.local.worker import ClientWorker
 from lightning_sparsefl.federated.sampling.draws import uniform_cohort
 from lightning_sparsefl.models import MLP
 
@@ -94,6 +95,20 @@ class Unlucky(FedAvg):
         if client.id != 3:
             return update
         return replace(update, weights={n: w / 0 for n, w in update.weights.items()})
+
+
+@pytest.mark.parametrize("ranks", [{}, FORK], ids=["one rank", "two ranks"])
+@pytest.mark.parametrize("asked", [{}, {"on_client_error": "skip"}], ids=["raise", "skip"])
+def test_an_option_that_fits_no_client_is_no_failure_of_one(asked, ranks, trainer, monkeypatch, tmp_path):
+    """FedLPS needs the metric `federation.monitor`, and asks for it before it trains."""
+    fit, trained = ClientWorker.fit, tmp_path / "trained"
+    monkeypatch.setattr(ClientWorker, "fit", lambda *args, **options: trained.touch() or fit(*args, **options))
+    run = trainer(FedLPS(), federation={"monitor": "train_f1", "local_engine": "fast", **asked}, **ranks)
+    with pytest.raises(
+        (InvalidOption, RankFailed), match=r"`federation.monitor` is 'train_f1'.* `val_f1` in validation"
+    ):
+        run.fit(mlp(), blobs())
+    assert not trained.exists()
 
 
 class Normalised(MLP):
