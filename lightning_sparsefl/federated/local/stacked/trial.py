@@ -207,7 +207,7 @@ class StackingTrial:
         """Make the module's own optimizers; raise if they cannot be stacked."""
         trainer, before = self._trainer(), self._state_of_parameters()
         trainer.fit_loop = loop = AskedLoop(trainer, None, None, 1, -1)
-        loop.max_batches = 1
+        loop.max_batches, loop.for_all = 1, True  # a scheduler asks for its first rate when it is made
         with restore_trainer_refs(self._module, ()), trainer.running():
             trainer.strategy.setup_optimizers(trainer)  # type: ignore[arg-type]
             require_elementwise(trainer)

@@ -207,6 +207,16 @@ class SchedulesByTheNumberOfSteps(Plain):
 
 
 @stacked
+class SchedulesEpochsByTheNumberOfSteps(Plain):
+    """The trial finds that the rates depend on it, so that only clients with equally many batches are a stack."""
+
+    def configure_optimizers(self):
+        optimizer = super().configure_optimizers()
+        rates = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 1 / (1 + self.global_step))
+        return [optimizer], [rates]
+
+
+@stacked
 class NormBeforeWritingActivation(Images):
     pass
 
@@ -498,11 +508,9 @@ class LowersTheRate(Plain):
 
 
 @alone("asks for the number of batches")
-class SchedulesByTheStep(Plain):
-    def configure_optimizers(self):
-        optimizer = super().configure_optimizers()
-        rates = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 1 / (1 + self.global_step))
-        return [optimizer], [rates]
+class AsksForTheNumberOfBatchesLater(Plain):
+    def training_step(self, batch, batch_idx):
+        return self.loss(batch) * (self.trainer.num_training_batches if self.current_epoch else 1)
 
 
 @alone("calls a convolution within a `torch.vmap`")
