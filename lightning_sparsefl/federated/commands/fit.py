@@ -19,6 +19,7 @@ from lightning_sparsefl.federated.distributed.ranks import Ranks
 from lightning_sparsefl.federated.distributed.signals import Interrupted
 from lightning_sparsefl.federated.exchange.plain_values import encoded
 from lightning_sparsefl.federated.rounds.cohort import RankCohort
+from lightning_sparsefl.federated.rounds.coordinator import RoundResult
 from lightning_sparsefl.federated.storage import checkpoint
 from lightning_sparsefl.federated.storage.atomic_files import raise_disk_full
 from lightning_sparsefl.federated.storage.background_write import BackgroundWrite
@@ -94,7 +95,8 @@ class Fit:
     def __init__(self, run: Run, state: RunState, resumed: Checkpoint | None) -> None:
         self.parts, self.options, self.ranks, self.scorer = run, run.options, run.ranks, run.scorer
         self._state, self._resumed = state, resumed
-        self._recorded = self._committed = 0 if resumed is None else state.server.round
+        self._committed = 0 if resumed is None else state.server.round
+        self._unrecorded = None if resumed is None else self._unrecorded_of(resumed)
         self._phase, self._writing = "the setup", BackgroundWrite()
         run.folder = self.folder = self._open_folder()
         self._loggers = self._open_loggers()
@@ -129,6 +131,17 @@ class Fit:
 
     # ---- the run folder
 
+    def _unrecorded_of(self, resumed: Checkpoint) -> RoundResult | None:
+        """Return the last round of a checkpoint if a signal came before its scores."""
+        with checkpoint.as_checkpoint_error(self.parts.resume_point.checkpoint):
+            plain = resumed.unrecorded
+            return None if plain is None else RoundResult.from_plain(plain, resumed.state)
+
+    @property
+    def _recorded(self) -> int:
+        """Number of rounds that are recorded."""
+        return self._state.server.round - (self._unrecorded is not None)
+
     def _open_folder(self) -> RunFolder:
         """Return the run folder, the same on all ranks."""
         path, resume_point = None, self.parts.resume_point
@@ -158,7 +171,7 @@ class Fit:
         if going_on and self.ranks.first:
             continue_loggers(loggers, path)
         if not loggers and self.options.logger is not False:
-            purge: dict[str, Any] = {"purge_step": self._state.server.round} if going_on else {}
+            purge: dict[str, Any] = {"purge_step": self._recorded} if going_on else {}
             loggers = [
                 TensorBoardLogger(path.parent.parent, path.parent.name, path.name, default_hp_metric=False, **purge)
             ]
@@ -174,7 +187,7 @@ class Fit:
                 warnings.filterwarnings("ignore", "Checkpoint directory .* exists and is not empty")
             self._round_trainer.call("setup", "fit")  # first, as in a Trainer: ModelCheckpoint restores its own folder
         if self.ranks.first:
-            self.folder.cut_back(self._state.server.round)
+            self.folder.cut_back(self._recorded)
             if self.parts.resume_point.folder is not None:
                 self._discard_left_over()
         hparams = hyperparameters(self.options, self.parts.data, self.parts.module)
@@ -190,11 +203,11 @@ class Fit:
             self._loggers,
             hparams,
             int(self.parts.data.num_clients),
+            recorded=self._unrecorded is None,
         )
         if self._resumed is not None:
             self._go_on(self._resumed)
-        self._stopped_by = self._round_trainer.stopped_by
-        self._states = checkpoint.callback_states(self._round_trainer.callbacks)
+        self._note_callbacks()
 
     def _discard_left_over(self) -> None:
         """Delete record files that a killed run left between a commit and its clean-up."""
@@ -217,50 +230,67 @@ class Fit:
 
     def _rounds(self) -> None:
         seen = self._round_trainer
-        seen.current_epoch = seen.global_step = self._state.server.round
+        seen.current_epoch = seen.global_step = self._recorded
         for hook in ("on_fit_start", "on_train_start"):
             seen.call(hook)
+        if self._unrecorded is not None:
+            self._record(self._unrecorded)
         while self._state.server.round < self.options.max_rounds and not seen.should_stop:
             self._round()
+        if not self._recorder.is_complete(self._state.server.round):
+            self._complete_last_round()
+            self._commit()
         self._finish_writing()
-        self._complete_last_round()
         for hook in ("on_train_end", "on_fit_end"):
             seen.call(hook)
         seen.call("teardown", "fit")
 
     def _round(self) -> None:
-        """Train, score, record and commit one round."""
+        """Train one round, and record it."""
         seen, number = self._round_trainer, self._state.server.round
         self._phase = f"round {number + 1}"
         seen.call("on_train_epoch_start")
-        last = number + 1 == self.options.max_rounds
-        scored = last or (number + 1) % self.options.check_val_every_n_round == 0
-        after = self.parts.split if scored and self.parts.federation.eval_after_training else None
+        after = self.parts.split if self._is_scored(number) and self.parts.federation.eval_after_training else None
         result = self.parts.coordinator.round(self._state, after)
-        self._state = result.state
+        self._state, self._unrecorded = result.state, result
         for index, outcome in enumerate(o for o in result.outcomes if o.status != "late"):
             seen.call("on_train_batch_start", outcome.client, index)
             seen.call("on_train_batch_end", dict(outcome.metrics), outcome.client, index)
+        self._note_callbacks()
+        self._record(result)
+
+    def _is_scored(self, number: int) -> bool:
+        """Return whether a round is evaluated; the last one always is."""
+        return number + 1 == self.options.max_rounds or (number + 1) % self.options.check_val_every_n_round == 0
+
+    def _note_callbacks(self) -> None:
+        """Note what a commit holds of the callbacks."""
+        self._stopped_by = self._round_trainer.stopped_by
+        self._states = checkpoint.callback_states(self._round_trainer.callbacks)
+
+    def _record(self, result: RoundResult) -> None:
+        """Score, record and commit a round that was trained."""
+        seen, number = self._round_trainer, self._state.server.round - 1
         self._phase = f"the evaluation of round {number + 1}"
-        scores = self.scorer.scores(self._state) if scored else None
+        last = number + 1 == self.options.max_rounds
+        scores = self.scorer.scores(self._state) if self._is_scored(number) else None
         further = {} if scores is None else self.scorer.select(self._state, scores)
         seen.global_step = number + 1
         seen.report(self._recorder.record(number, result, scores, last, further))
+        self._unrecorded = None
         if scores is not None:
             seen.call("on_validation_start")
             seen.call("on_validation_end")
         seen.call("on_train_epoch_end")
         seen.current_epoch = number + 1
+        self._note_callbacks()
         if seen.should_stop:
             self._complete_last_round()
-        self._stopped_by = seen.stopped_by
-        self._states = checkpoint.callback_states(seen.callbacks)
-        self._recorded = self._state.server.round
         if last or seen.should_stop or (number + 1) % self.parts.federation.checkpoint_every_n_rounds == 0:
             self._commit()
 
     def _complete_last_round(self) -> None:
-        """Score and picture the last round even if a callback stopped the run."""
+        """Score and picture the last round, which a callback has stopped the run after."""
         if self._recorder.scored != self._state.server.round:
             self._phase = f"the evaluation of round {self._state.server.round}"
             scores = self.scorer.scores(self._state)
@@ -323,18 +353,19 @@ class Fit:
             log=self._recorder.state_dict(),
             selected=self.scorer.selected,
             stopped_by=self._stopped_by,
+            unrecorded=None if self._unrecorded is None else self._unrecorded.to_plain(),
             hyper_parameters=checkpoint.plain_hparams(self.parts.module),
         )
 
     # ---- ends
 
     def _fail(self, error: BaseException) -> None:
-        """Commit the last recorded round after a signal, say what is kept, and notify callbacks and loggers.
+        """Commit the last trained round after a signal, say what is kept, and notify callbacks and loggers.
 
-        A round whose evaluation was interrupted is dropped, since its scores and callbacks are missing.
+        A round whose evaluation was interrupted is recorded when the run goes on.
         """
         if isinstance(error, Interrupted):
-            if self._recorded == self._state.server.round > self._committed:
+            if self._state.server.round > self._committed:
                 self._commit()
             self._finish_writing()
         else:

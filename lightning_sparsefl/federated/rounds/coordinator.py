@@ -6,6 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from lightning.fabric.utilities.rank_zero import rank_zero_info
 
@@ -32,6 +33,20 @@ class RoundResult:
     """Outcomes of all participants, those that were late or failed included, by client."""
     metrics: Mapping[str, float]
     """The round's logged keys, besides scores and the ledger's."""
+
+    def to_plain(self) -> dict[str, Any]:
+        """Return what is logged of the round, as plain values."""
+        return {"outcomes": [outcome.to_plain() for outcome in self.outcomes], "metrics": dict(self.metrics)}
+
+    @classmethod
+    def from_plain(cls, plain: Mapping[str, Any], state: RunState) -> RoundResult:
+        """Restore a round.
+
+        Args:
+            plain: Values from :meth:`to_plain`.
+            state: State after the round.
+        """
+        return cls(state, [Outcome.from_plain(outcome) for outcome in plain["outcomes"]], dict(plain["metrics"]))
 
 
 class Coordinator:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 from lightning_sparsefl.cost import Charge
@@ -53,6 +53,20 @@ class Outcome:
         """Metrics of the local fit, with the simulated time as ``seconds``, for the algorithm."""
         simulated = self.simulated_seconds
         return {**self.metrics} if simulated is None else {**self.metrics, "seconds": simulated}
+
+    def to_plain(self) -> dict[str, Any]:
+        """Return what is logged of the outcome, as plain values."""
+        return asdict(replace(self, record=None, pending=None))
+
+    @classmethod
+    def from_plain(cls, plain: Mapping[str, Any]) -> Outcome:
+        """Restore an outcome.
+
+        Args:
+            plain: Values from :meth:`to_plain`.
+        """
+        charge = plain["charge"]
+        return cls(**{**plain, "charge": None if charge is None else Charge(**charge)})
 
 
 def longest(outcomes: Iterable[Outcome]) -> float:

@@ -75,6 +75,8 @@ class Checkpoint:
     """The best round so far, if one is looked for."""
     stopped_by: str = ""
     """State key of the callback that asked for no more rounds; empty if none did."""
+    unrecorded: Mapping[str, Any] | None = None
+    """What is logged of the last round, as plain values, if a signal came before its scores; None = it is recorded."""
     hyper_parameters: Mapping[str, Any] = field(default_factory=dict)
     """Hyper-parameters of the module, as plain values."""
 
@@ -99,6 +101,7 @@ class Checkpoint:
                 "selected": None if selected is None else {**vars(selected), "state": _plain_state(selected.state)},
                 "log": dict(self.log),
                 "stopped by": self.stopped_by,
+                "unrecorded": self.unrecorded,
             },
         }
         content["sparsefl"]["checksum"] = fingerprint(content)
@@ -140,6 +143,7 @@ class Checkpoint:
             log=own["log"],
             selected=None if selected is None else _selected_from(selected, run, device),
             stopped_by=own["stopped by"],
+            unrecorded=own["unrecorded"],
             hyper_parameters=content[LightningModule.CHECKPOINT_HYPER_PARAMS_KEY],
         )
 

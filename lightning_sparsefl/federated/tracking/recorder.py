@@ -36,6 +36,7 @@ class Recorder:
         loggers: Loggers of the run.
         hparams: Hyper-parameters of the run.
         num_clients: Number of clients of the run.
+        recorded: Whether the last round of the run is recorded; if not, its scores are dropped and logged again.
     """
 
     def __init__(
@@ -49,11 +50,13 @@ class Recorder:
         loggers: Sequence[Logger],
         hparams: Mapping[str, Any],
         num_clients: int,
+        recorded: bool = True,
     ) -> None:
         self.folder, self.options, self.loggers = folder, options, loggers
         self._writes, self._ledger, self._records, self._round_trainer = writes, ledger, records, round_trainer
         self._num_clients = num_clients
-        self._boards = Boards(loggers, hparams, declared=_was_scored(folder), sent=kilobytes(ledger.totals))
+        sent = kilobytes(ledger.totals) - (not recorded)
+        self._boards = Boards(loggers, hparams, declared=_was_scored(folder), sent=sent)
         self.scored = 0
         """Number of finished rounds at the last evaluation."""
         self._pictured = 0
@@ -90,12 +93,15 @@ class Recorder:
         self._metrics = {**result.metrics, **self._ledger.round_totals(number), **self._ledger.totals}
         scored = {} if scores is None else self._scored(scores)
         metrics = {**self._metrics, **scored, **(further or {})}
+        every = self.options.federation.pictures_every_n_rounds
+        pictured = last or bool(every and (number + 1) % every == 0)
+        self._pictured = number + 1 if pictured else self._pictured
         if self._writes:
-            self._write(number, metrics, result, scores, last)
+            self._write(number, metrics, result, scores, pictured)
         return metrics
 
     def _write(
-        self, number: int, metrics: Mapping[str, float], result: RoundResult, scores: Scores | None, last: bool
+        self, number: int, metrics: Mapping[str, float], result: RoundResult, scores: Scores | None, pictured: bool
     ) -> None:
         if scores is not None:
             self._boards.declare(self._scores, self._metrics)
@@ -103,14 +109,13 @@ class Recorder:
         self.folder.metrics.append([{"round": number, **metrics}])
         self.folder.clients.append(_client_rows(number, result.outcomes, scores, self._ledger.counts_flops))
         self._log(number, metrics)
-        every = self.options.federation.pictures_every_n_rounds
-        if last or (every and (number + 1) % every == 0):
+        if pictured:
             self._picture(result.state.server)
         self._save()
 
     def _picture(self, server: ServerState) -> None:
         """Write the overlaps of masks and the pictures of the last recorded round."""
-        self._pictured, number, overlaps = server.round, server.round - 1, self._overlaps()
+        number, overlaps = server.round - 1, self._overlaps()
         if overlaps is not None:
             self.folder.overlaps.append(overlap_rows(*overlaps, number))
         if self._boards and self.options.federation.pictures_every_n_rounds:
@@ -160,6 +165,15 @@ class Recorder:
         if self._writes and self._pictured != server.round:
             self._picture(server)
             self._save()
+        self._pictured = server.round
+
+    def is_complete(self, rounds: int) -> bool:
+        """Return whether the last round has its scores, overlaps and pictures.
+
+        Args:
+            rounds: Number of finished rounds.
+        """
+        return self.scored == self._pictured == rounds
 
     def _scored(self, scores: Scores) -> dict[str, float]:
         """Return what is logged of the scores that were stored last."""

@@ -3,10 +3,12 @@
 import os
 import signal
 import threading
+from collections import Counter
 from pathlib import Path
 
 import pytest
 import torch
+from lightning.pytorch import Callback
 
 from helpers.networks import Classifier
 from lightning_sparsefl import SNIP, FedAvg, FederatedTrainer, Federation
@@ -16,6 +18,7 @@ from lightning_sparsefl.federated.commands.export import _Job
 from lightning_sparsefl.federated.commands.run import Run
 from lightning_sparsefl.federated.local.node import Node
 from lightning_sparsefl.federated.storage.checkpoint import load_checkpoint
+from lightning_sparsefl.testing.contents import last_contents
 
 
 @pytest.fixture(autouse=True)
@@ -32,25 +35,32 @@ def python_s_handler():
 def command(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
-    def run(verb="fit", ckpt_path=None, algorithm=None, every=1, **asked):
+    def run(verb="fit", ckpt_path=None, algorithm=None, every=1, store="ram", asked=None, **options):
+        federation = {"finetune_epochs": 1, "checkpoint_every_n_rounds": every, "store": store}
         trainer = FederatedTrainer(
             algorithm=algorithm or FedAvg(),
-            federation=Federation(clients_per_round=2, finetune_epochs=1, checkpoint_every_n_rounds=every),
+            federation=Federation(clients_per_round=2, **federation),
             accelerator="cpu",
             max_rounds=3,
             logger=False,
             enable_progress_bar=False,
+            **options,
         )
         data = FederatedBlobs(num_clients=3, num_classes=4, dim=8, num_train=90, batch_size=8, eval_split="test")
         torch.manual_seed(0)
-        return getattr(trainer, verb)(Classifier(), data, ckpt_path, **asked)
+        return getattr(trainer, verb)(Classifier(), data, ckpt_path, **(asked or {}))
 
     return run
 
 
 FOLDER = Path("runs/FedAvg/version_0")
 FIT = {
-    "in an evaluation": ("_score", 5, 1, "in the evaluation of round 2: 1 of 3 rounds are committed"),
+    "in an evaluation": (
+        "_score",
+        5,
+        2,
+        "in the evaluation of round 2: 2 of 3 rounds are committed; `--ckpt_path {}` goes",
+    ),
     "in round 1": ("_train", 2, 0, "in round 1: no round is committed; `--ckpt_path {}` starts the run over"),
     "in round 3": ("_train", 5, 2, "in round 3: 2 of 3 rounds are committed; `--ckpt_path {}` goes on"),
     "in fine-tuning": ("_finetune", 2, 3, "in fine-tuning: 3 of 3 rounds are committed; `--ckpt_path {}` goes on"),
@@ -74,14 +84,63 @@ def test_a_run_says_how_many_rounds_are_committed_and_goes_on(where, command, ca
     assert first == second
 
 
-@pytest.mark.slow
-def test_a_round_without_its_evaluation_is_not_committed(command, caplog, monkeypatch):
+FORK = {"devices": 2, "strategy": "client_parallel_fork"}
+
+
+class Counts(Callback):
+    """Counts what a round calls, in a checkpoint too."""
+
+    def __init__(self):
+        self.calls = Counter()
+        for hook in ("on_train_epoch_start", "on_train_batch_end", "on_validation_end", "on_train_epoch_end"):
+            setattr(self, hook, lambda *_, hook=hook: self.calls.update([hook]))
+
+    def state_dict(self):
+        return dict(self.calls)
+
+    def load_state_dict(self, state):
+        self.calls = Counter(state)
+
+
+@pytest.mark.slow_after_first
+@pytest.mark.parametrize("ranks", [{}, FORK], ids=["one rank", "two ranks"])
+@pytest.mark.parametrize("store", ["ram", "disk"])
+def test_an_evaluation_that_a_signal_ends_is_made_when_the_run_goes_on(ranks, store, command, monkeypatch):
+    """Also between two commits, and in a second signal of the same evaluation; no round is trained again."""
+    options = {"every": 3, "store": store, "callbacks": [Counts()], **ranks}
     with monkeypatch.context() as patch:
-        press_at(patch, Node, "_score", 5)
-        with pytest.raises(KeyboardInterrupt):
-            command(every=3)
-    assert "SIGINT in the evaluation of round 2: no round is committed" in caplog.text
-    assert command(ckpt_path="last", every=3) == command(every=3)
+        for _ in range(2):
+            with pytest.MonkeyPatch.context() as pressing:
+                press_in_the_evaluation_of_the_second_round(pressing)
+                with pytest.raises(KeyboardInterrupt):
+                    command(ckpt_path="auto", **options)
+            assert load_checkpoint(FOLDER / "checkpoints/last.ckpt")["epoch"] == 2
+            patch.setattr(Node, "_train", never_before_the_third_round(Node._train))
+        summary = command(ckpt_path="last", **options)
+    assert summary == command(**{**options, "callbacks": [Counts()]})
+    straight = FOLDER.with_name("version_1")
+    assert last_contents(FOLDER) == last_contents(straight)
+    for name in ("metrics.csv", "clients.csv"):
+        assert untimed(FOLDER / name) == untimed(straight / name)
+
+
+def press_in_the_evaluation_of_the_second_round(patch):
+    score = Node._score
+
+    def pressed(self, order, record):
+        if order.round == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+        return score(self, order, record)
+
+    patch.setattr(Node, "_score", pressed)
+
+
+def never_before_the_third_round(train):
+    def trained(self, order, record):
+        assert order.round == 2
+        return train(self, order, record)
+
+    return trained
 
 
 def press_at(patch, kind, method, call):
@@ -126,7 +185,7 @@ def test_commands_that_write_nothing_say_so(verb, method, command, caplog, monke
     press_at(monkeypatch, Node, method, 1)
     asked = {"client": 1, "round": 2} if verb == "replay" else {}
     with pytest.raises(KeyboardInterrupt):
-        command(verb, ckpt_path=str(FOLDER), **asked)
+        command(verb, ckpt_path=str(FOLDER), asked=asked)
     assert f"SIGINT: nothing is written; {FOLDER} is as it was." in caplog.text
     assert before == {path: path.read_bytes() for path in FOLDER.rglob("*") if path.is_file()}
 
@@ -136,7 +195,7 @@ def test_an_export_lists_its_complete_files(method, kept, command, caplog, monke
     command()
     press_at(monkeypatch, _Job, method, 1)
     with pytest.raises(KeyboardInterrupt):
-        command("export", check=True)
+        command("export", asked={"check": True})
     assert f"SIGINT: {kept}" in caplog.text
     files = sorted(path.name for path in FOLDER.glob("export/global/*"))
     assert files == (["model.ckpt", "model.safetensors"] if method == "_score" else [])
