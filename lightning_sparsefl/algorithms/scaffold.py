@@ -31,6 +31,7 @@ from lightning_sparsefl.federated.algorithm import FederatedAlgorithm
 from lightning_sparsefl.federated.client import Client
 from lightning_sparsefl.federated.fleet import Fleet
 from lightning_sparsefl.sparse.masks import subtract
+from lightning_sparsefl.sparse.moments import wide
 from lightning_sparsefl.types import ClientView, CostFacts, Costs, Merged, Message, ServerState, Update, Weights
 
 
@@ -96,7 +97,7 @@ class SCAFFOLD(FederatedAlgorithm):
 
     def profile_state(self, server: ServerState, round: int) -> ServerState:
         """Return the state with control variates that are not 0 after the first round, so that they have a size."""
-        control = {name: value + 1 if round else value for name, value in server.extra["control"].items()}
+        control = {name: wide(value) + 1 if round else value for name, value in server.extra["control"].items()}
         return replace(server, round=round, extra={**server.extra, "control": control})
 
     def costs(self, facts: CostFacts) -> Costs:

@@ -296,7 +296,7 @@ class FederatedTrainer:  # long because LightningCLI reads every option from its
         check_data(data, self.federation)
         check_module(model)
         try:
-            result = profile(self.options, model, data)
+            result = profile(self.options, model, data, self.fabric.strategy.precision)
         except KeyboardInterrupt:
             rank_zero_info(f"SIGINT: {kept_by_command('profile', None)}")
             raise

@@ -23,6 +23,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
+from lightning.fabric.plugins import Precision
 from lightning.pytorch import Callback, LightningModule
 
 from lightning_sparsefl.callbacks import StepMeter
@@ -146,7 +147,7 @@ class SimulatedWorker:
                 meter.count({"lr": 1.0})
         weights = {**self.initial, **weights}
         masks = masks if units is None else intersect(masks, unit_masks(self.units, units, weights))
-        moved = {n: torch.where(trainable[n], w + 1e-3, w) if n in trainable else w + 1e-3 for n, w in weights.items()}
+        moved = {n: torch.where(trainable[n], _step(w), w) if n in trainable else _step(w) for n, w in weights.items()}
         return FitResult(weights=apply(moved, masks), metrics={}, steps=1, callbacks=callbacks)
 
     def gradient(self, client: Client, weights: Weights) -> Weights:
@@ -157,7 +158,7 @@ class SimulatedWorker:
             weights: Ignored.
         """
         names = [name for name in self.layout.names if name not in self.layout.buffers]
-        return {name: torch.randn(self.layout.shapes[name], generator=self._rng) for name in names}
+        return {n: torch.randn(self.layout.shapes[n], generator=self._rng).to(self.layout.dtypes[n]) for n in names}
 
     def evaluate(self, client: Client, weights: Weights, split: Split) -> Mapping[str, float]:
         """Return scores that are the highest possible whatever their name, since there is no data.
@@ -170,6 +171,11 @@ class SimulatedWorker:
             split: Ignored.
         """
         return _HighestScores()
+
+
+def _step(weight: torch.Tensor) -> torch.Tensor:
+    """Return a tensor after a small step, which is not lost to rounding in half precision either."""
+    return weight + 1e-3 + 2 * torch.finfo(weight.dtype).eps * weight.abs()
 
 
 class _HighestScores(dict[str, float]):
@@ -236,7 +242,7 @@ def _cell(costs: Mapping[str, Mapping[str, float]], column: str, key: str, unit:
     return NOT_COUNTED if key == "flops" and column != "wire" else ""
 
 
-def profile(options: RunOptions, module: LightningModule, data: Any) -> Profile:
+def profile(options: RunOptions, module: LightningModule, data: Any, precision: Precision) -> Profile:
     """Estimate the costs of a run; nothing is written.
 
     Args:
@@ -244,13 +250,14 @@ def profile(options: RunOptions, module: LightningModule, data: Any) -> Profile:
         module: Module of the user; it is not changed.
         data: Data module of the clients. With `sample_shape`, `batch_size` and `client_sizes`, its data need not be on
             disk.
+        precision: Precision of the run.
 
     Raises:
         InvalidOption: If the data module has no batch size or no numbers of training samples of the clients.
     """
     bar = next((each for each in options.callbacks if isinstance(each, RoundProgressBar)), None)
     phases = PhaseProgress(shown=False) if bar is None else bar.phases
-    simulation = _Simulation(options, module, data, phases)
+    simulation = _Simulation(options, module, data, precision, phases)
     algorithm, server = options.algorithm, simulation.server
     first, last = simulation.first, options.max_rounds
     scheduled = type(algorithm).profile_state is not FederatedAlgorithm.profile_state
@@ -385,14 +392,18 @@ class _Simulation:
         options: Options of the run.
         module: Module of the user; it is not changed.
         data: Data module of the clients.
+        precision: Precision of the run.
         phases: Progress of the simulation.
     """
 
-    def __init__(self, options: RunOptions, module: LightningModule, data: Any, phases: PhaseProgress) -> None:
+    def __init__(
+        self, options: RunOptions, module: LightningModule, data: Any, precision: Precision, phases: PhaseProgress
+    ) -> None:
         self._phases = phases
         federation, seed, sizes = options.federation, options.seed, _nominal_sizes(data)
         module = copy.deepcopy(module)
         options.algorithm.adapt(module)
+        precision.convert_module(module)
         flat = FlatModule(module)
         weights, layout, device = flat.read(), flat.layout, flat.vector.device
         known = (lambda: units_of(module, data), norms_of(module), getattr(module, "exits", {}), embeddings_of(module))

@@ -127,6 +127,17 @@ def test_a_profile_says_what_a_run_is_charged(name: str, tmp_path, capsys):
         assert_all_but_the_metrics_is_predicted(run, charged, client_rounds=40)
 
 
+@pytest.mark.slow_after_first("precision")
+@pytest.mark.parametrize("algorithm", [FedAvg(), SCAFFOLD()], ids=lambda a: type(a).__name__)
+@pytest.mark.parametrize("precision", ["bf16-true", "64-true"])
+def test_weights_are_charged_in_the_precision_of_the_run(precision, algorithm, tmp_path, capsys):
+    fleet = trainer(algorithm, tmp_path, max_rounds=2, precision=precision)
+    run = fleet.profile(mlp(), digits()).content["run"]
+    charged = fleet.fit(mlp(), digits())
+    assert run["wire"]["downlink_bytes"] == pytest.approx(charged["comm/downlink_bytes_total"], rel=0.001)
+    assert run["wire"]["uplink_bytes"] + 10 * METRICS == pytest.approx(charged["comm/uplink_bytes_total"], rel=0.02)
+
+
 def test_capacities_of_each_round_are_those_of_the_run(tmp_path, capsys):
     """The costs of the papers and the FLOPs; masks are sent anew where the capacity has changed, which costs more."""
     redrawn = Federation(clients_per_round=5, capacities=[0.25, 0.5, 1.0], redraw_capacities=True)
