@@ -7,9 +7,10 @@ from dataclasses import replace
 
 import torch
 
-from lightning_sparsefl.errors import InvalidOption
+from lightning_sparsefl.errors import InvalidOption, require
 from lightning_sparsefl.federated.client import Client, Split
 from lightning_sparsefl.federated.fleet import Fleet
+from lightning_sparsefl.report.measures.direction import higher_is_better
 from lightning_sparsefl.sparse.density import listed
 from lightning_sparsefl.sparse.masks import counts, dense_like
 from lightning_sparsefl.sparse.prune import shrink
@@ -45,6 +46,16 @@ def masks_of(server: ServerState, view: ClientView) -> Masks:
     """
     masks: Masks = server.masks or view.shared.get("masks", server.extra["first_masks"])
     return masks
+
+
+def require_rising(metric: str) -> None:
+    """Raise :class:`InvalidOption` if the score that must be exceeded is one that falls as a model improves.
+
+    Args:
+        metric: Name of the score, option `metric` of a method.
+    """
+    expected = "a score that rises as a model improves, such as 'val_acc'"
+    require(higher_is_better(metric), "algorithm.metric", metric, expected)
 
 
 def score(client: Client, weights: Weights, split: Split, metric: str) -> float:

@@ -89,6 +89,7 @@ class Hermes(FederatedAlgorithm):
         require(0 < self.density <= 1, "algorithm.density", self.density, "a number in (0, 1]")
         require(0 <= self.step < 1, "algorithm.step", self.step, "a number in [0, 1)")
         require(self.penalty >= 0, "algorithm.penalty", self.penalty, "a number >= 0")
+        personal.require_rising(self.metric)
 
     def init(self, weights: Weights, fleet: Fleet) -> ServerState:
         """Start with whole models."""

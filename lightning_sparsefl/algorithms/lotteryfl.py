@@ -72,6 +72,7 @@ class LotteryFL(FederatedAlgorithm):
         check_choices(self, "algorithm.")
         require(0 < self.density <= 1, "algorithm.density", self.density, "a number in (0, 1]")
         require(0 <= self.step < 1, "algorithm.step", self.step, "a number in [0, 1)")
+        personal.require_rising(self.metric)
 
     def init(self, weights: Weights, fleet: Fleet) -> ServerState:
         """Start with dense masks."""

@@ -113,6 +113,7 @@ class SubFedAvg(FederatedAlgorithm):
             require(getattr(self, name) >= 0, f"algorithm.{name}", getattr(self, name), "a number >= 0")
         floors = bool(self.min_channels) and min(self.min_channels) >= 1
         require(floors, "algorithm.min_channels", self.min_channels, "one or more whole numbers >= 1")
+        personal.require_rising(self.metric)
 
     def init(self, weights: Weights, fleet: Fleet) -> ServerState:
         """Start with dense masks."""

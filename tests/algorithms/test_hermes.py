@@ -39,6 +39,7 @@ def train(method, message=None, score=0.9, memory=None, trained=TRAINED):
         ({"step": 1}, r"`algorithm.step` is 1; expected a number in \[0, 1\)"),
         ({"penalty": -1.0}, "`algorithm.penalty` is -1.0; expected a number >= 0"),
         ({"gate": "test"}, "`algorithm.gate` is 'test'; expected one of 'val', 'train'"),
+        ({"metric": "val_loss"}, "`algorithm.metric` is 'val_loss'; expected a score that rises as a model improves"),
     ],
 )
 def test_options_outside_their_range_are_refused(options, message):

@@ -36,6 +36,7 @@ def dropped(masks):
         ({"gate": "test"}, "`algorithm.gate` is 'test'; expected one of 'val', 'train'"),
         ({"merge": "sum"}, "`algorithm.merge` is 'sum'; expected one of 'count', 'mean'"),
         ({"min_score": "high"}, "algorithm.min_score"),
+        ({"metric": "val_loss"}, "`algorithm.metric` is 'val_loss'; expected a score that rises as a model improves"),
     ],
 )
 def test_options_outside_their_range_are_refused(options, message):

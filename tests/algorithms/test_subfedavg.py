@@ -43,6 +43,7 @@ def dropped(update):
         ({"last_step": "long"}, "`algorithm.last_step` is 'long'"),
         ({"votes": "all"}, "`algorithm.votes` is 'all'"),
         ({"min_score": "high"}, "algorithm.min_score"),
+        ({"metric": "val_loss"}, "`algorithm.metric` is 'val_loss'; expected a score that rises as a model improves"),
     ],
 )
 def test_options_outside_their_range_are_refused(options, message):
