@@ -287,11 +287,11 @@ def test_a_crash_after_training_leaves_the_last_checkpoint(trainer, monkeypatch)
 
     save, calls = checkpoint.save, []
 
-    def full_disk(path, data):
+    def full_disk(path, data, again):
         calls.append(path)
         if len(calls) == 2:
             raise OSError(28, "No space left on device")
-        save(path, data)
+        save(path, data, again)
 
     monkeypatch.setattr(checkpoint, "save", full_disk)
     module = MLP(num_classes=4, sample_shape=(1, 1, 8))

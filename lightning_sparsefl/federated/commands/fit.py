@@ -313,20 +313,21 @@ class Fit:
         self._finish_writing()
         records = commit_together(self._stores, self.folder.checkpoints / checkpoint.CLIENTS, self._state.server.round)
         if self.ranks.first:
-            self._writing.start(lambda: self._prepared(records))
+            again = self._committed == self._state.server.round  # with the scores that a signal had come before
+            self._writing.start(lambda: self._prepared(records, again))
         self._committed = self._state.server.round
 
     def _finish_writing(self) -> None:
         """Wait until the last commit is on the disk; an error is raised on all ranks."""
         self.ranks.share(self._writing.finish if self.ranks.first else lambda: None)
 
-    def _prepared(self, records: list[StoredRecords]) -> Callable[[], None]:
+    def _prepared(self, records: list[StoredRecords], again: bool) -> Callable[[], None]:
         """Return a function that writes the checkpoint as it is now."""
         folder = self.folder.checkpoints
         data = encoded(self._checkpoint(records, self._states).to_plain())
 
         def write() -> None:
-            checkpoint.save(folder / checkpoint.LAST, data)
+            checkpoint.save(folder / checkpoint.LAST, data, again)
             for store in self._stores:
                 store.discard_unreferenced(folder / checkpoint.CLIENTS)
 

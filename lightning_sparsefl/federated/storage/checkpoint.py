@@ -406,11 +406,12 @@ def _difference(theirs: Any, ours: Any) -> tuple[Any, Any]:
     return theirs, ours
 
 
-def save(path: Path, data: bytes) -> None:
-    """Write a checkpoint, whole or not at all, and keep the one that it replaces.
+def save(path: Path, data: bytes, again: bool = False) -> None:
+    """Write a checkpoint, whole or not at all, and keep the one of the commit before.
 
     Args:
         path: The file.
         data: Encoded content from :meth:`Checkpoint.to_plain`.
+        again: Whether it replaces one of the same round, so that the commit before is kept already.
     """
-    write_bytes_atomically(path, data, keep=path.with_name(PREVIOUS))
+    write_bytes_atomically(path, data, keep=None if again else path.with_name(PREVIOUS))

@@ -76,7 +76,8 @@ class MemoryStore(RecordStore):
 
     def conclude(self, parts: Sequence[_Part], folder: Path, round: int) -> StoredRecords:
         """Note which files hold which versions; see :class:`RecordStore`."""
-        self._files_before = files_of(self._index, self.name)
+        if not any(round == place[0] for places in self._index.values() for place in places.values()):
+            self._files_before = files_of(self._index, self.name)  # else the same round is committed again
         for rank, part in enumerate(parts):
             for client, versions in part.versions.items():
                 self._index.setdefault(client, {}).update({version: [round, rank] for version in versions})

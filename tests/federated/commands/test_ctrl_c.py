@@ -1,5 +1,6 @@
 """Ctrl-C before the first round, in a round, in an evaluation, in fine-tuning and in other commands: what is kept."""
 
+import csv
 import os
 import signal
 import threading
@@ -11,7 +12,7 @@ import torch
 from lightning.pytorch import Callback
 
 from helpers.networks import Classifier
-from lightning_sparsefl import SNIP, FedAvg, FederatedTrainer, Federation
+from lightning_sparsefl import SNIP, Ditto, FedAvg, FederatedTrainer, Federation
 from lightning_sparsefl.data import FederatedBlobs
 from lightning_sparsefl.federated.commands import profile as profiling
 from lightning_sparsefl.federated.commands.export import _Job
@@ -122,6 +123,26 @@ def test_an_evaluation_that_a_signal_ends_is_made_when_the_run_goes_on(ranks, st
     assert last_contents(FOLDER) == last_contents(straight)
     for name in ("metrics.csv", "clients.csv"):
         assert untimed(FOLDER / name) == untimed(straight / name)
+
+
+@pytest.mark.parametrize("store", ["ram", "disk"])
+def test_the_commit_before_is_kept_where_a_round_is_committed_again(store, command, monkeypatch):
+    options, folder = {"algorithm": Ditto(), "store": store}, Path("runs/Ditto/version_0")
+    with monkeypatch.context() as patch:
+        press_at(patch, Node, "_score", 8)
+        with pytest.raises(KeyboardInterrupt):
+            command(**options)
+    command(ckpt_path="last", **options)
+    epochs = [load_checkpoint(folder / f"checkpoints/{name}.ckpt")["epoch"] for name in ("previous", "last")]
+    assert epochs == [2, 3]
+    again = command("replay", ckpt_path=str(folder), asked={"client": trained_in(folder, 2)[0], "round": 2}, **options)
+    assert again.round == 2
+
+
+def trained_in(folder, number):
+    with (folder / "clients.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    return [int(row["client"]) for row in rows if (row["round"], row["trained"]) == (str(number), "1")]
 
 
 def press_in_the_evaluation_of_the_second_round(patch):

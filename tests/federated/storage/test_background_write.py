@@ -62,9 +62,9 @@ def held(monkeypatch):
     """An event that checkpoints wait for before they are written, and whether each has seen it."""
     event, save, waited = threading.Event(), checkpoint.save, []
 
-    def waiting(path, data):
+    def waiting(path, data, again):
         waited.append(event.wait(PATIENCE))
-        save(path, data)
+        save(path, data, again)
 
     monkeypatch.setattr(checkpoint, "save", waiting)
     return event, waited
@@ -97,10 +97,10 @@ def test_a_commit_is_written_while_the_next_round_trains(held, federation, tmp_p
 def test_a_commit_that_fails_ends_the_run_before_the_next_one(devices, federation, tmp_path, monkeypatch):
     save = checkpoint.save
 
-    def full(path, data):
+    def full(path, data, again):
         if path.exists():
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        save(path, data)
+        save(path, data, again)
 
     monkeypatch.setattr(checkpoint, "save", full)
     with pytest.raises((DiskFull, RankFailed), match="No space left"):  # whichever rank is heard first

@@ -212,7 +212,7 @@ def test_the_final_table_needs_no_pictures(tmp_path):
 def test_a_run_killed_before_its_first_commit_is_written_starts_over(straight, tmp_path, monkeypatch):
     """What it has recorded of the round, in tables and in TensorBoard, is not there twice."""
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, "save", lambda path, data: time.sleep(PATIENCE))
+        patch.setattr(checkpoint, "save", lambda *_: time.sleep(PATIENCE))
         killed(tmp_path, "inside a stack")
     assert not list(tmp_path.rglob("last.ckpt"))
     assert left(fit(tmp_path, "auto")) == left(straight)
