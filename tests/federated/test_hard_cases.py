@@ -503,3 +503,11 @@ def test_a_warning_of_every_batch_is_shown_once(trainer):
     said = [str(warning.message) for warning in caught if " samples" in str(warning.message)]
     assert said == ["no positive samples", "no negative samples"]
     assert {warning.filename for warning in caught if " samples" in str(warning.message)} == {__file__}
+
+
+@pytest.mark.parametrize("engine", ["fast", "stacked"])
+@pytest.mark.parametrize("option", ["limit_train_batches", "limit_val_batches"])
+def test_a_fraction_of_less_than_one_batch_is_refused_by_its_option(option, engine, trainer):
+    run = trainer(federation={"local_engine": engine}, **{option: 0.01})
+    with pytest.raises(InvalidOption, match=rf"`trainer.{option}` is 0.01, less than one of a client's \d+ batch"):
+        run.fit(mlp(), blobs())

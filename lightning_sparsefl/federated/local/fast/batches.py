@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -35,6 +36,30 @@ def _read(loader: DataLoader[Any], examples: Examples) -> Iterator[Any]:
     order = order.to(examples.labels.device)
     for indices in order.split(loader.batch_sampler.batch_size)[: len(loader)]:  # type: ignore[union-attr]
         yield examples.__getitems__(indices)
+
+
+def num_batches(stage: RunningStage, length: int | float, limit: int | float) -> int:
+    """Return the number of batches of a pass, by the rules of Lightning.
+
+    Args:
+        stage: Stage that the batches are for.
+        length: Number of batches of the loader.
+        limit: Limit on the batches: a number (int), or a fraction (float) of them.
+
+    Raises:
+        InvalidOption: If the fraction is less than one batch.
+
+    Example:
+        >>> num_batches(RunningStage.TRAINING, 3, 2), num_batches(RunningStage.TRAINING, 3, 0.5)
+        (2, 1)
+    """
+    if isinstance(limit, float) and 0 < limit * length < 1:
+        raise InvalidOption(
+            f"`trainer.limit_{stage.dataloader_prefix}_batches` is {limit}, less than one of a client's {length} "
+            f"{'batch' if length == 1 else 'batches'}; expected a whole number, or a fraction of at least "
+            f"{math.ceil(100 / length) / 100}."
+        )
+    return int(_parse_num_batches(stage, length, limit))
 
 
 class OneBatch:
@@ -74,7 +99,7 @@ class BatchIterator:
         if not isinstance(loader, DataLoader):
             iter(loader)  # Lightning calls `iter` once more, which may draw random numbers
         _auto_add_worker_init_fn(loader, 0)
-        self.loader, self.length = loader, int(_parse_num_batches(stage, len(loader), limit))
+        self.loader, self.length = loader, num_batches(stage, len(loader), limit)
         self._trainer, self._plugin, self._hooks = trainer, trainer.precision_plugin, trainer.hooks
         self._iterator: Iterator[Any] = iter(())
         self._fetched = 0

@@ -6,12 +6,11 @@ from typing import Any
 
 import torch
 from lightning.pytorch.loops.utilities import _verify_dataloader_idx_requirement
-from lightning.pytorch.trainer.connectors.data_connector import _parse_num_batches
 from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities.model_helpers import _ModuleMode
 
 from lightning_sparsefl.federated.local.fast.batch_scores import BatchScore, batch_score, metrics_of
-from lightning_sparsefl.federated.local.fast.batches import BatchIterator
+from lightning_sparsefl.federated.local.fast.batches import BatchIterator, num_batches
 from lightning_sparsefl.federated.local.fast.divisible import Traces, batches_of
 from lightning_sparsefl.federated.local.fast.results import Calls, FastResults
 from lightning_sparsefl.federated.local.fast.steps import AutomaticStep, ManualStep, StepCaller, step_schedulers
@@ -140,7 +139,7 @@ class PartLoop(EvalLoop):
         limit = getattr(self._trainer, f"limit_{self._stage.dataloader_prefix}_batches")
         if self.batches is None and limit != 0:
             number, count = self._part
-            total = int(_parse_num_batches(self._stage, len(self._loader), limit))
+            total = num_batches(self._stage, len(self._loader), limit)
             self._first, last = total * number // count, total * (number + 1) // count
             part = batches_of(self._loader, self._first, last)
             self.batches = BatchIterator(self._trainer, part, self._stage, last - self._first)

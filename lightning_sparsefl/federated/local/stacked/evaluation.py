@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
-from lightning.pytorch.trainer.connectors.data_connector import _parse_num_batches
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from lightning.pytorch.utilities.model_helpers import _ModuleMode
 from torch import Tensor
@@ -19,6 +18,7 @@ from torch.utils.data import SequentialSampler
 from lightning_sparsefl.data.examples import Examples, Normalize
 from lightning_sparsefl.federated.exchange.orders import Split
 from lightning_sparsefl.federated.local.engines import FastEngine
+from lightning_sparsefl.federated.local.fast.batches import num_batches
 from lightning_sparsefl.federated.local.fast.steps import StepCaller
 from lightning_sparsefl.federated.local.fast.trainer import FastTrainer
 from lightning_sparsefl.federated.local.isolation import isolate_metrics, restore_trainer_refs
@@ -99,7 +99,7 @@ class StackedEvaluation:
         self.whole.load(trees)
         limit = getattr(trainer, f"limit_{self.stage.dataloader_prefix}_batches")
         self._examples = trainer.device_samples.of([request.examples for request in requests])
-        self._batches = [int(_parse_num_batches(self.stage, len(request.loader), limit)) for request in requests]
+        self._batches = [num_batches(self.stage, len(request.loader), limit) for request in requests]
 
     @torch.no_grad()
     def run(self) -> None:

@@ -9,6 +9,7 @@ from typing import Any, cast
 import torch
 from lightning.pytorch.utilities.rank_zero import WarningCache
 
+from lightning_sparsefl.errors import InvalidOption
 from lightning_sparsefl.federated.client import Client
 from lightning_sparsefl.federated.exchange.failures import is_out_of_memory, release_memory
 from lightning_sparsefl.federated.exchange.orders import SCORING_STEPS, Split
@@ -97,6 +98,8 @@ class StackEvaluator:
         except Exception as error:
             for request in group:
                 request.result = {}
+            if isinstance(error, InvalidOption):
+                return  # each client raises it alone
             if is_out_of_memory(error):
                 release_memory(error, self._worker.module)
             _messages.warn(

@@ -8,13 +8,13 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from lightning.pytorch.trainer.connectors.data_connector import _parse_num_batches
 from lightning.pytorch.trainer.states import RunningStage
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from lightning_sparsefl.data.examples import Examples, Normalize, order_of
 from lightning_sparsefl.data.items import ClientItems
+from lightning_sparsefl.federated.local.fast.batches import num_batches
 from lightning_sparsefl.federated.local.fast.device_samples import DeviceSamples
 
 
@@ -49,7 +49,7 @@ class ClientReader:
 
     def __init__(self, loader: Any, limit: int | float) -> None:
         self.examples: Examples = loader.dataset
-        self.batches = int(_parse_num_batches(RunningStage.TRAINING, len(loader), limit))
+        self.batches = num_batches(RunningStage.TRAINING, len(loader), limit)
         self.num_examples = len(self.examples)
         self._batches = loader.batch_sampler
         self._batch_size: int = self._batches.batch_size
