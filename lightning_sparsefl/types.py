@@ -136,6 +136,7 @@ class Merged:
         reports: Metrics of the clients, by client number; with `simulated_seconds`, also that time, as ``seconds``.
         voters: Number of clients that voted on each coordinate, int32; a missing name has the votes of all merged
             clients.
+        late: Number of late updates among the merged ones, whose clients report nothing.
     """
 
     weights: Weights
@@ -144,6 +145,12 @@ class Merged:
     extra: Mapping[str, Weights] = field(default_factory=dict)
     reports: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
     voters: Mapping[str, Tensor] = field(default_factory=dict)
+    late: int = 0
+
+    @property
+    def clients(self) -> int:
+        """Number of merged updates."""
+        return len(self.reports) + self.late
 
 
 @dataclass(frozen=True)

@@ -116,7 +116,7 @@ class DepthFL(FederatedAlgorithm):
         after = super().aggregate(server, merged)
         if not self.alpha:
             return after
-        everyone = torch.tensor(len(merged.reports))
+        everyone = torch.tensor(merged.clients)
         voters = {name: merged.voters.get(name, everyone) for name in server.extra["h"]}
         clients = int(server.extra["fleet"]["clients"])
         weights, h = corrected(

@@ -146,11 +146,11 @@ class FedDST(FederatedAlgorithm):
     def aggregate(self, server: ServerState, merged: Merged) -> ServerState:
         """Keep the weights with enough votes, and prune each layer to its number of weights."""
         mean, goals, masks = super().aggregate(server, merged), self._counts(server.masks), {}
-        if not merged.reports:
+        if not merged.clients:
             return mean
         for name, old in server.masks.items():
-            votes = merged.voters.get(name, torch.full_like(old, len(merged.reports), dtype=torch.int32))
-            voted = votes >= min(self.min_votes, len(merged.reports))
+            votes = merged.voters.get(name, torch.full_like(old, merged.clients, dtype=torch.int32))
+            voted = votes >= min(self.min_votes, merged.clients)
             count = min(goals[name], int(voted.sum()))
             masks[name] = keep_largest_by(mean.weights[name].abs(), votes, voted, count)
         return replace(mean, weights=apply(mean.weights, masks), masks=masks)

@@ -69,7 +69,7 @@ class FedDyn(FederatedAlgorithm):
         mean, clients = super().aggregate(server, merged).weights, float(server.extra["fleet"]["clients"])
         weights, h = dict(mean), {}
         for name, before in server.extra["h"].items():
-            voters = merged.voters.get(name, before.new_tensor(len(merged.reports)))
+            voters = merged.voters.get(name, before.new_tensor(merged.clients))
             share = voters.to(before.dtype) / clients
             h[name] = before - self.alpha * share * (mean[name] - server.weights[name])
             corrected, covered = mean[name] - h[name] / self.alpha, merged.covered.get(name)

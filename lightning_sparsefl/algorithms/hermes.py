@@ -179,8 +179,7 @@ class Hermes(FederatedAlgorithm):
         mean = super().aggregate(server, merged)
         if not self.own:
             return mean
-        cohort = len(merged.reports)
-        common = {name: count == cohort for name, count in merged.voters.items()}
+        common = {name: count == merged.clients for name, count in merged.voters.items()}
         weights = {
             name: torch.where(common[name], new, server.weights[name]) if name in common else new
             for name, new in mean.weights.items()

@@ -115,7 +115,7 @@ class StaleMean:
                 covered[name] = (
                     _or_voted(covered[name], name, late) if silence_counts else (count > 0).expand(mean.shape)
                 )
-        return replace(merged, weights=weights, covered=covered)
+        return replace(merged, weights=weights, covered=covered, voters=_voters(merged, late), late=len(late))
 
 
 def _or_voted(covered: Tensor, name: str, late: Sequence[PendingUpdate]) -> Tensor:
@@ -125,6 +125,21 @@ def _or_voted(covered: Tensor, name: str, late: Sequence[PendingUpdate]) -> Tens
             votes = update.votes.get(name)
             covered = covered.logical_or(torch.ones_like(covered) if votes is None else votes.to(covered.device))
     return covered
+
+
+def _voters(merged: Merged, late: Sequence[PendingUpdate]) -> dict[str, Tensor]:
+    """Return the number of votes on each coordinate, late ones included, without the tensors on which all voted."""
+    voters = dict(merged.voters)
+    for name, mean in merged.weights.items():
+        if name not in voters:
+            if all(name in update.changes and name not in update.votes for update in late):
+                continue
+            voters[name] = torch.full(mean.shape, len(merged.reports), dtype=torch.int32, device=mean.device)
+        for update in late:
+            if name in update.changes:
+                votes = update.votes.get(name)
+                voters[name] = voters[name] + (1 if votes is None else votes.to(voters[name]))
+    return voters
 
 
 def _on_votes(update: PendingUpdate, counts: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -30,7 +30,7 @@ def merge(reducer, updates, pending, *, round=5, rule=None):
     for update in updates:
         sums.add(update, Message(weights=SERVER), 10)
     return (rule or StaleMean()).merge(
-        sums.result({}),
+        sums.result({client: {} for client in range(len(updates))}),
         sums.weights_of_votes(),
         pending,
         server=SERVER,
@@ -93,6 +93,21 @@ def test_a_coordinate_counts_those_that_vote_on_it():
     assert silent.covered["w"].tolist() == [True, True, False]
     dense = merge(PlainMean(), updates, [late({"w": [5.0, 3.0, 4.0]}, round=4)])
     assert dense.covered.get("w", torch.ones(3)).tolist() == [True, True, True]
+
+
+def test_late_updates_are_voters():
+    """With two fresh updates that vote everywhere, or on two coordinates of three."""
+    votes = {"w": torch.tensor([True, True, False])}
+    own = {"w": torch.tensor([False, True, True])}
+    everywhere = [late({"w": [1.0, 1.0, 1.0]}, round=4)]
+    partly = [late({"w": [1.0, 1.0, 1.0]}, round=4, votes=own), late({"running": [1.0]}, round=4)]
+    sums = [fresh({"w": torch.ones(3)}, votes=votes), fresh({"w": torch.ones(3)}, votes=votes)]
+    dense, masked = (merge(CoverageMean(), updates, everywhere) for updates in (two(), sums))
+    assert "w" not in dense.voters
+    assert dense.clients == 3
+    assert merge(CoverageMean(), two(), partly).voters["w"].tolist() == [2, 3, 3]
+    assert masked.voters["w"].tolist() == [3, 3, 1]
+    assert merge(CoverageMean(), sums, partly).voters["w"].tolist() == [2, 3, 1]
 
 
 def test_without_late_updates_the_merge_is_the_same_object_and_equal_changes_have_no_deviation():
