@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from types import NoneType
 from typing import Any
 
 import yaml
@@ -23,10 +22,29 @@ class ConfigFileOrName(ActionConfigFile):
         Raises:
             InvalidOption: If the file has no options.
         """
-        packaged = packaged_config(values) if isinstance(values, str) else None
-        if isinstance(values, str) and packaged is None and Path(values).is_file():
-            _require_options(Path(values))
-        super().__call__(parser, cfg, packaged or values, option_string)  # type: ignore[no-untyped-call]
+        super().__call__(parser, cfg, checked_config(values), option_string)  # type: ignore[no-untyped-call]
+
+
+def checked_config(value: Any) -> Any:
+    """Return the path of the packaged file that a value of `--config` names, else the value.
+
+    Args:
+        value: Path of a file, name of a packaged file, or options as text.
+
+    Raises:
+        InvalidOption: If the value is empty or a folder, or the file has no options.
+    """
+    if not isinstance(value, str) or value.lstrip().startswith("{"):
+        return value
+    packaged = packaged_config(value)
+    if packaged is not None:
+        return packaged
+    if not value.strip() or Path(value).is_dir():
+        what = ", which is a folder" if value.strip() else ""
+        raise InvalidOption(f"`--config` is '{value}'{what}; expected a YAML file, or a name of `sparsefl configs`.")
+    if Path(value).is_file():
+        _require_options(Path(value))
+    return value
 
 
 def _require_options(path: Path) -> None:
@@ -36,8 +54,9 @@ def _require_options(path: Path) -> None:
         mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
         place = "" if mark is None else f", as line {mark.line + 1}, column {mark.column + 1} shows: {problem}"
         raise InvalidOption(f"`--config` is '{path}', which is not YAML{place}; repair it.") from None
-    if not isinstance(content, Mapping | NoneType):
+    if not isinstance(content, Mapping):
+        what = "is empty" if content is None else f"has a {type(content).__name__}"
         raise InvalidOption(
-            f"`--config` is '{path}', which has a {type(content).__name__}; expected options by name, as "
-            "`sparsefl configs --show quickstart` prints them."
+            f"`--config` is '{path}', which {what}; expected options by name, as `sparsefl configs --show quickstart` "
+            "prints them."
         )

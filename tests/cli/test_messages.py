@@ -135,12 +135,20 @@ def test_a_file_that_does_not_exist(sparsefl):
         ("trainer: [", r"`--config` is '.*bad\.yaml', which is not YAML, as line 1, column 11 shows: .*; repair it\."),
         ("hello", r"`--config` is '.*bad\.yaml', which has a str; expected options by name"),
         ("[1, 2]", r"`--config` is '.*bad\.yaml', which has a list; expected options by name"),
+        ("# nothing yet", r"`--config` is '.*bad\.yaml', which is empty; expected options by name"),
     ],
 )
 def test_a_file_without_options_is_named(content, expected, tmp_path):
     (tmp_path / "bad.yaml").write_text(content)
     with pytest.raises(InvalidOption, match=expected):
         parse(["--config", str(tmp_path / "bad.yaml")])
+
+
+def test_a_folder_or_nothing_is_no_file(tmp_path):
+    with pytest.raises(InvalidOption, match=f"`--config` is '{tmp_path}', which is a folder; expected a YAML file"):
+        parse(["--config", str(tmp_path)])
+    with pytest.raises(InvalidOption, match="`--config` is ''; expected a YAML file"):
+        parse(["--config", ""])
 
 
 def test_an_option_in_a_file(sparsefl, tmp_path):
