@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 
 from lightning.pytorch.cli import LightningArgumentParser
 
+from lightning_sparsefl.cli.config_files import checked_config
 from lightning_sparsefl.cli.conventions import EXIT_USAGE
 from lightning_sparsefl.cli.help import HelpFormatter
 from lightning_sparsefl.cli.messages import options_of, short_message, where_listed
@@ -37,6 +38,13 @@ class SparseFLParser(LightningArgumentParser):
             kwargs.setdefault("usage", argparse.SUPPRESS)
         super().__init__(*args, **kwargs)
         self.is_quiet = False
+
+    def _load_env_vars(self, env: Any, defaults: bool) -> Any:
+        """Read the environment, in which a configuration can be named and is checked as after `--config`."""
+        name = f"{self.env_prefix}_config".upper()
+        if name in env:
+            env = {**env, name: checked_config(env[name])}
+        return super()._load_env_vars(env, defaults)
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Print the message and exit with code 2."""

@@ -79,6 +79,18 @@ def test_a_run_takes_names(sparsefl):
     assert printed["trainer"]["max_rounds"] == 1
 
 
+def test_an_environment_variable_takes_names(sparsefl, tmp_path, monkeypatch):
+    monkeypatch.setenv("SPARSEFL_FIT__CONFIG", "quickstart")
+    code, out, err = sparsefl("fit", "--print_config")
+    assert code == 0, err
+    assert yaml.safe_load(out)["algorithm"]["class_path"].endswith("FedSpa")
+    (tmp_path / "tabs.yaml").write_text("trainer:\n\tmax_rounds: 3\n")
+    monkeypatch.setenv("SPARSEFL_FIT__CONFIG", "tabs.yaml")
+    code, _, err = sparsefl("fit")
+    assert code == 2
+    assert "`--config` is 'tabs.yaml', which is not YAML, as line 2, column 1 shows: " in err
+
+
 def test_a_file_of_the_user_wins_over_a_name_and_reads_files_beside_it(sparsefl, tmp_path):
     folder = tmp_path / "paper" / "fedspa"
     folder.mkdir(parents=True)
