@@ -100,8 +100,16 @@ def print_table(
 
 def _standard_output() -> Console:
     """Create a console with the width of the terminal, or without a limit if there is no terminal."""
-    console = Console()
-    return console if console.is_terminal else Console(width=10_000)
+    console = _Output()
+    return console if console.is_terminal else _Output(width=10_000)
+
+
+class _Output(Console):
+    """Standard output; rich would end the program with code 1 and without a message if its reader has ended."""
+
+    def on_broken_pipe(self) -> None:
+        """Leave the error to the caller, as `print` does."""
+        raise BrokenPipeError
 
 
 def summary_rows(*summaries: Mapping[str, Any]) -> list[tuple[str, ...]]:

@@ -8,6 +8,7 @@ import pytest
 import yaml
 
 from helpers.command_line import ROOT
+from helpers.run_folders import write_run
 from lightning_sparsefl.cli import main
 from lightning_sparsefl.cli.packaged import config_names, packaged_config, packaged_files
 
@@ -128,13 +129,16 @@ def test_an_unknown_name_is_one_sentence(args, part, sparsefl):
     assert "Traceback" not in err
 
 
-def test_an_output_without_reader_is_no_error(monkeypatch, capfd):
+@pytest.mark.parametrize("args", [["configs"], ["compare", "run"]])
+def test_an_output_without_reader_is_no_error(args, tmp_path, monkeypatch, capfd):
+    write_run(tmp_path / "run")
+    monkeypatch.chdir(tmp_path)
     reader, writer = os.pipe()
     os.close(reader)
     with os.fdopen(writer, "w") as output:
         monkeypatch.setattr(sys, "argv", ["sparsefl"])
         monkeypatch.setattr(sys, "stdout", output)
-        assert main(["configs"]) == 141
+        assert main(args) == 141
     assert capfd.readouterr().err == ""
 
 
