@@ -144,6 +144,24 @@ def test_a_file_without_options_is_named(content, expected, tmp_path):
         parse(["--config", str(tmp_path / "bad.yaml")])
 
 
+@pytest.mark.parametrize("content", ["trainer: 3", "trainer: null", "federation: null"])
+def test_one_value_for_all_options_of_a_group(content, config_with):
+    group = content.partition(":")[0]
+    with pytest.raises(InvalidOption, match=f"^`{group}` is (3|None); expected options by name, such as `{group}"):
+        parse(config_with(content))
+
+
+@pytest.fixture
+def config_with(tmp_path):
+    """The options for a file with some content, after those of a small run."""
+
+    def options(content):
+        (tmp_path / "more.yaml").write_text(content)
+        return ["--config", QUICKSTART, "--config", str(tmp_path / "more.yaml")]
+
+    return options
+
+
 def test_a_folder_or_nothing_is_no_file(tmp_path):
     with pytest.raises(InvalidOption, match=f"`--config` is '{tmp_path}', which is a folder; expected a YAML file"):
         parse(["--config", str(tmp_path)])
