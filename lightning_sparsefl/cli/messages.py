@@ -229,6 +229,17 @@ def _wrong_type(problem: Problem, match: re.Match[str]) -> str:
     return f"`{problem.key}`{value or ':'} expected {' or '.join(dict.fromkeys(expected)) or 'null'}"
 
 
+def _no_class(problem: Problem, match: re.Match[str]) -> str:
+    """Rewrite the message for a value that cannot be a class, such as a list."""
+    return f"`{problem.key}` is {problem.value}; expected the name of a class, or its `class_path` and `init_args`"
+
+
+def _not_imported(problem: Problem, match: re.Match[str]) -> str:
+    """Rewrite the message for a module whose import failed."""
+    reason = _condensed(problem.message).partition(": ")[2]
+    return f"`{problem.key}` is {match[1]!r}, which cannot be imported: {reason}"
+
+
 def _not_created(problem: Problem, match: re.Match[str]) -> str:
     """Rewrite the message for a class whose constructor failed; a data set may just not be on disk."""
     group = next((name for name, kind in KINDS.items() if kind in problem.bases), match[1])
@@ -277,6 +288,8 @@ _RULES: tuple[tuple[str, Callable[[Problem, re.Match[str]], str]], ...] = (
     (r"File does not exist: '([^']+)'", _no_file),
     (r"Import path (?:(\S+) )?does not correspond to a subclass", _other_kind),
     (r"Expected a (?:<class '(?!NoneType)|typing\.Literal)", _wrong_type),
+    (r"Not a valid subclass of \w+", _no_class),
+    (r"\AParser key (?s:.*)Given value: ((?:[A-Za-z_]\w*\.)+[A-Za-z_]\w*)\Z", _not_imported),
     (r"\ADoes not validate(?s:.*)Given value: Namespace\(class_path='([\w.]+)'", _not_created),
 )
 """Patterns of messages, the first of which that matches decides how the message is rewritten."""

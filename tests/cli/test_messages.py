@@ -1,5 +1,7 @@
 """Messages for mistakes on the command line: the option, its value, what was expected, and the most similar name."""
 
+import sys
+
 import pytest
 
 from helpers.command_line import QUICKSTART
@@ -266,6 +268,26 @@ def test_a_module_that_is_not_in_the_folder(sparsefl, tmp_path):
     assert code == 2
     assert f"no module 'my_model' among the installed packages or in the current folder, {tmp_path}" in err
     assert "did you mean `my_models`?" in err
+
+
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [("def f(:", "invalid syntax (broken.py, line 1)."), ("raise RuntimeError('no data here')", "no data here.")],
+)
+@pytest.mark.parametrize("option", ["model", "algorithm"])
+def test_a_module_that_cannot_be_imported(option, source, reason, sparsefl, tmp_path, monkeypatch):
+    monkeypatch.delitem(sys.modules, "broken", raising=False)
+    (tmp_path / "broken.py").write_text(source)
+    code, _, err = sparsefl("fit", "--config", QUICKSTART, f"--{option}=broken.Mine")
+    assert code == 2
+    assert said(err) == f"`{option}` is 'broken.Mine', which cannot be imported: {reason}"
+
+
+def test_a_list_in_the_place_of_a_class(sparsefl, config_with):
+    code, _, err = sparsefl("fit", *config_with("algorithm: [FedAvg]"))
+    assert code == 2
+    expected = "`algorithm` is ['FedAvg']; expected the name of a class, or its `class_path` and `init_args`."
+    assert said(err) == expected
 
 
 SUBCOMMANDS = "fit, validate, test, profile, replay, export, configs, report, compare"
