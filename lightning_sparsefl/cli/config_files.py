@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +49,8 @@ def checked_config(value: Any) -> Any:
 
 def _require_options(path: Path) -> None:
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        content, document = yaml.safe_load(text), yaml.compose(text, Loader=yaml.SafeLoader)
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
         place = "" if mark is None else f", as line {mark.line + 1}, column {mark.column + 1} shows: {problem}"
@@ -60,3 +61,22 @@ def _require_options(path: Path) -> None:
             f"`--config` is '{path}', which {what}; expected options by name, as `sparsefl configs --show quickstart` "
             "prints them."
         )
+    for key in _repeated(document):
+        raise InvalidOption(
+            f"`--config` is '{path}', which has `{key.value}` twice in one mapping, again in line "
+            f"{key.start_mark.line + 1}; remove one of them."
+        )
+
+
+def _repeated(node: yaml.Node | None) -> Iterator[yaml.Node]:
+    """Yield the keys that a mapping has twice, of which YAML keeps the last value."""
+    if isinstance(node, yaml.SequenceNode):
+        for item in node.value:
+            yield from _repeated(item)
+    if isinstance(node, yaml.MappingNode):
+        names = set()
+        for key, value in node.value:
+            if key.value in names:
+                yield key
+            names.add(key.value)
+            yield from _repeated(value)

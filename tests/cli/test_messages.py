@@ -137,6 +137,10 @@ def test_a_file_that_does_not_exist(sparsefl):
         ("trainer: [", r"`--config` is '.*bad\.yaml', which is not YAML, as line 1, column 11 shows: .*; repair it\."),
         ("hello", r"`--config` is '.*bad\.yaml', which has a str; expected options by name"),
         ("[1, 2]", r"`--config` is '.*bad\.yaml', which has a list; expected options by name"),
+        (
+            "trainer:\n  max_rounds: 3\n  max_epochs: 1\n  max_rounds: 4",
+            r"`--config` is '.*bad\.yaml', which has `max_rounds` twice in one mapping, again in line 4; remove one",
+        ),
         ("# nothing yet", r"`--config` is '.*bad\.yaml', which is empty; expected options by name"),
     ],
 )
