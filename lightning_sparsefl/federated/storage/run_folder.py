@@ -211,11 +211,8 @@ def new_version(folder: Path) -> Path:
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-    except (FileExistsError, FileNotFoundError, NotADirectoryError, PermissionError) as error:
-        raise InvalidOption(
-            f"`trainer.default_root_dir` is '{folder.parent}', in which the folder '{folder.name}' cannot be created "
-            f"({error.strerror}); expected a folder that can be written to, which is created if needed."
-        ) from error
+    except OSError as error:
+        raise _not_created(folder.parent, folder, error) from error
     version = max(_versions(folder), default=-1) + 1
     while True:
         path = folder / f"version_{version}"
@@ -223,8 +220,17 @@ def new_version(folder: Path) -> Path:
             path.mkdir()
         except FileExistsError:
             version += 1
+        except OSError as error:
+            raise _not_created(folder.parent, path, error) from error
         else:
             return path
+
+
+def _not_created(root: Path, folder: Path, error: OSError) -> InvalidOption:
+    return InvalidOption(
+        f"`trainer.default_root_dir` is '{root}', in which the folder '{folder.relative_to(root)}' cannot be created "
+        f"({error.strerror}); expected a folder that can be written to, which is created if needed."
+    )
 
 
 def newest_version(folder: Path) -> Path | None:

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 import torch
@@ -284,6 +285,21 @@ def test_versions_count_up_and_the_last_run_is_the_newest(tmp_path):
     assert new_version(tmp_path / "FedAvg").name == "version_12"
     assert last_run(tmp_path, "FedAvg").name == "version_9"
     assert last_run(tmp_path, "FedSpa") is None
+
+
+def test_a_folder_of_runs_that_cannot_be_written_to_is_named(tmp_path, monkeypatch):
+    new_version(tmp_path / "FedAvg")
+    mkdir = Path.mkdir
+
+    def denied(path, **options):
+        if path.name == "version_1":
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+        mkdir(path, **options)
+
+    monkeypatch.setattr(Path, "mkdir", denied)
+    expected = rf"`trainer\.default_root_dir` is '{tmp_path}', in which the folder 'FedAvg/version_1' cannot be created"
+    with pytest.raises(InvalidOption, match=expected):
+        new_version(tmp_path / "FedAvg")
 
 
 @pytest.mark.parametrize("root", ["file", "file/below"])
