@@ -123,14 +123,18 @@ def load_plain(path: Path) -> Any:
         path: File written by :func:`write_atomically`.
 
     Raises:
-        CheckpointMismatch: If the file is missing or damaged, contains anything but plain types, or requests more
-            memory than its own size justifies.
+        CheckpointMismatch: If the file is missing, not readable or damaged, contains anything but plain types, or
+            requests more memory than its own size justifies.
     """
     if not path.is_file():
         raise CheckpointMismatch(f"There is no checkpoint at {path}; expected a file (option `ckpt_path`).")
     try:
         with path.open("rb") as file:
             return load_checked(file)
+    except PermissionError as error:
+        raise CheckpointMismatch(
+            f"{path} cannot be read ({error.strerror}); make it readable, or choose another `ckpt_path`."
+        ) from error
     except Exception as error:
         reason = f" ({error})" if isinstance(error, NotPlain) else ""
         raise CheckpointMismatch(

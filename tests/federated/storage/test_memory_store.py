@@ -1,5 +1,9 @@
 """The store in memory: versions, files, and what is refused."""
 
+import errno
+import os
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -145,3 +149,13 @@ def test_torn_files_are_refused_in_a_sentence(tmp_path, keep):
     path.write_bytes(path.read_bytes()[:keep])
     with pytest.raises(CheckpointMismatch, match=r"x\.pt is damaged or not a checkpoint"):
         load_plain(path)
+
+
+def test_a_file_without_permission_is_not_called_damaged(tmp_path, monkeypatch):
+    def denied(self, *args):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(self))
+
+    write_atomically(tmp_path / "x.pt", {"a": 1})
+    monkeypatch.setattr(Path, "open", denied)
+    with pytest.raises(CheckpointMismatch, match=r"x\.pt cannot be read \(Permission denied\); make it readable"):
+        load_plain(tmp_path / "x.pt")
