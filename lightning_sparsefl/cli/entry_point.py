@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python flushes at its exit
         return EXIT_BROKEN_PIPE
     except OSError as error:  # such as a folder without write permission, a full disk, or a download without network
-        return _report(error)
+        return _report(_in_words(error))
     except KeyboardInterrupt:
         _say("interrupted.")
         return EXIT_INTERRUPTED
@@ -98,7 +98,14 @@ def _is_of_the_engine(module: str) -> bool:
     return top in ("torch", "lightning", "lightning_utilities") or (top == "lightning_sparsefl" and not given)
 
 
-def _report(error: Exception) -> int:
+def _in_words(error: OSError) -> str:
+    """Return what happened to which path, without the number of the error."""
+    if error.filename is None or error.strerror is None:
+        return str(error)
+    return f"'{error.filename}' cannot be read or written: {error.strerror}."
+
+
+def _report(error: Exception | str) -> int:
     _say(f"error: {error}")
     return EXIT_USAGE
 

@@ -55,6 +55,7 @@ def test_report_writes_a_folder(tmp_path, sparsefl):
             ("report", "runs", "--out", "runs/version_0/metrics.csv"),
             "`out` is 'runs/version_0/metrics.csv', which is a file",
         ),
+        (("report", "runs", "--out", "/dev/null/x"), "' cannot be read or written: Not a directory."),
         (("compare", "runs", "--target"), "Too few values for `--target`; expected --target SCORE."),
         (("configs", "--copy", "debug"), "Too few values for `--copy`; expected --copy NAME DEST."),
         (("configs", "--shw", "debug"), "`--shw` is not an option; did you mean `--show`?"),
