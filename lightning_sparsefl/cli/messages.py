@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import is_dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Literal, get_args, get_origin
 
 from jsonargparse import ArgumentParser
@@ -34,12 +35,15 @@ _OF_CONFIGS = frozenset({"algorithm", "data", "model"})
 """Options that the configuration of a run has."""
 
 
-def short_message(message: str, options: Sequence[str] = ()) -> str:
+def short_message(
+    message: str, options: Sequence[str] = (), elsewhere: Mapping[str, Sequence[str]] = MappingProxyType({})
+) -> str:
     r"""Rewrite an error message of jsonargparse to one line without the types that the parser tried.
 
     Args:
         message: Error message of jsonargparse, of several lines.
         options: Options of the parser, with dashes, among which a similar one is suggested.
+        elsewhere: Options of all subcommands by their names.
 
     Example:
         >>> short_message("Parser key \"lr\":\n  Does not validate\n  Errors:\n    - Expected a <class 'float'>")
@@ -47,7 +51,7 @@ def short_message(message: str, options: Sequence[str] = ()) -> str:
         >>> short_message("unrecognized arguments: --trainer.max_round 5", ["--trainer.max_rounds"])
         '`--trainer.max_round` is not an option; did you mean `--trainer.max_rounds`?'
     """
-    problem = Problem(message, options)
+    problem = Problem(message, options, elsewhere)
     for pattern, rewrite in _RULES:
         match = re.search(pattern, message)
         if match:
@@ -110,6 +114,9 @@ def _unrecognized(problem: Problem, match: re.Match[str]) -> str:
     name = f"--{problem.key}.{name.removeprefix('--')}" if problem.classes else name
     if problem.options and not any(option.startswith("-") for option in problem.options):  # those are the subcommands
         return f"`{name}` is not an option before the subcommand; expected options of a subcommand after its name"
+    having = [f"`{subcommand}`" for subcommand, options in problem.elsewhere.items() if name in options]
+    if having:
+        return f"`{name}` is not an option of this subcommand, but of {', '.join(having)}"
     return f"`{name}` is not an option" + did_you_mean(name, problem.options)
 
 
@@ -303,3 +310,13 @@ def options_of(parser: ArgumentParser) -> list[str]:
     """
     subcommands = parser._subcommands_action
     return list(subcommands.choices) if subcommands is not None else list(parser._option_string_actions)
+
+
+def options_elsewhere(parser: ArgumentParser) -> dict[str, list[str]]:
+    """Return the options of all subcommands by their names; empty for a parser that is not of a subcommand.
+
+    Args:
+        parser: Parser that reports an error.
+    """
+    program = getattr(parser, "parent_parser", None)
+    return {} if program is None else {n: options_of(p) for n, p in program._subcommands_action.choices.items()}

@@ -12,7 +12,7 @@ from lightning.pytorch.cli import LightningArgumentParser
 from lightning_sparsefl.cli.config_files import checked_config
 from lightning_sparsefl.cli.conventions import EXIT_USAGE
 from lightning_sparsefl.cli.help import HelpFormatter
-from lightning_sparsefl.cli.messages import options_of, short_message, where_listed
+from lightning_sparsefl.cli.messages import options_elsewhere, options_of, short_message, where_listed
 
 
 class QuietAction(argparse.Action):
@@ -52,7 +52,8 @@ class SparseFLParser(LightningArgumentParser):
             super().error(message, ex)
         reporter = getattr(ex, "subcommand_parser", None) or self
         program = " ".join([reporter.prog, *_subcommand_given(reporter)])
-        print(f"sparsefl: error: {short_message(message, options_of(reporter))}", file=sys.stderr)
+        text = short_message(message, options_of(reporter), options_elsewhere(reporter))
+        print(f"sparsefl: error: {text}", file=sys.stderr)
         print(f"tip: {where_listed(message, program)}", file=sys.stderr)
         sys.exit(EXIT_USAGE)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from ast import literal_eval
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -29,6 +29,8 @@ class Problem:
     """The message, of several lines."""
     options: Sequence[str]
     """Options of the parser, with dashes."""
+    elsewhere: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    """Options of all subcommands by their names."""
 
     @cached_property
     def steps(self) -> list[re.Match[str]]:

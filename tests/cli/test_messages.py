@@ -75,6 +75,10 @@ MISTAKES = {
     ),
     "switch": (["--trainer.enable_progress_bar=maybe"], "is 'maybe'; expected true or false."),
     "list": (["--federation.capacities=abc"], "`federation.capacities` is 'abc'; expected a list."),
+    "option of other subcommands": (
+        ["--client=3"],
+        "`--client` is not an option of this subcommand, but of `replay`, `export`.",
+    ),
     "no such option": (["--zebra=1"], "`--zebra` is not an option."),
 }
 
