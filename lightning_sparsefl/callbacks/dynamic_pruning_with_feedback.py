@@ -103,7 +103,7 @@ class DynamicPruningWithFeedback(ErrorFeedback):
 
     def _remask(self) -> None:
         self._reached = self._clock.step >= self._window[1]
-        self._join()
+        self._join(self._weights)
         everything = dense_like(self._weights)
         share = gradual(self._initial, self.density, self._clock.step, *self._window)
         count = min(kept(self.masks), max(1, floor_count(share, kept(everything))))

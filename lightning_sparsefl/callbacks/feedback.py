@@ -5,13 +5,14 @@ Lin et al., "Dynamic model pruning with feedback", ICLR 2020, arXiv:2006.07253, 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
+from lightning_sparsefl.callbacks.layers import stepped_by
 from lightning_sparsefl.callbacks.mask_owner import renamed
 from lightning_sparsefl.callbacks.masking import MaskingCallback
 from lightning_sparsefl.errors import IncompatibleMasks, InvalidOption
@@ -37,7 +38,7 @@ class ErrorFeedback(MaskingCallback):
     def __init__(self, layers: list[str] | str | None = None, masks: Masks | None = None) -> None:
         super().__init__(layers, masks)
         self._pruned: dict[str, Tensor] = {}
-        self._joined = False
+        self._joined: list[str] = []
 
     @property
     def pruned(self) -> Weights:
@@ -68,10 +69,10 @@ class ErrorFeedback(MaskingCallback):
             )
         self._guard(trainer)
 
-    def mask_weights(self) -> None:
-        """Zero the weights that are not held; the pruned part of the dense ones stays here."""
+    def mask_weights(self, names: Collection[str] | None = None) -> None:
+        """Zero what is not held of the weights; the pruned part of the dense ones stays here."""
         self._part()
-        super().mask_weights()
+        super().mask_weights(names)
 
     def before_loss(self, again: bool) -> None:
         """Prune the weights, which a step that evaluates the loss several times has made dense."""
@@ -81,7 +82,7 @@ class ErrorFeedback(MaskingCallback):
     def before_update(self, optimizer: Any) -> None:
         """Make the weights dense for a step that Lightning does not know of, such as one of the bare optimizer."""
         if not self._prepared:
-            self._join()
+            self._join_for(optimizer)
 
     def after_step(self, optimizer: Any) -> None:
         """Prune the weights again, right after the step: a module may read them before the batch ends."""
@@ -92,23 +93,29 @@ class ErrorFeedback(MaskingCallback):
         """Make the weights dense; their gradients are those of the pruned model."""
         if not self._joined and self._written():
             self.mask_weights()
-        self._join()
+        self._join_for(optimizer)
         self._prepared = True
 
+    def _join_for(self, optimizer: Any) -> None:
+        """Make the weights of an optimizer dense; a graph may need the others."""
+        stepped = stepped_by(optimizer)
+        self._join(name for name, weight in self._weights.items() if id(weight) in stepped)
+
     @torch.no_grad()
-    def _join(self) -> None:
+    def _join(self, names: Iterable[str]) -> None:
         """Put the pruned weights into the module, beside the held ones."""
-        if self._weights and not self._joined:
-            torch._foreach_add_(list(self._weights.values()), list(self._pruned.values()))
-            self._joined = True
+        names = [name for name in names if name not in self._joined]
+        if names:
+            torch._foreach_add_([self._weights[name] for name in names], [self._pruned[name] for name in names])
+            self._joined += names
 
     @torch.no_grad()
     def _part(self) -> None:
         """Leave the held weights in the module, and keep the pruned ones here."""
         if self._joined:
-            for name, weight in self._weights.items():
-                self._stencils[name].split_(weight, self._pruned[name])
-            self._joined = False
+            for name in self._joined:
+                self._stencils[name].split_(self._weights[name], self._pruned[name])
+            self._joined = []
             self._look()
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -58,7 +58,7 @@ class MaskingCallback(MaskOwner):
         self._copies: list[tuple[str, Tensor]] | None = None
         self._guards: list[StepGuard] = []
         self._waiting: list[Any] = []
-        self._versions: list[int] = []
+        self._versions: dict[str, int] = {}
         self._still = self._prepared = False
 
     def first_weights(self, weights: Weights) -> None:
@@ -94,22 +94,23 @@ class MaskingCallback(MaskOwner):
     def hold(self, masks: Masks) -> None:
         """Go over to other masks, and apply them."""
         self.adopt(masks)
-        self.mask_weights()
+        self.mask_weights(masks)
 
     @torch.no_grad()
-    def mask_weights(self) -> None:
-        """Zero the weights that are not held."""
+    def mask_weights(self, names: Collection[str] | None = None) -> None:
+        """Zero what is not held of the weights that have these names or have been written; None = of all."""
         for name, weight in self._weights.items():
-            self._stencils[name].zero_(weight)
+            if names is None or name in names or weight._version != self._versions.get(name):
+                self._stencils[name].zero_(weight)
         self._look()
 
     def _look(self) -> None:
         """Remember the versions of the weights, all of which are 0 where they are not held."""
-        self._versions = [weight._version for weight in self._weights.values()]
+        self._versions = {name: weight._version for name, weight in self._weights.items()}
 
     def _written(self) -> bool:
         """Return whether weights have been written since `_look`."""
-        return self._versions != [weight._version for weight in self._weights.values()]
+        return any(weight._version != self._versions.get(name) for name, weight in self._weights.items())
 
     def mask_copies(self) -> None:
         """Zero what is not held in copies of the module too."""
@@ -167,12 +168,13 @@ class MaskingCallback(MaskOwner):
             self._mask_gradients()
 
     def after_step(self, optimizer: Any) -> None:
-        """Mask the weights, unless the optimizer leaves zeros alone."""
+        """Mask the weights of the optimizer, unless it leaves zeros alone; a graph may need the others."""
         self._note_step(optimizer)
         if self._still and not _has_step_hooks(optimizer):
             self._look()
         else:
-            self.mask_weights()
+            stepped = stepped_by(optimizer)
+            self.mask_weights([name for name, weight in self._weights.items() if id(weight) in stepped])
 
     def _note_step(self, optimizer: Any) -> None:
         self._prepared = False
@@ -204,9 +206,9 @@ class MaskingCallback(MaskOwner):
             return
         waiting = set().union(*map(stepped_by, self._waiting))
         known = set().union(*map(stepped_by, trainer.optimizers))
-        for (name, weight), version in zip(self._weights.items(), self._versions, strict=True):
+        for name, weight in self._weights.items():
             hidden = id(weight) in waiting or (id(weight) not in known and weight.grad is not None)
-            if weight._version != version and hidden:
+            if weight._version != self._versions.get(name) and hidden:
                 raise InvalidOption(
                     f"`{type(self).__name__}`: `{type(module).__name__}.training_step` changes `{name}` without "
                     "`step` of an optimizer that `configure_optimizers` returns, so that the mask cannot be held; "

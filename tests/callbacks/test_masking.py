@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import lightning as L
 import pytest
 import torch
 from lightning.pytorch import Callback
@@ -119,9 +120,9 @@ class Counted(StaticMask):
 
     passes = 0
 
-    def mask_weights(self):
+    def mask_weights(self, names=None):
         self.passes += 1
-        super().mask_weights()
+        super().mask_weights(names)
 
 
 class Always(Counted):
@@ -332,3 +333,31 @@ def test_rescaling_knows_transposed_convolutions_and_leaves_embeddings(net, fit)
                 torch.testing.assert_close(ratio.detach(), expected)
 
     fit(module, [callback, Look()], epochs=1)
+
+
+class TwoLosses(L.LightningModule):
+    """Passes both losses before the first of two steps, as networks that compete do."""
+
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+        self.net = nn.Sequential(nn.Linear(4, 9), nn.ReLU(), nn.Linear(9, 6), nn.ReLU(), nn.Linear(6, 3))
+
+    def training_step(self, batch):
+        hidden = self.net[0](batch[0])
+        losses = hidden.square().mean(), nn.functional.cross_entropy(self.net[1:](hidden.detach()), batch[1])
+        for optimizer, loss in zip(self.optimizers(), losses, strict=True):
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+
+    def configure_optimizers(self):
+        return [torch.optim.SGD(part.parameters(), 0.1, momentum=0.9) for part in (self.net[0], self.net[1:])]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_leaves_the_weights_that_another_loss_was_computed_with(kind, fit):
+    module, callback = TwoLosses(), kind(**({"every_n_steps": 1} if kind is DynamicMask else {}))
+    fit(module, [callback])
+    for name, mask in callback.masks.items():
+        assert not module.get_parameter(name)[~mask].any()
