@@ -284,8 +284,9 @@ def _lookup(inputs: Sequence[Any], outputs: Sequence[Any]) -> int:
 
 @contextmanager
 def _undisturbed(module: nn.Module) -> Iterator[None]:
-    """Enter evaluation mode without warnings; restore all modes and random states on exit."""
+    """Enter evaluation mode without warnings; restore all modes, hooks and random states on exit."""
     modes = {layer: layer.training for layer in module.modules()}
+    hooks = [(own, set(own)) for layer in modes for own in (layer._forward_pre_hooks, layer._forward_hooks)]
     devices = {parameter.device for parameter in module.parameters() if parameter.device.type == "cuda"}
     fused = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
@@ -301,3 +302,6 @@ def _undisturbed(module: nn.Module) -> Iterator[None]:
         torch.backends.mha.set_fastpath_enabled(fused)
         for layer, mode in modes.items():
             layer.training = mode
+        for own, before in hooks:  # fvcore leaves its own where it cannot trace, as in a compiled module
+            for key in own.keys() - before:
+                del own[key]

@@ -290,6 +290,22 @@ LAYERS = [
 HALF, FROZEN = torch.tensor([True, False]), torch.tensor([False, False])
 
 
+class Untraceable(nn.Module):
+    """Runs, but not where it is traced."""
+
+    def forward(self, x):
+        if torch.jit.is_tracing():
+            raise RuntimeError("not traced")
+        return x
+
+
+def test_a_module_that_cannot_be_traced_keeps_no_hooks():
+    module = nn.Sequential(nn.Linear(2, 2), Untraceable())
+    with pytest.raises(RuntimeError, match="not traced"):
+        count_layers(module, torch.zeros(1, 2))
+    assert not any(part._forward_hooks or part._forward_pre_hooks for part in module.modules())
+
+
 def test_forward_scales_products_and_not_biases():
     assert forward_flops(LAYERS) == 2 * 147 + 15
     assert forward_flops(LAYERS, {"a": HALF, "b": FROZEN, "elsewhere": FROZEN}) == 110 + 4 + 15
