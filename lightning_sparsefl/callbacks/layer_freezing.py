@@ -7,8 +7,10 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
-from lightning_sparsefl.callbacks.layers import stepped_by
+from lightning_sparsefl.callbacks.layers import require_initialized, stepped_by
+from lightning_sparsefl.callbacks.mask_owner import renamed
 from lightning_sparsefl.callbacks.step_guard import StepGuard
 from lightning_sparsefl.sparse.apply import InPlaceMask
 from lightning_sparsefl.sparse.masks import check
@@ -24,6 +26,10 @@ class LayerFreezing(Callback):
 
     Args:
         trainable: Bool tensors by name, True = may change; a missing name trains.
+
+    Raises:
+        IncompatibleMasks: If `trainable` does not fit the module.
+        InvalidOption: If a parameter in `trainable` has no shape yet.
     """
 
     def __init__(self, trainable: Masks) -> None:
@@ -33,22 +39,26 @@ class LayerFreezing(Callback):
         self._guards: list[StepGuard] = []
 
     def setup(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
-        """Freeze before the optimizers are made."""
-        if stage != "fit":
-            return
-        parameters = dict(pl_module.named_parameters())
-        check(self.trainable, parameters)
-        for name, mask in self.trainable.items():
-            parameter = parameters.get(name)
-            if parameter is None or mask.all() or not parameter.requires_grad:
-                continue
-            if not mask.any():
+        """Freeze before the optimizers are made what the module has by then."""
+        if stage == "fit":
+            self._freeze(pl_module)
+
+    def _freeze(self, module: LightningModule) -> None:
+        trainable = renamed(self.trainable, dict(module.named_parameters()))
+        for name, parameter in module.named_parameters():
+            wanted = name in trainable and not trainable[name].any()
+            if wanted and parameter.requires_grad and not is_lazy(parameter):
                 self._frozen.append(parameter.requires_grad_(False))
 
     def on_fit_start(self, trainer: Any, pl_module: LightningModule) -> None:
-        """Store the values of frozen entries, now that a checkpoint is loaded and the module is on its device."""
-        for name, parameter in pl_module.named_parameters():
-            mask = self.trainable.get(name)
+        """Store the values of frozen entries, now that layers are made, loaded and on their device."""
+        parameters: dict[str, Tensor] = dict(pl_module.named_parameters())
+        trainable = renamed(self.trainable, parameters)
+        require_initialized({name: parameters[name] for name in trainable if name in parameters}, "LayerFreezing")
+        check(trainable, parameters)
+        self._freeze(pl_module)
+        for name, parameter in parameters.items():
+            mask = trainable.get(name)
             if mask is not None and parameter.requires_grad and not mask.all():
                 stencil = InPlaceMask(mask.to(parameter.device), parameter.dtype)
                 values = torch.empty_like(parameter, requires_grad=False)

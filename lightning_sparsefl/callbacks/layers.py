@@ -177,17 +177,36 @@ def _owner(module: nn.Module, name: str) -> tuple[str, str]:
 def _layers(module: nn.Module, owner: str) -> dict[str, _Layer]:
     """Return every parameter that can be masked, by name."""
     parameters = dict(module.named_parameters())
+    require_initialized(parameters, owner)
+    real = {n: p for n, p in parameters.items() if p.is_floating_point() or p.is_complex()}
+    layers = {name: _layer(module, name, real[name]) for name in maskable(real)}
+    if not layers:
+        raise InvalidOption(f"`{owner}` finds no layer: the module has no parameter of two or more dimensions.")
+    return layers
+
+
+def require_initialized(parameters: Mapping[str, Tensor], owner: str) -> None:
+    """Refuse parameters of lazy layers that have no shape yet.
+
+    Args:
+        parameters: Parameters by name.
+        owner: Class of the callback, for the error message.
+
+    Raises:
+        InvalidOption: Naming the first of them.
+
+    Example:
+        >>> require_initialized(dict(nn.Sequential(nn.LazyLinear(2)).named_parameters()), "StaticMask")
+        Traceback (most recent call last):
+        lightning_sparsefl.errors.InvalidOption: `StaticMask`: `0.weight` has no shape yet; expected lazy layers to be \
+initialized in `configure_model` or `setup`, by a forward pass.
+    """
     for name, parameter in parameters.items():
         if isinstance(parameter, UninitializedParameter):
             raise InvalidOption(
                 f"`{owner}`: `{name}` has no shape yet; expected lazy layers to be initialized in `configure_model` or "
                 "`setup`, by a forward pass."
             )
-    real = {n: p for n, p in parameters.items() if p.is_floating_point() or p.is_complex()}
-    layers = {name: _layer(module, name, real[name]) for name in maskable(real)}
-    if not layers:
-        raise InvalidOption(f"`{owner}` finds no layer: the module has no parameter of two or more dimensions.")
-    return layers
 
 
 def _layer(module: nn.Module, name: str, value: Tensor) -> _Layer:

@@ -6,7 +6,7 @@ from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import EMAWeightAveraging
 
 from lightning_sparsefl.callbacks import GradualPruning, LayerFreezing
-from lightning_sparsefl.errors import IncompatibleMasks
+from lightning_sparsefl.errors import IncompatibleMasks, InvalidOption
 
 BODY = ("net.0.weight", "net.0.bias")
 
@@ -129,6 +129,41 @@ def test_one_object_serves_several_fits(net, fit):
         probe = Probe(callback.trainable, copied(module))
         fit(module, [callback, probe])
         assert probe.batches == 15
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # of torch.compile
+@pytest.mark.filterwarnings("ignore:Guards may run slower:RuntimeWarning")  # torch on Python 3.13.0
+@pytest.mark.parametrize("hook", ["setup", "configure_model"])
+def test_layers_that_are_made_or_compiled_later_are_frozen(net, fit, hook):
+    module = net()
+    body, trainable = module.net[0], frozen(module, *BODY) | partly(module)
+    start = [value.clone() for value in copied(module).values()]
+
+    def make(**_):
+        module.net[0] = torch.compile(body, backend="eager")
+
+    del module.net[0]
+    module.net.insert(0, torch.nn.Identity())
+    setattr(module, hook, make)
+    fit(module, [LayerFreezing(trainable)])
+    for value, first, mask in zip(module.parameters(), start, masks_of(module, trainable), strict=True):
+        assert torch.equal(value[~mask], first[~mask])
+        assert not mask.any() or not torch.equal(value, first)
+
+
+def masks_of(module, trainable):
+    """Masks of all parameters, in their order."""
+    plain = {name.replace("_orig_mod.", ""): p for name, p in module.named_parameters()}
+    return [trainable.get(name, torch.ones_like(p, dtype=torch.bool)) for name, p in plain.items()]
+
+
+def test_a_layer_without_a_shape_is_refused(net, fit):
+    module = net()
+    trainable = frozen(module, *BODY)
+    module.net[0] = torch.nn.LazyLinear(9)
+    with pytest.raises(InvalidOption, match=r"`LayerFreezing`: `net.0.weight` has no shape yet"):
+        fit(module, [LayerFreezing(trainable)])
 
 
 def test_what_the_user_froze_stays_frozen(net, fit):
