@@ -117,6 +117,7 @@ def pruning_forward(layer: Any, density: float) -> Callable[..., Tensor]:
     return functools.partial(_pruned, layer, density)  # whose layer is the copy's own in a deep copy of the module
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # it cannot trace the choice of the largest
 def _pruned(layer: Any, density: float, /, *args: Any, **kwargs: Any) -> Tensor:
     forward: Callable[..., Tensor] = type(layer).forward
     x, *more = args or (kwargs.pop(list(inspect.signature(forward).parameters)[1]),)

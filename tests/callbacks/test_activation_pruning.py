@@ -154,3 +154,15 @@ def test_inputs_of_the_shape_of_the_weight_are_found_under_autocast(layer, shape
     with torch.autocast("cpu", torch.bfloat16):
         layer(cast * largest(cast, 0.25)).float().sum().backward()
     assert torch.equal(found, layer.weight.grad)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # of torch.compile
+@pytest.mark.filterwarnings("ignore:Guards may run slower:RuntimeWarning")  # torch on Python 3.13.0
+def test_a_compiled_network_trains_alike(net, fit):
+    plain, compiled = net(), net()
+    compiled.net = torch.compile(compiled.net, backend="eager")
+    for module in (plain, compiled):
+        fit(module, [ActivationPruning(0.3)])
+    for one, other in zip(plain.parameters(), compiled.parameters(), strict=True):
+        assert torch.equal(one, other)
