@@ -143,7 +143,8 @@ class OrderedDropout(Callback):
                 self._handles.append(layer.register_forward_hook(self._made_by(gates)))
         if self.distill:
             layer = module.get_submodule(logits_of(module, self.head))
-            self._handles.append(layer.register_forward_hook(self._note_logits))
+            # a bound method would take this callback, and the graph of its logits, into deep copies of the module
+            self._handles.append(layer.register_forward_hook(lambda *call: self._note_logits(*call)))
 
     def _read_by(self, gates: Sequence[Gate]) -> Any:
         return lambda layer, inputs: (self._gated(layer, inputs[0], gates), *inputs[1:])

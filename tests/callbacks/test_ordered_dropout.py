@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 
 import lightning as L
@@ -71,10 +72,10 @@ def batch(seed=0):
     return x, x.mean((1, 2, 3)).gt(0).long()
 
 
-def fit(module, callback, batches=1, batch_size=4, **options):
+def fit(module, *callbacks, batches=1, batch_size=4, **options):
     x, y = (torch.cat(parts) for parts in zip(*(batch(seed) for seed in range(batches)), strict=True))
     quiet = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False, "accelerator": "cpu"}
-    trainer = L.Trainer(max_epochs=1, callbacks=[callback], enable_checkpointing=False, **quiet, **options)
+    trainer = L.Trainer(max_epochs=1, callbacks=list(callbacks), enable_checkpointing=False, **quiet, **options)
     trainer.fit(module, DataLoader(TensorDataset(x, y), batch_size=batch_size))
     return module
 
@@ -189,6 +190,16 @@ def test_all_units_are_there_in_evaluation_and_after_the_fit():
     x, _ = batch()
     assert torch.equal(module.train()(x), module.eval()(x))
     assert not any(layer._forward_hooks or layer._forward_pre_hooks for layer in module.modules())
+
+
+def test_a_module_can_be_copied_within_a_fit_with_distillation():
+    class Copies(L.Callback):
+        def on_train_batch_end(self, trainer, pl_module, *_):
+            self.module = copy.deepcopy(pl_module)
+
+    module, copies = Module(NETS["linear"]()), Copies()
+    fit(module, OrderedDropout([0.5, 1.0], distill=True), copies, batches=2)
+    assert torch.equal(copies.module.eval()(batch()[0]), module.eval()(batch()[0]))
 
 
 def test_what_cannot_be_trained_is_refused():
