@@ -137,6 +137,8 @@ class NMPruning(MaskingCallback):
         """Restore the masks of a checkpoint."""
         super().load_state_dict(state_dict)
         self._clock.load_state_dict(state_dict["clock"])
+        if self._around is not None:
+            self._inputs_first = _inputs_first(self._around[1], self._masks)
         self._pruned = self._is_pruned()
 
 

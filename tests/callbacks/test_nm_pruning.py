@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import lightning as L
 import pytest
 import torch
 from lightning.pytorch import Callback
@@ -112,6 +113,20 @@ def test_groups_of_a_transposed_convolution_lie_along_its_inputs(groups, dim, ne
     fit(module, [callback], epochs=1)
     with pytest.raises(InvalidOption, match=r"`NMPruning\(m=3\)`: the rows of `net.0.1.weight`"):
         fit(module, [NMPruning(m=3, layers="type:ConvTranspose2d")], epochs=1)
+
+
+def test_a_scored_checkpoint_of_a_transposed_convolution_is_known_to_be_pruned(net, fit, loader, tmp_path):
+    def upsampled():
+        module = net()
+        module.net[0] = nn.Sequential(nn.Unflatten(1, (4, 1, 1)), nn.ConvTranspose2d(4, 9, 1), nn.Flatten())
+        module.test_step = lambda batch: module.loss(batch)
+        return module
+
+    made, loaded = (NMPruning(n=1, m=2, layers="type:ConvTranspose2d") for _ in range(2))
+    fit(upsampled(), [made], epochs=1).save_checkpoint(tmp_path / "pruned.ckpt")
+    trainer = L.Trainer(accelerator="cpu", callbacks=[loaded], logger=False, enable_checkpointing=False, barebones=True)
+    trainer.test(upsampled(), loader(), ckpt_path=tmp_path / "pruned.ckpt", verbose=False)
+    assert loaded.shortfall() is None
 
 
 def test_a_layer_that_cannot_be_cut_is_refused_if_it_is_chosen(net, fit):
