@@ -91,6 +91,14 @@ class MetaStep(SecondPoint):
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Let the trainer clip again."""
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+        self._clip_again(trainer)
+
+    def on_exception(self, trainer: Any, pl_module: LightningModule, exception: BaseException) -> None:
+        """Release the module and let the trainer clip again, also where the run failed within a batch."""
+        super().on_exception(trainer, pl_module, exception)
+        self._clip_again(trainer)
+
+    def _clip_again(self, trainer: Any) -> None:
         if self._clip is not None:
             trainer.gradient_clip_val, self._clip = self._clip, None
 

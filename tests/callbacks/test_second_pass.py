@@ -166,6 +166,24 @@ def test_a_meta_step_is_clipped_and_the_batch_before_it_is_not(descend, by):
     assert module.trainer.gradient_clip_val == 1.0
 
 
+class Clipped:
+    clip, accumulate = 1.0, 1
+
+
+def test_a_trainer_clips_again_after_a_batch_that_failed(fit, net):
+    class Fails(Callback):
+        def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+            raise RuntimeError(f"clips by {trainer.gradient_clip_val}")
+
+        def on_exception(self, trainer, pl_module, exception):
+            self.value = trainer.gradient_clip_val
+
+    fails = Fails()
+    with pytest.raises(RuntimeError, match="clips by None"):
+        fit(net(), [MetaStep(lr=0.1), fails], Clipped())
+    assert fails.value == 1.0
+
+
 def test_each_batch_of_a_tuple_has_its_own_part(descend):
     module = descend(MetaStep(lr=0.1), [G, F])
     # adapted on 3 (w + 1)^2 / 2, stepped by (w' - 1)
