@@ -53,7 +53,8 @@ class ProximalTerm(Callback):
         require_unscaled_gradients(trainer, "ProximalTerm")
         self._reports.watch(trainer, pl_module)
         parameters = dict(pl_module.named_parameters())
-        given = self.anchor or self._resumed or {name: p.detach() for name, p in parameters.items()}
+        first = self._resumed or {name: p.detach() for name, p in parameters.items()}
+        given = first if self.anchor is None else self.anchor
         self._resumed = None
         anchor = of_parameters(given, pl_module, "ProximalTerm", "anchor")
         require_dense_gradients(pl_module, anchor, "ProximalTerm")

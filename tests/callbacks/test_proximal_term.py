@@ -61,6 +61,13 @@ def test_a_given_anchor(net, fit, by_hand, recipe):
     torch.testing.assert_close(copied(module), expected, rtol=0, atol=1e-6)
 
 
+def test_an_anchor_without_names_has_no_term(net, fit):
+    plain, free = net(), net()
+    fit(plain, [])
+    fit(free, [ProximalTerm(strength=1.0, anchor={})])
+    torch.testing.assert_close(copied(free), copied(plain), rtol=0, atol=0)
+
+
 def test_an_anchor_of_the_modules_own_tensors_does_not_move(net, fit, by_hand, recipes):
     recipe, module = recipes["sgd"], net()
     start = copied(module)

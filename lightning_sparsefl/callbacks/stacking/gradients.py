@@ -27,7 +27,7 @@ class StackedProximalTerm(StackedCallback):
     def __init__(self, callbacks: Sequence[ProximalTerm], module: nn.Module) -> None:
         self.strength = callbacks[0].strength
         self._given = None
-        if callbacks[0].anchor:
+        if callbacks[0].anchor is not None:
             self._given = [of_parameters(c.anchor or {}, module, "ProximalTerm", "anchor") for c in callbacks]
         self.anchors: dict[str, Tensor] = {}
 

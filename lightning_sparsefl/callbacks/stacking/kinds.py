@@ -81,7 +81,7 @@ _KINDS: dict[type[Callback], _Kind] = {
     ),
     LayerFreezing: _Kind(_freezing_key, lambda callbacks, *_: StackedFreezing(callbacks)),
     ProximalTerm: _Kind(
-        lambda callback: (callback.strength, None if not callback.anchor else tuple(sorted(callback.anchor))),
+        lambda callback: (callback.strength, None if callback.anchor is None else tuple(sorted(callback.anchor))),
         lambda callbacks, module, _: StackedProximalTerm(callbacks, module),
     ),
     GradientOffset: _Kind(
