@@ -120,10 +120,12 @@ class UnitThresholds(Reparameterized):
             self._thresholds[name] = parameter.detach().clone()
 
     def release(self) -> None:
-        """Take the thresholds out of the optimizers, and release the module."""
+        """Take the thresholds and their memory out of the optimizers, and release the module."""
         trained = {id(parameter) for parameter in self._trained.values()}
         for guard in self._guards:
             optimizer = guard.optimizer
+            for parameter in self._trained.values():
+                optimizer.state.pop(parameter, None)
             for group in optimizer.param_groups if trained & stepped_by(optimizer) else ():
                 group["params"] = [each for each in group["params"] if id(each) not in trained]
         super().release()

@@ -252,7 +252,7 @@ def test_weights_behind_a_stochastic_mask_never_change_and_draws_follow_the_scor
         assert sum(int(module.get_parameter(name).count_nonzero()) for name in LAYERS) == count
 
 
-def test_thresholds_grow_until_units_are_off_and_leave_the_optimizer(net, fit, recipes):
+def test_thresholds_grow_until_units_are_off_and_leave_the_optimizer(net, fit, recipes, tmp_path):
     recipe = recipes["momentum, decay"]
     module, callback = net(recipe), UnitThresholds(strength=0.05)
     trainer = fit(module, [callback], recipe)
@@ -263,6 +263,7 @@ def test_thresholds_grow_until_units_are_off_and_leave_the_optimizer(net, fit, r
     assert all(callback.theta[name][rows].any(1).all() for name, rows in off.items())
     (group,) = trainer.optimizers[0].param_groups
     assert {id(parameter) for parameter in group["params"]} == {id(parameter) for parameter in module.parameters()}
+    trainer.save_checkpoint(tmp_path / "after.ckpt")
 
 
 def test_a_layer_with_hardly_a_unit_left_starts_again(net, fit):
