@@ -22,7 +22,7 @@ class GlobalMagnitudePruning(MaskingCallback):
 
     ``epochs=[0]`` is one-shot, for a module that is trained already; ``fraction=0.2, epochs=[0, 5, 10]`` leaves
     0.8, 0.64, 0.512. What was dropped stays so. Fits compound: a second `fit` by a new trainer counts its epochs from
-    0 again, and drops the fraction of what the first one left.
+    0 again, and drops the fraction of what the first one left. One by the same trainer goes on with its epochs.
 
     Args:
         fraction: Fraction of the weights kept so far that is dropped, in [0, 1): the ``ceil(fraction * kept)``
@@ -56,7 +56,7 @@ class GlobalMagnitudePruning(MaskingCallback):
         """Prune anew in a new fit."""
         super().on_train_start(trainer, pl_module)
         if not self._resumed:
-            self._pruned_at = -1
+            self._pruned_at = trainer.current_epoch - 1 if density(self.masks) < 1 else -1
 
     def on_train_epoch_start(self, trainer: Any, pl_module: LightningModule) -> None:
         """Prune if it is time."""

@@ -37,6 +37,20 @@ def after(fraction, times, start=TOTAL):
     return start
 
 
+def test_a_trainer_that_goes_on_has_missed_no_epoch(net, fit, loader):
+    module, callback = net(), GlobalMagnitudePruning(fraction=0.5, epochs=[0])
+    trainer = fit(module, [callback], epochs=1)
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(module, loader())
+    assert callback.shortfall() is None
+    assert kept(callback.masks) == after(0.5, 1)
+    late, trainer.fit_loop.max_epochs = GlobalMagnitudePruning(fraction=0.5, epochs=[0]), 3
+    trainer.callbacks.remove(callback)
+    trainer.callbacks.append(late)
+    with pytest.warns(UserWarning, match=r"before epochs \[0\] pruned"):
+        trainer.fit(module, loader())
+
+
 def test_one_shot_leaves_the_largest(net, fit, by_hand, recipe):
     module, callback = net(recipe), GlobalMagnitudePruning(fraction=0.7)
     before = torch.cat([module.get_parameter(name).detach().abs().flatten() for name in WEIGHTS])
