@@ -10,8 +10,9 @@ import torch
 from lightning.pytorch import Callback, LightningModule
 from torch import Tensor
 
+from lightning_sparsefl.callbacks.mask_owner import of_parameters
 from lightning_sparsefl.callbacks.trial import trial, trial_loss
-from lightning_sparsefl.errors import IncompatibleMasks, InvalidOption
+from lightning_sparsefl.errors import InvalidOption
 from lightning_sparsefl.types import Weights
 
 
@@ -118,24 +119,19 @@ class SecondPoint(Callback):
                 "step; expected another optimizer, such as SGD."
             )
 
-    def copied(self, module: LightningModule, weights: Weights) -> dict[str, Tensor]:
+    def copied(self, module: LightningModule, personal: Weights) -> dict[str, Tensor]:
         """Return copies of weights on the module's device; parameters that are missing are copied from the module.
 
         Args:
             module: Module of the user.
-            weights: Weights by name; those that are no parameters are left out.
+            personal: Weights by name; those of buffers are left out.
 
         Raises:
-            IncompatibleMasks: If a shape differs.
+            IncompatibleMasks: If a name is of no tensor of the module, or a shape differs.
         """
-        copies = {}
-        for name, parameter in module.named_parameters():
-            value = weights.get(name, parameter.detach())
-            if value.shape != parameter.shape:
-                shapes = f"{tuple(value.shape)}, expected {tuple(parameter.shape)}"
-                raise IncompatibleMasks(f"`{type(self).__name__}`: `{name}` has shape {shapes}.")
-            copies[name] = value.to(parameter.device, parameter.dtype, copy=True)
-        return copies
+        given = of_parameters(personal, module, type(self).__name__, "personal")
+        parameters = module.named_parameters()
+        return {n: given.get(n, p.detach()).to(p.device, p.dtype, copy=True) for n, p in parameters}
 
     def clear_others(self, module: LightningModule, optimizer: Any) -> None:
         """Clear the gradients of weights that the optimizer leaves alone, which its `zero_grad` would let add up.

@@ -397,7 +397,13 @@ def test_options_out_of_range_are_refused(make, message):
         make()
 
 
-def test_second_weights_of_another_shape_are_refused(fit):
-    wrong = PersonalMixture(alpha=0.5, personal={"net.0.weight": torch.zeros(2)})
-    with pytest.raises(IncompatibleMasks, match=r"`net.0.weight` has shape \(2,\), expected \(6, 4\)"):
-        fit(Busy(), [wrong])
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("net.0.weight", r"`net.0.weight` in `personal` has shape \(2,\), expected \(6, 4\)"),
+        ("net.0.wight", "`net.0.wight` in `personal` is not a tensor of the module"),
+    ],
+)
+def test_second_weights_that_do_not_fit_are_refused(name, message, fit):
+    with pytest.raises(IncompatibleMasks, match=message):
+        fit(Busy(), [PersonalMixture(alpha=0.5, personal={name: torch.zeros(2)})])
