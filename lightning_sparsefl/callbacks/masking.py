@@ -36,7 +36,7 @@ class MaskingCallback(MaskOwner):
     the module that other callbacks keep, such as the averages of Lightning's `WeightAveraging`, are masked with it, in
     whichever order the callbacks stand: a mean of weights under moving masks has more non-zeros than any of them.
 
-    Weights are masked after every step of every optimizer, whatever hooks it has, and before each evaluation of the
+    Weights are masked after every step of their optimizer, whatever hooks it has, and before each evaluation of the
     loss by a closure. Where the optimizers are such that a weight stays 0 by itself, and nothing changes gradients
     after they are masked, weights are only masked if something else has written them, which their version counters
     show. Those miss writes through ``weight.data``, for which the weights are masked at the end of every epoch too.
