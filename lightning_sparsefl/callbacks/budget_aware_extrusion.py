@@ -9,7 +9,7 @@ import math
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from lightning_sparsefl.callbacks.clock import StepClock
@@ -17,7 +17,8 @@ from lightning_sparsefl.callbacks.layers import choose, require_dense_gradients,
 from lightning_sparsefl.callbacks.loss_scaling import require_unscaled_gradients
 from lightning_sparsefl.callbacks.mask_owner import renamed
 from lightning_sparsefl.callbacks.options import require
-from lightning_sparsefl.callbacks.step_guard import ReportedSteps, StepGuard
+from lightning_sparsefl.callbacks.reported_steps import ReportedCallback
+from lightning_sparsefl.callbacks.step_guard import StepGuard
 from lightning_sparsefl.sparse.density import floor_count
 from lightning_sparsefl.sparse.masks import check, counts
 from lightning_sparsefl.sparse.prune import shrink
@@ -25,7 +26,7 @@ from lightning_sparsefl.sparse.scores import magnitude
 from lightning_sparsefl.types import Masks, Weights
 
 
-class BudgetAwareExtrusion(Callback):
+class BudgetAwareExtrusion(ReportedCallback):
     """Adds ``strength * sum over layers of ||w_low||_2`` to the loss, by its gradient, and raises the learning rate.
 
     w_low are the smallest kept weights of each layer when the fit starts; they stay the same for the fit. With b the
@@ -66,18 +67,20 @@ class BudgetAwareExtrusion(Callback):
         require(0 <= share <= 1, "BudgetAwareExtrusion", "share", share, "a number in [0, 1]")
         require(psi >= 0, "BudgetAwareExtrusion", "psi", psi, "a number >= 0")
         require(max_lr > 0, "BudgetAwareExtrusion", "max_lr", max_lr, "a number above 0")
+        super().__init__()
         self.strength, self.share, self.psi, self.max_lr, self.masks = strength, share, psi, max_lr, masks
         self._clock = StepClock()
-        self._reports = ReportedSteps("BudgetAwareExtrusion")
         self._low: dict[str, Tensor] = {}
         self._first: list[list[float]] = []
         self._resumed = False
-        self._release()
+        self._forget()
 
-    def _release(self) -> None:
+    def _forget(self) -> None:
+        """Set the references to a fit's module to their values outside of a fit."""
         self._weights: dict[str, Tensor] = {}
         self._guards: list[StepGuard] = []
         self._rates: dict[int, list[float]] = {}
+        self._starts: dict[int, list[float]] = {}
 
     def setup(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
         """Begin a fit, which a checkpoint may continue."""
@@ -87,7 +90,7 @@ class BudgetAwareExtrusion(Callback):
     def on_fit_start(self, trainer: Any, pl_module: LightningModule) -> None:
         """Choose the weights to penalize."""
         require_unscaled_gradients(trainer, "BudgetAwareExtrusion")
-        self._reports.watch(trainer, pl_module)
+        super().on_fit_start(trainer, pl_module)
         parameters = dict(pl_module.named_parameters())
         if self.masks is not None:
             self.masks = renamed(self.masks, parameters)
@@ -121,7 +124,7 @@ class BudgetAwareExtrusion(Callback):
     @torch.no_grad()
     def on_before_optimizer_step(self, trainer: Any, pl_module: LightningModule, optimizer: Any) -> None:
         """Add the gradient of the penalty."""
-        self._reports.report()
+        super().on_before_optimizer_step(trainer, pl_module, optimizer)
         stepping = stepped_by(optimizer)
         for name, weight in self._weights.items():
             if weight.grad is not None and id(weight) in stepping and self.strength:
@@ -154,17 +157,11 @@ class BudgetAwareExtrusion(Callback):
         """Count the steps."""
         self._clock.tick(trainer)
 
-    def teardown(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
-        """Release the module and the optimizers."""
+    def _release(self) -> None:
         for guard in self._guards:
             guard.remove()
-        self._reports.release()
-        self._starts = {}
-        self._release()
-
-    def on_exception(self, trainer: Any, pl_module: LightningModule, exception: BaseException) -> None:
-        """Release the module also where the run failed, since Lightning calls no teardown then."""
-        self.teardown(trainer, pl_module, "fit")
+        super()._release()
+        self._forget()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the penalized weights' places, the first learning rates, and the position in the fit."""

@@ -9,17 +9,17 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from lightning_sparsefl.callbacks.layers import require_dense_gradients, stepped_by
 from lightning_sparsefl.callbacks.loss_scaling import require_unscaled_gradients
 from lightning_sparsefl.callbacks.mask_owner import of_parameters
-from lightning_sparsefl.callbacks.step_guard import ReportedSteps
+from lightning_sparsefl.callbacks.reported_steps import ReportedCallback
 from lightning_sparsefl.types import Weights
 
 
-class GradientOffset(Callback):
+class GradientOffset(ReportedCallback):
     """Adds a linear term ``sum <offset, w>`` to the loss, by its gradient: once per optimizer step, before clipping.
 
     It joins gradients that are accumulated and unscaled, and only those of the optimizer that steps. A parameter that
@@ -40,14 +40,14 @@ class GradientOffset(Callback):
     """
 
     def __init__(self, offset: Weights) -> None:
+        super().__init__()
         self.offset = offset
-        self._reports = ReportedSteps("GradientOffset")
         self._pairs: list[tuple[Tensor, Tensor]] = []
 
     def on_fit_start(self, trainer: Any, pl_module: LightningModule) -> None:
         """Pair the offset with the parameters, on their device and in their type."""
         require_unscaled_gradients(trainer, "GradientOffset")
-        self._reports.watch(trainer, pl_module)
+        super().on_fit_start(trainer, pl_module)
         offset = of_parameters(self.offset, pl_module, "GradientOffset", "offset")
         require_dense_gradients(pl_module, offset, "GradientOffset")
         parameters = dict(pl_module.named_parameters())
@@ -56,18 +56,12 @@ class GradientOffset(Callback):
     @torch.no_grad()
     def on_before_optimizer_step(self, trainer: Any, pl_module: LightningModule, optimizer: Any) -> None:
         """Add the offset to the gradients of this optimizer."""
-        self._reports.report()
+        super().on_before_optimizer_step(trainer, pl_module, optimizer)
         stepping = stepped_by(optimizer)
         for parameter, offset in self._pairs:
             if parameter.grad is not None and id(parameter) in stepping:
                 parameter.grad.add_(offset)
 
-    def teardown(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
-        """Release the module's tensors."""
-        self._reports.release()
-        self._pairs = []
-
-    def on_exception(self, trainer: Any, pl_module: LightningModule, exception: BaseException) -> None:
-        """Release the module also where the run failed, since Lightning calls no teardown then."""
-        self._reports.release()
+    def _release(self) -> None:
+        super()._release()
         self._pairs = []

@@ -9,15 +9,15 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from lightning_sparsefl.callbacks.layers import stepped_by
 from lightning_sparsefl.callbacks.loss_scaling import require_unscaled_gradients
-from lightning_sparsefl.callbacks.step_guard import ReportedSteps
+from lightning_sparsefl.callbacks.reported_steps import ReportedCallback
 
 
-class GradientSum(Callback):
+class GradientSum(ReportedCallback):
     """Adds up the gradients of all optimizer steps of a fit, as they are before clipping.
 
     Before callbacks that mask, the gradients are dense: they also tell of weights that are pruned. A parameter without
@@ -39,8 +39,8 @@ class GradientSum(Callback):
     """
 
     def __init__(self, squares: bool = False) -> None:
+        super().__init__()
         self._squared = squares
-        self._reports = ReportedSteps("GradientSum")
         self.sums: dict[str, Tensor] = {}
         self.squares: dict[str, Tensor] = {}
         self._parameters: dict[str, Tensor] = {}
@@ -53,7 +53,7 @@ class GradientSum(Callback):
     def on_fit_start(self, trainer: Any, pl_module: LightningModule) -> None:
         """Make room for the sums, beside the parameters."""
         require_unscaled_gradients(trainer, "GradientSum")
-        self._reports.watch(trainer, pl_module)
+        super().on_fit_start(trainer, pl_module)
         self._parameters = dict(pl_module.named_parameters())
         for tree in (self.sums, self.squares) if self._squared else (self.sums,):
             for name, parameter in self._parameters.items():
@@ -62,7 +62,7 @@ class GradientSum(Callback):
     @torch.no_grad()
     def on_before_optimizer_step(self, trainer: Any, pl_module: LightningModule, optimizer: Any) -> None:
         """Add the gradients of this optimizer."""
-        self._reports.report()
+        super().on_before_optimizer_step(trainer, pl_module, optimizer)
         stepping = stepped_by(optimizer)
         found = {n: p.grad for n, p in self._parameters.items() if p.grad is not None and id(p) in stepping}
         gradients = {name: grad.to_dense() if grad.is_sparse else grad for name, grad in found.items()}
@@ -75,14 +75,8 @@ class GradientSum(Callback):
             if self._squared:
                 self.squares[name].addcmul_(gradient, gradient)
 
-    def teardown(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
-        """Release the module."""
-        self._reports.release()
-        self._parameters = {}
-
-    def on_exception(self, trainer: Any, pl_module: LightningModule, exception: BaseException) -> None:
-        """Release the module also where the run failed, since Lightning calls no teardown then."""
-        self._reports.release()
+    def _release(self) -> None:
+        super()._release()
         self._parameters = {}
 
     def state_dict(self) -> dict[str, Any]:

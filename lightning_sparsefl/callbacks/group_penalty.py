@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
 import torch
-from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from lightning_sparsefl.callbacks.clock import StepClock
@@ -21,7 +21,7 @@ from lightning_sparsefl.callbacks.feedback import ErrorFeedback
 from lightning_sparsefl.callbacks.layers import choose, require_dense_gradients, stepped_by
 from lightning_sparsefl.callbacks.loss_scaling import require_unscaled_gradients
 from lightning_sparsefl.callbacks.options import require
-from lightning_sparsefl.callbacks.step_guard import ReportedSteps
+from lightning_sparsefl.callbacks.reported_steps import ReportedCallback
 from lightning_sparsefl.errors import InvalidOption
 from lightning_sparsefl.sparse.parts import norms_of
 from lightning_sparsefl.sparse.schedule import staircase
@@ -32,7 +32,7 @@ Units: TypeAlias = Sequence[UnitGroup] | Callable[[Mapping[str, Tensor]], Sequen
 """Groups of units, or a function from the parameters of a module to them."""
 
 
-class GroupPenalty(Callback):
+class GroupPenalty(ReportedCallback):
     """Adds ``strength * sum over layers of ||w_layer||_2`` to the loss, by its gradient ``strength * w / ||w||_2``.
 
     The norm is not squared, so a layer of zeros has a corner; there the gradient is 0. The strength climbs from 0 by
@@ -79,9 +79,9 @@ class GroupPenalty(Callback):
         require(known, "GroupPenalty", "groups", groups, "'layers', 'units' or 'scales'")
         apart = groups == "layers" or layers is None
         require(apart, "GroupPenalty", "layers", layers, f"None beside `groups={groups!r}`")
+        super().__init__()
         self.strength, self.stairs, self.layers, self.groups, self.units = strength, stairs, layers, groups, units
         self._clock = StepClock()
-        self._reports = ReportedSteps("GroupPenalty")
         self._weights: list[Tensor] = []
         self._by_name: dict[str, Tensor] = {}
         self._found: Sequence[UnitGroup] = ()
@@ -110,7 +110,7 @@ class GroupPenalty(Callback):
     def on_fit_start(self, trainer: Any, pl_module: LightningModule) -> None:
         """Choose the layers, or find the units or scales."""
         require_unscaled_gradients(trainer, "GroupPenalty")
-        self._reports.watch(trainer, pl_module)
+        super().on_fit_start(trainer, pl_module)
         parameters = dict(pl_module.named_parameters())
         if self.groups == "layers":
             chosen = choose(pl_module, self.layers, "GroupPenalty")
@@ -153,7 +153,7 @@ class GroupPenalty(Callback):
     @torch.no_grad()
     def on_before_optimizer_step(self, trainer: Any, pl_module: LightningModule, optimizer: Any) -> None:
         """Add the gradient of the term."""
-        self._reports.report()
+        super().on_before_optimizer_step(trainer, pl_module, optimizer)
         strength, stepping = self.now, stepped_by(optimizer)
         weights = [weight for weight in self._weights if weight.grad is not None and id(weight) in stepping]
         if strength == 0 or not weights:
@@ -178,14 +178,8 @@ class GroupPenalty(Callback):
         if self.stairs is not None:
             self._clock.tick(trainer)
 
-    def teardown(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
-        """Release the module."""
-        self._reports.release()
-        self._weights, self._by_name, self._resumed = [], {}, False
-
-    def on_exception(self, trainer: Any, pl_module: LightningModule, exception: BaseException) -> None:
-        """Release the module also where the run failed, since Lightning calls no teardown then."""
-        self._reports.release()
+    def _release(self) -> None:
+        super()._release()
         self._weights, self._by_name, self._resumed = [], {}, False
 
     def state_dict(self) -> dict[str, Any]:

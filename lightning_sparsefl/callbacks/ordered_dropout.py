@@ -10,12 +10,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 from lightning_sparsefl.callbacks.loss_scaling import loss_scale
 from lightning_sparsefl.callbacks.options import require
-from lightning_sparsefl.callbacks.step_guard import ReportedSteps
+from lightning_sparsefl.callbacks.reported_steps import ReportedCallback
 from lightning_sparsefl.callbacks.training_units import units_in_training
 from lightning_sparsefl.callbacks.trial import trial, trial_loss
 from lightning_sparsefl.callbacks.unit_gates import Gate, gates_of
@@ -26,7 +26,7 @@ from lightning_sparsefl.sparse.parts import embeddings_of
 from lightning_sparsefl.sparse.units import UnitGroup
 
 
-class OrderedDropout(Callback):
+class OrderedDropout(ReportedCallback):
     """Draws a rate p for each optimizer step, and trains the first ``ceil(p C)`` of each layer's C units alone.
 
     The other units are multiplied by zero where layers put them out and where others read them, so that neither
@@ -63,9 +63,9 @@ class OrderedDropout(Callback):
     ) -> None:
         fits = len(rates) > 0 and all(0 < rate <= 1 for rate in rates)
         require(fits, "OrderedDropout", "rates", rates, "one or more numbers in (0, 1]")
+        super().__init__()
         self.rates, self.seed, self.distill, self.head, self.groups = tuple(rates), seed, distill, head, groups
         self._drawn, self._stepped, self._rate = 0, True, max(self.rates)
-        self._reports = ReportedSteps("OrderedDropout")
         self._forget()
 
     def _forget(self) -> None:
@@ -94,7 +94,7 @@ class OrderedDropout(Callback):
                 f"`OrderedDropout(distill=True)` does not support `{type(pl_module).__name__}`, which optimizes "
                 "manually; expected `automatic_optimization = True`."
             )
-        self._reports.watch(trainer, pl_module)
+        super().on_fit_start(trainer, pl_module)
 
     def on_train_batch_start(self, trainer: Any, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Draw a rate after each step."""
@@ -124,7 +124,7 @@ class OrderedDropout(Callback):
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: LightningModule, optimizer: Any) -> None:
         """Note that the next batch gets another rate."""
-        self._reports.report()
+        super().on_before_optimizer_step(trainer, pl_module, optimizer)
         self._stepped = True
 
     # ---- gates
@@ -162,18 +162,10 @@ class OrderedDropout(Callback):
         if layer.training:
             self._logits = output
 
-    def teardown(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
-        """Remove the hooks."""
-        self._release()
-
-    def on_exception(self, trainer: Any, pl_module: LightningModule, exception: BaseException) -> None:
-        """Remove the hooks also where the run failed, since Lightning calls no teardown then."""
-        self._release()
-
     def _release(self) -> None:
         for handle in self._handles:
             handle.remove()
-        self._reports.release()
+        super()._release()
         self._forget()
 
     def state_dict(self) -> dict[str, Any]:

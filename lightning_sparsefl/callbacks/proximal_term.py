@@ -5,18 +5,18 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from lightning_sparsefl.callbacks.layers import require_dense_gradients, stepped_by
 from lightning_sparsefl.callbacks.loss_scaling import require_unscaled_gradients
 from lightning_sparsefl.callbacks.mask_owner import of_parameters
-from lightning_sparsefl.callbacks.step_guard import ReportedSteps
+from lightning_sparsefl.callbacks.reported_steps import ReportedCallback
 from lightning_sparsefl.errors import InvalidOption
 from lightning_sparsefl.types import Weights
 
 
-class ProximalTerm(Callback):
+class ProximalTerm(ReportedCallback):
     """Adds ``strength / 2 * ||w - anchor||^2`` to the loss, by its gradient (FedProx, arXiv:1812.06127, eq. 2).
 
     Args:
@@ -37,8 +37,8 @@ class ProximalTerm(Callback):
     def __init__(self, strength: float = 0.01, anchor: Weights | None = None) -> None:
         if not strength >= 0:
             raise InvalidOption(f"`ProximalTerm(strength={strength})`: expected a number >= 0.")
+        super().__init__()
         self.strength, self.anchor = strength, anchor
-        self._reports = ReportedSteps("ProximalTerm")
         self._pairs: list[tuple[Tensor, Tensor]] = []
         self._resumed: Weights | None = None
         self._taken: dict[str, Tensor] = {}
@@ -51,7 +51,7 @@ class ProximalTerm(Callback):
     def on_fit_start(self, trainer: Any, pl_module: LightningModule) -> None:
         """Copy the anchor, since training writes into the weights."""
         require_unscaled_gradients(trainer, "ProximalTerm")
-        self._reports.watch(trainer, pl_module)
+        super().on_fit_start(trainer, pl_module)
         parameters = dict(pl_module.named_parameters())
         first = self._resumed or {name: p.detach() for name, p in parameters.items()}
         given = first if self.anchor is None else self.anchor
@@ -66,19 +66,11 @@ class ProximalTerm(Callback):
     @torch.no_grad()
     def on_before_optimizer_step(self, trainer: Any, pl_module: LightningModule, optimizer: Any) -> None:
         """Add the gradient of the term, for the weights of this optimizer."""
-        self._reports.report()
+        super().on_before_optimizer_step(trainer, pl_module, optimizer)
         stepping = stepped_by(optimizer)
         for parameter, anchor in self._pairs:
             if parameter.grad is not None and id(parameter) in stepping:
                 parameter.grad.add_(parameter - anchor, alpha=self.strength)
-
-    def teardown(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
-        """Release the optimizers."""
-        self._reports.release()
-
-    def on_exception(self, trainer: Any, pl_module: LightningModule, exception: BaseException) -> None:
-        """Release the optimizers also where the run failed, since Lightning calls no teardown then."""
-        self._reports.release()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the anchor, unless it was given."""

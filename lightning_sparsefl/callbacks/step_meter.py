@@ -9,20 +9,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.rank_zero import WarningCache
 from torch.optim import SGD, Optimizer
 
 from lightning_sparsefl.callbacks.layers import first_stepped
 from lightning_sparsefl.callbacks.loss_scaling import is_skipped
 from lightning_sparsefl.callbacks.options import require
-from lightning_sparsefl.callbacks.step_guard import ReportedSteps
+from lightning_sparsefl.callbacks.reported_steps import ReportedCallback
 
 _READ = ("lr", "momentum", "dampening", "nesterov")
 _messages = WarningCache()
 
 
-class StepMeter(Callback):
+class StepMeter(ReportedCallback):
     """Sums the coefficients with which the gradients of a fit enter the weights, for SGD.
 
     With learning rate lr and momentum, each step does ``c <- momentum c + 1 - mu path`` and ``path <- path + lr c``,
@@ -48,8 +48,8 @@ class StepMeter(Callback):
 
     def __init__(self, mu: float, *, mean_gradient: bool = False) -> None:
         require(mu >= 0, "StepMeter", "mu", mu, "a number >= 0")
+        super().__init__()
         self.mu, self.mean_gradient = mu, mean_gradient
-        self._reports = ReportedSteps("StepMeter")
         self._start()
 
     def _start(self) -> None:
@@ -68,7 +68,7 @@ class StepMeter(Callback):
 
     def on_fit_start(self, trainer: Any, pl_module: LightningModule) -> None:
         """Report what the sums do not hold for."""
-        self._reports.watch(trainer, pl_module)
+        super().on_fit_start(trainer, pl_module)
         if trainer.optimizers:
             self.report(trainer.optimizers[0], len(trainer.optimizers), bool(trainer.gradient_clip_val))
 
@@ -92,7 +92,7 @@ class StepMeter(Callback):
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: LightningModule, optimizer: Any) -> None:
         """Count a step of the first optimizer, unless it has no gradients, or loss scaling skips it."""
-        self._reports.report()
+        super().on_before_optimizer_step(trainer, pl_module, optimizer)
         groups = optimizer.param_groups
         group = first_stepped(groups) if groups is trainer.optimizers[0].param_groups else None
         if group is not None and not is_skipped(trainer, (p for each in groups for p in each["params"])):
@@ -114,14 +114,6 @@ class StepMeter(Callback):
         self.path += rate * step
         self._rate = self._rate or rate
         self.steps += 1
-
-    def teardown(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
-        """Release the optimizers."""
-        self._reports.release()
-
-    def on_exception(self, trainer: Any, pl_module: LightningModule, exception: BaseException) -> None:
-        """Release the optimizers also where the run failed, since Lightning calls no teardown then."""
-        self._reports.release()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the sums."""
