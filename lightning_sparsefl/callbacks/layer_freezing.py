@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -41,13 +42,15 @@ class LayerFreezing(Callback):
     def setup(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
         """Freeze before the optimizers are made what the module has by then."""
         if stage == "fit":
-            self._freeze(pl_module)
+            parameters = dict(pl_module.named_parameters())
+            self._freeze(parameters, renamed(self.trainable, parameters))
 
-    def _freeze(self, module: LightningModule) -> None:
-        trainable = renamed(self.trainable, dict(module.named_parameters()))
-        for name, parameter in module.named_parameters():
-            wanted = name in trainable and not trainable[name].any()
-            if wanted and parameter.requires_grad and not is_lazy(parameter):
+    def _freeze(self, parameters: Mapping[str, Tensor], trainable: Masks) -> None:
+        for name, mask in trainable.items():
+            parameter = parameters.get(name)
+            if parameter is None or is_lazy(parameter) or not parameter.requires_grad:
+                continue
+            if not mask.any():
                 self._frozen.append(parameter.requires_grad_(False))
 
     def on_fit_start(self, trainer: Any, pl_module: LightningModule) -> None:
@@ -56,7 +59,7 @@ class LayerFreezing(Callback):
         trainable = renamed(self.trainable, parameters)
         require_initialized({name: parameters[name] for name in trainable if name in parameters}, "LayerFreezing")
         check(trainable, parameters)
-        self._freeze(pl_module)
+        self._freeze(parameters, trainable)
         for name, parameter in parameters.items():
             mask = trainable.get(name)
             if mask is not None and parameter.requires_grad and not mask.all():
