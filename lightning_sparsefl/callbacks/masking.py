@@ -174,7 +174,7 @@ class MaskingCallback(MaskOwner):
             self._look()
         else:
             stepped = stepped_by(optimizer)
-            self.mask_weights([name for name, weight in self._weights.items() if id(weight) in stepped])
+            self.mask_weights({name for name, weight in self._weights.items() if id(weight) in stepped})
 
     def _note_step(self, optimizer: Any) -> None:
         self._prepared = False
