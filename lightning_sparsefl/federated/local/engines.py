@@ -24,6 +24,7 @@ Modules and callbacks that the contract test does not cover train with a real Tr
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -105,8 +106,8 @@ class FastEngine:
         options = self._by_epochs.get(epochs)
         if options is None:
             options = self._by_epochs[epochs] = replace(self.options, max_epochs=epochs)
-        engine = FastEngine(self.fabric, options, self.precision)
-        engine._calls, engine.samples = self._calls, self.samples
+        engine = copy.copy(self)  # what is known of calls and samples is shared
+        engine.options, engine.global_step, engine._evaluator = options, 0, None
         return engine
 
     def fit(
