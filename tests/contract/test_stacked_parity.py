@@ -361,6 +361,7 @@ def test_keys_that_are_not_logged_everywhere(tmp_path, stacks):
         SubFedAvg(min_score=0.0, gate="train"),
         PruneTrain(strength=0.01),
         FedMef(density=0.5, activation_density=0.5),
+        FedMef(density=0.5, psi=8.0, max_lr=0.3),
         FedLPS(ratio="capacity"),
     ],
     ids=lambda algorithm: type(algorithm).__name__,

@@ -62,6 +62,7 @@ class StackedExtrusion(StackedCallback):
     @torch.no_grad()
     def before_step(self, leaves: Leaves, step: int) -> None:
         """Add the gradient of the penalty, and raise the learning rates."""
+        self._rates, self._before, self._scales = [], {}, {}  # not those of the stack that these clients are a part of
         sizes = torch.zeros(len(self.totals), dtype=torch.float64)
         for name, mask in self.low.items():
             weight = leaves[name]
@@ -98,4 +99,3 @@ class StackedExtrusion(StackedCallback):
             leaf.copy_(torch.lerp(before, leaf, column(self._scales[name], leaf).expand_as(leaf)))
         for group, rate in self._rates:
             group["lr"] = rate
-        self._rates, self._before, self._scales = [], {}, {}
