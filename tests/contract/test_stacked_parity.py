@@ -40,7 +40,7 @@ from lightning_sparsefl import (
     SparsyFed,
     SubFedAvg,
 )
-from lightning_sparsefl.callbacks import DynamicMask, GlobalMagnitudePruning
+from lightning_sparsefl.callbacks import DynamicMask, GlobalMagnitudePruning, GroupPenalty
 from lightning_sparsefl.data import IID, Dirichlet, FederatedDigits
 from lightning_sparsefl.federated.local.stacked.evaluator import StackEvaluator
 from lightning_sparsefl.federated.local.stacked.fit import StackedFit
@@ -342,6 +342,52 @@ def test_keys_that_are_not_logged_everywhere(tmp_path, stacks):
     assert len(set(ninth)) > 1
 
 
+class Counting(Classifier):
+    """Classifier whose loss depends on the number of the client's steps, from an epoch on."""
+
+    def __init__(self, first=0):
+        super().__init__()
+        self.first = first
+        self.net = nn.Linear(64, 10)
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        return loss / (1 + self.global_step) if self.current_epoch >= self.first else loss
+
+
+@pytest.fixture
+def together():
+    """The numbers of clients that step together in the last epoch, and whether their numbers of steps are equal."""
+    sizes, before = [], StackedFit._batch
+
+    def step(fit, caller, low, high, number):
+        if fit.trainer.current_epoch == fit.requests[0].epochs - 1:
+            sizes.append((high - low, len(set(fit.optimizer.taken[low:high])) == 1))
+        before(fit, caller, low, high, number)
+
+    with mock.patch.object(StackedFit, "_batch", step):
+        yield sizes
+
+
+@pytest.mark.parametrize("optimizer", ["SGD", "Adam"])
+def test_clients_that_have_taken_different_numbers_of_steps_step_together(optimizer, tmp_path, together):
+    compare(tmp_path, seeded(OPTIMIZERS[optimizer], norm="none", smooth=True), epochs=3)
+    assert max(size for size, equal in together if not equal) > 2
+
+
+def test_a_step_that_counts_its_clients_steps_has_equal_numbers(tmp_path, stacks, together):
+    compare(tmp_path, seeded(kind=Counting))
+    assert stacks
+    assert together
+    assert all(equal for _, equal in together)
+
+
+def test_a_step_that_begins_to_count_later_is_undone(tmp_path, stacks):
+    with pytest.warns(match="asks for the number of steps, of which each client has its own"):
+        compare(tmp_path, seeded(1, kind=Counting), rounds=1)
+    assert stacks
+
+
 @pytest.mark.slow_after_first
 @pytest.mark.parametrize(
     "algorithm",
@@ -435,6 +481,7 @@ CALLBACKS = {
     "own": Halved,
     "dynamic mask": lambda: DynamicMask(density=0.5, every_n_steps=2, stop=1.0, rescale=False),
     "global pruning": lambda: GlobalMagnitudePruning(fraction=0.3, epochs=[0, 1]),
+    "stairs": lambda: GroupPenalty(0.2, stairs=3),
 }
 
 

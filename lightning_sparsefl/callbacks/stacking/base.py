@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, ClassVar, Protocol
 
 from torch import Tensor
@@ -18,8 +18,8 @@ Leaves = Mapping[str, Tensor]
 class StackedPass(Protocol):
     """One batch of each of several clients, and the module's passes over it."""
 
-    step: int
-    """Number of optimizer steps that these clients have taken."""
+    steps: Sequence[int]
+    """Number of optimizer steps that each of these clients has taken."""
 
     @property
     def leaves(self) -> Leaves:
@@ -104,6 +104,14 @@ class StackedCallback:
         """
         return True
 
+    def phase(self, steps: int) -> Hashable:
+        """Return what must agree for clients to step together.
+
+        Args:
+            steps: Number of optimizer steps that a client has taken.
+        """
+        return None
+
     def start(self, leaves: Leaves) -> None:
         """Act when the weights are loaded."""
 
@@ -136,12 +144,12 @@ class StackedCallback:
             batch: Batch of these clients.
         """
 
-    def before_step(self, leaves: Leaves, step: int) -> None:
+    def before_step(self, leaves: Leaves, steps: Sequence[int]) -> None:
         """Act on the gradients, before they are clipped.
 
         Args:
             leaves: Weights of the clients, with gradients.
-            step: Number of optimizer steps that these clients have taken.
+            steps: Number of optimizer steps that each of these clients has taken.
         """
 
     def after_step(self, leaves: Leaves) -> None:

@@ -60,7 +60,7 @@ class StackedExtrusion(StackedCallback):
             self._groups.append((group, float(group["lr"]), names))
 
     @torch.no_grad()
-    def before_step(self, leaves: Leaves, step: int) -> None:
+    def before_step(self, leaves: Leaves, steps: Sequence[int]) -> None:
         """Add the gradient of the penalty, and raise the learning rates."""
         self._rates, self._before, self._scales = [], {}, {}  # not those of the stack that these clients are a part of
         sizes = torch.zeros(len(self.totals), dtype=torch.float64)
@@ -74,7 +74,7 @@ class StackedExtrusion(StackedCallback):
                 weight.grad.addcmul_(low, column(factors, low).expand_as(low))
         raised = [
             self.of.psi * decay(step, total) * math.tanh(size / 2)
-            for total, size in zip(self.totals, sizes.tolist(), strict=True)
+            for step, total, size in zip(steps, self.totals, sizes.tolist(), strict=True)
         ]
         self._raise(leaves, raised)
 

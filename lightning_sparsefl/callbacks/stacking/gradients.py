@@ -45,7 +45,7 @@ class StackedProximalTerm(StackedCallback):
                 self.anchors[name] = anchors.to(leaf.device, leaf.dtype)
 
     @torch.no_grad()
-    def before_step(self, leaves: Leaves, step: int) -> None:
+    def before_step(self, leaves: Leaves, steps: Sequence[int]) -> None:
         """Add the gradient of the term."""
         for name, anchors in self.anchors.items():
             leaf = leaves[name]
@@ -71,7 +71,7 @@ class StackedOffset(StackedCallback):
         self.offsets = {name: offset.to(leaves[name]) for name, offset in self.offsets.items() if name in leaves}
 
     @torch.no_grad()
-    def before_step(self, leaves: Leaves, step: int) -> None:
+    def before_step(self, leaves: Leaves, steps: Sequence[int]) -> None:
         """Add the offsets."""
         for name, offsets in self.offsets.items():
             grad = leaves[name].grad
@@ -106,7 +106,7 @@ class StackedMeter(StackedCallback):
         self.optimizer = optimizer
         self.meters[0].report(optimizer, clips=clips)
 
-    def before_step(self, leaves: Leaves, step: int) -> None:
+    def before_step(self, leaves: Leaves, steps: Sequence[int]) -> None:
         """Count the step of each client."""
         assert self.optimizer is not None
         group = first_stepped_of(leaves, self.optimizer, self._names)
@@ -135,7 +135,7 @@ class StackedSum(StackedCallback):
             tree.update({name: torch.zeros_like(leaves[name], requires_grad=False) for name in self.names})
 
     @torch.no_grad()
-    def before_step(self, leaves: Leaves, step: int) -> None:
+    def before_step(self, leaves: Leaves, steps: Sequence[int]) -> None:
         """Add the gradients."""
         for name, total in self.sums.items():
             grad = leaves[name].grad
@@ -165,11 +165,11 @@ class StackedPenalty(StackedCallback):
         return part
 
     @torch.no_grad()
-    def before_step(self, leaves: Leaves, step: int) -> None:
+    def before_step(self, leaves: Leaves, steps: Sequence[int]) -> None:
         """Add the gradient of the term."""
         strengths = [
             self.strength if self.stairs is None else staircase(self.strength, self.stairs, step, total)
-            for total in self.totals
+            for step, total in zip(steps, self.totals, strict=True)
         ]
         if not any(strengths):
             return

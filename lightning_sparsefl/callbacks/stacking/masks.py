@@ -32,7 +32,7 @@ class StackedMask(StackedCallback):
         self.stencils = _stencils(self.masks, leaves)
         self.after_step(leaves)
 
-    def before_step(self, leaves: Leaves, step: int) -> None:
+    def before_step(self, leaves: Leaves, steps: Sequence[int]) -> None:
         """Zero the gradients of the weights that are not held."""
         for name, stencil in self.stencils.items():
             grad = leaves[name].grad
@@ -69,7 +69,7 @@ class StackedFeedback(StackedCallback):
             self.pruned[name] = torch.zeros_like(leaves[name], requires_grad=False)
 
     @torch.no_grad()
-    def before_step(self, leaves: Leaves, step: int) -> None:
+    def before_step(self, leaves: Leaves, steps: Sequence[int]) -> None:
         """Make the weights dense."""
         for name, pruned in self.pruned.items():
             leaves[name].add_(pruned)
@@ -109,7 +109,7 @@ class StackedFreezing(StackedCallback):
             self.values[name] = torch.empty_like(leaves[name], requires_grad=False)
             stencil.split_(leaves[name].detach().clone(), self.values[name])
 
-    def before_step(self, leaves: Leaves, step: int) -> None:
+    def before_step(self, leaves: Leaves, steps: Sequence[int]) -> None:
         """Drop the gradients of frozen entries."""
         for name, stencil in self.stencils.items():
             grad = leaves[name].grad

@@ -164,7 +164,7 @@ class StackedDropout(StackedOutputs):
     def before_pass(self, batch: StackedPass) -> None:
         """Draw the rates of a step."""
         super().before_pass(batch)
-        self.drawn = [callback.draw(batch.step) for callback in self.callbacks]
+        self.drawn = [callback.draw(step) for callback, step in zip(self.callbacks, batch.steps, strict=True)]
         self.now = [max(callback.rates) for callback in self.callbacks] if self.callbacks[0].distill else self.drawn
 
     def _read(self, gates: Sequence[Gate], layer: nn.Module, inputs: Any) -> Any:

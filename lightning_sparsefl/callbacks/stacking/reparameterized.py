@@ -25,7 +25,7 @@ class StackedReparameterized(StackedCallback):
         for place, callback in enumerate(self.callbacks):
             callback.begin({name: leaves[name].detach()[place] for name in self.names})
 
-    def before_step(self, leaves: Leaves, step: int) -> None:
+    def before_step(self, leaves: Leaves, steps: Sequence[int]) -> None:
         """Put theta and its gradients into the rows."""
         for place, callback in enumerate(self.callbacks):
             grads = {name: leaves[name].grad for name in self.names}
@@ -62,9 +62,9 @@ class StackedThresholds(StackedReparameterized):
         """Return the thresholds."""
         return {_key(name): (thresholds, name) for name, thresholds in self.thresholds.items()}
 
-    def before_step(self, leaves: Leaves, step: int) -> None:
+    def before_step(self, leaves: Leaves, steps: Sequence[int]) -> None:
         """Put theta, its gradients and those of the thresholds into the rows."""
-        super().before_step(leaves, step)
+        super().before_step(leaves, steps)
         for name in self.names:
             if leaves[name].grad is not None:
                 slopes = [callback._trained[name].grad for callback in self.callbacks]

@@ -178,7 +178,7 @@ class StackedRows(StackedCallback):
             row.show(batch.leaves, place)
             row.call("on_after_backward")
 
-    def before_step(self, leaves: Leaves, step: int) -> None:
+    def before_step(self, leaves: Leaves, steps: Sequence[int]) -> None:
         """Call the hook before the optimizer's step."""
         for place, row in enumerate(self.places):
             row.show(leaves, place)

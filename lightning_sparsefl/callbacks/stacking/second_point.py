@@ -94,16 +94,16 @@ class StackedMixture(StackedSecondPoint):
         self._slopes = batch.gradient(mixture)
 
     @torch.no_grad()
-    def before_step(self, leaves: Leaves, step: int) -> None:
+    def before_step(self, leaves: Leaves, steps: Sequence[int]) -> None:
         """Step the second weights, and the shares in the first step of a fit."""
         alpha, rates = self.shares["alpha"], self.rates()
         total = torch.zeros_like(alpha)
         for name, slope in self._slopes.items():
-            if self.adaptive and step == 0:
+            if self.adaptive and steps[0] == 0:
                 product = (self.personal[name] - leaves[name]) * slope
                 total += product.reshape(len(total), -1).sum(1).to(total)
             self.personal[name].sub_(column(rates.get(name, 0.0) * alpha, slope) * slope)
-        if self.adaptive and step == 0:
+        if self.adaptive and steps[0] == 0:
             assert self._optimizer is not None
             group = first_stepped_of(leaves, self._optimizer, self._names)
             if group is not None:
@@ -146,7 +146,7 @@ class StackedEnvelope(StackedSecondPoint):
             theta.sub_(slope + of.strength * (theta - weights[name]) + of.decay * theta, alpha=of.lr)
 
     @torch.no_grad()
-    def before_step(self, leaves: Leaves, step: int) -> None:
+    def before_step(self, leaves: Leaves, steps: Sequence[int]) -> None:
         """Make the last step of the personal weights, and give the leaves their weights and gradients back."""
         self._of._check(self.rates().values())
         self.back(leaves)
@@ -184,9 +184,13 @@ class StackedMetaStep(StackedSecondPoint):
             tree.update({name: torch.zeros_like(weight) for name, weight in trained(leaves).items()})
         self.sloped = {name: torch.zeros(len(weight), dtype=torch.bool) for name, weight in self.slopes.items()}
 
+    def phase(self, steps: int) -> int:
+        """Return the place of the next batch in its tuple."""
+        return steps % self._length
+
     def before_pass(self, batch: StackedPass) -> None:
         """Put the weights into the leaves at which this batch of the tuple is passed."""
-        place = batch.step % self._length
+        place = self.phase(batch.steps[0])
         if place == 1:
             self.go(batch.leaves, self.adapted)
         elif place == 2:
@@ -196,10 +200,10 @@ class StackedMetaStep(StackedSecondPoint):
             self.go(batch.leaves, descend(weights, self.slopes, -self._of.delta))
 
     @torch.no_grad()
-    def before_step(self, leaves: Leaves, step: int) -> None:
+    def before_step(self, leaves: Leaves, steps: Sequence[int]) -> None:
         """Put the clients' weights back, and replace or remove the gradients."""
         self.back(leaves)
-        place = step % self._length
+        place = self.phase(steps[0])
         for name, adapted in self.adapted.items():
             leaf, slope = leaves[name], leaves[name].grad
             if place == 0:

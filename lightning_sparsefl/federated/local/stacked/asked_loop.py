@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from lightning_sparsefl.federated.local.fast.loops import FitLoop
+from lightning_sparsefl.federated.local.stacked.logs import NotStackable
 
 
 class AskedLoop(FitLoop):
@@ -12,21 +15,37 @@ class AskedLoop(FitLoop):
 
     Attributes:
         asked: Whether any of them has been asked for.
+        counted: Whether the number of optimizer steps has been asked for; clients then step together only if theirs
+            are equal.
         for_all: Whether what runs is done once for all clients, so that it must not ask for the number of steps either.
     """
 
-    asked = for_all = False
+    asked = counted = for_all = False
 
     @property
     def optimizer_steps(self) -> int:
-        """Number of optimizer steps that the clients of the batch have taken."""
-        self.asked = self.asked or self.for_all
-        return self._steps
+        """Number of optimizer steps that the clients of the batch have taken.
+
+        Raises:
+            NotStackable: If their numbers differ.
+        """
+        self.asked, self.counted = self.asked or self.for_all, True
+        if len(set(self._steps)) > 1:
+            raise NotStackable("asks for the number of steps, of which each client has its own")
+        return self._steps[0]
 
     @optimizer_steps.setter
     def optimizer_steps(self, value: int) -> None:
-        """Set the number."""
-        self._steps = value
+        """Set the number for all clients."""
+        self._steps: Sequence[int] = [value]
+
+    def set_steps(self, steps: Sequence[int]) -> None:
+        """Set the numbers of optimizer steps that the clients of a batch have taken.
+
+        Args:
+            steps: One number for each client.
+        """
+        self._steps = steps
 
     @property
     def max_batches(self) -> int | float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -27,13 +27,13 @@ class BatchPass:
         batch: Batch whose tensors have the clients in dimension 0.
         number: Number of the batch in the epoch.
         log: Receiver of what the training step logs.
-        step: Number of optimizer steps that the clients have taken.
+        steps: Number of optimizer steps that each client has taken.
     """
 
     def __init__(
-        self, part: StackedModule, caller: StepCaller, batch: Any, number: int, log: StackedLog, step: int
+        self, part: StackedModule, caller: StepCaller, batch: Any, number: int, log: StackedLog, steps: Sequence[int]
     ) -> None:
-        self.part, self.batch, self.number, self.log, self.step = part, batch, number, log, step
+        self.part, self.batch, self.number, self.log, self.steps = part, batch, number, log, steps
         self._caller, self._level = caller, 0
         self.losses = torch.empty(0)
         """Losses of the training step, one for each client."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -230,7 +230,7 @@ class StackedFit:
             self.log.start_epoch()
             for callback, _ in self._callbacks:
                 callback.start_epoch()
-            for numbers, ranges in self.reader.runs(self.optimizer.taken):
+            for numbers, ranges in self.reader.runs(self._phases()):
                 for number in numbers:
                     loop._ready, loop.is_last_batch = number + 1, number + 1 == self._batches
                     for low, high in ranges:
@@ -241,6 +241,14 @@ class StackedFit:
                 callback.end_epoch()
             self._schedule("epoch", epoch)
             loop.epochs_completed += 1
+
+    def _phases(self) -> list[Hashable]:
+        """Return what must agree for clients to step together, besides the sizes of their batches."""
+        callbacks, counted = [callback for callback, _ in self._callbacks], self.loop.counted
+        return [
+            (steps if counted else None, *(callback.phase(steps) for callback in callbacks))
+            for steps in self.optimizer.taken
+        ]
 
     def _schedule(self, interval: Literal["step", "epoch"], number: int) -> None:
         self.loop.for_all = True
@@ -254,12 +262,12 @@ class StackedFit:
         callbacks = [callback for callback, _ in self._callbacks]
         if part is not self.whole:
             callbacks = [callback.rows(low, high) for callback in callbacks]
-        taken = self.optimizer.taken[low]
+        taken = self.optimizer.taken[low:high]
         inputs, labels = self.reader.read(low, high, number)
         batch = trainer.precision_plugin.convert_input((inputs, labels))
         batch = trainer.hooks.to_device(batch, trainer.strategy.root_device)
         log.low, log.high, log.batch_size = low, high, inputs.shape[1]
-        self.loop.optimizer_steps = taken
+        self.loop.set_steps(taken)
 
         one = BatchPass(part, step, batch, number, log, taken)
         recorded = None
@@ -276,7 +284,7 @@ class StackedFit:
             clip([part.leaves[name] for name in self._stepped], trainer.gradient_clip_val, by_value)
         rows = None if part is self.whole else {leaf: part.leaves[name] for name, leaf in whole.items()}
         self.optimizer.step(low, high, rows, recorded)
-        self.loop.optimizer_steps = taken + 1  # as schedulers see it
+        self.loop.set_steps(self.optimizer.taken[low:high])  # as schedulers see it
         for callback in callbacks:
             callback.after_step(part.leaves)
         for leaf in part.leaves.values():

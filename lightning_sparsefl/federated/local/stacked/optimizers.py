@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -69,7 +70,7 @@ class StackedOptimizer:
     def step(
         self, low: int, high: int, leaves: Mapping[Tensor, Tensor] | None = None, layouts: object | None = None
     ) -> None:
-        """Step the clients from `low` to before `high`, all of which have taken the same number of steps.
+        """Step the clients from `low` to before `high`; those of whom the same is kept step together.
 
         Args:
             low: First place in the stack.
@@ -77,7 +78,25 @@ class StackedOptimizer:
             leaves: Leaves of these clients, with gradients, by the leaf of all clients; None = the leaves of all.
             layouts: Recorded step that has made the gradients, whose layouts it fixes; None = they are not known.
         """
-        taken, moved, count = self.taken[low], self._moved, high - low
+        kept = self._kept(low, high)
+        edges = [0, *(place for place in range(1, len(kept)) if kept[place] != kept[place - 1]), high - low]
+        if len(edges) == 2:
+            self._step(low, high, leaves, layouts)
+            return
+        views = {leaf: leaf if leaves is None else leaves[leaf] for leaf in self._leaves(self.optimizer)}
+        for first, end in pairwise(edges):
+            parts = {leaf: _rows(view, first, end) for leaf, view in views.items()}
+            self._step(low + first, low + end, parts, None)
+
+    def _kept(self, low: int, high: int) -> list[Hashable]:
+        """Return for each client what decides which others it can step with."""
+        if self._shares:
+            return list(self.taken[low:high])
+        return list(zip(*(moved[low:high] for moved in self._moved.values()), strict=True))
+
+    def _step(self, low: int, high: int, leaves: Mapping[Tensor, Tensor] | None, layouts: object | None) -> None:
+        """Step clients of whom the same is kept."""
+        moved, count = self._moved, high - low
         optimizer = self.optimizer if leaves is None else self._part(low, high, leaves)
         if self._shares:
             self._write(optimizer, self._shared[low])
@@ -93,7 +112,7 @@ class StackedOptimizer:
             self._shares = not has_moved or any(self._shared[low])
         if leaves is not None:
             self._take_back(optimizer, low, high, leaves)
-        self.taken[low:high] = [taken + 1] * count
+        self.taken[low:high] = [taken + 1 for taken in self.taken[low:high]]
 
     def _choose_kernel(self, optimizer: Any, layouts: object | None) -> None:
         """Choose the kernel of the next step anew, unless nothing that the choice depends on has changed."""
@@ -157,6 +176,13 @@ class StackedOptimizer:
             if entries:
                 copies = {key: value.clone() if isinstance(value, Tensor) else value for key, value in entries.items()}
                 optimizer.state[leaf].update(copies)
+
+
+def _rows(leaf: Tensor, first: int, end: int) -> Tensor:
+    """Return a view of some clients of a leaf, with their gradients."""
+    rows = leaf.detach()[first:end]
+    rows.grad = None if leaf.grad is None else leaf.grad[first:end]
+    return rows
 
 
 def _is_of(value: Any, weight: Tensor) -> bool:

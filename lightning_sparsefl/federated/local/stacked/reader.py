@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -126,20 +126,20 @@ class StackReader:
             orders = [torch.cat(tuple(reader.order)) for reader in self.readers]
             self._orders = (pad_sequence(orders, batch_first=True) + self._first).to(self._common[1].device)
 
-    def runs(self, taken: Sequence[int]) -> Iterator[tuple[range, list[tuple[int, int]]]]:
+    def runs(self, phases: Sequence[Hashable]) -> Iterator[tuple[range, list[tuple[int, int]]]]:
         """Divide an epoch into runs of batches in which the same clients step together.
 
         Args:
-            taken: Number of steps that each client has taken before the epoch.
+            phases: What must agree for clients to step together, for each client.
 
         Yields:
             Numbers of the batches of a run, and its ranges of clients, from the first one to before the last one, whose
-            batches have equal sizes and who have taken equal numbers of steps.
+            batches have equal sizes and whose phases agree.
         """
         sizes = [[len(batch) for batch in reader.order] for reader in self.readers]
         changes = {place for own in sizes for place, (a, b) in enumerate(pairwise([*own, 0]), 1) if a != b}
         for first, end in pairwise(sorted({0, *changes})):
-            keys = [(own[first] if first < len(own) else 0, before) for own, before in zip(sizes, taken, strict=True)]
+            keys = [(own[first] if first < len(own) else 0, phase) for own, phase in zip(sizes, phases, strict=True)]
             edges = [0, *(place for place in range(1, len(keys)) if keys[place] != keys[place - 1]), len(keys)]
             yield range(first, end), [(low, high) for low, high in pairwise(edges) if keys[low][0]]
 

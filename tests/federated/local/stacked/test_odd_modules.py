@@ -501,10 +501,18 @@ class StopsTheTrainer(Plain):
 
 @alone("sets options of the optimizer")
 class LowersTheRate(Plain):
+    later = 1
+    """Batch of the second epoch in which the rate is lowered; in batch 1 clients have different numbers of samples."""
+
     def training_step(self, batch, batch_idx):
-        if batch_idx == 0 and self.current_epoch == 1:
+        if batch_idx == self.later and self.current_epoch == 1:
             self.optimizers().param_groups[0]["lr"] *= 0.1
         return self.loss(batch)
+
+
+@stacked
+class LowersTheRateOfAll(LowersTheRate):
+    later = 0
 
 
 @alone("asks for the number of batches")
