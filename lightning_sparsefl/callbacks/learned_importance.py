@@ -96,10 +96,10 @@ class LearnedImportance(MaskingCallback):
         super().__init__(layers)
         self.density, self.pattern, self.lr, self.strength = density, pattern, lr, strength
         self.reduction, self.refresh, self.probe, self.seed, self.turn = reduction, refresh, probe, seed, turn
-        self._steps = ScoreSteps(scores or {}, lr, strength, reduction)
+        self.steps = ScoreSteps(scores or {}, lr, strength, reduction)
         self._kept: dict[str, Tensor] = {}
         self.groups: tuple[UnitGroup, ...] = ()
-        self._given_groups = groups
+        self.given_groups = groups
         self._aside: dict[str, Tensor] = {}
         self._rows: Weights = {}
         self._stepped = False
@@ -107,13 +107,13 @@ class LearnedImportance(MaskingCallback):
     @property
     def stackable(self) -> bool:
         """Whether no pass of its own is needed, to find units or to probe them."""
-        return self._given_groups is not None and not (self.probe and self.pattern == "learned")
+        return self.given_groups is not None and not (self.probe and self.pattern == "learned")
 
     @property
     def scores(self) -> Weights:
         """Q of each group; empty before the first fit, and with patterns that train none."""
         self.collect()
-        return self._steps.scores
+        return self.steps.scores
 
     @property
     def kept(self) -> dict[str, Tensor]:
@@ -150,7 +150,7 @@ class LearnedImportance(MaskingCallback):
 
     def _begin(self, trainer: Any, module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Find the units, and choose from them; a fit that was resumed has its choice."""
-        self.groups = tuple(self._given_groups or self._found(module, batch, batch_idx))
+        self.groups = tuple(self.given_groups or self._found(module, batch, batch_idx))
         parameters = dict(module.named_parameters())
         everything = {group.name: torch.ones(group.size, dtype=torch.bool) for group in self.groups}
         masks = unit_masks(self.groups, self.kept or everything, parameters)
@@ -164,18 +164,18 @@ class LearnedImportance(MaskingCallback):
         device = next(iter(self._weights.values())).device
         self.kept = {name: units.to(device) for name, units in self.kept.items()}
         if self.pattern == "learned":
-            self._steps.scores = self._steps.scores or relative(unit_norms(self.groups, self._dense()))
-            self._check_scores()
+            self.steps.scores = self.steps.scores or relative(unit_norms(self.groups, self._dense()))
+            check_scores(self.groups, self.scores)
             self._follow()
         if not self._resumed and self.pattern == "learned" and self.probe:
             self.kept = {}
             self._exchange({name: torch.ones_like(mask) for name, mask in masks.items()})
-            self._steps.descend(self._probed(trainer, module, batch, batch_idx))
+            self.steps.descend(self._probed(trainer, module, batch, batch_idx))
         if not self._resumed or (self._stepped and self.refresh == "step"):
             self._choose(trainer.optimizers)
 
     def _follow(self) -> None:
-        self._steps.follow(self.groups, self._weights, unit_norms(self.groups, self._aside))
+        self.steps.follow(self.groups, self._weights, unit_norms(self.groups, self._aside))
 
     def _found(self, module: LightningModule, batch: Any, batch_idx: int) -> list[UnitGroup]:
         """Return the groups of units that the training step trains and that `layers` choose."""
@@ -198,13 +198,6 @@ class LearnedImportance(MaskingCallback):
             )
         return chosen
 
-    def _check_scores(self) -> None:
-        for group in self.groups:
-            score = self.scores.get(group.name)
-            if score is None or score.shape != (group.size,):
-                has = "missing" if score is None else f"of shape {tuple(score.shape)}"
-                raise IncompatibleMasks(f"The scores of `{group.name}` are {has}, expected {group.size} numbers.")
-
     def _probed(self, trainer: Any, module: LightningModule, batch: Any, batch_idx: int) -> Weights:
         """Return the gradient of the scores with all units in the module."""
         read = {slot.name for group in self.groups for slot in group.slots if slot.role == "in"}
@@ -221,13 +214,13 @@ class LearnedImportance(MaskingCallback):
     def on_after_backward(self, trainer: Any, pl_module: LightningModule) -> None:
         """Take the scores' gradient."""
         if self.pattern == "learned":
-            self._steps.look(trainer)
+            self.steps.look(trainer)
 
     @torch.no_grad()
     def on_before_optimizer_step(self, trainer: Any, pl_module: LightningModule, optimizer: Any) -> None:
         """Step the scores, add the gradient that ties the weights to them, and mask all gradients."""
         if self.pattern == "learned":
-            self._rows = self._rows if self._stepped else self._steps.step()
+            self._rows = self._rows if self._stepped else self.steps.step()
             add_gradients(optimizer, self._weights, self._rows)
         self._stepped = True
         super().on_before_optimizer_step(trainer, pl_module, optimizer)
@@ -265,6 +258,18 @@ class LearnedImportance(MaskingCallback):
         if self.pattern == "learned":
             self._follow()
 
+    def take_over(self, scores: Weights, kept: Masks, masks: Masks, aside: Weights) -> None:
+        """Take over the state with which a fit of several clients at once has ended.
+
+        Args:
+            scores: Q of each group.
+            kept: The chosen units of each group.
+            masks: Masks of the weights.
+            aside: Values of the dropped weights.
+        """
+        self.steps.scores, self.kept, self.masks = dict(scores), dict(kept), dict(masks)
+        self._aside, self._made, self._stepped = dict(aside), True, True
+
     def release(self) -> None:
         """Release the module."""
         super().release()
@@ -278,8 +283,25 @@ class LearnedImportance(MaskingCallback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the choice, the scores and the dense weights of a checkpoint."""
         super().load_state_dict(state_dict)
-        self._steps.scores, self._aside = dict(state_dict["scores"]), dict(state_dict["aside"])
+        self.steps.scores, self._aside = dict(state_dict["scores"]), dict(state_dict["aside"])
         self._kept, self._stepped = unpacked(state_dict["kept"]), state_dict["stepped"]
+
+
+def check_scores(groups: Sequence[UnitGroup], scores: Weights) -> None:
+    """Check that scores fit groups of units.
+
+    Args:
+        groups: Groups of units.
+        scores: Scores of each group.
+
+    Raises:
+        IncompatibleMasks: Naming the first group whose scores do not fit.
+    """
+    for group in groups:
+        score = scores.get(group.name)
+        if score is None or score.shape != (group.size,):
+            has = "missing" if score is None else f"of shape {tuple(score.shape)}"
+            raise IncompatibleMasks(f"The scores of `{group.name}` are {has}, expected {group.size} numbers.")
 
 
 def _rows(group: UnitGroup, module: nn.Module) -> set[str]:

@@ -128,14 +128,8 @@ class MaskingCallback(MaskOwner):
             if isinstance(optimizer, torch.optim.LBFGS):  # whose vectors are of all weights together
                 optimizer.state.clear()
                 continue
-            firsts = {id(p): _firsts(optimizer, group) for group in optimizer.param_groups for p in group["params"]}
             for name in names:
-                weight, mask = self._weights[name], self.masks[name]
-                for key, value in optimizer.state.get(weight, {}).items():
-                    if isinstance(value, Tensor) and value.shape == weight.shape:
-                        InPlaceMask(mask, value.dtype).zero_(value)
-                        if first := firsts[id(weight)].get(key):
-                            value.masked_fill_(~mask, first)
+                forget(optimizer, self._weights[name], self.masks[name])
 
     def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
         """Forget what a restored optimizer has of weights that are not held, and guard the optimizers' steps."""
@@ -248,6 +242,33 @@ class MaskingCallback(MaskOwner):
             self.hold({name: mask.to(self._weights[name].device) for name, mask in masks.items()})
         else:
             super().restore(masks)
+
+
+def forget(optimizer: Any, weight: Tensor, mask: Tensor, place: int | None = None) -> None:
+    """Reset what an optimizer remembers of the entries of a weight that are not held.
+
+    Args:
+        optimizer: Optimizer, whose memory has the shapes of its weights.
+        weight: Weight, which need not be the optimizer's.
+        mask: Mask of the weight, or of one of its rows.
+        place: Number of the row; None = all of the weight.
+    """
+    remembered = [
+        (key, value if place is None else value[place])
+        for key, value in optimizer.state.get(weight, {}).items()
+        if isinstance(value, Tensor) and value.shape == weight.shape
+    ]
+    if not remembered:
+        return
+    firsts = next(_firsts(optimizer, group) for group in optimizer.param_groups if _has(group, weight))
+    for key, value in remembered:
+        InPlaceMask(mask, value.dtype).zero_(value)
+        if first := firsts.get(key):
+            value.masked_fill_(~mask, first)
+
+
+def _has(group: Mapping[str, Any], weight: Tensor) -> bool:
+    return any(parameter is weight for parameter in group["params"])
 
 
 def _leaves_zeros(optimizer: Any) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -54,22 +54,46 @@ class ScoreSteps:
 
     def step(self) -> dict[str, Tensor]:
         """Step the scores, and return the gradient that ties the weights to the scores before the step."""
-        norms = {name: absent.clone() for name, absent in self._absent.items()}
-        for name, present in unit_norms(self._groups, self._weights).items():
-            norms[name].index_add_(0, self._at[name], present.detach())
-        gradients, lengths = tie(self.scores, norms, self.reduction)
-        gradients = {name: self.strength * gradient for name, gradient in gradients.items()}
-        for name, task in self._task.items():
-            gradients[name].index_add_(0, self._at[name], task.to(gradients[name].dtype))
+        gradients, rows = self.gradients(self._groups, self.scores, self._absent, self._at, self._weights, self._task)
         self.descend(gradients)
-        own = {name: self.strength * gradient[self._at[name]] for name, gradient in lengths.items()}
-        return row_gradients(self._groups, own, self._weights)
+        return rows
+
+    def gradients(
+        self,
+        groups: Sequence[UnitGroup],
+        scores: Weights,
+        absent: Weights,
+        at: Mapping[str, Tensor],
+        weights: Weights,
+        task: Weights,
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Return the gradients of scores, and of the weights that are tied to them; nothing is changed.
+
+        Args:
+            groups: Groups of units of the module.
+            scores: Scores of each group.
+            absent: Part of the norms that is not in the module, for each group and all its units.
+            at: Numbers of the units that the module has.
+            weights: Parameters of the module.
+            task: Gradients of the scores that come from the loss, for the units that the module has.
+        """
+        present = unit_norms(groups, weights)
+        norms = {n: norm.scatter_add(0, at[n], present[n].detach()) for n, norm in absent.items()}
+        own, lengths = tie(scores, norms, self.reduction)
+        own = {name: self.strength * gradient for name, gradient in own.items()}
+        for name, part in task.items():
+            own[name] = own[name].scatter_add(0, at[name], part.to(own[name].dtype))
+        of_norms = {name: self.strength * gradient[at[name]] for name, gradient in lengths.items()}
+        return own, row_gradients(groups, of_norms, weights)
 
     def descend(self, gradients: Weights) -> None:
-        """Take a gradient step, except where mixed precision has overflown."""
-        for name, gradient in gradients.items():
-            stepped = self.scores[name] - self.lr * gradient
-            self.scores[name] = torch.where(stepped.isfinite(), stepped, self.scores[name])
+        """Take a gradient step of the scores."""
+        self.scores |= {name: self.descended(self.scores[name], gradient) for name, gradient in gradients.items()}
+
+    def descended(self, score: Tensor, gradient: Tensor) -> Tensor:
+        """Return scores after a gradient step, except where mixed precision has overflown."""
+        stepped = score - self.lr * gradient
+        return torch.where(stepped.isfinite(), stepped, score)
 
 
 def add_gradients(optimizer: Any, weights: Weights, gradients: Weights) -> None:
@@ -91,8 +115,6 @@ class UnitScores(Callback):
         weights: Weights of the full module when the fit starts.
     """
 
-    stackable = True
-
     def __init__(self, steps: ScoreSteps, groups: Sequence[UnitGroup], kept: Masks, weights: Weights) -> None:
         self.steps, self.groups, self.kept, self.weights = steps, groups, kept, weights
         self._parameters: dict[str, Tensor] = {}
@@ -103,13 +125,25 @@ class UnitScores(Callback):
         """Determine whether the module is the full one, or has the kept units only."""
         require_unscaled_gradients(trainer, "UnitScores")
         self._parameters = dict(pl_module.named_parameters())
+        groups, absent, at = self.units_in(self._parameters)
+        self.steps.follow(groups, self._parameters, absent, at)
+
+    def units_in(self, parameters: Weights) -> tuple[Sequence[UnitGroup], Weights, Weights]:
+        """Return the groups of units of a module, the part of the norms that it has not, and the numbers of its units.
+
+        Args:
+            parameters: Parameters of the module, the full one or one that has the kept units only.
+        """
         masks = unit_masks(self.groups, self.kept, self.weights)
         absent = unit_norms(self.groups, subtract(self.weights, apply(self.weights, masks)))
-        if all(self.weights[name].shape == parameter.shape for name, parameter in self._parameters.items()):
-            self.steps.follow(self.groups, self._parameters, absent)
-            return
+        if all(self.weights[name].shape == parameter.shape for name, parameter in parameters.items()):
+            return (
+                self.groups,
+                absent,
+                {name: torch.arange(len(norm), device=norm.device) for name, norm in absent.items()},
+            )
         at = {name: units.nonzero().flatten() for name, units in self.kept.items()}
-        self.steps.follow(narrow_groups(self.groups, self.kept, self.weights), self._parameters, absent, at)
+        return narrow_groups(self.groups, self.kept, self.weights), absent, at
 
     def on_after_backward(self, trainer: Any, pl_module: LightningModule) -> None:
         """Take the scores' gradient."""

@@ -40,12 +40,13 @@ from lightning_sparsefl import (
     SparsyFed,
     SubFedAvg,
 )
-from lightning_sparsefl.callbacks import DynamicMask, GlobalMagnitudePruning, GroupPenalty
+from lightning_sparsefl.callbacks import DynamicMask, GlobalMagnitudePruning, GroupPenalty, LearnedImportance
 from lightning_sparsefl.data import IID, Dirichlet, FederatedDigits
 from lightning_sparsefl.federated.local.stacked.evaluator import StackEvaluator
 from lightning_sparsefl.federated.local.stacked.fit import StackedFit
 from lightning_sparsefl.federated.local.stacked.worker import StackedWorker
 from lightning_sparsefl.testing.contents import rows
+from lightning_sparsefl.types import Update
 
 TOLERANCE = 1e-12
 
@@ -415,6 +416,48 @@ def test_a_step_that_begins_to_count_later_is_undone(tmp_path, stacks):
 def test_methods_with_clients_of_different_sizes(algorithm, tmp_path, stacks):
     compare(tmp_path, seeded(norm="none", smooth=True), algorithm, federation={"capacities": [0.3, 1.0]})
     assert stacks
+
+
+CHOICES = {
+    "scores": (FedLPS(ratio="capacity"), "mask"),
+    "scores of one client each": (FedLPS(ratio="capacity", score_lr=1.0, reduction="sum", mu=0.1), "mask"),
+    "magnitudes": (FedLPS(ratio="capacity", pattern="magnitude"), "mask"),
+    "a round's scores": (FedLPS(ratio="capacity", refresh="round"), "mask"),
+    "a round's scores, cut": (FedLPS(ratio="capacity", refresh="round"), "cut"),
+}
+
+
+@pytest.mark.slow_after_first
+@pytest.mark.parametrize("optimizer", [None, "Adagrad"])
+@pytest.mark.parametrize("choice", CHOICES)
+def test_units_that_each_client_chooses(choice, optimizer, tmp_path, stacks):
+    """Units change within a fit, and the optimizer forgets those that are dropped."""
+    algorithm, execution = CHOICES[choice]
+    made = seeded(OPTIMIZERS[optimizer] if optimizer else None, norm="none", smooth=True)
+    compare(tmp_path, made, algorithm, federation={"capacities": [0.3, 0.6], "execution": execution})
+    assert stacks
+
+
+@pytest.mark.parametrize("pattern", ["learned", "magnitude", "ordered", "random", "rolling"])
+def test_a_callback_that_chooses_units_has_its_state_after_a_stack(pattern, tmp_path, stacks):
+    found = {}
+
+    class Method(FedAvg):
+        def train(self, message, client):
+            chosen = LearnedImportance(
+                0.3 + 0.05 * client.id, pattern, probe=False, turn=client.id, groups=client.units
+            )
+            result = client.fit(message.weights, callbacks=[chosen])
+            trees = (chosen.scores, chosen.kept, chosen.masks, chosen.state_dict()["aside"])
+            found.setdefault((client.round, client.id), []).append(trees)
+            return Update(weights=result.weights, weight=client.num_examples)
+
+    compare(tmp_path, seeded(norm="none", smooth=True), Method(), rounds=1, federation={"clients_per_round": 4})
+    assert stacks
+    for alone, together in found.values():
+        for ours, theirs in zip(together, alone, strict=True):
+            assert ours.keys() == theirs.keys()
+            close(ours, theirs)
 
 
 class Headed(Pictures):

@@ -90,9 +90,8 @@ class StackedCallback:
 
     @property
     def acts_in_pass(self) -> bool:
-        """Whether the callback acts between the start of a batch and the end of its backward pass."""
-        ours, base = type(self), StackedCallback
-        return ours.before_pass is not base.before_pass or ours.after_backward is not base.after_backward
+        """Whether the callback acts within the passes of a batch, which are then not recorded."""
+        return type(self).before_pass is not StackedCallback.before_pass
 
     def writes(self, name: str) -> bool:
         """Return whether the callback may write into a weight that is frozen for all clients.
@@ -129,6 +128,14 @@ class StackedCallback:
 
     def start_epoch(self) -> None:
         """Act before the first batch of an epoch."""
+
+    def before_batch(self, leaves: Leaves, steps: Sequence[int]) -> None:
+        """Act before a batch.
+
+        Args:
+            leaves: Weights of the clients.
+            steps: Number of optimizer steps that each of these clients has taken.
+        """
 
     def before_pass(self, batch: StackedPass) -> None:
         """Act before the training step of a batch.

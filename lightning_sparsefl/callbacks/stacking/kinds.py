@@ -18,6 +18,7 @@ from lightning_sparsefl.callbacks.gradient_sum import GradientSum
 from lightning_sparsefl.callbacks.group_penalty import GroupPenalty
 from lightning_sparsefl.callbacks.layer_freezing import LayerFreezing
 from lightning_sparsefl.callbacks.layers import choose
+from lightning_sparsefl.callbacks.learned_importance import LearnedImportance
 from lightning_sparsefl.callbacks.meta_step import MetaStep
 from lightning_sparsefl.callbacks.moreau_envelope import MoreauEnvelope
 from lightning_sparsefl.callbacks.ordered_dropout import OrderedDropout
@@ -34,6 +35,7 @@ from lightning_sparsefl.callbacks.stacking.gradients import (
     StackedProximalTerm,
     StackedSum,
 )
+from lightning_sparsefl.callbacks.stacking.importance import StackedImportance, scores_of
 from lightning_sparsefl.callbacks.stacking.inputs import StackedActivations, StackedSparseInputs
 from lightning_sparsefl.callbacks.stacking.masks import StackedFeedback, StackedFreezing, StackedMask
 from lightning_sparsefl.callbacks.stacking.outputs import StackedDropout, StackedExits, StackedLabels, StackedScaler
@@ -42,6 +44,7 @@ from lightning_sparsefl.callbacks.stacking.rows import StackedRows
 from lightning_sparsefl.callbacks.stacking.second_point import StackedEnvelope, StackedMetaStep, StackedMixture
 from lightning_sparsefl.callbacks.static_mask import StaticMask
 from lightning_sparsefl.callbacks.step_meter import StepMeter
+from lightning_sparsefl.callbacks.unit_scores import UnitScores
 from lightning_sparsefl.callbacks.unit_thresholds import UnitThresholds
 from lightning_sparsefl.callbacks.width import LabelMask, OutputScaler
 
@@ -68,6 +71,14 @@ def _penalty(callbacks: Sequence[GroupPenalty], module: nn.Module, totals: Seque
 
 def _freezing_key(callback: LayerFreezing) -> Hashable:
     return tuple((name, bool(mask.any())) for name, mask in sorted(callback.trainable.items()))
+
+
+def _importance_key(callback: LearnedImportance) -> Hashable | None:
+    if not callback.stackable:
+        return None
+    groups = tuple((group.name, group.size) for group in callback.given_groups or ())
+    options = (callback.pattern, callback.lr, callback.strength, callback.reduction, callback.refresh)
+    return (groups, options, bool(callback.steps.scores))
 
 
 _KINDS: dict[type[Callback], _Kind] = {
@@ -129,6 +140,11 @@ _KINDS: dict[type[Callback], _Kind] = {
     MetaStep: _Kind(
         lambda callback: (callback.lr, callback.order, callback.delta),
         lambda callbacks, *_: StackedMetaStep(callbacks),
+    ),
+    LearnedImportance: _Kind(_importance_key, lambda callbacks, module, _: StackedImportance(callbacks, module)),
+    UnitScores: _Kind(
+        lambda callback: (callback.steps.lr, callback.steps.strength, callback.steps.reduction),
+        lambda callbacks, module, totals: scores_of(callbacks, module) or StackedRows(callbacks, module, totals),
     ),
     UnitThresholds: _Kind(
         lambda callback: tuple(callback.theta or callback.thresholds) or None,

@@ -268,6 +268,8 @@ class StackedFit:
         batch = trainer.hooks.to_device(batch, trainer.strategy.root_device)
         log.low, log.high, log.batch_size = low, high, inputs.shape[1]
         self.loop.set_steps(taken)
+        for callback in callbacks:
+            callback.before_batch(part.leaves, taken)
 
         one = BatchPass(part, step, batch, number, log, taken)
         recorded = None
@@ -276,6 +278,8 @@ class StackedFit:
         else:
             training = TrainingPass(one, self.module, self.optimizer.optimizer, lambda: self._pass(one, callbacks))
             recorded = self._recorder.do(training)
+        for callback in callbacks:
+            callback.after_backward(one)
         log.collect()
         for callback in callbacks:
             callback.before_step(part.leaves, taken)
@@ -298,8 +302,6 @@ class StackedFit:
         if not self.checked:
             self._require_alike()
             self.checked = True
-        for callback in callbacks:
-            callback.after_backward(one)
 
     def _losses(self, one: BatchPass, alike: bool) -> Tensor:
         """Return the losses of a batch of each client.

@@ -1,0 +1,271 @@
+"""Scores of units of several clients, and the units that they choose."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_sparsefl.callbacks.learned_importance import LearnedImportance, check_scores
+from lightning_sparsefl.callbacks.masking import forget
+from lightning_sparsefl.callbacks.stacking.base import Leaves, StackedCallback, StackedPass
+from lightning_sparsefl.callbacks.unit_scores import ScoreSteps, UnitScores
+from lightning_sparsefl.sparse.apply import InPlaceMask
+from lightning_sparsefl.sparse.importance import gate_gradients, relative
+from lightning_sparsefl.sparse.units import UnitGroup, unit_counts, unit_masks, unit_norms
+from lightning_sparsefl.sparse.width import blind_ranking
+from lightning_sparsefl.types import Weights
+
+
+class StackedScores(StackedCallback):
+    """Counterpart of :class:`UnitScores`.
+
+    Args:
+        steps: Scores of each client, whose options agree.
+        groups: Groups of units of the module, which the clients have in common.
+        absent: Part of the norms that is not in the module, for each client.
+        at: Numbers of the units that the module has, for each client.
+        names: Names of the module's weights.
+    """
+
+    per_client: ClassVar[tuple[str, ...]] = ("scores", "absent", "at")
+
+    def __init__(
+        self,
+        steps: Sequence[ScoreSteps],
+        groups: Sequence[UnitGroup],
+        absent: Sequence[Weights],
+        at: Sequence[Weights],
+        names: Sequence[str],
+    ) -> None:
+        self.steps, self.groups, self.names = steps[0], groups, names
+        self.scores = _stacked([each.scores for each in steps])
+        self.absent, self.at = _stacked(absent), _stacked(at)
+        self._task: Weights = {}
+
+    def start(self, leaves: Leaves) -> None:
+        """Move what is kept of the clients to the device of their weights."""
+        device = next(iter(leaves.values())).device
+        for name in self.per_client:
+            setattr(self, name, {key: tensor.to(device) for key, tensor in getattr(self, name).items()})
+
+    def after_backward(self, batch: StackedPass) -> None:
+        """Take the scores' gradient."""
+        slopes = {name: slope for name in self.names if (slope := batch.leaves[name].grad) is not None}
+        weights = {name: batch.leaves[name].detach() for name in slopes}
+        self._task = _each(lambda *trees: gate_gradients(self.groups, *trees), weights, slopes) if slopes else {}
+
+    @torch.no_grad()
+    def before_step(self, leaves: Leaves, steps: Sequence[int]) -> None:
+        """Step the scores, and add the gradient that ties the weights to them."""
+        trees = (self.scores, self.absent, self.at, self._weights(leaves), self._task)
+        gradients, rows = _each(lambda *trees: self.steps.gradients(self.groups, *trees), *trees)
+        for name, gradient in gradients.items():
+            self.scores[name].copy_(self.steps.descended(self.scores[name], gradient))
+        for name, row in rows.items():
+            if (slope := leaves[name].grad) is not None:
+                slope.add_(row)
+
+    def _weights(self, leaves: Leaves) -> dict[str, Tensor]:
+        return {name: leaves[name].detach() for name in self.names}
+
+    def finish(self, callbacks: Sequence[Any]) -> None:
+        """Give each callback its scores."""
+        for place, callback in enumerate(callbacks):
+            callback.steps.scores = _row(self.scores, place)
+
+
+class StackedImportance(StackedScores):
+    """Counterpart of :class:`LearnedImportance` with given groups of units and without a pass of its own.
+
+    Args:
+        callbacks: One callback for each client.
+        module: Module of the clients.
+    """
+
+    per_client: ClassVar[tuple[str, ...]] = (
+        *StackedScores.per_client,
+        "counts",
+        "ranking",
+        "kept",
+        "masks",
+        "aside",
+        "stencils",
+    )
+    in_order = ("places",)
+
+    def __init__(self, callbacks: Sequence[LearnedImportance], module: nn.Module) -> None:
+        self.of, self.places = callbacks[0], range(len(callbacks))
+        groups, size = tuple(self.of.given_groups or ()), len(callbacks)
+        whole = {group.name: torch.ones(group.size, dtype=torch.bool) for group in groups}
+        names = list(unit_masks(groups, whole, dict(module.named_parameters())))
+        at = {group.name: torch.arange(group.size) for group in groups}
+        super().__init__([each.steps for each in callbacks], groups, [{}] * size, [at] * size, names)
+        for each in callbacks:
+            if each.steps.scores:
+                check_scores(groups, each.steps.scores)
+        counts = [unit_counts(groups, each.density) for each in callbacks]
+        self.counts = {name: torch.tensor([own[name] for own in counts]) for name in whole}
+        self.kept = {name: torch.zeros(size, len(units), dtype=torch.bool) for name, units in whole.items()}
+        self.ranking: dict[str, Tensor] = {}
+        """Order of the units, for a pattern that does not depend on weights; the largest are kept."""
+        if self.of.pattern not in ("learned", "magnitude"):
+            self.ranking = _stacked([blind_ranking(groups, c.pattern, c.seed, c.turn) for c in callbacks])
+        self.masks: dict[str, Tensor] = {}
+        self.aside: dict[str, Tensor] = {}
+        """Values of the dropped weights."""
+        self.stencils: dict[str, InPlaceMask] = {}
+        self._whole: Leaves = {}
+        self._optimizer: Any = None
+
+    def start(self, leaves: Leaves) -> None:
+        """Make room for the masks and the dropped values of each client; all weights are there at first."""
+        weights = self._weights(leaves)
+        self.masks = {name: torch.ones_like(weight, dtype=torch.bool) for name, weight in weights.items()}
+        self.aside = {name: torch.zeros_like(weight) for name, weight in weights.items()}
+        self.absent = self._norms(self.aside)
+        if self.of.pattern == "learned" and not self.scores:
+            self.scores = {name: torch.zeros_like(norm) for name, norm in self.absent.items()}
+        super().start(leaves)
+        self._whole = leaves
+        self.stencils = {name: InPlaceMask(mask, weights[name].dtype) for name, mask in self.masks.items()}
+
+    def prepare(self, optimizer: Optimizer, clips: bool) -> None:
+        """Keep the optimizer, which forgets dropped weights."""
+        self._optimizer = optimizer
+
+    @torch.no_grad()
+    def before_batch(self, leaves: Leaves, steps: Sequence[int]) -> None:
+        """Choose the units: at the start, and after every step if they may change."""
+        first = steps[0] == 0
+        if first and self.of.pattern == "learned" and not self.of.steps.scores:
+            for name, score in _each(relative, self._norms(self._weights(leaves))).items():
+                self.scores[name].copy_(score)
+        if first or self.of.refresh == "step":
+            self._choose(leaves)
+
+    def _choose(self, leaves: Leaves) -> None:
+        """Keep the units that rank highest; clients for which nothing changes are left alone."""
+        ranking = self._ranking(leaves)
+        kept = {name: _largest(ranking[name], count) for name, count in self.counts.items()}
+        changed = torch.stack([(units != self.kept[name]).any(1) for name, units in kept.items()]).any(0)
+        for place in changed.nonzero().flatten().tolist():
+            self._exchange(leaves, place, _row(kept, place))
+
+    def _ranking(self, leaves: Leaves) -> Weights:
+        if self.of.pattern == "magnitude":
+            weights = self._weights(leaves)
+            return self._norms({n: torch.where(self.masks[n], w, self.aside[n]) for n, w in weights.items()})
+        return self.scores if self.of.pattern == "learned" else self.ranking
+
+    def _norms(self, weights: Weights) -> dict[str, Tensor]:
+        """Return the norms of each client's units."""
+        norms: dict[str, Tensor] = _each(lambda tree: unit_norms(self.groups, tree), weights)
+        return norms
+
+    def _exchange(self, leaves: Leaves, place: int, kept: Weights) -> None:
+        """Go over to other units of one client: see :class:`LearnedImportance`."""
+        weights, aside = _row(self._weights(leaves), place), _row(self.aside, place)
+        masks = unit_masks(self.groups, kept, weights)
+        for name, mask in masks.items():
+            held = self.masks[name][place]
+            dense = torch.where(held, weights[name], aside[name])
+            weights[name].copy_(dense.masked_fill(~mask, 0))
+            aside[name].copy_(dense.masked_fill(mask, 0))
+            held.copy_(mask)
+            forget(self._optimizer, self._whole[name], mask, self.places[place])
+        for name, units in kept.items():
+            self.kept[name][place].copy_(units)
+        for name, norm in unit_norms(self.groups, aside).items():
+            self.absent[name][place].copy_(norm)
+
+    def after_backward(self, batch: StackedPass) -> None:
+        """Take the scores' gradient, if they are trained."""
+        if self.of.pattern == "learned":
+            super().after_backward(batch)
+
+    @torch.no_grad()
+    def before_step(self, leaves: Leaves, steps: Sequence[int]) -> None:
+        """Step the scores, add the gradient that ties the weights to them, and mask all gradients."""
+        if self.of.pattern == "learned":
+            super().before_step(leaves, steps)
+        for name, stencil in self.stencils.items():
+            if (grad := leaves[name].grad) is not None:
+                stencil.zero_(grad)
+
+    @torch.no_grad()
+    def after_step(self, leaves: Leaves) -> None:
+        """Zero the weights of dropped units."""
+        for name, stencil in self.stencils.items():
+            stencil.zero_(leaves[name])
+
+    def finish(self, callbacks: Sequence[Any]) -> None:
+        """Give each callback its scores, its units and the dropped values."""
+        for place, callback in enumerate(callbacks):
+            if any(bool(units[place].any()) for units in self.kept.values()):  # else there was no batch
+                trees = (self.scores, self.kept, self.masks, self.aside)
+                callback.take_over(*({n: t.clone() for n, t in _row(tree, place).items()} for tree in trees))
+
+
+def _stacked(trees: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """Return trees as one with the clients in dimension 0."""
+    return {name: torch.stack([tree[name] for tree in trees]) for name in trees[0]}
+
+
+def _row(tree: Mapping[str, Tensor], place: int) -> dict[str, Tensor]:
+    """Return a client's part of a tree."""
+    return {name: tensor[place] for name, tensor in tree.items()}
+
+
+def _each(function: Callable[..., Any], *trees: Weights) -> Any:
+    """Apply a function of one client's trees to those of all clients."""
+    return torch.vmap(function)(*trees)
+
+
+def _largest(scores: Tensor, counts: Tensor) -> Tensor:
+    """Return the units with the largest scores of each client, as :func:`keep_units` does for one.
+
+    Args:
+        scores: Scores of shape (clients, units).
+        counts: Numbers of units that stay, of shape (clients,).
+
+    Example:
+        >>> _largest(torch.tensor([[1.0, 3.0, 3.0], [torch.nan, 0.0, 1.0]]), torch.tensor([1, 2]))
+        tensor([[False,  True, False],
+                [False,  True,  True]])
+    """
+    numbers = scores.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
+    order = numbers.sort(dim=1, descending=True, stable=True).indices
+    first = torch.arange(scores.shape[1], device=scores.device) < counts.to(scores.device)[:, None]
+    return torch.zeros_like(scores, dtype=torch.bool).scatter(1, order, first)
+
+
+def alike(groups: Sequence[Sequence[UnitGroup]]) -> bool:
+    """Return whether the groups of several modules have their units in the same places.
+
+    Args:
+        groups: Groups of each module.
+    """
+    return all(_same(first, other) for others in groups[1:] for first, other in zip(groups[0], others, strict=True))
+
+
+def _same(group: UnitGroup, other: UnitGroup) -> bool:
+    slots = zip(group.slots, other.slots, strict=True)
+    return group.size == other.size and all(torch.equal(a.positions, b.positions) for a, b in slots)
+
+
+def scores_of(callbacks: Sequence[UnitScores], module: nn.Module) -> StackedScores | None:
+    """Return the counterpart of callbacks; None if their modules have units in different places.
+
+    Args:
+        callbacks: One callback for each client.
+        module: Module of the clients, the full one or one as narrow as theirs.
+    """
+    parameters = dict(module.named_parameters())
+    groups, absent, at = zip(*(callback.units_in(parameters) for callback in callbacks), strict=True)
+    if not alike(groups):
+        return None
+    return StackedScores([callback.steps for callback in callbacks], groups[0], absent, at, list(parameters))
