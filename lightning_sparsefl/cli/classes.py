@@ -1,9 +1,11 @@
-"""Classes that can be chosen for an option, and the options that a class has."""
+"""Classes that can be chosen for an option, the options that a class has, and the creation of its objects."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any, get_args, get_type_hints
+import re
+from collections.abc import Callable, Iterable
+from functools import wraps
+from typing import Any, ClassVar, get_args, get_type_hints
 
 import lightning.pytorch.callbacks
 import lightning.pytorch.loggers
@@ -15,6 +17,7 @@ import lightning_sparsefl.callbacks
 import lightning_sparsefl.data
 import lightning_sparsefl.federated
 import lightning_sparsefl.models
+from lightning_sparsefl.errors import InvalidOption, SparseFLError
 
 _OWN = (
     lightning_sparsefl.algorithms,
@@ -87,3 +90,41 @@ def classes_in(annotation: Any) -> tuple[type, ...]:
     if inner:
         return tuple(kind for part in inner for kind in classes_in(part))
     return (annotation,) if isinstance(annotation, type) and annotation is not type(None) else ()
+
+
+class NotCreated(InvalidOption):
+    """Class of the configuration whose constructor raised an exception that is not of this package.
+
+    Args:
+        kind: Class.
+        error: Exception of the constructor.
+    """
+
+    PATTERN: ClassVar[re.Pattern[str]] = re.compile(r"([\w.]+) cannot be created \((.*)\)", re.DOTALL)
+    """Message without its full stop: the import path of the class, and the exception."""
+
+    def __init__(self, kind: type, error: Exception) -> None:
+        reason = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        super().__init__(f"{kind.__module__}.{kind.__qualname__} cannot be created ({reason}).")
+
+
+def naming_the_class(create: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that creates an object as another one does, and names its class if that fails.
+
+    Args:
+        create: Function of a class and the arguments of its constructor.
+
+    Raises:
+        NotCreated: If the constructor raises an exception that is not of this package.
+    """
+
+    @wraps(create)
+    def created(kind: type, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return create(kind, *args, **kwargs)
+        except SparseFLError:
+            raise
+        except Exception as error:
+            raise NotCreated(kind, error) from error
+
+    return created

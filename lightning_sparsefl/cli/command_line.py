@@ -15,6 +15,7 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, instant
 
 from lightning_sparsefl.__about__ import __version__
 from lightning_sparsefl.cli import configs_command, run_commands
+from lightning_sparsefl.cli.classes import NotCreated
 from lightning_sparsefl.cli.completion import PrintCompletion
 from lightning_sparsefl.cli.config_files import ConfigFileOrName
 from lightning_sparsefl.cli.conventions import (
@@ -204,6 +205,11 @@ class SparseFLCLI(LightningCLI):
     def _parse_ckpt_path(self) -> None:
         """Do nothing: the engine reads checkpoints itself, with its own error messages."""
 
+    def _add_instantiators(self) -> None:
+        """Add functions that create the objects of all classes, so that errors name the class."""
+        super()._add_instantiators()
+        self.parser.add_instantiator(lambda kind, *args, **kwargs: kind(*args, **kwargs), object)
+
     def instantiate_classes(self) -> None:
         """Create the objects of the configuration; the parser's wrappers around our exceptions are removed."""
         try:
@@ -211,11 +217,10 @@ class SparseFLCLI(LightningCLI):
         except SparseFLError:
             raise
         except Exception as error:
-            cause: BaseException | None = error
-            while cause is not None and not isinstance(cause, SparseFLError):
-                cause = cause.__cause__ or cause.__context__
-            if cause is None and str(error).startswith(("Does not validate", "Parser key")):
-                cause = InvalidOption(short_message(str(error)))  # older jsonargparse versions only keep the text
+            text, cause = str(error), _own_cause(error)
+            of_group = cause is None or (isinstance(cause, NotCreated) and "Given value: Namespace(" in text)
+            if of_group and text.startswith(("Does not validate", "Parser key")):
+                cause = InvalidOption(short_message(_with_type(text, error)))  # which names the option as well
             if cause is None:
                 raise
             raise cause from None
@@ -249,3 +254,18 @@ class SparseFLCLI(LightningCLI):
         # compared when a run resumes
         configure_optimizers.configuration = vars(chosen.as_flat())  # type: ignore[attr-defined]
         self.model.configure_optimizers = MethodType(configure_optimizers, self.model)
+
+
+def _own_cause(error: BaseException | None) -> SparseFLError | None:
+    """Return the exception of this package that led to another one, or None."""
+    while error is not None and not isinstance(error, SparseFLError):
+        error = error.__cause__ or error.__context__
+    return error
+
+
+def _with_type(text: str, error: BaseException) -> str:
+    """Add the type of its cause to an error of the parser, which a function in the place of a class leaves out."""
+    cause = error.__cause__
+    if cause is None or isinstance(cause, SparseFLError):
+        return text
+    return text.replace(f"- {cause}\n", f"- {type(cause).__name__}: {cause}\n", 1)

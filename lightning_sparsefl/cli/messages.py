@@ -11,7 +11,7 @@ from typing import Literal, get_args, get_origin
 
 from jsonargparse import ArgumentParser
 
-from lightning_sparsefl.cli.classes import known_classes, options_of_class, own_classes
+from lightning_sparsefl.cli.classes import NotCreated, known_classes, options_of_class, own_classes
 from lightning_sparsefl.cli.help import BASES, KINDS
 from lightning_sparsefl.cli.packaged import suggestion
 from lightning_sparsefl.cli.problem import Problem
@@ -251,6 +251,9 @@ def _not_created(problem: Problem, match: re.Match[str]) -> str:
     """Rewrite the message for a class whose constructor failed; a data set may just not be on disk."""
     group = next((name for name, kind in KINDS.items() if kind in problem.bases), match[1])
     reason = _condensed(problem.message).removesuffix(".")
+    failed = NotCreated.PATTERN.fullmatch(reason)
+    if failed is not None:
+        reason = failed[2] if failed[1] == match[1] else f"{failed[1]}: {failed[2]}"
     text = f"`{group}` is {_given(match[1])}, which cannot be created ({reason})"
     sources = [f"`{group}.{name}.{option}`" for name, option in _sources(problem.value)]
     missing = re.search(r"not found|no such file|not exist|download", reason, re.IGNORECASE)

@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 
 from lightning.pytorch.cli import LightningArgumentParser
 
+from lightning_sparsefl.cli.classes import naming_the_class
 from lightning_sparsefl.cli.config_files import checked_config
 from lightning_sparsefl.cli.conventions import EXIT_USAGE
 from lightning_sparsefl.cli.help import HelpFormatter
@@ -38,6 +39,10 @@ class SparseFLParser(LightningArgumentParser):
             kwargs.setdefault("usage", argparse.SUPPRESS)
         super().__init__(*args, **kwargs)
         self.is_quiet = False
+
+    def add_instantiator(self, instantiator: Any, *args: Any, **kwargs: Any) -> None:
+        """Add a function that creates the objects of a class, with the name of the class in its errors."""
+        super().add_instantiator(naming_the_class(instantiator), *args, **kwargs)
 
     def _load_env_vars(self, env: Any, defaults: bool) -> Any:
         """Read the environment, in which a configuration can be named and is checked as after `--config`."""

@@ -139,7 +139,8 @@ def test_missing_data_is_answered_by_the_options_that_say_where_it_is(subcommand
     )
     code, _, err = sparsefl(subcommand, "--config", path)
     assert code == 2
-    assert "error: `data` is FederatedDataset, which cannot be created (Dataset not found." in err
+    assert "error: `data` is FederatedDataset, which cannot be created (torchvision.datasets.mnist.MNIST: " in err
+    assert "RuntimeError: Dataset not found." in err
     assert "; for missing data, set `data.train.root` or `data.train.download`." in err
     assert "Traceback" not in err
 
@@ -174,11 +175,48 @@ def test_a_model_that_does_not_fit_is_told_with_the_line_of_the_user(sparsefl, c
     assert "in training_step" in first
 
 
-def test_an_error_of_a_class_of_ones_own_is_told_with_its_option(sparsefl, config, tmp_path):
-    (tmp_path / "own_closed.py").write_text(
-        "from torch.utils.data import Dataset\n\n\nclass Closed(Dataset):\n"
-        '    def __init__(self):\n        raise ValueError("no key")\n'
-    )  # a file of its own, since another test may have imported the first one
-    code, _, err = sparsefl("fit", "--config", config, "--data.train=own_closed.Closed")
+CLOSED = """
+import lightning as L
+from torch.utils.data import Dataset
+
+
+class Closed(Dataset):
+    def __init__(self, message: str = ""):
+        raise LookupError(message) if message else LookupError
+
+
+def closed() -> Dataset:
+    raise KeyError("x")
+
+
+class Shut(L.Callback):
+    def __init__(self):
+        raise KeyError("x")
+"""
+
+
+@pytest.mark.slow_after_first
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            ["--data.train=own_closed.Closed", "--data.train.message=no key"],
+            "`data` is FederatedDataset, which cannot be created (own_closed.Closed: LookupError: no key).",
+        ),
+        (
+            ["--data.train=own_closed.Closed"],
+            "`data` is FederatedDataset, which cannot be created (own_closed.Closed: LookupError).",
+        ),
+        (
+            ["--data.train=own_closed.closed"],
+            "`data` is FederatedDataset, which cannot be created (KeyError: 'x').",
+        ),
+        (["--trainer.callbacks+=own_closed.Shut"], "own_closed.Shut cannot be created (KeyError: 'x')."),
+    ],
+    ids=["class in a class", "error without a text", "function", "class in a list"],
+)
+def test_an_error_of_a_class_of_ones_own_is_told_with_its_type(options, message, sparsefl, config, tmp_path):
+    (tmp_path / "own_closed.py").write_text(CLOSED)  # a file of its own, since another test may have imported the first
+    code, _, err = sparsefl("fit", "--config", config, *options)
     assert code == 2
-    assert "error: `data` is FederatedDataset, which cannot be created (no key)." in err
+    assert f"error: {message}\n" in err
