@@ -104,8 +104,20 @@ class NotCreated(InvalidOption):
     """Message without its full stop: the import path of the class, and the exception."""
 
     def __init__(self, kind: type, error: Exception) -> None:
-        reason = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-        super().__init__(f"{kind.__module__}.{kind.__qualname__} cannot be created ({reason}).")
+        super().__init__(f"{kind.__module__}.{kind.__qualname__} cannot be created ({described(error)}).")
+
+
+def described(error: BaseException) -> str:
+    """Return the type of an exception with its text, if it has one.
+
+    Args:
+        error: Exception.
+
+    Example:
+        >>> described(KeyError("x")), described(ValueError())
+        ("KeyError: 'x'", 'ValueError')
+    """
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 
 def naming_the_class(create: Callable[..., Any]) -> Callable[..., Any]:

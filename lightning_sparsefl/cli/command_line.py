@@ -15,7 +15,7 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, instant
 
 from lightning_sparsefl.__about__ import __version__
 from lightning_sparsefl.cli import configs_command, run_commands
-from lightning_sparsefl.cli.classes import NotCreated
+from lightning_sparsefl.cli.classes import NotCreated, described
 from lightning_sparsefl.cli.completion import PrintCompletion
 from lightning_sparsefl.cli.config_files import ConfigFileOrName
 from lightning_sparsefl.cli.conventions import (
@@ -268,4 +268,4 @@ def _with_type(text: str, error: BaseException) -> str:
     cause = error.__cause__
     if cause is None or isinstance(cause, SparseFLError):
         return text
-    return text.replace(f"- {cause}\n", f"- {type(cause).__name__}: {cause}\n", 1)
+    return text.replace(f"- {cause}\n", f"- {described(cause)}\n", 1)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import is_dataclass
+from importlib import import_module
 from pathlib import Path
 from types import MappingProxyType
 from typing import Literal, get_args, get_origin
 
 from jsonargparse import ArgumentParser
 
-from lightning_sparsefl.cli.classes import NotCreated, known_classes, options_of_class, own_classes
+from lightning_sparsefl.cli.classes import NotCreated, described, known_classes, options_of_class, own_classes
 from lightning_sparsefl.cli.help import BASES, KINDS
 from lightning_sparsefl.cli.packaged import suggestion
 from lightning_sparsefl.cli.problem import Problem
@@ -242,8 +243,12 @@ def _no_class(problem: Problem, match: re.Match[str]) -> str:
 
 
 def _not_imported(problem: Problem, match: re.Match[str]) -> str:
-    """Rewrite the message for a module whose import failed."""
+    """Rewrite the message for a module whose import failed; importing it again tells the type of the error."""
     reason = _condensed(problem.message).partition(": ")[2]
+    try:
+        import_module(match[1].rpartition(".")[0])
+    except Exception as error:
+        reason = described(error)
     return f"`{problem.key}` is {match[1]!r}, which cannot be imported: {reason}"
 
 

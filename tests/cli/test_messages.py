@@ -280,7 +280,11 @@ def test_a_module_that_is_not_in_the_folder(sparsefl, tmp_path):
 
 @pytest.mark.parametrize(
     ("source", "reason"),
-    [("def f(:", "invalid syntax (broken.py, line 1)."), ("raise RuntimeError('no data here')", "no data here.")],
+    [
+        ("def f(:", "SyntaxError: invalid syntax (broken.py, line 1)."),
+        ("raise RuntimeError('no data here')", "RuntimeError: no data here."),
+        ("assert False", "AssertionError."),
+    ],
 )
 @pytest.mark.parametrize("option", ["model", "algorithm"])
 def test_a_module_that_cannot_be_imported(option, source, reason, sparsefl, tmp_path, monkeypatch):
