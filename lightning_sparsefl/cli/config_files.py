@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 from jsonargparse import ActionConfigFile
 
-from lightning_sparsefl.cli.packaged import packaged_config
+from lightning_sparsefl.cli.packaged import packaged_config, suggestion
 from lightning_sparsefl.errors import InvalidOption
 
 
@@ -25,14 +25,15 @@ class ConfigFileOrName(ActionConfigFile):
         super().__call__(parser, cfg, checked_config(values), option_string)  # type: ignore[no-untyped-call]
 
 
-def checked_config(value: Any) -> Any:
-    """Return the path of the packaged file that a value of `--config` names, else the value.
+def checked_config(value: Any, option: str = "--config") -> Any:
+    """Return the path of the packaged file that names a configuration, else the value.
 
     Args:
         value: Path of a file, name of a packaged file, or options as text.
+        option: Option or environment variable that has the value.
 
     Raises:
-        InvalidOption: If the value is empty or a folder, or the file has no options.
+        InvalidOption: If the value is empty, a folder or no path, or the file has no options.
     """
     if not isinstance(value, str) or value.lstrip().startswith("{"):
         return value
@@ -41,29 +42,40 @@ def checked_config(value: Any) -> Any:
         return packaged
     if not value.strip() or Path(value).is_dir():
         what = ", which is a folder" if value.strip() else ""
-        raise InvalidOption(f"`--config` is '{value}'{what}; expected a YAML file, or a name of `sparsefl configs`.")
+        raise InvalidOption(f"`{option}` is '{value}'{what}; expected a YAML file, or a name of `sparsefl configs`.")
     if Path(value).is_file():
-        _require_options(Path(value))
+        _require_options(Path(value), option)
+    elif not (value == "-" or Path(value).exists() or _has_options(value)):
+        siblings = [str(other) for other in Path(value).parent.glob("*")]
+        raise InvalidOption(f"`{option}` is {value!r}, which does not exist{suggestion(value, siblings)}")
     return value
 
 
-def _require_options(path: Path) -> None:
+def _has_options(text: str) -> bool:
+    """Return whether a text is a mapping, as in ``--config "trainer: {max_rounds: 3}"``, and no path."""
+    try:
+        return isinstance(yaml.safe_load(text), Mapping)
+    except yaml.YAMLError:
+        return False
+
+
+def _require_options(path: Path, option: str) -> None:
     try:
         text = path.read_text(encoding="utf-8")
         content, document = yaml.safe_load(text), yaml.compose(text, Loader=yaml.SafeLoader)
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
         place = "" if mark is None else f", as line {mark.line + 1}, column {mark.column + 1} shows: {problem}"
-        raise InvalidOption(f"`--config` is '{path}', which is not YAML{place}; repair it.") from None
+        raise InvalidOption(f"`{option}` is '{path}', which is not YAML{place}; repair it.") from None
     if not isinstance(content, Mapping):
         what = "is empty" if content is None else f"has a {type(content).__name__}"
         raise InvalidOption(
-            f"`--config` is '{path}', which {what}; expected options by name, as `sparsefl configs --show quickstart` "
+            f"`{option}` is '{path}', which {what}; expected options by name, as `sparsefl configs --show quickstart` "
             "prints them."
         )
     for key in _repeated(document):
         raise InvalidOption(
-            f"`--config` is '{path}', which has `{key.value}` twice in one mapping, again in line "
+            f"`{option}` is '{path}', which has `{key.value}` twice in one mapping, again in line "
             f"{key.start_mark.line + 1}; remove one of them."
         )
 

@@ -84,7 +84,7 @@ def suggestion(name: str, others: Iterable[str] = ()) -> str:
         name: Name that is not known.
         others: Further names to choose from, such as paths of files.
     """
-    return did_you_mean(name, [*others, *packaged_files()]) or "; `sparsefl configs` lists those of the package"
+    return did_you_mean(name, [*others, *packaged_files()]) or "; `sparsefl configs` lists those of the package."
 
 
 def listing(pattern: str = "") -> str:

@@ -48,7 +48,7 @@ class SparseFLParser(LightningArgumentParser):
         """Read the environment, in which a configuration can be named and is checked as after `--config`."""
         name = f"{self.env_prefix}_config".upper()
         if name in env:
-            env = {**env, name: checked_config(env[name])}
+            env = {**env, name: checked_config(env[name], name)}
         return super()._load_env_vars(env, defaults)
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:

@@ -89,7 +89,11 @@ def test_an_environment_variable_takes_names(sparsefl, tmp_path, monkeypatch):
     monkeypatch.setenv("SPARSEFL_FIT__CONFIG", "tabs.yaml")
     code, _, err = sparsefl("fit")
     assert code == 2
-    assert "`--config` is 'tabs.yaml', which is not YAML, as line 2, column 1 shows: " in err
+    assert "`SPARSEFL_FIT__CONFIG` is 'tabs.yaml', which is not YAML, as line 2, column 1 shows: " in err
+    monkeypatch.setenv("SPARSEFL_FIT__CONFIG", "quikstart")
+    code, _, err = sparsefl("fit")
+    assert code == 2
+    assert "`SPARSEFL_FIT__CONFIG` is 'quikstart', which does not exist; did you mean `quickstart`?" in err
 
 
 def test_a_file_of_the_user_wins_over_a_name_and_reads_files_beside_it(sparsefl, tmp_path):
@@ -108,7 +112,7 @@ def test_a_file_of_the_user_wins_over_a_name_and_reads_files_beside_it(sparsefl,
 @pytest.mark.parametrize(
     ("args", "part"),
     [
-        (["fit", "--config", "quikstart"], "`config` is 'quikstart', which does not exist; did you mean `quickstart`?"),
+        (["fit", "-c", "quikstart"], "`--config` is 'quikstart', which does not exist; did you mean `quickstart`?"),
         (["fit", "--config", CELL.replace("fedspa_dst", "fedsp_dst")], f"did you mean `{CELL}`?"),
         (
             ["fit", "--config", "nothing/like/it"],
