@@ -14,7 +14,6 @@ from jsonargparse import ArgumentParser
 
 from lightning_sparsefl.cli.classes import NotCreated, described, known_classes, options_of_class, own_classes
 from lightning_sparsefl.cli.help import BASES, KINDS
-from lightning_sparsefl.cli.packaged import suggestion
 from lightning_sparsefl.cli.problem import Problem
 from lightning_sparsefl.cli.suggestions import did_you_mean, import_path, no_subcommand, unknown_subcommand
 from lightning_sparsefl.errors import nearest
@@ -198,11 +197,14 @@ def _expected_class(problem: Problem) -> str:
 
 
 def _no_module(problem: Problem, match: re.Match[str]) -> str:
+    given = f"`{problem.key}` is {problem.class_path!r}"
+    if str(problem.class_path).endswith((".yaml", ".yml")):
+        return f"{given}, which does not exist; expected a file or the name of a class"
     here = Path.cwd()
     files = [path.stem for path in here.glob("*.py")]
     return (
-        f"`{problem.key}` is {problem.class_path!r}, but there is no module {match[1]!r} among the installed packages "
-        f"or in the current folder, {here}" + did_you_mean(match[1], files)
+        f"{given}, but there is no module {match[1]!r} among the installed packages or in the current folder, {here}"
+        + did_you_mean(match[1], files)
     )
 
 
@@ -218,13 +220,8 @@ def _no_attribute(problem: Problem, match: re.Match[str]) -> str:
     )
 
 
-def _no_file(problem: Problem, match: re.Match[str]) -> str:
-    path, option = Path(match[1]), problem.key or "--config"
-    if path.is_relative_to(Path.cwd()):  # jsonargparse reports absolute paths
-        path = path.relative_to(Path.cwd())
-    siblings = [str(other) for other in path.parent.glob("*")] if path.parent.is_dir() else []
-    hint = suggestion(str(path), siblings) if option.endswith("config") else did_you_mean(str(path), siblings)
-    return f"`{option}` is {str(path)!r}, which does not exist" + hint
+def _no_group_file(problem: Problem, match: re.Match[str]) -> str:
+    return f"`{match[1]}` is {match[2]!r}; expected options by name, or a YAML file that has them"
 
 
 def _wrong_type(problem: Problem, match: re.Match[str]) -> str:
@@ -300,7 +297,7 @@ _RULES: tuple[tuple[str, Callable[[Problem, re.Match[str]], str]], ...] = (
     (r"No module named '([\w.]+)'", _no_module),
     (r"Requirement '([\w-]+[^']*)' not met", _not_installed),
     (r"module '([\w.]+)' has no attribute '(\w+)'", _no_attribute),
-    (r"File does not exist: '([^']+)'", _no_file),
+    (r"\AParser key [\"']([\w.]+)[\"']:\s+Unable to load config '([^']*)'", _no_group_file),
     (r"Import path (?:(\S+) )?does not correspond to a subclass", _other_kind),
     (r"Expected a (?:<class '(?!NoneType)|typing\.Literal)", _wrong_type),
     (r"Not a valid subclass of \w+", _no_class),

@@ -201,6 +201,14 @@ def test_an_option_in_a_file(sparsefl, tmp_path):
         (["fit", "--trainer.max_rounds"], "No value for `--trainer.max_rounds`; expected --trainer.max_rounds VALUE."),
         (["fit", "-c"], "No value for `--config`; expected --config VALUE."),
         (
+            ["fit", "--trainer", "none.yaml"],
+            "`trainer` is 'none.yaml'; expected options by name, or a YAML file that has them.",
+        ),
+        (
+            ["fit", "--model", "none.yaml"],
+            "`model` is 'none.yaml', which does not exist; expected a file or the name of a class.",
+        ),
+        (
             ["--config", QUICKSTART, "fit"],
             "`data.init_args.partition.init_args.alpha` is set before the subcommand, by an option or a `--config` "
             "there; expected options of `fit` after its name.",
