@@ -12,6 +12,9 @@ from jsonargparse import ActionConfigFile
 from lightning_sparsefl.cli.packaged import packaged_config, suggestion
 from lightning_sparsefl.errors import InvalidOption
 
+_TEXTS = ("tag:yaml.org,2002:str", "tag:yaml.org,2002:merge")
+"""Tags of keys that are texts, and of the key `<<`."""
+
 
 class ConfigFileOrName(ActionConfigFile):
     """Option for a configuration file, or for the name of one that is installed with the package."""
@@ -78,6 +81,11 @@ def _require_options(path: Path, option: str) -> None:
             f"`{option}` is '{path}', which has `{key.value}` twice in one mapping, again in line "
             f"{key.start_mark.line + 1}; remove one of them."
         )
+    for key in _without_name(document):
+        raise InvalidOption(
+            f"`{option}` is '{path}', which has the key `{key.value}` in line {key.start_mark.line + 1}; expected the "
+            "name of an option, in quotes if YAML takes it for another value."
+        )
 
 
 def _repeated(node: yaml.Node | None) -> Iterator[yaml.Node]:
@@ -92,3 +100,20 @@ def _repeated(node: yaml.Node | None) -> Iterator[yaml.Node]:
                 yield key
             names.add(key.value)
             yield from _repeated(value)
+
+
+def _without_name(node: yaml.Node | None, groups: int = 2) -> Iterator[yaml.Node]:
+    """Yield the keys in the place of an option that are no text; the value of an option may have such keys.
+
+    Args:
+        node: Node of the document.
+        groups: Number of levels from here on whose keys are options: the groups, and the options of a group.
+    """
+    if isinstance(node, yaml.SequenceNode):
+        for item in node.value:
+            yield from _without_name(item, 0)
+    if isinstance(node, yaml.MappingNode):
+        for key, value in node.value:
+            if groups and key.tag not in _TEXTS:
+                yield key
+            yield from _without_name(value, max(groups - 1, key.value == "init_args"))

@@ -127,6 +127,11 @@ def _before_subcommand(problem: Problem, match: re.Match[str]) -> str:
     )
 
 
+def _no_name(problem: Problem, match: re.Match[str]) -> str:
+    where, key = f"`{problem.key}`" if problem.key else "The configuration", match[1].removesuffix(".")
+    return f"{where} has the key {key}; expected the name of an option, in quotes if YAML takes it for another value"
+
+
 def _no_value(problem: Problem, match: re.Match[str]) -> str:
     name = match[1].rpartition("/")[2]  # the long one
     return f"No value for `{name}`; expected {name} VALUE"
@@ -287,6 +292,7 @@ _RULES: tuple[tuple[str, Callable[[Problem, re.Match[str]], str]], ...] = (
     (r"argument subcommand: invalid choice: '([^']*)'", _unknown_subcommand),
     (r'expected "subcommand" to be one of', _no_subcommand),
     (r"unrecognized arguments: (\S+)", _unrecognized),
+    (r"Key must be a string, got: (.*)", _no_name),
     (r"argument (\S+): expected (?:one|at least one) argument", _no_value),
     (r"Option '([\w.]+)' is not accepted before subcommand '(\w+)'", _before_subcommand),
     (r"\A--([\w.]+)\.help: Expected a dot import path string: (\S+)", _unknown_class_of_help),

@@ -6,6 +6,7 @@ import pytest
 
 from helpers.command_line import QUICKSTART
 from lightning_sparsefl.cli import short_message
+from lightning_sparsefl.cli.config_files import checked_config
 from lightning_sparsefl.cli.program import parse
 from lightning_sparsefl.errors import InvalidOption
 
@@ -145,6 +146,14 @@ def test_a_file_that_does_not_exist(sparsefl):
             "trainer:\n  max_rounds: 3\n  max_epochs: 1\n  max_rounds: 4",
             r"`--config` is '.*bad\.yaml', which has `max_rounds` twice in one mapping, again in line 4; remove one",
         ),
+        (
+            "trainer:\n  on: 3",
+            r"`--config` is '.*bad\.yaml', which has the key `on` in line 2; expected the name of an option",
+        ),
+        ("trainer: {}\n1: 2", r"which has the key `1` in line 2; expected the name of an option, in quotes if YAML"),
+        ("null: 2", r"which has the key `null` in line 1; expected the name"),
+        ("model:\n  class_path: MLP\n  init_args: {1: 2}", r"which has the key `1` in line 3; expected the name"),
+        ("trainer:\n  callbacks:\n  - init_args: {1: 2}", r"which has the key `1` in line 3; expected the name"),
         ("# nothing yet", r"`--config` is '.*bad\.yaml', which is empty; expected options by name"),
     ],
 )
@@ -152,6 +161,11 @@ def test_a_file_without_options_is_named(content, expected, tmp_path):
     (tmp_path / "bad.yaml").write_text(content)
     with pytest.raises(InvalidOption, match=expected):
         parse(["--config", str(tmp_path / "bad.yaml")])
+
+
+def test_the_value_of_an_option_may_have_any_keys(tmp_path):
+    (tmp_path / "bins.yaml").write_text("model: {class_path: MLP, init_args: {hidden: {1: 2}}}")
+    assert checked_config(str(tmp_path / "bins.yaml")) == str(tmp_path / "bins.yaml")
 
 
 @pytest.mark.parametrize("content", ["trainer: 3", "trainer: null", "federation: null"])
@@ -200,6 +214,11 @@ def test_an_option_in_a_file(sparsefl, tmp_path):
         ),
         (["fit", "--trainer.max_rounds"], "No value for `--trainer.max_rounds`; expected --trainer.max_rounds VALUE."),
         (["fit", "-c"], "No value for `--config`; expected --config VALUE."),
+        (
+            ["fit", "-c", "{federation: {privacy: {1: 2}}}"],
+            "`federation.privacy` has the key 1; expected the name of an option, in quotes if YAML takes it for "
+            "another value.",
+        ),
         (
             ["fit", "--trainer", "none.yaml"],
             "`trainer` is 'none.yaml'; expected options by name, or a YAML file that has them.",
