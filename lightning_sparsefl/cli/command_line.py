@@ -32,7 +32,7 @@ from lightning_sparsefl.cli.messages import short_message
 from lightning_sparsefl.cli.parser import ListedParser, QuietAction
 from lightning_sparsefl.cli.run_config import with_run_config
 from lightning_sparsefl.cli.seeds import OWN_KEYS, SeedGroup, group_of
-from lightning_sparsefl.errors import InvalidOption, SparseFLError, require
+from lightning_sparsefl.errors import InvalidOption, SparseFLError
 from lightning_sparsefl.federated import FederatedAlgorithm, FederatedTrainer, Federation
 from lightning_sparsefl.federated.tracking.run_loggers import close_loggers
 from lightning_sparsefl.report import silenced
@@ -138,7 +138,6 @@ class SparseFLCLI(LightningCLI):
 
     def _set_seed(self) -> None:
         """Set the seed as LightningCLI does, or the first one of a group, and raise errors as `InvalidOption`."""
-        self._require_options()
         if self.subcommand == "fit" and self.group is None:
             self.group = self._find_group()
         if self.group is not None and self._seed is None:
@@ -148,12 +147,6 @@ class SparseFLCLI(LightningCLI):
                 super()._set_seed()
         except ValueError as error:
             raise InvalidOption(f"`seed_everything`: {error}") from error
-
-    def _require_options(self) -> None:
-        """Raise :class:`InvalidOption` if a file has one value for all options of a group, which the parser accepts."""
-        for group, name in (("trainer", "max_rounds"), ("federation", "clients_per_round")):
-            given = self._get(self.config, group)
-            require(isinstance(given, Namespace), group, given, f"options by name, such as `{group}.{name}`")
 
     def _find_group(self) -> SeedGroup | None:
         """Return the group of runs that the configuration asks for; each run's own configuration does not name it."""

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
+from jsonargparse import Namespace
 from lightning.pytorch.cli import LightningArgumentParser
 
 from lightning_sparsefl.cli.classes import naming_the_class
@@ -14,6 +15,10 @@ from lightning_sparsefl.cli.config_files import checked_config
 from lightning_sparsefl.cli.conventions import EXIT_USAGE
 from lightning_sparsefl.cli.help import HelpFormatter
 from lightning_sparsefl.cli.messages import options_elsewhere, options_of, short_message, where_listed
+from lightning_sparsefl.errors import require
+
+_GROUPS = {"trainer": "max_rounds", "federation": "clients_per_round"}
+"""Groups of options that are no class to choose, each with one of its options."""
 
 
 class QuietAction(argparse.Action):
@@ -50,6 +55,17 @@ class SparseFLParser(LightningArgumentParser):
         if name in env:
             env = {**env, name: checked_config(env[name], name)}
         return super()._load_env_vars(env, defaults)
+
+    def _parse_common(self, cfg: Any, *args: Any, **kwargs: Any) -> Any:
+        """Refuse one value for all options of a group, which jsonargparse accepts and prints as a configuration."""
+        action = self._subcommands_action
+        name = None if action is None else cfg.get(action.dest)
+        parser, given = (self, cfg) if action is None or name is None else (action.choices[name], cfg.get(name))
+        for group, option in _GROUPS.items():
+            if given is not None and f"--{group}.{option}" in parser._option_string_actions and group in given:
+                value = given[group]
+                require(isinstance(value, Namespace), group, value, f"options by name, such as `{group}.{option}`")
+        return super()._parse_common(cfg, *args, **kwargs)
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Print the message and exit with code 2."""

@@ -168,11 +168,12 @@ def test_the_value_of_an_option_may_have_any_keys(tmp_path):
     assert checked_config(str(tmp_path / "bins.yaml")) == str(tmp_path / "bins.yaml")
 
 
+@pytest.mark.parametrize("printed", [[], ["--print_config"]], ids=["run", "printed"])
 @pytest.mark.parametrize("content", ["trainer: 3", "trainer: null", "federation: null"])
-def test_one_value_for_all_options_of_a_group(content, config_with):
+def test_one_value_for_all_options_of_a_group(content, printed, config_with):
     group = content.partition(":")[0]
     with pytest.raises(InvalidOption, match=f"^`{group}` is (3|None); expected options by name, such as `{group}"):
-        parse(config_with(content))
+        parse([*config_with(content), *printed])
 
 
 @pytest.fixture
