@@ -102,7 +102,7 @@ class SparseFLCLI(LightningCLI):
             subparser.usage = f"{subparser.prog} [--config FILE] [options]"
             subparser.epilog = (
                 "Each option can also be set by an environment variable: --trainer.max_rounds by "
-                f"SPARSEFL_{name.upper()}__TRAINER__MAX_ROUNDS."
+                f"SPARSEFL_{name.upper()}__TRAINER__MAX_ROUNDS. One that names no option is refused."
             )
         for name in (CONFIGS, *FOLDER_COMMANDS):
             listed = ListedParser(default_env=False)

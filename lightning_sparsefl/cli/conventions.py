@@ -6,6 +6,8 @@ EXIT_INTERRUPTED = 130
 """Exit code after Ctrl-C."""
 EXIT_BROKEN_PIPE = 141
 """Exit code where the reader of the output has ended, as a shell gives it."""
+ENV_PREFIX = "SPARSEFL"
+"""Start of the environment variables of options, before the name of a subcommand."""
 QUIET = "--quiet"
 """Option that silences everything but warnings and errors."""
 QUIET_HELP = "Print nothing but warnings and errors."

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from jsonargparse import Namespace
+from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.cli import LightningArgumentParser
 
 from lightning_sparsefl.cli.classes import naming_the_class
 from lightning_sparsefl.cli.config_files import checked_config
-from lightning_sparsefl.cli.conventions import EXIT_USAGE
+from lightning_sparsefl.cli.conventions import ENV_PREFIX, EXIT_USAGE
 from lightning_sparsefl.cli.help import HelpFormatter
 from lightning_sparsefl.cli.messages import options_elsewhere, options_of, short_message, where_listed
-from lightning_sparsefl.errors import require
+from lightning_sparsefl.errors import InvalidOption, nearest, require
 
 _GROUPS = {"trainer": "max_rounds", "federation": "clients_per_round"}
 """Groups of options that are no class to choose, each with one of its options."""
@@ -57,8 +59,10 @@ class SparseFLParser(LightningArgumentParser):
         return super()._load_env_vars(env, defaults)
 
     def _parse_common(self, cfg: Any, *args: Any, **kwargs: Any) -> Any:
-        """Refuse one value for all options of a group, which jsonargparse accepts and prints as a configuration."""
+        """Refuse unknown variables, and one value for all options of a group, both of which jsonargparse accepts."""
         action = self._subcommands_action
+        if action is not None:
+            _check_variables(_variables(self))
         name = None if action is None else cfg.get(action.dest)
         parser, given = (self, cfg) if action is None or name is None else (action.choices[name], cfg.get(name))
         for group, option in _GROUPS.items():
@@ -99,3 +103,44 @@ def _subcommand_given(parser: LightningArgumentParser) -> list[str]:
     """Return the subcommand on the command line, for an error before it; empty if the parser's program has it."""
     action = parser._subcommands_action
     return [] if action is None else [arg for arg in sys.argv[1:] if arg in action.choices][:1]
+
+
+def _variables(parser: LightningArgumentParser) -> list[str]:
+    """Return the environment variables of the options of a parser and of its subcommands."""
+    action = parser._subcommands_action
+    inner = [] if action is None else [p for p in action.choices.values() if not isinstance(p, ListedParser)]
+    read = [option.dest for option in parser._actions if option.default != argparse.SUPPRESS]
+    own = [f"{parser.env_prefix}_{name}".replace(".", "__").upper() for name in read]
+    return own + [name for subparser in inner for name in _variables(subparser)]
+
+
+def _check_variables(known: Sequence[str]) -> None:
+    """Raise an error for a variable of the form of an option that names none, and warn of other misspelt ones.
+
+    A variable without ``__`` may be of another program: Kubernetes sets SPARSEFL_PORT for a service of that name.
+    """
+    for name in sorted(set(os.environ).difference(known)):
+        prefix, _, rest = name.partition("_")
+        if prefix != ENV_PREFIX:
+            continue
+        if "__" in rest:
+            raise InvalidOption(f"The environment variable {name} names no option{_intended(name, known)}")
+        near = nearest(rest, (other.removeprefix(f"{ENV_PREFIX}_") for other in known if "__" not in other))
+        if near is not None:
+            rank_zero_warn(f"The environment variable {name} is not read; did you mean {ENV_PREFIX}_{near}?")
+
+
+def _intended(name: str, known: Sequence[str]) -> str:
+    """Return what an unknown variable may have been meant for, to be appended to a message."""
+    outer = max((other for other in known if name.startswith(f"{other}__")), key=len, default=None)
+    if outer is not None and not any(other.startswith(f"{outer}__") for other in known):
+        return (
+            f"; options of a class are set with it, as in {outer}='{{class_path: NAME, init_args: {{OPTION: VALUE}}}}'."
+        )
+    start = f"{name.partition('__')[0]}__"
+    beside = [other.removeprefix(start) for other in known if other.startswith(start)]
+    near = nearest(name.removeprefix(start), beside) if beside else None
+    found = f"{start}{near}" if near is not None else nearest(name, () if beside else known)
+    return (
+        f"; did you mean {found}?" if found is not None else f"; expected one as {ENV_PREFIX}_FIT__TRAINER__MAX_ROUNDS."
+    )

@@ -12,7 +12,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_sparsefl.__about__ import __version__
 from lightning_sparsefl.cli.command_line import SparseFLCLI
-from lightning_sparsefl.cli.conventions import DESCRIPTION
+from lightning_sparsefl.cli.conventions import DESCRIPTION, ENV_PREFIX
 from lightning_sparsefl.cli.parser import SparseFLParser
 from lightning_sparsefl.errors import InvalidOption
 from lightning_sparsefl.federated import FederatedTrainer
@@ -72,7 +72,7 @@ def _program(kind: type[SparseFLCLI], **options: Any) -> SparseFLCLI:
                 "description": DESCRIPTION,
                 "version": __version__,
                 "default_env": True,
-                "env_prefix": "SPARSEFL",
+                "env_prefix": ENV_PREFIX,
             },
             **{"save_config_kwargs": {"overwrite": True}, **options},
         )

@@ -176,6 +176,34 @@ def test_one_value_for_all_options_of_a_group(content, printed, config_with):
         parse([*config_with(content), *printed])
 
 
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("SPARSEFL_FIT__TRAINER__MAX_ROUND", "did you mean SPARSEFL_FIT__TRAINER__MAX_ROUNDS?"),
+        ("SPARSEFL_TRAINER__MAX_ROUNDS", "did you mean SPARSEFL_FIT__TRAINER__MAX_ROUNDS?"),
+        ("SPARSEFL_FIT__QUIET", "expected one as SPARSEFL_FIT__TRAINER__MAX_ROUNDS."),
+        (
+            "SPARSEFL_FIT__ALGORITHM__DENSITY",
+            "options of a class are set with it, as in "
+            "SPARSEFL_FIT__ALGORITHM='{class_path: NAME, init_args: {OPTION: VALUE}}'.",
+        ),
+    ],
+)
+def test_a_variable_that_names_no_option(name, hint, monkeypatch):
+    monkeypatch.setenv(name, "3")
+    with pytest.raises(InvalidOption) as error:
+        parse(["--config", QUICKSTART, "--print_config"])
+    assert str(error.value) == f"The environment variable {name} names no option; {hint}"
+
+
+def test_a_variable_of_another_program(monkeypatch):
+    monkeypatch.setenv("SPARSEFL_PORT", "tcp://10.0.0.1:80")  # as Kubernetes sets it for a service
+    monkeypatch.setenv("SPARSEFL_CONFG", "quickstart")
+    with pytest.warns(UserWarning, match="SPARSEFL_CONFG is not read; did you mean SPARSEFL_CONFIG") as warned:
+        parse(["--config", QUICKSTART])
+    assert not any("SPARSEFL_PORT" in str(warning.message) for warning in warned)
+
+
 @pytest.fixture
 def config_with(tmp_path):
     """The options for a file with some content, after those of a small run."""
