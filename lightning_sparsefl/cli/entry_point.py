@@ -6,6 +6,7 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
+from itertools import takewhile
 from pathlib import Path
 
 from lightning_sparsefl.__about__ import __version__
@@ -81,7 +82,8 @@ def _is_without_subcommand(args: Sequence[str]) -> bool:
     """Return whether the arguments start with no subcommand, nor with an option or a variable that may name one."""
     if not args:
         return not any(name in os.environ for name in ("SPARSEFL_SUBCOMMAND", "SPARSEFL_CONFIG"))
-    return args[0] in ("-h", "--help") or not (args[0].startswith("-") or args[0] in SUBCOMMANDS)
+    before = list(takewhile(lambda arg: arg not in SUBCOMMANDS, args))
+    return not {"-h", "--help"}.isdisjoint(before) or not (args[0].startswith("-") or args[0] in SUBCOMMANDS)
 
 
 def _from_the_users_code(error: BaseException) -> BaseException:

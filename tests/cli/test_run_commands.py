@@ -108,6 +108,7 @@ def test_the_program_lists_the_commands(sparsefl):
         (["--version"], 0, f"sparsefl {__version__}\n"),
         (["--help"], 0, "usage: sparsefl SUBCOMMAND [options]\n"),
         (["-h", "fit"], 0, "\n    export "),
+        (["-c", "quickstart", "--help"], 0, "usage: sparsefl SUBCOMMAND [options]\n"),
         ([], 2, "No subcommand is given; expected one of fit, "),
         (["exprt", "--client=1"], 2, "`exprt` is not a subcommand; did you mean `export`?"),
     ],
