@@ -101,7 +101,7 @@ def participation_plot(groups: Sequence[Group]) -> Maps:
     Args:
         groups: Groups of runs.
     """
-    shown = [group for group in groups if len(group.runs[0].clients.get("round", ()))][:MOST_PANELS]
+    shown = [group for group in groups if _has_clients(group.runs[0])][:MOST_PANELS]
     timed = bool(shown) and all(len(_known_seconds(group.runs[0])) for group in shown)
     return Maps(
         name="participation",
@@ -123,6 +123,11 @@ def participation_plot(groups: Sequence[Group]) -> Maps:
         colour_unit="s",
         panels=[_participation(group, timed) for group in shown],
     )
+
+
+def _has_clients(run: Run) -> bool:
+    """Return whether clients of a finished round are known; `clients.csv` may have rows of the first one before."""
+    return run.rounds > 0 and len(run.clients.get("round", ())) > 0
 
 
 def _participation(group: Group, timed: bool) -> Panel:

@@ -56,7 +56,7 @@ def density_plot(groups: Sequence[Group]) -> Maps:
     Args:
         groups: Groups of runs.
     """
-    sparse = [group for group in groups if layers(group)]
+    sparse = [group for group in groups if layers(group) and any(run.rounds for run in group.runs)]
     shown = sparse[:MOST_PANELS]
     return Maps(
         name="density",

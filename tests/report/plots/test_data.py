@@ -178,5 +178,15 @@ def test_before_the_first_round_all_figures_are_missing(tmp_path):
     assert plot(report, "score_rounds").missing == "no round has been evaluated yet"
 
 
+def test_within_the_first_round_the_figures_of_rounds_are_missing(tmp_path):
+    folder = write_run(tmp_path / "run", rounds=1, finished=False)
+    header = (folder / "metrics.csv").read_text().partition("\n")[0]
+    (folder / "metrics.csv").write_text(f"{header}\n")  # the row of the round comes after those of its clients
+    report = Report(load_runs([folder]))
+    assert plot(report, "participation").missing
+    assert plot(report, "density").missing
+    assert report.write(tmp_path / "report").is_file()
+
+
 def test_a_target_that_no_run_reaches_is_missing(folders):
     assert "no run has reached the target" in plot(Report(load_runs([folders]), target=2.0), "target").missing
