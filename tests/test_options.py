@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from lightning_sparsefl import FederatedTrainer, Federation, FedProx, FedSpa, HeteroFL
-from lightning_sparsefl.algorithms import FedDIP, FedLPS
+from lightning_sparsefl.algorithms import FedDIP, FedLPS, FedMP, PruneFL
 from lightning_sparsefl.cli import main
 from lightning_sparsefl.data import Dirichlet, FederatedBlobs
 from lightning_sparsefl.errors import InvalidOption
@@ -66,6 +66,21 @@ def test_a_value_that_is_no_such_number_is_refused_by_name(make, option, values)
     for value in values:
         with pytest.raises(InvalidOption, match=rf"^`{option}` is {re.escape(repr(value))}; expected "):
             make(**{option.rpartition(".")[2]: value})
+
+
+@pytest.mark.parametrize(
+    ("method", "without"),
+    [
+        (FedLPS(), FedLPS(ratio="fixed")),
+        (FedMP(), FedMP(ratio=0.5)),
+        (PruneFL(), PruneFL(first_accuracy=0)),
+    ],
+    ids=lambda method: type(method).__name__,
+)
+def test_a_method_that_learns_from_training_needs_a_batch(method, without):
+    with pytest.raises(InvalidOption, match=f"limit_train_batches` is 0, but {type(method).__name__} learns from"):
+        FederatedTrainer(algorithm=method, accelerator="cpu", devices=1, limit_train_batches=0)
+    FederatedTrainer(algorithm=without, accelerator="cpu", devices=1, limit_train_batches=0)
 
 
 @pytest.mark.parametrize("seed", [NAN, "x", 1.5, True, -1])

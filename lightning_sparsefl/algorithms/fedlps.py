@@ -203,6 +203,11 @@ class FedLPS(FederatedAlgorithm):
         """Training of the full model."""
         return "trains the full model on every client" if self.ratio == "capacity" and not self.dynamic else None
 
+    @property
+    def needs_metrics(self) -> bool:  # type: ignore[override]
+        """Whether the densities are the bandit's."""
+        return self.ratio == "bandit"
+
     def adapt(self, module: LightningModule) -> None:
         """Raise for a module without `validation_step`, which the bandit's first reward needs.
 

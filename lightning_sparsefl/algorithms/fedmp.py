@@ -75,6 +75,11 @@ class FedMP(FederatedAlgorithm):
             require(getattr(self, name) > 0, f"algorithm.{name}", getattr(self, name), "a number above 0")
 
     @property
+    def needs_metrics(self) -> bool:  # type: ignore[override]
+        """Whether the ratios are the bandit's."""
+        return self.ratio is None
+
+    @property
     def _bandit(self) -> eucb.Options:
         return eucb.Options(discount=self.discount, width=self.width)
 

@@ -104,6 +104,11 @@ class PruneFL(FederatedAlgorithm):
         """Whether the density follows a schedule over the rounds of the run."""
         return self.criterion == "cubic"
 
+    @property
+    def needs_metrics(self) -> bool:  # type: ignore[override]
+        """Whether the first client waits for an accuracy."""
+        return self.first == "client" and self.first_accuracy > 0
+
     def init(self, weights: Weights, fleet: Fleet) -> ServerState:
         """Make the first mask, and estimate the time of a weight of each layer."""
         parameters = {name: value for name, value in weights.items() if name not in fleet.buffers}

@@ -60,6 +60,8 @@ class FederatedAlgorithm(ABC):  # noqa: B024 - every hook has a default, and jso
     follows_length = False
     """Whether a schedule spans `max_rounds`; a run that goes on with another number is told that it differs from one
     that had it from the start."""
+    needs_metrics = False
+    """Whether the method learns from what the module logs in local training, so that no run can leave that out."""
     uploads_shared = False
     """Whether updates may have `shared`, which the server sees for each client by itself, also under a secure sum."""
 

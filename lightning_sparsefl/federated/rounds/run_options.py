@@ -65,6 +65,11 @@ class RunOptions:
                 f"`federation.redraw_capacities` is True, but {type(self.algorithm).__name__} plans the whole run by "
                 "the capacities of the first round; expected False."
             )
+        if self.algorithm.needs_metrics and self.local.limit_train_batches == 0:
+            raise InvalidOption(
+                f"`trainer.limit_train_batches` is {self.local.limit_train_batches}, but "
+                f"{type(self.algorithm).__name__} learns from what the module logs in training; expected a batch."
+            )
         self._check_state_keys()
 
     def _check_state_keys(self) -> None:
