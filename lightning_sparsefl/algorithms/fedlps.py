@@ -309,8 +309,8 @@ class FedLPS(FederatedAlgorithm):
         """Train the client's part of the model and the scores that select it.
 
         Raises:
-            InvalidOption: If the module does not log the bandit's metric, before the client's first training where
-                possible.
+            InvalidOption: If the module does not log the bandit's metric, in validation before the client's first
+                training, and in training after it.
         """
         density, first = float(message.extra["units"]["density"]), {}
         if self.ratio == "bandit" and not client.memory:
@@ -322,6 +322,8 @@ class FedLPS(FederatedAlgorithm):
             result, kept, scores = self._fit_and_choose(message, client, density, scores)
         else:
             result, kept, scores = self._choose_and_fit(message, client, density, scores)
+        if first:  # not only in `observe`, after the training of the whole cohort
+            _known(result.metrics, client.monitor, client.monitor)
         votes = unit_masks(client.units, kept, message.weights)
         return Update(
             weights=apply(subtract(result.weights, message.weights), votes),

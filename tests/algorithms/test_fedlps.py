@@ -172,6 +172,17 @@ def test_the_bandit_learns_from_accuracy_and_time(view):
         method.observe(server(), view(), {"train_loss": 0.1, "seconds": 1.0})
 
 
+def test_a_metric_that_is_missing_in_training_is_refused_after_the_first_client(asked):
+    def first_client():
+        made, script = asked(memory={})
+        script.evaluate = lambda client, weights, split: {"val_acc": 0.1}
+        return made
+
+    with pytest.raises(InvalidOption, match=r"must log `train_acc` in training.* reported \['train_loss'\]"):
+        FedLPS(pattern="ordered").train(message(), first_client())
+    FedLPS(pattern="ordered", ratio="fixed").train(message(), first_client())
+
+
 def test_seconds_are_those_of_the_client_s_device(view):
     method = FedLPS(flops_per_second=100.0, bytes_per_second=10.0, alpha=2.0)
     assert method.simulated_seconds(replace(view(), capacity=0.5), 300.0, 40) == 300 / 50 + 2 * 40 / 10
