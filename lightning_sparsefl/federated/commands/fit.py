@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning.fabric.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.callbacks import Timer
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 
 from lightning_sparsefl.errors import ClientFailed
@@ -49,7 +50,8 @@ def fit(run: Run) -> dict[str, float]:
         run.lock_folder()
         state, resumed = run.start()
         table = _final_table(run)
-        if table.get("rounds") == state.server.round and run.options.leave_no_rounds(table):
+        ended = run.options.leave_no_rounds(table) or _is_out_of_time(run, table, resumed)
+        if table.get("rounds") == state.server.round and ended:
             return _finished(run, state, table)
         return Fit(run, state, resumed).run_rounds()
 
@@ -70,6 +72,17 @@ def _final_table(run: Run) -> dict[str, Any]:
     return {} if folder is None else RunFolder(folder).read_summary()
 
 
+def _is_out_of_time(run: Run, table: Mapping[str, Any], resumed: Checkpoint | None) -> bool:
+    """Return whether a `Timer` has stopped a run and has no time left, as it would find after its start."""
+    timers = [each for each in run.options.callbacks if isinstance(each, Timer)]
+    stopped = next((timer for timer in timers if timer.state_key == table.get("stopped_by")), None)
+    if stopped is None or resumed is None or stopped.state_key not in resumed.callbacks:
+        return False
+    checkpoint.load_callback(run.resume_point.checkpoint, stopped, resumed.callbacks[stopped.state_key])
+    left = stopped.time_remaining()
+    return left is not None and left <= 0
+
+
 def _finished(run: Run, state: RunState, table: dict[str, Any]) -> dict[str, float]:
     """Return the final table of a run that has no rounds left, and say how it would go on."""
     assert run.resume_point.folder is not None
@@ -78,7 +91,8 @@ def _finished(run: Run, state: RunState, table: dict[str, Any]) -> dict[str, flo
     finished, most = state.server.round, run.options.max_rounds
     why, advice = f"`trainer.max_rounds` is {most}", "raise it"
     if finished < most:
-        why, advice = f"{table['stopped_by']} has stopped it", "leave it out of `trainer.callbacks`"
+        why = f"{table['stopped_by']} has stopped it"
+        advice = "leave it out of `trainer.callbacks`, or give a `Timer` more time,"
     rank_zero_info(f"{run.folder.path} has finished {finished} rounds, and {why}; {advice} to train longer.")
     return table
 

@@ -255,10 +255,13 @@ def test_a_run_that_a_callback_ended_is_finished_as_long_as_the_callback_is_ther
     assert left(fit(tmp_path, "last", rounds=9)) == left(fit(tmp_path / "straight", rounds=9))
 
 
-def test_a_run_that_a_timer_ended_goes_on_with_more_time(tmp_path):
-    for limit, rounds in (({"microseconds": 1}, 1), ({"microseconds": 1}, 1), ({"days": 1}, 4)):
-        fit(tmp_path, "auto", callbacks=[Timer(limit, interval="epoch")])
+def test_a_run_that_a_timer_ended_goes_on_with_more_time(tmp_path, caplog):
+    for limit, rounds, finished in (("short", 1, False), ("short", 1, True), ("long", 4, False)):
+        caplog.clear()
+        timer = Timer({"microseconds": 1} if limit == "short" else {"days": 1}, interval="epoch")
+        fit(tmp_path, "auto", callbacks=[timer])
         assert newest(tmp_path) == rounds
+        assert ("has finished 1 rounds, and Timer has stopped it" in caplog.text) is finished
 
 
 # ---- damage
