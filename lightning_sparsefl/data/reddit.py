@@ -143,9 +143,7 @@ class FederatedReddit(FederatedDataModule):
         """Return the tokens and the targets of a user's sequences."""
         inputs = self._numbers(chain.from_iterable(user["x"]), vocabulary)
         targets = self._numbers(chain.from_iterable(label["target_tokens"] for label in user["y"]), vocabulary)
-        counted = torch.tensor(list(chain.from_iterable(label["count_tokens"] for label in user["y"]))) > 0
-        # LEAF also counts the end of a comment, whose target is padding; a sequence may consist of that alone
-        targets = targets.masked_fill(~counted | (targets == PADDING), IGNORED)  # as in `_has_targets`
+        targets = targets.masked_fill(~torch.tensor(list(_are_targets(user))), IGNORED)
         some = (targets != IGNORED).any(1)
         return inputs[some], targets[some]
 
@@ -159,12 +157,19 @@ class FederatedReddit(FederatedDataModule):
 
 def _has_targets(user: dict[str, list[Any]] | None) -> bool:
     """Return whether a user has a sequence with a target; some have only those of empty comments, or none."""
-    labels = [] if user is None else user["y"]
-    words = _sequences(label["target_tokens"] for label in labels)
-    counts = _sequences(label["count_tokens"] for label in labels)
-    return any(count > 0 and word != "<PAD>" for word, count in zip(words, counts, strict=False))
+    return user is not None and any(chain.from_iterable(_are_targets(user)))
+
+
+def _are_targets(user: dict[str, list[Any]]) -> Iterator[list[bool]]:
+    """Yield which tokens are targets, for each sequence of a user.
+
+    LEAF also counts the end of a comment, whose target is padding; a sequence may consist of that alone.
+    """
+    for label in user["y"]:
+        for words, counts in zip(label["target_tokens"], label["count_tokens"], strict=False):
+            yield [count > 0 and word != "<PAD>" for word, count in zip(words, counts, strict=False)]
 
 
 def _sequences(comments: Iterable[Any]) -> Iterator[Any]:
-    """Yield the tokens, or their counts, of all sequences of all comments."""
+    """Yield the tokens of all sequences of all comments."""
     return chain.from_iterable(chain.from_iterable(comments))
