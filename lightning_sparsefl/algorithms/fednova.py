@@ -93,7 +93,7 @@ class FedNova(FederatedAlgorithm):
         if self.variant == "local_lr":
             return [ScaleLearningRates(float(message.extra["nova"]["rate"]))]
         terms: list[Callback] = [ProximalTerm(self.mu, anchor=message.weights)] if self.mu else []
-        return [*terms, StepMeter(self.mu)]
+        return [*terms, StepMeter(self.mu, owner="FedNova")]
 
     def train(self, message: Message, client: Client) -> Update:
         """Train, and divide the change of the parameters by a_k."""

@@ -63,7 +63,8 @@ class SCAFFOLD(FederatedAlgorithm):
     def callbacks(self, message: Message, client: Client) -> list[Callback]:
         """Return the correction of the gradients, and the meter of the steps."""
         control, own = message.extra["control"], client.memory.get("control")
-        return [GradientOffset(control if own is None else subtract(control, own)), StepMeter(mu=0, mean_gradient=True)]
+        offset = GradientOffset(control if own is None else subtract(control, own))
+        return [offset, StepMeter(mu=0, mean_gradient=True, owner="SCAFFOLD")]
 
     def train(self, message: Message, client: Client) -> Update:
         """Train with corrected gradients, and send the changes of the weights and of the control variate."""

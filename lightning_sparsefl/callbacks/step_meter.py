@@ -34,6 +34,7 @@ class StepMeter(ReportedCallback):
         mu: Strength of a proximal term that is part of the gradients, as in :class:`ProximalTerm`; 0 = none.
         mean_gradient: Whether the mean gradient is to be computed as the change over `path`; a message then says where
             this is not exact.
+        owner: Name for messages, such as that of the method that adds this callback; None = this class.
 
     Raises:
         InvalidOption: If `mu` is negative, or `training_step` steps a bare optimizer.
@@ -46,10 +47,10 @@ class StepMeter(ReportedCallback):
         (5, 1.31441, 13.1441)
     """
 
-    def __init__(self, mu: float, *, mean_gradient: bool = False) -> None:
+    def __init__(self, mu: float, *, mean_gradient: bool = False, owner: str | None = None) -> None:
         require(mu >= 0, "StepMeter", "mu", mu, "a number >= 0")
         super().__init__()
-        self.mu, self.mean_gradient = mu, mean_gradient
+        self.mu, self.mean_gradient, self._owner = mu, mean_gradient, owner or "StepMeter"
         self._start()
 
     def _start(self) -> None:
@@ -81,11 +82,11 @@ class StepMeter(ReportedCallback):
             clips: Whether gradients are clipped.
         """
         if not isinstance(optimizer, SGD):
-            _messages.info(f"`StepMeter` counts the steps of {type(optimizer).__name__} as those of SGD.")
+            _messages.info(f"`{self._owner}` counts the steps of {type(optimizer).__name__} as those of SGD.")
         trained = [group for group in optimizer.param_groups if any(p.requires_grad for p in group["params"])]
         if count > 1 or any(_settings(group) != _settings(trained[0]) for group in trained):
             _messages.info(
-                "`StepMeter` counts by the first group of parameters with gradients; others have other options."
+                f"`{self._owner}` counts by the first group of parameters with gradients; others have other options."
             )
         if clips and self.mean_gradient:
             _messages.info("Gradients are clipped, so that mean gradients do not follow from changes of the weights.")

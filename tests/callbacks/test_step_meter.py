@@ -10,8 +10,10 @@ import torch
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch.utils.data import DataLoader
 
+from lightning_sparsefl import SCAFFOLD, FedNova
 from lightning_sparsefl.callbacks import StepMeter, step_meter
 from lightning_sparsefl.errors import InvalidOption
+from lightning_sparsefl.types import Message
 
 
 def metered(steps, mu=0.0, rates=None, **sgd):
@@ -144,3 +146,12 @@ def test_what_the_sums_do_not_hold_for_is_reported_once(monkeypatch):
     assert "the steps of Adam as those of SGD" in said[0]
     assert "first group of parameters" in said[1]
     assert "Gradients are clipped" in said[2]
+
+
+@pytest.mark.parametrize(("made", "name"), [(SCAFFOLD(), "SCAFFOLD"), (FedNova(), "FedNova"), (None, "StepMeter")])
+def test_what_is_reported_names_what_the_user_wrote(made, name, monkeypatch):
+    said, message = [], Message(weights={}, extra={"control": {}})
+    monkeypatch.setattr(step_meter._messages, "info", said.append)
+    meter = StepMeter(0) if made is None else made.callbacks(message, SimpleNamespace(memory={}))[-1]
+    meter.report(torch.optim.Adam([torch.nn.Parameter(torch.zeros(1))]))
+    assert said == [f"`{name}` counts the steps of Adam as those of SGD."]
