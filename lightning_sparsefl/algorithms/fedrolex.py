@@ -36,7 +36,7 @@ from lightning_sparsefl.federated.algorithm import FederatedAlgorithm
 from lightning_sparsefl.federated.client import Client
 from lightning_sparsefl.federated.fleet import Fleet
 from lightning_sparsefl.federated.options import check_choices
-from lightning_sparsefl.sparse.layer_groups import head_layer, head_of
+from lightning_sparsefl.sparse.layer_groups import head_of
 from lightning_sparsefl.sparse.masks import apply
 from lightning_sparsefl.sparse.unit_tables import groups_of, unit_tables
 from lightning_sparsefl.sparse.units import unit_masks
@@ -103,7 +103,7 @@ class FedRolex(FederatedAlgorithm):
         if self.scaler and rate < 1:
             found.append(OutputScaler(dict.fromkeys(name for group in client.units for name in group.layers), rate))
         if self.label_mask:
-            found.append(LabelMask(head_layer(message.weights, self.head, client.embeddings), client.id))
+            found.append(LabelMask(head_of(message.weights, self.head, client.embeddings), client.id))
         return found
 
     def alike(self, server: ServerState, view: ClientView) -> Hashable:
@@ -114,8 +114,7 @@ class FedRolex(FederatedAlgorithm):
         """Train the window of the message."""
         kept = held_units(client.units, message.masks)
         result = client.fit(message.weights, callbacks=self.callbacks(message, client), units=kept)
-        head = head_of(message.weights, self.head, client.embeddings) if self.label_mask else ()
-        votes = votes_on_own_classes(message, head, result.callbacks)
+        votes = votes_on_own_classes(message, result.callbacks)
         return Update(weights=result.weights, votes=votes, metrics=result.metrics)
 
     def costs(self, facts: CostFacts) -> Costs:

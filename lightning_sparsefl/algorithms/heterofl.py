@@ -32,7 +32,7 @@ from lightning_sparsefl.errors import check_numbers, require
 from lightning_sparsefl.federated.algorithm import FederatedAlgorithm
 from lightning_sparsefl.federated.client import Client
 from lightning_sparsefl.federated.fleet import Fleet
-from lightning_sparsefl.sparse.layer_groups import head_layer, head_of
+from lightning_sparsefl.sparse.layer_groups import head_of
 from lightning_sparsefl.sparse.masks import apply
 from lightning_sparsefl.sparse.units import unit_masks
 from lightning_sparsefl.sparse.width import largest_rate, make_norms_static, prefix_units
@@ -130,13 +130,14 @@ class HeteroFL(FederatedAlgorithm):
         if self.scaler and rate < 1:
             found.append(OutputScaler(dict.fromkeys(name for group in client.units for name in group.layers), rate))
         if self.label_mask:
-            found.append(LabelMask(head_layer(message.weights, self.head, client.embeddings), client.id))
+            found.append(LabelMask(head_of(message.weights, self.head, client.embeddings), client.id))
         return found
 
     def train(self, message: Message, client: Client) -> Update:
         """Train the narrow network."""
         result = self._fit(message.weights, message, client)
-        return Update(weights=result.weights, votes=self._votes(message, result, client), metrics=result.metrics)
+        votes = votes_on_own_classes(message, result.callbacks)
+        return Update(weights=result.weights, votes=votes, metrics=result.metrics)
 
     def _fit(self, weights: Weights, message: Message, client: Client, epochs: int | None = None) -> FitResult:
         rate = self.rate(client.capacity)
@@ -147,11 +148,6 @@ class HeteroFL(FederatedAlgorithm):
             epochs=epochs,
             units=prefix_units(client.units, rate) if rate < 1 else None,
         )
-
-    def _votes(self, message: Message, result: FitResult, client: Client) -> Masks | None:
-        """Return the votes: all trained coordinates, but only the rows of the client's classes in the head."""
-        head = head_of(message.weights, self.head, client.embeddings) if self.label_mask else ()
-        return votes_on_own_classes(message, head, result.callbacks)
 
     def finetune(self, message: Message, client: Client) -> Weights | None:
         """Train the whole narrow network of the client on its own data."""

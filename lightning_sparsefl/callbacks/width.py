@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -83,16 +83,16 @@ class LabelMask(OutputHook):
     """Sets the logits of classes that a client does not have to 0 (HeteroFL's masked cross-entropy).
 
     Args:
-        head: Name of the layer that outputs the logits, ``(*, classes)``.
+        head: Names of the tensors of the layer that outputs the logits, ``(*, classes)``.
         client: Number of the client, whose classes the data module's `client_label_counts` gives.
 
     Raises:
         InvalidOption: If the data module has no counts of labels, or the head has too few outputs.
     """
 
-    def __init__(self, head: str, client: int) -> None:
-        super().__init__([head])
-        self.client = client
+    def __init__(self, head: Sequence[str], client: int) -> None:
+        super().__init__([head[0].rpartition(".")[0]])
+        self.head, self.client = tuple(head), client
         self.classes: Tensor | None = None
         """Classes of the client as a bool tensor, ``(classes,)``; None before the fit."""
 
@@ -136,21 +136,20 @@ class LabelMask(OutputHook):
         return output if self.classes is None else output * self.classes
 
 
-def votes_on_own_classes(message: Message, head: Iterable[str], callbacks: Iterable[Callback]) -> Masks | None:
+def votes_on_own_classes(message: Message, callbacks: Iterable[Callback]) -> Masks | None:
     """Return the votes of a client: what it trained, but of the head the rows of its own classes alone.
 
     Args:
         message: Message that the client received.
-        head: Names of the tensors of the layer with the logits.
         callbacks: Callbacks of the fit; without a :class:`LabelMask` among them, all rows vote.
 
     Returns:
         Masks of the votes; None = all that the client holds and may change.
     """
-    classes = next((callback.classes for callback in callbacks if isinstance(callback, LabelMask)), None)
-    if classes is None or bool(classes.all()):
+    labels = next((callback for callback in callbacks if isinstance(callback, LabelMask)), None)
+    if labels is None or labels.classes is None or bool(labels.classes.all()):
         return None
-    own = {name: _rows(classes, message.weights[name]) for name in head}
+    own = {name: _rows(labels.classes, message.weights[name]) for name in labels.head}
     return intersect(intersect(message.trainable, message.masks), own)
 
 

@@ -9,8 +9,9 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_sparsefl.callbacks.width import LabelMask, OutputScaler
+from lightning_sparsefl.callbacks.width import LabelMask, OutputScaler, votes_on_own_classes
 from lightning_sparsefl.errors import InvalidOption
+from lightning_sparsefl.types import Message
 
 
 class Data(L.LightningDataModule):
@@ -59,7 +60,7 @@ def test_outputs_are_divided_in_training_only():
 
 
 def test_logits_of_foreign_classes_are_zero_and_their_rows_stay():
-    module, callback = Net(), LabelMask("head", 5)
+    module, callback = Net(), LabelMask(["head.weight", "head.bias"], 5)
     before = module.head.weight.detach().clone()
     fit(module, Data(), callback)
     assert callback.classes.tolist() == [True, True, False]
@@ -69,12 +70,22 @@ def test_logits_of_foreign_classes_are_zero_and_their_rows_stay():
     assert not module.head._forward_hooks
 
 
+def test_only_the_rows_of_own_classes_vote():
+    module, callback = Net(), LabelMask(["head.weight", "head.bias"], 0)
+    message = Message(weights=dict(module.state_dict()))
+    assert votes_on_own_classes(message, [OutputScaler(["first"], 0.5)]) is None
+    callback.find(Data(), module)
+    votes = votes_on_own_classes(message, [callback])
+    assert votes.keys() == {"head.weight", "head.bias"}
+    assert votes["head.bias"].tolist() == votes["head.weight"].all(1).tolist() == [True, True, False]
+
+
 def test_counting_labels_leaves_the_random_state():
     head = nn.Linear(4, 3)
     torch.manual_seed(3)
     expected = torch.rand(1)
     torch.manual_seed(3)
-    LabelMask("head", 0)._own(Data(), head)
+    LabelMask(["head.weight", "head.bias"], 0)._own(Data(), head)
     assert torch.equal(torch.rand(1), expected)
 
 
@@ -91,9 +102,9 @@ def test_a_failed_fit_leaves_no_hook():
 
 def test_labels_that_nobody_knows_are_asked_for():
     with pytest.raises(InvalidOption, match="`Linear` has no `client_label_counts`"):
-        LabelMask("head", 0)._own(nn.Linear(1, 1), nn.Linear(4, 3))
+        LabelMask(["head.weight", "head.bias"], 0)._own(nn.Linear(1, 1), nn.Linear(4, 3))
 
 
 def test_a_head_with_too_few_outputs_is_refused():
     with pytest.raises(InvalidOption, match="`head` puts out 2 logits, expected 3 classes"):
-        LabelMask("head", 0)._own(Data(), nn.Linear(4, 2))
+        LabelMask(["head.weight", "head.bias"], 0)._own(Data(), nn.Linear(4, 2))
