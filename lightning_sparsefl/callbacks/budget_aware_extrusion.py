@@ -84,6 +84,7 @@ class BudgetAwareExtrusion(ReportedCallback):
 
     def setup(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
         """Begin a fit, which a checkpoint may continue."""
+        super().setup(trainer, pl_module, stage)
         if stage == "fit":
             self._low, self._first, self._resumed = {}, [], False
 

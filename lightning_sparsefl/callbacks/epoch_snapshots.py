@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch import LightningModule
 from torch import Tensor
 
+from lightning_sparsefl.callbacks.numbered import NumberedCallback
 from lightning_sparsefl.callbacks.options import require
 
 
-class EpochSnapshots(Callback):
+class EpochSnapshots(NumberedCallback):
     """Copies all parameters at the ends of chosen epochs, for methods that compare two moments of a fit.
 
     Beside callbacks that mask, the copies are those of the masked weights.
@@ -36,13 +37,13 @@ class EpochSnapshots(Callback):
         """Copies of the parameters by epoch and name; empty before the fit."""
         self._before: int | None = None
 
-    @property
-    def state_key(self) -> str:
-        """The class and the epochs, which distinguish the callback from others."""
-        return self._generate_state_key(epochs=self.epochs)
+    def key_options(self) -> dict[str, Any]:
+        """Return the epochs."""
+        return {"epochs": self.epochs}
 
     def setup(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
         """Forget the copies of the last fit; a checkpoint brings its own later."""
+        super().setup(trainer, pl_module, stage)
         if stage == "fit":
             self.snapshots, self._before = {}, None
 

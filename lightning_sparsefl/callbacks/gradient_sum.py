@@ -47,6 +47,7 @@ class GradientSum(ReportedCallback):
 
     def setup(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
         """Begin new sums, which a checkpoint may replace."""
+        super().setup(trainer, pl_module, stage)
         if stage == "fit":
             self.sums, self.squares = {}, {}
 

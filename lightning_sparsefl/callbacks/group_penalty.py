@@ -89,6 +89,7 @@ class GroupPenalty(ReportedCallback):
 
     def setup(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
         """Check that the weights are still pruned where the penalty reads them."""
+        super().setup(trainer, pl_module, stage)
         if stage == "fit":
             self._started = self._resumed = False
         callbacks = list(trainer.callbacks)
@@ -100,12 +101,9 @@ class GroupPenalty(ReportedCallback):
                 "before, where they are pruned."
             )
 
-    @property
-    def state_key(self) -> str:
-        """The class and the layers, which tell the penalty from others."""
-        return self._generate_state_key(
-            **({"layers": self.layers} if self.groups == "layers" else {"groups": self.groups})
-        )
+    def key_options(self) -> dict[str, Any]:
+        """Return the layers, or what the groups are."""
+        return {"layers": self.layers} if self.groups == "layers" else {"groups": self.groups}
 
     def on_fit_start(self, trainer: Any, pl_module: LightningModule) -> None:
         """Choose the layers, or find the units or scales."""

@@ -11,11 +11,13 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch import LightningModule
 from torch import Tensor
 
+from lightning_sparsefl.callbacks.numbered import NumberedCallback
 
-class LossSquares(Callback):
+
+class LossSquares(NumberedCallback):
     """Logs the mean of the squared losses of all batches since the start of the fit, at the end of each epoch.
 
     The loss is what ``training_step`` returns. If it returns none, as manual optimization may, nothing is logged. With
@@ -35,10 +37,9 @@ class LossSquares(Callback):
         self._batches = 0
         self._resumed = False
 
-    @property
-    def state_key(self) -> str:
-        """The class and the key, which tell the callback from others."""
-        return self._generate_state_key(key=self.key)
+    def key_options(self) -> dict[str, Any]:
+        """Return the key of the log."""
+        return {"key": self.key}
 
     def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
         """Begin a new sum, unless a checkpoint has one."""

@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import WarningCache
 from torch import Tensor, nn
 
 from lightning_sparsefl.callbacks.layers import choose, plain_name, require_maskable
+from lightning_sparsefl.callbacks.numbered import NumberedCallback
 from lightning_sparsefl.callbacks.spawned import ReturnedState, is_spawned
 from lightning_sparsefl.errors import IncompatibleMasks, InvalidOption
 from lightning_sparsefl.sparse.masks import dense_like, pack, unpack
 from lightning_sparsefl.types import Masks, Weights
 
-_unattached = itertools.count()
 warning_cache = WarningCache()
 
 
-class MaskOwner(Callback):
+class MaskOwner(NumberedCallback):
     """Owner of the masks of some layers, which no other callback may mask.
 
     Masks belong to the callback and not to a fit: a second fit starts with those of the first, a checkpoint has them
@@ -42,7 +41,6 @@ class MaskOwner(Callback):
         self._made = masks is not None
         self._started = self._resumed = False
         self._returned = ReturnedState()
-        self._key: str | None = None
         self._unhook()
 
     def _unhook(self) -> None:
@@ -94,20 +92,15 @@ class MaskOwner(Callback):
         require_maskable(module, chosen, type(self).__name__)
         return chosen
 
-    @property
-    def state_key(self) -> str:
-        """The class and the layers, which tell the callback from others of its class.
-
-        Before `setup` each reading differs: the Trainer refuses callbacks of one key when it is built, in words that
-        name no layer, and `setup` can say which layer and what to do.
-        """
-        return f"{type(self).__qualname__} {next(_unattached)}" if self._key is None else self._key
+    def key_options(self) -> dict[str, Any]:
+        """Return the layers."""
+        layers = [self.layers] if isinstance(self.layers, str) else self.layers and list(self.layers)
+        return {"layers": layers, "masks": self._given}
 
     def setup(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
         """Check that no other callback masks the same weights."""
         self.collect()
-        layers = [self.layers] if isinstance(self.layers, str) else self.layers and list(self.layers)
-        self._key = self._generate_state_key(layers=layers, masks=self._given)
+        super().setup(trainer, pl_module, stage)
         self._around = (trainer, pl_module)
         if stage != "fit":
             return

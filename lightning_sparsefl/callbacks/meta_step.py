@@ -64,6 +64,7 @@ class MetaStep(SecondPoint):
 
     def setup(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
         """Begin a fit with a new tuple, unless a checkpoint has an open one."""
+        super().setup(trainer, pl_module, stage)
         if stage == "fit":
             self._begin()
 

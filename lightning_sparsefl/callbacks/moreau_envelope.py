@@ -53,6 +53,7 @@ class MoreauEnvelope(SecondPoint):
 
     def setup(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
         """Begin a fit without personal weights, unless a checkpoint has them."""
+        super().setup(trainer, pl_module, stage)
         if stage == "fit":
             self.personal = {}
 

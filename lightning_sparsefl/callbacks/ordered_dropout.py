@@ -84,6 +84,7 @@ class OrderedDropout(ReportedCallback):
 
     def setup(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
         """Begin with the first draw, unless a checkpoint says otherwise."""
+        super().setup(trainer, pl_module, stage)
         if stage == "fit":
             self._drawn, self._stepped, self._rate = 0, True, max(self.rates)
 

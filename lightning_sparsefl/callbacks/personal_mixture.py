@@ -54,6 +54,7 @@ class PersonalMixture(SecondPoint):
 
     def setup(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
         """Begin a fit, whose first step moves an adaptive share."""
+        super().setup(trainer, pl_module, stage)
         if stage == "fit":
             self._slopes, self._due = {}, self.adaptive
 

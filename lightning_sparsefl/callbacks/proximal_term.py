@@ -45,6 +45,7 @@ class ProximalTerm(ReportedCallback):
 
     def setup(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
         """Begin a fit without an anchor, unless one is given or a checkpoint has one."""
+        super().setup(trainer, pl_module, stage)
         if stage == "fit":
             self._taken, self._resumed = {}, None
 

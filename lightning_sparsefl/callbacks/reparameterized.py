@@ -6,17 +6,18 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from lightning_sparsefl.callbacks.layers import choose, plain_name, require_dense_gradients, stepped_by
 from lightning_sparsefl.callbacks.mask_owner import renamed
+from lightning_sparsefl.callbacks.numbered import NumberedCallback
 from lightning_sparsefl.callbacks.step_guard import StepGuard
 from lightning_sparsefl.errors import IncompatibleMasks, InvalidOption
 from lightning_sparsefl.types import Weights
 
 
-class Reparameterized(Callback):
+class Reparameterized(NumberedCallback):
     """Base class: the module holds ``f(theta)`` wherever it is looked at, and the optimizer steps theta.
 
     Theta has the shapes of the weights and is kept here. It takes their place in the module for the optimizer's step
@@ -59,11 +60,10 @@ class Reparameterized(Callback):
         self._unhook()
         vars(self).update(state)
 
-    @property
-    def state_key(self) -> str:
-        """The class and the layers, which tell the callback from others of its class."""
+    def key_options(self) -> dict[str, Any]:
+        """Return the layers."""
         layers = [self.layers] if isinstance(self.layers, str) else self.layers and list(self.layers)
-        return self._generate_state_key(layers=layers, theta=self._given)
+        return {"layers": layers, "theta": self._given}
 
     @property
     def theta(self) -> Weights:

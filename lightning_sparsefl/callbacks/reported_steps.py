@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch import LightningModule
 
+from lightning_sparsefl.callbacks.numbered import NumberedCallback
 from lightning_sparsefl.callbacks.step_guard import StepGuard
 from lightning_sparsefl.errors import InvalidOption
 
@@ -63,7 +64,7 @@ class ReportedSteps:
         self._guards, self._reported = [], False
 
 
-class ReportedCallback(Callback):
+class ReportedCallback(NumberedCallback):
     """Base class of callbacks that act before each optimizer step, and refuse steps that are not reported to them."""
 
     def __init__(self) -> None:

@@ -7,10 +7,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from lightning_sparsefl.callbacks.mask_owner import of_parameters
+from lightning_sparsefl.callbacks.numbered import NumberedCallback
 from lightning_sparsefl.callbacks.trial import trial, trial_loss
 from lightning_sparsefl.errors import InvalidOption
 from lightning_sparsefl.types import Weights
@@ -92,7 +93,7 @@ def write(parameters: dict[str, Tensor], weights: Weights) -> dict[str, Tensor]:
     return before
 
 
-class SecondPoint(Callback):
+class SecondPoint(NumberedCallback):
     """Base class of callbacks that make passes at other points than the module's weights.
 
     A training step may be done at such a point; from the optimizer's step on, and so in validation and in checkpoints,

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.rank_zero import WarningCache
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 from lightning_sparsefl.callbacks.example_input import for_module
 from lightning_sparsefl.callbacks.layers import choose
 from lightning_sparsefl.callbacks.mask_owner import packed, unpacked
+from lightning_sparsefl.callbacks.numbered import NumberedCallback
 from lightning_sparsefl.callbacks.options import require
 from lightning_sparsefl.cost import count_layers, forward_flops
 from lightning_sparsefl.sparse.masks import changed, counts
@@ -26,7 +27,7 @@ _work: WeakKeyDictionary[nn.Module, tuple[LayerFlops, ...]] = WeakKeyDictionary(
 _DENSITY, _LAYER = "density/all", "density/layer/"
 
 
-class SparsityMonitor(Callback):
+class SparsityMonitor(NumberedCallback):
     """Logs densities at the end of epochs, counted in weights that are not zero, for whatever reason.
 
     The keys are ``density/all`` (of all layers together), ``density/layer/<name>`` (of one), and
@@ -71,10 +72,9 @@ class SparsityMonitor(Callback):
         self._seen: dict[str, Tensor] = {}
         self._resumed = False
 
-    @property
-    def state_key(self) -> str:
-        """The class and the layers, which tell the monitor from others."""
-        return self._generate_state_key(layers=self.layers)
+    def key_options(self) -> dict[str, Any]:
+        """Return the layers."""
+        return {"layers": self.layers}
 
     def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
         """Record the positions of zeros, unless a checkpoint has some."""

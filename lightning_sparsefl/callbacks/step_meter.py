@@ -64,6 +64,7 @@ class StepMeter(ReportedCallback):
 
     def setup(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
         """Begin a fit at 0, unless a checkpoint has more."""
+        super().setup(trainer, pl_module, stage)
         if stage == "fit":
             self._start()
 
