@@ -6,24 +6,26 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch import LightningModule
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
-from lightning_sparsefl.callbacks.layers import require_initialized, stepped_by
-from lightning_sparsefl.callbacks.mask_owner import renamed
+from lightning_sparsefl.callbacks.layers import plain_name, require_initialized, stepped_by
+from lightning_sparsefl.callbacks.mask_owner import packed, renamed, unpacked
+from lightning_sparsefl.callbacks.numbered import NumberedCallback
 from lightning_sparsefl.callbacks.step_guard import StepGuard
 from lightning_sparsefl.sparse.apply import InPlaceMask
 from lightning_sparsefl.sparse.masks import check
 from lightning_sparsefl.types import Masks
 
 
-class LayerFreezing(Callback):
+class LayerFreezing(NumberedCallback):
     """Keeps weights as they are where `trainable` is False; it never zeroes them.
 
     A tensor that is False throughout gets no gradient at all, so that the backward pass stops below the earliest
     trainable layer (PerFedMask, Setayesh et al. 2023, section 3). A tensor that is False in part has its gradient
-    masked and its frozen entries restored right after each step.
+    masked and its frozen entries restored right after each step. Their values are those with which the fit started;
+    checkpoints have them, since a mask that moves may have made some of them 0 meanwhile.
 
     Args:
         trainable: Bool tensors by name, True = may change; a missing name trains.
@@ -35,13 +37,17 @@ class LayerFreezing(Callback):
 
     def __init__(self, trainable: Masks) -> None:
         self.trainable = dict(trainable)
+        self._first: dict[str, tuple[Tensor, Tensor]] = {}
+        """Masks of frozen entries and their values, 0 elsewhere, of tensors that are frozen in part."""
         self._frozen: list[Tensor] = []
         self._partly: list[tuple[Tensor, InPlaceMask, Tensor]] = []
         self._guards: list[StepGuard] = []
 
     def setup(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
         """Freeze before the optimizers are made what the module has by then."""
+        super().setup(trainer, pl_module, stage)
         if stage == "fit":
+            self._first = {}
             parameters = dict(pl_module.named_parameters())
             self._freeze(parameters, renamed(self.trainable, parameters))
 
@@ -60,13 +66,24 @@ class LayerFreezing(Callback):
         require_initialized({name: parameters[name] for name in trainable if name in parameters}, "LayerFreezing")
         check(trainable, parameters)
         self._freeze(parameters, trainable)
+        first, self._first = {plain_name(name): pair for name, pair in self._first.items()}, {}
         for name, parameter in parameters.items():
             mask = trainable.get(name)
             if mask is not None and parameter.requires_grad and not mask.all():
                 stencil = InPlaceMask(mask.to(parameter.device), parameter.dtype)
                 values = torch.empty_like(parameter, requires_grad=False)
+                self._restore(parameter, first.get(plain_name(name)))
                 stencil.split_(parameter.detach().clone(), values)
                 self._partly.append((parameter, stencil, values))
+                self._first[name] = (~mask, values)
+
+    @staticmethod
+    @torch.no_grad()
+    def _restore(parameter: Tensor, first: tuple[Tensor, Tensor] | None) -> None:
+        """Give the entries that were frozen in a checkpoint their values there; a mask over them acts again later."""
+        if first is not None:
+            frozen, values = (tensor.to(parameter.device) for tensor in first)
+            parameter.copy_(torch.where(frozen, values.to(parameter.dtype), parameter))
 
     def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
         """Be called around all steps from here on, if entries are frozen."""
@@ -101,9 +118,32 @@ class LayerFreezing(Callback):
         """Release the tensors also where the run failed, since Lightning calls no teardown then."""
         self._thaw()
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return which entries are frozen, one bit a weight, and their values."""
+        frozen = {name: mask for name, (mask, _) in self._first.items()}
+        values = {name: tensor[frozen[name].to(tensor.device)] for name, (_, tensor) in self._first.items()}
+        return {"frozen": packed(frozen), "values": values}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore the values of frozen entries of a checkpoint."""
+        frozen, values = unpacked(state_dict["frozen"]), state_dict["values"]
+        self._first = {name: (mask, _spread(mask, values[name])) for name, mask in frozen.items()}
+
     def _thaw(self) -> None:
         for parameter in self._frozen:
             parameter.requires_grad_(True)
         for guard in self._guards:
             guard.remove()
         self._frozen, self._partly, self._guards = [], [], []
+
+
+def _spread(mask: Tensor, values: Tensor) -> Tensor:
+    """Return a tensor that has the values where a mask is True, and 0 elsewhere.
+
+    Example:
+        >>> _spread(torch.tensor([True, False, True]), torch.tensor([1.0, 2.0]))
+        tensor([1., 0., 2.])
+    """
+    spread = values.new_zeros(mask.shape)
+    spread[mask.to(values.device)] = values
+    return spread

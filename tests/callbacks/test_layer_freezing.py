@@ -5,7 +5,13 @@ import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import EMAWeightAveraging
 
-from lightning_sparsefl.callbacks import GradualPruning, LayerFreezing
+from lightning_sparsefl.callbacks import (
+    DynamicMask,
+    DynamicPruningWithFeedback,
+    GradualPruning,
+    LayerFreezing,
+    PowerPropagation,
+)
 from lightning_sparsefl.errors import IncompatibleMasks, InvalidOption
 
 BODY = ("net.0.weight", "net.0.bias")
@@ -182,6 +188,41 @@ def test_a_resumed_run_equals_a_straight_one(net, fit, recipes, tmp_path):
     resumed = net(recipe, seed=9)
     fit(resumed, [LayerFreezing(trainable)], recipe, epochs=4, ckpt_path=path)
     torch.testing.assert_close(copied(resumed), copied(straight), rtol=0, atol=0)
+
+
+MOVING = {
+    "RigL": lambda: DynamicMask(density=0.5, every_n_steps=2, fraction=0.5, stop=1.0),
+    "feedback": lambda: DynamicPruningWithFeedback(density=0.5, every_n_steps=2),
+    "powers": PowerPropagation,
+}
+
+
+@pytest.mark.parametrize("order", [1, -1])
+@pytest.mark.parametrize("kind", MOVING)
+def test_a_resumed_run_equals_a_straight_one_beside_what_moves_frozen_values(kind, order, net, fit, recipes, tmp_path):
+    recipe = recipes["momentum, decay"]
+
+    def callbacks():
+        return [MOVING[kind](), LayerFreezing(partly(net()))][::order]
+
+    class Saves(Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            if trainer.global_step == 10:
+                trainer.save_checkpoint(tmp_path / "mid.ckpt")
+
+    straight, resumed = net(recipe), net(recipe, seed=9)
+    fit(straight, [*callbacks(), Saves()], recipe, epochs=4)
+    fit(resumed, callbacks(), recipe, epochs=4, ckpt_path=tmp_path / "mid.ckpt")
+    torch.testing.assert_close(copied(resumed), copied(straight), rtol=0, atol=0)
+
+
+def test_a_resumed_run_may_freeze_other_entries(net, fit, tmp_path):
+    trainable = partly(net())
+    other = {"net.2.weight": ~trainable["net.2.weight"]}
+    fit(first := net(), [LayerFreezing(trainable)], epochs=2).save_checkpoint(tmp_path / "two.ckpt")
+    before = first.get_parameter("net.2.weight")[~other["net.2.weight"]].clone()
+    fit(second := net(seed=9), [LayerFreezing(other)], epochs=3, ckpt_path=tmp_path / "two.ckpt")
+    assert torch.equal(second.get_parameter("net.2.weight")[~other["net.2.weight"]], before)
 
 
 class Fails(Callback):
