@@ -157,9 +157,9 @@ class MaskingCallback(MaskOwner):
             self.mask_weights()
 
     def before_update(self, optimizer: Any) -> None:
-        """Mask the gradients of a step that Lightning does not know of, such as one of the bare optimizer."""
+        """Mask for a step that Lightning does not know of, such as one of the bare optimizer."""
         if not self._prepared:
-            self._mask_gradients()
+            self._prepare()
 
     def after_step(self, optimizer: Any) -> None:
         """Mask the weights of the optimizer, unless it leaves zeros alone; a graph may need the others."""
@@ -177,12 +177,12 @@ class MaskingCallback(MaskOwner):
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: LightningModule, optimizer: Any) -> None:
         """Mask the gradients, and weights that have been written since the last step."""
-        if self._written():
-            self.mask_weights()
-        self._mask_gradients()
+        self._prepare()
         self._prepared = True
 
-    def _mask_gradients(self) -> None:
+    def _prepare(self) -> None:
+        if self._written():
+            self.mask_weights()
         for name, weight in self._weights.items():
             if weight.grad is not None:
                 self._stencils[name].zero_(weight.grad)

@@ -23,11 +23,12 @@ class StepListener(Protocol):
 
 
 class StepGuard:
-    """Replacement of the ``step`` of one optimizer object by one that also calls a listener.
+    """Calls of a listener around all steps of one optimizer object; several listeners are called in their order.
 
     Hooks of PyTorch would not do: those of a base class fire within ``super().step()``, before a subclass writes, and
-    those that a user registers later come last. The replacement surrounds all of them. It also wraps the closure, so
-    that the listener acts before each evaluation of the loss: SAM and LBFGS evaluate several times within a step.
+    those that a user registers later come last. The replacement of ``step`` surrounds all of them. It also wraps the
+    closure, so that the listener acts before each evaluation of the loss: SAM and LBFGS evaluate several times within a
+    step.
 
     Args:
         optimizer: The optimizer, whose ``step`` takes a closure first, or none.
@@ -51,18 +52,46 @@ class StepGuard:
 
     def __init__(self, optimizer: Any, listener: StepListener) -> None:
         self.optimizer, self._listener = optimizer, listener
-        self._active = True
+        self._step = _GuardedStep.of(optimizer)
+        self._step.listeners.append(listener)
+
+    def remove(self) -> None:
+        """Call the listener no more; without another one, the optimizer gets its former ``step`` back."""
+        left = [each for each in self._step.listeners if each is not self._listener]
+        self._step.listeners = left
+        if not left:
+            self._step.restore()
+
+
+class _GuardedStep:
+    """Replacement of the ``step`` of one optimizer object by one that also calls listeners.
+
+    Args:
+        optimizer: The optimizer.
+    """
+
+    def __init__(self, optimizer: Any) -> None:
+        self.optimizer = optimizer
+        self.listeners: list[StepListener] = []
         self._previous = vars(optimizer).get("step")
         self._inner = optimizer.step
         self._installed = MethodType(self._function(), optimizer)
         optimizer.step = self._installed
 
+    @classmethod
+    def of(cls, optimizer: Any) -> _GuardedStep:
+        """Return the replacement that an optimizer has; a new one if it has none, or what has replaced it since."""
+        now = vars(optimizer).get("step")
+        there = getattr(now, "guarded", None)
+        return there if there is not None and there._installed is now else cls(optimizer)
+
     def _function(self) -> Callable[..., Any]:
         # a function of `self` and with the attributes of the former one, since schedulers replace `step` likewise
         @functools.wraps(getattr(self._inner, "__func__", self._inner))
         def step(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-            return self._step(args, kwargs) if self._active else self._inner(*args, **kwargs)
+            return self._step(args, kwargs) if self.listeners else self._inner(*args, **kwargs)
 
+        step.guarded = self  # type: ignore[attr-defined]
         return step
 
     def _step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -71,27 +100,32 @@ class StepGuard:
         elif callable(kwargs.get("closure")):
             kwargs = {**kwargs, "closure": self._wrapped(kwargs["closure"])}
         else:
-            self._listener.before_update(self.optimizer)
+            self._before_update()
         result = self._inner(*args, **kwargs)
-        self._listener.after_step(self.optimizer)
+        for listener in self.listeners:
+            listener.after_step(self.optimizer)
         return result
+
+    def _before_update(self) -> None:
+        for listener in self.listeners:
+            listener.before_update(self.optimizer)
 
     def _wrapped(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         evaluations = 0
 
         def evaluate() -> Any:
             nonlocal evaluations
-            self._listener.before_loss(evaluations > 0)
+            for listener in self.listeners:
+                listener.before_loss(evaluations > 0)
             loss = closure()
-            self._listener.before_update(self.optimizer)
+            self._before_update()
             evaluations += 1
             return loss
 
         return evaluate
 
-    def remove(self) -> None:
-        """Restore the former ``step``; one that has been replaced since only stops to call the listener."""
-        self._active = False
+    def restore(self) -> None:
+        """Restore the former ``step``; one that has been replaced since only stops to call listeners."""
         if vars(self.optimizer).get("step") is not self._installed:
             return
         if self._previous is None:

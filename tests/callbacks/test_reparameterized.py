@@ -313,6 +313,32 @@ def test_steps_of_the_bare_optimizer_step_theta_too(net, fit, loader):
     assert alike(weights_of(module), weights_of(other))
 
 
+@pytest.mark.parametrize("kind", ["power", "thresholds"])
+def test_a_mask_acts_on_theta_in_steps_of_the_bare_optimizer(kind, net, fit):
+    """So that neither decay nor momentum moves what is pruned, as with steps that Lightning knows of."""
+
+    class Manual(type(net())):
+        automatic_optimization, known = False, True
+
+        def training_step(self, batch):
+            optimizer = self.optimizers(use_pl_optimizer=self.known)
+            optimizer.zero_grad()
+            self.manual_backward(self.loss(batch))
+            optimizer.step()
+
+    ends = []
+    for known in (True, False):
+        module = Manual(lambda parameters: SGD(parameters, 0.2, momentum=0.9, weight_decay=0.1))
+        callback, mask = KINDS[kind](), StaticMask(density=0.5, rescale=False)
+        module.known = known
+        (optimizer,) = fit(module, [callback, mask]).optimizers
+        for name, kept in mask.masks.items():
+            assert not callback.theta[name][~kept].any()
+            assert not optimizer.state[module.get_parameter(name)]["momentum_buffer"][~kept].any()
+        ends.append(weights_of(module))
+    assert alike(*ends)
+
+
 def test_what_does_not_fit_is_refused(net, fit):
     with pytest.raises(InvalidOption, match=r"`PowerPropagation\(exponent=0.5\)`: expected a number >= 1"):
         PowerPropagation(0.5)
