@@ -13,7 +13,9 @@ from torch.nn.parameter import is_lazy
 from lightning_sparsefl.callbacks.layers import plain_name, require_initialized, stepped_by
 from lightning_sparsefl.callbacks.mask_owner import packed, renamed, unpacked
 from lightning_sparsefl.callbacks.numbered import NumberedCallback
+from lightning_sparsefl.callbacks.reparameterized import Reparameterized
 from lightning_sparsefl.callbacks.step_guard import StepGuard
+from lightning_sparsefl.errors import InvalidOption
 from lightning_sparsefl.sparse.apply import InPlaceMask
 from lightning_sparsefl.sparse.masks import check
 from lightning_sparsefl.types import Masks
@@ -32,7 +34,8 @@ class LayerFreezing(NumberedCallback):
 
     Raises:
         IncompatibleMasks: If `trainable` does not fit the module.
-        InvalidOption: If a parameter in `trainable` has no shape yet.
+        InvalidOption: If a parameter in `trainable` has no shape yet, or a callback behind this one trains one that is
+            frozen in part as a function of other numbers.
     """
 
     def __init__(self, trainable: Masks) -> None:
@@ -87,7 +90,19 @@ class LayerFreezing(NumberedCallback):
 
     def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
         """Be called around all steps from here on, if entries are frozen."""
+        self._refuse_before(trainer)
         self._guards = [StepGuard(optimizer, self) for optimizer in trainer.optimizers if self._partly]
+
+    def _refuse_before(self, trainer: Any) -> None:
+        """Refuse a callback behind this one whose theta is in the module when frozen entries are restored."""
+        behind = trainer.callbacks[trainer.callbacks.index(self) + 1 :] if self in trainer.callbacks else ()
+        for other in behind:
+            both = self._first.keys() & other.theta.keys() if isinstance(other, Reparameterized) else ()
+            if both:
+                raise InvalidOption(
+                    f"`LayerFreezing` comes before `{type(other).__name__}`, which trains `{min(both)}` as a function "
+                    "of other numbers; expected it after, where the weights are frozen instead of those numbers."
+                )
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: LightningModule, optimizer: Any) -> None:
         """Drop the gradients of frozen entries."""
