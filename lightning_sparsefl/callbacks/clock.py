@@ -55,6 +55,11 @@ class StepClock:
             self.total = max(1, int(expected) - self._steps_before)
             self._estimate(trainer)
 
+    @property
+    def unreported(self) -> bool:
+        """Whether batches have ended, but Lightning knows of no step in them."""
+        return self._batches > 0 and self.step == 0
+
     def tick(self, trainer: Any) -> bool:
         """Count a batch that has ended, and return whether an optimizer stepped in it."""
         self._batches += 1

@@ -137,6 +137,12 @@ class DynamicMask(MaskingCallback):
         """The step after which the mask stays."""
         return max(1, ceil_count(self.stop, self._clock.total))
 
+    def shortfall(self) -> str | None:
+        """Return that the mask could not move, if no step of the batches so far was reported."""
+        if not self._clock.unreported:
+            return None
+        return "without a move of the mask, since Lightning reports no steps of `optimizers(use_pl_optimizer=False)`"
+
     def on_before_optimizer_step(self, trainer: Any, pl_module: LightningModule, optimizer: Any) -> None:
         """Move the mask if it is time, and mask the gradients."""
         if self._due:
