@@ -6,7 +6,8 @@ NeurIPS 2021, arXiv:2102.13451, section 3.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -53,6 +54,8 @@ class OrderedDropout(ReportedCallback):
         (0.5, 1.0)
     """
 
+    _of_a_fit = ("_handles", "_now", "_batch", "_logits", "log", "log_dict")
+
     def __init__(
         self,
         rates: Sequence[float] = (0.2, 0.4, 0.6, 0.8, 1.0),
@@ -66,6 +69,15 @@ class OrderedDropout(ReportedCallback):
         super().__init__()
         self.rates, self.seed, self.distill, self.head, self.groups = tuple(rates), seed, distill, head, groups
         self._drawn, self._stepped, self._rate = 0, True, max(self.rates)
+        self._forget()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out the references to a fit that is under way."""
+        return {name: value for name, value in vars(self).items() if name not in self._of_a_fit}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Be a callback outside of a fit."""
+        vars(self).update(state)
         self._forget()
 
     def _forget(self) -> None:
@@ -139,19 +151,18 @@ class OrderedDropout(ReportedCallback):
         for (name, reads), gates in gates_of(module, groups, self.rates).items():
             layer = module.get_submodule(name)
             if reads:
-                self._handles.append(layer.register_forward_pre_hook(self._read_by(gates)))
+                self._handles.append(layer.register_forward_pre_hook(_Hook(partial(self._read, gates))))
             else:
-                self._handles.append(layer.register_forward_hook(self._made_by(gates)))
+                self._handles.append(layer.register_forward_hook(_Hook(partial(self._made, gates))))
         if self.distill:
             layer = module.get_submodule(logits_of(module, self.head))
-            # a bound method would take this callback, and the graph of its logits, into deep copies of the module
-            self._handles.append(layer.register_forward_hook(lambda *call: self._note_logits(*call)))
+            self._handles.append(layer.register_forward_hook(_Hook(self._note_logits)))
 
-    def _read_by(self, gates: Sequence[Gate]) -> Any:
-        return lambda layer, inputs: (self._gated(layer, inputs[0], gates), *inputs[1:])
+    def _read(self, gates: Sequence[Gate], layer: nn.Module, inputs: Any) -> Any:
+        return (self._gated(layer, inputs[0], gates), *inputs[1:])
 
-    def _made_by(self, gates: Sequence[Gate]) -> Any:
-        return lambda layer, inputs, output: self._gated(layer, output, gates)
+    def _made(self, gates: Sequence[Gate], layer: nn.Module, inputs: Any, output: Any) -> Any:
+        return self._gated(layer, output, gates)
 
     def _gated(self, layer: nn.Module, value: Any, gates: Sequence[Gate]) -> Any:
         if layer.training and isinstance(value, Tensor):
@@ -176,6 +187,29 @@ class OrderedDropout(ReportedCallback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the draws of a checkpoint."""
         self._drawn, self._rate, self._stepped = state_dict["drawn"], state_dict["rate"], state_dict["stepped"]
+
+
+class _Hook:
+    """A hook of a layer, which a deep copy of the module shares, and which does nothing in one that was pickled.
+
+    Args:
+        function: Function to call; None = none.
+    """
+
+    def __init__(self, function: Callable[..., Any] | None = None) -> None:
+        self._function = function
+
+    def __call__(self, *call: Any) -> Any:
+        """Return what the function returns."""
+        return None if self._function is None else self._function(*call)
+
+    def __deepcopy__(self, memo: Any) -> _Hook:
+        """Return this hook, as the copy of a function would be."""
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Leave out the callback and its gates, which belong to a fit."""
+        return _Hook, ()
 
 
 def logits_of(module: nn.Module, head: str | None) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from collections import Counter
 
 import lightning as L
@@ -192,14 +193,21 @@ def test_all_units_are_there_in_evaluation_and_after_the_fit():
     assert not any(layer._forward_hooks or layer._forward_pre_hooks for layer in module.modules())
 
 
-def test_a_module_can_be_copied_within_a_fit_with_distillation():
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda value: pickle.loads(pickle.dumps(value))])
+@pytest.mark.parametrize("distill", [False, True])
+def test_module_and_callback_can_be_copied_within_a_fit(distill, copied):
     class Copies(L.Callback):
         def on_train_batch_end(self, trainer, pl_module, *_):
-            self.module = copy.deepcopy(pl_module)
+            self.module, self.callback = copied(pl_module), copied(callback)
 
-    module, copies = Module(NETS["linear"]()), Copies()
-    fit(module, OrderedDropout([0.5, 1.0], distill=True), copies, batches=2)
-    assert torch.equal(copies.module.eval()(batch()[0]), module.eval()(batch()[0]))
+    module, callback, copies = Module(NETS["linear"]()), OrderedDropout([0.5, 0.75], distill=distill), Copies()
+    fit(module, callback, copies, batches=2)
+    x, _ = batch()
+    assert torch.equal(copies.module.eval()(x), module.eval()(x))
+    assert torch.equal(copies.module.train()(x), module(x)) == (copied is not copy.deepcopy)
+    assert copies.callback.state_dict() == callback.state_dict()
+    again = [fit(made("linear")[0], each, batches=2).state_dict() for each in (callback, copies.callback)]
+    assert all(torch.equal(value, again[1][name]) for name, value in again[0].items())
 
 
 def test_what_cannot_be_trained_is_refused():
