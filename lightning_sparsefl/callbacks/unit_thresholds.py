@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
+from lightning.pytorch.callbacks import BaseFinetuning
 from torch import Tensor, nn
 
 from lightning_sparsefl.callbacks.layers import choose, stepped_by
@@ -41,8 +42,8 @@ class UnitThresholds(Reparameterized):
             of linear, convolutional, recurrent, attention and embedding layers.
 
     Raises:
-        InvalidOption: If the strength is negative, a layer is a transposed convolution, or the base class refuses the
-            module.
+        InvalidOption: If the strength is negative, a layer is a transposed convolution, another callback is a
+            `BaseFinetuning`, or the base class refuses the module.
 
     Example:
         >>> UnitThresholds(strength=0.01).thresholds
@@ -94,6 +95,7 @@ class UnitThresholds(Reparameterized):
     def on_fit_start(self, trainer: Any, pl_module: LightningModule) -> None:
         """Hand the thresholds to the optimizers."""
         require_unscaled_gradients(trainer, "UnitThresholds")
+        _refuse_finetuning(trainer)
         super().on_fit_start(trainer, pl_module)
         for optimizer in trainer.optimizers:
             for group in optimizer.param_groups:
@@ -138,6 +140,17 @@ class UnitThresholds(Reparameterized):
         """Restore the weights and the thresholds of a checkpoint."""
         self._thresholds = dict(state_dict["thresholds"])
         super().load_state_dict(state_dict)
+
+
+def _refuse_finetuning(trainer: Any) -> None:
+    """Refuse callbacks that look up the names of all parameters of the optimizers, since thresholds have none."""
+    other = next((type(each).__name__ for each in trainer.callbacks if isinstance(each, BaseFinetuning)), None)
+    if other is not None:
+        raise InvalidOption(
+            f"`UnitThresholds`, which SpaFL trains with, does not support `{other}`, a `BaseFinetuning`: it stores the "
+            "names of all parameters in the optimizers, and thresholds have no names in the module; expected one of "
+            "the two callbacks."
+        )
 
 
 def require_units_first(module: nn.Module, names: Collection[str]) -> None:

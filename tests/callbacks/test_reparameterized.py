@@ -10,7 +10,7 @@ import pytest
 import torch
 from lightning.fabric import Fabric
 from lightning.pytorch import Callback
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import BaseFinetuning, ModelCheckpoint
 from torch import nn
 from torch.func import functional_call
 from torch.optim import LBFGS, SGD, Adam
@@ -289,6 +289,22 @@ def test_thresholds_of_a_transposed_convolution_are_refused(thresholds, net, fit
     if thresholds:
         with pytest.raises(InvalidOption, match=message):
             stacked([UnitThresholds(thresholds=thresholds)] * 2, Transposed(), [1, 1])
+
+
+class Unfreezing(BaseFinetuning):
+    def freeze_before_training(self, pl_module):
+        self.freeze(pl_module.net[0])
+
+    def finetune_function(self, pl_module, epoch, optimizer):
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(pl_module.net[0], optimizer)
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_thresholds_beside_finetuning_are_refused(order, net, fit):
+    message = "`UnitThresholds`, which SpaFL trains with, does not support `Unfreezing`, a `BaseFinetuning`: it stores"
+    with pytest.raises(InvalidOption, match=message):
+        fit(net(), [UnitThresholds(), Unfreezing()][::order])
 
 
 class TwoSteps(Callback):
