@@ -91,7 +91,10 @@ class StackedSparseInputs(StackedInputs):
 
 
 class StackedActivations(StackedInputs):
-    """Counterpart of :class:`ActivationPruning`; a stack keeps the pruned inputs beside the dense ones."""
+    """Counterpart of :class:`ActivationPruning`; a stack keeps the pruned inputs beside the dense ones.
+
+    Where inputs are equal up to rounding, as behind a convolution of a picture with equal patches, it may keep others.
+    """
 
     def __init__(self, callbacks: Sequence[ActivationPruning], module: nn.Module) -> None:
         super().__init__(module)
