@@ -44,6 +44,7 @@ from lightning_sparsefl.callbacks import DynamicMask, GlobalMagnitudePruning, Gr
 from lightning_sparsefl.data import IID, Dirichlet, FederatedDigits
 from lightning_sparsefl.federated.local.stacked.evaluator import StackEvaluator
 from lightning_sparsefl.federated.local.stacked.fit import StackedFit
+from lightning_sparsefl.federated.local.stacked.recording.recorded_step import TrainingPass
 from lightning_sparsefl.federated.local.stacked.worker import StackedWorker
 from lightning_sparsefl.testing.contents import rows
 from lightning_sparsefl.types import Update
@@ -520,23 +521,54 @@ class Halved(Callback):
                 parameter.grad.mul_(0.5)
 
 
+class Noting(Callback):
+    """Trains with a weight decay that is the loss of the last batch."""
+
+    stackable = True
+
+    def on_fit_start(self, trainer, pl_module):
+        self.last = 0.0
+
+    def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+        for parameter in pl_module.parameters():
+            parameter.grad.add_(parameter.detach(), alpha=0.01 * self.last)
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        self.last = float(outputs["loss"])
+
+
 CALLBACKS = {
     "own": Halved,
     "dynamic mask": lambda: DynamicMask(density=0.5, every_n_steps=2, stop=1.0, rescale=False),
     "global pruning": lambda: GlobalMagnitudePruning(fraction=0.3, epochs=[0, 1]),
     "stairs": lambda: GroupPenalty(0.2, stairs=3),
+    "losses": Noting,
 }
+
+
+@pytest.fixture
+def repeated():
+    """The recorded steps that are repeated."""
+    steps, before = [], TrainingPass.repeat
+
+    def repeat(one, recorded):
+        steps.append(recorded)
+        before(one, recorded)
+
+    with mock.patch.object(TrainingPass, "repeat", repeat):
+        yield steps
 
 
 @pytest.mark.slow_after_first
 @pytest.mark.parametrize("name", CALLBACKS)
-def test_callbacks_that_act_on_the_rows_of_their_clients(name, tmp_path, stacks):
+def test_callbacks_that_act_on_the_rows_of_their_clients(name, tmp_path, stacks, repeated):
     class Method(FedAvg):
         def callbacks(self, message, client):
             return [CALLBACKS[name]()]
 
     compare(tmp_path, seeded(norm="none", smooth=True), Method())
     assert stacks
+    assert repeated
 
 
 class Alone(Callback):

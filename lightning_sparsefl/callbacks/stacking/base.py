@@ -129,12 +129,11 @@ class StackedCallback:
     def start_epoch(self) -> None:
         """Act before the first batch of an epoch."""
 
-    def before_batch(self, leaves: Leaves, steps: Sequence[int]) -> None:
+    def before_batch(self, batch: StackedPass) -> None:
         """Act before a batch.
 
         Args:
-            leaves: Weights of the clients.
-            steps: Number of optimizer steps that each of these clients has taken.
+            batch: Batch of these clients.
         """
 
     def before_pass(self, batch: StackedPass) -> None:

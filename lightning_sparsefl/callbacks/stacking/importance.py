@@ -138,9 +138,9 @@ class StackedImportance(StackedScores):
         self._optimizer = optimizer
 
     @torch.no_grad()
-    def before_batch(self, leaves: Leaves, steps: Sequence[int]) -> None:
+    def before_batch(self, batch: StackedPass) -> None:
         """Choose the units: at the start, and after every step if they may change."""
-        first = steps[0] == 0
+        leaves, first = batch.leaves, batch.steps[0] == 0
         if first and self.of.pattern == "learned" and not self.of.steps.scores:
             for name, score in _each(relative, self._norms(self._weights(leaves))).items():
                 self.scores[name].copy_(score)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -166,15 +167,15 @@ class StackedRows(StackedCallback):
             row.call("on_train_epoch_start")
         self._begun.append(True)
 
-    def before_pass(self, batch: StackedPass) -> None:
+    def before_batch(self, batch: StackedPass) -> None:
         """Call the hook before a batch."""
         self._batch = batch
-        for place, row in enumerate(self.places):
+        for place, row in self._called("on_train_batch_start"):
             row.call("on_train_batch_start", _of_one(batch.batch, place), row.trainer.global_step)
 
     def after_backward(self, batch: StackedPass) -> None:
         """Call the hook after the backward pass."""
-        for place, row in enumerate(self.places):
+        for place, row in self._called("on_after_backward"):
             row.show(batch.leaves, place)
             row.call("on_after_backward")
 
@@ -182,17 +183,24 @@ class StackedRows(StackedCallback):
         """Call the hook before the optimizer's step."""
         for place, row in enumerate(self.places):
             row.show(leaves, place)
+        for _, row in self._called("on_before_optimizer_step"):
             row.call("on_before_optimizer_step", row.optimizer)
 
     def after_step(self, leaves: Leaves) -> None:
         """Call what surrounds the step, and the hook after a batch."""
         assert self._batch is not None
-        losses = self._batch.losses.detach()
-        for place, row in enumerate(self.places):
+        for row in self.places:
             row.optimizer.step()
             row.trainer.global_step += 1
+        losses = self._batch.losses.detach()
+        for place, row in self._called("on_train_batch_end"):
             batch = _of_one(self._batch.batch, place)
             row.call("on_train_batch_end", {"loss": losses[place]}, batch, row.trainer.global_step - 1)
+
+    def _called(self, hook: str) -> Iterator[tuple[int, _Row]]:
+        """Yield the places and rows of the clients, if the callbacks have a hook."""
+        if self.places and is_overridden(hook, self.places[0].callback, Callback):
+            yield from enumerate(self.places)
 
     def end_epoch(self) -> None:
         """End an epoch of each client."""

@@ -268,11 +268,10 @@ class StackedFit:
         batch = trainer.hooks.to_device(batch, trainer.strategy.root_device)
         log.low, log.high, log.batch_size = low, high, inputs.shape[1]
         self.loop.set_steps(taken)
+        one, recorded = BatchPass(part, step, batch, number, log, taken), None
         for callback in callbacks:
-            callback.before_batch(part.leaves, taken)
+            callback.before_batch(one)
 
-        one = BatchPass(part, step, batch, number, log, taken)
-        recorded = None
         if self._recorder is None:
             self._pass(one, callbacks)
         else:

@@ -22,7 +22,8 @@ class RecordedStep:
     """Forward and backward pass of a stack's training step as a function of the leaves and the batch.
 
     Args:
-        operations: Function of the leaves in their order, and of the batch's tensors.
+        operations: Function of the leaves in their order, and of the batch's tensors, which returns gradients, logged
+            values and the losses.
         names: Names of the leaves that get a gradient.
         logged: Calls of `self.log` in the recorded step.
     """
@@ -41,8 +42,9 @@ class RecordedStep:
         count = len(self._names)
         for name, slope in zip(self._names, values[:count], strict=True):
             one.leaves[name].grad = slope
+        one.losses = values[-1]
         one.log.pending += [
-            each._replace(value=value) for each, value in zip(self._logged, values[count:], strict=True)
+            each._replace(value=value) for each, value in zip(self._logged, values[count:-1], strict=True)
         ]
 
 
@@ -104,7 +106,7 @@ class TrainingPass:
             run_backward(one.train().sum())
             slopes = {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
             names.extend(slopes)
-            return [*slopes.values(), *(each.value for each in one.log.pending)]
+            return [*slopes.values(), *(each.value for each in one.log.pending), one.losses]
 
         with self.leaving_no_trace():
             inputs = [*leaves.values(), *tensors_of(one.batch)]
