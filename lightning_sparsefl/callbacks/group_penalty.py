@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 from lightning.pytorch import LightningModule
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_sparsefl.callbacks.clock import StepClock
 from lightning_sparsefl.callbacks.example_input import for_module
@@ -114,15 +114,24 @@ class GroupPenalty(ReportedCallback):
         if self.groups == "layers":
             chosen = choose(pl_module, self.layers, "GroupPenalty")
         elif self.groups == "scales":
-            chosen = _scales_of(pl_module)
+            chosen = scales_of(pl_module)
         else:
-            self._found = self._find(pl_module, parameters)
+            self._found = self.find(pl_module, parameters)
             chosen = tuple(dict.fromkeys(slot.name for slot in lasso_slots(self._found, parameters)))
         require_dense_gradients(pl_module, chosen, "GroupPenalty")
         self._by_name = {name: parameters[name] for name in chosen}
         self._weights = list(self._by_name.values())
 
-    def _find(self, module: LightningModule, parameters: Mapping[str, Tensor]) -> Sequence[UnitGroup]:
+    def find(self, module: Any, parameters: Mapping[str, Tensor]) -> Sequence[UnitGroup]:
+        """Return the groups of units of a module.
+
+        Args:
+            module: Module, whose example input is used if the callback has no groups.
+            parameters: Parameters of the module.
+
+        Raises:
+            InvalidOption: If there is neither.
+        """
         if callable(self.units):
             return self.units(parameters)
         if self.units is not None:
@@ -191,8 +200,15 @@ class GroupPenalty(ReportedCallback):
         self._clock.load_state_dict(state_dict["clock"])
 
 
-def _scales_of(module: LightningModule) -> tuple[str, ...]:
-    """Return the names of the weights of all norms."""
+def scales_of(module: nn.Module) -> tuple[str, ...]:
+    """Return the names of the weights of all norms.
+
+    Args:
+        module: Module.
+
+    Raises:
+        InvalidOption: If it has none.
+    """
     norms = norms_of(module)
     scales = tuple(n for n, _ in module.named_parameters() if n in norms and n.rpartition(".")[2] == "weight")
     if not scales:

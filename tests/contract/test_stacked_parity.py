@@ -46,6 +46,7 @@ from lightning_sparsefl.federated.local.stacked.evaluator import StackEvaluator
 from lightning_sparsefl.federated.local.stacked.fit import StackedFit
 from lightning_sparsefl.federated.local.stacked.recording.recorded_step import TrainingPass
 from lightning_sparsefl.federated.local.stacked.worker import StackedWorker
+from lightning_sparsefl.sparse.units import find_groups
 from lightning_sparsefl.testing.contents import rows
 from lightning_sparsefl.types import Update
 
@@ -543,7 +544,17 @@ CALLBACKS = {
     "global pruning": lambda: GlobalMagnitudePruning(fraction=0.3, epochs=[0, 1]),
     "stairs": lambda: GroupPenalty(0.2, stairs=3),
     "losses": Noting,
+    "units": lambda: GroupPenalty(0.02, stairs=2, groups="units", units=units_of),
+    "scales": lambda: GroupPenalty(0.1, stairs=2, groups="scales"),
 }
+
+
+def units_of(parameters):
+    """Return the groups of units of :class:`Pictures`."""
+    with torch.random.fork_rng(devices=[]):
+        net = Pictures(norm="none", smooth=True)
+    assert {name: value.shape for name, value in net.named_parameters()} == {n: p.shape for n, p in parameters.items()}
+    return find_groups(net, torch.zeros(1, 1, 8, 8))
 
 
 @pytest.fixture

@@ -14,9 +14,12 @@ from lightning_sparsefl.callbacks.gradient_sum import GradientSum
 from lightning_sparsefl.callbacks.group_penalty import GroupPenalty
 from lightning_sparsefl.callbacks.mask_owner import of_parameters
 from lightning_sparsefl.callbacks.proximal_term import ProximalTerm
-from lightning_sparsefl.callbacks.stacking.base import Leaves, StackedCallback, first_stepped_of
+from lightning_sparsefl.callbacks.stacking.base import Leaves, StackedCallback, column, first_stepped_of
+from lightning_sparsefl.callbacks.stacking.trees import for_each, stack_trees
 from lightning_sparsefl.callbacks.step_meter import StepMeter
 from lightning_sparsefl.sparse.schedule import staircase
+from lightning_sparsefl.sparse.unit_lasso import lasso_slots, unit_lasso_gradients
+from lightning_sparsefl.sparse.units import UnitGroup
 
 
 class StackedProximalTerm(StackedCallback):
@@ -60,7 +63,7 @@ class StackedOffset(StackedCallback):
 
     def __init__(self, callbacks: Sequence[GradientOffset], module: nn.Module) -> None:
         each = [of_parameters(callback.offset, module, "GradientOffset", "offset") for callback in callbacks]
-        self.offsets = {name: torch.stack([offset[name] for offset in each]) for name in each[0]}
+        self.offsets = stack_trees(each)
 
     def writes(self, name: str) -> bool:
         """Return whether a frozen weight may be written; see :class:`StackedCallback`."""
@@ -152,17 +155,19 @@ class StackedSum(StackedCallback):
 
 
 class StackedPenalty(StackedCallback):
-    """Counterpart of :class:`GroupPenalty`: one norm for each client's layer, and one staircase for each client."""
+    """Counterpart of :class:`GroupPenalty`: one norm for each client's layer, and one staircase for each client.
 
-    def __init__(self, callbacks: Sequence[GroupPenalty], layers: Sequence[str], totals: Sequence[int]) -> None:
+    Args:
+        callbacks: One callback for each client.
+        names: Names of the penalized weights.
+        totals: Number of optimizer steps of each client's fit.
+    """
+
+    in_order = ("totals",)
+
+    def __init__(self, callbacks: Sequence[GroupPenalty], names: Sequence[str], totals: Sequence[int]) -> None:
         self.strength, self.stairs = callbacks[0].strength, callbacks[0].stairs
-        self.layers, self.totals = layers, list(totals)
-
-    def rows(self, low: int, high: int) -> StackedCallback:
-        """Return the part for some clients; see :class:`StackedCallback`."""
-        part = cast(StackedPenalty, super().rows(low, high))
-        part.totals = self.totals[low:high]
-        return part
+        self.names, self.totals = names, list(totals)
 
     @torch.no_grad()
     def before_step(self, leaves: Leaves, steps: Sequence[int]) -> None:
@@ -171,12 +176,57 @@ class StackedPenalty(StackedCallback):
             self.strength if self.stairs is None else staircase(self.strength, self.stairs, step, total)
             for step, total in zip(steps, self.totals, strict=True)
         ]
-        if not any(strengths):
-            return
-        for name in self.layers:
-            weight = leaves[name]
-            if weight.grad is None:
-                continue
+        if any(strengths):
+            weights = {name: leaves[name] for name in self.names if leaves[name].grad is not None}
+            self.add(weights, torch.tensor(strengths, dtype=torch.float64))
+
+    def add(self, leaves: Leaves, strengths: Tensor) -> None:
+        """Add the gradient of the term.
+
+        Args:
+            leaves: Penalized weights that have gradients.
+            strengths: Strength of each client.
+        """
+        for weight in leaves.values():
             norms = weight.flatten(1).norm(dim=1)
-            factors = torch.where(norms > 0, norms.new_tensor(strengths) / norms, 0.0)
-            weight.grad.addcmul_(weight, factors.view(-1, *[1] * (weight.dim() - 1)).expand_as(weight))
+            factors = torch.where(norms > 0, strengths.to(norms) / norms, 0.0)
+            _gradient(weight).addcmul_(weight, column(factors, weight))
+
+
+class StackedScalePenalty(StackedPenalty):
+    """Counterpart of :class:`GroupPenalty` with the groups "scales"."""
+
+    def add(self, leaves: Leaves, strengths: Tensor) -> None:
+        """Add the gradient of the term; see :class:`StackedPenalty`."""
+        for weight in leaves.values():
+            _gradient(weight).addcmul_(weight.sign(), column(strengths, weight))
+
+
+class StackedUnitPenalty(StackedPenalty):
+    """Counterpart of :class:`GroupPenalty` with the groups "units".
+
+    Args:
+        callbacks: One callback for each client.
+        groups: Groups of units of the module, which the clients have in common.
+        module: Module of the clients.
+        totals: Number of optimizer steps of each client's fit.
+    """
+
+    def __init__(
+        self, callbacks: Sequence[GroupPenalty], groups: Sequence[UnitGroup], module: nn.Module, totals: Sequence[int]
+    ) -> None:
+        names = dict.fromkeys(slot.name for slot in lasso_slots(groups, dict(module.named_parameters())))
+        super().__init__(callbacks, list(names), totals)
+        self.groups = groups
+
+    def add(self, leaves: Leaves, strengths: Tensor) -> None:
+        """Add the gradient of the term; see :class:`StackedPenalty`."""
+        weights = {name: weight.detach() for name, weight in leaves.items()}
+        for name, slope in for_each(lambda tree: unit_lasso_gradients(self.groups, tree), weights).items():
+            _gradient(leaves[name]).addcmul_(slope, column(strengths, slope))
+
+
+def _gradient(leaf: Tensor) -> Tensor:
+    """Return the gradient of a leaf, which has one."""
+    assert leaf.grad is not None
+    return leaf.grad

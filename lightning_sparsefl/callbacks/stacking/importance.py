@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from lightning_sparsefl.callbacks.learned_importance import LearnedImportance, check_scores
 from lightning_sparsefl.callbacks.masking import forget
 from lightning_sparsefl.callbacks.stacking.base import Leaves, StackedCallback, StackedPass
+from lightning_sparsefl.callbacks.stacking.trees import alike, for_each, row_of, stack_trees
 from lightning_sparsefl.callbacks.unit_scores import ScoreSteps, UnitScores
 from lightning_sparsefl.sparse.apply import InPlaceMask
 from lightning_sparsefl.sparse.importance import gate_gradients, relative
@@ -42,8 +43,8 @@ class StackedScores(StackedCallback):
         names: Sequence[str],
     ) -> None:
         self.steps, self.groups, self.names = steps[0], groups, names
-        self.scores = _stacked([each.scores for each in steps])
-        self.absent, self.at = _stacked(absent), _stacked(at)
+        self.scores = stack_trees([each.scores for each in steps])
+        self.absent, self.at = stack_trees(absent), stack_trees(at)
         self._task: Weights = {}
 
     def start(self, leaves: Leaves) -> None:
@@ -56,13 +57,13 @@ class StackedScores(StackedCallback):
         """Take the scores' gradient."""
         slopes = {name: slope for name in self.names if (slope := batch.leaves[name].grad) is not None}
         weights = {name: batch.leaves[name].detach() for name in slopes}
-        self._task = _each(lambda *trees: gate_gradients(self.groups, *trees), weights, slopes) if slopes else {}
+        self._task = for_each(lambda *trees: gate_gradients(self.groups, *trees), weights, slopes) if slopes else {}
 
     @torch.no_grad()
     def before_step(self, leaves: Leaves, steps: Sequence[int]) -> None:
         """Step the scores, and add the gradient that ties the weights to them."""
         trees = (self.scores, self.absent, self.at, self._weights(leaves), self._task)
-        gradients, rows = _each(lambda *trees: self.steps.gradients(self.groups, *trees), *trees)
+        gradients, rows = for_each(lambda *trees: self.steps.gradients(self.groups, *trees), *trees)
         for name, gradient in gradients.items():
             self.scores[name].copy_(self.steps.descended(self.scores[name], gradient))
         for name, row in rows.items():
@@ -75,7 +76,7 @@ class StackedScores(StackedCallback):
     def finish(self, callbacks: Sequence[Any]) -> None:
         """Give each callback its scores."""
         for place, callback in enumerate(callbacks):
-            callback.steps.scores = _row(self.scores, place)
+            callback.steps.scores = row_of(self.scores, place)
 
 
 class StackedImportance(StackedScores):
@@ -113,7 +114,7 @@ class StackedImportance(StackedScores):
         self.ranking: dict[str, Tensor] = {}
         """Order of the units, for a pattern that does not depend on weights; the largest are kept."""
         if self.of.pattern not in ("learned", "magnitude"):
-            self.ranking = _stacked([blind_ranking(groups, c.pattern, c.seed, c.turn) for c in callbacks])
+            self.ranking = stack_trees([blind_ranking(groups, c.pattern, c.seed, c.turn) for c in callbacks])
         self.masks: dict[str, Tensor] = {}
         self.aside: dict[str, Tensor] = {}
         """Values of the dropped weights."""
@@ -142,7 +143,7 @@ class StackedImportance(StackedScores):
         """Choose the units: at the start, and after every step if they may change."""
         leaves, first = batch.leaves, batch.steps[0] == 0
         if first and self.of.pattern == "learned" and not self.of.steps.scores:
-            for name, score in _each(relative, self._norms(self._weights(leaves))).items():
+            for name, score in for_each(relative, self._norms(self._weights(leaves))).items():
                 self.scores[name].copy_(score)
         if first or self.of.refresh == "step":
             self._choose(leaves)
@@ -153,7 +154,7 @@ class StackedImportance(StackedScores):
         kept = {name: _largest(ranking[name], count) for name, count in self.counts.items()}
         changed = torch.stack([(units != self.kept[name]).any(1) for name, units in kept.items()]).any(0)
         for place in changed.nonzero().flatten().tolist():
-            self._exchange(leaves, place, _row(kept, place))
+            self._exchange(leaves, place, row_of(kept, place))
 
     def _ranking(self, leaves: Leaves) -> Weights:
         if self.of.pattern == "magnitude":
@@ -163,12 +164,12 @@ class StackedImportance(StackedScores):
 
     def _norms(self, weights: Weights) -> dict[str, Tensor]:
         """Return the norms of each client's units."""
-        norms: dict[str, Tensor] = _each(lambda tree: unit_norms(self.groups, tree), weights)
+        norms: dict[str, Tensor] = for_each(lambda tree: unit_norms(self.groups, tree), weights)
         return norms
 
     def _exchange(self, leaves: Leaves, place: int, kept: Weights) -> None:
         """Go over to other units of one client: see :class:`LearnedImportance`."""
-        weights, aside = _row(self._weights(leaves), place), _row(self.aside, place)
+        weights, aside = row_of(self._weights(leaves), place), row_of(self.aside, place)
         masks = unit_masks(self.groups, kept, weights)
         for name, mask in masks.items():
             held = self.masks[name][place]
@@ -207,22 +208,7 @@ class StackedImportance(StackedScores):
         for place, callback in enumerate(callbacks):
             if any(bool(units[place].any()) for units in self.kept.values()):  # else there was no batch
                 trees = (self.scores, self.kept, self.masks, self.aside)
-                callback.take_over(*({n: t.clone() for n, t in _row(tree, place).items()} for tree in trees))
-
-
-def _stacked(trees: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """Return trees as one with the clients in dimension 0."""
-    return {name: torch.stack([tree[name] for tree in trees]) for name in trees[0]}
-
-
-def _row(tree: Mapping[str, Tensor], place: int) -> dict[str, Tensor]:
-    """Return a client's part of a tree."""
-    return {name: tensor[place] for name, tensor in tree.items()}
-
-
-def _each(function: Callable[..., Any], *trees: Weights) -> Any:
-    """Apply a function of one client's trees to those of all clients."""
-    return torch.vmap(function)(*trees)
+                callback.take_over(*({n: t.clone() for n, t in row_of(tree, place).items()} for tree in trees))
 
 
 def _largest(scores: Tensor, counts: Tensor) -> Tensor:
@@ -241,20 +227,6 @@ def _largest(scores: Tensor, counts: Tensor) -> Tensor:
     order = numbers.sort(dim=1, descending=True, stable=True).indices
     first = torch.arange(scores.shape[1], device=scores.device) < counts.to(scores.device)[:, None]
     return torch.zeros_like(scores, dtype=torch.bool).scatter(1, order, first)
-
-
-def alike(groups: Sequence[Sequence[UnitGroup]]) -> bool:
-    """Return whether the groups of several modules have their units in the same places.
-
-    Args:
-        groups: Groups of each module.
-    """
-    return all(_same(first, other) for others in groups[1:] for first, other in zip(groups[0], others, strict=True))
-
-
-def _same(group: UnitGroup, other: UnitGroup) -> bool:
-    slots = zip(group.slots, other.slots, strict=True)
-    return group.size == other.size and all(torch.equal(a.positions, b.positions) for a, b in slots)
 
 
 def scores_of(callbacks: Sequence[UnitScores], module: nn.Module) -> StackedScores | None:

@@ -15,7 +15,7 @@ from lightning_sparsefl.callbacks.exits import EarlyExits
 from lightning_sparsefl.callbacks.feedback import ErrorFeedback
 from lightning_sparsefl.callbacks.gradient_offset import GradientOffset
 from lightning_sparsefl.callbacks.gradient_sum import GradientSum
-from lightning_sparsefl.callbacks.group_penalty import GroupPenalty
+from lightning_sparsefl.callbacks.group_penalty import GroupPenalty, scales_of
 from lightning_sparsefl.callbacks.layer_freezing import LayerFreezing
 from lightning_sparsefl.callbacks.layers import choose
 from lightning_sparsefl.callbacks.learned_importance import LearnedImportance
@@ -33,7 +33,9 @@ from lightning_sparsefl.callbacks.stacking.gradients import (
     StackedOffset,
     StackedPenalty,
     StackedProximalTerm,
+    StackedScalePenalty,
     StackedSum,
+    StackedUnitPenalty,
 )
 from lightning_sparsefl.callbacks.stacking.importance import StackedImportance, scores_of
 from lightning_sparsefl.callbacks.stacking.inputs import StackedActivations, StackedSparseInputs
@@ -42,6 +44,7 @@ from lightning_sparsefl.callbacks.stacking.outputs import StackedDropout, Stacke
 from lightning_sparsefl.callbacks.stacking.reparameterized import StackedReparameterized, StackedThresholds
 from lightning_sparsefl.callbacks.stacking.rows import StackedRows
 from lightning_sparsefl.callbacks.stacking.second_point import StackedEnvelope, StackedMetaStep, StackedMixture
+from lightning_sparsefl.callbacks.stacking.trees import alike
 from lightning_sparsefl.callbacks.static_mask import StaticMask
 from lightning_sparsefl.callbacks.step_meter import StepMeter
 from lightning_sparsefl.callbacks.unit_scores import UnitScores
@@ -64,9 +67,15 @@ def _names(module: nn.Module) -> list[str]:
 
 
 def _penalty(callbacks: Sequence[GroupPenalty], module: nn.Module, totals: Sequence[int]) -> StackedCallback:
-    if callbacks[0].groups != "layers":
+    first, parameters = callbacks[0], dict(module.named_parameters())
+    if first.groups == "layers":
+        return StackedPenalty(callbacks, choose(module, first.layers, "GroupPenalty"), totals)
+    if first.groups == "scales":
+        return StackedScalePenalty(callbacks, scales_of(module), totals)
+    groups = [callback.find(module, parameters) for callback in callbacks]
+    if not alike(groups):
         return StackedRows(callbacks, module, totals)
-    return StackedPenalty(callbacks, choose(module, callbacks[0].layers, "GroupPenalty"), totals)
+    return StackedUnitPenalty(callbacks, groups[0], module, totals)
 
 
 def _freezing_key(callback: LayerFreezing) -> Hashable:

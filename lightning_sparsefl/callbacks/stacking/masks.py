@@ -11,6 +11,7 @@ from torch import Tensor
 from lightning_sparsefl.callbacks.feedback import ErrorFeedback
 from lightning_sparsefl.callbacks.layer_freezing import LayerFreezing
 from lightning_sparsefl.callbacks.stacking.base import Leaves, StackedCallback
+from lightning_sparsefl.callbacks.stacking.trees import stack_trees
 from lightning_sparsefl.sparse.apply import InPlaceMask
 
 
@@ -20,7 +21,7 @@ class StackedMask(StackedCallback):
     per_client = ("stencils",)
 
     def __init__(self, masks: Sequence[Mapping[str, Tensor]]) -> None:
-        self.masks = _stacked(masks)
+        self.masks = stack_trees(masks)
         self.stencils: dict[str, InPlaceMask] = {}
 
     def writes(self, name: str) -> bool:
@@ -52,7 +53,7 @@ class StackedFeedback(StackedCallback):
     per_client = ("stencils", "pruned")
 
     def __init__(self, callbacks: Sequence[ErrorFeedback]) -> None:
-        self.masks = _stacked([callback.masks for callback in callbacks])
+        self.masks = stack_trees([callback.masks for callback in callbacks])
         self.stencils: dict[str, InPlaceMask] = {}
         self.pruned: dict[str, Tensor] = {}
 
@@ -94,7 +95,7 @@ class StackedFreezing(StackedCallback):
     def __init__(self, callbacks: Sequence[LayerFreezing]) -> None:
         trainable = [callback.trainable for callback in callbacks]
         partly = [n for n in trainable[0] if any(bool(t[n].any()) and not bool(t[n].all()) for t in trainable)]
-        self.masks = _stacked([{name: tree[name] for name in partly} for tree in trainable])
+        self.masks = stack_trees([{name: tree[name] for name in partly} for tree in trainable])
         self.stencils: dict[str, InPlaceMask] = {}
         self.values: dict[str, Tensor] = {}
 
@@ -121,11 +122,6 @@ class StackedFreezing(StackedCallback):
         """Restore frozen entries."""
         for name, stencil in self.stencils.items():
             stencil.join_(leaves[name], self.values[name])
-
-
-def _stacked(masks: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """Return masks with the clients in dimension 0."""
-    return {name: torch.stack([mask[name] for mask in masks]) for name in masks[0]}
 
 
 def _stencils(masks: Mapping[str, Tensor], leaves: Leaves) -> dict[str, InPlaceMask]:

@@ -130,7 +130,7 @@ class StackReader:
         """Divide an epoch into runs of batches in which the same clients step together.
 
         Args:
-            phases: What must agree for clients to step together, for each client.
+            phases: Key of each client, which must agree for clients to step together.
 
         Yields:
             Numbers of the batches of a run, and its ranges of clients, from the first one to before the last one, whose
