@@ -4,7 +4,7 @@ Reddi, Charles, Zaheer, Garrett, Rush, Konecny, Kumar, McMahan, ICLR 2021, arXiv
 `momentum`, FedAvgM of Hsu, Qi, Brown, arXiv:1909.06335.
 
 The mean change of the clients' weights is a gradient for an optimizer of the server: momentum (FedAvgM), Adagrad, Adam
-or Yogi. `federation.server_optimizer` does the same for any other method.
+or Yogi. `federation.server_optimizer` does the same for other methods.
 
 Departures from the paper:
 
@@ -32,6 +32,7 @@ class FedOpt(FederatedAlgorithm):
     """FedAvg with an optimizer of the server, which makes its step of the clients' mean change."""
 
     can_be_private = True
+    has_server_optimizer = True
 
     rule: Literal["momentum", "adagrad", "adam", "yogi", "adamw"] = "adam"
     """FedAvgM (`momentum`), FedAdagrad, FedAdam, FedYogi, or AdamW with bias correction."""

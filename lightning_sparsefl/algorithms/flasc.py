@@ -55,6 +55,8 @@ from lightning_sparsefl.types import (
 class FLASC(FederatedAlgorithm):
     """Training of adapters, of which the largest weights are sent and the largest changes returned."""
 
+    has_server_optimizer = True
+
     down_density: float = 0.25
     """Fraction of the adapters' weights that the server sends, in (0, 1]."""
     up_density: float = 0.25

@@ -62,6 +62,8 @@ class FederatedAlgorithm(ABC):  # noqa: B024 - every hook has a default, and jso
     that had it from the start."""
     needs_metrics = False
     """Whether the method learns from what the module logs in local training, so that no run can leave that out."""
+    has_server_optimizer = False
+    """Whether `aggregate` makes the step of an optimizer, to which `federation.server_optimizer` would be a second."""
     uploads_shared = False
     """Whether updates may have `shared`, which the server sees for each client by itself, also under a secure sum."""
 

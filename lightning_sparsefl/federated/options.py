@@ -114,8 +114,8 @@ class Federation:
     """Rule for merging updates: `CoverageMedian`, `TrimmedMean`, `PlainMean` or `CoverageMean`; null = that of the
     method. Methods whose equations require another rule than `CoverageMean` do not allow a change."""
     server_optimizer: ServerOptimizer | None = None
-    """Optimizer that makes the server's step of the clients' mean change, with `rule`, `lr` and others, for any method;
-    null = the server takes the mean. See docs/merging.md."""
+    """Optimizer that makes the server's step of the clients' mean change, with `rule`, `lr` and others, for any method
+    but FedOpt and FLASC, which have their own; null = the server takes the mean. See docs/merging.md."""
     clip_update: float | None = None
     """Maximum Euclidean norm of a client's change, over the parameters that it votes on; a longer update is scaled down
     before it is sent, as a difference. null = no clipping."""

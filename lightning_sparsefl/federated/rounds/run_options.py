@@ -65,6 +65,11 @@ class RunOptions:
                 f"`federation.redraw_capacities` is True, but {type(self.algorithm).__name__} plans the whole run by "
                 "the capacities of the first round; expected False."
             )
+        if self.algorithm.has_server_optimizer and self.federation.server_optimizer is not None:
+            raise InvalidOption(
+                f"`federation.server_optimizer` is {self.federation.server_optimizer}, but "
+                f"{type(self.algorithm).__name__} has an optimizer of the server among its own options; expected null."
+            )
         if self.algorithm.needs_metrics and self.local.limit_train_batches == 0:
             raise InvalidOption(
                 f"`trainer.limit_train_batches` is {self.local.limit_train_batches}, but "
