@@ -17,11 +17,13 @@ Departures from the paper and the authors' code:
 - Hidden layers are found as in PerFedMask; the code lists the four of its network by hand, for 25 clients each.
 - The mean over owners is uniform, the code's default; the weights of its `weighted_mean` do not sum to 1.
 - ``flops/paper`` is that of the density that arrives; ``flops/train`` is dense, since zeros become weights; both are
-  scaled by the mean local width. `profile` takes the layers of its first client for those of all.
+  scaled by the mean local width. `profile` has the masks of the first weights in all rounds, and so misses the bytes of
+  masks that change in training.
 """
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -82,6 +84,10 @@ class FedP3(FederatedAlgorithm):
         count = 1 + max(int(number) for number in server.extra["layer"].values())
         first = min(view.id * count // int(server.extra["clients"]["count"]), count - 1)
         return {(first + place) % count for place in range(min(self.owned, count))}
+
+    def equal_costs(self, server: ServerState, view: ClientView) -> Hashable:
+        """Return the layers that the client owns."""
+        return frozenset(self.layers(server, view))
 
     def download(self, server: ServerState, view: ClientView) -> Message:
         """Send owned layers dense and the others pruned; only tensors of others have masks."""

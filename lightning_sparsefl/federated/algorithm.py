@@ -214,6 +214,18 @@ class FederatedAlgorithm(ABC):  # noqa: B024 - every hook has a default, and jso
         """
         return None
 
+    def equal_costs(self, server: ServerState, view: ClientView) -> Hashable:
+        """Return what must agree, besides the capacity, for clients to have equal costs in `profile`.
+
+        Args:
+            server: First state of the server.
+            view: Facts of the client.
+
+        Returns:
+            Any hashable value. Default: None, so that costs depend on the capacity and the client's data alone.
+        """
+        return None
+
     def personalize(self, message: Message, client: Client) -> Weights:
         """Return the weights that a client is scored with. Default: those of the message.
 

@@ -17,7 +17,7 @@ import copy
 import json
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -261,8 +261,9 @@ def profile(options: RunOptions, module: LightningModule, data: Any, precision: 
     algorithm, server = options.algorithm, simulation.server
     first, last = simulation.first, options.max_rounds
     scheduled = type(algorithm).profile_state is not FederatedAlgorithm.profile_state
-    parts = _parts(server, _SCHEDULED_PHASES if scheduled else _PHASES)
-    server.about = _Representing(server.about, simulation.representatives)
+    parts = _parts(simulation, _SCHEDULED_PHASES if scheduled else _PHASES)
+    fixed = {client: capacity for (capacity, _), client in simulation.representatives.items()}
+    server.about = _Representing(server.about, fixed)
     total = simulation.total(parts)
     message = algorithm.download(first.server, server.view(server.training_clients[0], 0))
     final = algorithm.profile_state(first.server, last).masks
@@ -313,6 +314,8 @@ class _Part(NamedTuple):
     again: bool
     """Whether the client participated before."""
     capacity: float
+    kind: Hashable
+    """What clients of equal costs have in common besides (`FederatedAlgorithm.equal_costs`)."""
 
 
 class _Work(NamedTuple):
@@ -323,18 +326,19 @@ class _Work(NamedTuple):
     batching: Batching
 
 
-def _parts(server: Server, phases: int) -> dict[_Part, Counter[_Work]]:
+def _parts(simulation: _Simulation, phases: int) -> dict[_Part, Counter[_Work]]:
     """Count the client-rounds of each part by the work of the client, for the cohorts of the run."""
     parts: dict[_Part, Counter[_Work]] = defaultdict(Counter)
     seen: set[int] = set()
+    server = simulation.server
     middles = _middles(server.max_rounds, phases, server.algorithm.follows_length)
     for number in range(server.max_rounds):
         for client in server.cohort(RunState(ServerState(number, {}))).trained:
             about = server.about.of(client, number)
-            part = _Part(middles[number], client in seen, about.capacity)
+            part = _Part(middles[number], client in seen, about.capacity, simulation.kind(client))
             parts[part][_Work(about.num_examples, about.local_epochs, server.workload.batching(client))] += 1
             seen.add(client)
-    return dict(sorted(parts.items()))
+    return dict(sorted(parts.items(), key=lambda item: (item[0].middle, item[0].again, item[0].capacity)))
 
 
 def _middles(rounds: int, phases: int, ends: bool) -> list[int]:
@@ -357,25 +361,17 @@ class _Representing:
     """Facts of clients, some of which stand for all clients of their capacity in every round."""
 
     drawn: AllAbout
-    representatives: Mapping[float, int]
-    """A client for each capacity."""
+    fixed: Mapping[int, float]
+    """The capacities that clients stand for."""
 
     def of(self, client: int, round: int) -> About:
         """Return the facts of a client in a round, with the capacity that it stands for."""
         about = self.drawn.of(client, round)
-        fixed = {each: capacity for capacity, each in self.representatives.items()}
-        return replace(about, capacity=fixed.get(client, about.capacity))
+        return replace(about, capacity=self.fixed.get(client, about.capacity))
 
     def available_from(self, client: int, at: float) -> float:
         """Return the time itself, since clients are always available here."""
         return at
-
-
-def _representatives(federation: Federation, about: AllAbout, clients: Sequence[int]) -> dict[float, int]:
-    """Return a client for each capacity: the first one that has it, or any where capacities are drawn anew."""
-    if federation.redraw_capacities:
-        return dict(zip(sorted(set(federation.capacities or [])), clients, strict=False))
-    return {about.of(client, 0).capacity: client for client in reversed(clients)}
 
 
 class _Simulated(NamedTuple):
@@ -411,7 +407,6 @@ class _Simulation:
         self._about = about = AboutClients(federation, sizes.__getitem__, len(sizes), seed)
         self._records, self._versions = _Records(), _Records()
         training_clients, _ = split_unseen(seed, len(sizes), federation.unseen_clients)
-        self.representatives = _representatives(federation, about, training_clients)
         workload = self._workload(options, module, data, layout, worker)
         self.server = Server(
             algorithm=options.algorithm,
@@ -432,6 +427,27 @@ class _Simulation:
         self._node = Node(options.algorithm, worker, self._versions, codec, layout, weights, device, rules)
         self._surveys: list[Charge] = []
         self.first = RunState(options.algorithm.init(weights, self._fleet(weights, worker)))
+        self.representatives = self._representatives(training_clients)
+
+    def kind(self, client: int) -> Hashable:
+        """Return what clients of equal capacity and costs have in common; any are taken where capacities are redrawn.
+
+        Args:
+            client: Number of the client.
+        """
+        server = self.server
+        own = type(server.algorithm).equal_costs is not FederatedAlgorithm.equal_costs
+        if server.federation.redraw_capacities or not own:
+            return None
+        return server.algorithm.equal_costs(self.first.server, server.view(client, 0, ServerRecord()))
+
+    def _representatives(self, clients: Sequence[int]) -> dict[tuple[float, Hashable], int]:
+        """Return a client for each capacity and kind: the first one that has them."""
+        federation = self.server.federation
+        if federation.redraw_capacities:
+            each = zip(sorted(set(federation.capacities or [])), clients, strict=False)
+            return {(capacity, None): client for capacity, client in each}
+        return {(self._about.of(client, 0).capacity, self.kind(client)): client for client in reversed(clients)}
 
     def _workload(
         self, options: RunOptions, module: LightningModule, data: Any, layout: Layout, worker: SimulatedWorker
@@ -484,7 +500,7 @@ class _Simulation:
 
     def _simulate(self, part: _Part) -> _Simulated:
         """Simulate one client-round of a part; parts must come in the order of the run."""
-        client = self.representatives[part.capacity]
+        client = self.representatives[part.capacity, part.kind]
         if not part.again:
             self._records.forget(client)
             self._versions.forget(client)
@@ -505,7 +521,7 @@ class _Simulation:
         Args:
             parts: Number of client-rounds by part and by the client's work.
         """
-        known: dict[tuple[Costs, float, _Work], Costs] = {}
+        known: dict[tuple[Costs, float, Hashable, _Work], Costs] = {}
         total: dict[str, float] = defaultdict(int)
         for charge in self._surveys:
             for name, value in _flat(Costs(0, 0, 0, 0), charge).items():
@@ -516,7 +532,7 @@ class _Simulation:
             order, charge = self._simulate(part)
             first = self._costs(replace(view, local_epochs=None), order, part)
             for work, times in client_rounds.items():
-                key = first, part.capacity, work
+                key = first, part.capacity, part.kind, work
                 if key not in known:
                     own = replace(view, num_examples=work.num_examples, local_epochs=work.local_epochs)
                     known[key] = self._costs(own, order, part, work.batching)
@@ -527,7 +543,7 @@ class _Simulation:
 
     def _view_before(self, part: _Part) -> ClientView:
         """Return the server's view of a part's client before the simulation."""
-        client = self.representatives[part.capacity]
+        client = self.representatives[part.capacity, part.kind]
         record = self.server.record(client) if part.again else ServerRecord()
         return self.server.view(client, part.middle, record)
 
