@@ -59,7 +59,7 @@ class MaskingCallback(MaskOwner):
         self._guards: list[StepGuard] = []
         self._waiting: list[Any] = []
         self._versions: dict[str, int] = {}
-        self._still = self._prepared = False
+        self._still = self._prepared = self._followed = False
 
     def first_weights(self, weights: Weights) -> None:
         """Change the weights under new first masks, in place."""
@@ -136,7 +136,8 @@ class MaskingCallback(MaskOwner):
         flat = torch.optim.LBFGS if self._resumed else ()  # which remembers its masked gradients only
         self.forget((o for o in trainer.optimizers if not isinstance(o, flat)), self.masks)
         behind = trainer.callbacks[trainer.callbacks.index(self) + 1 :] if self in trainer.callbacks else ()
-        moved = _touches_gradients(pl_module, behind) or any(map(_acts_after_steps, trainer.callbacks))
+        self._followed = any(map(_acts_before_steps, behind))
+        moved = self._followed or _touches_gradients(pl_module) or any(map(_acts_after_steps, trainer.callbacks))
         self._still = all(map(_leaves_zeros, trainer.optimizers)) and not moved
         self._guard(trainer)
 
@@ -157,8 +158,8 @@ class MaskingCallback(MaskOwner):
             self.mask_weights()
 
     def before_update(self, optimizer: Any) -> None:
-        """Mask for a step that Lightning does not know of, such as one of the bare optimizer."""
-        if not self._prepared:
+        """Mask for a step that Lightning does not know of, or again what callbacks behind this one have written."""
+        if self._followed or not self._prepared:
             self._prepare()
 
     def after_step(self, optimizer: Any) -> None:
@@ -297,13 +298,16 @@ def _has_step_hooks(optimizer: Any) -> bool:
     return bool(own or _global_optimizer_pre_hooks or _global_optimizer_post_hooks)
 
 
-def _touches_gradients(module: LightningModule, behind: Iterable[Callback]) -> bool:
-    """Return whether the module, or a callback behind a masking one, may write gradients that are masked already."""
+def _touches_gradients(module: LightningModule) -> bool:
+    """Return whether the module may write gradients that are masked already."""
     hooks = ("on_before_optimizer_step", "configure_gradient_clipping", "optimizer_step")
-    if not module.automatic_optimization or any(is_overridden(hook, module) for hook in hooks):
-        return True
-    others = (callback for callback in behind if not isinstance(callback, MaskingCallback))
-    return any(type(other).on_before_optimizer_step is not Callback.on_before_optimizer_step for other in others)
+    return not module.automatic_optimization or any(is_overridden(hook, module) for hook in hooks)
+
+
+def _acts_before_steps(callback: Callback) -> bool:
+    """Return whether a callback behind a masking one may write gradients, or weights for the step, that are masked."""
+    overrides = type(callback).on_before_optimizer_step is not Callback.on_before_optimizer_step
+    return overrides and not isinstance(callback, MaskingCallback)
 
 
 def _acts_after_steps(callback: Callback) -> bool:

@@ -13,7 +13,9 @@ from lightning_sparsefl.callbacks import (
     DynamicMask,
     DynamicPruningWithFeedback,
     GlobalMagnitudePruning,
+    GradientOffset,
     GradualPruning,
+    PowerPropagation,
     StaticMask,
 )
 from lightning_sparsefl.errors import InvalidOption
@@ -361,3 +363,18 @@ def test_a_step_leaves_the_weights_that_another_loss_was_computed_with(kind, fit
     fit(module, [callback])
     for name, mask in callback.masks.items():
         assert not module.get_parameter(name)[~mask].any()
+
+
+BEHIND = {
+    "gradients": lambda: [StaticMask(density=0.5), GradientOffset({"net.0.weight": torch.ones(9, 4)})],
+    "powers": lambda: [GradualPruning(density=0.3, every_n_steps=2), PowerPropagation()],
+}
+
+
+@pytest.mark.parametrize("name", BEHIND)
+def test_optimizers_know_nothing_of_masked_weights_whatever_acts_behind_the_mask(name, net, fit, recipes):
+    """So that a weight that grows later starts without a memory."""
+    recipe, callbacks = recipes["momentum, decay"], BEHIND[name]()
+    (optimizer,) = fit(module := net(recipe), callbacks, recipe).optimizers
+    for name, kept in callbacks[0].masks.items():
+        assert not optimizer.state[module.get_parameter(name)]["momentum_buffer"][~kept].any()
