@@ -33,7 +33,10 @@ class _ProcessStrategy:
         self._fabric = fabric
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._fabric.strategy, name)
+        try:
+            return getattr(self._fabric.strategy, name)
+        except AttributeError as error:
+            raise _missing(f"strategy.{name}") from error
 
     def remove_checkpoint(self, path: str) -> None:
         if self._fabric.is_global_zero:
@@ -208,7 +211,12 @@ class RoundTrainer:
         self.fabric.barrier()
 
     def __getattr__(self, name: str) -> Any:
-        raise MissingAttribute(
-            f"The round-level trainer has no attribute {name!r}; pass a callback that needs it as one of the clients' "
-            "(`trainer.client_callbacks`)."
-        )
+        raise _missing(name)
+
+
+def _missing(name: str) -> MissingAttribute:
+    """Return the exception for an attribute that a callback reads."""
+    return MissingAttribute(
+        f"The round-level trainer has no attribute {name!r}; pass a callback that needs it as one of the clients' "
+        "(`trainer.client_callbacks`)."
+    )

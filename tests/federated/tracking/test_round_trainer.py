@@ -1,4 +1,4 @@
-"""Callbacks that monitor a metric that no round has."""
+"""Callbacks that monitor a metric that no round has, or that need a trainer with batches."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
 from helpers.networks import Classifier
 from lightning_sparsefl import FedAvg, FederatedTrainer, Federation
 from lightning_sparsefl.data import FederatedBlobs
-from lightning_sparsefl.errors import InvalidOption
+from lightning_sparsefl.errors import InvalidOption, MissingAttribute
 
 
 def fit(tmp_path, callback):
@@ -45,6 +45,18 @@ def test_a_metric_that_is_like_no_other_is_answered_by_the_scores(tmp_path):
     assert len(shown) == 10
     path = Path(last.removeprefix("or another column of ").removesuffix("."))
     assert "time/round" in path.read_text().splitlines()[0].split(",")
+
+
+def test_a_callback_that_needs_batches_is_told_where_they_are(tmp_path):
+    class Finder(Callback):
+        """Reads what Lightning's `LearningRateFinder` reads."""
+
+        def on_fit_start(self, trainer, module):
+            assert not hasattr(trainer.strategy, "schedulers")
+            trainer.strategy.optimizers.clear()
+
+    with pytest.raises(MissingAttribute, match=r"no attribute 'strategy\.optimizers'; pass .*client_callbacks`"):
+        fit(tmp_path, Finder())
 
 
 def test_other_errors_of_a_callback_stay_as_they_are(tmp_path):
