@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lightning_sparsefl.callbacks.mask_owner import of_parameters
 from lightning_sparsefl.callbacks.numbered import NumberedCallback
+from lightning_sparsefl.callbacks.ordered_dropout import OrderedDropout
 from lightning_sparsefl.callbacks.trial import trial, trial_loss
 from lightning_sparsefl.errors import InvalidOption
 from lightning_sparsefl.types import Weights
@@ -105,12 +106,29 @@ class SecondPoint(NumberedCallback):
         self._own: dict[str, Tensor] = {}
 
     def on_fit_start(self, trainer: Any, pl_module: LightningModule) -> None:
-        """Refuse a module that optimizes manually, which has no one training loss."""
+        """Refuse a module that optimizes manually, which has no one training loss, and callbacks that do not fit."""
+        self._refuse_others(trainer)
         if not pl_module.automatic_optimization:
             raise InvalidOption(
                 f"`{type(self).__name__}` does not support `{type(pl_module).__name__}`, which optimizes manually; "
                 "expected `automatic_optimization = True`."
             )
+
+    def _refuse_others(self, trainer: Any) -> None:
+        """Refuse another callback of this kind, and one behind this that changes layers for a batch when it starts."""
+        name, callbacks = type(self).__name__, list(trainer.callbacks)
+        behind = callbacks[callbacks.index(self) + 1 :] if self in callbacks else []
+        for other in behind:
+            if isinstance(other, SecondPoint):
+                raise InvalidOption(
+                    f"`{name}` and `{type(other).__name__}` both pass batches at weights of their own; expected one of "
+                    "them."
+                )
+            if isinstance(other, OrderedDropout):
+                raise InvalidOption(
+                    f"`{name}` comes before `OrderedDropout`, which draws the units of a batch when it starts; "
+                    "expected it after."
+                )
 
     def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
         """Refuse LBFGS, which evaluates the loss several times within a step."""

@@ -13,7 +13,7 @@ from torch.optim import LBFGS, SGD
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric
 
-from lightning_sparsefl.callbacks import MetaStep, MoreauEnvelope, PersonalMixture
+from lightning_sparsefl.callbacks import MetaStep, MoreauEnvelope, OrderedDropout, PersonalMixture
 from lightning_sparsefl.callbacks.second_pass import gradient_at
 from lightning_sparsefl.errors import IncompatibleMasks, InvalidOption
 
@@ -24,6 +24,13 @@ EVERY = {
     "meta, hessian": lambda: MetaStep(lr=0.1, order="hessian"),
 }
 every_callback = pytest.mark.parametrize("make", EVERY.values(), ids=EVERY)
+
+
+MAKERS = {
+    "MetaStep": lambda: MetaStep(lr=0.1),
+    "MoreauEnvelope": lambda: MoreauEnvelope(strength=1.0, lr=0.1),
+    "PersonalMixture": lambda: PersonalMixture(alpha=0.5),
+}
 
 
 class Quadratic(L.LightningModule):
@@ -407,3 +414,20 @@ def test_options_out_of_range_are_refused(make, message):
 def test_second_weights_that_do_not_fit_are_refused(name, message, fit):
     with pytest.raises(IncompatibleMasks, match=message):
         fit(Busy(), [PersonalMixture(alpha=0.5, personal={name: torch.zeros(2)})])
+
+
+@pytest.mark.parametrize("second", MAKERS)
+@pytest.mark.parametrize("first", MAKERS)
+def test_two_callbacks_that_pass_batches_elsewhere_are_refused(first, second, fit, net):
+    message = rf"`{first}` and `{second}` both pass batches at weights of their own; expected one of them"
+    with pytest.raises(InvalidOption, match=message):
+        fit(net(), [MAKERS[first](), MAKERS[second]()])
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_units_are_drawn_before_a_batch_is_passed_elsewhere(name, fit, net):
+    with pytest.raises(
+        InvalidOption, match=f"`{name}` comes before `OrderedDropout`, which draws the units of a batch"
+    ):
+        fit(net(), [MAKERS[name](), OrderedDropout()])
+    fit(net(), [OrderedDropout(), MAKERS[name]()])
