@@ -35,6 +35,8 @@ class ErrorFeedback(MaskingCallback):
         IncompatibleMasks: If masks or pruned weights do not fit the module.
     """
 
+    writes_values = True
+
     def __init__(self, layers: list[str] | str | None = None, masks: Masks | None = None) -> None:
         super().__init__(layers, masks)
         self._pruned: dict[str, Tensor] = {}

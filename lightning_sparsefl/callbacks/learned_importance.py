@@ -71,6 +71,8 @@ class LearnedImportance(MaskingCallback):
         'learned'
     """
 
+    writes_values = True
+
     def __init__(
         self,
         density: float = 0.5,

@@ -65,6 +65,8 @@ class LotteryRewind(MaskingCallback):
         [1000, 1800]
     """
 
+    writes_values = True
+
     def __init__(
         self,
         density: float = 0.2,

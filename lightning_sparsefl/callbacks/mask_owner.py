@@ -33,6 +33,8 @@ class MaskOwner(NumberedCallback):
 
     _of_a_fit: tuple[str, ...] = ("_weights", "_around", "log", "log_dict")
     """Attributes that refer to the module, the trainer or the optimizers, which copies of a callback leave out."""
+    writes_values = False
+    """Whether the callback keeps values of weights, and writes them back later."""
 
     def __init__(self, layers: list[str] | str | None = None, masks: Masks | None = None) -> None:
         self.layers = layers

@@ -10,7 +10,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from lightning_sparsefl.callbacks.layers import choose, plain_name, require_dense_gradients, stepped_by
-from lightning_sparsefl.callbacks.mask_owner import renamed
+from lightning_sparsefl.callbacks.mask_owner import MaskOwner, renamed
 from lightning_sparsefl.callbacks.numbered import NumberedCallback
 from lightning_sparsefl.callbacks.step_guard import StepGuard
 from lightning_sparsefl.errors import IncompatibleMasks, InvalidOption
@@ -33,7 +33,7 @@ class Reparameterized(NumberedCallback):
 
     Raises:
         InvalidOption: If the optimizer is LBFGS, an embedding has sparse gradients, or another such callback has the
-            same weights.
+            same weights, or returns earlier values to them.
         IncompatibleMasks: If `theta` does not fit the module.
     """
 
@@ -162,6 +162,7 @@ class Reparameterized(NumberedCallback):
             raise IncompatibleMasks(f"`{type(self).__name__}`: `{unknown}` in theta is no parameter of the module.")
         require_dense_gradients(pl_module, names, type(self).__name__)
         self._refuse_others(trainer, names)
+        self._refuse_kept_values(trainer, pl_module, names)
         self.begin({name: parameters[name] for name in names})
 
     def _refuse_others(self, trainer: Any, names: tuple[str, ...]) -> None:
@@ -173,6 +174,19 @@ class Reparameterized(NumberedCallback):
                 raise InvalidOption(
                     f"`{type(self).__name__}` and `{type(other).__name__}` both train `{min(both)}` as a function of "
                     "other numbers; keep one of them, or give them `layers` that do not overlap."
+                )
+
+    def _refuse_kept_values(self, trainer: Any, module: LightningModule, names: tuple[str, ...]) -> None:
+        """Refuse masks whose owner writes values back into weights, which theta would not follow."""
+        mine = {plain_name(name) for name in names}
+        for other in trainer.callbacks:
+            claimed = other.claims(module) if isinstance(other, MaskOwner) and other.writes_values else ()
+            both = mine & {plain_name(name) for name in claimed}
+            if both:
+                raise InvalidOption(
+                    f"`{type(other).__name__}` returns earlier values to `{min(both)}`, which `{type(self).__name__}` "
+                    "trains as a function of other numbers; keep one of them, or give them `layers` that do not "
+                    "overlap."
                 )
 
     def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:

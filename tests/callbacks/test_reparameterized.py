@@ -16,7 +16,13 @@ from torch.func import functional_call
 from torch.optim import LBFGS, SGD, Adam
 from torch.utils.data import DataLoader
 
-from lightning_sparsefl.callbacks import PowerPropagation, StaticMask
+from lightning_sparsefl.callbacks import (
+    DynamicPruningWithFeedback,
+    LearnedImportance,
+    LotteryRewind,
+    PowerPropagation,
+    StaticMask,
+)
 from lightning_sparsefl.callbacks.magnitude_gate import MagnitudeGate
 from lightning_sparsefl.callbacks.reparameterized import Reparameterized
 from lightning_sparsefl.callbacks.stacking.kinds import stacked
@@ -305,6 +311,15 @@ def test_thresholds_beside_finetuning_are_refused(order, net, fit):
     message = "`UnitThresholds`, which SpaFL trains with, does not support `Unfreezing`, a `BaseFinetuning`: it stores"
     with pytest.raises(InvalidOption, match=message):
         fit(net(), [UnitThresholds(), Unfreezing()][::order])
+
+
+@pytest.mark.parametrize("order", [1, -1])
+@pytest.mark.parametrize("kind", [LotteryRewind, DynamicPruningWithFeedback, LearnedImportance])
+def test_what_returns_values_of_weights_that_theta_would_not_follow_is_refused(kind, order, net, fit):
+    message = f"`{kind.__name__}` returns earlier values to `net.0.weight`, which `PowerPropagation` trains as a"
+    with pytest.raises(InvalidOption, match=message):
+        fit(net(), [PowerPropagation(), kind(density=0.5)][::order])
+    fit(net(), [PowerPropagation(layers="net.4*"), kind(density=0.5, layers=["net.0*", "net.2*"])][::order])
 
 
 class TwoSteps(Callback):
