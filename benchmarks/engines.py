@@ -78,6 +78,7 @@ METHODS: dict[str, tuple[Callable[[], FederatedAlgorithm], dict[str, Any]]] = {
     "FedDIP": (FedDIP, {}),
     "PerFedMask": (PerFedMask, {"capacities": [0.25, 1.0]}),
     "FedLPS": (lambda: FedLPS(refresh="round"), {"capacities": [0.25, 0.5, 1.0], "execution": "cut"}),
+    "FedLPS, masks": (FedLPS, {"capacities": [0.25, 0.5, 1.0]}),
 }
 """Methods, and options of their federations."""
 RUNS = {
