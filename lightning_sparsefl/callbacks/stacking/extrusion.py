@@ -12,6 +12,7 @@ from torch.optim import ASGD, Optimizer, Rprop
 
 from lightning_sparsefl.callbacks.budget_aware_extrusion import BudgetAwareExtrusion, decay
 from lightning_sparsefl.callbacks.stacking.base import Leaves, StackedCallback, column
+from lightning_sparsefl.callbacks.stacking.trees import stack_trees
 from lightning_sparsefl.errors import InvalidOption
 
 
@@ -45,7 +46,7 @@ class StackedExtrusion(StackedCallback):
             callback.smallest({name: leaves[name].detach()[place] for name in callback.masks or ()})
             for place, callback in enumerate(self._given)
         ]
-        self.low = {name: torch.stack([low[name] for low in each]).to(leaves[name].device) for name in each[0]}
+        self.low = {name: low.to(leaves[name].device) for name, low in stack_trees(each).items()}
 
     def prepare(self, optimizer: Optimizer, clips: bool) -> None:
         """Store the first learning rates.

@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 from collections import OrderedDict
 from collections.abc import Hashable, Mapping, Sequence
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from torch import Tensor
 
 from lightning_sparsefl.federated.local.fast.direct_calls import step_optimizer
 from lightning_sparsefl.federated.local.stacked.fused import choose_kernel, may_be_fused
+from lightning_sparsefl.federated.local.stacked.reader import equal_ranges
 
 ELEMENTWISE: frozenset[type] = frozenset(
     getattr(torch.optim, name)
@@ -78,13 +78,12 @@ class StackedOptimizer:
             leaves: Leaves of these clients, with gradients, by the leaf of all clients; None = the leaves of all.
             layouts: Recorded step that has made the gradients, whose layouts it fixes; None = they are not known.
         """
-        kept = self._kept(low, high)
-        edges = [0, *(place for place in range(1, len(kept)) if kept[place] != kept[place - 1]), high - low]
-        if len(edges) == 2:
+        ranges = equal_ranges(self._kept(low, high))
+        if len(ranges) == 1:
             self._step(low, high, leaves, layouts)
             return
         views = {leaf: leaf if leaves is None else leaves[leaf] for leaf in self._leaves(self.optimizer)}
-        for first, end in pairwise(edges):
+        for first, end in ranges:
             parts = {leaf: _rows(view, first, end) for leaf, view in views.items()}
             self._step(low + first, low + end, parts, None)
 

@@ -27,6 +27,19 @@ def readable(loader: Any) -> bool:
     return Examples.are_read_by(loader)
 
 
+def equal_ranges(keys: Sequence[Hashable]) -> list[tuple[int, int]]:
+    """Return the ranges of neighbours with equal keys, from the first one to before the last one.
+
+    Args:
+        keys: One key for each client.
+
+    Example:
+        >>> equal_ranges([3, 3, 1])
+        [(0, 2), (2, 3)]
+    """
+    return list(pairwise([0, *(place for place in range(1, len(keys)) if keys[place] != keys[place - 1]), len(keys)]))
+
+
 def name_of_data(loader: Any) -> str:
     """Return the name of the class of the data that a loader reads, as its user knows it.
 
@@ -140,8 +153,7 @@ class StackReader:
         changes = {place for own in sizes for place, (a, b) in enumerate(pairwise([*own, 0]), 1) if a != b}
         for first, end in pairwise(sorted({0, *changes})):
             keys = [(own[first] if first < len(own) else 0, phase) for own, phase in zip(sizes, phases, strict=True)]
-            edges = [0, *(place for place in range(1, len(keys)) if keys[place] != keys[place - 1]), len(keys)]
-            yield range(first, end), [(low, high) for low, high in pairwise(edges) if keys[low][0]]
+            yield range(first, end), [(low, high) for low, high in equal_ranges(keys) if keys[low][0]]
 
     def read(self, low: int, high: int, number: int) -> tuple[Tensor, Tensor]:
         """Read a batch of equal size from each of several clients.
