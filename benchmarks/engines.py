@@ -99,6 +99,8 @@ class Cell:
     method: str
     cohort: int
     fleet: int
+    batch: int = BATCH
+    stack_size: int | str = "auto"
 
 
 class Noise(FederatedDataModule):
@@ -114,7 +116,7 @@ class Noise(FederatedDataModule):
         self.num_classes = 10
         super().__init__(
             num_clients=cell.fleet,
-            batch_size=BATCH,
+            batch_size=cell.batch,
             eval_split="test",
             test_per_client=10,
             partition=PARTITIONS[cell.partition],
@@ -208,6 +210,7 @@ def run_federation(cell: Cell, samples: int, rounds: int, engine: str, ranks: in
                 eval_clients=1,
                 pictures_every_n_rounds=0,
                 local_engine=engine,  # type: ignore[arg-type]
+                stack_size=cell.stack_size,  # type: ignore[arg-type]
                 **options,
             ),
             seed=SEED,
@@ -303,16 +306,18 @@ def main() -> None:
     parser.add_argument("--fleets", nargs="+", type=int, default=[1], help="numbers of clients, in cohorts")
     parser.add_argument("--runs", nargs="+", choices=RUNS, default=list(RUNS), help="engine and number of ranks")
     parser.add_argument("--samples", type=int, default=500, help="number of training samples of a client, on average")
+    parser.add_argument("--batch", type=int, default=BATCH, help="number of samples in a batch")
+    parser.add_argument("--stack-size", type=int, default="auto", help="largest number of clients in a stack")
     parser.add_argument("--rounds", type=int, default=4, help="number of measured rounds of a run")
     parser.add_argument("--cycles", type=int, default=3, help="number of runs of each side")
     parser.add_argument("--out", type=Path, help="file for the JSON; cells that it holds are kept")
     options = parser.parse_args()
     kept = json.loads(options.out.read_text())["cells"] if options.out and options.out.exists() else []
     cells: Mapping[Any, Any] = {_name(cell): cell for cell in kept}
-    result: dict[str, Any] = {"batch": BATCH}
+    result: dict[str, Any] = {}
     grid = (options.models, options.partitions, options.methods, options.cohorts, options.fleets)
     for model, partition, method, cohort, fleet in itertools.product(*grid):
-        cell = Cell(model, partition, method, cohort, cohort * fleet)
+        cell = Cell(model, partition, method, cohort, cohort * fleet, options.batch, options.stack_size)
         row = measure(cell, options.samples, options.rounds, options.cycles, options.runs)
         cells = {**cells, _name(row): row}
         result["cells"] = list(cells.values())
@@ -322,7 +327,8 @@ def main() -> None:
 
 
 def _name(row: Mapping[str, Any]) -> tuple[Any, ...]:
-    return tuple(row[key] for key in ("model", "partition", "method", "cohort", "fleet", "samples"))
+    keys = ("model", "partition", "method", "cohort", "fleet", "batch", "stack_size", "samples")
+    return tuple(row[key] for key in keys)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ _messages = WarningCache()
 _SLOW = nn.modules.instancenorm._InstanceNorm
 """Layers without a rule of their own, which are slow as a stack."""
 _FEWEST = 3
-"""Smallest stack that gains."""
+"""Smallest cohort that gains; the two clients of a smaller one gain more from two ranks."""
 _HOOKS = ("train", "finetune")
 """Hooks of a method in which clients wait for each other."""
 
@@ -73,12 +73,12 @@ def choose_worker(
 def _may_gain(module: LightningModule, algorithm: FederatedAlgorithm, federation: Federation) -> bool:
     """Return whether stacks may be faster, as far as this is known before a trial, and are safe for the method."""
     size = federation.stack_size
-    if federation.clients_per_round < _FEWEST or (size != "auto" and size < _FEWEST):
+    if federation.clients_per_round < _FEWEST or size == 1:
         return False
     if federation.client_timeout is not None or any(isinstance(child, _SLOW) for child in module.modules()):
         return False
     weights = sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
-    if 3 * weights * _FEWEST > ON_CPU:  # with gradients and an optimizer's state; spares a large network the trial
+    if 2 * 3 * weights > ON_CPU:  # two, with gradients and an optimizer's state; spares a large network the trial
         return False
     return all(_is_ours(getattr(type(algorithm), hook)) for hook in _HOOKS)
 

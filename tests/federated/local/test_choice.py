@@ -42,6 +42,14 @@ class Large(Classifier):
 
     def __init__(self):
         super().__init__()
+        self.more = nn.Linear(1700, 1700)
+
+
+class Middling(Classifier):
+    """Classifier of which two fit into the memory of a stack, and three do not."""
+
+    def __init__(self):
+        super().__init__()
         self.more = nn.Linear(1500, 1500)
 
 
@@ -112,7 +120,7 @@ class WeightNormed(Classifier):
 
 ALONE = {
     "few clients": {"per_round": 2},
-    "small stacks": {"stack_size": 2},
+    "stacks of one": {"stack_size": 1},
     "a clock of each client": {"client_timeout": 100.0},
     "instance norm": {"module": Normed},
     "a function in a loop": {"module": WeightNormed},
@@ -152,3 +160,7 @@ def test_a_trial_leaves_nothing_in_the_lists_of_a_module(fit):
 
         fit(engine, module=module)
         assert len(seen) == 6 * 5
+
+
+def test_two_clients_of_a_middling_network_are_a_stack(fit):
+    assert fit(module=Middling)[0] == [2, 2, 2]

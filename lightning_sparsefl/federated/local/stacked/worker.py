@@ -35,7 +35,8 @@ from lightning_sparsefl.types import FitResult, Masks, Weights
 
 _messages = WarningCache()
 ON_CPU = 64 * 2**20
-"""Largest number of bytes of a stack on a CPU; measured with LeNet5, whose stacks of 5 and 10 take equal times."""
+"""Largest number of bytes of the weights of a stack on a CPU, with gradients and an optimizer's state; measured with
+LeNet5, whose stacks of 5 and 10 take equal times."""
 _MOST = 25
 """Largest number of clients in a stack."""
 _MOST_SCORED = 50
@@ -89,18 +90,18 @@ class StackedWorker(ClientWorker):
     def stack_size(self, cohort: int) -> int:
         """Return the number of clients in a stack by a fixed rule, so that a run repeats itself.
 
-        Weights, gradients and activations of a stack take a limited number of bytes, or a part of a GPU's memory, and a
-        cohort has two stacks where they can have three clients, so that two ranks have work.
+        Weights, gradients and an optimizer's state of a stack take a limited number of bytes, or a part of a GPU's
+        memory, and activations twice as many, with their gradients. A cohort has two stacks where they can have three
+        clients, so that two ranks have work.
 
         Args:
             cohort: Number of clients in a round.
 
         Returns:
-            The number; 1 where fewer than three clients fit.
+            The number; 1 where two clients do not fit.
         """
-        each = self._element * (3 * self.flat.layout.size + 2 * self._trial.activations)
-        size = min(self._budget // each, _MOST, max(3, math.ceil(cohort / 2)))
-        return size if size >= 3 else 1
+        each = self._element * max(3 * self.flat.layout.size, self._trial.activations)
+        return max(1, min(self._budget // each, _MOST, max(3, math.ceil(cohort / 2))))
 
     def score_size(self, clients: int) -> int:
         """Return the largest number of clients whose models are evaluated at once, by a fixed rule as well.
@@ -109,15 +110,14 @@ class StackedWorker(ClientWorker):
             clients: Number of clients that are evaluated.
 
         Returns:
-            The number; 1 where fewer than three models fit. It is lowered where their samples do not fit.
+            The number; 1 where two models do not fit. It is lowered where their samples do not fit.
         """
         fits = self._budget // (self._element * self.flat.layout.size)
-        size = min(fits, _MOST_SCORED, max(3, math.ceil(clients / 2)))
-        return size if size >= 3 else 1
+        return max(1, min(fits, _MOST_SCORED, max(3, math.ceil(clients / 2))))
 
     @property
     def _budget(self) -> int:
-        """Largest number of bytes of a stack."""
+        """Largest number of bytes of the weights of a stack, with gradients and an optimizer's state."""
         if self.device.type != "cuda":
             return ON_CPU
         return int(torch.cuda.get_device_properties(self.device).total_memory) // 8
