@@ -53,6 +53,17 @@ class Middling(Classifier):
         self.more = nn.Linear(1500, 1500)
 
 
+class Wide(Classifier):
+    """Classifier with few weights, of whose activations those of two clients fit into the memory of a stack."""
+
+    def __init__(self):
+        super().__init__()
+        self.pad = nn.ConstantPad1d((0, 900_000), 1.0)
+
+    def forward(self, x):
+        return super().forward(x) + self.pad(x).mean()
+
+
 class OwnTrain(FedAvg):
     """Method of a user, which may keep values of one client in its attributes."""
 
@@ -162,5 +173,6 @@ def test_a_trial_leaves_nothing_in_the_lists_of_a_module(fit):
         assert len(seen) == 6 * 5
 
 
-def test_two_clients_of_a_middling_network_are_a_stack(fit):
-    assert fit(module=Middling)[0] == [2, 2, 2]
+@pytest.mark.parametrize("module", [Middling, Wide])
+def test_two_clients_are_a_stack_where_no_more_fit(module, fit):
+    assert fit(module=module)[0] == [2, 2, 2]
