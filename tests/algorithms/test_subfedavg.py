@@ -10,7 +10,7 @@ from helpers.scripted import Scripted, scripted_client
 from lightning_sparsefl import FedAvg, SubFedAvg
 from lightning_sparsefl.errors import InvalidOption
 from lightning_sparsefl.federated.aggregation.reducers import CoverageMean
-from lightning_sparsefl.federated.commands.profile import SimulatedWorker
+from lightning_sparsefl.federated.commands.simulated_worker import SimulatedWorker
 from lightning_sparsefl.federated.exchange.flat import Layout
 from lightning_sparsefl.sparse.masks import density, same
 from lightning_sparsefl.types import Message

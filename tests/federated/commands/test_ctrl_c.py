@@ -14,9 +14,9 @@ from lightning.pytorch import Callback
 from helpers.networks import Classifier
 from lightning_sparsefl import SNIP, Ditto, FedAvg, FederatedTrainer, Federation
 from lightning_sparsefl.data import FederatedBlobs
-from lightning_sparsefl.federated.commands import profile as profiling
 from lightning_sparsefl.federated.commands.export import _Job
 from lightning_sparsefl.federated.commands.run import Run
+from lightning_sparsefl.federated.commands.simulation import Simulation
 from lightning_sparsefl.federated.local.node import Node
 from lightning_sparsefl.federated.storage.checkpoint import load_checkpoint
 from lightning_sparsefl.testing.contents import last_contents
@@ -224,7 +224,7 @@ def test_an_export_lists_its_complete_files(method, kept, command, caplog, monke
 
 
 def test_a_profile_says_that_nothing_is_written(command, caplog, monkeypatch):
-    press_at(monkeypatch, profiling._Simulation, "_simulate", 1)
+    press_at(monkeypatch, Simulation, "_simulate", 1)
     with pytest.raises(KeyboardInterrupt):
         command("profile")
     assert "SIGINT: nothing is written." in caplog.text

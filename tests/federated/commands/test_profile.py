@@ -21,7 +21,7 @@ from lightning_sparsefl.algorithms import FedP3
 from lightning_sparsefl.data import IID, ClientDataModules, Dirichlet, FederatedDigits
 from lightning_sparsefl.errors import InvalidOption
 from lightning_sparsefl.federated import CohortSampler, FederatedAlgorithm
-from lightning_sparsefl.federated.commands.profile import SimulatedWorker
+from lightning_sparsefl.federated.commands.simulated_worker import SimulatedWorker
 from lightning_sparsefl.federated.exchange.flat import Layout
 from lightning_sparsefl.federated.sampling.draws import uniform_cohort
 from lightning_sparsefl.federated.storage.atomic_files import load_plain
