@@ -13,8 +13,10 @@ Departures from the papers and their authors' code:
 
 - The penalty is on the smallest *kept* weights. The code ranks all entries, so that below a density of one half it
   penalizes zeros, which changes nothing. The penalized weights are chosen once per fit, and in every round, as in the
-  code; the paper trains with the penalty just before it prunes.
-- The learning rate follows the formula at each step; in the code it never decreases, and `max_lr` is 0.01.
+  code; the paper trains with the penalty just before it prunes. Their number falls by a cosine to 0 in round
+  `adjust_until`, as in the code, where it grows again after that round; here it stays 0.
+- The learning rate follows the formula at each step; in the code it never decreases, `max_lr` is 0.01, and the strength
+  of the penalty is 1 whatever its option says.
 - FedTiny's progressive pruning of one block at a time, and its choice of a first mask by batch statistics, are not
   offered. The first mask keeps the largest weights with the densities of ERK; FedMef's paper draws it.
 - Activations are pruned without the paper's normalized convolutions, as in the code.
@@ -64,7 +66,7 @@ class FedMef(FederatedAlgorithm):
     penalty: float = 0.01
     """Strength of the penalty on the smallest weights (lambda), >= 0; 0 = neither penalty nor raised rates: FedTiny."""
     penalized: float = 0.5
-    """Fraction of a layer's kept weights that is penalized (gamma), in [0, 1]."""
+    """Fraction of a layer's kept weights that is penalized at first (gamma), in [0, 1]; it falls by a cosine."""
     psi: float = 1.0
     """Factor of the raised learning rate, >= 0."""
     max_lr: float = 0.1
@@ -104,11 +106,20 @@ class FedMef(FederatedAlgorithm):
             return 0.0
         return cosine(self.exchange, round, self.adjust_until + 1)
 
+    def share(self, round: int) -> float:
+        """Return the fraction of a layer's kept weights that is penalized in a round.
+
+        Args:
+            round: Number of the round, from 0.
+        """
+        return cosine(self.penalized, round, self.adjust_until + 1)
+
     def callbacks(self, message: Message, client: Client) -> list[Callback]:
         """Return the penalty and the pruning of activations."""
         masks, found = message.masks, list[Callback]()
         if self.penalty:
-            found.append(BudgetAwareExtrusion(self.penalty, self.penalized, self.psi, self.max_lr, masks=masks))
+            share = self.share(client.round)
+            found.append(BudgetAwareExtrusion(self.penalty, share, self.psi, self.max_lr, masks=masks))
         if self.activation_density is not None:
             found.append(ActivationPruning(self.activation_density))
         return found

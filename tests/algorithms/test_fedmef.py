@@ -59,6 +59,13 @@ def test_the_rate_of_an_adjustment():
     assert not any(method.rate(t) for t in (0, 300, 310))
 
 
+def test_the_penalized_share_falls_to_0_in_the_last_round_with_an_adjustment(client):
+    method = FedMef()
+    assert [method.share(t) for t in (0, 150, 300, 450, 600)] == pytest.approx([0.5, 0.25, 0.0, 0.0, 0.0])
+    (penalty,) = method.callbacks(MESSAGE, client(round=150)[0])
+    assert penalty.share == pytest.approx(0.25)
+
+
 def test_a_client_sends_the_largest_gradients_of_pruned_weights(client):
     someone, script = client(WEIGHTS, SLOPES, round=2)
     method = FedMef(exchange=0.6, adjust_every=1, adjust_until=8)

@@ -20,6 +20,11 @@ def rate(alpha, t, every, end):
     return 0.5 * alpha * (1 + math.cos(math.pi * t / end)) if t and t % every == 0 and t <= end else 0.0
 
 
+def penalized(gamma, t, end):
+    """gamma / 2 (1 + cos(pi t / t_end)) up to t_end, and 0 after it."""
+    return 0.5 * gamma * (1 + math.cos(math.pi * t / end)) if t <= end else 0.0
+
+
 def exchanged(mask, share):
     alive = int(mask.sum())
     return min(math.floor(round(share * alive, 9)), mask.size - alive)
@@ -79,7 +84,8 @@ class FedMef:
 
     def round(self, batches, search):
         """`search[k]` is the batch of the gradient that client k sends."""
-        trained = {k: train_with_penalty(self.weights, batches[k], self.masks, self.sgd, **self.local) for k in batches}
+        local = {**self.local, "share": penalized(self.local["share"], self.t, self.end)}
+        trained = {k: train_with_penalty(self.weights, batches[k], self.masks, self.sgd, **local) for k in batches}
         mean, share = weighted_mean(trained, self.sizes), rate(self.alpha, self.t, self.every, self.end)
         if share:
             sent = {}
