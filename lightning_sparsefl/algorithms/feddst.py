@@ -115,7 +115,10 @@ class FedDST(FederatedAlgorithm):
     def download(self, server: ServerState, view: ClientView) -> Message:
         """Send the model under the mask, with the fraction to exchange in rounds with a search."""
         message, rate = super().download(server, view), self.rate(view.round, view.max_rounds)
-        return replace(message, extra={_SEARCH: {_RATE: torch.tensor([rate])}}) if rate else message
+        if not rate:
+            return message
+        # in single precision a rate may be above itself, and one weight more would be exchanged
+        return replace(message, extra={_SEARCH: {_RATE: torch.tensor([rate], dtype=torch.float64)}})
 
     def download_for(self, server: ServerState, view: ClientView, task: Literal["score", "finetune"]) -> Message:
         """Send the model under the mask."""

@@ -6,7 +6,7 @@ import torch
 from lightning_sparsefl import FedAvg, FedDST
 from lightning_sparsefl.errors import InvalidOption
 from lightning_sparsefl.federated.exchange.plain_values import unpack_plain
-from lightning_sparsefl.sparse.density import erk, kept_counts
+from lightning_sparsefl.sparse.density import ceil_count, erk, kept_counts
 from lightning_sparsefl.sparse.masks import same
 from lightning_sparsefl.types import Merged, Message, ServerState
 
@@ -72,6 +72,9 @@ def test_only_a_search_opens_the_votes(view):
     search, plain = (method.download(state, view(round=t, max_rounds=40)) for t in (1, 2))
     assert float(search.extra["search"]["rate"]) == 0.5
     assert method.may_vote(search) == {}
+    # in single precision .3 is above .3, and a layer of 1,000 weights would exchange 301
+    rate = FedDST(exchange=0.3).download(state, view(round=1, max_rounds=40)).extra["search"]["rate"]
+    assert ceil_count(float(rate), 1000) == 300
     assert same(method.may_vote(plain), {"w": MASK})
     assert method.download_for(state, view(round=1, max_rounds=40), "score").extra == {}
 
