@@ -8,6 +8,9 @@ averages each weight over the clients that keep it, and prunes each layer to its
 
 Departures from the paper and the authors' code:
 
+- The first mask is drawn at random. The code keeps the largest first weights: ``first="magnitude"``.
+- The densities of layers are those of ERK. The code scales ERK's sparsities instead, so that large layers have about
+  the same density.
 - A client drops the same share of a layer in every search, as in the code, whose cosine only decides when searches end.
   The paper's cosine: ``annealing="cosine"``.
 - Weights grow where there was none before; the code ranks all positions, and sets kept weights to zero. A layer
@@ -37,7 +40,7 @@ from lightning_sparsefl.federated.options import check_choices
 from lightning_sparsefl.seeds import generator
 from lightning_sparsefl.sparse.density import ceil_count, erk, kept_counts, prunable
 from lightning_sparsefl.sparse.masks import apply, counts
-from lightning_sparsefl.sparse.prune import keep_largest_by, random_masks, shrink
+from lightning_sparsefl.sparse.prune import keep_largest_by, prune_to, random_masks, shrink
 from lightning_sparsefl.sparse.regrow import regrow
 from lightning_sparsefl.sparse.rescale import fan_in_scale
 from lightning_sparsefl.sparse.schedule import cosine
@@ -68,6 +71,8 @@ class FedDST(FederatedAlgorithm):
     """Number of clients that must keep a weight for it to stay."""
     dense_layers: tuple[str, ...] = ()
     """Patterns of names of layers that are not pruned."""
+    first: Literal["random", "magnitude"] = "random"
+    """First mask: drawn at random, or of the largest first weights of each layer (the code)."""
     rescale: bool = False
     """Whether to multiply the first weights of each output by the root of its fan-in over the kept part of it, without
     which a sparse network without norms may not start to learn; not in the paper."""
@@ -82,16 +87,19 @@ class FedDST(FederatedAlgorithm):
             require(value >= least, f"algorithm.{name}", value, f"a whole number >= {least}")
 
     def init(self, weights: Weights, fleet: Fleet) -> ServerState:
-        """Draw the first mask, which determines the number of weights of every layer for the whole run."""
+        """Make the first mask, which determines the number of weights of every layer for the whole run."""
         parameters = {name: value for name, value in weights.items() if name not in fleet.buffers}
-        shapes = {name: weights[name].shape for name in prunable(parameters, self.dense_layers)}
-        drawn = random_masks(shapes, self._counts(shapes), generator(fleet.seed, "FedDST mask"))
-        masks = {name: mask.to(fleet.device) for name, mask in drawn.items()}
+        pool = {name: weights[name] for name in prunable(parameters, self.dense_layers)}
+        if self.first == "magnitude":
+            masks = prune_to(magnitude(pool), self._counts(pool))
+        else:
+            drawn = random_masks(pool, self._counts(pool), generator(fleet.seed, "FedDST mask"))
+            masks = {name: mask.to(fleet.device) for name, mask in drawn.items()}
         scale = {name: fan_in_scale(mask) for name, mask in masks.items()} if self.rescale else {}
         first = {name: value * scale[name] if name in scale else value for name, value in weights.items()}
         return ServerState(round=0, weights=apply(first, masks), masks=masks)
 
-    def _counts(self, shapes: Masks | dict[str, torch.Size]) -> dict[str, int]:
+    def _counts(self, shapes: Weights) -> dict[str, int]:
         """Return the number of weights that each layer keeps."""
         return kept_counts(shapes, erk(shapes, self.density))
 
@@ -115,10 +123,9 @@ class FedDST(FederatedAlgorithm):
     def download(self, server: ServerState, view: ClientView) -> Message:
         """Send the model under the mask, with the fraction to exchange in rounds with a search."""
         message, rate = super().download(server, view), self.rate(view.round, view.max_rounds)
-        if not rate:
-            return message
-        # in single precision a rate may be above itself, and one weight more would be exchanged
-        return replace(message, extra={_SEARCH: {_RATE: torch.tensor([rate], dtype=torch.float64)}})
+        return (
+            replace(message, extra={_SEARCH: {_RATE: torch.tensor([rate], dtype=torch.float64)}}) if rate else message
+        )
 
     def download_for(self, server: ServerState, view: ClientView, task: Literal["score", "finetune"]) -> Message:
         """Send the model under the mask."""

@@ -28,6 +28,7 @@ KEEPS_4 = 4 / 6
         ("epochs_after_search", -1, "a whole number >= 0"),
         ("min_votes", 0, "a whole number >= 1"),
         ("annealing", "linear", "one of 'constant', 'cosine'"),
+        ("first", "erk", "one of 'random', 'magnitude'"),
     ],
 )
 def test_an_option_outside_its_range_is_refused(option, value, expected):
@@ -54,6 +55,17 @@ def test_first_weights_may_be_rescaled_to_the_inputs_that_are_kept(fleet):
     for name, mask in scaled.masks.items():
         for row, kept, values in zip(plain.weights[name], mask, scaled.weights[name], strict=True):
             assert torch.equal(values, row * (kept.numel() / max(1, int(kept.sum()))) ** 0.5)
+
+
+def test_the_first_mask_of_the_code_keeps_the_largest_weights(fleet):
+    weights = {name: torch.arange(float(w.numel())).reshape(w.shape) - 10 for name, w in LAYERS.items()}
+    drawn, largest = (
+        FedDST(density=0.5, first=first).init(weights, fleet(buffers=["mean"])) for first in ("random", "magnitude")
+    )
+    for name, mask in largest.masks.items():
+        assert int(mask.sum()) == int(drawn.masks[name].sum())
+        assert weights[name][mask].abs().min() >= weights[name][~mask].abs().max()
+        assert torch.equal(largest.weights[name], weights[name] * mask)
 
 
 def test_when_clients_search():

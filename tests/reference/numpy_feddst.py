@@ -19,6 +19,15 @@ def searched(mask, weight, slope, rate, count):
     return kept.reshape(mask.shape), places.reshape(mask.shape)
 
 
+def largest_of(weights, counts):
+    """Masks of each layer's largest |w|; of equal ones the first."""
+    masks = {}
+    for name, count in counts.items():
+        places = np.argsort(-np.abs(weights[name]).ravel(), kind="stable")[:count]
+        masks[name] = np.isin(np.arange(weights[name].size), places).reshape(weights[name].shape)
+    return masks
+
+
 class FedDST:
     """`masks` is the server's first mask, whose numbers of weights stay; `rates[t]` is what a round exchanges."""
 

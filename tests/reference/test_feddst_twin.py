@@ -45,7 +45,10 @@ def compare_feddst(fit, method, sgd, batch_size, rounds=ROUNDS, **federation):
     initial, record = fit(method, sgd, batch_size, rounds, **federation)
     shapes = pool_of(initial, "weights")
     counts = kept_counts(shapes, method.density, "erk")
-    first = arrays(random_masks(shapes, counts, generator(SEED, "FedDST mask")))
+    if method.first == "magnitude":
+        first = slow.largest_of(initial, counts)
+    else:
+        first = arrays(random_masks(shapes, counts, generator(SEED, "FedDST mask")))
     twin = slow.FedDST(initial, first, SIZES, sgd, rates(method, rounds), method.min_votes)
     changed = 0
     for t, done in enumerate(record):
@@ -77,8 +80,9 @@ SEARCHING = {"density": 0.5, "exchange": 0.5, "search_every": 1, "search_until":
         ({"search_every": 2, "density": 0.3}, HEAVY, 4),
         ({"epochs_after_search": 1}, PLAIN, 64),
         ({"min_votes": 2, "epochs_after_search": 1}, HEAVY, 64),
+        ({"first": "magnitude", "density": 0.4}, PLAIN, 64),
     ],
-    ids=["constant", "cosine", "seldom", "trained", "two votes"],
+    ids=["constant", "cosine", "seldom", "trained", "two votes", "largest"],
 )
 def test_feddst(fit, options, sgd, batch_size):
     assert compare_feddst(fit, FedDST(**{**SEARCHING, **options}), sgd, batch_size)
