@@ -12,10 +12,11 @@ Departures from the paper and the authors' code:
   is exact: it receives the thresholds of all rounds since its last one, and starts from the run's initial weights if it
   was never drawn. They are measured, but not in the paper's bytes, which count those of a round. In one of the authors'
   programs only the drawn clients follow, and by the last change.
-- The program for CIFAR passes gradients to thresholds only where a mean magnitude is more than 1 away from the
-  threshold, so that these are hardly trained; here the gradient passes unchanged, as in the paper. The program for
-  Fashion-MNIST also increases the strength over the rounds.
-- The optimizer starts anew in every round; in the code each client keeps its momentum.
+- The programs for CIFAR pass gradients to thresholds only where a mean magnitude is more than 1 away from the
+  threshold, so that these are hardly trained; here the gradient passes unchanged, as in the paper. The programs for
+  Fashion-MNIST and CIFAR-100 also increase the strength over the rounds.
+- Thresholds stay in [-5, 5]; the code computes the bounded values and drops them.
+- The optimizer starts anew in every round; in the program for Fashion-MNIST each client keeps its momentum.
 - A client is scored with its own weights under its own last thresholds. There is no common model: ``global/*`` are the
   scores of the initial weights.
 - Density in the costs is that after the client's last turn, and 1 before it. The sums over rows of weights that
