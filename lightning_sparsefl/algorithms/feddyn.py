@@ -9,7 +9,10 @@ corrects the mean of the clients' weights by h, the mean of these estimates.
 
 Departures from the authors' code:
 
-- The mean is plain, as in the paper; the code can weight clients by their numbers of samples.
+- The mean is plain, and alpha is the same for all clients, as in the paper; the code divides alpha by a client's number
+  of samples in units of the mean number.
+- The server's model is scored, which h has corrected and which clients receive. The code scores the mean of the
+  clients' weights before that correction.
 - A coordinate that no client votes on keeps its value and h. One that a part of the cohort votes on changes h by the
   number of its voters, as DepthFL needs; without masks this is the paper's rule.
 - h and the clients' estimates are of parameters alone; buffers are averaged by samples, as in FedAvg.

@@ -17,8 +17,8 @@ Departures from the paper, of which no program is public:
 - Distances in time below a millisecond count as one. Times are simulated from FLOPs, bytes and the client's capacity.
 - Batch norms use the statistics of the current batch and keep none, since running statistics would mix networks of
   different units.
-- Under this name, the program of FedLPS (Table I) has another bandit: it explores with probability 1/m, has ratios of
-  at least .2, and splits arms with copies of their rewards.
+- Under this name, the program of FedLPS (Table I) has another bandit: it explores with probability 1/m, prunes at most
+  .8 of the units, and splits arms with copies of their rewards.
 """
 
 from __future__ import annotations

@@ -19,7 +19,9 @@ Departures from the paper, of which no code of the authors is public:
   part for the first time receives all weights. Plato's program takes plain means over all clients instead.
 - As masks diverge, few weights are common. ``common`` in the clients' metrics is the part of its model that a client
   received.
-- A unit's norm is the sum of the magnitudes of its outgoing weights; biases and norms are removed with it.
+- A unit's norm is the sum of the magnitudes of its outgoing weights; biases and norms are removed with it, and so
+  are the weights that read it. The two programs remove outgoing weights alone, and count weights where `density` counts
+  units.
 
 The forward passes of the gate over validation data are not in the FLOPs, since their number is not known; those over
 training data are in ``flops/train``.

@@ -19,7 +19,8 @@ Departures from the authors' code:
   the same batch. The gradients are equal, as the networks have no common weights, except for clipping, which is applied
   to each network here.
 - The client's number and the round determine which networks it trains; the code shuffles the networks and assigns them
-  in turn.
+  in turn. Its number alone determines the networks that it predicts with; in the code, all clients of a width predict
+  with the same ones.
 - Incoming weights are scaled up once, to the scale of an initialization of the narrow layers; the code also scales
   outputs in each pass.
 - Batch norms have no running statistics and use those of the current batch, as in the code. A norm over channels of
