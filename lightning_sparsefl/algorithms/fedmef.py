@@ -19,6 +19,7 @@ Departures from the papers and their authors' code:
   of the penalty is 1 whatever its option says.
 - FedTiny's progressive pruning of one block at a time, and its choice of a first mask by batch statistics, are not
   offered. The first mask keeps the largest weights with the densities of ERK; FedMef's paper draws it.
+- `density` is that of the layers with masks; in the code that of all parameters, of which biases and norms stay dense.
 - Activations are pruned without the paper's normalized convolutions, as in the code.
 - Growth is decided by the magnitude of the mean of signed gradients, in which a weight that a client did not send
   counts as zero. A weight that is dropped in the same round has no gradients, so it returns only if too few others do.

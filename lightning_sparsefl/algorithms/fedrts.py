@@ -8,7 +8,8 @@ gradients. Both are evidence for the distributions, from which the server then d
 
 Departures from the paper and the authors' code:
 
-- The first mask keeps the largest weights with the densities of ERK.
+- The first mask keeps the largest weights with the densities of ERK, as in the code, where `density` is that of all
+  parameters, of which biases and norms stay dense.
 - The number of weights that a round would exchange is at most that of the dead ones; in the code, only in adjustments.
 - In the code the fraction to exchange grows again after `adjust_until`, where nothing is exchanged; here it is 0.
 - Draws depend on the run's seed and the round. Ties are broken by the index.
