@@ -31,7 +31,7 @@ def start(weights: Weights, fleet: Fleet) -> ServerState:
         fleet: All clients.
     """
     masks = dense_like({name: value for name, value in weights.items() if name not in fleet.buffers})
-    share = torch.tensor(fleet.clients_per_round / len(fleet))
+    share = torch.tensor(fleet.clients_per_round / len(fleet), dtype=torch.float64)
     return ServerState(round=0, weights=weights, extra={"first_masks": masks, "plan": {"participations": share}})
 
 

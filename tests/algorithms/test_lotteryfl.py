@@ -7,6 +7,7 @@ import torch
 
 from helpers.scripted import Scripted, scripted_client
 from lightning_sparsefl import FedAvg, LotteryFL
+from lightning_sparsefl.algorithms._personal_masks import participations
 from lightning_sparsefl.errors import InvalidOption
 from lightning_sparsefl.federated.aggregation.reducers import CoverageMean, PlainMean
 from lightning_sparsefl.sparse.masks import same
@@ -131,6 +132,13 @@ def test_a_profile_has_the_masks_of_open_gates(fleet):
     kept = [int(method.profile_state(state, round).masks["w"].sum()) for round in range(0, 20, 2)]
     # the percentile keeps 100, 90, 81, 73, 65, 58, 52 and 46, and then the nominal density .4783 is reached
     assert kept == [100, 90, 81, 73, 65, 58, 52, 46, 46, 46]
+
+
+def test_a_profile_counts_the_whole_share_of_the_rounds(fleet):
+    people = fleet(clients=10)
+    people.clients_per_round = 7
+    state = LotteryFL().init({"w": torch.ones(1)}, people)
+    assert [participations(state, round) for round in (10, 100, 1000)] == [7, 70, 700]
 
 
 def test_a_gate_on_training_data_is_charged(facts):
