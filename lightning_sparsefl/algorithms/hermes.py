@@ -16,7 +16,8 @@ Departures from the paper, of which no code of the authors is public:
   `min_score`. Two public programs, of Plato and of FedLPS, do so before training.
 - The strength of the penalty is not known to be that of the paper; the other defaults are those of Plato's program.
 - Weights that all clients of the last cohort had are replaced, also on clients that were not in it. A client that takes
-  part for the first time receives all weights. Plato's program takes plain means over all clients instead.
+  part for the first time receives all weights. The mean is uniform. Plato's program takes the mean of all weights over
+  the cohort, by samples, since its test for common ones never holds.
 - As masks diverge, few weights are common. ``common`` in the clients' metrics is the part of its model that a client
   received.
 - A unit's norm is the sum of the magnitudes of its outgoing weights; biases and norms are removed with it, and so
