@@ -34,17 +34,15 @@ def with_run_config(args: Sequence[str], subcommands: Collection[str]) -> list[s
     """
     args = list(args)
     position = next((index for index, arg in enumerate(args) if arg in subcommands), None)
-    if position is None or _has_config(args, args[position]):
-        return args
-    ckpt_path = _value_of("--ckpt_path", args)
-    if ckpt_path in (None, *NEWEST):
+    ckpt_path = None if position is None else _value_of("--ckpt_path", args)
+    if position is None or ckpt_path in (None, "null", *NEWEST):
         return args
     path = Path(str(ckpt_path))
     if not path.exists():
         raise InvalidOption(
             f"`ckpt_path` is {ckpt_path!r}, which does not exist; expected a run folder or a checkpoint."
         )
-    config = config_of(path)
+    config = None if _has_config(args, args[position]) else config_of(path)
     if config is None:
         return args
     rank_zero_info(f"Configuration of the run: {config}")

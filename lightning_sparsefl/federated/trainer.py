@@ -289,7 +289,8 @@ class FederatedTrainer:  # long because LightningCLI reads every option from its
         Args:
             model: Module of the run.
             datamodule: Data module with `sample_shape`, `batch_size` and `client_sizes`; its data need not be on disk.
-            ckpt_path: Ignored; accepted so that the `config.yaml` of a run can be profiled.
+            ckpt_path: Checkpoint or folder of the run. On the command line, its configuration is used if no other is
+                given; nothing else is read, so that the `config.yaml` of a resumed run can be profiled.
             json: Whether to print JSON instead of tables.
         """
         del ckpt_path

@@ -77,12 +77,19 @@ def test_a_path_with_nothing_there_is_named(command, sparsefl):
     assert "`ckpt_path` is 'nowhere/last.ckpt', which does not exist; expected a run folder or a checkpoint." in err
 
 
+def test_a_path_with_nothing_there_is_named_beside_a_configuration(sparsefl):
+    code, _, err = sparsefl("profile", "--config", QUICKSTART, "--ckpt_path", "nowhere")
+    assert code == 2
+    assert "`ckpt_path` is 'nowhere', which does not exist; expected a run folder or a checkpoint." in err
+
+
 @pytest.mark.parametrize(
     "args",
     [
         ["test"],
         ["test", "--ckpt_path"],
         ["test", "--ckpt_path=last"],
+        ["test", "--ckpt_path=null"],
         ["test", "--ckpt_path=RUN", "-c", "x.yaml"],
         ["--config=x.yaml", "test", "--ckpt_path=RUN"],
         ["test", "--ckpt_path=RUN", "--algorithm=FedAvg", "--model=MLP", "--data", "FederatedDigits"],
