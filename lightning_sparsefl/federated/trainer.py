@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from pdb import post_mortem
@@ -143,7 +143,8 @@ class FederatedTrainer:  # long because LightningCLI reads every option from its
                 f"`algorithm` is a {type(algorithm).__name__}; expected a method of `lightning_sparsefl.algorithms`, "
                 "or another `FederatedAlgorithm`."
             )
-        rounds, clients = _sorted_callbacks(_listed(callbacks), _listed(client_callbacks))
+        listed = _listed("callbacks", callbacks), _listed("client_callbacks", client_callbacks)
+        rounds, clients = _sorted_callbacks(*listed)
         self.options = RunOptions(
             algorithm=algorithm,
             federation=federation or Federation(),
@@ -410,8 +411,12 @@ def _first(devices: int | str | list[int]) -> int | list[int]:
     return devices[:1] if isinstance(devices, list) else 1
 
 
-def _listed(callbacks: list[Callback] | Callback | None) -> list[Callback]:
-    return [callbacks] if isinstance(callbacks, Callback) else list(callbacks or [])
+def _listed(option: str, callbacks: list[Callback] | Callback | None) -> list[Callback]:
+    several = isinstance(callbacks, Iterable) and not isinstance(callbacks, str)
+    listed: list[Any] = [] if callbacks is None else list(callbacks) if several else [callbacks]  # type: ignore[arg-type]
+    for callback in listed:
+        require(isinstance(callback, Callback), f"trainer.{option}", callback, "callbacks of Lightning")
+    return listed
 
 
 def _sorted_callbacks(rounds: list[Callback], clients: list[Callback]) -> tuple[list[Callback], list[Callback]]:

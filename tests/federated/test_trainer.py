@@ -307,6 +307,10 @@ def test_a_crash_after_training_leaves_the_last_checkpoint(trainer, monkeypatch)
 def test_bad_input(trainer):
     with pytest.raises(InvalidOption, match="expected a method of"):
         FederatedTrainer(algorithm="FedAvg")
+    with pytest.raises(InvalidOption, match=r"`trainer\.callbacks` is 3; expected callbacks of Lightning"):
+        trainer(callbacks=[3])
+    with pytest.raises(InvalidOption, match=r"`trainer\.client_callbacks` is 'StepMeter'; expected callbacks"):
+        trainer(client_callbacks="StepMeter")
     with pytest.raises(InvalidOption, match="without `num_clients`"):
         trainer().fit(UserModule(), None)
     with pytest.raises(InvalidOption, match="expected a `lightning"):
