@@ -65,13 +65,14 @@ def options_of_class(kind: type) -> dict[str, Any]:
         {'alpha': <class 'float'>, 'min_examples': <class 'int'>}
     """
     names = ArgumentParser().add_class_arguments(kind, fail_untyped=False)
-    hints = {name: hint for base in reversed(kind.__mro__) for name, hint in _hints_of_init(base).items()}
+    inits = [vars(base).get("__init__") for base in reversed(kind.__mro__)]
+    hints = {name: hint for init in inits for name, hint in _hints_of(init).items()}
     return {name: hints.get(name) for name in names if "." not in name}
 
 
-def _hints_of_init(kind: type) -> dict[str, Any]:
+def _hints_of(function: Any) -> dict[str, Any]:
     try:
-        return get_type_hints(vars(kind).get("__init__"))
+        return get_type_hints(function)
     except (NameError, TypeError):  # a name that only type checkers import, or no `__init__` of its own
         return {}
 
@@ -139,4 +140,22 @@ def naming_the_class(create: Callable[..., Any]) -> Callable[..., Any]:
         except Exception as error:
             raise NotCreated(kind, error) from error
 
+    return created
+
+
+def call_function(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Return the object that a function in the place of a class creates.
+
+    Args:
+        function: Function with an annotation of what it returns.
+        args: Positional arguments.
+        kwargs: Keyword arguments.
+
+    Raises:
+        TypeError: If the object is of another class than the annotation says.
+    """
+    created = function(*args, **kwargs)
+    kind = _hints_of(function).get("return")
+    if isinstance(kind, type) and not isinstance(created, kind):
+        raise TypeError(f"it returns {created!r}, but is annotated with {kind.__name__}")
     return created

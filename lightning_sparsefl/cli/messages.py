@@ -21,6 +21,8 @@ from lightning_sparsefl.errors import nearest
 _PARSER_DETAILS = re.compile(
     r"Does not validate|Subtypes:|Errors:|Expected a <class 'NoneType'>|Given value|Expected a path but"
 )
+_IMPORT_PATH = r"((?:[A-Za-z_]\w*\.)+[A-Za-z_]\w*)"
+_OTHER_TYPES = r"^Expected a <class '[\w.]+'>; |[.;] Expected a <class '[\w.]+'>"
 _TYPES = {
     "int": "a whole number",
     "float": "a number",
@@ -231,6 +233,9 @@ def _no_group_file(problem: Problem, match: re.Match[str]) -> str:
 
 def _wrong_type(problem: Problem, match: re.Match[str]) -> str:
     """Rewrite the message for a value of another type, of which there may be several."""
+    path = re.fullmatch(_IMPORT_PATH, problem.value)
+    if path is not None and problem.bases and _import_error(path[1]) is not None:  # one of the types is a class
+        return _not_imported(problem, path)
     expected = []
     for name, choices in re.findall(r"Expected a (?:<class '([\w.]+)'>|typing\.Literal\[(.*?)\])", problem.message):
         if name != "NoneType":
@@ -245,26 +250,50 @@ def _no_class(problem: Problem, match: re.Match[str]) -> str:
 
 
 def _not_imported(problem: Problem, match: re.Match[str]) -> str:
-    """Rewrite the message for a module whose import failed; importing it again tells the type of the error."""
-    reason = _condensed(problem.message).partition(": ")[2]
-    try:
-        import_module(match[1].rpartition(".")[0])
-    except Exception as error:
-        reason = described(error)
+    """Rewrite the message for a module whose import failed."""
+    reason = _import_error(match[1]) or _condensed(problem.message).partition(": ")[2]
     return f"`{problem.key}` is {match[1]!r}, which cannot be imported: {reason}"
+
+
+def _abstract(problem: Problem, match: re.Match[str]) -> str:
+    given = match[1] or problem.given_class
+    return f"`{problem.key}` is {given!r}, which has abstract methods; expected a subclass that has them all"
+
+
+def _nested_not_imported(problem: Problem, match: re.Match[str]) -> str:
+    """Rewrite the message for an option of a class whose own class may be in a module that cannot be imported."""
+    error = _import_error(match[2])
+    if error is None:
+        return _condensed(problem.message)
+    key = problem.key if problem.key.endswith(f".{match[1]}") else f"{problem.key}.{match[1]}"
+    return f"`{key}` is {match[2]!r}, which cannot be imported: {error}"
+
+
+def _import_error(path: str) -> str | None:
+    """Return the error of the import of a class's module with its type, which the parser leaves out, or None."""
+    try:
+        import_module(path.rpartition(".")[0])
+    except Exception as error:
+        return described(error)
+    return None
 
 
 def _not_created(problem: Problem, match: re.Match[str]) -> str:
     """Rewrite the message for a class whose constructor failed; a data set may just not be on disk."""
-    group = next((name for name, kind in KINDS.items() if kind in problem.bases), match[1])
-    reason = _condensed(problem.message).removesuffix(".")
+    group = next((name for name, kind in KINDS.items() if kind in problem.bases), None)
+    reason = re.sub(_OTHER_TYPES, "", _condensed(problem.message)).removesuffix(".")
     failed = NotCreated.PATTERN.fullmatch(reason)
     if failed is not None:
         reason = failed[2] if failed[1] == match[1] else f"{failed[1]}: {failed[2]}"
-    text = f"`{group}` is {_given(match[1])}, which cannot be created ({reason})"
+    text = f"{_given(match[1])}{' cannot' if group is None else ', which cannot'} be created ({reason})"
+    text = text if group is None else f"`{group}` is {text}"
     sources = [f"`{group}.{name}.{option}`" for name, option in _sources(problem.value)]
     missing = re.search(r"not found|no such file|not exist|download", reason, re.IGNORECASE)
     return f"{text}; for missing data, set {' or '.join(sources)}" if missing and sources else text
+
+
+def _not_created_in_list(problem: Problem, match: re.Match[str]) -> str:
+    return match[1]
 
 
 def _sources(value: str) -> Iterator[tuple[str, str]]:
@@ -304,11 +333,14 @@ _RULES: tuple[tuple[str, Callable[[Problem, re.Match[str]], str]], ...] = (
     (r"Requirement '([\w-]+[^']*)' not met", _not_installed),
     (r"module '([\w.]+)' has no attribute '(\w+)'", _no_attribute),
     (r"\AParser key [\"']([\w.]+)[\"']:\s+Unable to load config '([^']*)'", _no_group_file),
+    (r"Expected an instantiatable class, but (?:(\S+) )?is abstract", _abstract),
     (r"Import path (?:(\S+) )?does not correspond to a subclass", _other_kind),
+    (r"\ADoes not validate(?s:.*)Given value: Namespace\(class_path='([\w.]+)'", _not_created),
+    (r"\ADoes not validate(?s:.*?)(?m:^[ -]*)([\w.]+ cannot be created \(.*\)\.)\n", _not_created_in_list),
     (r"Expected a (?:<class '(?!NoneType)|typing\.Literal)", _wrong_type),
     (r"Not a valid subclass of \w+", _no_class),
-    (r"\AParser key (?s:.*)Given value: ((?:[A-Za-z_]\w*\.)+[A-Za-z_]\w*)\Z", _not_imported),
-    (r"\ADoes not validate(?s:.*)Given value: Namespace\(class_path='([\w.]+)'", _not_created),
+    (rf"\AParser key (?s:.*)Given value: {_IMPORT_PATH}\Z", _not_imported),
+    (rf"Given value: NestedArg\(key='([\w.]+)', val='{_IMPORT_PATH}'\)\Z", _nested_not_imported),
 )
 """Patterns of messages, the first of which that matches decides how the message is rewritten."""
 

@@ -8,11 +8,11 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from jsonargparse import Namespace
+from jsonargparse import Namespace, add_instantiator
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.cli import LightningArgumentParser
 
-from lightning_sparsefl.cli.classes import naming_the_class
+from lightning_sparsefl.cli.classes import call_function, naming_the_class
 from lightning_sparsefl.cli.config_files import checked_config
 from lightning_sparsefl.cli.conventions import ENV_PREFIX, EXIT_USAGE
 from lightning_sparsefl.cli.help import HelpFormatter
@@ -50,6 +50,16 @@ class SparseFLParser(LightningArgumentParser):
     def add_instantiator(self, instantiator: Any, *args: Any, **kwargs: Any) -> None:
         """Add a function that creates the objects of a class, with the name of the class in its errors."""
         super().add_instantiator(naming_the_class(instantiator), *args, **kwargs)
+
+    def add_function_arguments(self, function: Any, *args: Any, **kwargs: Any) -> list[str]:
+        """Add the options of a function in the place of a class, with the name of the function in its errors.
+
+        The options of other groups to which its own are linked are accepted, as for a class.
+        """
+        add_instantiator(naming_the_class(call_function), function, subclasses=False)
+        kwargs.pop("linked_targets", None)  # jsonargparse makes these options optional afterwards
+        added: list[str] = super().add_function_arguments(function, *args, **kwargs)
+        return added
 
     def _load_env_vars(self, env: Any, defaults: bool) -> Any:
         """Read the environment, in which a configuration can be named and is checked as after `--config`."""

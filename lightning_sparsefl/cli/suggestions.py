@@ -60,7 +60,7 @@ def import_path(path: str) -> Any:
     for module, attribute in ((path, None), (package, name)):
         try:
             found = import_module(module)
-        except (ImportError, ValueError):
+        except Exception:  # what a module raises is reported where its name was given
             continue
         return found if attribute is None else getattr(found, attribute, None)
     return None

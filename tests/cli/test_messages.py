@@ -342,13 +342,22 @@ def test_a_module_that_is_not_in_the_folder(sparsefl, tmp_path):
         ("assert False", "AssertionError."),
     ],
 )
-@pytest.mark.parametrize("option", ["model", "algorithm"])
+@pytest.mark.parametrize("option", ["model", "algorithm", "trainer.callbacks", "data.partition"])
 def test_a_module_that_cannot_be_imported(option, source, reason, sparsefl, tmp_path, monkeypatch):
     monkeypatch.delitem(sys.modules, "broken", raising=False)
     (tmp_path / "broken.py").write_text(source)
     code, _, err = sparsefl("fit", "--config", QUICKSTART, f"--{option}=broken.Mine")
     assert code == 2
     assert said(err) == f"`{option}` is 'broken.Mine', which cannot be imported: {reason}"
+
+
+@pytest.mark.parametrize("option", ["trainer.logger", "trainer.logger+", "data.partition"])
+def test_a_class_with_abstract_methods(option, sparsefl):
+    kind = "lightning_sparsefl.data.Partition" if option == "data.partition" else "lightning.pytorch.loggers.Logger"
+    code, _, err = sparsefl("fit", "--config", QUICKSTART, f"--{option}={kind}")
+    assert code == 2
+    expected = f"`{option.removesuffix('+')}` is '{kind}', which has abstract methods; expected a subclass that has"
+    assert said(err) == f"{expected} them all."
 
 
 def test_a_list_in_the_place_of_a_class(sparsefl, config_with):

@@ -192,6 +192,25 @@ def closed() -> Dataset:
 class Shut(L.Callback):
     def __init__(self):
         raise KeyError("x")
+
+
+def quiet() -> L.Callback:
+    raise AssertionError
+
+
+def three() -> L.Callback:
+    return 3
+
+
+def net() -> L.LightningModule:
+    raise ValueError
+
+
+def good_net(num_classes: int, bias: bool = False) -> L.LightningModule:
+    from own_patients import Net
+
+    assert num_classes == 2
+    return Net()
 """
 
 
@@ -209,14 +228,36 @@ class Shut(L.Callback):
         ),
         (
             ["--data.train=own_closed.closed"],
-            "`data` is FederatedDataset, which cannot be created (KeyError: 'x').",
+            "`data` is FederatedDataset, which cannot be created (own_closed.closed: KeyError: 'x').",
         ),
         (["--trainer.callbacks+=own_closed.Shut"], "own_closed.Shut cannot be created (KeyError: 'x')."),
+        (["--trainer.callbacks=own_closed.Shut"], "own_closed.Shut cannot be created (KeyError: 'x')."),
+        (["--trainer.callbacks+=own_closed.quiet"], "own_closed.quiet cannot be created (AssertionError)."),
+        (
+            ["--trainer.callbacks=own_closed.three"],
+            "own_closed.three cannot be created (TypeError: it returns 3, but is annotated with Callback).",
+        ),
+        (["--model=own_closed.net"], "`model` is own_closed.net, which cannot be created (ValueError)."),
     ],
-    ids=["class in a class", "error without a text", "function", "class in a list"],
+    ids=[
+        "class in a class",
+        "error without a text",
+        "function",
+        "class in a list",
+        "class in place of a list",
+        "function in a list",
+        "function that returns another class",
+        "function in place of a module",
+    ],
 )
 def test_an_error_of_a_class_of_ones_own_is_told_with_its_type(options, message, sparsefl, config, tmp_path):
     (tmp_path / "own_closed.py").write_text(CLOSED)  # a file of its own, since another test may have imported the first
     code, _, err = sparsefl("fit", "--config", config, *options)
     assert code == 2
     assert f"error: {message}\n" in err
+
+
+def test_a_function_may_return_the_module_with_the_number_of_classes_of_the_data(sparsefl, config, tmp_path):
+    (tmp_path / "own_closed.py").write_text(CLOSED)
+    code, _, err = sparsefl("profile", "--config", config, "--model=own_closed.good_net", "--model.bias=true")
+    assert code == 0, err
