@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import sys
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from lightning_sparsefl.__about__ import __version__
 from lightning_sparsefl.cli.conventions import (
     COMPLETION_HELP,
     CONFIG_HELP,
     DESCRIPTION,
+    ENV_PREFIX,
     EXIT_USAGE,
     SHELLS,
     SUBCOMMANDS,
+    TRAINER_COMMANDS,
 )
 from lightning_sparsefl.cli.suggestions import did_you_mean, no_subcommand, unknown_subcommand
+from lightning_sparsefl.errors import InvalidOption
 
 
 class PlainParser(argparse.ArgumentParser):
@@ -29,6 +33,15 @@ class PlainParser(argparse.ArgumentParser):
 
     def __init__(self, command: str, description: str) -> None:
         super().__init__(prog=f"sparsefl {command}".rstrip(), description=description, allow_abbrev=False)
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse the arguments, after the check of the environment.
+
+        Raises:
+            InvalidOption: If a variable of the form of an option is of no subcommand that has variables.
+        """
+        _check_variables()
+        return super().parse_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
         """Print the message and exit with code 2."""
@@ -58,6 +71,19 @@ class PlainParser(argparse.ArgumentParser):
         """Return an option with the names of its values."""
         metavar = self._option_string_actions[option].metavar
         return " ".join([option, *([metavar] if isinstance(metavar, str) else metavar or ())])
+
+
+def _check_variables() -> None:
+    """Raise an error for a variable of the form of an option that is of no subcommand with a configuration.
+
+    Only such a subcommand knows its options, since it has imported torch; it checks the rest of the names.
+    """
+    for name in sorted(os.environ):
+        prefix, _, rest = name.partition("_")
+        subcommand, inner, _ = rest.partition("__")
+        if prefix == ENV_PREFIX and inner and subcommand.lower() not in TRAINER_COMMANDS:
+            known = ", ".join(TRAINER_COMMANDS)
+            raise InvalidOption(f"The environment variable {name} names no option; only those of {known} have one.")
 
 
 def program_parser() -> PlainParser:

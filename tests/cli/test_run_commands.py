@@ -85,6 +85,17 @@ def test_an_environment_variable_does_not_start_them(sparsefl, monkeypatch):
     assert "`sparsefl compare` has no configuration and no environment variables" in err
 
 
+@pytest.mark.parametrize("command", ["compare", "report"])
+@pytest.mark.parametrize("name", ["SPARSEFL_COMPARE__METRIC", "SPARSEFL_TRAINER__MAX_ROUNDS"])
+def test_a_variable_that_names_no_option(name, command, runs, sparsefl, monkeypatch):
+    monkeypatch.setenv("SPARSEFL_FIT__TRAINER__MAX_ROUNDS", "3")
+    assert sparsefl(command, runs)[0] == 0
+    monkeypatch.setenv(name, "3")
+    code, out, err = sparsefl(command, runs)
+    assert (code, out) == (2, "")
+    assert f"error: The environment variable {name} names no option; only those of fit, validate, test, " in err
+
+
 def test_different_data_can_be_allowed(runs, tmp_path, sparsefl):
     write_run(tmp_path / "other", data={"num_clients": 9})
     code, out, _ = sparsefl("compare", "runs", "other", "--different_data")
