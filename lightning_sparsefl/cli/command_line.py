@@ -234,19 +234,33 @@ class SparseFLCLI(LightningCLI):
             return
         optimizer = self._get(self.config_init, "optimizer")
         scheduler = self._get(self.config_init, "lr_scheduler")
+        if scheduler and not optimizer:
+            name = scheduler["class_path"].rpartition(".")[2]
+            raise InvalidOption(f"`lr_scheduler` is {name}, but `optimizer` is not set; expected both, or neither.")
         if not optimizer or "optimizer" not in self._parser(subcommand)._optimizers:
             return
 
         def configure_optimizers(module: LightningModule) -> Any:
-            made = instantiate_class(module.parameters(), optimizer)
+            made = _create("optimizer", module.parameters(), optimizer)
             return LightningCLI.configure_optimizers(
-                module, made, instantiate_class(made, scheduler) if scheduler else None
+                module, made, _create("lr_scheduler", made, scheduler) if scheduler else None
             )
 
         chosen = Namespace(optimizer=optimizer, lr_scheduler=scheduler)  # type: ignore[no-untyped-call]
         # compared when a run resumes
         configure_optimizers.configuration = vars(chosen.as_flat())  # type: ignore[attr-defined]
+        if any(True for _ in self.model.parameters()):
+            configure_optimizers(self.model)  # raises now what torch refuses, and not in the first client
         self.model.configure_optimizers = MethodType(configure_optimizers, self.model)
+
+
+def _create(option: str, argument: Any, chosen: Any) -> Any:
+    """Create an optimizer or a scheduler, and raise what it refuses as `InvalidOption`."""
+    try:
+        return instantiate_class(argument, chosen)
+    except Exception as error:
+        name = chosen["class_path"].rpartition(".")[2]
+        raise InvalidOption(f"`{option}` is {name}, which cannot be created ({described(error)}).") from error
 
 
 def _own_cause(error: BaseException | None) -> SparseFLError | None:

@@ -334,6 +334,7 @@ _RULES: tuple[tuple[str, Callable[[Problem, re.Match[str]], str]], ...] = (
     (r"module '([\w.]+)' has no attribute '(\w+)'", _no_attribute),
     (r"\AParser key [\"']([\w.]+)[\"']:\s+Unable to load config '([^']*)'", _no_group_file),
     (r"Expected an instantiatable class, but (?:(\S+) )?is abstract", _abstract),
+    (rf"Problem with given class_path '{_IMPORT_PATH}':\s+Parser key \S+\s+Expected a <class '", _wrong_type),
     (r"Import path (?:(\S+) )?does not correspond to a subclass", _other_kind),
     (r"\ADoes not validate(?s:.*)Given value: Namespace\(class_path='([\w.]+)'", _not_created),
     (r"\ADoes not validate(?s:.*?)(?m:^[ -]*)([\w.]+ cannot be created \(.*\)\.)\n", _not_created_in_list),

@@ -62,6 +62,22 @@ MISTAKES = {
         "`trainer.logger` is 'zebra', which is not a known class; expected an import path or one of CSVLogger, ",
     ),
     "optimizer": (["--optimizer=SDG"], "`optimizer` is 'SDG', which is not a known class; did you mean `SGD`?"),
+    "number of a scheduler": (
+        ["--optimizer=SGD", "--lr_scheduler=ExponentialLR", "--lr_scheduler.gamma=x"],
+        "`lr_scheduler.gamma` is 'x'; expected a number.",
+    ),
+    "value that an optimizer refuses": (
+        ["--optimizer=SGD", "--optimizer.lr=-1"],
+        "`optimizer` is SGD, which cannot be created (ValueError: Invalid learning rate: -1.0).",
+    ),
+    "value that a scheduler refuses": (
+        ["--optimizer=SGD", "--lr_scheduler=OneCycleLR", "--lr_scheduler.max_lr=1"],
+        "`lr_scheduler` is OneCycleLR, which cannot be created (ValueError: You must define either total_steps OR ",
+    ),
+    "scheduler without an optimizer": (
+        ["--lr_scheduler=StepLR", "--lr_scheduler.step_size=1"],
+        "`lr_scheduler` is StepLR, but `optimizer` is not set; expected both, or neither.",
+    ),
     "attribute": (
         ["--model=lightning_sparsefl.models.LeNet55"],
         "`model` is 'lightning_sparsefl.models.LeNet55', but lightning_sparsefl.models has no 'LeNet55'; "
