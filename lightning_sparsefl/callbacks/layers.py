@@ -38,6 +38,16 @@ class _Layer:
     """Whether it is chosen without patterns."""
 
 
+def pattern_list(layers: list[str] | str | None) -> list[str] | None:
+    """Return the patterns of a `layers` option as a list, in which one of them may stand alone.
+
+    Example:
+        >>> pattern_list("head*"), pattern_list(("*conv*", "!head*")), pattern_list(None)
+        (['head*'], ['*conv*', '!head*'], None)
+    """
+    return [layers] if isinstance(layers, str) else layers and list(layers)
+
+
 def choose(module: nn.Module, layers: Sequence[str] | str | None, owner: str) -> tuple[str, ...]:
     """Return the names of the layers that patterns choose, in the order of `module`.
 

@@ -10,7 +10,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import WarningCache
 from torch import Tensor, nn
 
-from lightning_sparsefl.callbacks.layers import choose, plain_name, require_maskable
+from lightning_sparsefl.callbacks.layers import choose, pattern_list, plain_name, require_maskable
 from lightning_sparsefl.callbacks.numbered import NumberedCallback
 from lightning_sparsefl.callbacks.spawned import ReturnedState, is_spawned
 from lightning_sparsefl.errors import IncompatibleMasks, InvalidOption
@@ -96,8 +96,7 @@ class MaskOwner(NumberedCallback):
 
     def key_options(self) -> dict[str, Any]:
         """Return the layers."""
-        layers = [self.layers] if isinstance(self.layers, str) else self.layers and list(self.layers)
-        return {"layers": layers, "masks": self._given}
+        return {"layers": pattern_list(self.layers), "masks": self._given}
 
     def setup(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
         """Check that no other callback masks the same weights."""

@@ -9,7 +9,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
-from lightning_sparsefl.callbacks.layers import choose, plain_name, require_dense_gradients, stepped_by
+from lightning_sparsefl.callbacks.layers import choose, pattern_list, plain_name, require_dense_gradients, stepped_by
 from lightning_sparsefl.callbacks.mask_owner import MaskOwner, renamed
 from lightning_sparsefl.callbacks.numbered import NumberedCallback
 from lightning_sparsefl.callbacks.step_guard import StepGuard
@@ -62,8 +62,7 @@ class Reparameterized(NumberedCallback):
 
     def key_options(self) -> dict[str, Any]:
         """Return the layers."""
-        layers = [self.layers] if isinstance(self.layers, str) else self.layers and list(self.layers)
-        return {"layers": layers, "theta": self._given}
+        return {"layers": pattern_list(self.layers), "theta": self._given}
 
     @property
     def theta(self) -> Weights:
