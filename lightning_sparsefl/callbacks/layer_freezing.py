@@ -44,6 +44,8 @@ class LayerFreezing(NumberedCallback):
         """Masks of frozen entries and their values, 0 elsewhere, of tensors that are frozen in part."""
         self._frozen: list[Tensor] = []
         self._partly: list[tuple[Tensor, InPlaceMask, Tensor]] = []
+        self._theta: list[tuple[Reparameterized, str, InPlaceMask, Tensor]] = []
+        """Callbacks that train tensors frozen in part as functions of other numbers, with these where frozen."""
         self._guards: list[StepGuard] = []
 
     def setup(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
@@ -91,6 +93,7 @@ class LayerFreezing(NumberedCallback):
     def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
         """Be called around all steps from here on, if entries are frozen."""
         self._refuse_before(trainer)
+        self._keep_theta(trainer)
         self._guards = [StepGuard(optimizer, self) for optimizer in trainer.optimizers if self._partly]
 
     def _refuse_before(self, trainer: Any) -> None:
@@ -103,6 +106,16 @@ class LayerFreezing(NumberedCallback):
                     f"`LayerFreezing` comes before `{type(other).__name__}`, which trains `{min(both)}` as a function "
                     "of other numbers; expected it after, where the weights are frozen instead of those numbers."
                 )
+
+    def _keep_theta(self, trainer: Any) -> None:
+        """Store the numbers of which frozen entries are a function, with which another fit would start."""
+        for other in trainer.callbacks:
+            theta = other.theta if isinstance(other, Reparameterized) else {}
+            for name, (_, stencil, _) in zip(self._first, self._partly, strict=True):
+                if name in theta:
+                    values = torch.empty_like(theta[name])
+                    stencil.split_(theta[name].clone(), values)
+                    self._theta.append((other, name, stencil, values))
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: LightningModule, optimizer: Any) -> None:
         """Drop the gradients of frozen entries."""
@@ -124,6 +137,8 @@ class LayerFreezing(NumberedCallback):
         for parameter, stencil, values in self._partly:
             if id(parameter) in stepped:
                 stencil.join_(parameter, values)
+        for other, name, stencil, values in self._theta:
+            stencil.join_(other.theta[name], values)
 
     def teardown(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
         """Let the frozen tensors train again."""
@@ -149,7 +164,7 @@ class LayerFreezing(NumberedCallback):
             parameter.requires_grad_(True)
         for guard in self._guards:
             guard.remove()
-        self._frozen, self._partly, self._guards = [], [], []
+        self._frozen, self._partly, self._theta, self._guards = [], [], [], []
 
 
 def _spread(mask: Tensor, values: Tensor) -> Tensor:
