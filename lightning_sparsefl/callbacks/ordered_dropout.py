@@ -37,6 +37,9 @@ class OrderedDropout(ReportedCallback):
     With `distill`, each batch is passed twice: with the largest rate, by the module's own loss, and with the drawn one,
     by the cross-entropy against the softmax of the first pass's logits.
 
+    Under ``torch.compile`` every rate is compiled on its own when it is first drawn, which can take more variants than
+    ``torch._dynamo.config.recompile_limit`` allows; torch runs a module uncompiled beyond that limit, so raise it.
+
     Args:
         rates: Rates to draw from, each equally likely, in (0, 1].
         seed: Seed of the draws.
