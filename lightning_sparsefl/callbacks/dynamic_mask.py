@@ -72,7 +72,8 @@ class DynamicMask(MaskingCallback):
 
     Raises:
         InvalidOption: If an option is out of its range, a pattern matches no layer, another callback masks the same
-            weights, the length of the training is unknown, or the optimizer is LBFGS.
+            weights, or trains them as powers that stay at 0, the length of the training is unknown, or the optimizer
+            is LBFGS.
 
     Example:
         >>> DynamicMask(density=0.1, growth="random", fraction=0.5).growth
@@ -80,6 +81,7 @@ class DynamicMask(MaskingCallback):
     """
 
     stackable = True
+    grows_from_zero = True
 
     def __init__(
         self,

@@ -35,6 +35,8 @@ class MaskOwner(NumberedCallback):
     """Attributes that refer to the module, the trainer or the optimizers, which copies of a callback leave out."""
     writes_values = False
     """Whether the callback keeps values of weights, and writes them back later."""
+    grows_from_zero = False
+    """Whether weights that the mask takes in start at 0."""
 
     def __init__(self, layers: list[str] | str | None = None, masks: Masks | None = None) -> None:
         self.layers = layers

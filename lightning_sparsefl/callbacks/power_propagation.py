@@ -28,7 +28,7 @@ class PowerPropagation(Reparameterized):
 
     Raises:
         InvalidOption: If the exponent is below 1, a pattern matches no layer, the optimizer is LBFGS, or another
-            callback trains the same weights as a function of other numbers.
+            callback trains the same weights as a function of other numbers, or grows some of them from 0.
 
     Example:
         >>> PowerPropagation(exponent=2.0).exponent
@@ -41,6 +41,11 @@ class PowerPropagation(Reparameterized):
         require(exponent >= 1, "PowerPropagation", "exponent", exponent, "a number >= 1")
         super().__init__(layers, theta)
         self.exponent = exponent
+
+    @property
+    def stays_at_zero(self) -> bool:
+        """Whether a weight of 0 has a theta without gradient, as the paper's powers have."""
+        return self.exponent > 1
 
     def first(self, name: str, weight: Tensor) -> Tensor:
         """Return the root of a weight."""

@@ -33,7 +33,7 @@ class Reparameterized(NumberedCallback):
 
     Raises:
         InvalidOption: If the optimizer is LBFGS, an embedding has sparse gradients, or another such callback has the
-            same weights, or returns earlier values to them.
+            same weights, returns earlier values to them, or grows some from 0 that would stay there.
         IncompatibleMasks: If `theta` does not fit the module.
     """
 
@@ -70,6 +70,11 @@ class Reparameterized(NumberedCallback):
         return self._theta
 
     # ---- what a subclass states
+
+    @property
+    def stays_at_zero(self) -> bool:
+        """Whether a weight of 0 has a theta without gradient. Default: no."""
+        return False
 
     def chosen(self, module: LightningModule) -> tuple[str, ...]:
         """Return the names of the layers."""
@@ -161,7 +166,7 @@ class Reparameterized(NumberedCallback):
             raise IncompatibleMasks(f"`{type(self).__name__}`: `{unknown}` in theta is no parameter of the module.")
         require_dense_gradients(pl_module, names, type(self).__name__)
         self._refuse_others(trainer, names)
-        self._refuse_kept_values(trainer, pl_module, names)
+        self._refuse_masks(trainer, pl_module, names)
         self.begin({name: parameters[name] for name in names})
 
     def _refuse_others(self, trainer: Any, names: tuple[str, ...]) -> None:
@@ -175,18 +180,23 @@ class Reparameterized(NumberedCallback):
                     "other numbers; keep one of them, or give them `layers` that do not overlap."
                 )
 
-    def _refuse_kept_values(self, trainer: Any, module: LightningModule, names: tuple[str, ...]) -> None:
-        """Refuse masks whose owner writes values back into weights, which theta would not follow."""
+    def _refuse_masks(self, trainer: Any, module: LightningModule, names: tuple[str, ...]) -> None:
+        """Refuse masks whose owner writes values that theta would not follow, or grows weights that would stay 0."""
         mine = {plain_name(name) for name in names}
         for other in trainer.callbacks:
-            claimed = other.claims(module) if isinstance(other, MaskOwner) and other.writes_values else ()
-            both = mine & {plain_name(name) for name in claimed}
+            fault = self._fault(other) if isinstance(other, MaskOwner) else None
+            both = mine & {plain_name(name) for name in other.claims(module)} if fault is not None else ()
             if both:
                 raise InvalidOption(
-                    f"`{type(other).__name__}` returns earlier values to `{min(both)}`, which `{type(self).__name__}` "
-                    "trains as a function of other numbers; keep one of them, or give them `layers` that do not "
-                    "overlap."
+                    f"`{type(other).__name__}` {fault} `{min(both)}`, which `{type(self).__name__}` trains as a "
+                    "function of other numbers; keep one of them, or give them `layers` that do not overlap."
                 )
+
+    def _fault(self, other: MaskOwner) -> str | None:
+        """Return what masks do to weights, as the start of a clause, that does not go with this callback."""
+        if other.writes_values:
+            return "returns earlier values to"
+        return "grows weights that would stay 0 in" if other.grows_from_zero and self.stays_at_zero else None
 
     def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
         """Refuse LBFGS, and guard the steps of all other optimizers."""

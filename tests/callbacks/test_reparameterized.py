@@ -17,6 +17,7 @@ from torch.optim import LBFGS, SGD, Adam
 from torch.utils.data import DataLoader
 
 from lightning_sparsefl.callbacks import (
+    DynamicMask,
     DynamicPruningWithFeedback,
     LearnedImportance,
     LotteryRewind,
@@ -320,6 +321,15 @@ def test_what_returns_values_of_weights_that_theta_would_not_follow_is_refused(k
     with pytest.raises(InvalidOption, match=message):
         fit(net(), [PowerPropagation(), kind(density=0.5)][::order])
     fit(net(), [PowerPropagation(layers="net.4*"), kind(density=0.5, layers=["net.0*", "net.2*"])][::order])
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_mask_that_grows_weights_from_0_is_refused_beside_powers_that_stay_there(order, net, fit):
+    message = "`DynamicMask` grows weights that would stay 0 in `net.0.weight`, which `PowerPropagation` trains as a"
+    with pytest.raises(InvalidOption, match=message):
+        fit(net(), [PowerPropagation(), DynamicMask(every_n_steps=2)][::order])
+    fit(net(), [PowerPropagation(exponent=1), DynamicMask(every_n_steps=2)][::order])
+    fit(net(), [PowerPropagation(layers="net.4*"), DynamicMask(layers="net.0*", every_n_steps=2)][::order])
 
 
 class TwoSteps(Callback):
