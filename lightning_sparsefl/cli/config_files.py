@@ -14,6 +14,8 @@ from lightning_sparsefl.errors import InvalidOption
 
 _TEXTS = ("tag:yaml.org,2002:str", "tag:yaml.org,2002:merge")
 """Tags of keys that are texts, and of the key `<<`."""
+_NOTHING = "tag:yaml.org,2002:null"
+"""Tag of an empty value."""
 
 
 class ConfigFileOrName(ActionConfigFile):
@@ -76,16 +78,31 @@ def _require_options(path: Path, option: str) -> None:
             f"`{option}` is '{path}', which {what}; expected options by name, as `sparsefl configs --show quickstart` "
             "prints them."
         )
-    for key in _repeated(document):
+    try:
+        _check_nodes(document, f"`{option}` is '{path}', which")
+    except RecursionError:
         raise InvalidOption(
-            f"`{option}` is '{path}', which has `{key.value}` twice in one mapping, again in line "
-            f"{key.start_mark.line + 1}; remove one of them."
-        )
+            f"`{option}` is '{path}', which refers to itself by an anchor; expected values that end."
+        ) from None
+
+
+def _check_nodes(document: yaml.Node | None, file: str) -> None:
+    """Raise an error for a mapping that YAML accepts and a configuration cannot have.
+
+    Args:
+        document: Node of the document.
+        file: Start of the message, which names the file.
+    """
+    for key in _repeated(document):
+        line = key.start_mark.line + 1
+        raise InvalidOption(f"{file} has `{key.value}` twice in one mapping, again in line {line}; remove one of them.")
     for key in _without_name(document):
         raise InvalidOption(
-            f"`{option}` is '{path}', which has the key `{key.value}` in line {key.start_mark.line + 1}; expected the "
-            "name of an option, in quotes if YAML takes it for another value."
+            f"{file} has the key `{key.value}` in line {key.start_mark.line + 1}; expected the name of an option, in "
+            "quotes if YAML takes it for another value."
         )
+    for key, expected in _no_class(document):
+        raise InvalidOption(f"{file} has a wrong `{key.value}` in line {key.start_mark.line + 1}; expected {expected}.")
 
 
 def _repeated(node: yaml.Node | None) -> Iterator[yaml.Node]:
@@ -117,3 +134,17 @@ def _without_name(node: yaml.Node | None, groups: int = 2) -> Iterator[yaml.Node
             if groups and key.tag not in _TEXTS:
                 yield key
             yield from _without_name(value, max(groups - 1, key.value == "init_args"))
+
+
+def _no_class(node: yaml.Node | None) -> Iterator[tuple[yaml.Node, str]]:
+    """Yield the keys `class_path` and `init_args` whose values are of another kind, with what is expected."""
+    if isinstance(node, yaml.SequenceNode):
+        for item in node.value:
+            yield from _no_class(item)
+    if isinstance(node, yaml.MappingNode):
+        for key, value in node.value:
+            if key.value == "class_path" and value.tag != _TEXTS[0]:
+                yield key, "the name of a class"
+            if key.value == "init_args" and not isinstance(value, yaml.MappingNode) and value.tag != _NOTHING:
+                yield key, "options by name"
+            yield from _no_class(value)

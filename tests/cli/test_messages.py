@@ -166,6 +166,19 @@ def test_a_file_that_does_not_exist(sparsefl):
             "trainer:\n  on: 3",
             r"`--config` is '.*bad\.yaml', which has the key `on` in line 2; expected the name of an option",
         ),
+        (
+            "trainer: &own {max_rounds: *own}",
+            r"`--config` is '.*bad\.yaml', which refers to itself by an anchor; expected",
+        ),
+        (
+            "algorithm:\n  class_path: [FedSpa]",
+            r"which has a wrong `class_path` in line 2; expected the name of a class\.",
+        ),
+        ("algorithm: {class_path: 3}", r"which has a wrong `class_path` in line 1; expected the name of a class\."),
+        (
+            "algorithm: {class_path: FedSpa, init_args: [1]}",
+            r"which has a wrong `init_args` in line 1; expected options by name\.",
+        ),
         ("trainer: {}\n1: 2", r"which has the key `1` in line 2; expected the name of an option, in quotes if YAML"),
         ("null: 2", r"which has the key `null` in line 1; expected the name"),
         ("model:\n  class_path: MLP\n  init_args: {1: 2}", r"which has the key `1` in line 3; expected the name"),
