@@ -20,7 +20,7 @@ COLUMNS = (
     *("engine", "device", "torch", "commit"),
 )
 """Columns of the file of runs. Accuracies are values of the metric in [0, 1]: after the last round, the best, the mean
-of the best five, that of the common model after the last round, and before and after fine-tuning if there was any.
+of the best five, that of the global model after the last round, and before and after fine-tuning if there was any.
 Bytes and FLOPs are those of the whole run. Seconds are those of the rounds without evaluation, on the simulated devices
 and on the machine of the run. `engine` is the local engine, `device` the GPU or the processor, `torch` its version."""
 CURVE = ("run", "seed", "round", "accuracy", "bytes", "flops", "simulated")

@@ -99,7 +99,7 @@ def table(rows: Sequence[Row]) -> str:
         counts = [mean(own, column, scale) for column, scale in _COUNTS]
         lines.append((label, len(own), paper, percent(own), percent(own, "common"), flops, *counts))
     counted = ("TFLOP as there", "TFLOP of what is left", "MB up", "simulated s")
-    head = ("method", "seeds", "paper, %", "personal, %", "common, %", "paper, TFLOP")
+    head = ("method", "seeds", "paper, %", "personal, %", "global, %", "paper, TFLOP")
     return markdown((*head, *counted), lines)
 
 

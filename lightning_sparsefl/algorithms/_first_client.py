@@ -15,7 +15,8 @@ from lightning_sparsefl.sparse.masks import apply, dense_like, kept
 from lightning_sparsefl.types import Masks, Weights
 
 _ADJUSTMENTS, _CALM, _SMALL = 20, 5, 0.1
-"""Most reconfigurations, and how many in sequence with how small a change of density end them."""
+"""Largest number of reconfigurations. They end earlier after `_CALM` in a row, each of which changed the number of kept
+weights by at most `_SMALL` of it."""
 
 
 def prune_alone(
@@ -48,7 +49,7 @@ def prune_alone(
         if not gradients.squares:  # nothing was trained
             return weights, masks
         values = {name: square + values.get(name, 0) for name, square in gradients.squares.items()}
-        started = started or accuracy <= 0 or _known(result.metrics, client.monitor) >= accuracy
+        started = started or accuracy <= 0 or _required_metric(result.metrics, client.monitor) >= accuracy
         if started:
             before = masks or dense_like({name: weights[name] for name in seconds})
             masks, values = worthwhile(weights, before, values, seconds, fraction, constant), {}
@@ -59,7 +60,7 @@ def prune_alone(
     return weights, masks or dense_like({name: weights[name] for name in seconds})
 
 
-def _known(metrics: Mapping[str, float], monitor: str) -> float:
+def _required_metric(metrics: Mapping[str, float], monitor: str) -> float:
     """Return the metric that the first client waits for, or raise if the module does not log it."""
     if monitor not in metrics:
         raise InvalidOption(

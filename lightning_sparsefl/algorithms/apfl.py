@@ -2,7 +2,7 @@
 
 Deng, Kamani, Mahdavi, arXiv:2003.13461, Algorithm 1.
 
-Each client trains the common model, which is uploaded, and personal weights v, which stay on the client. It is scored
+Each client trains the global model, which is uploaded, and personal weights v, which stay on the client. It is scored
 with the mixture of both, and v is trained as a part of that mixture. The share of v can be trained too.
 
 Departures from the paper and from public code:
@@ -11,9 +11,9 @@ Departures from the paper and from public code:
   mixture, and replaces v by the mixture; FedTorch mixes outputs of the two models instead of weights.
 - With `adaptive`, the share moves once per participation, with the first step. FedTorch adds .02 alpha to its gradient,
   which the paper does not have.
-- Personal weights take plain SGD at the learning rate of the module's optimizer, without its momentum, weight decay and
-  clipping.
-- The common model is averaged by numbers of samples, and buffers of the mixture are those of the common model on the
+- Personal weights are trained by plain SGD at the learning rate of the module's optimizer, without its momentum, weight
+  decay and clipping.
+- The global model is averaged by numbers of samples, and buffers of the mixture are those of the global model on the
   client, since no training pass that keeps buffers is made at the mixture.
 - Clients that were never drawn are scored with the server's weights.
 """
@@ -48,7 +48,7 @@ class APFL(FederatedAlgorithm):
         require(0 <= self.alpha <= 1, "algorithm.alpha", self.alpha, "a number in [0, 1]")
 
     def train(self, message: Message, client: Client) -> Update:
-        """Train the common model and the personal weights on the same batches."""
+        """Train the global model and the personal weights on the same batches."""
         share, personal = client.memory.get("alpha", self.alpha), client.memory.get("personal", client.initial)
         mixture = PersonalMixture(share, self.adaptive, personal)
         result = client.fit(message.weights, callbacks=[mixture])

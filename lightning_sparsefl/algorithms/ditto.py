@@ -59,7 +59,7 @@ class Ditto(FederatedAlgorithm):
             require(value is None or value >= 1, f"algorithm.{name}", value, "a whole number >= 1, or null")
 
     def train(self, message: Message, client: Client) -> Update:
-        """Train the common model, then the personal one."""
+        """Train the global model, then the personal one."""
         common = client.fit(message.weights, epochs=self.global_epochs)
         return Update(
             weights=common.weights,

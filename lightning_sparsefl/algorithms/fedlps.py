@@ -2,7 +2,7 @@
 
 Xue, Sun, Liu, Wang, Liu, Wang, arXiv:2412.07216. Equations and tables are numbered as in the paper.
 
-Each client trains a part of the units (channels, neurons, hidden states) of the common model. A bandit (P-UCBV,
+Each client trains a part of the units (channels, neurons, hidden states) of the global model. A bandit (P-UCBV,
 section III-C; see `algorithms/_pucbv.py`) draws the client's density s, the fraction of each layer's units; a density
 above the client's capability z is reset to z (section III-B). The client keeps the units with the largest scores Q,
 which it stores between rounds and trains together with the weights on
@@ -30,7 +30,7 @@ Departures from the paper:
   after it would select, since these may not have been trained.
 - The reset to z is computed by the server, which knows the capacities here; the density is the one that the client
   would train at. Capacities without `dynamic` are dealt to equally many clients each, not drawn.
-- Clients that were never drawn are scored with the common model under their first mask.
+- Clients that were never drawn are scored with the global model under their first mask.
 - See `algorithms/_pucbv.py` for those of the bandit.
 
 What the authors' program (github.com/sunnyxuejj/FedLPS) does differently; it was read, not copied:
@@ -40,9 +40,9 @@ What the authors' program (github.com/sunnyxuejj/FedLPS) does differently; it wa
   and the biases of dropped units. It adds Gaussian noise (standard deviation .001) to every tensor in every round, and
   averages clients evenly.
 - Its bandit covers densities from .5 to 1, so that it decides for the strongest clients only.
-- It scores a client with the last model that the client trained at a density above 1/4, and with the dense common
+- It scores a client with the last model that the client trained at a density above 1/4, and with the dense global
   model without one. The program of the ablations (FedLPS_Ablation, Table II) scores P-UCBV clients of density 1/4
-  or less with the common body and their own last layer, but every client of RCR and FLST with its own last model: the
+  or less with the global body and their own last layer, but every client of RCR and FLST with its own last model: the
   rows of that table come from different evaluation protocols.
 - Learning rate .1 * .998^round, weight decay 1.2e-6, and momentum .5 in the scripts of the ablations; batches of 32
   (MNIST), 20 (CIFAR, Tiny-ImageNet) or 5 (Reddit); no augmentation.
@@ -160,7 +160,7 @@ class FedLPS(FederatedAlgorithm):
     """Fall of the accuracy, in [0, 1], beyond which the bandit eliminates the densities below (-Delta)."""
     score_above: float = 0.0
     """Density, in [0, 1), above which a client's trained model becomes its personal model. Above 0, clients without
-    such a model are scored with the dense common model (the authors' program: 1/4)."""
+    such a model are scored with the dense global model (the authors' program: 1/4)."""
 
     @classmethod
     def as_published_code(cls, **options: Any) -> FedLPS:
@@ -298,8 +298,8 @@ class FedLPS(FederatedAlgorithm):
             return None
         options = self._bandit(server)
         state = view.shared.get("bandit") or pucbv.start(options)
-        accuracy, before = _known(report, view.monitor, view.monitor), state["accuracy"]
-        before = _known(report, _first(view.monitor), view.monitor) if before is None else before
+        accuracy, before = _required_metric(report, view.monitor, view.monitor), state["accuracy"]
+        before = _required_metric(report, _initial_key(view.monitor), view.monitor) if before is None else before
         used, time = self._density(server, view), report["seconds"] / self.time_unit
         return {"bandit": pucbv.learn(state, used, accuracy, before, time, options)}
 
@@ -316,25 +316,25 @@ class FedLPS(FederatedAlgorithm):
         if self.ratio == "bandit" and not client.memory:
             scored, name = client.evaluate({}, "train"), _as_validated(client.monitor)
             if scored:  # `profile` has no scores
-                first = {_first(client.monitor): _known(scored, name, client.monitor)}
+                first = {_initial_key(client.monitor): _required_metric(scored, name, client.monitor)}
         scores = self._scores(message.weights, client) if self.pattern == "learned" else {}
         if self._changes_in_training:
             result, kept, scores = self._fit_and_choose(message, client, density, scores)
         else:
             result, kept, scores = self._choose_and_fit(message, client, density, scores)
         if first:  # not only in `observe`, after the training of the whole cohort
-            _known(result.metrics, client.monitor, client.monitor)
+            _required_metric(result.metrics, client.monitor, client.monitor)
         votes = unit_masks(client.units, kept, message.weights)
         return Update(
             weights=apply(subtract(result.weights, message.weights), votes),
             kind="difference",
             weight=client.num_examples,
             votes=votes,
-            memory={**self._own(result.weights, client, density, kept), "scores": scores},
+            memory={**self._personal_model(result.weights, client, density, kept), "scores": scores},
             metrics={**result.metrics, **first},
         )
 
-    def _own(self, weights: Weights, client: Client, density: float, kept: Masks) -> dict[str, Any]:
+    def _personal_model(self, weights: Weights, client: Client, density: float, kept: Masks) -> dict[str, Any]:
         """Return the client's personal model: the trained one, or the stored one if the density is too low."""
         if density > self.score_above:
             return {"weights": narrow(weights, client.units, kept), "kept": kept}
@@ -362,7 +362,7 @@ class FedLPS(FederatedAlgorithm):
             scores=scores,
             groups=client.units,
         )
-        result = client.fit(message.weights, callbacks=[self._pull(message.weights, client), chosen])
+        result = client.fit(message.weights, callbacks=[self._proximal_term(message.weights, client), chosen])
         kept = chosen.kept or self._kept(message.weights, client, density, scores)  # `profile` trains no step
         return result, kept, dict(chosen.scores)
 
@@ -373,10 +373,10 @@ class FedLPS(FederatedAlgorithm):
         kept = self._kept(message.weights, client, density, scores)
         steps = ScoreSteps(scores, self.score_lr, self.score_strength, self.reduction)
         learns = [UnitScores(steps, client.units, kept, message.weights)] if scores else []
-        callbacks = [self._pull(message.weights, client), *learns]
+        callbacks = [self._proximal_term(message.weights, client), *learns]
         return client.fit(message.weights, callbacks=callbacks, units=kept), kept, steps.scores
 
-    def _pull(self, weights: Weights, client: Client) -> ProximalTerm:
+    def _proximal_term(self, weights: Weights, client: Client) -> ProximalTerm:
         """Return the proximal term; its anchor, the received weights, is taken from the module, which may be narrow."""
         trained = sum(weight.numel() for name, weight in weights.items() if name not in client.buffers)
         return ProximalTerm(2 * self.mu / (trained if self.reduction == "mean" else 1))
@@ -396,7 +396,7 @@ class FedLPS(FederatedAlgorithm):
         return Message(weights=server.weights, extra={"units": {"density": torch.tensor(density)}})
 
     def personalize(self, message: Message, client: Client) -> Weights:
-        """Return the client's last model; without one, the common weights under the client's first mask."""
+        """Return the client's last model; without one, the global weights under the client's first mask."""
         if "kept" in client.memory:
             own, kept = client.memory["weights"], client.memory["kept"]
             return widen(own, client.units, kept, message.weights, zeros=True)
@@ -437,7 +437,7 @@ class FedLPS(FederatedAlgorithm):
         )
 
 
-def _first(monitor: str) -> str:
+def _initial_key(monitor: str) -> str:
     """Return the key of the accuracy of the initial model on a client's training data."""
     return f"{monitor}_first"
 
@@ -447,7 +447,7 @@ def _as_validated(monitor: str) -> str:
     return monitor.replace("train", "val", 1)
 
 
-def _known(report: Mapping[str, float], name: str, monitor: str) -> float:
+def _required_metric(report: Mapping[str, float], name: str, monitor: str) -> float:
     """Return a metric of a client's report, or raise if the module does not log it."""
     if name not in report:
         raise InvalidOption(

@@ -10,7 +10,7 @@ mean, so that clients of a round come to take equally long. Clients are scored w
 
 Departures from the paper, of which no program is public:
 
-- The paper was known from descriptions of its pruning and of R2SP. The constants of the bandit (a discount of .98,
+- Only descriptions of the paper's pruning and of R2SP were available. The constants of the bandit (a discount of .98,
   leaves down to a width of .02) and the details of its bound are ours.
 - The loss of a round is the mean of the participants' training losses in their last local epoch. The first round has no
   loss to compare with, and rewards nothing.
@@ -128,8 +128,8 @@ class FedMP(FederatedAlgorithm):
         if self.ratio is not None or not merged.reports:
             return after
         reports, before = [merged.reports[k] for k in sorted(merged.reports)], server.extra.get("progress", {})
-        progress = {"loss": _mean([_known(report, self.loss) for report in reports])}
-        progress["seconds"] = _mean([_known(report, "seconds") for report in reports])
+        progress = {"loss": _mean([_required_metric(report, self.loss) for report in reports])}
+        progress["seconds"] = _mean([_required_metric(report, "seconds") for report in reports])
         if "loss" in before:
             progress["fall"] = before["loss"] - progress["loss"]
         return replace(after, extra={**after.extra, "progress": progress})
@@ -169,7 +169,7 @@ def _mean(values: list[float]) -> torch.Tensor:
     return torch.tensor(sum(values) / len(values), dtype=torch.float64)
 
 
-def _known(report: Mapping[str, float], name: str) -> float:
+def _required_metric(report: Mapping[str, float], name: str) -> float:
     """Return a metric of a client's report, or raise if it is missing."""
     if name in report:
         return report[name]

@@ -65,7 +65,7 @@ class FedOpt(FederatedAlgorithm):
         return ServerState(round=0, weights=weights, extra=self.optimizer.first(parameters))
 
     def aggregate(self, server: ServerState, merged: Merged) -> ServerState:
-        """Take the optimizer's step in the place of the clients' mean change."""
+        """Take the optimizer's step instead of the clients' mean change."""
         before = {key: server.extra[key] for key in ("m", "v", "t") if key in server.extra}
         merged, moments = self.optimizer.step(server, merged, before)
         return replace(super().aggregate(server, merged), extra={**server.extra, **moments})

@@ -3,16 +3,16 @@
 Isik, Pase, Gunduz, Weissman, Zorzi, ICLR 2023, arXiv:2209.15328, section 3 and Algorithm 1.
 
 Weights and biases of linear and convolutional layers are signs times a constant and never change. Every number has a
-score, whose sigmoid is the chance that it is kept. The server sends the scores, clients train them under masks that are
-drawn in every step, and each sends one draw from its own, a bit for every number. The server takes the frequencies of
-these bits for the new chances.
+score, whose sigmoid is the probability that it is kept. The server sends the scores, clients train them under masks
+that are drawn in every step, and each sends one draw from its own, a bit for every number. The server takes the
+frequencies of these bits as the new probabilities.
 
 Departures from the authors' code:
 
 - The optimizer of the scores starts anew in every round; in the code a client keeps its state. The paper uses Adam with
   a learning rate of 0.1 and no weight decay, which the module sets.
 - A mask is drawn for each optimizer step, not for each batch of accumulated gradients.
-- The model that is scored has the numbers whose chance is above one half; the paper averages three draws.
+- The model that is scored has the numbers whose probability is above one half; the paper averages three draws.
 - Parameters of other layers, such as norms, are trained, sent and averaged as by FedAvg with equal weights of the
   clients; the paper's networks have none.
 - The upload is one bit for every number; the paper also counts its entropy, which an arithmetic coder would reach.
@@ -54,10 +54,10 @@ from lightning_sparsefl.types import (
 
 @dataclass(frozen=True, kw_only=True)
 class FedPM(FederatedAlgorithm):
-    """Clients train the chances with which fixed random weights are kept, and send one mask."""
+    """Clients train the probabilities with which fixed random weights are kept, and send one mask."""
 
     least: float = 0.01
-    """Smallest chance that the server gives a weight; the largest is 1 minus it. In (0, 0.5)."""
+    """Smallest probability that the server gives a weight, in (0, 0.5); the largest is 1 minus it."""
 
     def __post_init__(self) -> None:
         check_numbers(self, "algorithm.")
@@ -99,7 +99,7 @@ class FedPM(FederatedAlgorithm):
         return Message(weights=others, extra={"scores": scores})
 
     def download_for(self, server: ServerState, view: ClientView, task: Literal["score", "finetune"]) -> Message:
-        """Send the weights whose chance is above one half."""
+        """Send the weights whose probability is above one half."""
         return Message(weights=server.weights, masks=_likely(server.extra["scores"]))
 
     def callbacks(self, message: Message, client: Client) -> list[Callback]:
@@ -122,7 +122,7 @@ class FedPM(FederatedAlgorithm):
         )
 
     def aggregate(self, server: ServerState, merged: Merged) -> ServerState:
-        """Take the frequencies of the bits for the new chances."""
+        """Set the probabilities to the frequencies of the bits."""
         state, frequencies = super().aggregate(server, merged), merged.extra.get("bits", {})
         scores = {
             name: posterior_scores(frequencies[name].to(old), self.least) if name in frequencies else old
@@ -131,7 +131,7 @@ class FedPM(FederatedAlgorithm):
         return _with_scores(state, scores)
 
     def trained(self, message: Message, update: Update) -> Weights:
-        """Return the weights whose chance is above one half after training."""
+        """Return the weights whose probability is above one half after training."""
         own: Weights = (update.memory or {})["trained"]
         return {**update.weights, **own}
 
@@ -147,7 +147,7 @@ class FedPM(FederatedAlgorithm):
 
 
 def _likely(scores: Weights) -> Masks:
-    """Return masks of the weights whose chance is above one half."""
+    """Return masks of the weights whose probability is above one half."""
     return {name: value > 0 for name, value in scores.items()}
 
 

@@ -2,9 +2,9 @@
 
 Huang, Yang, Chen, Ye, Wu, NeurIPS 2025, arXiv:2501.19122.
 
-The server has one mask, and for each weight a beta distribution of how likely it belongs into the mask. Every round,
-clients send which weights are the largest of their model, and every R rounds which pruned weights have the largest
-gradients. Both are evidence for the distributions, from which the server then draws the next mask.
+The server has one mask, and for each weight a beta distribution of the probability that it belongs to the mask. Every
+round, clients send which weights are the largest of their model, and every R rounds which pruned weights have the
+largest gradients. Both are evidence for the distributions, from which the server then draws the next mask.
 
 Departures from the paper and the authors' code:
 

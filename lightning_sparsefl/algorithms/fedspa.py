@@ -105,7 +105,7 @@ class FedSpa(FederatedAlgorithm):
         spread = erk if self.layer_density == "erk" else uniform
         counts = kept_counts(shapes, spread(shapes, self.density))
         masks = random_masks(shapes, counts, generator(fleet.seed, "FedSpa mask"))
-        return ServerState(round=0, weights=weights, extra={"first_masks": _on(fleet.device, masks)})
+        return ServerState(round=0, weights=weights, extra={"first_masks": _to_device(fleet.device, masks)})
 
     def download(self, server: ServerState, view: ClientView) -> Message:
         """Send m_k * w, and the mask if the client does not have it."""
@@ -127,7 +127,7 @@ class FedSpa(FederatedAlgorithm):
         counts = {name: int(mask.sum()) for name, mask in first.items()}
         shapes = {name: mask.shape for name, mask in first.items()}
         drawn = random_masks(shapes, counts, generator(view.seed, view.id, "FedSpa mask"))
-        return _on(next(iter(first.values())).device, drawn)
+        return _to_device(next(iter(first.values())).device, drawn)
 
     @property
     def follows_length(self) -> bool:  # type: ignore[override]
@@ -155,7 +155,7 @@ class FedSpa(FederatedAlgorithm):
         if self.growth == "gradient":
             scores = gradient({name: g for name, g in client.gradient(trained).items() if name in masks})
         else:
-            scores = _on(next(iter(masks.values())).device, random(weights, client.rng("growth")))
+            scores = _to_device(next(iter(masks.values())).device, random(weights, client.rng("growth")))
         return regrow(scores, kept, {name: int(mask.sum()) for name, mask in masks.items()})
 
     def reducer(self) -> Reducer:
@@ -174,6 +174,6 @@ class FedSpa(FederatedAlgorithm):
         )
 
 
-def _on(device: torch.device, tree: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _to_device(device: torch.device, tree: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Move a tree to a device; masks are drawn on the CPU, so that they are equal on every machine."""
     return {name: tensor.to(device) for name, tensor in tree.items()}

@@ -143,11 +143,11 @@ class FLASC(FederatedAlgorithm):
         return message.trainable
 
     def reducer(self) -> Reducer:
-        """Return the mean in which changes that were not sent count as none."""
+        """Return the mean in which changes that were not sent count as zero."""
         return PlainMean()
 
     def aggregate(self, server: ServerState, merged: Merged) -> ServerState:
-        """Take a step of AdamW in the place of the mean change."""
+        """Take a step of AdamW instead of the mean change."""
         before = {key: server.extra[key] for key in ("m", "v")}
         merged, moments = self.optimizer.step(server, replace(merged, covered={}), before)
         extra = {**server.extra, **moments, "masks": self._masks(server)}

@@ -117,7 +117,7 @@ class Hermes(FederatedAlgorithm):
 
     def train(self, message: Message, client: Client) -> Update:
         """Train the live units, and remove some afterwards; with ``own=False`` before."""
-        held = {name: units.cpu() for name, units in client.memory.get("units", _all(client.units)).items()}
+        held = {name: units.cpu() for name, units in client.memory.get("units", _all_units(client.units)).items()}
         start = self.personalize(message, client, merged=True)
         kept: Masks = held if self.own else self._pruned(start, held, client)
         whole = all(bool(units.all()) for units in kept.values())
@@ -193,7 +193,7 @@ class Hermes(FederatedAlgorithm):
     def profile_state(self, server: ServerState, round: int) -> ServerState:
         """Return the state with the masks of a client whose score was always high enough."""
         groups = groups_of(server.extra["units"])
-        kept: Masks = _all(groups)
+        kept: Masks = _all_units(groups)
         for _ in range(personal.participations(server, round)):
             if density(kept) <= self.density:
                 break
@@ -222,6 +222,6 @@ class Hermes(FederatedAlgorithm):
         return replace(costs, flops_paper=3 * facts.epochs * facts.samples * forward)
 
 
-def _all(groups: Sequence[UnitGroup]) -> dict[str, torch.Tensor]:
+def _all_units(groups: Sequence[UnitGroup]) -> dict[str, torch.Tensor]:
     """Return unit masks that keep all units."""
     return {group.name: torch.ones(group.size, dtype=torch.bool) for group in groups}

@@ -2,7 +2,7 @@
 
 Fallah, Mokhtari, Ozdaglar, NeurIPS 2020, arXiv:2002.07948, Algorithm 1.
 
-Clients train common weights from which a step of SGD leads to a good model of each client: they step by the gradient of
+Clients train global weights from which a step of SGD leads to a good model of each client: they step by the gradient of
 the loss after such a step (MAML). A client is scored with the server's weights after the adaptation on its own data.
 
 Departures from the paper and from public code:
@@ -37,7 +37,7 @@ from lightning_sparsefl.types import CostFacts, Costs, Message, Update, Weights
 
 @dataclass(frozen=True, kw_only=True)
 class PerFedAvg(FederatedAlgorithm):
-    """Common weights that are trained to be adapted, and scored after the adaptation of each client."""
+    """Global weights that are trained to be adapted, and scored after the adaptation of each client."""
 
     can_be_private = True
 
@@ -62,7 +62,7 @@ class PerFedAvg(FederatedAlgorithm):
         return [MetaStep(self.alpha, self.order, self.delta)]
 
     def train(self, message: Message, client: Client) -> Update:
-        """Train the common weights, and keep them after an adaptation."""
+        """Train the global weights, and keep them after an adaptation."""
         update = super().train(message, client)
         return replace(update, memory={"weights": self._adapt(update.weights, client)})
 

@@ -3,7 +3,7 @@
 Dinh, Tran, Nguyen, NeurIPS 2020, arXiv:2006.08848, Algorithm 1.
 
 On each batch, a client makes K steps of personal weights theta, which a proximal term pulls towards its copy w of the
-common weights, and then moves w towards theta. The copies are averaged, and the server moves by a multiple of the
+global weights, and then moves w towards theta. The copies are averaged, and the server moves by a multiple of the
 change. A client is scored with its last theta.
 
 Departures from the authors' code:
@@ -36,7 +36,7 @@ from lightning_sparsefl.types import CostFacts, Costs, Merged, Message, ServerSt
 
 @dataclass(frozen=True, kw_only=True)
 class PFedMe(FederatedAlgorithm):
-    """Common weights that are trained towards personal weights of each client, by Moreau envelopes."""
+    """Global weights that are trained towards personal weights of each client, by Moreau envelopes."""
 
     can_be_private = True
 
@@ -70,7 +70,7 @@ class PFedMe(FederatedAlgorithm):
         return [MoreauEnvelope(self.lam, self.personal_lr, self.steps, self.decay)]
 
     def train(self, message: Message, client: Client) -> Update:
-        """Train the client's copy of the common weights, and keep the personal weights."""
+        """Train the client's copy of the global weights, and keep the personal weights."""
         (envelope,) = self.callbacks(message, client)
         result = client.fit(message.weights, callbacks=[envelope])
         assert isinstance(envelope, MoreauEnvelope)

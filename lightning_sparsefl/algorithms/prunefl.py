@@ -14,7 +14,7 @@ Departures from the paper and the authors' code:
   participate in a reconfiguration keeps them.
 - A weight that returns starts at 0; in the code, at the value that it had when it was pruned.
 - The first client trains epochs over all of its data, and may bring weights back; in the code it repeats 200 samples,
-  and masks only shrink. `profile` trains nothing, and takes the first mask for dense. The FLOPs of the first client's
+  and masks only shrink. `profile` trains nothing, and assumes a dense first mask. The FLOPs of the first client's
   training and of SNIP's gradients are not charged.
 - Times follow from FLOPs and bytes per weight; the paper measures them. `seconds_per_weight` sets measured ones.
 - ``criterion="cubic"`` is the row of FedDIP (arXiv:2309.06805): the density follows a cubic, and the largest squared
@@ -72,8 +72,8 @@ class PruneFL(FederatedAlgorithm):
     first_epochs: int = 50
     """Number of epochs between two reconfigurations of the first client, of which there are at most 20."""
     first_accuracy: float = 0.15
-    """Value of `federation.monitor` from which on the first client prunes: 1.5 times chance, here of 10 classes;
-    0 = at once."""
+    """Value of `federation.monitor` from which on the first client prunes: 1.5 times chance level, here with 10
+    classes; 0 = at once."""
     seconds_per_weight: Mapping[str, float] | None = None
     """Seconds that a round takes longer for each weight, by patterns of layers' names; null = from FLOPs and bytes."""
     constant: float = 0.0

@@ -8,19 +8,19 @@ weights of the clients. When a common threshold has changed, all clients move th
 
 Departures from the paper and the authors' code:
 
-- A client that was not drawn follows the changes of the common thresholds at its next turn, one after another, which
-  is exact: it receives the thresholds of all rounds since its last one, and starts from the run's initial weights if it
-  was never drawn. They are measured, but not in the paper's bytes, which count those of a round. In one of the authors'
-  programs only the drawn clients follow, and by the last change.
+- A client that was not drawn follows the changes of the common thresholds at its next participation, one after another,
+  which is exact: it receives the thresholds of all rounds since its last one, and starts from the run's initial weights
+  if it was never drawn. They are measured, but not in the paper's bytes, which count those of a round. In one of the
+  authors' programs only the drawn clients follow, and by the last change.
 - The programs for CIFAR pass gradients to thresholds only where a mean magnitude is more than 1 away from the
   threshold, so that these are hardly trained; here the gradient passes unchanged, as in the paper. The programs for
   Fashion-MNIST and CIFAR-100 also increase the strength over the rounds.
 - Thresholds stay in [-5, 5]; the code computes the bounded values and drops them.
 - The optimizer starts anew in every round; in the program for Fashion-MNIST each client keeps its momentum.
-- A client is scored with its own weights under its own last thresholds. There is no common model: ``global/*`` are the
+- A client is scored with its own weights under its own last thresholds. There is no global model: ``global/*`` are the
   scores of the initial weights.
-- Density in the costs is that after the client's last turn, and 1 before it. The sums over rows of weights that
-  thresholds need in every step are left out.
+- Density in the costs is that after the client's last participation, and 1 before it. The sums over rows of weights
+  that thresholds need in every step are left out.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class SpaFL(FederatedAlgorithm):
         return ServerState(round=0, weights=weights, extra={"history": history, "buffers": buffers, "turns": turns})
 
     def download(self, server: ServerState, view: ClientView) -> Message:
-        """Send the thresholds of the rounds since the client's last turn; its weights it has."""
+        """Send the thresholds of the rounds since the client's last participation; it has its weights already."""
         since = view.shared.get("round", 0)
         missed = {name: rows[since:] for name, rows in server.extra["history"].items()}
         buffers = {name: server.weights[name] for name in server.extra["buffers"]}
@@ -115,7 +115,7 @@ class SpaFL(FederatedAlgorithm):
         return replace(state, extra={**server.extra, "history": history})
 
     def observe(self, server: ServerState, view: ClientView, report: Mapping[str, float]) -> Shared | None:
-        """Return the round of the client's turn, and the density of its layers."""
+        """Return the round of the client's participation, and the density of its layers."""
         live = {name.removeprefix("live/"): value for name, value in report.items() if name.startswith("live/")}
         return {"round": view.round, "live": live}
 
@@ -126,13 +126,13 @@ class SpaFL(FederatedAlgorithm):
         thresholds = client.memory.get("thresholds", {name: rows[0] for name, rows in history.items()})
         weights = {**client.initial, **message.weights, **own}
         moved = {name: follow_all(weights[name], rows.to(weights[name])) for name, rows in history.items()}
-        return {**weights, **_under(moved, thresholds)}
+        return {**weights, **_masked(moved, thresholds)}
 
     def trained(self, message: Message, update: Update) -> Weights:
         """Return the client's weights under its thresholds."""
         memory = update.memory or {}
         weights, thresholds = memory["weights"], memory["thresholds"]
-        return {**update.weights, **weights, **_under({name: weights[name] for name in thresholds}, thresholds)}
+        return {**update.weights, **weights, **_masked({name: weights[name] for name in thresholds}, thresholds)}
 
     def profile_state(self, server: ServerState, round: int) -> ServerState:
         """Return the state with thresholds that are not 0 after round 0, as many as a client misses on average."""
@@ -141,7 +141,7 @@ class SpaFL(FederatedAlgorithm):
         return replace(server, round=round, extra={**server.extra, "history": history})
 
     def costs(self, facts: CostFacts) -> Costs:
-        """Return costs of the units that were on after the client's last turn, and of thresholds in both directions."""
+        """Return costs of the units that were on after the last participation, and of thresholds in both directions."""
         live = facts.view.shared.get("live", {})
         held = sum(2 * layer.macs * live.get(layer.weight, 1.0) + layer.bias for layer in facts.layers)
         samples = facts.epochs * facts.samples
@@ -154,6 +154,6 @@ class SpaFL(FederatedAlgorithm):
         )
 
 
-def _under(weights: Weights, thresholds: Weights) -> dict[str, Tensor]:
+def _masked(weights: Weights, thresholds: Weights) -> dict[str, Tensor]:
     """Return weights whose units are off below their thresholds."""
     return {name: keep_rows(value, thresholds[name].to(value)) for name, value in weights.items()}

@@ -73,7 +73,7 @@ class SparsyFed(FederatedAlgorithm):
         require(self.exponent >= 1, "algorithm.exponent", self.exponent, "a number >= 1")
 
     def init(self, weights: Weights, fleet: Fleet) -> ServerState:
-        """Take the roots of the maskable weights for the first theta."""
+        """Set the first theta to the roots of the maskable weights."""
         names = maskable({name: value for name, value in weights.items() if name not in fleet.buffers})
         theta = {name: root(weights[name], self.exponent) for name in names}
         return ServerState(round=0, weights={**weights, **self._shown(theta)}, extra={"theta": theta})

@@ -96,8 +96,8 @@ class SubFedAvg(FederatedAlgorithm):
     """Quantile of a layer's scales up to which one pruning removes channels, at least one, in [0, 1), with
     `channels`."""
     min_channel_change: float = 0.01
-    """Fraction of the channels by which the candidates after the first and the last epoch must differ by more, >= 0,
-    with `channels`."""
+    """Fraction of the channels in which the candidates after the first and the last epoch differ, which a pruning must
+    exceed, >= 0, with `channels`."""
     min_channels: tuple[int, ...] = (3, 8)
     """Smallest numbers of channels, >= 1, of the layers with norms in their order, with `channels`; the last one holds
     for all further layers."""

@@ -144,7 +144,7 @@ class Tells(Classifier):
 
 
 def test_the_personal_model_has_statistics_of_its_own(federation):
-    """With `buffers: local` the engine keeps those of the common model, which the personal one must not take."""
+    """With `buffers: local` the engine keeps those of the global model, which the personal one must not take."""
     means = []
     for buffers in ("average", "local"):  # in the first round both start from the run's initial statistics
         torch.manual_seed(0)

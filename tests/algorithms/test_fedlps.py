@@ -130,7 +130,7 @@ def test_the_file_of_the_published_program_says_what_the_class_says():
 def test_only_models_above_a_density_are_personal_models(asked):
     method = FedLPS(ratio="capacity", pattern="ordered", score_above=0.25)
     stranger, _ = asked()
-    assert method.personalize(message(), stranger) is WEIGHTS  # the dense common model
+    assert method.personalize(message(), stranger) is WEIGHTS  # the dense global model
     small = method.train(message(0.25), asked(memory={})[0]).memory
     assert "kept" not in small
     large = method.train(message(0.5), asked(memory=small)[0]).memory
@@ -151,10 +151,10 @@ def test_rewards_are_per_unit_of_time(view):
 def test_the_mean_pulls_at_each_layer_alike_and_the_proximal_term_fades(asked):
     made, _ = asked(memory={})
     size = sum(value.numel() for value in WEIGHTS.values())
-    assert FedLPS()._pull(WEIGHTS, made).strength == pytest.approx(2 / size)
+    assert FedLPS()._proximal_term(WEIGHTS, made).strength == pytest.approx(2 / size)
     running, _ = asked(memory={}, buffers=["running"])
-    assert FedLPS()._pull({**WEIGHTS, "running": torch.ones(7)}, running).strength == pytest.approx(2 / size)
-    assert FedLPS(reduction="sum")._pull(WEIGHTS, made).strength == 2
+    assert FedLPS()._proximal_term({**WEIGHTS, "running": torch.ones(7)}, running).strength == pytest.approx(2 / size)
+    assert FedLPS(reduction="sum")._proximal_term(WEIGHTS, made).strength == 2
 
 
 def test_the_bandit_learns_from_accuracy_and_time(view):
