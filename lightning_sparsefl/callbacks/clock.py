@@ -29,7 +29,7 @@ class StepClock:
         self._steps_before = self._epochs_before = self._seen = 0
 
     def start(self, trainer: Any, owner: str, resumed: bool = False) -> None:
-        """Begin to count the steps of a fit, or go on where a checkpoint was saved.
+        """Start counting the steps of a fit, or continue where a checkpoint was saved.
 
         Args:
             trainer: Trainer of the fit, its own counters restored.

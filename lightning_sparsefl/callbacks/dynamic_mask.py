@@ -47,8 +47,8 @@ class DynamicMask(MaskingCallback):
     With ``growth="gradient"`` it is RigL: the weights with the largest gradients grow, by the gradient of the step
     at which the mask moves, which is dense since only weights are zeroed. With ``growth="random"`` it is SET. At step
     t a layer drops ``ceil(fraction / 2 * (1 + cos(pi * t / t_stop)) * kept)`` of its weights. A weight that grows
-    starts at zero (in SET's own paper at random, in RigL's comparison at zero), and what the optimizers remember of
-    it is zero.
+    starts at zero (in SET's own paper at random, in RigL's comparison at zero), and so does its state in the
+    optimizers.
 
     Unlike in the papers' code the optimizer takes its step also where the mask moves, under the new mask. Where
     mixed precision skips a step for gradients that are not finite, the move waits for the next one. Put

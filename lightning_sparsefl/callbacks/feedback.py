@@ -118,7 +118,7 @@ class ErrorFeedback(MaskingCallback):
             for name in self._joined:
                 self._stencils[name].split_(self._weights[name], self._pruned[name])
             self._joined = []
-            self._look()
+            self._note_versions()
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Prune the weights, also where mixed precision skipped the step."""

@@ -35,9 +35,9 @@ Units: TypeAlias = Sequence[UnitGroup] | Callable[[Mapping[str, Tensor]], Sequen
 class GroupPenalty(ReportedCallback):
     """Adds ``strength * sum over layers of ||w_layer||_2`` to the loss, by its gradient ``strength * w / ||w||_2``.
 
-    The norm is not squared, so a layer of zeros has a corner; there the gradient is 0. The strength climbs from 0 by
-    equal stairs over the optimizer steps of a fit, the last of them one stair below `strength`. Beside callbacks that
-    mask, the norms are those of the pruned weights.
+    The norm is not squared, so it is not differentiable at a layer of zeros; there the gradient is set to 0. The
+    strength rises from 0 in equal stairs over the optimizer steps of a fit; the last one is one stair below `strength`.
+    Beside callbacks that mask, the norms are those of the pruned weights.
 
     With ``groups="units"`` the sum is over the units (channels, neurons, hidden states) of every layer, each with the
     norm ``sqrt(sum w^2 + 1e-8)`` of its outgoing row, and with that of the slice by which each next layer reads it; so
@@ -191,7 +191,7 @@ class GroupPenalty(ReportedCallback):
         self._weights, self._by_name, self._resumed = [], {}, False
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position on the stairs, and whether a fit has begun to climb them."""
+        """Return the position on the stairs, and whether a fit has begun."""
         return {"clock": self._clock.state_dict(), "started": self._started or self._resumed}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -49,7 +49,7 @@ class LayerFreezing(NumberedCallback):
         self._guards: list[StepGuard] = []
 
     def setup(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
-        """Freeze before the optimizers are made what the module has by then."""
+        """Freeze the parameters that exist at this point, before the optimizers are created."""
         super().setup(trainer, pl_module, stage)
         if stage == "fit":
             self._first = {}
@@ -85,13 +85,13 @@ class LayerFreezing(NumberedCallback):
     @staticmethod
     @torch.no_grad()
     def _restore(parameter: Tensor, first: tuple[Tensor, Tensor] | None) -> None:
-        """Give the entries that were frozen in a checkpoint their values there; a mask over them acts again later."""
+        """Restore the values that frozen entries have in a checkpoint; a mask over them is applied again later."""
         if first is not None:
             frozen, values = (tensor.to(parameter.device) for tensor in first)
             parameter.copy_(torch.where(frozen, values.to(parameter.dtype), parameter))
 
     def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
-        """Be called around all steps from here on, if entries are frozen."""
+        """Register for calls around all optimizer steps, if entries are frozen."""
         self._refuse_before(trainer)
         self._keep_theta(trainer)
         self._guards = [StepGuard(optimizer, self) for optimizer in trainer.optimizers if self._partly]
@@ -141,7 +141,7 @@ class LayerFreezing(NumberedCallback):
             stencil.join_(other.theta[name], values)
 
     def teardown(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
-        """Let the frozen tensors train again."""
+        """Make the frozen tensors trainable again."""
         self._thaw()
 
     def on_exception(self, trainer: Any, pl_module: LightningModule, exception: BaseException) -> None:

@@ -251,7 +251,7 @@ class LearnedImportance(MaskingCallback):
 
     @torch.no_grad()
     def _exchange(self, masks: Masks) -> None:
-        """Go over to other masks: what leaves the module is kept here, and what returns has the value it left with."""
+        """Replace the masks; values that leave the module are kept here, and are restored when they return."""
         dense = self._dense()
         for name, mask in masks.items():
             self._aside[name] = dense[name].masked_fill(mask, 0)

@@ -30,15 +30,15 @@ from lightning_sparsefl.types import Masks
 class LotteryRewind(MaskingCallback):
     """Finds a lottery ticket within one fit, and trains it.
 
-    The fit is cut into cycles. Each but the last ends with a pruning by magnitude, and with a return to the step
-    after `rewind` of the first cycle: all parameters and buffers of the module are again what they were there, under
-    the new masks, and optimizers have forgotten what they knew. The first cycle begins at step 0 and the others at
-    that step, so all end at the same step of the cycle. After pruning number j of n = ``cycles - 1`` the density is
-    ``d_0 * (d / d_0) ** (j / n)``, so that each drops the same fraction of what is left.
+    The fit is cut into cycles. Each but the last ends with a pruning by magnitude, and with a return to the step after
+    `rewind` of the first cycle: all parameters and buffers of the module are again what they were there, under the new
+    masks, and what the optimizers remember, such as momentum, is that of the start of the fit. The first cycle begins
+    at step 0 and the others at that step, so all end at the same step of the cycle. After pruning number j of n =
+    ``cycles - 1`` the density is ``d_0 * (d / d_0) ** (j / n)``, so that each drops the same fraction of what is left.
 
-    Learning rates go back as well, with their schedulers: as in the papers, each cycle is a training of its own. Plan
-    a scheduler for one cycle, ``callback.cycle_steps(trainer.estimated_stepping_batches)`` steps, and not for the
-    whole fit, whose end it would never see. The trainer's counters go on. The papers give each cycle the steps of a
+    Learning rates go back as well, with their schedulers: as in the papers, each cycle is a training of its own. Plan a
+    scheduler for one cycle, ``callback.cycle_steps(trainer.estimated_stepping_batches)`` steps, and not for the whole
+    fit, whose end it would never reach. The trainer's counters are not reset. The papers give each cycle the steps of a
     whole training; for that, fit ``cycles - (cycles - 1) * rewind`` times as long.
 
     Groups of parameters that have been added to an optimizer since, as by `BackboneFinetuning`, keep their options.
@@ -92,8 +92,7 @@ class LotteryRewind(MaskingCallback):
         """Return the steps of a fit after which weights are pruned: the ends of all cycles but the last.
 
         Args:
-            total: Steps of the fit.
-
+            total: Number of steps of the fit.
 
         Example:
             >>> LotteryRewind(cycles=4, rewind=0.0).cycle_ends(100)
@@ -107,8 +106,7 @@ class LotteryRewind(MaskingCallback):
         """Return the most steps that a learning-rate scheduler takes before it is rewound.
 
         Args:
-            total: Steps of the fit.
-
+            total: Number of steps of the fit.
 
         Example:
             >>> LotteryRewind(cycles=4, rewind=0.5).cycle_steps(100)

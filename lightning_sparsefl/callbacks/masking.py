@@ -86,13 +86,13 @@ class MaskingCallback(MaskOwner):
         self.hold(self.masks)
 
     def adopt(self, masks: Masks) -> None:
-        """Go over to other masks of the same layers, or of some of them, and leave the weights as they are."""
+        """Replace the masks of the same layers, or of some of them, and leave the weights as they are."""
         for name, mask in masks.items():
             self._masks[name], self._stencils[name] = mask, InPlaceMask(mask, self._weights[name].dtype)
         self.mask_copies()
 
     def hold(self, masks: Masks) -> None:
-        """Go over to other masks, and apply them."""
+        """Replace the masks, and apply the new ones."""
         self.adopt(masks)
         self.mask_weights(masks)
 
@@ -102,14 +102,14 @@ class MaskingCallback(MaskOwner):
         for name, weight in self._weights.items():
             if names is None or name in names or weight._version != self._versions.get(name):
                 self._stencils[name].zero_(weight)
-        self._look()
+        self._note_versions()
 
-    def _look(self) -> None:
-        """Remember the versions of the weights, all of which are 0 where they are not held."""
+    def _note_versions(self) -> None:
+        """Store the versions of the weights, all of which are 0 where they are not held."""
         self._versions = {name: weight._version for name, weight in self._weights.items()}
 
     def _written(self) -> bool:
-        """Return whether weights have been written since `_look`."""
+        """Return whether weights have been written since `_note_versions`."""
         return any(weight._version != self._versions.get(name) for name, weight in self._weights.items())
 
     def mask_copies(self) -> None:
@@ -142,7 +142,7 @@ class MaskingCallback(MaskOwner):
         self._guard(trainer)
 
     def _guard(self, trainer: Any) -> None:
-        """Be called around all steps from here on."""
+        """Register for calls around all optimizer steps."""
         self._started, self._waiting = True, list(trainer.optimizers)
         self._guards = [StepGuard(optimizer, self) for optimizer in trainer.optimizers]
 
@@ -166,7 +166,7 @@ class MaskingCallback(MaskOwner):
         """Mask the weights of the optimizer, unless it leaves zeros alone; a graph may need the others."""
         self._note_step(optimizer)
         if self._still and not _has_step_hooks(optimizer):
-            self._look()
+            self._note_versions()
         else:
             stepped = stepped_by(optimizer)
             self.mask_weights({name for name, weight in self._weights.items() if id(weight) in stepped})

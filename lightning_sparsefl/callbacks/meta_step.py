@@ -90,7 +90,7 @@ class MetaStep(SecondPoint):
             self.go(pl_module, descend(weights, self._slopes, -self.delta))
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Let the trainer clip again."""
+        """Restore the trainer's `gradient_clip_val`."""
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
         self._clip_again(trainer)
 
@@ -115,18 +115,18 @@ class MetaStep(SecondPoint):
         if self._batch == 0:
             weights = {name: parameters[name].detach() for name in slopes}
             self._adapted = descend(weights, slopes, self.lr)
-            self._wait(trainer, parameters)
+            self._skip_step(trainer, parameters)
         elif self._batch == 1 and self.order == "hessian":
             self._slopes = slopes
-            self._wait(trainer, parameters)
+            self._skip_step(trainer, parameters)
         else:
             if self._batch == 2:
                 self._correct(parameters, slopes)
             self.clear_others(pl_module, optimizer)
             self._begin()
 
-    def _wait(self, trainer: Any, parameters: Mapping[str, Tensor]) -> None:
-        """Go on to the next batch of the tuple without a step; torch cannot clip the values of no gradients."""
+    def _skip_step(self, trainer: Any, parameters: Mapping[str, Tensor]) -> None:
+        """Remove the gradients, so that this batch has no step; without gradients, torch cannot clip by value."""
         self._batch += 1
         self._clip, trainer.gradient_clip_val = trainer.gradient_clip_val, None
         for parameter in parameters.values():

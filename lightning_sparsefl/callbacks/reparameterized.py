@@ -56,7 +56,7 @@ class Reparameterized(NumberedCallback):
         return {name: value for name, value in vars(self).items() if name not in self._of_a_fit}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Be a callback outside of a fit."""
+        """Restore the callback in the state outside of a fit."""
         self._unhook()
         vars(self).update(state)
 

@@ -58,7 +58,7 @@ class ReportedSteps:
         self._reported = False
 
     def release(self) -> None:
-        """Stop to watch."""
+        """Stop watching."""
         for guard in self._guards:
             guard.remove()
         self._guards, self._reported = [], False

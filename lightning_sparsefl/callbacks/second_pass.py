@@ -62,7 +62,7 @@ def learning_rates(optimizer: Any) -> dict[int, float]:
 
 @contextmanager
 def placed(parameters: dict[str, Tensor], weights: Weights) -> Iterator[None]:
-    """Give parameters other values inside, and their own again afterwards.
+    """Give parameters other values within the context, and restore their own afterwards.
 
     Args:
         parameters: Parameters by name.

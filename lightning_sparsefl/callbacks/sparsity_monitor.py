@@ -32,7 +32,7 @@ class SparsityMonitor(NumberedCallback):
 
     The keys are ``density/all`` (of all layers together), ``density/layer/<name>`` (of one), and
     ``mask/changed``: the fraction of positions that became zero, or ceased to be, since the last time, first since
-    training started. A weight that a mask has let grow counts once it has left zero. The module is not touched.
+    training started. A weight that a mask has let grow counts once it has left zero. The module is not changed.
 
     With `flops` also ``flops/forward``, the operations of one sample's forward pass where products with zeros are
     saved, and ``flops/forward_share``, its part of the dense module's. They are counted on the module's

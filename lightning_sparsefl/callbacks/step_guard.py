@@ -56,7 +56,7 @@ class StepGuard:
         self._step.listeners.append(listener)
 
     def remove(self) -> None:
-        """Call the listener no more; without another one, the optimizer gets its former ``step`` back."""
+        """Stop calling the listener; without another one, restore the optimizer's former ``step``."""
         left = [each for each in self._step.listeners if each is not self._listener]
         self._step.listeners = left
         if not left:
@@ -125,7 +125,7 @@ class _GuardedStep:
         return evaluate
 
     def restore(self) -> None:
-        """Restore the former ``step``; one that has been replaced since only stops to call listeners."""
+        """Restore the former ``step``; if it has been replaced since, only stop calling listeners."""
         if vars(self.optimizer).get("step") is not self._installed:
             return
         if self._previous is None:

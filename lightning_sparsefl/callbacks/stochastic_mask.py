@@ -1,4 +1,4 @@
-"""Training of the chances with which fixed weights are kept.
+"""Training of the probabilities with which fixed weights are kept.
 
 Isik, Pase, Gunduz, Weissman, Zorzi, "Sparse random networks for communication-efficient federated learning", ICLR 2023,
 arXiv:2209.15328, section 3.
@@ -18,7 +18,7 @@ from lightning_sparsefl.types import Weights
 
 
 class StochasticMask(Reparameterized):
-    """Trains scores whose sigmoid is the chance that a weight is kept; the weights themselves do not change.
+    """Trains scores whose sigmoid is the probability that a weight is kept; the weights themselves do not change.
 
     The module holds ``w * m``, where m is drawn anew after every optimizer step, so that batches whose gradients are
     accumulated see one draw. :func:`~lightning_sparsefl.sparse.supermask.score_gradient` is the gradient of a score.
@@ -57,7 +57,7 @@ class StochasticMask(Reparameterized):
         return torch.randn(weight.shape, generator=generator(self.seed, "scores", name))
 
     def started(self) -> None:
-        """Take the weights of the first fit for those that are masked."""
+        """Store the weights of the first fit, which are those that are masked."""
         for name, weight in self._weights.items():
             frozen = self._frozen.get(name, weight.detach())
             self._frozen[name] = frozen.to(weight.device, weight.dtype, copy=True)
@@ -72,7 +72,7 @@ class StochasticMask(Reparameterized):
         return score_gradient(gradient, self._frozen[name], theta)
 
     def stepped(self) -> None:
-        """Go on to the next draw."""
+        """Advance to the next draw."""
         self._steps += 1
 
     def state_dict(self) -> dict[str, Any]:

@@ -143,7 +143,7 @@ class UnitThresholds(Reparameterized):
 
 
 def _refuse_finetuning(trainer: Any) -> None:
-    """Refuse callbacks that look up the names of all parameters of the optimizers, since thresholds have none."""
+    """Refuse callbacks that look up the names of all parameters of the optimizers: thresholds are not in the module."""
     other = next((type(each).__name__ for each in trainer.callbacks if isinstance(each, BaseFinetuning)), None)
     if other is not None:
         raise InvalidOption(

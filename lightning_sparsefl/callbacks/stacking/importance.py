@@ -168,7 +168,7 @@ class StackedImportance(StackedScores):
         return norms
 
     def _exchange(self, leaves: Leaves, place: int, kept: Weights) -> None:
-        """Go over to other units of one client: see :class:`LearnedImportance`."""
+        """Replace the units of one client; see :class:`LearnedImportance`."""
         weights, aside = row_of(self._weights(leaves), place), row_of(self.aside, place)
         masks = unit_masks(self.groups, kept, weights)
         for name, mask in masks.items():
