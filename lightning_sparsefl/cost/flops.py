@@ -245,10 +245,10 @@ def _count_products(module: nn.Module, arguments: tuple[Any, ...]) -> dict[str, 
 
     analysis = FlopCountAnalysis(_TensorsOnly(module).eval(), arguments)
     analysis.unsupported_ops_warnings(False).uncalled_modules_warnings(False).tracer_warnings("none")
-    analysis.set_op_handle("aten::scaled_dot_product_attention", _attention)
-    analysis.set_op_handle("aten::embedding", _lookup)
-    analysis.set_op_handle("aten::baddbmm", _product)
-    analysis.set_op_handle("aten::bilinear", _form)
+    analysis.set_op_handle("aten::scaled_dot_product_attention", _count_attention)
+    analysis.set_op_handle("aten::embedding", _count_lookup)
+    analysis.set_op_handle("aten::baddbmm", _count_product)
+    analysis.set_op_handle("aten::bilinear", _count_bilinear_form)
     operators = analysis.by_module_and_operator()
     totals = {name: sum(int(found[kind]) for kind in _PRODUCTS) for name, found in operators.items()}
     own = dict(totals)
@@ -258,26 +258,26 @@ def _count_products(module: nn.Module, arguments: tuple[Any, ...]) -> dict[str, 
     return {name.partition(".")[2]: macs for name, macs in own.items() if name}
 
 
-def _attention(inputs: Sequence[Any], outputs: Sequence[Any]) -> int:
+def _count_attention(inputs: Sequence[Any], outputs: Sequence[Any]) -> int:
     """Count attention scores and their product with the values: ``queries * keys`` positions times both widths."""
     query, key, value = (node.type().sizes() for node in inputs[:3])
     rows = torch.Size(query[:-1]).numel()
     return int(rows * key[-2] * (query[-1] + value[-1]))
 
 
-def _product(inputs: Sequence[Any], outputs: Sequence[Any]) -> int:
+def _count_product(inputs: Sequence[Any], outputs: Sequence[Any]) -> int:
     """Count a batch of matrix products that is added to another batch, as that of attention to its mask."""
     left, right = (node.type().sizes() for node in inputs[1:3])
     return int(torch.Size(left).numel() * right[-1])
 
 
-def _form(inputs: Sequence[Any], outputs: Sequence[Any]) -> int:
+def _count_bilinear_form(inputs: Sequence[Any], outputs: Sequence[Any]) -> int:
     """Count a bilinear form for each row: one multiply-accumulate for each weight."""
     first, _, weight = (node.type().sizes() for node in inputs[:3])
     return int(torch.Size(first[:-1]).numel() * torch.Size(weight).numel())
 
 
-def _lookup(inputs: Sequence[Any], outputs: Sequence[Any]) -> int:
+def _count_lookup(inputs: Sequence[Any], outputs: Sequence[Any]) -> int:
     """Count the vectors that `torch.nn.functional.embedding` takes out of a matrix, as an embedding layer's are."""
     return int(torch.Size(outputs[0].type().sizes()).numel())
 

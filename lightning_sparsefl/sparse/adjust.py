@@ -1,6 +1,7 @@
 """Exchange of weights of a mask.
 
-The smallest go and as many others come (FedTiny, arXiv:2212.01977), or chance decides (FedRTS, arXiv:2501.19122).
+The smallest are dropped and as many others added (FedTiny, arXiv:2212.01977), or masks are drawn (FedRTS,
+arXiv:2501.19122).
 """
 
 from __future__ import annotations

@@ -9,7 +9,8 @@ from torch import Tensor
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _CHUNK = 1 << 17
-"""Elements. A CPU multiplies fast by numbers of one type only, and of this many a copy stays in its cache."""
+"""Number of elements that are multiplied at once: the mask is first copied to integers of the width of the values,
+since a CPU multiplies fast by numbers of the same type only, and a copy of this size stays in its cache."""
 
 
 class InPlaceMask:

@@ -28,7 +28,7 @@ from lightning_sparsefl.sparse.plan_search import improve
 EXACT_SIZE = 24
 """Clients times groups up to which :func:`optimized` also solves the problem exactly."""
 _BLOCKS = 16
-"""Parts that the clients of one budget are cut into where they shall differ."""
+"""Parts that the clients of one budget are divided into where their rows may differ."""
 _RANDOM_BLOCKS = 4
 """The same in a random start, whose search takes time in proportion to the rows that differ."""
 _RANDOM_STARTS = 4

@@ -86,9 +86,9 @@ def _last_linear(weights: Weights, embeddings: Collection[str]) -> list[str]:
 def layer_groups(weights: Weights, patterns: Sequence[str] = ()) -> dict[str, tuple[str, ...]]:
     """Return the groups of a body, in order: names of tensors by name of group.
 
-    From the outermost module that has several children on, a module is taken apart if it is a list of things, or holds
-    lists of blocks; otherwise it is a block. A layer outside of blocks is a group; one without a matrix or kernel, such
-    as a norm, joins the layer right before it, and is a group of its own after a block.
+    Starting from the outermost module that has several children, a module is divided if it is a list of modules, or
+    holds lists of blocks; otherwise it is a block. A layer outside of blocks is a group; one without a matrix or
+    kernel, such as a norm, joins the layer right before it, and is a group of its own after a block.
 
     Args:
         weights: Parameters of the body by name, in the order in which the module holds them.

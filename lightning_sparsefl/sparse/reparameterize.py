@@ -49,7 +49,7 @@ def gate(theta: Tensor, threshold: float) -> Tensor:
 def gate_slope(theta: Tensor, threshold: float) -> Tensor:
     """Return the factor ``1 + 2 t |w| / (|w| + t)^2`` of the gradients of weights behind a gate of threshold t.
 
-    It is the derivative of ``w * gate`` where the gate is taken for a smooth function of the magnitude (Wu et al.,
+    It is the derivative of ``w * gate`` where the gate is treated as a smooth function of the magnitude (Wu et al.,
     "FIARSE", arXiv:2407.19389, section 3.2): 1.5 at the threshold, towards 1 far above it, and 1 for t = 0.
 
     Example:

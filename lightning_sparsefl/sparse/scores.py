@@ -34,7 +34,8 @@ def gradient(gradients: Weights) -> dict[str, Tensor]:
 def snip(weights: Weights, gradients: Weights) -> dict[str, Tensor]:
     """Return ``|w * g|``, the sensitivity of the loss to a gate on the weight (Lee et al., "SNIP", arXiv:1810.02340).
 
-    Not divided by the sum of all scores as there, which changes no order, within a tensor or over all of them.
+    The paper also divides by the sum of all scores, which does not change their order within a tensor or over all
+    tensors.
 
     Args:
         weights: Weights by name.

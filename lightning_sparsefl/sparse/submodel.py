@@ -240,8 +240,9 @@ _FITS: tuple[tuple[tuple[type[nn.Module], ...], Any], ...] = (
 class NarrowGroupNorm(nn.Module):
     """A group norm over the channels that are left, which counts the others as the zeros they were.
 
-    With n places a channel, C channels a group of which some are left: the mean of a group is the sum over what
-    is left divided by ``C * n``, and the variance has ``mean ** 2`` for each place of a dropped channel.
+    Let a channel have n values, and a group C channels, of which some are left. Then the mean of a group is the sum
+    over what is left divided by ``C * n``, and each value of a dropped channel adds ``mean ** 2`` to the sum of squares
+    in the variance.
 
     Args:
         full: Norm of the full model.

@@ -74,8 +74,8 @@ def score_gradient(gradient: Tensor, frozen: Tensor, scores: Tensor) -> Tensor:
         >>> score_gradient(torch.tensor([1.0]), torch.tensor([-2.0]), torch.tensor([0.0]))
         tensor([-0.2500])
     """
-    chance = scores.sigmoid()
-    return gradient * frozen * chance * chance * (1 - chance)
+    p = scores.sigmoid()
+    return gradient * frozen * p * p * (1 - p)
 
 
 def posterior_scores(frequency: Tensor, least: float) -> Tensor:

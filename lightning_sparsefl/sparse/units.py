@@ -8,8 +8,8 @@ row in every gate; of a grouped convolution the same positions of all groups are
 Which tensors belong together is found by following labels through one forward pass
 (:mod:`~lightning_sparsefl.sparse.tracing`). Torch-Pruning 1.6 was the alternative: it needs only torch and NumPy,
 and finds residual sums, depthwise convolutions, group norms and flattened maps from the autograd graph just as well.
-But it knows an LSTM as one layer, whose gates it does not cut together and which may not be stacked; it lists what
-to cut, index by index, where masks need all units of a tensor at once; and it cuts a group norm without regard for
+But it treats an LSTM as one layer, whose gates it does not cut together and which may not be stacked; it lists what
+to cut, index by index, whereas masks need all units of a tensor at once; and it cuts a group norm without regard for
 its statistics. Nor does it see which operations need the full width. torch.fx would follow neither control flow nor
 a layer's own parameters in functional calls.
 """
