@@ -52,9 +52,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python flushes at its exit
         return EXIT_BROKEN_PIPE
     except OSError as error:  # such as a folder without write permission, a full disk, or a download without network
-        return _report(_in_words(error))
+        return _report(_os_error_message(error))
     except KeyboardInterrupt:
-        _say("interrupted.")
+        _print_error("interrupted.")
         return EXIT_INTERRUPTED
     return 0
 
@@ -100,7 +100,7 @@ def _is_of_the_engine(module: str) -> bool:
     return top in ("torch", "lightning", "lightning_utilities") or (top == "lightning_sparsefl" and not given)
 
 
-def _in_words(error: OSError) -> str:
+def _os_error_message(error: OSError) -> str:
     """Return what happened to which path, without the number of the error."""
     if error.filename is None or error.strerror is None:
         return str(error)
@@ -108,11 +108,11 @@ def _in_words(error: OSError) -> str:
 
 
 def _report(error: Exception | str) -> int:
-    _say(f"error: {error}")
+    _print_error(f"error: {error}")
     return EXIT_USAGE
 
 
-def _say(text: str) -> None:
+def _print_error(text: str) -> None:
     """Print a line to the standard error, on the first rank or if that has ended."""
     orphan = os.getppid() != _PARENT
     if orphan or os.environ.get("LOCAL_RANK", "0") == "0":

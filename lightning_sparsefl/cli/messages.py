@@ -77,7 +77,9 @@ def where_listed(message: str, program: str) -> str:
         '`sparsefl fit --algorithm.help FedSpa` lists the options of FedSpa.'
     """
     problem = Problem(message, ())
-    classes = {k: _given(path) for k, path in problem.classes.items() if path.rpartition(".")[2] not in BASES}
+    classes = {
+        k: _short_class_name(path) for k, path in problem.classes.items() if path.rpartition(".")[2] not in BASES
+    }
     if classes:
         asked = " ".join(f"--{key}.help {name}" for key, name in classes.items())
         return f"`{program} {asked}` lists the options of {list(classes.values())[-1].rpartition('.')[2]}."
@@ -86,7 +88,7 @@ def where_listed(message: str, program: str) -> str:
     return f"`{program} --help` lists the {'options' if ' ' in program else 'subcommands'}."
 
 
-def _given(path: str) -> str:
+def _short_class_name(path: str) -> str:
     """Return the name by which a class can be given: without its package for a class of this one."""
     return path.rpartition(".")[2] if path.startswith("lightning_sparsefl.") else path
 
@@ -285,7 +287,7 @@ def _not_created(problem: Problem, match: re.Match[str]) -> str:
     failed = NotCreated.PATTERN.fullmatch(reason)
     if failed is not None:
         reason = failed[2] if failed[1] == match[1] else f"{failed[1]}: {failed[2]}"
-    text = f"{_given(match[1])}{' cannot' if group is None else ', which cannot'} be created ({reason})"
+    text = f"{_short_class_name(match[1])}{' cannot' if group is None else ', which cannot'} be created ({reason})"
     text = text if group is None else f"`{group}` is {text}"
     sources = [f"`{group}.{name}.{option}`" for name, option in _sources(problem.value)]
     missing = re.search(r"not found|no such file|not exist|download", reason, re.IGNORECASE)

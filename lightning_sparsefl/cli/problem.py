@@ -1,4 +1,4 @@
-"""Error messages of jsonargparse, taken apart."""
+"""Parts of the error messages of jsonargparse."""
 
 from __future__ import annotations
 
