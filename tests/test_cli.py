@@ -277,7 +277,7 @@ def test_torchrun_starts_a_lost_rank_again_and_the_run_goes_on(event, sparsefl, 
     environment |= {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     done = in_shell([TORCHRUN, *dying], tmp_path, **environment, PYTHONPATH=str(Path(__file__).parent))
     assert done.returncode == 0, done.stderr
-    said = {"Die": "Rank 0 lost the connection to another rank", "Stop": "no sign of life from rank 1 for 5 seconds"}
+    said = {"Die": "Rank 0 lost the connection to another rank", "Stop": "no heartbeat from rank 1 for 5 seconds"}
     assert said[event] in done.stderr
     assert sparsefl("fit", "--config", QUICKSTART, *SHORT)[0] == 0
     (ours,) = (tmp_path / "runs" / event).glob("FedSpa/version_*")

@@ -92,8 +92,8 @@ class Federation:
     the sizes of the model, of the batch and of the cohort."""
     record_steps: bool = True
     """Whether a stack repeats the operations of its training, validation and test steps without calling the module for
-    each batch, once the same shapes have come a few times. Weights and scores are the same; turn it off for a step with
-    effects outside of torch, such as `print`."""
+    each batch, once the same shapes have occurred a few times. Weights and scores are the same; turn it off for a step
+    with effects outside of torch, such as `print`."""
     on_client_error: Literal["raise", "skip"] = "raise"
     """Whether a failure of a client's local work ends the run, or the round is merged without the client."""
     min_clients: int = 1

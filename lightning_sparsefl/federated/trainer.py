@@ -73,7 +73,7 @@ class FederatedTrainer:  # long because LightningCLI reads every option from its
         quiet: Whether to print no progress, tables and notes; warnings and errors are still shown.
         num_threads: Number of intra-op threads of every rank; results depend on it.
         deterministic: Whether torch uses deterministic algorithms only, so that a run on a GPU can be repeated.
-            ``warn``: also operations that have none, with a warning.
+            ``warn``: operations without a deterministic algorithm are used, too, with a warning.
         timeout: Time that a rank waits for the others, in seconds.
         algorithm: Federated method.
         federation: Options of the federation. Default: ``Federation()``.

@@ -74,7 +74,7 @@ def is_a_frozen_value(algorithm: FederatedAlgorithm, federation: SmallFederation
 def is_reproducible(algorithm: FederatedAlgorithm, federation: SmallFederation) -> None:
     """Check that two runs with one seed end with the same bytes.
 
-    What a method draws comes from ``client.generator`` or :mod:`lightning_sparsefl.seeds`, and nothing from the clock,
+    What a method draws comes from ``client.rng`` or :mod:`lightning_sparsefl.seeds`, and nothing from the clock,
     from ``hash()`` or from torch's global generator.
     """
     one, two = (federation(fresh(algorithm), rounds=2, folder=f"run {number}") for number in (1, 2))

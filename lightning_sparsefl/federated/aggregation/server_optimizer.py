@@ -70,7 +70,7 @@ class ServerOptimizer:
         return {key: {n: torch.full_like(wide(w), value) for n, w in parameters.items()} for key, value in self._first}
 
     def step(self, server: ServerState, merged: Merged, before: Moments) -> tuple[Merged, Moments]:
-        """Return the merge with the optimizer's step in the place of the mean change, and the next moments.
+        """Return the merge with the optimizer's step instead of the mean change, and the next moments.
 
         Args:
             server: State of the server before the round.

@@ -33,9 +33,9 @@ class Replay:
     update: Update
     """What the server would merge; its `memory` is what the client would keep."""
     outcome: Outcome
-    """What it measured and cost."""
+    """What the fit measured and cost."""
     seconds: float
-    """By the clock."""
+    """Wall-clock duration of the fit."""
 
     @property
     def norm(self) -> float:
@@ -49,7 +49,7 @@ class Replay:
         return math.sqrt(total)
 
     def rows(self) -> list[tuple[str, str]]:
-        """Names and values, for a table."""
+        """Return names and values for a table."""
         votes, sent = counts(voted(self.update, self.message)), self.update.weights
         kept = sum(votes.get(name, tensor.numel()) for name, tensor in sent.items())
         charge = self.outcome.charge
@@ -69,7 +69,7 @@ class Replay:
         ]
 
     def print(self) -> None:
-        """As a table on the terminal."""
+        """Print a table on the terminal."""
         print_table(f"Client {self.outcome.client} in round {self.round}, again", ("", ""), self.rows())
 
 
@@ -169,7 +169,7 @@ def _check_client(run: Run, state: RunState, client: int, round: int) -> None:
 
 
 def replay_command(error: ClientFailed, folder: Path, last: Path) -> str:
-    """How to run a failed client's local fit again: a command, or in Python a call.
+    """Return the command, or for Python the call, that runs a failed client's local fit again.
 
     Args:
         error: Failure, with its client and round.

@@ -28,7 +28,7 @@ _OF_THE_USER = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_
 
 @contextmanager
 def freed_memory_kept(device: torch.device) -> Iterator[None]:
-    """Keep freed memory in this process inside, and return it to the system afterwards.
+    """Keep freed memory in this process within the context, and return it to the system afterwards.
 
     Has no effect without glibc, and where an environment variable sets what its ``malloc`` returns.
 

@@ -26,7 +26,7 @@ _DONE = 1 << 40
 
 @contextmanager
 def heartbeats(ranks: Ranks) -> Iterator[None]:
-    """Exchange heartbeats with the other ranks inside; if one is lost, print an error message and end this process.
+    """Exchange heartbeats with the other ranks within the context; if one is lost, print why and end this process.
 
     Args:
         ranks: Ranks of the run.
@@ -40,7 +40,7 @@ def heartbeats(ranks: Ranks) -> Iterator[None]:
 
     def stop(lost: list[int]) -> None:
         names = ", ".join(map(str, lost))
-        stop_run(f"There was no sign of life from rank {names} for {seconds:g} seconds", children)
+        stop_run(f"There was no heartbeat from rank {names} for {seconds:g} seconds", children)
 
     heartbeat = Heartbeat(ranks.store(), ranks.rank, ranks.size, seconds, stop)
     heartbeat.start()

@@ -84,7 +84,7 @@ def _loader_kinds() -> set[type]:
 
 @contextmanager
 def _loaders_unwrapped() -> Iterator[None]:
-    """Give data loader classes their own methods inside, which Fabric has wrapped.
+    """Restore the methods of data loader classes that Fabric has wrapped, within the context.
 
     The wrappers note the arguments of each loader, so that Fabric could make it again with another sampler. A
     federation never asks for that, and makes a loader for each client and round; noting takes ten times as long.

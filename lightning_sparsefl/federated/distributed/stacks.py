@@ -10,7 +10,7 @@ from itertools import pairwise
 def compose_stacks(
     loads: Mapping[int, float], size: int, alike: Mapping[int, Hashable] | None = None
 ) -> list[tuple[int, ...]]:
-    """Divide a cohort into stacks of almost equal size, like with like.
+    """Divide a cohort into stacks of almost equal size, whose clients have similar loads.
 
     The stacks are a function of the cohort and its data, and not of ranks or clocks, so that a run repeats itself on
     any number of ranks and after a kill.

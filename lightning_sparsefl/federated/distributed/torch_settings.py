@@ -12,7 +12,7 @@ import torch
 
 @contextmanager
 def intra_op_threads(count: int) -> Iterator[None]:
-    """Set the number of intra-op threads inside; results depend on it, so it must be the same on every rank.
+    """Set the number of intra-op threads within the context; results depend on it, so it must be equal on all ranks.
 
     Args:
         count: Number of threads.
@@ -30,7 +30,8 @@ def deterministic_algorithms(wanted: bool | Literal["warn"]) -> Iterator[None]:
     """Use deterministic algorithms of torch only, as a `Trainer` with the same option does.
 
     Args:
-        wanted: Whether to do so; ``"warn"`` = also use an operation that has none, with a warning.
+        wanted: Whether to do so; ``"warn"`` = also use operations without a deterministic algorithm,
+            with a warning.
     """
     if not wanted:
         yield

@@ -58,7 +58,7 @@ class Scorer:
         self._checked = False
 
     def restore(self, selected: SelectedRound | None) -> None:
-        """Go on with the selection of a checkpoint, if it was made by the same key.
+        """Restore the selection of a checkpoint, if it was made by the same key.
 
         Args:
             selected: The selected round of the checkpoint.

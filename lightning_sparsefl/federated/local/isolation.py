@@ -48,11 +48,11 @@ def isolate_metrics(module: nn.Module) -> None:
 
 @contextmanager
 def restore_trainer_refs(module: LightningModule, callbacks: Sequence[Callback]) -> Iterator[None]:
-    """Detach a module and its callbacks from the trainer used inside, and undo the changes of :class:`ModuleState`.
+    """Detach a module and its callbacks from the trainer when the context ends, and restore :class:`ModuleState`.
 
     Args:
-        module: Module that is attached to a trainer inside.
-        callbacks: Callbacks that get the module's `log` inside.
+        module: Module that is attached to a trainer within the context.
+        callbacks: Callbacks that get the module's `log` within the context.
     """
     trainer, name, before = module._trainer, module._current_fx_name, ModuleState(module)
     try:

@@ -58,7 +58,7 @@ class NodeRecords(Protocol):
 
 @dataclass(frozen=True)
 class NodeOptions:
-    """What of the federation's options a node obeys."""
+    """Options of the federation that apply to a node."""
 
     buffers: Mode = "average"
     """Option `federation.buffers`."""
@@ -143,15 +143,15 @@ class Node:
         """
         try:
             record = self.record(order.client, order.version)
-            return replace(self._blank(order), forgot=True) if record is None else do(order, record)
+            return replace(self._empty_answer(order), forgot=True) if record is None else do(order, record)
         except InvalidUpdate:
             raise  # a mistake of the algorithm, not of the client
         except Exception as error:
             if is_out_of_memory(error) and hasattr(self.worker, "module"):
                 release_memory(error, self.worker.module)
-            return replace(self._blank(order), failure=failure_reason(error), error=error)
+            return replace(self._empty_answer(order), failure=failure_reason(error), error=error)
 
-    def _blank(self, order: Order) -> Answer:
+    def _empty_answer(self, order: Order) -> Answer:
         """Return an answer that says nothing yet."""
         return Answer(order.run, order.client, order.round, order.task, order.facts.num_examples)
 
@@ -181,7 +181,7 @@ class Node:
     # ---- tasks
 
     def _train(self, order: Order, record: NodeRecord) -> Answer:
-        """Train, score, take the client's own buffers out, add the votes, clip."""
+        """Train and score; remove the client's own buffers, add the votes and clip the update."""
         client, message = self._client(order, record), self._with_buffers(order, record)
         trained = self.algorithm.train(message, client)
         if client.deadline is not None:
@@ -195,7 +195,7 @@ class Node:
         size = self.codec.update_size(update, order.message)
         version = self._keep(order, record, update, buffers)
         return replace(
-            self._blank(order),
+            self._empty_answer(order),
             update=replace(update, memory=None),
             scores=scores,
             up=size,
@@ -210,7 +210,7 @@ class Node:
             raise self._failed(order, reason)
 
     def _voting(self, update: Update, message: Message) -> Update:
-        """Write the votes down where they do not follow from the message by the default rule."""
+        """Set the votes of an update where they do not follow from the message by the default rule."""
         if update.votes is None and type(self.algorithm).may_vote is not FederatedAlgorithm.may_vote:
             return replace(update, votes=self.algorithm.may_vote(message))
         return update
@@ -229,7 +229,7 @@ class Node:
     def _score(self, order: Order, record: NodeRecord) -> Answer:
         client, message = self._client(order, record), self._with_buffers(order, record)
         weights = _with_missing(self.algorithm.personalize(message, client), record.buffers)
-        return replace(self._blank(order), scores=self._scores(order, client, weights))
+        return replace(self._empty_answer(order), scores=self._scores(order, client, weights))
 
     def _score_at_once(self, orders: Sequence[Order], worker: StackedScoring) -> Iterator[Answer]:
         """Answer orders of the task `score` by one evaluation; clients that are left out of it are scored alone."""
@@ -250,7 +250,7 @@ class Node:
         """Add the client and the weights that it is scored with to `models`."""
         client, message = self._client(order, record), self._with_buffers(order, record)
         models[order.client] = (client, _with_missing(self.algorithm.personalize(message, client), record.buffers))
-        return self._blank(order)
+        return self._empty_answer(order)
 
     def personal_weights(self, order: Order) -> Weights:
         """Return the weights that a client is scored with.
@@ -274,7 +274,7 @@ class Node:
         else:
             weights = self._fit_once_more(message, client)
         scores = {} if weights is None else self._scores(order, client, weights)
-        return replace(self._blank(order), scores=scores)
+        return replace(self._empty_answer(order), scores=scores)
 
     def _fit_once_more(self, message: Message, client: Client) -> Weights | None:
         """Train the client's own model for `federation.finetune_epochs`; a sparse model stays as sparse."""
@@ -289,7 +289,7 @@ class Node:
         self._check(update, message, order)
         update, _ = drop_local_buffers(update, message, self.options.buffers, self.layout)
         size = self.codec.update_size(update, order.message)
-        return replace(self._blank(order), update=replace(update, memory=None), up=size, checked=True)
+        return replace(self._empty_answer(order), update=replace(update, memory=None), up=size, checked=True)
 
     def _scores(self, order: Order, client: Client, weights: Weights) -> dict[Split, Mapping[str, float]]:
         return {split: dict(client.evaluate(weights, split)) for split in order.splits}

@@ -63,7 +63,7 @@ class Coordinator:
         self.federation, self.ledger = server.federation, server.ledger
 
     def round(self, state: RunState, score_after: Split | None = None) -> RoundResult:
-        """Sample, download, train, upload, merge.
+        """Run one round: sample, download, train, upload and merge.
 
         Args:
             state: State before the round.

@@ -473,7 +473,7 @@ class Server:  # long because the facts of one order are needed at each of its s
     # ---- the end of a round
 
     def close(self, state: RunState, merged: Merged, outcomes: Sequence[Outcome], start: float) -> Closed:
-        """Aggregate, observe, and file what the participants left.
+        """Aggregate, observe, and store what the participants left.
 
         Args:
             state: State before the round.

@@ -282,7 +282,7 @@ def percentile(values: Sequence[float], percent: float) -> float:
 
 
 def weighted(weights: Mapping[int, float], count: int, uniform: Callable[[], float]) -> list[int]:
-    """Draw clients without replacement, each with a chance in proportion to its weight among those that are left.
+    """Draw clients without replacement, with probabilities in proportion to the weights of those that are left.
 
     Args:
         weights: Weights >= 0 by client; if those that are left are all zero, they are equally likely.

@@ -130,7 +130,7 @@ def find_resume_point(
     if ckpt_path is None:
         return ResumePoint()
     if ckpt_path not in NEWEST:
-        found = _given(Path(ckpt_path), training)
+        found = _resume_point_at(Path(ckpt_path), training)
         return found if run_dir is None or not training else _moved(found, run_dir)
     run, newest = last_run(root, name), newest_version(root / name)
     if training and newest is not None and newest != run and (run is None or run.parent == newest.parent):
@@ -147,7 +147,7 @@ def find_resume_point(
     return ResumePoint(run / "checkpoints" / LAST, run, newest=True)
 
 
-def _given(path: Path, training: bool) -> ResumePoint:
+def _resume_point_at(path: Path, training: bool) -> ResumePoint:
     """Return the resume point of the path of a checkpoint or of a run folder."""
     if path.is_dir():
         return _in_folder(path, training)
@@ -156,7 +156,7 @@ def _given(path: Path, training: bool) -> ResumePoint:
 
 
 def _moved(found: ResumePoint, run_dir: Path) -> ResumePoint:
-    """Let a run that starts from a checkpoint of another run begin in its own folder."""
+    """Return the resume point of a run that starts in its own folder from a checkpoint of another run."""
     if found.folder is not None and found.folder.resolve() == run_dir.resolve():
         return found
     if checkpoints_of(run_dir):

@@ -191,7 +191,7 @@ class _Walk(pickle._Unpickler):
             NotPlain: If the length of its record differs.
         """
         kind, itemsize, key, _, count = pid
-        if kind != "storage" or _whole(itemsize, count) * itemsize * count != self._sizes.get(f"data/{key}"):
+        if kind != "storage" or _require_whole(itemsize, count) * itemsize * count != self._sizes.get(f"data/{key}"):
             raise NotPlain("a tensor has another length than its record")
         return itemsize, itemsize * count
 
@@ -200,7 +200,7 @@ class _Walk(pickle._Unpickler):
     ) -> None:
         itemsize, length = storage
         itemsize = rest[2] if len(rest) > 2 and isinstance(rest[2], int) else itemsize  # of an untyped storage
-        _whole(offset, *shape, *stride)
+        _require_whole(offset, *shape, *stride)
         positions = prod(shape)
         last = offset + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
         self._room -= positions * itemsize
@@ -214,7 +214,7 @@ def _parameter(*_: Any) -> None:
     """Return the placeholder of a parameter, whose tensor is counted already."""
 
 
-def _whole(*numbers: Any) -> int:
+def _require_whole(*numbers: Any) -> int:
     """Return 1 if all numbers are integers >= 0, else raise `NotPlain`."""
     if not all(type(number) is int and number >= 0 for number in numbers):
         raise NotPlain("a tensor has a size or an offset that is not a whole number >= 0")

@@ -19,7 +19,7 @@ from lightning_sparsefl.federated.storage.record_store import StoredRecords
 Shards = dict[int, RecordDatabase]
 """Open databases by number of the shard."""
 _MOST_SHARDS = 2**16
-"""Largest number that is believed of a checkpoint."""
+"""Largest number of shards that is accepted from a checkpoint."""
 
 
 def shard_name(name: str, shard: int) -> str:

@@ -19,7 +19,7 @@ _IDENTIFIER = re.compile(r"[A-Za-z0-9_-]{1,128}")
 
 
 def continue_loggers(loggers: Sequence[Logger], folder: Path) -> None:
-    """Let loggers go on in the runs that they began in a run folder, unless the user names others.
+    """Make loggers continue the runs that they began in a run folder, unless the user names others.
 
     Args:
         loggers: Loggers of the run, which have not logged yet.

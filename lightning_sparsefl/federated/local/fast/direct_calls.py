@@ -1,7 +1,7 @@
 """The optimizer's and autograd's work without the bookkeeping around it, which takes as long as a small model's step.
 
 Each function does what torch's public method does, with the same bits, and calls that method itself where it would do
-more: where somebody has registered hooks, where a scheduler has replaced `step`, and for optimizers that are not
+more: if hooks are registered, if a scheduler has replaced `step`, and for optimizers that are not
 torch's. `tests/federated/local/test_direct_calls.py` compares both. The private names of torch in use are
 `_execution_engine.run_backward`, the lists of hooks of an ``Optimizer``, and the `__wrapped__` of its `step`; where one
 is missing, the public method is called.

@@ -120,10 +120,10 @@ class FastTrainer(TrainerView):
 
     @contextmanager
     def running(self, log: Callable[..., None] = log) -> Iterator[None]:
-        """Attach the module inside, and free the optimizers at the end without waiting for the garbage collector.
+        """Attach the module within the context, and free the optimizers at its end, without the garbage collector.
 
         Args:
-            log: Method `log` of the module inside, unless the module has one of its own.
+            log: Method `log` of the module within the context, unless the module has one of its own.
         """
         module = self.lightning_module
         module.trainer = self  # type: ignore[assignment]

@@ -44,7 +44,7 @@ class BatchPass:
         return self.part.leaves
 
     def train(self) -> Tensor:
-        """Do the training step, and return the losses.
+        """Run the training step, and return the losses.
 
         Raises:
             NotStackable: If the training step does something that has no meaning for several clients at once.

@@ -18,15 +18,15 @@ from greenlet import getcurrent, greenlet
 
 Result = TypeVar("Result")
 Serve = Callable[[Sequence[Any]], Sequence[Any]]
-"""Answers the requests of all who wait; an exception in the place of an answer is raised where it was asked for."""
+"""Function that answers the requests of all waiting fibers; an exception as an answer is raised in the fiber."""
 
 
 class Cancelled(BaseException):
-    """Ends a work that is not wanted any more; no ``except Exception`` catches it."""
+    """Exception that ends a fiber that is no longer needed; no ``except Exception`` catches it."""
 
 
 class Fiber(Generic[Result]):
-    """One work, which runs only between :meth:`resume` and its next request.
+    """Suspendable call of a function, which runs only between :meth:`resume` and its next request.
 
     Args:
         work: Function without arguments; it may call :func:`ask`.
@@ -34,15 +34,15 @@ class Fiber(Generic[Result]):
 
     def __init__(self, work: Callable[[], Result]) -> None:
         self._work, self._greenlet = work, _Greenlet(self)
-        self._grad = torch.is_grad_enabled()  # of the thread, which the callers and all works share
+        self._grad = torch.is_grad_enabled()  # of the thread, which the callers and all fibers share
         self.request: Any = None
         self.seconds = 0.0
-        """Time that the work itself has run, without its waiting."""
+        """Time in seconds that the function itself has run, without its waiting."""
         self.error: Exception | None = None
         self._value: Result | None = None
 
     def main(self, answer: Any = None) -> None:
-        """Do the work; an error is kept for :meth:`result`."""
+        """Call the function; an error is kept for :meth:`result`."""
         try:
             self._value = self._work()
         except Exception as error:
@@ -50,11 +50,11 @@ class Fiber(Generic[Result]):
 
     @property
     def done(self) -> bool:
-        """Whether the work has ended."""
+        """Whether the function has returned or raised."""
         return bool(self._greenlet.dead)
 
     def resume(self, answer: Any = None) -> None:
-        """Let the work run until its next request or its end.
+        """Run the function until its next request or its end.
 
         Args:
             answer: Answer to its request; an exception is raised there.
@@ -62,7 +62,7 @@ class Fiber(Generic[Result]):
         self._run(lambda: self._greenlet.switch(answer))
 
     def wait(self, request: Any) -> Any:
-        """Hand over a request from within the work, and return its answer."""
+        """Hand over a request from within the function, and return its answer."""
         self.request = request
         answer = self._greenlet.parent.switch()
         self.request = None
@@ -71,13 +71,13 @@ class Fiber(Generic[Result]):
         return answer
 
     def result(self) -> Result:
-        """Return what the work has returned, or raise what it has raised."""
+        """Return what the function has returned, or raise its error."""
         if self.error is not None:
             raise self.error
         return self._value  # type: ignore[return-value]
 
     def close(self) -> None:
-        """End the work, wherever it waits."""
+        """End the call, wherever it waits."""
         while not self.done:
             with suppress(Cancelled):
                 self._run(lambda: self._greenlet.throw(Cancelled))
@@ -94,7 +94,7 @@ class Fiber(Generic[Result]):
 
 
 class _Greenlet(greenlet):
-    """Stack of the calls of one work."""
+    """Call stack of one fiber."""
 
     def __init__(self, fiber: Fiber[Any]) -> None:
         super().__init__(fiber.main)
@@ -102,12 +102,12 @@ class _Greenlet(greenlet):
 
 
 def waiting() -> bool:
-    """Return whether the caller is within a work that can wait."""
+    """Return whether the caller runs in a fiber, so that it can wait."""
     return isinstance(getcurrent(), _Greenlet)
 
 
 def ask(request: Any) -> Any:
-    """Wait for the answer to a request, within a work only.
+    """Wait for the answer to a request; possible in a fiber only.
 
     Args:
         request: Anything that the `serve` of :func:`run` knows.
@@ -118,14 +118,14 @@ def ask(request: Any) -> Any:
 
 
 def run(works: Sequence[Callable[[], Result]], serve: Serve) -> Iterator[tuple[Result, float]]:
-    """Run works that wait for each other's requests.
+    """Run functions that wait for each other's requests, each in a fiber.
 
     Args:
         works: Functions without arguments.
-        serve: Answers the requests of all works that wait, again and again until none does.
+        serve: Function that answers the requests of all waiting fibers; it is called until no fiber waits.
 
     Yields:
-        What each work has returned, in their order, with the seconds that it ran itself.
+        What each function has returned, in their order, with the seconds that it ran itself.
     """
     fibers: list[Fiber[Result]] = []
     try:

@@ -147,7 +147,7 @@ class StackedModule:
 
     @contextmanager
     def _shown(self, tensors: Mapping[str, Tensor]) -> Iterator[None]:
-        """Let the module hold other tensors inside."""
+        """Replace the module's tensors within the context."""
         before = [table[name] for table, name, _ in self.slots]
         for table, name, full in self.slots:
             table[name] = tensors[full]

@@ -121,7 +121,7 @@ class StackedLog:
 
     @contextmanager
     def aside(self) -> Iterator[list[Logged]]:
-        """Receive what is logged inside in a list of its own, as that of a second pass over a batch.
+        """Receive what is logged within the context, such as by a second pass over a batch, in a list of its own.
 
         Yields:
             The list.
@@ -134,7 +134,7 @@ class StackedLog:
 
     @contextmanager
     def receiving(self, module: LightningModule) -> Iterator[None]:
-        """Receive what a module logs inside.
+        """Receive what a module logs within the context.
 
         Args:
             module: Module of the user.
@@ -258,7 +258,7 @@ class EvaluationLog(StackedLog):
 
     @contextmanager
     def aside(self) -> Iterator[list[Logged]]:
-        """Receive what is logged inside in lists of its own; see :meth:`StackedLog.aside`."""
+        """Receive what is logged within the context in lists of its own; see :meth:`StackedLog.aside`."""
         before, self.pending_objects = self.pending_objects, []
         try:
             with super().aside() as pending:

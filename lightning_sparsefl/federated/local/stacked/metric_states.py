@@ -58,7 +58,7 @@ class MetricStates:
 
     @contextmanager
     def shown(self, rows: Sequence[Tensor], level: int) -> Iterator[None]:
-        """Let the metric objects hold the states of some clients, and write them back.
+        """Give the metric objects the states of some clients within the context, and write the states back afterwards.
 
         Args:
             rows: States of the clients, as :meth:`rows` returns them.

@@ -26,7 +26,7 @@ _LOGGED = 2e-3
 
 @dataclass(frozen=True)
 class Tolerance:
-    """Largest difference of a tensor in two results of a step that is taken for rounding; all norms are Euclidean."""
+    """Largest difference of a tensor in two results of a step that is attributed to rounding; norms are Euclidean."""
 
     change: float
     """Fraction of the norm of the tensor's change in the step."""
@@ -61,7 +61,7 @@ def difference(
         ours: Tensors by name after a stacked step.
         theirs: The same after the step of a client alone.
         before: The same before the step.
-        tolerance: Difference that is taken for rounding.
+        tolerance: Largest difference that is attributed to rounding.
     """
     changes = {name: (tensor - before[name]).norm() for name, tensor in theirs.items()}
     total = torch.stack([change.double() for change in changes.values()]).norm()
@@ -144,7 +144,7 @@ class StepTrial:
         Args:
             stacked: Results of the stack.
             alone: Results of the clients alone.
-            tolerance: Largest difference that is taken for rounding.
+            tolerance: Largest difference that is attributed to rounding.
         """
         for ours, theirs, before in zip(stacked, alone, self._starts, strict=True):
             clause = difference(ours[0], theirs[0], before, tolerance) or logged_difference(ours[1], theirs[1])
@@ -171,7 +171,7 @@ class StepTrial:
 
 @contextmanager
 def in_double(module: nn.Module) -> Iterator[None]:
-    """Let a module compute in double precision inside; afterwards its tensors are what they were.
+    """Convert a module to double precision within the context, and restore its tensors afterwards.
 
     Args:
         module: The module.
@@ -212,7 +212,7 @@ def _descent(module: Any) -> Any:
 
 @contextmanager
 def gradient_descent(module: nn.Module) -> Iterator[None]:
-    """Let a module configure plain gradient descent inside, and turn off dropout."""
+    """Make a module configure plain gradient descent without dropout within the context."""
     vars(module)["configure_optimizers"] = MethodType(_descent, module)
     modes = [(child, child.training) for child in module.modules() if isinstance(child, nn.modules.dropout._DropoutNd)]
     for child, _ in modes:

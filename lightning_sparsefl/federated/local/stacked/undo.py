@@ -219,7 +219,7 @@ class ModuleStates(States):
 
 @contextmanager
 def attributes_kept(module: nn.Module) -> Iterator[None]:
-    """Undo what happens inside to what a module keeps in attributes.
+    """Undo the changes that are made to a module's attributes within the context.
 
     Args:
         module: The module.

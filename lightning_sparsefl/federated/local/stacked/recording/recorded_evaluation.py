@@ -90,7 +90,7 @@ class EvaluationPass:
 
     @contextmanager
     def leaving_no_trace(self) -> Iterator[None]:
-        """Undo what is done inside."""
+        """Undo what is done within the context."""
         leaves = [leaf for name, leaf in self.part.leaves.items() if name not in self.part.shared]
         updates = self.states.updates
         devices = {leaf.device.index or 0 for leaf in leaves if leaf.device.type == "cuda"}

@@ -86,7 +86,7 @@ class TrainingPass:
 
     @contextmanager
     def leaving_no_trace(self) -> Iterator[None]:
-        """Undo what is done inside."""
+        """Undo what is done within the context."""
         leaves = self._one.leaves.values()
         written = [*tensors_of(self._one.batch), *(leaf for leaf in leaves if leaf.requires_grad)]
         try:

@@ -1,7 +1,7 @@
 """The choice between calling a module's step and repeating a recorded one.
 
 Python and the dispatch of torch take more than half of the time of a small network's step. A step is recorded when its
-shapes have come a few times, and the recording is then compared with one more call: only if gradients, statistics,
+shapes have occurred a few times, and the recording is then compared with one more call: only if gradients, statistics,
 logged values and the states of metric objects have the same bits are the steps after it repeated. So a recording
 changes no result.
 """
@@ -53,7 +53,7 @@ class Recordable(Protocol):
         ...
 
     def leaving_no_trace(self) -> AbstractContextManager[None]:
-        """Return a context that undoes what is done inside."""
+        """Return a context that undoes what is done within it."""
         ...
 
 

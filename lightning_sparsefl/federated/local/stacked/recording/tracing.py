@@ -93,7 +93,7 @@ def trace(
 
 @contextmanager
 def _hidden(module: LightningModule, optimizer: torch.optim.Optimizer | None, unreadable: Unreadable) -> Iterator[None]:
-    """Put a stand-in in the place of the trainer, of schedulers and of the optimizer's options inside."""
+    """Replace the trainer, schedulers and the optimizer's options by a stand-in within the context."""
     trainer = module._trainer
     owners = [
         (vars(child), name)
@@ -121,7 +121,7 @@ def _is_equal_state(drawn: tuple[Any, Any]) -> bool:
 
 @contextmanager
 def restored(tensors: Iterable[Tensor]) -> Iterator[None]:
-    """Restore the numbers of tensors that are written into inside.
+    """Restore the values of tensors that are written into within the context.
 
     Args:
         tensors: The tensors.
