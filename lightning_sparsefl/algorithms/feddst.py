@@ -90,10 +90,11 @@ class FedDST(FederatedAlgorithm):
         """Make the first mask, which determines the number of weights of every layer for the whole run."""
         parameters = {name: value for name, value in weights.items() if name not in fleet.buffers}
         pool = {name: weights[name] for name in prunable(parameters, self.dense_layers)}
+        goals = self._counts(pool)
         if self.first == "magnitude":
-            masks = prune_to(magnitude(pool), self._counts(pool))
+            masks = prune_to(magnitude(pool), goals)
         else:
-            drawn = random_masks(pool, self._counts(pool), generator(fleet.seed, "FedDST mask"))
+            drawn = random_masks(pool, goals, generator(fleet.seed, "FedDST mask"))
             masks = {name: mask.to(fleet.device) for name, mask in drawn.items()}
         scale = {name: fan_in_scale(mask) for name, mask in masks.items()} if self.rescale else {}
         first = {name: value * scale[name] if name in scale else value for name, value in weights.items()}
@@ -123,9 +124,8 @@ class FedDST(FederatedAlgorithm):
     def download(self, server: ServerState, view: ClientView) -> Message:
         """Send the model under the mask, with the fraction to exchange in rounds with a search."""
         message, rate = super().download(server, view), self.rate(view.round, view.max_rounds)
-        return (
-            replace(message, extra={_SEARCH: {_RATE: torch.tensor([rate], dtype=torch.float64)}}) if rate else message
-        )
+        extra = {_SEARCH: {_RATE: torch.tensor([rate], dtype=torch.float64)}}
+        return replace(message, extra=extra) if rate else message
 
     def download_for(self, server: ServerState, view: ClientView, task: Literal["score", "finetune"]) -> Message:
         """Send the model under the mask."""
