@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from jsonargparse import Namespace
+from jsonargparse import Namespace, add_instantiator
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.cli import LightningArgumentParser
 
@@ -56,7 +56,7 @@ class SparseFLParser(LightningArgumentParser):
 
         The options of other groups to which its own are linked are accepted, as for a class.
         """
-        self.add_instantiator(call_function, function, subclasses=False)
+        add_instantiator(naming_the_class(call_function), function, subclasses=False)
         kwargs.pop("linked_targets", None)  # jsonargparse makes these options optional afterwards
         added: list[str] = super().add_function_arguments(function, *args, **kwargs)
         return added
