@@ -131,11 +131,11 @@ class FedNova(FederatedAlgorithm):
         return super().aggregate(server, merged)
 
     def costs(self, facts: CostFacts) -> Costs:
-        """Return FedAvg's costs with the number a_k in the upload."""
+        """Return FedAvg's costs with the number a_k in the upload, and with `mu` the number of steps."""
         costs = super().costs(facts)
         if self.variant == "local_lr":
             return costs
-        return replace(costs, bytes_up_paper=costs.bytes_up_paper + BYTES_PER_WEIGHT)
+        return replace(costs, bytes_up_paper=costs.bytes_up_paper + BYTES_PER_WEIGHT * (2 if self.mu else 1))
 
 
 def _scaled(weights: Weights, factor: Tensor | float, buffers: Weights) -> dict[str, Tensor]:

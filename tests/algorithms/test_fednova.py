@@ -120,6 +120,7 @@ def test_costs(facts):
     ours, theirs = FedNova().costs(facts()), FedAvg().costs(facts())
     assert ours.bytes_up_paper == theirs.bytes_up_paper + 4
     assert (ours.bytes_down_paper, ours.flops_paper) == (theirs.bytes_down_paper, theirs.flops_paper)
+    assert FedNova(mu=0.1).costs(facts()).bytes_up_paper == theirs.bytes_up_paper + 8  # a_k and the number of steps
     assert FedNova(variant="local_lr").costs(facts()) == theirs
 
 
