@@ -20,7 +20,7 @@ from lightning_sparsefl import algorithms
 ROOT = Path(__file__).parents[2]
 COPIED = (
     *("*.md", "docs/*.md", "docs/decisions/*.md", "notebooks/*", "examples/*", "tests/stress/README.md"),
-    *("configs/README.md", "callbacks/README.md", "benchmarks/README.md", "LICENSE"),
+    *("configs/README.md", "callbacks/README.md", "benchmarks/*.md", "LICENSE"),
     *("docs/images/*", "benchmarks/results/*", "tests/stress/results/*"),
 )
 """Pages, and files that pages link to."""
@@ -30,7 +30,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     "Methods": ("docs/methods",),
     "Reference": ("docs/run_folder", "reference/*"),
     "Explanations": ("docs/architecture", "docs/decisions/README", "docs/limits", "docs/security"),
-    "Results": ("docs/results", "docs/paper_counts", "docs/sparse_training", "benchmarks/README"),
+    "Results": ("docs/results", "docs/paper_counts", "docs/sparse_training", "benchmarks/*"),
     "Development": ("CONTRIBUTING", "CHANGELOG", "tests/stress/README", "docs/index"),
 }
 """Pages by section of the sidebar; pages that are in none of them are guides."""
