@@ -8,7 +8,9 @@ Departures from the authors' code:
 
 - Clients are drawn uniformly, and their weights are averaged by numbers of samples, as in FedAvg here. The code draws
   clients in proportion to their samples and takes the plain mean, which has the same expectation.
-- Every participant finishes its epochs: stragglers are not simulated.
+- Stragglers train for fewer epochs by `federation.local_epochs` and `federation.redraw_local_epochs`: each participant
+  is one with a probability, where the code draws a fixed number of them. With E epochs and nine stragglers of ten, the
+  list has nine pairs ``[1, E - 1]`` and one E, as in the code.
 """
 
 from __future__ import annotations

@@ -65,6 +65,9 @@ class Federation:
     """Number of local epochs of each client, spread over the clients like `capacities`; null = `trainer.max_epochs` for
     all. With a pair ``[low, high]`` instead of a number, the client's number is drawn from `low` to `high`, both
     included, in every round, from the seed."""
+    redraw_local_epochs: bool = False
+    """Whether each client's entry of `local_epochs` is drawn in every round anew, all equally likely, from the seed,
+    instead of fixed for the run. With nine pairs ``[1, 19]`` and a 20, about 9 of 10 participants are stragglers."""
     eval_clients: int | Literal["all"] = "all"
     """Number of clients in an evaluation; a random sample of that size, the same in every round, or all clients."""
     unseen_clients: int = 0
@@ -160,6 +163,9 @@ class Federation:
         if self.redraw_capacities:
             expected = "a list of levels to draw from with `federation.redraw_capacities`"
             require(bool(self.capacities), "federation.capacities", self.capacities, expected)
+        if self.redraw_local_epochs:
+            expected = "a list to draw from with `federation.redraw_local_epochs`"
+            require(bool(epochs), "federation.local_epochs", epochs, expected)
         kind, expected = CohortSampler | None, "a `CohortSampler`, such as `Uniform()`, or null"
         require(isinstance(self.sampler, kind), "federation.sampler", self.sampler, expected)
         expected = "`Devices`, or null"

@@ -44,6 +44,7 @@ def training_facts(
         "client sizes": sizes_fact(data),
         "local epochs": local.max_epochs,
         "local epochs of the clients": federation.local_epochs,
+        "redrawn local epochs": federation.redraw_local_epochs or None,
         "batch size": workload.batch_size,
         "batch sizes of the clients": {str(client): [*own] for client, own in workload.own.items()} or None,
         "clients per round": federation.clients_per_round,

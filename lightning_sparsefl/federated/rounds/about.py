@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 
 from lightning_sparsefl.federated.options import Federation
 from lightning_sparsefl.seeds import generator
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,8 @@ class AboutClients:
 
     def __init__(self, federation: Federation, num_examples: Callable[[int], int], num_clients: int, seed: int) -> None:
         self._num_examples, self._seed = num_examples, seed
-        self._redraws = federation.redraw_capacities
+        self._redraws_capacities = federation.redraw_capacities
+        self._redraws_epochs = federation.redraw_local_epochs
         self._capacities = federation.fleet_capacities(num_clients, seed)
         self._epochs = federation.fleet_epochs(num_clients, seed)
         self._availability = federation.availability
@@ -56,8 +59,7 @@ class AboutClients:
 
     def of(self, client: int, round: int) -> About:
         """See :class:`AllAbout`."""
-        epochs = None if self._epochs is None else self._drawn_epochs(*self._epochs[client], client, round)
-        return About(self._num_examples(client), self._capacity(client, round), epochs)
+        return About(self._num_examples(client), self._capacity(client, round), self._local_epochs(client, round))
 
     def available_from(self, client: int, at: float) -> float:
         """See :class:`AllAbout`."""
@@ -66,13 +68,20 @@ class AboutClients:
         return self._availability.next_time(self._intervals[client], at)
 
     def _capacity(self, client: int, round: int) -> float:
-        if not self._redraws:
+        if not self._redraws_capacities:
             return self._capacities[client]
-        levels, rng = self._capacities.levels, generator(self._seed, round, client, "capacity")
-        return levels[int(torch.randint(len(levels), (), generator=rng))]
+        return self._drawn(self._capacities.levels, client, round, "capacity")
 
-    def _drawn_epochs(self, low: int, high: int, client: int, round: int) -> int:
-        if low == high:
-            return low
-        rng = generator(self._seed, round, client, "local epochs")
-        return int(torch.randint(low, high + 1, (), generator=rng))
+    def _local_epochs(self, client: int, round: int) -> int | None:
+        if self._epochs is None:
+            return None
+        redraws = self._redraws_epochs
+        entry = self._drawn(self._epochs.levels, client, round, "epochs entry") if redraws else self._epochs[client]
+        low, high = entry
+        return self._drawn(range(low, high + 1), client, round, "local epochs")
+
+    def _drawn(self, levels: Sequence[_T], client: int, round: int, use: str) -> _T:
+        if len(levels) == 1:
+            return levels[0]
+        rng = generator(self._seed, round, client, use)
+        return levels[int(torch.randint(len(levels), (), generator=rng))]

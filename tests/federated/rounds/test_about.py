@@ -54,6 +54,20 @@ def test_local_epochs_that_are_no_numbers_or_ranges_are_refused(epochs):
         Federation(local_epochs=[1] * 5, clients_per_round=2).check_fleet(4)
 
 
+def test_entries_of_local_epochs_are_drawn_anew():
+    options = {"local_epochs": [[1, 2], 9, 9, 9], "redraw_local_epochs": True}
+    clients, other = (about(**options, seed=seed) for seed in (0, 1))
+    drawn = [clients.of(0, round).local_epochs for round in ROUNDS]
+    counted = Counter(drawn)
+    assert set(counted) == {1, 2, 9}
+    assert 0.65 < counted[9] / len(drawn) < 0.85
+    assert 0.6 < counted[1] / counted[2] < 1.6
+    assert drawn != [clients.of(1, round).local_epochs for round in ROUNDS]
+    assert drawn != [other.of(0, round).local_epochs for round in ROUNDS]
+    with pytest.raises(InvalidOption, match=r"`federation.local_epochs` is None; expected a list to draw from with"):
+        Federation(redraw_local_epochs=True)
+
+
 def test_capacities_are_drawn_anew_from_seed_round_and_client():
     options = {"capacities": [0.25, 0.5, 1.0], "redraw_capacities": True}
     clients, again, other = (about(**options, seed=seed) for seed in (0, 0, 1))
