@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 from lightning_sparsefl.errors import CheckpointMismatch, InvalidOption
@@ -113,7 +113,7 @@ class Ledger:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the sums and the current round's rows in plain types."""
-        return {"closed": dict(self._closed), "rows": [asdict(row) for row in self._rows]}
+        return {"closed": dict(self._closed), "rows": [dict(vars(row)) for row in self._rows]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the sums and rows that :meth:`state_dict` returned.

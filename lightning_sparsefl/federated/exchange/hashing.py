@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import struct
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import reduce
 from typing import Any
 
@@ -28,36 +28,8 @@ def fingerprint(content: Any) -> str:
         False
     """
     digest = hashlib.sha256()
-    for piece in pieces(content):
-        digest.update(piece)
+    _feed(digest.update, content)
     return digest.hexdigest()
-
-
-def pieces(value: Any) -> Iterator[Any]:
-    """Yield the bytes to hash: kind, length and bytes of each value, which are unique for each content.
-
-    Args:
-        value: Numbers, strings, None, tensors, and mappings and sequences of these.
-    """
-    if isinstance(value, Tensor):
-        yield f"tensor {value.dtype} {list(value.shape)} ".encode()
-        yield dense.flat(value.detach().cpu()).view(torch.uint8).numpy().data
-    elif isinstance(value, Mapping):
-        yield f"mapping {len(value)} ".encode()
-        for key in sorted(value, key=lambda key: (type(key).__name__, key)):
-            yield from pieces(key)
-            yield from pieces(value[key])
-    elif isinstance(value, list | tuple):
-        yield f"sequence {len(value)} ".encode()
-        for item in value:
-            yield from pieces(item)
-    elif isinstance(value, str):
-        text = value.encode("utf-8", "surrogatepass")
-        yield f"text {len(text)} ".encode() + text
-    elif isinstance(value, float):
-        yield b"float " + struct.pack("<d", value)
-    else:
-        yield f"{type(value).__name__} {value} ".encode()
 
 
 def checksum(value: Any) -> int:
@@ -73,4 +45,29 @@ def checksum(value: Any) -> int:
         >>> checksum(torch.zeros(2)) == checksum(-torch.zeros(2))
         False
     """
-    return reduce(lambda crc, piece: zlib.crc32(piece, crc), pieces(value), 0)
+    found: list[Any] = []
+    _feed(found.append, value)
+    return reduce(lambda crc, piece: zlib.crc32(piece, crc), found, 0)
+
+
+def _feed(take: Callable[[Any], None], value: Any) -> None:
+    """Hand over the bytes to hash: kind, length and bytes of each value, which are unique for each content."""
+    if isinstance(value, str):
+        text = value.encode("utf-8", "surrogatepass")
+        take(b"text %d %b" % (len(text), text))
+    elif isinstance(value, float):
+        take(b"float " + struct.pack("<d", value))
+    elif isinstance(value, Tensor):
+        take(f"tensor {value.dtype} {list(value.shape)} ".encode())
+        take(dense.flat(value.detach().cpu()).view(torch.uint8).numpy().data)
+    elif isinstance(value, Mapping):
+        take(b"mapping %d " % len(value))
+        for key in sorted(value, key=lambda key: (type(key).__name__, key)):
+            _feed(take, key)
+            _feed(take, value[key])
+    elif isinstance(value, list | tuple):
+        take(b"sequence %d " % len(value))
+        for item in value:
+            _feed(take, item)
+    else:
+        take(f"{type(value).__name__} {value} ".encode())

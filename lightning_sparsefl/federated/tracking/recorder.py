@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -276,7 +275,7 @@ def _client_rows(
     rows: dict[int, dict[str, Any]] = {}
     left_out = {"round", "client"} if counts_flops else {"round", "client", "flops_train", "flops_paper"}
     for outcome in outcomes:
-        charge = {} if outcome.charge is None else dataclasses.asdict(outcome.charge)
+        charge = {} if outcome.charge is None else vars(outcome.charge)
         simulated = outcome.simulated_seconds
         after = next(iter(outcome.scores.values()), {})
         rows[outcome.client] = {
