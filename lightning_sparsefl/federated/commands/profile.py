@@ -92,7 +92,7 @@ def _parts(simulation: Simulation, phases: int) -> dict[Part, Counter[Work]]:
     server = simulation.server
     middles = _middles(server.max_rounds, phases, server.algorithm.follows_length)
     for number in range(server.max_rounds):
-        for client in server.cohort(RunState(ServerState(number, {}))).trained:
+        for client in server.draw.cohort(RunState(ServerState(number, {}))).trained:
             about = server.about.of(client, number)
             part = Part(middles[number], client in seen, about.capacity, simulation.kind(client))
             parts[part][Work(about.num_examples, about.local_epochs, server.workload.batching(client))] += 1

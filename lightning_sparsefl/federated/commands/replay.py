@@ -87,7 +87,7 @@ def replay(run: Run, client: int, round: int | None = None) -> Replay:
     """
     state = _state_before(run, round)
     number = state.server.round if round is None else round
-    if not run.server.sampler.learns:
+    if not run.server.draw.learns:
         _check_client(run, state, client, number)
     state = _repeat_rounds(run, state, number)
     _check_client(run, state, client, number)
@@ -162,7 +162,7 @@ def _check_client(run: Run, state: RunState, client: int, round: int) -> None:
             "`ckpt_path` is not set; expected a checkpoint of the run, since cohorts and noise of a private run depend "
             "on its random identifier."
         )
-    cohort = run.server.cohort(replace(state, server=replace(state.server, round=round))).trained
+    cohort = run.server.draw.cohort(replace(state, server=replace(state.server, round=round))).trained
     if client not in cohort:
         listed = ", ".join(map(str, cohort[:20])) + (", ..." if len(cohort) > 20 else "")
         raise InvalidOption(f"`client` is {client}, which does not train in round {round}; expected one of {listed}.")

@@ -74,7 +74,7 @@ class Coordinator:
             Interrupted: If a signal asks to stop; the round has left no trace then.
         """
         started = time.perf_counter()
-        drawn = self.server.cohort(state)
+        drawn = self.server.draw.cohort(state)
         clients, late = drawn.trained, drawn.late
         merge = self.merging.start(state, self._total_weight(clients))
         splits = () if score_after is None else (score_after,)
@@ -88,9 +88,9 @@ class Coordinator:
         trained = self._survivors(state, outcomes)
         trained_at = time.perf_counter()
         reports = {outcome.client: outcome.report for outcome in trained}
-        arrived = self.server.arrived(state, trained, drawn.start)
+        arrived = self.server.draw.arrived(state, trained, drawn.start)
         merged = self.merging.result(merge, reports, state, arrived)
-        left_out = [self.server.late(state, client) for client in late if not self.server.merges_late]
+        left_out = [self.server.late(state, client) for client in late if not self.server.draw.merges_late]
         kept = [outcome for outcome in outcomes if outcome.status == "late"]
         outcomes = sorted([*outcomes, *left_out], key=lambda outcome: outcome.client)
         closed = self.server.close(state, merged, outcomes, drawn.start)
@@ -102,9 +102,9 @@ class Coordinator:
         after = {o.client: o.scores[score_after] for o in trained} if score_after is not None else {}
         metrics = {
             **round_metrics(outcomes, self.server.layout),
-            **(late_metrics(outcomes) if self.server.sampler.sampler.over_select > 1 else {}),
-            **({"clients/arrived": len(arrived)} if self.server.merges_late else {}),
-            **({"time/clock": closed.state.seconds} if self.server.follows_clock else {}),
+            **(late_metrics(outcomes) if self.server.draw.over_selects else {}),
+            **({"clients/arrived": len(arrived)} if self.server.draw.merges_late else {}),
+            **({"time/clock": closed.state.seconds} if self.server.draw.follows_clock else {}),
             **spread("personal_after", after),
             **self.merging.metrics(closed.state.server.round),
             "mask/coverage_min": merge.coverage_min(len(trained)),
@@ -121,7 +121,7 @@ class Coordinator:
             state: State before the round.
             client: Number of the client.
         """
-        plan = self._plan(state, self.server.cohort(state).trained, f"round {state.server.round}")
+        plan = self._plan(state, self.server.draw.cohort(state).trained, f"round {state.server.round}")
         return next(stack for stack in self.cohort.stacks(plan) if client in stack)
 
     def survey(self, state: RunState, clients: Sequence[int], message: Message) -> Merged:

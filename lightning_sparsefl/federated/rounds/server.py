@@ -22,9 +22,10 @@ from lightning_sparsefl.federated.options import Federation
 from lightning_sparsefl.federated.rounds.about import AllAbout
 from lightning_sparsefl.federated.rounds.outcome import Outcome, longest
 from lightning_sparsefl.federated.rounds.pending import pending_update
+from lightning_sparsefl.federated.rounds.round_draw import RoundDraw
 from lightning_sparsefl.federated.rounds.workload import Workload
 from lightning_sparsefl.federated.sampling.cohort_draw import CohortDraw
-from lightning_sparsefl.federated.sampling.samplers import Candidates, Seen
+from lightning_sparsefl.federated.sampling.samplers import Seen
 from lightning_sparsefl.federated.storage.records import ServerRecord
 from lightning_sparsefl.seeds import derive_key
 from lightning_sparsefl.sparse.masks import changed, counts, digest
@@ -33,7 +34,6 @@ from lightning_sparsefl.types import (
     Masks,
     Merged,
     Message,
-    PendingUpdate,
     RunState,
     ServerState,
     Shared,
@@ -48,17 +48,6 @@ class Merges(Protocol):
     def add(self, update: Update, message: Message, num_examples: int) -> None:
         """Add one update."""
         ...
-
-
-class Drawn(NamedTuple):
-    """The clients that were drawn for a round, in ascending order."""
-
-    trained: list[int]
-    """Clients that train."""
-    late: list[int]
-    """Clients that the round does not wait for; they train if their updates are merged later."""
-    start: float = 0.0
-    """Simulated time at which the round starts: when a client is free."""
 
 
 class Closed(NamedTuple):
@@ -105,7 +94,7 @@ class Server:  # long because the facts of one order are needed at each of its s
         ledger: Ledger of the run.
         records: Records that the server keeps about clients.
         about: Facts of the clients.
-        sampler: Draws the cohorts.
+        sampler: Cohorts by the sampler of the run.
         max_rounds: Number of rounds of the run.
         seed: Random seed of the run.
         device: Device of the server's state.
@@ -129,114 +118,15 @@ class Server:  # long because the facts of one order are needed at each of its s
     ) -> None:
         self.algorithm, self.federation, self.layout, self.codec = algorithm, federation, layout, codec
         self.workload, self.ledger, self.records, self.about = workload, ledger, records, about
-        self.sampler, self.max_rounds, self.seed, self.device = sampler, max_rounds, seed, device
+        self.max_rounds, self.seed, self.device = max_rounds, seed, device
+        self.draw = RoundDraw(sampler, about, workload, self._seconds_by_costs)
         self._issued: dict[int, _Issued] = {}
         self._sizes = _MessageSizes(codec)
 
     @property
     def training_clients(self) -> Sequence[int]:
         """Numbers of the clients that cohorts are drawn from."""
-        return self.sampler.clients
-
-    def cohort(self, state: RunState) -> Drawn:
-        """Draw the clients of the round that a state stands before."""
-        start, free = self._free(state)
-        candidates, sampler = self._candidates(state, free, start), self.sampler.sampler
-        wanted = sampler.needed(state.sampler, candidates)
-        candidates = replace(candidates, count=self.sampler.widened(wanted, len(free)))
-        found = self.sampler.draw(state.run, state.sampler, candidates)
-        if len(found) <= wanted and not self.follows_clock:
-            return Drawn(found, [], start)
-        fastest = sorted(found, key=lambda client: (self._expected_seconds(state, client), client))
-        late = sorted(fastest[wanted:])
-        return Drawn(found if self.merges_late else sorted(fastest[:wanted]), late, start)
-
-    @property
-    def merges_late(self) -> bool:
-        """Whether the updates of late clients are merged in later rounds."""
-        return self.sampler.sampler.late_merge() is not None
-
-    @property
-    def follows_clock(self) -> bool:
-        """Whether cohorts depend on simulated time."""
-        return self.merges_late or self.sampler.timed
-
-    def _free(self, state: RunState) -> tuple[float, Sequence[int]]:
-        """Return the first time at which a client is free, and all clients that are free then, in ascending order."""
-        busy = {update.client: update.arrival for update in state.pending}
-        if not busy and not self.sampler.timed:
-            return state.seconds, self.sampler.clients
-        times = {client: max(state.seconds, busy.get(client, 0.0)) for client in self.sampler.clients}
-        if self.sampler.timed:
-            times = {client: self.about.available_from(client, at) for client, at in times.items()}
-        start = min(times.values())
-        return start, [client for client, at in times.items() if at <= start]
-
-    def _candidates(self, state: RunState, clients: Sequence[int], now: float) -> Candidates:
-        return Candidates(
-            round=state.server.round,
-            clients=clients,
-            count=min(self.sampler.wanted, len(clients)),
-            now=now,
-            arrivals={update.client: update.arrival for update in state.pending},
-            available=self._is_available if self.sampler.timed else None,
-            samples=lambda client: self.workload.samples(
-                client, self.about.of(client, state.server.round).num_examples
-            ),
-            seconds=lambda client: None if self.workload.layers is None else self._seconds_by_costs(state, client),
-        )
-
-    def _is_available(self, client: int, at: float) -> bool:
-        return self.about.available_from(client, at) <= at
-
-    def _expected_seconds(self, state: RunState, client: int) -> float:
-        """Return the time by which late clients are told from others.
-
-        Raises:
-            InvalidOption: If it is not known.
-        """
-        seconds = None if self.workload.layers is None else self._seconds_by_costs(state, client)
-        if seconds is None:
-            why = "the FLOPs of the model cannot be counted" if self.workload.layers is None else "devices are not set"
-            option, other = f"sampler.over_select` is {self.sampler.sampler.over_select}", "`over_select: 1.0`"
-            if self.sampler.timed:
-                option, other = "availability` is set", "`availability: null`"
-            elif self.merges_late:
-                option, other = f"sampler` is {self.sampler.sampler}", "another sampler"
-            raise InvalidOption(
-                f"`federation.{option}, but no times of clients are simulated, since {why}; set `federation.devices`, "
-                f"or {other}."
-            )
-        return seconds
-
-    def _seconds_by_costs(self, state: RunState, client: int) -> float | None:
-        """Return the time of a client-round by its costs, which are known without training."""
-        view = self.view(client, state.server.round, self.record(client, state.server.round))
-        costs = self.algorithm.costs(self.workload.facts(view, self._message(state.server, view, "train")))
-        return self._seconds(view, costs.flops_analytic, round(costs.bytes_up_paper))
-
-    def _seconds(self, view: ClientView, flops: float, bytes_up: int) -> float | None:
-        """Return the simulated time of a client-round, by the algorithm or by `federation.devices`."""
-        seconds, devices = self.algorithm.simulated_seconds(view, flops, bytes_up), self.federation.devices
-        return devices.seconds(devices.capacity(view), flops, bytes_up) if seconds is None and devices else seconds
-
-    def late(self, state: RunState, client: int) -> Outcome:
-        """Return the outcome of a late client, which is charged for its download and its FLOPs, and not trained.
-
-        Args:
-            state: State before the round.
-            client: Number of the client.
-        """
-        order = self.order(state, client)
-        issued = self._issued.pop(client)
-        charge = self.charge(issued.view, order.message, issued.size, Size(total=0, masks=0))
-        return Outcome(
-            client=client,
-            status="late",
-            num_examples=issued.view.num_examples,
-            charge=replace(charge, paper_bytes_up=0.0),
-            simulated_seconds=self._expected_seconds(state, client),
-        )
+        return self.draw.clients
 
     # ---- what the server knows of a client
 
@@ -470,6 +360,39 @@ class Server:  # long because the facts of one order are needed at each of its s
             flops_paper=costs.flops_paper,
         )
 
+    def late(self, state: RunState, client: int) -> Outcome:
+        """Return the outcome of a late client, which is charged for its download and its FLOPs, and not trained.
+
+        Args:
+            state: State before the round.
+            client: Number of the client.
+        """
+        order = self.order(state, client)
+        issued = self._issued.pop(client)
+        charge = self.charge(issued.view, order.message, issued.size, Size(total=0, masks=0))
+        return Outcome(
+            client=client,
+            status="late",
+            num_examples=issued.view.num_examples,
+            charge=replace(charge, paper_bytes_up=0.0),
+            simulated_seconds=self.draw.expected_seconds(state, client),
+        )
+
+    # ---- times
+
+    def _seconds_by_costs(self, state: RunState, client: int) -> float | None:
+        """Return the time of a client-round by its costs, which are known without training; None if it is not."""
+        if self.workload.layers is None:
+            return None
+        view = self.view(client, state.server.round, self.record(client, state.server.round))
+        costs = self.algorithm.costs(self.workload.facts(view, self._message(state.server, view, "train")))
+        return self._seconds(view, costs.flops_analytic, round(costs.bytes_up_paper))
+
+    def _seconds(self, view: ClientView, flops: float, bytes_up: int) -> float | None:
+        """Return the simulated time of a client-round, by the algorithm or by `federation.devices`."""
+        seconds, devices = self.algorithm.simulated_seconds(view, flops, bytes_up), self.federation.devices
+        return devices.seconds(devices.capacity(view), flops, bytes_up) if seconds is None and devices else seconds
+
     # ---- the end of a round
 
     def close(self, state: RunState, merged: Merged, outcomes: Sequence[Outcome], start: float) -> Closed:
@@ -485,23 +408,10 @@ class Server:  # long because the facts of one order are needed at each of its s
         server = replace(self._aggregate(state.server, merged), round=round + 1)
         trained = [outcome for outcome in outcomes if outcome.record is not None]
         observed = {outcome.client: self._file(server, outcome, round) for outcome in trained}
-        candidates = self._candidates(state, self.sampler.clients, start)
-        sampler = self.sampler.sampler.learn(state.sampler, candidates, self._seen(outcomes))
+        sampler = self.draw.learned(state, self._seen(outcomes), start)
         waiting = [update for update in state.pending if update.arrival > end]
         waiting += [replace(o.pending, arrival=start + o.pending.arrival) for o in outcomes if o.pending is not None]
         return Closed(replace(state, server=server, sampler=sampler, pending=tuple(waiting), seconds=end), observed)
-
-    def arrived(self, state: RunState, outcomes: Sequence[Outcome], start: float) -> list[PendingUpdate]:
-        """Return the pending updates that arrive before the end of a round, and are not too old.
-
-        Args:
-            state: State before the round.
-            outcomes: Outcomes of the clients that were trained.
-            start: Simulated time at which the round started.
-        """
-        rule, end = self.sampler.sampler.late_merge(), start + longest(outcomes)
-        arrived = [update for update in state.pending if update.arrival <= end]
-        return [] if rule is None else rule.current(arrived, state.server.round)
 
     def _seen(self, outcomes: Sequence[Outcome]) -> dict[int, Seen]:
         """Return what a round has told the sampler of its clients."""
