@@ -30,7 +30,7 @@ LAYERS = [
     "testing",
 ]
 
-ROOMS = [
+SUBPACKAGES = [
     "exchange",
     "client",
     "distributed",
@@ -47,9 +47,9 @@ ROOMS = [
     "commands",
     "trainer",
 ]
-"""Rooms and files of federated/: each imports only from those before it."""
+"""Subpackages and files of federated/: each imports only from those before it."""
 MOST_FILES = 20
-"""Of a room, `__init__.py` included."""
+"""Of a subpackage, `__init__.py` included."""
 
 FENCED = {"torch.distributed": "federated", "Fabric": "federated", "matplotlib": "report"}
 """What only one layer may mention: a dotted name, or one component of it."""
@@ -112,23 +112,23 @@ def _points_left(target: str, layer: str) -> bool:
     return target in LAYERS and layer in LAYERS and LAYERS.index(target) <= LAYERS.index(layer)
 
 
-def room_violations(root: Path) -> list[str]:
-    """Files of federated/ outside every room, imports that point to a later room, and rooms with too many files."""
+def subpackage_violations(root: Path) -> list[str]:
+    """Files of federated/ outside every subpackage, imports of later ones, and subpackages with too many files."""
     found, engine = [], root / "federated"
     sizes = Counter(path.relative_to(engine).parent.as_posix() for path in engine.rglob("*.py"))
-    found += [f"{room}: {count} files" for room, count in sizes.items() if count > MOST_FILES]
-    for path, room, tree in modules(engine):
-        if room == "__init__":
+    found += [f"{subpackage}: {count} files" for subpackage, count in sizes.items() if count > MOST_FILES]
+    for path, subpackage, tree in modules(engine):
+        if subpackage == "__init__":
             continue
-        if room not in ROOMS:
-            found.append(f"{path.name}: `{room}` is no room")
+        if subpackage not in SUBPACKAGES:
+            found.append(f"{path.name}: `{subpackage}` is no subpackage")
             continue
         for name in imported(tree, path, root):
             parts = name.split(".")
             if parts[:2] == [root.name, "federated"] and len(parts) > 2:
                 target = parts[2]
-                if target not in ROOMS or ROOMS.index(target) > ROOMS.index(room):
-                    found.append(f"{path.relative_to(root)}: `{room}` imports `{name}`")
+                if target not in SUBPACKAGES or SUBPACKAGES.index(target) > SUBPACKAGES.index(subpackage):
+                    found.append(f"{path.relative_to(root)}: `{subpackage}` imports `{name}`")
     return found
 
 
@@ -199,8 +199,8 @@ def test_imports_only_point_left():
     assert layer_violations(PACKAGE) == []
 
 
-def test_rooms_of_the_engine_keep_their_order():
-    assert room_violations(PACKAGE) == []
+def test_subpackages_of_the_engine_keep_their_order():
+    assert subpackage_violations(PACKAGE) == []
 
 
 def test_no_files_import_each_other():
@@ -217,8 +217,8 @@ def test_no_files_import_each_other():
         ("federated/client.py", "from lightning_sparsefl.federated.fleet import Fleet"),
     ],
 )
-def test_a_planted_import_between_rooms_is_caught(tmp_path: Path, where: str, source: str):
-    assert len(room_violations(planted(tmp_path, where, source))) == 1
+def test_a_planted_import_between_subpackages_is_caught(tmp_path: Path, where: str, source: str):
+    assert len(subpackage_violations(planted(tmp_path, where, source))) == 1
 
 
 def test_a_planted_circle_is_caught(tmp_path: Path):
@@ -228,10 +228,10 @@ def test_a_planted_circle_is_caught(tmp_path: Path):
     assert len(circles(package)) == 4
 
 
-def test_a_room_with_too_many_files_is_caught(tmp_path: Path):
+def test_a_subpackage_with_too_many_files_is_caught(tmp_path: Path):
     for number in range(MOST_FILES + 1):
         package = planted(tmp_path, f"federated/local/file_{number}.py", "")
-    assert room_violations(package) == [f"local: {MOST_FILES + 1} files"]
+    assert subpackage_violations(package) == [f"local: {MOST_FILES + 1} files"]
 
 
 def test_fences_hold():

@@ -52,7 +52,7 @@ class GradientSum(ReportedCallback):
             self.sums, self.squares = {}, {}
 
     def on_fit_start(self, trainer: Any, pl_module: LightningModule) -> None:
-        """Make room for the sums, beside the parameters."""
+        """Allocate the sums, beside the parameters."""
         require_unscaled_gradients(trainer, "GradientSum")
         super().on_fit_start(trainer, pl_module)
         self._parameters = dict(pl_module.named_parameters())

@@ -123,7 +123,7 @@ class StackedImportance(StackedScores):
         self._optimizer: Any = None
 
     def start(self, leaves: Leaves) -> None:
-        """Make room for the masks and the dropped values of each client; all weights are there at first."""
+        """Allocate the masks and the dropped values of each client; all weights are there at first."""
         weights = self._weights(leaves)
         self.masks = {name: torch.ones_like(weight, dtype=torch.bool) for name, weight in weights.items()}
         self.aside = {name: torch.zeros_like(weight) for name, weight in weights.items()}

@@ -177,7 +177,7 @@ class StackedMetaStep(StackedSecondPoint):
         """Whether the second batch of a client's tuple has given a weight a gradient."""
 
     def start(self, leaves: Leaves) -> None:
-        """Make room for an open tuple of each client."""
+        """Allocate an open tuple for each client."""
         super().start(leaves)
         trees = (self.adapted, self.slopes, self.below) if self._length == 3 else (self.adapted,)
         for tree in trees:
