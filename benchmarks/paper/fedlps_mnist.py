@@ -4,7 +4,8 @@ Seeds 0, 1 and 2 of every method of the two tables. Of FedLPS also with its abla
 bandit, the capacity, or .5 for all), capacities that are fixed or drawn anew in every round, and at density .5 the
 pattern of kept units. FedLPS and FLST are also run as printed, with mu = lambda = 1 on sums of squares, and FedLPS with
 the options that approximate the authors' program, and six methods with five local steps in the place of five epochs.
-FedAvg is also run with a tenth of the learning rate. All other rows have the defaults.
+FedAvg is also run with a tenth of the learning rate, and ten methods with the test sets of the authors' program
+(`_block_tests.py`). All other rows have the defaults. To be started from the root of the repository.
 
     python benchmarks/paper/fedlps_mnist.py --data DIR [--only 'fedlps*-seed0']
 
@@ -32,6 +33,8 @@ PUBLISHED = (
 )
 STEPS = ("--trainer.max_epochs", "1", "--trainer.limit_train_batches", "5")
 """Five iterations of local training, as the paper's text says, in the place of five epochs, as its FLOPs say."""
+BLOCKS = ("--data", "benchmarks.paper._block_tests.BlockTestMNIST")
+"""Test sets as in the authors' program, with images of classes that a client does not have."""
 METHODS = {
     "fedavg": ("FedAvg", "88.15 (1.14)", "2.8", "table1/mnist_fedavg", ()),
     "fedprox": ("FedProx", "87.53 (1.16)", "2.8", "table1/mnist_fedprox", ()),
@@ -72,6 +75,16 @@ METHODS = {
     "fedlps-steps": ("FedLPS (P-UCBV, Dyn), 5 steps", "96.77 (0.11)", "-", "table1/mnist_fedlps", STEPS),
     "rcr-dyn-steps": ("RCR, Dyn, 5 steps", "95.99 (0.12)", "-", "table2/mnist_rcr_dyn", STEPS),
     "flst-steps": ("FLST, 5 steps", "94.76 (0.06)", "-", "table2/mnist_flst", STEPS),
+    "fedper-blocks": ("FedPer, test sets as there", "93.45 (0.07)", "-", "table1/mnist_fedper", BLOCKS),
+    "fedrep-blocks": ("FedRep, test sets as there", "91.92 (0.30)", "-", "table1/mnist_fedrep", BLOCKS),
+    "ditto-blocks": ("Ditto, test sets as there", "92.00 (0.30)", "-", "table1/mnist_ditto", BLOCKS),
+    "fedspa-blocks": ("FedSpa, test sets as there", "93.94 (0.85)", "-", "table1/mnist_fedspa", BLOCKS),
+    "fedp3-blocks": ("FedP3, test sets as there", "92.41 (0.34)", "-", "table1/mnist_fedp3", BLOCKS),
+    "fedavg-blocks": ("FedAvg, test sets as there", "88.15 (1.14)", "-", "table1/mnist_fedavg", BLOCKS),
+    "lotteryfl-blocks": ("LotteryFL, test sets as there", "93.37 (1.28)", "-", "table1/mnist_lotteryfl", BLOCKS),
+    "hermes-blocks": ("Hermes, test sets as there", "94.05 (0.60)", "-", "table1/mnist_hermes", BLOCKS),
+    "flst-blocks": ("FLST, test sets as there", "94.76 (0.06)", "-", "table2/mnist_flst", BLOCKS),
+    "fedlps-blocks": ("FedLPS (P-UCBV, Dyn), test sets as there", "96.77 (0.11)", "-", "table1/mnist_fedlps", BLOCKS),
 }
 """Label, the paper's accuracy and its deviation in percent, its TFLOP, cell, further options."""
 ONE_BY_ONE = ("fjord", "per_fedavg", "fedlps", "rcr", "flst", "fedrolex")
