@@ -6,6 +6,7 @@ A partition is a frozen dataclass. Its randomness depends on the seed alone, so 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -37,7 +38,7 @@ class Partition(ABC):
             Sorted indices of each client's examples; they are disjoint, and no client is without examples.
 
         Raises:
-            InvalidOption: If a client would have no examples.
+            InvalidOption: If a client would have no examples, or :meth:`assign` returned something else than it should.
 
         Example:
             >>> owned = Pathological(classes_per_client=1).split(torch.tensor([0, 1, 1, 0]), num_clients=2, seed=0)
@@ -45,7 +46,7 @@ class Partition(ABC):
             [[0, 3], [1, 2]]
         """
         check_num_clients(num_clients, len(labels))
-        owned = self.assign(labels, num_clients, generator(seed, "partition"))
+        owned = self._checked(self.assign(labels, num_clients, generator(seed, "partition")), num_clients, len(labels))
         empty = [client for client, indices in enumerate(owned) if not len(indices)]
         if empty:
             raise InvalidOption(
@@ -53,6 +54,30 @@ class Partition(ABC):
                 f"client {empty[0]}; lower `data.num_clients` or change `data.partition`."
             )
         return [indices.sort().values for indices in owned]
+
+    def _checked(self, owned: Sequence[Tensor], num_clients: int, num_examples: int) -> list[Tensor]:
+        """Return what `assign` returned, if it is a partition."""
+        what = f"`{type(self).__name__}.assign` returned"
+        if not isinstance(owned, Sequence) or len(owned) != num_clients:
+            got = f"{len(owned)} parts" if isinstance(owned, Sequence) else f"a {type(owned).__name__}"
+            raise InvalidOption(f"{what} {got}; expected a list of {num_clients} tensors, one for each client.")
+        for client, indices in enumerate(owned):
+            if not isinstance(indices, Tensor) or indices.dim() != 1 or indices.dtype != torch.int64:
+                kind = f"{indices.dtype} tensor" if isinstance(indices, Tensor) else type(indices).__name__
+                raise InvalidOption(
+                    f"{what} a {kind} for client {client}; expected indices, int64 of shape (examples,)."
+                )
+        together = torch.cat(list(owned))
+        outside = together[(together < 0) | (together >= num_examples)]
+        if len(outside):
+            raise InvalidOption(f"{what} the index {int(outside[0])}; expected 0 to {num_examples - 1}, the examples.")
+        twice = torch.bincount(together, minlength=num_examples) > 1
+        if bool(twice.any()):
+            example = int(twice.nonzero()[0])
+            raise InvalidOption(
+                f"{what} the example {example} more than once; expected each in one client's part at most."
+            )
+        return list(owned)
 
     @abstractmethod
     def assign(self, labels: Tensor, num_clients: int, rng: torch.Generator) -> list[Tensor]:

@@ -187,6 +187,29 @@ def test_a_partition_of_ones_own_may_leave_nobody_empty():
         Greedy().split(torch.zeros(9, dtype=torch.int64), num_clients=3, seed=0)
 
 
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        (None, "returned a NoneType; expected a list of 2 tensors"),
+        ([torch.arange(4)], "returned 1 parts; expected a list of 2 tensors"),
+        ([[0, 1], [2, 3]], "a list for client 0; expected indices, int64"),
+        ([torch.arange(2), torch.arange(2.0)], "a torch.float32 tensor for client 1"),
+        ([torch.tensor([True, False] * 2)] * 2, "a torch.bool tensor for client 0"),
+        ([torch.arange(2), torch.tensor([2, 4])], "the index 4; expected 0 to 3"),
+        ([torch.arange(2), torch.tensor([-1])], "the index -1; expected 0 to 3"),
+        ([torch.arange(3), torch.arange(2, 4)], "the example 2 more than once"),
+        ([torch.tensor([0, 0]), torch.tensor([1])], "the example 0 more than once"),
+    ],
+)
+def test_a_partition_of_ones_own_must_be_one(parts, message):
+    class Mine(Partition):
+        def assign(self, labels, num_clients, rng):
+            return parts
+
+    with pytest.raises(InvalidOption, match=f"`Mine.assign` returned {message.removeprefix('returned ')}"):
+        Mine().split(torch.zeros(4, dtype=torch.int64), num_clients=2, seed=0)
+
+
 def test_matching_test_rounds_each_label_up():
     pool = torch.arange(1000) % 10
     rng = torch.Generator().manual_seed(0)
