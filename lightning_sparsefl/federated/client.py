@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 from lightning.pytorch import Callback
 
+from lightning_sparsefl.errors import InvalidOption
 from lightning_sparsefl.federated.exchange.deadline import Deadline
 from lightning_sparsefl.federated.exchange.orders import Order, Split
 from lightning_sparsefl.seeds import derive_seed, generator
@@ -151,7 +152,15 @@ class Client:
 
         Returns:
             The weights after the local epochs, with the logged metrics.
+
+        Raises:
+            InvalidOption: If `callbacks` is not a list of Lightning callbacks.
+            IncompatibleMasks: If a name or shape of the weights differs from the model's.
         """
+        if not isinstance(callbacks, Sequence) or not all(isinstance(each, Callback) for each in callbacks):
+            raise InvalidOption(
+                f"`callbacks` of `client.fit` are {callbacks!r}; expected a list of Lightning callbacks."
+            )
         return self._worker.fit(self, weights, masks or {}, trainable or {}, callbacks, epochs=epochs, units=units)
 
     def gradient(self, weights: Weights) -> Weights:

@@ -139,10 +139,7 @@ class FederatedTrainer:  # long because LightningCLI reads every option from its
         require(fits, "trainer.timeout", timeout, f"a number of seconds in (0, {_LONGEST:g}]")
         require(seed is None or is_whole(seed, 0), "seed_everything", seed, "a whole number >= 0")
         if not isinstance(algorithm, FederatedAlgorithm):
-            raise InvalidOption(
-                f"`algorithm` is a {type(algorithm).__name__}; expected a method of `lightning_sparsefl.algorithms`, "
-                "or another `FederatedAlgorithm`."
-            )
+            raise _not_a_method(algorithm)
         listed = _listed("callbacks", callbacks), _listed("client_callbacks", client_callbacks)
         rounds, clients = _sorted_callbacks(*listed)
         self.options = RunOptions(
@@ -409,6 +406,16 @@ class FederatedTrainer:  # long because LightningCLI reads every option from its
 def _first(devices: int | str | list[int]) -> int | list[int]:
     """Return the first of the devices."""
     return devices[:1] if isinstance(devices, list) else 1
+
+
+def _not_a_method(value: object) -> InvalidOption:
+    given, example = f"of type {type(value).__name__}", ""
+    if isinstance(value, type):
+        given, example = f"the class `{value.__name__}`", f", such as `{value.__name__}()`"
+    return InvalidOption(
+        f"`algorithm` is {given}; expected a method of `lightning_sparsefl.algorithms`, or another "
+        f"`FederatedAlgorithm`{example}."
+    )
 
 
 def _listed(option: str, callbacks: list[Callback] | Callback | None) -> list[Callback]:

@@ -17,6 +17,7 @@ from lightning_sparsefl.federated.aggregation.reducers import Accumulator, Cover
 from lightning_sparsefl.federated.algorithm import FederatedAlgorithm
 from lightning_sparsefl.federated.commands.simulated_worker import SimulatedWorker
 from lightning_sparsefl.federated.exchange.flat import FlatModule, Layout
+from lightning_sparsefl.federated.exchange.hook_results import check_state
 from lightning_sparsefl.federated.exchange.orders import Order
 from lightning_sparsefl.federated.fleet import Fleet, LazyClientViews
 from lightning_sparsefl.federated.local.example_input import layers_of, units_of
@@ -125,7 +126,9 @@ class Simulation:
         codec = self.server.codec
         self._node = Node(options.algorithm, worker, self._versions, codec, layout, weights, device, rules)
         self._surveys: list[Charge] = []
-        self.first = RunState(options.algorithm.init(weights, self._fleet(weights, worker)))
+        state = options.algorithm.init(weights, self._fleet(weights, worker))
+        check_state(options.algorithm, "init", state, layout)
+        self.first = RunState(state)
         self.representatives = self._representatives(training_clients)
 
     def kind(self, client: int) -> Hashable:

@@ -148,11 +148,15 @@ class FlatModule:
 
         Args:
             weights: Weights to copy.
+
+        Raises:
+            IncompatibleMasks: If a name or shape differs from the module's.
         """
         self._rebind_replaced()
         if self.layout.uniform and isinstance(weights, FlatTree) and weights.vector.numel() == self.layout.size:
             self.vector.copy_(weights.vector)
             return
+        self.layout.check(weights, "A tree that is loaded into the module")
         with torch.no_grad():
             for name, tensor in weights.items():
                 self._tensors[name].data.copy_(tensor)

@@ -43,6 +43,7 @@ def check_update_schema(
         InvalidUpdate: If the structure is wrong.
     """
     who = f"The update of client {client}"
+    _check_mappings(who, update)
     if update.kind not in _KINDS:
         raise InvalidUpdate(f"{who} has the `kind` {update.kind!r}; expected one of {_KINDS}.")
     if type(update.weight) is not int or update.weight < 1:
@@ -60,6 +61,19 @@ def check_update_schema(
         for name, vote in update.votes.items():
             _check_tensor(f"{who} votes on {name!r}", name, vote, layout, torch.bool)
         _check_votes(who, update.votes, update.weights, may_vote(message))
+
+
+def _check_mappings(who: str, update: Update) -> None:
+    fields = {"weights": update.weights, "extra": update.extra, "metrics": update.metrics}
+    fields |= (
+        {f"extra[{key!r}]": tree for key, tree in update.extra.items()} if isinstance(update.extra, Mapping) else {}
+    )
+    fields |= {name: value for name in ("shared", "memory") if (value := getattr(update, name)) is not None}
+    for name, value in fields.items():
+        if not isinstance(value, Mapping):
+            raise InvalidUpdate(
+                f"{who} has a `{type(value).__name__}` as `{name}`; expected a mapping of names to values."
+            )
 
 
 def _check_tensor(what: str, name: str, tensor: Tensor, layout: Layout, dtype: torch.dtype | None) -> None:

@@ -21,6 +21,7 @@ from lightning_sparsefl.federated.client import Client, LocalWorker
 from lightning_sparsefl.federated.exchange.deadline import Deadline
 from lightning_sparsefl.federated.exchange.failures import failure_reason, is_out_of_memory, release_memory
 from lightning_sparsefl.federated.exchange.flat import Layout
+from lightning_sparsefl.federated.exchange.hook_results import check_result
 from lightning_sparsefl.federated.exchange.orders import Answer, Order, Split, Task
 from lightning_sparsefl.federated.exchange.update_checks import check_update_schema, excess_reason, non_finite_reason
 from lightning_sparsefl.federated.local.buffers import Mode, drop_local_buffers, insert_local_buffers
@@ -184,6 +185,7 @@ class Node:
         """Train and score; remove the client's own buffers, add the votes and clip the update."""
         client, message = self._client(order, record), self._with_buffers(order, record)
         trained = self.algorithm.train(message, client)
+        check_result(self.algorithm, "train", trained, Update)
         if client.deadline is not None:
             client.deadline.check()
         self._check(trained, message, order)
@@ -228,7 +230,7 @@ class Node:
 
     def _score(self, order: Order, record: NodeRecord) -> Answer:
         client, message = self._client(order, record), self._with_buffers(order, record)
-        weights = _with_missing(self.algorithm.personalize(message, client), record.buffers)
+        weights = _with_missing(self._personal(message, client), record.buffers)
         return replace(self._empty_answer(order), scores=self._scores(order, client, weights))
 
     def _score_at_once(self, orders: Sequence[Order], worker: StackedScoring) -> Iterator[Answer]:
@@ -249,7 +251,7 @@ class Node:
     def _take_model(self, models: dict[int, tuple[Client, Weights]], order: Order, record: NodeRecord) -> Answer:
         """Add the client and the weights that it is scored with to `models`."""
         client, message = self._client(order, record), self._with_buffers(order, record)
-        models[order.client] = (client, _with_missing(self.algorithm.personalize(message, client), record.buffers))
+        models[order.client] = (client, _with_missing(self._personal(message, client), record.buffers))
         return self._empty_answer(order)
 
     def personal_weights(self, order: Order) -> Weights:
@@ -264,13 +266,14 @@ class Node:
         record = self.record(order.client, order.version)
         if record is None:
             raise InvalidOption(f"The record of client {order.client} is missing; choose another `ckpt_path`.")
-        weights = self.algorithm.personalize(self._with_buffers(order, record), self._client(order, record))
+        weights = self._personal(self._with_buffers(order, record), self._client(order, record))
         return _with_missing(weights, record.buffers)
 
     def _finetune(self, order: Order, record: NodeRecord) -> Answer:
         client, message = self._client(order, record), self._with_buffers(order, record)
         if has_own_finetuning(self.algorithm):
             weights = self.algorithm.finetune(message, client)
+            check_result(self.algorithm, "finetune", weights, Mapping, optional=True)
         else:
             weights = self._fit_once_more(message, client)
         scores = {} if weights is None else self._scores(order, client, weights)
@@ -278,7 +281,7 @@ class Node:
 
     def _fit_once_more(self, message: Message, client: Client) -> Weights | None:
         """Train the client's own model for `federation.finetune_epochs`; a sparse model stays as sparse."""
-        weights = self.algorithm.personalize(message, client)
+        weights = self._personal(message, client)
         masks = {name: weights[name] != 0 for name in maskable(weights)}
         masks = {name: mask for name, mask in masks.items() if not bool(mask.all())}
         return client.fit(weights, masks, epochs=self.options.finetune_epochs).weights
@@ -286,10 +289,18 @@ class Node:
     def _survey(self, order: Order, record: NodeRecord) -> Answer:
         client, message = self._client(order, record), self._with_buffers(order, record)
         update = self.algorithm.survey(message, client)
+        check_result(self.algorithm, "survey", update, Update)
         self._check(update, message, order)
         update, _ = drop_local_buffers(update, message, self.options.buffers, self.layout)
         size = self.codec.update_size(update, order.message)
         return replace(self._empty_answer(order), update=replace(update, memory=None), up=size, checked=True)
+
+    def _personal(self, message: Message, client: Client) -> Weights:
+        """Return what `personalize` returns, checked."""
+        weights = self.algorithm.personalize(message, client)
+        check_result(self.algorithm, "personalize", weights, Mapping)
+        self.layout.check(weights, f"The tree from `{type(self.algorithm).__name__}.personalize`")
+        return weights
 
     def _scores(self, order: Order, client: Client, weights: Weights) -> dict[Split, Mapping[str, float]]:
         return {split: dict(client.evaluate(weights, split)) for split in order.splits}

@@ -8,10 +8,11 @@ from functools import cached_property
 from lightning_sparsefl.errors import InvalidOption
 from lightning_sparsefl.federated.aggregation.noise import read_key, require_cipher
 from lightning_sparsefl.federated.aggregation.privacy import NoisySum, Privacy
-from lightning_sparsefl.federated.aggregation.reducers import Accumulator, CoverageMean, PlainMean
+from lightning_sparsefl.federated.aggregation.reducers import Accumulator, CoverageMean, PlainMean, Reducer
 from lightning_sparsefl.federated.aggregation.stale_mean import StaleMean
 from lightning_sparsefl.federated.algorithm import FederatedAlgorithm
 from lightning_sparsefl.federated.exchange.flat import Layout
+from lightning_sparsefl.federated.exchange.hook_results import check_result
 from lightning_sparsefl.federated.options import Federation
 from lightning_sparsefl.types import Merged, PendingUpdate, RunState
 
@@ -108,6 +109,7 @@ class MergePolicy:
 
     def _check_reducer(self) -> None:
         chosen, own = self.federation.reducer, self.algorithm.reducer()
+        check_result(self.algorithm, "reducer", own, Reducer)
         if self.stale is not None and not isinstance(chosen or own, CoverageMean | PlainMean):
             raise InvalidOption(
                 f"`federation.sampler` is {self.federation.sampler}, which merges late updates into a mean, and the "

@@ -15,6 +15,7 @@ from lightning_sparsefl.federated.aggregation.clipping import require_norm
 from lightning_sparsefl.federated.aggregation.server_optimizer import optimized, with_moments
 from lightning_sparsefl.federated.algorithm import FederatedAlgorithm
 from lightning_sparsefl.federated.exchange.flat import Layout
+from lightning_sparsefl.federated.exchange.hook_results import check_message, check_result, check_state
 from lightning_sparsefl.federated.exchange.orders import Answer, ClientFacts, Order, Split, Task
 from lightning_sparsefl.federated.exchange.update_checks import check_update_schema, excess_reason, non_finite_reason
 from lightning_sparsefl.federated.local.buffers import without_local_buffers
@@ -38,6 +39,7 @@ from lightning_sparsefl.types import (
     ServerState,
     Shared,
     Update,
+    Weights,
 )
 from lightning_sparsefl.wire import Codec, Size
 
@@ -235,8 +237,11 @@ class Server:  # long because the facts of one order are needed at each of its s
     def _message(self, server: ServerState, view: ClientView, task: Task) -> Message:
         if task in ("score", "finetune"):
             purpose: Literal["score", "finetune"] = "score" if task == "score" else "finetune"
-            return self.algorithm.download_for(server, view, purpose)
-        return self.algorithm.download(server, view)
+            hook, message = "download_for", self.algorithm.download_for(server, view, purpose)
+        else:
+            hook, message = "download", self.algorithm.download(server, view)
+        check_message(self.algorithm, hook, message, self.layout)
+        return message
 
     def _keep(self, state: RunState) -> tuple[int, ...]:
         """Return the rounds whose versions of the nodes' records may be asked for again."""
@@ -427,11 +432,13 @@ class Server:  # long because the facts of one order are needed at each of its s
 
     def _aggregate(self, before: ServerState, merged: Merged) -> ServerState:
         optimizer = self.federation.server_optimizer
-        if optimizer is None:
-            return self.algorithm.aggregate(before, merged)
-        stepped = replace(before, weights=self.algorithm.weights_to_step(before))
-        merged, moments = optimized(optimizer, stepped, merged, self.layout.buffers)
-        return with_moments(optimizer, self.algorithm.aggregate(before, merged), moments)
+        moments: Mapping[str, Weights] = {}
+        if optimizer is not None:
+            stepped = replace(before, weights=self.algorithm.weights_to_step(before))
+            merged, moments = optimized(optimizer, stepped, merged, self.layout.buffers)
+        state = self.algorithm.aggregate(before, merged)
+        check_state(self.algorithm, "aggregate", state, self.layout)
+        return state if optimizer is None else with_moments(optimizer, state, moments)
 
     def _file(self, server: ServerState, outcome: Outcome, round: int) -> Shared | None:
         """Store a participant's new record and charge; return what the algorithm observed, given the new state."""
@@ -441,6 +448,7 @@ class Server:  # long because the facts of one order are needed at each of its s
         if type(self.algorithm).observe is not FederatedAlgorithm.observe:  # unpacking a record takes time
             record = ServerRecord.from_plain(packed, outcome.client, self.device)
             observed = self.algorithm.observe(server, self.view(outcome.client, round, record), outcome.report)
+            check_result(self.algorithm, "observe", observed, Mapping, optional=True)
             packed = packed if observed is None else replace(record, shared=observed).to_plain()
         if packed["shared"] or packed != self.records.get(outcome.client, round):  # tensors are not compared
             self.records.put(outcome.client, packed, round + 1)

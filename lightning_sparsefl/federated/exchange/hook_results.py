@@ -1,0 +1,77 @@
+"""Validation of what the hooks of a method return, so that an error message names the hook."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning_sparsefl.errors import InvalidOption
+from lightning_sparsefl.federated.exchange.flat import Layout
+from lightning_sparsefl.types import Message, ServerState
+
+
+def check_result(owner: object, hook: str, value: Any, kind: type, optional: bool = False) -> None:
+    """Check the type of the value that a hook returned.
+
+    Args:
+        owner: Object that has the hook, such as a federated method.
+        hook: Name of the hook.
+        value: Value that the hook returned.
+        kind: Expected type.
+        optional: Whether the hook may return None.
+
+    Raises:
+        InvalidOption: If the value has another type.
+
+    Example:
+        >>> check_result(object(), "init", None, ServerState)
+        Traceback (most recent call last):
+        lightning_sparsefl.errors.InvalidOption: `object.init` returned None; expected a `ServerState`, so add a \
+`return`.
+    """
+    if isinstance(value, kind) or (optional and value is None):
+        return
+    got, remedy = ("None", ", so add a `return`") if value is None else (_named(type(value)), "")
+    expected = f"{_named(kind)}{' or None' if optional else ''}{remedy}"
+    raise InvalidOption(f"`{type(owner).__name__}.{hook}` returned {got}; expected {expected}.")
+
+
+def _named(kind: type) -> str:
+    return f"{'an' if kind.__name__[0] in 'AEIOUaeiou' else 'a'} `{kind.__name__}`"
+
+
+def check_message(method: object, hook: str, message: Any, layout: Layout) -> None:
+    """Check a message that a hook returned.
+
+    Args:
+        method: Federated method.
+        hook: Name of the hook.
+        message: Value that the hook returned.
+        layout: Layout of the model's tensors.
+
+    Raises:
+        InvalidOption: If it is not a message.
+        IncompatibleMasks: If a name or shape of its weights differs from the model's.
+    """
+    check_result(method, hook, message, Message)
+    layout.check(message.weights, f"The message from `{type(method).__name__}.{hook}`")
+
+
+def check_state(method: object, hook: str, state: Any, layout: Layout) -> None:
+    """Check a state of the server that a hook returned.
+
+    Args:
+        method: Federated method.
+        hook: Name of the hook.
+        state: Value that the hook returned.
+        layout: Layout of the model's tensors.
+
+    Raises:
+        InvalidOption: If it is not a state, or lacks weights of the model.
+        IncompatibleMasks: If a name or shape of its weights differs from the model's.
+    """
+    check_result(method, hook, state, ServerState)
+    what = f"The state from `{type(method).__name__}.{hook}`"
+    layout.check(state.weights, what)
+    missing = next((name for name in layout.names if name not in state.weights), None)
+    if missing is not None:
+        raise InvalidOption(f"{what} lacks the weights {missing!r}; expected all tensors of the model.")

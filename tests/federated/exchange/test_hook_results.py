@@ -1,0 +1,87 @@
+"""A hook that returns something else is named by the error message, instead of a line of the engine."""
+
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+
+from lightning_sparsefl import FederatedAlgorithm
+from lightning_sparsefl.errors import SparseFLError
+from lightning_sparsefl.types import Message, ServerState
+
+DEFAULT = FederatedAlgorithm
+
+
+def nothing(*_):
+    return None
+
+
+def unknown(self, server, view):
+    return Message(weights={"foo": torch.zeros(2)})
+
+
+def scalars(self, server, view):
+    return Message(weights={name: torch.ones(()) for name in server.weights})
+
+
+def no_mapping(*_):
+    return 3
+
+
+BAD = [
+    ("init", nothing, r"`Mine\.init` returned None; expected a `ServerState`, so add a `return`\."),
+    ("download", nothing, r"`Mine\.download` returned None; expected a `Message`"),
+    ("download", unknown, r"The message from `Mine\.download` holds 'foo', which the model does not have"),
+    ("download", scalars, r"The message from `Mine\.download` holds .* with shape \(\); expected"),
+    ("download_for", nothing, r"`Mine\.download_for` returned None; expected a `Message`"),
+    ("train", lambda self, message, client: client.fit(message.weights), r"`Mine\.train` returned a `FitResult`"),
+    (
+        "train",
+        lambda self, message, client: client.fit({"foo": torch.ones(1)}),
+        "A tree that is loaded into the module holds 'foo'",
+    ),
+    (
+        "train",
+        lambda self, message, client: replace(DEFAULT.train(self, message, client), shared=torch.ones(1)),
+        r"has a `Tensor` as `shared`; expected a mapping",
+    ),
+    (
+        "train",
+        lambda self, message, client: replace(DEFAULT.train(self, message, client), extra={"a": torch.ones(1)}),
+        r"has a `Tensor` as `extra\['a'\]`; expected a mapping",
+    ),
+    ("callbacks", lambda *_: Callback(), "`callbacks` of `client.fit` are .*; expected a list of Lightning"),
+    ("callbacks", lambda *_: [Callback], "`callbacks` of `client.fit` are .*; expected a list of Lightning"),
+    ("reducer", nothing, r"`Mine\.reducer` returned None; expected a `Reducer`"),
+    (
+        "aggregate",
+        lambda self, server, merged: merged.weights,
+        r"`Mine\.aggregate` returned .*expected a `ServerState`",
+    ),
+    (
+        "aggregate",
+        lambda self, server, merged: ServerState(server.round, {}),
+        r"The state from `Mine\.aggregate` lacks the weights 'net\.0\.weight'; expected all tensors",
+    ),
+    ("observe", no_mapping, r"`Mine\.observe` returned an `int`; expected a `Mapping` or None"),
+    ("personalize", nothing, r"`Mine\.personalize` returned None; expected a `Mapping`"),
+    (
+        "personalize",
+        lambda self, message, client: {name: torch.ones(()) for name in message.weights},
+        r"The tree from `Mine\.personalize` holds .* with shape \(\); expected",
+    ),
+    ("finetune", no_mapping, r"`Mine\.finetune` returned an `int`; expected a `Mapping` or None"),
+]
+
+
+@pytest.mark.parametrize(("name", "hook", "message"), BAD)
+def test_the_hook_is_named(federation, name, hook, message):
+    method = dataclass(frozen=True, kw_only=True)(type("Mine", (FederatedAlgorithm,), {name: hook}))
+    with pytest.raises(SparseFLError, match=message):
+        federation(method(), rounds=1)
+
+
+def test_a_class_in_place_of_a_method(federation):
+    with pytest.raises(SparseFLError, match=r"the class `FederatedAlgorithm`; .* such as `FederatedAlgorithm\(\)`"):
+        federation(FederatedAlgorithm, rounds=1)
