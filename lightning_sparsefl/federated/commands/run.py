@@ -23,7 +23,7 @@ from lightning_sparsefl.federated.commands.run_facts import (
 )
 from lightning_sparsefl.federated.distributed.ranks import Ranks
 from lightning_sparsefl.federated.evaluation.scorer import Scorer
-from lightning_sparsefl.federated.exchange.hook_results import check_state
+from lightning_sparsefl.federated.exchange.hook_results import check_result, check_state
 from lightning_sparsefl.federated.exchange.orders import Split
 from lightning_sparsefl.federated.fleet import Fleet, LazyClientViews
 from lightning_sparsefl.federated.local.example_input import layers_of
@@ -217,7 +217,9 @@ class Run(NodeSide):
             run = self._identify(self.ranks.share(random_identifier)[0])
             server = self.algorithm.init(self.worker.initial, self._fleet(run))
             check_state(self.algorithm, "init", server, self.layout)
-            return RunState(server, self.sampler.start(), run=run), None
+            sampler = self.sampler.start()
+            check_result(self.sampler, "start", sampler, Mapping)
+            return RunState(server, sampler, run=run), None
         checkpoint = self.resume_point.read(lambda path: self._restore_on_all(path, training))
         with as_checkpoint_error(self.resume_point.checkpoint):
             self.scorer.restore(checkpoint.selected)

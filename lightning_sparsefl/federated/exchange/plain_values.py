@@ -48,8 +48,8 @@ def pack_plain(value: Any) -> Any:
         if isinstance(value, kind):
             return kind(value)  # a `numpy.float64` is a float as well, but cannot be loaded
     raise TypeError(
-        f"`shared`, `memory` and `extra` hold a {type(value).__name__}; expected numbers, strings, None, tensors, and "
-        "dicts and lists of these, since they are written into the checkpoint."
+        f"`shared`, `memory`, `extra` or the state of the sampler holds a {type(value).__name__}; expected numbers, "
+        "strings, None, tensors, and dicts and lists of these, since they are written into the checkpoint."
     )
 
 

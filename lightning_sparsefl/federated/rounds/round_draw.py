@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from lightning_sparsefl.errors import InvalidOption
+from lightning_sparsefl.federated.exchange.hook_results import check_result
 from lightning_sparsefl.federated.rounds.about import AllAbout
 from lightning_sparsefl.federated.rounds.outcome import Outcome, longest
 from lightning_sparsefl.federated.rounds.workload import Workload
@@ -134,9 +135,14 @@ class RoundDraw:
             state: State before the round.
             seen: Facts that the round has told of its clients.
             start: Simulated time at which the round started.
+
+        Raises:
+            InvalidOption: If the sampler does not return a state.
         """
-        candidates = self._candidates(state, self.clients, start)
-        return self._cohorts.sampler.learn(state.sampler, candidates, seen)
+        candidates, sampler = self._candidates(state, self.clients, start), self._cohorts.sampler
+        learned = sampler.learn(state.sampler, candidates, seen)
+        check_result(sampler, "learn", learned, Mapping)
+        return learned
 
     def _free(self, state: RunState) -> tuple[float, Sequence[int]]:
         """Return the first time at which a client is free, and all clients that are free then, in ascending order."""

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from lightning_sparsefl.errors import InvalidOption
 from lightning_sparsefl.federated.aggregation.noise import KeyStream, derive_key
+from lightning_sparsefl.federated.exchange.hook_results import check_result
 from lightning_sparsefl.federated.sampling.draws import drawn
 from lightning_sparsefl.federated.sampling.samplers import Candidates, CohortSampler, SamplerState, Uniform
 from lightning_sparsefl.seeds import generator
@@ -69,7 +70,9 @@ class CohortDraw:
         if self.secret is not None:
             below = KeyStream(derive_key(self.secret(), ("cohort", run, round))).below
             return drawn(self.clients, self.wanted, below)
-        found = [int(client) for client in self.sampler.draw(state, candidates, generator(self.seed, round, "cohort"))]
+        clients = self.sampler.draw(state, candidates, generator(self.seed, round, "cohort"))
+        check_result(self.sampler, "draw", clients, Iterable)
+        found = [int(client) for client in clients]
         fits = len(found) == len(set(found)) == candidates.count and all(_within(candidates.clients, c) for c in found)
         if not fits:
             raise InvalidOption(
