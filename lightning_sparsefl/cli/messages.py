@@ -78,7 +78,9 @@ def where_listed(message: str, program: str) -> str:
     """
     problem = Problem(message, ())
     classes = {
-        k: _short_class_name(path) for k, path in problem.classes.items() if path.rpartition(".")[2] not in BASES
+        k: _short_class_name(path)
+        for k, path in problem.classes.items()
+        if path.rpartition(".")[2] not in BASES and callable(import_path(path))
     }
     if classes:
         asked = " ".join(f"--{key}.help {name}" for key, name in classes.items())

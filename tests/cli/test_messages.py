@@ -119,6 +119,8 @@ def test_a_mistake_is_named_with_the_nearest_name(mistake, sparsefl):
     [
         (["--trainer.max_roundz=3"], "`sparsefl fit --help` lists the options."),
         (["--algorithm=FedSpaa"], "`sparsefl fit --algorithm.help` lists the classes."),
+        (["--algorithm=torch.nn.Linar"], "`sparsefl fit --algorithm.help` lists the classes."),
+        (["--algorithm=nowhere.FedSpa"], "`sparsefl fit --algorithm.help` lists the classes."),
         (["--algorithm.zebra=3"], "`sparsefl fit --algorithm.help FedSpa` lists the options of FedSpa."),
         (
             ["--data.partition.zebra=3"],
