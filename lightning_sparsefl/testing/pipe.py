@@ -45,9 +45,10 @@ def _serve(run: Any, pipe: Any) -> None:
     while True:
         name, value = pipe.recv()
         try:
-            pipe.send(commands[name](value))
-        except Exception:
+            pipe.send((None, commands[name](value)))
+        except Exception as error:
             traceback.print_exc()
+            pipe.send((f"{type(error).__name__}: {error}", None))
             os._exit(1)
 
 
@@ -70,9 +71,16 @@ class Remote:
         self.bytes: list[tuple[str, bytes]] = []
 
     def ask(self, name: str, value: Any = None) -> Any:
-        """Send a command to the node, and return its answer."""
+        """Send a command to the node, and return its answer.
+
+        Raises:
+            ChildProcessError: If the node failed, with its error.
+        """
         self.pipe.send((name, value))
-        return self.pipe.recv()
+        error, answer = self.pipe.recv()
+        if error is not None:
+            raise ChildProcessError(f"the node in the other process failed with {error}")
+        return answer
 
     def answer(self, orders: Any) -> Iterator[Any]:
         """Yield the node's answers to orders."""

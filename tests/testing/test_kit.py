@@ -2,12 +2,13 @@
 
 import pickle
 import re
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
 from lightning.pytorch import Callback
 
-from lightning_sparsefl import algorithms
+from lightning_sparsefl import FederatedAlgorithm, algorithms
 from lightning_sparsefl.errors import InvalidOption
 from lightning_sparsefl.testing import (
     BrokenPromise,
@@ -86,6 +87,17 @@ def test_an_error_of_a_method_is_a_broken_promise_that_keeps_its_cause(federatio
     with pytest.raises(BrokenPromise, match="ZeroDivisionError: no votes; read") as caught:
         algorithm_checks.learns(Fails(), federation)
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
+
+
+def test_an_error_in_the_other_process_is_reported(federation):
+    @dataclass(frozen=True, kw_only=True)
+    class Unknown(FederatedAlgorithm):
+        def train(self, message, client):
+            return replace(super().train(message, client), weights={"foo": torch.zeros(1)})
+
+    (check,) = [check for name, check in checks(Unknown()) if name == "is_the_same_through_a_pipe"]
+    with pytest.raises(BrokenPromise, match=r"InvalidUpdate: The update of client \d holds 'foo', which the model"):
+        check()
 
 
 def test_every_check_states_its_promise():
