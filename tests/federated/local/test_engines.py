@@ -533,3 +533,16 @@ def test_evaluations_in_sequence_are_as_with_new_engines(
     assert scores[0].keys() != scores[1].keys()
     theirs = LightningEngine(fabric, LocalOptions()).evaluate(module, loader(13), stage="validate")
     assert scores[2] == theirs
+
+
+def test_a_callback_of_ones_own_may_declare_that_the_fast_engine_can_call_it():
+    class Declared(Callback):
+        stackable = True
+
+    class Inherits(ProximalTerm):
+        """It may do what its base does not."""
+
+    assert unsupported_reason(LightningModule(), [Declared()]) is None
+    assert unsupported_reason(LightningModule(), [Inherits()]) == (
+        "the fast engine does not support the callback `Inherits`"
+    )

@@ -139,7 +139,8 @@ def unsupported_loader_reason(loader: Any) -> str | None:
 def _is_supported(callback: Callback) -> bool:
     kind = type(callback)
     ours = kind.__module__.partition(".")[0] == __name__.partition(".")[0]
-    return ours or kind in SUPPORTED_CALLBACKS or isinstance(callback, BaseFinetuning)
+    declared = vars(kind).get("stackable") is True  # of the class itself: a subclass of one of ours may do anything
+    return ours or declared or kind in SUPPORTED_CALLBACKS or isinstance(callback, BaseFinetuning)
 
 
 def unsupported_reason(module: LightningModule, callbacks: Iterable[Callback]) -> str | None:
