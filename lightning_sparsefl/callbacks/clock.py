@@ -20,6 +20,9 @@ class StepClock:
     it steps, so that `total` is estimated anew after every step from the share of the training that is done, which is
     measured in what ends the fit: `max_steps` or `max_epochs`. It then changes as the rate of steps changes, and is
     exact when the fit ends.
+
+    A callback calls :meth:`start` in `on_train_start` and :meth:`tick` in `on_train_batch_end`, and includes the state
+    in its own `state_dict`.
     """
 
     def __init__(self) -> None:

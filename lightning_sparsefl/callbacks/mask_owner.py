@@ -80,6 +80,11 @@ class MaskOwner(NumberedCallback):
             self.load_state_dict(returned["state"])
             self.release()
 
+    @property
+    def resumed(self) -> bool:
+        """Whether the fit goes on from a checkpoint, whose state has been loaded; for :meth:`StepClock.start`."""
+        return self._resumed
+
     def first_masks(self, weights: Weights) -> Masks:
         """Return the masks that the first fit starts with."""
         return dense_like(weights)

@@ -41,6 +41,11 @@ class MaskingCallback(MaskOwner):
     after they are masked, weights are only masked if something else has written them, which their version counters
     show. Those miss writes through ``weight.data``, for which the weights are masked at the end of every epoch too.
 
+    A subclass defines `first_masks`, and moves masks with :meth:`hold` in a hook of its own, such as
+    `on_before_optimizer_step`, where the gradients are still dense; it calls the hooks of this class, and adds the
+    position of its schedule (:class:`lightning_sparsefl.callbacks.clock.StepClock`) to `state_dict`. Where weights grow
+    from 0, it sets `grows_from_zero` and calls :meth:`forget`.
+
     A fit that ends without masks, or before its schedule has reached the density that was asked for, warns, and so does
     scoring a checkpoint that was saved before.
 
