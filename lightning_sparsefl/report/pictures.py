@@ -133,8 +133,8 @@ def clients_figure(scores: Mapping[int, float], name: str, round: int, rising: b
     axes = figure.add_subplot()
     size = 30 if len(clients) <= _MAX_NAMED else 10
     axes.axhline(mean, color=_INK, linewidth=1, linestyle="--", label=f"mean {mean:.3f}")
-    axes.scatter(range(worst), values[:worst], size, _WARM, zorder=3, label=f"worst tenth {tenth:.3f}")
-    axes.scatter(range(worst, len(values)), values[worst:], size, _INK, zorder=3)
+    axes.scatter(range(worst), values[:worst], size, _WARM, zorder=3, clip_on=False, label=f"worst tenth {tenth:.3f}")
+    axes.scatter(range(worst, len(values)), values[worst:], size, _INK, zorder=3, clip_on=False)
     axes.legend(fontsize=_SMALL, frameon=False, loc="lower right" if rising else "upper right")
     if rising and max(values) <= 1:
         axes.set_ylim(top=min(axes.get_ylim()[1], 1.01))

@@ -89,6 +89,7 @@ def test_clients_stand_worst_first():
     texts = [text.get_text() for text in axes.get_legend().get_texts()]
     assert texts == ["mean 0.667", "worst tenth 0.250"]
     assert axes.get_ylim()[1] <= 1.01
+    assert not any(drawn.get_clip_on() for drawn in axes.collections)  # a dot at 1 is drawn as a whole
 
 
 def test_of_a_loss_the_greatest_is_the_worst():

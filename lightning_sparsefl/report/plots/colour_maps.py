@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 
 from lightning_sparsefl.report.measures.prefix import scaled_unit
 from lightning_sparsefl.report.plots.data import Maps, Panel
-from lightning_sparsefl.report.plots.style import INK, SMALL, WIDTH, WORST, no_grid, short
+from lightning_sparsefl.report.plots.style import INK, SMALL, WIDTH, WORST, no_grid, short, short_names
 
 _MOST_NAMES = 14
 """Maximum number of rows with a name each, of one panel or two; half of it in smaller panels."""
@@ -36,12 +36,13 @@ def draw_maps(plot: Maps) -> Figure:
     grid = figure.subplots(rows, columns, squeeze=False, height_ratios=heights)
     low, high = plot.limits or _limits(plot)
     scale, unit = (1.0, "") if plot.colour_unit is None else scaled_unit(high, plot.colour_unit)
+    titles = short_names([panel.title for panel in plot.panels], 26 if columns > 1 else _LONGEST_TITLE)
     image: Any = None
     for place, axes in enumerate(grid.flat):
         if place >= len(plot.panels):
             axes.set_axis_off()
             continue
-        image = _panel(axes, plot, plot.panels[place], scale, title_length=26 if columns > 1 else _LONGEST_TITLE)
+        image = _panel(axes, plot, plot.panels[place], scale, titles[place])
         image.set_clim(low / scale, high / scale)
         if place + columns >= len(plot.panels):
             axes.set_xlabel(plot.x_label)
@@ -69,7 +70,7 @@ def _limits(plot: Maps) -> tuple[float, float]:
     return (low, high) if high > low else (low - 0.05, high + 0.05)
 
 
-def _panel(axes: Axes, plot: Maps, panel: Panel, scale: float, title_length: int) -> Any:
+def _panel(axes: Axes, plot: Maps, panel: Panel, scale: float, title: str) -> Any:
     filled = plot.colour_label is None
     colours = ListedColormap([INK]) if filled else mpl.colormaps["viridis"]
     image = axes.imshow(
@@ -79,7 +80,7 @@ def _panel(axes: Axes, plot: Maps, panel: Panel, scale: float, title_length: int
         interpolation="nearest",
     )
     no_grid(axes)
-    axes.set_title(short(panel.title, title_length), loc="left", fontsize=SMALL)
+    axes.set_title(title, loc="left", fontsize=SMALL)
     axes.set_ylabel(plot.y_label)
     _ticks(axes, panel, _MOST_NAMES if len(plot.panels) < 3 else _MOST_NAMES // 2)
     if panel.marks:

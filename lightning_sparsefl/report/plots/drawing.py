@@ -27,7 +27,7 @@ from lightning_sparsefl.report.plots.style import (
     height_of_rows,
     look,
     render,
-    short,
+    short_names,
     styled,
 )
 
@@ -72,7 +72,7 @@ def draw_files(plot: Plot, places: Mapping[str, int]) -> dict[str, bytes]:
 
 def _curves(plot: Curves, places: Mapping[str, int]) -> Figure:
     names = list(dict.fromkeys(line.group for lines in plot.panels.values() for line in lines))
-    columns = 1 if max(map(len, map(short, names))) > 24 else 2 if len(names) > 1 else 1
+    columns = 1 if max(map(len, short_names(names))) > 24 else 2 if len(names) > 1 else 1
     legend = 0.0 if len(names) == 1 else 0.14 * math.ceil(len(names) / columns) + 0.05
     figure = Figure(figsize=(WIDTH, 0.35 + legend + 1.45 * len(plot.panels)))
     grid = figure.subplots(len(plot.panels), 1, sharex=True, squeeze=False)[:, 0]
@@ -88,7 +88,7 @@ def _curves(plot: Curves, places: Mapping[str, int]) -> Figure:
     if len(names) > 1:
         figure.legend(
             [handles[name] for name in names],
-            [short(name) for name in names],
+            short_names(names),
             loc="outside upper left",
             ncols=columns,
             frameon=False,
@@ -98,7 +98,7 @@ def _curves(plot: Curves, places: Mapping[str, int]) -> Figure:
             borderaxespad=0.0,
         )
     else:
-        grid[0].set_title(short(names[0]), loc="left")
+        grid[0].set_title(short_names(names)[0], loc="left")
     return figure
 
 
@@ -127,7 +127,7 @@ def _x_axis(axes: Axes, plot: Curves, unit: str, logarithmic: bool) -> None:
 
 
 def _row_names(axes: Axes, names: Sequence[str], label: bool = True) -> None:
-    axes.set_yticks(range(len(names)), [short(name) for name in names] if label else [])
+    axes.set_yticks(range(len(names)), short_names(names) if label else [])
     axes.set_ylim(len(names) - 0.4, -0.6)
     axes.tick_params(axis="y", length=0)
     axes.grid(False, axis="y")

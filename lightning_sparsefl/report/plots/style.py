@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import io
+import re
+from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import matplotlib as mpl
@@ -90,6 +93,29 @@ def short(name: str, most: int = 34) -> str:
     """
     tail = (most - 3) * 4 // 7
     return name if len(name) <= most else f"{name[: most - 3 - tail]}...{name[-tail:]}"
+
+
+def short_names(names: Sequence[str], most: int = 34) -> list[str]:
+    """Return names that fit into a figure and differ; those that would be equal are numbered in their order.
+
+    A class of another package loses the path of its module, unless two names would then be equal.
+
+    Args:
+        names: Different names of groups.
+        most: Maximum number of characters.
+
+    Example:
+        >>> short_names(["mine.Method (rounds=4, density=0.1)", "mine.Method (rounds=8, density=0.1)"], most=24)
+        ['1: Method (...nsity=0.1)', '2: Method (...nsity=0.1)']
+    """
+    without_path = [re.sub(r"^(?:\w+\.)+(?=[A-Z_a-z]\w*(?: \(|,|$))", "", name) for name in names]
+    plain = without_path if len(set(without_path)) == len(set(names)) else names
+    cut = Counter(short(name, most) for name in plain)
+    places = {name: place for place, name in enumerate(plain, 1)}
+    return [
+        short(name, most) if cut[short(name, most)] == 1 else f"{places[name]}: {short(name, most - 3)}"
+        for name in plain
+    ]
 
 
 def height_of_rows(count: int, pitch: float = 0.17, rest: float = 0.55) -> float:

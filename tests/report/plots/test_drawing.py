@@ -7,7 +7,7 @@ import pytest
 from lightning_sparsefl.report import Report, load_runs
 from lightning_sparsefl.report.measures.prefix import scaled_unit
 from lightning_sparsefl.report.plots.drawing import draw
-from lightning_sparsefl.report.plots.style import COLOURS, DASHES, MARKERS, WIDTH, look
+from lightning_sparsefl.report.plots.style import COLOURS, DASHES, MARKERS, WIDTH, look, short_names
 
 
 @pytest.fixture(scope="module")
@@ -118,3 +118,11 @@ def test_the_settings_of_the_user_stay(figures, report):
     before = dict(mpl.rcParams)
     draw(figures["density"][0], {"FedSpa": 0})
     assert dict(mpl.rcParams) == before
+
+
+def test_long_names_of_groups_stay_different_and_lose_the_path_of_a_module():
+    names = [f"my_methods.Method (max_rounds={rounds}, shards_per_client=2)" for rounds in (4, 8)]
+    assert short_names(names) == ["1: Method (max_...ds_per_client=2)", "2: Method (max_...ds_per_client=2)"]
+    assert short_names(["mine.FedAvg", "FedSpa (density=0.5)"]) == ["FedAvg", "FedSpa (density=0.5)"]
+    assert short_names(["mine.FedAvg", "FedAvg"]) == ["mine.FedAvg", "FedAvg"]
+    assert short_names(["mine.FedAvg (lr=0.5), seed 0"]) == ["FedAvg (lr=0.5), seed 0"]
