@@ -149,10 +149,13 @@ class StackedModule:
     def _shown(self, tensors: Mapping[str, Tensor]) -> Iterator[None]:
         """Replace the module's tensors within the context."""
         before = [table[name] for table, name, _ in self.slots]
+        flags = [tensor.requires_grad for tensor in tensors.values()]
         for table, name, full in self.slots:
             table[name] = tensors[full]
         try:
             yield
+            if flags != [tensor.requires_grad for tensor in tensors.values()]:
+                raise NotStackable("sets `requires_grad` of a tensor")
             for table, name, full in self.slots:
                 if table.get(name) is not tensors[full]:
                     kind = "parameter" if isinstance(self.own[full], nn.Parameter) else "buffer"

@@ -412,6 +412,16 @@ def _requires_grad(rules: LayerRules, input: Any) -> Any:
     return functorch.unwrap(input, rules.level)[0].requires_grad
 
 
+@_rule(Tensor.requires_grad.__set__)  # type: ignore[attr-defined]
+def _set_requires_grad(rules: LayerRules, input: Any, value: Any) -> Any:
+    """Refuse to freeze or to train a tensor of a level, which would not change its gradients."""
+    if not functorch.is_batched(input):
+        return NotImplemented
+    if bool(value) != _requires_grad(rules, input):
+        raise NotStackable("sets `requires_grad` of a tensor")
+    return None
+
+
 def _refusal(clause: str) -> Rule:
     def refuse(rules: LayerRules, input: Any) -> Any:
         if functorch.is_batched(input):

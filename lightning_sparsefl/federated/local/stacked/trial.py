@@ -37,6 +37,8 @@ _LOOPS = "not yet implemented the batching rule"
 """Words of the warning of ``torch.vmap`` that it does a function in a loop."""
 
 _CLAUSES = (
+    (r"requires_grad", "sets `requires_grad` of a tensor"),
+    (r"accessing `data`", "uses `data` of a tensor"),
     (r"\.item\(\)", "reads a number out of a tensor (`.item()`, `float()`, `int()`)"),
     (r"data-dependent control flow|bool\(\)", "branches on the value of a tensor"),
     (

@@ -276,6 +276,18 @@ class OneImageAlone(Images):
 
 
 @stacked
+class FreezesWhatIsFrozen(Plain):
+    def __init__(self):
+        super().__init__()
+        self.net[0].requires_grad_(False)
+
+    def training_step(self, batch, batch_idx):
+        for weight in self.net[0].parameters():
+            weight.requires_grad = False
+        return self.loss(batch)
+
+
+@stacked
 class KeepsItsOptimizer(Plain):
     def configure_optimizers(self):
         self.optimizer = super().configure_optimizers()
@@ -404,6 +416,26 @@ class SetsWeightsWhenItConfigures(Plain):
     def configure_optimizers(self):
         nn.init.zeros_(self.net[2].weight)
         return super().configure_optimizers()
+
+
+@alone("sets `requires_grad` of a tensor")
+class FreezesLater(Plain):
+    trained = False
+
+    def __init__(self):
+        super().__init__()
+        self.net[0].requires_grad_(not self.trained)
+
+    def training_step(self, batch, batch_idx):
+        if self.current_epoch == 1:
+            for weight in self.net[0].parameters():
+                weight.requires_grad = self.trained
+        return self.loss(batch)
+
+
+@alone("sets `requires_grad` of a tensor")
+class UnfreezesLater(FreezesLater):
+    trained = True
 
 
 @alone("with hooks or with another `step`")
