@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import torch
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from lightning.pytorch.utilities import GradClipAlgorithmType
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from lightning_sparsefl.callbacks.layers import stepped_by
 from lightning_sparsefl.callbacks.stacking import StackedCallback, stacked
@@ -27,7 +29,7 @@ from lightning_sparsefl.federated.local.stacked.logs import NotStackable, Stacke
 from lightning_sparsefl.federated.local.stacked.optimizers import ELEMENTWISE, StackedOptimizer, clip
 from lightning_sparsefl.federated.local.stacked.reader import ClientReader, StackReader
 from lightning_sparsefl.federated.local.stacked.recording.recorded_step import TrainingPass
-from lightning_sparsefl.federated.local.stacked.recording.recorder import PassRecorder
+from lightning_sparsefl.federated.local.stacked.recording.recorder import PassRecorder, is_same_structure, structure_of
 from lightning_sparsefl.federated.local.stacked.undo import ModuleStates
 from lightning_sparsefl.seeds import seed_all
 from lightning_sparsefl.types import Masks, Weights
@@ -61,7 +63,7 @@ class StackTrainer(FastTrainer):
     """Trainer that a module sees in a stack.
 
     Attributes:
-        steps: Whether a step runs, which cannot have the logged values of one client.
+        steps: Whether a step or a scheduler runs, which cannot have the logged values of one client.
     """
 
     steps = False
@@ -251,9 +253,27 @@ class StackedFit:
         ]
 
     def _schedule(self, interval: Literal["step", "epoch"], number: int) -> None:
+        if not self.trainer.lr_scheduler_configs:
+            return
         self.loop.for_all = True
-        step_schedulers(self.trainer, self.trainer.hooks, interval, number, plateau=False)
+        with self._for_all(), _WithoutTensors(self.whole.own):
+            step_schedulers(self.trainer, self.trainer.hooks, interval, number, plateau=False)
         self.loop.for_all = False
+
+    @contextmanager
+    def _for_all(self) -> Iterator[None]:
+        """Refuse to read logged values and the optimizer's parameters in what runs once for several clients."""
+        groups = self.optimizer.optimizer.param_groups
+        before = [group["params"] for group in groups]
+        self.trainer.steps = True
+        for group in groups:
+            group["params"] = _ParametersOfAll()
+        try:
+            yield
+        finally:
+            for group, parameters in zip(groups, before, strict=True):
+                group["params"] = parameters
+            self.trainer.steps = False
 
     def _batch(self, step: StepCaller, low: int, high: int, number: int) -> None:
         """Train the clients from `low` to before `high` on one batch of each."""
@@ -307,20 +327,50 @@ class StackedFit:
 
         Args:
             one: The batches.
-            alike: Whether they are those of all clients, so that the step may set the optimizer's options.
+            alike: Whether they are those of all clients, so that the step may set the optimizer's options, and modes.
         """
-        before = None if alike else _options(self.optimizer.optimizer)
-        self.trainer.steps = True
-        losses = one.train()
-        self.trainer.steps = False
-        if before is not None and _options(self.optimizer.optimizer) != before:
+        optimizer = self.optimizer.optimizer
+        options = None if alike else _options(optimizer)
+        structure = None if alike else structure_of(self.module)
+        with self._for_all():
+            losses = one.train()
+        if options is not None and _options(optimizer) != options:
             raise NotStackable("sets options of the optimizer, which all clients share")
+        if structure is not None and not is_same_structure(structure_of(self.module), structure):
+            raise NotStackable("changes layers of the module, their modes or their hooks, which all clients share")
         if self.trainer.should_stop:
             raise NotStackable("sets `trainer.should_stop`, which stops all clients")
         if not self.checked and self._states is not None:
             self._states.require_no_updates()
             self._states.require_unchanged()
         return losses
+
+
+class _ParametersOfAll(list[Tensor]):
+    """Stand-in for the parameters of an optimizer's group, which raises when they are read."""
+
+    def _refuse(self, *args: Any) -> NoReturn:
+        raise NotStackable("reads the optimizer's parameters, which are those of all clients")
+
+    __iter__ = __getitem__ = __len__ = _refuse
+
+
+class _WithoutTensors(TorchFunctionMode):
+    """Context in which schedulers run, and in which the module's own tensors cannot be read.
+
+    Args:
+        own: The tensors by name, which are not those of any client.
+    """
+
+    def __init__(self, own: Mapping[str, Tensor]) -> None:
+        super().__init__()
+        self._own = {id(tensor) for tensor in own.values()}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call a function, unless it is one of the module's tensors."""
+        if any(id(arg) in self._own for arg in args):
+            raise NotStackable("is followed by a scheduler that reads weights, of which each client has its own")
+        return func(*args, **(kwargs or {}))
 
 
 def _options(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:

@@ -438,6 +438,61 @@ class UnfreezesLater(FreezesLater):
     trained = True
 
 
+class Halving(nn.Module):
+    """Acts in training mode only, like dropout, but without random numbers."""
+
+    def forward(self, inputs):
+        return 0.5 * inputs if self.training else inputs
+
+
+@alone("changes layers of the module, their modes or their hooks")
+class EndsAModeLater(Plain):
+    """Clients take their third batches one after another."""
+
+    def layers(self):
+        return nn.Sequential(nn.Linear(8, 6), Halving(), nn.Linear(6, 4))
+
+    def training_step(self, batch, batch_idx):
+        if batch_idx == 2:
+            self.net[1].eval()
+        return self.loss(batch)
+
+
+@alone("changes layers of the module, their modes or their hooks")
+class RegistersAHookLater(Plain):
+    def training_step(self, batch, batch_idx):
+        if batch_idx == 2:
+            self.net[1].register_forward_hook(lambda layer, inputs, outputs: 0.5 * outputs)
+        return self.loss(batch)
+
+
+@alone("reads the optimizer's parameters")
+class PenaltyOfTheOptimizersParameters(Plain):
+    def training_step(self, batch, batch_idx):
+        if not self.current_epoch:
+            return self.loss(batch)
+        weights = [weight for group in self.optimizers().param_groups for weight in group["params"]]
+        return self.loss(batch) + 1e-3 * sum(weight.square().sum() for weight in weights)
+
+
+@alone("asks for `trainer.callback_metrics`")
+class SchedulesByALoggedValue(Plain):
+    training_step = LogsInfinity.training_step
+
+    def rate(self, epoch):
+        return 1 / (1 + epoch + len(self.trainer.callback_metrics)) if epoch else 1.0
+
+    def configure_optimizers(self):
+        optimizer = super().configure_optimizers()
+        return [optimizer], [torch.optim.lr_scheduler.LambdaLR(optimizer, self.rate)]
+
+
+@alone("a scheduler that reads weights")
+class SchedulesByAWeight(SchedulesByALoggedValue):
+    def rate(self, epoch):
+        return 1 / (1 + float(self.net[0].weight.detach().norm())) if epoch else 1.0
+
+
 @alone("with hooks or with another `step`")
 class OptimizerWithAHook(Plain):
     def configure_optimizers(self):

@@ -96,8 +96,8 @@ class PassRecorder:
             states: The module's attributes before the first step.
             name: Name of the steps.
         """
-        structure = _structure_of(self._module)
-        known = self._states is not None and _is_same_structure(structure, self._structure)
+        structure = structure_of(self._module)
+        known = self._states is not None and is_same_structure(structure, self._structure)
         if self._states is None or not known or self._states.changed() is not None:
             self._changes += self._states is not None
             self._steps, self._states, self._structure = {}, states, structure
@@ -158,8 +158,12 @@ def _same(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> bool:
     )
 
 
-def _structure_of(module: LightningModule) -> list[tuple[Any, ...]]:
-    """Return the layers of a module with their modes and hooks, which :class:`ModuleStates` does not cover."""
+def structure_of(module: LightningModule) -> list[tuple[Any, ...]]:
+    """Return the layers of a module with their modes and hooks, which :class:`ModuleStates` does not cover.
+
+    Args:
+        module: Module of the user.
+    """
     return [
         (child, child.training, tuple(child._forward_hooks), tuple(child._forward_pre_hooks), _settings(child))
         for child in module.modules()
@@ -174,8 +178,13 @@ def _settings(child: Any) -> tuple[Any, ...]:
     return tuple((key, value) for key, value in vars(child).items() if key[0] != "_" and isinstance(value, plain))
 
 
-def _is_same_structure(now: Sequence[tuple[Any, ...]], before: Sequence[tuple[Any, ...]]) -> bool:
-    """Return whether the layers are the same objects with the same modes, hooks and options."""
+def is_same_structure(now: Sequence[tuple[Any, ...]], before: Sequence[tuple[Any, ...]]) -> bool:
+    """Return whether the layers are the same objects with the same modes, hooks and options.
+
+    Args:
+        now: Result of :func:`structure_of`.
+        before: An earlier result.
+    """
     return len(now) == len(before) and all(
         child is other and rest == earlier for (child, *rest), (other, *earlier) in zip(now, before, strict=True)
     )
