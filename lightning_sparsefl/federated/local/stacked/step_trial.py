@@ -12,6 +12,7 @@ from typing import Any, cast
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_sparsefl.federated.local.engines import FastEngine
 from lightning_sparsefl.federated.local.stacked.fit import StackedRequest, fit_stack
@@ -69,7 +70,8 @@ def difference(
         allowed = tolerance.change * changes[name] + tolerance.tensor * tensor.norm() + tolerance.others * total
         if not bool((ours[name] - tensor).norm() <= allowed):
             return (
-                f"changes `{name}` otherwise for several clients at once than for one, as random numbers and hooks do"
+                f"changes `{name}` otherwise for several clients at once than for one, as random numbers, hooks and "
+                "counts of batches do"
             )
     return None
 
@@ -134,7 +136,7 @@ class StepTrial:
             self.samples = reader.batch_samples
             requests.append(StackedRequest(place, ("trial",), weights, {}, [], reader, 1))
         self._worker.load(self._starts[0])
-        with gradient_descent(self._module):
+        with gradient_descent(self._module), _other_counts(self._module):
             self.planned = fit_stack(self._engine, self._module, self._data, requests)
         return [(request.result, request.metrics) for request in requests]
 
@@ -203,6 +205,24 @@ def moved_weights(weights: Weights, fixed: Collection[str]) -> dict[str, Tensor]
         name: tensor if name in fixed else tensor + 0.02 * torch.randn(tensor.shape, generator=generator).to(tensor)
         for name, tensor in weights.items()
     }
+
+
+@contextmanager
+def _other_counts(module: nn.Module) -> Iterator[None]:
+    """Let batch norms have counted other batches within the context: clients of a stack share the counts.
+
+    Args:
+        module: Module whose step gives other results than before if it reads a count.
+    """
+    counts = [child.num_batches_tracked for child in module.modules() if isinstance(child, _BatchNorm)]
+    before = [(count, count.clone()) for count in counts if count is not None]
+    try:
+        for count, _ in before:
+            count.add_(1000)
+        yield
+    finally:
+        for count, value in before:
+            count.copy_(value)
 
 
 def _descent(module: Any) -> Any:

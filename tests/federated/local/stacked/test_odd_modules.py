@@ -493,6 +493,17 @@ class SchedulesByAWeight(SchedulesByALoggedValue):
         return 1 / (1 + float(self.net[0].weight.detach().norm())) if epoch else 1.0
 
 
+@alone("counts of batches")
+class WarmsANormUp(Plain):
+    def layers(self):
+        return nn.Sequential(nn.Linear(8, 6), nn.BatchNorm1d(6), nn.Linear(6, 4))
+
+    def forward(self, inputs):
+        trained = self.training and len(inputs) > 1
+        outputs = self.net(inputs) if trained else self.net[2](self.net[0](inputs))
+        return outputs / (1 + self.net[1].num_batches_tracked)
+
+
 @alone("with hooks or with another `step`")
 class OptimizerWithAHook(Plain):
     def configure_optimizers(self):
