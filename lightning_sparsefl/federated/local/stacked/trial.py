@@ -28,7 +28,7 @@ from lightning_sparsefl.federated.local.stacked.fit import require_elementwise
 from lightning_sparsefl.federated.local.stacked.logs import NotStackable
 from lightning_sparsefl.federated.local.stacked.reader import name_of_data, readable
 from lightning_sparsefl.federated.local.stacked.step_trial import ALONE, EXACT, ROUNDED, StepTrial, in_double
-from lightning_sparsefl.federated.local.stacked.undo import attributes_kept
+from lightning_sparsefl.federated.local.stacked.undo import ModuleStates, attributes_kept
 from lightning_sparsefl.federated.local.worker import ClientWorker
 
 _DOUBLE = "64-true"
@@ -86,6 +86,20 @@ def reason_of_hooks(module: LightningModule, hooks: Collection[str]) -> str | No
     return f"`{type(module).__name__}` overrides `{min(hooks)}`, which is written for one client"
 
 
+def _reason_of_contents(module: LightningModule) -> str | None:
+    """Return why a module cannot be stacked that holds what it holds, as a clause, or None."""
+    for name, child in module.named_modules():
+        if isinstance(child, nn.modules.batchnorm._BatchNorm) and child.momentum is None:
+            return f"`{name}` averages over all batches (`momentum=None`)"
+    for name, parameter in module.named_parameters():
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+            return f"the parameter `{name}` has a hook for its gradient"
+    iterators = ModuleStates(module).iterators
+    if iterators:
+        return f"`{type(module).__name__}` keeps an iterator in `{iterators[0]}`, which all clients share"
+    return None
+
+
 class StackingTrial:
     """Finds out whether a worker's clients can be stacked.
 
@@ -132,12 +146,9 @@ class StackingTrial:
             return reason
         if type(module).log is not LightningModule.log or type(module).log_dict is not LightningModule.log_dict:
             return f"`{name}` overrides `log`"
-        for child_name, child in module.named_modules():
-            if isinstance(child, nn.modules.batchnorm._BatchNorm) and child.momentum is None:
-                return f"`{child_name}` averages over all batches (`momentum=None`)"
-        for weight, parameter in module.named_parameters():
-            if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
-                return f"the parameter `{weight}` has a hook for its gradient"
+        reason = _reason_of_contents(module)
+        if reason is not None:
+            return reason
         loader = self._data.client_train_dataloader(0)
         if not readable(loader):
             return (

@@ -149,6 +149,8 @@ class ModuleStates(States):
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
+        self.iterators: list[str] = []
+        """Names of iterators, such as generators, whose state can neither be compared nor restored."""
         self._members = {id(child) for child in module.modules()}
         self._owners: list[tuple[str, nn.Module, dict[str, Any], dict[str, Any]]] = []
         self._metrics: list[tuple[str, Metric, int]] = []
@@ -162,6 +164,11 @@ class ModuleStates(States):
             self._owners.append((name, child, own, buffers))
             for key, value in (*own.items(), *buffers.items()):
                 self._visit(value, f"{name}.{key}")
+
+    def _visit(self, value: Any, name: str) -> None:
+        if isinstance(value, Iterator) and not self._has_state(value):
+            self.iterators.append(name)
+        super()._visit(value, name)
 
     def _has_state(self, value: Any) -> bool:
         if isinstance(value, nn.Module):  # in a container, such as a metric object in a dict
