@@ -357,7 +357,8 @@ def _cross_entropy(
     if reduction == "sum":
         return rules.close(total)
     counted = targets != ignore_index
-    return rules.close(total / (counted if weight is None else weight[targets.clamp(min=0)] * counted).sum(1))
+    classes = torch.where(counted, targets, 0)
+    return rules.close(total / (counted if weight is None else weight[classes] * counted).sum(1))
 
 
 _REDUCTIONS = ("mean", "sum", "none")

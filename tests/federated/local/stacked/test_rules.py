@@ -135,6 +135,7 @@ LOSSES = [
     {"label_smoothing": 0.2, "ignore_index": 1, "reduction": "sum"},
     {"weight": WEIGHT},
     {"weight": WEIGHT, "ignore_index": 1, "label_smoothing": 0.1},
+    {"weight": WEIGHT, "ignore_index": 255},
 ]
 
 
@@ -143,6 +144,7 @@ def test_cross_entropy_does_for_each_client_what_it_does_for_one(options):
     module = nn.Linear(6, 4).double()
     trees, inputs = clients(module), torch.randn(SIZE, 5, 6, dtype=torch.float64)
     labels = torch.arange(SIZE * 5).view(SIZE, 5) % 4
+    labels[labels == 2] = options.get("ignore_index", 2)
     stacked = StackedModule(module, SIZE)
     stacked.load(trees)
     losses = stacked.call(lambda batch, _: F.cross_entropy(module(batch[0]), batch[1], **options), (inputs, labels))
