@@ -20,6 +20,8 @@ class StackedPass(Protocol):
 
     steps: Sequence[int]
     """Number of optimizer steps that each of these clients has taken."""
+    number: int
+    """Number of the batch in the epoch."""
 
     @property
     def leaves(self) -> Leaves:

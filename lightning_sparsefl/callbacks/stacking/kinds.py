@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning.pytorch import Callback
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 
 from lightning_sparsefl.callbacks.activation_pruning import ActivationPruning
@@ -42,7 +43,7 @@ from lightning_sparsefl.callbacks.stacking.inputs import StackedActivations, Sta
 from lightning_sparsefl.callbacks.stacking.masks import StackedFeedback, StackedFreezing, StackedMask
 from lightning_sparsefl.callbacks.stacking.outputs import StackedDropout, StackedExits, StackedLabels, StackedScaler
 from lightning_sparsefl.callbacks.stacking.reparameterized import StackedReparameterized, StackedThresholds
-from lightning_sparsefl.callbacks.stacking.rows import StackedRows
+from lightning_sparsefl.callbacks.stacking.rows import NOT_CALLED, StackedRows
 from lightning_sparsefl.callbacks.stacking.second_point import StackedEnvelope, StackedMetaStep, StackedMixture
 from lightning_sparsefl.callbacks.stacking.trees import alike
 from lightning_sparsefl.callbacks.static_mask import StaticMask
@@ -180,7 +181,8 @@ def stacking_key(callback: Callback) -> Hashable | None:
         return None if key is None else (kind, key)
     if isinstance(callback, Reparameterized):
         return (kind, tuple(callback.theta)) if callback.theta else None
-    return (kind,) if getattr(callback, "stackable", False) else None
+    called = not any(is_overridden(hook, callback, Callback) for hook in NOT_CALLED)
+    return (kind,) if called and getattr(callback, "stackable", False) else None
 
 
 def stacked(callbacks: Sequence[Any], module: nn.Module, totals: Sequence[int]) -> StackedCallback:

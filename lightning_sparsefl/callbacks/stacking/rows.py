@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NoReturn
 
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -13,6 +13,24 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_sparsefl.callbacks.stacking.base import Leaves, StackedCallback, StackedPass
+
+NOT_CALLED = ("on_before_backward", "on_before_zero_grad")
+"""Hooks of a fit that have no place in a stack."""
+_OF_ALL = ("callback_metrics", "logged_metrics", "progress_bar_metrics", "lr_scheduler_configs")
+"""Attributes of a trainer that each client has for itself, or that change all clients."""
+
+
+def _refuse(clause: str) -> NoReturn:
+    raise RuntimeError(f"a callback {clause}")
+
+
+class _Options(dict[str, Any]):
+    """Options of an optimizer's group, which all clients share."""
+
+    def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
+        _refuse("changes options of the optimizer, which all clients share")
+
+    __setitem__ = __delitem__ = update = setdefault = pop = _refuse
 
 
 class RowOptimizer:
@@ -41,9 +59,9 @@ class RowOptimizer:
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The options of each group, with the parameters of the client; changes have no effect."""
+        """The options of each group, which cannot be changed, with the parameters of the client."""
         return [
-            {**group, "params": list(map(self._own, self._known(group["params"])))} for group in self.of.param_groups
+            _Options(group, params=list(map(self._own, self._known(group["params"])))) for group in self.of.param_groups
         ]
 
     def _known(self, leaves: Iterable[Tensor]) -> list[Tensor]:
@@ -87,11 +105,16 @@ class RowTrainer:
 
     def __getattr__(self, name: str) -> Any:
         """Return an attribute of the trainer of the stack."""
+        if name in _OF_ALL:
+            _refuse(f"asks for `trainer.{name}`")
         return getattr(self._trainer, name)
 
 
 class _Row:
-    """One client: its callback, and its views of module, trainer and optimizer."""
+    """One client: its callback, and its views of module, trainer and optimizer.
+
+    What a callback does to them reaches the stack only where it writes into tensors; :meth:`call` refuses the rest.
+    """
 
     def __init__(self, callback: Callback, module: LightningModule, trainer: Any, total: int) -> None:
         self.callback, self._module, self._of, self._total = callback, module, trainer, total
@@ -115,10 +138,41 @@ class _Row:
         self.trainer = RowTrainer(self._of, self._total)
         self.trainer.lightning_module, self.trainer.optimizers = self.module, [self.optimizer]
         self.trainer.callbacks = [self.callback]
+        state = vars(self.module)
+        state["_trainer"], state["optimizers"] = self.trainer, lambda use_pl_optimizer=True: self.optimizer
+        state["log"] = state["log_dict"] = lambda *args, **options: _refuse("logs values")
+        self._state = self._read()
+
+    def hook(self, name: str) -> Callable[..., None]:
+        """Return a hook of the callback."""
+        found: Callable[..., None] = getattr(self.callback, name)
+        return found
 
     def call(self, hook: str, *args: Any) -> None:
-        """Call a hook of the callback."""
-        getattr(self.callback, hook)(self.trainer, self.module, *args)
+        """Call a hook of the callback.
+
+        Raises:
+            RuntimeError: If it has changed anything besides the numbers of tensors.
+        """
+        grads = {name: parameter.grad for name, parameter in self.parameters.items()}
+        self.hook(hook)(self.trainer, self.module, *args)
+        if any(parameter.grad is not grads[name] for name, parameter in self.parameters.items()):
+            _refuse("replaces a gradient (`grad`) instead of writing into it")
+        if "should_stop" in vars(self.trainer):
+            _refuse("sets `trainer.should_stop`")
+        if not all(map(_is_same, self._read(), self._state)):
+            _refuse("changes attributes of the module, its layers or their hooks, or replaces a tensor")
+
+    def _read(self) -> list[dict[Any, Any]]:
+        """Return what is not to change: attributes, tables, and where the tensors lie."""
+        tables = ("_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks", "_backward_hooks")
+        found = [
+            dict(table)
+            for child in self.module.modules()
+            for table in (vars(child), *(vars(child)[name] for name in tables))
+        ]
+        places = {name: (p.data_ptr(), p.requires_grad) for name, p in self.parameters.items()}
+        return [*found, dict(enumerate(value for place in places.values() for value in place))]
 
     def show(self, leaves: Leaves, place: int) -> None:
         """Let the parameters have the gradients of the client's rows."""
@@ -171,7 +225,7 @@ class StackedRows(StackedCallback):
         """Call the hook before a batch."""
         self._batch = batch
         for place, row in self._called("on_train_batch_start"):
-            row.call("on_train_batch_start", _of_one(batch.batch, place), row.trainer.global_step)
+            row.call("on_train_batch_start", _of_one(batch.batch, place), batch.number)
 
     def after_backward(self, batch: StackedPass) -> None:
         """Call the hook after the backward pass."""
@@ -195,7 +249,7 @@ class StackedRows(StackedCallback):
         losses = self._batch.losses.detach()
         for place, row in self._called("on_train_batch_end"):
             batch = _of_one(self._batch.batch, place)
-            row.call("on_train_batch_end", {"loss": losses[place]}, batch, row.trainer.global_step - 1)
+            row.call("on_train_batch_end", {"loss": losses[place]}, batch, self._batch.number)
 
     def _called(self, hook: str) -> Iterator[tuple[int, _Row]]:
         """Yield the places and rows of the clients, if the callbacks have a hook."""
@@ -218,7 +272,14 @@ class StackedRows(StackedCallback):
     def release(self) -> None:
         """Let the callbacks release their views, if the fit failed."""
         for row in () if self._ended else self.places:
-            row.call("teardown", "fit")
+            row.hook("teardown")(row.trainer, row.module, "fit")
+
+
+def _is_same(now: dict[Any, Any], before: dict[Any, Any]) -> bool:
+    """Return whether two dictionaries have the same objects, or equal numbers."""
+    return now.keys() == before.keys() and all(
+        value is before[key] or (isinstance(value, int) and value == before[key]) for key, value in now.items()
+    )
 
 
 def _of_one(batch: Any, place: int) -> Any:

@@ -14,7 +14,7 @@ import warnings
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch import LightningModule
+from lightning.pytorch import Callback, LightningModule
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
@@ -781,3 +781,104 @@ def test_an_evaluation_sees_which_weights_are_trained(tmp_path):
     sizes, said = check(Penalty, tmp_path)
     assert sizes
     assert not [text for text in said if "one after another" in text]
+
+
+def method_with(hook, act):
+    """Return FedAvg with a callback of the user, which may be stacked, and whose hook is a function."""
+    callback = type("Acting", (Callback,), {"stackable": True, hook: lambda self, *args: act(*args)})
+
+    class Method(FedAvg):
+        def callbacks(self, message, client):
+            return [callback()]
+
+    return Method()
+
+
+@torch.no_grad()
+def decays(trainer, module, outputs, batch, batch_idx):
+    counts = batch_idx + trainer.global_step + module.global_step + trainer.current_epoch + module.current_epoch
+    for group in module.optimizers().param_groups:
+        for weight in group["params"]:
+            weight.mul_(1 - 0.01 / (1 + counts) - 0.001 * outputs["loss"])
+
+
+def test_a_callback_sees_the_numbers_of_its_clients_batch(tmp_path):
+    sizes, said = check(Plain, tmp_path, algorithm=method_with("on_train_batch_end", decays))
+    assert sizes
+    assert not [text for text in said if "one after another" in text]
+
+
+def lowers(trainer, module, batch, batch_idx):
+    trainer.optimizers[0].param_groups[0]["lr"] *= 0.9
+
+
+def halves(trainer, module):
+    for weight in module.parameters():
+        weight.grad = 0.5 * weight.grad
+
+
+def shrinks(trainer, module):
+    module.net[0].weight.data = 0.5 * module.net[0].weight.data
+
+
+def freezes(trainer, module):
+    module.net[0].requires_grad_(False)
+
+
+def hooks(trainer, module):
+    module.net[1].register_forward_hook(lambda layer, inputs, outputs: 0.5 * outputs)
+
+
+def evaluates(trainer, module):
+    module.net.eval()
+
+
+def moves_by_a_logged_value(trainer, module):
+    with torch.no_grad():
+        module.net[0].bias.add_(trainer.callback_metrics.get("perplexity", 1.0))
+
+
+def schedules(trainer, module):
+    for config in trainer.lr_scheduler_configs:
+        config.scheduler.step()
+
+
+def logs(trainer, module, outputs, batch, batch_idx):
+    module.log("twice", 2 * outputs["loss"], on_step=False, on_epoch=True)
+
+
+def stops(trainer, module):
+    trainer.should_stop = True
+
+
+REFUSED = [
+    ("on_train_batch_start", lowers, "changes options of the optimizer"),
+    ("on_after_backward", halves, "replaces a gradient"),
+    ("on_train_epoch_end", shrinks, "replaces a tensor"),
+    ("on_fit_start", freezes, "changes attributes of the module"),
+    ("on_train_epoch_start", hooks, "changes attributes of the module"),
+    ("on_train_start", evaluates, "changes attributes of the module"),
+    ("on_train_epoch_end", moves_by_a_logged_value, "asks for `trainer.callback_metrics`"),
+    ("on_train_epoch_end", schedules, "asks for `trainer.lr_scheduler_configs`"),
+    ("on_train_batch_end", logs, "logs values"),
+    ("on_train_epoch_end", stops, "sets `trainer.should_stop`"),
+    ("on_before_zero_grad", lambda trainer, module, optimizer: shrinks(trainer, module), "the callback Acting cannot"),
+    ("on_before_backward", lambda trainer, module, loss: shrinks(trainer, module), "the callback Acting cannot"),
+]
+
+
+@pytest.mark.parametrize(("hook", "act", "words"), REFUSED, ids=[f"{hook}-{act.__name__}" for hook, act, _ in REFUSED])
+def test_what_a_callback_would_do_to_a_view_only_is_named(hook, act, words, tmp_path):
+    class Scheduled(Plain):
+        training_step = LogsInfinity.training_step
+
+        def configure_optimizers(self):
+            optimizer = super().configure_optimizers()
+            return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)]
+
+        def loss(self, batch):
+            return 1e-4 * super().loss(batch)  # of which `LogsInfinity` logs a finite perplexity
+
+    sizes, said = check(Scheduled, tmp_path, algorithm=method_with(hook, act))
+    assert not sizes
+    assert any("clients train one after another" in text.lower() and words in text for text in said), said
