@@ -330,11 +330,11 @@ class StackedFit:
             alike: Whether they are those of all clients, so that the step may set the optimizer's options, and modes.
         """
         optimizer = self.optimizer.optimizer
-        options = None if alike else _options(optimizer)
+        options = None if alike else options_of(optimizer)
         structure = None if alike else structure_of(self.module)
         with self._for_all():
             losses = one.train()
-        if options is not None and _options(optimizer) != options:
+        if options is not None and options_of(optimizer) != options:
             raise NotStackable("sets options of the optimizer, which all clients share")
         if structure is not None and not is_same_structure(structure_of(self.module), structure):
             raise NotStackable("changes layers of the module, their modes or their hooks, which all clients share")
@@ -373,7 +373,12 @@ class _WithoutTensors(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _options(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+def options_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """Return the options of an optimizer's groups, such as `lr`.
+
+    Args:
+        optimizer: Optimizer of all or some of a module's parameters.
+    """
     return [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
 
 

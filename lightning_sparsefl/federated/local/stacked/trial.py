@@ -12,7 +12,7 @@ import re
 import warnings
 from collections.abc import Collection
 from dataclasses import replace
-from typing import cast
+from typing import Any, cast
 
 import torch
 from lightning.pytorch import LightningModule
@@ -24,10 +24,17 @@ from lightning_sparsefl.federated.local.fast.trainer import FastTrainer
 from lightning_sparsefl.federated.local.isolation import restore_trainer_refs
 from lightning_sparsefl.federated.local.stacked import functorch
 from lightning_sparsefl.federated.local.stacked.asked_loop import AskedLoop
-from lightning_sparsefl.federated.local.stacked.fit import require_elementwise
+from lightning_sparsefl.federated.local.stacked.fit import options_of, require_elementwise
 from lightning_sparsefl.federated.local.stacked.logs import NotStackable
 from lightning_sparsefl.federated.local.stacked.reader import name_of_data, readable
-from lightning_sparsefl.federated.local.stacked.step_trial import ALONE, EXACT, ROUNDED, StepTrial, in_double
+from lightning_sparsefl.federated.local.stacked.step_trial import (
+    ALONE,
+    EXACT,
+    ROUNDED,
+    StepTrial,
+    in_double,
+    moved_weights,
+)
 from lightning_sparsefl.federated.local.stacked.undo import ModuleStates, attributes_kept
 from lightning_sparsefl.federated.local.worker import ClientWorker
 
@@ -217,7 +224,15 @@ class StackingTrial:
         return FastTrainer(options, engine.fabric, self._module, (), (), self._data)
 
     def _try_optimizers(self) -> None:
-        """Make the module's own optimizers; raise if they cannot be stacked."""
+        """Make the module's own optimizers with two sets of weights; raise if they cannot be stacked."""
+        worker, options = self._worker, []
+        for weights in (worker.initial, moved_weights(worker.initial, worker.buffers)):
+            worker.load(weights)
+            options.append(self._options_of_optimizers())
+        if options[0] != options[1]:
+            raise NotStackable("is preceded by `configure_optimizers`, which sets options by the values of weights")
+
+    def _options_of_optimizers(self) -> list[list[dict[str, Any]]]:
         trainer, before = self._trainer(), self._state_of_parameters()
         trainer.fit_loop = loop = AskedLoop(trainer, None, None, 1, -1)
         loop.max_batches, loop.for_all = 1, True  # a scheduler asks for its first rate when it is made
@@ -230,3 +245,4 @@ class StackingTrial:
                 raise NotStackable("is preceded by `configure_optimizers`, which freezes, unfreezes or sets weights")
             by_step = any(config.interval == "step" for config in trainer.lr_scheduler_configs)
             self.planned = self.planned or by_step or loop.asked
+            return [options_of(optimizer) for optimizer in trainer.optimizers]

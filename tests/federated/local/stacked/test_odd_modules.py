@@ -419,6 +419,12 @@ class SetsWeightsWhenItConfigures(Plain):
         return super().configure_optimizers()
 
 
+@alone("sets options by the values of weights")
+class LearnsAsFastAsWeightsAreLarge(Plain):
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=float(self.net[0].weight.detach().norm()) / 100)
+
+
 @alone("sets `requires_grad` of a tensor")
 class FreezesLater(Plain):
     trained = False
