@@ -140,6 +140,8 @@ class StackingTrial:
             return "`trainer.validate_locally` is set"
         if options.accumulate_grad_batches != 1:
             return f"`trainer.accumulate_grad_batches` is {options.accumulate_grad_batches}, not 1"
+        if options.limit_train_batches == 0:
+            return "`trainer.limit_train_batches` is 0"
         if precision not in _PRECISIONS:
             return f"`trainer.precision` is {precision!r}, not one of {list(_PRECISIONS)}"
         return None

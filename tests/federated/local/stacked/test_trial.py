@@ -261,6 +261,7 @@ def test_a_module_that_cannot_be_stacked_is_named(case, tmp_path, stacked):
 
 SETTINGS = {
     "accumulate_grad_batches": ({"accumulate_grad_batches": 2}, "`trainer.accumulate_grad_batches` is 2"),
+    "limit_train_batches": ({"limit_train_batches": 0}, "`trainer.limit_train_batches` is 0"),
     "precision": ({"precision": "bf16-mixed"}, "`trainer.precision` is 'bf16-mixed'"),
     "callbacks": ({"client_callbacks": [Timer()]}, "`trainer.client_callbacks` has a Timer"),
     "validate": ({"validate_locally": True, "data": {"val_fraction": 0.2}}, "`trainer.validate_locally` is set"),
