@@ -5,7 +5,8 @@ bandit, the capacity, or .5 for all), capacities that are fixed or drawn anew in
 pattern of kept units. FedLPS and FLST are also run as printed, with mu = lambda = 1 on sums of squares, and FedLPS with
 the options that approximate the authors' program, and six methods with five local steps in the place of five epochs.
 FedAvg is also run with a tenth of the learning rate and with momentum, FedRolex with clipped gradients, and ten methods
-with the test sets of the authors' program (`_block_tests.py`). All other rows have the defaults. To be started from the root of the repository.
+with the test sets of the authors' program (`_block_tests.py`). All other rows have the defaults. To be started from the
+root of the repository.
 
     python benchmarks/paper/fedlps_mnist.py --data DIR [--only 'fedlps*-seed0']
 

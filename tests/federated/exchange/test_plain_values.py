@@ -15,7 +15,7 @@ def test_masks_are_packed_to_a_bit_and_come_back():
 
 
 def test_what_a_checkpoint_cannot_hold_is_refused_by_name():
-    with pytest.raises(TypeError, match="hold a set"):
+    with pytest.raises(TypeError, match="the sampler holds a set"):
         pack_plain({"x": {1, 2}})
 
 
