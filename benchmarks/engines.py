@@ -307,7 +307,7 @@ def main() -> None:
     parser.add_argument("--runs", nargs="+", choices=RUNS, default=list(RUNS), help="engine and number of ranks")
     parser.add_argument("--samples", type=int, default=500, help="number of training samples of a client, on average")
     parser.add_argument("--batch", type=int, default=BATCH, help="number of samples in a batch")
-    parser.add_argument("--stack-size", type=int, default="auto", help="largest number of clients in a stack")
+    parser.add_argument("--stack-size", type=_stack_size, default="auto", help="largest number of clients in a stack")
     parser.add_argument("--rounds", type=int, default=4, help="number of measured rounds of a run")
     parser.add_argument("--cycles", type=int, default=3, help="number of runs of each side")
     parser.add_argument("--out", type=Path, help="file for the JSON; cells that it holds are kept")
@@ -324,6 +324,10 @@ def main() -> None:
         if options.out is not None:
             options.out.write_text(json.dumps(result, indent=2) + "\n")
     print(json.dumps(result, indent=2))
+
+
+def _stack_size(text: str) -> int | str:
+    return text if text == "auto" else int(text)
 
 
 def _name(row: Mapping[str, Any]) -> tuple[Any, ...]:
