@@ -125,8 +125,8 @@ class DynamicMask(MaskingCallback):
                 "`DynamicMask` does not support LBFGS, whose step evaluates the loss several times with one history of "
                 "gradients, which a mask that moves makes wrong; expected an optimizer such as SGD or Adam."
             )
-        self._clock.start(trainer, "DynamicMask", self._resumed)
-        if not self._resumed:
+        self._clock.start(trainer, "DynamicMask", self.resumed)
+        if not self.resumed:
             self._due = []
         if self.every_n_steps >= self._last:
             _warnings.warn(

@@ -71,8 +71,8 @@ class DynamicPruningWithFeedback(ErrorFeedback):
 
     def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
         """Plan the masks, and guard the optimizers' steps."""
-        self._clock.start(trainer, "DynamicPruningWithFeedback", self._resumed)
-        if not self._resumed:
+        self._clock.start(trainer, "DynamicPruningWithFeedback", self.resumed)
+        if not self.resumed:
             self._initial, self._reached = density(self.masks), False
         require_one_each("DynamicPruningWithFeedback", "density", self.density, self._goal(), self._weights)
         super().on_train_start(trainer, pl_module)

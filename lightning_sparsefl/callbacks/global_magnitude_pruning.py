@@ -55,7 +55,7 @@ class GlobalMagnitudePruning(MaskingCallback):
     def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
         """Prune anew in a new fit."""
         super().on_train_start(trainer, pl_module)
-        if not self._resumed:
+        if not self.resumed:
             self._pruned_at = trainer.current_epoch - 1 if density(self.masks) < 1 else -1
 
     def on_train_epoch_start(self, trainer: Any, pl_module: LightningModule) -> None:

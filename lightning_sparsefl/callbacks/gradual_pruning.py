@@ -92,8 +92,8 @@ class GradualPruning(MaskingCallback):
     def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
         """Plan the prunings."""
         super().on_train_start(trainer, pl_module)
-        self._clock.start(trainer, "GradualPruning", self._resumed)
-        if not self._resumed:
+        self._clock.start(trainer, "GradualPruning", self.resumed)
+        if not self.resumed:
             self._initial, self._reached = counts(self.masks), False
         now, last = counts(self.masks), self._last_counts()
         if self.scope == "global":

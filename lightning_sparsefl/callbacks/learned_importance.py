@@ -169,11 +169,11 @@ class LearnedImportance(MaskingCallback):
             self.steps.scores = self.steps.scores or relative(unit_norms(self.groups, self._dense()))
             check_scores(self.groups, self.scores)
             self._follow()
-        if not self._resumed and self.pattern == "learned" and self.probe:
+        if not self.resumed and self.pattern == "learned" and self.probe:
             self.kept = {}
             self._exchange({name: torch.ones_like(mask) for name, mask in masks.items()})
             self.steps.descend(self._probed(trainer, module, batch, batch_idx))
-        if not self._resumed or (self._stepped and self.refresh == "step"):
+        if not self.resumed or (self._stepped and self.refresh == "step"):
             self._choose(trainer.optimizers)
 
     def _follow(self) -> None:

@@ -119,8 +119,8 @@ class LotteryRewind(MaskingCallback):
     def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
         """Plan the cycles."""
         super().on_train_start(trainer, pl_module)
-        self._clock.start(trainer, "LotteryRewind", self._resumed)
-        if not self._resumed:
+        self._clock.start(trainer, "LotteryRewind", self.resumed)
+        if not self.resumed:
             self._initial = counts(self.masks)
             self._done = 0 if self._drops() else self.cycles - 1
             if self._done == 0:

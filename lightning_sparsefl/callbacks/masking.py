@@ -138,7 +138,7 @@ class MaskingCallback(MaskOwner):
 
     def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
         """Forget what a restored optimizer has of weights that are not held, and guard the optimizers' steps."""
-        flat = torch.optim.LBFGS if self._resumed else ()  # which remembers its masked gradients only
+        flat = torch.optim.LBFGS if self.resumed else ()  # which remembers its masked gradients only
         self.forget((o for o in trainer.optimizers if not isinstance(o, flat)), self.masks)
         behind = trainer.callbacks[trainer.callbacks.index(self) + 1 :] if self in trainer.callbacks else ()
         self._followed = any(map(_acts_before_steps, behind))

@@ -106,7 +106,7 @@ class NMPruning(MaskingCallback):
     def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
         """Plan the pruning; prune now if it is at the start."""
         super().on_train_start(trainer, pl_module)
-        self._clock.start(trainer, "NMPruning", self._resumed)
+        self._clock.start(trainer, "NMPruning", self.resumed)
         self._pruned = self._is_pruned()
         self._prune(trainer)
 

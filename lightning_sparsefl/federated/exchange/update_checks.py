@@ -65,10 +65,10 @@ def check_update_schema(
 
 def _check_mappings(who: str, update: Update) -> None:
     fields = {"weights": update.weights, "extra": update.extra, "metrics": update.metrics}
-    fields |= (
-        {f"extra[{key!r}]": tree for key, tree in update.extra.items()} if isinstance(update.extra, Mapping) else {}
-    )
-    fields |= {name: value for name in ("shared", "memory") if (value := getattr(update, name)) is not None}
+    if isinstance(update.extra, Mapping):
+        fields |= {f"extra[{key!r}]": tree for key, tree in update.extra.items()}
+    optional = {"shared": update.shared, "memory": update.memory}
+    fields |= {name: value for name, value in optional.items() if value is not None}
     for name, value in fields.items():
         if not isinstance(value, Mapping):
             raise InvalidUpdate(
