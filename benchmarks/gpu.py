@@ -1,9 +1,10 @@
 """Rounds of FedAvg on one device: a plain loop, and every way in which the package trains the clients of a rank.
 
 First the float64 weights of clients that train as a stack are compared on the device with those of clients that train
-one after another; the script stops if they differ. Then each case runs in a process of its own: the plain loop (with
-the data in the device's memory), clients one after another, as stacks, and on two and three ranks of one device. A time
-is the median of a round without the first one, which warms up. Cases that the time limit leaves out are null.
+one after another; the script stops if they differ. Then, for each model and number of clients, one process measures the
+plain loop (with the data in the device's memory), clients one after another, stacks whose kernels are launched one by
+one, and stacks whose steps are CUDA graphs. Two and three ranks of one device follow. A time is the median of a round
+without the first one, which warms up. Cases that the time limit leaves out are null.
 
     python benchmarks/gpu.py --out result.json
 """
@@ -17,12 +18,13 @@ import io
 import json
 import os
 import platform
+import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,17 +44,19 @@ TOLERANCE = 1e-9
 """Largest difference of two float64 weights after one round, relative to the largest change of a weight."""
 IS_FIRST = os.environ.get("LOCAL_RANK", "0") == "0"
 """Whether this is the first rank; the launcher starts the others with another number."""
-MODELS: dict[str, tuple[type[Classifier], tuple[int, int, int]]] = {
-    "mlp": (MLP, (1, 28, 28)),
-    "lenet5": (LeNet5, (1, 28, 28)),
-    "resnet18": (ResNet18, (3, 32, 32)),
+MODELS: dict[str, tuple[type[Classifier], tuple[int, int, int], int]] = {
+    "mlp": (MLP, (1, 28, 28), 500),
+    "lenet5": (LeNet5, (1, 28, 28), 500),
+    "resnet18": (ResNet18, (3, 32, 32), 100),
 }
+"""Class, shape of a sample, and number of training samples of each client."""
 MODES: dict[str, Mapping[str, Any]] = {
     "sequential": {"local_engine": "fast"},
+    "stacked, no graphs": {"local_engine": "stacked", "record_steps": False},
     "stacked": {"local_engine": "stacked"},
+    "stacked, 2 workers": {"local_engine": "stacked", "workers_per_device": 2},
     "sequential, 2 workers": {"local_engine": "fast", "workers_per_device": 2},
     "sequential, 3 workers": {"local_engine": "fast", "workers_per_device": 3},
-    "stacked, 2 workers": {"local_engine": "stacked", "workers_per_device": 2},
     "stacked, 3 workers": {"local_engine": "stacked", "workers_per_device": 3},
 }
 
@@ -82,7 +86,7 @@ class Pictures(FederatedDataModule):
 def made(model: str) -> Classifier:
     """Return a module with the initial weights of all cases."""
     torch.manual_seed(SEED)
-    kind, shape = MODELS[model]
+    kind, shape, _ = MODELS[model]
     return kind(num_classes=10, sample_shape=shape, **RATES)
 
 
@@ -102,7 +106,7 @@ def bare(model: str, clients: int, samples: int, rounds: int, device: torch.devi
         rounds: Number of rounds after the first one.
         device: Device of model and data.
     """
-    net, (_, shape) = made(model).net.to(device), MODELS[model]
+    net, shape = made(model).net.to(device), MODELS[model][1]
     images = torch.randn(clients, samples, *shape, device=device)
     labels = (torch.arange(clients * samples, device=device) % 10).view(clients, samples)
     weights, times = [parameter.detach().clone() for parameter in net.parameters()], list[float]()
@@ -175,6 +179,8 @@ def fit(
 def difference(model: str, accelerator: str) -> float:
     """Return how far stacked clients end from those that train one after another, relative to their largest change.
 
+    They take more steps than it takes until a step is recorded and captured as a graph.
+
     Args:
         model: Name of the model.
         accelerator: Accelerator, one of the values of `Trainer`.
@@ -182,42 +188,55 @@ def difference(model: str, accelerator: str) -> float:
     ends = []
     for mode in ("sequential", "stacked"):
         options = {**MODES[mode], **({"stack_size": 3} if mode == "stacked" else {})}
-        ends.append(fit(model, 3, 2 * BATCH, 1, accelerator, options, "64-true")[0])
+        ends.append(fit(model, 3, 10 * BATCH, 1, accelerator, options, "64-true")[0])
     start = made(model).state_dict()
     moved = max(float((tensor - start[name]).abs().max()) for name, tensor in ends[0].items())
     return max(float((ends[1][name] - tensor).abs().max()) for name, tensor in ends[0].items()) / moved
 
 
-def one(arguments: argparse.Namespace) -> None:
-    """Run one case, and print its seconds; the ranks that the trainer starts run this again, and print nothing."""
-    model, clients, mode = arguments.one[0], int(arguments.one[1]), arguments.one[2]
+def measure(arguments: argparse.Namespace) -> None:
+    """Run cases of one model and number of clients, and print the result of each.
+
+    The ranks that the trainer starts run this again, and print nothing.
+    """
+    model, clients, *modes = arguments.measure
     device = torch.device("cpu" if arguments.accelerator == "cpu" else "cuda")
-    if mode == "correctness":
-        seconds = difference(model, arguments.accelerator)
-    elif mode == "bare":
-        seconds = bare(model, clients, arguments.samples, arguments.rounds, device)
-    else:
-        size = (model, clients, arguments.samples, arguments.rounds + 1, arguments.accelerator)
-        _, times = fit(*size, MODES[mode])
-        if not IS_FIRST:
-            return
-        seconds = statistics.median(times[1:])
-    print(f"\nresult {seconds!r}")
+    for mode in modes:
+        samples = arguments.samples or MODELS[model][2]
+        if mode == "correctness":
+            result = difference(model, arguments.accelerator)
+        elif mode == "bare":
+            result = bare(model, int(clients), samples, arguments.rounds, device)
+        else:
+            size = (model, int(clients), samples, arguments.rounds + 1, arguments.accelerator)
+            _, times = fit(*size, MODES[mode])
+            result = statistics.median(times[1:]) if IS_FIRST else 0.0
+        if IS_FIRST:
+            print(f"\nresult {json.dumps([mode, result])}", flush=True)
 
 
-def run(arguments: argparse.Namespace, model: str, clients: int, mode: str, limit: float) -> float | None:
-    """Run one case in a process of its own; return its result, or None if it takes longer than the limit."""
-    command = [sys.executable, __file__, "--one", model, str(clients), mode]
+def run(
+    arguments: argparse.Namespace, model: str, clients: int, modes: Sequence[str], limit: float
+) -> dict[str, float | None]:
+    """Run cases in a process of their own; return their results, None for those that the limit leaves out."""
+    command = [sys.executable, __file__, "--measure", model, str(clients), *modes]
     for name in ("accelerator", "samples", "rounds"):
         command += [f"--{name}", str(getattr(arguments, name))]
+    results: dict[str, float | None] = dict.fromkeys(modes)
+    if limit <= 0:
+        return results
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, start_new_session=True)
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=max(limit, 1.0))
+        output, errors = process.communicate(timeout=limit)
     except subprocess.TimeoutExpired:
-        return None
-    found = [line for line in done.stdout.splitlines() if line.startswith("result ")]
-    if done.returncode or not found:
-        sys.exit(f"{model}, {clients} clients, {mode}: the process failed.\n{done.stderr[-2000:]}")
-    return float(found[-1].removeprefix("result "))
+        os.killpg(process.pid, signal.SIGKILL)  # its ranks too
+        output, errors = process.communicate()
+    else:
+        if process.returncode:
+            sys.exit(f"{model}, {clients} clients, {', '.join(modes)}: the process failed.\n{errors[-2000:]}")
+    found = [line.removeprefix("result ") for line in output.splitlines() if line.startswith("result ")]
+    return results | dict(map(json.loads, found))
 
 
 def main() -> None:
@@ -226,44 +245,48 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS), help="models to run")
     parser.add_argument("--clients", nargs="+", type=int, default=[10, 100], help="numbers of clients in a round")
     parser.add_argument("--modes", nargs="+", choices=["bare", *MODES], default=["bare", *MODES], help="modes to run")
-    parser.add_argument("--samples", type=int, default=200, help="number of training samples of each client")
+    parser.add_argument(
+        "--samples", type=int, default=0, help="number of training samples of each client; 0 = by model"
+    )
     parser.add_argument("--rounds", type=int, default=2, help="number of rounds after the first one")
     parser.add_argument("--minutes", type=float, default=7.5, help="limit of the whole script")
     parser.add_argument("--accelerator", default="cuda", choices=["cuda", "cpu"], help="device to run on")
     parser.add_argument("--out", type=Path, help="file for the JSON")
-    parser.add_argument("--one", nargs=3, metavar=("MODEL", "CLIENTS", "MODE"), help=argparse.SUPPRESS)
+    parser.add_argument("--measure", nargs="+", metavar="CASE", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     if arguments.accelerator == "cuda" and not torch.cuda.is_available():
         sys.exit("No CUDA device was found; expected one, or `--accelerator cpu`.")
-    if arguments.one:
-        one(arguments)
+    if arguments.measure:
+        measure(arguments)
         return
     end = time.perf_counter() + 60 * arguments.minutes
     differences: dict[str, float | None] = {}
-    for model in arguments.models:
-        found = differences[model] = run(arguments, model, 3, "correctness", end - time.perf_counter())
-        if found is None or not found <= TOLERANCE:
-            sys.exit(
-                f"{model}: stacked clients end {found} (relative) from those that train one after another; expected at "
-                f"most {TOLERANCE:.0e}, so their times cannot be compared."
-            )
+    sizes = [(model, clients) for clients in sorted(arguments.clients) for model in arguments.models]
+    alone = [mode for mode in arguments.modes if "workers" not in mode]
+    seconds: dict[str, dict[str, dict[str, float | None]]] = {model: {} for model in arguments.models}
+    for model, clients in sizes:
+        modes = alone if model in differences else ["correctness", *alone]
+        found = run(arguments, model, clients, modes, end - time.perf_counter())
+        if "correctness" in found:
+            worst = differences[model] = found.pop("correctness")
+            if worst is None or not worst <= TOLERANCE:
+                sys.exit(
+                    f"{model}: stacked clients end {worst} (relative) from those that train one after another; "
+                    f"expected at most {TOLERANCE:.0e}, so their times cannot be compared."
+                )
+        seconds[model][str(clients)] = found
+    for mode in (mode for mode in arguments.modes if "workers" in mode):
+        for model, clients in reversed(sizes):
+            seconds[model][str(clients)] |= run(arguments, model, clients, [mode], end - time.perf_counter())
     cuda = arguments.accelerator == "cuda"
     result = {
         "device": torch.cuda.get_device_name() if cuda else platform.machine(),
         "torch": torch.__version__,
-        "samples": arguments.samples,
+        "samples": {model: arguments.samples or MODELS[model][2] for model in arguments.models},
         "rounds": arguments.rounds,
         "float64_difference": differences,
-        "seconds": {
-            model: {
-                str(clients): {
-                    mode: run(arguments, model, clients, mode, end - time.perf_counter()) for mode in arguments.modes
-                }
-                for clients in sorted(arguments.clients)
-            }
-            for model in arguments.models
-        },
+        "seconds": seconds,
     }
     text = json.dumps(result, indent=2)
     print(text)

@@ -69,7 +69,7 @@ def test_a_tiny_run_writes_the_keys_of_the_kept_result(name, tmp_path, monkeypat
 
 @pytest.mark.slow
 def test_the_ways_of_training_on_one_device_are_compared(tmp_path, monkeypatch, capsys):
-    modes = ["bare", "sequential", "stacked", "stacked, 2 workers"]
+    modes = ["bare", "sequential", "stacked, no graphs", "stacked", "stacked, 2 workers"]
     size = ["--models", "mlp", "--clients", "4", "--samples", "20", "--rounds", "1", "--modes", *modes]
     run("gpu", ["--accelerator", "cpu", *size, "--out", str(tmp_path / "result.json")], monkeypatch)
     result = json.loads((tmp_path / "result.json").read_text())

@@ -88,8 +88,8 @@ class Federation:
     local_engine: Literal["auto", "fast", "trainer", "stacked"] = "auto"
     """Engine of local training: `fast`, which trains clients one after another, with the bits of a real Lightning
     `Trainer`; `trainer`, which is one; `stacked`, which trains and scores several clients of a small model as one
-    batched computation, with results equal up to rounding; or `auto`: on a CPU `stacked` where it is expected to be
-    faster, else `fast` wherever its results are known to be equal to those of a Trainer."""
+    batched computation, with results equal up to rounding; or `auto`: on a CPU or a CUDA device `stacked` where it is
+    expected to be faster, else `fast` wherever its results are known to be equal to those of a Trainer."""
     stack_size: int | Literal["auto"] = "auto"
     """Largest number of clients that are trained, and that are scored, as one stack; 1 = one after another; auto = from
     the sizes of the model, of the batch and of the cohort."""

@@ -13,7 +13,7 @@ from torch import nn
 from lightning_sparsefl.federated.algorithm import FederatedAlgorithm
 from lightning_sparsefl.federated.local.engines import FastEngine
 from lightning_sparsefl.federated.local.lightning_trainer import LightningEngine
-from lightning_sparsefl.federated.local.stacked.worker import ON_CPU, StackedWorker
+from lightning_sparsefl.federated.local.stacked.worker import StackedWorker, memory_of_stacks
 from lightning_sparsefl.federated.local.worker import ClientWorker, LocalWork
 from lightning_sparsefl.federated.options import Federation
 
@@ -22,6 +22,8 @@ _SLOW = nn.modules.instancenorm._InstanceNorm
 """Layers without a rule of their own, which are slow as a stack."""
 _FEWEST = 3
 """Smallest cohort that gains; the two clients of a smaller one gain more from two ranks."""
+_DEVICES = ("cpu", "cuda")
+"""Devices on which stacks were measured."""
 _HOOKS = ("train", "finetune")
 """Hooks of a method in which clients wait for each other."""
 
@@ -59,7 +61,7 @@ def choose_worker(
                 f"Clients train one after another, since {worker.reason}; set `federation.local_engine: auto`."
             )
         return worker
-    if asked == "auto" and several and device.type == "cpu" and _may_gain(module, algorithm, federation):
+    if asked == "auto" and several and device.type in _DEVICES and _may_gain(module, algorithm, federation, device):
         worker = StackedWorker(module, data, engine, work, device, asked=False, records=records)
         if worker.can_stack and not worker.loops and worker.stack_size(federation.clients_per_round) > 1:
             _messages.info(
@@ -70,7 +72,9 @@ def choose_worker(
     return ClientWorker(module, data, engine, work, device)
 
 
-def _may_gain(module: LightningModule, algorithm: FederatedAlgorithm, federation: Federation) -> bool:
+def _may_gain(
+    module: LightningModule, algorithm: FederatedAlgorithm, federation: Federation, device: torch.device
+) -> bool:
     """Return whether stacks may be faster, as far as this is known before a trial, and are safe for the method."""
     size = federation.stack_size
     if federation.clients_per_round < _FEWEST or size == 1:
@@ -78,7 +82,8 @@ def _may_gain(module: LightningModule, algorithm: FederatedAlgorithm, federation
     if federation.client_timeout is not None or any(isinstance(child, _SLOW) for child in module.modules()):
         return False
     weights = sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
-    if 2 * 3 * weights > ON_CPU:  # two, with gradients and an optimizer's state; spares a large network the trial
+    two = 2 * 3 * weights  # with gradients and an optimizer's state
+    if two > memory_of_stacks(device):  # spares a large network the trial
         return False
     return all(_is_ours(getattr(type(algorithm), hook)) for hook in _HOOKS)
 

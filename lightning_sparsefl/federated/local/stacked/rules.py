@@ -85,6 +85,11 @@ class LayerRules(TorchFunctionMode):
         same = any(value is not None and tensor is None for value, tensor in zip(values, tensors, strict=True))
         return None if same else tensors
 
+    def every(self, value: Any) -> Tensor | None:
+        """Return the plain tensor of all clients, which repeats a value that is the same for all; None for None."""
+        opened: Tensor | None = self.open(value)
+        return value.expand(self.size, *value.shape) if opened is None and value is not None else opened
+
     def batch(self, value: Any, *weights: Any) -> Tensor | None:
         """Return the samples of all clients as one batch, if the weights are the same for all; else None."""
         tensor = None if any(map(functorch.is_batched, weights)) else self.open(value)
@@ -288,7 +293,8 @@ def _batch_norm(
     batch = None if training else rules.batch(input, running_mean, running_var, weight, bias)
     if batch is not None:
         return rules.close_batch(F.batch_norm(batch, running_mean, running_var, weight, bias, eps=eps))
-    opened, inputs = rules.open_all(running_mean, running_var, weight, bias), rules.open(input, 1)
+    tensors, inputs = (running_mean, running_var, weight, bias), rules.open(input, 1)
+    opened = rules.open_all(*tensors) if training else [rules.every(tensor) for tensor in tensors]
     if opened is None or inputs is None or inputs.dim() not in (3, 5):
         return NotImplemented
     flat = inputs.flatten(1, 2)
@@ -296,7 +302,8 @@ def _batch_norm(
         flat = _channels_last(flat)
     if training and flat.numel() == flat.shape[1]:
         return NotImplemented  # one value for each channel: torch refuses it
-    mean, var, scale, shift = (None if tensor is None else tensor.view(-1) for tensor in opened)  # written in place
+    flatten = Tensor.view if training else Tensor.reshape  # statistics are written in place
+    mean, var, scale, shift = (None if tensor is None else flatten(tensor, -1) for tensor in opened)
     outputs = torch.batch_norm(flat, scale, shift, mean, var, training, momentum, eps, False)
     return rules.close(outputs.unflatten(1, (rules.size, -1)), 1)
 

@@ -24,6 +24,7 @@ from lightning_sparsefl.federated.local.stacked.evaluation import EvaluationRequ
 from lightning_sparsefl.federated.local.stacked.evaluator import StackEvaluator
 from lightning_sparsefl.federated.local.stacked.fit import StackedRequest, fit_stack
 from lightning_sparsefl.federated.local.stacked.reader import ClientReader, readable, reading_key
+from lightning_sparsefl.federated.local.stacked.recording.captured import graphs_of
 from lightning_sparsefl.federated.local.stacked.recording.recorder import PassRecorder
 from lightning_sparsefl.federated.local.stacked.trial import StackingTrial, reason_of
 from lightning_sparsefl.federated.local.stacked.undo import CallbackStates
@@ -34,11 +35,12 @@ from lightning_sparsefl.sparse.units import unit_masks
 from lightning_sparsefl.types import FitResult, Masks, Weights
 
 _messages = WarningCache()
-ON_CPU = 64 * 2**20
+_ON_CPU = 64 * 2**20
 """Largest number of bytes of the weights of a stack on a CPU, with gradients and an optimizer's state; measured with
 LeNet5, whose stacks of 5 and 10 take equal times."""
-_MOST = 25
-"""Largest number of clients in a stack."""
+_SIZES, _SIZES_ON_CUDA = (3, 25), (25, 50)
+"""Numbers of clients that have room in one stack in any cohort, and at most; a step of a small network takes a GPU
+about as long for 25 clients as for 3."""
 _MOST_SCORED = 50
 """Largest number of clients that are evaluated at once."""
 
@@ -60,7 +62,8 @@ class StackedWorker(ClientWorker):
         self._shares: dict[int, float] = {}
         self._asked = asked
         self._trial = StackingTrial(self)
-        self._recorder, scoring = (PassRecorder(self.module) if records else None for _ in range(2))
+        capture = graphs_of(self.device)
+        self._recorder, scoring = (PassRecorder(self.module, capture) if records else None for _ in range(2))
         numbers = self._trial.activations / self._trial.samples
         self._evaluator = StackEvaluator(self, numbers, self._budget // self._element, asked, scoring)
 
@@ -92,7 +95,7 @@ class StackedWorker(ClientWorker):
 
         Weights, gradients and an optimizer's state of a stack take a limited number of bytes, or a part of a GPU's
         memory, and activations twice as many, with their gradients. A cohort has two stacks where they can have three
-        clients, so that two ranks have work.
+        clients, on a GPU 25, so that two ranks have work.
 
         Args:
             cohort: Number of clients in a round.
@@ -101,7 +104,8 @@ class StackedWorker(ClientWorker):
             The number; 1 where two clients do not fit.
         """
         each = self._element * max(3 * self.flat.layout.size, self._trial.activations)
-        return max(1, min(self._budget // each, _MOST, max(3, math.ceil(cohort / 2))))
+        fewest, most = _SIZES_ON_CUDA if self.device.type == "cuda" else _SIZES
+        return max(1, min(self._budget // each, most, max(fewest, math.ceil(cohort / 2))))
 
     def score_size(self, clients: int) -> int:
         """Return the largest number of clients whose models are evaluated at once, by a fixed rule as well.
@@ -117,10 +121,7 @@ class StackedWorker(ClientWorker):
 
     @property
     def _budget(self) -> int:
-        """Largest number of bytes of the weights of a stack, with gradients and an optimizer's state."""
-        if self.device.type != "cuda":
-            return ON_CPU
-        return int(torch.cuda.get_device_properties(self.device).total_memory) // 8
+        return memory_of_stacks(self.device)
 
     @property
     def _element(self) -> int:
@@ -302,6 +303,17 @@ class StackedWorker(ClientWorker):
             module, recorder = cast(LightningModule, cut(module, self.units, units)), None
         with self._warning_once():
             fit_stack(cast(FastEngine, self.engine), module, self.data, requests, recorder)
+
+
+def memory_of_stacks(device: torch.device) -> int:
+    """Return the largest number of bytes of the weights of a stack, with gradients and an optimizer's state.
+
+    Args:
+        device: Device of the module.
+    """
+    if device.type != "cuda":
+        return _ON_CPU
+    return int(torch.cuda.get_device_properties(device).total_memory) // 8
 
 
 def _may_wait() -> bool:

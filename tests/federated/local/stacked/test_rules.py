@@ -1,6 +1,7 @@
 """Each layer for several clients at once gives each client's outputs, gradients and buffers."""
 
 import copy
+from unittest import mock
 
 import pytest
 import torch
@@ -123,6 +124,22 @@ def test_a_layer_whose_weights_all_clients_share(name, samples):
         torch.testing.assert_close(losses[place], alone, rtol=1e-12, atol=1e-12)
         (own,) = torch.autograd.grad(alone, inputs)
         torch.testing.assert_close(grad[place], own[place], rtol=1e-11, atol=1e-11)
+
+
+def test_clients_with_weights_of_their_own_share_statistics():
+    layer = LAYERS["batch norm of images"][0]
+    module = copy.deepcopy(layer).double().eval()
+    module.load_state_dict(clients(module)[0], strict=False)
+    statistics = {name: tensor for name, tensor in floats(module).items() if "running" in name}
+    trees, inputs = [{**tree, **statistics} for tree in clients(module)], torch.randn(SIZE, 2, *IMAGE).double()
+    stacked = StackedModule(module, SIZE, statistics)
+    stacked.load(trees)
+    with mock.patch.object(torch, "batch_norm", wraps=torch.batch_norm) as kernel:  # the rule of `vmap` fails on CUDA
+        losses = stacked.call(lambda batch, _: score(module(batch)), inputs)
+    assert kernel.call_args.args[0].shape == (2, SIZE * IMAGE[0], *IMAGE[1:])
+    for place, tree in enumerate(trees):
+        module.load_state_dict(tree, strict=False)
+        torch.testing.assert_close(losses[place], score(module(inputs[place])), rtol=1e-12, atol=1e-12)
 
 
 WEIGHT = torch.tensor([0.1, 0.2, 0.3, 0.4], dtype=torch.float64)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import io
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -321,15 +323,20 @@ def test_a_stack_size_that_is_none_is_refused(size):
         Federation(stack_size=size)
 
 
-def test_the_automatic_size_is_a_function_of_model_and_cohort(tmp_path):
+@pytest.mark.parametrize(("kind", "sizes"), [("cpu", [3, 6, 25, 25]), ("cuda", [25, 25, 50, 50])])
+def test_the_automatic_size_is_a_function_of_model_cohort_and_device(kind, sizes, tmp_path, monkeypatch):
+    memory = SimpleNamespace(total_memory=2**30)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: memory)
+
     class Probe(StackedWorker):
         sizes = []  # noqa: RUF012
 
         def stack_size(self, cohort):
-            self.sizes.extend(StackedWorker.stack_size(self, number) for number in (4, 12, 100, 1000))
+            with mock.patch.object(self, "device", torch.device(kind)):
+                self.sizes.extend(StackedWorker.stack_size(self, number) for number in (4, 12, 100, 1000))
             return 1
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("lightning_sparsefl.federated.local.choice.StackedWorker", Probe)
         fit(tmp_path, Net(), federation={"stack_size": "auto"})
-    assert Probe.sizes == [3, 6, 25, 25]
+    assert Probe.sizes == sizes

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, fx, nn
@@ -19,8 +20,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_sparsefl.federated.local.stacked.fused import order_in_memory
 
-Operations = Callable[..., tuple[Tensor, ...]]
-"""Function of the tensors that were given to the recorder, in their order."""
 _LIFTS = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift.default)
 """Operations on a tensor that was just made from numbers."""
 _EMPTY, _COPY = torch.ops.aten.new_empty_strided.default, torch.ops.aten.copy_.default
@@ -39,6 +38,30 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
 """Functions that take the arguments of the operations of their names, and are called in half of the time."""
 
 
+class RunsOperations(Protocol):
+    """Operations that can be done, and the places of what they write into; see :class:`Operations`."""
+
+    @property
+    def run(self) -> Callable[..., tuple[Tensor, ...]]:
+        """Function of tensors."""
+        ...
+
+    @property
+    def written(self) -> Sequence[int]:
+        """Places."""
+        ...
+
+
+@dataclass(frozen=True)
+class Operations:
+    """Recorded operations."""
+
+    run: Callable[..., tuple[Tensor, ...]]
+    """Function of the tensors that were given to the recorder, in their order."""
+    written: Sequence[int]
+    """Places of the tensors among them that the operations write into."""
+
+
 class OperationRecorder(TorchDispatchMode):
     """Context in which each operation on plain tensors is done and recorded, those of a backward pass included.
 
@@ -54,13 +77,14 @@ class OperationRecorder(TorchDispatchMode):
         >>> x, weight = torch.ones(2), torch.full((2,), 3.0, requires_grad=True)
         >>> with OperationRecorder([x, weight]) as recorder:
         ...     (slope,) = torch.autograd.grad((x * weight).square().sum(), weight)
-        >>> recorder.function([slope])(torch.tensor([1.0, 2.0]), torch.ones(2))
+        >>> recorder.operations([slope]).run(torch.tensor([1.0, 2.0]), torch.ones(2))
         (tensor([2., 8.]),)
     """
 
     def __init__(self, inputs: Sequence[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.reason: str | None = None
+        self._inputs, self._written = inputs, set[int]()
         self._graph, self._constants = fx.Graph(), nn.Module()
         self._nodes: dict[int, fx.Node] = {}
         self._kept: list[Tensor] = []
@@ -75,11 +99,11 @@ class OperationRecorder(TorchDispatchMode):
         self._record(func, args, kwargs, result)
         return result
 
-    def function(self, outputs: Sequence[Tensor]) -> Operations:
-        """Return the recorded operations as a function; the recording ends with it.
+    def operations(self, outputs: Sequence[Tensor]) -> Operations:
+        """Return the recorded operations; the recording ends with it.
 
         Args:
-            outputs: Tensors that the function returns.
+            outputs: Tensors that they return.
         """
         self._graph.output(tuple(self._node(tensor) for tensor in outputs))
         self._drop_copies()
@@ -87,8 +111,8 @@ class OperationRecorder(TorchDispatchMode):
         for node in self._graph.nodes:
             if isinstance(node.target, OpOverload):
                 node.target = _FUNCTIONS.get(str(node.target.overloadpacket).removeprefix("aten."), node.target)
-        operations: Operations = fx.GraphModule(self._constants, self._graph).forward
-        return operations
+        written = [place for place, tensor in enumerate(self._inputs) if _storage(tensor) in self._written]
+        return Operations(fx.GraphModule(self._constants, self._graph).forward, written)
 
     def _record(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         results = result if isinstance(result, (tuple, list)) else (result,)
@@ -100,6 +124,7 @@ class OperationRecorder(TorchDispatchMode):
         if func.is_view and isinstance(result, Tensor) and _is_alias(result, args[0]):
             self._bind(result, self._node(args[0]))
             return
+        self._written.update(map(_storage, _written(func, args, kwargs)))
         node = self._graph.call_function(func, self._argument(args), self._argument(kwargs))
         if isinstance(result, Tensor):
             self._bind(result, node)
@@ -173,6 +198,15 @@ def _has_layout(tensor: Tensor, other: Tensor) -> bool:
 
 def _storage(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
+
+
+def _written(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[Tensor]:
+    """Iterate over the arguments that an operation writes into; the schemas of batch norms hide those of theirs."""
+    hidden = ("running_mean", "running_var") if "batch_norm" in str(func) else ()
+    for place, argument in enumerate(func._schema.arguments):
+        if argument.name in hidden or (argument.alias_info is not None and argument.alias_info.is_write):
+            value = args[place] if place < len(args) else kwargs.get(argument.name)
+            yield from (each for each in (value if isinstance(value, (tuple, list)) else (value,)) if each is not None)
 
 
 def _changes_something(node: fx.Node) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -15,7 +15,8 @@ from lightning_sparsefl.federated.local.fast.steps import StepCaller
 from lightning_sparsefl.federated.local.stacked.leaves import StackedModule
 from lightning_sparsefl.federated.local.stacked.logs import EvaluationLog, Logged
 from lightning_sparsefl.federated.local.stacked.metric_states import MetricStates
-from lightning_sparsefl.federated.local.stacked.recording.operations import Operations
+from lightning_sparsefl.federated.local.stacked.recording.captured import Capture, CapturedOperations
+from lightning_sparsefl.federated.local.stacked.recording.operations import RunsOperations
 from lightning_sparsefl.federated.local.stacked.recording.tracing import restored, tensors_of, trace
 
 
@@ -23,13 +24,22 @@ from lightning_sparsefl.federated.local.stacked.recording.tracing import restore
 class RecordedEvaluation:
     """A step as a function of the weights, the batch and the states of metric objects, into which it writes."""
 
-    operations: Operations
+    operations: RunsOperations
     logged: Sequence[Logged]
     """Calls of `self.log` with a value."""
     objects: Sequence[tuple[str, Metric]]
     """Calls of `self.log` with a metric object."""
     updates: Sequence[int]
     """Updates of each metric object in the step."""
+
+    def captured(self, inputs: Sequence[Tensor], capture: Capture) -> RecordedEvaluation:
+        """Return the step with captured operations.
+
+        Args:
+            inputs: Weights, tensors of a batch, and states of metric objects.
+            capture: Function that captures operations.
+        """
+        return replace(self, operations=CapturedOperations(self.operations, inputs, capture))
 
 
 @dataclass
@@ -74,13 +84,15 @@ class EvaluationPass:
         Args:
             recorded: Recorded step of the same key.
         """
-        values = recorded.operations(*self._inputs())
+        values = recorded.operations.run(*self.inputs)
         pairs = zip(recorded.logged, values, strict=True)
         self.log.pending += [each._replace(value=value) for each, value in pairs]
         self.log.pending_objects += recorded.objects
         self.states.updates = [sum(pair) for pair in zip(self.states.updates, recorded.updates, strict=True)]
 
-    def _inputs(self) -> list[Tensor]:
+    @property
+    def inputs(self) -> list[Tensor]:
+        """Weights, tensors of the batch, and states of metric objects."""
         return [*self.part.leaves.values(), *tensors_of(self.batch), *self.rows]
 
     def results(self) -> list[Tensor]:
@@ -113,7 +125,7 @@ class EvaluationPass:
             return [each.value for each in self.log.pending]
 
         with self.leaving_no_trace():
-            operations = trace(work, self._inputs(), self.part.module)  # type: ignore[arg-type]
+            operations = trace(work, self.inputs, self.part.module)  # type: ignore[arg-type]
             if operations is None:
                 return None
             updates = [now - then for now, then in zip(self.states.updates, before, strict=True)]

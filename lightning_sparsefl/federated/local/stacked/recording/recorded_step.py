@@ -14,7 +14,8 @@ from torch import Tensor
 from lightning_sparsefl.federated.local.fast.direct_calls import run_backward
 from lightning_sparsefl.federated.local.stacked.batch_pass import BatchPass
 from lightning_sparsefl.federated.local.stacked.logs import Logged
-from lightning_sparsefl.federated.local.stacked.recording.operations import Operations
+from lightning_sparsefl.federated.local.stacked.recording.captured import Capture, CapturedOperations
+from lightning_sparsefl.federated.local.stacked.recording.operations import RunsOperations
 from lightning_sparsefl.federated.local.stacked.recording.tracing import restored, tensors_of, trace
 
 
@@ -22,13 +23,13 @@ class RecordedStep:
     """Forward and backward pass of a stack's training step as a function of the leaves and the batch.
 
     Args:
-        operations: Function of the leaves in their order, and of the batch's tensors, which returns gradients, logged
-            values and the losses.
+        operations: Operations of the leaves in their order, and of the batch's tensors, with gradients, logged values
+            and the losses as results.
         names: Names of the leaves that get a gradient.
         logged: Calls of `self.log` in the recorded step.
     """
 
-    def __init__(self, operations: Operations, names: Sequence[str], logged: Sequence[Logged]) -> None:
+    def __init__(self, operations: RunsOperations, names: Sequence[str], logged: Sequence[Logged]) -> None:
         self._operations, self._names, self._logged = operations, names, logged
 
     @torch.no_grad()
@@ -38,7 +39,7 @@ class RecordedStep:
         Args:
             one: The batches.
         """
-        values = self._operations(*one.leaves.values(), *tensors_of(one.batch))
+        values = self._operations.run(*one.leaves.values(), *tensors_of(one.batch))
         count = len(self._names)
         for name, slope in zip(self._names, values[:count], strict=True):
             one.leaves[name].grad = slope
@@ -46,6 +47,15 @@ class RecordedStep:
         one.log.pending += [
             each._replace(value=value) for each, value in zip(self._logged, values[count:-1], strict=True)
         ]
+
+    def captured(self, inputs: Sequence[Tensor], capture: Capture) -> RecordedStep:
+        """Return the step with captured operations.
+
+        Args:
+            inputs: Leaves and tensors of a batch.
+            capture: Function that captures operations.
+        """
+        return RecordedStep(CapturedOperations(self._operations, inputs, capture), self._names, self._logged)
 
 
 class TrainingPass:
@@ -68,6 +78,11 @@ class TrainingPass:
         """Number of clients, and shapes of the batch's tensors."""
         shapes = tuple((tensor.shape, tensor.stride(), tensor.dtype) for tensor in tensors_of(self._one.batch))
         return (self._one.part.size, shapes)
+
+    @property
+    def inputs(self) -> list[Tensor]:
+        """Leaves, and tensors of the batch."""
+        return [*self._one.leaves.values(), *tensors_of(self._one.batch)]
 
     def repeat(self, recorded: RecordedStep) -> None:
         """Do the step as a recorded one.
@@ -109,6 +124,5 @@ class TrainingPass:
             return [*slopes.values(), *(each.value for each in one.log.pending), one.losses]
 
         with self.leaving_no_trace():
-            inputs = [*leaves.values(), *tensors_of(one.batch)]
-            operations = trace(work, inputs, self._module, self._optimizer)
+            operations = trace(work, self.inputs, self._module, self._optimizer)
             return None if operations is None else RecordedStep(operations, names, list(one.log.pending))

@@ -3,13 +3,14 @@
 Python and the dispatch of torch take more than half of the time of a small network's step. A step is recorded when its
 shapes have occurred a few times, and the recording is then compared with one more call: only if gradients, statistics,
 logged values and the states of metric objects have the same bits are the steps after it repeated. So a recording
-changes no result.
+changes no result. On a CUDA device, where launching its kernels takes most of the time, a recorded step is captured
+as a graph, which replaces it if it gives the same bits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -20,6 +21,7 @@ from torchmetrics import Metric
 
 from lightning_sparsefl.federated.local.stacked.fused import order_in_memory
 from lightning_sparsefl.federated.local.stacked.leaves import StackedModule
+from lightning_sparsefl.federated.local.stacked.recording.captured import Capture
 from lightning_sparsefl.federated.local.stacked.undo import ModuleStates
 
 _MOST = 64
@@ -38,6 +40,11 @@ class Recordable(Protocol):
 
     def call(self) -> None:
         """Do the step by calling the module."""
+        ...
+
+    @property
+    def inputs(self) -> Sequence[Tensor]:
+        """Tensors that the operations read."""
         ...
 
     def repeat(self, recorded: Any) -> None:
@@ -66,6 +73,8 @@ class _Known:
     """Recorded step that the next call is compared with."""
     proven: Any = None
     """Recorded step that has given what a call gave."""
+    is_captured: bool = False
+    """Whether its capture has been tried."""
 
 
 class PassRecorder:
@@ -73,13 +82,14 @@ class PassRecorder:
 
     Args:
         module: Module of the clients.
+        capture: Function that captures operations; None = they are done one by one.
     """
 
     after = 4
     """Number of calls after which a step of some shapes is recorded."""
 
-    def __init__(self, module: LightningModule) -> None:
-        self._module = module
+    def __init__(self, module: LightningModule, capture: Capture | None = None) -> None:
+        self._module, self._capture = module, capture
         self._steps: dict[Hashable, dict[Hashable, _Known]] = {}
         """By the layout of a stack's tensors."""
         self._current: dict[Hashable, _Known] = {}
@@ -121,14 +131,20 @@ class PassRecorder:
             one.call()
             return None
         if known.proven is not None:
+            if self._capture is not None and not known.is_captured:
+                known.proven, known.is_captured = _captured(known.proven, one, self._capture), True
             one.repeat(known.proven)
             return known.proven
         candidate, known.candidate = known.candidate, None
-        expected = None if candidate is None else _results_of(candidate, one)
         if known.calls == self.after:
             known.candidate = one.record()
         known.calls += 1
-        one.call()
+        if candidate is None:
+            one.call()
+            return None
+        with _in_one_order():
+            expected = _results_of(candidate, one)
+            one.call()
         if expected is not None and _same(expected, one.results()):
             known.proven = candidate
         return None
@@ -148,6 +164,29 @@ def _results_of(recorded: Any, one: Recordable) -> Sequence[Tensor] | None:
             return one.results()
     except Exception:
         return None
+
+
+def _captured(recorded: Any, one: Recordable, capture: Capture) -> Any:
+    """Return a recorded step with captured operations if it then gives the same, else the step itself."""
+    with _in_one_order():
+        try:
+            with one.leaving_no_trace():
+                captured = recorded.captured(one.inputs, capture)
+        except Exception:
+            return recorded
+        ours, theirs = _results_of(captured, one), _results_of(recorded, one)
+    return captured if ours is not None and theirs is not None and _same(ours, theirs) else recorded
+
+
+@contextmanager
+def _in_one_order() -> Iterator[None]:
+    """Exclude algorithms of cuDNN that add in an order of their own, since bits are compared within the context."""
+    before = torch.backends.cudnn.deterministic
+    torch.backends.cudnn.deterministic = True
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.deterministic = before
 
 
 def _same(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> bool:

@@ -74,9 +74,9 @@ def trace(
         optimizer: The module's optimizer, if there is one.
 
     Returns:
-        Function of tensors in the places of the inputs, which returns the results; None if the work fails, or uses the
-        number of the batch, the trainer, the options of the optimizer, the random numbers of Python or NumPy, or
-        numbers from tensors.
+        Operations of tensors in the places of the inputs, with the results; None if the work fails, or uses the number
+        of the batch, the trainer, the options of the optimizer, the random numbers of Python or NumPy, or numbers from
+        tensors.
     """
     unreadable = Unreadable()
     drawn = random.getstate(), np.random.get_state()
@@ -87,7 +87,7 @@ def trace(
         return None
     if recorder.reason is not None or unreadable.is_read or not _is_equal_state(drawn):
         return None
-    operations: Operations = recorder.function(results)
+    operations: Operations = recorder.operations(results)
     return operations
 
 

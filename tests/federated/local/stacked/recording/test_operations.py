@@ -12,7 +12,7 @@ def recorded(function, *inputs):
     """Record a function of tensors that returns a tuple of tensors."""
     with OperationRecorder(inputs) as recorder:
         outputs = function(*inputs)
-    return recorder, recorder.function(outputs)
+    return recorder, recorder.operations(outputs).run
 
 
 def slopes(function):

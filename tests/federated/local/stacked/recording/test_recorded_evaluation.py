@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from torchmetrics import MeanSquaredError, Metric
 from torchmetrics.classification import MulticlassAccuracy
 
+from helpers.captures import DEVICE
 from lightning_sparsefl import FedAvg, FederatedTrainer, Federation, FedPer, Local
 from lightning_sparsefl.data import Dirichlet, FederatedDigits
 from lightning_sparsefl.federated.evaluation.scorer import Scorer
@@ -67,7 +68,7 @@ class Net(LightningModule):
 
 
 @pytest.fixture
-def repeated():
+def repeated(captures):
     """The sizes of the recorded evaluations that were repeated; the first of each kind is compared with a call."""
     sizes, before = [], EvaluationPass.repeat
 
@@ -90,7 +91,7 @@ def scores_of(folder, module, records, algorithm=None, rounds=6):
     trainer = FederatedTrainer(
         algorithm=algorithm or FedAvg(),
         federation=Federation(local_engine="stacked", clients_per_round=3, record_steps=records),
-        accelerator="cpu",
+        accelerator=DEVICE.type,
         max_rounds=rounds,
         limit_train_batches=2,
         logger=False,

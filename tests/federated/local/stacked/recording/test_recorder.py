@@ -13,11 +13,14 @@ from torch import nn
 from torch.nn import functional as F
 
 from helpers.algorithms import every_variant
+from helpers.captures import DEVICE
 from helpers.networks import module_for
 from lightning_sparsefl import FedAvg, FederatedTrainer, Federation, FedProx, FedRep
 from lightning_sparsefl.data import IID, Dirichlet, FederatedDigits
 from lightning_sparsefl.federated.local.stacked.fit import StackedFit
 from lightning_sparsefl.federated.local.stacked.recording import recorder
+from lightning_sparsefl.federated.local.stacked.recording.captured import CapturedOperations
+from lightning_sparsefl.federated.local.stacked.recording.operations import Operations
 from lightning_sparsefl.federated.local.stacked.recording.recorded_step import RecordedStep, TrainingPass
 from lightning_sparsefl.federated.local.stacked.recording.tracing import NotRecordable, Unreadable
 from lightning_sparsefl.models import SmallCNN
@@ -52,23 +55,24 @@ class Net(LightningModule):
 
 
 @pytest.fixture
-def repeated():
-    """The recorded steps that were repeated, one entry for each batch."""
-    steps, before = [], RecordedStep.run
+def repeated(captures):
+    """The kind of the operations of each recorded step that was repeated, one entry for each batch."""
+    kinds, before = [], RecordedStep.run
 
     def run(step, one):
-        steps.append(one.part.size)
+        kinds.append(type(step._operations))
         before(step, one)
 
     with mock.patch.object(RecordedStep, "run", run):
-        yield steps
+        yield kinds
+    assert captures or CapturedOperations not in kinds
 
 
 def digits(folder, module, algorithm=None, *, partition=None, epochs=2, rounds=2, **more):
     trainer = FederatedTrainer(
         algorithm=algorithm or FedAvg(),
         federation=Federation(local_engine="stacked", clients_per_round=6, stack_size=3, **more.pop("federation", {})),
-        accelerator="cpu",
+        accelerator=DEVICE.type,
         max_rounds=rounds,
         max_epochs=epochs,
         logger=False,
@@ -112,7 +116,7 @@ class WithDropout(Net):
 
 class WithPenalty(Net):
     def training_step(self, batch, batch_idx):
-        weights = torch.tensor([1.0, 2.0] * 5)
+        weights = torch.tensor([1.0, 2.0] * 5, device=self.device)
         terms = [parameter.square().sum() for parameter in self.parameters() if parameter.requires_grad]
         return F.cross_entropy(self.net(batch[0]), batch[1], weight=weights) + 1e-3 * sum(terms)
 
@@ -132,7 +136,8 @@ class WithBuffers(Net):
 
     def training_step(self, batch, batch_idx):
         logits = (self.net(batch[0]) * self.scale)[:, self.order]
-        return F.cross_entropy(logits.clamp(self.limits[0], self.limits[1]), batch[1])
+        limits = self.limits.to(self.device)
+        return F.cross_entropy(logits.clamp(limits[0], limits[1]), batch[1])
 
 
 class WritesIntoItsBatch(Net):
@@ -153,8 +158,10 @@ MODULES = [Net, WithNorm, WithDropout, WithPenalty, WithAdam, WithBuffers, Write
 
 @pytest.mark.parametrize("kind", MODULES, ids=lambda kind: kind.__name__)
 @pytest.mark.parametrize("partition", [IID(), Dirichlet(alpha=0.5)], ids=["even", "uneven"])
-def test_recordings_change_no_byte(kind, partition, tmp_path, repeated):
+def test_recordings_change_no_byte(kind, partition, tmp_path, repeated, captures):
     assert compare(tmp_path, kind, repeated, partition=partition) > 20
+    copies_from_the_cpu = kind is WithBuffers and DEVICE.type == "cuda"  # which no graph does
+    assert (captures and not copies_from_the_cpu) == (CapturedOperations in repeated)
 
 
 @pytest.mark.parametrize("algorithm", [FedProx(mu=0.1), FedRep(own=("net.3",))], ids=["FedProx", "FedRep"])
@@ -286,7 +293,7 @@ def test_a_recording_that_fails_is_dropped(tmp_path, repeated):
                 leaf.grad = torch.ones_like(leaf)
             raise RuntimeError
 
-    with mock.patch.object(TrainingPass, "record", return_value=Failing(lambda: (), [], [])):
+    with mock.patch.object(TrainingPass, "record", return_value=Failing(Operations(lambda: (), []), [], [])):
         assert compare(tmp_path, Net, repeated) == 0
 
 

@@ -1,0 +1,56 @@
+"""Captured operations are those that were recorded; that steps keep their bytes, other tests of this folder show."""
+
+import gc
+
+import torch
+
+from lightning_sparsefl.federated.local.stacked.recording.captured import CapturedOperations
+from lightning_sparsefl.federated.local.stacked.recording.operations import OperationRecorder
+
+
+def test_results_and_written_inputs_are_those_of_the_operations():
+    total, weight, x = torch.zeros(2), torch.ones(1, 3).expand(2, 3), torch.ones(2, 3)
+    labels = torch.tensor([0, 1])
+    with OperationRecorder([total, weight, x, labels]) as recorder:
+        total += (weight * x).sum(1)
+        results = [x * torch.tensor([1.0, 2.0, 3.0]), labels + 1]
+    operations = recorder.operations(results)
+    assert operations.written == [0]
+    kept = []
+
+    def capture(work):
+        kept.append(work())
+
+        def repeat():
+            for own, new in zip(kept[0], work(), strict=True):
+                own.copy_(new)
+
+        return kept[0], repeat
+
+    captured = CapturedOperations(operations, [total, weight, x, labels], capture)
+    found = []
+    for factor in (2.0, 3.0):
+        total, weight = torch.ones(2), torch.full((1, 3), factor).expand(2, 3)
+        found.append(captured.run(total, weight, 5 * x, labels))
+        assert total.tolist() == [1 + 15 * factor] * 2
+    assert all(values.tolist() == [[5, 10, 15]] * 2 and numbers.tolist() == [1, 2] for values, numbers in found)
+    assert found[0][0].data_ptr() != found[1][0].data_ptr()
+
+
+def test_constants_live_as_long_as_the_graph_that_reads_them():
+    """A graph knows addresses only, and holds nothing that keeps their memory."""
+    x = torch.ones(3)
+    with OperationRecorder([x]) as recorder:
+        results = [x + torch.tensor([1.0, 2.0, 3.0])]
+    operations = recorder.operations(results)
+    places = {tensor.data_ptr() for tensor in operations.run.__self__.buffers()}
+    captured = CapturedOperations(operations, [x], lambda work: (work(), lambda: None))
+    del recorder, results, operations
+    gc.collect()
+    kept = {tensor.data_ptr() for held in gc.get_referents(captured.__dict__) for tensor in _buffers(held)}
+    assert places
+    assert places <= kept
+
+
+def _buffers(held):
+    return held.run.__self__.buffers() if hasattr(held, "run") else ()
