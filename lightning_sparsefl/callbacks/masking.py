@@ -250,17 +250,17 @@ class MaskingCallback(MaskOwner):
             super().restore(masks)
 
 
-def forget(optimizer: Any, weight: Tensor, mask: Tensor, place: int | None = None) -> None:
+def forget(optimizer: Any, weight: Tensor, mask: Tensor, rows: slice = slice(None)) -> None:
     """Reset what an optimizer remembers of the entries of a weight that are not held.
 
     Args:
         optimizer: Optimizer, whose memory has the shapes of its weights.
         weight: Weight, which need not be the optimizer's.
-        mask: Mask of the weight, or of one of its rows.
-        place: Number of the row; None = all of the weight.
+        mask: Mask of the weight, or of some of its rows.
+        rows: These rows.
     """
     remembered = [
-        (key, value if place is None else value[place])
+        (key, value[rows] if weight.dim() else value)
         for key, value in optimizer.state.get(weight, {}).items()
         if isinstance(value, Tensor) and value.shape == weight.shape
     ]

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from lightning_sparsefl.callbacks.learned_importance import LearnedImportance, check_scores
 from lightning_sparsefl.callbacks.masking import forget
 from lightning_sparsefl.callbacks.stacking.base import Leaves, StackedCallback, StackedPass
-from lightning_sparsefl.callbacks.stacking.trees import alike, for_each, row_of, stack_trees
+from lightning_sparsefl.callbacks.stacking.trees import alike, for_each, groups_on, row_of, stack_trees
 from lightning_sparsefl.callbacks.unit_scores import ScoreSteps, UnitScores
 from lightning_sparsefl.sparse.apply import InPlaceMask
 from lightning_sparsefl.sparse.importance import gate_gradients, relative
@@ -50,6 +50,7 @@ class StackedScores(StackedCallback):
     def start(self, leaves: Leaves) -> None:
         """Move what is kept of the clients to the device of their weights."""
         device = next(iter(leaves.values())).device
+        self.groups = groups_on(device, self.groups)
         for name in self.per_client:
             setattr(self, name, {key: tensor.to(device) for key, tensor in getattr(self, name).items()})
 
@@ -153,8 +154,9 @@ class StackedImportance(StackedScores):
         ranking = self._ranking(leaves)
         kept = {name: _largest(ranking[name], count) for name, count in self.counts.items()}
         changed = torch.stack([(units != self.kept[name]).any(1) for name, units in kept.items()]).any(0)
-        for place in changed.nonzero().flatten().tolist():
-            self._exchange(leaves, place, row_of(kept, place))
+        places = changed.nonzero().flatten()
+        if len(places):
+            self._exchange(leaves, places, {name: units[places] for name, units in kept.items()})
 
     def _ranking(self, leaves: Leaves) -> Weights:
         if self.of.pattern == "magnitude":
@@ -167,21 +169,26 @@ class StackedImportance(StackedScores):
         norms: dict[str, Tensor] = for_each(lambda tree: unit_norms(self.groups, tree), weights)
         return norms
 
-    def _exchange(self, leaves: Leaves, place: int, kept: Weights) -> None:
-        """Replace the units of one client; see :class:`LearnedImportance`."""
-        weights, aside = row_of(self._weights(leaves), place), row_of(self.aside, place)
-        masks = unit_masks(self.groups, kept, weights)
-        for name, mask in masks.items():
-            held = self.masks[name][place]
-            dense = torch.where(held, weights[name], aside[name])
-            weights[name].copy_(dense.masked_fill(~mask, 0))
-            aside[name].copy_(dense.masked_fill(mask, 0))
-            held.copy_(mask)
-            forget(self._optimizer, self._whole[name], mask, self.places[place])
+    def _exchange(self, leaves: Leaves, places: Tensor, kept: Weights) -> None:
+        """Replace the units of some clients; see :class:`LearnedImportance`.
+
+        Args:
+            leaves: Weights of all clients.
+            places: Places of these clients.
+            kept: Units that each of them keeps, of shape (places, units).
+        """
+        rows = slice(self.places.start, self.places.stop)
+        for name, mask in _unit_masks(self.groups, kept, self._weights(leaves)).items():
+            weight, held, aside = leaves[name].detach(), self.masks[name], self.aside[name]
+            dense = torch.where(held[places], weight[places], aside[places])
+            weight[places] = dense.masked_fill(~mask, 0)
+            aside[places] = dense.masked_fill(mask, 0)
+            held[places] = mask
+            forget(self._optimizer, self._whole[name], held, rows)
         for name, units in kept.items():
-            self.kept[name][place].copy_(units)
-        for name, norm in unit_norms(self.groups, aside).items():
-            self.absent[name][place].copy_(norm)
+            self.kept[name][places] = units
+        for name, norm in self._norms({name: aside[places] for name, aside in self.aside.items()}).items():
+            self.absent[name][places] = norm
 
     def after_backward(self, batch: StackedPass) -> None:
         """Take the scores' gradient, if they are trained."""
@@ -209,6 +216,28 @@ class StackedImportance(StackedScores):
             if any(bool(units[place].any()) for units in self.kept.values()):  # else there was no batch
                 trees = (self.scores, self.kept, self.masks, self.aside)
                 callback.take_over(*({n: t.clone() for n, t in row_of(tree, place).items()} for tree in trees))
+
+
+def _unit_masks(groups: Sequence[UnitGroup], kept: Weights, weights: Weights) -> dict[str, Tensor]:
+    """Return masks over the weights of several clients that drop units, as :func:`unit_masks` does for one.
+
+    Args:
+        groups: Groups of units, with positions on the device of the weights.
+        kept: Units of each group that stay, of shape (clients, units).
+        weights: Weights, with clients in dimension 0, of which there may be more.
+    """
+    masks: dict[str, Tensor] = {}
+    for group in groups:
+        for slot in group.slots:
+            if slot.role == "buffer" or slot.name not in weights:
+                continue
+            units, shape = kept[group.name], weights[slot.name].shape[1:]
+            positions = slot.positions.flatten().expand(len(units), -1)
+            line = units.new_ones(len(units), shape[slot.dim])
+            line.scatter_(1, positions, units.repeat_interleave(slot.positions.shape[1], 1))
+            mask = line.view(-1, *(length if dim == slot.dim else 1 for dim, length in enumerate(shape)))
+            masks[slot.name] = masks[slot.name] & mask if slot.name in masks else mask
+    return {name: mask.expand(-1, *weights[name].shape[1:]) for name, mask in masks.items()}
 
 
 def _largest(scores: Tensor, counts: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -51,6 +52,25 @@ def for_each(function: Callable[..., Any], *trees: Weights) -> Any:
         {'b': tensor([3., 3.])}
     """
     return torch.vmap(function)(*trees)
+
+
+def groups_on(device: torch.device, groups: Sequence[UnitGroup]) -> tuple[UnitGroup, ...]:
+    """Return groups of units whose positions are on a device, so that no step moves them there.
+
+    Args:
+        device: Device of the weights.
+        groups: Groups of units of a module.
+
+    Example:
+        >>> from lightning_sparsefl.sparse.units import find_groups
+        >>> net = torch.nn.Sequential(torch.nn.Linear(1, 2), torch.nn.Linear(2, 1))
+        >>> groups_on(torch.device("meta"), find_groups(net, torch.zeros(1, 1)))[0].slots[0].positions.device
+        device(type='meta')
+    """
+    return tuple(
+        replace(group, slots=tuple(replace(slot, positions=slot.positions.to(device)) for slot in group.slots))
+        for group in groups
+    )
 
 
 def alike(groups: Sequence[Sequence[UnitGroup]]) -> bool:

@@ -294,7 +294,8 @@ def _batch_norm(
     if batch is not None:
         return rules.close_batch(F.batch_norm(batch, running_mean, running_var, weight, bias, eps=eps))
     tensors, inputs = (running_mean, running_var, weight, bias), rules.open(input, 1)
-    opened = rules.open_all(*tensors) if training else [rules.every(tensor) for tensor in tensors]
+    writes = training and running_mean is not None
+    opened = rules.open_all(*tensors) if writes else [rules.every(tensor) for tensor in tensors]
     if opened is None or inputs is None or inputs.dim() not in (3, 5):
         return NotImplemented
     flat = inputs.flatten(1, 2)
@@ -302,7 +303,7 @@ def _batch_norm(
         flat = _channels_last(flat)
     if training and flat.numel() == flat.shape[1]:
         return NotImplemented  # one value for each channel: torch refuses it
-    flatten = Tensor.view if training else Tensor.reshape  # statistics are written in place
+    flatten = Tensor.view if writes else Tensor.reshape  # statistics are written in place
     mean, var, scale, shift = (None if tensor is None else flatten(tensor, -1) for tensor in opened)
     outputs = torch.batch_norm(flat, scale, shift, mean, var, training, momentum, eps, False)
     return rules.close(outputs.unflatten(1, (rules.size, -1)), 1)

@@ -126,13 +126,13 @@ def test_a_layer_whose_weights_all_clients_share(name, samples):
         torch.testing.assert_close(grad[place], own[place], rtol=1e-11, atol=1e-11)
 
 
-def test_clients_with_weights_of_their_own_share_statistics():
-    layer = LAYERS["batch norm of images"][0]
-    module = copy.deepcopy(layer).double().eval()
-    module.load_state_dict(clients(module)[0], strict=False)
-    statistics = {name: tensor for name, tensor in floats(module).items() if "running" in name}
-    trees, inputs = [{**tree, **statistics} for tree in clients(module)], torch.randn(SIZE, 2, *IMAGE).double()
-    stacked = StackedModule(module, SIZE, statistics)
+@pytest.mark.parametrize("name", ["batch norm in evaluation", "batch norm, not tracking"])
+def test_clients_share_some_tensors_of_a_batch_norm(name):
+    module = copy.deepcopy(LAYERS[name][0]).double()
+    tree = clients(module)[0]
+    shared = {key: tree[key] for key in tree if "running" in key} or {"weight": tree["weight"]}
+    trees, inputs = [{**own, **shared} for own in clients(module)], torch.randn(SIZE, 2, *IMAGE).double()
+    stacked = StackedModule(module, SIZE, shared)
     stacked.load(trees)
     with mock.patch.object(torch, "batch_norm", wraps=torch.batch_norm) as kernel:  # the rule of `vmap` fails on CUDA
         losses = stacked.call(lambda batch, _: score(module(batch)), inputs)
