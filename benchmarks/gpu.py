@@ -4,7 +4,7 @@ First the float64 weights of clients that train as a stack are compared on the d
 one after another; the script stops if they differ. Then, for each model and number of clients, one process measures the
 plain loop (with the data in the device's memory), clients one after another, stacks whose kernels are launched one by
 one, and stacks whose steps are CUDA graphs. Two and three ranks of one device follow. A time is the median of a round
-without the first one, which warms up. Cases that the time limit leaves out are null.
+without the first two, in which steps are captured. Cases that the time limit leaves out are null.
 
     python benchmarks/gpu.py --out result.json
 """
@@ -39,6 +39,8 @@ from lightning_sparsefl.models import MLP, LeNet5, ResNet18
 from lightning_sparsefl.models.task import Classifier
 from lightning_sparsefl.seeds import generator
 
+WARM = 2
+"""Number of rounds before those that are measured."""
 SEED, BATCH, RATES = 0, 20, {"lr": 0.01, "momentum": 0.9, "weight_decay": 5e-4}
 TOLERANCE = 1e-9
 """Largest difference of two float64 weights after one round, relative to the largest change of a weight."""
@@ -103,14 +105,14 @@ def bare(model: str, clients: int, samples: int, rounds: int, device: torch.devi
         model: Name of the model.
         clients: Number of clients in a round.
         samples: Number of training samples of each client.
-        rounds: Number of rounds after the first one.
+        rounds: Number of measured rounds.
         device: Device of model and data.
     """
     net, shape = made(model).net.to(device), MODELS[model][1]
     images = torch.randn(clients, samples, *shape, device=device)
     labels = (torch.arange(clients * samples, device=device) % 10).view(clients, samples)
     weights, times = [parameter.detach().clone() for parameter in net.parameters()], list[float]()
-    for _ in range(rounds + 1):
+    for _ in range(rounds + WARM):
         wait(device)
         started = time.perf_counter()
         sums = [torch.zeros_like(weight) for weight in weights]
@@ -127,7 +129,7 @@ def bare(model: str, clients: int, samples: int, rounds: int, device: torch.devi
         weights = sums
         wait(device)
         times.append(time.perf_counter() - started)
-    return statistics.median(times[1:])
+    return statistics.median(times[WARM:])
 
 
 def fit(
@@ -208,9 +210,9 @@ def measure(arguments: argparse.Namespace) -> None:
         elif mode == "bare":
             result = bare(model, int(clients), samples, arguments.rounds, device)
         else:
-            size = (model, int(clients), samples, arguments.rounds + 1, arguments.accelerator)
+            size = (model, int(clients), samples, arguments.rounds + WARM, arguments.accelerator)
             _, times = fit(*size, MODES[mode])
-            result = statistics.median(times[1:]) if IS_FIRST else 0.0
+            result = statistics.median(times[WARM:]) if IS_FIRST else 0.0
         if IS_FIRST:
             print(f"\nresult {json.dumps([mode, result])}", flush=True)
 
@@ -248,7 +250,7 @@ def main() -> None:
     parser.add_argument(
         "--samples", type=int, default=0, help="number of training samples of each client; 0 = by model"
     )
-    parser.add_argument("--rounds", type=int, default=2, help="number of rounds after the first one")
+    parser.add_argument("--rounds", type=int, default=2, help="number of measured rounds")
     parser.add_argument("--minutes", type=float, default=7.5, help="limit of the whole script")
     parser.add_argument("--accelerator", default="cuda", choices=["cuda", "cpu"], help="device to run on")
     parser.add_argument("--out", type=Path, help="file for the JSON")
