@@ -101,6 +101,8 @@ class StackEvaluator:
             if isinstance(error, InvalidOption):
                 return  # each client raises it alone
             if is_out_of_memory(error):
+                if self._recorder is not None:
+                    self._recorder.clear()
                 release_memory(error, self._worker.module)
             _messages.warn(
                 f"{len(group)} clients are evaluated one after another, since "

@@ -63,9 +63,10 @@ class StackedWorker(ClientWorker):
         self._asked = asked
         self._trial = StackingTrial(self)
         capture = graphs_of(self.device)
-        self._recorder, scoring = (PassRecorder(self.module, capture) if records else None for _ in range(2))
+        self._recorders = tuple(PassRecorder(self.module, capture) if records else None for _ in range(2))
+        """Recorders of the fits and of the evaluations."""
         numbers = self._trial.activations / self._trial.samples
-        self._evaluator = StackEvaluator(self, numbers, self._budget // self._element, asked, scoring)
+        self._evaluator = StackEvaluator(self, numbers, self._budget // self._element, asked, self._recorders[1])
 
     @property
     def can_stack(self) -> bool:
@@ -279,6 +280,8 @@ class StackedWorker(ClientWorker):
                     f"{reason_of(error)}; set `federation.local_engine: fast` to spare the attempt."
                 )
                 return
+            for recorder in filter(None, self._recorders):
+                recorder.clear()
             release_memory(error, self.module)
             _messages.warn(
                 f"A stack of {len(group)} clients does not fit into the memory, and is halved; lower "
@@ -298,7 +301,7 @@ class StackedWorker(ClientWorker):
             self._shares[request.client] = self._shares.get(request.client, 0.0) + share
 
     def _fit_stack(self, requests: Sequence[StackedRequest]) -> None:
-        units, module, recorder = requests[0].units, self.module, self._recorder
+        units, module, recorder = requests[0].units, self.module, self._recorders[0]
         if units is not None:  # narrow models of equal widths differ in their weights alone
             module, recorder = cast(LightningModule, cut(module, self.units, units)), None
         with self._warning_once():

@@ -21,6 +21,7 @@ from lightning_sparsefl import FedAvg, FederatedTrainer, Federation
 from lightning_sparsefl.data import FederatedBlobs
 from lightning_sparsefl.errors import ClientFailed
 from lightning_sparsefl.federated.local.stacked import functorch, worker
+from lightning_sparsefl.federated.local.stacked.recording.recorder import PassRecorder
 from lightning_sparsefl.federated.local.stacked.worker import StackedWorker
 
 
@@ -292,7 +293,8 @@ def test_a_timeout_lets_clients_train_one_after_another(tmp_path, stacked):
 
 
 def test_a_stack_that_is_out_of_memory_is_halved(tmp_path, stacked, monkeypatch):
-    before = StackedWorker._fit_stack
+    before, cleared = StackedWorker._fit_stack, mock.Mock()
+    monkeypatch.setattr(PassRecorder, "clear", cleared)
 
     def small(self, requests):
         if len(requests) > 2:
@@ -303,6 +305,7 @@ def test_a_stack_that_is_out_of_memory_is_halved(tmp_path, stacked, monkeypatch)
     with pytest.warns(UserWarning, match=r"A stack of 4 clients does not fit.*lower `federation.stack_size`"):
         fit(tmp_path, Net())
     assert stacked == [4, 2, 2]
+    assert cleared.call_count == 2  # the recordings of fits, and those of evaluations
 
 
 def test_a_client_that_fails_in_a_stack_fails_alone(tmp_path, stacked):

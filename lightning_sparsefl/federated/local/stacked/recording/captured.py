@@ -19,17 +19,27 @@ Capture = Callable[[Callable[[], Results]], tuple[Results, Callable[[], None]]]
 
 
 class CudaGraphs:
-    """Captures of work on the current CUDA device as graphs, which share the memory of their intermediate results."""
+    """Captures of work on a CUDA device as graphs, which share the memory of their intermediate results.
 
-    def __init__(self) -> None:
+    Args:
+        device: The device, which is the current one.
+    """
+
+    def __init__(self, device: torch.device) -> None:
         self._pool = torch.cuda.graph_pool_handle()
+        self._most = torch.cuda.get_device_properties(device).total_memory // 2
 
     def __call__(self, work: Callable[[], Results]) -> tuple[Results, Callable[[], None]]:
         """Capture some work; see :data:`Capture`.
 
         Args:
             work: Function that reads and writes the same tensors each time.
+
+        Raises:
+            MemoryError: If half of the device's memory is in use, since a graph keeps memory as long as it lives.
         """
+        if torch.cuda.memory_reserved() > self._most:
+            raise MemoryError
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
@@ -47,7 +57,7 @@ def graphs_of(device: torch.device) -> Capture | None:
     Args:
         device: Device of a module.
     """
-    return CudaGraphs() if device.type == "cuda" else None
+    return CudaGraphs(device) if device.type == "cuda" else None
 
 
 class CapturedOperations:

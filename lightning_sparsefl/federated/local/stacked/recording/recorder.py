@@ -117,6 +117,10 @@ class PassRecorder:
         )
         self._current = self._steps.setdefault((name, layout), {})
 
+    def clear(self) -> None:
+        """Drop all recordings, whose graphs hold memory of the device."""
+        self._steps, self._current = {}, {}
+
     def do(self, one: Recordable) -> Any:
         """Do a step.
 

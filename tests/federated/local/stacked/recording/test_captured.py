@@ -1,10 +1,12 @@
 """Captured operations are those that were recorded; that steps keep their bytes, other tests of this folder show."""
 
 import gc
+from types import SimpleNamespace
 
+import pytest
 import torch
 
-from lightning_sparsefl.federated.local.stacked.recording.captured import CapturedOperations
+from lightning_sparsefl.federated.local.stacked.recording.captured import CapturedOperations, graphs_of
 from lightning_sparsefl.federated.local.stacked.recording.operations import OperationRecorder
 
 
@@ -54,3 +56,14 @@ def test_constants_live_as_long_as_the_graph_that_reads_them():
 
 def _buffers(held):
     return held.run.__self__.buffers() if hasattr(held, "run") else ()
+
+
+def test_graphs_leave_half_of_the_memory_free(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=100))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 51)
+    work = []
+    with pytest.raises(MemoryError):
+        graphs_of(torch.device("cuda"))(lambda: work.append(1))
+    assert not work
+    assert graphs_of(torch.device("cpu")) is None
