@@ -2,7 +2,7 @@ PYTHON ?= python
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help install check test test-all quickstart docs bench
+.PHONY: help install check test test-all test-gpu quickstart docs bench
 
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -20,6 +20,11 @@ test: ## Run the tests and doctests that are not marked slow; ARGS go to pytest,
 
 test-all: ## Run all tests, the slow ones included; ARGS go to pytest
 	$(PYTHON) -m pytest -m "" $(ARGS)
+
+STACKS = tests/contract/test_stacked_parity.py tests/contract/test_stacked_evaluation.py tests/federated/local/stacked
+test-gpu: ## Run the tests of stacks, and those that need a GPU, on a CUDA device
+	SPARSEFL_TEST_DEVICE=cuda $(PYTHON) -m pytest $(STACKS) $(ARGS)
+	$(PYTHON) -m pytest -m gpu $(ARGS)
 
 quickstart: ## Train the first federation, on a CPU and without a download
 	sparsefl fit --config configs/quickstart.yaml

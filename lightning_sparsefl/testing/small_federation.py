@@ -1,4 +1,4 @@
-"""A small federation on the CPU, whose runs take about a second."""
+"""A small federation, whose runs take about a second."""
 
 from __future__ import annotations
 
@@ -24,12 +24,18 @@ class SmallFederation:
     Args:
         folder: Folder of the run folders.
         module_for: Function that makes the module that a method trains.
+        accelerator: Accelerator of the trainer.
     """
 
     module = Classifier
 
-    def __init__(self, folder: Path, module_for: Callable[[FederatedAlgorithm], LightningModule] | None = None) -> None:
-        self.folder = folder
+    def __init__(
+        self,
+        folder: Path,
+        module_for: Callable[[FederatedAlgorithm], LightningModule] | None = None,
+        accelerator: str = "cpu",
+    ) -> None:
+        self.folder, self.accelerator = folder, accelerator
         self.module_for = module_for or (lambda algorithm: Classifier())
 
     def __call__(
@@ -64,7 +70,7 @@ class SmallFederation:
         trainer: Any = FederatedTrainer(
             algorithm=algorithm,
             federation=federation,
-            accelerator="cpu",
+            accelerator=self.accelerator,
             devices=devices,
             strategy="client_parallel_fork" if devices > 1 else "auto",
             max_rounds=rounds,

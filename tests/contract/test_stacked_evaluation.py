@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from torchmetrics import MeanSquaredError, Metric
 from torchmetrics.classification import MulticlassAccuracy
 
+from helpers.device import DEVICE, on_several_ranks
 from lightning_sparsefl import FedAvg, FederatedTrainer, Federation, FedPer, Local
 from lightning_sparsefl.data import Dirichlet, FederatedDigits
 from lightning_sparsefl.federated.evaluation.scorer import Scorer
@@ -142,7 +143,7 @@ def scores_of(folder, engine, model, algorithm=None, devices=1, precision="64-tr
         federation=Federation(
             local_engine=engine, clients_per_round=4, stack_size=8, unseen_clients=1, **options.pop("federation", {})
         ),
-        accelerator="cpu",
+        accelerator=DEVICE.type,
         devices=devices,
         strategy="client_parallel_fork" if devices > 1 else "auto",
         max_rounds=2,
@@ -242,6 +243,7 @@ def test_a_step_that_cannot_be_stacked_is_named_once(model, words, tmp_path, siz
     assert sizes == []
 
 
+@on_several_ranks
 def test_ranks_have_the_bytes_of_one(tmp_path, sizes):
     options = {"precision": "32-true", "federation": {"eval_after_training": True, "finetune_epochs": 1}}
     found, one = scores_of(tmp_path / "one", "stacked", "objects", **options)

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from torch.optim import lr_scheduler as schedules
 
 from helpers.algorithms import every_variant
+from helpers.device import DEVICE, on_several_ranks
 from helpers.networks import Classifier, module_for
 from lightning_sparsefl import (
     APFL,
@@ -226,7 +227,7 @@ def digits(
     trainer = FederatedTrainer(
         algorithm=algorithm or FedAvg(),
         federation=Federation(**options),
-        accelerator="cpu",
+        accelerator=DEVICE.type,
         devices=devices,
         strategy="client_parallel_fork" if devices > 1 else "auto",
         max_rounds=rounds,
@@ -242,7 +243,7 @@ def digits(
     data = parts(batch_size, partition)
     module = module() if callable(module) and not isinstance(module, nn.Module) else module
     trainer.fit(module, data, ckpt_path)
-    return trainer, {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    return trainer, {name: tensor.to("cpu", copy=True) for name, tensor in module.state_dict().items()}
 
 
 def compare(folder, module, algorithm=None, **options):
@@ -612,6 +613,7 @@ def test_clients_of_equal_width_are_stacked(algorithm, execution, tmp_path, stac
         assert max(stacks) == 4  # half of the clients have each width
 
 
+@on_several_ranks
 def test_clients_are_fine_tuned_as_stacks(tmp_path, stacks):
     options = {"rounds": 1, "epochs": 1, "federation": {"finetune_epochs": 1}}
     tables = []
@@ -629,6 +631,7 @@ def state(trainer):
     return {name: (str(t.dtype), t.numpy().tobytes()) for name, t in content["state_dict"].items()}
 
 
+@on_several_ranks
 def test_ranks_and_resumed_runs_have_the_bytes_of_one(tmp_path, stacks):
     options = {"precision": "32-true", "rounds": 3, "federation": {"stack_size": 2}}
     one, _ = digits(tmp_path / "one", "stacked", seeded(norm="none", smooth=True), **options)

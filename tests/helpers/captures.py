@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import torch
-
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-"""Device of tests whose steps are captured."""
-
 
 def capture_on_cpu(work):
     """Capture some work as a CUDA graph does: it is done anew from the same inputs, in the memory of the first results.

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from helpers.captures import DEVICE, capture_on_cpu
+from helpers.captures import capture_on_cpu
+from helpers.device import DEVICE
 from lightning_sparsefl.federated.local.stacked import worker
 from lightning_sparsefl.federated.local.stacked.recording.captured import graphs_of
 

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torchmetrics import MeanSquaredError, Metric
 from torchmetrics.classification import MulticlassAccuracy
 
-from helpers.captures import DEVICE
+from helpers.device import DEVICE
 from lightning_sparsefl import FedAvg, FederatedTrainer, Federation, FedPer, Local
 from lightning_sparsefl.data import Dirichlet, FederatedDigits
 from lightning_sparsefl.federated.evaluation.scorer import Scorer

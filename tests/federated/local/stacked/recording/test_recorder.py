@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from helpers.algorithms import every_variant
-from helpers.captures import DEVICE
+from helpers.device import DEVICE
 from helpers.networks import module_for
 from lightning_sparsefl import FedAvg, FederatedTrainer, Federation, FedProx, FedRep
 from lightning_sparsefl.data import IID, Dirichlet, FederatedDigits
