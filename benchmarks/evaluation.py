@@ -30,8 +30,8 @@ from lightning_sparsefl.algorithms import FedAvg, FedPer, Local
 from lightning_sparsefl.federated import FederatedAlgorithm, FederatedTrainer, Federation
 from lightning_sparsefl.federated.evaluation.scorer import Scorer
 from lightning_sparsefl.federated.local.node import Node
-from lightning_sparsefl.federated.local.stacked import evaluator
-from lightning_sparsefl.federated.local.stacked.evaluation import StackedEvaluation
+from lightning_sparsefl.federated.local.stacked.scoring import evaluator
+from lightning_sparsefl.federated.local.stacked.scoring.evaluation import StackedEvaluation
 from lightning_sparsefl.federated.local.stacked.worker import StackedWorker
 from lightning_sparsefl.federated.rounds.coordinator import Coordinator
 from lightning_sparsefl.federated.rounds.server import Server

@@ -43,9 +43,9 @@ from lightning_sparsefl import (
 )
 from lightning_sparsefl.callbacks import DynamicMask, GlobalMagnitudePruning, GroupPenalty, LearnedImportance
 from lightning_sparsefl.data import IID, Dirichlet, FederatedDigits
-from lightning_sparsefl.federated.local.stacked.evaluator import StackEvaluator
 from lightning_sparsefl.federated.local.stacked.fit import StackedFit
 from lightning_sparsefl.federated.local.stacked.recording.recorded_step import TrainingPass
+from lightning_sparsefl.federated.local.stacked.scoring.evaluator import StackEvaluator
 from lightning_sparsefl.federated.local.stacked.worker import StackedWorker
 from lightning_sparsefl.sparse.units import find_groups
 from lightning_sparsefl.testing.contents import rows

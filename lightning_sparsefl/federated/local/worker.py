@@ -243,8 +243,17 @@ class ClientWorker:
 
     def gradient(self, client: Client, weights: Weights) -> Weights:
         """Compute the gradient of one batch; see :meth:`Client.gradient`."""
+        return self.differentiate(weights, self.train_loader(client, client.key("gradient")))
+
+    def differentiate(self, weights: Weights, loader: Any) -> Weights:
+        """Compute the gradient of a loader's first batch, in evaluation mode.
+
+        Args:
+            weights: Weights to take the gradient at.
+            loader: Loader of a client's training data, for which the global generators are seeded.
+        """
         self.load(weights)
-        batch = next(iter(self.train_loader(client, client.key("gradient"))))
+        batch = next(iter(loader))
         modes = {module: module.training for module in self.module.modules()}
         self.module.eval()
         try:

@@ -134,10 +134,43 @@ class StackedFit:
         Raises:
             NotStackable: If the training step does something that has no meaning for several clients at once.
         """
+        with self._started(self._batches):
+            self._epochs()
+            self._require_alike()
+        self.trainer._close()
+        self.trainer._finish()
+        for callback, chain in self._callbacks:
+            callback.finish(chain)
+        for place, (request, metrics) in enumerate(zip(self.requests, self.log.metrics(), strict=True)):
+            request.result, request.metrics = self.whole.row(place), metrics
+            request.steps = self.optimizer.taken[place]
+
+    def differentiate(self) -> None:
+        """Fill each request's result with the gradients of its first batch; no client takes a step.
+
+        Raises:
+            NotStackable: If the training step does something that has no meaning for several clients at once.
+        """
+        with self._started(1):
+            self.reader.start_epoch()
+            self.loop._ready, self.loop.is_last_batch = 1, True
+            run_backward(self._losses(self._read(self._caller(), self.whole, 0, self.size, 0), alike=True).sum())
+            self._require_no_gradients()
+        self.trainer._finish()
+        slopes = {name: self.whole.leaves[name].grad for name in dict(self.module.named_parameters())}
+        for place, request in enumerate(self.requests):
+            request.result = {
+                name: torch.zeros_like(self.whole.own[name]) if slope is None else slope[place].contiguous()
+                for name, slope in slopes.items()
+            }
+
+    @contextmanager
+    def _started(self, batches: int) -> Iterator[None]:
+        """Do what precedes the first batch, and check afterwards that the module's attributes have not changed."""
         trainer, whole = self.trainer, self.whole
         whole.load([request.weights for request in self.requests])
         trainer.fit_loop = self.loop
-        self.loop.max_batches = self._batches
+        self.loop.max_batches = batches
         for tensor in whole.own.values():
             tensor.grad = None
         trainer._start(TrainerFn.FITTING, RunningStage.TRAINING)
@@ -148,16 +181,8 @@ class StackedFit:
             self._states = ModuleStates(self.module)
             if self._recorder is not None:
                 self._recorder.start(whole, self._states)
-            self._epochs()
-            self._require_alike()
+            yield
             self._states.require_unchanged()
-        trainer._close()
-        trainer._finish()
-        for callback, chain in self._callbacks:
-            callback.finish(chain)
-        for place, (request, metrics) in enumerate(zip(self.requests, self.log.metrics(), strict=True)):
-            request.result, request.metrics = whole.row(place), metrics
-            request.steps = self.optimizer.taken[place]
 
     def restore(self) -> None:
         """Undo what steps have changed in the module's attributes."""
@@ -220,12 +245,15 @@ class StackedFit:
         """Raise :class:`NotStackable` if something has been used that the clients do not have in common."""
         if self.loop.asked and len({request.reader.batches for request in self.requests}) > 1:
             raise NotStackable("asks for the number of batches, of which each client has its own")
+        self._require_no_gradients()
+
+    def _require_no_gradients(self) -> None:
+        """Raise :class:`NotStackable` if gradients have reached the module's own parameters."""
         if any(tensor.grad is not None for tensor in self.whole.own.values()):
             raise NotStackable("computes with parameters that it keeps elsewhere than in the module")
 
     def _epochs(self) -> None:
-        trainer, loop = self.trainer, self.loop
-        step = StepCaller(trainer.hooks, self.module, "training_step", trainer.precision_plugin)
+        loop, step = self.loop, self._caller()
         for epoch in range(self.requests[0].epochs):
             loop._ready_before, loop._ready = loop._ready_before + loop._ready, 0
             self.reader.start_epoch()
@@ -275,6 +303,21 @@ class StackedFit:
                 group["params"] = parameters
             self.trainer.steps = False
 
+    def _caller(self) -> StepCaller:
+        """Return the caller of the module's training step."""
+        trainer = self.trainer
+        return StepCaller(trainer.hooks, self.module, "training_step", trainer.precision_plugin)
+
+    def _read(self, step: StepCaller, part: StackedModule, low: int, high: int, number: int) -> BatchPass:
+        """Read one batch of each of the clients from `low` to before `high`, whose tensors are `part`."""
+        trainer, log, taken = self.trainer, self.log, self.optimizer.taken[low:high]
+        inputs, labels = self.reader.read(low, high, number)
+        batch = trainer.precision_plugin.convert_input((inputs, labels))
+        batch = trainer.hooks.to_device(batch, trainer.strategy.root_device)
+        log.low, log.high, log.batch_size = low, high, inputs.shape[1]
+        self.loop.set_steps(taken)
+        return BatchPass(part, step, batch, number, log, taken)
+
     def _batch(self, step: StepCaller, low: int, high: int, number: int) -> None:
         """Train the clients from `low` to before `high` on one batch of each."""
         trainer, log = self.trainer, self.log
@@ -283,12 +326,7 @@ class StackedFit:
         if part is not self.whole:
             callbacks = [callback.rows(low, high) for callback in callbacks]
         taken = self.optimizer.taken[low:high]
-        inputs, labels = self.reader.read(low, high, number)
-        batch = trainer.precision_plugin.convert_input((inputs, labels))
-        batch = trainer.hooks.to_device(batch, trainer.strategy.root_device)
-        log.low, log.high, log.batch_size = low, high, inputs.shape[1]
-        self.loop.set_steps(taken)
-        one, recorded = BatchPass(part, step, batch, number, log, taken), None
+        one, recorded = self._read(step, part, low, high, number), None
         for callback in callbacks:
             callback.before_batch(one)
 

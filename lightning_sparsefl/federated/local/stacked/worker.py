@@ -20,12 +20,13 @@ from lightning_sparsefl.federated.exchange.orders import Answer, Split
 from lightning_sparsefl.federated.local.engines import FastEngine
 from lightning_sparsefl.federated.local.round_lr import ScaleLearningRates
 from lightning_sparsefl.federated.local.stacked import fibers
-from lightning_sparsefl.federated.local.stacked.evaluation import EvaluationRequest
-from lightning_sparsefl.federated.local.stacked.evaluator import StackEvaluator
 from lightning_sparsefl.federated.local.stacked.fit import StackedRequest, fit_stack
+from lightning_sparsefl.federated.local.stacked.gradients import GradientRequest, StackGradients
 from lightning_sparsefl.federated.local.stacked.reader import ClientReader, readable, reading_key
 from lightning_sparsefl.federated.local.stacked.recording.captured import graphs_of
 from lightning_sparsefl.federated.local.stacked.recording.recorder import PassRecorder
+from lightning_sparsefl.federated.local.stacked.scoring.evaluation import EvaluationRequest
+from lightning_sparsefl.federated.local.stacked.scoring.evaluator import StackEvaluator
 from lightning_sparsefl.federated.local.stacked.trial import StackingTrial, reason_of
 from lightning_sparsefl.federated.local.stacked.undo import CallbackStates
 from lightning_sparsefl.federated.local.worker import ClientWorker, FitRequest
@@ -66,6 +67,7 @@ class StackedWorker(ClientWorker):
         self._recorders = tuple(PassRecorder(self.module, capture) if records else None for _ in range(2))
         """Recorders of the fits and of the evaluations."""
         numbers = self._trial.activations / self._trial.samples
+        self._gradients = StackGradients(self)
         self._evaluator = StackEvaluator(self, numbers, self._budget // self._element, asked, self._recorders[1])
 
     @property
@@ -162,6 +164,15 @@ class StackedWorker(ClientWorker):
             weights=layout.tree(flat), metrics=stacked.metrics, steps=stacked.steps, callbacks=stacked.callbacks
         )
 
+    def gradient(self, client: Client, weights: Weights) -> Weights:
+        """Compute a gradient as part of a stack, if the client's work runs beside others' and it can be stacked."""
+        key = client.key("gradient")
+        if _may_wait() and self.can_stack and client.deadline is None:
+            request = self._gradients.request(client, key, weights)
+            if request is not None and fibers.ask(request):
+                return request.result
+        return self.differentiate(weights, self.train_loader(client, key))
+
     def evaluate(self, client: Client, weights: Weights, split: Split) -> Mapping[str, float]:
         """Evaluate as part of a stack, if the client's work runs beside others' and the evaluation can be stacked."""
         if _may_wait() and client.deadline is None:
@@ -222,11 +233,12 @@ class StackedWorker(ClientWorker):
         return StackedRequest(request.client.id, request.key, weights, trainable, callbacks, reader, epochs, units)
 
     def _serve(self, requests: Sequence[StackedRequest | EvaluationRequest]) -> list[bool]:
-        """Do fits and evaluations as stacks; return for each whether it was done."""
-        started, evaluations = time.perf_counter(), [each for each in requests if isinstance(each, EvaluationRequest)]
-        self._evaluator.run(evaluations)
-        self._share(evaluations, started)
-        self._fit_groups([each for each in requests if isinstance(each, StackedRequest)])
+        """Do fits, gradients and evaluations as stacks; return for each whether it was done."""
+        for kind, run in ((EvaluationRequest, self._evaluator.run), (GradientRequest, self._gradients.run)):
+            started, chosen = time.perf_counter(), [each for each in requests if type(each) is kind]
+            run(chosen)  # type: ignore[operator]
+            self._share(chosen, started)
+        self._fit_groups([each for each in requests if type(each) is StackedRequest])
         return [bool(request.result) for request in requests]
 
     def _fit_groups(self, requests: Sequence[StackedRequest]) -> None:

@@ -22,7 +22,8 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_sparsefl import APFL, FedAvg, FederatedTrainer, Federation, PerFedAvg, PFedMe
 from lightning_sparsefl.data import FederatedDataset
-from lightning_sparsefl.federated.local.stacked import evaluator, worker
+from lightning_sparsefl.federated.local.stacked import worker
+from lightning_sparsefl.federated.local.stacked.scoring import evaluator
 from lightning_sparsefl.federated.local.stacked.worker import StackedWorker
 from lightning_sparsefl.testing.contents import rows
 

@@ -14,10 +14,10 @@ from torchmetrics import Metric
 from lightning_sparsefl.federated.local.fast.steps import StepCaller
 from lightning_sparsefl.federated.local.stacked.leaves import StackedModule
 from lightning_sparsefl.federated.local.stacked.logs import EvaluationLog, Logged
-from lightning_sparsefl.federated.local.stacked.metric_states import MetricStates
 from lightning_sparsefl.federated.local.stacked.recording.captured import Capture, CapturedOperations
 from lightning_sparsefl.federated.local.stacked.recording.operations import RunsOperations
 from lightning_sparsefl.federated.local.stacked.recording.tracing import restored, tensors_of, trace
+from lightning_sparsefl.federated.local.stacked.scoring.metric_states import MetricStates
 
 
 @dataclass

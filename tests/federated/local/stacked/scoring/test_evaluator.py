@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from lightning_sparsefl.data.examples import Examples
-from lightning_sparsefl.federated.local.stacked.evaluation import EvaluationRequest, readable_in_order
-from lightning_sparsefl.federated.local.stacked.evaluator import StackEvaluator
+from lightning_sparsefl.federated.local.stacked.scoring.evaluation import EvaluationRequest, readable_in_order
+from lightning_sparsefl.federated.local.stacked.scoring.evaluator import StackEvaluator
 
 
 def request(samples, batch_size=10):

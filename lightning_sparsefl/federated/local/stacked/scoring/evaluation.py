@@ -24,9 +24,9 @@ from lightning_sparsefl.federated.local.fast.trainer import FastTrainer
 from lightning_sparsefl.federated.local.isolation import isolate_metrics, restore_trainer_refs
 from lightning_sparsefl.federated.local.stacked.leaves import StackedModule, shared_names
 from lightning_sparsefl.federated.local.stacked.logs import EvaluationLog
-from lightning_sparsefl.federated.local.stacked.metric_states import MetricStates
 from lightning_sparsefl.federated.local.stacked.recording.recorded_evaluation import EvaluationPass
 from lightning_sparsefl.federated.local.stacked.recording.recorder import PassRecorder
+from lightning_sparsefl.federated.local.stacked.scoring.metric_states import MetricStates
 from lightning_sparsefl.federated.local.stacked.undo import ModuleStates
 from lightning_sparsefl.seeds import seed_all
 from lightning_sparsefl.types import Weights
@@ -112,7 +112,7 @@ class StackedEvaluation:
         trainer._start(TrainerFn(self.stage.value), self.stage)
         self.states = MetricStates(self.module, self.size)
         step = StepCaller(trainer.hooks, self.module, f"{name}_step", trainer.precision_plugin)
-        with self.log.receiving(self.module), _modes_restored(self.module):
+        with self.log.receiving(self.module), modes_restored(self.module):
             trainer.hooks.call_module(f"on_{name}_model_eval")
             if self._recorder is not None:
                 self._recorder.start(self.whole, self.kept, name)
@@ -166,7 +166,12 @@ class StackedEvaluation:
 
 
 @contextmanager
-def _modes_restored(module: LightningModule) -> Iterator[None]:
+def modes_restored(module: LightningModule) -> Iterator[None]:
+    """Restore the modes, training or evaluation, of a module and its submodules at the end of the context.
+
+    Args:
+        module: The module.
+    """
     modes = _ModuleMode()
     modes.capture(module)
     try:

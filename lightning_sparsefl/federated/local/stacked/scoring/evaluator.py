@@ -15,13 +15,13 @@ from lightning_sparsefl.federated.exchange.failures import is_out_of_memory, rel
 from lightning_sparsefl.federated.exchange.orders import SCORING_STEPS, Split
 from lightning_sparsefl.federated.local.engines import FastEngine
 from lightning_sparsefl.federated.local.fast.support import SCORING_HOOKS, overridden
-from lightning_sparsefl.federated.local.stacked.evaluation import (
+from lightning_sparsefl.federated.local.stacked.reader import name_of_data, reading_key
+from lightning_sparsefl.federated.local.stacked.recording.recorder import PassRecorder
+from lightning_sparsefl.federated.local.stacked.scoring.evaluation import (
     EvaluationRequest,
     evaluate_stack,
     readable_in_order,
 )
-from lightning_sparsefl.federated.local.stacked.reader import name_of_data, reading_key
-from lightning_sparsefl.federated.local.stacked.recording.recorder import PassRecorder
 from lightning_sparsefl.federated.local.stacked.step_trial import logged_difference, moved_weights
 from lightning_sparsefl.federated.local.stacked.trial import reason_of, reason_of_hooks
 from lightning_sparsefl.federated.local.stacked.undo import attributes_kept

@@ -1,0 +1,130 @@
+"""The gradients of one batch of each of several clients, for methods that choose weights by them."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Hashable, Sequence
+from typing import Any, cast
+
+import torch
+from lightning.pytorch import LightningModule
+
+from lightning_sparsefl.federated.client import Client
+from lightning_sparsefl.federated.exchange.failures import is_out_of_memory, release_memory
+from lightning_sparsefl.federated.local.engines import FastEngine
+from lightning_sparsefl.federated.local.isolation import restore_trainer_refs
+from lightning_sparsefl.federated.local.stacked.fit import StackedFit, StackedRequest, StackTrainer
+from lightning_sparsefl.federated.local.stacked.reader import ClientReader, readable, reading_key
+from lightning_sparsefl.federated.local.stacked.scoring.evaluation import modes_restored
+from lightning_sparsefl.federated.local.stacked.step_trial import EXACT, ROUNDED, difference, moved_weights
+from lightning_sparsefl.federated.local.stacked.undo import attributes_kept
+from lightning_sparsefl.federated.local.worker import ClientWorker
+from lightning_sparsefl.seeds import seed_all
+from lightning_sparsefl.types import Weights
+
+
+class GradientRequest(StackedRequest):
+    """What a client asks for that needs the gradient of its first batch; the result is the gradients."""
+
+
+class StackGradients:
+    """Computes the gradients of clients as stacks, where a trial has found that they are those of one by one.
+
+    Args:
+        worker: Worker whose engine, module and data are used.
+    """
+
+    def __init__(self, worker: ClientWorker) -> None:
+        self._worker = worker
+        self._agree: bool | None = None
+        """Whether two clients' gradients are the same alone and as a stack; None before the trial."""
+
+    def request(self, client: Client, key: tuple[int | str, ...], weights: Weights) -> GradientRequest | None:
+        """Return what a client asks for; None if its gradient has to be computed alone.
+
+        Args:
+            client: The client.
+            key: Key of the randomness of the batch.
+            weights: Weights to take the gradient at; missing names take the run's initial values.
+        """
+        if self._agree is None:
+            self._agree = self._try()
+        loader = self._worker.train_loader(client, key)
+        if not self._agree or not readable(loader):
+            return None
+        return _request(client.id, key, {**self._worker.initial, **weights}, loader)
+
+    def run(self, requests: Sequence[GradientRequest]) -> None:
+        """Compute the gradients of requests that fit together as stacks; the others keep an empty result.
+
+        Args:
+            requests: Requests of different clients.
+        """
+        groups: dict[Hashable, list[GradientRequest]] = {}
+        for request in requests:
+            reader = request.reader
+            groups.setdefault((reader.batch_samples, reading_key(reader.examples)), []).append(request)
+        for group in groups.values():
+            if len(group) > 1:
+                self._run_group(group)
+
+    def _run_group(self, group: Sequence[GradientRequest]) -> None:
+        worker = self._worker
+        try:
+            with worker._warning_once():
+                differentiate_stack(cast(FastEngine, worker.engine), worker.module, group)
+        except Exception as error:  # each client raises its own alone
+            for request in group:
+                request.result = {}
+            if is_out_of_memory(error):
+                release_memory(error, worker.module)
+
+    def _try(self) -> bool:
+        """Return whether the gradients of two models on client 0's first batch are the same alone and as a stack."""
+        worker, random = self._worker, torch.get_rng_state()
+        first: Weights = dict(worker.initial)
+        models = (first, moved_weights(first, worker.flat.layout.buffers))
+        try:
+            with attributes_kept(worker.module), warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                alone = [worker.differentiate(model, self._loader()) for model in models]
+                requests = [_request(place, ("trial",), model, self._loader()) for place, model in enumerate(models)]
+                worker.load({name: torch.full_like(tensor, torch.nan) for name, tensor in first.items()})  # not for use
+                differentiate_stack(cast(FastEngine, worker.engine), worker.module, requests)
+        except Exception:
+            return False
+        finally:
+            worker.load(first)
+            torch.set_rng_state(random)
+        tolerance = EXACT if alone[0][next(iter(alone[0]))].dtype is torch.float64 else ROUNDED
+        zeros = {name: torch.zeros_like(slope) for name, slope in alone[0].items()}
+        pairs = zip(requests, alone, strict=True)
+        return all(difference(request.result, own, zeros, tolerance) is None for request, own in pairs)
+
+    def _loader(self) -> Any:
+        seed_all("trial")
+        return self._worker.data.client_train_dataloader(0)
+
+
+def _request(client: int, key: tuple[int | str, ...], weights: Weights, loader: Any) -> GradientRequest:
+    return GradientRequest(client, key, weights, {}, [], ClientReader(loader, 1.0), 1)
+
+
+def differentiate_stack(engine: FastEngine, module: LightningModule, requests: Sequence[GradientRequest]) -> None:
+    """Compute the gradients of several clients as one, in evaluation mode.
+
+    Args:
+        engine: Engine that computes the gradient of a client alone, whose options hold for the stack.
+        module: Module of the user; left as it was.
+        requests: Requests of the clients.
+    """
+    trainer = StackTrainer(engine.options, engine.fabric, module, (), (), None, engine.precision, engine.samples)
+    seed_all(*requests[0].key, "stack")
+    with restore_trainer_refs(module, ()), trainer.running(), modes_restored(module):
+        module.eval()
+        fit = StackedFit(trainer, requests)
+        try:
+            fit.differentiate()
+        except Exception:
+            fit.restore()
+            raise

@@ -1,0 +1,1 @@
+"""Evaluations of several clients as one."""
