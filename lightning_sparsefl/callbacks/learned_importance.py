@@ -247,16 +247,22 @@ class LearnedImportance(MaskingCallback):
 
     def _dense(self) -> dict[str, Tensor]:
         """Return the weights without a mask."""
-        return {n: torch.where(self.masks[n], w.detach(), self._aside[n]) for n, w in self._weights.items()}
+        dense = {name: weight.detach().clone() for name, weight in self._weights.items()}
+        for name, weight in dense.items():
+            self._stencils[name].zero_(weight)
+            weight.add_(self._aside[name])
+        return dense
 
     @torch.no_grad()
     def _exchange(self, masks: Masks) -> None:
         """Replace the masks; values that leave the module are kept here, and are restored when they return."""
-        dense = self._dense()
-        for name, mask in masks.items():
-            self._aside[name] = dense[name].masked_fill(mask, 0)
-            self._weights[name].copy_(dense[name])
-        self.hold(masks)
+        weights = self._dense()
+        self.adopt(masks)
+        for name in masks:
+            self._aside[name] = torch.empty_like(weights[name])
+            self._stencils[name].split_(weights[name], self._aside[name])
+            self._weights[name].copy_(weights[name])
+        self.mask_weights(masks)
         if self.pattern == "learned":
             self._follow()
 

@@ -180,15 +180,17 @@ class StackedImportance(StackedScores):
         rows = slice(self.places.start, self.places.stop)
         for name, mask in _unit_masks(self.groups, kept, self._weights(leaves)).items():
             weight, held, aside = leaves[name].detach(), self.masks[name], self.aside[name]
-            dense = torch.where(held[places], weight[places], aside[places])
-            weight[places] = dense.masked_fill(~mask, 0)
-            aside[places] = dense.masked_fill(mask, 0)
-            held[places] = mask
+            dense = weight.index_select(0, places).add_(aside.index_select(0, places))  # one of the two is 0
+            dropped = torch.empty_like(dense)
+            InPlaceMask(mask, dense.dtype).split_(dense, dropped)
+            for tensor, values in ((weight, dense), (aside, dropped), (held, mask)):
+                tensor.index_copy_(0, places, values)
             forget(self._optimizer, self._whole[name], held, rows)
         for name, units in kept.items():
-            self.kept[name][places] = units
-        for name, norm in self._norms({name: aside[places] for name, aside in self.aside.items()}).items():
-            self.absent[name][places] = norm
+            self.kept[name].index_copy_(0, places, units)
+        absent = self._norms({name: aside.index_select(0, places) for name, aside in self.aside.items()})
+        for name, norm in absent.items():
+            self.absent[name].index_copy_(0, places, norm)
 
     def after_backward(self, batch: StackedPass) -> None:
         """Take the scores' gradient, if they are trained."""
@@ -237,7 +239,7 @@ def _unit_masks(groups: Sequence[UnitGroup], kept: Weights, weights: Weights) ->
             line.scatter_(1, positions, units.repeat_interleave(slot.positions.shape[1], 1))
             mask = line.view(-1, *(length if dim == slot.dim else 1 for dim, length in enumerate(shape)))
             masks[slot.name] = masks[slot.name] & mask if slot.name in masks else mask
-    return {name: mask.expand(-1, *weights[name].shape[1:]) for name, mask in masks.items()}
+    return {name: mask.expand(-1, *weights[name].shape[1:]).contiguous() for name, mask in masks.items()}
 
 
 def _largest(scores: Tensor, counts: Tensor) -> Tensor:

@@ -234,10 +234,12 @@ class StackedWorker(ClientWorker):
 
     def _serve(self, requests: Sequence[StackedRequest | EvaluationRequest]) -> list[bool]:
         """Do fits, gradients and evaluations as stacks; return for each whether it was done."""
-        for kind, run in ((EvaluationRequest, self._evaluator.run), (GradientRequest, self._gradients.run)):
-            started, chosen = time.perf_counter(), [each for each in requests if type(each) is kind]
-            run(chosen)  # type: ignore[operator]
-            self._share(chosen, started)
+        started, evaluations = time.perf_counter(), [each for each in requests if isinstance(each, EvaluationRequest)]
+        self._evaluator.run(evaluations)
+        self._share(evaluations, started)
+        started, gradients = time.perf_counter(), [each for each in requests if isinstance(each, GradientRequest)]
+        self._gradients.run(gradients)
+        self._share(gradients, started)
         self._fit_groups([each for each in requests if type(each) is StackedRequest])
         return [bool(request.result) for request in requests]
 
