@@ -157,12 +157,11 @@ class StackedFit:
             run_backward(self._losses(self._read(self._caller(), self.whole, 0, self.size, 0), alike=True).sum())
             self._require_no_gradients()
         self.trainer._finish()
-        slopes = {name: self.whole.leaves[name].grad for name in dict(self.module.named_parameters())}
+        leaves = {name: self.whole.leaves[name] for name, _ in self.module.named_parameters()}
+        slopes = {name: torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for name, leaf in leaves.items()}
         for place, request in enumerate(self.requests):
-            request.result = {
-                name: torch.zeros_like(self.whole.own[name]) if slope is None else slope[place].contiguous()
-                for name, slope in slopes.items()
-            }
+            rows = {name: slope.detach()[place] for name, slope in slopes.items()}
+            request.result = {name: row.clone(memory_format=torch.contiguous_format) for name, row in rows.items()}
 
     @contextmanager
     def _started(self, batches: int) -> Iterator[None]:
