@@ -23,6 +23,7 @@ from lightning_sparsefl.federated.local.deadline import CheckDeadline
 from lightning_sparsefl.federated.local.engines import FastEngine
 from lightning_sparsefl.federated.local.example_input import units_of
 from lightning_sparsefl.federated.local.fast.batch_scores import PartScore
+from lightning_sparsefl.federated.local.isolation import modes_restored
 from lightning_sparsefl.federated.local.lightning_trainer import LightningEngine
 from lightning_sparsefl.federated.local.round_lr import RoundLR, ScaleLearningRates
 from lightning_sparsefl.seeds import derive_seed, seed_all
@@ -254,13 +255,9 @@ class ClientWorker:
         """
         self.load(weights)
         batch = next(iter(loader))
-        modes = {module: module.training for module in self.module.modules()}
-        self.module.eval()
-        try:
+        with modes_restored(self.module):
+            self.module.eval()
             self.engine.gradient(self.module, batch)
-        finally:  # restore each mode, since the user may keep some submodules in evaluation mode
-            for module, mode in modes.items():
-                module.training = mode
         gradients = {
             name: torch.zeros_like(p) if p.grad is None else p.grad.detach().clone()
             for name, p in self.module.named_parameters()

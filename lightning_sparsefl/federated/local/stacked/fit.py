@@ -438,19 +438,39 @@ def fit_stack(
     Returns:
         Whether the module has asked for the number of batches.
     """
-    engine = engine.for_epochs(requests[0].epochs)
+    with stacked_fit(engine.for_epochs(requests[0].epochs), module, datamodule, requests, recorder) as fit:
+        fit.run()
+    return fit.loop.asked
+
+
+@contextmanager
+def stacked_fit(
+    engine: FastEngine,
+    module: LightningModule,
+    datamodule: Any,
+    requests: Sequence[StackedRequest],
+    recorder: PassRecorder | None = None,
+) -> Iterator[StackedFit]:
+    """Return a fit of several clients, whose changes of the module's attributes are undone if it fails.
+
+    Args:
+        engine: Engine that fits a client alone, whose options hold for the stack.
+        module: Module of the user; left as it was.
+        datamodule: Object that becomes `trainer.datamodule`.
+        requests: Requests of the clients, by falling number of samples.
+        recorder: Recorder of the module's steps; None = each batch calls the training step.
+    """
     trainer = StackTrainer(engine.options, engine.fabric, module, (), (), datamodule, engine.precision, engine.samples)
     seed_all(*requests[0].key, "stack")
     with restore_trainer_refs(module, ()), trainer.running():
         fit = StackedFit(trainer, requests, recorder)
         try:
-            fit.run()
+            yield fit
         except Exception:
             fit.restore()
             raise
         finally:
             fit.release()
-    return fit.loop.asked
 
 
 def require_elementwise(trainer: Any) -> None:

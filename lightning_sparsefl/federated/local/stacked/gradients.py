@@ -12,10 +12,9 @@ from lightning.pytorch import LightningModule
 from lightning_sparsefl.federated.client import Client
 from lightning_sparsefl.federated.exchange.failures import is_out_of_memory, release_memory
 from lightning_sparsefl.federated.local.engines import FastEngine
-from lightning_sparsefl.federated.local.isolation import restore_trainer_refs
-from lightning_sparsefl.federated.local.stacked.fit import StackedFit, StackedRequest, StackTrainer
+from lightning_sparsefl.federated.local.isolation import modes_restored
+from lightning_sparsefl.federated.local.stacked.fit import StackedRequest, stacked_fit
 from lightning_sparsefl.federated.local.stacked.reader import ClientReader, readable, reading_key
-from lightning_sparsefl.federated.local.stacked.scoring.evaluation import modes_restored
 from lightning_sparsefl.federated.local.stacked.step_trial import EXACT, ROUNDED, difference, moved_weights
 from lightning_sparsefl.federated.local.stacked.undo import attributes_kept
 from lightning_sparsefl.federated.local.worker import ClientWorker
@@ -49,8 +48,10 @@ class StackGradients:
         """
         if self._agree is None:
             self._agree = self._try()
+        if not self._agree:
+            return None
         loader = self._worker.train_loader(client, key)
-        if not self._agree or not readable(loader):
+        if not readable(loader):
             return None
         return _request(client.id, key, {**self._worker.initial, **weights}, loader)
 
@@ -118,13 +119,7 @@ def differentiate_stack(engine: FastEngine, module: LightningModule, requests: S
         module: Module of the user; left as it was.
         requests: Requests of the clients.
     """
-    trainer = StackTrainer(engine.options, engine.fabric, module, (), (), None, engine.precision, engine.samples)
-    seed_all(*requests[0].key, "stack")
-    with restore_trainer_refs(module, ()), trainer.running(), modes_restored(module):
+    with modes_restored(module):
         module.eval()
-        fit = StackedFit(trainer, requests)
-        try:
+        with stacked_fit(engine, module, None, requests) as fit:
             fit.differentiate()
-        except Exception:
-            fit.restore()
-            raise

@@ -44,7 +44,7 @@ class ReadsInEvaluation(Classifier):
 
 
 class OtherInEvaluation(Classifier):
-    """Classifier that scales the loss by a number of the cohort, but only in evaluation mode."""
+    """Classifier whose loss has a random part, which a stack draws once, but only in evaluation mode."""
 
     def training_step(self, batch, batch_idx):
         loss = super().training_step(batch, batch_idx)

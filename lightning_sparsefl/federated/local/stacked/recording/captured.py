@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from lightning_sparsefl.federated.local.stacked.recording.operations import RunsOperations
+from lightning_sparsefl.federated.local.stacked.recording.operations import Operations
 
 Results = tuple[Tensor, ...]
 Capture = Callable[[Callable[[], Results]], tuple[Results, Callable[[], None]]]
@@ -69,8 +69,9 @@ class CapturedOperations:
         capture: Function that captures the operations.
     """
 
-    def __init__(self, operations: RunsOperations, inputs: Sequence[Tensor], capture: Capture) -> None:
-        self.written, self._operations = operations.written, operations  # which keeps constants that a graph reads
+    def __init__(self, operations: Operations | CapturedOperations, inputs: Sequence[Tensor], capture: Capture) -> None:
+        self._operations = operations  # which keeps the constants that a graph reads
+        self.written: Sequence[int] = operations.written
         self._rows = [_row(tensor) for tensor in inputs]
         self._inputs = [self._given(place, tensor).detach().clone() for place, tensor in enumerate(inputs)]
         whole = [own.expand(tensor.shape) for own, tensor in zip(self._inputs, inputs, strict=True)]

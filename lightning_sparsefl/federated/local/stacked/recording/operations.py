@@ -11,7 +11,7 @@ import operator
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
@@ -36,20 +36,6 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "max_pool2d_with_indices": torch._C._nn.max_pool2d_with_indices,
 }
 """Functions that take the arguments of the operations of their names, and are called in half of the time."""
-
-
-class RunsOperations(Protocol):
-    """Operations that can be done, and the places of what they write into; see :class:`Operations`."""
-
-    @property
-    def run(self) -> Callable[..., tuple[Tensor, ...]]:
-        """Function of tensors."""
-        ...
-
-    @property
-    def written(self) -> Sequence[int]:
-        """Places."""
-        ...
 
 
 @dataclass(frozen=True)

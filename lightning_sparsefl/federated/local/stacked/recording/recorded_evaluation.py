@@ -15,7 +15,7 @@ from lightning_sparsefl.federated.local.fast.steps import StepCaller
 from lightning_sparsefl.federated.local.stacked.leaves import StackedModule
 from lightning_sparsefl.federated.local.stacked.logs import EvaluationLog, Logged
 from lightning_sparsefl.federated.local.stacked.recording.captured import Capture, CapturedOperations
-from lightning_sparsefl.federated.local.stacked.recording.operations import RunsOperations
+from lightning_sparsefl.federated.local.stacked.recording.operations import Operations
 from lightning_sparsefl.federated.local.stacked.recording.tracing import restored, tensors_of, trace
 from lightning_sparsefl.federated.local.stacked.scoring.metric_states import MetricStates
 
@@ -24,7 +24,7 @@ from lightning_sparsefl.federated.local.stacked.scoring.metric_states import Met
 class RecordedEvaluation:
     """A step as a function of the weights, the batch and the states of metric objects, into which it writes."""
 
-    operations: RunsOperations
+    operations: Operations | CapturedOperations
     logged: Sequence[Logged]
     """Calls of `self.log` with a value."""
     objects: Sequence[tuple[str, Metric]]

@@ -15,7 +15,7 @@ from lightning_sparsefl.federated.local.fast.direct_calls import run_backward
 from lightning_sparsefl.federated.local.stacked.batch_pass import BatchPass
 from lightning_sparsefl.federated.local.stacked.logs import Logged
 from lightning_sparsefl.federated.local.stacked.recording.captured import Capture, CapturedOperations
-from lightning_sparsefl.federated.local.stacked.recording.operations import RunsOperations
+from lightning_sparsefl.federated.local.stacked.recording.operations import Operations
 from lightning_sparsefl.federated.local.stacked.recording.tracing import restored, tensors_of, trace
 
 
@@ -29,7 +29,9 @@ class RecordedStep:
         logged: Calls of `self.log` in the recorded step.
     """
 
-    def __init__(self, operations: RunsOperations, names: Sequence[str], logged: Sequence[Logged]) -> None:
+    def __init__(
+        self, operations: Operations | CapturedOperations, names: Sequence[str], logged: Sequence[Logged]
+    ) -> None:
         self._operations, self._names, self._logged = operations, names, logged
 
     @torch.no_grad()
@@ -39,7 +41,7 @@ class RecordedStep:
         Args:
             one: The batches.
         """
-        values = self._operations.run(*one.leaves.values(), *tensors_of(one.batch))
+        values = self._operations.run(*_inputs_of(one))
         count = len(self._names)
         for name, slope in zip(self._names, values[:count], strict=True):
             one.leaves[name].grad = slope
@@ -56,6 +58,10 @@ class RecordedStep:
             capture: Function that captures operations.
         """
         return RecordedStep(CapturedOperations(self._operations, inputs, capture), self._names, self._logged)
+
+
+def _inputs_of(one: BatchPass) -> list[Tensor]:
+    return [*one.leaves.values(), *tensors_of(one.batch)]
 
 
 class TrainingPass:
@@ -82,7 +88,7 @@ class TrainingPass:
     @property
     def inputs(self) -> list[Tensor]:
         """Leaves, and tensors of the batch."""
-        return [*self._one.leaves.values(), *tensors_of(self._one.batch)]
+        return _inputs_of(self._one)
 
     def repeat(self, recorded: RecordedStep) -> None:
         """Do the step as a recorded one.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
@@ -11,7 +10,6 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
-from lightning.pytorch.utilities.model_helpers import _ModuleMode
 from torch import Tensor
 from torch.utils.data import SequentialSampler
 
@@ -21,7 +19,7 @@ from lightning_sparsefl.federated.local.engines import FastEngine
 from lightning_sparsefl.federated.local.fast.batches import num_batches
 from lightning_sparsefl.federated.local.fast.steps import StepCaller
 from lightning_sparsefl.federated.local.fast.trainer import FastTrainer
-from lightning_sparsefl.federated.local.isolation import isolate_metrics, restore_trainer_refs
+from lightning_sparsefl.federated.local.isolation import isolate_metrics, modes_restored, restore_trainer_refs
 from lightning_sparsefl.federated.local.stacked.leaves import StackedModule, shared_names
 from lightning_sparsefl.federated.local.stacked.logs import EvaluationLog
 from lightning_sparsefl.federated.local.stacked.recording.recorded_evaluation import EvaluationPass
@@ -163,21 +161,6 @@ class StackedEvaluation:
         labels = torch.stack([examples.labels[first : first + size] for examples in chosen])
         transform = chosen[0].transform
         return (inputs if transform is None else transform(inputs.flatten(0, 1)).unflatten(0, inputs.shape[:2])), labels
-
-
-@contextmanager
-def modes_restored(module: LightningModule) -> Iterator[None]:
-    """Restore the modes, training or evaluation, of a module and its submodules at the end of the context.
-
-    Args:
-        module: The module.
-    """
-    modes = _ModuleMode()
-    modes.capture(module)
-    try:
-        yield
-    finally:
-        modes.restore(module)
 
 
 def evaluate_stack(
