@@ -63,6 +63,10 @@ class LocalWorker(Protocol):
         """See :meth:`Client.evaluate`."""
         ...
 
+    def release_memory(self, error: BaseException) -> None:
+        """Free what a client's work holds that ran out of memory."""
+        ...
+
 
 class Client:
     """One client during one order: the facts it may know, what it keeps for itself, and what it can do.

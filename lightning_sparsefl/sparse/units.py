@@ -242,15 +242,50 @@ def unit_masks(groups: Sequence[UnitGroup], kept: Masks, weights: Weights, incom
                 [False]]), '0.bias': tensor([ True, False]), '1.weight': tensor([[ True, False]])}
     """
     check_kept(groups, kept)
+    return broadcast_unit_masks(groups, kept, weights, incoming)
+
+
+def broadcast_unit_masks(
+    groups: Sequence[UnitGroup], kept: Masks, weights: Weights, incoming: bool = True
+) -> dict[str, Tensor]:
+    """Return masks over weights that drop whole units, for one or more choices of units, which are not checked.
+
+    Args:
+        groups: Groups of units from :func:`find_groups`.
+        kept: Units of each group that stay, bool, ``(..., units)``; a group that is missing stays whole.
+        weights: Weights to be masked, with as many leading dimensions, whose lengths may differ from those of `kept`.
+        incoming: Whether to drop also the incoming slices of the layers that read a dropped unit.
+
+    Returns:
+        The masks of :func:`unit_masks`, with the leading dimensions of `kept`.
+
+    Example:
+        >>> net = nn.Sequential(nn.Linear(1, 2), nn.Linear(2, 1))
+        >>> weights = {"1.weight": net[1].weight[None]}
+        >>> broadcast_unit_masks(find_groups(net, torch.zeros(1, 1)), {"0": torch.eye(2).bool()}, weights)
+        {'1.weight': tensor([[[ True, False]],
+        <BLANKLINE>
+                [[False,  True]]])}
+    """
     masks: dict[str, Tensor] = {}
     for group, slot in _slots(groups):
         masked = slot.role == "out" or (incoming and slot.role == "in")
         if group.name in kept and masked and slot.name in weights:
-            value = weights[slot.name]
-            mask = masks.setdefault(slot.name, torch.ones_like(value, dtype=torch.bool))
-            dropped = slot.positions[~kept[group.name].cpu()].reshape(-1)
-            mask.index_fill_(slot.dim, dropped.to(value.device), False)
-    return masks
+            line = _line(slot, kept[group.name], weights[slot.name])
+            masks[slot.name] = masks[slot.name] & line if slot.name in masks else line
+    leading = next(iter(kept.values())).shape[:-1] if kept else ()
+    return {
+        name: mask.expand(*leading, *weights[name].shape[len(leading) :]).contiguous() for name, mask in masks.items()
+    }
+
+
+def _line(slot: Slot, kept: Tensor, weight: Tensor) -> Tensor:
+    """Return which positions of a slot's dimension stay, with length 1 in the other dimensions of the weight."""
+    kept, positions = kept.to(weight.device), slot.positions.to(weight.device)
+    leading, shape = kept.shape[:-1], weight.shape[kept.dim() - 1 :]
+    line = kept.new_ones(*leading, shape[slot.dim])
+    line[..., positions] = kept[..., None].expand(*leading, *positions.shape)
+    return line.view(*leading, *(length if dim == slot.dim else 1 for dim, length in enumerate(shape)))
 
 
 def _slots(groups: Sequence[UnitGroup]) -> Iterator[tuple[UnitGroup, Slot]]:

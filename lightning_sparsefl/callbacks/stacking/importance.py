@@ -16,7 +16,7 @@ from lightning_sparsefl.callbacks.stacking.trees import alike, for_each, groups_
 from lightning_sparsefl.callbacks.unit_scores import ScoreSteps, UnitScores
 from lightning_sparsefl.sparse.apply import InPlaceMask
 from lightning_sparsefl.sparse.importance import gate_gradients, relative
-from lightning_sparsefl.sparse.units import UnitGroup, unit_counts, unit_masks, unit_norms
+from lightning_sparsefl.sparse.units import UnitGroup, broadcast_unit_masks, unit_counts, unit_masks, unit_norms
 from lightning_sparsefl.sparse.width import blind_ranking
 from lightning_sparsefl.types import Weights
 
@@ -178,7 +178,7 @@ class StackedImportance(StackedScores):
             kept: Units that each of them keeps, of shape (places, units).
         """
         rows = slice(self.places.start, self.places.stop)
-        for name, mask in _unit_masks(self.groups, kept, self._weights(leaves)).items():
+        for name, mask in broadcast_unit_masks(self.groups, kept, self._weights(leaves)).items():
             weight, held, aside = leaves[name].detach(), self.masks[name], self.aside[name]
             dense = weight.index_select(0, places).add_(aside.index_select(0, places))  # one of the two is 0
             dropped = torch.empty_like(dense)
@@ -218,28 +218,6 @@ class StackedImportance(StackedScores):
             if any(bool(units[place].any()) for units in self.kept.values()):  # else there was no batch
                 trees = (self.scores, self.kept, self.masks, self.aside)
                 callback.take_over(*({n: t.clone() for n, t in row_of(tree, place).items()} for tree in trees))
-
-
-def _unit_masks(groups: Sequence[UnitGroup], kept: Weights, weights: Weights) -> dict[str, Tensor]:
-    """Return masks over the weights of several clients that drop units, as :func:`unit_masks` does for one.
-
-    Args:
-        groups: Groups of units, with positions on the device of the weights.
-        kept: Units of each group that stay, of shape (clients, units).
-        weights: Weights, with clients in dimension 0, of which there may be more.
-    """
-    masks: dict[str, Tensor] = {}
-    for group in groups:
-        for slot in group.slots:
-            if slot.role == "buffer" or slot.name not in weights:
-                continue
-            units, shape = kept[group.name], weights[slot.name].shape[1:]
-            positions = slot.positions.flatten().expand(len(units), -1)
-            line = units.new_ones(len(units), shape[slot.dim])
-            line.scatter_(1, positions, units.repeat_interleave(slot.positions.shape[1], 1))
-            mask = line.view(-1, *(length if dim == slot.dim else 1 for dim, length in enumerate(shape)))
-            masks[slot.name] = masks[slot.name] & mask if slot.name in masks else mask
-    return {name: mask.expand(-1, *weights[name].shape[1:]).contiguous() for name, mask in masks.items()}
 
 
 def _largest(scores: Tensor, counts: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from lightning_sparsefl.federated.aggregation.clipping import clipped
 from lightning_sparsefl.federated.algorithm import FederatedAlgorithm
 from lightning_sparsefl.federated.client import Client, LocalWorker
 from lightning_sparsefl.federated.exchange.deadline import Deadline
-from lightning_sparsefl.federated.exchange.failures import failure_reason, is_out_of_memory, release_memory
+from lightning_sparsefl.federated.exchange.failures import failure_reason, is_out_of_memory
 from lightning_sparsefl.federated.exchange.flat import Layout
 from lightning_sparsefl.federated.exchange.hook_results import check_result
 from lightning_sparsefl.federated.exchange.orders import Answer, Order, Split, Task
@@ -148,8 +148,8 @@ class Node:
         except InvalidUpdate:
             raise  # a mistake of the algorithm, not of the client
         except Exception as error:
-            if is_out_of_memory(error) and hasattr(self.worker, "module"):
-                release_memory(error, self.worker.module)
+            if is_out_of_memory(error):
+                self.worker.release_memory(error)
             return replace(self._empty_answer(order), failure=failure_reason(error), error=error)
 
     def _empty_answer(self, order: Order) -> Answer:

@@ -17,6 +17,7 @@ from lightning_sparsefl.callbacks import LayerFreezing, StaticMask
 from lightning_sparsefl.callbacks.layers import require_maskable
 from lightning_sparsefl.errors import InvalidOption
 from lightning_sparsefl.federated.client import Client
+from lightning_sparsefl.federated.exchange.failures import release_memory
 from lightning_sparsefl.federated.exchange.flat import FlatModule, FlatTree
 from lightning_sparsefl.federated.exchange.orders import Split
 from lightning_sparsefl.federated.local.deadline import CheckDeadline
@@ -304,6 +305,14 @@ class ClientWorker:
         self._prepare_scoring(weights, loader, split, key)
         with self._warning_once():
             return self.engine.evaluate_part(self.module, loader, stage=_STAGES[split], part=part, datamodule=self.data)
+
+    def release_memory(self, error: BaseException) -> None:
+        """Free what local work that ran out of memory holds, so that it is available to the next client.
+
+        Args:
+            error: Error of the work.
+        """
+        release_memory(error, self.module)
 
     def _prepare_scoring(self, weights: Weights, loader: Any, split: Split, key: tuple[int | str, ...]) -> None:
         if loader is None:

@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch import LightningModule
 
 from lightning_sparsefl.federated.client import Client
-from lightning_sparsefl.federated.exchange.failures import is_out_of_memory, release_memory
+from lightning_sparsefl.federated.exchange.failures import is_out_of_memory
 from lightning_sparsefl.federated.local.engines import FastEngine
 from lightning_sparsefl.federated.local.isolation import modes_restored
 from lightning_sparsefl.federated.local.stacked.fit import StackedRequest, stacked_fit
@@ -78,7 +78,7 @@ class StackGradients:
             for request in group:
                 request.result = {}
             if is_out_of_memory(error):
-                release_memory(error, worker.module)
+                worker.release_memory(error)
 
     def _try(self) -> bool:
         """Return whether the gradients of two models on client 0's first batch are the same alone and as a stack."""

@@ -15,7 +15,7 @@ from lightning.pytorch.utilities.rank_zero import WarningCache
 from lightning_sparsefl.callbacks.stacking import stacking_key
 from lightning_sparsefl.errors import InvalidOption
 from lightning_sparsefl.federated.client import Client
-from lightning_sparsefl.federated.exchange.failures import is_out_of_memory, release_memory
+from lightning_sparsefl.federated.exchange.failures import is_out_of_memory
 from lightning_sparsefl.federated.exchange.orders import Answer, Split
 from lightning_sparsefl.federated.local.engines import FastEngine
 from lightning_sparsefl.federated.local.round_lr import ScaleLearningRates
@@ -181,6 +181,12 @@ class StackedWorker(ClientWorker):
                 return request.result
         return super().evaluate(client, weights, split)
 
+    def release_memory(self, error: BaseException) -> None:
+        """Free what local work that ran out of memory holds, and the recorded steps, whose graphs hold memory too."""
+        for recorder in filter(None, self._recorders):
+            recorder.clear()
+        super().release_memory(error)
+
     def can_evaluate(self, splits: Sequence[Split]) -> bool:
         """Return whether several clients can be evaluated at once.
 
@@ -294,9 +300,7 @@ class StackedWorker(ClientWorker):
                     f"{reason_of(error)}; set `federation.local_engine: fast` to spare the attempt."
                 )
                 return
-            for recorder in filter(None, self._recorders):
-                recorder.clear()
-            release_memory(error, self.module)
+            self.release_memory(error)
             _messages.warn(
                 f"A stack of {len(group)} clients does not fit into the memory, and is halved; lower "
                 "`federation.stack_size`."

@@ -12,6 +12,7 @@ from helpers.networks import Classifier
 from lightning_sparsefl import FedAvg, FederatedTrainer, Federation
 from lightning_sparsefl.data import Dirichlet, FederatedBlobs
 from lightning_sparsefl.federated.local.stacked import gradients
+from lightning_sparsefl.federated.local.stacked.recording.recorder import PassRecorder
 
 
 class Differentiating(FedAvg):
@@ -117,16 +118,20 @@ def test_a_step_that_differs_in_evaluation_mode_is_differentiated_alone(module, 
     assert set(sizes) <= {2}  # of the trial
 
 
-def test_a_stack_that_fails_is_differentiated_alone(tmp_path):
-    calls, before = [], gradients.differentiate_stack
+@pytest.mark.parametrize(("error", "cleared"), [(RuntimeError, 0), (MemoryError, 2)])
+def test_a_stack_that_fails_is_differentiated_alone(error, cleared, tmp_path, monkeypatch):
+    """Out of memory, it also drops recorded steps (of fits and of evaluations), whose graphs hold memory."""
+    calls, before, clear = [], gradients.differentiate_stack, mock.Mock()
+    monkeypatch.setattr(PassRecorder, "clear", clear)
 
     def failing(engine, module, requests):
         before(engine, module, requests)
         calls.append(len(requests))
         if len(calls) > 1:
-            raise RuntimeError
+            raise error
 
     theirs = run(tmp_path, Classifier, "fast")
     with mock.patch.object(gradients, "differentiate_stack", failing):
         agree(run(tmp_path, Classifier, "stacked"), theirs)
     assert calls == [2, 4, 4]
+    assert clear.call_count == 2 * cleared  # both gradients failed

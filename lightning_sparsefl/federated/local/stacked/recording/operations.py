@@ -187,8 +187,8 @@ def _storage(tensor: Tensor) -> int:
 
 
 def _written(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[Tensor]:
-    """Iterate over the arguments that an operation writes into; the schemas of batch norms hide those of theirs."""
-    hidden = ("running_mean", "running_var") if "batch_norm" in str(func) else ()
+    """Iterate over the arguments that an operation writes into."""
+    hidden = ("running_mean", "running_var") if _hides_writes(func) else ()
     for place, argument in enumerate(func._schema.arguments):
         if argument.name in hidden or (argument.alias_info is not None and argument.alias_info.is_write):
             value = args[place] if place < len(args) else kwargs.get(argument.name)
@@ -200,4 +200,9 @@ def _changes_something(node: fx.Node) -> bool:
     if not isinstance(node.target, OpOverload):
         return node.op in ("placeholder", "output")
     random = torch.Tag.nondeterministic_seeded in node.target.tags
-    return random or node.target._schema.is_mutable or "batch_norm" in str(node.target)  # whose schemas hide the writes
+    return random or node.target._schema.is_mutable or _hides_writes(node.target)
+
+
+def _hides_writes(func: OpOverload) -> bool:
+    """Return whether an operation writes into arguments that its schema calls read only, as batch norms do."""
+    return "batch_norm" in str(func)

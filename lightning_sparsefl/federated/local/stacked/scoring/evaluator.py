@@ -11,7 +11,7 @@ from lightning.pytorch.utilities.rank_zero import WarningCache
 
 from lightning_sparsefl.errors import InvalidOption
 from lightning_sparsefl.federated.client import Client
-from lightning_sparsefl.federated.exchange.failures import is_out_of_memory, release_memory
+from lightning_sparsefl.federated.exchange.failures import is_out_of_memory
 from lightning_sparsefl.federated.exchange.orders import SCORING_STEPS, Split
 from lightning_sparsefl.federated.local.engines import FastEngine
 from lightning_sparsefl.federated.local.fast.support import SCORING_HOOKS, overridden
@@ -101,9 +101,7 @@ class StackEvaluator:
             if isinstance(error, InvalidOption):
                 return  # each client raises it alone
             if is_out_of_memory(error):
-                if self._recorder is not None:
-                    self._recorder.clear()
-                release_memory(error, self._worker.module)
+                self._worker.release_memory(error)
             _messages.warn(
                 f"{len(group)} clients are evaluated one after another, since "
                 f"`{self._name(group[0].split)}` {reason_of(error)}."
