@@ -143,7 +143,7 @@ class MaskingCallback(MaskOwner):
         behind = trainer.callbacks[trainer.callbacks.index(self) + 1 :] if self in trainer.callbacks else ()
         self._followed = any(map(_acts_before_steps, behind))
         moved = self._followed or _touches_gradients(pl_module) or any(map(_acts_after_steps, trainer.callbacks))
-        self._still = all(map(_leaves_zeros, trainer.optimizers)) and not moved
+        self._still = all(map(leaves_zeros, trainer.optimizers)) and not moved
         self._guard(trainer)
 
     def _guard(self, trainer: Any) -> None:
@@ -277,8 +277,17 @@ def _has(group: Mapping[str, Any], weight: Tensor) -> bool:
     return any(parameter is weight for parameter in group["params"])
 
 
-def _leaves_zeros(optimizer: Any) -> bool:
-    """Return whether a step leaves weights of 0 whose gradient and memory are 0; without eps some divide 0 by 0."""
+def leaves_zeros(optimizer: Any) -> bool:
+    """Return whether a step leaves weights of 0 whose gradient and memory are 0; without eps some divide 0 by 0.
+
+    Args:
+        optimizer: Optimizer of the weights.
+
+    Example:
+        >>> weights = [torch.zeros(2)]
+        >>> leaves_zeros(torch.optim.Adam(weights)), leaves_zeros(torch.optim.Adam(weights, eps=0.0))
+        (True, False)
+    """
     return type(optimizer) in _STILL and all(map(_adds_eps, optimizer.param_groups))
 
 

@@ -475,6 +475,23 @@ class Headed(Pictures):
         return torch.optim.SGD([{"params": frozen, "lr": 0.01}, {"params": list(self.net[4:].parameters())}], lr=0.05)
 
 
+class WritesWeights(Pictures):
+    """Moves weights in its training step, which masks have to undo before the optimizer's step."""
+
+    def training_step(self, batch, batch_idx):
+        with torch.no_grad():
+            self.net[9].weight.add_(0.01)
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize(
+    "algorithm", [FedSpa(density=0.5), FedLPS(ratio="capacity", pattern="magnitude")], ids=["FedSpa", "FedLPS"]
+)
+def test_masks_hold_weights_that_a_step_writes(algorithm, tmp_path, stacks):
+    compare(tmp_path, seeded(kind=WritesWeights, smooth=True), algorithm, federation={"capacities": [0.5, 1.0]})
+    assert 6 in stacks
+
+
 @pytest.mark.slow_after_first
 @pytest.mark.parametrize("algorithm", [SCAFFOLD(), FedNova(), APFL(adaptive=True)], ids=lambda a: type(a).__name__)
 def test_a_first_group_without_gradients_does_not_count(algorithm, tmp_path, stacks):

@@ -120,12 +120,13 @@ class StackedCallback:
         """Return leaves of its own that the optimizer is to step, each with the name of a weight of its group."""
         return {}
 
-    def prepare(self, optimizer: Optimizer, clips: bool) -> None:
+    def prepare(self, optimizer: Optimizer, clips: bool, chain: Sequence[StackedCallback]) -> None:
         """Act when the optimizer is made.
 
         Args:
             optimizer: Optimizer of the stack.
             clips: Whether gradients are clipped.
+            chain: Callbacks of the stack, in the order in which they act.
         """
 
     def start_epoch(self) -> None:

@@ -48,7 +48,7 @@ class StackedExtrusion(StackedCallback):
         ]
         self.low = {name: low.to(leaves[name].device) for name, low in stack_trees(each).items()}
 
-    def prepare(self, optimizer: Optimizer, clips: bool) -> None:
+    def prepare(self, optimizer: Optimizer, clips: bool, chain: Sequence[StackedCallback]) -> None:
         """Store the first learning rates.
 
         Raises:

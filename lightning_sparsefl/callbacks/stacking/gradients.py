@@ -104,7 +104,7 @@ class StackedMeter(StackedCallback):
         """Store the names of the leaves."""
         self._names = {id(leaf): name for name, leaf in leaves.items()}
 
-    def prepare(self, optimizer: Optimizer, clips: bool) -> None:
+    def prepare(self, optimizer: Optimizer, clips: bool, chain: Sequence[StackedCallback]) -> None:
         """Keep the optimizer, whose options are read before each step."""
         self.optimizer = optimizer
         self.meters[0].report(optimizer, clips=clips)

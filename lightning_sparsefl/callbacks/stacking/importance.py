@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from lightning_sparsefl.callbacks.learned_importance import LearnedImportance, check_scores
 from lightning_sparsefl.callbacks.masking import forget
 from lightning_sparsefl.callbacks.stacking.base import Leaves, StackedCallback, StackedPass
+from lightning_sparsefl.callbacks.stacking.lasting_zeros import LastingZeros
 from lightning_sparsefl.callbacks.stacking.trees import alike, for_each, groups_on, row_of, stack_trees
 from lightning_sparsefl.callbacks.unit_scores import ScoreSteps, UnitScores
 from lightning_sparsefl.sparse.apply import InPlaceMask
@@ -134,10 +135,12 @@ class StackedImportance(StackedScores):
         super().start(leaves)
         self._whole = leaves
         self.stencils = {name: InPlaceMask(mask, weights[name].dtype) for name, mask in self.masks.items()}
+        self.zeros = LastingZeros(self.stencils, leaves)
 
-    def prepare(self, optimizer: Optimizer, clips: bool) -> None:
-        """Keep the optimizer, which forgets dropped weights."""
+    def prepare(self, optimizer: Optimizer, clips: bool, chain: Sequence[StackedCallback]) -> None:
+        """Keep the optimizer, which forgets dropped weights, and find out whether these stay 0 in a step."""
         self._optimizer = optimizer
+        self.zeros.prepare(self, optimizer, chain)
 
     @torch.no_grad()
     def before_batch(self, batch: StackedPass) -> None:
@@ -148,6 +151,7 @@ class StackedImportance(StackedScores):
                 self.scores[name].copy_(score)
         if first or self.of.refresh == "step":
             self._choose(leaves)
+        self.zeros.before_batch(leaves)
 
     def _choose(self, leaves: Leaves) -> None:
         """Keep the units that rank highest; clients for which nothing changes are left alone."""
@@ -200,17 +204,20 @@ class StackedImportance(StackedScores):
     @torch.no_grad()
     def before_step(self, leaves: Leaves, steps: Sequence[int]) -> None:
         """Step the scores, add the gradient that ties the weights to them, and mask all gradients."""
+        self.zeros.before_step(leaves, self.stencils)
         if self.of.pattern == "learned":
             super().before_step(leaves, steps)
         for name, stencil in self.stencils.items():
             if (grad := leaves[name].grad) is not None:
                 stencil.zero_(grad)
 
-    @torch.no_grad()
     def after_step(self, leaves: Leaves) -> None:
-        """Zero the weights of dropped units."""
-        for name, stencil in self.stencils.items():
-            stencil.zero_(leaves[name])
+        """Zero the weights of dropped units, unless they are 0 by themselves."""
+        self.zeros.after_step(leaves, self.stencils)
+
+    def end_epoch(self) -> None:
+        """Zero the weights of dropped units, however they have been written."""
+        self.zeros.restore()
 
     def finish(self, callbacks: Sequence[Any]) -> None:
         """Give each callback its scores, its units and the dropped values."""

@@ -7,10 +7,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from lightning_sparsefl.callbacks.feedback import ErrorFeedback
 from lightning_sparsefl.callbacks.layer_freezing import LayerFreezing
-from lightning_sparsefl.callbacks.stacking.base import Leaves, StackedCallback
+from lightning_sparsefl.callbacks.stacking.base import Leaves, StackedCallback, StackedPass
+from lightning_sparsefl.callbacks.stacking.lasting_zeros import LastingZeros
 from lightning_sparsefl.callbacks.stacking.trees import stack_trees
 from lightning_sparsefl.sparse.apply import InPlaceMask
 
@@ -31,20 +33,32 @@ class StackedMask(StackedCallback):
     def start(self, leaves: Leaves) -> None:
         """Zero the weights that are not held."""
         self.stencils = _stencils(self.masks, leaves)
-        self.after_step(leaves)
+        self.zeros = LastingZeros(self.stencils, leaves)
+        self.zeros.restore()
+
+    def prepare(self, optimizer: Optimizer, clips: bool, chain: Sequence[StackedCallback]) -> None:
+        """Find out whether weights that are not held stay 0 in a step."""
+        self.zeros.prepare(self, optimizer, chain)
+
+    def before_batch(self, batch: StackedPass) -> None:
+        """Store the state of the weights."""
+        self.zeros.before_batch(batch.leaves)
 
     def before_step(self, leaves: Leaves, steps: Sequence[int]) -> None:
-        """Zero the gradients of the weights that are not held."""
+        """Zero the gradients of the weights that are not held, and these weights if they have been written."""
+        self.zeros.before_step(leaves, self.stencils)
         for name, stencil in self.stencils.items():
             grad = leaves[name].grad
             if grad is not None:
                 stencil.zero_(grad)
 
-    @torch.no_grad()
     def after_step(self, leaves: Leaves) -> None:
-        """Zero the weights that are not held."""
-        for name, stencil in self.stencils.items():
-            stencil.zero_(leaves[name])
+        """Zero the weights that are not held, unless they are 0 by themselves."""
+        self.zeros.after_step(leaves, self.stencils)
+
+    def end_epoch(self) -> None:
+        """Zero the weights that are not held, however they have been written."""
+        self.zeros.restore()
 
 
 class StackedFeedback(StackedCallback):

@@ -207,7 +207,7 @@ class StackedRows(StackedCallback):
             row.view(leaves, place)
             row.call("setup", "fit")
 
-    def prepare(self, optimizer: Optimizer, clips: bool) -> None:
+    def prepare(self, optimizer: Optimizer, clips: bool, chain: Sequence[StackedCallback]) -> None:
         """Begin the fit of each client."""
         for row in self.places:
             row.optimizer.follow(optimizer, self._names)

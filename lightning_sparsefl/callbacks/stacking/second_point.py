@@ -29,7 +29,7 @@ class StackedSecondPoint(StackedCallback):
         """Store the names of the leaves."""
         self._names = {id(leaf): name for name, leaf in leaves.items()}
 
-    def prepare(self, optimizer: Optimizer, clips: bool) -> None:
+    def prepare(self, optimizer: Optimizer, clips: bool, chain: Sequence[StackedCallback]) -> None:
         """Keep the optimizer, whose learning rates are read before each step."""
         self._optimizer = optimizer
 

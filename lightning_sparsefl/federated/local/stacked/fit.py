@@ -213,8 +213,9 @@ class StackedFit:
         self.optimizer = StackedOptimizer(trainer.optimizers[0], by_identity, self.size)
         stepped = stepped_by(trainer.optimizers[0])
         self._stepped = [name for name, leaf in leaves.items() if id(leaf) in stepped]
-        for stacked_callback, _ in self._callbacks:
-            stacked_callback.prepare(self.optimizer.optimizer, bool(trainer.gradient_clip_val))
+        chain = [callback for callback, _ in self._callbacks]
+        for each in chain:
+            each.prepare(self.optimizer.optimizer, bool(trainer.gradient_clip_val), chain)
         for callback in self._rates:
             callback.on_fit_start(trainer, self.module)
 
