@@ -24,13 +24,14 @@ without a traceback and exits with code 2.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from difflib import get_close_matches
 from functools import partial
+from inspect import isabstract
 from numbers import Integral, Real
 from pathlib import Path
-from types import UnionType
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 _LEAST_SIMILARITY = 0.65
 """Similarity below which a name is not suggested, from 0 to 1."""
@@ -115,7 +116,7 @@ def is_whole(value: Any, least: int) -> bool:
         >>> is_whole(3, 1), is_whole(0, 1), is_whole(True, 1), is_whole(2.0, 1)
         (True, False, False, False)
     """
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+    return not isinstance(value, bool) and isinstance(value, Integral) and int(value) >= least
 
 
 def is_number(value: Any) -> bool:
@@ -131,40 +132,74 @@ def is_number(value: Any) -> bool:
     return isinstance(value, Real) and not isinstance(value, bool)
 
 
-def check_numbers(options: Any, prefix: str) -> None:
-    """Raise :class:`InvalidOption` if a field annotated as a number, or as numbers, has another value.
+def check_types(options: Any, prefix: str) -> None:
+    """Raise :class:`InvalidOption` if a field has another type than its annotation: numbers, lists of them, classes.
+
+    Of fields that are annotated with `Literal`, the value is checked.
 
     Args:
         options: Dataclass with the options.
         prefix: Prefix of the names of fields in the error message.
-
-    Raises:
-        InvalidOption: If a value is not a number, or not a whole number where the annotation is `int`.
 
     Example:
         >>> from dataclasses import dataclass
         >>> @dataclass
         ... class Options:
         ...     density: float = 0.5
-        >>> check_numbers(Options("0.5"), "algorithm.")
+        ...     growth: Literal["gradient", "random"] = "random"
+        >>> check_types(Options("0.5"), "algorithm.")
         Traceback (most recent call last):
         lightning_sparsefl.errors.InvalidOption: `algorithm.density` is '0.5'; expected a number.
+        >>> check_types(Options(growth="none"), "algorithm.")
+        Traceback (most recent call last):
+        lightning_sparsefl.errors.InvalidOption: `algorithm.growth` is 'none'; expected one of 'gradient', 'random'.
     """
     for name, hint in get_type_hints(type(options)).items():
         kinds, value = _kinds(hint), getattr(options, name)
-        if value is None and type(None) in kinds:
-            continue
-        either = " or null" if type(None) in kinds else ""
-        scalar, several = [kind for kind in kinds if kind in (int, float)], [kind for kind in kinds if get_args(kind)]
-        if scalar and len(scalar) + (type(None) in kinds) == len(kinds):
-            expected = "a number" if float in scalar else "a whole number"
-            require(_is_of(value, float in scalar), f"{prefix}{name}", value, expected + either)
-        elif several and all(get_origin(kind) in (list, tuple, Sequence) for kind in several):
-            inner = {item for kind in several for item in get_args(kind) if item is not Ellipsis}
-            if inner <= {int, float}:
-                listed = isinstance(value, Iterable) and not isinstance(value, str)
-                fits = listed and all(_is_of(item, float in inner) for item in value)
-                require(fits, f"{prefix}{name}", value, f"a list of numbers{either}")
+        if value is not None or NoneType not in kinds:
+            _check_type(f"{prefix}{name}", value, [kind for kind in kinds if kind is not NoneType], NoneType in kinds)
+
+
+def _check_type(option: str, value: Any, kinds: Sequence[Any], optional: bool) -> None:
+    """Check the value of an option against the alternatives of its annotation, which may also be optional."""
+    origins, either = {get_origin(kind) for kind in kinds}, " or null" if optional else ""
+    inner = [item for kind in kinds for item in get_args(kind) if item is not Ellipsis]
+    if all(kind in (int, float) for kind in kinds):
+        require(_is_of(value, kinds), option, value, f"a {'' if float in kinds else 'whole '}number{either}")
+    elif origins == {Literal}:
+        listed = ", ".join(map(repr, inner))
+        require(value in inner, option, value, f"one of {listed}{either}")
+    elif inner and all(item in (int, float) for item in inner) and origins <= {list, tuple, Sequence}:
+        several = isinstance(value, Iterable) and not isinstance(value, str)
+        fits = several and all(_is_of(item, inner) for item in value)
+        require(fits, option, value, f"a list of numbers{either}")
+    elif origins == {None} and all(isinstance(kind, type) for kind in kinds):
+        require_instance(option, value, *kinds, *([NoneType] if optional else []))
+
+
+def require_instance(option: str, value: Any, *kinds: type) -> None:
+    """Raise :class:`InvalidOption` unless an option is an object of one of several classes.
+
+    Args:
+        option: Dotted name of the option.
+        value: Value of the option.
+        kinds: Classes; ``NoneType`` for an option that may be null.
+
+    Example:
+        >>> require_instance("data.num_clients", "ten", int, NoneType)
+        Traceback (most recent call last):
+        lightning_sparsefl.errors.InvalidOption: `data.num_clients` is 'ten'; expected an instance of `int`, or null.
+    """
+    described = " or ".join(_described(kind) for kind in kinds if kind is not NoneType)
+    require(isinstance(value, kinds), option, value, described + (", or null" if NoneType in kinds else ""))
+
+
+def _described(kind: type) -> str:
+    """Return what the objects of a class are called in a message, with an example of an abstract class."""
+    if kind in (bool, str):
+        return "True or False" if kind is bool else "a string"
+    subclasses: list[type] = kind.__subclasses__() if isabstract(kind) else []
+    return f"an instance of `{kind.__name__}`" + "".join(f", such as `{each.__name__}`" for each in subclasses[:1])
 
 
 def _kinds(hint: Any) -> tuple[Any, ...]:
@@ -172,8 +207,9 @@ def _kinds(hint: Any) -> tuple[Any, ...]:
     return get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
 
 
-def _is_of(value: Any, fractions: bool) -> bool:
-    return is_number(value) and (fractions or isinstance(value, Integral))
+def _is_of(value: Any, kinds: Container[Any]) -> bool:
+    """Return whether a value is a number, and whole unless `float` is among its types."""
+    return is_number(value) and (float in kinds or isinstance(value, Integral))
 
 
 def whole_number_from_environment(name: str, default: int | None = None, *, remedy: str) -> int:

@@ -6,18 +6,33 @@ import re
 import shutil
 import subprocess
 import sys
+from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
+from typing import get_origin, get_type_hints
 
 import pytest
+import torch
+from torch.utils.data import TensorDataset
 
-from lightning_sparsefl import FederatedTrainer, Federation, FedProx, FedSpa, HeteroFL
+from lightning_sparsefl import (
+    FederatedTrainer,
+    Federation,
+    FedProx,
+    FedSpa,
+    HeteroFL,
+    algorithms,
+    cost,
+    data,
+    federated,
+)
 from lightning_sparsefl.algorithms import FedDIP, FedLPS, FedMP, PruneFL
 from lightning_sparsefl.cli import main
-from lightning_sparsefl.data import Dirichlet, FederatedBlobs
+from lightning_sparsefl.data import IID, Dirichlet, FederatedBlobs, FederatedDataset
 from lightning_sparsefl.errors import InvalidOption
 from lightning_sparsefl.federated import Oort, Privacy, TrimmedMean, Uniform
 from lightning_sparsefl.federated.distributed.fabric import build_fabric
 from lightning_sparsefl.federated.local.round_lr import ExponentialRoundLR
+from lightning_sparsefl.models import MLP
 
 CLUSTER = Path(__file__).parents[1] / "configs" / "cluster"
 NAN, INF = math.nan, math.inf
@@ -25,6 +40,15 @@ NAN, INF = math.nan, math.inf
 
 def trainer(**options):
     return FederatedTrainer(algorithm=FedSpa(), accelerator="cpu", **{"devices": 1, **options})
+
+
+def blobs(**options):
+    return FederatedBlobs(**{"num_clients": 2, **options})
+
+
+def tensors(**options):
+    data = TensorDataset(torch.ones(10, 2), torch.zeros(10, dtype=torch.int64))
+    return FederatedDataset(data, num_clients=2, **options)
 
 
 @pytest.mark.parametrize(
@@ -66,6 +90,71 @@ def test_a_value_that_is_no_such_number_is_refused_by_name(make, option, values)
     for value in values:
         with pytest.raises(InvalidOption, match=rf"^`{option}` is {re.escape(repr(value))}; expected "):
             make(**{option.rpartition(".")[2]: value})
+
+
+@pytest.mark.parametrize(
+    ("make", "option", "values", "expected"),
+    [
+        (
+            trainer,
+            "trainer.round_lr",
+            ["cosine", len],
+            "an instance of `RoundLR`, such as `ExponentialRoundLR`, or null",
+        ),
+        (trainer, "trainer.validate_locally", ["yes", 1, None], "True or False"),
+        (trainer, "trainer.fast_dev_run", [2], "True or False"),
+        (trainer, "trainer.logger", ["tensorboard", 1], "loggers of Lightning"),
+        (trainer, "trainer.callbacks", ["x", 1], "callbacks of Lightning"),
+        (trainer, "trainer.default_root_dir", [3, None], "a string or an instance of `PathLike`"),
+        (trainer, "trainer.run_dir", [3], "a string or an instance of `PathLike`, or null"),
+        (trainer, "federation", [{"clients_per_round": 3}, 0, Federation], "an instance of `Federation`, or null"),
+        (Federation, "federation.server_optimizer", ["adam"], "an instance of `ServerOptimizer`, or null"),
+        (Federation, "federation.reducer", ["median"], "an instance of `Reducer`, such as `CoverageMean`, or null"),
+        (Federation, "federation.privacy", [1.0], "an instance of `Privacy`, or null"),
+        (Federation, "federation.record_steps", ["no", 1], "True or False"),
+        (Federation, "federation.monitor", [3, None], "a string"),
+        (blobs, "data.partition", ["dirichlet", 0.3, IID], "an instance of `Partition`, such as `IID`"),
+        (blobs, "data.num_clients", ["4", 2.0], "a number from 1 to 1000, the number of training examples"),
+        (blobs, "data.batch_size", ["8", 2.5, None], "a whole number >= 1"),
+        (blobs, "data.num_workers", ["2", -1], "a whole number >= 0"),
+        (blobs, "data.val_fraction", ["0.1", NAN, None], r"a number in \[0, 1\)"),
+        (blobs, "data.seed", ["x", -1, 1.5], "a whole number >= 0, or null"),
+        (blobs, "data.drop_last", ["yes"], "True or False"),
+        (tensors, "data.partition", ["dirichlet", 0.3], "an instance of `Partition`, such as `IID`"),
+        (tensors, "data.test_fraction", ["0.1", NAN], r"a number in \[0, 1\)"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_value_of_another_class_is_refused_by_name(make, option, values, expected):
+    for value in values:
+        with pytest.raises(InvalidOption, match=rf"^`{option}` is {re.escape(repr(value))}; expected {expected}\.$"):
+            make(**{option.rpartition(".")[2]: value})
+
+
+def options_of_one_class():
+    """Return the options that are bool, text or an object of a class, with the dataclasses that have them."""
+    for module in (algorithms, cost, data, federated):
+        for kind in (value for value in vars(module).values() if is_dataclass(value) and isinstance(value, type)):
+            for name, hint in get_type_hints(kind).items():
+                is_required = {each.name: each.default is MISSING for each in fields(kind)}.get(name, True)
+                if isinstance(hint, type) and not get_origin(hint) and hint not in (int, float) and not is_required:
+                    yield pytest.param(kind, name, id=f"{kind.__name__}.{name}")
+
+
+@pytest.mark.parametrize(("kind", "name"), list(options_of_one_class()))
+def test_an_option_is_of_its_class(kind, name):
+    with pytest.raises(InvalidOption, match=rf"{name}. is 2; expected "):
+        kind(**{name: 2})
+
+
+def test_paths_may_be_paths(tmp_path):
+    options = trainer(default_root_dir=tmp_path, run_dir=tmp_path / "run").options
+    assert (options.default_root_dir, options.run_dir) == (str(tmp_path), tmp_path / "run")
+
+
+def test_a_checkpoint_that_is_no_path_is_refused():
+    with pytest.raises(InvalidOption, match=r"^`ckpt_path` is 3; expected a string or .*, or null\.$"):
+        trainer().fit(MLP(num_classes=2, sample_shape=(1, 1, 8)), blobs(), ckpt_path=3)
 
 
 @pytest.mark.parametrize(

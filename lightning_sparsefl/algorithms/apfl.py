@@ -23,10 +23,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from lightning_sparsefl.callbacks import PersonalMixture
-from lightning_sparsefl.errors import check_numbers, require
+from lightning_sparsefl.errors import check_types, require
 from lightning_sparsefl.federated.algorithm import FederatedAlgorithm
 from lightning_sparsefl.federated.client import Client
-from lightning_sparsefl.federated.options import check_choices
 from lightning_sparsefl.sparse.masks import interpolate
 from lightning_sparsefl.types import CostFacts, Costs, Message, Update, Weights
 
@@ -43,8 +42,8 @@ class APFL(FederatedAlgorithm):
     """Whether each client trains its share."""
 
     def __post_init__(self) -> None:
-        check_choices(self, "algorithm.")
-        check_numbers(self, "algorithm.")
+        check_types(self, "algorithm.")
+        check_types(self, "algorithm.")
         require(0 <= self.alpha <= 1, "algorithm.alpha", self.alpha, "a number in [0, 1]")
 
     def train(self, message: Message, client: Client) -> Update:

@@ -26,12 +26,11 @@ from typing import Literal
 import torch
 
 from lightning_sparsefl.cost import BYTES_PER_WEIGHT, training_flops
-from lightning_sparsefl.errors import InvalidOption, require
+from lightning_sparsefl.errors import InvalidOption, check_types, require
 from lightning_sparsefl.federated.aggregation.reducers import CoverageMean, PlainMean, Reducer
 from lightning_sparsefl.federated.algorithm import FederatedAlgorithm
 from lightning_sparsefl.federated.client import Client
 from lightning_sparsefl.federated.fleet import Fleet
-from lightning_sparsefl.federated.options import check_choices
 from lightning_sparsefl.sparse.density import maskable
 from lightning_sparsefl.sparse.layer_groups import head_of
 from lightning_sparsefl.sparse.masks import apply, subtract
@@ -55,7 +54,7 @@ class CS(FederatedAlgorithm):
     """Whether clients send the weights that the server has pruned, or as many of the largest changes (FedLPS)."""
 
     def __post_init__(self) -> None:
-        check_choices(self, "algorithm.")
+        check_types(self, "algorithm.")
         require(0 < self.density <= 1, "algorithm.density", self.density, "a number in (0, 1]")
         require(self.kappa > 0, "algorithm.kappa", self.kappa, "a number above 0")
 

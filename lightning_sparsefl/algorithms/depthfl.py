@@ -34,7 +34,7 @@ from lightning.pytorch import Callback, LightningModule
 from lightning_sparsefl.callbacks import GradientOffset, ProximalTerm
 from lightning_sparsefl.callbacks.exits import EarlyExits, require_exits
 from lightning_sparsefl.cost import narrow_biases
-from lightning_sparsefl.errors import check_numbers, is_whole, require
+from lightning_sparsefl.errors import check_types, is_whole, require
 from lightning_sparsefl.federated.algorithm import FederatedAlgorithm
 from lightning_sparsefl.federated.client import Client
 from lightning_sparsefl.federated.fleet import Fleet
@@ -58,7 +58,7 @@ class DepthFL(FederatedAlgorithm):
     """Number of rounds over which the strength of that term rises to 1: ``exp(-5 (1 - min(t, ramp) / ramp)^2)``."""
 
     def __post_init__(self) -> None:
-        check_numbers(self, "algorithm.")
+        check_types(self, "algorithm.")
         require(self.alpha >= 0, "algorithm.alpha", self.alpha, "a number >= 0")
         require(is_whole(self.ramp, 1), "algorithm.ramp", self.ramp, "a whole number >= 1")
 

@@ -26,7 +26,7 @@ from dataclasses import dataclass, replace
 
 from lightning_sparsefl.algorithms._personal_masks import score
 from lightning_sparsefl.callbacks import ProximalTerm
-from lightning_sparsefl.errors import check_numbers, require
+from lightning_sparsefl.errors import check_types, require
 from lightning_sparsefl.federated.algorithm import FederatedAlgorithm
 from lightning_sparsefl.federated.client import Client
 from lightning_sparsefl.report.measures.direction import higher_is_better
@@ -51,7 +51,7 @@ class Ditto(FederatedAlgorithm):
     """Number of epochs of the personal model; null = `trainer.max_epochs`."""
 
     def __post_init__(self) -> None:
-        check_numbers(self, "algorithm.")
+        check_types(self, "algorithm.")
         require(self.lam >= 0, "algorithm.lam", self.lam, "a number >= 0")
         require(all(lam >= 0 for lam in self.lams), "algorithm.lams", self.lams, "numbers >= 0")
         for name in ("global_epochs", "personal_epochs"):

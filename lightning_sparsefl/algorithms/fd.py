@@ -27,12 +27,11 @@ from typing import Literal
 from lightning.pytorch import LightningModule
 
 from lightning_sparsefl.cost import narrow_biases
-from lightning_sparsefl.errors import require
+from lightning_sparsefl.errors import check_types, require
 from lightning_sparsefl.federated.aggregation.reducers import PlainMean, Reducer
 from lightning_sparsefl.federated.algorithm import FederatedAlgorithm
 from lightning_sparsefl.federated.client import Client
 from lightning_sparsefl.federated.fleet import Fleet
-from lightning_sparsefl.federated.options import check_choices
 from lightning_sparsefl.seeds import derive_seed
 from lightning_sparsefl.sparse.masks import apply, subtract
 from lightning_sparsefl.sparse.unit_tables import groups_of, unit_tables
@@ -54,7 +53,7 @@ class FD(FederatedAlgorithm):
     """Whether each client of a round draws its own units, or the ranking of units is common to the cohort."""
 
     def __post_init__(self) -> None:
-        check_choices(self, "algorithm.")
+        check_types(self, "algorithm.")
         require(0 < self.keep <= 1, "algorithm.keep", self.keep, "a number in (0, 1]")
 
     @property

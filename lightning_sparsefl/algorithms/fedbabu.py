@@ -22,7 +22,7 @@ from typing import Literal
 import torch
 
 from lightning_sparsefl.cost import with_trained_upload
-from lightning_sparsefl.errors import check_numbers, require
+from lightning_sparsefl.errors import check_types, require
 from lightning_sparsefl.federated.algorithm import FederatedAlgorithm
 from lightning_sparsefl.federated.client import Client
 from lightning_sparsefl.federated.fleet import Fleet
@@ -42,7 +42,7 @@ class FedBABU(FederatedAlgorithm):
     """Number of epochs of each client's final fit of the whole model; 0 = no fine-tuning."""
 
     def __post_init__(self) -> None:
-        check_numbers(self, "algorithm.")
+        check_types(self, "algorithm.")
         require(self.finetune_epochs >= 0, "algorithm.finetune_epochs", self.finetune_epochs, "a whole number >= 0")
 
     def init(self, weights: Weights, fleet: Fleet) -> ServerState:

@@ -20,10 +20,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 from lightning_sparsefl.algorithms import _own_part
+from lightning_sparsefl.errors import check_types
 from lightning_sparsefl.federated.algorithm import FederatedAlgorithm
 from lightning_sparsefl.federated.client import Client
 from lightning_sparsefl.federated.fleet import Fleet
-from lightning_sparsefl.federated.options import check_choices
 from lightning_sparsefl.sparse.parts import NORM, part
 from lightning_sparsefl.types import ClientView, Message, ServerState, Update, Weights
 
@@ -38,7 +38,7 @@ class FedBN(FederatedAlgorithm):
     """Whether all participants weigh the same in the mean (the code), or by their numbers of samples."""
 
     def __post_init__(self) -> None:
-        check_choices(self, "algorithm.")
+        check_types(self, "algorithm.")
 
     def init(self, weights: Weights, fleet: Fleet) -> ServerState:
         """Find the norms and return the initial state."""

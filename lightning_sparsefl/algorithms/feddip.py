@@ -43,7 +43,7 @@ from lightning_sparsefl.callbacks import GroupPenalty, ProximalTerm
 from lightning_sparsefl.callbacks.feedback import ErrorFeedback
 from lightning_sparsefl.callbacks.layers import exactly
 from lightning_sparsefl.cost import BYTES_PER_WEIGHT, forward_flops
-from lightning_sparsefl.errors import InvalidOption, check_numbers
+from lightning_sparsefl.errors import InvalidOption, check_types
 from lightning_sparsefl.federated.algorithm import FederatedAlgorithm
 from lightning_sparsefl.federated.client import Client
 from lightning_sparsefl.federated.fleet import Fleet
@@ -81,7 +81,7 @@ class FedDIP(FederatedAlgorithm):
     """Patterns of names of layers whose masks do not change, and which have no penalty."""
 
     def __post_init__(self) -> None:
-        check_numbers(self, "algorithm.")
+        check_types(self, "algorithm.")
         for name, fits, expected in (
             ("density", 0 < self.density <= 1, "a number in (0, 1]"),
             ("initial_density", self.density <= self.initial_density <= 1, "a number from `density` to 1"),

@@ -32,11 +32,10 @@ from typing import Literal
 import torch
 
 from lightning_sparsefl.cost import forward_flops
-from lightning_sparsefl.errors import require
+from lightning_sparsefl.errors import check_types, require
 from lightning_sparsefl.federated.algorithm import FederatedAlgorithm
 from lightning_sparsefl.federated.client import Client
 from lightning_sparsefl.federated.fleet import Fleet
-from lightning_sparsefl.federated.options import check_choices
 from lightning_sparsefl.seeds import generator
 from lightning_sparsefl.sparse.density import ceil_count, erk, kept_counts, prunable
 from lightning_sparsefl.sparse.masks import apply, counts
@@ -78,7 +77,7 @@ class FedDST(FederatedAlgorithm):
     which a sparse network without norms may not start to learn; not in the paper."""
 
     def __post_init__(self) -> None:
-        check_choices(self, "algorithm.")
+        check_types(self, "algorithm.")
         require(0 < self.density <= 1, "algorithm.density", self.density, "a number in (0, 1]")
         require(0 <= self.exchange < 1, "algorithm.exchange", self.exchange, "a number in [0, 1)")
         require(0 <= self.search_until <= 1, "algorithm.search_until", self.search_until, "a number in [0, 1]")

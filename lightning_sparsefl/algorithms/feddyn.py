@@ -28,7 +28,7 @@ import torch
 from lightning.pytorch import Callback
 
 from lightning_sparsefl.callbacks import GradientOffset, ProximalTerm
-from lightning_sparsefl.errors import check_numbers, require
+from lightning_sparsefl.errors import check_types, require
 from lightning_sparsefl.federated.algorithm import FederatedAlgorithm
 from lightning_sparsefl.federated.client import Client
 from lightning_sparsefl.federated.fleet import Fleet
@@ -44,7 +44,7 @@ class FedDyn(FederatedAlgorithm):
     """Strength of the dynamic regularization, above 0."""
 
     def __post_init__(self) -> None:
-        check_numbers(self, "algorithm.")
+        check_types(self, "algorithm.")
         require(self.alpha > 0, "algorithm.alpha", self.alpha, "a number above 0")
 
     def init(self, weights: Weights, fleet: Fleet) -> ServerState:

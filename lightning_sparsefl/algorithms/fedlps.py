@@ -66,12 +66,11 @@ from lightning_sparsefl.algorithms import _pucbv as pucbv
 from lightning_sparsefl.callbacks import LearnedImportance, ProximalTerm
 from lightning_sparsefl.callbacks.unit_scores import ScoreSteps, UnitScores
 from lightning_sparsefl.cost import BYTES_PER_WEIGHT, Devices, forward_flops
-from lightning_sparsefl.errors import InvalidOption, require
+from lightning_sparsefl.errors import InvalidOption, check_types, require
 from lightning_sparsefl.federated.aggregation.reducers import PlainMean, Reducer
 from lightning_sparsefl.federated.algorithm import FederatedAlgorithm
 from lightning_sparsefl.federated.client import Client
 from lightning_sparsefl.federated.fleet import Fleet
-from lightning_sparsefl.federated.options import check_choices
 from lightning_sparsefl.report.measures.direction import higher_is_better
 from lightning_sparsefl.seeds import generator
 from lightning_sparsefl.sparse.importance import gate_gradients, relative
@@ -186,7 +185,7 @@ class FedLPS(FederatedAlgorithm):
         return cls(**{**published, **options})
 
     def __post_init__(self) -> None:
-        check_choices(self, "algorithm.")
+        check_types(self, "algorithm.")
         require(0 < self.density <= 1, "algorithm.density", self.density, "a number in (0, 1]")
         for name in ("arms_from", "score_above"):
             value = getattr(self, name)

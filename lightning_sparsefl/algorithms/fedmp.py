@@ -32,7 +32,7 @@ import torch
 from lightning.pytorch import LightningModule
 
 from lightning_sparsefl.cost import Devices, eucb, narrow_biases
-from lightning_sparsefl.errors import InvalidOption, check_numbers, require
+from lightning_sparsefl.errors import InvalidOption, check_types, require
 from lightning_sparsefl.federated.aggregation.reducers import PlainMean, Reducer
 from lightning_sparsefl.federated.algorithm import FederatedAlgorithm
 from lightning_sparsefl.federated.client import Client
@@ -66,7 +66,7 @@ class FedMP(FederatedAlgorithm):
     """Uplink bandwidth of every device."""
 
     def __post_init__(self) -> None:
-        check_numbers(self, "algorithm.")
+        check_types(self, "algorithm.")
         fits = self.ratio is None or 0 <= self.ratio < 1
         require(fits, "algorithm.ratio", self.ratio, "a number in [0, 1), or null")
         require(0 < self.discount <= 1, "algorithm.discount", self.discount, "a number in (0, 1]")

@@ -30,12 +30,11 @@ from torch import Tensor
 
 from lightning_sparsefl.callbacks import ProximalTerm, StepMeter
 from lightning_sparsefl.cost import BYTES_PER_WEIGHT
-from lightning_sparsefl.errors import require
+from lightning_sparsefl.errors import check_types, require
 from lightning_sparsefl.federated.algorithm import FederatedAlgorithm
 from lightning_sparsefl.federated.client import Client
 from lightning_sparsefl.federated.fleet import Fleet
 from lightning_sparsefl.federated.local.round_lr import ScaleLearningRates
-from lightning_sparsefl.federated.options import check_choices
 from lightning_sparsefl.sparse.masks import subtract
 from lightning_sparsefl.sparse.moments import wide
 from lightning_sparsefl.types import ClientView, CostFacts, Costs, Merged, Message, ServerState, Update, Weights
@@ -53,7 +52,7 @@ class FedNova(FederatedAlgorithm):
     """Momentum of the clients' SGD, in [0, 1), which `local_lr` must know before training; else it is measured."""
 
     def __post_init__(self) -> None:
-        check_choices(self, "algorithm.")
+        check_types(self, "algorithm.")
         require(self.mu >= 0, "algorithm.mu", self.mu, "a number >= 0")
         fits = self.mu == 0 or self.variant == "normalized"
         require(fits, "algorithm.mu", self.mu, "0 with `algorithm.variant: local_lr`, which has no proximal term")

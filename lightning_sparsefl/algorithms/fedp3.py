@@ -30,11 +30,10 @@ from typing import Literal
 import torch
 
 from lightning_sparsefl.cost import BYTES_PER_WEIGHT, forward_flops
-from lightning_sparsefl.errors import InvalidOption, require
+from lightning_sparsefl.errors import InvalidOption, check_types, require
 from lightning_sparsefl.federated.algorithm import FederatedAlgorithm
 from lightning_sparsefl.federated.client import Client
 from lightning_sparsefl.federated.fleet import Fleet
-from lightning_sparsefl.federated.options import check_choices
 from lightning_sparsefl.sparse.density import floor_count, maskable
 from lightning_sparsefl.sparse.layer_groups import head_of, layer_groups
 from lightning_sparsefl.sparse.parts import without
@@ -58,7 +57,7 @@ class FedP3(FederatedAlgorithm):
     """Smallest width that a client draws for its local pruning, in (0, 1]; the largest is 1."""
 
     def __post_init__(self) -> None:
-        check_choices(self, "algorithm.")
+        check_types(self, "algorithm.")
         require(self.owned >= 1, "algorithm.owned", self.owned, "a whole number >= 1")
         for name in ("keep", "local_width"):
             require(0 < getattr(self, name) <= 1, f"algorithm.{name}", getattr(self, name), "a number in (0, 1]")

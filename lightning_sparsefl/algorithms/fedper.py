@@ -18,7 +18,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lightning_sparsefl.algorithms import _own_part
-from lightning_sparsefl.errors import check_numbers
+from lightning_sparsefl.errors import check_types
 from lightning_sparsefl.federated.algorithm import FederatedAlgorithm
 from lightning_sparsefl.federated.client import Client
 from lightning_sparsefl.federated.fleet import Fleet
@@ -36,7 +36,7 @@ class FedPer(FederatedAlgorithm):
     ``norm`` for all norms."""
 
     def __post_init__(self) -> None:
-        check_numbers(self, "algorithm.")
+        check_types(self, "algorithm.")
 
     def init(self, weights: Weights, fleet: Fleet) -> ServerState:
         """Find the own layers and return the initial state."""

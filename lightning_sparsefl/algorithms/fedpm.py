@@ -32,7 +32,7 @@ from torch import Tensor
 
 from lightning_sparsefl.callbacks.stochastic_mask import StochasticMask
 from lightning_sparsefl.cost import BYTES_PER_WEIGHT
-from lightning_sparsefl.errors import InvalidOption, check_numbers, require
+from lightning_sparsefl.errors import InvalidOption, check_types, require
 from lightning_sparsefl.federated.algorithm import FederatedAlgorithm
 from lightning_sparsefl.federated.client import Client
 from lightning_sparsefl.federated.fleet import Fleet
@@ -60,7 +60,7 @@ class FedPM(FederatedAlgorithm):
     """Smallest probability that the server gives a weight, in (0, 0.5); the largest is 1 minus it."""
 
     def __post_init__(self) -> None:
-        check_numbers(self, "algorithm.")
+        check_types(self, "algorithm.")
         require(0 < self.least < 0.5, "algorithm.least", self.least, "a number in (0, 0.5)")
 
     def adapt(self, module: LightningModule) -> None:

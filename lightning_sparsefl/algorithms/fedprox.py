@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from lightning.pytorch import Callback
 
 from lightning_sparsefl.callbacks import ProximalTerm
-from lightning_sparsefl.errors import check_numbers, require
+from lightning_sparsefl.errors import check_types, require
 from lightning_sparsefl.federated.algorithm import FederatedAlgorithm
 from lightning_sparsefl.federated.client import Client
 from lightning_sparsefl.types import Message
@@ -36,7 +36,7 @@ class FedProx(FederatedAlgorithm):
     """Strength of the proximal term, >= 0; 0 is FedAvg."""
 
     def __post_init__(self) -> None:
-        check_numbers(self, "algorithm.")
+        check_types(self, "algorithm.")
         require(self.mu >= 0, "algorithm.mu", self.mu, "a number >= 0")
 
     def callbacks(self, message: Message, client: Client) -> list[Callback]:

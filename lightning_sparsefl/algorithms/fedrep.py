@@ -26,7 +26,7 @@ import torch
 
 from lightning_sparsefl.algorithms import _own_part
 from lightning_sparsefl.cost import phases
-from lightning_sparsefl.errors import InvalidOption, check_numbers, require
+from lightning_sparsefl.errors import InvalidOption, check_types, require
 from lightning_sparsefl.federated.algorithm import FederatedAlgorithm
 from lightning_sparsefl.federated.client import Client
 from lightning_sparsefl.federated.fleet import Fleet
@@ -51,7 +51,7 @@ class FedRep(FederatedAlgorithm):
     """Number of epochs of each client's final fit of its own layers; 0 = no fine-tuning."""
 
     def __post_init__(self) -> None:
-        check_numbers(self, "algorithm.")
+        check_types(self, "algorithm.")
         for name in ("head_epochs", "body_epochs", "finetune_epochs"):
             require(getattr(self, name) >= 0, f"algorithm.{name}", getattr(self, name), "a whole number >= 0")
         if self.head_epochs == self.body_epochs == 0:

@@ -31,11 +31,10 @@ from lightning.pytorch import Callback, LightningModule
 
 from lightning_sparsefl.callbacks.width import LabelMask, OutputScaler, votes_on_own_classes
 from lightning_sparsefl.cost import narrow_biases
-from lightning_sparsefl.errors import require
+from lightning_sparsefl.errors import check_types, require
 from lightning_sparsefl.federated.algorithm import FederatedAlgorithm
 from lightning_sparsefl.federated.client import Client
 from lightning_sparsefl.federated.fleet import Fleet
-from lightning_sparsefl.federated.options import check_choices
 from lightning_sparsefl.sparse.layer_groups import head_of
 from lightning_sparsefl.sparse.masks import apply
 from lightning_sparsefl.sparse.unit_tables import groups_of, unit_tables
@@ -63,7 +62,7 @@ class FedRolex(FederatedAlgorithm):
     """Name of the layer with the logits, for `label_mask`; null = the last linear layer."""
 
     def __post_init__(self) -> None:
-        check_choices(self, "algorithm.")
+        check_types(self, "algorithm.")
         fits = bool(self.rates) and all(0 < rate <= 1 for rate in self.rates)
         require(fits, "algorithm.rates", self.rates, "one or more numbers in (0, 1]")
 

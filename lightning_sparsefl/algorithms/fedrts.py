@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from lightning_sparsefl.cost import forward_flops
-from lightning_sparsefl.errors import check_numbers, require
+from lightning_sparsefl.errors import check_types, require
 from lightning_sparsefl.federated.algorithm import FederatedAlgorithm
 from lightning_sparsefl.federated.client import Client
 from lightning_sparsefl.federated.fleet import Fleet
@@ -62,7 +62,7 @@ class FedRTS(FederatedAlgorithm):
     """Patterns of names of layers that are not pruned."""
 
     def __post_init__(self) -> None:
-        check_numbers(self, "algorithm.")
+        check_types(self, "algorithm.")
         require(0 < self.density <= 1, "algorithm.density", self.density, "a number in (0, 1]")
         for name in ("exchange", "trust"):
             require(0 <= getattr(self, name) <= 1, f"algorithm.{name}", getattr(self, name), "a number in [0, 1]")

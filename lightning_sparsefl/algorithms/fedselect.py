@@ -25,7 +25,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from lightning_sparsefl.cost import BYTES_PER_WEIGHT, forward_flops
-from lightning_sparsefl.errors import check_numbers, require
+from lightning_sparsefl.errors import check_types, require
 from lightning_sparsefl.federated.algorithm import FederatedAlgorithm
 from lightning_sparsefl.federated.client import Client
 from lightning_sparsefl.sparse.masks import apply, kept, subtract
@@ -63,7 +63,7 @@ class FedSelect(FederatedAlgorithm):
     """Whether the server keeps each client's choice, and does not send what it would not use."""
 
     def __post_init__(self) -> None:
-        check_numbers(self, "algorithm.")
+        check_types(self, "algorithm.")
         for name in ("rate", "bound"):
             require(0 <= getattr(self, name) <= 1, f"algorithm.{name}", getattr(self, name), "a number in [0, 1]")
         for name in ("every", "alternations"):

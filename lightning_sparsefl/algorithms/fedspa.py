@@ -36,12 +36,11 @@ from typing import Literal
 import torch
 
 from lightning_sparsefl.cost import forward_flops
-from lightning_sparsefl.errors import require
+from lightning_sparsefl.errors import check_types, require
 from lightning_sparsefl.federated.aggregation.reducers import CoverageMean, PlainMean, Reducer
 from lightning_sparsefl.federated.algorithm import FederatedAlgorithm
 from lightning_sparsefl.federated.client import Client
 from lightning_sparsefl.federated.fleet import Fleet
-from lightning_sparsefl.federated.options import check_choices
 from lightning_sparsefl.seeds import generator
 from lightning_sparsefl.sparse.density import erk, kept_counts, maskable, uniform
 from lightning_sparsefl.sparse.masks import apply, subtract
@@ -83,7 +82,7 @@ class FedSpa(FederatedAlgorithm):
     """Masked tensors: those of two or more dimensions, or every parameter (the published cost tables)."""
 
     def __post_init__(self) -> None:
-        check_choices(self, "algorithm.")
+        check_types(self, "algorithm.")
         require(0 < self.density <= 1, "algorithm.density", self.density, "a number in (0, 1]")
         require(0 <= self.exchange <= 1, "algorithm.exchange", self.exchange, "a number in [0, 1]")
 

@@ -27,10 +27,10 @@ import torch
 from lightning.pytorch import Callback, LightningModule
 
 from lightning_sparsefl.callbacks.magnitude_gate import MagnitudeGate
+from lightning_sparsefl.errors import check_types
 from lightning_sparsefl.federated.algorithm import FederatedAlgorithm
 from lightning_sparsefl.federated.client import Client
 from lightning_sparsefl.federated.fleet import Fleet
-from lightning_sparsefl.federated.options import check_choices
 from lightning_sparsefl.sparse.density import floor_count, kept_counts, maskable
 from lightning_sparsefl.sparse.masks import add, apply, dense_like, subtract
 from lightning_sparsefl.sparse.prune import prune_to, shrink_globally
@@ -50,7 +50,7 @@ class FIARSE(FederatedAlgorithm):
     """Whether gradients are multiplied by ``1 + 2 t |w| / (|w| + t)^2``, t being the threshold."""
 
     def __post_init__(self) -> None:
-        check_choices(self, "algorithm.")
+        check_types(self, "algorithm.")
 
     @property
     def at_full_capacity(self) -> str | None:

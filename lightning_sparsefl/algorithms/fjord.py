@@ -30,7 +30,7 @@ from lightning.pytorch import Callback, LightningModule
 
 from lightning_sparsefl.callbacks import OrderedDropout
 from lightning_sparsefl.cost import narrow_biases
-from lightning_sparsefl.errors import check_numbers, require
+from lightning_sparsefl.errors import check_types, require
 from lightning_sparsefl.federated.algorithm import FederatedAlgorithm
 from lightning_sparsefl.federated.client import Client
 from lightning_sparsefl.federated.fleet import Fleet
@@ -54,7 +54,7 @@ class FjORD(FederatedAlgorithm):
     """Name of the layer with the logits, for `distill`; null = the last linear layer."""
 
     def __post_init__(self) -> None:
-        check_numbers(self, "algorithm.")
+        check_types(self, "algorithm.")
         fits = bool(self.rates) and all(0 < rate <= 1 for rate in self.rates)
         require(fits, "algorithm.rates", self.rates, "one or more numbers in (0, 1]")
 

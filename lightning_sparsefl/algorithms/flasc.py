@@ -27,7 +27,7 @@ from typing import Literal
 import torch
 
 from lightning_sparsefl.cost import BYTES_PER_WEIGHT, training_flops
-from lightning_sparsefl.errors import InvalidOption, check_numbers, require
+from lightning_sparsefl.errors import InvalidOption, check_types, require
 from lightning_sparsefl.federated.aggregation.reducers import PlainMean, Reducer
 from lightning_sparsefl.federated.aggregation.server_optimizer import ServerOptimizer
 from lightning_sparsefl.federated.algorithm import FederatedAlgorithm
@@ -71,7 +71,7 @@ class FLASC(FederatedAlgorithm):
     """Learning rate of the server's AdamW, above 0."""
 
     def __post_init__(self) -> None:
-        check_numbers(self, "algorithm.")
+        check_types(self, "algorithm.")
         for name in ("down_density", "up_density"):
             value = getattr(self, name)
             require(0 < value <= 1, f"algorithm.{name}", value, "a number in (0, 1]")

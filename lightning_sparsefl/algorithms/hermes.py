@@ -41,12 +41,11 @@ from lightning.pytorch import Callback
 from lightning_sparsefl.algorithms import _personal_masks as personal
 from lightning_sparsefl.callbacks import GroupPenalty
 from lightning_sparsefl.cost import BYTES_PER_WEIGHT, forward_flops, narrow_biases
-from lightning_sparsefl.errors import InvalidOption, require
+from lightning_sparsefl.errors import InvalidOption, check_types, require
 from lightning_sparsefl.federated.aggregation.reducers import CoverageMean, PlainMean, Reducer
 from lightning_sparsefl.federated.algorithm import FederatedAlgorithm
 from lightning_sparsefl.federated.client import Client
 from lightning_sparsefl.federated.fleet import Fleet
-from lightning_sparsefl.federated.options import check_choices
 from lightning_sparsefl.sparse.masks import apply, counts, density, intersect, same, subtract
 from lightning_sparsefl.sparse.prune import prune_percentile
 from lightning_sparsefl.sparse.unit_lasso import present_groups
@@ -88,7 +87,7 @@ class Hermes(FederatedAlgorithm):
     """Whether clients keep models of their own and share what all have, or train the server's (FedLPS's row)."""
 
     def __post_init__(self) -> None:
-        check_choices(self, "algorithm.")
+        check_types(self, "algorithm.")
         require(0 < self.density <= 1, "algorithm.density", self.density, "a number in (0, 1]")
         require(0 <= self.step < 1, "algorithm.step", self.step, "a number in [0, 1)")
         require(self.penalty >= 0, "algorithm.penalty", self.penalty, "a number >= 0")

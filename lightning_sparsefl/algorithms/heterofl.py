@@ -28,7 +28,7 @@ from lightning.pytorch import Callback, LightningModule
 
 from lightning_sparsefl.callbacks.width import LabelMask, OutputScaler, votes_on_own_classes
 from lightning_sparsefl.cost import narrow_biases
-from lightning_sparsefl.errors import check_numbers, require
+from lightning_sparsefl.errors import check_types, require
 from lightning_sparsefl.federated.algorithm import FederatedAlgorithm
 from lightning_sparsefl.federated.client import Client
 from lightning_sparsefl.federated.fleet import Fleet
@@ -65,7 +65,7 @@ class HeteroFL(FederatedAlgorithm):
     """Number of epochs of each client's final fit at its own width; 0 = no fine-tuning."""
 
     def __post_init__(self) -> None:
-        check_numbers(self, "algorithm.")
+        check_types(self, "algorithm.")
         require(
             bool(self.rates) and all(0 < rate <= 1 for rate in self.rates),
             "algorithm.rates",

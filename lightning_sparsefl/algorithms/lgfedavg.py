@@ -19,7 +19,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lightning_sparsefl.algorithms import _own_part
-from lightning_sparsefl.errors import check_numbers, require
+from lightning_sparsefl.errors import check_types, require
 from lightning_sparsefl.federated.algorithm import FederatedAlgorithm
 from lightning_sparsefl.federated.client import Client
 from lightning_sparsefl.federated.fleet import Fleet
@@ -37,7 +37,7 @@ class LGFedAvg(FederatedAlgorithm):
     """Number of last layers that are shared: 2 of the paper's CNN, 3 of its MLP."""
 
     def __post_init__(self) -> None:
-        check_numbers(self, "algorithm.")
+        check_types(self, "algorithm.")
         require(self.layers_shared >= 0, "algorithm.layers_shared", self.layers_shared, "a whole number >= 0")
 
     def init(self, weights: Weights, fleet: Fleet) -> ServerState:

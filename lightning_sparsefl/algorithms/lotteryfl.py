@@ -33,12 +33,11 @@ from typing import Literal
 
 from lightning_sparsefl.algorithms import _personal_masks as personal
 from lightning_sparsefl.cost import forward_flops
-from lightning_sparsefl.errors import require
+from lightning_sparsefl.errors import check_types, require
 from lightning_sparsefl.federated.aggregation.reducers import CoverageMean, PlainMean, Reducer
 from lightning_sparsefl.federated.algorithm import FederatedAlgorithm
 from lightning_sparsefl.federated.client import Client
 from lightning_sparsefl.federated.fleet import Fleet
-from lightning_sparsefl.federated.options import check_choices
 from lightning_sparsefl.sparse.density import maskable
 from lightning_sparsefl.sparse.masks import apply, subtract
 from lightning_sparsefl.sparse.masks import density as share_of
@@ -69,7 +68,7 @@ class LotteryFL(FederatedAlgorithm):
     """Mean of each coordinate over the clients whose masks keep it (the paper), or over the cohort."""
 
     def __post_init__(self) -> None:
-        check_choices(self, "algorithm.")
+        check_types(self, "algorithm.")
         require(0 < self.density <= 1, "algorithm.density", self.density, "a number in (0, 1]")
         require(0 <= self.step < 1, "algorithm.step", self.step, "a number in [0, 1)")
         personal.require_rising(self.metric)

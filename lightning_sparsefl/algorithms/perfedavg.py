@@ -27,10 +27,9 @@ from lightning.pytorch import Callback
 from torch import Tensor
 
 from lightning_sparsefl.callbacks import MetaStep
-from lightning_sparsefl.errors import check_numbers, require
+from lightning_sparsefl.errors import check_types, require
 from lightning_sparsefl.federated.algorithm import FederatedAlgorithm
 from lightning_sparsefl.federated.client import Client
-from lightning_sparsefl.federated.options import check_choices
 from lightning_sparsefl.sparse.masks import descend
 from lightning_sparsefl.types import CostFacts, Costs, Message, Update, Weights
 
@@ -51,8 +50,8 @@ class PerFedAvg(FederatedAlgorithm):
     """Number of steps of the adaptation for scores, >= 0."""
 
     def __post_init__(self) -> None:
-        check_choices(self, "algorithm.")
-        check_numbers(self, "algorithm.")
+        check_types(self, "algorithm.")
+        check_types(self, "algorithm.")
         require(self.alpha >= 0, "algorithm.alpha", self.alpha, "a number >= 0")
         require(self.delta > 0, "algorithm.delta", self.delta, "a number above 0")
         require(self.adapt_steps >= 0, "algorithm.adapt_steps", self.adapt_steps, "a whole number >= 0")

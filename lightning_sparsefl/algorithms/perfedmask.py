@@ -44,12 +44,11 @@ from torch import Tensor
 
 from lightning_sparsefl.algorithms.fedavg import FedAvg
 from lightning_sparsefl.cost import with_trained_upload
-from lightning_sparsefl.errors import InvalidOption, require
+from lightning_sparsefl.errors import InvalidOption, check_types, require
 from lightning_sparsefl.federated.aggregation.reducers import Reducer
 from lightning_sparsefl.federated.algorithm import FederatedAlgorithm
 from lightning_sparsefl.federated.client import Client
 from lightning_sparsefl.federated.fleet import Fleet
-from lightning_sparsefl.federated.options import check_choices
 from lightning_sparsefl.seeds import generator
 from lightning_sparsefl.sparse import freeze
 from lightning_sparsefl.sparse.density import floor_count
@@ -85,7 +84,7 @@ class PerFedMask(FederatedAlgorithm):
     """HeteroFL or SplitMix, of whose networks clients train some layers; null = layers of the whole model."""
 
     def __post_init__(self) -> None:
-        check_choices(self, "algorithm.")
+        check_types(self, "algorithm.")
         if self.base is not None and not hasattr(self.base, "network"):
             raise InvalidOption(f"`PerFedMask(base={self.base})`: expected `HeteroFL` or `SplitMix`, or null.")
         if getattr(self.base, "finetune_epochs", 0):

@@ -26,7 +26,7 @@ import torch
 from lightning.pytorch import Callback
 
 from lightning_sparsefl.callbacks import MoreauEnvelope
-from lightning_sparsefl.errors import check_numbers, require
+from lightning_sparsefl.errors import check_types, require
 from lightning_sparsefl.federated.algorithm import FederatedAlgorithm
 from lightning_sparsefl.federated.client import Client
 from lightning_sparsefl.federated.fleet import Fleet
@@ -52,7 +52,7 @@ class PFedMe(FederatedAlgorithm):
     """Weight decay of the personal weights, >= 0."""
 
     def __post_init__(self) -> None:
-        check_numbers(self, "algorithm.")
+        check_types(self, "algorithm.")
         for name in ("lam", "personal_lr", "beta"):
             value = getattr(self, name)
             require(value > 0, f"algorithm.{name}", value, "a number above 0")

@@ -37,11 +37,10 @@ from lightning.pytorch import Callback
 from lightning_sparsefl.algorithms._first_client import prune_alone, worthwhile
 from lightning_sparsefl.callbacks import GradientSum
 from lightning_sparsefl.cost import BYTES_PER_WEIGHT, forward_flops
-from lightning_sparsefl.errors import InvalidOption, require
+from lightning_sparsefl.errors import InvalidOption, check_types, require
 from lightning_sparsefl.federated.algorithm import FederatedAlgorithm
 from lightning_sparsefl.federated.client import Client
 from lightning_sparsefl.federated.fleet import Fleet
-from lightning_sparsefl.federated.options import check_choices
 from lightning_sparsefl.seeds import generator
 from lightning_sparsefl.sparse.density import erk, floor_count, kept_counts, listed, prunable
 from lightning_sparsefl.sparse.masks import apply, dense_like, kept
@@ -86,7 +85,7 @@ class PruneFL(FederatedAlgorithm):
     """Patterns of names of layers that are not pruned."""
 
     def __post_init__(self) -> None:
-        check_choices(self, "algorithm.")
+        check_types(self, "algorithm.")
         for name in ("density", "initial_density"):
             require(0 < getattr(self, name) <= 1, f"algorithm.{name}", getattr(self, name), "a number in (0, 1]")
         for name in ("reconfigure_every", "first_epochs"):

@@ -39,11 +39,10 @@ from lightning_sparsefl.callbacks import GroupPenalty
 from lightning_sparsefl.callbacks.first_loss import FirstLoss
 from lightning_sparsefl.callbacks.layers import exactly
 from lightning_sparsefl.cost import BYTES_PER_WEIGHT, forward_flops, narrow_biases
-from lightning_sparsefl.errors import InvalidOption, require
+from lightning_sparsefl.errors import InvalidOption, check_types, require
 from lightning_sparsefl.federated.algorithm import FederatedAlgorithm
 from lightning_sparsefl.federated.client import Client
 from lightning_sparsefl.federated.fleet import Fleet
-from lightning_sparsefl.federated.options import check_choices
 from lightning_sparsefl.sparse.density import maskable
 from lightning_sparsefl.sparse.masks import apply, dense_like, intersect
 from lightning_sparsefl.sparse.prune import shrink_globally
@@ -88,7 +87,7 @@ class PruneTrain(FederatedAlgorithm):
     """Patterns of names of further layers without penalty and pruning, with ``groups="layers"``."""
 
     def __post_init__(self) -> None:
-        check_choices(self, "algorithm.")
+        check_types(self, "algorithm.")
         for name, value, fits, expected in (
             ("strength", self.strength, self.strength is None or self.strength >= 0, "a number >= 0, or null"),
             ("ratio", self.ratio, 0 <= self.ratio < 1, "a number in [0, 1)"),

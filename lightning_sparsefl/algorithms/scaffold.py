@@ -26,7 +26,7 @@ import torch
 from lightning.pytorch import Callback
 
 from lightning_sparsefl.callbacks import GradientOffset, StepMeter
-from lightning_sparsefl.errors import check_numbers, require
+from lightning_sparsefl.errors import check_types, require
 from lightning_sparsefl.federated.algorithm import FederatedAlgorithm
 from lightning_sparsefl.federated.client import Client
 from lightning_sparsefl.federated.fleet import Fleet
@@ -43,7 +43,7 @@ class SCAFFOLD(FederatedAlgorithm):
     """Learning rate of the server, above 0: factor of the mean change."""
 
     def __post_init__(self) -> None:
-        check_numbers(self, "algorithm.")
+        check_types(self, "algorithm.")
         require(self.lr > 0, "algorithm.lr", self.lr, "a number above 0")
 
     def init(self, weights: Weights, fleet: Fleet) -> ServerState:

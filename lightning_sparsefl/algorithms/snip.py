@@ -25,11 +25,10 @@ from typing import Literal
 
 import torch
 
-from lightning_sparsefl.errors import require
+from lightning_sparsefl.errors import check_types, require
 from lightning_sparsefl.federated.algorithm import FederatedAlgorithm
 from lightning_sparsefl.federated.client import Client
 from lightning_sparsefl.federated.fleet import Fleet
-from lightning_sparsefl.federated.options import check_choices
 from lightning_sparsefl.sparse.density import prunable
 from lightning_sparsefl.sparse.masks import apply, dense_like
 from lightning_sparsefl.sparse.prune import shrink_globally
@@ -49,7 +48,7 @@ class SNIP(FederatedAlgorithm):
     """Patterns of names of layers that are not pruned."""
 
     def __post_init__(self) -> None:
-        check_choices(self, "algorithm.")
+        check_types(self, "algorithm.")
         require(0 < self.density <= 1, "algorithm.density", self.density, "a number in (0, 1]")
 
     def init(self, weights: Weights, fleet: Fleet) -> ServerState:

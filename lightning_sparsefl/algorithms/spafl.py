@@ -35,7 +35,7 @@ from torch import Tensor
 
 from lightning_sparsefl.callbacks.unit_thresholds import UnitThresholds
 from lightning_sparsefl.cost import BYTES_PER_WEIGHT, forward_flops
-from lightning_sparsefl.errors import check_numbers, require
+from lightning_sparsefl.errors import check_types, require
 from lightning_sparsefl.federated.algorithm import FederatedAlgorithm
 from lightning_sparsefl.federated.client import Client
 from lightning_sparsefl.federated.fleet import Fleet
@@ -64,7 +64,7 @@ class SpaFL(FederatedAlgorithm):
     """Patterns of the names of weights whose units have thresholds."""
 
     def __post_init__(self) -> None:
-        check_numbers(self, "algorithm.")
+        check_types(self, "algorithm.")
         require(self.strength >= 0, "algorithm.strength", self.strength, "a number >= 0")
 
     def init(self, weights: Weights, fleet: Fleet) -> ServerState:

@@ -33,11 +33,10 @@ from torch import Tensor
 from lightning_sparsefl.callbacks import PowerPropagation
 from lightning_sparsefl.callbacks.sparse_inputs import SparseInputs
 from lightning_sparsefl.cost import BYTES_PER_WEIGHT
-from lightning_sparsefl.errors import require
+from lightning_sparsefl.errors import check_types, require
 from lightning_sparsefl.federated.algorithm import FederatedAlgorithm
 from lightning_sparsefl.federated.client import Client
 from lightning_sparsefl.federated.fleet import Fleet
-from lightning_sparsefl.federated.options import check_choices
 from lightning_sparsefl.sparse.density import maskable
 from lightning_sparsefl.sparse.masks import apply, dense_like
 from lightning_sparsefl.sparse.prune import shrink_globally
@@ -68,7 +67,7 @@ class SparsyFed(FederatedAlgorithm):
     """Whether a layer's weight gradients come from the largest of its inputs, at the density of its weights."""
 
     def __post_init__(self) -> None:
-        check_choices(self, "algorithm.")
+        check_types(self, "algorithm.")
         require(0 < self.density <= 1, "algorithm.density", self.density, "a number in (0, 1]")
         require(self.exponent >= 1, "algorithm.exponent", self.exponent, "a number >= 1")
 

@@ -39,7 +39,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 from lightning_sparsefl.cost import narrow_biases
-from lightning_sparsefl.errors import InvalidOption, check_numbers, require
+from lightning_sparsefl.errors import InvalidOption, check_types, require
 from lightning_sparsefl.federated.algorithm import FederatedAlgorithm
 from lightning_sparsefl.federated.client import Client
 from lightning_sparsefl.federated.fleet import Fleet
@@ -74,7 +74,7 @@ class SplitMix(FederatedAlgorithm):
     """Number of epochs of a final fit of each client's base networks; 0 = no fine-tuning."""
 
     def __post_init__(self) -> None:
-        check_numbers(self, "algorithm.")
+        check_types(self, "algorithm.")
         require(1 <= self.bases < _NOBODY, "algorithm.bases", self.bases, "a whole number from 1 to 254")
         require(self.finetune_epochs >= 0, "algorithm.finetune_epochs", self.finetune_epochs, "a whole number >= 0")
 

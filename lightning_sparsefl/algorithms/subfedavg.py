@@ -45,11 +45,10 @@ from lightning.pytorch import Callback
 from lightning_sparsefl.algorithms import _personal_masks as personal
 from lightning_sparsefl.callbacks import EpochSnapshots, GroupPenalty
 from lightning_sparsefl.cost import forward_flops, narrow_biases
-from lightning_sparsefl.errors import InvalidOption, require
+from lightning_sparsefl.errors import InvalidOption, check_types, require
 from lightning_sparsefl.federated.algorithm import FederatedAlgorithm
 from lightning_sparsefl.federated.client import Client
 from lightning_sparsefl.federated.fleet import Fleet
-from lightning_sparsefl.federated.options import check_choices
 from lightning_sparsefl.sparse.density import maskable
 from lightning_sparsefl.sparse.masks import apply, changed, density, intersect, kept, mean_distance, same
 from lightning_sparsefl.sparse.prune import below_percentile, prune_percentile
@@ -105,7 +104,7 @@ class SubFedAvg(FederatedAlgorithm):
     """Strength of the penalty on the absolute scales of norms, >= 0, with `channels`."""
 
     def __post_init__(self) -> None:
-        check_choices(self, "algorithm.")
+        check_types(self, "algorithm.")
         require(0 < self.density <= 1, "algorithm.density", self.density, "a number in (0, 1]")
         require(0 <= self.step < 1, "algorithm.step", self.step, "a number in [0, 1)")
         require(0 <= self.channel_step < 1, "algorithm.channel_step", self.channel_step, "a number in [0, 1)")

@@ -22,7 +22,7 @@ from typing import Literal
 import torch
 
 from lightning_sparsefl.cost import BYTES_PER_WEIGHT
-from lightning_sparsefl.errors import check_numbers, require
+from lightning_sparsefl.errors import check_types, require
 from lightning_sparsefl.federated.aggregation.reducers import PlainMean, Reducer
 from lightning_sparsefl.federated.algorithm import FederatedAlgorithm
 from lightning_sparsefl.federated.client import Client
@@ -43,7 +43,7 @@ class Subsampling(FederatedAlgorithm):
     """Whether what is sent is divided by the fraction, so that its expectation is the whole change."""
 
     def __post_init__(self) -> None:
-        check_numbers(self, "algorithm.")
+        check_types(self, "algorithm.")
         require(0 < self.fraction <= 1, "algorithm.fraction", self.fraction, "a number in (0, 1]")
 
     def init(self, weights: Weights, fleet: Fleet) -> ServerState:

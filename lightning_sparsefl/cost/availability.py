@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from lightning_sparsefl.errors import check_numbers, require
+from lightning_sparsefl.errors import check_types, require
 
 _ROUNDING = 1e-9
 """Share of a period by which a time may be off."""
@@ -32,7 +32,7 @@ class Availability:
     """Number of seconds after which the intervals repeat, above 0."""
 
     def __post_init__(self) -> None:
-        check_numbers(self, "federation.availability.")
+        check_types(self, "federation.availability.")
         fits = 0 < self.period < math.inf
         require(fits, "federation.availability.period", self.period, "a number of seconds above 0")
         expected = f"lists of intervals [start, end] in ascending order within [0, {self.period}], one or more in each"

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from lightning_sparsefl.errors import InvalidOption, check_numbers
+from lightning_sparsefl.errors import InvalidOption, check_types
 from lightning_sparsefl.seeds import generator
 from lightning_sparsefl.types import ClientView
 
@@ -39,7 +39,7 @@ class Devices:
     """Weight of the upload in the time of a round, >= 0."""
 
     def __post_init__(self) -> None:
-        check_numbers(self, "Devices.")
+        check_types(self, "Devices.")
         if not self.levels or any(not 0 < level <= 1 for level in self.levels):
             raise InvalidOption(f"`Devices(levels={self.levels})`: expected one or more capacities in (0, 1].")
         for name in ("flops_per_second", "bytes_per_second"):

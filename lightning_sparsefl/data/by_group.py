@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_sparsefl.data.columns import Values
 from lightning_sparsefl.data.partition import Partition, cut
-from lightning_sparsefl.errors import check_numbers, require
+from lightning_sparsefl.errors import check_types, require
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -37,7 +37,7 @@ class ByGroup(Partition):
     """Whether small groups are left out, or become one client together, the last one, if that is not small."""
 
     def __post_init__(self) -> None:
-        check_numbers(self, "data.partition.")
+        check_types(self, "data.partition.")
         require(self.min_examples >= 1, "data.partition.min_examples", self.min_examples, "a whole number >= 1")
         known = self.small_groups in ("drop", "merge")
         require(known, "data.partition.small_groups", self.small_groups, "'drop' or 'merge'")

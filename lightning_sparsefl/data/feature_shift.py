@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lightning_sparsefl.errors import InvalidOption, check_numbers, require
+from lightning_sparsefl.errors import InvalidOption, check_types, require
 
 
 class FeatureShift(ABC):
@@ -76,7 +76,7 @@ class NoiseShift(FeatureShift):
     """Standard deviation that the last client nearly reaches."""
 
     def __post_init__(self) -> None:
-        check_numbers(self, "data.feature_shift.")
+        check_types(self, "data.feature_shift.")
         require(self.std > 0, "data.feature_shift.std", self.std, "a number above 0")
 
     def apply(self, inputs: Tensor, level: float, rng: torch.Generator) -> Tensor:
@@ -95,7 +95,7 @@ class RotationShift(FeatureShift):
     """Angle that the last client nearly reaches, counter-clockwise."""
 
     def __post_init__(self) -> None:
-        check_numbers(self, "data.feature_shift.")
+        check_types(self, "data.feature_shift.")
         require(
             0 < abs(self.degrees) <= 360, "data.feature_shift.degrees", self.degrees, "an angle in [-360, 360], not 0"
         )
@@ -126,7 +126,7 @@ class BrightnessShift(FeatureShift):
     """Factor that the last client nearly reaches."""
 
     def __post_init__(self) -> None:
-        check_numbers(self, "data.feature_shift.")
+        check_types(self, "data.feature_shift.")
         require(self.low > 0, "data.feature_shift.low", self.low, "a number above 0")
         require(
             self.high > self.low, "data.feature_shift.high", self.high, f"a number above `low`, which is {self.low}"

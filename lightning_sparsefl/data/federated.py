@@ -10,6 +10,7 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import is_dataclass
 from pathlib import Path
+from types import NoneType
 from typing import Any, ClassVar, Literal
 
 import lightning as L
@@ -23,7 +24,7 @@ from lightning_sparsefl.data.feature_shift import FeatureShift
 from lightning_sparsefl.data.memory_map import map_split, write_split
 from lightning_sparsefl.data.partition import IID, Partition, check_num_clients, matching_test
 from lightning_sparsefl.data.split import Part, SplitData, span, stops
-from lightning_sparsefl.errors import InvalidOption, require
+from lightning_sparsefl.errors import InvalidOption, is_number, is_whole, require, require_instance
 from lightning_sparsefl.seeds import generator, seed_from_environment
 
 _NOT_OPTIONS = frozenset({*vars(L.LightningDataModule()), "trainer", "client_sizes", "memory_map"})
@@ -104,10 +105,14 @@ class FederatedDataModule(L.LightningDataModule):
         memory_map: str | None = None,
     ) -> None:
         super().__init__()
+        require_instance("data.partition", partition, Partition)
+        require_instance("data.drop_last", drop_last, bool)
+        require_instance("data.feature_shift", feature_shift, FeatureShift, NoneType)
         fits = self.has_columns or not isinstance(partition, ByGroup)
         expected = f"another partition, since {type(self).__name__} has no columns; `FederatedDataset` has them"
         require(fits, "data.partition", partition, expected)
-        require(0 <= val_fraction < 1, "data.val_fraction", val_fraction, "a number in [0, 1)")
+        fits = is_number(val_fraction) and 0 <= val_fraction < 1
+        require(fits, "data.val_fraction", val_fraction, "a number in [0, 1)")
         require(eval_split in ("val", "test"), "data.eval_split", eval_split, "'val' or 'test'")
         for name, value in {
             "batch_size": batch_size,
@@ -115,7 +120,10 @@ class FederatedDataModule(L.LightningDataModule):
             "eval_batch_size": eval_batch_size,
             "examples_per_client": examples_per_client,
         }.items():
-            require(value is None or value >= 1, f"data.{name}", value, "a whole number >= 1")
+            fits = is_whole(value, 1) or (value is None and name == "examples_per_client")
+            require(fits, f"data.{name}", value, "a whole number >= 1")
+        require(seed is None or is_whole(seed, 0), "data.seed", seed, "a whole number >= 0, or null")
+        require(is_whole(num_workers, 0), "data.num_workers", num_workers, "a whole number >= 0")
         self.num_clients, self.partition, self.batch_size = num_clients, partition, batch_size
         self.val_fraction, self.test_per_client, self.eval_split = val_fraction, test_per_client, eval_split
         self.seed, self.eval_batch_size = seed, eval_batch_size

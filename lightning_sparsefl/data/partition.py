@@ -13,7 +13,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from lightning_sparsefl.errors import InvalidOption, check_numbers, require
+from lightning_sparsefl.errors import InvalidOption, check_types, is_whole, require
 from lightning_sparsefl.seeds import generator
 
 _MAX_DRAWS = 2000
@@ -122,7 +122,7 @@ class Dirichlet(Partition):
     """Smallest number of examples of a client."""
 
     def __post_init__(self) -> None:
-        check_numbers(self, "data.partition.")
+        check_types(self, "data.partition.")
         require(0 < self.alpha < float("inf"), "data.partition.alpha", self.alpha, "a finite number above 0")
         require(self.min_examples >= 1, "data.partition.min_examples", self.min_examples, "a whole number >= 1")
 
@@ -160,7 +160,7 @@ class Pathological(Partition):
     """Number of classes of each client."""
 
     def __post_init__(self) -> None:
-        check_numbers(self, "data.partition.")
+        check_types(self, "data.partition.")
         self._require_classes(self.classes_per_client >= 1, "a whole number >= 1")
 
     def assign(self, labels: Tensor, num_clients: int, rng: torch.Generator) -> list[Tensor]:
@@ -242,7 +242,7 @@ def check_num_clients(num_clients: int, examples: int) -> None:
         InvalidOption: If `num_clients` is below 1 or above `examples`.
     """
     expected = f"a number from 1 to {examples}, the number of training examples"
-    require(1 <= num_clients <= examples, "data.num_clients", num_clients, expected)
+    require(is_whole(num_clients, 1) and num_clients <= examples, "data.num_clients", num_clients, expected)
 
 
 def _indices_by_class(labels: Tensor, rng: torch.Generator) -> list[Tensor]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_sparsefl.data.partition import Partition, cut, log_gamma
-from lightning_sparsefl.errors import check_numbers, require
+from lightning_sparsefl.errors import check_types, require
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class QuantitySkew(Partition):
     """Smallest number of examples of a client."""
 
     def __post_init__(self) -> None:
-        check_numbers(self, "data.partition.")
+        check_types(self, "data.partition.")
         require(0 < self.alpha < float("inf"), "data.partition.alpha", self.alpha, "a finite number above 0")
         require(self.law in ("dirichlet", "power"), "data.partition.law", self.law, "'dirichlet' or 'power'")
         require(self.min_examples >= 1, "data.partition.min_examples", self.min_examples, "a whole number >= 1")

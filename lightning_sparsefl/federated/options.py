@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, Literal, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, Generic, Literal, TypeVar
 
 import torch
 from torch import Tensor
 
 from lightning_sparsefl.cost import Availability, Devices
-from lightning_sparsefl.errors import InvalidOption, check_numbers, is_whole, require
+from lightning_sparsefl.errors import InvalidOption, check_types, is_whole, require
 from lightning_sparsefl.federated.aggregation.privacy import Privacy
 from lightning_sparsefl.federated.aggregation.reducers import Reducer
 from lightning_sparsefl.federated.aggregation.server_optimizer import ServerOptimizer
@@ -19,21 +19,6 @@ from lightning_sparsefl.federated.sampling.samplers import CohortSampler, Unifor
 from lightning_sparsefl.seeds import generator
 
 _T = TypeVar("_T")
-
-
-def check_choices(options: Any, prefix: str) -> None:
-    """Raise :class:`InvalidOption` if a field is no number where it should be, or not one of the values of `Literal`.
-
-    Args:
-        options: Dataclass with the options.
-        prefix: Prefix of the names of fields in the error message.
-    """
-    check_numbers(options, prefix)
-    for name, hint in get_type_hints(type(options)).items():
-        choices = get_args(hint) if get_origin(hint) is Literal else ()
-        if choices and getattr(options, name) not in choices:
-            listed = ", ".join(repr(choice) for choice in choices)
-            raise InvalidOption(f"`{prefix}{name}` is {getattr(options, name)!r}; expected one of {listed}.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,7 +123,7 @@ class Federation:
     last round always has; 0 = no pictures, and overlaps of the last round only."""
 
     def __post_init__(self) -> None:
-        check_choices(self, "federation.")
+        check_types(self, "federation.")
         least = {"unseen_clients": 0, "finetune_epochs": 0, "pictures_every_n_rounds": 0}
         least |= dict.fromkeys(
             ("clients_per_round", "min_clients", "checkpoint_every_n_rounds", "workers_per_device"), 1
@@ -166,12 +151,6 @@ class Federation:
         if self.redraw_local_epochs:
             expected = "a list to draw from with `federation.redraw_local_epochs`"
             require(bool(epochs), "federation.local_epochs", epochs, expected)
-        kind, expected = CohortSampler | None, "a `CohortSampler`, such as `Uniform()`, or null"
-        require(isinstance(self.sampler, kind), "federation.sampler", self.sampler, expected)
-        expected = "`Devices`, or null"
-        require(isinstance(self.devices, Devices | None), "federation.devices", self.devices, expected)
-        fits, expected = isinstance(self.availability, Availability | None), "`Availability`, or null"
-        require(fits, "federation.availability", self.availability, expected)
         self._check_merge()
 
     def _check_merge(self) -> None:

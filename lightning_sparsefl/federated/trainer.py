@@ -5,15 +5,17 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from os import PathLike
 from pathlib import Path
 from pdb import post_mortem
+from types import NoneType
 from typing import Any, Literal
 
 from lightning.fabric.utilities.rank_zero import rank_zero_info
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.loggers import Logger
 
-from lightning_sparsefl.errors import InvalidOption, is_number, is_whole, require
+from lightning_sparsefl.errors import InvalidOption, is_number, is_whole, require, require_instance
 from lightning_sparsefl.federated.algorithm import FederatedAlgorithm
 from lightning_sparsefl.federated.commands.cost_tables import Profile
 from lightning_sparsefl.federated.commands.dispatch import Verb, dispatch, in_other_processes
@@ -140,11 +142,15 @@ class FederatedTrainer:  # long because LightningCLI reads every option from its
         require(seed is None or is_whole(seed, 0), "seed_everything", seed, "a whole number >= 0")
         if not isinstance(algorithm, FederatedAlgorithm):
             raise _not_a_method(algorithm)
-        listed = _listed("callbacks", callbacks), _listed("client_callbacks", client_callbacks)
+        require_instance("federation", federation, Federation, NoneType)
+        require_instance("trainer.default_root_dir", default_root_dir, str, PathLike)
+        require_instance("trainer.run_dir", run_dir, str, PathLike, NoneType)
+        listed = _listed("callbacks", callbacks, Callback), _listed("client_callbacks", client_callbacks, Callback)
         rounds, clients = _sorted_callbacks(*listed)
+        _listed("logger", None if isinstance(logger, bool) else logger, Logger)
         self.options = RunOptions(
             algorithm=algorithm,
-            federation=federation or Federation(),
+            federation=Federation() if federation is None else federation,
             local=LocalOptions(
                 max_epochs=max_epochs,
                 gradient_clip_val=gradient_clip_val,
@@ -153,11 +159,11 @@ class FederatedTrainer:  # long because LightningCLI reads every option from its
                 limit_train_batches=limit_train_batches,
                 limit_val_batches=limit_val_batches,
                 limit_test_batches=limit_test_batches,
-                default_root_dir=default_root_dir,
+                default_root_dir=str(default_root_dir),
             ),
             max_rounds=max_rounds,
             check_val_every_n_round=check_val_every_n_round,
-            default_root_dir=default_root_dir,
+            default_root_dir=str(default_root_dir),
             run_dir=None if run_dir is None else Path(run_dir),
             callbacks=[*rounds, RoundProgressBar()] if enable_progress_bar and not quiet else rounds,
             client_callbacks=clients,
@@ -395,6 +401,8 @@ class FederatedTrainer:  # long because LightningCLI reads every option from its
     def _dispatch(
         self, verb: Verb, model: LightningModule, data: ClientData | None, ckpt_path: str | None, **asked: Any
     ) -> Any:
+        require_instance("ckpt_path", ckpt_path, str, PathLike, NoneType)
+        ckpt_path = None if ckpt_path is None else str(ckpt_path)
         client_data = as_client_data(data)
         done = dispatch(self.options, self.fabric, verb, model, client_data, ckpt_path, **asked)
         self.run_folder = done.folder
@@ -418,11 +426,19 @@ def _not_a_method(value: object) -> InvalidOption:
     )
 
 
-def _listed(option: str, callbacks: list[Callback] | Callback | None) -> list[Callback]:
-    several = isinstance(callbacks, Iterable) and not isinstance(callbacks, str)
-    listed: list[Any] = [] if callbacks is None else list(callbacks) if several else [callbacks]  # type: ignore[arg-type]
-    for callback in listed:
-        require(isinstance(callback, Callback), f"trainer.{option}", callback, "callbacks of Lightning")
+def _listed(option: str, values: Iterable[Any] | Any | None, kind: type[Any]) -> list[Any]:
+    """Return one or several objects of Lightning as a list.
+
+    Args:
+        option: Name of the option.
+        values: The objects.
+        kind: Class of the objects.
+    """
+    several = isinstance(values, Iterable) and not isinstance(values, str)
+    listed = [] if values is None else list(values) if several else [values]
+    for value in listed:
+        expected = f"{kind.__name__.lower()}s of Lightning"
+        require(isinstance(value, kind), f"trainer.{option}", value, expected)
     return listed
 
 

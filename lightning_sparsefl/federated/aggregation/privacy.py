@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
-from lightning_sparsefl.errors import InvalidOption, InvalidUpdate, check_numbers
+from lightning_sparsefl.errors import InvalidOption, InvalidUpdate, check_types
 from lightning_sparsefl.federated.aggregation.grid import Grid
 from lightning_sparsefl.federated.aggregation.noise import NormalStream, derive_key
 from lightning_sparsefl.federated.aggregation.reducers import Accumulator
@@ -39,7 +39,7 @@ class Privacy:
     Every node needs it for training and for resuming. Its content is never stored or shown."""
 
     def __post_init__(self) -> None:
-        check_numbers(self, "federation.privacy.")
+        check_types(self, "federation.privacy.")
         if not _SMALLEST <= self.noise_multiplier <= _LARGEST:
             raise InvalidOption(
                 f"`federation.privacy.noise_multiplier` is {self.noise_multiplier}; expected a number in "

@@ -14,7 +14,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from lightning_sparsefl.errors import InvalidOption, check_numbers
+from lightning_sparsefl.errors import InvalidOption, check_types
 from lightning_sparsefl.federated.aggregation.grid import Grid
 from lightning_sparsefl.federated.aggregation.reducers import Accumulator, Gather, Reducer, voted
 from lightning_sparsefl.federated.exchange.flat import Layout
@@ -49,7 +49,7 @@ class TrimmedMean(Reducer):
     """Fraction of a coordinate's votes that is dropped at each end, in [0, 0.5); the number is rounded down."""
 
     def __post_init__(self) -> None:
-        check_numbers(self, "federation.reducer.")
+        check_types(self, "federation.reducer.")
         if not 0 <= self.fraction < 0.5:
             raise InvalidOption(f"`TrimmedMean(fraction={self.fraction})`: expected a number in [0, 0.5).")
 

@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeAlias, get_args
 import torch
 from torch import Tensor
 
-from lightning_sparsefl.errors import check_numbers, require
+from lightning_sparsefl.errors import check_types, require
 from lightning_sparsefl.sparse.moments import Rule, adaptive_step, first_moment, second_moment, unbiased, wide
 from lightning_sparsefl.types import Masks, Merged, ServerState, Weights
 
@@ -182,7 +182,7 @@ def check_server_optimizer(options: Any, prefix: str) -> None:
         options: Dataclass with the fields of :class:`ServerOptimizer`.
         prefix: Prefix of the names of fields in the error message.
     """
-    check_numbers(options, prefix)
+    check_types(options, prefix)
     rules = get_args(Rule)
     require(options.rule in rules, f"{prefix}rule", options.rule, "one of " + ", ".join(map(repr, rules)))
     require(options.start in ("zero", "mean"), f"{prefix}start", options.start, "one of 'zero', 'mean'")

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from lightning_sparsefl.errors import check_numbers, is_whole, require
+from lightning_sparsefl.errors import check_types, is_whole, require
 from lightning_sparsefl.types import Merged, PendingUpdate, Weights
 
 _PIECE = 2**15
@@ -37,7 +37,7 @@ class StaleMean:
     """Largest number of rounds after which a late update is merged, >= 1; an older one is dropped. null = no limit."""
 
     def __post_init__(self) -> None:
-        check_numbers(self, "federation.sampler.")
+        check_types(self, "federation.sampler.")
         require(0 <= self.beta <= 1, "federation.sampler.beta", self.beta, "a number in [0, 1]")
         fits = self.limit is None or is_whole(self.limit, 1)
         require(fits, "federation.sampler.limit", self.limit, "a whole number >= 1, or null")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lightning_sparsefl.errors import check_numbers, require
+from lightning_sparsefl.errors import check_types, require
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +33,7 @@ class LocalOptions:
     """Folder for the files of callbacks, used without a logger."""
 
     def __post_init__(self) -> None:
-        check_numbers(self, "trainer.")
+        check_types(self, "trainer.")
         require(self.max_epochs >= -1, "trainer.max_epochs", self.max_epochs, "a whole number >= -1")
         require(self.max_steps >= -1, "trainer.max_steps", self.max_steps, "a whole number >= -1")
         require(

@@ -8,7 +8,7 @@ from typing import Any
 
 from lightning.pytorch import Callback
 
-from lightning_sparsefl.errors import InvalidOption, check_numbers, is_number, require
+from lightning_sparsefl.errors import InvalidOption, check_types, is_number, require
 from lightning_sparsefl.sparse.density import ceil_count
 
 
@@ -38,7 +38,7 @@ class ExponentialRoundLR(RoundLR):
     """Factor from one round to the next, in (0, 1]."""
 
     def __post_init__(self) -> None:
-        check_numbers(self, "trainer.round_lr.")
+        check_types(self, "trainer.round_lr.")
         if not 0 < self.gamma <= 1:
             raise InvalidOption(f"`ExponentialRoundLR(gamma={self.gamma})`: expected a number in (0, 1].")
 
@@ -62,7 +62,7 @@ class StepRoundLR(RoundLR):
     """Factor at each milestone, above 0."""
 
     def __post_init__(self) -> None:
-        check_numbers(self, "trainer.round_lr.")
+        check_types(self, "trainer.round_lr.")
         require(self.gamma > 0, "trainer.round_lr.gamma", self.gamma, "a number above 0")
         fits = all(is_number(milestone) and 0 < milestone < 1 for milestone in self.milestones)
         expected = "fractions of the run, in (0, 1)"

@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks import Timer
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
-from lightning_sparsefl.errors import InvalidOption
+from lightning_sparsefl.errors import InvalidOption, check_types
 from lightning_sparsefl.federated.algorithm import FederatedAlgorithm
 from lightning_sparsefl.federated.local.local_options import LocalOptions
 from lightning_sparsefl.federated.local.round_lr import RoundLR
@@ -60,6 +60,7 @@ class RunOptions:
     """Whether torch uses deterministic algorithms only."""
 
     def __post_init__(self) -> None:
+        check_types(self, "trainer.")
         if self.federation.redraw_capacities and self.algorithm.plans_by_capacity:
             raise InvalidOption(
                 f"`federation.redraw_capacities` is True, but {type(self.algorithm).__name__} plans the whole run by "

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import torch
 from lightning.pytorch import Callback
 
-from lightning_sparsefl.errors import check_numbers, require
+from lightning_sparsefl.errors import check_types, require
 from lightning_sparsefl.federated.aggregation.stale_mean import StaleMean
 from lightning_sparsefl.federated.sampling.draws import drawn, numbers_below
 
@@ -68,7 +68,7 @@ class CohortSampler(ABC):
     `federation.devices`, or an algorithm that simulates time."""
 
     def __post_init__(self) -> None:
-        check_numbers(self, "federation.sampler.")
+        check_types(self, "federation.sampler.")
         require(1 <= self.over_select <= 10, "federation.sampler.over_select", self.over_select, "a number in [1, 10]")
 
     def start(self) -> SamplerState:
