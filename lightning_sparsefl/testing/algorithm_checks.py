@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-import pickle
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -23,7 +22,7 @@ from lightning_sparsefl.testing.contents import (
     without_masks,
 )
 from lightning_sparsefl.testing.pipe import piped
-from lightning_sparsefl.testing.promises import Difference, promise, require
+from lightning_sparsefl.testing.promises import Difference, promise, require, require_frozen_value
 from lightning_sparsefl.testing.small_federation import SmallFederation
 from lightning_sparsefl.types import Message
 from lightning_sparsefl.wire import Codec, load_sparse
@@ -56,18 +55,7 @@ def is_a_frozen_value(algorithm: FederatedAlgorithm, federation: SmallFederation
 
     All state of a run is in the server's state and in what is kept about clients, or a run could not be resumed.
     """
-    require(dataclasses.is_dataclass(algorithm), "it is no dataclass; decorate it with `dataclass(frozen=True)`")
-    try:
-        algorithm.anything = 1  # type: ignore[attr-defined]
-    except (dataclasses.FrozenInstanceError, AttributeError):
-        pass
-    else:
-        raise Difference("its attributes can be set; decorate it with `dataclass(frozen=True)`")
-    try:
-        pickle.dumps(algorithm)
-    except Exception as error:
-        raise Difference(f"it cannot be pickled, as for a spawned process: {error}") from error
-    require(copy.deepcopy(algorithm) == algorithm, "its copy is not equal to it")
+    require_frozen_value(algorithm)
 
 
 @promise
@@ -120,6 +108,16 @@ def is_the_same_on_several_ranks(algorithm: FederatedAlgorithm, federation: Smal
     """Check that two and three ranks end with the bytes of one, wherever clients are trained and records are kept.
 
     Server hooks run on every rank with equal input, and clients are trained on any rank: no hook may look at the rank.
+    """
+    compares_ranks(algorithm, federation)
+
+
+def compares_ranks(algorithm: FederatedAlgorithm, federation: SmallFederation) -> None:
+    """Raise :class:`Difference` unless runs on two and three ranks end as the one on a single rank.
+
+    Args:
+        algorithm: Method to run.
+        federation: Federation to run it in.
     """
     one = federation(algorithm, folder="one")
     for devices, placement, store in ((2, "static", "ram"), (3, "dynamic", "disk")):
@@ -195,6 +193,16 @@ def is_the_same_after_a_resume(algorithm: FederatedAlgorithm, federation: SmallF
     """Check that a run that is killed and resumed ends with the bytes of the one that was not.
 
     Whatever a method remembers is in the server's state, in ``shared`` or in ``memory``.
+    """
+    resumes(algorithm, federation)
+
+
+def resumes(algorithm: FederatedAlgorithm, federation: SmallFederation) -> None:
+    """Raise :class:`Difference` unless a run that is killed and resumed ends as the one that was not.
+
+    Args:
+        algorithm: Method to run.
+        federation: Federation to run it in.
     """
     straight = federation(fresh(algorithm), rounds=4, folder="straight")
     calls: list[int] = []

@@ -1,4 +1,4 @@
-"""Entry points: all checks of a method or of a callback, as one call or as cases of a parametrized test."""
+"""Entry points: all checks of an object of the user's, as one call or as cases of a parametrized test."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import io
 import os
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr
 from functools import partial
 from pathlib import Path
@@ -14,15 +14,20 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule
+from torch import Tensor
 
+from lightning_sparsefl.data import Partition
 from lightning_sparsefl.errors import InvalidOption
-from lightning_sparsefl.federated import FederatedAlgorithm
+from lightning_sparsefl.federated import CohortSampler, FederatedAlgorithm
 from lightning_sparsefl.report import silenced
-from lightning_sparsefl.testing import algorithm_checks, callback_checks
+from lightning_sparsefl.testing import algorithm_checks, callback_checks, partition_checks, sampler_checks
 from lightning_sparsefl.testing.small_federation import SmallFederation
 from lightning_sparsefl.testing.small_fit import Net, SmallFit
 
 Module = Callable[..., LightningModule]
+Subject = FederatedAlgorithm | Callback | CohortSampler | Partition
+
+_FORKS = hasattr(os, "fork")
 
 _ALGORITHM = (
     algorithm_checks.is_a_frozen_value,
@@ -52,6 +57,21 @@ _CALLBACK_WITH_MASKS = (
     callback_checks.keeps_masks_in_every_verb,
     callback_checks.holds_masks_under_averaging,
     callback_checks.exports_without_zeros,
+)
+_SAMPLER = (
+    sampler_checks.is_a_frozen_value,
+    sampler_checks.draws_from_its_generator,
+    sampler_checks.leaves_its_state_unchanged,
+    sampler_checks.is_the_same_after_a_resume,
+)
+_SAMPLER_WITH_FORKS = (sampler_checks.is_the_same_on_several_ranks,)
+_PARTITION = (
+    partition_checks.is_a_frozen_value,
+    partition_checks.gives_examples_to_one_client,
+    partition_checks.depends_on_the_seed_alone,
+    partition_checks.leaves_the_global_generators_alone,
+    partition_checks.leaves_labels_unchanged,
+    partition_checks.needs_labels_only_if_it_says_so,
 )
 
 
@@ -97,15 +117,55 @@ def check_callback(callback: Callback, module: Module | None = None) -> tuple[st
     return _run(_callback_checks(callback, module))
 
 
-def checks(subject: FederatedAlgorithm | Callback, module: Module | None = None) -> Iterator[tuple[str, Any]]:
+def check_sampler(sampler: CohortSampler, federation: Mapping[str, Any] | None = None) -> tuple[str, ...]:
+    """Check that a sampler keeps the promises that the samplers of this package keep.
+
+    It takes about ten seconds of one core. Where processes cannot be forked, as on Windows, one check is left out.
+
+    Args:
+        sampler: Sampler to check, which draws four of six clients.
+        federation: Further options of :class:`~lightning_sparsefl.federated.Federation` that it needs, such as
+            `devices`. Clients log ``train_acc`` and ``train_loss``.
+
+    Returns:
+        Names of the promises.
+
+    Raises:
+        BrokenPromise: If a promise is broken.
+        InvalidOption: If `sampler` is not a sampler.
+    """
+    return _run(_sampler_checks(sampler, federation))
+
+
+def check_partition(partition: Partition, labels: Tensor | None = None, num_clients: int = 10) -> tuple[str, ...]:
+    """Check that a partition keeps the promises that the partitions of this package keep.
+
+    Args:
+        partition: Partition to check.
+        labels: Class of each example, int64 of shape (examples,). Default: 600 examples of 10 classes.
+        num_clients: Number of clients.
+
+    Returns:
+        Names of the promises.
+
+    Raises:
+        BrokenPromise: If a promise is broken.
+        InvalidOption: If `partition` is not a partition.
+    """
+    return _run(_partition_checks(partition, labels, num_clients))
+
+
+def checks(subject: Subject, *args: Any, **options: Any) -> Iterator[tuple[str, Any]]:
     """Yield the name of each promise, and a function without arguments that raises if it is broken.
 
     Args:
-        subject: Method or callback to check.
-        module: Function that makes the module, as of :func:`check_algorithm` and :func:`check_callback`.
+        subject: Method, callback, sampler or partition to check.
+        args: Further arguments of :func:`check_algorithm`, :func:`check_callback`, :func:`check_sampler` or
+            :func:`check_partition`.
+        options: The same by name.
 
     Raises:
-        InvalidOption: If `subject` is neither a method nor a callback.
+        InvalidOption: If `subject` is something else.
 
     Example::
 
@@ -113,9 +173,13 @@ def checks(subject: FederatedAlgorithm | Callback, module: Module | None = None)
         def test_my_method(name, check):
             check()
     """
-    if isinstance(subject, Callback):
-        return _callback_checks(subject, module)
-    return _algorithm_checks(subject, module)
+    kinds: dict[type, Callable[..., Iterator[tuple[str, Any]]]] = {
+        Callback: _callback_checks,
+        CohortSampler: _sampler_checks,
+        Partition: _partition_checks,
+    }
+    found = next((find for kind, find in kinds.items() if isinstance(subject, kind)), _algorithm_checks)
+    return found(subject, *args, **options)
 
 
 def _run(found: Iterator[tuple[str, Callable[[], None]]]) -> tuple[str, ...]:
@@ -126,23 +190,40 @@ def _run(found: Iterator[tuple[str, Callable[[], None]]]) -> tuple[str, ...]:
     return tuple(names)
 
 
-def _algorithm_checks(algorithm: Any, module: Module | None) -> Iterator[tuple[str, Callable[[], None]]]:
-    if not isinstance(algorithm, FederatedAlgorithm):
-        raise InvalidOption(f"`{_named(algorithm)}` is checked; expected a `FederatedAlgorithm`, such as `MyMethod()`.")
+def _algorithm_checks(algorithm: Any, module: Module | None = None) -> Iterator[tuple[str, Callable[[], None]]]:
+    _require_kind(algorithm, FederatedAlgorithm, "MyMethod()")
     module_for = None if module is None else (lambda algorithm: module())
-    found = (*_ALGORITHM, *(_ALGORITHM_WITH_FORKS if hasattr(os, "fork") else ()))
+    found = (*_ALGORITHM, *(_ALGORITHM_WITH_FORKS if _FORKS else ()))
     return _named_checks(found, algorithm, partial(SmallFederation, module_for=module_for))
 
 
-def _callback_checks(callback: Any, module: Module | None) -> Iterator[tuple[str, Callable[[], None]]]:
-    if not isinstance(callback, Callback):
-        raise InvalidOption(f"`{_named(callback)}` is checked; expected a `Callback`, such as `MyCallback()`.")
+def _callback_checks(callback: Any, module: Module | None = None) -> Iterator[tuple[str, Callable[[], None]]]:
+    _require_kind(callback, Callback, "MyCallback()")
     found = (*_CALLBACK, *(_CALLBACK_WITH_MASKS if hasattr(callback, "masks") else ()))
     return _named_checks(found, callback, partial(SmallFit, module=module or partial(Net, width=60)))
 
 
-def _named(subject: Any) -> str:
-    return f"class {subject.__name__}" if isinstance(subject, type) else type(subject).__name__
+def _sampler_checks(
+    sampler: Any, federation: Mapping[str, Any] | None = None
+) -> Iterator[tuple[str, Callable[[], None]]]:
+    _require_kind(sampler, CohortSampler, "MySampler()")
+    found = (*_SAMPLER, *(_SAMPLER_WITH_FORKS if _FORKS else ()))
+    options = {**(federation or {}), "sampler": sampler}
+    return _named_checks(found, sampler, partial(SmallFederation, federation=options))
+
+
+def _partition_checks(
+    partition: Any, labels: Tensor | None = None, num_clients: int = 10
+) -> Iterator[tuple[str, Callable[[], None]]]:
+    _require_kind(partition, Partition, "MyPartition()")
+    data = partition_checks.Labels(torch.arange(600) * 7 % 10 if labels is None else labels, num_clients)
+    return _named_checks(_PARTITION, partition, lambda folder: data)
+
+
+def _require_kind(subject: Any, kind: type, example: str) -> None:
+    if not isinstance(subject, kind):
+        name = f"class {subject.__name__}" if isinstance(subject, type) else type(subject).__name__
+        raise InvalidOption(f"`{name}` is checked; expected a `{kind.__name__}`, such as `{example}`.")
 
 
 def _named_checks(found: Any, subject: Any, bench: Callable[[Path], Any]) -> Iterator[tuple[str, Callable[[], None]]]:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import inspect
+import pickle
 from collections.abc import Callable
 from functools import wraps
 from typing import Any, TypeVar
@@ -71,6 +74,29 @@ def summary(check: Callable[..., Any]) -> str:
         'all is well'
     """
     return (inspect.getdoc(check) or "").partition("\n")[0].removeprefix("Check that ").rstrip(".")
+
+
+def require_frozen_value(subject: Any) -> None:
+    """Raise :class:`Difference` unless an object is a frozen dataclass that can be pickled, and equal to its copy.
+
+    A class that compares objects by their identity, as with ``dataclass(eq=False)``, need not be equal.
+
+    Args:
+        subject: Object that is checked.
+    """
+    require(dataclasses.is_dataclass(subject), "it is no dataclass; decorate it with `dataclass(frozen=True)`")
+    try:
+        subject.anything = 1
+    except (dataclasses.FrozenInstanceError, AttributeError):
+        pass
+    else:
+        raise Difference("its attributes can be set; decorate it with `dataclass(frozen=True)`")
+    try:
+        pickle.dumps(subject)
+    except Exception as error:
+        raise Difference(f"it cannot be pickled, as for a spawned process: {error}") from error
+    compares = "__eq__" in vars(type(subject))
+    require(not compares or copy.deepcopy(subject) == subject, "its copy is not equal to it")
 
 
 def require(condition: bool, difference: str) -> None:

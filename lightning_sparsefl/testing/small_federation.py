@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ class SmallFederation:
         folder: Folder of the run folders.
         module_for: Function that makes the module that a method trains.
         accelerator: Accelerator of the trainer.
+        federation: Options of the federation in all runs.
     """
 
     module = Classifier
@@ -34,8 +36,9 @@ class SmallFederation:
         folder: Path,
         module_for: Callable[[FederatedAlgorithm], LightningModule] | None = None,
         accelerator: str = "cpu",
+        federation: Mapping[str, Any] | None = None,
     ) -> None:
-        self.folder, self.accelerator = folder, accelerator
+        self.folder, self.accelerator, self.federation = folder, accelerator, dict(federation or {})
         self.module_for = module_for or (lambda algorithm: Classifier())
 
     def __call__(
@@ -64,7 +67,8 @@ class SmallFederation:
                 `num_train`, the number of training examples.
         """
         arguments = options.pop("arguments", {})
-        federation = Federation(clients_per_round=4, **options.pop("federation", {}))
+        asked = copy.deepcopy(self.federation | dict(options.pop("federation", {})))  # no run keeps a state in them
+        federation = Federation(**{"clients_per_round": 4, **asked})
         data = _blobs(options.pop("num_train", 300), **options.pop("data", {}))
         torch.manual_seed(0)
         trainer: Any = FederatedTrainer(

@@ -54,13 +54,6 @@ def test_depends_on_the_seed_alone(partition, labels):
     assert not all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
 
 
-def test_leaves_the_global_generator_alone(labels):
-    before = torch.get_rng_state()
-    for partition in PARTITIONS:
-        partition.split(labels, num_clients=20, seed=1)
-    assert torch.equal(torch.get_rng_state(), before)
-
-
 def test_one_client_owns_everything(labels):
     for partition in [IID(), Dirichlet(alpha=0.5), Pathological(classes_per_client=10)]:
         (owned,) = partition.split(labels, num_clients=1, seed=0)

@@ -1,16 +1,18 @@
-"""Methods and callbacks that break one promise each, and two that keep them all."""
+"""Methods, callbacks, samplers and partitions that break one promise each, and two that keep them all."""
 
 from __future__ import annotations
 
 import time
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback
 
 from lightning_sparsefl.callbacks.masking import MaskingCallback
-from lightning_sparsefl.federated import FederatedAlgorithm
+from lightning_sparsefl.data import IID, Partition
+from lightning_sparsefl.federated import CohortSampler, FederatedAlgorithm, Uniform
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,3 +148,82 @@ class LeavesNames(Callback):
 
     def on_fit_end(self, trainer, pl_module):
         pl_module.net[0].weight.requires_grad_(False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DrawsFromTheGlobalGenerator(CohortSampler):
+    """Ignores the generator that it gets."""
+
+    def draw(self, state, candidates, rng):
+        return torch.randperm(len(candidates.clients))[: candidates.count].tolist()
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChangesItsState(Uniform):
+    """Counts rounds in the state that it gets."""
+
+    def start(self):
+        return {"rounds": [0]}
+
+    def learn(self, state, candidates, seen):
+        state["rounds"][0] += 1
+        return state
+
+
+@dataclass(frozen=True, kw_only=True)
+class CountsItself(Uniform):
+    """Counts rounds in an attribute that no checkpoint has."""
+
+    def learn(self, state, candidates, seen):
+        object.__setattr__(self, "rounds", getattr(self, "rounds", 0) + 1)
+        return {"rounds": self.rounds}
+
+
+@dataclass
+class CanBeChanged(Partition):
+    """Is not frozen."""
+
+    def assign(self, labels, num_clients, rng):
+        return list(torch.randperm(len(labels), generator=rng).tensor_split(num_clients))
+
+
+@dataclass(frozen=True)
+class GivesTwice(Partition):
+    """Gives each client all examples."""
+
+    def assign(self, labels, num_clients, rng):
+        return [torch.arange(len(labels))] * num_clients
+
+
+@dataclass(frozen=True)
+class DrawsWithNumPy(Partition):
+    """Ignores the generator that it gets."""
+
+    def assign(self, labels, num_clients, rng):
+        return list(torch.from_numpy(np.random.permutation(len(labels))).tensor_split(num_clients))
+
+
+@dataclass(frozen=True)
+class MovesAGenerator(IID):
+    """Draws from torch's global generator what it does not use."""
+
+    def assign(self, labels, num_clients, rng):
+        torch.rand(1)
+        return super().assign(labels, num_clients, rng)
+
+
+@dataclass(frozen=True)
+class WritesLabels(IID):
+    """Counts labels from 0."""
+
+    def assign(self, labels, num_clients, rng):
+        labels.sub_(1)
+        return super().assign(labels, num_clients, rng)
+
+
+@dataclass(frozen=True)
+class DeniesLabels(IID):
+    """Sorts by labels."""
+
+    def assign(self, labels, num_clients, rng):
+        return list(labels.argsort(stable=True).tensor_split(num_clients))

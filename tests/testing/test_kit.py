@@ -1,4 +1,4 @@
-"""Each broken method and callback is caught by the check whose promise it breaks, and sound ones pass all checks."""
+"""Each broken class is caught by the check whose promise it breaks, and sound ones pass all checks."""
 
 import pickle
 import re
@@ -9,12 +9,16 @@ import torch
 from lightning.pytorch import Callback
 
 from lightning_sparsefl import FederatedAlgorithm, algorithms
+from lightning_sparsefl.data import IID, ByGroup
 from lightning_sparsefl.errors import InvalidOption
+from lightning_sparsefl.federated import Uniform
 from lightning_sparsefl.testing import (
     BrokenPromise,
     algorithm_checks,
     check_algorithm,
     check_callback,
+    check_partition,
+    check_sampler,
     checks,
     promises,
 )
@@ -38,7 +42,22 @@ CALLBACKS = {
 }
 
 
-@pytest.mark.parametrize(("kind", "name"), [*METHODS.items(), *CALLBACKS.items()])
+SAMPLERS = {
+    broken.DrawsFromTheGlobalGenerator: "draws_from_its_generator",
+    broken.ChangesItsState: "leaves_its_state_unchanged",
+    broken.CountsItself: "is_the_same_after_a_resume",
+}
+PARTITIONS = {
+    broken.CanBeChanged: "is_a_frozen_value",
+    broken.GivesTwice: "gives_examples_to_one_client",
+    broken.DrawsWithNumPy: "depends_on_the_seed_alone",
+    broken.MovesAGenerator: "leaves_the_global_generators_alone",
+    broken.WritesLabels: "leaves_labels_unchanged",
+    broken.DeniesLabels: "needs_labels_only_if_it_says_so",
+}
+
+
+@pytest.mark.parametrize(("kind", "name"), (METHODS | CALLBACKS | SAMPLERS | PARTITIONS).items())
 def test_the_named_check_catches_it(kind, name):
     found = dict(checks(kind()))
     with pytest.raises(BrokenPromise, match=f"^`{kind.__name__}` breaks the promise `{name}` ") as caught:
@@ -69,12 +88,21 @@ def test_a_method_with_its_own_train_is_resumed_with_the_engine_of_the_first_run
     algorithm_checks.leaves_failed_clients_out(Trains(), federation)
 
 
-@pytest.mark.parametrize("subject", [algorithms.FedAvg, Callback, 3])
+@pytest.mark.parametrize("partition", [IID(), ByGroup("x")], ids=repr)
+def test_a_sound_partition_passes(partition):
+    assert check_partition(partition) == tuple(name for name, _ in checks(IID()))
+
+
+@pytest.mark.parametrize("subject", [algorithms.FedAvg, Callback, Uniform, IID, 3])
 def test_what_is_neither_is_refused(subject):
     with pytest.raises(InvalidOption, match="expected a `FederatedAlgorithm`"):
         check_algorithm(subject)
     with pytest.raises(InvalidOption, match="expected a `Callback`"):
         check_callback(subject)
+    with pytest.raises(InvalidOption, match="expected a `CohortSampler`"):
+        check_sampler(subject)
+    with pytest.raises(InvalidOption, match="expected a `Partition`"):
+        check_partition(subject)
     with pytest.raises(InvalidOption):
         checks(subject)
 
@@ -101,7 +129,7 @@ def test_an_error_in_the_other_process_is_reported(federation):
 
 
 def test_every_check_states_its_promise():
-    for subject in (algorithms.FedAvg(), broken.Rows()):
+    for subject in (algorithms.FedAvg(), broken.Rows(), Uniform(), IID()):
         for name, check in checks(subject):
             assert check.args[0].__name__ == name
             assert check.args[0].__doc__.startswith("Check that ")
