@@ -24,7 +24,7 @@ without a traceback and exits with code 2.
 from __future__ import annotations
 
 import os
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from functools import partial
 from inspect import isabstract
@@ -155,43 +155,65 @@ def check_types(options: Any, prefix: str) -> None:
         lightning_sparsefl.errors.InvalidOption: `algorithm.growth` is 'none'; expected one of 'gradient', 'random'.
     """
     for name, hint in get_type_hints(type(options)).items():
-        kinds, value = _kinds(hint), getattr(options, name)
-        if value is not None or NoneType not in kinds:
-            _check_type(f"{prefix}{name}", value, [kind for kind in kinds if kind is not NoneType], NoneType in kinds)
+        require_type(f"{prefix}{name}", getattr(options, name), hint)
 
 
-def _check_type(option: str, value: Any, kinds: Sequence[Any], optional: bool) -> None:
-    """Check the value of an option against the alternatives of its annotation, which may also be optional."""
-    origins, either = {get_origin(kind) for kind in kinds}, " or null" if optional else ""
+def unmet_type(value: Any, hint: Any) -> str | None:
+    """Return what is expected of a value that does not fit its annotation; None if it fits, or for other annotations.
+
+    Numbers, lists of numbers, mappings, classes and `Literal` are checked, each with or without None.
+
+    Args:
+        value: Value of an option.
+        hint: Annotation of the option, resolved by ``get_type_hints``.
+
+    Example:
+        >>> unmet_type("x", float | None), unmet_type([1, 2.5], list[int]), unmet_type(None, int | None)
+        ('a number or null', 'a list of numbers', None)
+    """
+    optional, kinds = NoneType in _kinds(hint), [kind for kind in _kinds(hint) if kind is not NoneType]
+    fits, expected = (True, "") if value is None and optional else _fit(value, kinds)
+    return (
+        None if fits else expected + (", or null" if optional and "," in expected else " or null" if optional else "")
+    )
+
+
+def _fit(value: Any, kinds: Sequence[Any]) -> tuple[bool, str]:
+    """Return whether a value fits alternatives of an annotation, and what they are called in a message."""
+    origins = {get_origin(kind) for kind in kinds}
     inner = [item for kind in kinds for item in get_args(kind) if item is not Ellipsis]
     if all(kind in (int, float) for kind in kinds):
-        require(_is_of(value, kinds), option, value, f"a {'' if float in kinds else 'whole '}number{either}")
-    elif origins == {Literal}:
-        listed = ", ".join(map(repr, inner))
-        require(value in inner, option, value, f"one of {listed}{either}")
-    elif inner and all(item in (int, float) for item in inner) and origins <= {list, tuple, Sequence}:
+        return _is_of(value, kinds), f"a {'' if float in kinds else 'whole '}number"
+    if origins == {Literal}:
+        return value in inner, "one of " + ", ".join(map(repr, inner))
+    if origins == {Mapping}:
+        return isinstance(value, Mapping), "a mapping from names"
+    if inner and all(item in (int, float) for item in inner) and origins <= {list, tuple, Sequence}:
         several = isinstance(value, Iterable) and not isinstance(value, str)
-        fits = several and all(_is_of(item, inner) for item in value)
-        require(fits, option, value, f"a list of numbers{either}")
-    elif origins == {None} and all(isinstance(kind, type) for kind in kinds):
-        require_instance(option, value, *kinds, *([NoneType] if optional else []))
+        return several and all(_is_of(item, inner) for item in value), "a list of numbers"
+    if inner == [str] and origins == {None, list} and str in kinds:
+        several = isinstance(value, list | tuple) and all(isinstance(item, str) for item in value)
+        return several or isinstance(value, str), "a string or a list of strings"
+    if origins == {None} and all(isinstance(kind, type) for kind in kinds):
+        return isinstance(value, tuple(kinds)), " or ".join(map(_described, kinds))
+    return True, ""
 
 
-def require_instance(option: str, value: Any, *kinds: type) -> None:
-    """Raise :class:`InvalidOption` unless an option is an object of one of several classes.
+def require_type(option: str, value: Any, hint: Any) -> None:
+    """Raise :class:`InvalidOption` if an option does not fit an annotation; see :func:`unmet_type`.
 
     Args:
         option: Dotted name of the option.
         value: Value of the option.
-        kinds: Classes; ``NoneType`` for an option that may be null.
+        hint: The annotation.
 
     Example:
-        >>> require_instance("data.num_clients", "ten", int, NoneType)
+        >>> require_type("data.num_clients", "ten", int | None)
         Traceback (most recent call last):
-        lightning_sparsefl.errors.InvalidOption: `data.num_clients` is 'ten'; expected an instance of `int`, or null.
+        lightning_sparsefl.errors.InvalidOption: `data.num_clients` is 'ten'; expected a whole number or null.
     """
-    described = " or ".join(_described(kind) for kind in kinds if kind is not NoneType)
-    require(isinstance(value, kinds), option, value, described + (", or null" if NoneType in kinds else ""))
+    expected = unmet_type(value, hint)
+    require(expected is None, option, value, expected or "")
 
 
 def _described(kind: type) -> str:

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from dataclasses import MISSING, fields, is_dataclass
+from inspect import signature
 from pathlib import Path
 from typing import get_origin, get_type_hints
 
@@ -21,6 +22,7 @@ from lightning_sparsefl import (
     FedSpa,
     HeteroFL,
     algorithms,
+    callbacks,
     cost,
     data,
     federated,
@@ -28,7 +30,7 @@ from lightning_sparsefl import (
 from lightning_sparsefl.algorithms import FedDIP, FedLPS, FedMP, PruneFL
 from lightning_sparsefl.cli import main
 from lightning_sparsefl.data import IID, Dirichlet, FederatedBlobs, FederatedDataset
-from lightning_sparsefl.errors import InvalidOption
+from lightning_sparsefl.errors import InvalidOption, unmet_type
 from lightning_sparsefl.federated import Oort, Privacy, TrimmedMean, Uniform
 from lightning_sparsefl.federated.distributed.fabric import build_fabric
 from lightning_sparsefl.federated.local.round_lr import ExponentialRoundLR
@@ -36,6 +38,7 @@ from lightning_sparsefl.models import MLP
 
 CLUSTER = Path(__file__).parents[1] / "configs" / "cluster"
 NAN, INF = math.nan, math.inf
+NOTHING = object()
 
 
 def trainer(**options):
@@ -106,11 +109,11 @@ def test_a_value_that_is_no_such_number_is_refused_by_name(make, option, values)
         (trainer, "trainer.logger", ["tensorboard", 1], "loggers of Lightning"),
         (trainer, "trainer.callbacks", ["x", 1], "callbacks of Lightning"),
         (trainer, "trainer.default_root_dir", [3, None], "a string or an instance of `PathLike`"),
-        (trainer, "trainer.run_dir", [3], "a string or an instance of `PathLike`, or null"),
-        (trainer, "federation", [{"clients_per_round": 3}, 0, Federation], "an instance of `Federation`, or null"),
-        (Federation, "federation.server_optimizer", ["adam"], "an instance of `ServerOptimizer`, or null"),
+        (trainer, "trainer.run_dir", [3], "a string or an instance of `PathLike` or null"),
+        (trainer, "federation", [{"clients_per_round": 3}, 0, Federation], "an instance of `Federation` or null"),
+        (Federation, "federation.server_optimizer", ["adam"], "an instance of `ServerOptimizer` or null"),
         (Federation, "federation.reducer", ["median"], "an instance of `Reducer`, such as `CoverageMean`, or null"),
-        (Federation, "federation.privacy", [1.0], "an instance of `Privacy`, or null"),
+        (Federation, "federation.privacy", [1.0], "an instance of `Privacy` or null"),
         (Federation, "federation.record_steps", ["no", 1], "True or False"),
         (Federation, "federation.monitor", [3, None], "a string"),
         (blobs, "data.partition", ["dirichlet", 0.3, IID], "an instance of `Partition`, such as `IID`"),
@@ -147,13 +150,30 @@ def test_an_option_is_of_its_class(kind, name):
         kind(**{name: 2})
 
 
+def arguments_of_callbacks():
+    """Return the constructors of all exported callbacks, with each argument whose type is checked."""
+    for kind in (getattr(callbacks, name) for name in callbacks.__all__):
+        for name, hint in get_type_hints(kind.__init__).items():
+            if name != "return" and unmet_type(NOTHING, hint) is not None:
+                yield pytest.param(kind, name, id=f"{kind.__name__}.{name}")
+
+
+@pytest.mark.parametrize(("kind", "name"), list(arguments_of_callbacks()))
+def test_an_argument_of_a_callback_is_of_its_type(kind, name):
+    hints, parameters = get_type_hints(kind.__init__), signature(kind).parameters.values()
+    required = [each.name for each in parameters if each.default is each.empty and each.name in hints]
+    others = {each: 0.5 if unmet_type({}, hints[each]) else {} for each in required}
+    with pytest.raises(InvalidOption, match=rf"^`{kind.__name__}\({name}=<object object at \w+>\)`: expected "):
+        kind(**{**others, name: NOTHING})
+
+
 def test_paths_may_be_paths(tmp_path):
     options = trainer(default_root_dir=tmp_path, run_dir=tmp_path / "run").options
     assert (options.default_root_dir, options.run_dir) == (str(tmp_path), tmp_path / "run")
 
 
 def test_a_checkpoint_that_is_no_path_is_refused():
-    with pytest.raises(InvalidOption, match=r"^`ckpt_path` is 3; expected a string or .*, or null\.$"):
+    with pytest.raises(InvalidOption, match=r"^`ckpt_path` is 3; expected a string or .* or null\.$"):
         trainer().fit(MLP(num_classes=2, sample_shape=(1, 1, 8)), blobs(), ckpt_path=3)
 
 

@@ -15,7 +15,7 @@ from lightning.pytorch import Callback, LightningModule
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from lightning_sparsefl.callbacks.options import require_density
+from lightning_sparsefl.callbacks.options import check_arguments, require_density
 from lightning_sparsefl.sparse.masks import pack, unpack
 from lightning_sparsefl.sparse.prune import keep_largest, select
 
@@ -41,6 +41,7 @@ class ActivationPruning(Callback):
         0.25
     """
 
+    @check_arguments
     def __init__(self, density: float = 0.5) -> None:
         require_density("ActivationPruning", density)
         self.density = density

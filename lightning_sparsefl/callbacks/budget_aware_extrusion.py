@@ -16,7 +16,7 @@ from lightning_sparsefl.callbacks.clock import StepClock
 from lightning_sparsefl.callbacks.layers import choose, require_dense_gradients, stepped_by
 from lightning_sparsefl.callbacks.loss_scaling import require_unscaled_gradients
 from lightning_sparsefl.callbacks.mask_owner import renamed
-from lightning_sparsefl.callbacks.options import require
+from lightning_sparsefl.callbacks.options import check_arguments, require
 from lightning_sparsefl.callbacks.reported_steps import ReportedCallback
 from lightning_sparsefl.callbacks.step_guard import StepGuard
 from lightning_sparsefl.sparse.density import floor_count
@@ -55,6 +55,7 @@ class BudgetAwareExtrusion(ReportedCallback):
         0.2
     """
 
+    @check_arguments
     def __init__(
         self,
         strength: float = 0.01,

@@ -20,6 +20,7 @@ from lightning_sparsefl.callbacks.layers import stepped_by
 from lightning_sparsefl.callbacks.masking import MaskingCallback
 from lightning_sparsefl.callbacks.options import (
     LayerDensity,
+    check_arguments,
     drawn,
     require,
     require_density,
@@ -83,6 +84,7 @@ class DynamicMask(MaskingCallback):
     stackable = True
     grows_from_zero = True
 
+    @check_arguments
     def __init__(
         self,
         density: float = 0.2,

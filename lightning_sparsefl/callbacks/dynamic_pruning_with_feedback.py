@@ -12,6 +12,7 @@ from lightning.pytorch import LightningModule
 from lightning_sparsefl.callbacks.clock import StepClock
 from lightning_sparsefl.callbacks.feedback import ErrorFeedback
 from lightning_sparsefl.callbacks.options import (
+    check_arguments,
     require_density,
     require_interval,
     require_one_each,
@@ -53,6 +54,7 @@ class DynamicPruningWithFeedback(ErrorFeedback):
         16
     """
 
+    @check_arguments
     def __init__(
         self,
         density: float = 0.2,

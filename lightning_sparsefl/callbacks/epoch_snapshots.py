@@ -9,7 +9,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from lightning_sparsefl.callbacks.numbered import NumberedCallback
-from lightning_sparsefl.callbacks.options import require
+from lightning_sparsefl.callbacks.options import check_arguments, require
 
 
 class EpochSnapshots(NumberedCallback):
@@ -30,6 +30,7 @@ class EpochSnapshots(NumberedCallback):
 
     stackable = True
 
+    @check_arguments
     def __init__(self, epochs: Sequence[int]) -> None:
         require(all(epoch >= 1 for epoch in epochs), "EpochSnapshots", "epochs", epochs, "whole numbers >= 1")
         self.epochs = tuple(epochs)

@@ -10,7 +10,7 @@ from typing import Any
 from lightning.pytorch import LightningModule
 
 from lightning_sparsefl.callbacks.masking import MaskingCallback
-from lightning_sparsefl.callbacks.options import require, require_one_each
+from lightning_sparsefl.callbacks.options import check_arguments, require, require_one_each
 from lightning_sparsefl.sparse.density import ceil_count
 from lightning_sparsefl.sparse.masks import density, kept
 from lightning_sparsefl.sparse.prune import shrink_globally
@@ -42,6 +42,7 @@ class GlobalMagnitudePruning(MaskingCallback):
 
     stackable = True
 
+    @check_arguments
     def __init__(
         self, fraction: float = 0.5, epochs: list[int] | None = None, layers: list[str] | str | None = None
     ) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor
 from lightning_sparsefl.callbacks.layers import require_dense_gradients, stepped_by
 from lightning_sparsefl.callbacks.loss_scaling import require_unscaled_gradients
 from lightning_sparsefl.callbacks.mask_owner import of_parameters
+from lightning_sparsefl.callbacks.options import check_arguments
 from lightning_sparsefl.callbacks.reported_steps import ReportedCallback
 from lightning_sparsefl.types import Weights
 
@@ -39,6 +40,7 @@ class GradientOffset(ReportedCallback):
         ['weight']
     """
 
+    @check_arguments
     def __init__(self, offset: Weights) -> None:
         super().__init__()
         self.offset = offset

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lightning_sparsefl.callbacks.layers import stepped_by
 from lightning_sparsefl.callbacks.loss_scaling import require_unscaled_gradients
+from lightning_sparsefl.callbacks.options import check_arguments
 from lightning_sparsefl.callbacks.reported_steps import ReportedCallback
 
 
@@ -38,6 +39,7 @@ class GradientSum(ReportedCallback):
         {}
     """
 
+    @check_arguments
     def __init__(self, squares: bool = False) -> None:
         super().__init__()
         self._squared = squares

@@ -14,6 +14,7 @@ from lightning_sparsefl.callbacks.clock import StepClock
 from lightning_sparsefl.callbacks.masking import MaskingCallback
 from lightning_sparsefl.callbacks.options import (
     LayerDensity,
+    check_arguments,
     require,
     require_density,
     require_interval,
@@ -64,6 +65,7 @@ class GradualPruning(MaskingCallback):
         0.8
     """
 
+    @check_arguments
     def __init__(
         self,
         density: float = 0.2,

@@ -20,7 +20,7 @@ from lightning_sparsefl.callbacks.example_input import for_module
 from lightning_sparsefl.callbacks.feedback import ErrorFeedback
 from lightning_sparsefl.callbacks.layers import choose, require_dense_gradients, stepped_by
 from lightning_sparsefl.callbacks.loss_scaling import require_unscaled_gradients
-from lightning_sparsefl.callbacks.options import require
+from lightning_sparsefl.callbacks.options import check_arguments, require
 from lightning_sparsefl.callbacks.reported_steps import ReportedCallback
 from lightning_sparsefl.errors import InvalidOption
 from lightning_sparsefl.sparse.parts import norms_of
@@ -66,6 +66,7 @@ class GroupPenalty(ReportedCallback):
         0.01
     """
 
+    @check_arguments
     def __init__(
         self,
         strength: float = 1e-3,

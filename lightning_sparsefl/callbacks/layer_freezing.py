@@ -13,6 +13,7 @@ from torch.nn.parameter import is_lazy
 from lightning_sparsefl.callbacks.layers import plain_name, require_initialized, stepped_by
 from lightning_sparsefl.callbacks.mask_owner import packed, renamed, unpacked
 from lightning_sparsefl.callbacks.numbered import NumberedCallback
+from lightning_sparsefl.callbacks.options import check_arguments
 from lightning_sparsefl.callbacks.reparameterized import Reparameterized
 from lightning_sparsefl.callbacks.step_guard import StepGuard
 from lightning_sparsefl.errors import InvalidOption
@@ -38,6 +39,7 @@ class LayerFreezing(NumberedCallback):
             frozen in part as a function of other numbers.
     """
 
+    @check_arguments
     def __init__(self, trainable: Masks) -> None:
         self.trainable = dict(trainable)
         self._first: dict[str, tuple[Tensor, Tensor]] = {}

@@ -16,7 +16,7 @@ from lightning_sparsefl.callbacks.layers import choose, require_maskable
 from lightning_sparsefl.callbacks.loss_scaling import require_unscaled_gradients
 from lightning_sparsefl.callbacks.mask_owner import packed, unpacked
 from lightning_sparsefl.callbacks.masking import MaskingCallback
-from lightning_sparsefl.callbacks.options import require, require_density
+from lightning_sparsefl.callbacks.options import check_arguments, require, require_density
 from lightning_sparsefl.callbacks.training_units import units_in_training
 from lightning_sparsefl.callbacks.trial import trial, trial_loss
 from lightning_sparsefl.callbacks.unit_scores import ScoreSteps, add_gradients
@@ -73,6 +73,7 @@ class LearnedImportance(MaskingCallback):
 
     writes_values = True
 
+    @check_arguments
     def __init__(
         self,
         density: float = 0.5,

@@ -15,6 +15,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from lightning_sparsefl.callbacks.numbered import NumberedCallback
+from lightning_sparsefl.callbacks.options import check_arguments
 
 
 class LossSquares(NumberedCallback):
@@ -31,6 +32,7 @@ class LossSquares(NumberedCallback):
         'train_loss_sq'
     """
 
+    @check_arguments
     def __init__(self, key: str = "train_loss_sq") -> None:
         self.key = key
         self._total: Tensor | float = 0.0

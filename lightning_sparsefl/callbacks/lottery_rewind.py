@@ -18,7 +18,14 @@ from torch import Tensor
 from lightning_sparsefl.callbacks.clock import StepClock
 from lightning_sparsefl.callbacks.mask_owner import renamed
 from lightning_sparsefl.callbacks.masking import MaskingCallback
-from lightning_sparsefl.callbacks.options import require, require_density, require_one_each, spread, too_dense
+from lightning_sparsefl.callbacks.options import (
+    check_arguments,
+    require,
+    require_density,
+    require_one_each,
+    spread,
+    too_dense,
+)
 from lightning_sparsefl.errors import InvalidOption
 from lightning_sparsefl.sparse.density import floor_count
 from lightning_sparsefl.sparse.masks import counts
@@ -67,6 +74,7 @@ class LotteryRewind(MaskingCallback):
 
     writes_values = True
 
+    @check_arguments
     def __init__(
         self,
         density: float = 0.2,

@@ -14,7 +14,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from lightning_sparsefl.callbacks.loss_scaling import is_skipped, require_unscaled_gradients
-from lightning_sparsefl.callbacks.options import require
+from lightning_sparsefl.callbacks.options import check_arguments, require
 from lightning_sparsefl.callbacks.second_pass import SecondPoint, gradient_at, trainable
 from lightning_sparsefl.sparse.masks import descend
 from lightning_sparsefl.types import Weights
@@ -45,6 +45,7 @@ class MetaStep(SecondPoint):
         'first'
     """
 
+    @check_arguments
     def __init__(self, lr: float, order: Literal["first", "hessian"] = "first", delta: float = 1e-3) -> None:
         require(lr >= 0, "MetaStep", "lr", lr, "a number >= 0")
         require(order in ("first", "hessian"), "MetaStep", "order", order, "'first' or 'hessian'")

@@ -12,7 +12,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from lightning_sparsefl.callbacks.loss_scaling import is_skipped, require_unscaled_gradients
-from lightning_sparsefl.callbacks.options import require
+from lightning_sparsefl.callbacks.options import check_arguments, require
 from lightning_sparsefl.callbacks.second_pass import SecondPoint, gradient_at, learning_rates, trainable
 from lightning_sparsefl.errors import InvalidOption
 from lightning_sparsefl.types import Weights
@@ -42,6 +42,7 @@ class MoreauEnvelope(SecondPoint):
         5
     """
 
+    @check_arguments
     def __init__(self, strength: float, lr: float, steps: int = 5, decay: float = 0.0) -> None:
         require(strength > 0, "MoreauEnvelope", "strength", strength, "a number above 0")
         require(lr > 0, "MoreauEnvelope", "lr", lr, "a number above 0")

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from lightning_sparsefl.callbacks.clock import StepClock
 from lightning_sparsefl.callbacks.masking import MaskingCallback
-from lightning_sparsefl.callbacks.options import require
+from lightning_sparsefl.callbacks.options import check_arguments, require
 from lightning_sparsefl.errors import InvalidOption
 from lightning_sparsefl.sparse.density import floor_count
 from lightning_sparsefl.sparse.nm import divides, is_nm, nm_masks
@@ -49,6 +49,7 @@ class NMPruning(MaskingCallback):
         0.0
     """
 
+    @check_arguments
     def __init__(
         self,
         n: int = 2,

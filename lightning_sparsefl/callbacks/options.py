@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Literal, TypeAlias
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache, wraps
+from inspect import signature
+from typing import Any, Literal, ParamSpec, TypeAlias, get_type_hints
 
 import torch
 from torch import nn
 
 from lightning_sparsefl.callbacks.clock import StepClock
-from lightning_sparsefl.errors import InvalidOption, is_number, is_whole
+from lightning_sparsefl.errors import InvalidOption, is_number, is_whole, unmet_type
 from lightning_sparsefl.seeds import generator
 from lightning_sparsefl.sparse.density import ceil_count, erk, explicit, floor_count, kept_counts, listed, uniform
 from lightning_sparsefl.sparse.masks import kept
 from lightning_sparsefl.sparse.prune import random_masks
 from lightning_sparsefl.sparse.rescale import fan_in_scale
 from lightning_sparsefl.types import Masks, Weights
+
+_P = ParamSpec("_P")
 
 LayerDensity: TypeAlias = Literal["erk", "uniform"] | dict[str, float]
 """Rule that spreads a density over layers: the Erdos-Renyi-Kernel rule, an equal density, or name patterns.
@@ -38,6 +42,49 @@ def require(fits: bool, owner: str, option: str, value: Any, expected: str) -> N
     """
     if not fits:
         raise InvalidOption(f"`{owner}({option}={value!r})`: expected {expected}.")
+
+
+def check_arguments(initialize: Callable[_P, None]) -> Callable[_P, None]:
+    """Decorate the constructor of a callback, so that arguments of other types than their annotations are refused.
+
+    What the constructor checks itself comes first, since it says more.
+
+    Args:
+        initialize: The method `__init__`.
+
+    Example:
+        >>> class Slow:
+        ...     @check_arguments
+        ...     def __init__(self, every_n_steps: int = 1): ...
+        >>> Slow("2")
+        Traceback (most recent call last):
+        lightning_sparsefl.errors.InvalidOption: `Slow(every_n_steps='2')`: expected a whole number.
+    """
+    names = list(signature(initialize).parameters)
+
+    @wraps(initialize)
+    def checked(*args: _P.args, **kwargs: _P.kwargs) -> None:
+        try:
+            initialize(*args, **kwargs)
+        except InvalidOption:
+            raise
+        except Exception:
+            refuse(args, kwargs)
+            raise
+        refuse(args, kwargs)
+
+    def refuse(args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        hints = _hints(initialize)
+        for name, value in (*zip(names[1:], args[1:], strict=False), *kwargs.items()):
+            expected = unmet_type(value, hints.get(name))
+            require(expected is None, type(args[0]).__name__, name, value, expected or "")
+
+    return checked
+
+
+@cache
+def _hints(initialize: Callable[..., None]) -> dict[str, Any]:
+    return get_type_hints(initialize)
 
 
 def require_density(owner: str, density: float) -> None:

@@ -15,7 +15,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 from lightning_sparsefl.callbacks.loss_scaling import loss_scale
-from lightning_sparsefl.callbacks.options import require
+from lightning_sparsefl.callbacks.options import check_arguments, require
 from lightning_sparsefl.callbacks.reported_steps import ReportedCallback
 from lightning_sparsefl.callbacks.training_units import units_in_training
 from lightning_sparsefl.callbacks.trial import trial, trial_loss
@@ -59,6 +59,7 @@ class OrderedDropout(ReportedCallback):
 
     _of_a_fit = ("_handles", "_now", "_batch", "_logits", "log", "log_dict")
 
+    @check_arguments
     def __init__(
         self,
         rates: Sequence[float] = (0.2, 0.4, 0.6, 0.8, 1.0),

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_sparsefl.callbacks.layers import first_stepped
 from lightning_sparsefl.callbacks.loss_scaling import is_skipped
-from lightning_sparsefl.callbacks.options import require
+from lightning_sparsefl.callbacks.options import check_arguments, require
 from lightning_sparsefl.callbacks.second_pass import SecondPoint, gradient_at, learning_rates, trainable
 from lightning_sparsefl.sparse.masks import interpolate
 from lightning_sparsefl.types import Weights
@@ -44,6 +44,7 @@ class PersonalMixture(SecondPoint):
         0.25
     """
 
+    @check_arguments
     def __init__(self, alpha: float, adaptive: bool = False, personal: Weights | None = None) -> None:
         require(0 <= alpha <= 1, "PersonalMixture", "alpha", alpha, "a number in [0, 1]")
         super().__init__()

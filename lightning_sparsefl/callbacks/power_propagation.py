@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from lightning_sparsefl.callbacks.options import require
+from lightning_sparsefl.callbacks.options import check_arguments, require
 from lightning_sparsefl.callbacks.reparameterized import Reparameterized
 from lightning_sparsefl.sparse.reparameterize import power, power_slope, root
 from lightning_sparsefl.types import Weights
@@ -35,6 +35,7 @@ class PowerPropagation(Reparameterized):
         2.0
     """
 
+    @check_arguments
     def __init__(
         self, exponent: float = 1.25, layers: list[str] | str | None = None, theta: Weights | None = None
     ) -> None:

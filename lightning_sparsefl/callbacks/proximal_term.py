@@ -11,6 +11,7 @@ from torch import Tensor
 from lightning_sparsefl.callbacks.layers import require_dense_gradients, stepped_by
 from lightning_sparsefl.callbacks.loss_scaling import require_unscaled_gradients
 from lightning_sparsefl.callbacks.mask_owner import of_parameters
+from lightning_sparsefl.callbacks.options import check_arguments
 from lightning_sparsefl.callbacks.reported_steps import ReportedCallback
 from lightning_sparsefl.errors import InvalidOption
 from lightning_sparsefl.types import Weights
@@ -34,6 +35,7 @@ class ProximalTerm(ReportedCallback):
         0.1
     """
 
+    @check_arguments
     def __init__(self, strength: float = 0.01, anchor: Weights | None = None) -> None:
         if not strength >= 0:
             raise InvalidOption(f"`ProximalTerm(strength={strength})`: expected a number >= 0.")

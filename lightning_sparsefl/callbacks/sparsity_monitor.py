@@ -15,7 +15,7 @@ from lightning_sparsefl.callbacks.example_input import for_module
 from lightning_sparsefl.callbacks.layers import choose
 from lightning_sparsefl.callbacks.mask_owner import packed, unpacked
 from lightning_sparsefl.callbacks.numbered import NumberedCallback
-from lightning_sparsefl.callbacks.options import require
+from lightning_sparsefl.callbacks.options import check_arguments, require
 from lightning_sparsefl.cost import count_layers, forward_flops
 from lightning_sparsefl.sparse.masks import changed, counts
 from lightning_sparsefl.types import LayerFlops, Masks
@@ -57,6 +57,7 @@ class SparsityMonitor(NumberedCallback):
         1
     """
 
+    @check_arguments
     def __init__(
         self,
         every_n_epochs: int = 1,

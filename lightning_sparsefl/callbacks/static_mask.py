@@ -8,6 +8,7 @@ from typing import Literal
 from lightning_sparsefl.callbacks.masking import MaskingCallback
 from lightning_sparsefl.callbacks.options import (
     LayerDensity,
+    check_arguments,
     drawn,
     require,
     require_density,
@@ -52,6 +53,7 @@ class StaticMask(MaskingCallback):
         2
     """
 
+    @check_arguments
     def __init__(
         self,
         density: float = 0.5,

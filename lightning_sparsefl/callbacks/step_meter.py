@@ -15,7 +15,7 @@ from torch.optim import SGD, Optimizer
 
 from lightning_sparsefl.callbacks.layers import first_stepped
 from lightning_sparsefl.callbacks.loss_scaling import is_skipped
-from lightning_sparsefl.callbacks.options import require
+from lightning_sparsefl.callbacks.options import check_arguments, require
 from lightning_sparsefl.callbacks.reported_steps import ReportedCallback
 
 _READ = ("lr", "momentum", "dampening", "nesterov")
@@ -47,6 +47,7 @@ class StepMeter(ReportedCallback):
         (5, 1.31441, 13.1441)
     """
 
+    @check_arguments
     def __init__(self, mu: float, *, mean_gradient: bool = False, owner: str | None = None) -> None:
         require(mu >= 0, "StepMeter", "mu", mu, "a number >= 0")
         super().__init__()

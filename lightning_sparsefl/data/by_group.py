@@ -39,8 +39,6 @@ class ByGroup(Partition):
     def __post_init__(self) -> None:
         check_types(self, "data.partition.")
         require(self.min_examples >= 1, "data.partition.min_examples", self.min_examples, "a whole number >= 1")
-        known = self.small_groups in ("drop", "merge")
-        require(known, "data.partition.small_groups", self.small_groups, "'drop' or 'merge'")
 
     def __repr__(self) -> str:
         by = repr(self.by) if isinstance(self.by, str) else f"<{type(self.by).__name__}>"

@@ -16,7 +16,7 @@ from lightning_sparsefl.data.items import ClientItems, ItemShift
 from lightning_sparsefl.data.keys import read_keys
 from lightning_sparsefl.data.partition import IID, Partition, check_num_clients
 from lightning_sparsefl.data.split import Part
-from lightning_sparsefl.errors import InvalidOption, is_number, require, require_instance
+from lightning_sparsefl.errors import InvalidOption, is_number, require, require_type
 
 
 class FederatedDataset(FederatedDataModule):
@@ -75,7 +75,7 @@ class FederatedDataset(FederatedDataModule):
         sample_shape: tuple[int, int, int] | None = None,
         **options: Any,
     ) -> None:
-        require_instance("data.partition", partition, Partition)
+        require_type("data.partition", partition, Partition)
         self.train, self.test, self.collate_fn, self.test_fraction = train, test, collate_fn, test_fraction
         self.num_train, self._num_test = _length(train, "train"), 0 if test is None else _length(test, "test")
         self._keys = read_keys(train, () if test is None else test, labels, test_labels, partition)

@@ -10,7 +10,6 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import is_dataclass
 from pathlib import Path
-from types import NoneType
 from typing import Any, ClassVar, Literal
 
 import lightning as L
@@ -24,7 +23,7 @@ from lightning_sparsefl.data.feature_shift import FeatureShift
 from lightning_sparsefl.data.memory_map import map_split, write_split
 from lightning_sparsefl.data.partition import IID, Partition, check_num_clients, matching_test
 from lightning_sparsefl.data.split import Part, SplitData, span, stops
-from lightning_sparsefl.errors import InvalidOption, is_number, is_whole, require, require_instance
+from lightning_sparsefl.errors import InvalidOption, is_number, is_whole, require, require_type
 from lightning_sparsefl.seeds import generator, seed_from_environment
 
 _NOT_OPTIONS = frozenset({*vars(L.LightningDataModule()), "trainer", "client_sizes", "memory_map"})
@@ -105,9 +104,9 @@ class FederatedDataModule(L.LightningDataModule):
         memory_map: str | None = None,
     ) -> None:
         super().__init__()
-        require_instance("data.partition", partition, Partition)
-        require_instance("data.drop_last", drop_last, bool)
-        require_instance("data.feature_shift", feature_shift, FeatureShift, NoneType)
+        require_type("data.partition", partition, Partition)
+        require_type("data.drop_last", drop_last, bool)
+        require_type("data.feature_shift", feature_shift, FeatureShift | None)
         fits = self.has_columns or not isinstance(partition, ByGroup)
         expected = f"another partition, since {type(self).__name__} has no columns; `FederatedDataset` has them"
         require(fits, "data.partition", partition, expected)

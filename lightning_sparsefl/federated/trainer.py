@@ -8,14 +8,13 @@ from dataclasses import replace
 from os import PathLike
 from pathlib import Path
 from pdb import post_mortem
-from types import NoneType
 from typing import Any, Literal
 
 from lightning.fabric.utilities.rank_zero import rank_zero_info
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.loggers import Logger
 
-from lightning_sparsefl.errors import InvalidOption, is_number, is_whole, require, require_instance
+from lightning_sparsefl.errors import InvalidOption, is_number, is_whole, require, require_type
 from lightning_sparsefl.federated.algorithm import FederatedAlgorithm
 from lightning_sparsefl.federated.commands.cost_tables import Profile
 from lightning_sparsefl.federated.commands.dispatch import Verb, dispatch, in_other_processes
@@ -142,9 +141,9 @@ class FederatedTrainer:  # long because LightningCLI reads every option from its
         require(seed is None or is_whole(seed, 0), "seed_everything", seed, "a whole number >= 0")
         if not isinstance(algorithm, FederatedAlgorithm):
             raise _not_a_method(algorithm)
-        require_instance("federation", federation, Federation, NoneType)
-        require_instance("trainer.default_root_dir", default_root_dir, str, PathLike)
-        require_instance("trainer.run_dir", run_dir, str, PathLike, NoneType)
+        require_type("federation", federation, Federation | None)
+        require_type("trainer.default_root_dir", default_root_dir, str | PathLike)
+        require_type("trainer.run_dir", run_dir, str | PathLike | None)
         listed = _listed("callbacks", callbacks, Callback), _listed("client_callbacks", client_callbacks, Callback)
         rounds, clients = _sorted_callbacks(*listed)
         _listed("logger", None if isinstance(logger, bool) else logger, Logger)
@@ -401,7 +400,7 @@ class FederatedTrainer:  # long because LightningCLI reads every option from its
     def _dispatch(
         self, verb: Verb, model: LightningModule, data: ClientData | None, ckpt_path: str | None, **asked: Any
     ) -> Any:
-        require_instance("ckpt_path", ckpt_path, str, PathLike, NoneType)
+        require_type("ckpt_path", ckpt_path, str | PathLike | None)
         ckpt_path = None if ckpt_path is None else str(ckpt_path)
         client_data = as_client_data(data)
         done = dispatch(self.options, self.fabric, verb, model, client_data, ckpt_path, **asked)

@@ -57,7 +57,7 @@ def test_refuses_more_clients_than_groups():
 def test_refuses_bad_options():
     with pytest.raises(InvalidOption, match=r"`data.partition.min_examples` is 0; expected a whole number >= 1"):
         ByGroup("x", min_examples=0)
-    with pytest.raises(InvalidOption, match=r"`data.partition.small_groups` is 'keep'; expected 'drop' or 'merge'"):
+    with pytest.raises(InvalidOption, match=r"small_groups` is 'keep'; expected one of 'drop', 'merge'"):
         ByGroup("x", small_groups="keep")
 
 
