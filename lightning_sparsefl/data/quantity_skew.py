@@ -39,7 +39,6 @@ class QuantitySkew(Partition):
     def __post_init__(self) -> None:
         check_types(self, "data.partition.")
         require(0 < self.alpha < float("inf"), "data.partition.alpha", self.alpha, "a finite number above 0")
-        require(self.law in ("dirichlet", "power"), "data.partition.law", self.law, "'dirichlet' or 'power'")
         require(self.min_examples >= 1, "data.partition.min_examples", self.min_examples, "a whole number >= 1")
 
     def assign(self, labels: Tensor, num_clients: int, rng: torch.Generator) -> list[Tensor]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Set
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -183,9 +183,6 @@ def check_server_optimizer(options: Any, prefix: str) -> None:
         prefix: Prefix of the names of fields in the error message.
     """
     check_types(options, prefix)
-    rules = get_args(Rule)
-    require(options.rule in rules, f"{prefix}rule", options.rule, "one of " + ", ".join(map(repr, rules)))
-    require(options.start in ("zero", "mean"), f"{prefix}start", options.start, "one of 'zero', 'mean'")
     fits = options.rule != "adamw" or options.start == "zero"
     require(fits, f"{prefix}start", options.start, "'zero' with the rule 'adamw', whose moments are corrected for it")
     positive, share, least = "a number above 0, or null", "a number in [0, 1), or null", "a number >= 0, or null"

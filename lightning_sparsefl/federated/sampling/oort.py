@@ -103,8 +103,6 @@ class Oort(CohortSampler):
             value = getattr(self, name)
             require(0 < value <= 1, f"federation.sampler.{name}", value, "a number in (0, 1]")
         require(self.pacer_step >= 1, "federation.sampler.pacer_step", self.pacer_step, "a whole number >= 1")
-        expected = "'batch' or 'sample'"
-        require(self.losses in ("batch", "sample"), "federation.sampler.losses", self.losses, expected)
 
     def callbacks(self) -> list[Callback]:
         """Return the callback that measures the losses of batches."""

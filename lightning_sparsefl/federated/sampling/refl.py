@@ -72,8 +72,6 @@ class REFL(CohortSampler):
         for name in ("accuracy", "memory"):
             value = getattr(self, name)
             require(0 <= value <= 1, f"federation.sampler.{name}", value, "a number in [0, 1]")
-        expected = "'adaptive', 'half' or 'fixed'"
-        require(self.target in ("adaptive", "half", "fixed"), "federation.sampler.target", self.target, expected)
         self.late_merge()  # checks its options
 
     def late_merge(self) -> StaleMean:
