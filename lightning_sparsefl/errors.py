@@ -24,9 +24,9 @@ without a traceback and exits with code 2.
 from __future__ import annotations
 
 import os
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from difflib import get_close_matches
-from functools import partial
+from functools import cache, partial
 from inspect import isabstract
 from numbers import Integral, Real
 from pathlib import Path
@@ -133,9 +133,7 @@ def is_number(value: Any) -> bool:
 
 
 def check_types(options: Any, prefix: str) -> None:
-    """Raise :class:`InvalidOption` if a field has another type than its annotation: numbers, lists of them, classes.
-
-    Of fields that are annotated with `Literal`, the value is checked.
+    """Raise :class:`InvalidOption` if a field has another type than its annotation; see :func:`unmet_type`.
 
     Args:
         options: Dataclass with the options.
@@ -171,32 +169,44 @@ def unmet_type(value: Any, hint: Any) -> str | None:
         >>> unmet_type("x", float | None), unmet_type([1, 2.5], list[int]), unmet_type(None, int | None)
         ('a number or null', 'a list of numbers', None)
     """
-    optional, kinds = NoneType in _kinds(hint), [kind for kind in _kinds(hint) if kind is not NoneType]
-    fits, expected = (True, "") if value is None and optional else _fit(value, kinds)
-    return (
-        None if fits else expected + (", or null" if optional and "," in expected else " or null" if optional else "")
-    )
+    fits, expected = _check_of(hint)
+    return None if fits(value) else expected
 
 
-def _fit(value: Any, kinds: Sequence[Any]) -> tuple[bool, str]:
-    """Return whether a value fits alternatives of an annotation, and what they are called in a message."""
+@cache
+def _check_of(hint: Any) -> tuple[Callable[[Any], bool], str]:
+    """Return whether a value fits an annotation, as a function, and what is expected of it in a message."""
+    alternatives = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    kinds = [kind for kind in alternatives if kind is not NoneType]
+    fits, expected = _check_of_kinds(kinds)
+    if len(kinds) == len(alternatives):
+        return fits, expected
+    return lambda value: value is None or fits(value), expected + (", or null" if "," in expected else " or null")
+
+
+def _check_of_kinds(kinds: Sequence[Any]) -> tuple[Callable[[Any], bool], str]:
+    """Return the check of the alternatives of an annotation, without None."""
     origins = {get_origin(kind) for kind in kinds}
     inner = [item for kind in kinds for item in get_args(kind) if item is not Ellipsis]
     if all(kind in (int, float) for kind in kinds):
-        return _is_of(value, kinds), f"a {'' if float in kinds else 'whole '}number"
+        return partial(_is_of, kinds), f"a {'' if float in kinds else 'whole '}number"
     if origins == {Literal}:
-        return value in inner, "one of " + ", ".join(map(repr, inner))
+        return inner.__contains__, "one of " + ", ".join(map(repr, inner))
     if origins == {Mapping}:
-        return isinstance(value, Mapping), "a mapping from names"
+        return lambda value: isinstance(value, Mapping), "a mapping from names"
     if inner and all(item in (int, float) for item in inner) and origins <= {list, tuple, Sequence}:
-        several = isinstance(value, Iterable) and not isinstance(value, str)
-        return several and all(_is_of(item, inner) for item in value), "a list of numbers"
+        return partial(_is_list, partial(_is_of, inner)), "a list of numbers"
     if inner == [str] and origins == {None, list} and str in kinds:
-        several = isinstance(value, list | tuple) and all(isinstance(item, str) for item in value)
-        return several or isinstance(value, str), "a string or a list of strings"
+        texts = partial(_is_list, lambda item: isinstance(item, str))
+        return lambda value: isinstance(value, str) or texts(value), "a string or a list of strings"
     if origins == {None} and all(isinstance(kind, type) for kind in kinds):
-        return isinstance(value, tuple(kinds)), " or ".join(map(_described, kinds))
-    return True, ""
+        return lambda value: isinstance(value, tuple(kinds)), " or ".join(map(_described, kinds))
+    return lambda value: True, ""
+
+
+def _is_list(fits: Callable[[Any], bool], value: Any) -> bool:
+    """Return whether a value is a list, or like one, of items that fit."""
+    return isinstance(value, Iterable) and not isinstance(value, str) and all(map(fits, value))
 
 
 def require_type(option: str, value: Any, hint: Any) -> None:
@@ -224,12 +234,7 @@ def _described(kind: type) -> str:
     return f"an instance of `{kind.__name__}`" + "".join(f", such as `{each.__name__}`" for each in subclasses[:1])
 
 
-def _kinds(hint: Any) -> tuple[Any, ...]:
-    """Return the alternatives of an annotation."""
-    return get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
-
-
-def _is_of(value: Any, kinds: Container[Any]) -> bool:
+def _is_of(kinds: Container[Any], value: Any) -> bool:
     """Return whether a value is a number, and whole unless `float` is among its types."""
     return is_number(value) and (float in kinds or isinstance(value, Integral))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import cache, wraps
 from inspect import signature
 from typing import Any, Literal, ParamSpec, TypeAlias, get_type_hints
@@ -62,22 +62,23 @@ def check_arguments(initialize: Callable[_P, None]) -> Callable[_P, None]:
     """
     names = list(signature(initialize).parameters)
 
+    def refuse(callback: Any, given: Mapping[str, Any]) -> None:
+        hints = _hints(initialize)
+        for name, value in given.items():
+            expected = unmet_type(value, hints.get(name))
+            require(expected is None, type(callback).__name__, name, value, expected or "")
+
     @wraps(initialize)
     def checked(*args: _P.args, **kwargs: _P.kwargs) -> None:
+        given = dict(zip(names, args, strict=False)) | kwargs
         try:
             initialize(*args, **kwargs)
         except InvalidOption:
             raise
-        except Exception:
-            refuse(args, kwargs)
+        except Exception:  # perhaps of a comparison of values of other types
+            refuse(args[0], given)
             raise
-        refuse(args, kwargs)
-
-    def refuse(args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        hints = _hints(initialize)
-        for name, value in (*zip(names[1:], args[1:], strict=False), *kwargs.items()):
-            expected = unmet_type(value, hints.get(name))
-            require(expected is None, type(args[0]).__name__, name, value, expected or "")
+        refuse(args[0], given)
 
     return checked
 
