@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import tempfile
-import uuid
 import weakref
 from multiprocessing.context import get_spawning_popen
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,7 +29,7 @@ class ReturnedState:
     """
 
     def __init__(self) -> None:
-        self.path = os.path.join(tempfile.gettempdir(), f"sparsefl-{uuid.uuid4().hex}.pt")
+        self.path = os.path.join(tempfile.gettempdir(), f"sparsefl-{secrets.token_hex(16)}.pt")
         weakref.finalize(self, _discard, self.path, os.getpid())
 
     def send(self, state: dict[str, Any]) -> None:
@@ -70,4 +69,4 @@ def _at(path: str) -> ReturnedState:
 def _discard(path: str, process: int) -> None:
     if os.getpid() == process:  # a forked copy that ends must leave the file
         with contextlib.suppress(OSError):
-            Path(path).unlink()
+            os.unlink(path)
