@@ -230,8 +230,9 @@ def _described(kind: type) -> str:
     """Return what the objects of a class are called in a message, with an example of an abstract class."""
     if kind in (bool, str):
         return "True or False" if kind is bool else "a string"
-    subclasses: list[type] = kind.__subclasses__() if isabstract(kind) else []
-    return f"an instance of `{kind.__name__}`" + "".join(f", such as `{each.__name__}`" for each in subclasses[:1])
+    known: list[type] = kind.__subclasses__() if isabstract(kind) else []
+    own = [each.__name__ for each in known if each.__module__.startswith("lightning_sparsefl.")]
+    return f"an instance of `{kind.__name__}`" + "".join(f", such as `{name}`" for name in own[:1])
 
 
 def _is_of(kinds: Container[Any], value: Any) -> bool:

@@ -144,7 +144,9 @@ def _no_value(problem: Problem, match: re.Match[str]) -> str:
 
 
 def _not_accepted(problem: Problem, match: re.Match[str]) -> str:
-    """Rewrite the message for an option that a class does not have."""
+    """Rewrite the message for an option that a class does not have, or only the base class, which is tried as well."""
+    if problem.classes and not problem.steps[-1]["option"]:
+        return _wrong_type(problem, match)
     kind = None if problem.class_path is None else import_path(problem.class_path)
     if not isinstance(kind, type):
         options = [option.removeprefix("--") for option in problem.options]

@@ -33,6 +33,10 @@ MISTAKES = {
         ["--trainer.callbacks+=EarlyStopping", "--trainer.callbacks.monitr=x"],
         "`trainer.callbacks.monitr` is not an option of EarlyStopping; did you mean `monitor`?",
     ),
+    "number of the last class": (
+        ["--trainer.client_callbacks+=GradualPruning", "--trainer.client_callbacks.start=x"],
+        "`trainer.client_callbacks.start` is 'x'; expected a number.",
+    ),
     "class of another kind": (
         ["--algorithm=EarlyStopping"],
         "`algorithm` is 'EarlyStopping', which is not a subclass of FederatedAlgorithm; expected an import path or one "
