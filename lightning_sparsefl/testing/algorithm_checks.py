@@ -109,10 +109,10 @@ def is_the_same_on_several_ranks(algorithm: FederatedAlgorithm, federation: Smal
 
     Server hooks run on every rank with equal input, and clients are trained on any rank: no hook may look at the rank.
     """
-    compares_ranks(algorithm, federation)
+    require_equal_ranks(algorithm, federation)
 
 
-def compares_ranks(algorithm: FederatedAlgorithm, federation: SmallFederation) -> None:
+def require_equal_ranks(algorithm: FederatedAlgorithm, federation: SmallFederation) -> None:
     """Raise :class:`Difference` unless runs on two and three ranks end as the one on a single rank.
 
     Args:
@@ -194,10 +194,10 @@ def is_the_same_after_a_resume(algorithm: FederatedAlgorithm, federation: SmallF
 
     Whatever a method remembers is in the server's state, in ``shared`` or in ``memory``.
     """
-    resumes(algorithm, federation)
+    require_resumable(algorithm, federation)
 
 
-def resumes(algorithm: FederatedAlgorithm, federation: SmallFederation) -> None:
+def require_resumable(algorithm: FederatedAlgorithm, federation: SmallFederation) -> None:
     """Raise :class:`Difference` unless a run that is killed and resumed ends as the one that was not.
 
     Args:

@@ -77,7 +77,7 @@ def is_the_same_after_a_resume(sampler: CohortSampler, federation: SmallFederati
 
     The state of a sampler holds numbers, strings, tensors, and lists and mappings of them, which checkpoints hold.
     """
-    algorithm_checks.resumes(FedAvg(), federation)
+    algorithm_checks.require_resumable(FedAvg(), federation)
 
 
 @promise
@@ -86,4 +86,4 @@ def is_the_same_on_several_ranks(sampler: CohortSampler, federation: SmallFedera
 
     `draw` and `learn` are called on every rank with equal input.
     """
-    algorithm_checks.compares_ranks(FedAvg(), federation)
+    algorithm_checks.require_equal_ranks(FedAvg(), federation)
