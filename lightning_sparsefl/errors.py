@@ -152,8 +152,14 @@ def check_types(options: Any, prefix: str) -> None:
         Traceback (most recent call last):
         lightning_sparsefl.errors.InvalidOption: `algorithm.growth` is 'none'; expected one of 'gradient', 'random'.
     """
-    for name, hint in get_type_hints(type(options)).items():
-        require_type(f"{prefix}{name}", getattr(options, name), hint)
+    for name, (fits, expected) in _type_checks(type(options)).items():
+        value = getattr(options, name)
+        require(fits(value), f"{prefix}{name}", value, expected)
+
+
+@cache  # by the class: annotations of `Literal` are equal in any order of their values
+def _type_checks(kind: Any) -> dict[str, tuple[Callable[[Any], bool], str]]:
+    return {name: type_check(hint) for name, hint in get_type_hints(kind).items()}
 
 
 def unmet_type(value: Any, hint: Any) -> str | None:
@@ -169,13 +175,21 @@ def unmet_type(value: Any, hint: Any) -> str | None:
         >>> unmet_type("x", float | None), unmet_type([1, 2.5], list[int]), unmet_type(None, int | None)
         ('a number or null', 'a list of numbers', None)
     """
-    fits, expected = _check_of(hint)
+    fits, expected = type_check(hint)
     return None if fits(value) else expected
 
 
-@cache
-def _check_of(hint: Any) -> tuple[Callable[[Any], bool], str]:
-    """Return whether a value fits an annotation, as a function, and what is expected of it in a message."""
+def type_check(hint: Any) -> tuple[Callable[[Any], bool], str]:
+    """Return whether a value fits an annotation, as a function, and what is expected of it in a message.
+
+    Args:
+        hint: Annotation of the option, as of :func:`unmet_type`.
+
+    Example:
+        >>> fits, expected = type_check(bool)
+        >>> fits("yes"), expected
+        (False, 'True or False')
+    """
     alternatives = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
     kinds = [kind for kind in alternatives if kind is not NoneType]
     fits, expected = _check_of_kinds(kinds)

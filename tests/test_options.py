@@ -6,10 +6,10 @@ import re
 import shutil
 import subprocess
 import sys
-from dataclasses import MISSING, fields, is_dataclass
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from inspect import signature
 from pathlib import Path
-from typing import get_origin, get_type_hints
+from typing import Literal, get_origin, get_type_hints
 
 import pytest
 import torch
@@ -30,7 +30,7 @@ from lightning_sparsefl import (
 from lightning_sparsefl.algorithms import FedDIP, FedLPS, FedMP, PruneFL
 from lightning_sparsefl.cli import main
 from lightning_sparsefl.data import IID, Dirichlet, FederatedBlobs, FederatedDataset
-from lightning_sparsefl.errors import InvalidOption, unmet_type
+from lightning_sparsefl.errors import InvalidOption, check_types, unmet_type
 from lightning_sparsefl.federated import Oort, Privacy, TrimmedMean, Uniform
 from lightning_sparsefl.federated.distributed.fabric import build_fabric
 from lightning_sparsefl.federated.local.round_lr import ExponentialRoundLR
@@ -165,6 +165,22 @@ def test_an_argument_of_a_callback_is_of_its_type(kind, name):
     others = {each: 0.5 if unmet_type({}, hints[each]) else {} for each in required}
     with pytest.raises(InvalidOption, match=rf"^`{kind.__name__}\({name}=<object object at \w+>\)`: expected "):
         kind(**{**others, name: NOTHING})
+
+
+def test_choices_are_listed_in_the_order_of_their_option():
+    """Annotations of `Literal` are equal in any order of their values."""
+
+    @dataclass
+    class Options:
+        one: Literal["a", "b"] = "a"
+
+    @dataclass
+    class Others:
+        one: Literal["b", "a"] = "a"
+
+    for kind, listed in ((Options, "'a', 'b'"), (Others, "'b', 'a'")):
+        with pytest.raises(InvalidOption, match=f"expected one of {listed}"):
+            check_types(kind("c"), "")
 
 
 def test_paths_may_be_paths(tmp_path):

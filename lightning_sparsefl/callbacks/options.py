@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from lightning_sparsefl.callbacks.clock import StepClock
-from lightning_sparsefl.errors import InvalidOption, is_number, is_whole, unmet_type
+from lightning_sparsefl.errors import InvalidOption, is_number, is_whole, type_check
 from lightning_sparsefl.seeds import generator
 from lightning_sparsefl.sparse.density import ceil_count, erk, explicit, floor_count, kept_counts, listed, uniform
 from lightning_sparsefl.sparse.masks import kept
@@ -63,10 +63,11 @@ def check_arguments(initialize: Callable[_P, None]) -> Callable[_P, None]:
     names = list(signature(initialize).parameters)
 
     def refuse(callback: Any, given: Mapping[str, Any]) -> None:
-        hints = _hints(initialize)
+        checks = _type_checks(initialize)
         for name, value in given.items():
-            expected = unmet_type(value, hints.get(name))
-            require(expected is None, type(callback).__name__, name, value, expected or "")
+            if name in checks:
+                fits, expected = checks[name]
+                require(fits(value), type(callback).__name__, name, value, expected)
 
     @wraps(initialize)
     def checked(*args: _P.args, **kwargs: _P.kwargs) -> None:
@@ -84,8 +85,8 @@ def check_arguments(initialize: Callable[_P, None]) -> Callable[_P, None]:
 
 
 @cache
-def _hints(initialize: Callable[..., None]) -> dict[str, Any]:
-    return get_type_hints(initialize)
+def _type_checks(initialize: Callable[..., None]) -> dict[str, tuple[Callable[[Any], bool], str]]:
+    return {name: type_check(hint) for name, hint in get_type_hints(initialize).items()}
 
 
 def require_density(owner: str, density: float) -> None:
