@@ -152,7 +152,7 @@ def check_types(options: Any, prefix: str) -> None:
         Traceback (most recent call last):
         lightning_sparsefl.errors.InvalidOption: `algorithm.growth` is 'none'; expected one of 'gradient', 'random'.
     """
-    for name, (fits, expected) in _type_checks(type(options)).items():
+    for name, (fits, expected) in _type_checks(options.__class__).items():
         value = getattr(options, name)
         require(fits(value), f"{prefix}{name}", value, expected)
 
