@@ -133,7 +133,7 @@ def is_number(value: Any) -> bool:
 
 
 def check_types(options: Any, prefix: str) -> None:
-    """Raise :class:`InvalidOption` if a field has another type than its annotation; see :func:`unmet_type`.
+    """Raise :class:`InvalidOption` if a field has another type than its annotation; see :func:`type_check`.
 
     Args:
         options: Dataclass with the options.
@@ -152,43 +152,34 @@ def check_types(options: Any, prefix: str) -> None:
         Traceback (most recent call last):
         lightning_sparsefl.errors.InvalidOption: `algorithm.growth` is 'none'; expected one of 'gradient', 'random'.
     """
-    for name, (fits, expected) in _type_checks(options.__class__).items():
+    for name, (fits, expected) in type_checks(options.__class__).items():
         value = getattr(options, name)
         require(fits(value), f"{prefix}{name}", value, expected)
 
 
-@cache  # by the class: annotations of `Literal` are equal in any order of their values
-def _type_checks(kind: Any) -> dict[str, tuple[Callable[[Any], bool], str]]:
-    return {name: type_check(hint) for name, hint in get_type_hints(kind).items()}
-
-
-def unmet_type(value: Any, hint: Any) -> str | None:
-    """Return what is expected of a value that does not fit its annotation; None if it fits, or for other annotations.
-
-    Numbers, lists of numbers, mappings, classes and `Literal` are checked, each with or without None.
+@cache  # by the class or function: annotations of `Literal` are equal in any order of their values
+def type_checks(annotated: Any) -> dict[str, tuple[Callable[[Any], bool], str]]:
+    """Return the result of :func:`type_check` for each annotation.
 
     Args:
-        value: Value of an option.
-        hint: Annotation of the option, resolved by ``get_type_hints``.
-
-    Example:
-        >>> unmet_type("x", float | None), unmet_type([1, 2.5], list[int]), unmet_type(None, int | None)
-        ('a number or null', 'a list of numbers', None)
+        annotated: Dataclass or function.
     """
-    fits, expected = type_check(hint)
-    return None if fits(value) else expected
+    return {name: type_check(hint) for name, hint in get_type_hints(annotated).items()}
 
 
 def type_check(hint: Any) -> tuple[Callable[[Any], bool], str]:
     """Return whether a value fits an annotation, as a function, and what is expected of it in a message.
 
+    Numbers, lists of numbers, mappings, classes and `Literal` are checked, each with or without None; any value fits
+    other annotations.
+
     Args:
-        hint: Annotation of the option, as of :func:`unmet_type`.
+        hint: Annotation of the option, resolved by ``get_type_hints``.
 
     Example:
-        >>> fits, expected = type_check(bool)
-        >>> fits("yes"), expected
-        (False, 'True or False')
+        >>> fits, expected = type_check(list[int] | None)
+        >>> fits([1, 2.5]), fits(None), expected
+        (False, True, 'a list of numbers or null')
     """
     alternatives = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
     kinds = [kind for kind in alternatives if kind is not NoneType]
@@ -224,7 +215,7 @@ def _is_list(fits: Callable[[Any], bool], value: Any) -> bool:
 
 
 def require_type(option: str, value: Any, hint: Any) -> None:
-    """Raise :class:`InvalidOption` if an option does not fit an annotation; see :func:`unmet_type`.
+    """Raise :class:`InvalidOption` if an option does not fit an annotation; see :func:`type_check`.
 
     Args:
         option: Dotted name of the option.
@@ -236,8 +227,8 @@ def require_type(option: str, value: Any, hint: Any) -> None:
         Traceback (most recent call last):
         lightning_sparsefl.errors.InvalidOption: `data.num_clients` is 'ten'; expected a whole number or null.
     """
-    expected = unmet_type(value, hint)
-    require(expected is None, option, value, expected or "")
+    fits, expected = type_check(hint)
+    require(fits(value), option, value, expected)
 
 
 def _described(kind: type) -> str:

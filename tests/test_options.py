@@ -30,7 +30,7 @@ from lightning_sparsefl import (
 from lightning_sparsefl.algorithms import FedDIP, FedLPS, FedMP, PruneFL
 from lightning_sparsefl.cli import main
 from lightning_sparsefl.data import IID, Dirichlet, FederatedBlobs, FederatedDataset
-from lightning_sparsefl.errors import InvalidOption, check_types, unmet_type
+from lightning_sparsefl.errors import InvalidOption, check_types, type_check
 from lightning_sparsefl.federated import Oort, Privacy, TrimmedMean, Uniform
 from lightning_sparsefl.federated.distributed.fabric import build_fabric
 from lightning_sparsefl.federated.local.round_lr import ExponentialRoundLR
@@ -154,7 +154,7 @@ def arguments_of_callbacks():
     """Return the constructors of all exported callbacks, with each argument whose type is checked."""
     for kind in (getattr(callbacks, name) for name in callbacks.__all__):
         for name, hint in get_type_hints(kind.__init__).items():
-            if name != "return" and unmet_type(NOTHING, hint) is not None:
+            if name != "return" and not type_check(hint)[0](NOTHING):
                 yield pytest.param(kind, name, id=f"{kind.__name__}.{name}")
 
 
@@ -162,7 +162,7 @@ def arguments_of_callbacks():
 def test_an_argument_of_a_callback_is_of_its_type(kind, name):
     hints, parameters = get_type_hints(kind.__init__), signature(kind).parameters.values()
     required = [each.name for each in parameters if each.default is each.empty and each.name in hints]
-    others = {each: 0.5 if unmet_type({}, hints[each]) else {} for each in required}
+    others = {each: {} if type_check(hints[each])[0]({}) else 0.5 for each in required}
     with pytest.raises(InvalidOption, match=rf"^`{kind.__name__}\({name}=<object object at \w+>\)`: expected "):
         kind(**{**others, name: NOTHING})
 

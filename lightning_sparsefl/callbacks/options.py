@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import cache, wraps
+from functools import wraps
 from inspect import signature
-from typing import Any, Literal, ParamSpec, TypeAlias, get_type_hints
+from typing import Any, Literal, ParamSpec, TypeAlias
 
 import torch
 from torch import nn
 
 from lightning_sparsefl.callbacks.clock import StepClock
-from lightning_sparsefl.errors import InvalidOption, is_number, is_whole, type_check
+from lightning_sparsefl.errors import InvalidOption, is_number, is_whole, type_checks
 from lightning_sparsefl.seeds import generator
 from lightning_sparsefl.sparse.density import ceil_count, erk, explicit, floor_count, kept_counts, listed, uniform
 from lightning_sparsefl.sparse.masks import kept
@@ -63,7 +63,7 @@ def check_arguments(initialize: Callable[_P, None]) -> Callable[_P, None]:
     names = list(signature(initialize).parameters)
 
     def refuse(callback: Any, given: Mapping[str, Any]) -> None:
-        checks = _type_checks(initialize)
+        checks = type_checks(initialize)
         for name, value in given.items():
             if name in checks:
                 fits, expected = checks[name]
@@ -82,11 +82,6 @@ def check_arguments(initialize: Callable[_P, None]) -> Callable[_P, None]:
         refuse(args[0], given)
 
     return checked
-
-
-@cache
-def _type_checks(initialize: Callable[..., None]) -> dict[str, tuple[Callable[[Any], bool], str]]:
-    return {name: type_check(hint) for name, hint in get_type_hints(initialize).items()}
 
 
 def require_density(owner: str, density: float) -> None:

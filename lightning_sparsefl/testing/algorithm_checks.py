@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
@@ -84,23 +84,36 @@ def leaves_messages_unchanged(algorithm: FederatedAlgorithm, federation: SmallFe
 
     Within a process its tensors are the server's own, so that a change in place would reach the other clients.
     """
-    with mock.patch.multiple(type(algorithm), **{name: _watched(type(algorithm), name) for name in _CLIENT_HOOKS}):
+    with watched(type(algorithm), _CLIENT_HOOKS, "message", vars):
         federation(algorithm, rounds=2)
 
 
-def _watched(kind: type[FederatedAlgorithm], name: str) -> Any:
-    """Return a hook that compares its message before and after."""
-    hook = getattr(kind, name)
+@contextmanager
+def watched(kind: type, hooks: Sequence[str], name: str, content: Callable[[Any], Any]) -> Iterator[None]:
+    """Let hooks raise :class:`Difference` if they change the first argument that they get.
 
-    def watched(self: FederatedAlgorithm, message: Message, *arguments: Any, **options: Any) -> Any:
-        before = comparable(vars(message))
-        answer = hook(self, message, *arguments, **options)
-        found = difference(before, comparable(vars(message)), "message")
-        if found:
-            raise Difference(f"{found}, before and after `{name}`")
-        return answer
+    Args:
+        kind: Class that has the hooks.
+        hooks: Names of the hooks.
+        name: Name of the argument, for the message.
+        content: Function that returns the values of the argument.
+    """
 
-    return watched
+    def replaced(hook: str) -> Any:
+        original = getattr(kind, hook)
+
+        def compared(self: Any, argument: Any, *arguments: Any, **options: Any) -> Any:
+            before = comparable(content(argument))
+            answer = original(self, argument, *arguments, **options)
+            found = difference(before, comparable(content(argument)), name)
+            if found:
+                raise Difference(f"{found}, before and after `{hook}`")
+            return answer
+
+        return compared
+
+    with mock.patch.multiple(kind, **{hook: replaced(hook) for hook in hooks}):
+        yield
 
 
 @promise

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from typing import Any
 from unittest import mock
 
@@ -11,7 +10,6 @@ import torch
 from lightning_sparsefl.algorithms import FedAvg
 from lightning_sparsefl.federated import CohortSampler
 from lightning_sparsefl.testing import algorithm_checks
-from lightning_sparsefl.testing.contents import comparable, difference
 from lightning_sparsefl.testing.promises import Difference, promise, require_frozen_value
 from lightning_sparsefl.testing.small_federation import SmallFederation
 
@@ -52,23 +50,8 @@ def leaves_its_state_unchanged(sampler: CohortSampler, federation: SmallFederati
 
     The state before a round is that of a checkpoint, from which the round can be run again.
     """
-    watched: dict[str, Any] = {name: _watched(getattr(type(sampler), name), name) for name in ("draw", "learn")}
-    with mock.patch.multiple(type(sampler), **watched):
+    with algorithm_checks.watched(type(sampler), ("draw", "learn"), "state", dict):
         federation(FedAvg())
-
-
-def _watched(hook: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """Return a hook that compares its state before and after."""
-
-    def watched(self: CohortSampler, state: Mapping[str, Any], *arguments: Any) -> Any:
-        before = comparable(state)
-        answer = hook(self, state, *arguments)
-        found = difference(before, comparable(state), "state")
-        if found:
-            raise Difference(f"{found}, before and after `{name}`")
-        return answer
-
-    return watched
 
 
 @promise
