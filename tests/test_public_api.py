@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import pkgutil
 import re
@@ -139,6 +140,29 @@ def test_the_examples_of_a_page_run(name: str, tmp_path: Path):
     done = subprocess.run([sys.executable, script], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "FLOPs are not counted" not in done.stderr
+
+
+def missing_imports(folder: Path) -> list[str]:
+    """What the files of a folder import from the package that it does not have."""
+    return [
+        f"{path}: {node.module}.{item.name}"
+        for path in sorted(folder.rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == lightning_sparsefl.__name__
+        for item in node.names
+        if not hasattr(import_module(node.module), item.name)
+    ]
+
+
+@pytest.mark.parametrize("folder", ["benchmarks", "callbacks", "integrations"])
+def test_the_package_has_what_other_folders_import(folder: str):
+    """The tests of an integration need its own requirements, so a name that it misses is found here."""
+    assert not missing_imports(REPOSITORY / folder)
+
+
+def test_a_missing_import_is_found(tmp_path: Path):
+    (tmp_path / "plugin.py").write_text("def run():\n    from lightning_sparsefl.errors import InvalidOption, gone\n")
+    assert missing_imports(tmp_path) == [f"{tmp_path / 'plugin.py'}: lightning_sparsefl.errors.gone"]
 
 
 def test_the_readme_is_short():

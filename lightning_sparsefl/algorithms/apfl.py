@@ -43,7 +43,6 @@ class APFL(FederatedAlgorithm):
 
     def __post_init__(self) -> None:
         check_types(self, "algorithm.")
-        check_types(self, "algorithm.")
         require(0 <= self.alpha <= 1, "algorithm.alpha", self.alpha, "a number in [0, 1]")
 
     def train(self, message: Message, client: Client) -> Update:

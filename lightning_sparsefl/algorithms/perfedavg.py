@@ -51,7 +51,6 @@ class PerFedAvg(FederatedAlgorithm):
 
     def __post_init__(self) -> None:
         check_types(self, "algorithm.")
-        check_types(self, "algorithm.")
         require(self.alpha >= 0, "algorithm.alpha", self.alpha, "a number >= 0")
         require(self.delta > 0, "algorithm.delta", self.delta, "a number above 0")
         require(self.adapt_steps >= 0, "algorithm.adapt_steps", self.adapt_steps, "a whole number >= 0")

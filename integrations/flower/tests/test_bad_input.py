@@ -170,8 +170,8 @@ def test_a_node_refuses_orders_that_are_none_of_its_own(deployment):
         with_header(order, client=-1): "client -1 is not on this node",
         with_header(order, task="steal"): "the `task` 'steal'",
         with_header(order, round="../.."): "the `round`",
-        order[:-7]: "",
-        b"": "",
+        order[:-7]: "The payload ends at byte",
+        b"": "The payload of 0 bytes",
     }.items():
         (reply,) = daemon.answer([kind, agreed, wrong])
         with pytest.raises(Refused, match=named):

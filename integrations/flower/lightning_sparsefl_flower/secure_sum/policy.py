@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from lightning_sparsefl.errors import InvalidOption, check_numbers, is_whole, require
+from lightning_sparsefl.errors import InvalidOption, check_types, is_whole, require
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +24,7 @@ class Policy:
     """Least number of clients that vote on a coordinate; others keep the server's values. From 1 to `min_clients`."""
 
     def __post_init__(self) -> None:
-        check_numbers(self, "secure_sum.")
+        check_types(self, "secure_sum.")
         require(0.5 <= self.threshold < 1, "secure_sum.threshold", self.threshold, "a number in [0.5, 1)")
         require(is_whole(self.min_clients, 2), "secure_sum.min_clients", self.min_clients, "a whole number >= 2")
         fits = is_whole(self.min_coverage, 1) and self.min_coverage <= self.min_clients
