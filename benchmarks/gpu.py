@@ -241,8 +241,44 @@ def run(
     return results | dict(map(json.loads, found))
 
 
-def main() -> None:
-    """Compare and measure, print JSON, and write it to `--out`."""
+def require_agreement(model: str, worst: float | None) -> None:
+    """Stop the script if the engines end with other weights; None is a comparison that the limit leaves out."""
+    if worst is not None and not worst <= TOLERANCE:
+        sys.exit(
+            f"{model}: stacked clients end {worst} (relative) from those that train one after another; "
+            f"expected at most {TOLERANCE:.0e}, so their times cannot be compared."
+        )
+
+
+def compare(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Run all cases within the limit of time, those of one process first; return what is written to `--out`."""
+    end = time.perf_counter() + 60 * arguments.minutes
+    differences: dict[str, float | None] = {}
+    sizes = [(model, clients) for clients in sorted(arguments.clients) for model in arguments.models]
+    alone = [mode for mode in arguments.modes if "workers" not in mode]
+    seconds: dict[str, dict[str, dict[str, float | None]]] = {model: {} for model in arguments.models}
+    for model, clients in sizes:
+        modes = alone if model in differences else ["correctness", *alone]
+        found = run(arguments, model, clients, modes, end - time.perf_counter())
+        if "correctness" in found:
+            differences[model] = found.pop("correctness")
+            require_agreement(model, differences[model])
+        seconds[model][str(clients)] = found
+    for mode in (mode for mode in arguments.modes if "workers" in mode):
+        for model, clients in reversed(sizes):
+            seconds[model][str(clients)] |= run(arguments, model, clients, [mode], end - time.perf_counter())
+    return {
+        "device": torch.cuda.get_device_name() if arguments.accelerator == "cuda" else platform.machine(),
+        "torch": torch.__version__,
+        "samples": {model: arguments.samples or MODELS[model][2] for model in arguments.models},
+        "rounds": arguments.rounds,
+        "float64_difference": differences,
+        "seconds": seconds,
+    }
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Return the command's options."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS), help="models to run")
     parser.add_argument("--clients", nargs="+", type=int, default=[10, 100], help="numbers of clients in a round")
@@ -255,42 +291,19 @@ def main() -> None:
     parser.add_argument("--accelerator", default="cuda", choices=["cuda", "cpu"], help="device to run on")
     parser.add_argument("--out", type=Path, help="file for the JSON")
     parser.add_argument("--measure", nargs="+", metavar="CASE", help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Compare and measure, print JSON, and write it to `--out`."""
+    arguments = parse_arguments()
     torch.set_num_threads(1)
     if arguments.accelerator == "cuda" and not torch.cuda.is_available():
         sys.exit("No CUDA device was found; expected one, or `--accelerator cpu`.")
     if arguments.measure:
         measure(arguments)
         return
-    end = time.perf_counter() + 60 * arguments.minutes
-    differences: dict[str, float | None] = {}
-    sizes = [(model, clients) for clients in sorted(arguments.clients) for model in arguments.models]
-    alone = [mode for mode in arguments.modes if "workers" not in mode]
-    seconds: dict[str, dict[str, dict[str, float | None]]] = {model: {} for model in arguments.models}
-    for model, clients in sizes:
-        modes = alone if model in differences else ["correctness", *alone]
-        found = run(arguments, model, clients, modes, end - time.perf_counter())
-        if "correctness" in found:
-            worst = differences[model] = found.pop("correctness")
-            if worst is None or not worst <= TOLERANCE:
-                sys.exit(
-                    f"{model}: stacked clients end {worst} (relative) from those that train one after another; "
-                    f"expected at most {TOLERANCE:.0e}, so their times cannot be compared."
-                )
-        seconds[model][str(clients)] = found
-    for mode in (mode for mode in arguments.modes if "workers" in mode):
-        for model, clients in reversed(sizes):
-            seconds[model][str(clients)] |= run(arguments, model, clients, [mode], end - time.perf_counter())
-    cuda = arguments.accelerator == "cuda"
-    result = {
-        "device": torch.cuda.get_device_name() if cuda else platform.machine(),
-        "torch": torch.__version__,
-        "samples": {model: arguments.samples or MODELS[model][2] for model in arguments.models},
-        "rounds": arguments.rounds,
-        "float64_difference": differences,
-        "seconds": seconds,
-    }
-    text = json.dumps(result, indent=2)
+    text = json.dumps(compare(arguments), indent=2)
     print(text)
     if arguments.out is not None:
         arguments.out.write_text(text + "\n")

@@ -79,6 +79,14 @@ def test_the_ways_of_training_on_one_device_are_compared(tmp_path, monkeypatch, 
     assert all(seconds > 0 for seconds in result["seconds"]["mlp"]["4"].values())
 
 
+def test_cases_after_the_limit_are_null(tmp_path, monkeypatch, capsys):
+    options = ["--accelerator", "cpu", "--minutes", "0", "--clients", "4", "--modes", "bare", "stacked, 2 workers"]
+    run("gpu", [*options, "--models", "mlp", "--out", str(tmp_path / "result.json")], monkeypatch)
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert result["float64_difference"] == {"mlp": None}
+    assert result["seconds"] == {"mlp": {"4": {"bare": None, "stacked, 2 workers": None}}}
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 def test_the_comparison_on_a_gpu_says_that_there_is_none(monkeypatch):
     with pytest.raises(SystemExit, match="No CUDA device was found; expected one, or `--accelerator cpu`"):
