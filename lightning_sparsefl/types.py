@@ -105,8 +105,9 @@ class Update:
         kind: Whether `weights` are values, or differences from the received weights.
         weight: Weight of the update, a positive integer: the number of samples, or 1 for a plain mean.
         votes: Coordinates that count in the merge; None = those kept and trainable, ``{}`` = all.
-        extra: Additional named trees of floats or bools, averaged by `weight` over all updates; a bool takes one bit,
-            and its mean is the weighted frequency of True.
+        extra: Additional named trees of floats or bools, averaged by `weight` over all updates, of which those without
+            a tensor count as zero; a bool takes one bit, and its mean is the weighted frequency of True. A tensor has
+            the same shape from all clients.
         shared: New record of the server about this client; None = unchanged. Its key ``masks`` is a tree of the
             client's next masks: they are encoded relative to those of the message, and shown in pictures and
             `mask/changed`.

@@ -24,6 +24,7 @@ from lightning_sparsefl.wire import Codec
 from lightning_sparsefl_flower.directory import Directory
 from lightning_sparsefl_flower.hello import agreement
 from lightning_sparsefl_flower.link import Unanswered
+from lightning_sparsefl_flower.misfits import misfits
 from lightning_sparsefl_flower.replies import ORDERS, Refused, opened
 
 Collect = Callable[[Sequence[Order], Sequence[Answer], Receive, Accumulator | None], list[Outcome]]
@@ -105,6 +106,8 @@ class FlowerCohort:
         orders, answers = orders | again, answers | self._ask(again)
         answers |= {c: _failed(orders[c], "its node lacks its record") for c, a in answers.items() if a.forgot}
         self.interrupts.check()
+        updates = {client: answer.update for client, answer in answers.items() if answer.update is not None}
+        answers |= {client: _failed(orders[client], reason) for client, reason in misfits(updates).items()}
         received = [answers[client] for client in orders]
         outcomes = self.collect(list(orders.values()), received, self._checked(receive), merge)
         if merge is not None:

@@ -267,6 +267,8 @@ WRONG = {
     "huge weights": (lambda d: update_changed(d, weights=filled(d, 1e30)), "holds values up to"),
     "too many metrics": (lambda d: update_changed(d, metrics={str(i): 0.0 for i in range(300)}), "300 metrics"),
     "large shared state": (lambda d: update_changed(d, shared={"x": torch.zeros(10**6)}), "`shared` takes more than"),
+    "a large extra tree": (lambda d: update_changed(d, extra={"x": {"y": torch.zeros(10**6)}}), "`extra` takes more"),
+    "another kind": (lambda d: update_changed(d, kind="difference"), "its `kind` is 'difference', and that of most"),
     "no bytes": (lambda d: lambda header, reply: b"", "its node refused the order: no reason given"),
     "half an answer": (lambda d: lambda header, reply: reply[: len(reply) // 2], "no answer that can be read"),
     "another model": (lambda d: lambda header, reply: reply.replace(b"SFL\x01", b"SFL\x02"), "no answer that can be"),

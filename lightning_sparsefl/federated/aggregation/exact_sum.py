@@ -15,6 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lightning_sparsefl.errors import InvalidUpdate
+
 _BITS = 32
 """Bits of a digit; the other 21 of float64 leave room for two million terms."""
 _PLACES = 3
@@ -132,15 +134,40 @@ def merge_headers(parts: Iterable[SumHeaders]) -> dict[str, dict[str, SumHeader]
 
     Args:
         parts: Headers of each rank.
+
+    Raises:
+        InvalidUpdate: If sums of one key and name have different shapes.
     """
     found: dict[tuple[str, str], SumHeader] = {}
     for key, name, header in [
         (k, n, header) for part in parts for k, tree in part.items() for n, header in tree.items()
     ]:
         known = found.get((key, name), header)
+        require_equal_shapes(key, name, known.shape, header.shape)
         tops = [top for top in (known.top, header.top) if top is not None]
         found[key, name] = SumHeader(header.shape, max(tops, default=None))
     whole: dict[str, dict[str, SumHeader]] = {}
     for key, name in sorted(found):
         whole.setdefault(key, {})[name] = found[key, name]
     return whole
+
+
+def require_equal_shapes(key: str, name: str, one: torch.Size, other: torch.Size) -> None:
+    """Raise :class:`InvalidUpdate` if a tensor of an extra tree differs in shape between two clients.
+
+    Args:
+        key: Key of the tree.
+        name: Name of the tensor.
+        one: Shape from one client.
+        other: Shape from another client.
+
+    Example:
+        >>> require_equal_shapes("control", "c", torch.Size([2]), torch.Size([3]))
+        Traceback (most recent call last):
+        lightning_sparsefl.errors.InvalidUpdate: `extra['control']['c']` has the shape (2,) from one client and (3,) ...
+    """
+    if one != other:
+        raise InvalidUpdate(
+            f"`extra[{key!r}][{name!r}]` has the shape {tuple(one)} from one client and {tuple(other)} from another; "
+            "expected equal shapes, since it is averaged."
+        )

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from lightning_sparsefl.errors import InvalidOption, InvalidUpdate
-from lightning_sparsefl.federated.aggregation.exact_sum import ExactSum, SumHeader, SumHeaders
+from lightning_sparsefl.federated.aggregation.exact_sum import ExactSum, SumHeader, SumHeaders, require_equal_shapes
 from lightning_sparsefl.federated.aggregation.grid import Grid
 from lightning_sparsefl.federated.aggregation.joint_reduce import AllReduce, reduce_together
 from lightning_sparsefl.federated.exchange.flat import Layout
@@ -30,6 +30,7 @@ Gather = Callable[[Any], list[Any]]
 
 _EXTRA, _LARGE = "extra/", "weights"
 """Keys of headers: prefix of the keys of extra trees, and the key of the weights."""
+_KINDS = ("weights", "difference")
 _BLOCK = 1 << 16
 """Coordinates that are added at once, in float64, so that a CPU's cache holds them from one operation to the next."""
 _LARGEST_INT32 = torch.iinfo(torch.int32).max
@@ -126,10 +127,12 @@ class Accumulator:
 
         Raises:
             InvalidOption: If the kinds of updates differ, or a weight is not a positive integer.
-            InvalidUpdate: If silence counts and the client did not receive a tensor of the update.
+            InvalidUpdate: If silence counts and the client did not receive a tensor of the update, or a tensor of an
+                extra tree has another shape than that of another client.
         """
-        self._check(update)
+        kind = self._checked_kind(update)
         self._add_extra(update)
+        self._kind = kind
         self._updates += 1
         if update.weights or self.silence_counts:
             self._add_weights(update, message, num_examples)
@@ -208,17 +211,18 @@ class Accumulator:
         pieces: Sequence[Tensor] = vector.split(self.layout.sizes)
         return pieces
 
-    def _check(self, update: Update) -> None:
+    def _checked_kind(self, update: Update) -> Literal["weights", "difference"] | None:
+        """Return the kind of the round's updates, with which this one must agree."""
         if not isinstance(update.weight, int) or update.weight < 1:
             raise InvalidOption(f"`Update(weight={update.weight!r})`: expected a positive integer, samples or 1.")
         if not update.weights:  # of any kind: a client that took no step is not asked which
-            return
-        kind = "difference" if self.silence_counts else update.kind
+            return self._kind
+        kind: Literal["weights", "difference"] = "difference" if self.silence_counts else update.kind
         if self._kind not in (None, kind):
             raise InvalidOption(
                 f"`Update(kind={update.kind!r})`: expected {self._kind!r} as from the other clients of the round."
             )
-        self._kind = kind
+        return kind
 
     def _count(self, update: Update, votes: Masks, num_examples: int) -> None:
         weights = [num_examples if n in self.layout.buffers else update.weight for n in self.layout.names]
@@ -281,6 +285,8 @@ class Accumulator:
         for (key, name), term in terms.items():
             if not bool(torch.isfinite(term).all()):
                 raise InvalidOption(f"`Update.extra[{key!r}][{name!r}]` has values that are not finite.")
+            known = self._extra.get(key, {}).get(name)
+            require_equal_shapes(key, name, term.shape if known is None else known.shape, term.shape)
         self._total += update.weight
         for (key, name), term in terms.items():
             sums = self._extra.setdefault(key, {})
@@ -305,11 +311,13 @@ class Accumulator:
     def _facts(self) -> list[float]:
         """Return the numbers of the sum that are no vectors, which add up over its parts."""
         masked, voted = self._coordinate_counts is not None, self._voters is not None
-        difference = self._kind == "difference"
-        return [masked, voted, self._total, self._dense_voters, difference, self._updates, *self._not_sent]
+        kinds = [self._kind == kind for kind in _KINDS]
+        return [masked, voted, self._total, self._dense_voters, *kinds, self._updates, *self._not_sent]
 
     def _set_facts(self, facts: Sequence[float]) -> None:
-        _, voted, total, dense_voters, differences, updates, *not_sent = facts
+        _, voted, total, dense_voters, whole, differences, updates, *not_sent = facts
+        if whole and differences:
+            raise InvalidUpdate(f"The updates of the round have the kinds {_KINDS}; expected one kind.")
         self._total, self._dense_voters = int(total), int(dense_voters)
         self._updates, self._not_sent = int(updates), [int(count) for count in not_sent]
         self._kind = "difference" if differences else self._kind

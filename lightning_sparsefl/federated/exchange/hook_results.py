@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
+
+from torch import Tensor
 
 from lightning_sparsefl.errors import InvalidOption
 from lightning_sparsefl.federated.exchange.flat import Layout
@@ -49,11 +52,25 @@ def check_message(method: object, hook: str, message: Any, layout: Layout) -> No
         layout: Layout of the model's tensors.
 
     Raises:
-        InvalidOption: If it is not a message.
+        InvalidOption: If it is not a message, or has an `extra` of other values than trees.
         IncompatibleMasks: If a name or shape of its weights differs from the model's.
     """
     check_result(method, hook, message, Message)
-    layout.check(message.weights, f"The message from `{type(method).__name__}.{hook}`")
+    what = f"The message from `{type(method).__name__}.{hook}`"
+    layout.check(message.weights, what)
+    _check_extra(message.extra, what)
+
+
+def _check_extra(extra: Mapping[str, Any], what: str) -> None:
+    for key, tree in extra.items():
+        if not isinstance(tree, Mapping):
+            raise InvalidOption(
+                f"{what} has a `{type(tree).__name__}` as `extra[{key!r}]`; expected a tree of tensors."
+            )
+        for name, tensor in tree.items():
+            if not isinstance(tensor, Tensor):
+                got = f"a `{type(tensor).__name__}` as `extra[{key!r}][{name!r}]`"
+                raise InvalidOption(f"{what} has {got}; expected a tensor.")
 
 
 def check_state(method: object, hook: str, state: Any, layout: Layout) -> None:
@@ -66,11 +83,12 @@ def check_state(method: object, hook: str, state: Any, layout: Layout) -> None:
         layout: Layout of the model's tensors.
 
     Raises:
-        InvalidOption: If it is not a state, or lacks weights of the model.
+        InvalidOption: If it is not a state, lacks weights of the model, or has an `extra` of other values than trees.
         IncompatibleMasks: If a name or shape of its weights differs from the model's.
     """
     check_result(method, hook, state, ServerState)
     what = f"The state from `{type(method).__name__}.{hook}`"
+    _check_extra(state.extra, what)
     layout.check(state.weights, what)
     missing = next((name for name in layout.names if name not in state.weights), None)
     if missing is not None:

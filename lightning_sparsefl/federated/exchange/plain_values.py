@@ -25,11 +25,12 @@ def encoded(value: Any) -> bytes:
     return buffer.getvalue()
 
 
-def pack_plain(value: Any) -> Any:
+def pack_plain(value: Any, *path: Any) -> Any:
     """Convert nested values to plain types on the CPU, and bool tensors to one bit per element.
 
     Args:
         value: Numbers, strings, None, tensors, and mappings and sequences of these.
+        *path: Name of the value, and the keys that lead to it, for the error message.
 
     Raises:
         TypeError: If a value has any other type.
@@ -39,17 +40,18 @@ def pack_plain(value: Any) -> Any:
             return {_MASK: pack(value.cpu()), "shape": list(value.shape)}
         return value.detach().cpu().contiguous()  # an expanded tensor would be rejected on loading
     if isinstance(value, Mapping):
-        return {pack_plain(key): pack_plain(item) for key, item in value.items()}
+        return {pack_plain(key, *path): pack_plain(item, *path, key) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [pack_plain(item) for item in value]
+        return [pack_plain(item, *path, index) for index, item in enumerate(value)]
     if value is None or isinstance(value, bool):
         return value
     for kind in (int, float, str):
         if isinstance(value, kind):
             return kind(value)  # a `numpy.float64` is a float as well, but cannot be loaded
+    name, *keys = path or ("value",)
     raise TypeError(
-        f"`shared`, `memory`, `extra` or the state of the sampler holds a {type(value).__name__}; expected numbers, "
-        "strings, None, tensors, and dicts and lists of these, since they are written into the checkpoint."
+        f"`{name}{''.join(f'[{key!r}]' for key in keys)}` holds a `{type(value).__name__}`; expected numbers, strings, "
+        "None, tensors, and dicts and lists of these, since they are written into the checkpoint."
     )
 
 

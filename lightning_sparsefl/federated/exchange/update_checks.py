@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from numbers import Real
 from typing import Any
 
 import torch
@@ -21,8 +22,8 @@ from lightning_sparsefl.types import Masks, Message, Update, Weights
 
 _KINDS = ("weights", "difference")
 _MOST_METRICS = 256
-_SHARED_FACTOR, _SHARED_ROOM = 4, 64 * 1024
-"""Maximum size of `shared`: a multiple of the size of the model plus a number of bytes."""
+_FACTOR, _ROOM = 4, 64 * 1024
+"""Maximum sizes of `extra` and of `shared`: a multiple of the size of the model plus a number of bytes."""
 _LARGEST = 2.0**64
 """Maximum value; squares of larger values overflow float32, so that no client could train from a mean over them."""
 
@@ -44,6 +45,7 @@ def check_update_schema(
     """
     who = f"The update of client {client}"
     _check_mappings(who, update)
+    _check_metrics(who, update.metrics)
     if update.kind not in _KINDS:
         raise InvalidUpdate(f"{who} has the `kind` {update.kind!r}; expected one of {_KINDS}.")
     if type(update.weight) is not int or update.weight < 1:
@@ -76,9 +78,18 @@ def _check_mappings(who: str, update: Update) -> None:
             )
 
 
+def _check_metrics(who: str, metrics: Mapping[str, Any]) -> None:
+    for name, value in metrics.items():
+        scalar = isinstance(value, Tensor) and value.numel() == 1
+        if not scalar and not isinstance(value, Real):
+            raise InvalidUpdate(f"{who} has a `{type(value).__name__}` as the metric {name!r}; expected a number.")
+
+
 def _check_tensor(what: str, name: str, tensor: Tensor, layout: Layout, dtype: torch.dtype | None) -> None:
     if name not in layout.shapes:
         raise InvalidUpdate(f"{what}, which the model does not have; return only the model's names.")
+    if not isinstance(tensor, Tensor):
+        raise InvalidUpdate(f"{what} as `{type(tensor).__name__}`; expected a tensor.")
     if tensor.shape != layout.shapes[name]:
         raise InvalidUpdate(f"{what} with shape {tuple(tensor.shape)}; expected {tuple(layout.shapes[name])}.")
     if tensor.dtype != dtype:
@@ -87,9 +98,10 @@ def _check_tensor(what: str, name: str, tensor: Tensor, layout: Layout, dtype: t
 
 def _check_extra(what: str, tree: Weights, sent: Weights) -> None:
     for name, tensor in tree.items():
-        if not (tensor.is_floating_point() or tensor.dtype == torch.bool):
+        dtype = tensor.dtype if isinstance(tensor, Tensor) else f"`{type(tensor).__name__}`"
+        if not (isinstance(dtype, torch.dtype) and (dtype.is_floating_point or dtype == torch.bool)):
             raise InvalidUpdate(
-                f"{what} with {name!r} as {tensor.dtype}; expected floats or bools, since they are averaged."
+                f"{what} with {name!r} as {dtype}; expected tensors of floats or bools, since they are averaged."
             )
         if name in sent and tensor.shape != sent[name].shape:
             raise InvalidUpdate(
@@ -169,7 +181,7 @@ def excess_reason(update: Update, num_examples: int, layout: Layout) -> str | No
     Args:
         update: Update that :func:`check_update_schema` accepts.
         num_examples: Number of the client's training samples, the maximum weight of its update.
-        layout: Layout of the model's tensors, whose size limits the size of `shared`.
+        layout: Layout of the model's tensors, whose size limits the sizes of `extra` and `shared`.
     """
     if update.weight > max(num_examples, 1):
         return (
@@ -177,12 +189,14 @@ def excess_reason(update: Update, num_examples: int, layout: Layout) -> str | No
         )
     if len(update.metrics) > _MOST_METRICS:
         return f"its update has {len(update.metrics)} metrics; expected at most {_MOST_METRICS}"
-    if update.shared is None:
+    carried = {"extra": update.extra, "shared": update.shared}
+    if not any(carried.values()):
         return None
     model = sum(size * layout.dtypes[name].itemsize for name, size in zip(layout.names, layout.sizes, strict=True))
-    room = _SHARED_FACTOR * model + _SHARED_ROOM
-    if _exceeds(update.shared, room):
-        return f"its update's `shared` takes more than {room} bytes, {_SHARED_FACTOR} times the model and 64 KiB"
+    room = _FACTOR * model + _ROOM
+    for name, value in carried.items():
+        if value and _exceeds(value, room):
+            return f"its update's `{name}` takes more than {room} bytes, {_FACTOR} times the model and 64 KiB"
     return None
 
 

@@ -269,7 +269,8 @@ class Server:  # long because the facts of one order are needed at each of its s
             One outcome for each order.
 
         Raises:
-            InvalidUpdate: If the answer came from this process, and the algorithm's update cannot be merged.
+            InvalidUpdate: If the answer came from this process, and the algorithm's update cannot be merged, or if it
+                does not fit the updates of other clients.
         """
         pairs = zip(orders, answers, strict=True)
         return [self._receive(order, answer, merge, order.client in late) for order, answer in pairs]
@@ -297,7 +298,10 @@ class Server:  # long because the facts of one order are needed at each of its s
             pending = pending_update(order, answer.update, outcome.simulated_seconds)
             return replace(outcome, status="late", pending=pending)
         if merge is not None:  # last, so that a client that fails leaves no trace in the sum
-            merge.add(answer.update, order.message, issued.view.num_examples)
+            try:
+                merge.add(answer.update, order.message, num_examples)
+            except (InvalidOption, InvalidUpdate) as error:
+                raise type(error)(f"The update of client {order.client} cannot be added: {error}") from None
         return outcome
 
     def _trained(

@@ -31,7 +31,7 @@ class ServerRecord:
 
     def to_plain(self) -> dict[str, Any]:
         """Return the record as plain values."""
-        return {"shared": pack_plain(self.shared), "held": self.held, "version": self.version}
+        return {"shared": pack_plain(self.shared, "shared"), "held": self.held, "version": self.version}
 
     @classmethod
     def from_plain(cls, packed: Mapping[str, Any], client: int, device: torch.device) -> ServerRecord:
@@ -72,7 +72,7 @@ class NodeRecord:
 
     def to_plain(self) -> dict[str, Any]:
         """Return the record as plain values."""
-        return {name: pack_plain(value) for name, value in vars(self).items()}
+        return {name: pack_plain(value, name) for name, value in vars(self).items()}
 
     @classmethod
     def from_plain(cls, packed: Mapping[str, Any], client: int, device: torch.device) -> NodeRecord:

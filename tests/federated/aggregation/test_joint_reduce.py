@@ -53,7 +53,7 @@ def test_a_round_is_one_all_reduce_and_one_for_each_dtype_of_what_not_all_method
     layout, sums = accumulated(reducer, extra=extra)
     reduce = Counted()
     sums.all_reduce(reduce, sums.headers())
-    digits, facts = 3 * (35 + 7), 6 + len(layout.names)
+    digits, facts = 3 * (35 + 7), 7 + len(layout.names)
     assert reduce.sent == [
         (torch.float64, layout.size + len(layout.names) + facts),
         (torch.int32, rows * layout.size),

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_sparsefl.errors import InvalidOption
+from lightning_sparsefl.errors import InvalidOption, InvalidUpdate
 from lightning_sparsefl.federated.aggregation import reducers
 from lightning_sparsefl.federated.aggregation.exact_sum import merge_headers
 from lightning_sparsefl.federated.aggregation.reducers import Accumulator, CoverageMean, PlainMean
@@ -182,6 +182,22 @@ def test_extra_trees_must_be_finite_and_leave_no_trace_otherwise():
     assert accumulator.headers() == {}
 
 
+def test_extra_trees_of_different_shapes_are_refused_and_leave_no_trace():
+    flat = flat_module()
+    server = flat.read()
+    one, other = accumulators = [CoverageMean().start(flat.layout, server, 100) for _ in range(2)]
+    for accumulator, size in zip(accumulators, (2, 3), strict=True):
+        accumulator.add(Update(weights=server, extra={"a": {"x": torch.ones(size)}}), Message(weights=server), 1)
+    before = one.result({}).extra["a"]["x"]
+    differing = Update(weights=server, extra={"a": {"first": torch.ones(1), "x": torch.ones(1)}})
+    with pytest.raises(InvalidUpdate, match=r"`extra\['a'\]\['x'\]` has the shape \(2,\) from one client and \(1,\)"):
+        one.add(differing, Message(weights=server), 1)
+    assert list(one.result({}).extra["a"]) == ["x"]
+    assert torch.equal(one.result({}).extra["a"]["x"], before)
+    with pytest.raises(InvalidUpdate, match=r"\(2,\) from one client and \(3,\) from another; expected equal shapes"):
+        merge_headers([one.headers(), other.headers()])
+
+
 def test_plain_float64_sums_would_depend_on_the_order():
     """The test above can fail: without the grid, the order shows in the last bits of the float64 sum."""
     flat = flat_module()
@@ -279,6 +295,14 @@ def test_kinds_must_not_be_mixed_in_a_round():
     accumulator.add(Update(weights=server), Message(weights=server), 1)
     with pytest.raises(InvalidOption, match="expected 'weights'"):
         accumulator.add(Update(weights=server, kind="difference"), Message(weights=server), 1)
+
+
+def test_kinds_must_not_be_mixed_between_ranks():
+    flat = flat_module()
+    server = flat.read()
+    parts = [[(Update(weights=server, kind=kind), 1)] for kind in ("weights", "difference")]
+    with pytest.raises(InvalidUpdate, match=r"kinds .* expected one kind"):
+        merge(CoverageMean(), flat, server, parts, Message(weights=server))
 
 
 @pytest.mark.parametrize("reducer", [CoverageMean(), PlainMean(), CoverageMedian()])

@@ -64,6 +64,16 @@ BAD = [
         lambda self, server, merged: ServerState(server.round, {}),
         r"The state from `Mine\.aggregate` lacks the weights 'net\.0\.weight'; expected all tensors",
     ),
+    (
+        "init",
+        lambda self, weights, fleet: ServerState(0, weights, extra={"v": torch.ones(2)}),
+        r"The state from `Mine\.init` has a `Tensor` as `extra\['v'\]`; expected a tree of tensors",
+    ),
+    (
+        "download",
+        lambda self, server, view: Message(weights=server.weights, extra={"v": {"a": 1.0}}),
+        r"The message from `Mine\.download` has a `float` as `extra\['v'\]\['a'\]`; expected a tensor",
+    ),
     ("observe", no_mapping, r"`Mine\.observe` returned an `int`; expected a `Mapping` or None"),
     ("personalize", nothing, r"`Mine\.personalize` returned None; expected a `Mapping`"),
     (

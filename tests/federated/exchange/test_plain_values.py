@@ -15,8 +15,8 @@ def test_masks_are_packed_to_a_bit_and_come_back():
 
 
 def test_what_a_checkpoint_cannot_hold_is_refused_by_name():
-    with pytest.raises(TypeError, match="the sampler holds a set"):
-        pack_plain({"x": {1, 2}})
+    with pytest.raises(TypeError, match=r"`memory\['x'\]\[1\]` holds a `set`; expected numbers"):
+        pack_plain({"x": [1, {1, 2}]}, "memory")
 
 
 def test_numbers_of_numpy_become_plain(tmp_path):

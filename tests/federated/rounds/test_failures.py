@@ -218,6 +218,21 @@ def test_a_mistake_of_the_method_ends_the_run_even_where_clients_are_skipped(tra
 
 
 @dataclass(frozen=True)
+class Ragged(FedAvg):
+    """Clients send tensors of different shapes under one name."""
+
+    def train(self, message, client):
+        return replace(super().train(message, client), extra={"a": {"b": torch.zeros(1 if client.id == 0 else 3)}})
+
+
+@pytest.mark.parametrize("wire", ["encode", "count"])
+def test_extra_tensors_of_different_shapes_are_not_broadcast(wire, trainer):
+    words = r"The update of client \d cannot be added: `extra\['a'\]\['b'\]` has the shape \(\d,\) from one client and"
+    with pytest.raises(InvalidUpdate, match=words):
+        trainer(Ragged(), federation={"on_client_error": "skip", "wire": wire}).fit(mlp(), blobs())
+
+
+@dataclass(frozen=True)
 class Greedy(FedAvg):
     """Client 0 sends what an honest one never would."""
 
@@ -236,6 +251,7 @@ GREEDY = {
     "weight": (lambda update, client: {"weight": client.num_examples + 1}, "its update has the weight"),
     "values": (times(1e30), "its update of weights['net.fc1.weight'] holds values up to"),
     "metrics": (lambda update, client: {"metrics": {str(i): 0.0 for i in range(300)}}, "has 300 metrics"),
+    "extra": (lambda update, client: {"extra": {"a": {"b": torch.zeros(10**6)}}}, "`extra` takes more than"),
     "shared": (lambda update, client: {"shared": {"a": torch.zeros(10**6)}}, "`shared` takes more than"),
 }
 

@@ -55,7 +55,14 @@ BAD = {
         "not a bool mask of the model's shape",
     ),
     "one mask": (Update(weights=WEIGHTS, shared={"masks": HALF}), r"`shared\['masks'\]` as Tensor; expected a tree"),
-    "whole extra": (Update(weights=WEIGHTS, extra={"n": {"b": torch.ones(4).int()}}), "expected floats or bools"),
+    "whole extra": (Update(weights=WEIGHTS, extra={"n": {"b": torch.ones(4).int()}}), "'b' as torch.int32; expected"),
+    "plain extra": (Update(weights=WEIGHTS, extra={"n": {"b": 1.0}}), "'b' as `float`; expected tensors of floats"),
+    "plain weights": (Update(weights={"b": [1.0]}), "holds 'b' as `list`; expected a tensor"),
+    "vector metric": (
+        Update(weights=WEIGHTS, metrics={"k": torch.ones(3)}),
+        "a `Tensor` as the metric 'k'; expected",
+    ),
+    "text metric": (Update(weights=WEIGHTS, metrics={"k": "1"}), "a `str` as the metric 'k'; expected a number"),
     "extra's shape": (
         Update(weights=WEIGHTS, extra={"control": {"b": torch.ones(2)}}),
         r"`extra\['control'\]` with 'b' of shape \(2,\); expected \(4,\)",

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from lightning_sparsefl.errors import InvalidUpdate
 from lightning_sparsefl.federated.aggregation.exact_sum import SumHeader, merge_headers
 from lightning_sparsefl.federated.aggregation.reducers import Accumulator, voted
 from lightning_sparsefl.federated.exchange.flat import Layout
@@ -166,7 +167,7 @@ class _RoundSum:
 
     def _covered(self, total: Mapping[str, Tensor]) -> Tensor:
         """Return the coordinates on which enough clients voted, of those whose votes were counted."""
-        _, _, _, dense, _, _, *not_sent = total["facts"].tolist()
+        _, _, _, dense, _, _, _, *not_sent = total["facts"].tolist()
         counts = total["voters"] + dense
         missing = torch.tensor(not_sent).repeat_interleave(torch.tensor(self.layout.sizes))
         covered: Tensor = counts - missing >= self.policy.min_coverage
@@ -174,9 +175,9 @@ class _RoundSum:
 
     def _check(self, total: Mapping[str, Tensor], clients: int) -> None:
         """Raise unless the numbers of a sum are possible, which they are by chance only if a client sent others."""
-        _, _, weight, dense, differences, updates, *not_sent = total["facts"].tolist()
+        _, _, weight, dense, whole, differences, updates, *not_sent = total["facts"].tolist()
         most = self.merge.grid.total_weight
-        counts = [dense, differences, *not_sent, *total["voters"].aminmax()] if len(total["voters"]) else [dense]
+        counts = [dense, whole, differences, *not_sent, *total["voters"].aminmax()] if len(total["voters"]) else [dense]
         weights = [total[name] for name in ("counts", "coordinate_counts") if name in total]
         fits = updates == clients and clients <= weight <= most and all(0 <= int(count) <= clients for count in counts)
         if not fits or any(bool(((each < 0) | (each > most)).any()) for each in weights):
@@ -195,6 +196,10 @@ class _Facts:
         kinds = {each["kind"] for each in self._each} - {None}
         if len(kinds) > 1:
             raise SecureSumRefused("The updates of a secure sum hold weights and differences; expected one kind.")
+        try:
+            self._headers = merge_headers(each["headers"] for each in self._each)
+        except InvalidUpdate as error:
+            raise SecureSumRefused(f"The updates of a secure sum do not fit each other: {error}") from None
 
     @property
     def votes(self) -> str | None:
@@ -214,9 +219,10 @@ class _Facts:
         Args:
             least: Least number of clients.
         """
-        merged = merge_headers(each["headers"] for each in self._each)
         senders = [(key, name) for each in self._each for key, tree in each["headers"].items() for name in tree]
-        kept = {k: {n: h for n, h in tree.items() if senders.count((k, n)) >= least} for k, tree in merged.items()}
+        kept = {
+            k: {n: h for n, h in tree.items() if senders.count((k, n)) >= least} for k, tree in self._headers.items()
+        }
         return {key: tree for key, tree in kept.items() if tree}
 
 

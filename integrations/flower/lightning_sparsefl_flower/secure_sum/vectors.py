@@ -64,7 +64,7 @@ class Form:
         size = int(self.support.sum())
         tensors = len(layout.names)
         counted = tensors if mode == "common" else size
-        facts = Part("facts", 6 + tensors, _WORD)
+        facts = Part("facts", 7 + tensors, _WORD)
         voters = Part("voters", counted, width(clients))
         exact = [
             Part(f"{key}/{name}", len(kept_places(header)) * header.shape.numel(), width(_DIGIT * clients))
