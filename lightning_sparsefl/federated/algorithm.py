@@ -238,6 +238,9 @@ class FederatedAlgorithm(ABC):  # noqa: B024 - every hook has a default, and jso
     def trained(self, message: Message, update: Update) -> Weights:
         """Return what a participant's local training ended with; its scores are ``personal_after/*``.
 
+        A method whose clients keep weights for themselves adds them, as from ``update.memory``: initial weights take
+        the place of missing ones.
+
         Args:
             message: Message that the client received.
             update: Update that :meth:`train` returned.

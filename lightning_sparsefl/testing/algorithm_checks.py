@@ -13,6 +13,7 @@ from unittest import mock
 import torch
 
 from lightning_sparsefl.federated import FederatedAlgorithm
+from lightning_sparsefl.federated.client import Client
 from lightning_sparsefl.testing.contents import (
     comparable,
     difference,
@@ -24,7 +25,7 @@ from lightning_sparsefl.testing.contents import (
 from lightning_sparsefl.testing.pipe import piped
 from lightning_sparsefl.testing.promises import Difference, promise, require, require_frozen_value
 from lightning_sparsefl.testing.small_federation import SmallFederation
-from lightning_sparsefl.types import Message
+from lightning_sparsefl.types import Message, Update, Weights
 from lightning_sparsefl.wire import Codec, load_sparse
 
 _CLIENT_HOOKS = ("callbacks", "train", "trained", "may_vote", "personalize", "finetune", "survey")
@@ -275,6 +276,34 @@ def exports_what_it_scored(algorithm: FederatedAlgorithm, federation: SmallFeder
             got = exported.scores[name]
             require(got == {"val_acc": expected}, f"`{name}` scores {got}, and the run had {expected}")
         _require_loadable(algorithm, federation, exported)
+
+
+@promise
+def scores_what_clients_trained(algorithm: FederatedAlgorithm, federation: SmallFederation) -> None:
+    """Check that `trained` returns every parameter that changes in local training.
+
+    Initial weights take the place of missing ones, such as those of a head that the client keeps in its memory, so that
+    the scores ``personal_after`` would be those of another model.
+    """
+    fit, trained, module = Client.fit, type(algorithm).trained, federation.module_for(algorithm)
+    changed, returned = set[str](), list[frozenset[str]]()
+
+    def compared(self: Client, weights: Weights, *arguments: Any, **options: Any) -> Any:
+        result = fit(self, weights, *arguments, **options)
+        before = {**self.initial, **weights}
+        changed.update(name for name, weight in before.items() if not torch.equal(weight, result.weights[name]))
+        return result
+
+    def recorded(self: FederatedAlgorithm, message: Message, update: Update) -> Any:
+        weights = trained(self, message, update)
+        returned.append(frozenset(weights))
+        return weights
+
+    with mock.patch.object(Client, "fit", compared), mock.patch.object(type(algorithm), "trained", recorded):
+        federation(algorithm, rounds=1, module=module, federation={"eval_after_training": True})
+    parameters = {name for name, _ in module.named_parameters()}
+    missing = sorted((changed & parameters) - frozenset.intersection(*returned))
+    require(not missing, f"`trained` leaves out {', '.join(map(repr, missing[:3]))}")
 
 
 @promise

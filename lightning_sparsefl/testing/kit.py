@@ -39,6 +39,7 @@ _ALGORITHM = (
     algorithm_checks.is_the_same_after_a_resume,
     algorithm_checks.leaves_failed_clients_out,
     algorithm_checks.exports_what_it_scored,
+    algorithm_checks.scores_what_clients_trained,
     algorithm_checks.profiles_its_costs,
 )
 _ALGORITHM_WITH_FORKS = (

@@ -58,6 +58,11 @@ def test_exports_what_it_scored(algorithm, federation):
 
 
 @every_algorithm
+def test_scores_what_clients_trained(algorithm, federation):
+    checks.scores_what_clients_trained(algorithm, federation)
+
+
+@every_algorithm
 def test_profiles_its_costs(algorithm, federation):
     checks.profiles_its_costs(algorithm, federation)
 

@@ -13,6 +13,7 @@ from lightning.pytorch import Callback
 from lightning_sparsefl.callbacks.masking import MaskingCallback
 from lightning_sparsefl.data import IID, Partition
 from lightning_sparsefl.federated import CohortSampler, FederatedAlgorithm, Uniform
+from lightning_sparsefl.types import Update
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +69,23 @@ class LearnsNothing(FederatedAlgorithm):
 
     def train(self, message, client):
         return replace(super().train(message, client), weights=dict(message.weights))
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeepsItsHead(FederatedAlgorithm):
+    """Keeps a bias on the client, and does not say so in `trained`."""
+
+    def download(self, server, view):
+        message = super().download(server, view)
+        return replace(message, weights={name: w for name, w in message.weights.items() if name != "net.4.bias"})
+
+    def train(self, message, client):
+        result = client.fit({**message.weights, **client.memory})
+        shared = {name: w for name, w in result.weights.items() if name != "net.4.bias"}
+        return Update(weights=shared, weight=client.num_examples, memory={"net.4.bias": result.weights["net.4.bias"]})
+
+    def personalize(self, message, client):
+        return {**message.weights, **client.memory}
 
 
 @dataclass(frozen=True, kw_only=True)

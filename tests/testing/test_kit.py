@@ -32,6 +32,7 @@ METHODS = {
     broken.MutatesItsMessage: "leaves_messages_unchanged",
     broken.LearnsNothing: "learns",
     broken.RemembersOutsideOfMemory: "is_the_same_through_a_pipe",
+    broken.KeepsItsHead: "scores_what_clients_trained",
 }
 CALLBACKS = {
     broken.LetsWeightsGrow: "holds_its_masks",
