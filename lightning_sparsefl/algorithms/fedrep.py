@@ -6,8 +6,9 @@ As in FedPer, a client keeps the head and only the body travels. In each round a
 received body for `head_epochs`, then the body below the new head for `body_epochs`. After the last round every client
 trains its head alone. FedRep is a row of FedLPS (arXiv:2412.07216, Table I).
 
-Departures from the authors' code:
+Departures from the paper and the authors' code:
 
+- The body is averaged by numbers of samples, as in the code; the paper takes the plain mean.
 - Each of the two fits has an optimizer of its own, so that momentum does not pass from one to the other.
 - The body is every layer but the last linear one. For CIFAR the code shares layers 0, 1, 3 and 4 of a list in another
   order than that of its network, in which the output layer has the index 2.

@@ -11,6 +11,7 @@ Departures from the paper and the authors' code:
 
 - The window moves forward, as in the paper; the code's moves back (``direction="back"``). All clients of a round have
   the same window, also in the code; in the program of FedLPS (Table I) each has the window of its own participations.
+- A window has ``ceil(r * C)`` units, as in the code, so that none is empty; the paper rounds down.
 - In all runs of the paper a client draws its rate anew in every round (`federation.redraw_capacities`). Without that
   option a client's capacity is fixed.
 - Gradients are clipped only with `trainer.gradient_clip_val`; in the code, to a norm of 1.

@@ -6,8 +6,9 @@ On each batch, a client makes K steps of personal weights theta, which a proxima
 global weights, and then moves w towards theta. The copies are averaged, and the server moves by a multiple of the
 change. A client is scored with its last theta.
 
-Departures from the authors' code:
+Departures from the paper and the authors' code:
 
+- The copies are averaged by numbers of samples, as in the code; the paper takes the plain mean.
 - Only drawn clients train. In the code all clients train in each round, and the drawn ones are merged.
 - The code has a weight decay of .001 on theta that the paper does not mention: ``decay=0.001``.
 - The number of batches in a round is that of the local epochs (`trainer.max_epochs`), not a number R of its own.
