@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import is_dataclass
 from importlib import import_module
+from inspect import isfunction
 from pathlib import Path
 from types import MappingProxyType
 from typing import Literal, get_args, get_origin
@@ -23,6 +24,7 @@ _PARSER_DETAILS = re.compile(
 )
 _IMPORT_PATH = r"((?:[A-Za-z_]\w*\.)+[A-Za-z_]\w*)"
 _OTHER_TYPES = r"^Expected a <class '[\w.]+'>; |[.;] Expected a <class '[\w.]+'>"
+_OF_FUNCTION = "expects a function or a callable class"
 _TYPES = {
     "int": "a whole number",
     "float": "a number",
@@ -198,8 +200,10 @@ def _no_options(problem: Problem, value: str, kind: type) -> str:
 
 
 def _other_kind(problem: Problem, match: re.Match[str]) -> str:
-    bases = " or ".join(dict.fromkeys(base.__name__ for base in problem.bases))
-    text = f"`{problem.key}` is {match[1] or problem.given_class!r}, which is not a subclass of {bases}"
+    bases, given = " or ".join(dict.fromkeys(base.__name__ for base in problem.bases)), match[1] or problem.given_class
+    if isfunction(import_path(given)):
+        return f"`{problem.key}` is {given!r}, a function; expected one with the return annotation `-> {bases}`"
+    text = f"`{problem.key}` is {given!r}, which is not a subclass of {bases}"
     return text + _expected_class(problem)
 
 
@@ -209,9 +213,15 @@ def _expected_class(problem: Problem) -> str:
     return f"; expected an import path{known}"
 
 
+def _given_path(problem: Problem) -> str:
+    """Return the import path that failed: that of a function, or else of the innermost class."""
+    return problem.value if _OF_FUNCTION in problem.message else str(problem.class_path)
+
+
 def _no_module(problem: Problem, match: re.Match[str]) -> str:
-    given = f"`{problem.key}` is {problem.class_path!r}"
-    if str(problem.class_path).endswith((".yaml", ".yml")):
+    path = _given_path(problem)
+    given = f"`{problem.key}` is {path!r}"
+    if path.endswith((".yaml", ".yml")):
         return f"{given}, which does not exist; expected a file or the name of a class"
     here = Path.cwd()
     files = [path.stem for path in here.glob("*.py")]
@@ -228,7 +238,7 @@ def _not_installed(problem: Problem, match: re.Match[str]) -> str:
 
 def _no_attribute(problem: Problem, match: re.Match[str]) -> str:
     names = [name for name in dir(import_path(match[1])) if not name.startswith("_")]
-    return f"`{problem.key}` is {problem.class_path!r}, but {match[1]} has no {match[2]!r}" + did_you_mean(
+    return f"`{problem.key}` is {_given_path(problem)!r}, but {match[1]} has no {match[2]!r}" + did_you_mean(
         match[2], names
     )
 

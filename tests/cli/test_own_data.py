@@ -119,6 +119,16 @@ def test_a_function_may_return_the_data(sparsefl, config):
         ("--data.labels=sick", "`data.labels` is 'sick', but Patients has no such column; expected an attribute"),
         ("--data.partition.by=ward", "`data.partition.by` is 'ward', but Patients has no such column"),
         ("--data.num_clients=5", "`data.num_clients` is 5; expected a number from 1 to 4, the number of groups."),
+        (
+            "--data.collate_fn=own_patients.colate",
+            "`data.collate_fn` is 'own_patients.colate', but own_patients has ",
+        ),
+        (
+            "--data.collate_fn=nowhere.collate",
+            "`data.collate_fn` is 'nowhere.collate', but there is no module ",
+        ),
+        ("--data.train=own_patients.collate", "is 'own_patients.collate', a function; expected one with the return "),
+        ("--trainer.precision=bf17", "`trainer.precision` is 'bf17'; expected one of 'transformer-engine', "),
         ("--data.test_fraction=2", "`data.test_fraction` is 2.0; expected a number in [0, 1)."),
     ],
 )
@@ -173,6 +183,20 @@ def test_a_model_that_does_not_fit_is_told_with_the_line_of_the_user(sparsefl, c
     first = err.partition("Traceback (most recent call last):\n")[2].splitlines()[0]
     assert "own_patients.py" in first
     assert "in training_step" in first
+
+
+@pytest.mark.slow
+def test_a_metric_that_no_client_has_is_told_without_the_lines_of_the_engine(sparsefl, config, tmp_path):
+    (tmp_path / "own_plateau.py").write_text(
+        "import torch\nfrom own_patients import Net\n\n\nclass Plateau(Net):\n    def configure_optimizers(self):\n"
+        "        optimizer = super().configure_optimizers()\n"
+        "        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)\n"
+        '        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "val_loss"}}\n'
+    )
+    code, _, err = sparsefl("fit", "--config", config, "--model=own_plateau.Plateau")
+    assert code == 2
+    assert "set `trainer.validate_locally: true`, with `data.val_fraction` above 0, for a metric of validation" in err
+    assert "Traceback" not in err
 
 
 CLOSED = """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from datetime import timedelta
 from typing import Any
@@ -123,6 +124,11 @@ def _fabric(**options: Any) -> Fabric:
     try:
         return Fabric(**options)
     except (MisconfigurationException, ValueError, TypeError, RuntimeError, ImportError) as error:
+        allowed = re.search(r"Allowed precision values: \((.*)\)", str(error))
+        if allowed is not None:
+            raise InvalidOption(
+                f"`trainer.precision` is {options['precision']!r}; expected one of {allowed[1]}."
+            ) from error
         asked = ", ".join(f"{name}={value!r}" for name, value in options.items() if name != "strategy")
         raise InvalidOption(f"Lightning Fabric does not accept `trainer` with {asked}: {error}") from error
 

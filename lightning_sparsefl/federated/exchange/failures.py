@@ -41,6 +41,15 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and _SAYS_OUT_OF_MEMORY.search(str(error)) is not None
 
 
+def is_missing_metric(error: BaseException) -> bool:
+    """Return whether a scheduler or callback monitors a missing metric, where a traceback has nothing to add.
+
+    Args:
+        error: Error of the local work.
+    """
+    return _SAYS_NO_METRIC in str(error)
+
+
 def failure_reason(error: Exception) -> str:
     """Return the reason for the failure of a client, as a clause.
 
@@ -65,7 +74,7 @@ def failure_reason(error: Exception) -> str:
         return f"{said.rstrip('.')}; check that `model` fits the samples of `data`"
     if _SAYS_NOT_DETERMINISTIC in said:
         return f"{said.partition(', but')[0]}; set `trainer.deterministic: warn`"
-    if _SAYS_NO_METRIC in said:
+    if is_missing_metric(error):
         remedy = "set `trainer.validate_locally: true`, with `data.val_fraction` above 0, for a metric of validation"
         return f"{said.rstrip('.')}; {remedy}"
     return said
