@@ -185,7 +185,7 @@ def test_a_checkpoint_of_another_run_is_refused(sparsefl, tmp_path):
     assert sparsefl("fit", "--config", QUICKSTART, *SHORT)[0] == 0
     path = run_folder(tmp_path) / "checkpoints" / "last.ckpt"
     for args, part in (
-        (["--algorithm=FedAvg"], "its algorithm is FedSpa, this run's is FedAvg"),
+        (["--algorithm=FedAvg"], "`algorithm` was FedSpa, and is FedAvg now"),
         (["--algorithm.density=0.4"], "'density': 0.5"),
         (["--data.num_clients=15"], "number of clients"),
         (["--seed_everything=1"], "its seed is 42"),

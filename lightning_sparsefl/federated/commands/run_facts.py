@@ -6,14 +6,14 @@ import re
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch import LightningModule
+from lightning.pytorch import Callback, LightningModule
 
 from lightning_sparsefl.errors import CheckpointMismatch
 from lightning_sparsefl.federated.fleet import sizes_fact
 from lightning_sparsefl.federated.rounds.run_options import RunOptions
 from lightning_sparsefl.federated.rounds.workload import Workload
 from lightning_sparsefl.federated.sampling.samplers import Uniform
-from lightning_sparsefl.federated.tracking.hyperparameters import hyperparameters
+from lightning_sparsefl.federated.tracking.hyperparameters import hyperparameters, options_of
 
 STACK_SIZE = "stack size"
 """Fact by which clients are divided into stacks."""
@@ -78,13 +78,12 @@ def reported_facts(options: RunOptions, module: LightningModule, data: Any) -> d
         data: The clients' data.
     """
     hparams = hyperparameters(options, data, module)
-    ours = [c for c in options.client_callbacks if type(c).__module__.startswith("lightning_sparsefl.callbacks.")]
     optimizer = getattr(module.configure_optimizers, "configuration", {})
     return {
         **{n.replace("/", "."): _lasting(v) for n, v in hparams.items() if n.startswith(("model/", "data/"))},
         "data.seed": getattr(data, "seed", None),
         **{name: _lasting(value) for name, value in optimizer.items() if value is not None},
-        "trainer.client_callbacks": ", ".join(type(callback).__name__ for callback in ours) or None,
+        "trainer.client_callbacks": ", ".join(map(_described, options.client_callbacks)) or None,
         "trainer.max_rounds": options.max_rounds if options.algorithm.follows_length else None,
         "trainer.num_threads": options.num_threads,
         "trainer.deterministic": options.deterministic or None,
@@ -115,6 +114,12 @@ def require_equal_stacks(path: Path, theirs: Any, ours: int) -> None:
 def _at_once(stack_size: Any) -> str:
     """Return how clients are trained, as a clause."""
     return "clients train one after another" if stack_size == 1 else f"up to {stack_size} clients train at once"
+
+
+def _described(callback: Callback) -> str:
+    """Return the name of a callback and its arguments that differ from their defaults."""
+    options = ", ".join(f"{name}={_lasting(value)!r}" for name, value in options_of(callback).items())
+    return f"{type(callback).__name__}({options})"
 
 
 def _option(value: Any) -> str | None:

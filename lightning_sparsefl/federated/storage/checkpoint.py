@@ -150,9 +150,9 @@ class Checkpoint:
 
 def _plain_state(state: RunState) -> dict[str, Any]:
     server = state.server
-    trees = {name: pack_plain(getattr(server, name)) for name in ("weights", "masks", "extra")}
+    trees = {name: pack_plain(getattr(server, name), f"ServerState.{name}") for name in ("weights", "masks", "extra")}
     pending = [pack_plain(vars(update)) for update in state.pending]
-    sampler = pack_plain(state.sampler)
+    sampler = pack_plain(state.sampler, "sampler state")
     return {"round": server.round, "sampler": sampler, "pending": pending, "seconds": state.seconds, **trees}
 
 
@@ -211,7 +211,11 @@ def callback_states(callbacks: list[Callback]) -> dict[str, Any]:
     Raises:
         TypeError: If a state holds a type that could not be read again.
     """
-    return {callback.state_key: pack_plain(state) for callback in callbacks if (state := callback.state_dict())}
+    return {
+        callback.state_key: pack_plain(state, "state_dict")
+        for callback in callbacks
+        if (state := callback.state_dict())
+    }
 
 
 def plain_hparams(module: LightningModule) -> dict[str, Any]:
@@ -390,20 +394,20 @@ def require_equal_facts(path: Path, theirs: Mapping[str, Any], ours: Mapping[str
     """
     for name, value in ours.items():
         if theirs.get(name) != value:
-            got, expected = _difference(theirs.get(name), value)
+            option, got, expected = _difference(name, theirs.get(name), value)
             raise CheckpointMismatch(
-                f"{path} is of another run: its {name} is {got}, this run's is {expected}; "
-                "choose the run's own `ckpt_path`, or its configuration."
+                f"{path} is of another run, or of this one before an option changed: `{option}` was {got}, and is "
+                f"{expected} now; choose the run's own `ckpt_path`, or its configuration."
             )
 
 
-def _difference(theirs: Any, ours: Any) -> tuple[Any, Any]:
-    """Return the first entries that differ, so that the error message stays short."""
+def _difference(name: str, theirs: Any, ours: Any) -> tuple[str, Any, Any]:
+    """Return a fact's name and values, or its first entries that differ, so that the error message stays short."""
     if isinstance(theirs, Mapping) and isinstance(ours, Mapping):
         for key in [*ours, *theirs]:
             if theirs.get(key) != ours.get(key):
-                return {key: theirs.get(key)}, {key: ours.get(key)}
-    return theirs, ours
+                return f"{name.removesuffix(' options')}.{key}", theirs.get(key), ours.get(key)
+    return name, theirs, ours
 
 
 def save(path: Path, data: bytes, again: bool = False) -> None:

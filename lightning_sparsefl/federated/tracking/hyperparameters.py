@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Mapping, Sequence
-from textwrap import shorten
+from hashlib import sha256
 from typing import Any
+
+from lightning.pytorch import Callback
 
 from lightning_sparsefl.federated.rounds.run_options import RunOptions
 
@@ -19,6 +22,8 @@ _SILENT = {
 """Options that do not change results, or are derived from others."""
 _DATA = ("num_clients", "partition", "batch_size", "feature_shift")
 """Options of the data that are included."""
+_LONGEST = 80
+"""Number of characters of a text that is not cut."""
 
 
 def hyperparameters(options: RunOptions, data: Any, module: Any) -> dict[str, Any]:
@@ -45,6 +50,7 @@ def hyperparameters(options: RunOptions, data: Any, module: Any) -> dict[str, An
             "seed": options.seed,
             "round_lr": options.round_lr,
             "client_callbacks": ", ".join(type(callback).__name__ for callback in options.client_callbacks) or None,
+            **_options_of_all(options.client_callbacks),
             **_changed(local, _SILENT["trainer"]),
         },
         "data": {name: getattr(data, name, None) for name in _DATA},
@@ -63,19 +69,56 @@ def _changed(options: Any, silent: Sequence[str]) -> dict[str, Any]:
     return {f.name: getattr(options, f.name) for f in fields if getattr(options, f.name) != f.default}
 
 
+def options_of(callback: Callback) -> dict[str, Any]:
+    """Return the arguments of a callback that differ from their defaults, where they are attributes of the same name.
+
+    Args:
+        callback: Callback that has not been used yet.
+    """
+    parameters = inspect.signature(type(callback)).parameters.items()
+    values = {name: (getattr(callback, name, parameter.default), parameter.default) for name, parameter in parameters}
+    return {name: plain(value) for name, (value, default) in values.items() if not _equal(value, default)}
+
+
+def _options_of_all(callbacks: Sequence[Callback]) -> dict[str, Any]:
+    """Return the options of all callbacks by name; a second one of a class is named by its place, too."""
+    options: dict[str, Any] = {}
+    for place, callback in enumerate(callbacks):
+        kind = type(callback)
+        name = kind.__name__ if kind not in map(type, callbacks[:place]) else f"{kind.__name__}.{place}"
+        options |= {f"client_callbacks/{name}/{option}": value for option, value in options_of(callback).items()}
+    return options
+
+
+def _equal(value: Any, default: Any) -> bool:
+    """Return whether a value is the default; tensors, which are compared one by one, are not."""
+    return value is default or (type(value) is type(default) and plain(value) == plain(default))
+
+
 def _flat(name: str, value: Any) -> dict[str, Any]:
     """Flatten a dataclass into its name and its fields, one key each; return an empty dict for None."""
     if not dataclasses.is_dataclass(value) or isinstance(value, type):
-        return {} if value is None else {name: _plain(value)}
+        return {} if value is None else {name: plain(value)}
     flat: dict[str, Any] = {name: type(value).__name__}
     for field in dataclasses.fields(value):
         flat |= _flat(f"{name}/{field.name}", getattr(value, field.name))
     return flat
 
 
-def _plain(value: Any) -> bool | int | float | str:
-    """Return a value that every logger accepts: a short text, or the name if the text would be a memory address."""
+def plain(value: Any) -> bool | int | float | str:
+    """Return a value that every logger accepts: a short text, or the name if the text would be a memory address.
+
+    A long text ends with its digest, so that texts which differ behind the cut stay different.
+
+    Args:
+        value: Value of an option.
+    """
     if isinstance(value, bool | int | float | str):
         return value
     text = str(value)
-    return getattr(value, "__name__", type(value).__name__) if text.startswith("<") else shorten(text, 80)
+    if text.startswith("<"):
+        return getattr(value, "__name__", type(value).__name__)
+    if len(text) <= _LONGEST:
+        return text
+    digest = f"... ({sha256(text.encode()).hexdigest()[:8]})"
+    return text[: _LONGEST - len(digest)] + digest

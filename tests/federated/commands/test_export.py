@@ -229,7 +229,7 @@ def test_requests_that_cannot_be_met(run, request_, error, words):
 def test_a_checkpoint_of_another_run_is_refused(run):
     run(FedAvg(), None)
     path = str(run.folder / "checkpoints" / "last.ckpt")
-    with pytest.raises(CheckpointMismatch, match="its algorithm is FedAvg, this run's is FedSpa"):
+    with pytest.raises(CheckpointMismatch, match="`algorithm` was FedAvg, and is FedSpa now"):
         run(FedSpa(), None, fit=False, ckpt_path=path)
 
 

@@ -5,7 +5,7 @@ import warnings
 
 import pytest
 import torch
-from lightning.pytorch import LightningDataModule
+from lightning.pytorch import Callback, LightningDataModule
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -22,6 +22,13 @@ class WarmUp(RoundLR):
 
     def factor(self, round, max_rounds):
         return min(1.0, (round + 1) / 3)
+
+
+class Halving(Callback):
+    """A callback of the user's."""
+
+    def __init__(self, share=1.0):
+        self.share = share
 
 
 def fit(root, ckpt_path=None, rounds=1, drop_last=False, lr=0.1, optimizer=None, algorithm=None, seed=0, **options):
@@ -88,7 +95,7 @@ def resume(first, tmp_path):
     ],
 )
 def test_another_way_to_train_is_refused(option, value, resume):
-    with pytest.raises(CheckpointMismatch, match=rf"its {option} is .*, this run's is .*{value}"):
+    with pytest.raises(CheckpointMismatch, match=rf"`{option}` was .*, and is .*{value}"):
         resume(**{option: value})
 
 
@@ -112,7 +119,7 @@ def test_another_local_engine_is_refused_by_its_name(resume, tmp_path):
         ({"limit_val_batches": 1}, r"`trainer.limit_val_batches` = '1.0', and this run has '1'"),
         (
             {"client_callbacks": [ProximalTerm(strength=0.1)]},
-            "`trainer.client_callbacks` = None, and .* 'ProximalTerm'",
+            r"`trainer.client_callbacks` = None, and .* 'ProximalTerm\(strength=0.1\)'",
         ),
         ({"optimizer": {"lr": 0.2}}, r"`optimizer.lr` = 0.1, and this run has 0.2"),
         ({"seed": 1}, r"`data.seed` = 0, and this run has 1"),
@@ -122,6 +129,13 @@ def test_another_local_engine_is_refused_by_its_name(resume, tmp_path):
 def test_a_change_that_a_run_may_make_is_reported(options, name, resume):
     with pytest.warns(UserWarning, match=name):
         resume(**options)
+
+
+def test_another_argument_of_a_callback_is_reported(tmp_path):
+    fit(tmp_path, client_callbacks=[ProximalTerm(strength=0.1), Halving(0.5)])
+    changed = [ProximalTerm(strength=0.1), Halving(0.25)]
+    with pytest.warns(UserWarning, match=r"Halving\(share=0.5\)', and this run has '.*, Halving\(share=0.25\)'"):
+        fit(tmp_path, "last", rounds=2, client_callbacks=changed)
 
 
 @pytest.mark.parametrize("algorithm", [FedSpa(), FedDST(), FedSpa(search="static"), FedProx()], ids=repr)
@@ -204,7 +218,7 @@ def test_batch_sizes_of_single_clients_must_agree(tmp_path):
         return trainer.fit(MLP(num_classes=2, sample_shape=(1, 1, 8)), data, ckpt_path)
 
     fit_own(6, rounds=1)
-    words = r"its batch sizes of the clients is \{'1': \[6, False\]\}, this run's is \{'1': \[3, False\]\}"
+    words = r"`batch sizes of the clients\.1` was \[6, False\], and is \[3, False\] now"
     with pytest.raises(CheckpointMismatch, match=words):
         fit_own(3, rounds=2, ckpt_path="last")
     assert fit_own(6, rounds=2, ckpt_path="last")["rounds"] == 2

@@ -18,6 +18,7 @@ from tensorboard.plugins.hparams import plugin_data_pb2
 from torch import nn
 
 from lightning_sparsefl.algorithms import FedAvg, FedSpa
+from lightning_sparsefl.callbacks import DynamicMask, ProximalTerm
 from lightning_sparsefl.cost import Devices
 from lightning_sparsefl.data import Dirichlet, FederatedBlobs
 from lightning_sparsefl.federated import ExponentialRoundLR, FederatedTrainer, Federation
@@ -366,6 +367,28 @@ def test_hyperparameters_are_few_plain_and_free_of_defaults(tmp_path):
         "model/lr": 0.5,
         "model/net": "ReLU()",
     }
+
+
+def test_arguments_of_client_callbacks_are_hyperparameters(tmp_path):
+    masks = [DynamicMask(density=0.9), ProximalTerm(strength=0.1), DynamicMask(density=0.3, every_n_steps=5)]
+    run = trainer(tmp_path, FedAvg(), client_callbacks=masks)
+    params = hyperparameters(run.options, Holder(), Holder(hparams={}))
+    assert {k.removeprefix("trainer/"): v for k, v in params.items() if "callbacks" in k} == {
+        "client_callbacks": "DynamicMask, ProximalTerm, DynamicMask",
+        "client_callbacks/DynamicMask/density": 0.9,
+        "client_callbacks/ProximalTerm/strength": 0.1,
+        "client_callbacks/DynamicMask.2/density": 0.3,
+        "client_callbacks/DynamicMask.2/every_n_steps": 5,
+    }
+
+
+def test_long_hyperparameters_stay_different(tmp_path):
+    texts = set()
+    for last in (0.25, 1.0):
+        model = Holder(hparams={"widths": [0.25] * 30 + [last]})
+        texts.add(hyperparameters(trainer(tmp_path, FedAvg()).options, Holder(), model)["model/widths"])
+    assert len(texts) == 2
+    assert {len(text) for text in texts} == {80}
 
 
 @pytest.mark.parametrize(
