@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -15,7 +15,7 @@ from lightning_sparsefl.data.federated import FederatedDataModule, no_loader
 from lightning_sparsefl.data.items import ClientItems, ItemShift
 from lightning_sparsefl.data.keys import read_keys
 from lightning_sparsefl.data.partition import IID, Partition, check_num_clients
-from lightning_sparsefl.data.split import Part
+from lightning_sparsefl.data.split import Part, span
 from lightning_sparsefl.errors import InvalidOption, is_number, require, require_type
 
 
@@ -88,6 +88,7 @@ class FederatedDataset(FederatedDataModule):
             self.eval_split = "val"
         self._check_fractions()
         self._tensors = self._read_tensors()
+        self._own_labels: Tensor | None = None
         self._set_facts(num_classes, sample_shape)
 
     def load(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -113,7 +114,11 @@ class FederatedDataset(FederatedDataModule):
         """
         if self._keys.labels is None:
             raise InvalidOption("`data.labels` is not set, but label counts need it; expected one value per example.")
-        return super().client_label_counts(client)
+        if self._tensors is None:
+            return super().client_label_counts(client)
+        start, stop = span(self._ready.train_stops, client)
+        assert self._own_labels is not None
+        return torch.bincount(self._own_labels[start:stop], minlength=self.num_classes)
 
     def client_test_dataloader(self, client: int) -> DataLoader[Any] | None:  # type: ignore[override]
         """Return a loader of a client's test data, or None without `test` and `test_fraction`."""
@@ -145,14 +150,10 @@ class FederatedDataset(FederatedDataModule):
             )
 
     def _read_tensors(self) -> tuple[Part, Part] | None:
-        """Return inputs and targets of tensor data sets whose targets are the labels; None for other data."""
+        """Return inputs and targets of tensor data sets; None for other data."""
         train = _pair(self.train)
         test = (train[0][:0], train[1][:0]) if train is not None and self.test is None else _pair(self.test)
-        if train is None or test is None or self.collate_fn is not None:
-            return None
-        labels = self._keys.labels
-        same = labels is None or (train[1].ndim == 1 and labels.equal(train[1].to(torch.int64)))
-        return (train, test) if same else None
+        return None if train is None or test is None or self.collate_fn is not None else (train, test)
 
     def _set_facts(self, num_classes: int | None, sample_shape: tuple[int, int, int] | None) -> None:
         """Set the attributes that models may read, as far as they are known."""
@@ -173,6 +174,12 @@ class FederatedDataset(FederatedDataModule):
             return super()._divide(client, owned, self._keys.train, self._keys.test, rng)
         own_test = self._num_held_out(len(owned), client, "test_fraction")
         return *self._hold_out(client, owned[own_test:]), owned[:own_test]
+
+    def _gather(self, part: Part, owned: Sequence[Tensor], use: str) -> Part:
+        """Copy the examples of each client, and note the labels of the training examples, which targets need not be."""
+        if use == "train" and self._keys.labels is not None:
+            self._own_labels = self._keys.labels[torch.cat(list(owned))]
+        return super()._gather(part, owned, use)
 
     def _train_loader(self, part: Part, start: int, stop: int) -> DataLoader[Any]:
         if self._tensors is not None:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import ConcatDataset, Dataset, IterableDataset, Subset, TensorDataset
+from torch.utils.data import ConcatDataset, Dataset, IterableDataset, Subset, TensorDataset, default_collate
 
 from lightning_sparsefl import FedAvg, FederatedTrainer, Federation
 from lightning_sparsefl.data import (
@@ -22,6 +22,7 @@ from lightning_sparsefl.data import (
     FederatedDataModule,
     FederatedDataset,
     NoiseShift,
+    Pathological,
     QuantitySkew,
     RotationShift,
 )
@@ -190,6 +191,25 @@ def test_is_split_as_tensors_in_a_data_module_of_ones_own():
             assert data.client_label_counts(client).equal(own.client_label_counts(client))
 
 
+@pytest.mark.parametrize("shape", [(100,), (100, 2)])
+def test_tensors_are_read_in_whole_batches_whatever_the_labels_are(shape):
+    """Targets of a regression are not labels, which their bins may be."""
+    inputs, targets = torch.randn(100, 8), torch.randn(shape)
+    bins = (targets.reshape(100, -1)[:, 0] > 0).long()
+    options = {"labels": bins, "partition": Pathological(1), "num_clients": 4, "test_fraction": 0.2}
+    whole = FederatedDataset(TensorDataset(inputs, targets), **options)
+    items = FederatedDataset(TensorDataset(inputs, targets), collate_fn=default_collate, **options)
+    for client in range(4):
+        assert Examples.are_read_by(whole.client_train_dataloader(client))
+        assert not Examples.are_read_by(items.client_train_dataloader(client))
+        assert whole.client_label_counts(client).equal(items.client_label_counts(client))
+        assert int((whole.client_label_counts(client) > 0).sum()) == 1
+        for ours, theirs in zip(
+            whole.client_test_dataloader(client), items.client_test_dataloader(client), strict=True
+        ):
+            assert all(one.equal(other) for one, other in zip(ours, theirs, strict=True))
+
+
 def test_groups_are_clients_and_test_on_their_own():
     data = FederatedDataset(Records(range(100)), Records(range(100, 150)), partition=ByGroup("site"), test_per_client=8)
     assert data.num_clients == 3
@@ -262,9 +282,8 @@ def test_tensors_are_read_in_whole_batches():
     assert Examples.are_read_by(whole.client_train_dataloader(0))
     assert FederatedDataset(tensors(0, 100), tensors(100, 150), num_clients=5).sample_shape == (1, 1, 6)
     assert not hasattr(FederatedDataset(Pairs(0, 100), num_clients=5, test_fraction=0.1), "sample_shape")
-    for options in ({"collate_fn": torch.utils.data.default_collate}, {"labels": LABELS[:100] + 1}):
-        other = FederatedDataset(tensors(0, 100), num_clients=5, test_fraction=0.1, **options)
-        assert not Examples.are_read_by(other.client_train_dataloader(0))
+    other = FederatedDataset(tensors(0, 100), num_clients=5, test_fraction=0.1, collate_fn=default_collate)
+    assert not Examples.are_read_by(other.client_train_dataloader(0))
 
 
 def test_items_are_shifted_for_their_client():
