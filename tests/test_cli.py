@@ -186,9 +186,9 @@ def test_a_checkpoint_of_another_run_is_refused(sparsefl, tmp_path):
     path = run_folder(tmp_path) / "checkpoints" / "last.ckpt"
     for args, part in (
         (["--algorithm=FedAvg"], "`algorithm` was FedSpa, and is FedAvg now"),
-        (["--algorithm.density=0.4"], "'density': 0.5"),
+        (["--algorithm.density=0.4"], "`algorithm.density` was 0.5, and is 0.4 now"),
         (["--data.num_clients=15"], "number of clients"),
-        (["--seed_everything=1"], "its seed is 42"),
+        (["--seed_everything=1"], "`seed` was 42, and is 1 now"),
     ):
         code, _, err = sparsefl("fit", "--config", QUICKSTART, *SHORT, "--ckpt_path", path, *args)
         assert code == 2
