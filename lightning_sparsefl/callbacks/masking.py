@@ -80,6 +80,7 @@ class MaskingCallback(MaskOwner):
         if fresh:
             self.masks = dict(self.first_masks({name: parameters[name] for name in self.claims(pl_module)}))
             self._made = True
+            self.warn_of_frozen(parameters)
         check(self.masks, parameters)
         self._check(trainer, pl_module)
         weights = {name: parameters[name] for name in self.masks}
@@ -89,6 +90,21 @@ class MaskingCallback(MaskOwner):
             self.first_weights(weights)
         self.started()
         self.hold(self.masks)
+
+    def warn_of_frozen(self, parameters: Mapping[str, Tensor]) -> None:
+        """Warn of masked weights that are frozen, such as those of a pretrained part, unless they were asked for.
+
+        Args:
+            parameters: Parameters of the module by name.
+        """
+        frozen = [name for name in self.masks if not parameters[name].requires_grad]
+        if self.layers is None and frozen:
+            more = f" and {len(frozen) - 1} more" if frozen[1:] else ""
+            warning_cache.warn(
+                f"`{type(self).__name__}` masks frozen weights (`requires_grad=False`), which cannot adapt to it: "
+                f"{frozen[0]!r}{more}; leave them dense with a pattern such as `layers=['!{frozen[0]}']`, or choose "
+                "them in `layers`."
+            )
 
     def adopt(self, masks: Masks) -> None:
         """Replace the masks of the same layers, or of some of them, and leave the weights as they are."""

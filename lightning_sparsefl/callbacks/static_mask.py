@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Literal
 
+from torch import Tensor
+
 from lightning_sparsefl.callbacks.masking import MaskingCallback
 from lightning_sparsefl.callbacks.options import (
     LayerDensity,
@@ -78,6 +80,11 @@ class StaticMask(MaskingCallback):
         """Rescale the first weights to the fan-in that the drawn masks keep."""
         if self._around is not None and not self._nonzero and rescales(self.rescale, self._around[1]):
             rescale_first_weights(self._around[1], weights, self.masks)
+
+    def warn_of_frozen(self, parameters: Mapping[str, Tensor]) -> None:
+        """Warn of frozen weights that a drawn mask zeroes; one of the weights that are not 0 zeroes none."""
+        if not self._nonzero:
+            super().warn_of_frozen(parameters)
 
     def first_masks(self, weights: Weights) -> Masks:
         """Draw masks from the seed, or keep the weights that are not 0."""

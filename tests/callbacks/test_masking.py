@@ -18,6 +18,7 @@ from lightning_sparsefl.callbacks import (
     PowerPropagation,
     StaticMask,
 )
+from lightning_sparsefl.callbacks.mask_owner import warning_cache
 from lightning_sparsefl.errors import InvalidOption
 from lightning_sparsefl.sparse.masks import same
 
@@ -31,6 +32,33 @@ def test_other_layers_are_left_dense(kind, net, fit):
     assert list(callback.masks) == ["net.2.weight", "net.4.weight"]
     assert (module.net[0].weight != 0).all()
     assert (module.net[2].weight == 0).any()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_frozen_layers_are_masked_with_a_warning_or_left_dense(kind, net, fit):
+    expected = (
+        rf"`{kind.__name__}` masks frozen weights .*: 'net\.0\.weight'; leave them dense with .*'!net\.0\.weight'"
+    )
+    warning_cache.clear()
+    with pytest.warns(UserWarning, match=expected):
+        fit(frozen(net()), [kind()])
+    warning_cache.clear()
+    for layers in (["!net.0*"], ["net.*"]):  # warnings are errors
+        fit(frozen(net()), [kind(layers=layers)])
+
+
+def frozen(module):
+    module.net[0].requires_grad_(False)
+    return module
+
+
+def test_zeros_of_frozen_layers_are_held_without_a_warning(net, fit):
+    module = frozen(net())
+    with torch.no_grad():
+        module.net[0].weight[:, 0] = 0
+    warning_cache.clear()
+    fit(module, [StaticMask(masks="nonzero")])
+    assert bool((module.net[0].weight[:, 1:] != 0).all())
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
