@@ -141,8 +141,10 @@ def _trace(module: nn.Module, inputs: tuple[Any, ...], ignore: Sequence[str], em
             outputs = module(*inputs)
     except Exception as error:
         shapes = ", ".join(str(tuple(value.shape)) for value in tensors(inputs))
+        packed = len(inputs) == 1 and isinstance(inputs[0], tuple)
+        advice = "pass them one by one, as `*inputs`" if packed else "change the inputs"
         raise InvalidOption(
-            f"`{type(module).__name__}` fails on example inputs of shape {shapes}: {error}; change the inputs."
+            f"`{type(module).__name__}` fails on example inputs of shape {shapes}: {error}; {advice}."
         ) from error
     finally:
         for child, mode in modes:

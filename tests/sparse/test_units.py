@@ -314,6 +314,13 @@ def test_a_forward_that_fails_is_told():
         find_groups(nn.Linear(2, 1), torch.zeros(1, 3))
 
 
+def test_inputs_that_are_given_as_one_tuple_are_asked_for_one_by_one():
+    pair = (torch.zeros(1, 3), torch.zeros(1, 4))
+    assert find_groups(nn.Bilinear(3, 4, 2), *pair) == ()
+    with pytest.raises(InvalidOption, match=r"shape \(1, 3\), \(1, 4\).*; pass them one by one, as `\*inputs`\.$"):
+        find_groups(nn.Bilinear(3, 4, 2), pair)
+
+
 def test_a_sample_without_a_batch_dimension_is_refused():
     net = nn.Sequential(nn.Linear(10, 6), nn.LayerNorm(6), nn.ReLU(), nn.Linear(6, 2))
     with pytest.raises(InvalidOption, match=r"`.*` gets one sample without a batch dimension; expected example inputs"):
