@@ -100,6 +100,8 @@ class Message:
 class Update:
     """The answer of one client; all of its fields except `memory` are encoded and counted as uplink.
 
+    `extra` and `shared` may take at most 4 times the size of the model plus 64 KiB each.
+
     Attributes:
         weights: The resulting weights; a name that is missing is not sent and has no votes.
         kind: Whether `weights` are values, or differences from the received weights.

@@ -101,7 +101,7 @@ class MaskingCallback(MaskOwner):
         if self.layers is None and frozen:
             more = f" and {len(frozen) - 1} more" if frozen[1:] else ""
             warning_cache.warn(
-                f"`{type(self).__name__}` masks frozen weights (`requires_grad=False`), which cannot adapt to it: "
+                f"`{type(self).__name__}` masks frozen weights, which cannot adapt (`requires_grad=False`): "
                 f"{frozen[0]!r}{more}; leave them dense with a pattern such as `layers=['!{frozen[0]}']`, or choose "
                 "them in `layers`."
             )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from lightning_sparsefl.federated.fleet import sizes_fact
 from lightning_sparsefl.federated.rounds.run_options import RunOptions
 from lightning_sparsefl.federated.rounds.workload import Workload
 from lightning_sparsefl.federated.sampling.samplers import Uniform
-from lightning_sparsefl.federated.tracking.hyperparameters import hyperparameters, options_of
+from lightning_sparsefl.federated.tracking.hyperparameters import hyperparameters, options_of, without_addresses
 
 STACK_SIZE = "stack size"
 """Fact by which clients are divided into stacks."""
@@ -129,4 +128,4 @@ def _option(value: Any) -> str | None:
 
 def _lasting(value: Any) -> Any:
     """Return a number, or a text without addresses in memory, which differ in every process."""
-    return value if isinstance(value, bool | int | float) else re.sub(r" at 0x[0-9a-fA-F]+", "", str(value))
+    return value if isinstance(value, bool | int | float) else without_addresses(str(value))

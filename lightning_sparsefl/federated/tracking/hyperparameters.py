@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import re
 from collections.abc import Mapping, Sequence
 from hashlib import sha256
 from typing import Any
@@ -105,6 +106,19 @@ def _flat(name: str, value: Any) -> dict[str, Any]:
     return flat
 
 
+def without_addresses(text: str) -> str:
+    """Return a text without addresses in memory, which differ in every process.
+
+    Args:
+        text: Text of an object.
+
+    Example:
+        >>> without_addresses("[<Net object at 0x7fb1>]")
+        '[<Net object>]'
+    """
+    return re.sub(r" at 0x[0-9a-fA-F]+", "", text)
+
+
 def plain(value: Any) -> bool | int | float | str:
     """Return a value that every logger accepts: a short text, or the name if the text would be a memory address.
 
@@ -115,7 +129,7 @@ def plain(value: Any) -> bool | int | float | str:
     """
     if isinstance(value, bool | int | float | str):
         return value
-    text = str(value)
+    text = without_addresses(str(value))
     if text.startswith("<"):
         return getattr(value, "__name__", type(value).__name__)
     if len(text) <= _LONGEST:
