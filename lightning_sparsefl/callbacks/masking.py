@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.callbacks import BaseFinetuning
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
@@ -80,7 +81,8 @@ class MaskingCallback(MaskOwner):
         if fresh:
             self.masks = dict(self.first_masks({name: parameters[name] for name in self.claims(pl_module)}))
             self._made = True
-            self.warn_of_frozen(parameters)
+            if not any(isinstance(callback, BaseFinetuning) for callback in trainer.callbacks):  # which thaw weights
+                self.warn_of_frozen(parameters)
         check(self.masks, parameters)
         self._check(trainer, pl_module)
         weights = {name: parameters[name] for name in self.masks}

@@ -161,7 +161,8 @@ def test_a_move_waits_for_finite_gradients(net, fit):
 
 
 def test_a_layer_that_does_not_train_keeps_its_mask(net, fit):
-    module, callback = net(), DynamicMask(density=0.4, every_n_steps=1, growth="random", stop=1.0)
+    options = {"density": 0.4, "every_n_steps": 1, "growth": "random", "stop": 1.0, "layers": ["net.*"]}
+    module, callback = net(), DynamicMask(**options)
     module.net[0].requires_grad_(False)
     probe = Probe(callback)
     fit(module, [callback, probe])
