@@ -15,7 +15,7 @@ from lightning_sparsefl.data.federated import FederatedDataModule, no_loader
 from lightning_sparsefl.data.items import ClientItems, ItemShift
 from lightning_sparsefl.data.keys import read_keys
 from lightning_sparsefl.data.partition import IID, Partition, check_num_clients
-from lightning_sparsefl.data.split import Part, span
+from lightning_sparsefl.data.split import Part
 from lightning_sparsefl.errors import InvalidOption, is_number, require, require_type
 
 
@@ -114,11 +114,11 @@ class FederatedDataset(FederatedDataModule):
         """
         if self._keys.labels is None:
             raise InvalidOption("`data.labels` is not set, but label counts need it; expected one value per example.")
-        if self._tensors is None:
-            return super().client_label_counts(client)
-        start, stop = span(self._ready.train_stops, client)
-        assert self._own_labels is not None
-        return torch.bincount(self._own_labels[start:stop], minlength=self.num_classes)
+        return super().client_label_counts(client)
+
+    def _train_labels(self) -> Tensor:
+        """Return the labels of the training examples, which the targets of tensors need not be."""
+        return super()._train_labels() if self._own_labels is None else self._own_labels
 
     def client_test_dataloader(self, client: int) -> DataLoader[Any] | None:  # type: ignore[override]
         """Return a loader of a client's test data, or None without `test` and `test_fraction`."""
@@ -176,8 +176,8 @@ class FederatedDataset(FederatedDataModule):
         return *self._hold_out(client, owned[own_test:]), owned[:own_test]
 
     def _gather(self, part: Part, owned: Sequence[Tensor], use: str) -> Part:
-        """Copy the examples of each client, and note the labels of the training examples, which targets need not be."""
-        if use == "train" and self._keys.labels is not None:
+        """Copy the examples of each client; beside those of tensors, also the labels of the training examples."""
+        if use == "train" and self._tensors is not None and self._keys.labels is not None:
             self._own_labels = self._keys.labels[torch.cat(list(owned))]
         return super()._gather(part, owned, use)
 

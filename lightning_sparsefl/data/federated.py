@@ -223,7 +223,11 @@ class FederatedDataModule(L.LightningDataModule):
     def client_label_counts(self, client: int) -> Tensor:
         """Count the training examples of each class of a client, int64 of shape (classes,)."""
         start, stop = span(self._ready.train_stops, client)
-        return torch.bincount(self._ready.train[1][start:stop].long(), minlength=self.num_classes)
+        return torch.bincount(self._train_labels()[start:stop].long(), minlength=self.num_classes)
+
+    def _train_labels(self) -> Tensor:
+        """Return the labels of the training examples, ordered by client."""
+        return self._ready.train[1]
 
     def train_dataloader(self) -> DataLoader[Any]:
         """Return a loader of the training data of all clients."""

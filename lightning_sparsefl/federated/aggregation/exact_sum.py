@@ -126,7 +126,8 @@ def kept_places(header: SumHeader) -> Sequence[int]:
 
 
 SumHeaders = Mapping[str, Mapping[str, SumHeader]]
-"""Headers by key of the `extra` tree and by name of the tensor."""
+"""Headers by key, which is that of an `extra` tree behind `EXTRA`, and by name of the tensor."""
+EXTRA = "extra/"
 
 
 def merge_headers(parts: Iterable[SumHeaders]) -> dict[str, dict[str, SumHeader]]:
@@ -143,7 +144,7 @@ def merge_headers(parts: Iterable[SumHeaders]) -> dict[str, dict[str, SumHeader]
         (k, n, header) for part in parts for k, tree in part.items() for n, header in tree.items()
     ]:
         known = found.get((key, name), header)
-        require_equal_shapes(key, name, known.shape, header.shape)
+        require_equal_shapes(key.removeprefix(EXTRA), name, known.shape, header.shape)
         tops = [top for top in (known.top, header.top) if top is not None]
         found[key, name] = SumHeader(header.shape, max(tops, default=None))
     whole: dict[str, dict[str, SumHeader]] = {}

@@ -18,19 +18,25 @@ import torch
 from torch import Tensor
 
 from lightning_sparsefl.errors import InvalidOption, InvalidUpdate
-from lightning_sparsefl.federated.aggregation.exact_sum import ExactSum, SumHeader, SumHeaders, require_equal_shapes
+from lightning_sparsefl.federated.aggregation.exact_sum import (
+    EXTRA,
+    ExactSum,
+    SumHeader,
+    SumHeaders,
+    require_equal_shapes,
+)
 from lightning_sparsefl.federated.aggregation.grid import Grid
 from lightning_sparsefl.federated.aggregation.joint_reduce import AllReduce, reduce_together
 from lightning_sparsefl.federated.exchange.flat import Layout
+from lightning_sparsefl.federated.exchange.update_checks import KINDS
 from lightning_sparsefl.sparse.masks import intersect
 from lightning_sparsefl.types import Masks, Merged, Message, Update, Weights
 
 Gather = Callable[[Any], list[Any]]
 """Function that returns the values of all ranks on every rank."""
 
-_EXTRA, _LARGE = "extra/", "weights"
-"""Keys of headers: prefix of the keys of extra trees, and the key of the weights."""
-_KINDS = ("weights", "difference")
+_LARGE = "weights"
+"""Key of the headers of tensors with large values."""
 _BLOCK = 1 << 16
 """Coordinates that are added at once, in float64, so that a CPU's cache holds them from one operation to the next."""
 _LARGEST_INT32 = torch.iinfo(torch.int32).max
@@ -285,8 +291,8 @@ class Accumulator:
         for (key, name), term in terms.items():
             if not bool(torch.isfinite(term).all()):
                 raise InvalidOption(f"`Update.extra[{key!r}][{name!r}]` has values that are not finite.")
-            known = self._extra.get(key, {}).get(name)
-            require_equal_shapes(key, name, term.shape if known is None else known.shape, term.shape)
+            known: ExactSum | Tensor = self._extra.get(key, {}).get(name, term)
+            require_equal_shapes(key, name, known.shape, term.shape)
         self._total += update.weight
         for (key, name), term in terms.items():
             sums = self._extra.setdefault(key, {})
@@ -311,13 +317,13 @@ class Accumulator:
     def _facts(self) -> list[float]:
         """Return the numbers of the sum that are no vectors, which add up over its parts."""
         masked, voted = self._coordinate_counts is not None, self._voters is not None
-        kinds = [self._kind == kind for kind in _KINDS]
+        kinds = [self._kind == kind for kind in KINDS]
         return [masked, voted, self._total, self._dense_voters, *kinds, self._updates, *self._not_sent]
 
     def _set_facts(self, facts: Sequence[float]) -> None:
         _, voted, total, dense_voters, whole, differences, updates, *not_sent = facts
         if whole and differences:
-            raise InvalidUpdate(f"The updates of the round have the kinds {_KINDS}; expected one kind.")
+            raise InvalidUpdate(f"The updates of the round have the kinds {KINDS}; expected one kind.")
         self._total, self._dense_voters = int(total), int(dense_voters)
         self._updates, self._not_sent = int(updates), [int(count) for count in not_sent]
         self._kind = "difference" if differences else self._kind
@@ -327,7 +333,7 @@ class Accumulator:
     def _exact_sums(self, headers: SumHeaders) -> Iterator[tuple[str, ExactSum, SumHeader]]:
         """Yield the sums without a grid that headers name, with the path of each."""
         for key, header_of in headers.items():
-            mine = self._large if key == _LARGE else self._extra.setdefault(key.removeprefix(_EXTRA), {})
+            mine = self._large if key == _LARGE else self._extra.setdefault(key.removeprefix(EXTRA), {})
             for name, header in header_of.items():
                 yield f"{key}/{name}", mine.setdefault(name, ExactSum(header.shape, self.device)), header
 
@@ -378,7 +384,7 @@ class Accumulator:
 
     def headers(self) -> SumHeaders:
         """Return the headers of the sums without a grid: of extra trees, and of tensors with large values."""
-        trees = {_EXTRA + key: tree for key, tree in self._extra.items()}
+        trees = {EXTRA + key: tree for key, tree in self._extra.items()}
         if self._large:
             trees[_LARGE] = self._large
         return {key: {name: total.header for name, total in tree.items()} for key, tree in trees.items()}

@@ -117,7 +117,7 @@ def _at_once(stack_size: Any) -> str:
 
 def _described(callback: Callback) -> str:
     """Return the name of a callback and its arguments that differ from their defaults."""
-    options = ", ".join(f"{name}={_lasting(value)!r}" for name, value in options_of(callback).items())
+    options = ", ".join(f"{name}={value!r}" for name, value in options_of(callback).items())
     return f"{type(callback).__name__}({options})"
 
 

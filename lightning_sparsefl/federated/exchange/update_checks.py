@@ -20,7 +20,8 @@ from lightning_sparsefl.errors import InvalidUpdate
 from lightning_sparsefl.federated.exchange.flat import FlatTree, Layout
 from lightning_sparsefl.types import Masks, Message, Update, Weights
 
-_KINDS = ("weights", "difference")
+KINDS = ("weights", "difference")
+"""Values of `Update.kind`."""
 _MOST_METRICS = 256
 _FACTOR, _ROOM = 4, 64 * 1024
 """Maximum sizes of `extra` and of `shared`: a multiple of the size of the model plus a number of bytes."""
@@ -46,8 +47,8 @@ def check_update_schema(
     who = f"The update of client {client}"
     _check_mappings(who, update)
     _check_metrics(who, update.metrics)
-    if update.kind not in _KINDS:
-        raise InvalidUpdate(f"{who} has the `kind` {update.kind!r}; expected one of {_KINDS}.")
+    if update.kind not in KINDS:
+        raise InvalidUpdate(f"{who} has the `kind` {update.kind!r}; expected one of {KINDS}.")
     if type(update.weight) is not int or update.weight < 1:
         raise InvalidUpdate(f"{who} has the `weight` {update.weight!r}; expected a positive integer, samples or 1.")
     for name, tensor in update.weights.items():

@@ -212,7 +212,7 @@ def callback_states(callbacks: list[Callback]) -> dict[str, Any]:
         TypeError: If a state holds a type that could not be read again.
     """
     return {
-        callback.state_key: pack_plain(state, "state_dict")
+        callback.state_key: pack_plain(state, f"{type(callback).__name__}.state_dict")
         for callback in callbacks
         if (state := callback.state_dict())
     }

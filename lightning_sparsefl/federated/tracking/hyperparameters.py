@@ -92,7 +92,7 @@ def _options_of_all(callbacks: Sequence[Callback]) -> dict[str, Any]:
 
 
 def _equal(value: Any, default: Any) -> bool:
-    """Return whether a value is the default; tensors, which are compared one by one, are not."""
+    """Return whether a value is the default, by its text, since a comparison of tensors has no single result."""
     return value is default or (type(value) is type(default) and plain(value) == plain(default))
 
 

@@ -194,7 +194,10 @@ def test_extra_trees_of_different_shapes_are_refused_and_leave_no_trace():
         one.add(differing, Message(weights=server), 1)
     assert list(one.result({}).extra["a"]) == ["x"]
     assert torch.equal(one.result({}).extra["a"]["x"], before)
-    with pytest.raises(InvalidUpdate, match=r"\(2,\) from one client and \(3,\) from another; expected equal shapes"):
+    with pytest.raises(
+        InvalidUpdate,
+        match=r"^`extra\['a'\]\['x'\]` .* \(2,\) from one client and \(3,\) from another; expected equal shapes",
+    ):
         merge_headers([one.headers(), other.headers()])
 
 
