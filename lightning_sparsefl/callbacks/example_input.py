@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from inspect import Parameter, signature
+from itertools import takewhile
 from typing import Any
 
+from lightning.pytorch import LightningModule
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
@@ -24,3 +28,54 @@ def for_module(sample: Any, module: nn.Module) -> Any:
     return apply_to_collection(
         sample, Tensor, lambda t: t.to(first.device, first.dtype if t.is_floating_point() else None)
     )
+
+
+def example_inputs(module: LightningModule) -> Any:
+    """Return a module's `example_input_array`, read as Lightning reads it; None if the module sets none.
+
+    Args:
+        module: Module of the user.
+
+    Returns:
+        The argument of ``forward``, or a tuple with several: those of a tuple or list, or the values of a mapping that
+        are named like the first arguments of ``forward``.
+    """
+    example = module.example_input_array
+    if isinstance(example, Mapping):
+        return forward_inputs(module, example)
+    return tuple(example) if isinstance(example, list) else example
+
+
+def one_sample(inputs: Any) -> Any:
+    """Return the first sample of each tensor of a batch, as a batch; tensors without dimensions stay as they are.
+
+    Args:
+        inputs: Tensors, or collections of them, whose first dimension is that of the samples.
+
+    Example:
+        >>> import torch
+        >>> one_sample({"x": torch.tensor([[1], [2]]), "scale": torch.tensor(3)})
+        {'x': tensor([[1]]), 'scale': tensor(3)}
+    """
+    return apply_to_collection(inputs, Tensor, lambda tensor: tensor[:1] if tensor.dim() else tensor)
+
+
+def forward_inputs(module: nn.Module, batch: Any) -> Any:
+    """Return the part of a batch that ``forward`` takes.
+
+    Of a mapping, these are the values that are named like the first arguments of ``forward``, or else the mapping; of
+    a sequence, as many values as ``forward`` has required arguments, at least one; of anything else, the whole.
+
+    Args:
+        module: Module with a ``forward``.
+        batch: Batch of a data loader.
+    """
+    kinds = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
+    arguments = [a for a in signature(module.forward).parameters.values() if a.kind in kinds]
+    if isinstance(batch, Mapping):
+        values = tuple(batch[argument.name] for argument in takewhile(lambda a: a.name in batch, arguments))
+        return values or batch
+    if isinstance(batch, Sequence) and len(batch) > 0 and not isinstance(batch, str):
+        required = sum(argument.default is Parameter.empty for argument in arguments)
+        return tuple(batch[:required]) if required > 1 else forward_inputs(module, batch[0])
+    return batch

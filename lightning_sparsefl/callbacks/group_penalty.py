@@ -16,7 +16,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 from lightning_sparsefl.callbacks.clock import StepClock
-from lightning_sparsefl.callbacks.example_input import for_module
+from lightning_sparsefl.callbacks.example_input import example_inputs, for_module
 from lightning_sparsefl.callbacks.feedback import ErrorFeedback
 from lightning_sparsefl.callbacks.layers import choose, require_dense_gradients, stepped_by
 from lightning_sparsefl.callbacks.loss_scaling import require_unscaled_gradients
@@ -137,7 +137,7 @@ class GroupPenalty(ReportedCallback):
             return self.units(parameters)
         if self.units is not None:
             return self.units
-        sample = module.example_input_array
+        sample = example_inputs(module)
         if sample is None:
             raise InvalidOption(
                 f"`GroupPenalty(groups='units')` finds units with the module's `example_input_array`, which "

@@ -9,9 +9,8 @@ from weakref import WeakKeyDictionary
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.rank_zero import WarningCache
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
-from lightning_sparsefl.callbacks.example_input import for_module
+from lightning_sparsefl.callbacks.example_input import example_inputs, for_module, forward_inputs, one_sample
 from lightning_sparsefl.callbacks.layers import choose
 from lightning_sparsefl.callbacks.mask_owner import packed, unpacked
 from lightning_sparsefl.callbacks.numbered import NumberedCallback
@@ -36,7 +35,7 @@ class SparsityMonitor(NumberedCallback):
 
     With `flops` also ``flops/forward``, the operations of one sample's forward pass where products with zeros are
     saved, and ``flops/forward_share``, its part of the dense module's. They are counted on the module's
-    `example_input_array`, or else on the first tensor of the first batch, one sample of it.
+    `example_input_array`, or else on the part of the first batch that its ``forward`` takes, one sample of it.
 
     With `pictures` each logger that takes images, such as TensorBoard's, gets ``mask/layers``, where the layers are
     zero, and ``density/per_layer``.
@@ -130,29 +129,14 @@ class SparsityMonitor(NumberedCallback):
 
 def _counted(module: LightningModule, batch: Any) -> tuple[LayerFlops, ...]:
     """Return the operations of each layer; an empty tuple, with one message, where they cannot be counted."""
-    example = module.example_input_array
-    sample = _first(batch) if example is None else _arguments(example)
     try:
-        if sample is not None:
-            return count_layers(module, for_module(sample, module))
-        reason = "it found no tensor to count them on"
+        example = example_inputs(module)
+        sample = one_sample(forward_inputs(module, batch) if example is None else example)
+        return count_layers(module, for_module(sample, module))
     except Exception as error:  # the user's `forward` may want anything
         reason = f"`{type(module).__name__}.forward` did not take its input ({type(error).__name__})"
     _messages.info(f"`SparsityMonitor` logs no FLOPs: {reason}; define `example_input_array`, or set `flops=False`.")
     return ()
-
-
-def _arguments(example: Any) -> Tensor | tuple[Any, ...] | None:
-    """Return one sample of each of the arguments that a module gives as its example."""
-    if isinstance(example, tuple) and all(isinstance(value, Tensor) for value in example):
-        return tuple(value[:1] for value in example)
-    return _first(example)
-
-
-def _first(batch: Any) -> Tensor | None:
-    """Return one sample of the first tensor of a batch."""
-    leaves = (leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim())
-    return next((leaf[:1] for leaf in leaves), None)
 
 
 def _draw(trainer: Any, masks: Masks, densities: Mapping[str, float]) -> None:

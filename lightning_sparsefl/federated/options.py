@@ -181,7 +181,7 @@ class Federation:
             unchanged = " (the default)" if self.clients_per_round == type(self).clients_per_round else ""
             raise InvalidOption(
                 f"`federation.clients_per_round` is {self.clients_per_round}{unchanged}, but the data has "
-                f"{num_clients} clients{held_out}; lower it, or raise `data.num_clients`."
+                f"{num_clients} clients{held_out}; lower it, or give the data more (`data.num_clients`)."
             )
         expected = f"at most `federation.clients_per_round`, {self.clients_per_round}"
         require(self.min_clients <= self.clients_per_round, "federation.min_clients", self.min_clients, expected)

@@ -125,7 +125,7 @@ def with_forward(net, recipe=None, example=None):
     return module
 
 
-@pytest.mark.parametrize("example", [None, torch.zeros(3, 4), (torch.zeros(2, 4),)])
+@pytest.mark.parametrize("example", [None, torch.zeros(3, 4), (torch.zeros(2, 4),), {"x": torch.zeros(2, 4)}])
 def test_flops_are_those_of_the_weights_that_are_left(net, fit, example):
     module, callback = with_forward(net, example=example), StaticMask(0.5, "uniform", layers="!net.0*")
     watch = Forward(layers="net.*")
@@ -134,6 +134,14 @@ def test_flops_are_those_of_the_weights_that_are_left(net, fit, example):
     saved = 2 * sum(int((~mask).sum()) for mask in callback.masks.values())
     assert [row["flops/forward"] for row in watch.rows] == [dense - saved] * 2
     assert watch.rows[0]["flops/forward_share"] == pytest.approx((dense - saved) / dense)
+
+
+def test_flops_of_a_batch_that_is_a_mapping(net, fit):
+    module = with_forward(net)
+    module.on_after_batch_transfer = lambda batch, _: {"label": batch[1], "x": batch[0]}  # the input is not the first
+    module.training_step = lambda batch: module(batch["x"]).square().mean()
+    fit(module, [watch := Forward(layers="net.*")], epochs=1)
+    assert watch.rows[0]["flops/forward"] == 2 * (4 * 9 + 9 * 6 + 6 * 3) + 9 + 6 + 3
 
 
 def test_counting_changes_nothing(net, fit, recipe):

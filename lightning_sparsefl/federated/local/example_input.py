@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from inspect import Parameter, signature
-from itertools import takewhile
 from typing import Any
 
 import torch
@@ -14,11 +12,10 @@ from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.seed import isolate_rng
-from lightning_utilities.core.apply_func import apply_to_collection
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import IterableDataset
 
-from lightning_sparsefl.callbacks.example_input import for_module
+from lightning_sparsefl.callbacks.example_input import example_inputs, for_module, forward_inputs, one_sample
 from lightning_sparsefl.cost import count_layers
 from lightning_sparsefl.errors import InvalidOption
 from lightning_sparsefl.sparse.units import UnitGroup, find_groups
@@ -41,7 +38,7 @@ def example_of(module: LightningModule, data: Any) -> Any:
     Raises:
         InvalidOption: If there is no such sample.
     """
-    sample: Any = module.example_input_array
+    sample = example_inputs(module)
     shape = getattr(data, "sample_shape", None)
     if sample is None:
         sample = forward_inputs(module, _first_sample(module, data)) if shape is None else torch.zeros(1, *shape)
@@ -60,33 +57,12 @@ def _first_sample(module: LightningModule, data: Any) -> Any:
             sample = next(iter(dataset)) if isinstance(dataset, IterableDataset) else dataset[0]
             if loader.batch_sampler is not None:
                 return loader.collate_fn([sample])
-            return apply_to_collection(loader.collate_fn(sample), Tensor, lambda batch: batch[:1])
+            return one_sample(loader.collate_fn(sample))
     except Exception as error:
         raise InvalidOption(
             f"`{type(module).__name__}` has no `example_input_array`, the data no `sample_shape`, and the first "
             f"training sample of client 0 cannot be read ({type(error).__name__}: {error}); set one of the first two."
         ) from error
-
-
-def forward_inputs(module: LightningModule, batch: Any) -> Any:
-    """Return the part of a batch that ``forward`` takes.
-
-    Of a mapping, these are the values that are named like the first arguments of ``forward``, or else the mapping; of
-    a sequence, as many values as ``forward`` has required arguments, at least one; of anything else, the whole.
-
-    Args:
-        module: Module of the user.
-        batch: Batch of a data loader.
-    """
-    kinds = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
-    arguments = [a for a in signature(module.forward).parameters.values() if a.kind in kinds]
-    if isinstance(batch, Mapping):
-        values = tuple(batch[argument.name] for argument in takewhile(lambda a: a.name in batch, arguments))
-        return values or batch
-    if isinstance(batch, Sequence) and len(batch) > 0 and not isinstance(batch, str):
-        required = sum(argument.default is Parameter.empty for argument in arguments)
-        return tuple(batch[:required]) if required > 1 else forward_inputs(module, batch[0])
-    return batch
 
 
 def layers_of(module: LightningModule, data: Any) -> tuple[LayerFlops, ...] | None:

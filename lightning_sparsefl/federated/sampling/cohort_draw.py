@@ -36,11 +36,6 @@ class CohortDraw:
     timed: bool = False
     """Whether clients are drawn among those that are available at the simulated time of a round."""
 
-    @property
-    def count(self) -> int:
-        """Number of clients to draw where all are available, late ones included."""
-        return self.widened(self.wanted, len(self.clients))
-
     def widened(self, needed: int, present: int) -> int:
         """Return the number of clients to draw, late ones included.
 

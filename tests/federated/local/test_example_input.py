@@ -15,7 +15,7 @@ from lightning_sparsefl import FederatedTrainer, Federation, FedLPS, FedSpa, Het
 from lightning_sparsefl.cost import count_layers
 from lightning_sparsefl.data import ClientDataModules, FederatedDataset
 from lightning_sparsefl.errors import InvalidOption
-from lightning_sparsefl.federated.local.example_input import example_of, forward_inputs, layers_of, units_of
+from lightning_sparsefl.federated.local.example_input import example_of, layers_of, units_of
 
 
 class Tokens(L.LightningModule):
@@ -143,30 +143,6 @@ def test_an_example_of_a_table_is_a_batch(norm):
     assert example_of(module, table).shape == (1, 5)
     assert layers_of(module, table)
     assert [group.size for group in units_of(module, table)] == [8]
-
-
-class Two(Tokens):
-    def forward(self, first, second, scale=1.0):
-        return super().forward(first + second) * scale
-
-
-A, B, C = torch.zeros(1), torch.ones(1), torch.full((1,), 2.0)
-
-
-@pytest.mark.parametrize(
-    ("module", "batch", "expected"),
-    [
-        (Tokens(), A, A),
-        (Tokens(), [A, B], A),
-        (Tokens(), ({"tokens": A, "mask": C}, B), (A,)),
-        (Tokens(), {"x": A}, {"x": A}),
-        (Two(), (A, B, C), (A, B)),
-        (Two(), {"second": B, "first": A, "labels": C}, (A, B)),
-        (Two(), {"second": B, "first": A, "scale": C}, (A, B, C)),
-    ],
-)
-def test_the_inputs_in_a_batch(module, batch, expected):
-    assert forward_inputs(module, batch) == expected
 
 
 class NoForward(Tokens):

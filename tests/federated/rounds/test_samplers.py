@@ -64,11 +64,11 @@ def test_the_default_draws_as_ever_also_where_more_are_drawn():
     for clients in (range(10), Training(12, [3, 7])):
         draw = CohortDraw(clients, 4, seed=5)
         for round in range(5):
-            assert draw.draw("", {}, candidates(clients, draw.count, round)) == uniform_cohort(5, round, clients, 4)
+            assert draw.draw("", {}, candidates(clients, draw.wanted, round)) == uniform_cohort(5, round, clients, 4)
     wider = CohortDraw(range(10), 4, seed=5, sampler=Uniform(over_select=1.3))
-    assert wider.count == 6
+    assert wider.widened(4, 10) == 6
     assert wider.draw("", {}, candidates(count=6)) == uniform_cohort(5, 0, range(10), 6)
-    assert CohortDraw(range(5), 4, seed=5, sampler=Uniform(over_select=3.0)).count == 5
+    assert CohortDraw(range(5), 4, seed=5, sampler=Uniform(over_select=3.0)).widened(4, 5) == 5
 
 
 @pytest.mark.parametrize("found", [[1, 1, 2, 3], [1, 2, 3], [1, 2, 3, 10], [-1, 2, 3, 4], [0, 1, 2, 7]])
