@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from torch import Tensor
 
@@ -15,8 +15,8 @@ from lightning_sparsefl.sparse.masks import apply, dense_like, kept
 from lightning_sparsefl.types import Masks, Weights
 
 _ADJUSTMENTS, _CALM, _SMALL = 20, 5, 0.1
-"""Largest number of reconfigurations. They end earlier after `_CALM` in a row, each of which changed the number of kept
-weights by at most `_SMALL` of it."""
+"""Largest number of reconfigurations. :func:`prune_alone` ends earlier after `_CALM` in a row, each of which changed
+the number of kept weights by at most `_SMALL` of it."""
 
 
 def prune_alone(
@@ -58,6 +58,37 @@ def prune_alone(
             if calm == _CALM:
                 break
     return weights, masks or dense_like({name: weights[name] for name in seconds})
+
+
+def prune_until_accurate(
+    client: Client, choose: Callable[[Weights], Masks], epochs: int, accuracy: float
+) -> tuple[Weights, Masks]:
+    """Train and prune the initial model on one client's data until it is accurate, as in the row of FedDIP.
+
+    Args:
+        client: The client.
+        choose: Function from squared gradients to masks.
+        epochs: Number of epochs before each choice.
+        accuracy: Value of `federation.monitor` from which on the masks stay; 0 = those of the first choice.
+
+    Returns:
+        The weights and the masks; no masks if nothing could be trained.
+
+    Raises:
+        InvalidOption: If the module does not log `federation.monitor`.
+    """
+    weights: Weights = {}
+    masks: Masks = {}
+    for _ in range(_ADJUSTMENTS):
+        gradients = GradientSum(squares=True)
+        result = client.fit(weights, masks, callbacks=[gradients], epochs=epochs)
+        if not gradients.squares:  # nothing was trained
+            return result.weights, masks
+        masks = choose(gradients.squares)
+        weights = apply(result.weights, masks)
+        if accuracy <= 0 or _required_metric(result.metrics, client.monitor) >= accuracy:
+            break
+    return weights, masks
 
 
 def _required_metric(metrics: Mapping[str, float], monitor: str) -> float:

@@ -12,6 +12,8 @@ Departures from the authors' code:
 - New personal weights go on from the client's own values. In the code they take the merged value of the round in which
   they were chosen, since it still sends and receives them in that round.
 - The number of new personal weights is rounded half up, and ties go to the lower index.
+- A client is scored with the merged weights of the round, as those of other methods are, and so is the last round; the
+  code scores before it merges, and does not merge the last round.
 - Running statistics are averaged unless `federation.buffers` is `local`; in the code each client keeps its own.
 - The local optimizer is that of the module, anew for each epoch; the code takes plain SGD.
 - An epoch in which nothing can change is not run, as that of the personal weights before there are any, but is charged.

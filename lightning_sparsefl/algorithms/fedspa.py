@@ -23,6 +23,11 @@ follow the code of DisPFL by the same group, which reproduces FedSpa's cost tabl
 - Gradients are not clipped unless `trainer.gradient_clip_val` is set. The paper does not mention clipping; the code of
   DisPFL clips to a norm of 10.
 
+The rows called FedSpa in the tables of FedLPS (arXiv:2412.07216) are of another method, which is not implemented: its
+clients train dense until their validation accuracy exceeds .5, and from then on prune by magnitude before they train,
+each time they take part, and let as many positions return as the density allows, those with the largest gradients,
+whether they were held or not. The cells of these tables run FedSpa.
+
 With ``merge="count"`` and all clients in each round it is DisPFL (arXiv:2206.00187) on the full graph, except that a
 weight that no client holds keeps its value instead of becoming 0.
 """

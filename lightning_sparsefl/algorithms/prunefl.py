@@ -14,19 +14,22 @@ Departures from the paper and the authors' code:
   participate in a reconfiguration keeps them.
 - A weight that returns starts at 0; in the code, at the value that it had when it was pruned.
 - The first client trains epochs over all of its data, and may bring weights back; in the code it repeats 200 samples,
-  and masks only shrink. `profile` trains nothing, and assumes a dense first mask. The FLOPs of the first client's
-  training and of SNIP's gradients are not charged.
+  and masks only shrink. `profile` trains nothing, and assumes a dense first mask, by the cubic one of
+  `initial_density`. The FLOPs of the first client's training and of SNIP's gradients are not charged.
 - Times follow from FLOPs and bytes per weight; the paper measures them. `seconds_per_weight` sets measured ones.
 - ``criterion="cubic"`` is the row of FedDIP (arXiv:2309.06805): the density follows a cubic, and the largest squared
-  gradients stay. That code sums no gradients but takes the last one of each client, keeps one weight more and further
-  ones depending on measured seconds, and its first client trains until an accuracy above chance.
+  gradients stay. Its first client prunes to `initial_density` after every `first_epochs` epochs, until
+  `first_accuracy`, and not by time. That code sums no gradients but takes the last one of each client, keeps one weight
+  more and further ones depending on measured seconds; its first client, a hundredth of the data, prunes after 5 epochs
+  and after 25 more.
 - ``criterion="halving"`` is the row of FedLPS (arXiv:2412.07216): the share that may be pruned is `prunable`, halved
-  every `half_life` rounds. That code averages last gradients, uniformly, and times of layers are their sizes.
+  every `half_life` rounds. That code averages last gradients, uniformly, and times of layers are their sizes; its first
+  client is drawn at random, starts with a random mask of density .5 and prunes at most ten times.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Literal
@@ -34,7 +37,7 @@ from typing import Literal
 import torch
 from lightning.pytorch import Callback
 
-from lightning_sparsefl.algorithms._first_client import prune_alone, worthwhile
+from lightning_sparsefl.algorithms._first_client import prune_alone, prune_until_accurate, worthwhile
 from lightning_sparsefl.callbacks import GradientSum
 from lightning_sparsefl.cost import BYTES_PER_WEIGHT, forward_flops
 from lightning_sparsefl.errors import InvalidOption, check_types, require
@@ -59,7 +62,8 @@ class PruneFL(FederatedAlgorithm):
     density: float = 0.1
     """Density at the end of the cubic schedule, in (0, 1]."""
     initial_density: float = 0.5
-    """Density at the start of the cubic schedule, and of a first mask by ERK or SNIP, in (0, 1]."""
+    """Density at the start of the cubic schedule, with that of the first client's mask, and of a first mask by ERK or
+    SNIP, in (0, 1]."""
     reconfigure_every: int = 50
     """Number of rounds between two reconfigurations (R)."""
     prunable: float = 0.3
@@ -71,8 +75,8 @@ class PruneFL(FederatedAlgorithm):
     first_epochs: int = 50
     """Number of epochs between two reconfigurations of the first client, of which there are at most 20."""
     first_accuracy: float = 0.15
-    """Value of `federation.monitor` from which on the first client prunes: 1.5 times chance level, here with 10
-    classes; 0 = at once."""
+    """Value of `federation.monitor` from which on the first client prunes, by the cubic schedule at which it ends: 1.5
+    times chance level, here with 10 classes; 0 = at once."""
     seconds_per_weight: Mapping[str, float] | None = None
     """Seconds that a round takes longer for each weight, by patterns of layers' names; null = from FLOPs and bytes."""
     constant: float = 0.0
@@ -157,10 +161,17 @@ class PruneFL(FederatedAlgorithm):
             return Update(weights=client.gradient({}), weight=client.num_examples)
         if int(message.extra["asked"]["client"]) != client.id:
             return Update(weights={})
-        weights, masks = prune_alone(
-            client, message.extra["seconds"], self.first_epochs, self.first_accuracy, self.prunable, self.constant
-        )
+        weights, masks = self._prune_alone(message.extra["seconds"], client)
         return Update(weights=weights, weight=client.num_examples, extra={"masks": masks} if masks else {})
+
+    def _prune_alone(self, seconds: Weights, client: Client) -> tuple[Weights, Masks]:
+        """Return the weights and masks of the first client."""
+        epochs, accuracy = self.first_epochs, self.first_accuracy
+        if self.criterion == "cubic":
+            return prune_until_accurate(
+                client, lambda squares: self._largest(squares, list(seconds), self.initial_density), epochs, accuracy
+            )
+        return prune_alone(client, seconds, epochs, accuracy, self.prunable, self.constant)
 
     def callbacks(self, message: Message, client: Client) -> list[Callback]:
         """Return the sum of the dense gradients."""
@@ -191,7 +202,8 @@ class PruneFL(FederatedAlgorithm):
                 seconds, fraction = server.extra["seconds"], self._fraction(server.round)
                 masks = worthwhile(mean.weights, masks, squares, seconds, fraction, self.constant)
             else:
-                masks = self._largest(squares, masks, self.share(server.round, int(server.extra["plan"]["rounds"])))
+                share = self.share(server.round, int(server.extra["plan"]["rounds"]))
+                masks = self._largest(squares, list(masks), share)
         return replace(mean, weights=apply(mean.weights, masks), masks=masks)
 
     def _fraction(self, round: int) -> float:
@@ -209,18 +221,20 @@ class PruneFL(FederatedAlgorithm):
             return 1 - self._fraction(round)
         return cubic(self.initial_density, self.density, round, max_rounds)
 
-    def _largest(self, values: Weights, masks: Masks, share: float) -> Masks:
-        """Return masks of the globally largest values."""
-        dense = dense_like(masks)
-        count = max(len(masks), floor_count(share, kept(dense)))
-        return shrink_globally({name: values[name] for name in masks}, dense, count, least=1)
+    @staticmethod
+    def _largest(values: Weights, names: Sequence[str], share: float) -> Masks:
+        """Return masks of the largest values of all tensors together."""
+        pool = {name: values[name] for name in names}
+        dense = dense_like(pool)
+        return shrink_globally(pool, dense, max(len(pool), floor_count(share, kept(dense))), least=1)
 
     def profile_state(self, server: ServerState, round: int) -> ServerState:
         """Return the state with a mask of the density of the schedule, computed from the initial weights."""
         last, masks = round - round % self.reconfigure_every - 1, server.masks
-        if self.criterion != "time" and last >= 0:
-            share = self.share(last, int(server.extra["plan"]["rounds"]))
-            masks = self._largest(magnitude({name: server.weights[name] for name in masks}), masks, share)
+        starts = self.criterion == "cubic" and self.first == "client"  # with a mask of the schedule's first density
+        if starts or (self.criterion != "time" and last >= 0):
+            share = self.share(max(last, 0), int(server.extra["plan"]["rounds"]))
+            masks = self._largest(magnitude(server.weights), list(masks), share)
         return replace(server, round=round, weights=apply(server.weights, masks), masks=masks)
 
     def costs(self, facts: CostFacts) -> Costs:

@@ -113,6 +113,20 @@ def test_a_client_prunes_alone_until_the_density_is_stable(client):
     assert update.weight == 7
 
 
+@pytest.mark.parametrize(("accuracy", "fits"), [(0.0, 1), (0.15, 3), (0.9, 20)])
+def test_by_the_cubic_a_client_prunes_to_the_first_density_until_it_is_accurate(client, accuracy, fits):
+    someone, _ = client()
+    squares = {"w": torch.tensor([[1.0, 0.0, 4.0, 2.0, 3.0, 0.0]]), "bias": torch.tensor([9.0])}
+    someone._worker = engine = Alone([0.1, 0.14, *([0.5] * 30)], squares)
+    message = Message(weights={}, extra={"asked": {"client": torch.tensor(0.0)}, "seconds": SECONDS})
+    method = PruneFL(criterion="cubic", initial_density=0.5, first_epochs=3, first_accuracy=accuracy)
+    update = method.survey(message, someone)
+    assert [kept(masks) if masks else 6 for _, masks, _ in engine.fits] == [6, *[3] * (fits - 1)]
+    assert {epochs for *_, epochs in engine.fits} == {3}
+    assert update.extra["masks"]["w"].tolist() == [[False, False, True, True, True, False]]
+    assert update.weights["w"].tolist() == [[0, 0, 2.0, 1.0, 0, 0]]
+
+
 def test_a_client_that_drops_all_of_its_weights_is_stable(client):
     someone, _ = client()
     someone._worker = engine = Alone([0.5] * 30, {"w": torch.zeros(1, 6), "bias": torch.tensor([0.5])})

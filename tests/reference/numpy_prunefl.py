@@ -69,6 +69,14 @@ def alone(weights, whole, seconds, fraction, sgd, most=20):
     return weights, masks
 
 
+def alone_at_density(weights, whole, names, share, sgd):
+    """The first client of the cubic schedule: one full batch, and the largest squared gradients."""
+    masks = {name: np.ones(weights[name].shape, dtype=bool) for name in names}
+    trained, slopes = summed(weights, [whole], masks, sgd)
+    masks = largest({name: slope**2 for name, slope in slopes.items()}, masks, share)
+    return masked(trained, masks), masks
+
+
 class PruneFL:
     """`masks` is the first mask; `shares[t]` is the density of a schedule, None for the rule by time."""
 
