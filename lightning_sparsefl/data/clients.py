@@ -9,7 +9,7 @@ import lightning as L
 import torch
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
-from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, Subset
 
 from lightning_sparsefl.data.examples import Examples, JoinedExamples
 from lightning_sparsefl.data.federated import FederatedDataModule, no_loader
@@ -24,6 +24,10 @@ class ClientDataModules(FederatedDataModule):
     ``SubsetRandomSampler`` its indices, with the batch size and the ``collate_fn`` of client 0. Costs are counted with
     the ``batch_size`` and ``drop_last`` of each client's loader, or of the batch sampler that it was given, before
     ``setup`` with the `batch_size` of its module. Every client that a run scores needs the loader of the split.
+
+    ``modules[k]`` is the `trainer.datamodule` of client k, and its hooks of the batch transfer are called for client k;
+    for the pooled loaders, those of the first module that overrides them. A run does not call ``teardown``, and a data
+    module's own `trainer` is None in a run.
 
     Args:
         modules: Data modules, one per client. Each is prepared, and set up once for fitting and once for testing.
@@ -69,6 +73,10 @@ class ClientDataModules(FederatedDataModule):
             known = getattr(modules[0], name, None) if value is None else value
             if known is not None:
                 setattr(self, name, known)
+        for hook in ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer"):
+            owner = next((module for module in modules if is_overridden(hook, module)), None)
+            if owner is not None:
+                setattr(self, hook, getattr(owner, hook))
         self._is_set_up = False
 
     def prepare_data(self) -> None:
@@ -84,12 +92,12 @@ class ClientDataModules(FederatedDataModule):
         """
         if self._is_set_up:
             return
-        for module in self.modules:
+        for client, module in enumerate(self.modules):
             module.trainer = self.trainer
-            module.setup("fit")
-            module.setup("test")
+            self._call(client, "setup", "fit")
+            self._call(client, "setup", "test")
         loaders = [self.client_train_dataloader(client) for client in range(self.num_clients)]
-        self.client_sizes = [_num_samples(loader, client) for client, loader in enumerate(loaders)]
+        self.client_sizes = [self._num_samples(loader, client) for client, loader in enumerate(loaders)]
         batches = [_batches(loader, self.batch_size) for loader in loaders]
         self.batch_size, self.drop_last = batches[0]
         self.own_batches = self._differing(batches)
@@ -100,16 +108,23 @@ class ClientDataModules(FederatedDataModule):
         for module in self.modules:
             module.teardown(stage)
 
+    def datamodule_of(self, client: int) -> L.LightningDataModule:
+        """Return the data module of a client.
+
+        Args:
+            client: Number of the client.
+        """
+        return self.modules[client]
+
     def client_train_dataloader(self, client: int) -> DataLoader[Any]:
         """Return the loader of the client's own ``train_dataloader()``."""
-        return _single(self.modules[client].train_dataloader(), "train_dataloader", client)
+        return _single(self._call(client, "train_dataloader"), "train_dataloader", client)
 
     def client_val_dataloader(self, client: int) -> DataLoader[Any] | None:
         """Return the loader of the client's own ``val_dataloader()``, or None if it does not define one."""
-        module = self.modules[client]
-        if not is_overridden("val_dataloader", module):
+        if not is_overridden("val_dataloader", self.modules[client]):
             return None
-        loader = module.val_dataloader()
+        loader = self._call(client, "val_dataloader")
         return None if loader is None else _single(loader, "val_dataloader", client)
 
     def client_test_dataloader(self, client: int) -> DataLoader[Any]:
@@ -124,7 +139,7 @@ class ClientDataModules(FederatedDataModule):
                 f"The data module of client {client} has no `test_dataloader`; define one, or set "
                 "`data.eval_split: val`."
             )
-        return _single(module.test_dataloader(), "test_dataloader", client)
+        return _single(self._call(client, "test_dataloader"), "test_dataloader", client)
 
     def client_label_counts(self, client: int) -> Tensor:
         """Count the training examples of each class of a client, by reading them once.
@@ -169,6 +184,33 @@ class ClientDataModules(FederatedDataModule):
             return JoinedExamples(parts).loader(size, shuffle=shuffle)
         return DataLoader(ConcatDataset(parts), batch_size=size, collate_fn=first.collate_fn, shuffle=shuffle)
 
+    def _call(self, client: int, hook: str, *args: Any) -> Any:
+        """Call a hook of a client's data module; one that needs a trainer is named."""
+        module = self.modules[client]
+        try:
+            return getattr(module, hook)(*args)
+        except AttributeError as error:
+            if error.name is None or error.obj is not None or module.trainer is not None:
+                raise
+            raise InvalidOption(
+                f"`{hook}` of the data module of client {client} reads `{error.name}` of None; expected a hook that "
+                "does not need `self.trainer`, which is None in a federation (each client trains in one process)."
+            ) from error
+
+    def _num_samples(self, loader: DataLoader[Any], client: int) -> int:
+        """Return the number of samples of an epoch of a client's training loader."""
+        source: Any = loader.dataset if isinstance(loader.dataset, IterableDataset) else _sampler(loader)
+        if not hasattr(source, "__len__"):
+            source = loader.dataset
+        known = self._given_sizes[client] if self._given_sizes else 0
+        size = len(source) if hasattr(loader.dataset, "__len__") else known
+        if size == 0:
+            raise InvalidOption(
+                f"The training data set of client {client} is empty or has no length; expected a data set with "
+                "`__len__` and at least one sample, or `data.client_sizes`."
+            )
+        return size
+
     def _differing(self, batches: Sequence[tuple[int, bool]]) -> dict[int, tuple[int, bool]]:
         """Return batch size and `drop_last` of the clients that do not have those of the data module."""
         return {client: own for client, own in enumerate(batches) if own != (self.batch_size, self.drop_last)}
@@ -186,18 +228,6 @@ def _single(loader: Any, hook: str, client: int) -> DataLoader[Any]:
     return loader
 
 
-def _num_samples(loader: DataLoader[Any], client: int) -> int:
-    drawn = _sampler(loader)
-    source: Any = drawn if hasattr(drawn, "__len__") else loader.dataset
-    size = len(source) if hasattr(loader.dataset, "__len__") else 0
-    if size == 0:
-        raise InvalidOption(
-            f"The training data set of client {client} is empty or has no length; expected a data set with "
-            "`__len__` and at least one sample."
-        )
-    return size
-
-
 def _sampler(loader: DataLoader[Any]) -> Any:
     """Return the sampler of a loader's batch sampler, if it has one, else the loader's own."""
     return getattr(loader.batch_sampler, "sampler", loader.sampler)
@@ -211,5 +241,5 @@ def _sampled(loader: DataLoader[Any]) -> Dataset[Any]:
 
 def _batches(loader: DataLoader[Any], default: int) -> tuple[int, bool]:
     """Return the batch size of a loader, or of the batch sampler that it was given, and its `drop_last`."""
-    source = loader.batch_sampler or loader
+    source = loader if loader.batch_sampler is None else loader.batch_sampler
     return getattr(source, "batch_size", None) or default, getattr(source, "drop_last", False)

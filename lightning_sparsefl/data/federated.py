@@ -203,6 +203,14 @@ class FederatedDataModule(L.LightningDataModule):
         """Return the number of training samples of a client: nominal before :meth:`setup`, actual after it."""
         return self.client_sizes[client]
 
+    def datamodule_of(self, client: int) -> L.LightningDataModule:
+        """Return the data module that a client's trainer has, whose hooks of the batch transfer it calls.
+
+        Args:
+            client: Number of the client.
+        """
+        return self
+
     def client_train_dataloader(self, client: int) -> DataLoader[Any]:
         """Return a loader of a client's training data, in an order drawn from torch's global generator."""
         start, stop = span(self._ready.train_stops, client)

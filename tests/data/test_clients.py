@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SubsetRandomSampler, TensorDataset
 
 from lightning_sparsefl.data import ClientDataModules, FederatedDataModule, FederatedDigits
@@ -237,3 +241,60 @@ def test_refuses_bad_arguments():
         InvalidOption, match=r"`data.client_sizes` has 2 entries; expected one for each of the 1 modules"
     ):
         ClientDataModules([TrainOnly()], client_sizes=[1, 2])
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter([(torch.zeros(1), torch.tensor(0))] * 5)
+
+
+class Counted(Stream):
+    def __len__(self):
+        return 5
+
+
+def streaming(dataset) -> L.LightningDataModule:
+    module = TrainOnly()
+    module.train_dataloader = lambda: DataLoader(dataset, batch_size=2)
+    return module
+
+
+def test_a_stream_has_the_length_that_it_knows_or_is_given():
+    counted = ClientDataModules([streaming(Counted()), TrainOnly()])
+    counted.setup()
+    assert [counted.num_examples(client) for client in (0, 1)] == [5, 6]
+    told = ClientDataModules([streaming(Stream()), TrainOnly()], client_sizes=[7, 6])
+    told.setup()
+    assert [told.num_examples(client) for client in (0, 1)] == [7, 6]
+
+
+@pytest.mark.parametrize("hook", ["setup", "train_dataloader"])
+def test_a_hook_that_needs_a_trainer_is_named(hook):
+    class Scaled(TrainOnly):
+        pass
+
+    setattr(Scaled, hook, lambda self, *args: self.trainer.world_size)
+    message = rf"`{hook}` of the data module of client 1 reads `world_size` of None; expected .* `self.trainer`"
+    with pytest.raises(InvalidOption, match=message):
+        ClientDataModules([TrainOnly(), Scaled()]).setup()
+
+    def fail(self, *args):
+        raise AttributeError("mine")
+
+    setattr(Scaled, hook, fail)
+    with pytest.raises(AttributeError, match="mine"):
+        ClientDataModules([TrainOnly(), Scaled()]).setup()
+
+
+class Shifted(Own):
+    def on_after_batch_transfer(self, batch, dataloader_idx):
+        return [batch[0] + self.first, batch[1]]
+
+
+def test_pooled_batches_have_the_hooks_of_the_first_that_has_some():
+    data = ClientDataModules([Own(0, 4), Shifted(10, 4), Shifted(20, 4)])
+    assert [data.datamodule_of(client) for client in range(3)] == data.modules
+    for pooled in (data, copy.deepcopy(data), pickle.loads(pickle.dumps(data))):
+        assert is_overridden("on_after_batch_transfer", pooled)
+        assert pooled.on_after_batch_transfer([1, 2], 0) == [11, 2]
+        assert not is_overridden("on_before_batch_transfer", pooled)

@@ -216,19 +216,20 @@ class FastEngine:
             isolate_metrics(module)
             return PartScore(indivisible=str(reason))
 
-    def gradient(self, module: LightningModule, batch: Any, batch_idx: int = 0) -> None:
+    def gradient(self, module: LightningModule, batch: Any, batch_idx: int = 0, *, datamodule: Any = None) -> None:
         """Write the gradient of the training loss of one batch to `.grad`, replacing earlier gradients.
 
         Args:
             module: Module in the mode (training or evaluation) to use; its weights do not change.
             batch: Batch from the client's loader.
             batch_idx: Argument `batch_idx` of `training_step`.
+            datamodule: Object that becomes `trainer.datamodule`.
 
         Raises:
             InvalidOption: If the module optimizes manually, so that a single training loss is not defined.
         """
         require_automatic(module)
-        trainer = self._client(module)
+        trainer = self._client(module, datamodule=datamodule)
         with restore_trainer_refs(module, ()), trainer.running(discard):
             trainer.gradient(batch, batch_idx)
 

@@ -15,6 +15,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint, ProgressBar
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
 from lightning_sparsefl.federated.local.fast.batch_scores import PartScore
@@ -81,8 +82,20 @@ class _DetachDataModule(Callback):
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         _set_datamodule(trainer, None)
 
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.state.fn is TrainerFn.VALIDATING:
+            _set_datamodule(trainer, None)
+
+    def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        _set_datamodule(trainer, None)
+
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         _set_datamodule(trainer, None)
+
+
+def _with_datamodule(callbacks: Sequence[Callback], datamodule: Any) -> list[Callback]:
+    """Return callbacks between those that attach and detach a data module."""
+    return [*callbacks] if datamodule is None else [_AttachDataModule(datamodule), *callbacks, _DetachDataModule()]
 
 
 class _GradientReady(Exception):
@@ -136,9 +149,7 @@ class LightningEngine:
         datamodule: Any = None,
     ) -> dict[str, Tensor]:
         """Train one client; see :meth:`lightning_sparsefl.federated.local.engines.FastEngine.fit`."""
-        attached = (
-            [*callbacks] if datamodule is None else [_AttachDataModule(datamodule), *callbacks, _DetachDataModule()]
-        )
+        attached = _with_datamodule(callbacks, datamodule)
         with restore_trainer_refs(module, attached), _quiet():
             trainer = self._trainer(attached, loggers)
             try:
@@ -157,9 +168,7 @@ class LightningEngine:
         datamodule: Any = None,
     ) -> dict[str, float]:
         """Evaluate one client; see :meth:`~lightning_sparsefl.federated.local.engines.FastEngine.evaluate`."""
-        attached = (
-            [*callbacks] if datamodule is None else [_AttachDataModule(datamodule), *callbacks, _DetachDataModule()]
-        )
+        attached = _with_datamodule(callbacks, datamodule)
         with restore_trainer_refs(module, attached), _quiet():
             trainer = self._trainer(attached)
             getattr(trainer, stage)(module, loader, verbose=False)
@@ -175,13 +184,14 @@ class LightningEngine:
         """
         return PartScore(indivisible="it is evaluated by a Lightning Trainer")
 
-    def gradient(self, module: LightningModule, batch: Any, batch_idx: int = 0) -> None:
+    def gradient(self, module: LightningModule, batch: Any, batch_idx: int = 0, *, datamodule: Any = None) -> None:
         """Compute a gradient as :meth:`~lightning_sparsefl.federated.local.engines.FastEngine.gradient` does.
 
         Args:
             module: Module in the mode (training or evaluation) to use; its weights do not change.
             batch: Batch from the client's loader.
             batch_idx: Ignored; the Trainer passes 0 to `training_step`.
+            datamodule: Object that becomes `trainer.datamodule`.
         """
         require_automatic(module)
         with restore_trainer_refs(module, ()), _quiet():
@@ -191,7 +201,7 @@ class LightningEngine:
                 "accumulate_grad_batches": 1,
                 "limit_train_batches": 1.0,
             }
-            trainer = self._trainer([_StopBeforeStep()], **whole)
+            trainer = self._trainer(_with_datamodule([_StopBeforeStep()], datamodule), **whole)
             if trainer.scaler is not None:
                 vars(trainer.precision_plugin)["scaler"] = None  # the caller needs unscaled gradients
             try:

@@ -162,7 +162,7 @@ class ClientWorker:
         validation = self.data.client_val_dataloader(client.id) if self.work.validate else None
         _seed_generators(validation, request.key)
         with self._warning_once():
-            metrics = engine.fit(module, loader, validation, callbacks=attached, datamodule=self.data)
+            metrics = engine.fit(module, loader, validation, callbacks=attached, datamodule=self.data_of(client))
         if units is not None and module is not self.module:
             self._widen(module, units)
         return FitResult(
@@ -245,20 +245,22 @@ class ClientWorker:
 
     def gradient(self, client: Client, weights: Weights) -> Weights:
         """Compute the gradient of one batch; see :meth:`Client.gradient`."""
-        return self.differentiate(weights, self.train_loader(client, client.key("gradient")))
+        loader = self.train_loader(client, client.key("gradient"))
+        return self.differentiate(weights, loader, self.data_of(client))
 
-    def differentiate(self, weights: Weights, loader: Any) -> Weights:
+    def differentiate(self, weights: Weights, loader: Any, datamodule: Any = None) -> Weights:
         """Compute the gradient of a loader's first batch, in evaluation mode.
 
         Args:
             weights: Weights to take the gradient at.
             loader: Loader of a client's training data, for which the global generators are seeded.
+            datamodule: Data module of the trainer; None = that of all clients.
         """
         self.load(weights)
         batch = next(iter(loader))
         with modes_restored(self.module):
             self.module.eval()
-            self.engine.gradient(self.module, batch)
+            self.engine.gradient(self.module, batch, datamodule=self.data if datamodule is None else datamodule)
         gradients = {
             name: torch.zeros_like(p) if p.grad is None else p.grad.detach().clone()
             for name, p in self.module.named_parameters()
@@ -269,9 +271,15 @@ class ClientWorker:
     def evaluate(self, client: Client, weights: Weights, split: Split) -> Mapping[str, float]:
         """Evaluate weights on a split of one client; see :meth:`Client.evaluate`."""
         loader = getattr(self.data, f"client_{split}_dataloader")(client.id)
-        return self.score(weights, loader, split, client.key("evaluate"))
+        return self.score(weights, loader, split, client.key("evaluate"), self.data_of(client))
 
-    def score(self, weights: Weights, loader: Any, split: Split, key: tuple[int | str, ...]) -> Mapping[str, float]:
+    def data_of(self, client: Client) -> Any:
+        """Return the data module that a client's trainer has."""
+        return self.data.datamodule_of(client.id) if hasattr(self.data, "datamodule_of") else self.data
+
+    def score(
+        self, weights: Weights, loader: Any, split: Split, key: tuple[int | str, ...], datamodule: Any = None
+    ) -> Mapping[str, float]:
         """Compute the module's metrics with these weights on one loader.
 
         Args:
@@ -279,13 +287,15 @@ class ClientWorker:
             loader: Loader of labelled batches.
             split: Split of the loader; "test" calls `test_step`, the others call `validation_step`.
             key: Key of the random seed.
+            datamodule: Data module of the trainer; None = that of all clients.
 
         Raises:
             InvalidOption: If `loader` is None.
         """
         self._prepare_scoring(weights, loader, split, key)
+        datamodule = self.data if datamodule is None else datamodule
         with self._warning_once():
-            return self.engine.evaluate(self.module, loader, stage=_STAGES[split], datamodule=self.data)
+            return self.engine.evaluate(self.module, loader, stage=_STAGES[split], datamodule=datamodule)
 
     def score_part(
         self, weights: Weights, loader: Any, split: Split, key: tuple[int | str, ...], part: tuple[int, int]

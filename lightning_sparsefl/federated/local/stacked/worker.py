@@ -171,7 +171,7 @@ class StackedWorker(ClientWorker):
             request = self._gradients.request(client, key, weights)
             if request is not None and fibers.ask(request):
                 return request.result
-        return self.differentiate(weights, self.train_loader(client, key))
+        return self.differentiate(weights, self.train_loader(client, key), self.data_of(client))
 
     def evaluate(self, client: Client, weights: Weights, split: Split) -> Mapping[str, float]:
         """Evaluate as part of a stack, if the client's work runs beside others' and the evaluation can be stacked."""
