@@ -156,8 +156,9 @@ class MaskingCallback(MaskOwner):
 
     def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
         """Forget what a restored optimizer has of weights that are not held, and guard the optimizers' steps."""
-        flat = torch.optim.LBFGS if self.resumed else ()  # which remembers its masked gradients only
-        self.forget((o for o in trainer.optimizers if not isinstance(o, flat)), self.masks)
+        # of a fit that goes on, LBFGS remembers masked gradients only, and Rprop learning rates that may have changed
+        kept = (torch.optim.LBFGS, torch.optim.Rprop) if self.resumed else ()
+        self.forget((o for o in trainer.optimizers if not isinstance(o, kept)), self.masks)
         behind = trainer.callbacks[trainer.callbacks.index(self) + 1 :] if self in trainer.callbacks else ()
         self._followed = any(map(_acts_before_steps, behind))
         moved = self._followed or _touches_gradients(pl_module) or any(map(_acts_after_steps, trainer.callbacks))

@@ -32,8 +32,9 @@ class Reparameterized(NumberedCallback):
         theta: Values of theta by name to start from, which determine the layers; None = those of `first`.
 
     Raises:
-        InvalidOption: If the optimizer is LBFGS, an embedding has sparse gradients, or another such callback has the
-            same weights, returns earlier values to them, or grows some from 0 that would stay there.
+        InvalidOption: If the optimizer is LBFGS, a weight is complex, an embedding has sparse gradients, or another
+            such callback has the same weights, returns earlier values to them, or grows some from 0 that would stay
+            there.
         IncompatibleMasks: If `theta` does not fit the module.
     """
 
@@ -165,9 +166,20 @@ class Reparameterized(NumberedCallback):
         if unknown is not None:
             raise IncompatibleMasks(f"`{type(self).__name__}`: `{unknown}` in theta is no parameter of the module.")
         require_dense_gradients(pl_module, names, type(self).__name__)
+        self._refuse_complex(parameters, names)
         self._refuse_others(trainer, names)
         self._refuse_masks(trainer, pl_module, names)
         self.begin({name: parameters[name] for name in names})
+
+    def _refuse_complex(self, parameters: Weights, names: tuple[str, ...]) -> None:
+        """Refuse complex weights, whose functions here have no complex derivative."""
+        unreal = next((name for name in names if parameters[name].is_complex()), None)
+        if unreal is not None:
+            layer = unreal.rpartition(".")[0] or unreal
+            raise InvalidOption(
+                f"`{type(self).__name__}` cannot train `{unreal}`, which is complex; expected real weights, so take "
+                f"the layer away with '!{layer}*' in `layers`."
+            )
 
     def _refuse_others(self, trainer: Any, names: tuple[str, ...]) -> None:
         for other in trainer.callbacks:

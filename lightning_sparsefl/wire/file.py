@@ -125,7 +125,8 @@ def _require_writable(name: str, value: Any) -> None:
         )
     if value.dtype not in _DTYPES or value.layout != torch.strided or value.is_meta:
         kind = f"{value.layout} tensor of {value.dtype} on {value.device}"
-        raise InvalidOption(f"`{name}` is a {kind}; expected a dense tensor of floats, integers or bools.")
+        known = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in _DTYPES))
+        raise InvalidOption(f"`{name}` is a {kind}; expected a dense tensor of one of the types {known}.")
     if name.endswith(_MASK) or name == "__metadata__":
         raise InvalidOption(f"The name `{name}` is reserved by the file format; expected another name.")
 

@@ -203,6 +203,26 @@ def test_what_is_forgotten_is_what_it_was_at_first(name, options, key, first, ne
         assert not any(memory[other][~mask].any() for other in ("prev",) if other in memory)
 
 
+def test_rprop_goes_on_with_the_step_sizes_of_dropped_weights(net, fit, tmp_path):
+    """Its step size of a weight that has been dropped is the learning rate of that step, which a scheduler changes."""
+
+    class Save(Callback):
+        def on_train_epoch_end(self, trainer, pl_module):
+            if trainer.current_epoch == 1:
+                trainer.save_checkpoint(tmp_path / "two.ckpt")
+
+    def fitted(*more, path=None):
+        module = net()
+        optimizer = torch.optim.Rprop(module.parameters(), lr=0.02)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        module.configure_optimizers = lambda: ([optimizer], [scheduler])
+        fit(module, [DynamicMask(0.4, growth="random", every_n_steps=2), *more], epochs=5, ckpt_path=path)
+        return module.state_dict()
+
+    whole, resumed = fitted(Save()), fitted(path=tmp_path / "two.ckpt")
+    assert all(torch.equal(value, resumed[name]) for name, value in whole.items())
+
+
 class Writer(Callback):
     """Writes all weights in one of the hooks."""
 

@@ -401,3 +401,12 @@ def test_the_base_class_asks_for_its_function():
     for hook in ("shown", "slope"):
         with pytest.raises(NotImplementedError):
             getattr(Reparameterized(), hook)("w", *[torch.ones(1)] * (1 + (hook == "slope")))
+
+
+def test_complex_weights_are_refused(net, fit):
+    module = net()
+    module.spectrum = nn.Linear(2, 2, dtype=torch.complex64)
+    message = r"`PowerPropagation` cannot train `spectrum\.weight`, which is complex; .* with '!spectrum\*' in `layers`"
+    with pytest.raises(InvalidOption, match=message):
+        fit(module, [PowerPropagation(1.5)], epochs=1)
+    fit(module, [PowerPropagation(1.5, layers="!spectrum*")], epochs=1)

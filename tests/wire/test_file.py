@@ -145,6 +145,7 @@ def test_an_older_file_stays_where_writing_fails(path, monkeypatch):
         ({"z": torch.ones(2, dtype=torch.complex64)}, "`z` is a torch.strided tensor of torch.complex64 on cpu"),
         ({"m": torch.ones(2, device="meta")}, "on meta; expected a dense tensor"),
         ({"s": torch.eye(2).to_sparse()}, "`s` is a torch.sparse_coo tensor"),
+        ({"q": torch.ones(2).to(torch.float8_e4m3fn)}, "float8_e4m3fn on cpu; .* of the types bfloat16, bool, float16"),
         ({"w#mask": torch.ones(2)}, "The name `w#mask` is reserved"),
         ({"__metadata__": torch.ones(2)}, "The name `__metadata__` is reserved"),
         ("net.ckpt", "`weights` is a str; expected a module, or a mapping of tensors"),

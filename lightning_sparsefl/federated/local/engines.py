@@ -46,6 +46,7 @@ from lightning_sparsefl.federated.local.fast.support import (
     STEPS,
     overridden,
     require_automatic,
+    unsupported_callback_reason,
     unsupported_hook_reason,
     unsupported_reason,
 )
@@ -285,6 +286,12 @@ def local_engine(
     if name not in ("auto", "fast", "trainer", "stacked"):
         raise InvalidOption(f"`federation.local_engine` is {name!r}; expected 'auto', 'fast', 'trainer' or 'stacked'.")
     if name == "fast":
+        reason = unsupported_callback_reason(callbacks)
+        if reason is not None:
+            _messages.warn(
+                f"{reason[0].upper()}{reason[1:]}, whose results may differ from those with a Trainer; set "
+                "`federation.local_engine: auto`."
+            )
         return FastEngine(fabric, options)
     if name == "trainer":
         return LightningEngine(fabric, options)

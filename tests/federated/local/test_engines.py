@@ -339,6 +339,12 @@ def test_knows_what_it_does_not_serve(module: Net, callbacks: list[Callback], re
     assert found is None if reason is None else reason in str(found)
 
 
+def test_the_fast_engine_warns_of_a_callback_that_it_does_not_support(fabric: Fabric) -> None:
+    message = "The fast engine does not support the callback `StochasticWeightAveraging`, .* set `federation.local_eng"
+    with pytest.warns(UserWarning, match=message):
+        local_engine("fast", fabric, LocalOptions(), Net(), [ProximalTerm(0.1), StochasticWeightAveraging(0.1)])
+
+
 def test_auto_falls_back_with_one_message(fabric: Fabric, caplog: pytest.LogCaptureFixture) -> None:
     module, options = overriding("configure_model"), LocalOptions()
     with caplog.at_level(logging.INFO):

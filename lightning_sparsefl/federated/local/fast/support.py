@@ -160,9 +160,11 @@ def unsupported_reason(module: LightningModule, callbacks: Iterable[Callback]) -
         >>> unsupported_reason(LightningModule(), [ModelCheckpoint()])
         'the fast engine does not support the callback `ModelCheckpoint`'
     """
-    reason = unsupported_hook_reason(module)
-    if reason is not None:
-        return reason
+    return unsupported_hook_reason(module) or unsupported_callback_reason(callbacks)
+
+
+def unsupported_callback_reason(callbacks: Iterable[Callback]) -> str | None:
+    """Return why the fast engine does not support one of the callbacks, or None if it supports all."""
     for callback in callbacks:
         if not _is_supported(callback):
             return f"the fast engine does not support the callback `{type(callback).__name__}`"
