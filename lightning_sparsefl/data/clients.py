@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -15,6 +16,8 @@ from lightning_sparsefl.data.examples import Examples, JoinedExamples
 from lightning_sparsefl.data.federated import FederatedDataModule, no_loader
 from lightning_sparsefl.errors import InvalidOption, require
 
+_TRANSFERS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+
 
 class ClientDataModules(FederatedDataModule):
     """Federated data module over one ordinary LightningDataModule per client.
@@ -25,8 +28,8 @@ class ClientDataModules(FederatedDataModule):
     the ``batch_size`` and ``drop_last`` of each client's loader, or of the batch sampler that it was given, before
     ``setup`` with the `batch_size` of its module. Every client that a run scores needs the loader of the split.
 
-    ``modules[k]`` is the `trainer.datamodule` of client k, and its hooks of the batch transfer are called for client k;
-    for the pooled loaders, those of the first module that overrides them. A run does not call ``teardown``, and a data
+    The hooks of the batch transfer of ``modules[k]`` are called for the batches of client k, and for those of the
+    pooled loaders the hooks of the first module that overrides them. A run does not call ``teardown``, and a data
     module's own `trainer` is None in a run.
 
     Args:
@@ -73,10 +76,7 @@ class ClientDataModules(FederatedDataModule):
             known = getattr(modules[0], name, None) if value is None else value
             if known is not None:
                 setattr(self, name, known)
-        for hook in ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer"):
-            owner = next((module for module in modules if is_overridden(hook, module)), None)
-            if owner is not None:
-                setattr(self, hook, getattr(owner, hook))
+        self._take_hooks(self.modules)
         self._is_set_up = False
 
     def prepare_data(self) -> None:
@@ -109,12 +109,16 @@ class ClientDataModules(FederatedDataModule):
             module.teardown(stage)
 
     def datamodule_of(self, client: int) -> L.LightningDataModule:
-        """Return the data module of a client.
+        """Return this data module, with the hooks of the batch transfer of a client's own.
 
         Args:
             client: Number of the client.
         """
-        return self.modules[client]
+        if not any(hook in vars(self) for hook in _TRANSFERS):
+            return self
+        view = copy.copy(self)
+        view._take_hooks([self.modules[client]])
+        return view
 
     def client_train_dataloader(self, client: int) -> DataLoader[Any]:
         """Return the loader of the client's own ``train_dataloader()``."""
@@ -183,6 +187,14 @@ class ClientDataModules(FederatedDataModule):
         if all(isinstance(part, Examples) for part in parts):
             return JoinedExamples(parts).loader(size, shuffle=shuffle)
         return DataLoader(ConcatDataset(parts), batch_size=size, collate_fn=first.collate_fn, shuffle=shuffle)
+
+    def _take_hooks(self, modules: Sequence[L.LightningDataModule]) -> None:
+        """Take each hook of the batch transfer from the first data module that overrides it."""
+        for hook in _TRANSFERS:
+            vars(self).pop(hook, None)
+            owner = next((module for module in modules if is_overridden(hook, module)), None)
+            if owner is not None:
+                setattr(self, hook, getattr(owner, hook))
 
     def _call(self, client: int, hook: str, *args: Any) -> Any:
         """Call a hook of a client's data module; one that needs a trainer is named."""

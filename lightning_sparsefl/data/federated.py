@@ -204,7 +204,7 @@ class FederatedDataModule(L.LightningDataModule):
         return self.client_sizes[client]
 
     def datamodule_of(self, client: int) -> L.LightningDataModule:
-        """Return the data module that a client's trainer has, whose hooks of the batch transfer it calls.
+        """Return the data module of a client's trainer, which calls its hooks of the batch transfer. Default: this one.
 
         Args:
             client: Number of the client.

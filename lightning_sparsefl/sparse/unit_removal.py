@@ -5,13 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
 
 from lightning_sparsefl.errors import InvalidOption
+from lightning_sparsefl.sparse.masks import apply
 from lightning_sparsefl.sparse.submodel import cut
-from lightning_sparsefl.sparse.units import find_groups
+from lightning_sparsefl.sparse.tracing import tensors
+from lightning_sparsefl.sparse.units import evaluating, find_groups, unit_masks
 from lightning_sparsefl.sparse.width import live_units, used_units
 from lightning_sparsefl.types import Masks
+
+_ROUNDING, _SMALL = 1000, 0.01
+"""Largest difference of outputs from rounding, in units of the precision of the largest one, or of this one."""
 
 
 def shrink(
@@ -40,7 +47,8 @@ def shrink(
 
     Raises:
         InvalidOption: If no unit of the module can be removed whatever its weights are, a layer with units to remove
-            has no smaller form, or an option is not valid.
+            has no smaller form, the smaller module does not compute the same on the example inputs, or an option is
+            not valid.
         IncompatibleMasks: If `keep` does not fit the units.
 
     Example:
@@ -69,4 +77,56 @@ def shrink(
     if keep is None:
         weights = module.state_dict()
         keep = live_units(groups, weights, threshold) if threshold else used_units(groups, weights)
-    return cut(module, groups, keep)
+    small = cut(module, groups, keep)
+    found = difference(module, small, unit_masks(groups, keep, module.state_dict()), example_inputs)
+    if found is not None:
+        raise InvalidOption(
+            f"Without the units, `{type(module).__name__}` {found}, since its `forward` depends on their number, as in "
+            "`x / x.shape[-1]`, or with a first state of a fixed size; change it, or set `ignore` to their layers."
+        )
+    return small
+
+
+def difference(module: nn.Module, small: nn.Module, masks: Masks, inputs: tuple[Any, ...]) -> str | None:
+    """Return how a smaller module differs from what the module computes under the units' masks; None if it does not.
+
+    A ``forward`` that reads the number of units, as a width, makes a difference. One that draws random numbers is not
+    compared.
+
+    Args:
+        module: Full module.
+        small: Module without the units that the masks drop.
+        masks: Masks of the units' weights.
+        inputs: Arguments of ``forward``.
+
+    Returns:
+        The end of a sentence about the smaller module.
+
+    Example:
+        >>> net = nn.Linear(2, 1)
+        >>> difference(net, nn.Linear(2, 1), {}, (torch.ones(1, 2),))
+        'computes something else on the example inputs'
+    """
+    weights = apply(module.state_dict(), masks)
+    with torch.random.fork_rng(devices=[]), evaluating(module), evaluating(small):
+        expected, again = (functional_call(module, weights, inputs, tie_weights=False) for _ in range(2))
+        if not _close(expected, again):
+            return None
+        try:
+            found = small(*inputs)
+        except Exception as error:
+            return f"fails on the example inputs ({type(error).__name__}: {error})"
+    return None if _close(expected, found) else "computes something else on the example inputs"
+
+
+def _close(expected: Any, found: Any) -> bool:
+    """Return whether the tensors in two outputs are equal up to rounding."""
+    return all(_is_close(*pair) for pair in zip(tensors(expected), tensors(found), strict=True))
+
+
+def _is_close(expected: Tensor, found: Tensor) -> bool:
+    if expected.shape != found.shape or not (expected.is_floating_point() or expected.is_complex()):
+        return torch.equal(expected, found)
+    largest = float(expected.abs().nan_to_num(0, 0, 0).max()) if expected.numel() else 0.0
+    rounding = _ROUNDING * torch.finfo(expected.dtype).eps * max(largest, _SMALL)
+    return torch.allclose(expected, found, rtol=0, atol=rounding, equal_nan=True)

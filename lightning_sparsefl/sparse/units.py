@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import floor
 from typing import Any
@@ -104,6 +105,19 @@ def find_groups(
     return tuple(_groups(trace, _aliases(module)))
 
 
+@contextmanager
+def evaluating(module: nn.Module) -> Iterator[None]:
+    """Put a module into evaluation mode, without gradients, and restore the modes of its parts afterwards."""
+    modes = [(child, child.training) for child in module.modules()]
+    try:
+        module.eval()
+        with torch.no_grad():
+            yield
+    finally:
+        for child, mode in modes:
+            child.training = mode
+
+
 def _check(module: nn.Module, ignore: Sequence[str]) -> None:
     modules = dict(module.named_modules())
     for name in ignore:
@@ -132,12 +146,10 @@ def _trace(module: nn.Module, inputs: tuple[Any, ...], ignore: Sequence[str], em
     parameters = {id(value) for value in module.parameters()}
     buffers = {name for key, name in names.items() if key not in parameters}
     trace = UnitTrace(names, buffers, ignore, embeddings, RULES)
-    modes = [(child, child.training) for child in module.modules()]
     for value in tensors(inputs):
         trace.label(value, torch.zeros((), dtype=torch.long).expand(value.shape))
     try:
-        module.eval()
-        with torch.no_grad(), trace:
+        with evaluating(module), trace:
             outputs = module(*inputs)
     except Exception as error:
         shapes = ", ".join(str(tuple(value.shape)) for value in tensors(inputs))
@@ -146,9 +158,6 @@ def _trace(module: nn.Module, inputs: tuple[Any, ...], ignore: Sequence[str], em
         raise InvalidOption(
             f"`{type(module).__name__}` fails on example inputs of shape {shapes}: {error}; {advice}."
         ) from error
-    finally:
-        for child, mode in modes:
-            child.training = mode
     for value in tensors(outputs):
         trace.freeze(trace.labels(value).ids)
     return trace

@@ -154,3 +154,12 @@ def test_a_model_without_units_is_refused_by_name(fit):
 
     with pytest.raises(InvalidOption, match="`Flat` has no units; expected a hidden layer"):
         fit(Narrower(), Flat, "cut")
+
+
+def test_a_module_that_depends_on_its_width_is_not_cut(fit):
+    class ByWidth(Grouped):
+        def forward(self, x):
+            return super().forward(x) / self.stem(x).shape[1]
+
+    with pytest.raises(InvalidOption, match="`federation.execution` is 'cut', but .* `ByWidth` computes something els"):
+        fit(Narrower(), ByWidth, "cut")

@@ -178,3 +178,56 @@ def test_units_are_checked():
         shrink(module, inputs, keep={"1": torch.ones(6, dtype=torch.bool)})
     with pytest.raises(InvalidOption, match="both say which units stay"):
         shrink(module, inputs, keep={}, threshold=0.1)
+
+
+class ByWidth(nn.Module):
+    """Divides by the root of a width."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 8), nn.Linear(8, 4)
+
+    def forward(self, x):
+        hidden = self.a(x).relu()
+        return {"out": self.b(hidden / hidden.shape[-1] ** 0.5)}
+
+
+class FirstState(nn.Module):
+    """Gives a recurrent layer a first state of a fixed size."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.GRU(6, 8, batch_first=True), nn.Linear(8, 4)
+
+    def forward(self, x):
+        return self.b(self.a(x[:, None], torch.zeros(1, len(x), 8))[0][:, -1])
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (ByWidth, "the units, `ByWidth` computes something else on the example inputs, since its `forward` depends"),
+        (FirstState, r"Without the units, `FirstState` fails on the example inputs \(RuntimeError: .*set `ignore`"),
+    ],
+)
+def test_a_forward_pass_that_depends_on_a_width_is_refused(kind, message):
+    module, x = kind(), torch.randn(3, 6, generator=torch.Generator().manual_seed(0))
+    (group,) = find_groups(module, x)
+    keep = {group.name: torch.arange(8) < 4}
+    with pytest.raises(InvalidOption, match=message):
+        shrink(module, x, keep=keep)
+    module.load_state_dict(apply(module.state_dict(), unit_masks([group], keep, module.state_dict())))
+    with pytest.raises(InvalidOption, match=message):
+        shrink(module, x)
+
+
+def test_a_forward_pass_that_draws_random_numbers_is_not_compared():
+    class Noisy(ByWidth):
+        def forward(self, x):
+            return self.b(nn.functional.dropout(self.a(x).relu(), 0.5, training=True))
+
+    module, x, state = Noisy(), torch.ones(3, 6), torch.get_rng_state()
+    (group,) = find_groups(module, x)
+    torch.set_rng_state(state)
+    small = shrink(module, x, keep={group.name: torch.arange(8) < 4})
+    assert small.a.out_features == 4

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -18,7 +18,9 @@ from torch.utils.data import IterableDataset
 from lightning_sparsefl.callbacks.example_input import example_inputs, for_module, forward_inputs, one_sample
 from lightning_sparsefl.cost import count_layers
 from lightning_sparsefl.errors import InvalidOption
-from lightning_sparsefl.sparse.units import UnitGroup, find_groups
+from lightning_sparsefl.sparse.submodel import cut
+from lightning_sparsefl.sparse.unit_removal import difference
+from lightning_sparsefl.sparse.units import UnitGroup, find_groups, unit_masks
 from lightning_sparsefl.types import LayerFlops
 
 
@@ -115,6 +117,30 @@ def units_of(module: LightningModule, data: Any) -> tuple[UnitGroup, ...]:
         )
     names = module.state_dict().keys()  # without the temporary statistics
     return tuple(replace(g, slots=tuple(slot for slot in g.slots if slot.name in names)) for g in groups)
+
+
+def require_cuttable(module: LightningModule, data: Any, groups: Sequence[UnitGroup]) -> None:
+    """Raise if a module without half of its units does not compute what it computes under their masks.
+
+    Args:
+        module: Module of the user.
+        data: Data module of the clients.
+        groups: Groups of units of the module, from :func:`units_of`.
+
+    Raises:
+        InvalidOption: If the ``forward`` pass depends on the number of units.
+    """
+    kept = {group.name: torch.arange(group.size) < (group.size + 1) // 2 for group in groups if not group.masks_only}
+    masks = unit_masks(groups, kept, module.state_dict())
+    sample = example_of(module, data)
+    with _temporary_running_statistics(module):
+        small = cut(module, groups, kept)
+        found = difference(module, small, masks, sample if isinstance(sample, tuple) else (sample,))
+    if found is not None:
+        raise InvalidOption(
+            f"`federation.execution` is 'cut', but without half of its units `{type(module).__name__}` {found}, since "
+            "its `forward` depends on their number, as in `x / x.shape[-1]`; set it to 'mask'."
+        )
 
 
 @contextmanager

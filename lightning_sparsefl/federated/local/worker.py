@@ -22,7 +22,7 @@ from lightning_sparsefl.federated.exchange.flat import FlatModule, FlatTree
 from lightning_sparsefl.federated.exchange.orders import Split
 from lightning_sparsefl.federated.local.deadline import CheckDeadline
 from lightning_sparsefl.federated.local.engines import FastEngine
-from lightning_sparsefl.federated.local.example_input import units_of
+from lightning_sparsefl.federated.local.example_input import require_cuttable, units_of
 from lightning_sparsefl.federated.local.fast.batch_scores import PartScore
 from lightning_sparsefl.federated.local.isolation import modes_restored
 from lightning_sparsefl.federated.local.lightning_trainer import LightningEngine
@@ -184,8 +184,15 @@ class ClientWorker:
 
     @cached_property
     def units(self) -> Sequence[UnitGroup]:
-        """The module's groups of units."""
-        return units_of(self.module, self.data)
+        """The module's groups of units, which can be cut out if they are to be.
+
+        Raises:
+            InvalidOption: If there are none, or ``forward`` depends on their number and they are cut out.
+        """
+        groups = units_of(self.module, self.data)
+        if self.work.execution == "cut":
+            require_cuttable(self.module, self.data, groups)
+        return groups
 
     @property
     def exits(self) -> Mapping[str, str]:
