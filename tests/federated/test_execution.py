@@ -161,5 +161,5 @@ def test_a_module_that_depends_on_its_width_is_not_cut(fit):
         def forward(self, x):
             return super().forward(x) / self.stem(x).shape[1]
 
-    with pytest.raises(InvalidOption, match="`federation.execution` is 'cut', but .* `ByWidth` computes something els"):
+    with pytest.raises(InvalidOption, match=r"`federation.execution` is 'cut', but .* `ByWidth` computes some"):
         fit(Narrower(), ByWidth, "cut")
