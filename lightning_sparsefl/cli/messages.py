@@ -40,7 +40,10 @@ _OF_CONFIGS = frozenset({"algorithm", "data", "model"})
 
 
 def short_message(
-    message: str, options: Sequence[str] = (), elsewhere: Mapping[str, Sequence[str]] = MappingProxyType({})
+    message: str,
+    options: Sequence[str] = (),
+    elsewhere: Mapping[str, Sequence[str]] = MappingProxyType({}),
+    folder: Path | None = None,
 ) -> str:
     r"""Rewrite an error message of jsonargparse to one line without the types that the parser tried.
 
@@ -48,6 +51,7 @@ def short_message(
         message: Error message of jsonargparse, of several lines.
         options: Options of the parser, with dashes, among which a similar one is suggested.
         elsewhere: Options of all subcommands by their names.
+        folder: Folder in which the program was started. Default: the current one.
 
     Example:
         >>> short_message("Parser key \"lr\":\n  Does not validate\n  Errors:\n    - Expected a <class 'float'>")
@@ -55,7 +59,7 @@ def short_message(
         >>> short_message("unrecognized arguments: --trainer.max_round 5", ["--trainer.max_rounds"])
         '`--trainer.max_round` is not an option; did you mean `--trainer.max_rounds`?'
     """
-    problem = Problem(message, options, elsewhere)
+    problem = Problem(message, options, elsewhere, folder or Path.cwd())
     for pattern, rewrite in _RULES:
         match = re.search(pattern, message)
         if match:
@@ -223,12 +227,19 @@ def _no_module(problem: Problem, match: re.Match[str]) -> str:
     given = f"`{problem.key}` is {path!r}"
     if path.endswith((".yaml", ".yml")):
         return f"{given}, which does not exist; expected a file or the name of a class"
-    here = Path.cwd()
-    files = [path.stem for path in here.glob("*.py")]
+    files = [file.stem for file in problem.folder.glob("*.py")]
     return (
-        f"{given}, but there is no module {match[1]!r} among the installed packages or in the current folder, {here}"
-        + did_you_mean(match[1], files)
+        f"{given}, but there is no module {match[1]!r} among the installed packages or in the current folder, "
+        f"{problem.folder}" + (_beside_configuration(problem, match[1]) or did_you_mean(match[1], files))
     )
+
+
+def _beside_configuration(problem: Problem, module: str) -> str:
+    """Return what to do if a module is in the folder of the configuration that the parser reads, else nothing."""
+    folder, file = Path.cwd(), f"{module.replace('.', '/')}.py"
+    if folder == problem.folder or not (folder / file).is_file():
+        return ""
+    return f"; `{file}` is beside the configuration: run the command in {folder}, or add that folder to PYTHONPATH"
 
 
 def _not_installed(problem: Problem, match: re.Match[str]) -> str:

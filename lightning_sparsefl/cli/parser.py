@@ -6,6 +6,7 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 from jsonargparse import Namespace, add_instantiator
@@ -46,6 +47,7 @@ class SparseFLParser(LightningArgumentParser):
             kwargs.setdefault("usage", argparse.SUPPRESS)
         super().__init__(*args, **kwargs)
         self.is_quiet = False
+        self.folder = Path.cwd()
 
     def add_instantiator(self, instantiator: Any, *args: Any, **kwargs: Any) -> None:
         """Add a function that creates the objects of a class, with the name of the class in its errors."""
@@ -87,7 +89,7 @@ class SparseFLParser(LightningArgumentParser):
             super().error(message, ex)
         reporter = getattr(ex, "subcommand_parser", None) or self
         program = " ".join([reporter.prog, *_subcommand_given(reporter)])
-        text = short_message(message, options_of(reporter), options_elsewhere(reporter))
+        text = short_message(message, options_of(reporter), options_elsewhere(reporter), self.folder)
         print(f"sparsefl: error: {text}", file=sys.stderr)
         print(f"tip: {where_listed(message, program)}", file=sys.stderr)
         sys.exit(EXIT_USAGE)

@@ -7,6 +7,7 @@ from ast import literal_eval
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from lightning_sparsefl.cli.classes import classes_in, options_of_class
@@ -31,6 +32,8 @@ class Problem:
     """Options of the parser, with dashes."""
     elsewhere: Mapping[str, Sequence[str]] = field(default_factory=dict)
     """Options of all subcommands by their names."""
+    folder: Path = field(default_factory=Path.cwd)
+    """Folder in which the program was started; the parser works in that of a configuration while it reads it."""
 
     @cached_property
     def steps(self) -> list[re.Match[str]]:

@@ -369,6 +369,20 @@ def test_a_module_that_is_not_in_the_folder(sparsefl, tmp_path):
     assert "did you mean `my_models`?" in err
 
 
+@pytest.mark.parametrize("command", ["fit", "test"])
+def test_a_module_that_is_beside_the_configuration(command, sparsefl, tmp_path):
+    folder = tmp_path / "study"
+    folder.mkdir()
+    (tmp_path / "my_nets.py").touch()
+    (folder / "config.yaml").write_text("model: my_net.Net\n")
+    given = ["--config", folder / "config.yaml"] if command == "fit" else ["--ckpt_path", folder]
+    here = f"no module 'my_net' among the installed packages or in the current folder, {tmp_path}"
+    assert f"{here}; did you mean `my_nets`?" in said(sparsefl(command, *given)[2])
+    (folder / "my_net.py").touch()
+    expected = f"{here}; `my_net.py` is beside the configuration: run the command in {folder}, or add that folder to"
+    assert expected in said(sparsefl(command, *given)[2])
+
+
 @pytest.mark.parametrize(
     ("source", "reason"),
     [
