@@ -327,6 +327,14 @@ class RanksDisagree(SparseFLError, RuntimeError):
         return partial(type(self), self.parts, round=self.round, rank=self.rank), ()
 
 
+def _advice_if_too_few(left: int, min_clients: int) -> str:
+    """Return the clause for a round of which too few clients are left; without any, no smaller number helps."""
+    if left == 0:
+        return "no other client of the round succeeded, so that nothing can be merged; correct the cause"
+    clients = "1 client" if left == 1 else f"{left} clients"
+    return f"this leaves {clients}, but `federation.min_clients` is {min_clients}; lower it"
+
+
 class ClientFailed(SparseFLError, RuntimeError):
     """Failure of the local training or evaluation of a client.
 
@@ -357,7 +365,7 @@ class ClientFailed(SparseFLError, RuntimeError):
         """Return the message, followed by how to repeat the fit if that is known."""
         advice = "if other clients do not fail, `federation.on_client_error: skip` merges the round without it"
         if self.left is not None:
-            advice = f"this leaves {self.left[0]} clients, but `federation.min_clients` is {self.left[1]}; lower it"
+            advice = _advice_if_too_few(*self.left)
         where = f"Client {self.client} failed in round {self.round} on rank {self.rank}"
         message = f"{where}: {self.reason.removesuffix('.')}; {advice}."
         return message if self.replay is None else f"{message}\nTo run that local fit again: {self.replay}"
