@@ -176,12 +176,14 @@ class Federation:
             num_clients: Number of clients of the data.
         """
         training = num_clients - self.unseen_clients
+        expected = f"at most {num_clients - 1}, so that one of the data's {num_clients} clients is left to train"
+        require(training > 0, "federation.unseen_clients", self.unseen_clients, expected)
         if self.clients_per_round > training:
             held_out = f", {self.unseen_clients} of them unseen" if self.unseen_clients else ""
             unchanged = " (the default)" if self.clients_per_round == type(self).clients_per_round else ""
             raise InvalidOption(
                 f"`federation.clients_per_round` is {self.clients_per_round}{unchanged}, but the data has "
-                f"{num_clients} clients{held_out}; lower it, or give the data more (`data.num_clients`)."
+                f"{num_clients} clients{held_out}; lower it to {training} or less."
             )
         expected = f"at most `federation.clients_per_round`, {self.clients_per_round}"
         require(self.min_clients <= self.clients_per_round, "federation.min_clients", self.min_clients, expected)

@@ -82,8 +82,12 @@ def test_unseen_clients_never_train_and_are_scored_apart(fit):
 
 
 def test_too_many_unseen_clients_are_refused(fit):
-    with pytest.raises(InvalidOption, match="the data has 6 clients, 4 of them unseen"):
+    with pytest.raises(InvalidOption, match=r"has 6 clients, 4 of them unseen; lower it to 2 or less\.$"):
         fit(federation={"unseen_clients": 4})
+    for unseen in (6, 7):
+        expected = rf"`federation\.unseen_clients` is {unseen}; expected at most 5, so that one of the data's 6 clients"
+        with pytest.raises(InvalidOption, match=expected):
+            fit(federation={"unseen_clients": unseen})
     with pytest.raises(InvalidOption, match=r"`federation\.unseen_clients` is -1"):
         Federation(unseen_clients=-1)
 
