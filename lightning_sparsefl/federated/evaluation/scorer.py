@@ -84,11 +84,18 @@ class Scorer:
         return scores
 
     def _warn_if_empty(self, scores: Scores) -> None:
-        if not any((scores.pooled, *scores.personal.values(), *scores.unseen.values())):
-            step = f"{type(self.worker.module).__name__}.{SCORING_STEPS[self.split]}"
+        if any((scores.pooled, *scores.personal.values(), *scores.unseen.values())):
+            return
+        limit = f"limit_{self.split}_batches"
+        if getattr(self.worker.engine.options, limit) == 0:
             rank_zero_warn(
-                f"`{step}` logs nothing, so that this run has no scores; expected calls of `self.log` (option `model`)."
+                f"`trainer.{limit}` is 0, so that this run has no scores; expected a number above 0 to have them."
             )
+            return
+        step = f"{type(self.worker.module).__name__}.{SCORING_STEPS[self.split]}"
+        rank_zero_warn(
+            f"`{step}` logs nothing, so that this run has no scores; expected calls of `self.log` (option `model`)."
+        )
 
     def select(self, state: RunState, scores: Scores) -> dict[str, float]:
         """Select a round if it is the best so far.

@@ -256,3 +256,12 @@ def test_a_step_that_logs_nothing_is_named_once(fit, recwarn):
         "`Silent.validation_step` logs nothing, so that this run has no scores; expected calls of `self.log` (option "
         "`model`)."
     ]
+
+
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("split", ["val", "test"])
+def test_a_limit_of_no_batches_is_named_instead_of_the_step(split, fit, recwarn):
+    fit(data={"eval_split": split}, max_rounds=1, **{f"limit_{split}_batches": 0})
+    said = [str(each.message) for each in recwarn if "has no scores" in str(each.message)]
+    option = f"trainer.limit_{split}_batches"
+    assert said == [f"`{option}` is 0, so that this run has no scores; expected a number above 0 to have them."]
