@@ -44,6 +44,7 @@ def short_message(
     options: Sequence[str] = (),
     elsewhere: Mapping[str, Sequence[str]] = MappingProxyType({}),
     folder: Path | None = None,
+    ckpt_path: str | None = None,
 ) -> str:
     r"""Rewrite an error message of jsonargparse to one line without the types that the parser tried.
 
@@ -52,6 +53,7 @@ def short_message(
         options: Options of the parser, with dashes, among which a similar one is suggested.
         elsewhere: Options of all subcommands by their names.
         folder: Folder in which the program was started. Default: the current one.
+        ckpt_path: Path in `--ckpt_path`, if it is the only source of a configuration and has none.
 
     Example:
         >>> short_message("Parser key \"lr\":\n  Does not validate\n  Errors:\n    - Expected a <class 'float'>")
@@ -59,7 +61,7 @@ def short_message(
         >>> short_message("unrecognized arguments: --trainer.max_round 5", ["--trainer.max_rounds"])
         '`--trainer.max_round` is not an option; did you mean `--trainer.max_rounds`?'
     """
-    problem = Problem(message, options, elsewhere, folder or Path.cwd())
+    problem = Problem(message, options, elsewhere, folder or Path.cwd(), ckpt_path)
     for pattern, rewrite in _RULES:
         match = re.search(pattern, message)
         if match:
@@ -115,9 +117,15 @@ def _required(problem: Problem, match: re.Match[str]) -> str:
     names = ", ".join(f"`{key}`" for key in keys)
     if not _OF_CONFIGS.intersection(keys):
         return f"No value for {names}; expected {' '.join(f'--{key} VALUE' for key in keys)}"
+    if problem.ckpt_path is None:
+        return (
+            f"No value for {names}; expected options, a file in `--config`, or in `--ckpt_path` a run folder with a "
+            "config.yaml"
+        )
+    where = "not" if Path(problem.ckpt_path).is_dir() else "not in"
     return (
-        f"No value for {names}; expected options, a file in `--config`, or in `--ckpt_path` a run folder with a "
-        "config.yaml"
+        f"`ckpt_path` is {problem.ckpt_path!r}, which is {where} a run folder with a config.yaml; expected such a "
+        f"folder, or {names} by options or a file in `--config`"
     )
 
 

@@ -18,6 +18,7 @@ from lightning_sparsefl.cli.config_files import checked_config
 from lightning_sparsefl.cli.conventions import ENV_PREFIX, EXIT_USAGE
 from lightning_sparsefl.cli.help import HelpFormatter
 from lightning_sparsefl.cli.messages import options_elsewhere, options_of, short_message, where_listed
+from lightning_sparsefl.cli.run_config import checkpoint_without_config
 from lightning_sparsefl.errors import InvalidOption, nearest, require
 
 _GROUPS = {"trainer": "max_rounds", "federation": "clients_per_round"}
@@ -89,7 +90,8 @@ class SparseFLParser(LightningArgumentParser):
             super().error(message, ex)
         reporter = getattr(ex, "subcommand_parser", None) or self
         program = " ".join([reporter.prog, *_subcommand_given(reporter)])
-        text = short_message(message, options_of(reporter), options_elsewhere(reporter), self.folder)
+        ckpt_path = checkpoint_without_config(sys.argv[1:], program.rpartition(" ")[2])
+        text = short_message(message, options_of(reporter), options_elsewhere(reporter), self.folder, ckpt_path)
         print(f"sparsefl: error: {text}", file=sys.stderr)
         print(f"tip: {where_listed(message, program)}", file=sys.stderr)
         sys.exit(EXIT_USAGE)

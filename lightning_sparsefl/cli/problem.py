@@ -34,6 +34,8 @@ class Problem:
     """Options of all subcommands by their names."""
     folder: Path = field(default_factory=Path.cwd)
     """Folder in which the program was started; the parser works in that of a configuration while it reads it."""
+    ckpt_path: str | None = None
+    """Path in `--ckpt_path`, if it is the only source of a configuration and has none."""
 
     @cached_property
     def steps(self) -> list[re.Match[str]]:

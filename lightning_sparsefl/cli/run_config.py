@@ -34,10 +34,10 @@ def with_run_config(args: Sequence[str], subcommands: Collection[str]) -> list[s
     """
     args = list(args)
     position = next((index for index, arg in enumerate(args) if arg in subcommands), None)
-    ckpt_path = None if position is None else _value_of("--ckpt_path", args)
-    if position is None or ckpt_path in (None, "null", *NEWEST):
+    ckpt_path = None if position is None else _path_of_checkpoint(args)
+    if position is None or ckpt_path is None:
         return args
-    path = Path(str(ckpt_path))
+    path = Path(ckpt_path)
     if not path.exists():
         raise InvalidOption(
             f"`ckpt_path` is {ckpt_path!r}, which does not exist; expected a run folder or a checkpoint."
@@ -57,6 +57,25 @@ def config_of(checkpoint: Path) -> Path | None:
     """
     folders = [checkpoint] if checkpoint.is_dir() else [checkpoint.parent, checkpoint.parent.parent]
     return next((folder / CONFIG for folder in folders if (folder / CONFIG).is_file()), None)
+
+
+def checkpoint_without_config(args: Sequence[str], subcommand: str) -> str | None:
+    """Return the path in `--ckpt_path` if no configuration is given, and none belongs to the path; else None.
+
+    Args:
+        args: Arguments of the command line.
+        subcommand: Name of the subcommand.
+    """
+    ckpt_path = _path_of_checkpoint(args)
+    if ckpt_path is None or _has_config(args, subcommand) or config_of(Path(ckpt_path)) is not None:
+        return None
+    return ckpt_path
+
+
+def _path_of_checkpoint(args: Sequence[str]) -> str | None:
+    """Return the value of `--ckpt_path` if it is a path."""
+    value = _value_of("--ckpt_path", args)
+    return None if value in ("null", *NEWEST) else value
 
 
 def _has_config(args: Sequence[str], subcommand: str) -> bool:

@@ -58,10 +58,14 @@ def test_a_given_configuration_takes_precedence(sparsefl, run):
 
 def test_a_checkpoint_without_a_configuration_says_what_is_missing(sparsefl, run, tmp_path):
     copy = shutil.copy(run / "checkpoints" / "last.ckpt", tmp_path / "mine.ckpt")
-    for ckpt_path in (copy, "last"):
-        code, _, err = sparsefl("test", "--ckpt_path", ckpt_path)
+    code, _, err = sparsefl("test", "--ckpt_path", "last")
+    assert code == 2
+    assert "No value for `algorithm`, `data`, `model`; expected options, a file in `--config`" in err
+    expected = "expected such a folder, or `algorithm`, `data`, `model` by options or a file in `--config`."
+    for command, path, where in (("test", copy, "not in"), ("fit", run.parent, "not"), ("export", run.parent, "not")):
+        code, _, err = sparsefl(command, "--ckpt_path", path)
         assert code == 2
-        assert "No value for `algorithm`, `data`, `model`; expected options, a file in `--config`" in err
+        assert f"`ckpt_path` is '{path}', which is {where} a run folder with a config.yaml; {expected}" in err
 
 
 def test_a_folder_without_a_checkpoint_is_refused(sparsefl, tmp_path):
