@@ -187,8 +187,8 @@ def test_a_checkpoint_of_another_run_is_refused(sparsefl, tmp_path):
     for args, part in (
         (["--algorithm=FedAvg"], "`algorithm` was FedSpa, and is FedAvg now"),
         (["--algorithm.density=0.4"], "`algorithm.density` was 0.5, and is 0.4 now"),
-        (["--data.num_clients=15"], "number of clients"),
-        (["--seed_everything=1"], "`seed` was 42, and is 1 now"),
+        (["--data.num_clients=15"], "`data.num_clients` was 20, and is 15 now"),
+        (["--seed_everything=1"], "`seed_everything` was 42, and is 1 now"),
     ):
         code, _, err = sparsefl("fit", "--config", QUICKSTART, *SHORT, "--ckpt_path", path, *args)
         assert code == 2

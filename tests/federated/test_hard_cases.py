@@ -467,9 +467,9 @@ def test_a_client_without_its_set_to_score_is_told_before_anything_is_trained(tr
 
 def test_other_settings_do_not_go_on_with_a_run(trainer):
     trainer(max_rounds=2).fit(mlp(), blobs())
-    with pytest.raises(ValueError, match="`batch size` was 16, and is 8 now"):
+    with pytest.raises(ValueError, match=r"`data\.batch_size` was 16, and is 8 now"):
         trainer().fit(mlp(), blobs(batch_size=8), "last")
-    with pytest.raises(ValueError, match="`local epochs` was 1, and is 2 now"):
+    with pytest.raises(ValueError, match=r"`trainer\.max_epochs` was 1, and is 2 now"):
         trainer(max_epochs=2).fit(mlp(), blobs(), "last")
 
 

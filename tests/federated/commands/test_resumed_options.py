@@ -95,7 +95,8 @@ def resume(first, tmp_path):
     ],
 )
 def test_another_way_to_train_is_refused(option, value, resume):
-    with pytest.raises(CheckpointMismatch, match=rf"`{option}` was .*, and is .*{value}"):
+    group = "data" if option == "drop_last" else "trainer"
+    with pytest.raises(CheckpointMismatch, match=rf"`{group}.{option}` was .*, and is .*{value}"):
         resume(**{option: value})
 
 

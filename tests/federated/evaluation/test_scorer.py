@@ -238,7 +238,7 @@ def test_a_method_that_need_not_fine_tune_gets_it_from_the_federation(fit):
 @pytest.mark.parametrize("algorithm", [FedDIP(reconfigure_every=1)])
 def test_a_plan_for_a_number_of_rounds_is_not_continued_with_another(fit, algorithm):
     folder, _ = fit(algorithm, max_rounds=2)
-    with pytest.raises(ValueError, match="`max_rounds` was 2, and is 4 now"):
+    with pytest.raises(ValueError, match=r"`trainer\.max_rounds` was 2, and is 4 now"):
         fit(algorithm, max_rounds=4, ckpt_path=str(folder / "checkpoints" / "last.ckpt"))
 
 

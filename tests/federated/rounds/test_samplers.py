@@ -178,5 +178,5 @@ def private(tmp_path):
 def test_another_sampler_is_refused_on_resume(federation):
     half = federation(FedAvg(), rounds=1)
     path = str(half.run_folder / "checkpoints" / "last.ckpt")
-    with pytest.raises(ValueError, match=re.escape("`sampler` was None, and is LeastSeen")):
+    with pytest.raises(ValueError, match=re.escape("`federation.sampler` was None, and is LeastSeen")):
         federation(FedAvg(), rounds=2, federation={"sampler": LeastSeen()}, ckpt_path=path)

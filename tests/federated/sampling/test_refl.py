@@ -302,7 +302,7 @@ def test_a_trace_resumes_and_must_fit_the_fleet(federation, last):
     rest = federation(FedAvg(), rounds=4, folder="half", federation=options, ckpt_path=path)
     assert last(rest)["sparsefl"]["state"] == last(whole)["sparsefl"]["state"]
     other = {**options, "availability": Availability(intervals=[[[0, 50]]])}
-    with pytest.raises(ValueError, match=r"`availability` was .*, and is Availability"):
+    with pytest.raises(ValueError, match=r"`federation.availability` was .*, and is Availability"):
         federation(FedAvg(), rounds=5, folder="half", federation=other, ckpt_path=path)
     long = Availability(intervals=[[[0, 1]]] * 7)
     with pytest.raises(InvalidOption, match=r"`federation.availability.intervals` is .*at most one list for each of t"):
