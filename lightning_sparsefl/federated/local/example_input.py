@@ -102,15 +102,24 @@ def units_of(module: LightningModule, data: Any) -> tuple[UnitGroup, ...]:
         data: Data module of the clients.
 
     Raises:
-        InvalidOption: If there is no sample to trace the module with, or the module has no units.
+        InvalidOption: If there is no sample with which the module can be traced, or the module has no units.
     """
     name = type(module).__name__
     try:
         sample = example_of(module, data)
     except InvalidOption as error:
         raise InvalidOption(f"The units of `{name}` cannot be found: {error}") from error
-    with _temporary_running_statistics(module):
-        groups = find_groups(module, *(sample if isinstance(sample, tuple) else (sample,)))
+    try:
+        with _temporary_running_statistics(module):
+            groups = find_groups(module, *(sample if isinstance(sample, tuple) else (sample,)))
+    except InvalidOption as error:
+        cause = error.__cause__
+        if cause is None:
+            raise
+        raise InvalidOption(
+            f"The units of `{name}` cannot be found: its `forward` fails on one sample ({type(cause).__name__}: "
+            f"{cause}); set its `example_input_array` to arguments of `forward`."
+        ) from cause
     if not groups:
         raise InvalidOption(
             f"`{name}` has no units; expected a hidden layer whose channels or neurons can be dropped (option `model`)."

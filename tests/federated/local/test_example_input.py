@@ -3,6 +3,7 @@
 import csv
 import json
 import re
+from types import SimpleNamespace
 
 import lightning as L
 import pytest
@@ -174,3 +175,18 @@ def test_the_reason_why_there_are_no_units_is_named(monkeypatch):
         InvalidOption, match=r"units of `Tokens` cannot be found: .*IndexError.*set one of the first two"
     ):
         units_of(Tokens(), data)
+
+
+class Scaled(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.hidden, self.out = nn.Linear(3, 4), nn.Linear(4, 2)
+
+    def forward(self, x, scale):
+        return self.out(self.hidden(x)) * scale
+
+
+def test_a_forward_that_needs_more_than_the_sample_names_the_attribute():
+    words = r"units of `Scaled` cannot be found: its `forward` fails on one sample \(TypeError: .*'scale'\); set its "
+    with pytest.raises(InvalidOption, match=words + "`example_input_array` to arguments of `forward`"):
+        units_of(Scaled(), SimpleNamespace(sample_shape=(3,)))
