@@ -128,7 +128,7 @@ BAD = {
     ),
     "fraction": (
         ["--federation.reducer=TrimmedMean", "--federation.reducer.fraction=0.7"],
-        "`TrimmedMean(fraction=0.7)`",
+        "`federation.reducer.fraction` is 0.7; expected a number in [0, 0.5).",
     ),
     "privacy without a norm": (
         ["--federation.privacy.noise_multiplier=1", "--federation.privacy.delta=1e-3"],

@@ -22,7 +22,9 @@ _RECURRENT = re.compile(r"(.*\.)?weight_(ih|hh|hr)(_l\d+(_reverse)?)?")
 """Names of the matrices of recurrent layers and cells."""
 
 
-def head_of(weights: Weights, head: str | None = None, embeddings: Collection[str] = ()) -> tuple[str, ...]:
+def head_of(
+    weights: Weights, head: str | None = None, embeddings: Collection[str] = (), option: str = "head"
+) -> tuple[str, ...]:
     """Return the names of the head's tensors: those of the last linear layer, or of the module that `head` names.
 
     Args:
@@ -30,6 +32,7 @@ def head_of(weights: Weights, head: str | None = None, embeddings: Collection[st
         head: Name of a module or a glob over names of tensors; None = the owner of the last matrix that is not of a
             recurrent layer or an embedding.
         embeddings: Names of the tensors of embeddings, from :func:`~lightning_sparsefl.sparse.parts.embeddings_of`.
+        option: Name of the option that gives `head`, for the error message.
 
     Raises:
         InvalidOption: If there is no such module or no matrix at all, or if recurrent layers come after the last
@@ -47,7 +50,9 @@ def head_of(weights: Weights, head: str | None = None, embeddings: Collection[st
         found = [name for name in weights if name.startswith(f"{head}.") or fnmatchcase(name, head)]
     if not found:
         wanted = "linear layer" if head is None else f"`{head}`"
-        raise InvalidOption(f"The model has no {wanted} to be its head; name one of {_listed(weights)} with `head`.")
+        raise InvalidOption(
+            f"The model has no {wanted} to be its head; name one of {_listed(weights)} with `{option}`."
+        )
     return tuple(found)
 
 

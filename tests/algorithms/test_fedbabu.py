@@ -24,6 +24,8 @@ def test_fedbabu_freezes_the_head_of_everybody():
 
 def test_the_head_by_name():
     assert frozen(FedBABU(head="b"), views(1.0)) == [B]
+    with pytest.raises(InvalidOption, match=r"no `z` to be its head; name one of .* with `algorithm\.head`\.$"):
+        frozen(FedBABU(head="z"), views(1.0))
 
 
 def test_everything_travels_down_and_only_voters_count():

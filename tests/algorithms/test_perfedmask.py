@@ -36,9 +36,11 @@ def test_refuses_an_unknown_masking():
         PerFedMask(masking="best")
 
 
-def test_refuses_a_head_that_is_everything():
+def test_refuses_a_head_that_is_everything_or_nothing():
     with pytest.raises(InvalidOption, match="is the whole model"):
         PerFedMask(head="*").init(WEIGHTS, Fleet(views(1.0), BUFFERS, torch.device("cpu")))
+    with pytest.raises(InvalidOption, match=r"no `z` to be its head; name one of .* with `algorithm\.head`\.$"):
+        PerFedMask(head="z").init(WEIGHTS, Fleet(views(1.0), BUFFERS, torch.device("cpu")))
 
 
 def test_a_client_trains_what_fits_its_share_of_the_body():

@@ -14,7 +14,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from lightning_sparsefl.errors import InvalidOption, check_types
+from lightning_sparsefl.errors import check_types, require
 from lightning_sparsefl.federated.aggregation.grid import Grid
 from lightning_sparsefl.federated.aggregation.reducers import Accumulator, Gather, Reducer, voted
 from lightning_sparsefl.federated.exchange.flat import Layout
@@ -50,8 +50,7 @@ class TrimmedMean(Reducer):
 
     def __post_init__(self) -> None:
         check_types(self, "federation.reducer.")
-        if not 0 <= self.fraction < 0.5:
-            raise InvalidOption(f"`TrimmedMean(fraction={self.fraction})`: expected a number in [0, 0.5).")
+        require(0 <= self.fraction < 0.5, "federation.reducer.fraction", self.fraction, "a number in [0, 0.5)")
 
     def start(self, layout: Layout, server: Weights, total_weight: int) -> Accumulator:
         """See :class:`Reducer`."""

@@ -244,7 +244,10 @@ def test_options_that_cannot_work(options, sentence):
 @pytest.mark.parametrize(
     ("make", "sentence"),
     [
-        (lambda: TrimmedMean(fraction=0.5), r"`TrimmedMean\(fraction=0.5\)`: expected a number in \[0, 0.5\)"),
+        (
+            lambda: TrimmedMean(fraction=0.5),
+            r"`federation\.reducer\.fraction` is 0\.5; expected a number in \[0, 0\.5\)",
+        ),
         (lambda: TrimmedMean(fraction=-0.1), "expected a number in"),
         *(
             (lambda z=z: Privacy(noise_multiplier=z, delta=1e-5), re.escape(f"noise_multiplier` is {z}; expected"))
