@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from lightning_sparsefl.report.measures.client_statistics import STATISTICS, is_statistic
 from lightning_sparsefl.report.output import is_silent
 
 _PREFIXES = ("", "k", "M", "G", "T", "P", "E", "Z")
@@ -25,7 +26,6 @@ _GROUPS = (
     "finetuned",
     "finetuned_unseen",
 )
-_SPREAD = {"_std": "std over clients", "_worst10": "worst tenth", "_gap": "participants minus unseen"}
 LEGEND = """\
 Bytes and FLOPs are sums over clients and rounds; those "by formula" follow
 that of the method's paper, or else count the weights that masks keep."""
@@ -144,11 +144,11 @@ def summary_rows(*summaries: Mapping[str, Any]) -> list[tuple[str, ...]]:
 
 def _scores(summary: Mapping[str, Any], group: str) -> Iterator[tuple[str, str]]:
     """Yield the label and the name of each score of a group."""
-    names = [name for name in summary if name.split("/")[0] == group and not name.endswith(tuple(_SPREAD))]
+    names = [name for name in summary if name.split("/")[0] == group and not is_statistic(name, summary)]
     for name in sorted(names, key=lambda name: "loss" in name):
         yield f"{group.replace('_', ' ')} {name.split('/', 1)[1]}", name
-        for suffix, word in _SPREAD.items():
-            if name + suffix in summary:
+        for suffix, word in STATISTICS.items():
+            if name + suffix in summary and is_statistic(name + suffix, summary):
                 yield f"  {word}", name + suffix
 
 

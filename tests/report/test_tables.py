@@ -69,6 +69,16 @@ def test_the_participation_gap_is_named():
     assert rows == [("unseen val_acc", "0.7500"), ("  participants minus unseen", "0.1250")]
 
 
+def test_a_metric_that_is_named_like_a_statistic_is_shown_as_a_metric():
+    scores = {"global/acc": 0.75, "global/acc_std": 0.5, "personal/x_std": 0.25, "personal/x_std_std": 0.125}
+    assert summary_rows(scores) == [
+        ("global acc", "0.7500"),
+        ("global acc_std", "0.5000"),
+        ("personal x_std", "0.2500"),
+        ("  std over clients", "0.1250"),
+    ]
+
+
 def test_epsilon_stands_with_its_delta():
     assert summary_rows({"privacy/epsilon": 1.25, "privacy/delta": 1e-5}) == [("epsilon at delta 1e-05", "1.25")]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from lightning_sparsefl.federated.rounds.round_metrics import metric_names, spread
+from lightning_sparsefl.federated.rounds.round_metrics import metric_names, require_free, spread
 
 
 @dataclass(frozen=True)
@@ -45,6 +45,8 @@ class Scores:
         """
         unseen = "unseen" if personal == "personal" else f"{personal}_unseen"
         keys = {**spread(personal, self.personal), **spread(unseen, self.unseen)}
-        for name in metric_names(self.unseen) & metric_names(self.personal):
+        names = metric_names(self.unseen) & metric_names(self.personal)
+        for name in names:
+            require_free(names, name, "_gap")
             keys[f"{unseen}/{name}_gap"] = keys[f"{personal}/{name}"] - keys[f"{unseen}/{name}"]
         return dict(sorted(keys.items())) if self.unseen else keys

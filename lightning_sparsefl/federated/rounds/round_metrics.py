@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
+from lightning_sparsefl.errors import InvalidOption
 from lightning_sparsefl.federated.exchange.flat import Layout
 from lightning_sparsefl.federated.rounds.outcome import Outcome
+from lightning_sparsefl.report.measures.client_statistics import STATISTICS
 from lightning_sparsefl.report.measures.direction import higher_is_better, worst_tenth
 
 
@@ -64,12 +66,17 @@ def spread(group: str, personal: Mapping[int, Mapping[str, float]]) -> dict[str,
         group: First part of the keys.
         personal: Metrics by client number.
 
+    Raises:
+        InvalidOption: If a metric has the name of a statistic of another one.
+
     Example:
         >>> spread("finetuned", {0: {"acc": 1.0}})
         {'finetuned/acc': 1.0, 'finetuned/acc_std': 0.0, 'finetuned/acc_worst10': 1.0}
     """
     keys: dict[str, float] = {}
-    for name in sorted(metric_names(personal)):
+    names = metric_names(personal)
+    for name in sorted(names):
+        require_free(names, name, "_std", "_worst10")
         values = [metrics[name] for metrics in personal.values() if name in metrics]
         keys[f"{group}/{name}"] = mean = statistics.fmean(values)
         keys[f"{group}/{name}_std"] = math.sqrt(statistics.fmean((value - mean) ** 2 for value in values))
@@ -84,3 +91,19 @@ def metric_names(personal: Mapping[int, Mapping[str, float]]) -> set[str]:
         personal: Metrics by client number.
     """
     return {name for metrics in personal.values() for name in metrics}
+
+
+def require_free(names: Collection[str], name: str, *suffixes: str) -> None:
+    """Raise :class:`InvalidOption` if the module logs a metric under the name of a statistic of another one.
+
+    Args:
+        names: Names of all metrics.
+        name: Name of the metric with the statistics.
+        *suffixes: Ends of the names of the statistics.
+    """
+    for suffix in suffixes:
+        if name + suffix in names:
+            raise InvalidOption(
+                f"`model` logs '{name + suffix}' beside '{name}', but that is the key of a statistic of '{name}' "
+                f"({STATISTICS[suffix]}); expected another name of the logged metric in the module."
+            )

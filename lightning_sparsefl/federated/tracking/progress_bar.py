@@ -13,9 +13,9 @@ from rich.console import Console
 
 from lightning_sparsefl.federated.tracking.phase_progress import PhaseProgress
 from lightning_sparsefl.report import print_line, quantity
+from lightning_sparsefl.report.measures.client_statistics import is_statistic
 from lightning_sparsefl.report.measures.direction import higher_is_better
 
-_SPREAD = ("_std", "_worst10")
 _REFRESH_SECONDS = 0.2
 _PHASES = {"round": "train", "score": "score", "finetune": "fine-tune", "survey": "survey"}
 """Words for the work of clients, by the first word of a plan's name."""
@@ -139,6 +139,6 @@ def _scores(metrics: Mapping[str, Any]) -> dict[str, str]:
     scores: dict[str, str] = {}
     for name, value in metrics.items():
         group = name.split("/")[0]
-        if group in ("global", "personal") and higher_is_better(name) and not name.endswith(_SPREAD):
+        if group in ("global", "personal") and higher_is_better(name) and not is_statistic(name, metrics):
             scores.setdefault(group, f"{float(value):.3f}")
     return scores

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
+from lightning_sparsefl.report.measures.client_statistics import is_statistic
 from lightning_sparsefl.report.measures.direction import higher_is_better
 
 OVERVIEW, SCORES, COSTS, SPARSITY, BY_BYTES = "1_overview", "2_scores", "3_costs", "4_sparsity", "5_scores_by_kB"
@@ -26,12 +27,13 @@ def main_scores(names: Collection[str]) -> list[str]:
         names: Logged keys.
 
     Example:
-        >>> main_scores(["global/test_acc", "global/test_loss", "personal/test_acc_std", "time/round"])
-        ['global/test_acc']
+        >>> main_scores(["global/test_acc", "global/test_loss", "unseen/test_acc", "unseen/test_acc_std", "time/round"])
+        ['global/test_acc', 'unseen/test_acc']
         >>> main_scores(["global/test_loss"])
         ['global/test_loss']
     """
-    scores = [name for name in names if name.split("/")[0] in _SCORED and not name.endswith(("_std", "_gap"))]
+    scored = [name for name in names if name.split("/")[0] in _SCORED]
+    scores = [name for name in scored if not is_statistic(name, names, ("_std", "_gap"))]
     return [name for name in scores if higher_is_better(name)] or scores
 
 

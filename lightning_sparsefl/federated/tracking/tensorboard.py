@@ -19,6 +19,7 @@ from lightning_sparsefl.federated.exchange.plain_values import packed_mask
 from lightning_sparsefl.federated.storage.record_store import RecordStore
 from lightning_sparsefl.federated.tracking.tags import BY_BYTES, main_scores, scores_by_bytes, tagged, tags_of
 from lightning_sparsefl.report import bin_edges
+from lightning_sparsefl.report.measures.client_statistics import is_statistic
 from lightning_sparsefl.report.measures.direction import higher_is_better
 from lightning_sparsefl.report.overlap import MOST_CLIENTS
 from lightning_sparsefl.sparse.masks import unpack
@@ -59,7 +60,7 @@ class Boards:
         if self._declared:
             return
         self._declared = True
-        compared = [name for name in scores if not name.endswith("_std")]
+        compared = [name for name in scores if not is_statistic(name, scores, ("_std",))]
         compared.sort(key=lambda name: not higher_is_better(name))
         costs = [name for name in _COMPARED if name in metrics]
         for board in self._boards:

@@ -10,6 +10,7 @@ from typing import Literal
 import numpy as np
 
 from lightning_sparsefl.errors import InvalidOption
+from lightning_sparsefl.report.measures.client_statistics import is_statistic
 from lightning_sparsefl.report.measures.direction import higher_is_better
 from lightning_sparsefl.report.reading.columns import Column
 from lightning_sparsefl.report.reading.runs import Run
@@ -22,7 +23,6 @@ _TOTALS: dict[Axis, str] = {
     "bytes_down": "comm/downlink_bytes_total",
     "flops": "flops/train_total",
 }
-_SPREAD = ("_std", "_worst10", "_gap")
 
 
 def column(run: Run, name: str) -> Column:
@@ -139,4 +139,4 @@ def choose_metric(runs: Sequence[Run], asked: str | None = None) -> str | None:
 def _metrics(run: Run) -> list[str]:
     """Return the metrics of the models of a run that have a value."""
     keys = [key for key, values in run.metrics.items() if key.split("/")[0] in MODELS and np.isfinite(values).any()]
-    return list(dict.fromkeys(key.split("/", 1)[1] for key in keys if not key.endswith(_SPREAD)))
+    return list(dict.fromkeys(key.split("/", 1)[1] for key in keys if not is_statistic(key, run.metrics)))

@@ -3,6 +3,7 @@
 import csv
 import json
 import math
+import re
 from dataclasses import replace
 
 import pytest
@@ -24,6 +25,7 @@ from lightning_sparsefl.errors import InvalidOption
 from lightning_sparsefl.federated.client import Client
 from lightning_sparsefl.federated.sampling.draws import split_unseen
 from lightning_sparsefl.models import MLP
+from lightning_sparsefl.report import Report, load_runs
 
 
 class Tuned(FederatedAlgorithm):
@@ -265,3 +267,44 @@ def test_a_limit_of_no_batches_is_named_instead_of_the_step(split, fit, recwarn)
     said = [str(each.message) for each in recwarn if "has no scores" in str(each.message)]
     option = f"trainer.limit_{split}_batches"
     assert said == [f"`{option}` is 0, so that this run has no scores; expected a number above 0 to have them."]
+
+
+class Logging(MLP):
+    """Logs numbers under the given names in validation."""
+
+    def __init__(self, *names):
+        super().__init__(num_classes=4, sample_shape=(1, 1, 8))
+        self.names = names
+
+    def validation_step(self, batch, batch_idx):
+        for name in self.names:
+            self.log(name, self(batch[0]).mean())
+
+
+@pytest.mark.parametrize(
+    ("name", "meaning", "unseen"),
+    [
+        ("acc_std", "std over clients", 0),
+        ("acc_worst10", "worst tenth", 0),
+        ("acc_gap", "participants minus unseen", 2),
+    ],
+)
+def test_a_metric_with_the_name_of_a_statistic_of_another_is_refused(fit, name, meaning, unseen):
+    said = (
+        f"`model` logs '{name}' beside 'acc', but that is the key of a statistic of 'acc' ({meaning}); expected "
+        "another name of the logged metric in the module."
+    )
+    with pytest.raises(InvalidOption, match=f"^{re.escape(said)}$"):
+        fit(model=Logging("acc", name), federation={"unseen_clients": unseen}, max_rounds=1)
+
+
+def test_a_metric_that_only_looks_like_a_statistic_is_scored_and_shown(fit, capsys):
+    folder, summary = fit(model=Logging("acc_std", "loss", "loss_gap"), max_rounds=1, enable_progress_bar=True)
+    out = capsys.readouterr().out
+    assert re.search(r"round 1/1  global -?\d\.\d{3}  personal ", out)
+    for name in ("acc_std", "loss_gap"):
+        assert f"personal {name} " in out
+        assert summary[f"personal/{name}_std"] > 0
+    report = Report(load_runs([folder]))
+    assert report.metric == "acc_std"
+    assert report.summary.runs["FedAvg"][0]["personal_acc_std"] == pytest.approx(summary["personal/acc_std"])
