@@ -23,6 +23,8 @@ _TOTALS: dict[Axis, str] = {
     "bytes_down": "comm/downlink_bytes_total",
     "flops": "flops/train_total",
 }
+_SLACK = 1e-6
+"""Relative error of a score, which covers the rounding of float32."""
 
 
 def column(run: Run, name: str) -> Column:
@@ -77,6 +79,23 @@ def at_the_end(run: Run, name: Axis) -> float:
     return float(values[-1]) if len(values) else math.nan
 
 
+def eased(values: Column, key: str) -> Column:
+    """Return scores that are better by a millionth, for comparisons with a target.
+
+    A score in float32 may be below the decimal number that it is shown as, such as 0.18999999 of 0.19.
+
+    Args:
+        values: Values of the score.
+        key: Name of the score.
+
+    Example:
+        >>> bool(eased(np.array([0.18999999]), "global/test_acc")[0] >= 0.19)
+        True
+    """
+    slack = _SLACK * np.abs(values)
+    return values + slack if higher_is_better(key) else values - slack
+
+
 @dataclass(frozen=True)
 class Reached:
     """What a run had spent when a score first reached a target; NaN if it has not, or if the cost is unknown."""
@@ -99,7 +118,7 @@ def reached(run: Run, key: str, target: float) -> Reached:
         key: Name of the score, such as ``global/test_acc``.
         target: Value to reach, from below or above as the metric's name says.
     """
-    values = column(run, key)
+    values = eased(column(run, key), key)
     good = values >= target if higher_is_better(key) else values <= target
     if not good.any():
         return Reached()

@@ -10,7 +10,7 @@ import numpy as np
 from lightning_sparsefl.report.measures.direction import higher_is_better
 from lightning_sparsefl.report.measures.mean_std import MeanStd, mean_std
 from lightning_sparsefl.report.measures.summary import AT_LEAST, AT_MOST
-from lightning_sparsefl.report.measures.values import MODELS, Axis, axis, column, reached
+from lightning_sparsefl.report.measures.values import MODELS, Axis, axis, column, eased, reached
 from lightning_sparsefl.report.plots.data import Bars, Curves, Line
 from lightning_sparsefl.report.reading.groups import Group
 
@@ -108,12 +108,12 @@ def default_target(groups: Sequence[Group], key: str) -> float:
         The target, or NaN if no run has the score.
     """
     rising = higher_is_better(key)
-    columns = [column(run, key) for group in groups for run in group.runs]
+    columns = [eased(column(run, key), key) for group in groups for run in group.runs]
     best = [np.nanmax(c) if rising else np.nanmin(c) for c in columns if np.isfinite(c).any()]
     if not best:
         return math.nan
     weakest = min(best) if rising else max(best)
-    return float(math.floor(weakest * 100 + 1e-9) / 100 if rising else math.ceil(weakest * 100 - 1e-9) / 100)
+    return float(math.floor(weakest * 100) / 100 if rising else math.ceil(weakest * 100) / 100)
 
 
 def target_plot(groups: Sequence[Group], metric: str | None, targets: Mapping[str, float]) -> Bars:

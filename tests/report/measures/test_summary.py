@@ -9,7 +9,7 @@ import pytest
 
 from helpers.run_folders import read_table, write_run
 from lightning_sparsefl.errors import InvalidOption
-from lightning_sparsefl.report import Report, load_runs
+from lightning_sparsefl.report import Report, Run, load_runs
 from lightning_sparsefl.report.measures.mean_std import MeanStd, mean_std
 from lightning_sparsefl.report.measures.values import reached
 
@@ -101,6 +101,18 @@ def test_the_default_target_is_the_best_that_every_run_has_reached(folders):
         assert report.targets[model] == math.floor(min(bests) * 100) / 100
         for group in report.groups:
             assert report.summary.groups[group.name][f"target_{model}_rounds"].count == len(group.runs)
+
+
+@pytest.mark.parametrize(
+    ("metric", "best", "target"),
+    [("val_acc", 0.19, 0.19), ("val_acc", 0.1899, 0.18), ("val_loss", 0.56, 0.56), ("val_loss", 0.5601, 0.57)],
+)
+def test_the_rounding_of_float32_does_not_change_a_target(metric, best, target, tmp_path):
+    stored = float(np.float32(best))
+    run = Run(tmp_path, {"algorithm": "FedAvg"}, {"round": np.arange(1.0), f"global/{metric}": np.array([stored])})
+    report = Report([run], metric=metric)
+    assert report.targets["global"] == target
+    assert Report([run], metric=metric, target=best).summary.runs["FedAvg"][0]["target_global_rounds"] == 1
 
 
 def test_of_a_loss_the_lowest_is_the_best(folders):
