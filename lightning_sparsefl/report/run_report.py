@@ -108,11 +108,17 @@ class Report:
         return dict(zip([run.path for run in self.runs], names_of(self.runs), strict=True))
 
     def notes(self) -> list[str]:
-        """Return what a reader of the numbers should know: unfinished runs, repeated seeds, and unlike groups."""
+        """Return what a reader of the numbers should know of runs, costs, seeds and differences between groups."""
         notes = [
             f"{self.names[run.path]} has not finished: {run.rounds} rounds so far."
             for run in self.runs
             if not run.is_finished
+        ]
+        notes += [
+            f"{self.names[run.path]} has no rounds before round {run.missing_rounds + 1} in its folder, so that its "
+            "costs to a target are not known."
+            for run in self.runs
+            if run.missing_rounds
         ]
         for group in self.groups:
             seeds = Counter(run.seed for run in group.runs if run.seed)

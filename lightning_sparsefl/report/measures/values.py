@@ -49,8 +49,11 @@ def axis(run: Run, name: Axis) -> Column:
         return column(run, "round") + 1
     if name == "seconds":
         clock = column(run, "time/clock")  # runs that wait for clients have a clock, the others the slowest client
-        simulated: Column = np.cumsum(column(run, "time/simulated"))  # unknown from the first unknown round on
-        return clock if np.isfinite(clock).any() else simulated
+        if np.isfinite(clock).any():
+            return clock
+        before = math.nan if run.missing_rounds else 0.0
+        simulated: Column = before + np.cumsum(column(run, "time/simulated"))  # unknown from the first unknown round on
+        return simulated
     return column(run, _TOTALS[name])
 
 
@@ -113,6 +116,8 @@ class Reached:
 def reached(run: Run, key: str, target: float) -> Reached:
     """Return the costs of the first evaluated round whose score is as good as a target.
 
+    They are unknown if rounds are missing, since one of these may have reached the target before.
+
     Args:
         run: Run.
         key: Name of the score, such as ``global/test_acc``.
@@ -120,7 +125,7 @@ def reached(run: Run, key: str, target: float) -> Reached:
     """
     values = eased(column(run, key), key)
     good = values >= target if higher_is_better(key) else values <= target
-    if not good.any():
+    if run.missing_rounds or not good.any():
         return Reached()
     first = int(np.argmax(good))
     spent = {name: float(axis(run, name)[first]) for name in (*_TOTALS, "rounds", "seconds")}

@@ -54,6 +54,11 @@ class Run:
         return int(np.nanmax(self.metrics["round"])) + 1 if self._has_rounds else 0
 
     @property
+    def missing_rounds(self) -> int:
+        """Number of rounds before those in the folder; above 0 for a run that goes on in a new folder."""
+        return int(np.nanmin(self.metrics["round"])) if self._has_rounds else 0
+
+    @property
     def _has_rounds(self) -> bool:
         return "round" in self.metrics and bool(np.isfinite(self.metrics["round"]).any())
 

@@ -7,7 +7,7 @@ import statistics
 import numpy as np
 import pytest
 
-from helpers.run_folders import read_table, write_run
+from helpers.run_folders import read_table, write_run, write_table
 from lightning_sparsefl.errors import InvalidOption
 from lightning_sparsefl.report import Report, Run, load_runs
 from lightning_sparsefl.report.measures.mean_std import MeanStd, mean_std
@@ -101,6 +101,21 @@ def test_the_default_target_is_the_best_that_every_run_has_reached(folders):
         assert report.targets[model] == math.floor(min(bests) * 100) / 100
         for group in report.groups:
             assert report.summary.groups[group.name][f"target_{model}_rounds"].count == len(group.runs)
+
+
+def test_costs_to_a_target_are_unknown_where_the_first_rounds_are_in_another_folder(tmp_path):
+    folder = write_run(tmp_path / "FedSpa" / "version_0")
+    rows = read_table(folder / "metrics.csv")
+    write_table(folder / "metrics.csv", rows[2:])
+    report = Report(load_runs([folder]), target=0.3)
+    (run,) = report.summary.runs["FedSpa"]
+    unknown = [name for name in run if name.startswith("target_")]
+    assert len(unknown) == 8
+    assert all(math.isnan(run[name]) for name in [*unknown, "seconds"])
+    assert run["bytes_up"] == float(rows[-1]["comm/uplink_bytes_total"])
+    assert report.notes() == [
+        "FedSpa/version_0 has no rounds before round 3 in its folder, so that its costs to a target are not known."
+    ]
 
 
 @pytest.mark.parametrize(
