@@ -16,7 +16,7 @@ from lightning_sparsefl.report.documents.cells import part_rows
 from lightning_sparsefl.report.documents.page import page
 from lightning_sparsefl.report.documents.tables import csv_text, group_rows, latex, markdown, run_rows
 from lightning_sparsefl.report.measures.summary import Summary, summarize
-from lightning_sparsefl.report.measures.values import MODELS, choose_metric
+from lightning_sparsefl.report.measures.values import MODELS, choose_metric, good_rows
 from lightning_sparsefl.report.output import is_silent, print_line
 from lightning_sparsefl.report.plots.clients import distribution_plot, duration_plot, participation_plot
 from lightning_sparsefl.report.plots.data import Plot
@@ -120,6 +120,7 @@ class Report:
             for run in self.runs
             if run.missing_rounds
         ]
+        notes += self._unreached()
         for group in self.groups:
             seeds = Counter(run.seed for run in group.runs if run.seed)
             notes += [
@@ -128,6 +129,13 @@ class Report:
                 if count > 1
             ]
         return [*notes, *self._differences()]
+
+    def _unreached(self) -> Iterator[str]:
+        """Yield the targets that no run has reached, whose costs are no part of the table."""
+        for model, target in self.targets.items():
+            if not any(good_rows(run, f"{model}/{self.metric}", target).any() for run in self.runs):
+                title = self.summary.titles[f"target_{model}"]
+                yield f"{title} are not known, since no score in the run folders reaches it (`--target`)."
 
     def _differences(self) -> Iterator[str]:
         """Yield differences between the runs that the scores and costs of a table do not show as such."""

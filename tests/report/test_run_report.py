@@ -155,6 +155,14 @@ def test_different_rounds_and_engines_are_noted(tmp_path):
     assert Report(runs[:1]).notes() == []
 
 
+def test_a_target_that_no_run_reaches_is_told(folders, capsys):
+    Report(load_runs([folders]), target=2).print()
+    assert capsys.readouterr().out.splitlines()[-2:] == [
+        f"Costs to {model} val_acc \u2265 2 are not known, since no score in the run folders reaches it (`--target`)."
+        for model in ("global", "personal")
+    ]
+
+
 def test_the_terminal_shows_one_row_for_each_group(report, capsys):
     report.print()
     out = capsys.readouterr().out

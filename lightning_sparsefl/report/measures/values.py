@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 from lightning_sparsefl.errors import InvalidOption
 from lightning_sparsefl.report.measures.client_statistics import is_statistic
@@ -82,6 +83,19 @@ def at_the_end(run: Run, name: Axis) -> float:
     return float(values[-1]) if len(values) else math.nan
 
 
+def good_rows(run: Run, key: str, target: float) -> NDArray[np.bool_]:
+    """Return in which recorded rounds a score is as good as a target.
+
+    Args:
+        run: Run.
+        key: Name of the score, such as ``global/test_acc``.
+        target: Value to reach, from below or above as the metric's name says.
+    """
+    values = eased(column(run, key), key)
+    good: NDArray[np.bool_] = values >= target if higher_is_better(key) else values <= target
+    return good
+
+
 def eased(values: Column, key: str) -> Column:
     """Return scores that are better by a millionth, for comparisons with a target.
 
@@ -123,8 +137,7 @@ def reached(run: Run, key: str, target: float) -> Reached:
         key: Name of the score, such as ``global/test_acc``.
         target: Value to reach, from below or above as the metric's name says.
     """
-    values = eased(column(run, key), key)
-    good = values >= target if higher_is_better(key) else values <= target
+    good = good_rows(run, key, target)
     if run.missing_rounds or not good.any():
         return Reached()
     first = int(np.argmax(good))

@@ -152,7 +152,7 @@ def target_plot(groups: Sequence[Group], metric: str | None, targets: Mapping[st
         if known
         else NOT_EVALUATED
         if metric is None
-        else "no run has reached the target (see `--target`)",
+        else "no run with all of its rounds has reached the target (see `--target`)",
         units={panel: units[panel] for panel in known},
         series=known,
         sizes={group.name: len(group.runs) for group in groups},

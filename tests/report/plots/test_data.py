@@ -189,4 +189,5 @@ def test_within_the_first_round_the_figures_of_rounds_are_missing(tmp_path):
 
 
 def test_a_target_that_no_run_reaches_is_missing(folders):
-    assert "no run has reached the target" in plot(Report(load_runs([folders]), target=2.0), "target").missing
+    bars = plot(Report(load_runs([folders]), target=2.0), "target")
+    assert bars.missing == "no run with all of its rounds has reached the target (see `--target`)"
