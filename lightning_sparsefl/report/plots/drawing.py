@@ -120,7 +120,8 @@ def _x_axis(axes: Axes, plot: Curves, unit: str, logarithmic: bool) -> None:
         axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
         axes.xaxis.set_minor_formatter(NullFormatter())
     else:
-        axes.xaxis.set_major_locator(MaxNLocator(6, integer=plot.x_unit is None))
+        # with two ticks as the minimum, an axis of one round has fractions
+        axes.xaxis.set_major_locator(MaxNLocator(6, integer=plot.x_unit is None, min_n_ticks=1))
 
 
 # ---- rows

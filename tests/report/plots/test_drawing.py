@@ -4,6 +4,7 @@ import matplotlib as mpl
 import numpy as np
 import pytest
 
+from helpers.run_folders import write_run
 from lightning_sparsefl.report import Report, load_runs
 from lightning_sparsefl.report.measures.prefix import scaled_unit
 from lightning_sparsefl.report.plots.drawing import draw
@@ -86,6 +87,19 @@ def test_costs_of_different_orders_are_on_a_logarithmic_axis(figures, report):
     wide = type(plot)(**{**vars(plot), "panels": {"global val_acc": [small, large]}})
     assert draw(wide, places).axes[0].get_xscale() == "log"
     assert draw(plot, places).axes[0].get_xscale() == "linear"
+
+
+@pytest.mark.parametrize("name", ["score_rounds", "mask_similarity_rounds"])
+@pytest.mark.parametrize("rounds", [1, 2, 3, 40])
+def test_the_ticks_of_rounds_are_whole_numbers(name, rounds, tmp_path):
+    folder = write_run(tmp_path / "run", rounds=rounds, every=rounds if rounds < 40 else 2)
+    report = Report(load_runs([folder]))
+    plot = next(plot for plot in report.plots if plot.name == name)
+    axes = draw(plot, {"FedSpa": 0}).axes[-1]
+    low, high = axes.get_xlim()
+    shown = [tick for tick in axes.get_xticks() if low <= tick <= high]
+    assert shown
+    assert shown == [round(tick) for tick in shown]
 
 
 def test_long_names_stay_apart_in_the_legend(report):
