@@ -84,17 +84,32 @@ def _is_out_of_time(run: Run, table: Mapping[str, Any], resumed: Checkpoint | No
 
 
 def _finished(run: Run, state: RunState, table: dict[str, Any]) -> dict[str, float]:
-    """Return the final table of a run that has no rounds left, and say how it would go on."""
+    """Print and return the final table of a run that has no rounds left, and say how it would go on."""
     assert run.resume_point.folder is not None
     run.worker.load(state.server.weights)
     run.folder = RunFolder(run.resume_point.folder)
     finished, most = state.server.round, run.options.max_rounds
+    _print_results(run, finished, table)
     why, advice = f"`trainer.max_rounds` is {most}", "raise it"
     if finished < most:
         why = f"{table['stopped_by']} has stopped it"
         advice = "leave it out of `trainer.callbacks`, or give a `Timer` more time,"
     rank_zero_info(f"{run.folder.path} has finished {finished} rounds, and {why}; {advice} to train longer.")
     return table
+
+
+def _print_results(run: Run, rounds: int, table: Mapping[str, Any]) -> None:
+    """Print the final table on the first rank, and where the run is."""
+    if not run.ranks.first:
+        return
+    assert run.folder is not None
+    path = run.folder.path
+    title = f"{type(run.algorithm).__name__} after {rounds} rounds, {run.data.num_clients} clients"
+    print_table(title, ("", ""), summary_rows(table))
+    print_line(f"{LEGEND}\n")
+    print_line(f"Run folder: {path}")
+    if any(path.glob("events.out.tfevents.*")):
+        print_line(f"TensorBoard: tensorboard --logdir {path} (to compare runs: --logdir {path.parent})")
 
 
 class Fit:
@@ -411,14 +426,7 @@ class Fit:
         summary = self._recorder.summary(self._state.server, self._round_trainer.stopped_by)
         if self.ranks.first:
             self.folder.write_summary(summary)
-            method, clients = type(self.parts.algorithm).__name__, self.parts.data.num_clients
-            title = f"{method} after {self._state.server.round} rounds, {clients} clients"
-            print_table(title, ("", ""), summary_rows(summary))
-            print_line(f"{LEGEND}\n")
-            print_line(f"Run folder: {self.folder.path}")
-            if any(isinstance(logger, TensorBoardLogger) for logger in self._loggers):
-                root = self.folder.path.parent
-                print_line(f"TensorBoard: tensorboard --logdir {self.folder.path} (to compare runs: --logdir {root})")
+        _print_results(self.parts, self._state.server.round, summary)
         self._recorder.close()
         for logger in self._loggers:
             logger.finalize("success")

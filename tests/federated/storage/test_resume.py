@@ -225,11 +225,22 @@ def test_killed_twice(straight, tmp_path):
     assert left(fit(tmp_path, "last")) == left(straight)
 
 
-def test_a_run_that_ended_keeps_its_table(straight, tmp_path, caplog):
-    shutil.copytree(straight.parent, tmp_path / "FedSpa")
-    folder = fit(tmp_path, "last")
+def final_table(capsys):
+    """Return what was printed from the final table on."""
+    out = capsys.readouterr().out
+    assert out.count("FedSpa after") == 1
+    return out[out.index("FedSpa after") :]
+
+
+@pytest.mark.parametrize("ckpt_path", ["last", "auto"])
+def test_a_run_that_ended_keeps_its_table_and_prints_it_again(ckpt_path, tmp_path, caplog, capsys):
+    folder = fit(tmp_path)
+    before, printed = left(folder), final_table(capsys)
+    assert "personal val_acc" in printed
+    assert f"tensorboard --logdir {folder}" in printed
+    assert left(fit(tmp_path, ckpt_path)) == before
     assert "has finished 4 rounds" in caplog.text
-    assert left(folder) == left(straight)
+    assert final_table(capsys) == printed
 
 
 def test_a_run_that_a_callback_stopped_ends_where_it_stopped(tmp_path, monkeypatch):
@@ -246,12 +257,14 @@ def test_a_run_that_a_callback_stopped_ends_where_it_stopped(tmp_path, monkeypat
     assert left(stopping("killed", "last")) == whole
 
 
-def test_a_run_that_a_callback_ended_is_finished_as_long_as_the_callback_is_there(tmp_path, caplog):
+def test_a_run_that_a_callback_ended_is_finished_as_long_as_the_callback_is_there(tmp_path, caplog, capsys):
     stop = EarlyStopping("density/all", patience=1, check_on_train_epoch_end=True)
     ended = left(fit(tmp_path, rounds=9, callbacks=[stop]))
     assert (ended["summary"]["rounds"], ended["summary"]["stopped_by"]) == (2, stop.state_key)
+    printed = final_table(capsys)
     assert left(fit(tmp_path, "last", rounds=9, callbacks=[stop])) == ended
     assert f"has finished 2 rounds, and {stop.state_key} has stopped it; leave it out" in caplog.text
+    assert final_table(capsys) == printed
     assert left(fit(tmp_path, "last", rounds=9)) == left(fit(tmp_path / "straight", rounds=9))
 
 
