@@ -21,6 +21,7 @@ from lightning_sparsefl.cli.config_files import ConfigFileOrName
 from lightning_sparsefl.cli.conventions import (
     CONFIG_HELP,
     CONFIGS,
+    ENV_PREFIX,
     FOLDER_COMMANDS,
     QUIET,
     QUIET_HELP,
@@ -100,9 +101,12 @@ class SparseFLCLI(LightningCLI):
         for name, subparser in self._subcommand_parsers.items():
             subparser.prog = f"{parser.prog} {name}"
             subparser.usage = f"{subparser.prog} [--config FILE] [options]"
+            prefix = f"{ENV_PREFIX}_{name.upper()}__"
             subparser.epilog = (
-                "Each option can also be set by an environment variable: --trainer.max_rounds by "
-                f"SPARSEFL_{name.upper()}__TRAINER__MAX_ROUNDS. One that names no option is refused."
+                "The options of the configuration that are listed here can also be set by environment variables: "
+                f"--trainer.max_rounds by {prefix}TRAINER__MAX_ROUNDS. Those of a class are set with the class: "
+                f"{prefix}ALGORITHM='{{class_path: FedSpa, init_args: {{density: 0.3}}}}'. A variable of this form "
+                "that names no option is refused."
             )
         for name in (CONFIGS, *FOLDER_COMMANDS):
             listed = ListedParser(default_env=False)

@@ -51,6 +51,14 @@ def test_the_help_of_a_subcommand_names_no_internals(subcommand, sparsefl):
     assert f"SPARSEFL_{subcommand.upper()}__TRAINER__MAX_ROUNDS" in out
 
 
+def test_the_variable_of_a_class_in_the_help_sets_its_options(sparsefl, monkeypatch):
+    out = " ".join(sparsefl("fit", "--help")[1].split())
+    name, value = re.search(r"set with the class: (\w+)='(.*?)'\. A variable", out).groups()
+    monkeypatch.setenv(name, value)
+    run = parse(["--model=MLP", "--data=FederatedDigits", "--data.partition=IID", "--trainer.logger=false"])
+    assert run.trainer.options.algorithm.density == 0.3  # a file takes precedence over the environment
+
+
 def test_the_help_of_a_group_lists_its_classes(sparsefl):
     code, out, _ = sparsefl("fit", "--algorithm.help")
     assert code == 0
