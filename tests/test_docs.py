@@ -50,6 +50,14 @@ def test_every_method_has_a_page(name, sources):
     assert len(rows) == results.count("   * - ") - bool(rows)
 
 
+def test_every_method_without_running_statistics_is_named_in_the_limits():
+    methods = [getattr(lightning_sparsefl.algorithms, name) for name in lightning_sparsefl.algorithms.__all__]
+    found = {each.__name__ for each in methods if hasattr(sys.modules[each.__module__], "make_norms_static")}
+    items = re.split(r"^- ", (ROOT / "docs" / "limits.md").read_text(), flags=re.MULTILINE)
+    item = next(item for item in items if "track_running_stats" in item)
+    assert set(re.findall(r"`([A-Z]\w+)`", item)) == found | {"PerFedMask"}
+
+
 def test_an_option_has_its_docstring_type_and_default(sources):
     page = " ".join((sources / "methods" / "FedProx.rst").read_text().split())
     assert "``algorithm.mu`` - ``float`` - ``0.01`` - Strength of the" in page
