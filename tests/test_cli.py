@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from lightning.pytorch import Callback
 
 from helpers.command_line import QUICKSTART, ROOT, SHORT, run_folder
@@ -68,6 +69,15 @@ def test_export_writes_a_checked_model_of_one_client(sparsefl, tmp_path):
     code, _, err = sparsefl("export", "--config", config, "--client=20")
     assert code == 2
     assert "`client` is 20; expected a number from 0 to 19" in err
+
+
+def test_print_config_leaves_out_defaults_that_are_tuples(sparsefl):
+    given = ["--algorithm=FedDIP", "--model=MLP", "--model.hidden=[3]", "--data=FederatedDigits"]
+    code, out, _ = sparsefl("fit", *given, "--print_config=skip_default")
+    assert code == 0
+    printed = yaml.safe_load(out)
+    assert printed["algorithm"] == {"class_path": "lightning_sparsefl.FedDIP"}
+    assert printed["model"] == {"class_path": "lightning_sparsefl.models.MLP", "init_args": {"hidden": [3]}}
 
 
 def test_print_config_stacks_files_options_and_environment(sparsefl, tmp_path, monkeypatch):

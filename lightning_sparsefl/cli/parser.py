@@ -84,6 +84,10 @@ class SparseFLParser(LightningArgumentParser):
                 require(isinstance(value, Namespace), group, value, f"options by name, such as `{group}.{option}`")
         return super()._parse_common(cfg, *args, **kwargs)
 
+    def _dump_delete_default_entries(self, subcfg: Any, subdefaults: Any) -> None:
+        """Remove unchanged options; a default that is a tuple is compared as the list that a configuration has."""
+        super()._dump_delete_default_entries(subcfg, _with_lists(subdefaults))  # type: ignore[no-untyped-call]
+
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Print the message and exit with code 2."""
         if not self.exit_on_error:
@@ -111,6 +115,13 @@ class ListedParser(SparseFLParser):
         )
 
     parse_env = parse_args
+
+
+def _with_lists(value: Any) -> Any:
+    """Return a default, or defaults by name, with lists for tuples."""
+    if isinstance(value, dict):
+        return {name: _with_lists(item) for name, item in value.items()}
+    return [_with_lists(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def _subcommand_given(parser: LightningArgumentParser) -> list[str]:
