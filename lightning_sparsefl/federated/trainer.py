@@ -234,7 +234,7 @@ class FederatedTrainer:  # long because LightningCLI reads every option from its
                 a new run where ``last`` finds nothing, for launchers that repeat a command. Default: a new run.
 
         Returns:
-            The final scores and totals, as in `summary.json`.
+            The final scores, totals and counts: all numbers of `summary.json`, without its texts.
 
         Raises:
             ClientFailed: If a client's local work fails and `federation.on_client_error` is ``raise``.
@@ -244,11 +244,11 @@ class FederatedTrainer:  # long because LightningCLI reads every option from its
             SystemExit: After SIGTERM, once the last finished round is committed.
             InvalidOption: If the module or the data does not support the options.
         """
-        summary: dict[str, float] = self._dispatch("fit", model, datamodule, ckpt_path)
+        summary: dict[str, Any] = self._dispatch("fit", model, datamodule, ckpt_path)
         if in_other_processes(self.fabric) and self.run_folder is not None:
             self.algorithm.adapt(model)  # as in the other processes
             model.load_state_dict(load_plain(self.run_folder / "checkpoints" / "last.ckpt")["state_dict"])
-        return summary
+        return {name: value for name, value in summary.items() if isinstance(value, int | float)}
 
     def validate(
         self,

@@ -2,6 +2,7 @@
 
 import copy
 import csv
+import json
 from pathlib import Path
 
 import lightning as L
@@ -162,6 +163,15 @@ def test_a_list_of_ordinary_data_modules_is_a_federation(trainer):
     summary = trainer(max_rounds=8).fit(module, [OneClient(seed, 24 + 8 * seed) for seed in range(4)])
     assert summary["clients"] == 4
     assert summary["personal/val_acc"] > 0.45  # four classes
+
+
+def test_fit_returns_the_numbers_of_the_summary(trainer):
+    stop = EarlyStopping("density/all", patience=1, check_on_train_epoch_end=True)
+    run = trainer(callbacks=[stop], max_rounds=9)
+    scores = run.fit(MLP(num_classes=4, sample_shape=(1, 1, 8)), blobs())
+    summary = json.loads((run.run_folder / "summary.json").read_text())
+    assert (summary.pop("algorithm"), summary.pop("stopped_by")) == ("FedAvg", stop.state_key)
+    assert scores == summary
 
 
 def test_stock_callbacks_see_rounds_as_epochs(trainer, tmp_path):

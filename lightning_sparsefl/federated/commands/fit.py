@@ -37,7 +37,7 @@ from lightning_sparsefl.report.tables import LEGEND
 from lightning_sparsefl.types import RunState
 
 
-def fit(run: Run) -> dict[str, float]:
+def fit(run: Run) -> dict[str, Any]:
     """Run the rounds that are left.
 
     Args:
@@ -83,7 +83,7 @@ def _is_out_of_time(run: Run, table: Mapping[str, Any], resumed: Checkpoint | No
     return left is not None and left <= 0
 
 
-def _finished(run: Run, state: RunState, table: dict[str, Any]) -> dict[str, float]:
+def _finished(run: Run, state: RunState, table: dict[str, Any]) -> dict[str, Any]:
     """Print and return the final table of a run that has no rounds left, and say how it would go on."""
     assert run.resume_point.folder is not None
     run.worker.load(state.server.weights)
@@ -141,7 +141,7 @@ class Fit:
             self._copy,
         )
 
-    def run_rounds(self) -> dict[str, float]:
+    def run_rounds(self) -> dict[str, Any]:
         """Run the rounds that are left; return the final table."""
         with raise_disk_full(self.folder.path), contextlib.closing(self._writing):
             self._begin()
@@ -421,7 +421,7 @@ class Fit:
             self._finish_writing()
         error.replay = replay_command(error, self.folder.path, last)
 
-    def _close(self) -> dict[str, float]:
+    def _close(self) -> dict[str, Any]:
         """Write and print the final table."""
         summary = self._recorder.summary(self._state.server, self._round_trainer.stopped_by)
         if self.ranks.first:
