@@ -5,8 +5,9 @@ bandit, the capacity, or .5 for all), capacities that are fixed or drawn anew in
 pattern of kept units. FedLPS and FLST are also run as printed, with mu = lambda = 1 on sums of squares, and FedLPS with
 the options that approximate the authors' program, and six methods with five local steps in the place of five epochs.
 FedAvg is also run with a tenth of the learning rate, with momentum and with the clients of the authors' program
-(`_shards.py`), FedRolex with clipped gradients, and ten methods with that program's test sets (`_block_tests.py`). All
-other rows have the defaults. To be started from the root of the repository.
+(`_shards.py`), HeteroFL and FedRolex without the clipping of their cells, Hermes at a lower density, and ten methods
+with that program's test sets (`_block_tests.py`). All other rows have the defaults. To be started from the
+root of the repository.
 
     python benchmarks/paper/fedlps_mnist.py --data DIR [--only 'fedlps*-seed0']
 
@@ -38,6 +39,8 @@ SHARDS = ("--data.partition", "benchmarks.paper._shards.Shards")
 """Clients with two random shards, as in the authors' program, in the place of exactly two classes."""
 BLOCKS = ("--data", "benchmarks.paper._block_tests.BlockTestMNIST")
 """Test sets as in the authors' program, with images of classes that a client does not have."""
+UNCLIPPED = ("--trainer.gradient_clip_val", "null")
+"""Gradients as they are, where the authors' program clips those of HeteroFL and FedRolex."""
 METHODS = {
     "fedavg": ("FedAvg", "88.15 (1.14)", "2.8", "table1/mnist_fedavg", ()),
     "fedprox": ("FedProx", "87.53 (1.16)", "2.8", "table1/mnist_fedprox", ()),
@@ -71,13 +74,9 @@ METHODS = {
         f"flst-{pattern}": (f"FLST, {pattern}", "-", "-", "table2/mnist_flst", ("--algorithm.pattern", pattern))
         for pattern in ("magnitude", "ordered", "random", "rolling")
     },
-    "fedrolex-clip": (
-        "FedRolex, gradients clipped to 5",
-        "93.73 (1.44)",
-        "-",
-        "table1/mnist_fedrolex",
-        ("--trainer.gradient_clip_val", "5"),
-    ),
+    "hermes-.3": ("Hermes, density .3", "94.05 (0.60)", "-", "table1/mnist_hermes", ("--algorithm.density", "0.3")),
+    "heterofl-unclipped": ("HeteroFL, not clipped", "90.76 (1.05)", "-", "table1/mnist_heterofl", UNCLIPPED),
+    "fedrolex-unclipped": ("FedRolex, not clipped", "93.73 (1.44)", "-", "table1/mnist_fedrolex", UNCLIPPED),
     "fedavg-.01": ("FedAvg, learning rate .01", "88.15 (1.14)", "-", "table1/mnist_fedavg", ("--model.lr", "0.01")),
     "fedavg-momentum": ("FedAvg, momentum .5", "88.15 (1.14)", "-", "table1/mnist_fedavg", ("--model.momentum", "0.5")),
     "fedavg-shards": ("FedAvg, random shards", "88.15 (1.14)", "-", "table1/mnist_fedavg", SHARDS),
@@ -100,7 +99,8 @@ METHODS = {
 }
 """Label, the paper's accuracy and its deviation in percent, its TFLOP, cell, further options."""
 ONE_BY_ONE = ("fjord", "per_fedavg", "fedlps", "rcr", "flst", "fedrolex")
-"""Methods whose clients do not train as a stack, and FedRolex, of which a stacked run diverged (docs/results.md)."""
+"""Methods whose clients do not train as a stack, and FedRolex, of which an unclipped stacked run diverged
+(docs/results.md)."""
 FEW = ("--trainer.check_val_every_n_round", "20", "--federation.checkpoint_every_n_rounds", "10")
 RUNS = [
     Run(
