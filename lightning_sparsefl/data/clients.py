@@ -38,8 +38,8 @@ class ClientDataModules(FederatedDataModule):
         sample_shape: Channels, height and width of a sample; None for the attribute `sample_shape` of ``modules[0]``,
             if it has one.
         eval_split: Split of the clients that is evaluated during training.
-        client_sizes: Number of training samples of each client, for computations before ``setup``; None for unknown
-            sizes, which read as 0 until then.
+        client_sizes: Number of training samples of each client, for computations before ``setup``, and for data sets
+            without a length; None for unknown sizes, which read as 0 until then.
 
     Raises:
         InvalidOption: If `modules` is empty, or `client_sizes` has another length.
@@ -214,7 +214,7 @@ class ClientDataModules(FederatedDataModule):
         source: Any = loader.dataset if isinstance(loader.dataset, IterableDataset) else _sampler(loader)
         if not hasattr(source, "__len__"):
             source = loader.dataset
-        known = self._given_sizes[client] if self._given_sizes else 0
+        known = 0 if self._given_sizes is None else self._given_sizes[client]
         size = len(source) if hasattr(loader.dataset, "__len__") else known
         if size == 0:
             raise InvalidOption(
