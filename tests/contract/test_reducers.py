@@ -200,7 +200,7 @@ def test_a_run_goes_on_with_the_merge_it_had(name, federation, private):
     other = {"clip_update": 0.4, "privacy": noisier, "reducer": CoverageMedian()}
     had = {"reducer": TrimmedMean()} if name == "reducer" else private
     federation(FedAvg(), rounds=1, max_epochs=1, federation=had)
-    with pytest.raises(CheckpointMismatch, match=f"`{name}` was"):
+    with pytest.raises(CheckpointMismatch, match=rf"`federation\.{name}` was"):
         federation(FedAvg(), **SHORT, federation={**had, name: other[name]}, ckpt_path="last")
 
 

@@ -57,7 +57,7 @@ def test_cells_on_reddit_are_profiled(cell: str, profile: Callable[[str, str], A
     assert found["parameters"] >= 2_845_392
     assert found["run"]["paper"]["flops"] > 0
     content = yaml.safe_load((PAPERS / f"fedlps/table1/{cell}.yaml").read_text())
-    assert content["trainer"]["gradient_clip_val"] == 5.0
+    assert content["trainer"]["gradient_clip_val"] == 1.0
     assert content["model"]["init_args"]["lr"] == 8.0
 
 

@@ -286,7 +286,8 @@ def local_engine(
     if name not in ("auto", "fast", "trainer", "stacked"):
         raise InvalidOption(f"`federation.local_engine` is {name!r}; expected 'auto', 'fast', 'trainer' or 'stacked'.")
     if name == "fast":
-        reason = unsupported_callback_reason(callbacks)
+        theirs = (callback for callback in callbacks if type(callback).__module__.startswith("lightning."))
+        reason = unsupported_callback_reason(theirs)  # of its own callbacks a user may know more
         if reason is not None:
             _messages.warn(
                 f"{reason[0].upper()}{reason[1:]}, whose results may differ from those with a Trainer; set "

@@ -140,10 +140,12 @@ def require_cuttable(module: LightningModule, data: Any, groups: Sequence[UnitGr
         InvalidOption: If the ``forward`` pass depends on the number of units.
     """
     kept = {group.name: torch.arange(group.size) < (group.size + 1) // 2 for group in groups if not group.masks_only}
-    masks = unit_masks(groups, kept, module.state_dict())
-    sample = example_of(module, data)
-    with _temporary_running_statistics(module):
+    try:
         small = cut(module, groups, kept)
+    except InvalidOption:  # raised again if a client is to drop units of such a layer
+        return
+    masks, sample = unit_masks(groups, kept, module.state_dict()), example_of(module, data)
+    with _temporary_running_statistics(module), _temporary_running_statistics(small):
         found = difference(module, small, masks, sample if isinstance(sample, tuple) else (sample,))
     if found is not None:
         raise InvalidOption(
