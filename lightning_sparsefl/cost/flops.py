@@ -18,6 +18,7 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_leaves
 
 from lightning_sparsefl.sparse.masks import counts, intersect
+from lightning_sparsefl.sparse.modes import modes_restored
 from lightning_sparsefl.types import LayerFlops, Masks
 
 _PRODUCTS = (
@@ -285,13 +286,14 @@ def _count_lookup(inputs: Sequence[Any], outputs: Sequence[Any]) -> int:
 @contextmanager
 def _undisturbed(module: nn.Module) -> Iterator[None]:
     """Enter evaluation mode without warnings; restore all modes, hooks and random states on exit."""
-    modes = {layer: layer.training for layer in module.modules()}
-    hooks = [(own, set(own)) for layer in modes for own in (layer._forward_pre_hooks, layer._forward_hooks)]
+    layers = list(module.modules())
+    hooks = [(own, set(own)) for layer in layers for own in (layer._forward_pre_hooks, layer._forward_hooks)]
     devices = {parameter.device for parameter in module.parameters() if parameter.device.type == "cuda"}
     fused = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
         with (
+            modes_restored(module),
             torch.random.fork_rng(devices=sorted(device.index or 0 for device in devices)),
             warnings.catch_warnings(),
         ):
@@ -300,8 +302,6 @@ def _undisturbed(module: nn.Module) -> Iterator[None]:
             yield
     finally:
         torch.backends.mha.set_fastpath_enabled(fused)
-        for layer, mode in modes.items():
-            layer.training = mode
         for own, before in hooks:  # fvcore leaves its own where it cannot trace, as in a compiled module
             for key in own.keys() - before:
                 del own[key]

@@ -13,10 +13,8 @@ from torch import Tensor
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, Subset
 
 from lightning_sparsefl.data.examples import Examples, JoinedExamples
-from lightning_sparsefl.data.federated import FederatedDataModule, no_loader
+from lightning_sparsefl.data.federated import TRANSFERS, FederatedDataModule, no_loader
 from lightning_sparsefl.errors import InvalidOption, require
-
-_TRANSFERS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 
 
 class ClientDataModules(FederatedDataModule):
@@ -114,7 +112,7 @@ class ClientDataModules(FederatedDataModule):
         Args:
             client: Number of the client.
         """
-        if not any(hook in vars(self) for hook in _TRANSFERS):
+        if not any(hook in vars(self) for hook in TRANSFERS):
             return self
         view = copy.copy(self)
         view._take_hooks([self.modules[client]])
@@ -190,7 +188,7 @@ class ClientDataModules(FederatedDataModule):
 
     def _take_hooks(self, modules: Sequence[L.LightningDataModule]) -> None:
         """Take each hook of the batch transfer from the first data module that overrides it."""
-        for hook in _TRANSFERS:
+        for hook in TRANSFERS:
             vars(self).pop(hook, None)
             owner = next((module for module in modules if is_overridden(hook, module)), None)
             if owner is not None:

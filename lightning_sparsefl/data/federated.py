@@ -29,6 +29,10 @@ from lightning_sparsefl.seeds import generator, seed_from_environment
 _NOT_OPTIONS = frozenset({*vars(L.LightningDataModule()), "trainer", "client_sizes", "memory_map"})
 
 
+TRANSFERS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+"""Hooks of the batch transfer, in the order of their calls."""
+
+
 class FederatedDataModule(L.LightningDataModule):
     """Base class of federated data sets; a subclass sets class attributes and implements :meth:`load`.
 

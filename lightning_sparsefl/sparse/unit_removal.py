@@ -11,9 +11,10 @@ from torch.func import functional_call
 
 from lightning_sparsefl.errors import InvalidOption
 from lightning_sparsefl.sparse.masks import apply
+from lightning_sparsefl.sparse.modes import evaluating
 from lightning_sparsefl.sparse.submodel import cut
 from lightning_sparsefl.sparse.tracing import tensors
-from lightning_sparsefl.sparse.units import evaluating, find_groups, unit_masks
+from lightning_sparsefl.sparse.units import find_groups, unit_masks
 from lightning_sparsefl.sparse.width import live_units, used_units
 from lightning_sparsefl.types import Masks
 

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from math import floor
 from typing import Any
@@ -28,6 +27,7 @@ from torch import Tensor, nn
 
 from lightning_sparsefl.errors import IncompatibleMasks, InvalidOption
 from lightning_sparsefl.sparse.labelling import RULES
+from lightning_sparsefl.sparse.modes import evaluating
 from lightning_sparsefl.sparse.prune import keep_largest
 from lightning_sparsefl.sparse.tracing import Role, UnitTrace, tensors
 from lightning_sparsefl.types import Masks, Weights
@@ -103,19 +103,6 @@ def find_groups(
     _check(module, ignore)
     trace = _trace(module, example_inputs, ignore, embeddings)
     return tuple(_groups(trace, _aliases(module)))
-
-
-@contextmanager
-def evaluating(module: nn.Module) -> Iterator[None]:
-    """Put a module into evaluation mode, without gradients, and restore the modes of its parts afterwards."""
-    modes = [(child, child.training) for child in module.modules()]
-    try:
-        module.eval()
-        with torch.no_grad():
-            yield
-    finally:
-        for child, mode in modes:
-            child.training = mode
 
 
 def _check(module: nn.Module, ignore: Sequence[str]) -> None:

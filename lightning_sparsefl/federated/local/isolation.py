@@ -143,21 +143,6 @@ class ModuleState:
                 )
 
 
-@contextmanager
-def modes_restored(module: nn.Module) -> Iterator[None]:
-    """Restore each mode at the end of the context, since the user may keep some submodules in evaluation mode.
-
-    Args:
-        module: Module of the user.
-    """
-    modes = {child: child.training for child in module.modules()}
-    try:
-        yield
-    finally:
-        for child, mode in modes.items():
-            child.training = mode
-
-
 def _restore_hooks(hooks: dict[int, Any], known: dict[int, Any]) -> None:
     if hooks.keys() != known.keys():
         hooks.clear()

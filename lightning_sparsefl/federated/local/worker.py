@@ -24,11 +24,11 @@ from lightning_sparsefl.federated.local.deadline import CheckDeadline
 from lightning_sparsefl.federated.local.engines import FastEngine
 from lightning_sparsefl.federated.local.example_input import require_cuttable, units_of
 from lightning_sparsefl.federated.local.fast.batch_scores import PartScore
-from lightning_sparsefl.federated.local.isolation import modes_restored
 from lightning_sparsefl.federated.local.lightning_trainer import LightningEngine
 from lightning_sparsefl.federated.local.round_lr import RoundLR, ScaleLearningRates
 from lightning_sparsefl.seeds import derive_seed, seed_all
 from lightning_sparsefl.sparse.masks import apply, intersect
+from lightning_sparsefl.sparse.modes import modes_restored
 from lightning_sparsefl.sparse.parts import embeddings_of, norms_of
 from lightning_sparsefl.sparse.submodel import cut, narrow, widen
 from lightning_sparsefl.sparse.units import UnitGroup, unit_masks
@@ -187,7 +187,7 @@ class ClientWorker:
         """The module's groups of units, which can be cut out if they are to be.
 
         Raises:
-            InvalidOption: If there are none, or ``forward`` depends on their number and they are cut out.
+            InvalidOption: If the module has no units, or its ``forward`` depends on their number and they are cut out.
         """
         groups = units_of(self.module, self.data)
         if self.work.execution == "cut":

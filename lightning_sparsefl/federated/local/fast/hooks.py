@@ -12,9 +12,8 @@ from lightning.pytorch.callbacks import Checkpoint, EarlyStopping
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 
+from lightning_sparsefl.data.federated import TRANSFERS
 from lightning_sparsefl.federated.local.fast.support import overridden
-
-_TRANSFERS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 
 
 class Hooks:
@@ -34,7 +33,7 @@ class Hooks:
         self._trainer, self._module, self._callbacks = trainer, module, callbacks
         self._state = vars(module)  # faster than nn.Module.__setattr__, which takes longer than most hooks
         self._table: dict[str, list[tuple[Callback, Callable[..., Any]]]] = {}
-        self._transfers = {name: self._transfer(name, datamodule) for name in _TRANSFERS}
+        self._transfers = {name: self._transfer(name, datamodule) for name in TRANSFERS}
 
     @property
     def override_transfer(self) -> bool:

@@ -12,13 +12,13 @@ from lightning.pytorch import LightningModule
 from lightning_sparsefl.federated.client import Client
 from lightning_sparsefl.federated.exchange.failures import is_out_of_memory
 from lightning_sparsefl.federated.local.engines import FastEngine
-from lightning_sparsefl.federated.local.isolation import modes_restored
 from lightning_sparsefl.federated.local.stacked.fit import StackedRequest, stacked_fit
 from lightning_sparsefl.federated.local.stacked.reader import ClientReader, readable, reading_key
 from lightning_sparsefl.federated.local.stacked.step_trial import EXACT, ROUNDED, difference, moved_weights
 from lightning_sparsefl.federated.local.stacked.undo import attributes_kept
 from lightning_sparsefl.federated.local.worker import ClientWorker
 from lightning_sparsefl.seeds import seed_all
+from lightning_sparsefl.sparse.modes import modes_restored
 from lightning_sparsefl.types import Weights
 
 

@@ -19,7 +19,7 @@ from lightning_sparsefl.federated.local.engines import FastEngine
 from lightning_sparsefl.federated.local.fast.batches import num_batches
 from lightning_sparsefl.federated.local.fast.steps import StepCaller
 from lightning_sparsefl.federated.local.fast.trainer import FastTrainer
-from lightning_sparsefl.federated.local.isolation import isolate_metrics, modes_restored, restore_trainer_refs
+from lightning_sparsefl.federated.local.isolation import isolate_metrics, restore_trainer_refs
 from lightning_sparsefl.federated.local.stacked.leaves import StackedModule, shared_names
 from lightning_sparsefl.federated.local.stacked.logs import EvaluationLog
 from lightning_sparsefl.federated.local.stacked.recording.recorded_evaluation import EvaluationPass
@@ -27,6 +27,7 @@ from lightning_sparsefl.federated.local.stacked.recording.recorder import PassRe
 from lightning_sparsefl.federated.local.stacked.scoring.metric_states import MetricStates
 from lightning_sparsefl.federated.local.stacked.undo import ModuleStates
 from lightning_sparsefl.seeds import seed_all
+from lightning_sparsefl.sparse.modes import modes_restored
 from lightning_sparsefl.types import Weights
 
 _STAGES = {"val": RunningStage.VALIDATING, "train": RunningStage.VALIDATING, "test": RunningStage.TESTING}
