@@ -66,7 +66,7 @@ class CS(FederatedAlgorithm):
     def init(self, weights: Weights, fleet: Fleet) -> ServerState:
         """Return the first weights, which are dense, and the number of weights of each layer to keep later."""
         parameters = {name: value for name, value in weights.items() if name not in fleet.buffers}
-        spared = () if self.prune_head else head_of(parameters, embeddings=fleet.embeddings)
+        spared = () if self.prune_head else head_of(parameters, embeddings=fleet.embeddings, named=None)
         counts = {
             name: torch.tensor(max(1, round(self.density * parameters[name].numel())), dtype=torch.int64)
             for name in maskable(parameters)

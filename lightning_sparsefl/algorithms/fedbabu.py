@@ -48,7 +48,10 @@ class FedBABU(FederatedAlgorithm):
     def init(self, weights: Weights, fleet: Fleet) -> ServerState:
         """Find the head and return the initial state."""
         head = head_of(
-            {n: w for n, w in weights.items() if n not in fleet.buffers}, self.head, fleet.embeddings, "algorithm.head"
+            {n: w for n, w in weights.items() if n not in fleet.buffers},
+            self.head,
+            fleet.embeddings,
+            "with `algorithm.head`",
         )
         frozen = {name: torch.zeros_like(weights[name], dtype=torch.bool) for name in head}
         return ServerState(round=0, weights=weights, extra={"trainable": frozen})

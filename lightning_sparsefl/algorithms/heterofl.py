@@ -130,7 +130,9 @@ class HeteroFL(FederatedAlgorithm):
         if self.scaler and rate < 1:
             found.append(OutputScaler(dict.fromkeys(name for group in client.units for name in group.layers), rate))
         if self.label_mask:
-            found.append(LabelMask(head_of(message.weights, self.head, client.embeddings, "algorithm.head"), client.id))
+            found.append(
+                LabelMask(head_of(message.weights, self.head, client.embeddings, "with `algorithm.head`"), client.id)
+            )
         return found
 
     def train(self, message: Message, client: Client) -> Update:

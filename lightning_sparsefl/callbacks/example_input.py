@@ -30,20 +30,22 @@ def for_module(sample: Any, module: nn.Module) -> Any:
     )
 
 
-def example_inputs(module: LightningModule) -> Any:
+def example_inputs(module: LightningModule) -> tuple[Any, ...] | None:
     """Return a module's `example_input_array`, read as Lightning reads it; None if the module sets none.
 
     Args:
         module: Module of the user.
 
     Returns:
-        The argument of ``forward``, or a tuple with several: those of a tuple or list, or the values of a mapping that
-        are named like the first arguments of ``forward``.
+        The arguments of ``forward``: the items of a tuple or list, or the values of a mapping that are named like the
+        first arguments of ``forward``, or else the example itself.
     """
     example = module.example_input_array
     if isinstance(example, Mapping):
         return forward_inputs(module, example)
-    return tuple(example) if isinstance(example, list) else example
+    if example is None:
+        return None
+    return tuple(example) if isinstance(example, tuple | list) else (example,)
 
 
 def one_sample(inputs: Any) -> Any:
@@ -60,8 +62,8 @@ def one_sample(inputs: Any) -> Any:
     return apply_to_collection(inputs, Tensor, lambda tensor: tensor[:1] if tensor.dim() else tensor)
 
 
-def forward_inputs(module: nn.Module, batch: Any) -> Any:
-    """Return the part of a batch that ``forward`` takes.
+def forward_inputs(module: nn.Module, batch: Any) -> tuple[Any, ...]:
+    """Return the part of a batch that ``forward`` takes, as its arguments.
 
     Of a mapping, these are the values that are named like the first arguments of ``forward``, or else the mapping; of
     a sequence, as many values as ``forward`` has required arguments, at least one; of anything else, the whole.
@@ -74,8 +76,8 @@ def forward_inputs(module: nn.Module, batch: Any) -> Any:
     arguments = [a for a in signature(module.forward).parameters.values() if a.kind in kinds]
     if isinstance(batch, Mapping):
         values = tuple(batch[argument.name] for argument in takewhile(lambda a: a.name in batch, arguments))
-        return values or batch
+        return values or (batch,)
     if isinstance(batch, Sequence) and len(batch) > 0 and not isinstance(batch, str):
         required = sum(argument.default is Parameter.empty for argument in arguments)
         return tuple(batch[:required]) if required > 1 else forward_inputs(module, batch[0])
-    return batch
+    return (batch,)

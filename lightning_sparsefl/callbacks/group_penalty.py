@@ -143,8 +143,7 @@ class GroupPenalty(ReportedCallback):
                 f"`GroupPenalty(groups='units')` finds units with the module's `example_input_array`, which "
                 f"`{type(module).__name__}` does not set; set it, or pass `units`."
             )
-        placed = for_module(sample, module)
-        return find_groups(module, *(placed if isinstance(placed, tuple) else (placed,)))
+        return find_groups(module, *for_module(sample, module))
 
     def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
         """Divide the fit into stairs."""

@@ -49,7 +49,7 @@ def exit_heads(weights: Weights, exits: Mapping[str, str], embeddings: Collectio
     found = {}
     for block, exit in enumerate(exits.values()):
         own = {name: value for name, value in weights.items() if name.startswith(f"{exit}.")}
-        found.update(dict.fromkeys(head_of(own, embeddings=embeddings), block))
+        found.update(dict.fromkeys(head_of(own, embeddings=embeddings, named=None), block))
     return found
 
 

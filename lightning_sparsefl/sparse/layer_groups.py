@@ -23,7 +23,7 @@ _RECURRENT = re.compile(r"(.*\.)?weight_(ih|hh|hr)(_l\d+(_reverse)?)?")
 
 
 def head_of(
-    weights: Weights, head: str | None = None, embeddings: Collection[str] = (), option: str = "head"
+    weights: Weights, head: str | None = None, embeddings: Collection[str] = (), named: str | None = "with `head`"
 ) -> tuple[str, ...]:
     """Return the names of the head's tensors: those of the last linear layer, or of the module that `head` names.
 
@@ -32,7 +32,7 @@ def head_of(
         head: Name of a module or a glob over names of tensors; None = the owner of the last matrix that is not of a
             recurrent layer or an embedding.
         embeddings: Names of the tensors of embeddings, from :func:`~lightning_sparsefl.sparse.parts.embeddings_of`.
-        option: Name of the option that gives `head`, for the error message.
+        named: How a user names the head, for the error message; None = there is no option for it.
 
     Raises:
         InvalidOption: If there is no such module or no matrix at all, or if recurrent layers come after the last
@@ -45,14 +45,13 @@ def head_of(
         ('fc.weight', 'fc.bias')
     """
     if head is None:
-        found = _last_linear(weights, embeddings)
+        found = _last_linear(weights, embeddings, named)
     else:
         found = [name for name in weights if name.startswith(f"{head}.") or fnmatchcase(name, head)]
     if not found:
         wanted = "linear layer" if head is None else f"`{head}`"
-        raise InvalidOption(
-            f"The model has no {wanted} to be its head; name one of {_listed(weights)} with `{option}`."
-        )
+        remedy = "expected one" if named is None else f"name one of {_listed(weights)} {named}"
+        raise InvalidOption(f"The model has no {wanted} to be its head; {remedy}.")
     return tuple(found)
 
 
@@ -75,7 +74,7 @@ def head_layer(weights: Weights, head: str | None = None, embeddings: Collection
     return _owner(head_of(weights, head, embeddings)[0])
 
 
-def _last_linear(weights: Weights, embeddings: Collection[str]) -> list[str]:
+def _last_linear(weights: Weights, embeddings: Collection[str], named: str | None) -> list[str]:
     """Return the names of the tensors beside the last matrix, which no recurrent layer may follow."""
     matrices = [name for name in weights if weights[name].dim() == 2 and name not in embeddings]
     linear = [name for name in matrices if not _RECURRENT.fullmatch(name)]
@@ -83,7 +82,7 @@ def _last_linear(weights: Weights, embeddings: Collection[str]) -> list[str]:
         raise InvalidOption(
             f"The model's head is not known, since the recurrent layer `{_owner(matrices[-1])}` comes after "
             f"`{_owner(linear[-1])}`, its last other matrix, in the order of its layers; create the layer of the "
-            "outputs last, or name it in the option for it (`head`, or the option with the value 'head')."
+            f"outputs last{'' if named is None else f', or name it {named}'}."
         )
     return [name for name in weights if linear and _owner(name) == _owner(linear[-1])]
 

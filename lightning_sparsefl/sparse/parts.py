@@ -57,7 +57,7 @@ def part(
     found: set[str] = set()
     for pattern in patterns:
         if pattern == HEAD:
-            found.update(head_of(without(weights, buffers), embeddings=embeddings))
+            found.update(head_of(without(weights, buffers), embeddings=embeddings, named=f"instead of {HEAD!r}"))
         elif pattern == NORM:
             found.update(norms)
         else:

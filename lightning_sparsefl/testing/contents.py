@@ -38,7 +38,7 @@ def last_contents(folder: Path) -> dict[str, Any]:
     # another index where records lie elsewhere, and another identifier
     for part in ("server records", "node records", "checksum", "run"):
         del content["sparsefl"][part]
-    del content["sparsefl"]["identity"]["training"]["wire"]
+    del content["sparsefl"]["identity"]["training"]["federation.wire"]
     content["records"] = {
         name: {client: versions[max(versions)] for client, versions in sorted(records.items())}
         for name, records in stored_records(folder).items()

@@ -9,7 +9,9 @@ from torch import nn
 
 from lightning_sparsefl.errors import InvalidOption
 from lightning_sparsefl.models import MLP, VGG11, AlexNet256, LeNet5, MobileNet, PreResNet18, ResNet18
+from lightning_sparsefl.sparse.exits import exit_heads
 from lightning_sparsefl.sparse.layer_groups import group_sizes, head_of, layer_groups
+from lightning_sparsefl.sparse.parts import part
 
 
 def split(module, patterns=(), head=None):
@@ -102,6 +104,21 @@ def test_the_head_by_name():
         head_of(dict(net.named_parameters()), "net.classifier")
     with pytest.raises(InvalidOption, match="no linear layer to be its head"):
         head_of({"bias": torch.ones(2)})
+
+
+def test_a_missing_head_is_named_where_an_option_names_it():
+    conv = {"conv.weight": torch.ones(2, 1, 3, 3)}
+    with pytest.raises(InvalidOption, match=r"to be its head; name one of `conv` with `head`\.$"):
+        head_of(conv)
+    with pytest.raises(InvalidOption, match=r"to be its head; name one of `conv` instead of 'head'\.$"):
+        part(conv, ["head"])
+    with pytest.raises(InvalidOption, match=r"to be its head; expected one\.$"):
+        exit_heads(conv, {"block": "conv"})
+    recurrent = dict(Reader().named_parameters())
+    with pytest.raises(InvalidOption, match=r"create the layer of the outputs last, or name it with `head`\.$"):
+        head_of(recurrent)
+    with pytest.raises(InvalidOption, match=r"create the layer of the outputs last\.$"):
+        head_of(recurrent, named=None)
 
 
 class Reader(nn.Module):

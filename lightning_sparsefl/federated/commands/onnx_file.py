@@ -73,7 +73,7 @@ def write(module: LightningModule, data: Any, path: Path) -> None:
         InvalidOption: If the forward pass cannot be exported.
     """
     sample, name = example_of(module, data), type(module).__name__
-    inputs = apply_to_collection(sample if isinstance(sample, tuple) else (sample,), Tensor, _two)
+    inputs = apply_to_collection(sample, Tensor, _two)
     batch = torch.export.Dim("batch")
     shapes = apply_to_collection(inputs, Tensor, lambda _: {0: batch})
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -23,6 +23,8 @@ def training_facts(
 ) -> dict[str, Any]:
     """Return the facts that the weights depend on, which a run that goes on must share.
 
+    A fact that one option decides has the name of that option, which a user is told to change.
+
     Args:
         options: Options of the run.
         workload: Local work of the clients.
@@ -32,39 +34,39 @@ def training_facts(
     """
     federation, local = options.federation, options.local
     return {
-        "seed": options.seed,
-        "gradient_clip_val": local.gradient_clip_val,
-        "gradient_clip_algorithm": local.gradient_clip_algorithm or "norm",
-        "accumulate_grad_batches": local.accumulate_grad_batches,
-        "limit_train_batches": repr(local.limit_train_batches),  # 1 is a batch, and 1.0 is all of them
-        "validate_locally": options.validate_locally,
-        "precision": precision,
-        "drop_last": workload.drop_last,
+        "seed_everything": options.seed,
+        "trainer.gradient_clip_val": local.gradient_clip_val,
+        "trainer.gradient_clip_algorithm": local.gradient_clip_algorithm or "norm",
+        "trainer.accumulate_grad_batches": local.accumulate_grad_batches,
+        "trainer.limit_train_batches": repr(local.limit_train_batches),  # 1 is a batch, and 1.0 is all of them
+        "trainer.validate_locally": options.validate_locally,
+        "trainer.precision": precision,
+        "data.drop_last": workload.drop_last,
         "client sizes": sizes_fact(data),
-        "local epochs": local.max_epochs,
-        "local epochs of the clients": federation.local_epochs,
-        "redrawn local epochs": federation.redraw_local_epochs or None,
-        "batch size": workload.batch_size,
+        "trainer.max_epochs": local.max_epochs,
+        "federation.local_epochs": federation.local_epochs,
+        "federation.redraw_local_epochs": federation.redraw_local_epochs or None,
+        "data.batch_size": workload.batch_size,
         "batch sizes of the clients": {str(client): [*own] for client, own in workload.own.items()} or None,
-        "clients per round": federation.clients_per_round,
-        "sampler": None if federation.sampler == Uniform() else _option(federation.sampler),
-        "devices": _option(federation.devices),
-        "availability": _option(federation.availability),
-        "buffers": federation.buffers,
-        "reducer": _option(federation.reducer),
-        "server_optimizer": _option(federation.server_optimizer),
-        "clip_update": federation.clip_update,
-        "privacy": _option(federation.privacy),
-        "unseen clients": federation.unseen_clients,
-        "monitor": federation.monitor,
-        "execution": federation.execution,
-        "capacities": federation.capacities,
-        "shuffled capacities": federation.shuffle_capacities,
-        "redrawn capacities": federation.redraw_capacities or None,
-        "wire": federation.wire,
+        "federation.clients_per_round": federation.clients_per_round,
+        "federation.sampler": None if federation.sampler == Uniform() else _option(federation.sampler),
+        "federation.devices": _option(federation.devices),
+        "federation.availability": _option(federation.availability),
+        "federation.buffers": federation.buffers,
+        "federation.reducer": _option(federation.reducer),
+        "federation.server_optimizer": _option(federation.server_optimizer),
+        "federation.clip_update": federation.clip_update,
+        "federation.privacy": _option(federation.privacy),
+        "federation.unseen_clients": federation.unseen_clients,
+        "federation.monitor": federation.monitor,
+        "federation.execution": federation.execution,
+        "federation.capacities": federation.capacities,
+        "federation.shuffle_capacities": federation.shuffle_capacities,
+        "federation.redraw_capacities": federation.redraw_capacities or None,
+        "federation.wire": federation.wire,
         STACK_SIZE: stack_size,
-        **({"max_rounds": options.max_rounds} if options.algorithm.fixed_length else {}),
-        "round_lr": _option(options.round_lr),
+        **({"trainer.max_rounds": options.max_rounds} if options.algorithm.fixed_length else {}),
+        "trainer.round_lr": _option(options.round_lr),
     }
 
 

@@ -24,7 +24,7 @@ from lightning_sparsefl.sparse.units import UnitGroup, find_groups, unit_masks
 from lightning_sparsefl.types import LayerFlops
 
 
-def example_of(module: LightningModule, data: Any) -> Any:
+def example_of(module: LightningModule, data: Any) -> tuple[Any, ...]:
     """Return one sample of a module's inputs, as a batch, in the module's precision and on its device.
 
     It is the module's `example_input_array`, or else zeros of `data.sample_shape`, or else the inputs of the first
@@ -35,7 +35,7 @@ def example_of(module: LightningModule, data: Any) -> Any:
         data: Data module of the clients.
 
     Returns:
-        The argument of ``forward``, or a tuple with several.
+        The arguments of ``forward``.
 
     Raises:
         InvalidOption: If there is no such sample.
@@ -43,8 +43,8 @@ def example_of(module: LightningModule, data: Any) -> Any:
     sample = example_inputs(module)
     shape = getattr(data, "sample_shape", None)
     if sample is None:
-        sample = forward_inputs(module, _first_sample(module, data)) if shape is None else torch.zeros(1, *shape)
-    return for_module(sample, module)
+        sample = forward_inputs(module, _first_sample(module, data)) if shape is None else (torch.zeros(1, *shape),)
+    return tuple(for_module(sample, module))
 
 
 def _first_sample(module: LightningModule, data: Any) -> Any:
@@ -111,7 +111,7 @@ def units_of(module: LightningModule, data: Any) -> tuple[UnitGroup, ...]:
         raise InvalidOption(f"The units of `{name}` cannot be found: {error}") from error
     try:
         with _temporary_running_statistics(module):
-            groups = find_groups(module, *(sample if isinstance(sample, tuple) else (sample,)))
+            groups = find_groups(module, *sample)
     except InvalidOption as error:
         cause = error.__cause__
         if cause is None:
@@ -146,7 +146,7 @@ def require_cuttable(module: LightningModule, data: Any, groups: Sequence[UnitGr
         return
     masks, sample = unit_masks(groups, kept, module.state_dict()), example_of(module, data)
     with _temporary_running_statistics(module), _temporary_running_statistics(small):
-        found = difference(module, small, masks, sample if isinstance(sample, tuple) else (sample,))
+        found = difference(module, small, masks, sample)
     if found is not None:
         raise InvalidOption(
             f"`federation.execution` is 'cut', but without half of its units `{type(module).__name__}` {found}, since "

@@ -30,49 +30,9 @@ from lightning_sparsefl.federated.storage.atomic_files import load_plain, write_
 from lightning_sparsefl.federated.storage.record_store import StoredRecords
 from lightning_sparsefl.types import PendingUpdate, RunState, ServerState
 
-FORMAT = 4
+FORMAT = 5
 LAST, PREVIOUS, REFUSED = "last.ckpt", "previous.ckpt", "last.ckpt.refused"
 CLIENTS = "clients"
-_OF_TRAINER = (
-    "gradient_clip_val",
-    "gradient_clip_algorithm",
-    "accumulate_grad_batches",
-    "limit_train_batches",
-    "validate_locally",
-    "precision",
-    "max_rounds",
-    "round_lr",
-)
-_OF_FEDERATION = (
-    "sampler",
-    "devices",
-    "availability",
-    "buffers",
-    "reducer",
-    "server_optimizer",
-    "clip_update",
-    "privacy",
-    "monitor",
-    "execution",
-    "capacities",
-    "wire",
-)
-_OPTIONS = {
-    "seed": "seed_everything",
-    "number of clients": "data.num_clients",
-    "batch size": "data.batch_size",
-    "drop_last": "data.drop_last",
-    "local epochs": "trainer.max_epochs",
-    "local epochs of the clients": "federation.local_epochs",
-    "redrawn local epochs": "federation.redraw_local_epochs",
-    "clients per round": "federation.clients_per_round",
-    "unseen clients": "federation.unseen_clients",
-    "shuffled capacities": "federation.shuffle_capacities",
-    "redrawn capacities": "federation.redraw_capacities",
-    **{name: f"trainer.{name}" for name in _OF_TRAINER},
-    **{name: f"federation.{name}" for name in _OF_FEDERATION},
-}
-"""Options by the names of the facts that a checkpoint holds of them; other facts are no options."""
 
 
 @dataclass(frozen=True)
@@ -237,7 +197,7 @@ def identity(algorithm: FederatedAlgorithm, num_clients: int, layout: Layout) ->
         "algorithm options": {
             name: v if isinstance(v, bool | int | float | str | None) else repr(v) for name, v in options.items()
         },
-        "number of clients": int(num_clients),
+        "data.num_clients": int(num_clients),
         "model": {name: list(shape) for name, shape in layout.shapes.items()},
     }
 
@@ -442,12 +402,12 @@ def require_equal_facts(path: Path, theirs: Mapping[str, Any], ours: Mapping[str
 
 
 def _difference(name: str, theirs: Any, ours: Any) -> tuple[str, Any, Any]:
-    """Return a fact's option and values, or its first entries that differ, so that the error message stays short."""
+    """Return a fact's name and values, or its first entries that differ, so that the error message stays short."""
     if isinstance(theirs, Mapping) and isinstance(ours, Mapping):
         for key in [*ours, *theirs]:
             if theirs.get(key) != ours.get(key):
                 return f"{name.removesuffix(' options')}.{key}", theirs.get(key), ours.get(key)
-    return _OPTIONS.get(name, name), theirs, ours
+    return name, theirs, ours
 
 
 def save(path: Path, data: bytes, again: bool = False) -> None:

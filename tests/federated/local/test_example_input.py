@@ -79,7 +79,7 @@ def trainer(tmp_path, algorithm, **options):
 
 def test_the_first_sample_of_the_first_client_is_the_example():
     module, data = Tokens(), text()
-    assert torch.equal(example_of(module, data), data.modules[0].data.tensors[0][:1])
+    assert torch.equal(example_of(module, data)[0], data.modules[0].data.tensors[0][:1])
     assert layers_of(module, data) == count_layers(module, torch.zeros(1, 5, dtype=torch.int64))
     assert [group.name for group in units_of(module, data)] == ["hidden"]
 
@@ -123,7 +123,7 @@ class Batches(TensorDataset):
 def test_other_kinds_of_loaders(loader, monkeypatch):
     data = text()
     monkeypatch.setattr(data.modules[0], "train_dataloader", lambda: loader)
-    assert example_of(Tokens(), data).shape == (1, 5)
+    assert example_of(Tokens(), data)[0].shape == (1, 5)
 
 
 class Normed(Tokens):
@@ -141,7 +141,7 @@ def test_an_example_of_a_table_is_a_batch(norm):
     table = FederatedDataset(TensorDataset(torch.zeros(12, 5), torch.zeros(12, 1)), num_clients=3, test_fraction=0.1)
     table.setup()
     module = Normed(norm)
-    assert example_of(module, table).shape == (1, 5)
+    assert example_of(module, table)[0].shape == (1, 5)
     assert layers_of(module, table)
     assert [group.size for group in units_of(module, table)] == [8]
 
