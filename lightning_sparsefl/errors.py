@@ -345,6 +345,7 @@ class ClientFailed(SparseFLError, RuntimeError):
         rank: Rank on which the client failed.
         left: Number of remaining clients and `federation.min_clients`, with `federation.on_client_error: skip`.
         replay: Command or call that repeats the local fit.
+        scored: Whether the client was to be scored, also after a last local fit, and not to take part in the round.
     """
 
     def __init__(
@@ -356,21 +357,25 @@ class ClientFailed(SparseFLError, RuntimeError):
         rank: int,
         left: tuple[int, int] | None = None,
         replay: str | None = None,
+        scored: bool = False,
     ) -> None:
         super().__init__(reason)
         self.reason, self.client, self.round, self.rank = reason, client, round, rank
-        self.left, self.replay = left, replay
+        self.left, self.replay, self.scored = left, replay, scored
 
     def __str__(self) -> str:
         """Return the message, followed by how to repeat the fit if that is known."""
         advice = "if other clients do not fail, `federation.on_client_error: skip` merges the round without it"
         if self.left is not None:
             advice = _advice_if_too_few(*self.left)
-        where = f"Client {self.client} failed in round {self.round} on rank {self.rank}"
+        if self.scored:
+            advice = "`federation.on_client_error: skip` leaves it out of the scores"
+        failed = "has no scores" if self.scored else "failed"
+        where = f"Client {self.client} {failed} in round {self.round} on rank {self.rank}"
         message = f"{where}: {self.reason.removesuffix('.')}; {advice}."
         return message if self.replay is None else f"{message}\nTo run that local fit again: {self.replay}"
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle all attributes, so that the exception can be sent between processes."""
-        facts = {name: getattr(self, name) for name in ("client", "round", "rank", "left", "replay")}
+        facts = {name: getattr(self, name) for name in ("client", "round", "rank", "left", "replay", "scored")}
         return partial(type(self), self.reason, **facts), ()

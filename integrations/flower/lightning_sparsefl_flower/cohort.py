@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from lightning_sparsefl.errors import ClientFailed, SparseFLError
+from lightning_sparsefl.errors import SparseFLError
 from lightning_sparsefl.federated.aggregation.exact_sum import merge_headers
 from lightning_sparsefl.federated.aggregation.reducers import Accumulator
 from lightning_sparsefl.federated.distributed.ranks import Ranks
@@ -55,7 +55,6 @@ class FlowerCohort:
         device: Device of the server's state.
         ranks: Processes of the server, which are one.
         timeout: Seconds to wait for the answers of a phase.
-        raises: Whether a client's failure ends the run (`federation.on_client_error`).
         scores_global: Whether this process has a set to score the global model on.
         collect: How answers enter the sum; a sum of masked terms takes the place of single updates here.
     """
@@ -68,12 +67,11 @@ class FlowerCohort:
         device: torch.device,
         ranks: Ranks,
         timeout: float,
-        raises: bool,
         scores_global: bool,
         collect: Collect = collect_each,
     ) -> None:
         self.directory, self.codec, self.device, self.ranks = directory, codec, device, ranks
-        self.timeout, self.raises, self.scores_global, self.collect = timeout, raises, scores_global, collect
+        self.timeout, self.scores_global, self.collect = timeout, scores_global, collect
         self.interrupts = Interrupts()
         self.watch: Callable[[str, int, int], None] | None = None
         self._about = about
@@ -93,15 +91,14 @@ class FlowerCohort:
         """Have the orders of a phase carried out by the nodes; see :class:`Cohort`.
 
         Raises:
-            ClientFailed: If a client cannot be scored, and failures end the run.
             Interrupted: If a signal asks to stop.
         """
         self.interrupts.check()
         self._sent.clear()
         self._report(plan, 0)
-        beside: list[Outcome] = []
+        own: list[Outcome] = []
         orders = {client: order(client, False) for client in sorted(plan.loads)}
-        answers = self._ask(orders, lambda: beside.extend(self._beside(plan)))
+        answers = self._ask(orders, lambda: own.extend(self._server_work(plan)))
         again = {client: order(client, True) for client, answer in answers.items() if answer.forgot}
         orders, answers = orders | again, answers | self._ask(again)
         answers |= {c: _failed(orders[c], "its node lacks its record") for c, a in answers.items() if a.forgot}
@@ -114,14 +111,14 @@ class FlowerCohort:
             merge.all_reduce(self.ranks.sum, merge_headers([merge.headers()]))
             merge.collect(self.ranks.gather)
         self._report(plan, len(outcomes))
-        return sorted([*beside, *self._scored(orders, outcomes)], key=lambda outcome: outcome.client)
+        return sorted([*own, *outcomes], key=lambda outcome: outcome.client)
 
     def _report(self, plan: Plan, done: int) -> None:
         if self.watch is not None:
             self.watch(plan.name, done, len(plan.loads))
 
-    def _beside(self, plan: Plan) -> list[Outcome]:
-        return [plan.beside.work()] if plan.beside is not None and self.scores_global else []
+    def _server_work(self, plan: Plan) -> list[Outcome]:
+        return [plan.server_work.work()] if plan.server_work is not None and self.scores_global else []
 
     def _ask(self, orders: Mapping[int, Order], meanwhile: Callable[[], None] = lambda: None) -> dict[int, Answer]:
         """Return an answer for each order; that of a node which says nothing, or something wrong, is a failure."""
@@ -181,20 +178,6 @@ class FlowerCohort:
         if answer.version not in (None, order.round + 1):
             return _failed(order, f"its answer has the version {answer.version}; expected {order.round + 1}")
         return replace(answer, update=None if answer.update is None else on_device(answer.update, self.device))
-
-    def _scored(self, orders: Mapping[int, Order], outcomes: Sequence[Outcome]) -> list[Outcome]:
-        """Leave out the clients that could not be scored.
-
-        Raises:
-            ClientFailed: If failures end the run.
-        """
-        lost = [o for o in outcomes if o.status == "failed" and orders[o.client].task in ("score", "finetune")]
-        for outcome in lost:
-            order = orders[outcome.client]
-            if self.raises:
-                raise ClientFailed(outcome.failure or "", client=order.client, round=order.round, rank=0)
-            print(f"Client {order.client} has no scores in round {order.round}: {outcome.failure}", flush=True)
-        return [outcome for outcome in outcomes if outcome not in lost]
 
     def settle(self, outcomes: Sequence[Outcome]) -> None:
         """Do nothing: the nodes have kept their records already."""

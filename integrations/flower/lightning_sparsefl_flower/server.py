@@ -120,9 +120,8 @@ def _connected(run: Run, grid: Grid, options: ServerOptions, configured: Configu
     collect: Collect = collect_each
     if secure is not None:
         collect = SecureCollect(run.layout, secure, SecureLink(directory, options.timeout))
-    raises = run.federation.on_client_error == "raise"
     cohort = FlowerCohort(
-        directory, run.about, run.codec, run.device, run.ranks, options.timeout, raises, options.holdout, collect
+        directory, run.about, run.codec, run.device, run.ranks, options.timeout, options.holdout, collect
     )
     link.check = cohort.interrupts.check
     with cohort.interrupts:

@@ -110,11 +110,11 @@ def test_a_silent_node_ends_a_run_whose_failures_do(deploy):
         deployment.fit(timeout=0.3)
 
 
-def test_a_client_that_cannot_be_scored_is_left_out_of_the_scores(deploy, capsys):
+def test_a_client_that_cannot_be_scored_is_left_out_of_the_scores(deploy, caplog):
     deployment = deploy(federation=SKIP, trainer={"max_rounds": 1})
     before_each(deployment, '"task":"score"', silent_from(2, 0))
     there = deployment.fit(timeout=0.3)
-    assert "Client 5 has no scores in round 1: its node has not answered" in capsys.readouterr().out
+    assert "Client 5 has no scores in round 1: its node has not answered" in caplog.text
     scored = {row["client"] for row in rows(there / "clients.csv") if row["personal/test_acc"]}
     assert scored == {"0", "1", "3", "4"}
 

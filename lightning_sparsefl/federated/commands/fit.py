@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from lightning.fabric.utilities.rank_zero import rank_zero_info
+from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning.pytorch.callbacks import Timer
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 
@@ -404,13 +404,13 @@ class Fit:
         if isinstance(error, Interrupted | KeyboardInterrupt):
             kept = kept_by_fit(self.folder.path, self._committed, self.options.max_rounds, self._phase)
             rank_zero_info(f"{str(error) or 'SIGINT'} {kept}")
-        with contextlib.suppress(OSError):  # a further failure to write must not hide the first error
-            if isinstance(error, ClientFailed) and isinstance(self.parts.cohort, RankCohort):  # its data is here
-                self._offer_replay(error)
-            self._round_trainer.call("on_exception", error)
-            self._recorder.close()
-            for logger in self._loggers:
-                logger.finalize("failed")
+        replayable = isinstance(error, ClientFailed) and not error.scored
+        if replayable and isinstance(self.parts.cohort, RankCohort):  # its data is here
+            _attempt(self._offer_replay, error)
+        _attempt(self._round_trainer.call, "on_exception", error)
+        _attempt(self._recorder.close)
+        for logger in self._loggers:
+            _attempt(logger.finalize, "failed")
 
     def _offer_replay(self, error: ClientFailed) -> None:
         """Commit the state that the client started from, and add the command that runs its fit again."""
@@ -431,6 +431,16 @@ class Fit:
         for logger in self._loggers:
             logger.finalize("success")
         return summary
+
+
+def _attempt(work: Callable[..., Any], *arguments: Any) -> None:
+    """Call a function after an error, which a further one must not hide."""
+    try:
+        work(*arguments)
+    except OSError:  # of a full disk, as the first error often is
+        pass
+    except Exception as further:
+        rank_zero_warn(f"The end of the failed run was not complete ({type(further).__name__}: {further}).")
 
 
 def _all_records(store: Any, ranks: Ranks) -> dict[int, Any]:

@@ -105,16 +105,16 @@ class Ranks:
             if sent[self.rank]
         }
         with self._report_lost_rank():
-            work = [dist.irecv(buffer, src=rank) for rank, buffer in incoming.items()]
             outgoing = {
                 rank: torch.frombuffer(bytearray(payload), dtype=torch.uint8).to(device)
                 for rank, payload in enumerate(payloads)
                 if payload
             }
-            work += [dist.isend(buffer, dst=rank) for rank, buffer in outgoing.items()]
-            for request in work:
-                if request is not None:
-                    request.wait()
+            # as one batch: two ranks that wait for each other before they send would block each other with NCCL
+            work = [dist.P2POp(dist.irecv, buffer, rank) for rank, buffer in incoming.items()]
+            work += [dist.P2POp(dist.isend, buffer, rank) for rank, buffer in outgoing.items()]
+            for request in dist.batch_isend_irecv(work) if work else ():
+                request.wait()
         received: list[Any] = [{} for _ in parts]
         received[self.rank] = own
         for rank, buffer in incoming.items():

@@ -17,7 +17,7 @@ from lightning_sparsefl.federated.local.fast.batch_scores import PartScore, join
 from lightning_sparsefl.federated.local.fast.divisible import Indivisible
 from lightning_sparsefl.federated.local.node import has_own_finetuning
 from lightning_sparsefl.federated.local.worker import ClientWorker
-from lightning_sparsefl.federated.rounds.cohort import Beside
+from lightning_sparsefl.federated.rounds.cohort import ServerWork
 from lightning_sparsefl.federated.rounds.coordinator import Coordinator
 from lightning_sparsefl.federated.rounds.outcome import Outcome
 from lightning_sparsefl.federated.sampling.draws import evaluated_clients
@@ -166,8 +166,8 @@ class Scorer:
         count, seed = self.federation.eval_clients, self.coordinator.server.seed
         groups = (self.coordinator.server.training_clients, self.unseen_clients)
         seen, unseen = (evaluated_clients(seed, clients, count) if personal else [] for clients in groups)
-        beside = self._pooled(state.server, split) if pooled else None
-        outcomes = self.coordinator.evaluate(state, [*seen, *unseen], split, task, beside, round)
+        server_work = self._pooled(state.server, split) if pooled else None
+        outcomes = self.coordinator.evaluate(state, [*seen, *unseen], split, task, server_work, round)
         metrics = {outcome.client: outcome.scores.get(split, {}) for outcome in outcomes}
         held_out = frozenset(unseen)
         return Scores(
@@ -177,8 +177,8 @@ class Scorer:
             downlink_bytes=sum(outcome.scoring_bytes for outcome in outcomes),
         )
 
-    def _pooled(self, state: ServerState, split: Split) -> Beside:
-        """Plan the scoring of the global model beside the clients."""
+    def _pooled(self, state: ServerState, split: Split) -> ServerWork:
+        """Plan the scoring of the global model along with that of the clients."""
         server = self.coordinator.server
 
         def work() -> Outcome:
@@ -189,7 +189,7 @@ class Scorer:
 
         scored = evaluated_clients(server.seed, server.training_clients, self.federation.eval_clients)
         load = float(sum(server.about.of(client, 0).num_examples for client in scored))
-        return Beside(work, load, part if self._divisible else None, partial(self._joined, split))
+        return ServerWork(work, load, part if self._divisible else None, partial(self._joined, split))
 
     def _joined(self, split: Split, parts: Sequence[PartScore]) -> Outcome | None:
         """Return the global scores, or None if one process has to compute them, now and from now on."""

@@ -16,7 +16,7 @@ from lightning_sparsefl.federated.distributed.rank_consistency import check_rank
 from lightning_sparsefl.federated.distributed.ranks import Ranks
 from lightning_sparsefl.federated.distributed.signals import Interrupts
 from lightning_sparsefl.federated.distributed.stacks import compose_stacks
-from lightning_sparsefl.federated.exchange.orders import Answer, Order
+from lightning_sparsefl.federated.exchange.orders import Answer, Order, Task
 from lightning_sparsefl.federated.rounds.about import AllAbout
 from lightning_sparsefl.federated.rounds.outcome import Outcome
 from lightning_sparsefl.federated.storage.homed_records import HomedRecords
@@ -37,8 +37,8 @@ class Answers(Protocol):
 
 
 @dataclass(frozen=True)
-class Beside:
-    """Work of the server itself, which the processes do beside the clients' work."""
+class ServerWork:
+    """Work of the server itself, which the processes do along with that of the clients."""
 
     work: Callable[[], Outcome]
     """Does the whole work in one process; its outcome stands among those of the clients."""
@@ -54,22 +54,38 @@ class Beside:
 class Plan:
     """The work of one phase of a round."""
 
-    name: str
-    """Name of the phase, new for each."""
+    task: Task
+    """What the clients do."""
     loads: Mapping[int, float]
     """Numbers in proportion to each client's work, such as its samples."""
     versions: Mapping[int, int]
     """Version of the node's record of each client that has one."""
+    round: int | None = None
+    """Number of the round before which the state stands; None before the first one."""
     alike: Mapping[int, Hashable] | None = None
     """What the clients of a stack have in common; None = all may train together."""
-    trains: bool = True
-    """Whether the load forecast applies to the work and learns from it."""
-    fits: bool = True
-    """Whether the work contains local fits, so that clients may train together."""
-    scores: bool = False
-    """Whether the work is an evaluation alone, so that clients may be evaluated together."""
-    beside: Beside | None = None
+    server_work: ServerWork | None = None
     """Work of the server itself."""
+
+    @property
+    def name(self) -> str:
+        """Name of the phase; no two phases of training have the same."""
+        return self.task if self.round is None else f"{self.task} {self.round}"
+
+    @property
+    def trains(self) -> bool:
+        """Whether the load forecast applies to the work and learns from it."""
+        return self.task == "train"
+
+    @property
+    def fits(self) -> bool:
+        """Whether the work contains local fits, so that clients may train together."""
+        return self.task in ("train", "finetune")
+
+    @property
+    def scores(self) -> bool:
+        """Whether the work is an evaluation alone, so that clients may be evaluated together."""
+        return self.task == "score"
 
 
 class Cohort(Protocol):
@@ -169,8 +185,8 @@ class RankCohort:
         mine = self._assigned(plan, loads)
         done = self.ranks.share(lambda: self._work(plan, mine, order, receive, merge))
         outcomes = [outcome for worked, *_ in done for outcome in worked]
-        if plan.beside is not None and self._divides(plan.beside):
-            outcomes.append(self._joined(plan.beside, [part for *_, part in done]))
+        if plan.server_work is not None and self._divides(plan.server_work):
+            outcomes.append(self._joined(plan.server_work, [part for *_, part in done]))
         outcomes.sort(key=lambda outcome: outcome.client)
         if merge is not None:
             merge.all_reduce(self.ranks.sum, merge_headers(headers for _, headers, _ in done))
@@ -189,7 +205,7 @@ class RankCohort:
         """Return this rank's stacks, once the records of their clients are here."""
         dynamic = self.placement == "dynamic" and plan.trains and self.ranks.size > 1
         pace = self.forecast.seconds_per_flop if plan.trains else None
-        reserved = 0.0 if plan.beside is None or self._divides(plan.beside) else plan.beside.load
+        reserved = 0.0 if plan.server_work is None or self._divides(plan.server_work) else plan.server_work.load
         stacks = {stack[0]: stack for stack in self.stacks(plan)}
         work = {first: sum(loads[client] for client in stack) for first, stack in stacks.items()}
         if dynamic:
@@ -208,7 +224,7 @@ class RankCohort:
             total = sum(map(len, stacks))
         if self.watch is not None:
             self.watch(plan.name, done, total)
-        outcomes, part = ([], None) if plan.beside is None else self._start_beside(plan.beside)
+        outcomes, part = ([], None) if plan.server_work is None else self._start_server_work(plan.server_work)
         self.interrupts.check()
         for clients in stacks:
             try:
@@ -222,21 +238,21 @@ class RankCohort:
                 self.watch(plan.name, done, total)
         return outcomes, {} if merge is None else merge.headers(), part
 
-    def _divides(self, beside: Beside) -> bool:
+    def _divides(self, server_work: ServerWork) -> bool:
         """Return whether each rank does a part of the server's own work."""
-        return beside.part is not None and self.ranks.size > 1
+        return server_work.part is not None and self.ranks.size > 1
 
-    def _start_beside(self, beside: Beside) -> tuple[list[Outcome], Any]:
+    def _start_server_work(self, server_work: ServerWork) -> tuple[list[Outcome], Any]:
         """Do what is this rank's of the server's own work: return its outcome, and the result of a part."""
-        if beside.part is not None and self._divides(beside):
-            return [], beside.part(self.ranks.rank, self.ranks.size)
-        return [beside.work()] if self.ranks.first else [], None
+        if server_work.part is not None and self._divides(server_work):
+            return [], server_work.part(self.ranks.rank, self.ranks.size)
+        return [server_work.work()] if self.ranks.first else [], None
 
-    def _joined(self, beside: Beside, parts: Sequence[Any]) -> Outcome:
+    def _joined(self, server_work: ServerWork, parts: Sequence[Any]) -> Outcome:
         """Return the outcome of the parts, or that of the whole work if they do not make it."""
-        outcome = beside.join(parts)
+        outcome = server_work.join(parts)
         if outcome is None:
-            outcome = self.ranks.share(lambda: beside.work() if self.ranks.first else None)[0]
+            outcome = self.ranks.share(lambda: server_work.work() if self.ranks.first else None)[0]
         assert outcome is not None, "the first rank has done the work"
         return outcome
 

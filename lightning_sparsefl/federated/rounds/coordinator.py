@@ -15,7 +15,7 @@ from lightning_sparsefl.federated.aggregation.reducers import CoverageMean
 from lightning_sparsefl.federated.distributed.rank_consistency import idle
 from lightning_sparsefl.federated.exchange.orders import Split, Task
 from lightning_sparsefl.federated.rounds.about import About
-from lightning_sparsefl.federated.rounds.cohort import Beside, Cohort, Plan
+from lightning_sparsefl.federated.rounds.cohort import Cohort, Plan, ServerWork
 from lightning_sparsefl.federated.rounds.merge_policy import MergePolicy
 from lightning_sparsefl.federated.rounds.outcome import Outcome
 from lightning_sparsefl.federated.rounds.round_metrics import late_metrics, round_metrics, spread
@@ -79,7 +79,7 @@ class Coordinator:
         merge = self.merging.start(state, self._total_weight(clients))
         splits = () if score_after is None else (score_after,)
         outcomes = self.cohort.run(
-            self._plan(state, clients, f"round {state.server.round}"),
+            self._plan(state, clients, "train"),
             lambda client, forgotten: self.server.order(state, client, "train", splits, forgotten=forgotten),
             partial(self.server.receive, late=frozenset(late)),
             merge,
@@ -121,7 +121,7 @@ class Coordinator:
             state: State before the round.
             client: Number of the client.
         """
-        plan = self._plan(state, self.server.draw.cohort(state).trained, f"round {state.server.round}")
+        plan = self._plan(state, self.server.draw.cohort(state).trained, "train")
         return next(stack for stack in self.cohort.stacks(plan) if client in stack)
 
     def survey(self, state: RunState, clients: Sequence[int], message: Message) -> Merged:
@@ -153,7 +153,7 @@ class Coordinator:
         clients: Sequence[int],
         split: Split,
         task: Task = "score",
-        beside: Beside | None = None,
+        server_work: ServerWork | None = None,
         round: int | None = None,
     ) -> list[Outcome]:
         """Score clients.
@@ -163,35 +163,42 @@ class Coordinator:
             clients: Numbers of the clients.
             split: Split to score.
             task: ``score``, or ``finetune`` to score after a last local fit.
-            beside: Work of the server itself, such as scoring the global model.
+            server_work: Work of the server itself, such as scoring the global model.
             round: Number of the round that clients work in; None = the one that the state stands before.
 
         Returns:
-            One outcome for each client, and that of the work beside, by client.
+            One outcome for each client that could be scored, and that of the server's work, by client.
+
+        Raises:
+            ClientFailed: If a client fails and `federation.on_client_error` is ``raise``.
         """
-        plan = self._plan(state, clients, f"{task} {state.server.round}", beside)
-        return self.cohort.run(
-            plan,
+        outcomes = self.cohort.run(
+            self._plan(state, clients, task, server_work),
             lambda client, forgotten: self.server.order(
                 state, client, task, (split,), round=round, forgotten=forgotten
             ),
             self.server.receive,
             None,
         )
+        failed = [outcome for outcome in outcomes if outcome.status == "failed"]
+        for lost in failed:
+            at = state.server.round
+            if self.federation.on_client_error == "raise":
+                raise ClientFailed(lost.failure or "", client=lost.client, round=at, rank=lost.rank, scored=True)
+            rank_zero_info(f"Client {lost.client} has no scores in round {at}: {lost.failure}")
+        return [outcome for outcome in outcomes if outcome not in failed]
 
-    def _plan(self, state: RunState, clients: Sequence[int], name: str, beside: Beside | None = None) -> Plan:
-        at, trains = state.server.round, name.startswith("round")
+    def _plan(self, state: RunState, clients: Sequence[int], task: Task, server_work: ServerWork | None = None) -> Plan:
+        at, trains = state.server.round, task == "train"
         facts = {client: self.server.about.of(client, at) for client in clients}
         versions = {client: self.server.node_version(client, at) for client in clients}
         return Plan(
-            name=name,
+            task=task,
+            round=None if task == "survey" else at,
             loads={i: _training_load(a) if trains else float(a.num_examples) for i, a in facts.items()},
             versions={client: version for client, version in versions.items() if version is not None},
             alike=self.server.alike(state.server, clients) if trains else None,
-            trains=trains,
-            fits=trains or name.startswith("finetune"),
-            scores=name.startswith("score"),
-            beside=beside,
+            server_work=server_work,
         )
 
     def _total_weight(self, clients: Sequence[int]) -> int:

@@ -463,14 +463,15 @@ class Server:  # long because the facts of one order are needed at each of its s
 class _MessageSizes:
     """Sizes of the newest messages, so that equal messages are measured once.
 
-    Messages are equal here if they hold the same tensor objects, which are not changed in place during a round.
+    Messages are equal here if their trees hold the same tensor objects by the same names. Tensors are not changed in
+    place during a round.
     """
 
     _REMEMBERED = 8
 
     def __init__(self, codec: Codec) -> None:
         self._codec = codec
-        self._known: dict[tuple[int, ...], tuple[list[Tensor], Size]] = {}
+        self._known: dict[Hashable, tuple[list[Tensor], Size]] = {}
 
     def measure(self, message: Message, known: Masks | None) -> Size:
         """Return the size of an encoded message.
@@ -481,7 +482,7 @@ class _MessageSizes:
         """
         trees = (message.weights, message.masks, message.trainable, *message.extra.values())
         tensors = [tensor for tree in trees for tensor in tree.values()]
-        key = (known is None, *map(id, tensors))
+        key = (known is None, tuple(message.extra), *(tuple((name, id(tree[name])) for name in tree) for tree in trees))
         if key not in self._known:
             while len(self._known) >= self._REMEMBERED:
                 del self._known[next(iter(self._known))]

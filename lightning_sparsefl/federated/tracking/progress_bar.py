@@ -17,8 +17,8 @@ from lightning_sparsefl.report.measures.client_statistics import is_statistic
 from lightning_sparsefl.report.measures.direction import higher_is_better
 
 _REFRESH_SECONDS = 0.2
-_PHASES = {"round": "train", "score": "score", "finetune": "fine-tune", "survey": "survey"}
-"""Words for the work of clients, by the first word of a plan's name."""
+_PHASES = {"train": "train", "score": "score", "finetune": "fine-tune", "survey": "survey"}
+"""Words for the work of clients, by the task in the name of a phase."""
 
 
 class RoundProgressBar(ProgressBar):
@@ -73,7 +73,7 @@ class RoundProgressBar(ProgressBar):
         """Show how many clients of the current phase this process has finished, in the bar at most five times a second.
 
         Args:
-            phase: Name of the phase, such as ``round 3`` or ``score 4``.
+            phase: Name of the phase, such as ``train 3`` or ``score 4``.
             done: Number of finished clients.
             total: Number of clients of this process, or of all if it is not known in advance.
         """
@@ -128,10 +128,10 @@ def _phase_name(word: str, number: str) -> str:
     """Return the name of a phase with the round counted from 1, as in the lines of rounds.
 
     Example:
-        >>> _phase_name("round", "3"), _phase_name("score", "4"), _phase_name("survey", "")
+        >>> _phase_name("train", "3"), _phase_name("score", "4"), _phase_name("survey", "")
         ('train, round 4', 'score, round 4', 'survey')
     """
-    return f"{_PHASES[word]}, round {int(number) + (word == 'round')}" if number else _PHASES[word]
+    return f"{_PHASES[word]}, round {int(number) + (word == 'train')}" if number else _PHASES[word]
 
 
 def _scores(metrics: Mapping[str, Any]) -> dict[str, str]:

@@ -143,3 +143,26 @@ def test_values_of_any_length_are_gathered_in_the_order_of_the_ranks(tmp_path):
 
     launch.launch(fabric(devices=2, strategy="client_parallel_fork"), gather)
     assert {path.name for path in tmp_path.iterdir()} == {"0", "1"}
+
+
+def test_parts_are_exchanged_as_one_batch_of_sends_and_receives(tmp_path, monkeypatch):
+    """With NCCL, two ranks that each wait for the other's part before they send their own would never end."""
+
+    def exchange(fabric):
+        ranks, batches, batched = Ranks(fabric), [], dist.batch_isend_irecv
+        monkeypatch.setattr(dist, "batch_isend_irecv", lambda work: batches.append(len(work)) or batched(work))
+        me, other = ranks.rank, 1 - ranks.rank
+        for length in (1, 50_000):
+            parts = [{"from": me, "to": to, "values": torch.arange(length * (1 + me))} for to in range(2)]
+            received = ranks.exchange(parts)
+            assert received[me] is parts[me]
+            assert (received[other]["from"], received[other]["to"]) == (other, me)
+            assert torch.equal(received[other]["values"], torch.arange(length * (1 + other)))
+        one_way = ranks.exchange([{}, {"a": 1} if me == 0 else {}])
+        assert one_way[other] == ({"a": 1} if me == 1 else {})
+        assert ranks.exchange([{}, {}]) == [{}, {}]
+        assert batches == [2, 2, 1]
+        (tmp_path / str(me)).touch()
+
+    launch.launch(fabric(devices=2, strategy="client_parallel_fork"), exchange)
+    assert {path.name for path in tmp_path.iterdir()} == {"0", "1"}

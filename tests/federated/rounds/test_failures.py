@@ -111,6 +111,69 @@ def test_an_option_that_fits_no_client_is_no_failure_of_one(asked, ranks, traine
     assert not trained.exists()
 
 
+class Plateau(MLP):
+    """Monitors a metric that it may not log."""
+
+    logs = True
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        if self.logs:
+            self.log("mine", loss.detach(), on_step=False, on_epoch=True)
+        return loss
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "monitor": "mine"}}
+
+
+@dataclass(frozen=True, kw_only=True)
+class LastFits(FedAvg):
+    """FedAvg with a last local fit, which fails for client 1."""
+
+    def finetune(self, message, client):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Plateau, "logs", client.id != 1)
+            return client.fit(message.weights, epochs=1).weights
+
+
+@pytest.mark.parametrize("ranks", [{}, FORK], ids=["one rank", "two ranks"])
+def test_a_client_whose_finetuning_fails_ends_the_run_or_is_left_out(ranks, trainer, caplog):
+    run = trainer(LastFits(), max_rounds=1, **ranks)
+    with pytest.raises(
+        ClientFailed, match=r"Client 1 has no scores in round 1 .*mine.*: skip` leaves it out of the scores\.$"
+    ):
+        run.fit(Plateau(num_classes=4, sample_shape=(1, 1, 8)), blobs())
+    run = trainer(LastFits(), federation={"on_client_error": "skip"}, max_rounds=1, folder="skip", **ranks)
+    summary = run.fit(Plateau(num_classes=4, sample_shape=(1, 1, 8)), blobs())
+    if not ranks:  # the log of other processes is not captured
+        assert "Client 1 has no scores in round 1: " in caplog.text
+    assert summary["finetuned/val_loss"] > 0
+    assert [row["client"] for row in table(run, "finetuned.csv") if not row["finetuned/val_loss"]] == ["1"]
+
+
+class Regrets(L.Callback):
+    """Fails when it is told of the error of a client."""
+
+    def on_exception(self, trainer, pl_module, exception):
+        raise KeyError("of the callback")
+
+
+def test_a_failure_at_the_end_does_not_hide_the_error_of_the_client(trainer, tmp_path):
+    finalized = []
+
+    class Logger(L.pytorch.loggers.CSVLogger):
+        def finalize(self, status):
+            finalized.append(status)
+
+    run = trainer(Unlucky(), callbacks=[Regrets()], logger=Logger(tmp_path / "logs"))
+    message = r"The end of the failed run was not complete \(KeyError: 'of the callback'\)"
+    with pytest.raises(ClientFailed, match="mine"), pytest.warns(UserWarning, match=message):
+        run.fit(mlp(), blobs())
+    assert finalized == ["failed"]
+
+
 class Normalised(MLP):
     """Has a batch norm of torch's own, which takes no batch of one sample."""
 

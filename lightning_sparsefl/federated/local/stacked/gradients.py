@@ -8,18 +8,23 @@ from typing import Any, cast
 
 import torch
 from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.rank_zero import WarningCache
 
+from lightning_sparsefl.errors import InvalidOption
 from lightning_sparsefl.federated.client import Client
 from lightning_sparsefl.federated.exchange.failures import is_out_of_memory
 from lightning_sparsefl.federated.local.engines import FastEngine
 from lightning_sparsefl.federated.local.stacked.fit import StackedRequest, stacked_fit
 from lightning_sparsefl.federated.local.stacked.reader import ClientReader, readable, reading_key
 from lightning_sparsefl.federated.local.stacked.step_trial import EXACT, ROUNDED, difference, moved_weights
+from lightning_sparsefl.federated.local.stacked.trial import reason_of
 from lightning_sparsefl.federated.local.stacked.undo import attributes_kept
 from lightning_sparsefl.federated.local.worker import ClientWorker
 from lightning_sparsefl.seeds import seed_all
 from lightning_sparsefl.sparse.modes import modes_restored
 from lightning_sparsefl.types import Weights
+
+_messages = WarningCache()
 
 
 class GradientRequest(StackedRequest):
@@ -31,12 +36,13 @@ class StackGradients:
 
     Args:
         worker: Worker whose engine, module and data are used.
+        asked: Whether the user has asked for stacks, and is told what cannot be stacked.
     """
 
-    def __init__(self, worker: ClientWorker) -> None:
-        self._worker = worker
-        self._agree: bool | None = None
-        """Whether two clients' gradients are the same alone and as a stack; None before the trial."""
+    def __init__(self, worker: ClientWorker, asked: bool) -> None:
+        self._worker, self._asked, self._tried = worker, asked, False
+        self._reason: str | None = None
+        """Why gradients are not computed as stacks, as a clause; None if they are."""
 
     def request(self, client: Client, key: tuple[int | str, ...], weights: Weights) -> GradientRequest | None:
         """Return what a client asks for; None if its gradient has to be computed alone.
@@ -46,9 +52,11 @@ class StackGradients:
             key: Key of the randomness of the batch.
             weights: Weights to take the gradient at; missing names take the run's initial values.
         """
-        if self._agree is None:
-            self._agree = self._try()
-        if not self._agree:
+        if not self._tried:
+            self._tried, self._reason = True, self._try()
+            if self._reason is not None and self._asked:
+                self._tell(f"`{type(self._worker.module).__name__}.training_step` in evaluation mode {self._reason}")
+        if self._reason is not None:
             return None
         loader = self._worker.train_loader(client, key)
         if not readable(loader):
@@ -79,9 +87,15 @@ class StackGradients:
                 request.result = {}
             if is_out_of_memory(error):
                 worker.release_memory(error)
+                self._tell(f"those of {len(group)} do not fit into the memory; lower `federation.stack_size`")
+            elif not isinstance(error, InvalidOption):
+                self._tell(f"`{type(worker.module).__name__}.training_step` {reason_of(error)}")
 
-    def _try(self) -> bool:
-        """Return whether the gradients of two models on client 0's first batch are the same alone and as a stack."""
+    def _tell(self, clause: str) -> None:
+        _messages.warn(f"The clients' gradients are computed one after another, since {clause}.")
+
+    def _try(self) -> str | None:
+        """Return how the gradients of two models on client 0's first batch differ alone and as a stack, or None."""
         worker, random = self._worker, torch.get_rng_state()
         first: Weights = dict(worker.initial)
         models = (first, moved_weights(first, worker.flat.layout.buffers))
@@ -92,15 +106,16 @@ class StackGradients:
                 requests = [_request(place, ("trial",), model, self._loader()) for place, model in enumerate(models)]
                 worker.load({name: torch.full_like(tensor, torch.nan) for name, tensor in first.items()})  # not for use
                 differentiate_stack(cast(FastEngine, worker.engine), worker.module, requests)
-        except Exception:
-            return False
+        except Exception as error:
+            return reason_of(error)
         finally:
             worker.load(first)
             torch.set_rng_state(random)
         tolerance = EXACT if alone[0][next(iter(alone[0]))].dtype is torch.float64 else ROUNDED
         zeros = {name: torch.zeros_like(slope) for name, slope in alone[0].items()}
         pairs = zip(requests, alone, strict=True)
-        return all(difference(request.result, own, zeros, tolerance) is None for request, own in pairs)
+        clauses = (difference(request.result, own, zeros, tolerance) for request, own in pairs)
+        return next((clause for clause in clauses if clause is not None), None)
 
     def _loader(self) -> Any:
         seed_all("trial")

@@ -67,7 +67,7 @@ class StackedWorker(ClientWorker):
         self._recorders = tuple(PassRecorder(self.module, capture) if records else None for _ in range(2))
         """Recorders of the fits and of the evaluations."""
         numbers = self._trial.activations / self._trial.samples
-        self._gradients = StackGradients(self)
+        self._gradients = StackGradients(self, asked)
         self._evaluator = StackEvaluator(self, numbers, self._budget // self._element, asked, self._recorders[1])
 
     @property

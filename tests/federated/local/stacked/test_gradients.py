@@ -112,14 +112,27 @@ def test_gradients_are_those_of_one_after_another(module, tmp_path, sizes):
     assert sizes == [2, 4, 4]  # the trial, and two gradients
 
 
-@pytest.mark.parametrize("module", [ReadsInEvaluation, OtherInEvaluation])
-def test_a_step_that_differs_in_evaluation_mode_is_differentiated_alone(module, tmp_path, sizes):
-    agree(run(tmp_path, module, "stacked"), run(tmp_path, module, "fast"))
+@pytest.mark.parametrize(
+    ("module", "clause"),
+    [(ReadsInEvaluation, "reads a number out of a tensor"), (OtherInEvaluation, "changes `net.0.weight` otherwise")],
+)
+def test_a_step_that_differs_in_evaluation_mode_is_differentiated_alone(module, clause, tmp_path, sizes):
+    message = rf"gradients are computed one after another, since `{module.__name__}.training_step` in evaluation mode "
+    with pytest.warns(UserWarning, match=message + clause):
+        ours = run(tmp_path, module, "stacked")
+    agree(ours, run(tmp_path, module, "fast"))
     assert set(sizes) <= {2}  # of the trial
 
 
-@pytest.mark.parametrize(("error", "cleared"), [(RuntimeError, 0), (MemoryError, 2)])
-def test_a_stack_that_fails_is_differentiated_alone(error, cleared, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("error", "cleared", "clause"),
+    [
+        (RuntimeError("mine"), 0, r"`Classifier.training_step` fails for several clients at once \(RuntimeError: mine"),
+        (MemoryError(), 2, "those of 4 do not fit into the memory; lower `federation.stack_size`"),
+    ],
+    ids=["error", "memory"],
+)
+def test_a_stack_that_fails_is_differentiated_alone(error, cleared, clause, tmp_path, monkeypatch):
     """Out of memory, it also drops recorded steps (of fits and of evaluations), whose graphs hold memory."""
     calls, before, clear = [], gradients.differentiate_stack, mock.Mock()
     monkeypatch.setattr(PassRecorder, "clear", clear)
@@ -131,7 +144,9 @@ def test_a_stack_that_fails_is_differentiated_alone(error, cleared, tmp_path, mo
             raise error
 
     theirs = run(tmp_path, Classifier, "fast")
-    with mock.patch.object(gradients, "differentiate_stack", failing):
-        agree(run(tmp_path, Classifier, "stacked"), theirs)
+    warns = pytest.warns(UserWarning, match=f"gradients are computed one after another, since {clause}")
+    with mock.patch.object(gradients, "differentiate_stack", failing), warns:
+        ours = run(tmp_path, Classifier, "stacked")
+    agree(ours, theirs)
     assert calls == [2, 4, 4]
     assert clear.call_count == 2 * cleared  # both gradients failed

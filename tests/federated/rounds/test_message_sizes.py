@@ -1,0 +1,46 @@
+"""Sizes of messages, of which equal ones are measured once."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lightning_sparsefl.federated.rounds.server import _MessageSizes
+from lightning_sparsefl.types import Message
+from lightning_sparsefl.wire import Codec
+
+WEIGHT, OTHER = torch.randn(2, 1000).unbind()
+MASK = torch.arange(1000) % 10 == 0
+MESSAGES = {
+    "masked": Message(weights={"a": WEIGHT}, masks={"a": MASK}),
+    "partly trainable": Message(weights={"a": WEIGHT}, trainable={"a": MASK}),
+    "an extra tree": Message(weights={"a": WEIGHT}, extra={"c": {"a": MASK}}),
+    "one tensor": Message(weights={"a": WEIGHT}),
+    "another name": Message(weights={"b": WEIGHT}),
+    "both": Message(weights={"a": WEIGHT, "b": OTHER}),
+    "split": Message(weights={"a": WEIGHT}, extra={"c": {"b": OTHER}}),
+    "another key": Message(weights={"a": WEIGHT}, extra={"control": {"b": OTHER}}),
+}
+
+
+@pytest.fixture
+def codec():
+    return Codec({"a": WEIGHT, "b": OTHER}, lambda message: {})
+
+
+def test_messages_with_the_same_tensors_in_other_places_have_sizes_of_their_own(codec):
+    sizes = _MessageSizes(codec)
+    for _ in range(2):
+        for name, message in MESSAGES.items():
+            assert sizes.measure(message, None) == codec.message_size(message), name
+    known = MESSAGES["masked"].masks
+    assert sizes.measure(MESSAGES["masked"], known) == codec.message_size(MESSAGES["masked"], known)
+
+
+def test_an_equal_message_is_measured_once(codec, monkeypatch):
+    calls, measure = [], codec.message_size
+    monkeypatch.setattr(codec, "message_size", lambda *arguments: calls.append(1) or measure(*arguments))
+    sizes = _MessageSizes(codec)
+    for _ in range(3):
+        sizes.measure(Message(weights={"a": WEIGHT}, masks={"a": MASK}), None)
+    assert len(calls) == 1
