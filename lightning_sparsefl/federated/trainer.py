@@ -20,7 +20,7 @@ from lightning_sparsefl.federated.commands.cost_tables import Profile
 from lightning_sparsefl.federated.commands.dispatch import Verb, dispatch, in_other_processes
 from lightning_sparsefl.federated.commands.export import Exported, ExportRequest, Format
 from lightning_sparsefl.federated.commands.inputs import ClientData, as_client_data, check_data, check_module
-from lightning_sparsefl.federated.commands.kept import kept_by_command
+from lightning_sparsefl.federated.commands.interruption_messages import kept_by_command
 from lightning_sparsefl.federated.commands.profile import profile
 from lightning_sparsefl.federated.commands.replay import Replay
 from lightning_sparsefl.federated.distributed.fabric import build_fabric

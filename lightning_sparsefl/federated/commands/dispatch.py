@@ -16,7 +16,7 @@ from lightning_sparsefl.errors import InvalidOption
 from lightning_sparsefl.federated.commands.export import export
 from lightning_sparsefl.federated.commands.fit import fit
 from lightning_sparsefl.federated.commands.inputs import check_data, check_module, warn_of_full_capacities
-from lightning_sparsefl.federated.commands.kept import kept_by_command
+from lightning_sparsefl.federated.commands.interruption_messages import kept_by_command
 from lightning_sparsefl.federated.commands.replay import replay
 from lightning_sparsefl.federated.commands.run import Run
 from lightning_sparsefl.federated.commands.score import score

@@ -24,7 +24,7 @@ from torch import Tensor
 from lightning_sparsefl.errors import ExportMismatch, InvalidOption, require_folder
 from lightning_sparsefl.federated.client import Client
 from lightning_sparsefl.federated.commands import onnx_file
-from lightning_sparsefl.federated.commands.kept import kept_by_export
+from lightning_sparsefl.federated.commands.interruption_messages import kept_by_export
 from lightning_sparsefl.federated.commands.run import Run
 from lightning_sparsefl.federated.evaluation.scorer import score_global
 from lightning_sparsefl.federated.exchange.orders import SCORING_STEPS, Order

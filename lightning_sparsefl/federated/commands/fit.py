@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks import Timer
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 
 from lightning_sparsefl.errors import ClientFailed
-from lightning_sparsefl.federated.commands.kept import kept_by_fit
+from lightning_sparsefl.federated.commands.interruption_messages import kept_by_fit
 from lightning_sparsefl.federated.commands.replay import replay_command
 from lightning_sparsefl.federated.commands.run import Run
 from lightning_sparsefl.federated.distributed.ranks import Ranks

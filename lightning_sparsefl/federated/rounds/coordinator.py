@@ -94,17 +94,12 @@ class Coordinator:
         kept = [outcome for outcome in outcomes if outcome.status == "late"]
         outcomes = sorted([*outcomes, *left_out], key=lambda outcome: outcome.client)
         closed = self.server.close(state, merged, outcomes, drawn.start)
-        for outcome in left_out:
-            assert outcome.charge is not None
-            self.ledger.add(outcome.charge)
+        self._charge(left_out)
         self.cohort.settle([*trained, *kept])
         waited = self.cohort.confirm(closed.state, closed.observed)
         after = {o.client: o.scores[score_after] for o in trained} if score_after is not None else {}
         metrics = {
-            **round_metrics(outcomes, self.server.layout),
-            **(late_metrics(outcomes) if self.server.draw.over_selects else {}),
-            **({"clients/arrived": len(arrived)} if self.server.draw.merges_late else {}),
-            **({"time/clock": closed.state.seconds} if self.server.draw.follows_clock else {}),
+            **self._metrics(closed.state, outcomes, len(arrived)),
             **spread("personal_after", after),
             **self.merging.metrics(closed.state.server.round),
             "mask/coverage_min": merge.coverage_min(len(trained)),
@@ -113,6 +108,29 @@ class Coordinator:
             "time/round": time.perf_counter() - started,
         }
         return RoundResult(closed.state, outcomes, metrics)
+
+    def _metrics(self, state: RunState, outcomes: Sequence[Outcome], arrived: int) -> dict[str, float]:
+        """Return what is logged of the clients of a round; of late ones and of the clock where there are any.
+
+        Args:
+            state: State after the round.
+            outcomes: Outcomes of all participants.
+            arrived: Number of late updates of rounds before that were merged.
+        """
+        draw, metrics = self.server.draw, round_metrics(outcomes, self.server.layout)
+        if draw.over_selects:
+            metrics |= late_metrics(outcomes)
+        if draw.merges_late:
+            metrics["clients/arrived"] = arrived
+        if draw.follows_clock:
+            metrics["time/clock"] = state.seconds
+        return metrics
+
+    def _charge(self, outcomes: Sequence[Outcome]) -> None:
+        """Add the charges of clients to the ledger; a client that no message has reached has none."""
+        for outcome in outcomes:
+            if outcome.charge is not None:
+                self.ledger.add(outcome.charge)
 
     def stack_of(self, state: RunState, client: int) -> tuple[int, ...]:
         """Return the clients of a round that train together with one of them, itself included.
@@ -142,9 +160,7 @@ class Coordinator:
             merge,
         )
         answered = self._survivors(state, outcomes)
-        for outcome in answered:
-            assert outcome.charge is not None
-            self.ledger.add(outcome.charge)
+        self._charge(answered)
         return merge.result({outcome.client: outcome.metrics for outcome in answered})
 
     def evaluate(
@@ -218,9 +234,8 @@ class Coordinator:
             first, round = failed[0], state.server.round
             left = (len(trained), self.federation.min_clients) if self.federation.on_client_error == "skip" else None
             raise ClientFailed(first.failure or "", client=first.client, round=round, rank=first.rank, left=left)
+        self._charge(failed)
         for outcome in failed:
-            if outcome.charge is not None:
-                self.ledger.add(outcome.charge)
             rank_zero_info(f"Client {outcome.client} is left out of round {state.server.round}: {outcome.failure}")
         return trained
 

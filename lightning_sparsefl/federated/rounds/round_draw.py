@@ -93,7 +93,7 @@ class RoundDraw:
         return Drawn(found if self.merges_late else sorted(fastest[:wanted]), late, start)
 
     def expected_seconds(self, state: RunState, client: int) -> float:
-        """Return the time by which late clients are told from others.
+        """Return the expected time of a client's round, which decides who is late.
 
         Args:
             state: State before the round.
@@ -133,7 +133,7 @@ class RoundDraw:
 
         Args:
             state: State before the round.
-            seen: Facts that the round has told of its clients.
+            seen: Facts that the sampler learns about the clients of the round.
             start: Simulated time at which the round started.
 
         Raises:

@@ -423,7 +423,7 @@ class Server:  # long because the facts of one order are needed at each of its s
         return Closed(replace(state, server=server, sampler=sampler, pending=tuple(waiting), seconds=end), observed)
 
     def _seen(self, outcomes: Sequence[Outcome]) -> dict[int, Seen]:
-        """Return what a round has told the sampler of its clients."""
+        """Return what the sampler learns about the clients of a round."""
         return {
             outcome.client: Seen(
                 samples=self.workload.samples(outcome.client, outcome.num_examples),

@@ -1,4 +1,4 @@
-"""A write beside other work, so that a round does not wait for the disk."""
+"""A write in the background, so that a round does not wait for the disk."""
 
 from __future__ import annotations
 
