@@ -61,11 +61,10 @@ def divided(result: FitResult, message: Message, weight: int) -> Update:
         message: Message that the client received.
         weight: Weight of the update.
     """
-    own = without(result.weights, message.weights)
     return Update(
         weights=only(result.weights, message.weights),
         weight=weight,
-        memory={"own": {name: value.clone() for name, value in own.items()}},  # a view would keep the whole model
+        memory={"own": without(result.weights, message.weights)},
         metrics=result.metrics,
     )
 

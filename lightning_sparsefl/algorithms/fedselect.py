@@ -93,7 +93,7 @@ class FedSelect(FederatedAlgorithm):
             reference = result.weights
         memory = {"masks": chosen, "turns": turns + 1}
         memory["own"] = {name: result.weights[name].masked_fill(~mask, 0) for name, mask in chosen.items()}
-        memory["reference"] = {name: reference[name].clone() for name in names}  # a view would keep the whole model
+        memory["reference"] = only(reference, names)
         return Update(
             weights=result.weights,
             weight=1,

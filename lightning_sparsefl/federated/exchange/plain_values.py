@@ -38,7 +38,9 @@ def pack_plain(value: Any, *path: Any) -> Any:
     if isinstance(value, Tensor):
         if value.dtype == torch.bool:
             return {_MASK: pack(value.cpu()), "shape": list(value.shape)}
-        return value.detach().cpu().contiguous()  # an expanded tensor would be rejected on loading
+        flat = value.detach().cpu().contiguous()  # an expanded tensor would be rejected on loading
+        whole = flat.untyped_storage().nbytes()  # of which a view would keep, and save, all bytes
+        return flat.clone() if whole > flat.nbytes else flat
     if isinstance(value, Mapping):
         return {pack_plain(key, *path): pack_plain(item, *path, key) for key, item in value.items()}
     if isinstance(value, list | tuple):

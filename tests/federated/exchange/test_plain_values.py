@@ -3,7 +3,7 @@ import pytest
 import torch
 
 from lightning_sparsefl.federated.exchange.hashing import fingerprint
-from lightning_sparsefl.federated.exchange.plain_values import pack_plain, unpack_plain
+from lightning_sparsefl.federated.exchange.plain_values import encoded, pack_plain, unpack_plain
 from lightning_sparsefl.federated.storage.atomic_files import load_plain, write_atomically
 
 
@@ -12,6 +12,15 @@ def test_masks_are_packed_to_a_bit_and_come_back():
     packed = pack_plain({"m": mask})
     assert packed["m"]["packed_mask"].numel() == 125
     assert torch.equal(unpack_plain(packed, torch.device("cpu"))["m"], mask)
+
+
+def test_a_view_is_stored_without_the_rest_of_its_storage():
+    vector = torch.arange(100_000.0)
+    packed = pack_plain({"head": vector[10:20], "row": vector.view(100, 1000)[3, :5]})
+    assert torch.equal(packed["head"], vector[10:20])
+    assert torch.equal(packed["row"], vector[3000:3005])
+    assert len(encoded(packed)) < 5_000
+    assert pack_plain(vector).data_ptr() == vector.data_ptr()
 
 
 def test_what_a_checkpoint_cannot_hold_is_refused_by_name():
