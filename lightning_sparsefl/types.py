@@ -192,7 +192,7 @@ class FitResult:
         weights: The trained weights.
         metrics: The last logged value of every key.
         steps: Number of optimizer steps taken.
-        callbacks: The callback objects after the fit, for example to read a learned mask.
+        callbacks: The callbacks that were passed to the fit, after it, for example to read a learned mask.
     """
 
     weights: Weights

@@ -68,16 +68,20 @@ def score(client: Client, weights: Weights, split: Split, metric: str) -> float:
         metric: Name under which the module's `validation_step` logs the score.
 
     Raises:
-        InvalidOption: If the module does not log the metric.
+        InvalidOption: If the module does not log the metric, or the client has no samples.
     """
     scores = client.evaluate(weights, split)
-    try:
+    if metric in scores:
         return float(scores[metric])
-    except KeyError:
+    if not scores:
         raise InvalidOption(
-            f"`algorithm.metric` is {metric!r}, which the module's `validation_step` does not log; expected one of "
-            f"{listed(scores)}."
-        ) from None
+            f"`algorithm.metric` is {metric!r}, of which client {client.id} has no value in the split {split!r}; "
+            "expected samples there, and a `validation_step` that logs it."
+        )
+    raise InvalidOption(
+        f"`algorithm.metric` is {metric!r}, which the module's `validation_step` does not log; expected one of "
+        f"{listed(scores)}."
+    )
 
 
 def participations(server: ServerState, round: int) -> int:

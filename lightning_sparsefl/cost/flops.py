@@ -230,7 +230,7 @@ def _amounts(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 
 
 class _TensorsOnly(nn.Module):
-    """Module that returns only the tensors of another module's output, so that it can be traced."""
+    """Module with only the tensors of another module's output and state, so that it can be traced."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -238,6 +238,13 @@ class _TensorsOnly(nn.Module):
 
     def forward(self, *arguments: Any) -> list[Tensor]:
         return [leaf for leaf in tree_leaves(self.module(*arguments)) if isinstance(leaf, Tensor)]
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        """Return the state without what `get_extra_state` adds to it; a parent has passed its own to be filled."""
+        state: dict[str, Any] = super().state_dict(*args, **kwargs)
+        for name in [name for name, value in state.items() if not isinstance(value, Tensor)]:
+            del state[name]
+        return state
 
 
 def _count_products(module: nn.Module, arguments: tuple[Any, ...]) -> dict[str, int]:

@@ -190,7 +190,7 @@ class FederatedDataModule(L.LightningDataModule):
             InvalidOption: If the split leaves a client without training, validation or test examples.
         """
         if self.memory_map is not None:
-            write_split(self._split(*self.load()), Path(self.memory_map), self._name_of_split())
+            write_split(self._split(*self._loaded()), Path(self.memory_map), self._name_of_split())
 
     def setup(self, stage: str | None = None) -> None:
         """Load and split the data set, and update `client_sizes`; later calls have no effect.
@@ -259,8 +259,20 @@ class FederatedDataModule(L.LightningDataModule):
 
     def _load_split(self) -> SplitData:
         if self.memory_map is None:
-            return self._split(*self.load())
+            return self._split(*self._loaded())
         return map_split(Path(self.memory_map), self._name_of_split())
+
+    def _loaded(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return the tensors of :meth:`load`, with a label for each example."""
+        loaded = self.load()
+        name, expected = f"`{type(self).__name__}.load`", "four tensors: training and test inputs, each with its labels"
+        if not isinstance(loaded, tuple) or len(loaded) != 4 or not all(isinstance(part, Tensor) for part in loaded):
+            kinds = ", ".join(type(part).__name__ for part in (loaded if isinstance(loaded, tuple) else (loaded,)))
+            raise InvalidOption(f"{name} returned {kinds}; expected {expected}.")
+        for kind, inputs, labels in (("training", *loaded[:2]), ("test", *loaded[2:])):
+            if len(inputs) != len(labels):
+                raise InvalidOption(f"{name} returned {len(inputs)} {kind} inputs with {len(labels)} labels.")
+        return loaded
 
     def _name_of_split(self) -> str:
         """Return the class with a digest of its options, which tells splits in one folder apart."""
@@ -286,6 +298,8 @@ class FederatedDataModule(L.LightningDataModule):
         return examples.loader(self.eval_batch_size, num_workers=self.num_workers)
 
     def _nominal_sizes(self) -> Sequence[int]:
+        if not hasattr(self, "num_train"):
+            raise InvalidOption(f"`{type(self).__name__}` has no `num_train`; set it in the class.")
         check_num_clients(self.num_clients, self.num_train)
         share, rest = divmod(self.num_train, self.num_clients)
         sizes = [self.examples_per_client or share + (client < rest) for client in range(self.num_clients)]

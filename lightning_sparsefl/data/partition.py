@@ -223,11 +223,10 @@ def matching_test(train_labels: Tensor, test_labels: Tensor, count: int, rng: to
         [3, 0, 1]
     """
     chosen = []
-    for label, size in enumerate(torch.bincount(train_labels).tolist()):
-        if size:
-            pool = (test_labels == label).nonzero().flatten()
-            wanted = -(-size * count // len(train_labels))
-            chosen.append(pool[torch.randperm(len(pool), generator=rng)[:wanted]])
+    for label, size in zip(*(part.tolist() for part in train_labels.unique(return_counts=True)), strict=True):
+        pool = (test_labels == label).nonzero().flatten()
+        wanted = -(-size * count // len(train_labels))
+        chosen.append(pool[torch.randperm(len(pool), generator=rng)[:wanted]])
     return torch.cat(chosen).sort().values
 
 
@@ -249,8 +248,7 @@ def _indices_by_class(labels: Tensor, rng: torch.Generator) -> list[Tensor]:
     """Return the shuffled indices of the examples of each class that occurs."""
     shuffled = torch.randperm(len(labels), generator=rng)
     by_class = shuffled[labels[shuffled].argsort(stable=True)]
-    sizes = torch.bincount(labels)
-    return cut(by_class, sizes[sizes > 0])
+    return cut(by_class, labels.unique(return_counts=True)[1])
 
 
 def _draw_counts(class_sizes: list[int], num_clients: int, alpha: float, rng: torch.Generator) -> Tensor:

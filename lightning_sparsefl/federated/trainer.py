@@ -12,6 +12,15 @@ from typing import Any, Literal
 
 from lightning.fabric.utilities.rank_zero import rank_zero_info
 from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.callbacks import (
+    BaseFinetuning,
+    DeviceStatsMonitor,
+    GradientAccumulationScheduler,
+    LearningRateMonitor,
+    ModelPruning,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
 from lightning.pytorch.loggers import Logger
 
 from lightning_sparsefl.errors import InvalidOption, is_number, is_whole, require, require_type
@@ -146,6 +155,7 @@ class FederatedTrainer:  # long because LightningCLI reads every option from its
         require_type("trainer.run_dir", run_dir, str | PathLike | None)
         listed = _listed("callbacks", callbacks, Callback), _listed("client_callbacks", client_callbacks, Callback)
         rounds, clients = _sorted_callbacks(*listed)
+        _require_observers(rounds)
         _listed("logger", None if isinstance(logger, bool) else logger, Logger)
         self.options = RunOptions(
             algorithm=algorithm,
@@ -404,7 +414,7 @@ class FederatedTrainer:  # long because LightningCLI reads every option from its
         ckpt_path = None if ckpt_path is None else str(ckpt_path)
         client_data = as_client_data(data)
         done = dispatch(self.options, self.fabric, verb, model, client_data, ckpt_path, **asked)
-        self.run_folder = done.folder
+        self.run_folder = done.folder or self.run_folder
         if done.stop is not None:
             raise done.stop
         return done.result
@@ -448,3 +458,31 @@ def _sorted_callbacks(rounds: list[Callback], clients: list[Callback]) -> tuple[
         names = ", ".join(type(callback).__name__ for callback in ours)
         rank_zero_info(f"{names} in `trainer.callbacks` applies to clients: moved to `trainer.client_callbacks`.")
     return [callback for callback in rounds if callback not in ours], [*clients, *ours]
+
+
+_OF_A_FIT = (
+    BaseFinetuning,
+    GradientAccumulationScheduler,
+    ModelPruning,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
+"""Callbacks of Lightning that change how a module is trained, for which a round is not an epoch."""
+_OF_ONE_LOGGER = (DeviceStatsMonitor, LearningRateMonitor)
+"""Callbacks of Lightning that log what each fit has, where neither a round nor a client has it with a logger."""
+
+
+def _require_observers(rounds: Sequence[Callback]) -> None:
+    """Check that callbacks for rounds only observe them."""
+    for callback in rounds:
+        name = type(callback).__name__
+        if isinstance(callback, _OF_A_FIT):
+            raise InvalidOption(
+                f"`trainer.callbacks` has {name}, which acts on a fit, and rounds have one for each client; pass it in "
+                "`trainer.client_callbacks`, which acts on each client's own fit."
+            )
+        if isinstance(callback, _OF_ONE_LOGGER):
+            raise InvalidOption(
+                f"`trainer.callbacks` has {name}, which logs the steps of one fit, and rounds have one for each "
+                "client, without a logger; remove it."
+            )

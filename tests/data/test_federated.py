@@ -268,3 +268,43 @@ def test_is_the_centralised_baseline_in_a_plain_trainer(val_fraction: float, tmp
 def test_digits_without_a_global_seed_repeat():
     first, second = FederatedDigits(), FederatedDigits()
     assert torch.equal(first.client_label_counts(5), second.client_label_counts(5))
+
+
+INPUTS, ANSWERS = torch.zeros(100, 1, 1, 1), torch.zeros(100, dtype=torch.int64)
+
+
+@pytest.mark.parametrize(
+    ("loaded", "words"),
+    [
+        ((INPUTS, ANSWERS[:90], INPUTS, ANSWERS), "returned 100 training inputs with 90 labels"),
+        ((INPUTS, ANSWERS, INPUTS[:50], ANSWERS), "returned 50 test inputs with 100 labels"),
+        ((INPUTS, ANSWERS), "returned Tensor, Tensor; expected four tensors"),
+        ((INPUTS.numpy(), ANSWERS, INPUTS, ANSWERS), "returned ndarray, Tensor, Tensor, Tensor; expected four tensors"),
+        (None, "returned NoneType; expected four tensors"),
+    ],
+)
+def test_what_is_loaded_is_checked(loaded, words, monkeypatch):
+    monkeypatch.setattr(Numbered, "load", lambda self: loaded)
+    with pytest.raises(InvalidOption, match=f"`Numbered.load` {words}"):
+        Numbered(num_clients=10).setup()
+
+
+def test_a_subclass_names_its_number_of_examples():
+    class Unnumbered(FederatedDataModule):
+        num_classes, sample_shape = 2, (1, 1, 1)
+
+    with pytest.raises(InvalidOption, match="`Unnumbered` has no `num_train`; set it in the class"):
+        Unnumbered()
+
+
+@pytest.mark.parametrize("partition", [Dirichlet(alpha=1.0), Pathological(classes_per_client=2)])
+def test_labels_may_be_any_numbers(partition, monkeypatch):
+    before, load = ready(partition=partition), Numbered.load
+    wide = [*load(before)]
+    wide[1], wide[3] = ((labels - 2) * 10**12 for labels in (wide[1], wide[3]))
+    monkeypatch.setattr(Numbered, "load", lambda self: tuple(wide))
+    after = ready(partition=partition)
+    for client in range(10):
+        for kind in ("train", "test"):
+            loaders = (getattr(data, f"client_{kind}_dataloader")(client).dataset for data in (before, after))
+            assert len({tuple(examples.inputs.flatten().tolist()) for examples in loaders}) == 1

@@ -9,17 +9,25 @@ import lightning as L
 import pytest
 import torch
 import torchmetrics
-from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.callbacks import (
+    EarlyStopping,
+    EMAWeightAveraging,
+    LearningRateMonitor,
+    ModelCheckpoint,
+    ModelPruning,
+    StochasticWeightAveraging,
+)
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_sparsefl import FedAvg, FederatedTrainer, Federation, FedSpa
-from lightning_sparsefl.callbacks import StaticMask
+from lightning_sparsefl import FedAvg, FederatedTrainer, Federation, FedSpa, HeteroFL
+from lightning_sparsefl.callbacks import ProximalTerm, StaticMask, StepMeter
 from lightning_sparsefl.data import FederatedBlobs
 from lightning_sparsefl.errors import ClientFailed, InvalidOption
 from lightning_sparsefl.models import MLP
+from lightning_sparsefl.types import Update
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning")  # Lightning calls what torch renames
 
@@ -213,6 +221,54 @@ def test_our_callbacks_among_the_round_level_ones_move_to_the_clients(trainer):
     run.fit(module, blobs())
     weight = module.net[1].weight if isinstance(module.net, nn.Sequential) else next(iter(module.parameters()))
     assert 0.1 < (weight != 0).float().mean() < 0.6
+
+
+@pytest.mark.parametrize(
+    ("callback", "words"),
+    [
+        (EMAWeightAveraging(), "EMAWeightAveraging, which acts on a fit, .*`trainer.client_callbacks`"),
+        (ModelPruning("l1_unstructured", amount=0.5), "ModelPruning, which acts on a fit"),
+        (StochasticWeightAveraging(0.1), "StochasticWeightAveraging, which acts on a fit"),
+        (LearningRateMonitor(), "LearningRateMonitor, which logs the steps of one fit, .* remove it"),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, L.Callback) else "",
+)
+def test_callbacks_for_rounds_that_act_on_a_fit_are_refused(callback, words, trainer):
+    with pytest.raises(InvalidOption, match=rf"`trainer\.callbacks` has {words}"):
+        trainer(callbacks=[callback])
+
+
+def test_an_evaluation_keeps_the_folder_of_the_run(trainer):
+    run, module = trainer(), MLP(num_classes=4, sample_shape=(1, 1, 8))
+    run.fit(module, blobs())
+    folder = run.run_folder
+    run.validate(module, blobs(), ckpt_path="last")
+    assert run.run_folder == folder is not None
+
+
+class ReadsCallbacks(FedAvg):
+    def train(self, message, client):
+        own = [StepMeter(mu=0.0)]
+        result = client.fit(message.weights, callbacks=own)
+        assert result.callbacks == own
+        return Update(weights=result.weights, weight=client.num_examples)
+
+
+@pytest.mark.parametrize("engine", ["trainer", "fast", "stacked"])
+def test_a_fit_returns_the_callbacks_that_were_passed_to_it(engine, trainer):
+    federation = Federation(clients_per_round=3, local_engine=engine)
+    others = [] if engine == "stacked" else [ProximalTerm(strength=0.1)]
+    run = trainer(algorithm=ReadsCallbacks(), federation=federation, client_callbacks=others)
+    run.fit(MLP(num_classes=4, sample_shape=(1, 1, 8)), blobs())
+
+
+def test_a_batch_of_one_sample_in_an_evaluation_names_the_options(trainer):
+    """Norms without running statistics, as HeteroFL's, use the statistics of each batch in an evaluation, too."""
+    net = MLP(num_classes=4, sample_shape=(1, 1, 8))
+    net.net = nn.Sequential(nn.Flatten(), nn.Linear(8, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 4))
+    run = trainer(algorithm=HeteroFL(), federation=Federation(clients_per_round=3, capacities=[0.5, 1.0]))
+    with pytest.raises(InvalidOption, match=r"a batch of one sample of the test set; .* `data\.eval_batch_size`"):
+        run.fit(net, blobs(eval_split="test", num_test=257))
 
 
 def test_client_callbacks_are_fresh_for_each_client(trainer):

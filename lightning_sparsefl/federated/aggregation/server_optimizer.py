@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from lightning_sparsefl.errors import check_types, require
+from lightning_sparsefl.errors import InvalidOption, check_types, require
 from lightning_sparsefl.sparse.moments import Rule, adaptive_step, first_moment, second_moment, unbiased, wide
 from lightning_sparsefl.types import Masks, Merged, ServerState, Weights
 
@@ -144,6 +144,24 @@ class ServerOptimizer:
         """The first values of the moments that the rule has, by their names."""
         square = 0.0 if self.rule == "adamw" else float(self._options["tau"] ** 2)
         return (("m", 0.0),) if self.rule == "momentum" else (("m", 0.0), ("v", square))
+
+
+def require_no_moments(server: ServerState, method: str) -> None:
+    """Check that the first state of a method leaves the names of the moments to the server's optimizer.
+
+    Args:
+        server: State from the method's `init`.
+        method: Name of the method.
+
+    Raises:
+        InvalidOption: If an extra tree has the name of a moment.
+    """
+    for key in server.extra:
+        if key.startswith(_PREFIX):
+            raise InvalidOption(
+                f"The state from `{method}.init` has `extra[{key!r}]`, but names with `{_PREFIX}` are those of the "
+                "moments of `federation.server_optimizer`; expected another name."
+            )
 
 
 def optimized(

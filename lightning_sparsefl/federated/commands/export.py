@@ -140,10 +140,10 @@ class _Job:
         self.weights = self._weights()
         worker.load(self.weights)
         module = worker.module.eval()
-        self.tensors = {name: value.detach().cpu().clone() for name, value in module.state_dict().items()}
+        self.module_state = checkpoint.saved_state(module.state_dict())
         self.adapted = self._note_changes()
         parameters = [name for name, _ in module.named_parameters()]
-        self.kept = {MEMORY: _count(self.tensors[name] for name in parameters)}
+        self.kept = {MEMORY: _count(self.module_state[name] for name in parameters)}
 
     @property
     def title(self) -> str:
@@ -168,7 +168,7 @@ class _Job:
     def _note_changes(self) -> bool:
         """Return whether the method changed the names in the module, and add a note if so."""
         bare = self.request.bare.state_dict().keys()
-        names = [name for name in [*bare, *self.tensors] if (name in bare) != (name in self.tensors)]
+        names = [name for name in [*bare, *self.module_state] if (name in bare) != (name in self.module_state)]
         if names:
             method = type(self.run.algorithm).__name__
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
@@ -188,7 +188,7 @@ class _Job:
             if name == "ckpt":
                 write_atomically(path, self._checkpoint())
             elif name == "safetensors":
-                export_sparse(self.tensors, path)
+                self._write_safetensors(path)
             else:
                 self._write_onnx(path)
             yield name, path
@@ -214,7 +214,7 @@ class _Job:
                 "`load_from_checkpoint`."
             )
         content: dict[str, Any] = {
-            "state_dict": self.tensors,
+            "state_dict": self.module_state,
             "epoch": self.server.round,
             "global_step": self.server.round,
             "pytorch-lightning_version": L.__version__,
@@ -230,8 +230,17 @@ class _Job:
             ) from error
         return content
 
+    def _write_safetensors(self, path: Path) -> None:
+        extra = [name for name, value in self.module_state.items() if not isinstance(value, Tensor)]
+        if extra:
+            raise InvalidOption(
+                f"The model has the extra state `{extra[0]}` (`get_extra_state`), and model.safetensors holds tensors "
+                "only; remove `safetensors` from `formats`."
+            )
+        export_sparse(self.module_state, path)
+
     def _write_onnx(self, path: Path) -> None:
-        module, note = onnx_file.narrowed(self.run.worker.module, self.run.data, self.tensors)
+        module, note = onnx_file.narrowed(self.run.worker.module, self.run.data, self.module_state)
         self.notes += [note] if note else []
         onnx_file.write(module, self.run.data, path)
         self.kept["onnx"] = _count(module.parameters())
@@ -266,7 +275,7 @@ class _Job:
 
     def _score_onnx(self, path: Path) -> Mapping[str, float]:
         """Evaluate the module with its forward pass replaced by an ONNX file."""
-        worker = self._fresh(self.tensors)
+        worker = self._fresh(self.module_state)
         forward = onnx_file.Forward(path)
         vars(worker.module)["forward"] = forward
         metrics = self._score(worker, worker.initial)

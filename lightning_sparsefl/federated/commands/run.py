@@ -14,16 +14,18 @@ from lightning.pytorch import LightningModule
 from lightning_sparsefl.cost import Ledger
 from lightning_sparsefl.data import ClientDataModules
 from lightning_sparsefl.errors import CheckpointMismatch
+from lightning_sparsefl.federated.aggregation.server_optimizer import require_no_moments
 from lightning_sparsefl.federated.commands.node_side import NodeSide
 from lightning_sparsefl.federated.commands.run_facts import (
     STACK_SIZE,
+    identity,
     reported_facts,
     require_equal_stacks,
     training_facts,
 )
 from lightning_sparsefl.federated.distributed.ranks import Ranks
 from lightning_sparsefl.federated.evaluation.scorer import Scorer
-from lightning_sparsefl.federated.exchange.hook_results import check_result, check_state
+from lightning_sparsefl.federated.exchange.hook_results import check_plain, check_state
 from lightning_sparsefl.federated.exchange.orders import Split
 from lightning_sparsefl.federated.fleet import Fleet, LazyClientViews
 from lightning_sparsefl.federated.local.example_input import layers_of
@@ -44,7 +46,6 @@ from lightning_sparsefl.federated.storage.checkpoint import (
     CLIENTS,
     Checkpoint,
     as_checkpoint_error,
-    identity,
     read_checkpoint,
     report_changes,
 )
@@ -217,8 +218,9 @@ class Run(NodeSide):
             run = self._identify(self.ranks.share(random_identifier)[0])
             server = self.algorithm.init(self.worker.initial, self._fleet(run))
             check_state(self.algorithm, "init", server, self.layout)
+            require_no_moments(server, type(self.algorithm).__name__)
             sampler = self.sampler.start()
-            check_result(self.sampler, "start", sampler, Mapping)
+            check_plain(self.sampler, "start", sampler)
             return RunState(server, sampler, run=run), None
         checkpoint = self.resume_point.read(lambda path: self._restore_on_all(path, training))
         with as_checkpoint_error(self.resume_point.checkpoint):

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Set
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from lightning.pytorch import Callback, LightningModule
+from torch import Tensor
 
 from lightning_sparsefl.errors import CheckpointMismatch
+from lightning_sparsefl.federated.algorithm import FederatedAlgorithm
+from lightning_sparsefl.federated.exchange.flat import Layout
+from lightning_sparsefl.federated.exchange.hashing import fingerprint
 from lightning_sparsefl.federated.fleet import sizes_fact
 from lightning_sparsefl.federated.rounds.run_options import RunOptions
 from lightning_sparsefl.federated.rounds.workload import Workload
@@ -16,6 +23,24 @@ from lightning_sparsefl.federated.tracking.hyperparameters import hyperparameter
 
 STACK_SIZE = "stack size"
 """Fact by which clients are divided into stacks."""
+
+
+def identity(algorithm: FederatedAlgorithm, num_clients: int, layout: Layout) -> dict[str, Any]:
+    """Return what a checkpoint and every command that reads it must agree on, as plain values.
+
+    Args:
+        algorithm: The federated method.
+        num_clients: Number of clients.
+        layout: Layout of the model.
+    """
+    names = getattr(algorithm, "__dataclass_fields__", {})  # a plain class has no options
+    options = {name: getattr(algorithm, name) for name in names}
+    return {
+        "algorithm": type(algorithm).__name__,
+        "algorithm options": {name: _plain(value) for name, value in options.items()},
+        "data.num_clients": int(num_clients),
+        "model": {name: list(shape) for name, shape in layout.shapes.items()},
+    }
 
 
 def training_facts(
@@ -131,3 +156,22 @@ def _option(value: Any) -> str | None:
 def _lasting(value: Any) -> Any:
     """Return a number, or a text without addresses in memory, which differ in every process."""
     return value if isinstance(value, bool | int | float) else without_addresses(str(value))
+
+
+def _plain(value: Any) -> Any:
+    """Return a number, text or None, or the text of another value, the same in every process; tensors by a digest."""
+    if isinstance(value, bool | int | float | str | None):
+        return value
+    if isinstance(value, Tensor | np.ndarray):  # whose text leaves values out
+        content = value if isinstance(value, Tensor) else value.tolist()
+        return f"{type(value).__name__}{tuple(value.shape)} {fingerprint(content)[:16]}"
+    if is_dataclass(value) and not isinstance(value, type):
+        own = {each.name: _plain(getattr(value, each.name)) for each in fields(value)}
+        return f"{type(value).__name__}({', '.join(f'{name}={text!r}' for name, text in own.items())})"
+    if isinstance(value, Set):
+        return f"{{{', '.join(sorted(repr(_plain(item)) for item in value))}}}"
+    if isinstance(value, Mapping):
+        return str({_plain(key): _plain(item) for key, item in value.items()})
+    if isinstance(value, list | tuple):
+        return str([_plain(item) for item in value])
+    return without_addresses(repr(value))

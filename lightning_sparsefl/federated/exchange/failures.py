@@ -5,11 +5,13 @@ from __future__ import annotations
 import gc
 import re
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from lightning.pytorch import LightningModule
 
-from lightning_sparsefl.errors import ClientFailed
+from lightning_sparsefl.errors import ClientFailed, InvalidOption
 
 _SAYS_OUT_OF_MEMORY = re.compile(r"out of memory|not enough memory|can't allocate memory")
 """Text of a RuntimeError for exhausted memory, for which torch has an exception type only on CUDA."""
@@ -78,6 +80,27 @@ def failure_reason(error: Exception) -> str:
         remedy = "set `trainer.validate_locally: true`, with `data.val_fraction` above 0, for a metric of validation"
         return f"{said.rstrip('.')}; {remedy}"
     return said
+
+
+@contextmanager
+def naming_single_samples(split: str) -> Iterator[None]:
+    """Convert torch's error for a batch of one sample in a batch norm into one that names the options to change.
+
+    Args:
+        split: Split that is evaluated, whose batch norms use the statistics of each batch.
+
+    Raises:
+        InvalidOption: In the place of that error.
+    """
+    try:
+        yield
+    except ValueError as error:
+        if _SAYS_ONE_SAMPLE not in str(error):
+            raise
+        raise InvalidOption(
+            f"A batch norm that computes the statistics of each batch received a batch of one sample of the {split} "
+            "set; expected at least two in each batch: change `data.eval_batch_size`, or the norms of `model`."
+        ) from error
 
 
 def release_memory(error: BaseException, module: LightningModule) -> None:

@@ -53,6 +53,11 @@ class Layout:
         self.dtype = reduce(torch.promote_types, dtypes)  # which holds all values: float32 for float16 and bfloat16
 
     @property
+    def trainable(self) -> list[str]:
+        """Names of the parameters that require gradients in the user's module."""
+        return [name for name in self.names if name not in self.buffers and name not in self.frozen]
+
+    @property
     def uniform(self) -> bool:
         """Whether all tensors have the same dtype, so that they can be views of the vector."""
         return len(set(self.dtypes.values())) == 1
@@ -190,7 +195,7 @@ class FlatModule:
             if name not in current:
                 raise InvalidOption(
                     f"Training removed or renamed {name!r}; expected the module's names not to change. "
-                    "Remove the client callback that renames them (`trainer.client_callbacks`)."
+                    "Remove the callback that renames them (`trainer.client_callbacks`)."
                 )
             now, bound = current[name], self._tensors[name]
             fits = now.shape == view.shape

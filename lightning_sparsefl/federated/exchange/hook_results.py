@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lightning_sparsefl.errors import InvalidOption
 from lightning_sparsefl.federated.exchange.flat import Layout
+from lightning_sparsefl.federated.exchange.plain_values import pack_plain
 from lightning_sparsefl.types import Message, ServerState
 
 
@@ -38,6 +40,24 @@ def check_result(owner: object, hook: str, value: Any, kind: type, optional: boo
     raise InvalidOption(f"`{type(owner).__name__}.{hook}` returned {got}; expected {expected}.")
 
 
+def check_plain(owner: object, hook: str, value: Mapping[str, Any]) -> None:
+    """Check that a mapping from a hook can be written into a checkpoint.
+
+    Args:
+        owner: Object that has the hook.
+        hook: Name of the hook.
+        value: Value that the hook returned.
+
+    Raises:
+        InvalidOption: If it is not a mapping, or holds a type that could not be read again.
+    """
+    check_result(owner, hook, value, Mapping)
+    try:
+        pack_plain(value, f"{type(owner).__name__}.{hook}()")
+    except TypeError as error:
+        raise InvalidOption(str(error)) from error
+
+
 def _named(kind: type) -> str:
     return f"{'an' if kind.__name__[0] in 'AEIOUaeiou' else 'a'} `{kind.__name__}`"
 
@@ -57,20 +77,25 @@ def check_message(method: object, hook: str, message: Any, layout: Layout) -> No
     """
     check_result(method, hook, message, Message)
     what = f"The message from `{type(method).__name__}.{hook}`"
+    _check_trees({"weights": message.weights, "masks": message.masks, "trainable": message.trainable}, what)
     layout.check(message.weights, what)
     _check_extra(message.extra, what)
 
 
-def _check_extra(extra: Mapping[str, Any], what: str) -> None:
-    for key, tree in extra.items():
+def _check_extra(extra: Any, what: str) -> None:
+    if not isinstance(extra, Mapping):
+        raise InvalidOption(f"{what} has {_named(type(extra))} as `extra`; expected a mapping from names to trees.")
+    _check_trees({f"extra[{key!r}]": tree for key, tree in extra.items()}, what)
+
+
+def _check_trees(trees: Mapping[str, Any], what: str) -> None:
+    for field, tree in trees.items():
         if not isinstance(tree, Mapping):
-            raise InvalidOption(
-                f"{what} has a `{type(tree).__name__}` as `extra[{key!r}]`; expected a tree of tensors."
-            )
+            raise InvalidOption(f"{what} has {_named(type(tree))} as `{field}`; expected a tree of tensors.")
         for name, tensor in tree.items():
-            if not isinstance(tensor, Tensor):
-                got = f"a `{type(tensor).__name__}` as `extra[{key!r}][{name!r}]`"
-                raise InvalidOption(f"{what} has {got}; expected a tensor.")
+            if not isinstance(tensor, Tensor) or tensor.layout is not torch.strided:
+                got = f"{_named(type(tensor))} as `{field}[{name!r}]`"
+                raise InvalidOption(f"{what} has {got}; expected a dense tensor.")
 
 
 def check_state(method: object, hook: str, state: Any, layout: Layout) -> None:
@@ -83,13 +108,22 @@ def check_state(method: object, hook: str, state: Any, layout: Layout) -> None:
         layout: Layout of the model's tensors.
 
     Raises:
-        InvalidOption: If it is not a state, lacks weights of the model, or has an `extra` of other values than trees.
-        IncompatibleMasks: If a name or shape of its weights differs from the model's.
+        InvalidOption: If it is not a state, lacks weights of the model, has weights that are not finite, masks that are
+            not bool tensors, or an `extra` of other values than trees.
+        IncompatibleMasks: If a name or shape of its weights or masks differs from the model's.
     """
     check_result(method, hook, state, ServerState)
     what = f"The state from `{type(method).__name__}.{hook}`"
+    _check_trees({"weights": state.weights, "masks": state.masks}, what)
     _check_extra(state.extra, what)
     layout.check(state.weights, what)
+    layout.check(state.masks, f"{what}, among its masks,")
     missing = next((name for name in layout.names if name not in state.weights), None)
     if missing is not None:
         raise InvalidOption(f"{what} lacks the weights {missing!r}; expected all tensors of the model.")
+    strange = next((name for name, weight in state.weights.items() if not bool(weight.isfinite().all())), None)
+    if strange is not None:
+        raise InvalidOption(
+            f"{what} has weights {strange!r} that are not finite; expected finite ones, as after a smaller step of the "
+            "server. The round before is committed."
+        )

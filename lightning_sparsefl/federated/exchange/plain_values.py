@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -33,15 +33,18 @@ def pack_plain(value: Any, *path: Any) -> Any:
         *path: Name of the value, and the keys that lead to it, for the error message.
 
     Raises:
-        TypeError: If a value has any other type.
+        TypeError: If a value or a key has any other type, or a key is that of a packed mask.
     """
     if isinstance(value, Tensor):
+        if value.layout is not torch.strided:
+            _refuse(f"a tensor with the layout {value.layout}", path)
         if value.dtype == torch.bool:
             return {_MASK: pack(value.cpu()), "shape": list(value.shape)}
         flat = value.detach().cpu().contiguous()  # an expanded tensor would be rejected on loading
         whole = flat.untyped_storage().nbytes()  # of which a view would keep, and save, all bytes
         return flat.clone() if whole > flat.nbytes else flat
     if isinstance(value, Mapping):
+        _check_keys(value, path)
         return {pack_plain(key, *path): pack_plain(item, *path, key) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [pack_plain(item, *path, index) for index, item in enumerate(value)]
@@ -50,10 +53,20 @@ def pack_plain(value: Any, *path: Any) -> Any:
     for kind in (int, float, str):
         if isinstance(value, kind):
             return kind(value)  # a `numpy.float64` is a float as well, but cannot be loaded
+    return _refuse(f"a `{type(value).__name__}`", path)
+
+
+def _check_keys(value: Mapping[Any, Any], path: Sequence[Any]) -> None:
+    for key in value:
+        if key == _MASK or not (key is None or isinstance(key, bool | int | float | str)):
+            _refuse(f"the key {key!r}", path)
+
+
+def _refuse(what: str, path: Sequence[Any]) -> NoReturn:
     name, *keys = path or ("value",)
     raise TypeError(
-        f"`{name}{''.join(f'[{key!r}]' for key in keys)}` holds a `{type(value).__name__}`; expected numbers, strings, "
-        "None, tensors, and dicts and lists of these, since they are written into the checkpoint."
+        f"`{name}{''.join(f'[{key!r}]' for key in keys)}` holds {what}; expected numbers, strings, None, dense "
+        "tensors, and dicts and lists of these, since they are written into the checkpoint."
     )
 
 

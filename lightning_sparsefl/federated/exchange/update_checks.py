@@ -63,14 +63,17 @@ def check_update_schema(
     if update.votes is not None:
         for name, vote in update.votes.items():
             _check_tensor(f"{who} votes on {name!r}", name, vote, layout, torch.bool)
-        _check_votes(who, update.votes, update.weights, may_vote(message))
+        allowed = may_vote(message)
+        if not isinstance(allowed, Mapping):
+            raise InvalidUpdate(f"`may_vote` returned a `{type(allowed).__name__}`; expected a tree of masks.")
+        _check_votes(who, update.votes, update.weights, allowed)
 
 
 def _check_mappings(who: str, update: Update) -> None:
     fields = {"weights": update.weights, "extra": update.extra, "metrics": update.metrics}
     if isinstance(update.extra, Mapping):
         fields |= {f"extra[{key!r}]": tree for key, tree in update.extra.items()}
-    optional = {"shared": update.shared, "memory": update.memory}
+    optional = {"shared": update.shared, "memory": update.memory, "votes": update.votes}
     fields |= {name: value for name, value in optional.items() if value is not None}
     for name, value in fields.items():
         if not isinstance(value, Mapping):
@@ -81,6 +84,8 @@ def _check_mappings(who: str, update: Update) -> None:
 
 def _check_metrics(who: str, metrics: Mapping[str, Any]) -> None:
     for name, value in metrics.items():
+        if not isinstance(name, str):
+            raise InvalidUpdate(f"{who} has the metric {name!r}; expected a name.")
         scalar = isinstance(value, Tensor) and value.numel() == 1
         if not scalar and not isinstance(value, Real):
             raise InvalidUpdate(f"{who} has a `{type(value).__name__}` as the metric {name!r}; expected a number.")

@@ -190,7 +190,11 @@ class Node:
         if client.deadline is not None:
             client.deadline.check()
         self._check(trained, message, order)
-        scores = self._scores(order, client, self.algorithm.trained(message, trained)) if order.splits else {}
+        scores = {}
+        if order.splits:
+            weights = self.algorithm.trained(message, trained)
+            check_result(self.algorithm, "trained", weights, Mapping)
+            scores = self._scores(order, client, weights)
         update, buffers = drop_local_buffers(trained, message, self.options.buffers, self.layout)
         update = self._voting(update, order.message)
         if self.options.clip_update is not None:

@@ -11,13 +11,14 @@ from functools import cached_property
 from typing import Any, Literal, cast
 
 import torch
+from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch import Callback, LightningModule
 
 from lightning_sparsefl.callbacks import LayerFreezing, StaticMask
 from lightning_sparsefl.callbacks.layers import require_maskable
-from lightning_sparsefl.errors import InvalidOption
+from lightning_sparsefl.errors import InvalidOption, InvalidUpdate
 from lightning_sparsefl.federated.client import Client
-from lightning_sparsefl.federated.exchange.failures import release_memory
+from lightning_sparsefl.federated.exchange.failures import naming_single_samples, release_memory
 from lightning_sparsefl.federated.exchange.flat import FlatModule, FlatTree
 from lightning_sparsefl.federated.exchange.orders import Split
 from lightning_sparsefl.federated.local.deadline import CheckDeadline
@@ -169,7 +170,7 @@ class ClientWorker:
             weights=self.flat.read(),
             metrics={name: float(value) for name, value in metrics.items()},
             steps=engine.global_step,
-            callbacks=attached,
+            callbacks=request.callbacks,
         )
 
     @cached_property
@@ -199,6 +200,18 @@ class ClientWorker:
         """The module's early exits by the last module of each block; empty without `exits`."""
         return dict(getattr(self.module, "exits", {}))
 
+    def _require_trainable(self, client: Client, trainable: Masks) -> None:
+        """Raise if masks leave no weight to train.
+
+        Raises:
+            InvalidUpdate: If no weight may change.
+        """
+        moves = (name not in trainable or bool(trainable[name].any()) for name in self.flat.layout.trainable)
+        if not any(moves):
+            raise InvalidUpdate(
+                f"The masks of trainable weights of client {client.id} are False everywhere; expected one to train."
+            )
+
     def _widen(self, module: LightningModule, kept: Masks) -> None:
         """Write a narrow module's weights back into the full module; the units that were cut keep their values."""
         names = self.flat.layout.names
@@ -217,7 +230,7 @@ class ClientWorker:
         """
         seed_all(*key)
         loader = self.data.client_train_dataloader(client.id)
-        if hasattr(loader, "__len__") and len(loader) == 0:
+        if sized_len(loader) == 0:
             raise InvalidOption(
                 f"Client {client.id} has {client.num_examples} examples, fewer than one full batch; "
                 "lower `data.batch_size`, or set `data.drop_last: false`."
@@ -241,6 +254,7 @@ class ClientWorker:
         if client.deadline is not None:
             attached.insert(0, CheckDeadline(client.deadline))
         if trainable:
+            self._require_trainable(client, trainable)
             attached.append(LayerFreezing(trainable))
         if masks:
             require_maskable(self.module, sorted(masks.keys() - self._maskable), "algorithm", by_layers=False)
@@ -301,7 +315,7 @@ class ClientWorker:
         """
         self._prepare_scoring(weights, loader, split, key)
         datamodule = self.data if datamodule is None else datamodule
-        with self._warning_once():
+        with self._warning_once(), naming_single_samples(split):
             return self.engine.evaluate(self.module, loader, stage=_STAGES[split], datamodule=datamodule)
 
     def score_part(
@@ -320,7 +334,7 @@ class ClientWorker:
             InvalidOption: If `loader` is None.
         """
         self._prepare_scoring(weights, loader, split, key)
-        with self._warning_once():
+        with self._warning_once(), naming_single_samples(split):
             return self.engine.evaluate_part(self.module, loader, stage=_STAGES[split], part=part, datamodule=self.data)
 
     def release_memory(self, error: BaseException) -> None:

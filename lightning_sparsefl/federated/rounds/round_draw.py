@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from lightning_sparsefl.errors import InvalidOption
-from lightning_sparsefl.federated.exchange.hook_results import check_result
+from lightning_sparsefl.federated.exchange.hook_results import check_plain
 from lightning_sparsefl.federated.rounds.about import AllAbout
 from lightning_sparsefl.federated.rounds.outcome import Outcome, longest
 from lightning_sparsefl.federated.rounds.workload import Workload
@@ -141,7 +141,7 @@ class RoundDraw:
         """
         candidates, sampler = self._candidates(state, self.clients, start), self._cohorts.sampler
         learned = sampler.learn(state.sampler, candidates, seen)
-        check_result(sampler, "learn", learned, Mapping)
+        check_plain(sampler, "learn", learned)
         return learned
 
     def _free(self, state: RunState) -> tuple[float, Sequence[int]]:

@@ -32,6 +32,8 @@ from lightning_sparsefl.seeds import derive_key
 from lightning_sparsefl.sparse.masks import changed, counts, digest
 from lightning_sparsefl.types import (
     ClientView,
+    CostFacts,
+    Costs,
     Masks,
     Merged,
     Message,
@@ -350,7 +352,7 @@ class Server:  # long because the facts of one order are needed at each of its s
             up: Size of the encoded update; None if the client sent no update.
             again: Whether a rehearsed client took part before.
         """
-        costs = self.algorithm.costs(replace(self.workload.facts(view, message), again=again))
+        costs = self._costs(replace(self.workload.facts(view, message), again=again))
         received = Charge(
             round=view.round,
             client=view.id,
@@ -368,6 +370,11 @@ class Server:  # long because the facts of one order are needed at each of its s
             flops_train=costs.flops_analytic,
             flops_paper=costs.flops_paper,
         )
+
+    def _costs(self, facts: CostFacts) -> Costs:
+        costs = self.algorithm.costs(facts)
+        check_result(self.algorithm, "costs", costs, Costs)
+        return costs
 
     def late(self, state: RunState, client: int) -> Outcome:
         """Return the outcome of a late client, which is charged for its download and its FLOPs, and not trained.
@@ -394,7 +401,7 @@ class Server:  # long because the facts of one order are needed at each of its s
         if self.workload.layers is None:
             return None
         view = self.view(client, state.server.round, self.record(client, state.server.round))
-        costs = self.algorithm.costs(self.workload.facts(view, self._message(state.server, view, "train")))
+        costs = self._costs(self.workload.facts(view, self._message(state.server, view, "train")))
         return self._seconds(view, costs.flops_analytic, round(costs.bytes_up_paper))
 
     def _seconds(self, view: ClientView, flops: float, bytes_up: int) -> float | None:
@@ -438,7 +445,9 @@ class Server:  # long because the facts of one order are needed at each of its s
         optimizer = self.federation.server_optimizer
         moments: Mapping[str, Weights] = {}
         if optimizer is not None:
-            stepped = replace(before, weights=self.algorithm.weights_to_step(before))
+            weights = self.algorithm.weights_to_step(before)
+            check_result(self.algorithm, "weights_to_step", weights, Mapping)
+            stepped = replace(before, weights=weights)
             merged, moments = optimized(optimizer, stepped, merged, self.layout.buffers)
         state = self.algorithm.aggregate(before, merged)
         check_state(self.algorithm, "aggregate", state, self.layout)

@@ -21,8 +21,7 @@ from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
-from lightning_sparsefl.errors import CheckpointMismatch, SparseFLError
-from lightning_sparsefl.federated.algorithm import FederatedAlgorithm
+from lightning_sparsefl.errors import CheckpointMismatch, InvalidOption, SparseFLError
 from lightning_sparsefl.federated.exchange.flat import Layout
 from lightning_sparsefl.federated.exchange.hashing import fingerprint
 from lightning_sparsefl.federated.exchange.plain_values import pack_plain, unpack_plain
@@ -84,7 +83,7 @@ class Checkpoint:
         """Return the content of the file."""
         server, selected = self.state.server, self.selected
         content: dict[str, Any] = {
-            "state_dict": {name: tensor.detach().cpu().clone() for name, tensor in self.module.items()},
+            "state_dict": saved_state(self.module),
             "epoch": server.round,
             "global_step": server.round,
             "pytorch-lightning_version": L.__version__,
@@ -182,24 +181,25 @@ def _selected_from(plain: Mapping[str, Any], run: str, device: torch.device) -> 
     return SelectedRound(plain["key"], plain["value"], _state_from(plain["state"], run, device))
 
 
-def identity(algorithm: FederatedAlgorithm, num_clients: int, layout: Layout) -> dict[str, Any]:
-    """Return what a checkpoint and every command that reads it must agree on, as plain values.
+def saved_state(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a ``state_dict`` for a file: copies of tensors on the CPU, and plain values of `get_extra_state`.
 
     Args:
-        algorithm: The federated method.
-        num_clients: Number of clients.
-        layout: Layout of the model.
+        state: Result of ``module.state_dict()``.
+
+    Raises:
+        InvalidOption: If an extra state holds a type that could not be read again.
     """
-    fields = getattr(algorithm, "__dataclass_fields__", {})  # a plain class has no options
-    options = {name: getattr(algorithm, name) for name in fields}
-    return {
-        "algorithm": type(algorithm).__name__,
-        "algorithm options": {
-            name: v if isinstance(v, bool | int | float | str | None) else repr(v) for name, v in options.items()
-        },
-        "data.num_clients": int(num_clients),
-        "model": {name: list(shape) for name, shape in layout.shapes.items()},
-    }
+    cpu = torch.device("cpu")
+    try:
+        return {
+            name: value.detach().cpu().clone()
+            if isinstance(value, Tensor)
+            else unpack_plain(pack_plain(value, name), cpu)
+            for name, value in state.items()
+        }
+    except TypeError as error:
+        raise InvalidOption(f"`get_extra_state` of the model: {error}") from error
 
 
 def callback_states(callbacks: list[Callback]) -> dict[str, Any]:

@@ -23,25 +23,39 @@ _FALLING = {
     "cer",
     "fid",
     "ece",
+    "mape",
+    "smape",
+    "wmape",
+    "msle",
+    "rmsle",
+    "brier",
+    "distance",
+    "divergence",
+    "deviance",
+    "cost",
 }
+_WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
+"""A word of a name, also of a class such as `MeanSquaredError`."""
 
 
 def higher_is_better(name: str) -> bool:
     """Return whether a metric of this name should rise; losses, errors and the like should fall.
 
+    A metric falls if a word of its name is one of them, or its name contains ``loss``.
+
     Args:
         name: Name of the metric.
 
     Example:
-        >>> higher_is_better("val_acc"), higher_is_better("val_loss"), higher_is_better("test_ppl")
+        >>> higher_is_better("val_acc"), higher_is_better("val_loss"), higher_is_better("val_MeanSquaredError")
         (True, False, False)
     """
-    words = set(re.split(r"[^a-z]+", name.lower()))
+    words = {word.lower() for word in _WORD.findall(name)}
     return not words & _FALLING and "loss" not in name.lower()
 
 
 def worst_tenth(values: Sequence[float], rising: bool) -> float:
-    """Average the worst tenth of the values, at least one of them.
+    """Average the worst tenth of the values, at least one of them; NaN if a value is NaN, as a mean is.
 
     Args:
         values: Values of one metric.
@@ -51,5 +65,7 @@ def worst_tenth(values: Sequence[float], rising: bool) -> float:
         >>> worst_tenth([0.1, 0.9, 0.8], rising=True)
         0.1
     """
+    if any(map(math.isnan, values)):
+        return math.nan
     ordered = sorted(values, reverse=not rising)
     return statistics.fmean(ordered[: max(1, math.ceil(len(ordered) / 10))])

@@ -246,3 +246,32 @@ def test_onnx_says_what_is_missing(run, monkeypatch):
     monkeypatch.setattr(exporting.onnx_file, "find_spec", lambda name: None)
     with pytest.raises(InvalidOption, match=r"needs onnx and onnxscript: pip install 'lightning-sparsefl\[onnx\]'"):
         run(FedAvg(), None, fit=False, formats=["onnx"])
+
+
+class Counted(Net):
+    """A module with a state that is not a tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = {"calls": 3, "mask": torch.tensor([True, False])}
+
+    def get_extra_state(self):
+        return self.seen
+
+    def set_extra_state(self, state):
+        self.seen = state
+
+
+def test_an_extra_state_of_plain_values_comes_along(run):
+    exported = run(FedAvg(), None, Counted(), formats=["ckpt"], check=True)
+    module = Counted.load_from_checkpoint(exported.files["ckpt"], weights_only=True)
+    assert (module.seen["calls"], module.seen["mask"].tolist()) == (3, [True, False])
+    with pytest.raises(InvalidOption, match=r"extra state `_extra_state` .* remove `safetensors` from `formats`"):
+        run(FedAvg(), None, Counted(), fit=False, formats=["safetensors"])
+
+
+def test_an_extra_state_that_cannot_be_read_again_is_refused(run):
+    module = Counted()
+    module.seen = {"calls": {1, 2}}
+    with pytest.raises(InvalidOption, match=r"`get_extra_state` .*`_extra_state\['calls'\]` holds a `set`"):
+        run(FedAvg(), None, module)

@@ -1,8 +1,13 @@
 """Options that a resumed run must share with its checkpoint, and those whose change is only reported."""
 
+import copy
 import shutil
 import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import FunctionType
 
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningDataModule
@@ -14,6 +19,7 @@ from lightning_sparsefl.callbacks import ProximalTerm
 from lightning_sparsefl.data import FederatedBlobs
 from lightning_sparsefl.errors import CheckpointMismatch, InvalidOption
 from lightning_sparsefl.federated import RoundLR
+from lightning_sparsefl.federated.commands.run_facts import _plain
 from lightning_sparsefl.models import MLP
 
 
@@ -223,3 +229,39 @@ def test_batch_sizes_of_single_clients_must_agree(tmp_path):
     with pytest.raises(CheckpointMismatch, match=words):
         fit_own(3, rounds=2, ckpt_path="last")
     assert fit_own(6, rounds=2, ckpt_path="last")["rounds"] == 2
+
+
+def half(value):
+    return value / 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Odd(FedAvg):
+    """A method with options that have no lasting text of their own."""
+
+    fn: Callable = half
+    names: frozenset = frozenset()
+    table: torch.Tensor = field(default_factory=lambda: torch.zeros(5000))
+
+
+def test_options_of_a_method_are_compared_by_what_they_hold(tmp_path):
+    """Neither the address of a function, nor the order of a set, nor what a tensor's text leaves out."""
+
+    def odd(value=0.0, names="abc"):
+        table = torch.zeros(5000)
+        table[2500] = value
+        return Odd(fn=FunctionType(half.__code__, {}), names=frozenset(names), table=table)
+
+    fit(tmp_path, algorithm=odd())
+    assert fit(tmp_path, "last", rounds=2, algorithm=odd(names="cab"))["rounds"] == 2
+    with pytest.raises(CheckpointMismatch, match=r"`algorithm\.table` was Tensor\(5000,\) \w+, and is Tensor"):
+        fit(tmp_path, "last", rounds=3, algorithm=odd(value=1.0))
+    with pytest.raises(CheckpointMismatch, match=r"`algorithm\.names` was \{'a', 'b', 'c'\}, and is \{'a'\} now"):
+        fit(tmp_path, "last", rounds=3, algorithm=odd(names="a"))
+
+
+@pytest.mark.parametrize("size", [1001, 5])
+def test_the_text_of_an_option_tells_contents_apart(size):
+    values = [np.arange(size), torch.arange(size), [torch.arange(size)], {"a": np.arange(size)}, WarmUp()]
+    assert len({str(_plain(value)) for value in values}) == len(values)
+    assert all(_plain(value) == _plain(copy.deepcopy(value)) for value in values)

@@ -72,7 +72,68 @@ BAD = [
     (
         "download",
         lambda self, server, view: Message(weights=server.weights, extra={"v": {"a": 1.0}}),
-        r"The message from `Mine\.download` has a `float` as `extra\['v'\]\['a'\]`; expected a tensor",
+        r"The message from `Mine\.download` has a `float` as `extra\['v'\]\['a'\]`; expected a dense tensor",
+    ),
+    (
+        "init",
+        lambda self, weights, fleet: ServerState(0, weights, extra={"server.m": {"a": torch.ones(2)}}),
+        r"`Mine\.init` has `extra\['server\.m'\]`, but names with `server\.` are those of the moments",
+    ),
+    (
+        "init",
+        lambda self, weights, fleet: ServerState(0, weights, masks={name: torch.ones(1) for name in weights}),
+        r"The state from `Mine\.init`, among its masks, holds .* with shape \(1,\); expected",
+    ),
+    (
+        "aggregate",
+        lambda self, server, merged: ServerState(server.round, merged.weights, masks=None),
+        r"The state from `Mine\.aggregate` has a `NoneType` as `masks`; expected a tree of tensors",
+    ),
+    (
+        "aggregate",
+        lambda self, server, merged: ServerState(server.round, {n: w / 0 for n, w in merged.weights.items()}),
+        r"The state from `Mine\.aggregate` has weights 'net\.0\.weight' that are not finite; expected finite ones",
+    ),
+    (
+        "aggregate",
+        lambda self, server, merged: ServerState(
+            server.round, merged.weights, extra={"v": {"a": torch.eye(2).to_sparse()}}
+        ),
+        r"has a `Tensor` as `extra\['v'\]\['a'\]`; expected a dense tensor",
+    ),
+    (
+        "download",
+        lambda self, server, view: Message(weights=None),
+        r"The message from `Mine\.download` has a `NoneType` as `weights`; expected a tree of tensors",
+    ),
+    (
+        "download",
+        lambda self, server, view: Message(weights=server.weights, extra=[1]),
+        r"The message from `Mine\.download` has a `list` as `extra`; expected a mapping from names to trees",
+    ),
+    (
+        "download",
+        lambda self, server, view: Message(
+            weights=server.weights,
+            trainable={n: torch.zeros_like(w, dtype=torch.bool) for n, w in server.weights.items()},
+        ),
+        r"The masks of trainable weights of client \d are False everywhere; expected one to train",
+    ),
+    ("costs", nothing, r"`Mine\.costs` returned None; expected a `Costs`"),
+    (
+        "train",
+        lambda self, message, client: replace(DEFAULT.train(self, message, client), votes=[1]),
+        r"has a `list` as `votes`; expected a mapping",
+    ),
+    (
+        "train",
+        lambda self, message, client: replace(DEFAULT.train(self, message, client), metrics={3: 1.0}),
+        r"The update of client \d has the metric 3; expected a name",
+    ),
+    (
+        "train",
+        lambda self, message, client: replace(DEFAULT.train(self, message, client), memory={(1, 2): 1.0}),
+        r"holds the key \(1, 2\); expected numbers, strings",
     ),
     ("observe", no_mapping, r"`Mine\.observe` returned an `int`; expected a `Mapping` or None"),
     ("personalize", nothing, r"`Mine\.personalize` returned None; expected a `Mapping`"),

@@ -59,3 +59,16 @@ def test_a_fingerprint_tells_contents_apart_and_not_how_they_are_held():
 
 def test_a_fingerprint_does_not_depend_on_strides():
     assert fingerprint(torch.tensor(2.0).expand(1)) == fingerprint(torch.tensor([2.0]))
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        ({"a": {"packed_mask": 1}}, r"`memory\['a'\]` holds the key 'packed_mask'"),
+        ({("a", 1): 2}, r"`memory` holds the key \('a', 1\)"),
+        ({"a": torch.eye(2).to_sparse()}, r"`memory\['a'\]` holds a tensor with the layout torch.sparse_coo"),
+    ],
+)
+def test_what_would_not_be_read_again_is_refused(value, words):
+    with pytest.raises(TypeError, match=words):
+        pack_plain(value, "memory")

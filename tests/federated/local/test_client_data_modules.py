@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from lightning_sparsefl import FedAvg, FederatedTrainer, Federation, FedSpa
 from lightning_sparsefl.data import ClientDataModules
+from lightning_sparsefl.errors import InvalidOption
 
 CLIENTS, SAMPLES = 3, 8
 INPUTS = torch.randn(CLIENTS, SAMPLES, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -71,12 +72,27 @@ class Stream(IterableDataset):
         return iter(self.rows[i] for i in range(len(self.rows)))
 
 
+class Endless(IterableDataset):
+    """A stream whose length is not known."""
+
+    def __init__(self, rows: TensorDataset) -> None:
+        self.rows = rows
+
+    def __iter__(self):
+        return iter(self.rows[i] for i in range(len(self.rows)))
+
+
+class StreamingOn(Own):
+    def train_dataloader(self):
+        return DataLoader(Endless(TensorDataset(self.inputs, LABELS[self.client])), batch_size=4)
+
+
 class Streaming(Own):
     def train_dataloader(self):
         return DataLoader(Stream(TensorDataset(self.inputs, LABELS[self.client])), batch_size=4)
 
 
-def fitted(modules, tmp_path, engine="auto", algorithm=None):
+def fitted(modules, tmp_path, engine="auto", algorithm=None, sizes=None):
     trainer = FederatedTrainer(
         algorithm=FedAvg() if algorithm is None else algorithm,
         federation=Federation(clients_per_round=CLIENTS, local_engine=engine),
@@ -90,7 +106,7 @@ def fitted(modules, tmp_path, engine="auto", algorithm=None):
         default_root_dir=tmp_path,
     )
     module = Net()
-    found = trainer.fit(module, ClientDataModules(list(modules), eval_split="test"))
+    found = trainer.fit(module, ClientDataModules(list(modules), eval_split="test", client_sizes=sizes))
     return module.state_dict(), found["personal/test_loss"]
 
 
@@ -116,3 +132,12 @@ def test_streams_train_as_data_sets_do(tmp_path):
     for engine in ("trainer", "fast"):
         streams = fitted([Streaming(client, stored=True) for client in range(CLIENTS)], tmp_path, engine)
         assert all(torch.equal(sets[0][name], streams[0][name]) for name in sets[0])
+
+
+def test_streams_without_a_length_train_in_a_trainer_as_data_sets_do(tmp_path):
+    sets = fitted([Own(client, stored=True) for client in range(CLIENTS)], tmp_path, "trainer")
+    modules = [StreamingOn(client, stored=True) for client in range(CLIENTS)]
+    streams = fitted(modules, tmp_path, "trainer", sizes=[SAMPLES] * CLIENTS)
+    assert all(torch.equal(sets[0][name], streams[0][name]) for name in sets[0])
+    with pytest.raises(InvalidOption, match=r"`DataLoader` has no length; set `federation.local_engine: trainer`"):
+        fitted(modules, tmp_path, "auto", sizes=[SAMPLES] * CLIENTS)

@@ -161,7 +161,7 @@ class StackedWorker(ClientWorker):
             result = widen(result, self.units, stacked.units, full)
         flat = torch.cat([result[name].reshape(-1).to(layout.dtype) for name in layout.names])
         return FitResult(
-            weights=layout.tree(flat), metrics=stacked.metrics, steps=stacked.steps, callbacks=stacked.callbacks
+            weights=layout.tree(flat), metrics=stacked.metrics, steps=stacked.steps, callbacks=request.callbacks
         )
 
     def gradient(self, client: Client, weights: Weights) -> Weights:
