@@ -67,13 +67,15 @@ def test_nothing_is_executed_or_unpickled(calls):
 def targets(tmp_path_factory):
     folder = tmp_path_factory.mktemp("fuzz") / "inside"
     folder.mkdir()
-    return folder, FUZZ["make_targets"](folder)
+    return folder, {**FUZZ["make_targets"](folder), **FUZZ["exchange_targets"]()}
 
 
 CASES = {
     "message": 400,
     "message_known": 250,
     "update": 400,
+    "order": 400,
+    "answer": 400,
     "file": 250,
     "checkpoint": 120,
     "checkpoint_content": 60,

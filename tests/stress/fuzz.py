@@ -37,10 +37,19 @@ from lightning_sparsefl.data import FederatedBlobs
 from lightning_sparsefl.errors import CheckpointMismatch, MalformedPayload, SparseFLError
 from lightning_sparsefl.federated.commands.run import Run
 from lightning_sparsefl.federated.distributed.ranks import Ranks
+from lightning_sparsefl.federated.exchange.encoding import (
+    decode_answer,
+    decode_order,
+    encode_answer,
+    encode_order,
+    order_header,
+)
 from lightning_sparsefl.federated.exchange.hashing import fingerprint
+from lightning_sparsefl.federated.exchange.orders import Answer, ClientFacts, Order
 from lightning_sparsefl.federated.storage.record_database import RecordDatabase, row_digest
 from lightning_sparsefl.federated.storage.shards import shard_name
 from lightning_sparsefl.models import MLP
+from lightning_sparsefl.sparse.masks import digest
 from lightning_sparsefl.types import Message, Update
 from lightning_sparsefl.wire import Codec
 
@@ -162,6 +171,17 @@ def mutate_header(data: bytes, pick: random.Random, other: bytes = b"") -> bytes
     return len(text).to_bytes(8, "little") + text + data[8 + length :]
 
 
+def mutate_exchange(data: bytes, pick: random.Random, other: bytes = b"") -> bytes:
+    """Change a value or a name in the header of an order or an answer, or any bytes."""
+    if pick.random() < 0.4:
+        return mutate(data, pick, other)
+    end = 4 + int.from_bytes(data[:4], "little")
+    header = json.loads(data[4:end])
+    _change(header, pick)
+    text = json.dumps(header).encode()
+    return len(text).to_bytes(4, "little") + text + data[end:]
+
+
 def mutate_content(data: bytes, pick: random.Random, other: bytes = b"") -> bytes:
     """Change one to three values of a checkpoint, with a correct checksum, or of a record."""
     content = torch.load(io.BytesIO(data), weights_only=True)
@@ -274,6 +294,35 @@ def wire_targets() -> dict[str, Target]:
     }
 
 
+def exchange_targets() -> dict[str, Target]:
+    """Create the targets for the decoders of orders and answers, which `tests/test_security.py` fuzzes."""
+    schema = {"a": torch.zeros(6), "b": torch.zeros(20, 30)}
+    masks = {"b": torch.arange(600).reshape(20, 30) % 7 == 0}
+    codec, message = Codec(schema), Message(weights=schema, masks=masks)
+    facts = ClientFacts(num_examples=5, capacity=0.5, max_rounds=3, local_epochs=2)
+    order = Order("run", 1, 2, "train", facts, "key", message, ("val", "test"), digest(masks), 2, (1, 2))
+    update = Update(weights=schema, metrics={"loss": 1.0})
+    size = codec.update_size(update, message)
+    scores = {"val": {"acc": 0.5}}
+    answers = [
+        Answer("run", 1, 2, "train", 5, update=update, up=size, scores=scores, version=3, elapsed=0.5),
+        Answer("run", 1, 2, "score", 5, failure="its data is missing"),
+    ]
+
+    def read_order(data: bytes) -> object:
+        header, body = order_header(data)
+        return decode_order(header, body, codec, None if header["held"] is None else masks)
+
+    return {
+        "order": Target([encode_order(order, codec, masks)], read_order, MalformedPayload),
+        "answer": Target(
+            [encode_answer(answer, codec, message) for answer in answers],
+            lambda data: decode_answer(data, codec, message),
+            MalformedPayload,
+        ),
+    }
+
+
 def file_target(folder: Path) -> Target:
     """Create the target for the reader of sparse files."""
     path, eye = folder / "w.safetensors", torch.eye(64)
@@ -358,6 +407,8 @@ def _module() -> MLP:
 
 
 MUTATIONS: Mapping[str, Callable[[bytes, random.Random, bytes], bytes]] = {
+    "order": mutate_exchange,
+    "answer": mutate_exchange,
     "file": mutate_header,
     "checkpoint": mutate_archive,
     "checkpoint_content": mutate_content,

@@ -167,9 +167,13 @@ def test_a_node_refuses_orders_that_are_none_of_its_own(deployment):
     daemon = deployment.daemons[0]
     for wrong, named in {
         with_header(order, client=1): "client 1 is not on this node",
-        with_header(order, client=-1): "client -1 is not on this node",
+        with_header(order, client=5): "client 5 is not on this node",
+        with_header(order, client=-1): "the `client` -1; expected a whole number",
         with_header(order, task="steal"): "the `task` 'steal'",
         with_header(order, round="../.."): "the `round`",
+        with_header(order, keep=3): "the `keep` 3; expected a list",
+        with_header(order, run="\ud800"): "the `run`",
+        with_header(order, more=1): "The order has the names",
         order[:-7]: "The payload ends at byte",
         b"": "The payload of 0 bytes",
     }.items():
@@ -261,7 +265,7 @@ WRONG = {
     "another task": (lambda d: header_changed(task="score"), "its answer has the task 'score'"),
     "another version": (lambda d: header_changed(version=9), "the version 9; expected 1"),
     "a wrong size": (lambda d: header_changed(up={"total": 1, "masks": 0}), "states an update of the size"),
-    "scores that are no numbers": (lambda d: header_changed(scores={"test": {"acc": "1"}}), "wrong `scores`"),
+    "scores that are no numbers": (lambda d: header_changed(scores={"test": {"acc": "1"}}), "the `scores` "),
     "a weight above its samples": (lambda d: update_changed(d, weight=2**62), "has the weight 4611686018427387904"),
     "weights that are not finite": (lambda d: update_changed(d, weights=filled(d, torch.nan)), "not finite"),
     "huge weights": (lambda d: update_changed(d, weights=filled(d, 1e30)), "holds values up to"),

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+import reprlib
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
-from typing import Any, get_args
+from typing import Any, TypeAlias, get_args
 
 from lightning_sparsefl.errors import MalformedPayload
 from lightning_sparsefl.federated.exchange.orders import Answer, ClientFacts, Order, Split, Task
@@ -18,11 +19,104 @@ from lightning_sparsefl.wire import Codec, Size
 
 _LENGTH = 4
 _MOST_HEADER_BYTES = 2**20
-_ORDER_FIELDS = {"run": str, "client": int, "round": int, "task": str, "key": str}
 _MOST_SCORES = 256
 """Most metrics of a split in an answer."""
-_ANSWER_FIELDS = {"run": str, "client": int, "round": int, "task": str, "num_examples": int, "forgot": bool}
-_ANSWER_NAMES = {*_ANSWER_FIELDS, "scores", "elapsed", "version", "failure", "up"}
+_LIMIT = 2**63
+"""Bound of whole numbers, which stores keep in 64 bits."""
+
+_Checks: TypeAlias = Mapping[str, tuple[Callable[[Any], bool], str]]
+"""By name of a field: whether a value from JSON fits, and what is expected of it in a message."""
+
+
+def _is_whole(value: Any, least: int = 0) -> bool:
+    return type(value) is int and least <= value < _LIMIT
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) is float or (type(value) is int and abs(value) < _LIMIT)
+
+
+def _is_text(value: Any) -> bool:
+    """Return whether a value is a string that can be written: JSON has escapes for halves of characters."""
+    return type(value) is str and not any("\ud800" <= character <= "\udfff" for character in value)
+
+
+def _is_optional_text(value: Any) -> bool:
+    return value is None or _is_text(value)
+
+
+def _is_version(value: Any) -> bool:
+    return value is None or _is_whole(value)
+
+
+def _is_task(value: Any) -> bool:
+    return value in get_args(Task)
+
+
+def _are_rounds(value: Any) -> bool:
+    return isinstance(value, list) and all(map(_is_whole, value))
+
+
+def _are_splits(value: Any) -> bool:
+    known = get_args(Split)
+    return isinstance(value, list) and all(split in known for split in value) and len(value) == len(set(value))
+
+
+def _are_scores(value: Any) -> bool:
+    return isinstance(value, dict) and value.keys() <= set(get_args(Split)) and all(map(_is_table, value.values()))
+
+
+def _is_table(value: Any) -> bool:
+    fits = isinstance(value, dict) and len(value) <= _MOST_SCORES
+    return fits and all(map(_is_text, value)) and all(map(_is_number, value.values()))
+
+
+def _is_size(value: Any) -> bool:
+    if value is None:
+        return True
+    return isinstance(value, dict) and value.keys() == {"total", "masks"} and all(map(_is_whole, value.values()))
+
+
+def _is_size_of(size: Mapping[str, int] | None, total: int) -> bool:
+    """Return whether a stated size is that of so many bytes; None for an answer without an update."""
+    return total == 0 if size is None else 0 < total == size["total"] >= size["masks"]
+
+
+_WHOLE = (_is_whole, "a whole number from 0 to 2^63 - 1")
+_TEXT = (_is_text, "a string")
+_OPTIONAL_TEXT = (_is_optional_text, "a string or null")
+_VERSION = (_is_version, "a whole number from 0 to 2^63 - 1, or null")
+_FACTS: _Checks = {
+    "num_examples": _WHOLE,
+    "capacity": (lambda value: _is_number(value) and 0 < value <= 1, "a number in (0, 1]"),
+    "max_rounds": _WHOLE,
+    "monitor": _TEXT,
+    "local_epochs": (lambda value: value is None or _is_whole(value, 1), "a whole number from 1 to 2^63 - 1, or null"),
+}
+_COMMON: _Checks = {
+    "run": _TEXT,
+    "client": _WHOLE,
+    "round": _WHOLE,
+    "task": (_is_task, f"one of {get_args(Task)}"),
+    "version": _VERSION,
+}
+_ORDER: _Checks = {
+    **_COMMON,
+    "facts": (lambda value: isinstance(value, dict), "the facts of a client"),
+    "key": _TEXT,
+    "splits": (_are_splits, f"a list of different ones of {get_args(Split)}"),
+    "held": _OPTIONAL_TEXT,
+    "keep": (_are_rounds, "a list of whole numbers from 0 to 2^63 - 1"),
+}
+_ANSWER: _Checks = {
+    **_COMMON,
+    "num_examples": _WHOLE,
+    "scores": (_are_scores, f"at most {_MOST_SCORES} numbers by name for some of {get_args(Split)}"),
+    "up": (_is_size, "the size of an update, or null"),
+    "elapsed": (lambda value: _is_number(value) and 0 <= value < math.inf, "a finite number >= 0"),
+    "failure": _OPTIONAL_TEXT,
+    "forgot": (lambda value: type(value) is bool, "true or false"),
+}
 
 
 def encode_order(order: Order, codec: Codec, known: Masks | None = None) -> bytes:
@@ -44,14 +138,11 @@ def order_header(payload: bytes) -> tuple[dict[str, Any], bytes]:
         payload: Bytes that :func:`encode_order` made.
 
     Raises:
-        MalformedPayload: If the header is not one of an order.
+        MalformedPayload: If the header is not that of an order, with exactly its names and values in their ranges.
     """
     header, body = _parts(payload)
-    _require_fields(header, _ORDER_FIELDS, get_args(Task))
-    facts = header.get("facts")
-    if not isinstance(facts, dict) or set(facts) != set(ClientFacts.__dataclass_fields__):
-        raise MalformedPayload(f"The order has the facts {facts!r}; expected {list(ClientFacts.__dataclass_fields__)}.")
-    _require_splits(header.get("splits"))
+    _require_fields("The order", header, _ORDER)
+    _require_fields("An order's `facts`", header["facts"], _FACTS)
     return header, body
 
 
@@ -105,13 +196,11 @@ def decode_answer(payload: bytes, codec: Codec, message: Message) -> Answer:
         MalformedPayload: If the payload is not an answer, or states another size than it has.
     """
     header, body = _parts(payload)
-    _require_fields(header, _ANSWER_FIELDS, get_args(Task))
-    _require_splits(header.get("scores"))
-    _require_answer(header)
-    update = codec.decode_update(body, message) if body else None
-    up = header.pop("up", None)
-    if (up is None) is not (update is None) or (up is not None and not _is_size(up, len(body))):
+    _require_fields("The answer", header, _ANSWER)
+    up = header.pop("up")
+    if not _is_size_of(up, len(body)):
         raise MalformedPayload(f"The answer states an update of the size {up!r}, and holds {len(body)} bytes.")
+    update = codec.decode_update(body, message) if body else None
     return Answer(**header, update=update, up=None if up is None else Size(**up))
 
 
@@ -133,47 +222,10 @@ def _parts(payload: bytes) -> tuple[dict[str, Any], bytes]:
     return header, payload[end:]
 
 
-def _require_fields(header: Mapping[str, Any], types: Mapping[str, type], tasks: tuple[str, ...]) -> None:
-    for name, kind in types.items():
-        if type(header.get(name)) is not kind:
-            raise MalformedPayload(f"The header has the `{name}` {header.get(name)!r}; expected a {kind.__name__}.")
-    if header["task"] not in tasks:
-        raise MalformedPayload(f"The header has the `task` {header['task']!r}; expected one of {tasks}.")
-
-
-def _require_answer(header: Mapping[str, Any]) -> None:
-    """Check the fields of an answer that are not in `_ANSWER_FIELDS`."""
-    scores = header["scores"]
-    found = {
-        "names": set(header) == _ANSWER_NAMES,
-        "num_examples": header["num_examples"] >= 0,
-        "elapsed": _is_number(header.get("elapsed")) and 0 <= header["elapsed"] < math.inf,
-        "version": header.get("version") is None or type(header["version"]) is int,
-        "failure": header.get("failure") is None or type(header["failure"]) is str,
-        "scores": isinstance(scores, dict) and all(_is_table(table) for table in scores.values()),
-    }
-    for name, fits in found.items():
-        if not fits:
-            raise MalformedPayload(f"The header of the answer has wrong `{name}`; expected those of an answer.")
-
-
-def _is_table(value: Any) -> bool:
-    return isinstance(value, dict) and len(value) <= _MOST_SCORES and all(map(_is_number, value.values()))
-
-
-def _is_number(value: Any) -> bool:
-    return type(value) in (int, float)
-
-
-def _is_size(value: Any, total: int) -> bool:
-    """Return whether a header's `up` is a size of so many bytes."""
-    if not isinstance(value, dict) or set(value) != {"total", "masks"}:
-        return False
-    masks = value["masks"]
-    return type(masks) is int and value["total"] == total and 0 <= masks <= total
-
-
-def _require_splits(splits: Any) -> None:
-    known = get_args(Split)
-    if not isinstance(splits, list | dict) or any(split not in known for split in splits):
-        raise MalformedPayload(f"The header names the splits {splits!r}; expected some of {known}.")
+def _require_fields(what: str, values: Mapping[str, Any], checks: _Checks) -> None:
+    """Raise :class:`MalformedPayload` unless there are exactly the expected names, each with a value that fits."""
+    if values.keys() != checks.keys():
+        raise MalformedPayload(f"{what} has the names {reprlib.repr(sorted(values))}; expected {sorted(checks)}.")
+    for name, (fits, expected) in checks.items():
+        if not fits(values[name]):  # `reprlib` bounds the length and the depth of what is shown
+            raise MalformedPayload(f"{what} has the `{name}` {reprlib.repr(values[name])}; expected {expected}.")
