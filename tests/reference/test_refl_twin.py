@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import islice
+
 import numpy as np
 import pytest
 
@@ -14,6 +16,12 @@ from reference.numpy_fedopt import FedOpt
 
 DEVICES = Devices(flops_per_second=1e4, bytes_per_second=1e12)
 CAPACITIES = [1.0, 0.1, 0.5, 0.3, 0.2, 0.6]
+
+
+def handed(randoms):
+    """Return a function that hands out the random numbers in order."""
+    left = iter(randoms)
+    return lambda count: np.fromiter(islice(left, count), float, count)
 
 
 @pytest.mark.parametrize("target", ["adaptive", "half", "fixed"])
@@ -33,14 +41,15 @@ def test_cohorts_and_state_are_those_of_the_twin(target, trace):
         assert wanted == twin.needed(6, now, arrivals)
         sizes.add(wanted)
         randoms = rng.random(200)
-        drawn = sampler.choose(state, candidates, iter(randoms).__next__)
+        drawn = sampler.choose(state, candidates, handed(randoms))
         assert drawn == twin.draw(t, clients, 6, now, arrivals, available, iter(randoms))
         seconds = {k: float(rng.uniform(5, 30)) for k in drawn}
         counted = sorted(drawn, key=seconds.__getitem__)[:4]
         state = sampler.learn(state, candidates, {k: Seen(1, k in counted, {}, seconds[k]) for k in drawn})
         duration = max(seconds[k] for k in counted)
         twin.learn(t, drawn, duration)
-        assert (state["mean"], state["last"]) == (pytest.approx(twin.mu, rel=1e-12), twin.turn)
+        turns = dict(zip(*(values.tolist() for values in state["turns"].values()), strict=True))
+        assert (state["mean"], turns) == (pytest.approx(twin.mu, rel=1e-12), twin.turn)
         now += duration
     assert (len(sizes) > 1) == (target != "fixed")
 

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from typing import overload
+from typing import TypeAlias, overload
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from lightning_sparsefl.seeds import generator
+
+Randoms: TypeAlias = Callable[[int], NDArray[np.float64]]
+"""Function that returns a number of new random numbers in [0, 1)."""
 
 
 def uniform_cohort(seed: int, round: int, clients: Sequence[int], count: int) -> list[int]:
@@ -77,6 +83,11 @@ class Training(Sequence[int]):
         number = self._present[place]
         return number + bisect_right(self._before, number)
 
+    def numbers(self) -> NDArray[np.int64]:
+        """Return all numbers as an array."""
+        present = np.arange(len(self))
+        return present + np.searchsorted(np.array(self._before, np.int64), present, side="right")
+
 
 def split_unseen(seed: int, num_clients: int, count: int) -> tuple[Sequence[int], list[int]]:
     """Split the clients at random into those that train and those that never do.
@@ -127,3 +138,67 @@ def drawn(clients: Sequence[int], count: int, below: Callable[[int], int]) -> li
         front.append(clients[moved.get(other, other)])
         moved[other] = moved.get(place, place)
     return sorted(front)
+
+
+def numbers(clients: Sequence[int]) -> NDArray[np.int64]:
+    """Return the numbers of clients as an array.
+
+    Args:
+        clients: Numbers of clients.
+
+    Example:
+        >>> numbers(range(2, 4)), numbers(Training(5, [1, 3])), numbers([7])
+        (array([2, 3]), array([0, 2, 4]), array([7]))
+    """
+    if isinstance(clients, Training):
+        return clients.numbers()
+    if isinstance(clients, range):
+        return np.arange(clients.start, clients.stop, clients.step)
+    return np.fromiter(clients, np.int64, len(clients))
+
+
+def randoms(rng: torch.Generator) -> Randoms:
+    """Return a function that draws random numbers in [0, 1).
+
+    Args:
+        rng: Generator to draw from.
+    """
+    return lambda count: torch.rand(count, dtype=torch.float64, generator=rng).numpy()
+
+
+def weighted(weights: NDArray[np.float64], count: int, uniform: Randoms) -> NDArray[np.int64]:
+    """Draw places without replacement, with probabilities in proportion to the weights of those that are left.
+
+    A draw searches the sums of blocks and then one block, so that it takes the root of the number of places.
+
+    Args:
+        weights: Weights >= 0 of the places; if those that are left are all zero, they are equally likely.
+        count: Number of places to draw, at most all.
+        uniform: Function that returns new random numbers.
+
+    Example:
+        >>> weighted(np.array([1.0, 2.0, 1.0]), 2, lambda count: np.array([0.5, 0.1]))
+        array([1, 0])
+    """
+    width = math.isqrt(max(len(weights) - 1, 0)) + 1
+    left = np.zeros((-(-len(weights) // width), width))
+    left.flat[: len(weights)] = weights
+    sums, found = np.cumsum(left, axis=1)[:, -1], np.empty(count, np.int64)
+    for turn, share in enumerate(uniform(count) if count else ()):
+        if not sums.any():
+            left.flat[: len(weights)] = 1.0
+            left.flat[found[:turn]] = 0.0
+            sums = left.sum(axis=1)
+        edges = np.cumsum(sums)
+        mark = share * edges[-1]
+        block = _first_above(edges, mark)
+        place = _first_above(np.cumsum(left[block]), mark - (edges[block - 1] if block else 0.0))
+        found[turn] = block * width + place
+        left[block, place] = 0.0
+        sums[block] = np.cumsum(left[block])[-1]
+    return found
+
+
+def _first_above(edges: NDArray[np.float64], mark: float) -> int:
+    """Return the first place whose cumulative sum is above a mark; where rounding leaves none, the last that adds."""
+    return int(min(np.searchsorted(edges, mark, side="right"), np.searchsorted(edges, edges[-1])))

@@ -26,32 +26,24 @@ Departures from the paper and from the authors' program (SymbioticLab/Oort, FedS
 
 from __future__ import annotations
 
-import heapq
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Literal
 
+import numpy as np
 import torch
 from lightning.pytorch import Callback
+from numpy.typing import NDArray
 
 from lightning_sparsefl.callbacks import LossSquares
 from lightning_sparsefl.errors import InvalidOption, require
+from lightning_sparsefl.federated.sampling.client_table import ClientTable
+from lightning_sparsefl.federated.sampling.draws import Randoms, numbers, randoms, weighted
 from lightning_sparsefl.federated.sampling.samplers import Candidates, CohortSampler, SamplerState, Seen
 
 _LOSS = "train_loss_sq"
 """Metric of the mean squared loss."""
-
-
-class Known(NamedTuple):
-    """What is known of a client that took part."""
-
-    utility: float
-    """Samples times the root of the mean squared loss."""
-    last: int
-    """Last round that it took part in, from 1."""
-    seconds: float | None
-    """Time of its last client-round."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,73 +103,77 @@ class Oort(CohortSampler):
     def start(self) -> SamplerState:
         """Return the state before the first round: nobody took part."""
         pacer = {"threshold": self.threshold, "history": [0.0]}
-        return {"known": {}, "epsilon": self.exploration, "least": self.least_exploration, **pacer}
+        known = ClientTable.empty(utility=np.float64, last=np.int64, seconds=np.float64).to_plain()
+        return {"known": known, "epsilon": self.exploration, "least": self.least_exploration, **pacer}
 
     # ---- the draw
 
     def draw(self, state: SamplerState, candidates: Candidates, rng: torch.Generator) -> list[int]:
         """Draw the clients; see :class:`CohortSampler`."""
-        return self.choose(state, candidates, lambda: float(torch.rand((), dtype=torch.float64, generator=rng)))
+        return self.choose(state, candidates, randoms(rng))
 
-    def choose(self, state: SamplerState, candidates: Candidates, uniform: Callable[[], float]) -> list[int]:
+    def choose(self, state: SamplerState, candidates: Candidates, uniform: Randoms) -> list[int]:
         """Draw the clients of a round with given random numbers.
 
         Args:
             state: State before the round.
             candidates: Clients to draw from, and what is known of them.
-            uniform: Function that returns a new number in [0, 1).
+            uniform: Function that returns new random numbers.
         """
-        known = {client: Known(*state["known"][client]) for client in candidates.clients if client in state["known"]}
-        preferred = percentile([one.seconds for one in known.values() if one.seconds is not None], state["threshold"])
+        clients, table = numbers(candidates.clients), ClientTable.from_plain(state["known"])
+        tried = table.knows(clients)
+        known, new = clients[tried], clients[~tried]
+        utility, last, seconds = (table.values(known, name) for name in ("utility", "last", "seconds"))
+        preferred = percentile(seconds[~np.isnan(seconds)], state["threshold"])
         exploited = min(int(candidates.count * (1 - self._epsilon(state))), len(known))
-        scored = scores(known, candidates.round + 1, preferred, self.clip, self.penalty)
-        found = weighted(self._eligible(scored, exploited), exploited, uniform)
-        new = [client for client in candidates.clients if client not in known]
+        scored = scores(utility, last, seconds, candidates.round + 1, preferred, self.clip, self.penalty)
+        eligible = self._eligible(scored, exploited)
+        found = known[eligible[weighted(scored[eligible], exploited, uniform)]]
         explored = min(candidates.count - exploited, len(new))
-        found += weighted(self._first_rewards(new, explored, candidates, preferred), explored, uniform)
-        return found + _filled_up(candidates, found, uniform)
+        if explored:
+            rewards = self._first_rewards(new, candidates, preferred)
+            best = np.argsort(-rewards, kind="stable")[: int(self.window * explored)]
+            found = np.append(found, new[best[weighted(rewards[best], explored, uniform)]])
+        others = clients[~np.isin(clients, found)]  # those that fill up the cohort
+        missing = candidates.count - len(found)
+        return [*found.tolist(), *others[weighted(np.ones(len(others)), missing, uniform)].tolist()]
 
     def _epsilon(self, state: SamplerState) -> float:
         """Return the share of the next cohort that never took part."""
         return float(max(state["epsilon"] * self.exploration_decay, state["least"]))
 
-    def _eligible(self, scored: Mapping[int, float], count: int) -> dict[int, float]:
-        """Return the clients whose scores reach the cut-off, the best first."""
-        ranked = sorted(scored, key=lambda client: (-scored[client], client))
-        if not ranked:
-            return {}
+    def _eligible(self, scored: NDArray[np.float64], count: int) -> NDArray[np.int64]:
+        """Return the places of the scores that reach the cut-off, the best first."""
+        ranked = np.argsort(-scored, kind="stable")
+        if not len(ranked):
+            return ranked
         least = self.cut_off * scored[ranked[min(count, len(ranked) - 1)]]
-        return {client: scored[client] for client in ranked if scored[client] >= least}
+        eligible: NDArray[np.int64] = ranked[scored[ranked] >= least]
+        return eligible
 
-    def _first_rewards(
-        self, new: Sequence[int], count: int, candidates: Candidates, preferred: float
-    ) -> dict[int, float]:
-        """Return the largest rewards of clients that never took part."""
+    def _first_rewards(self, new: NDArray[np.int64], candidates: Candidates, preferred: float) -> NDArray[np.float64]:
+        """Return the rewards of clients that never took part."""
+        samples = np.array([candidates.samples(client) for client in new.tolist()], np.float64)
+        if math.isinf(preferred):
+            return samples
+        return samples * slowdown(_times(map(candidates.seconds, new.tolist())), preferred, self.penalty)
 
-        def reward(client: int) -> float:
-            samples = float(candidates.samples(client))
-            seconds = None if math.isinf(preferred) else candidates.seconds(client)
-            return samples * slowdown(seconds, preferred, self.penalty)
-
-        rewards = ((reward(client), -client) for client in new)
-        return {-place: value for value, place in heapq.nlargest(int(self.window * count), rewards)}
-
-    # ---- what a round tells
+    # ---- what the sampler learns from a round
 
     def learn(self, state: SamplerState, candidates: Candidates, seen: Mapping[int, Seen]) -> SamplerState:
         """Store utilities and times, and let the pacer change the preferred time; see :class:`CohortSampler`."""
-        round, before = candidates.round + 1, state["known"]
+        round, before = candidates.round + 1, ClientTable.from_plain(state["known"])
         utilities = _utilities([(client, one) for client, one in seen.items() if one.counted])
         mean = sum(utilities.values()) / max(len(utilities), 1)
-        known = dict(before)
-        for client, one in seen.items():
-            seconds = before[client][2] if one.seconds is None and client in before else one.seconds
-            known[client] = [utilities.get(client, mean), round, seconds]
-        exploited = [known[client][0] for client in seen if client in before]
+        clients = np.array(sorted(seen), np.int64)
+        utility = [utilities.get(client, mean) for client in clients.tolist()]
+        seconds = _times(seen[client].seconds for client in clients.tolist())
+        seconds = np.where(np.isnan(seconds), before.values(clients, "seconds", missing=math.nan), seconds)
+        exploited = [utilities.get(client, mean) for client in clients[before.knows(clients)].tolist()]
         window = [*state["history"], sum(exploited) / max(len(exploited), 1)][-2 * self.pacer_step :]
         everyone = len(before) >= len(candidates.clients)
         return {
-            "known": known,
+            "known": before.updated(clients, utility=utility, last=[round] * len(seen), seconds=seconds).to_plain(),
             "epsilon": 0.0 if everyone else self._epsilon(state),
             "least": 0.0 if everyone else state["least"],
             "threshold": self._paced(state["threshold"], window, round + 1),
@@ -219,51 +215,64 @@ def utility(seen: Seen) -> float:
     return seen.samples * math.sqrt(seen.metrics[_LOSS])
 
 
+def _times(values: Iterable[float | None]) -> NDArray[np.float64]:
+    """Return times as an array, with NaN for those that are not known."""
+    return np.array([math.nan if value is None else value for value in values], np.float64)
+
+
 def scores(
-    known: Mapping[int, Known], round: int, preferred: float, clip: float = 0.95, penalty: float = 2.0
-) -> dict[int, float]:
+    utility: NDArray[np.float64],
+    last: NDArray[np.int64],
+    seconds: NDArray[np.float64],
+    round: int,
+    preferred: float,
+    clip: float = 0.95,
+    penalty: float = 2.0,
+) -> NDArray[np.float64]:
     """Return the scores of clients that took part.
 
     Args:
-        known: Facts of each client that took part, by its number.
+        utility: Samples times the root of the mean squared loss, of each client.
+        last: Last round that each client took part in, from 1.
+        seconds: Time of each client's last client-round; NaN = not known.
         round: Number of the round, from 1.
         preferred: Preferred time in seconds.
         clip: Quantile beyond which utilities are clipped.
         penalty: Exponent of the penalty for slow devices.
 
     Example:
-        >>> known = {0: Known(10.0, 2, 30.0), 1: Known(40.0, 9, 50.0), 2: Known(20.0, 5, 200.0)}
-        >>> [round(score, 7) for score in scores(known, 10, 100.0, clip=1.0).values()]
+        >>> found = scores(np.array([10.0, 40, 20]), np.array([2, 9, 5]), np.array([30.0, 50, 200]), 10, 100.0, 1.0)
+        >>> found.round(7).tolist()
         [0.3396402, 1.1599509, 0.137038]
     """
-    ordered = sorted(one.utility for one in known.values())
-    if not ordered:
-        return {}
+    if not len(utility):
+        return utility
+    ordered = np.sort(utility)
     most, low = ordered[min(int(len(ordered) * clip), len(ordered) - 1)], 0.999 * ordered[0]
     span = max(ordered[-1] - low, 1e-4)
-    return {
-        client: ((min(one.utility, most) - low) / span + math.sqrt(0.1 * math.log(round) / one.last))
-        * slowdown(one.seconds, preferred, penalty)
-        for client, one in known.items()
-    }
+    bonus = np.sqrt(0.1 * math.log(round) / last)
+    found: NDArray[np.float64] = (np.minimum(utility, most) - low) / span + bonus
+    return found * slowdown(seconds, preferred, penalty)
 
 
-def slowdown(seconds: float | None, preferred: float, penalty: float) -> float:
-    """Return the factor by which a slow device lowers a score.
+def slowdown(seconds: NDArray[np.float64], preferred: float, penalty: float) -> NDArray[np.float64]:
+    """Return the factors by which slow devices lower scores.
 
     Args:
-        seconds: Time of a client-round; None = not known.
+        seconds: Times of client-rounds; NaN = not known.
         preferred: Preferred time.
         penalty: Exponent of the penalty.
 
     Example:
-        >>> slowdown(50.0, 100.0, 2.0), slowdown(200.0, 100.0, 2.0)
-        (1.0, 0.25)
+        >>> slowdown(np.array([50.0, 200.0, math.nan]), 100.0, 2.0)
+        array([1.  , 0.25, 1.  ])
     """
-    return 1.0 if seconds is None or seconds <= preferred else float((preferred / seconds) ** penalty)
+    factors, slow = np.ones(len(seconds)), seconds > preferred
+    factors[slow] = (preferred / seconds[slow]) ** penalty
+    return factors
 
 
-def percentile(values: Sequence[float], percent: float) -> float:
+def percentile(values: NDArray[np.float64], percent: float) -> float:
     """Return the value below which a share of all values lies; infinity for 100 percent, or without values.
 
     Args:
@@ -271,46 +280,9 @@ def percentile(values: Sequence[float], percent: float) -> float:
         percent: Share in percent.
 
     Example:
-        >>> percentile([30.0, 10.0, 20.0], 50.0), percentile([1.0], 100.0)
+        >>> percentile(np.array([30.0, 10.0, 20.0]), 50.0), percentile(np.array([1.0]), 100.0)
         (20.0, inf)
     """
-    if percent >= 100 or not values:
+    if percent >= 100 or not len(values):
         return math.inf
-    return sorted(values)[min(int(len(values) * percent / 100), len(values) - 1)]
-
-
-def weighted(weights: Mapping[int, float], count: int, uniform: Callable[[], float]) -> list[int]:
-    """Draw clients without replacement, with probabilities in proportion to the weights of those that are left.
-
-    Args:
-        weights: Weights >= 0 by client; if those that are left are all zero, they are equally likely.
-        count: Number of clients to draw, at most all.
-        uniform: Function that returns a new number in [0, 1).
-
-    Example:
-        >>> weighted({3: 1.0, 5: 2.0, 7: 1.0}, 2, iter([0.5, 0.1]).__next__)
-        [5, 3]
-    """
-    left, found = dict(weights), list[int]()
-    for _ in range(count):
-        total = sum(left.values())
-        mark, passed = uniform() * (total or len(left)), 0.0
-        chosen = None
-        for client, weight in left.items():
-            passed += weight if total else 1.0
-            chosen = client
-            if passed > mark:
-                break
-        assert chosen is not None
-        found.append(chosen)
-        del left[chosen]
-    return found
-
-
-def _filled_up(candidates: Candidates, found: Sequence[int], uniform: Callable[[], float]) -> list[int]:
-    """Draw the clients that are missing uniformly."""
-    missing = candidates.count - len(found)
-    if not missing:
-        return []
-    taken: set[Any] = set(found)
-    return weighted({client: 1.0 for client in candidates.clients if client not in taken}, missing, uniform)
+    return float(np.sort(values)[min(int(len(values) * percent / 100), len(values) - 1)])

@@ -26,15 +26,18 @@ Departures from the paper and from the authors' program (ahmedcs/REFL):
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from lightning_sparsefl.errors import require
 from lightning_sparsefl.federated.aggregation.stale_mean import StaleMean
-from lightning_sparsefl.federated.sampling.oort import weighted
+from lightning_sparsefl.federated.sampling.client_table import ClientTable
+from lightning_sparsefl.federated.sampling.draws import Randoms, numbers, randoms, weighted
 from lightning_sparsefl.federated.sampling.samplers import Candidates, CohortSampler, SamplerState, Seen
 
 
@@ -46,8 +49,9 @@ class REFL(CohortSampler):
         InvalidOption: If an option is out of its range.
 
     Example:
-        >>> REFL(rest=3).start()
-        {'mean': None, 'last': {}}
+        >>> state = REFL(rest=3).start()
+        >>> state["mean"], state["turns"]["client"].tolist()
+        (None, [])
     """
 
     over_select: float = 1.3
@@ -80,7 +84,7 @@ class REFL(CohortSampler):
 
     def start(self) -> SamplerState:
         """Return the state before the first round: no mean duration of a round, and nobody had a turn."""
-        return {"mean": None, "last": {}}
+        return {"mean": None, "turns": ClientTable.empty(last=np.int64).to_plain()}
 
     def needed(self, state: SamplerState, candidates: Candidates) -> int:
         """Return the number of updates that a round waits for; see :class:`CohortSampler`."""
@@ -93,52 +97,50 @@ class REFL(CohortSampler):
 
     def draw(self, state: SamplerState, candidates: Candidates, rng: torch.Generator) -> list[int]:
         """Draw the clients; see :class:`CohortSampler`."""
-        return self.choose(state, candidates, lambda: float(torch.rand((), dtype=torch.float64, generator=rng)))
+        return self.choose(state, candidates, randoms(rng))
 
-    def choose(self, state: SamplerState, candidates: Candidates, uniform: Callable[[], float]) -> list[int]:
+    def choose(self, state: SamplerState, candidates: Candidates, uniform: Randoms) -> list[int]:
         """Draw the clients of a round with given random numbers.
 
         Args:
             state: State before the round.
             candidates: Facts of the clients.
-            uniform: Function that returns a new number in [0, 1).
+            uniform: Function that returns new random numbers.
         """
-        rested = [client for client in candidates.clients if self._rested(state, candidates, client)]
-        leaving = set(self._leaving(state, candidates, rested, uniform))
-        kept = set(rested)
-        groups = (
-            [client for client in rested if client in leaving],
-            [client for client in rested if client not in leaving],
-            [client for client in candidates.clients if client not in kept],
-        )
+        clients = numbers(candidates.clients)
+        rested = self._rested(state, candidates, clients)
+        leaving = np.zeros(len(clients), np.bool_)
+        leaving[rested] = self._leaving(state, candidates, clients[rested], uniform)
         found = list[int]()
-        for group in groups:
+        for group in (clients[leaving], clients[rested & ~leaving], clients[~rested]):
             wanted = min(candidates.count - len(found), len(group))
-            found += weighted(dict.fromkeys(group, 1.0), wanted, uniform)
+            found += group[weighted(np.ones(len(group)), wanted, uniform)].tolist()
         return found
 
-    def _rested(self, state: SamplerState, candidates: Candidates, client: int) -> bool:
-        """Return whether a client had no turn in the last rounds, and has no pending update."""
-        last = state["last"].get(client)
-        return client not in candidates.arrivals and (last is None or candidates.round - last >= self.rest)
+    def _rested(self, state: SamplerState, candidates: Candidates, clients: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Return which clients had no turn in the last rounds, and have no pending update."""
+        last = ClientTable.from_plain(state["turns"]).values(clients, "last", missing=candidates.round - self.rest)
+        pending = np.fromiter(candidates.arrivals, np.int64, len(candidates.arrivals))
+        rested: NDArray[np.bool_] = (candidates.round - last >= self.rest) & ~np.isin(clients, pending)
+        return rested
 
     def _leaving(
-        self, state: SamplerState, candidates: Candidates, clients: Sequence[int], uniform: Callable[[], float]
-    ) -> list[int]:
-        """Return the clients that are forecast to be unavailable when the next round starts."""
+        self, state: SamplerState, candidates: Candidates, clients: NDArray[np.int64], uniform: Randoms
+    ) -> NDArray[np.bool_]:
+        """Return which clients are forecast to be unavailable when the next round starts."""
         if candidates.available is None or state["mean"] is None:
-            return []
+            return np.zeros(len(clients), np.bool_)
         then = candidates.now + state["mean"]
-        return [
-            client
-            for client in clients
-            if (uniform() < self.accuracy) != candidates.available(client, then)  # a wrong forecast is the opposite
-        ]
+        available = np.array([candidates.available(client, then) for client in clients.tolist()], np.bool_)
+        wrong = uniform(len(clients)) >= self.accuracy
+        forecast: NDArray[np.bool_] = np.where(wrong, available, ~available)
+        return forecast
 
     def learn(self, state: SamplerState, candidates: Candidates, seen: Mapping[int, Seen]) -> SamplerState:
         """Store who had a turn, and the mean duration of a round; see :class:`CohortSampler`."""
         times = [one.seconds for one in seen.values() if one.counted and one.seconds is not None]
-        mean, last = state["mean"], dict.fromkeys(seen, candidates.round)
+        mean, turns = state["mean"], ClientTable.from_plain(state["turns"])
         if times:
             mean = max(times) if mean is None else (1 - self.memory) * max(times) + self.memory * mean
-        return {"mean": mean, "last": {**state["last"], **last}}
+        turns = turns.updated(np.array(sorted(seen), np.int64), last=[candidates.round] * len(seen))
+        return {"mean": mean, "turns": turns.to_plain()}

@@ -6,6 +6,7 @@ import csv
 import math
 from collections import Counter
 
+import numpy as np
 import pytest
 import torch
 
@@ -14,10 +15,12 @@ from lightning_sparsefl import FedAvg, FedSpa
 from lightning_sparsefl.cost import Devices
 from lightning_sparsefl.errors import InvalidOption
 from lightning_sparsefl.federated import Candidates, Oort, Seen
-from lightning_sparsefl.federated.sampling.oort import Known, percentile, scores, utility, weighted
+from lightning_sparsefl.federated.sampling.client_table import ClientTable
+from lightning_sparsefl.federated.sampling.oort import percentile, scores, utility
 from lightning_sparsefl.testing.contents import rows
 
-KNOWN = {0: Known(10.0, 2, 30.0), 1: Known(40.0, 9, 50.0), 2: Known(20.0, 5, 200.0)}
+KNOWN = {0: (10.0, 2, 30.0), 1: (40.0, 9, 50.0), 2: (20.0, 5, 200.0)}
+"""Utility, last round and seconds of clients."""
 SLOW = Devices(flops_per_second=1e6, bytes_per_second=1e4)
 RUN = {"sampler": Oort(over_select=1.25), "devices": SLOW, "capacities": [1.0, 0.5, 0.25]}
 
@@ -31,29 +34,42 @@ def rng(seed=0):
 
 
 def state(known, **changes):
-    return {**Oort().start(), "known": {client: list(one) for client, one in known.items()}, **changes}
+    table = ClientTable.empty(utility=float, last=np.int64, seconds=float)
+    utility, last, seconds = zip(*known.values(), strict=True)
+    table = table.updated(np.array([*known]), utility=utility, last=last, seconds=seconds)
+    return {**Oort().start(), "known": table.to_plain(), **changes}
+
+
+def known_of(state):
+    """Utility, last round and seconds of each client, as in `KNOWN`."""
+    client, *columns = (values.tolist() for values in state["known"].values())
+    return dict(zip(client, zip(*columns, strict=True), strict=True))
+
+
+def scored(known, round, **options):
+    return scores(*map(np.array, zip(*known.values(), strict=True)), round, **options)
 
 
 def test_scores_by_hand():
-    found = scores(KNOWN, 10, preferred=100.0, clip=1.0)
-    assert list(found.values()) == pytest.approx([0.3396402, 1.1599509, 0.1370380], abs=5e-8)
+    found = scored(KNOWN, 10, preferred=100.0, clip=1.0)
+    assert found == pytest.approx([0.3396402, 1.1599509, 0.1370380], abs=5e-8)
     first = (10 - 9.99) / (40 - 9.99) + math.sqrt(0.1 * math.log(10) / 2)
     assert found[0] == pytest.approx(first, rel=1e-12)
-    assert scores(KNOWN, 10, preferred=math.inf, clip=1.0)[2] == pytest.approx(4 * found[2], rel=1e-12)
-    clipped = scores({**KNOWN, 3: Known(1000.0, 9, 1.0)}, 10, math.inf, clip=0.5)  # at the third smallest
+    assert scored(KNOWN, 10, preferred=math.inf, clip=1.0)[2] == pytest.approx(4 * found[2], rel=1e-12)
+    clipped = scored({**KNOWN, 3: (1000.0, 9, 1.0)}, 10, preferred=math.inf, clip=0.5)  # at the third smallest
     assert clipped[1] == clipped[3]
 
 
 def test_utilities_and_percentiles_by_hand():
     assert utility(Seen(30, True, {"train_loss_sq": 4.0})) == 60.0
-    assert percentile([3.0, 1.0, 2.0, 4.0], 50.0) == 3.0
-    assert percentile([3.0, 1.0, 2.0, 4.0], 99.9) == 4.0
-    assert percentile([3.0, 1.0], 100.0) == percentile([], 10.0) == math.inf
+    assert percentile(np.array([3.0, 1.0, 2.0, 4.0]), 50.0) == 3.0
+    assert percentile(np.array([3.0, 1.0, 2.0, 4.0]), 99.9) == 4.0
+    assert percentile(np.array([3.0, 1.0]), 100.0) == percentile(np.array([]), 10.0) == math.inf
 
 
 def test_equal_clients_are_drawn_uniformly_without_exploration():
     sampler = Oort(over_select=1.0, exploration=0.0, least_exploration=0.0)
-    before = state({client: Known(5.0, 3, 10.0) for client in range(10)}, epsilon=0.0, least=0.0)
+    before = state(dict.fromkeys(range(10), (5.0, 3, 10.0)), epsilon=0.0, least=0.0)
     counts = Counter()
     for seed in range(2000):
         counts.update(sampler.draw(before, candidates(count=4, round=5), rng(seed)))
@@ -75,7 +91,7 @@ def test_slow_devices_are_asked_for_only_with_a_preferred_time():
     def never(client):
         raise AssertionError
 
-    known = {0: Known(5.0, 1, 10.0), 1: Known(5.0, 1, 20.0)}
+    known = {0: (5.0, 1, 10.0), 1: (5.0, 1, 20.0)}
     for seed in range(5):
         assert len(Oort().draw(state(known), candidates(seconds=never), rng(seed))) == 4
     counts = Counter()
@@ -96,26 +112,26 @@ def test_the_share_of_new_clients_falls_to_its_bound_and_to_zero_at_the_end():
         shares.append(before["epsilon"])
     assert shares[:3] == pytest.approx([0.9 * 0.98, 0.9 * 0.98**2, 0.9 * 0.98**3])
     assert shares[-1] == 0.2
-    everyone = state({client: Known(5.0, 3, 10.0) for client in range(10)})
+    everyone = state(dict.fromkeys(range(10), (5.0, 3, 10.0)))
     after = sampler.learn(everyone, candidates(round=100), seen)
     assert (after["epsilon"], after["least"]) == (0.0, 0.0)
 
 
 def test_late_and_failed_clients_get_the_mean_utility_of_the_round():
-    before = state({3: Known(7.0, 1, 5.0)})
+    before = state({3: (7.0, 1, 5.0)})
     seen = {
         0: Seen(10, True, {"train_loss_sq": 4.0}, 2.0),
         1: Seen(10, True, {"train_loss_sq": 16.0}, 3.0),
         2: Seen(99, False, {}, 50.0),
         3: Seen(99, False, {}, None),
     }
-    known = Oort().learn(before, candidates(round=6), seen)["known"]
-    assert known == {0: [20.0, 7, 2.0], 1: [40.0, 7, 3.0], 2: [30.0, 7, 50.0], 3: [30.0, 7, 5.0]}
+    known = known_of(Oort().learn(before, candidates(round=6), seen))
+    assert known == {0: (20.0, 7, 2.0), 1: (40.0, 7, 3.0), 2: (30.0, 7, 50.0), 3: (30.0, 7, 5.0)}
 
 
 def test_a_client_without_a_loss_gets_the_mean_utility_too():
     seen = {0: Seen(10, True, {"train_loss_sq": 4.0}, 2.0), 1: Seen(99, True, {}, 3.0)}
-    assert Oort().learn(Oort().start(), candidates(), seen)["known"] == {0: [20.0, 1, 2.0], 1: [20.0, 1, 3.0]}
+    assert known_of(Oort().learn(Oort().start(), candidates(), seen)) == {0: (20.0, 1, 2.0), 1: (20.0, 1, 3.0)}
     with pytest.raises(InvalidOption, match="needs the metric 'train_loss_sq'"):
         Oort().learn(Oort().start(), candidates(), {1: seen[1]})
 
@@ -133,7 +149,7 @@ def test_a_client_without_a_loss_gets_the_mean_utility_too():
 def test_the_pacer_moves_the_preferred_time(old, new, threshold, expected):
     """Before round 40, with windows of rounds 0 to 19 and 20 to 39, where round 0 stands for the start."""
     sampler = Oort()
-    before = state({0: Known(new, 1, 1.0)}, threshold=threshold, history=[old] * 20 + [new] * 19)
+    before = state({0: (new, 1, 1.0)}, threshold=threshold, history=[old] * 20 + [new] * 19)
     seen = {0: Seen(1, True, {"train_loss_sq": new**2}, 1.0)}
     after = sampler.learn(before, candidates(round=38), seen)
     assert after["threshold"] == expected
@@ -141,16 +157,12 @@ def test_the_pacer_moves_the_preferred_time(old, new, threshold, expected):
     assert len(after["history"]) == 40
 
 
-def test_weighted_draws_are_in_proportion_and_without_replacement():
-    counts = Counter()
-    for seed in range(4000):
-        generator = rng(seed)
-        counts.update(
-            weighted({1: 1.0, 2: 3.0}, 1, lambda generator=generator: float(torch.rand((), generator=generator)))
-        )
-    assert abs(counts[2] - 3000) < 150
-    assert sorted(weighted({1: 0.0, 2: 0.0, 3: 0.0}, 3, iter([0.9, 0.9, 0.9]).__next__)) == [1, 2, 3]
-    assert weighted({1: 1.0}, 1, iter([0.0]).__next__) == [1]
+def test_a_client_without_a_time_is_not_slow_and_does_not_count_in_the_preferred_time():
+    seen = {0: Seen(10, True, {"train_loss_sq": 4.0}, None), 1: Seen(10, True, {"train_loss_sq": 4.0}, 3.0)}
+    after = {**Oort().learn(Oort().start(), candidates(), seen), "threshold": 50.0, "epsilon": 0.0, "least": 0.0}
+    assert math.isnan(known_of(after)[0][2])
+    for seed in range(20):
+        assert {*Oort().draw(after, candidates(count=2), rng(seed))} == {0, 1}
 
 
 @pytest.mark.parametrize(

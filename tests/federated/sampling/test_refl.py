@@ -6,6 +6,7 @@ import csv
 import math
 from collections import Counter
 
+import numpy as np
 import pytest
 import torch
 
@@ -14,6 +15,7 @@ from lightning_sparsefl.cost import Availability, Devices
 from lightning_sparsefl.errors import InvalidOption, InvalidUpdate
 from lightning_sparsefl.federated import REFL, Candidates, CoverageMedian, Oort, Privacy, Seen, Uniform
 from lightning_sparsefl.federated.exchange.hashing import fingerprint
+from lightning_sparsefl.federated.sampling.client_table import ClientTable
 from lightning_sparsefl.models import MLP
 from lightning_sparsefl.testing.contents import rows
 
@@ -25,6 +27,17 @@ ADAPTIVE = {**LATE, "sampler": REFL(over_select=1.5, rest=2)}
 
 def candidates(count=4, round=9, clients=range(10), now=100.0, arrivals=None, available=None):
     return Candidates(round, clients, count, lambda client: 10, lambda client: 1.0, now, arrivals or {}, available)
+
+
+def state_of(mean=50.0, turns=None):
+    """A state in which clients had their last turns in the given rounds."""
+    clients = sorted(turns or {})
+    table = ClientTable.empty(last=np.int64).updated(np.array(clients, int), last=[turns[client] for client in clients])
+    return {"mean": mean, "turns": table.to_plain()}
+
+
+def turns_of(state):
+    return dict(zip(*(values.tolist() for values in state["turns"].values()), strict=True))
 
 
 def rng(seed=0):
@@ -46,7 +59,7 @@ def metrics_of(trainer):
 
 def test_clients_that_will_leave_come_first():
     """Of ten clients, three leave; the forecast is always right, and then always wrong."""
-    state = {"mean": 50.0, "last": {}}
+    state = state_of()
     asked = candidates(count=3, available=lambda client, at: at < 150 or client >= 3)
     assert {*REFL(accuracy=1.0).draw(state, asked, rng())} == {0, 1, 2}
     assert {*REFL(accuracy=0.0).draw(state, asked, rng())} < {*range(3, 10)}
@@ -57,12 +70,12 @@ def test_clients_that_will_leave_come_first():
 def test_without_a_trace_the_draw_is_uniform():
     counts = Counter()
     for seed in range(1000):
-        counts.update(REFL().draw({"mean": 50.0, "last": {}}, candidates(), rng(seed)))
+        counts.update(REFL().draw(state_of(), candidates(), rng(seed)))
     assert all(abs(count - 400) < 70 for count in counts.values())  # 4.5 standard deviations
 
 
 def test_clients_rest_after_their_turn_and_while_their_update_is_pending():
-    state = {"mean": 50.0, "last": {0: 4, 1: 5, 2: 8}}
+    state = state_of(turns={0: 4, 1: 5, 2: 8})
     for seed in range(50):
         found = REFL().draw(state, candidates(arrivals={5: 200.0}), rng(seed))
         assert {*found} <= {0, 3, 4, 6, 7, 8, 9}  # round 4 is five rounds ago
@@ -71,7 +84,7 @@ def test_clients_rest_after_their_turn_and_while_their_update_is_pending():
 
 @pytest.mark.parametrize(("target", "needed"), [("adaptive", 1), ("half", 2), ("fixed", 4)])
 def test_a_round_waits_for_fewer_if_late_updates_are_expected(target, needed):
-    sampler, state = REFL(target=target), {"mean": 50.0, "last": {}}
+    sampler, state = REFL(target=target), state_of()
     soon = dict.fromkeys(range(4), 149.0)
     assert sampler.needed(state, candidates(arrivals=soon)) == needed
     assert sampler.needed(state, candidates(arrivals={0: 151.0})) == 4
@@ -84,8 +97,8 @@ def test_the_mean_duration_by_hand():
     for round, (seconds, mean) in enumerate([(8.0, 8.0), (4.0, 5.0), (9.0, 8.0)]):
         seen = {round: Seen(10, True, {}, seconds), 7: Seen(10, False, {}, 99.0), 8: Seen(10, True, {}, 1.0)}
         state = sampler.learn(state, candidates(round=round), seen)
-        assert state == {"mean": mean, "last": {**dict.fromkeys(range(round + 1), 0), **state["last"]}}
-        assert state["last"] == {**{i: i for i in range(round + 1)}, 7: round, 8: round}
+        assert state["mean"] == mean
+        assert turns_of(state) == {**{i: i for i in range(round + 1)}, 7: round, 8: round}
 
 
 @pytest.mark.parametrize(
