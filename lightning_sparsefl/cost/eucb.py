@@ -98,6 +98,8 @@ def choose(state: State, rng: torch.Generator, options: Options) -> float:
 def learn(state: State, value: float, reward: float, options: Options) -> dict[str, Any]:
     """Return the bandit after a reward, with the leaf of the value split there if it is wide enough.
 
+    Pulls whose weight has become zero in float64 are left out, which changes no bound.
+
     Args:
         state: The bandit before.
         value: Value that was used, in [0, 1).
@@ -111,7 +113,7 @@ def learn(state: State, value: float, reward: float, options: Options) -> dict[s
     edges = list(state["edges"])
     low, high = next((low, high) for low, high in pairwise(edges) if low <= value < high)
     splits = high - low > options.width and value > low
-    return {
-        "edges": sorted([*edges, value]) if splits else edges,
-        "pulls": [*([float(v), float(r)] for v, r in state["pulls"]), [value, reward]],
-    }
+    pulls = [*([float(v), float(r)] for v, r in state["pulls"]), [value, reward]]
+    while options.discount ** (len(pulls) - 1) == 0:
+        del pulls[0]
+    return {"edges": sorted([*edges, value]) if splits else edges, "pulls": pulls}
