@@ -129,7 +129,7 @@ def _check_held(what: str, masks: Any, layout: Layout) -> None:
 
 def _check_votes(who: str, votes: Masks, weights: Weights, allowed: Masks) -> None:
     """Check that votes are allowed; a sent tensor without a mask of votes has votes on all of its coordinates."""
-    for name in allowed.keys() & weights.keys():
+    for name in sorted(allowed.keys() & weights.keys()):  # so that the error always names the same tensor
         vote, may = votes.get(name), allowed[name]
         if vote is not may and _any(~may if vote is None else vote > may):
             raise InvalidUpdate(

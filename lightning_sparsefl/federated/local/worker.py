@@ -360,9 +360,9 @@ class ClientWorker:
                 yield
             finally:
                 found = {(warning.category, str(warning.message)): warning for warning in caught}
-        for key in found.keys() - self._warned:
-            self._warned.add(key)
-            warning = found[key]
+        new = {key: warning for key, warning in found.items() if key not in self._warned}  # in order of appearance
+        self._warned.update(new)
+        for warning in new.values():
             warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
 
 

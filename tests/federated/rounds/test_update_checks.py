@@ -153,3 +153,11 @@ def test_its_share_is_a_clients_due(update):
 
 def test_a_client_without_samples_may_weigh_one():
     assert excess_reason(Update(weights={}), 0, LAYOUT) is None
+
+
+def test_an_error_names_the_first_of_all_tensors_with_forbidden_votes():
+    names = [f"t{number:02}" for number in range(40)]
+    weights = {name: torch.ones(2) for name in reversed(names)}
+    message = Message(weights=weights, masks={name: torch.tensor([True, False]) for name in weights})
+    with pytest.raises(InvalidUpdate, match="coordinates of 't00' that"):
+        check_update_schema(Update(weights=weights, votes={}), message, Layout(weights, {}), may_vote, client=3)
