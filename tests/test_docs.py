@@ -7,6 +7,7 @@ import dataclasses
 import json
 import re
 import sys
+from fnmatch import fnmatch
 from importlib import import_module
 from pathlib import Path
 
@@ -103,20 +104,43 @@ def keys_of(section: str) -> re.Pattern[str]:
     return re.compile("|".join(f"(?:{pattern})" for pattern in patterns))
 
 
-def test_every_key_that_a_run_writes_is_described(sparsefl, tmp_path):
-    options = [
-        "--federation.unseen_clients=2",
-        "--federation.eval_after_training=true",
-        "--federation.finetune_epochs=1",
-    ]
-    code, _, err = sparsefl("fit", "--config", QUICKSTART, *SHORT, *options, "--federation.eval_clients=2")
+EVERYTHING = """
+federation:
+  unseen_clients: 2
+  eval_clients: 2
+  eval_after_training: true
+  finetune_epochs: 1
+  pictures_every_n_rounds: 2
+  capacities: [0.25, 0.5, 1.0]
+  devices: {flops_per_second: 1.e+9}
+  availability: {intervals: [[[0, 1.e+6]]], period: 1.e+6}
+  sampler: {class_path: REFL, init_args: {over_select: 2.0, rest: 0, target: fixed}}
+"""
+"""Options by which a run writes keys and files that it has not by default."""
+
+
+def files_of(page):
+    """The patterns of the names in the tree of a run folder; those of folders end in a slash."""
+    return re.findall(r"^[|`]-- (\S+) ", page, flags=re.MULTILINE)
+
+
+def test_every_file_and_key_that_a_run_writes_is_described(sparsefl, tmp_path):
+    (tmp_path / "more.yaml").write_text(EVERYTHING)
+    code, _, err = sparsefl("fit", "--config", QUICKSTART, *SHORT, "--config", "more.yaml")
     assert code == 0, err
     folder = run_folder(tmp_path)
+    code, _, err = sparsefl("export", "--config", folder / "config.yaml")
+    assert code == 0, err
+    patterns = files_of((ROOT / "docs" / "run_folder.md").read_text())
+    found = {path.name + "/" * path.is_dir() for path in folder.iterdir()}
+    assert {"export/", "checkpoints/", "overlap.csv", "finetuned.csv"} <= found
+    assert [name for name in found if not any(fnmatch(name, pattern) for pattern in patterns)] == []
     metrics = keys_of("metrics.csv")
-    for name in ("metrics.csv", "clients.csv", "finetuned.csv"):
+    for name in ("metrics.csv", "clients.csv", "finetuned.csv", "overlap.csv"):
         with (folder / name).open(newline="") as file:
             header = next(csv.reader(file))
-        assert len(header) > 5
+        assert len(header) > 3
+        assert name != "metrics.csv" or {"time/clock", "clients/arrived"} <= {*header}
         assert [key for key in header if not keys_of(name).fullmatch(key)] == []
     summary = json.loads((folder / "summary.json").read_text())
     known = keys_of("summary.json")
