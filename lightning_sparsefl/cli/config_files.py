@@ -120,7 +120,7 @@ def _repeated(node: yaml.Node | None) -> Iterator[yaml.Node]:
 
 
 def _without_name(node: yaml.Node | None, groups: int = 2) -> Iterator[yaml.Node]:
-    """Yield the keys in the place of an option that are no text; the value of an option may have such keys.
+    """Yield the keys in the place of an option that are not text; the value of an option may have such keys.
 
     Args:
         node: Node of the document.

@@ -174,9 +174,9 @@ def _beside_class_path(problem: Problem, match: re.Match[str]) -> str:
     name, options = problem.beside_class_path
     text = f"`{problem.key.removesuffix('.class_path')}`"
     if not options:
-        return f"{text} has options beside `class_path`; expected them below `init_args`"
+        return f"{text} has options besides `class_path`; expected them below `init_args`"
     listed = ", ".join(f"`{option}`" for option in options)
-    return f"{text} is {name} with {listed} beside `class_path`; expected options of a class below `init_args`"
+    return f"{text} is {name} with {listed} besides `class_path`; expected options of a class below `init_args`"
 
 
 def _unknown_class(problem: Problem, match: re.Match[str]) -> str:

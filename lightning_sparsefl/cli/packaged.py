@@ -16,7 +16,7 @@ _INSTALLED = {"configs": "configs", "callbacks": "recipes"}
 """Folders of a clone, with their names inside the installed package: `callbacks` is one of its modules."""
 _SUFFIXES = (".yaml", ".sh", ".py")
 _CLUSTER = "cluster/"
-"""Folder of files that start a run on several machines, which are no configurations of `sparsefl`."""
+"""Folder of files that start a run on several machines, which are not configurations of `sparsefl`."""
 
 
 def _folder(name: str) -> Path:

@@ -22,7 +22,7 @@ from lightning_sparsefl.cli.run_config import checkpoint_without_config
 from lightning_sparsefl.errors import InvalidOption, nearest, require
 
 _GROUPS = {"trainer": "max_rounds", "federation": "clients_per_round"}
-"""Groups of options that are no class to choose, each with one of its options."""
+"""Groups of options without a class to choose, each with one of its options."""
 
 
 class QuietAction(argparse.Action):

@@ -82,7 +82,7 @@ class Problem:
 
     @property
     def beside_class_path(self) -> tuple[str, Sequence[str]]:
-        """A class in the value that has options beside its `class_path`, with their names; empty if unknown."""
+        """A class in the value that has options besides its `class_path`, with their names; empty if unknown."""
         try:
             return next(_beside_class_path(literal_eval(self.value)), ("", ()))
         except (SyntaxError, ValueError):  # not a plain value
@@ -100,7 +100,7 @@ class Problem:
 
 
 def _beside_class_path(value: Any) -> Iterator[tuple[str, Sequence[str]]]:
-    """Yield the classes in a value that have options beside their `class_path`, with the names of these."""
+    """Yield the classes in a value that have options besides their `class_path`, with the names of these."""
     if isinstance(value, Mapping):
         options = [str(name) for name in value if name not in ("class_path", "init_args", "dict_kwargs")]
         if "class_path" in value and options:

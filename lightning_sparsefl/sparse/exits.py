@@ -39,7 +39,7 @@ def exit_heads(weights: Weights, exits: Mapping[str, str], embeddings: Collectio
     Args:
         weights: Parameters of the module by name.
         exits: Name of the last module of each block and name of its exit.
-        embeddings: Names of the tensors of embeddings, which are no head.
+        embeddings: Names of the tensors of embeddings, which are not the head.
 
     Example:
         >>> weights = {name: torch.ones(2, 2) for name in ("a.weight", "one.0.weight", "one.1.weight")}

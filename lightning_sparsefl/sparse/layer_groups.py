@@ -61,7 +61,7 @@ def head_layer(weights: Weights, head: str | None = None, embeddings: Collection
     Args:
         weights: Parameters of a module by name, in the order in which the module holds them.
         head: Name of the layer; None = the last linear layer.
-        embeddings: Names of the tensors of embeddings, which are no head.
+        embeddings: Names of the tensors of embeddings, which are not the head.
 
     Raises:
         InvalidOption: If :func:`head_of` finds no head.

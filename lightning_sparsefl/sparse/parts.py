@@ -42,7 +42,7 @@ def part(
             ``norm`` for all norms, of which there may be none.
         buffers: Names of the floating-point buffers among the weights.
         norms: Names of the tensors of norms, from :func:`norms_of`.
-        embeddings: Names of the tensors of embeddings, from :func:`embeddings_of`, which are no head.
+        embeddings: Names of the tensors of embeddings, from :func:`embeddings_of`, which are not the head.
 
     Raises:
         InvalidOption: If a pattern other than ``norm`` matches nothing.

@@ -41,7 +41,7 @@ def threshold_gradients(weight: Tensor, gradient: Tensor, thresholds: Tensor) ->
     """Compute the gradients of a weight and of its thresholds from that of the kept rows, straight through the step.
 
     With ``q_i`` the sum of row i times its gradient, that of the threshold is ``-q_i``, and row i gets
-    ``sign(w) * q_i / n`` beside its own gradient, n being its length; an own gradient of 0 if the row is off.
+    ``sign(w) * q_i / n`` besides its own gradient, n being its length; an own gradient of 0 if the row is off.
 
     Args:
         weight: Weight of two or more dimensions.

@@ -2,7 +2,7 @@
 
 Every activation carries a *label* for each of its elements, the number of the unit whose output it is. A layer
 with weights gives new labels to its output; an operation that only moves elements moves the labels with them,
-by being called on the labels; a sum makes the labels that meet one unit. Labels that meet label 0 are no units:
+by being called on the labels; a sum makes the labels that meet one unit. Labels that meet label 0 are not units:
 those of the network's input and output, and of whatever an operation that is not listed here has touched. So an
 unknown operation costs prunable units, never correctness.
 """
@@ -73,7 +73,7 @@ class UnitTrace(TorchFunctionMode):
     Args:
         names: Name of each parameter and buffer, by ``id``.
         buffers: Names of the buffers among them.
-        ignore: Names of modules whose outputs are no units.
+        ignore: Names of modules whose outputs are not units.
         embeddings: Whether the columns of embeddings are units.
         rules: Effect of each operation on labels, by its name.
     """

@@ -84,7 +84,7 @@ def find_groups(
     """Return the groups of units of a module, in the order of the forward pass.
 
     The module is called once in evaluation mode, without gradients, and left as it was. Inputs and outputs of the
-    network are no units, nor is what runs through an operation that is not understood, such as attention.
+    network are not units, nor is what runs through an operation that is not understood, such as attention.
 
     Args:
         module: Module, whose tensors are named as in its ``state_dict``.
@@ -187,7 +187,7 @@ def _groups(trace: UnitTrace, aliases: Mapping[int, list[str]]) -> Iterator[Unit
 
 
 def _places(trace: UnitTrace, ids: Tensor) -> _Places:
-    """Return the positions of each unit; label 0 is no unit."""
+    """Return the positions of each unit; label 0 is not a unit."""
     found: _Places = defaultdict(list)
     for position, label in enumerate(ids.tolist()):
         if unit := trace.root(label):

@@ -330,14 +330,15 @@ def test_one_value_in_the_place_of_several_options(args, expected, sparsefl):
 
 BESIDE = {
     "algorithm: {class_path: FedSpa, density: 0.2, search: dst}": (
-        "`algorithm` is FedSpa with `density`, `search` beside `class_path`; expected options of a class below "
+        "`algorithm` is FedSpa with `density`, `search` besides `class_path`; expected options of a class below "
         "`init_args`."
     ),
     "data: {class_path: FederatedDigits, init_args: {partition: {class_path: Dirichlet, alpha: 1}}}": (
-        "`data.partition` is Dirichlet with `alpha` beside `class_path`; expected options of a class below `init_args`."
+        "`data.partition` is Dirichlet with `alpha` besides `class_path`; expected options of a class below "
+        "`init_args`."
     ),
     "trainer: {callbacks: [{class_path: EarlyStopping, monitor: x}]}": (
-        "`trainer.callbacks` is EarlyStopping with `monitor` beside `class_path`; expected options of a class below "
+        "`trainer.callbacks` is EarlyStopping with `monitor` besides `class_path`; expected options of a class below "
         "`init_args`."
     ),
 }
@@ -357,7 +358,7 @@ def test_options_beside_the_class_path_of_an_object():
         "Parser key \"algorithm\":\n  Errors:\n    - Problem with given class_path 'lightning_sparsefl.FedSpa':\n"
         "        Option 'class_path' is not accepted\n  Given value: Namespace(class_path='FedSpa', density=0.5)"
     )
-    expected = "`algorithm` has options beside `class_path`; expected them below `init_args`."
+    expected = "`algorithm` has options besides `class_path`; expected them below `init_args`."
     assert short_message(message) == expected
 
 

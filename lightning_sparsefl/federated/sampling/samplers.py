@@ -42,7 +42,7 @@ class Candidates:
 
 @dataclass(frozen=True)
 class Seen:
-    """What a round has told of one of its clients."""
+    """What a sampler learns from a round about one of its clients."""
 
     samples: int
     """Number of training samples of one local epoch."""
