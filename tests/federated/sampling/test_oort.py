@@ -15,6 +15,7 @@ from lightning_sparsefl import FedAvg, FedSpa
 from lightning_sparsefl.cost import Devices
 from lightning_sparsefl.errors import InvalidOption
 from lightning_sparsefl.federated import Candidates, Oort, Seen
+from lightning_sparsefl.federated.rounds.server import Server
 from lightning_sparsefl.federated.sampling.client_table import ClientTable
 from lightning_sparsefl.federated.sampling.oort import percentile, scores, utility
 from lightning_sparsefl.testing.contents import rows
@@ -224,6 +225,29 @@ def test_a_run_without_the_losses_is_refused(federation):
     options = {"sampler": Oort(over_select=1.0, losses="sample")}
     with pytest.raises(InvalidOption, match="Oort, which needs the metric 'train_loss_sq'"):
         federation(FedAvg(), rounds=1, federation=options)
+
+
+class OwnCosts(FedAvg):
+    """FedAvg, whose costs are asked for client by client."""
+
+    def costs(self, facts):
+        return super().costs(facts)
+
+
+def test_expected_times_of_equal_clients_are_made_from_one_message(federation, monkeypatch):
+    """In each round the sampler asks for the expected times of all clients that never took part."""
+    made, message = [], Server._message
+    monkeypatch.setattr(Server, "_message", lambda self, *asked: made.append(asked[-1]) or message(self, *asked))
+    options = {**RUN, "sampler": Oort(over_select=1.25, threshold=50.0)}
+    each, counts = {}, {}
+    for algorithm in (OwnCosts(), FedAvg()):
+        made.clear()
+        each[algorithm] = federation(algorithm, rounds=3, folder=repr(algorithm), federation=options)
+        counts[type(algorithm)] = made.count("train")
+    assert counts[FedAvg] < counts[OwnCosts]
+    one, other = each.values()
+    assert drawn(one) == drawn(other)
+    assert rows(one.run_folder / "clients.csv") == rows(other.run_folder / "clients.csv")
 
 
 @pytest.mark.parametrize("devices", [pytest.param(2, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)])
