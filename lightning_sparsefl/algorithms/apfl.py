@@ -49,7 +49,7 @@ class APFL(FederatedAlgorithm):
         """Train the global model and the personal weights on the same batches."""
         share, personal = client.memory.get("alpha", self.alpha), client.memory.get("personal", client.initial)
         mixture = PersonalMixture(share, self.adaptive, personal)
-        result = client.fit(message.weights, callbacks=[mixture])
+        result = client.fit(message.weights, callbacks=[*self.callbacks(message, client), mixture])
         own = {
             "alpha": mixture.alpha,
             "personal": mixture.personal,

@@ -60,7 +60,7 @@ class Ditto(FederatedAlgorithm):
 
     def train(self, message: Message, client: Client) -> Update:
         """Train the global model, then the personal one."""
-        common = client.fit(message.weights, epochs=self.global_epochs)
+        common = client.fit(message.weights, callbacks=self.callbacks(message, client), epochs=self.global_epochs)
         return Update(
             weights=common.weights,
             weight=client.num_examples,
@@ -73,7 +73,8 @@ class Ditto(FederatedAlgorithm):
         start, models = client.memory.get("weights", {}), []
         for lam in self.lams or (self.lam,):
             pull = ProximalTerm(strength=lam, anchor=message.weights)
-            models.append(client.fit(start, callbacks=[pull], epochs=self.personal_epochs).weights)
+            callbacks = [*self.callbacks(message, client), pull]
+            models.append(client.fit(start, callbacks=callbacks, epochs=self.personal_epochs).weights)
         if len(models) == 1:
             return models[0]
         sign = 1 if higher_is_better(self.metric) else -1

@@ -132,7 +132,8 @@ class FedDST(FederatedAlgorithm):
 
     def train(self, message: Message, client: Client) -> Update:
         """Train under the mask, and search for a better one if it is due."""
-        result, masks = client.fit(message.weights, message.masks), message.masks
+        masks = message.masks
+        result = client.fit(message.weights, masks, callbacks=self.callbacks(message, client))
         weights, metrics = result.weights, result.metrics
         if _SEARCH in message.extra:
             goals = self._counts(masks)
@@ -145,7 +146,8 @@ class FedDST(FederatedAlgorithm):
             slopes = {name: slope for name, slope in client.gradient(weights).items() if name in masks}
             masks, weights = regrow(gradient(slopes), kept, goals, barred=masks), apply(weights, kept)
             if self.epochs_after_search:
-                weights = client.fit(weights, masks, epochs=self.epochs_after_search).weights
+                callbacks = self.callbacks(message, client)
+                weights = client.fit(weights, masks, callbacks=callbacks, epochs=self.epochs_after_search).weights
         return Update(weights=weights, weight=client.num_examples, votes=masks, metrics=metrics)
 
     def may_vote(self, message: Message) -> Masks:

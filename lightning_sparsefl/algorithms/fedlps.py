@@ -362,7 +362,8 @@ class FedLPS(FederatedAlgorithm):
             scores=scores,
             groups=client.units,
         )
-        result = client.fit(message.weights, callbacks=[self._proximal_term(message.weights, client), chosen])
+        callbacks = [*self.callbacks(message, client), self._proximal_term(message.weights, client), chosen]
+        result = client.fit(message.weights, callbacks=callbacks)
         kept = chosen.kept or self._kept(message.weights, client, density, scores)  # `profile` trains no step
         return result, kept, dict(chosen.scores)
 
@@ -373,7 +374,7 @@ class FedLPS(FederatedAlgorithm):
         kept = self._kept(message.weights, client, density, scores)
         steps = ScoreSteps(scores, self.score_lr, self.score_strength, self.reduction)
         learns = [UnitScores(steps, client.units, kept, message.weights)] if scores else []
-        callbacks = [self._proximal_term(message.weights, client), *learns]
+        callbacks = [*self.callbacks(message, client), self._proximal_term(message.weights, client), *learns]
         return client.fit(message.weights, callbacks=callbacks, units=kept), kept, steps.scores
 
     def _proximal_term(self, weights: Weights, client: Client) -> ProximalTerm:

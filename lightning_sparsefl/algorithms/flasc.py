@@ -133,7 +133,8 @@ class FLASC(FederatedAlgorithm):
 
     def train(self, message: Message, client: Client) -> Update:
         """Train all adapters and what is sent whole, and send the largest changes."""
-        result = client.fit(message.weights, trainable=message.trainable)
+        callbacks = self.callbacks(message, client)
+        result = client.fit(message.weights, trainable=message.trainable, callbacks=callbacks)
         changes = subtract(only(result.weights, message.weights), message.weights)
         votes = self._largest(only(changes, message.masks), self.up_density)
         return Update(weights=changes, kind="difference", votes=votes, metrics=result.metrics)

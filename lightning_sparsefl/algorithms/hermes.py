@@ -120,7 +120,7 @@ class Hermes(FederatedAlgorithm):
         start = self.personalize(message, client, merged=True)
         kept: Masks = held if self.own else self._pruned(start, held, client)
         whole = all(bool(units.all()) for units in kept.values())
-        callbacks = self._penalty(message, client, kept)
+        callbacks = [*self.callbacks(message, client), *self._penalty(message, client, kept)]
         result = client.fit(start, callbacks=callbacks, units=None if whole else kept)
         kept = self._pruned(result.weights, kept, client) if self.own else kept
         masks = unit_masks(client.units, kept, result.weights)

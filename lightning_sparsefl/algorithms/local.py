@@ -27,7 +27,8 @@ class Local(FederatedAlgorithm):
     def train(self, message: Message, client: Client) -> Update:
         """Train from the client's own weights, or from the received ones the first time."""
         own: Mapping[str, object] = client.memory.get("weights", {})
-        result = client.fit(client.memory["weights"] if own else message.weights)
+        start = client.memory["weights"] if own else message.weights
+        result = client.fit(start, callbacks=self.callbacks(message, client))
         return Update(
             weights={},
             weight=client.num_examples,

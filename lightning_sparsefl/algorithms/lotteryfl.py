@@ -90,10 +90,10 @@ class LotteryFL(FederatedAlgorithm):
         if open_ and personal.score(client, message.weights, self.gate, self.metric) > self.min_score:
             density *= 1 - self.step
             masks = self._pruned(message)
-            result = client.fit(self._start(message, masks), masks)
+            result = client.fit(self._start(message, masks), masks, callbacks=self.callbacks(message, client))
         else:
             masks = message.masks
-            result = client.fit(message.weights, masks)
+            result = client.fit(message.weights, masks, callbacks=self.callbacks(message, client))
         difference = self.merge == "mean"
         return Update(
             weights=subtract(result.weights, message.weights) if difference else result.weights,

@@ -81,7 +81,8 @@ class PerFedMask(FederatedAlgorithm):
     finetune_epochs: int = 5
     """Number of epochs of each client's final fit of the whole model; 0 = no fine-tuning."""
     base: FederatedAlgorithm | None = None
-    """HeteroFL or SplitMix, of whose networks clients train some layers; null = layers of the whole model."""
+    """HeteroFL or SplitMix, of whose networks clients train some layers; null = layers of the whole model. Callbacks of
+    local training are those of the base."""
 
     def __post_init__(self) -> None:
         check_types(self, "algorithm.")
@@ -165,8 +166,7 @@ class PerFedMask(FederatedAlgorithm):
         """Train as the base does; a client whose budget is too small for any group does not train or send weights."""
         if _is_idle(message):
             return Update(weights={}, weight=client.num_examples)
-        update: Update = self._inner.train(message, client)
-        return update
+        return super().train(message, client) if self.base is None else self.base.train(message, client)
 
     def trained(self, message: Message, update: Update) -> Weights:
         """Return the trained weights as the base does."""

@@ -72,9 +72,9 @@ class PFedMe(FederatedAlgorithm):
 
     def train(self, message: Message, client: Client) -> Update:
         """Train the client's copy of the global weights, and keep the personal weights."""
-        (envelope,) = self.callbacks(message, client)
-        result = client.fit(message.weights, callbacks=[envelope])
-        assert isinstance(envelope, MoreauEnvelope)
+        callbacks = self.callbacks(message, client)
+        result = client.fit(message.weights, callbacks=callbacks)
+        envelope = next(callback for callback in callbacks if isinstance(callback, MoreauEnvelope))
         return Update(
             weights=result.weights,
             weight=client.num_examples,

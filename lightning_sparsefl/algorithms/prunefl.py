@@ -179,9 +179,9 @@ class PruneFL(FederatedAlgorithm):
 
     def train(self, message: Message, client: Client) -> Update:
         """Train under the mask, and add up squared sums of gradients, which are sent in rounds R, 2R, ..."""
-        (gradients,) = callbacks = self.callbacks(message, client)
-        assert isinstance(gradients, GradientSum)
+        callbacks = self.callbacks(message, client)
         result = client.fit(message.weights, message.masks, callbacks=callbacks)
+        gradients = next(callback for callback in callbacks if isinstance(callback, GradientSum))
         before = client.memory.get("squares", {})
         squares = {name: before.get(name, 0) + total.square() for name, total in gradients.sums.items()}
         due = (client.round + 1) % self.reconfigure_every == 0

@@ -70,9 +70,8 @@ class SCAFFOLD(FederatedAlgorithm):
         """Train with corrected gradients, and send the changes of the weights and of the control variate."""
         callbacks = self.callbacks(message, client)
         result = client.fit(message.weights, callbacks=callbacks)
-        offset, meter = callbacks
-        assert isinstance(offset, GradientOffset)
-        assert isinstance(meter, StepMeter)
+        offset = next(callback for callback in callbacks if isinstance(callback, GradientOffset))
+        meter = next(callback for callback in callbacks if isinstance(callback, StepMeter))
         if not meter.path:
             return Update(weights={}, metrics=result.metrics)
         moved, path = subtract(result.weights, message.weights), meter.path

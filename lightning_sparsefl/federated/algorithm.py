@@ -131,6 +131,9 @@ class FederatedAlgorithm(ABC):  # noqa: B024 - every hook has a default, and jso
     def callbacks(self, message: Message, client: Client) -> list[Callback]:
         """Return callbacks that make local training differ from the module's own; `message.masks` are held anyway.
 
+        They act on every local fit of :meth:`train`. Those of :meth:`survey` and :meth:`finetune` have the callbacks
+        that the hook itself passes to :meth:`Client.fit`.
+
         Args:
             message: Message that the client received.
             client: The client.

@@ -36,7 +36,7 @@ def test_the_first_participation_trains_the_received_and_the_initial_weights(cli
     someone, script = client(TRAINED)
     update = Ditto(lam=0.5).train(MESSAGE, someone)
     common, (weights, masks, trainable, (pull,)) = script.fits
-    assert common == (MESSAGE.weights, {}, {}, ())
+    assert common == (MESSAGE.weights, {}, {}, [])
     assert (weights, masks, trainable) == ({}, {}, {})  # missing names take the run's initial values
     assert isinstance(pull, ProximalTerm)
     assert (pull.strength, pull.anchor) == (0.5, MESSAGE.weights)

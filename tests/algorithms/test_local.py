@@ -18,7 +18,7 @@ def test_weights_are_sent_once(view):
 def test_the_first_fit_starts_from_the_common_weights(client):
     someone, script = client(OWN)
     update = Local().train(Message(weights=COMMON), someone)
-    assert script.fits == [(COMMON, {}, {}, ())]
+    assert script.fits == [(COMMON, {}, {}, [])]
     assert update.weights == {}
     assert update.memory == {"weights": OWN}
     assert (update.weight, update.shared, update.metrics) == (7, {"started": True}, {"train_loss": 0.5})
@@ -27,7 +27,7 @@ def test_the_first_fit_starts_from_the_common_weights(client):
 def test_later_fits_go_on_from_the_clients_own(client):
     someone, script = client(COMMON, memory={"weights": OWN})
     update = Local().train(Message(weights={}), someone)
-    assert script.fits == [(OWN, {}, {}, ())]
+    assert script.fits == [(OWN, {}, {}, [])]
     assert update.memory == {"weights": COMMON}
 
 

@@ -6,10 +6,13 @@ import re
 from pathlib import Path
 
 import pytest
+from lightning.pytorch import Callback
 
-from helpers.algorithms import ALGORITHMS, every_exported
-from lightning_sparsefl import algorithms
+from helpers.algorithms import ALGORITHMS, VARIANTS, every_exported
+from helpers.networks import module_for
+from lightning_sparsefl import FedDST, FedLPS, Hermes, LotteryFL, PruneTrain, algorithms
 from lightning_sparsefl.federated import FederatedAlgorithm
+from lightning_sparsefl.federated.client import Client
 
 REFERENCE = Path(__file__).parents[1] / "reference"
 
@@ -37,3 +40,42 @@ def test_has_a_twin(kind):
     name = kind.__name__
     assert f"class {name}" in (REFERENCE / f"numpy_{name.lower()}.py").read_text()
     assert f"{name}(" in (REFERENCE / f"test_{name.lower()}_twin.py").read_text()
+
+
+class Added(Callback):
+    """A callback that a subclass of a method adds."""
+
+
+def with_added(algorithm):
+    """Return the method as a subclass whose `callbacks` are one more."""
+    kind = type(algorithm)
+
+    def callbacks(self, message, client):
+        return [*kind.callbacks(self, message, client), Added()]
+
+    added = type(f"Added{kind.__name__}", (kind,), {"callbacks": callbacks})
+    return added(**{field.name: getattr(algorithm, field.name) for field in dataclasses.fields(algorithm)})
+
+
+def several_fits(algorithm):
+    """Return whether a method is one of those whose options decide where they fit."""
+    return isinstance(algorithm, FedDST | FedLPS | Hermes | LotteryFL | PruneTrain)
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [*VARIANTS[: len(ALGORITHMS)], *filter(several_fits, VARIANTS[len(ALGORITHMS) :])],
+    ids=repr,
+)
+def test_passes_the_callbacks_of_a_subclass_to_every_fit(algorithm, federation, monkeypatch):
+    fit, passed = Client.fit, []
+
+    def watched(client, weights, masks=None, trainable=None, callbacks=(), **options):
+        if client._task == "train":
+            passed.append(any(isinstance(callback, Added) for callback in callbacks))
+        return fit(client, weights, masks, trainable, callbacks, **options)
+
+    monkeypatch.setattr(Client, "fit", watched)
+    federation(with_added(algorithm), module=module_for(algorithm)(), rounds=2)
+    assert passed
+    assert all(passed)
