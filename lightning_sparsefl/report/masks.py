@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 from torch.nn.functional import adaptive_avg_pool2d
 
-from lightning_sparsefl.report.pictures import _SMALL, _TINY, _WIDTH, _short, _title
+from lightning_sparsefl.report.figure_style import SMALL, TINY, WIDTH, set_title, without_common_parts
 
 _COLUMNS, _MAX_LAYERS, _SIDE = 4, 32, 96
 """Columns of the figure, maximum number of layers, and maximum number of pixels of the side of a layer."""
@@ -27,19 +27,19 @@ def mask_figure(masks: Mapping[str, Tensor], epoch: int, unit: str = "epoch") ->
     """
     shown = dict(list(masks.items())[:_MAX_LAYERS])
     rows = -(-len(shown) // _COLUMNS)
-    figure = Figure(figsize=(_WIDTH, 0.5 + 1.2 * rows), layout="constrained")
+    figure = Figure(figsize=(WIDTH, 0.5 + 1.2 * rows), layout="constrained")
     grid = figure.subplots(max(1, rows), _COLUMNS, squeeze=False)
     for axes in grid.flat:
         axes.set_axis_off()
-    for axes, name, mask in zip(grid.flat, _short(list(shown)), shown.values(), strict=False):
+    for axes, name, mask in zip(grid.flat, without_common_parts(list(shown)), shown.values(), strict=False):
         axes.imshow(blocks(mask).numpy(), vmin=0, vmax=1, cmap="Greys", interpolation="nearest", aspect="auto")
-        axes.set_title(name, fontsize=_TINY)
+        axes.set_title(name, fontsize=TINY)
     left = len(masks) - len(shown)
     title = f"Kept weights, {unit} {epoch}" + (f" ({left} more layers)" if left else "")
     if shown:
-        figure.suptitle(title, fontsize=_SMALL + 1)
+        figure.suptitle(title, fontsize=SMALL + 1)
     else:
-        _title(grid[0][0], title)
+        set_title(grid[0][0], title)
     return figure
 
 

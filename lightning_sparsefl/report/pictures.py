@@ -7,16 +7,23 @@ from collections.abc import Mapping, Sequence
 import matplotlib as mpl
 import numpy as np
 import torch
-from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from torch import Tensor
 
-_WIDTH, _DPI = 4.4, 200
-"""Width in inches and dots per inch. A card shows about 80 dots per inch, so 9 points are 10 dots there."""
-_INK, _WARM, _GRID = "#23395b", "#d1495b", "#d7dbe0"
-_SMALL, _TINY = 9, 7
-"""Font sizes in points."""
+from lightning_sparsefl.report.figure_style import (
+    DPI,
+    GRID,
+    INK,
+    SMALL,
+    TINY,
+    WARM,
+    WIDTH,
+    plain_axes,
+    set_title,
+    without_common_parts,
+)
+
 _MAX_NAMED = 24
 """Maximum number of clients whose numbers are shown below their dots."""
 _MAX_BARS = 72
@@ -36,21 +43,21 @@ def overlap_figure(clients: Sequence[int], overlaps: Tensor, round: int, of: int
     """
     of = len(clients) if of is None else of
     table = overlaps.clone().fill_diagonal_(torch.nan).numpy()
-    figure = Figure(figsize=(_WIDTH, 0.86 * _WIDTH), layout="constrained")
+    figure = Figure(figsize=(WIDTH, 0.86 * WIDTH), layout="constrained")
     axes = figure.add_subplot()
     low, high = _colour_range(table)
-    colours = mpl.colormaps["viridis"].with_extremes(bad=_GRID)
+    colours = mpl.colormaps["viridis"].with_extremes(bad=GRID)
     image = axes.imshow(table, vmin=low, vmax=high, cmap=colours, interpolation="nearest")
     bar = figure.colorbar(image, ax=axes, fraction=0.05)
-    bar.set_label("Jaccard overlap (1 = same mask)", fontsize=_SMALL)
-    bar.ax.tick_params(labelsize=_SMALL)
+    bar.set_label("Jaccard overlap (1 = same mask)", fontsize=SMALL)
+    bar.ax.tick_params(labelsize=SMALL)
     ticks = range(0, len(clients), max(1, -(-len(clients) // 10)))
     labels = [str(clients[tick]) for tick in ticks]
-    axes.set_xticks(list(ticks), labels, fontsize=_SMALL)
-    axes.set_yticks(list(ticks), labels, fontsize=_SMALL)
-    axes.set_xlabel("client", fontsize=_SMALL)
+    axes.set_xticks(list(ticks), labels, fontsize=SMALL)
+    axes.set_yticks(list(ticks), labels, fontsize=SMALL)
+    axes.set_xlabel("client", fontsize=SMALL)
     shown = "" if len(clients) >= of else f": {len(clients)} of {of}"
-    _title(axes, f"Mask overlap of clients, round {round}{shown}")
+    set_title(axes, f"Mask overlap of clients, round {round}{shown}")
     return figure
 
 
@@ -70,24 +77,24 @@ def density_figure(densities: Mapping[str, float], round: int, unit: str = "roun
         round: Number of the round, for the title.
         unit: Word for `round` in the title.
     """
-    names, values = _short(list(densities)), list(densities.values())
+    names, values = without_common_parts(list(densities)), list(densities.values())
     spacious, crowded = len(names) <= 16, len(names) > _MAX_BARS
     pitch = 0.28 if spacious else 0.17 * min(1, _MAX_BARS / len(names))
-    size = _SMALL if spacious else _TINY
-    figure = Figure(figsize=(_WIDTH, max(1.5, pitch * len(names) + 0.8)), layout="constrained")
+    size = SMALL if spacious else TINY
+    figure = Figure(figsize=(WIDTH, max(1.5, pitch * len(names) + 0.8)), layout="constrained")
     axes = figure.add_subplot()
-    bars = axes.barh(range(len(names)), values, color=_INK, height=0.72)
+    bars = axes.barh(range(len(names)), values, color=INK, height=0.72)
     if not crowded:
         axes.bar_label(bars, labels=[_density(value) for value in values], padding=3, fontsize=size)
     ticks = range(0, len(names), -(-len(names) // _MAX_BARS))
     axes.set_yticks(list(ticks), [names[tick] for tick in ticks], fontsize=size)
-    axes.tick_params(axis="x", labelsize=_SMALL)
+    axes.tick_params(axis="x", labelsize=SMALL)
     axes.set_xlim(0, 1.14)
     axes.set_xticks([0, 0.25, 0.5, 0.75, 1])
     axes.set_ylim(len(names) - 0.4, -0.6)
-    axes.set_xlabel("density (fraction of weights kept)", fontsize=_SMALL)
-    _plain_axes(axes, "x")
-    _title(axes, f"Density per layer, {unit} {round}")
+    axes.set_xlabel("density (fraction of weights kept)", fontsize=SMALL)
+    plain_axes(axes, "x")
+    set_title(axes, f"Density per layer, {unit} {round}")
     return figure
 
 
@@ -99,21 +106,6 @@ def _density(value: float) -> str:
         ('0.85', '0.012')
     """
     return f"{value:.2f}" if value >= 0.1 or value == 0 else f"{value:.2g}"
-
-
-def _short(names: Sequence[str]) -> list[str]:
-    """Remove the dotted parts that are common to all names at the start and at the end.
-
-    Example:
-        >>> _short(["net.conv1.weight", "net.layer.fc.weight"])
-        ['conv1', 'layer.fc']
-    """
-    parts = [name.split(".") for name in names]
-    for end in (0, -1):
-        while len(names) > 1 and min(map(len, parts)) > 1 and len({part[end] for part in parts}) == 1:
-            for part in parts:
-                part.pop(end)
-    return [".".join(part) for part in parts]
 
 
 def clients_figure(scores: Mapping[int, float], name: str, round: int, rising: bool = True) -> Figure:
@@ -129,40 +121,29 @@ def clients_figure(scores: Mapping[int, float], name: str, round: int, rising: b
     values = [scores[client] for client in clients]
     worst = max(1, -(-len(values) // 10))
     mean, tenth = sum(values) / len(values), sum(values[:worst]) / worst
-    figure = Figure(figsize=(_WIDTH, 0.7 * _WIDTH), layout="constrained")
+    figure = Figure(figsize=(WIDTH, 0.7 * WIDTH), layout="constrained")
     axes = figure.add_subplot()
     size = 30 if len(clients) <= _MAX_NAMED else 10
-    axes.axhline(mean, color=_INK, linewidth=1, linestyle="--", label=f"mean {mean:.3f}")
-    axes.scatter(range(worst), values[:worst], size, _WARM, zorder=3, clip_on=False, label=f"worst tenth {tenth:.3f}")
-    axes.scatter(range(worst, len(values)), values[worst:], size, _INK, zorder=3, clip_on=False)
-    axes.legend(fontsize=_SMALL, frameon=False, loc="lower right" if rising else "upper right")
+    axes.axhline(mean, color=INK, linewidth=1, linestyle="--", label=f"mean {mean:.3f}")
+    axes.scatter(range(worst), values[:worst], size, WARM, zorder=3, clip_on=False, label=f"worst tenth {tenth:.3f}")
+    axes.scatter(range(worst, len(values)), values[worst:], size, INK, zorder=3, clip_on=False)
+    axes.legend(fontsize=SMALL, frameon=False, loc="lower right" if rising else "upper right")
     if rising and max(values) <= 1:
         axes.set_ylim(top=min(axes.get_ylim()[1], 1.01))
-    axes.tick_params(labelsize=_SMALL)
+    axes.tick_params(labelsize=SMALL)
     if len(clients) <= _MAX_NAMED:
-        axes.set_xticks(range(len(clients)), [str(client) for client in clients], fontsize=_TINY)
-        axes.set_xlabel("client, worst first", fontsize=_SMALL)
+        axes.set_xticks(range(len(clients)), [str(client) for client in clients], fontsize=TINY)
+        axes.set_xlabel("client, worst first", fontsize=SMALL)
     else:
-        axes.set_xlabel(f"{len(clients)} clients, worst first", fontsize=_SMALL)
-    _plain_axes(axes, "y")
-    _title(axes, f"{name} of the clients, round {round}")
+        axes.set_xlabel(f"{len(clients)} clients, worst first", fontsize=SMALL)
+    plain_axes(axes, "y")
+    set_title(axes, f"{name} of the clients, round {round}")
     return figure
-
-
-def _title(axes: Axes, text: str) -> None:
-    axes.set_title(text, fontsize=_SMALL + 1, loc="left")
-
-
-def _plain_axes(axes: Axes, grid: str) -> None:
-    """Draw thin grid lines behind the data for one axis, and no frame."""
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(axis=grid, color=_GRID, linewidth=0.6)  # type: ignore[arg-type]
-    axes.set_axisbelow(True)
 
 
 def pixels(figure: Figure) -> Tensor:
     """Render a figure as an image, uint8 of shape (3, height, width)."""
     canvas = FigureCanvasAgg(figure)
-    figure.set_dpi(_DPI)
+    figure.set_dpi(DPI)
     canvas.draw()
     return torch.from_numpy(np.asarray(canvas.buffer_rgba())[..., :3].copy()).permute(2, 0, 1)
