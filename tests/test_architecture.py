@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ast
+import re
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -132,6 +134,37 @@ def subpackage_violations(root: Path) -> list[str]:
     return found
 
 
+def borrowed_names(root: Path, folders: Sequence[Path]) -> list[str]:
+    """Imports of a name that the named file does not define itself, or, outside of tests, of a private one.
+
+    What the `__init__.py` of a package exports may be imported from there.
+    """
+    found = []
+    for path in sorted(path for folder in folders for path in folder.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.ImportFrom) or node.level or not node.module:
+                continue
+            source = root.parent.joinpath(*node.module.split(".")).with_suffix(".py")
+            if source.is_relative_to(root) and source.is_file():
+                names = {each.name for each in node.names}
+                private = {name for name in names if re.match("_[^_]", name)} if "tests" not in path.parts else set()
+                found += [f"{path.name}: `{node.module}.{name}`" for name in names - defined(source) | private]
+    return found
+
+
+@cache
+def defined(path: Path) -> set[str]:
+    """Names that a file defines at its top level, and does not import."""
+    tree = ast.parse(path.read_text())
+    names = {node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    for node in tree.body:
+        targets = (
+            node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+        )
+        names |= {each.id for target in targets for each in ast.walk(target) if isinstance(each, ast.Name)}
+    return names
+
+
 def circles(root: Path) -> list[str]:
     """Files that import each other, directly or through others; imports for type checkers count."""
     files = {".".join([root.name, *path.relative_to(root).with_suffix("").parts]): path for path in root.rglob("*.py")}
@@ -201,6 +234,18 @@ def test_imports_only_point_left():
 
 def test_subpackages_of_the_engine_keep_their_order():
     assert subpackage_violations(PACKAGE) == []
+
+
+def test_names_are_imported_from_where_they_are_defined():
+    folders = [PACKAGE, REPOSITORY / "tests", REPOSITORY / "integrations", REPOSITORY / "benchmarks"]
+    assert borrowed_names(PACKAGE, folders) == []
+
+
+@pytest.mark.parametrize("name", ["pack_plain", "_as_mismatch"])
+def test_a_planted_borrowed_name_is_caught(tmp_path: Path, name: str):
+    root = planted(tmp_path, "federated/storage/records.py", "from a import pack_plain\ndef _as_mismatch(): ...")
+    planted(tmp_path, "federated/export.py", f"from {root.name}.federated.storage.records import {name}")
+    assert len(borrowed_names(root, [root])) == 1
 
 
 def test_no_files_import_each_other():

@@ -8,7 +8,8 @@ from dataclasses import replace
 import torch
 
 from lightning_sparsefl.errors import InvalidOption, require
-from lightning_sparsefl.federated.client import Client, Split
+from lightning_sparsefl.federated.client import Client
+from lightning_sparsefl.federated.exchange.orders import Split
 from lightning_sparsefl.federated.fleet import Fleet
 from lightning_sparsefl.report.measures.direction import higher_is_better
 from lightning_sparsefl.sparse.density import listed

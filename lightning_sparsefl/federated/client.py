@@ -15,8 +15,6 @@ from lightning_sparsefl.seeds import derive_seed, generator
 from lightning_sparsefl.sparse.units import UnitGroup
 from lightning_sparsefl.types import FitResult, Masks, Shared, Weights
 
-__all__ = ["Client", "LocalWorker", "Split"]
-
 
 class LocalWorker(Protocol):
     """Does the local work of clients: the only way from an algorithm to the local engines."""

@@ -12,7 +12,8 @@ import torch.distributed as dist
 
 from lightning_sparsefl import FedAvg, algorithms
 from lightning_sparsefl.errors import RanksDisagree
-from lightning_sparsefl.federated.distributed.rank_consistency import check_ranks_agree, checksum
+from lightning_sparsefl.federated.distributed.rank_consistency import check_ranks_agree
+from lightning_sparsefl.federated.exchange.hashing import checksum
 from lightning_sparsefl.federated.rounds.cohort import RankCohort
 from lightning_sparsefl.types import ServerState
 

@@ -55,8 +55,6 @@ from lightning_sparsefl.federated.local.isolation import isolate_metrics, restor
 from lightning_sparsefl.federated.local.lightning_trainer import LightningEngine
 from lightning_sparsefl.federated.local.local_options import LocalOptions
 
-__all__ = ["FastEngine", "LocalOptions", "isolate_metrics", "local_engine", "unsupported_reason"]
-
 _messages = WarningCache()
 _STAGES = {"validate": RunningStage.VALIDATING, "test": RunningStage.TESTING}
 

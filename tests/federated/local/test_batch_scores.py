@@ -13,10 +13,11 @@ from torchmetrics import CatMetric, MaxMetric, MeanMetric, Metric, MetricCollect
 from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC
 
 from lightning_sparsefl.data.examples import Examples
-from lightning_sparsefl.federated.local.engines import FastEngine, LocalOptions
+from lightning_sparsefl.federated.local.engines import FastEngine
 from lightning_sparsefl.federated.local.fast.batch_scores import join_scores
 from lightning_sparsefl.federated.local.fast.divisible import Indivisible
 from lightning_sparsefl.federated.local.lightning_trainer import LightningEngine
+from lightning_sparsefl.federated.local.local_options import LocalOptions
 from lightning_sparsefl.models import MLP
 
 SAMPLES, CLASSES = 103, 4

@@ -24,15 +24,12 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from lightning_sparsefl.callbacks import ProximalTerm
 from lightning_sparsefl.errors import InvalidOption
-from lightning_sparsefl.federated.local.engines import (
-    FastEngine,
-    LocalOptions,
-    isolate_metrics,
-    local_engine,
-    unsupported_reason,
-)
+from lightning_sparsefl.federated.local.engines import FastEngine, local_engine
+from lightning_sparsefl.federated.local.fast.support import unsupported_reason
 from lightning_sparsefl.federated.local.fast.trainer import FastTrainer
+from lightning_sparsefl.federated.local.isolation import isolate_metrics
 from lightning_sparsefl.federated.local.lightning_trainer import LightningEngine
+from lightning_sparsefl.federated.local.local_options import LocalOptions
 
 LEAFSPEC = pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning")
 ENGINES = pytest.mark.parametrize("engine", [FastEngine, LightningEngine])

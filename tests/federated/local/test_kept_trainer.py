@@ -8,7 +8,8 @@ from lightning.fabric import Fabric
 from torch.utils.data import DataLoader, TensorDataset
 
 from helpers.networks import Classifier
-from lightning_sparsefl.federated.local.engines import FastEngine, LocalOptions
+from lightning_sparsefl.federated.local.engines import FastEngine
+from lightning_sparsefl.federated.local.local_options import LocalOptions
 
 
 class Seen(Classifier):

@@ -12,7 +12,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from lightning_sparsefl.data import FederatedBlobs
-from lightning_sparsefl.federated.local.engines import FastEngine, LocalOptions
+from lightning_sparsefl.federated.local.engines import FastEngine
+from lightning_sparsefl.federated.local.local_options import LocalOptions
 from lightning_sparsefl.federated.local.stacked import trial as trial_module
 from lightning_sparsefl.federated.local.stacked.rules import LayerRules
 from lightning_sparsefl.federated.local.stacked.step_trial import ALONE, StepTrial, in_double
