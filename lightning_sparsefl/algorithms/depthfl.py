@@ -33,7 +33,7 @@ from lightning.pytorch import Callback, LightningModule
 
 from lightning_sparsefl.callbacks import GradientOffset, ProximalTerm
 from lightning_sparsefl.callbacks.exits import EarlyExits, require_exits
-from lightning_sparsefl.cost import narrow_biases
+from lightning_sparsefl.cost import narrow_facts
 from lightning_sparsefl.errors import check_types, is_whole, require
 from lightning_sparsefl.federated.algorithm import FederatedAlgorithm
 from lightning_sparsefl.federated.client import Client
@@ -163,7 +163,7 @@ class DepthFL(FederatedAlgorithm):
 
     def costs(self, facts: CostFacts) -> Costs:
         """Return the costs of the client's blocks and exits, including those of their biases."""
-        return super().costs(replace(facts, layers=narrow_biases(facts.layers, facts.message.masks)))
+        return super().costs(narrow_facts(facts))
 
 
 def _own_exits(weights: Weights, message: Message) -> Weights:

@@ -21,12 +21,12 @@ Departures from the paper:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 from lightning.pytorch import LightningModule
 
-from lightning_sparsefl.cost import narrow_biases
+from lightning_sparsefl.cost import narrow_facts
 from lightning_sparsefl.errors import check_types, require
 from lightning_sparsefl.federated.aggregation.reducers import PlainMean, Reducer
 from lightning_sparsefl.federated.algorithm import FederatedAlgorithm
@@ -110,4 +110,4 @@ class FD(FederatedAlgorithm):
 
     def costs(self, facts: CostFacts) -> Costs:
         """Return the costs of the narrow network, including those of its biases."""
-        return super().costs(replace(facts, layers=narrow_biases(facts.layers, facts.message.masks)))
+        return super().costs(narrow_facts(facts))

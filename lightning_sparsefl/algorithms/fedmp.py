@@ -31,7 +31,7 @@ from typing import Literal
 import torch
 from lightning.pytorch import LightningModule
 
-from lightning_sparsefl.cost import Devices, eucb, narrow_biases
+from lightning_sparsefl.cost import Devices, eucb, narrow_facts
 from lightning_sparsefl.errors import InvalidOption, check_types, require
 from lightning_sparsefl.federated.aggregation.reducers import PlainMean, Reducer
 from lightning_sparsefl.federated.algorithm import FederatedAlgorithm
@@ -162,7 +162,7 @@ class FedMP(FederatedAlgorithm):
 
     def costs(self, facts: CostFacts) -> Costs:
         """Return the costs of the narrow network, including those of its biases."""
-        return super().costs(replace(facts, layers=narrow_biases(facts.layers, facts.message.masks)))
+        return super().costs(narrow_facts(facts))
 
 
 def _mean(values: list[float]) -> torch.Tensor:

@@ -29,7 +29,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule
 
 from lightning_sparsefl.callbacks import OrderedDropout
-from lightning_sparsefl.cost import narrow_biases
+from lightning_sparsefl.cost import narrow_facts
 from lightning_sparsefl.errors import check_types, require
 from lightning_sparsefl.federated.algorithm import FederatedAlgorithm
 from lightning_sparsefl.federated.client import Client
@@ -125,4 +125,4 @@ class FjORD(FederatedAlgorithm):
         units = facts.model.units
         masks = unit_masks(units, prefix_units(units, rate), facts.message.weights) if rate < 1 else {}
         narrow = replace(facts.message, masks=masks)
-        return super().costs(replace(facts, message=narrow, layers=narrow_biases(facts.layers, masks)))
+        return super().costs(narrow_facts(replace(facts, message=narrow)))

@@ -22,12 +22,12 @@ Departures from the authors' code:
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from lightning.pytorch import Callback, LightningModule
 
 from lightning_sparsefl.callbacks.width import LabelMask, OutputScaler, votes_on_own_classes
-from lightning_sparsefl.cost import narrow_biases
+from lightning_sparsefl.cost import narrow_facts
 from lightning_sparsefl.errors import check_types, require
 from lightning_sparsefl.federated.algorithm import FederatedAlgorithm
 from lightning_sparsefl.federated.client import Client
@@ -159,4 +159,4 @@ class HeteroFL(FederatedAlgorithm):
 
     def costs(self, facts: CostFacts) -> Costs:
         """Return the costs of the narrow network, including those of its biases."""
-        return super().costs(replace(facts, layers=narrow_biases(facts.layers, facts.message.masks)))
+        return super().costs(narrow_facts(facts))

@@ -38,7 +38,7 @@ from lightning.pytorch import Callback
 from lightning_sparsefl.callbacks import GroupPenalty
 from lightning_sparsefl.callbacks.first_loss import FirstLoss
 from lightning_sparsefl.callbacks.layers import exactly
-from lightning_sparsefl.cost import BYTES_PER_WEIGHT, forward_flops, narrow_biases
+from lightning_sparsefl.cost import BYTES_PER_WEIGHT, forward_flops, narrow_facts
 from lightning_sparsefl.errors import InvalidOption, check_types, require
 from lightning_sparsefl.federated.algorithm import FederatedAlgorithm
 from lightning_sparsefl.federated.client import Client
@@ -210,7 +210,7 @@ class PruneTrain(FederatedAlgorithm):
     def costs(self, facts: CostFacts) -> Costs:
         """Return the costs of the live units, or of dense training between pruned messages."""
         if self.groups == "units":
-            return super().costs(replace(facts, layers=narrow_biases(facts.layers, facts.message.masks)))
+            return super().costs(narrow_facts(facts))
         size = sum(w.numel() for n, w in facts.message.weights.items() if n not in facts.buffers)
         pool = sum(mask.numel() for mask in facts.message.masks.values())
         now, last = facts.view.round, facts.view.max_rounds

@@ -38,7 +38,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
-from lightning_sparsefl.cost import narrow_biases
+from lightning_sparsefl.cost import narrow_facts
 from lightning_sparsefl.errors import InvalidOption, check_types, require
 from lightning_sparsefl.federated.algorithm import FederatedAlgorithm
 from lightning_sparsefl.federated.client import Client
@@ -196,7 +196,7 @@ class SplitMix(FederatedAlgorithm):
 
     def costs(self, facts: CostFacts) -> Costs:
         """Return the sum of the costs of the client's networks."""
-        return super().costs(replace(facts, layers=narrow_biases(facts.layers, facts.message.masks)))
+        return super().costs(narrow_facts(facts))
 
 
 def scaled(weights: Weights, factors: dict[str, float]) -> Weights:

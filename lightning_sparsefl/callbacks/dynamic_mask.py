@@ -29,7 +29,7 @@ from lightning_sparsefl.callbacks.options import (
     rescale_first_weights,
     rescales,
 )
-from lightning_sparsefl.errors import InvalidOption
+from lightning_sparsefl.callbacks.step_guard import refuse_lbfgs
 from lightning_sparsefl.seeds import generator
 from lightning_sparsefl.sparse import scores
 from lightning_sparsefl.sparse.density import ceil_count
@@ -122,11 +122,8 @@ class DynamicMask(MaskingCallback):
     def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
         """Plan the moves."""
         super().on_train_start(trainer, pl_module)
-        if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in trainer.optimizers):
-            raise InvalidOption(
-                "`DynamicMask` does not support LBFGS, whose step evaluates the loss several times with one history of "
-                "gradients, which a mask that moves makes wrong; expected an optimizer such as SGD or Adam."
-            )
+        why = "whose step uses one history of gradients for several evaluations of the loss, wrong after a move"
+        refuse_lbfgs(self, trainer.optimizers, why)
         self._clock.start(trainer, "DynamicMask", self.resumed)
         if not self.resumed:
             self._due = []

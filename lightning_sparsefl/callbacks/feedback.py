@@ -15,7 +15,8 @@ from torch import Tensor
 from lightning_sparsefl.callbacks.layers import stepped_by
 from lightning_sparsefl.callbacks.mask_owner import renamed
 from lightning_sparsefl.callbacks.masking import MaskingCallback
-from lightning_sparsefl.errors import IncompatibleMasks, InvalidOption
+from lightning_sparsefl.callbacks.step_guard import refuse_lbfgs
+from lightning_sparsefl.errors import IncompatibleMasks
 from lightning_sparsefl.types import Masks, Weights
 
 
@@ -64,11 +65,7 @@ class ErrorFeedback(MaskingCallback):
 
     def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
         """Refuse LBFGS, and guard the steps of all other optimizers."""
-        if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in trainer.optimizers):
-            raise InvalidOption(
-                f"`{type(self).__name__}` does not support LBFGS, which evaluates the loss in the middle of its step; "
-                "expected an optimizer that does so before, such as SGD or Adam."
-            )
+        refuse_lbfgs(self, trainer.optimizers, "which evaluates the loss in the middle of its step")
         self._guard(trainer)
 
     def mask_weights(self, names: Collection[str] | None = None) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from lightning_sparsefl.callbacks.layers import choose, pattern_list, plain_name, require_dense_gradients, stepped_by
 from lightning_sparsefl.callbacks.mask_owner import MaskOwner, renamed
 from lightning_sparsefl.callbacks.numbered import NumberedCallback
-from lightning_sparsefl.callbacks.step_guard import StepGuard
+from lightning_sparsefl.callbacks.step_guard import StepGuard, refuse_lbfgs
 from lightning_sparsefl.errors import IncompatibleMasks, InvalidOption
 from lightning_sparsefl.types import Weights
 
@@ -212,11 +212,7 @@ class Reparameterized(NumberedCallback):
 
     def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
         """Refuse LBFGS, and guard the steps of all other optimizers."""
-        if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in trainer.optimizers):
-            raise InvalidOption(
-                f"`{type(self).__name__}` does not support LBFGS, which evaluates the loss in the middle of its step; "
-                "expected an optimizer that does so before, such as SGD or Adam."
-            )
+        refuse_lbfgs(self, trainer.optimizers, "which evaluates the loss in the middle of its step")
         self._guards = [StepGuard(optimizer, self) for optimizer in trainer.optimizers]
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: LightningModule, optimizer: Any) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 from lightning_sparsefl.callbacks.mask_owner import of_parameters
 from lightning_sparsefl.callbacks.numbered import NumberedCallback
 from lightning_sparsefl.callbacks.ordered_dropout import OrderedDropout
+from lightning_sparsefl.callbacks.step_guard import refuse_lbfgs
 from lightning_sparsefl.callbacks.trial import trial, trial_loss
 from lightning_sparsefl.errors import InvalidOption
 from lightning_sparsefl.types import Weights
@@ -132,11 +133,7 @@ class SecondPoint(NumberedCallback):
 
     def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
         """Refuse LBFGS, which evaluates the loss several times within a step."""
-        if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in trainer.optimizers):
-            raise InvalidOption(
-                f"`{type(self).__name__}` does not support LBFGS, which evaluates the loss several times within a "
-                "step; expected another optimizer, such as SGD."
-            )
+        refuse_lbfgs(self, trainer.optimizers, "which evaluates the loss several times within a step")
 
     def copied(self, module: LightningModule, personal: Weights) -> dict[str, Tensor]:
         """Return copies of weights on the module's device; parameters that are missing are copied from the module.

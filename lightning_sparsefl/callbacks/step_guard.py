@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import MethodType
 from typing import Any, Protocol, runtime_checkable
+
+from torch.optim import LBFGS
+
+from lightning_sparsefl.errors import InvalidOption
 
 
 @runtime_checkable
@@ -20,6 +24,24 @@ class StepListener(Protocol):
 
     def after_step(self, optimizer: Any) -> None:
         """Act after the step."""
+
+
+def refuse_lbfgs(owner: object, optimizers: Iterable[Any], why: str) -> None:
+    """Raise :class:`InvalidOption` if one of the optimizers is LBFGS.
+
+    Args:
+        owner: Callback that does not support it.
+        optimizers: Optimizers of the trainer.
+        why: Reason, as a relative clause about LBFGS.
+
+    Example:
+        >>> import torch
+        >>> refuse_lbfgs("a callback", [torch.optim.SGD([torch.ones(1)])], "which evaluates the loss in its step")
+    """
+    if any(isinstance(optimizer, LBFGS) for optimizer in optimizers):
+        raise InvalidOption(
+            f"`{type(owner).__name__}` does not support LBFGS, {why}; expected another optimizer, such as SGD or Adam."
+        )
 
 
 class StepGuard:

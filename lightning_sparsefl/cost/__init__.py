@@ -5,7 +5,7 @@ from lightning_sparsefl.cost.device import Devices
 from lightning_sparsefl.cost.flops import count_layers, forward_flops, training_flops
 from lightning_sparsefl.cost.latency import ModelCosts, measure
 from lightning_sparsefl.cost.ledger import Charge, Ledger
-from lightning_sparsefl.cost.partial_models import BYTES_PER_WEIGHT, narrow_biases, with_trained_upload
+from lightning_sparsefl.cost.partial_models import BYTES_PER_WEIGHT, narrow_biases, narrow_facts, with_trained_upload
 from lightning_sparsefl.cost.several_fits import PhaseFlops, phases
 
 __all__ = [
@@ -20,6 +20,7 @@ __all__ = [
     "forward_flops",
     "measure",
     "narrow_biases",
+    "narrow_facts",
     "phases",
     "training_flops",
     "with_trained_upload",

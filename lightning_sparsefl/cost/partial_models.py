@@ -42,6 +42,15 @@ def narrow_biases(layers: Sequence[LayerFlops], masks: Masks) -> list[LayerFlops
     ]
 
 
+def narrow_facts(facts: CostFacts) -> CostFacts:
+    """Return the facts of a client-round with the layers of its narrow network, that is :func:`narrow_biases`.
+
+    Args:
+        facts: Facts of the client-round, whose message has the masks of the narrow network.
+    """
+    return replace(facts, layers=narrow_biases(facts.layers, facts.message.masks))
+
+
 def _bias_of(weight: str) -> str:
     """Return the name of the bias beside a weight: ``fc.bias``, or ``lstm.bias_ih_l0``."""
     module, dot, name = weight.rpartition(".")
