@@ -46,12 +46,12 @@ Arm: TypeAlias = Mapping[str, Any]
 State: TypeAlias = Mapping[str, Any]
 """What the server stores about one client's bandit."""
 Explore: TypeAlias = Literal["untried", "bonus", "epsilon"]
-"""How arms without rewards are explored; see :class:`Options`."""
+"""How arms without rewards are explored; see :class:`PUCBVOptions`."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
-    """Constants of the bandit."""
+class PUCBVOptions:
+    """Constants of P-UCBV."""
 
     arms: int = 5
     """Number of equal intervals at the start (the paper's I_0)."""
@@ -72,11 +72,11 @@ class Options:
     program)."""
 
 
-def start(options: Options) -> dict[str, Any]:
+def start(options: PUCBVOptions) -> dict[str, Any]:
     """Return the state of a client's bandit before its first round.
 
     Example:
-        >>> [arm["high"] for arm in start(Options(arms=4))["arms"]]
+        >>> [arm["high"] for arm in start(PUCBVOptions(arms=4))["arms"]]
         [0.25, 0.5, 0.75, 1.0]
     """
     width = 1 - options.lowest
@@ -86,7 +86,7 @@ def start(options: Options) -> dict[str, Any]:
     return {"arms": arms, "selections": 0, "accuracy": None}
 
 
-def choose(state: State, rng: torch.Generator, options: Options) -> float:
+def choose(state: State, rng: torch.Generator, options: PUCBVOptions) -> float:
     """Draw the density of a client's next round from the arm with the highest score.
 
     Args:
@@ -98,7 +98,7 @@ def choose(state: State, rng: torch.Generator, options: Options) -> float:
         A density in (0, 1], not yet reduced to the client's capability.
 
     Example:
-        >>> 0 < choose(start(Options()), torch.Generator().manual_seed(0), Options()) <= 1
+        >>> 0 < choose(start(PUCBVOptions()), torch.Generator().manual_seed(0), PUCBVOptions()) <= 1
         True
     """
     arms = state["arms"]
@@ -117,7 +117,7 @@ def _uniform(rng: torch.Generator) -> float:
     return 1.0 - float(torch.rand((), dtype=torch.float64, generator=rng))
 
 
-def score(arm: Arm, state: State, options: Options) -> float:
+def score(arm: Arm, state: State, options: PUCBVOptions) -> float:
     """Return the upper confidence bound of an arm (eq. 17); infinite without rewards if ``explore="untried"``.
 
     ``mean + sqrt(rho (var + 2) log(max(xi psi eps, 1)) / (4 (pulls + 1)))`` with ``psi = xi / arms**2`` and
@@ -125,7 +125,7 @@ def score(arm: Arm, state: State, options: Options) -> float:
 
     Example:
         >>> state = {"arms": [{"low": 0.0, "high": 1.0, "pulls": 1, "mean": 0.5, "squares": 0.0}], "selections": 9}
-        >>> score(state["arms"][0], state, Options())
+        >>> score(state["arms"][0], state, PUCBVOptions())
         0.5
     """
     pulls: int = arm["pulls"]
@@ -147,7 +147,7 @@ def utility(accuracy: float) -> float:
 
 
 def learn(
-    state: State, density: float, accuracy: float, before: float, seconds: float, options: Options
+    state: State, density: float, accuracy: float, before: float, seconds: float, options: PUCBVOptions
 ) -> dict[str, Any]:
     """Return the state of a client's bandit after a round (Algorithm 2).
 

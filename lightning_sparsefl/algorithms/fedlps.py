@@ -273,8 +273,8 @@ class FedLPS(FederatedAlgorithm):
         drawn = pucbv.choose(state, generator(view.seed, view.round, view.id, "density"), options)
         return min(drawn, capacity)
 
-    def _bandit(self, server: ServerState) -> pucbv.Options:
-        return pucbv.Options(
+    def _bandit(self, server: ServerState) -> pucbv.PUCBVOptions:
+        return pucbv.PUCBVOptions(
             arms=self.arms,
             lowest=self.arms_from,
             rho=self.rho,

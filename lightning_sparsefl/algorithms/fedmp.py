@@ -80,8 +80,8 @@ class FedMP(FederatedAlgorithm):
         return self.ratio is None
 
     @property
-    def _bandit(self) -> eucb.Options:
-        return eucb.Options(discount=self.discount, width=self.width)
+    def _bandit(self) -> eucb.EUCBOptions:
+        return eucb.EUCBOptions(discount=self.discount, width=self.width)
 
     def adapt(self, module: LightningModule) -> None:
         """Remove the running statistics of batch norms; no parameter is renamed."""

@@ -21,8 +21,8 @@ State: TypeAlias = Mapping[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
-    """Constants of the bandit."""
+class EUCBOptions:
+    """Constants of E-UCB."""
 
     discount: float = 0.98
     """Factor by which a reward counts less after each later one (lambda), in (0, 1]."""
@@ -40,7 +40,7 @@ def start() -> dict[str, Any]:
     return {"edges": [0.0, 1.0], "pulls": []}
 
 
-def bounds(state: State, options: Options) -> list[float]:
+def bounds(state: State, options: EUCBOptions) -> list[float]:
     """Return the upper confidence bound of each leaf, infinite without rewards.
 
     ``mean + sqrt(2 ln(n) / N)``, where a reward of age a (0 = the last one) has the weight ``discount^a``, N is the sum
@@ -52,7 +52,7 @@ def bounds(state: State, options: Options) -> list[float]:
 
     Example:
         >>> state = {"edges": [0.0, 0.5, 1.0], "pulls": [[0.2, 1.0], [0.7, 3.0]]}
-        >>> [round(bound, 4) for bound in bounds(state, Options(discount=0.5))]
+        >>> [round(bound, 4) for bound in bounds(state, EUCBOptions(discount=0.5))]
         [2.2735, 3.9005]
     """
     weights = [options.discount**age for age in reversed(range(len(state["pulls"])))]
@@ -76,7 +76,7 @@ def _within(state: State, leaf: tuple[float, float], weights: list[float]) -> It
             yield weight, reward
 
 
-def choose(state: State, rng: torch.Generator, options: Options) -> float:
+def choose(state: State, rng: torch.Generator, options: EUCBOptions) -> float:
     """Draw a value in [0, 1), uniformly in the leaf with the best bound; of equal ones, in the lowest.
 
     Args:
@@ -86,7 +86,7 @@ def choose(state: State, rng: torch.Generator, options: Options) -> float:
 
     Example:
         >>> state = {"edges": [0.0, 0.5, 1.0], "pulls": [[0.2, 1.0], [0.7, 3.0]]}
-        >>> 0.5 <= choose(state, torch.Generator().manual_seed(0), Options()) < 1
+        >>> 0.5 <= choose(state, torch.Generator().manual_seed(0), EUCBOptions()) < 1
         True
     """
     scores = bounds(state, options)
@@ -95,7 +95,7 @@ def choose(state: State, rng: torch.Generator, options: Options) -> float:
     return float(min(low + share * (high - low), math.nextafter(high, low)))
 
 
-def learn(state: State, value: float, reward: float, options: Options) -> dict[str, Any]:
+def learn(state: State, value: float, reward: float, options: EUCBOptions) -> dict[str, Any]:
     """Return the bandit after a reward, with the leaf of the value split there if it is wide enough.
 
     Pulls whose weight has become zero in float64 are left out, which changes no bound.
@@ -107,7 +107,7 @@ def learn(state: State, value: float, reward: float, options: Options) -> dict[s
         options: Constants of the bandit.
 
     Example:
-        >>> learn(start(), 0.25, 1.0, Options())
+        >>> learn(start(), 0.25, 1.0, EUCBOptions())
         {'edges': [0.0, 0.25, 1.0], 'pulls': [[0.25, 1.0]]}
     """
     edges = list(state["edges"])

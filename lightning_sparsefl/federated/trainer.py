@@ -99,8 +99,6 @@ class FederatedTrainer:  # long because LightningCLI reads every option from its
         trainer.fit(module, datamodule)
     """
 
-    # Above 250 lines, since it is the public entry point: most of them are arguments and their documentation.
-
     def __init__(  # above 60 lines for its arguments, which it only sorts into options
         self,
         *,
@@ -240,8 +238,8 @@ class FederatedTrainer:  # long because LightningCLI reads every option from its
             datamodule: Data of the clients.
             ckpt_path: Checkpoint or run folder to resume from, or ``last`` for the newest run of this algorithm: from
                 its last readable checkpoint, or from the start if it has none. A run that has ended, by `max_rounds` or
-                by a callback that is still there, is not trained further. ``auto`` starts
-                a new run where ``last`` finds nothing, for launchers that repeat a command. Default: a new run.
+                by a callback that is still there, is not trained further. ``auto`` starts a new run where ``last``
+                finds nothing, for launchers that repeat a command. Default: a new run.
 
         Returns:
             The final scores, totals and counts: all numbers of `summary.json`, without its texts.

@@ -63,7 +63,7 @@ def test_a_ratio_earns_the_fall_of_the_loss_over_the_distance_in_time(view):
         assert state["edges"] == [0.0, method.pruned(person), 1.0]
         again = view(client, round=2, shared={"bandit": state})
         other = method.observe(second, again, {"train_loss": 0.0, "seconds": 5.0})["bandit"]
-        assert other == eucb.learn(state, method.pruned(again), 0.5 / 3, eucb.Options())
+        assert other == eucb.learn(state, method.pruned(again), 0.5 / 3, eucb.EUCBOptions())
 
 
 def test_a_loss_that_is_not_a_number_earns_nothing(view):

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from lightning_sparsefl.cost import eucb
-from lightning_sparsefl.cost.eucb import Options
+from lightning_sparsefl.cost.eucb import EUCBOptions
 
 TESTS = Path(__file__).parents[1]
 
@@ -34,7 +34,7 @@ def rng(seed=0):
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize(("discount", "width"), [(0.98, 0.02), (0.5, 0.3), (1.0, 0.1)])
 def test_a_run_agrees_with_the_twin(slow, seed, discount, width):
-    options, draw = Options(discount=discount, width=width), rng(seed)
+    options, draw = EUCBOptions(discount=discount, width=width), rng(seed)
     state, twin = eucb.start(), slow.Bandit(discount, width)
     for t in range(60):
         chosen = eucb.choose(state, rng(100 * seed + t), options)
@@ -52,7 +52,7 @@ def test_a_run_agrees_with_the_twin(slow, seed, discount, width):
 def test_a_bound_by_hand():
     """Weights .25, .5 and 1: N = 1.25 and .5, n = 1.75."""
     state = {"edges": [0.0, 0.5, 1.0], "pulls": [[0.1, 2.0], [0.7, 4.0], [0.3, 1.0]]}
-    low, high = eucb.bounds(state, Options(discount=0.5))
+    low, high = eucb.bounds(state, EUCBOptions(discount=0.5))
     assert low == pytest.approx((0.25 * 2 + 1) / 1.25 + math.sqrt(2 * math.log(1.75) / 1.25))
     assert high == pytest.approx(4 + math.sqrt(2 * math.log(1.75) / 0.5))
 
@@ -71,7 +71,7 @@ def test_pulls_without_a_weight_are_left_out_and_change_no_bound():
 
 
 def test_leaves_are_split_down_to_a_width():
-    options, state = Options(width=0.2), eucb.start()
+    options, state = EUCBOptions(width=0.2), eucb.start()
     for t in range(80):
         state = eucb.learn(state, eucb.choose(state, rng(t), options), 0.0, options)
     widths = [high - low for low, high in zip(state["edges"], state["edges"][1:], strict=False)]
@@ -85,7 +85,7 @@ def test_leaves_are_split_down_to_a_width():
 
 def test_the_best_value_is_found_and_found_again_when_it_moves():
     """Rewards fall with the distance from .3, later from .8."""
-    options, state = Options(discount=0.98, width=0.1), eucb.start()
+    options, state = EUCBOptions(discount=0.98, width=0.1), eucb.start()
     late = {}
     for best in (0.3, 0.8):
         for t in range(300):
@@ -98,5 +98,5 @@ def test_the_best_value_is_found_and_found_again_when_it_moves():
 
 def test_a_leaf_without_rewards_comes_first():
     state = {"edges": [0.0, 0.5, 1.0], "pulls": [[0.1, 1e9]]}
-    assert eucb.bounds(state, Options())[1] == math.inf
-    assert all(eucb.choose(state, rng(seed), Options()) >= 0.5 for seed in range(9))
+    assert eucb.bounds(state, EUCBOptions())[1] == math.inf
+    assert all(eucb.choose(state, rng(seed), EUCBOptions()) >= 0.5 for seed in range(9))
