@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from lightning_sparsefl.errors import InvalidOption, check_types
+from lightning_sparsefl.errors import check_types, require
 from lightning_sparsefl.seeds import generator
 from lightning_sparsefl.types import ClientView
 
@@ -40,13 +40,11 @@ class Devices:
 
     def __post_init__(self) -> None:
         check_types(self, "Devices.")
-        if not self.levels or any(not 0 < level <= 1 for level in self.levels):
-            raise InvalidOption(f"`Devices(levels={self.levels})`: expected one or more capacities in (0, 1].")
+        fits = bool(self.levels) and all(0 < level <= 1 for level in self.levels)
+        require(fits, "Devices.levels", self.levels, "one or more capacities in (0, 1]")
         for name in ("flops_per_second", "bytes_per_second"):
-            if not getattr(self, name) > 0:
-                raise InvalidOption(f"`Devices({name}={getattr(self, name)})`: expected a number above 0.")
-        if not self.alpha >= 0:
-            raise InvalidOption(f"`Devices(alpha={self.alpha})`: expected a number >= 0.")
+            require(getattr(self, name) > 0, f"Devices.{name}", getattr(self, name), "a number above 0")
+        require(self.alpha >= 0, "Devices.alpha", self.alpha, "a number >= 0")
 
     def capacity(self, view: ClientView) -> float:
         """Return a client's capacity in a round, in (0, 1].

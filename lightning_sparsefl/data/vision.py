@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_sparsefl.data.federated import FederatedDataModule
-from lightning_sparsefl.errors import DataNotFound, InvalidOption
+from lightning_sparsefl.errors import DataNotFound, require
 
 Normalization: TypeAlias = Literal["dataset", "half", "unit"]
 """How images are scaled: to the mean 0 and standard deviation 1 of the data set, to [-1, 1], or to [0, 1]."""
@@ -45,11 +45,8 @@ class FromTorchvision(FederatedDataModule):
         **options: Any,
     ) -> None:
         super().__init__(**options)
-        if normalization not in get_args(Normalization):
-            raise InvalidOption(
-                f"`normalization={normalization}`: expected one of {', '.join(get_args(Normalization))}; change "
-                "`data.normalization`."
-            )
+        known = get_args(Normalization)
+        require(normalization in known, "data.normalization", normalization, f"one of {', '.join(known)}")
         self.root, self.download = root, download
         if normalization != "dataset":
             mean, std = (0.5, 0.5) if normalization == "half" else (0.0, 1.0)

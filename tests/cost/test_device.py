@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 
 import pytest
@@ -42,5 +43,6 @@ def test_seconds_by_hand():
     ],
 )
 def test_bad_options_are_named(options):
-    with pytest.raises(InvalidOption, match=next(iter(options))):
+    ((name, value),) = options.items()
+    with pytest.raises(InvalidOption, match=rf"`Devices\.{name}` is {re.escape(repr(value))}; expected"):
         Devices(**options)

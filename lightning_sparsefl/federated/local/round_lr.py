@@ -8,7 +8,7 @@ from typing import Any
 
 from lightning.pytorch import Callback
 
-from lightning_sparsefl.errors import InvalidOption, check_types, is_number, require
+from lightning_sparsefl.errors import check_types, is_number, require
 from lightning_sparsefl.sparse.density import ceil_count
 
 
@@ -39,8 +39,7 @@ class ExponentialRoundLR(RoundLR):
 
     def __post_init__(self) -> None:
         check_types(self, "trainer.round_lr.")
-        if not 0 < self.gamma <= 1:
-            raise InvalidOption(f"`ExponentialRoundLR(gamma={self.gamma})`: expected a number in (0, 1].")
+        require(0 < self.gamma <= 1, "trainer.round_lr.gamma", self.gamma, "a number in (0, 1]")
 
     def factor(self, round: int, max_rounds: int) -> float:
         """See :class:`RoundLR`."""

@@ -43,7 +43,7 @@ def test_factors():
 
 
 def test_a_factor_that_grows_is_refused():
-    with pytest.raises(InvalidOption, match=r"gamma=1\.5"):
+    with pytest.raises(InvalidOption, match=r"`trainer\.round_lr\.gamma` is 1\.5; expected a number in \(0, 1\]"):
         ExponentialRoundLR(gamma=1.5)
 
 
