@@ -18,6 +18,7 @@ from lightning_sparsefl.cli.help import BASES, KINDS
 from lightning_sparsefl.cli.problem import Problem
 from lightning_sparsefl.cli.suggestions import did_you_mean, import_path, no_subcommand, unknown_subcommand
 from lightning_sparsefl.errors import nearest
+from lightning_sparsefl.report.reading.options import class_name
 
 _PARSER_DETAILS = re.compile(
     r"Does not validate|Subtypes:|Errors:|Expected a <class 'NoneType'>|Given value|Expected a path but"
@@ -86,7 +87,7 @@ def where_listed(message: str, program: str) -> str:
     """
     problem = Problem(message, ())
     classes = {
-        k: _short_class_name(path)
+        k: class_name(path)
         for k, path in problem.classes.items()
         if path.rpartition(".")[2] not in BASES and callable(import_path(path))
     }
@@ -96,11 +97,6 @@ def where_listed(message: str, program: str) -> str:
     if problem.key in _OF_CONFIGS:
         return f"`{program} --{problem.key}.help` lists the classes."
     return f"`{program} --help` lists the {'options' if ' ' in program else 'subcommands'}."
-
-
-def _short_class_name(path: str) -> str:
-    """Return the name by which a class can be given: without its package for a class of this one."""
-    return path.rpartition(".")[2] if path.startswith("lightning_sparsefl.") else path
 
 
 def _condensed(message: str) -> str:
@@ -320,7 +316,7 @@ def _not_created(problem: Problem, match: re.Match[str]) -> str:
     failed = NotCreated.PATTERN.fullmatch(reason)
     if failed is not None:
         reason = failed[2] if failed[1] == match[1] else f"{failed[1]}: {failed[2]}"
-    text = f"{_short_class_name(match[1])}{' cannot' if group is None else ', which cannot'} be created ({reason})"
+    text = f"{class_name(match[1])}{' cannot' if group is None else ', which cannot'} be created ({reason})"
     text = text if group is None else f"`{group}` is {text}"
     sources = [f"`{group}.{name}.{option}`" for name, option in _sources(problem.value)]
     missing = re.search(r"not found|no such file|not exist|download", reason, re.IGNORECASE)

@@ -34,6 +34,7 @@ from lightning.pytorch.core.saving import save_hparams_to_yaml
 
 from lightning_sparsefl.errors import InvalidOption
 from lightning_sparsefl.federated.storage.atomic_files import remove_leftovers, write_text_atomically
+from lightning_sparsefl.report.reading.runs import read_summary
 
 
 class Table:
@@ -181,12 +182,7 @@ class RunFolder:
 
     def read_summary(self) -> dict[str, Any]:
         """Return the content of `summary.json`, with NaN for null; an empty dict if the file is missing or damaged."""
-        try:
-            content = json.loads((self.path / "summary.json").read_text(encoding="utf-8"))
-        except (FileNotFoundError, ValueError):
-            return {}
-        if not isinstance(content, dict):
-            return {}
+        content = read_summary(self.path / "summary.json")
         return {name: math.nan if value is None else value for name, value in content.items()}
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:

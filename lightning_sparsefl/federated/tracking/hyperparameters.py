@@ -12,15 +12,10 @@ from typing import Any
 from lightning.pytorch import Callback
 
 from lightning_sparsefl.federated.rounds.run_options import RunOptions
+from lightning_sparsefl.report.reading.options import WITHOUT_EFFECT
 
-_SILENT = {
-    "federation": (
-        *("local_engine", "placement", "wire", "checkpoint_every_n_rounds", "pictures_every_n_rounds", "record_steps"),
-        "workers_per_device",
-    ),
-    "trainer": ("max_steps", "log_every_n_steps", "default_root_dir"),
-}
-"""Options that do not change results, or are derived from others."""
+_DERIVED = ("max_steps", "log_every_n_steps")
+"""Fields of the local options that are no options of a run."""
 _DATA = ("num_clients", "partition", "batch_size", "feature_shift")
 """Options of the data that are included."""
 _LONGEST = 80
@@ -43,7 +38,7 @@ def hyperparameters(options: RunOptions, data: Any, module: Any) -> dict[str, An
     parts: dict[str, Mapping[str, Any]] = {
         "federation": {
             "clients_per_round": federation.clients_per_round,
-            **_changed(federation, _SILENT["federation"]),
+            **_changed(federation, WITHOUT_EFFECT["federation"]),
         },
         "trainer": {
             "max_rounds": options.max_rounds,
@@ -52,7 +47,7 @@ def hyperparameters(options: RunOptions, data: Any, module: Any) -> dict[str, An
             "round_lr": options.round_lr,
             "client_callbacks": ", ".join(type(callback).__name__ for callback in options.client_callbacks) or None,
             **_options_of_all(options.client_callbacks),
-            **_changed(local, _SILENT["trainer"]),
+            **_changed(local, (*WITHOUT_EFFECT["trainer"], *_DERIVED)),
         },
         "data": {name: getattr(data, name, None) for name in _DATA},
         "model": hparams,

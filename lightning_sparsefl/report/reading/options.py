@@ -15,7 +15,7 @@ FILES = ("config.yaml", "hparams.yaml")
 """Files with the options of a run, the most complete one first."""
 SEEDS = ("seed_everything", "trainer.seed", "data.seed")
 """Options that do not separate groups: the seeds over which means are taken."""
-_WITHOUT_EFFECT = {
+WITHOUT_EFFECT = {
     "ckpt_path": (),
     "config": (),
     "data": ("eval_batch_size", "num_workers", "root"),
@@ -82,7 +82,7 @@ def _flat(name: str, value: Any) -> Iterator[tuple[str, bool | int | float | str
     Mappings and null yield None, so that values that a short file repeats by references are counted, too.
     """
     if isinstance(value, Mapping) and "class_path" in value:
-        yield name, _class_name(str(value["class_path"]))
+        yield name, class_name(str(value["class_path"]))
         yield from _flat(name, value.get("init_args") or {})
     elif isinstance(value, Mapping):
         yield name, None
@@ -98,14 +98,22 @@ def _flat(name: str, value: Any) -> Iterator[tuple[str, bool | int | float | str
         yield name, value if value is None or isinstance(value, bool | int | float) else str(value)
 
 
-def _class_name(path: str) -> str:
-    """Return the short name of a class of this package, and the import path of any other."""
+def class_name(path: str) -> str:
+    """Return the short name of a class of this package, and the import path of any other.
+
+    Args:
+        path: Import path of the class.
+
+    Example:
+        >>> class_name("lightning_sparsefl.data.IID"), class_name("mine.IID")
+        ('IID', 'mine.IID')
+    """
     return path.rpartition(".")[2] if path.startswith("lightning_sparsefl.") else path
 
 
 def _is_without_effect(name: str) -> bool:
     group, _, rest = name.partition(".")
-    return group in _WITHOUT_EFFECT and (not _WITHOUT_EFFECT[group] or rest.split(".")[0] in _WITHOUT_EFFECT[group])
+    return group in WITHOUT_EFFECT and (not WITHOUT_EFFECT[group] or rest.split(".")[0] in WITHOUT_EFFECT[group])
 
 
 def is_about_data(name: str) -> bool:

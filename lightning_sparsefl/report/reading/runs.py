@@ -137,7 +137,7 @@ def _load(folder: Path, source: str | None) -> Run:
     """
     names = FILES if source is None else (source,)
     files = [folder / name for name in names if (folder / name).is_file()]
-    summary = _summary(folder / "summary.json")
+    summary = read_summary(folder / "summary.json")
     given = read_options(files[0]) if files else {}
     options: Options = with_effect(given)
     if "algorithm" not in options:  # so that runs of unknown options are not taken for seeds of one group
@@ -157,15 +157,16 @@ def _is_about_clients(name: str) -> bool:
     return name in _CLIENT_COLUMNS or name.startswith("personal/")
 
 
-def _summary(path: Path) -> dict[str, Any]:
+def read_summary(path: Path) -> dict[str, Any]:
+    """Return the content of a `summary.json`; an empty dict if the file is missing or damaged.
+
+    Args:
+        path: Path of the file.
+    """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (
-        FileNotFoundError,
-        ValueError,
-        RecursionError,
-    ):  # it is replaced as a whole, so that a damaged one says nothing
-        return {}
+    except (FileNotFoundError, ValueError, RecursionError):
+        return {}  # it is replaced as a whole, so that a damaged one says nothing
     return content if isinstance(content, dict) else {}
 
 

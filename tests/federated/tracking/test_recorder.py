@@ -369,6 +369,13 @@ def test_hyperparameters_are_few_plain_and_free_of_defaults(tmp_path):
     }
 
 
+def test_options_without_effect_on_results_are_no_hyperparameters(tmp_path):
+    plain = hyperparameters(trainer(tmp_path, FedAvg()).options, Holder(), Holder(hparams={}))
+    options = {"store": "disk", "stack_size": 4, "placement": "dynamic", "wire": "encode"}
+    run = trainer(tmp_path, FedAvg(), federation=options)
+    assert hyperparameters(run.options, Holder(), Holder(hparams={})) == plain
+
+
 def test_arguments_of_client_callbacks_are_hyperparameters(tmp_path):
     masks = [DynamicMask(density=0.9), ProximalTerm(strength=0.1), DynamicMask(density=0.3, every_n_steps=5)]
     run = trainer(tmp_path, FedAvg(), client_callbacks=masks)

@@ -1,11 +1,16 @@
 """Options from the configuration of a run."""
 
+from dataclasses import fields
+from inspect import signature
+
 import pytest
 
 from helpers.run_folders import write_run
+from lightning_sparsefl import FederatedTrainer, Federation
+from lightning_sparsefl.data import FederatedDataModule, FederatedMNIST
 from lightning_sparsefl.errors import InvalidOption
 from lightning_sparsefl.report import load_runs
-from lightning_sparsefl.report.reading.options import read_options, with_effect
+from lightning_sparsefl.report.reading.options import WITHOUT_EFFECT, read_options, with_effect
 
 CONFIG = """
 seed_everything: 3
@@ -33,6 +38,13 @@ def test_options_are_flat_and_classes_are_their_names(tmp_path):
         "data": "FederatedDigits",
         "data.partition": "a.b.IID",
     }
+
+
+def test_options_without_effect_exist():
+    assert set(WITHOUT_EFFECT["federation"]) <= {field.name for field in fields(Federation)}
+    assert set(WITHOUT_EFFECT["trainer"]) <= set(signature(FederatedTrainer).parameters)
+    options = {name for kind in (FederatedDataModule, FederatedMNIST) for name in signature(kind).parameters}
+    assert set(WITHOUT_EFFECT["data"]) <= options
 
 
 def test_hyperparameters_have_the_same_names(tmp_path):
