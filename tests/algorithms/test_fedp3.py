@@ -146,8 +146,14 @@ def test_what_a_client_leaves_out_keeps_its_value(client, pruning):
     for name, value in update.weights.items():
         expected = torch.where(masks[name], TRAINED[name], WEIGHTS[name]) if name in masks else TRAINED[name]
         assert torch.equal(value, expected)
+
+
+def test_ordered_pruning_leaves_a_block_of_rows_and_columns(client):
+    someone, script = client(TRAINED, initial=WEIGHTS, buffers=BUFFERS)
+    FedP3(local_pruning="ordered", local_width=0.5).train(Message(weights=WEIGHTS), someone)
+    ((_, masks, _, _),) = script.fits
     rows, columns = (int(masks["a.weight"].any(dim).sum()) for dim in (1, 0))
-    assert pruning == "uniform" or int(masks["a.weight"].sum()) == rows * columns
+    assert 0 < int(masks["a.weight"].sum()) == rows * columns < masks["a.weight"].numel()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -164,10 +164,8 @@ def test_the_real_sets(data_class, num_test: int, data_root: Path):
     images, labels, test_images, _ = data.load()
     assert images.shape == (data.num_train, *data.sample_shape)
     assert len(test_images) == num_test
-    assert (
-        labels.bincount().tolist() == [data.num_train // data.num_classes] * data.num_classes
-        or data_class is FederatedMNIST
-    )
+    even = [data.num_train // data.num_classes] * data.num_classes
+    assert (labels.bincount().tolist() == even) == (data_class is not FederatedMNIST)
     inputs = data.transform(train=False)(images)
     assert inputs.mean((0, 2, 3)).tolist() == pytest.approx([0.0] * len(data.mean), abs=0.002)
     assert inputs.std((0, 2, 3)).tolist() == pytest.approx([1.0] * len(data.mean), abs=0.002)

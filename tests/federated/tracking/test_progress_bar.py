@@ -77,15 +77,17 @@ def test_a_quiet_trainer_still_warns(fit, monkeypatch):
         fit("profile", quiet=True)
 
 
+TIME_LEFT = r"1/\d \w+  elapsed \d\d:\d\d  remaining \d\d:\d\d"
 LINES = {
     "fit": [
         "survey: 0/3 clients",
         "train, round 1: 1/2 clients",
         "score, round 1: 3/3 clients",
         "fine-tune, round 1: 2/3",
+        TIME_LEFT,
     ],
-    "test": ["score, round 1: 0/3 clients", "score, round 1: 3/3 clients"],
-    "export": ["check: 0/3 models", "check: 3/3 models"],
+    "test": ["score, round 1: 0/3 clients", "score, round 1: 3/3 clients", TIME_LEFT],
+    "export": ["check: 0/3 models", "check: 3/3 models", TIME_LEFT],
     "profile": ["survey: 3/3 clients", "simulate: 0/1 client-rounds"],
 }
 
@@ -100,8 +102,7 @@ def test_each_long_phase_shows_its_progress_and_the_time_left(verb, fit, capsys,
         options["ckpt_path"] = "last"
     fit(verb, asked={"check": True} if verb == "export" else {}, **options)
     err = capsys.readouterr().err
-    assert all(line in err for line in LINES[verb]), err
-    assert re.search(r"1/\d \w+  elapsed \d\d:\d\d  remaining \d\d:\d\d", err) or verb == "profile"
+    assert all(re.search(line, err) for line in LINES[verb]), err
 
 
 def test_a_replay_shows_the_rounds_before(fit, capsys, monkeypatch):
