@@ -19,6 +19,7 @@ LAYERS = [
     "errors",
     "seeds",
     "types",
+    "files",
     "sparse",
     "wire",
     "cost",

@@ -8,10 +8,13 @@ import secrets
 import tempfile
 import weakref
 from multiprocessing.context import get_spawning_popen
+from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
+
+from lightning_sparsefl.files import replacing
 
 
 class ReturnedState:
@@ -34,11 +37,8 @@ class ReturnedState:
 
     def send(self, state: dict[str, Any]) -> None:
         """Write a state for the process that launched this one."""
-        partial = f"{self.path}.part"
-        _discard(partial, os.getpid())
-        with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        with replacing(Path(self.path), mode=0o600) as file:
             torch.save(state, file)
-        os.replace(partial, self.path)
 
     def receive(self) -> dict[str, Any] | None:
         """Return the state that a spawned process has written, once; None if there is no new one."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 from collections.abc import Mapping
 from dataclasses import fields
@@ -21,6 +20,7 @@ from torch import Tensor
 
 from lightning_sparsefl.data.split import SplitData
 from lightning_sparsefl.errors import DataNotFound
+from lightning_sparsefl.files import replacing
 
 _BROKEN = (OSError, ValueError, EOFError, AttributeError)
 """Errors of reading a file that is missing, cut or of another kind."""
@@ -36,9 +36,9 @@ def write_split(held: SplitData, folder: Path, name: str) -> None:
         folder: Folder of the files; created if needed.
         name: Name of the split.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     names = {key: _write_array(tensor, folder) for key, tensor in _tensors(held).items()}
-    _replace(folder / f"{name}.json", json.dumps(names, indent=2).encode())
+    with replacing(folder / f"{name}.json") as file:
+        file.write(json.dumps(names, indent=2).encode())
 
 
 def map_split(folder: Path, name: str) -> SplitData:
@@ -89,10 +89,8 @@ def _write_array(tensor: Tensor, folder: Path) -> str:
     digest = _digest(array)
     path = folder / f"{digest}.npy"
     if not _is_whole(path, digest):
-        temporary = _temporary(path)
-        with temporary.open("wb") as file:
+        with replacing(path) as file:
             np.save(file, array, allow_pickle=False)
-        temporary.replace(path)
     return digest
 
 
@@ -120,13 +118,3 @@ def _digest(array: np.ndarray) -> str:
     digest = hashlib.sha256(f"{array.dtype.str} {array.shape} ".encode())
     digest.update(array.reshape(-1).view(np.uint8).data)
     return digest.hexdigest()
-
-
-def _replace(path: Path, content: bytes) -> None:
-    temporary = _temporary(path)
-    temporary.write_bytes(content)
-    temporary.replace(path)
-
-
-def _temporary(path: Path) -> Path:
-    return path.with_name(f".{path.name}.{os.getpid()}.tmp")

@@ -23,6 +23,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from lightning_sparsefl.errors import CheckpointMismatch, InvalidOption
+from lightning_sparsefl.files import replacing
 from lightning_sparsefl.sparse.masks import pack, unpack
 from lightning_sparsefl.wire import bitmask
 
@@ -137,28 +138,15 @@ def _sparse_size(kept: Tensor, width: int) -> int:
 
 
 def _write(entries: Mapping[str, Tensor], metadata: dict[str, str], path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        temporary.unlink(missing_ok=True)
-        temporary.open("xb").close()  # a link with this predictable name is not followed
-        _save(entries, temporary, metadata)
-        with temporary.open("rb+") as file:
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-def _save(entries: Mapping[str, Tensor], path: Path, metadata: dict[str, str]) -> None:
     """Write a file; the library names an error of the operating system only in its text."""
-    try:
-        save_file(dict(entries), path, metadata)
-    except SafetensorError as error:
-        number = re.search(r"\(os error (\d+)\)", str(error))
-        if number is None:
-            raise
-        raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from error
+    with replacing(path) as file:
+        try:
+            save_file(dict(entries), file.name, metadata)
+        except SafetensorError as error:
+            number = re.search(r"\(os error (\d+)\)", str(error))
+            if number is None:
+                raise
+            raise OSError(int(number[1]), os.strerror(int(number[1])), file.name) from error
 
 
 def _read(file: Any) -> dict[str, Tensor]:

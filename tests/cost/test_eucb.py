@@ -59,7 +59,7 @@ def test_a_bound_by_hand():
 
 def test_pulls_without_a_weight_are_left_out_and_change_no_bound():
     """0.5^1074 is the smallest number above zero."""
-    options, draw, whole = Options(discount=0.5, width=0.3), rng(), eucb.start()
+    options, draw, whole = EUCBOptions(discount=0.5, width=0.3), rng(), eucb.start()
     state = whole
     for _ in range(1100):
         value, reward = torch.rand(2, generator=draw).tolist()
@@ -67,7 +67,7 @@ def test_pulls_without_a_weight_are_left_out_and_change_no_bound():
         whole = {"edges": state["edges"], "pulls": [*whole["pulls"], [value, reward]]}
     assert state["pulls"] == whole["pulls"][-1075:]
     assert eucb.bounds(state, options) == eucb.bounds(whole, options)
-    assert eucb.learn(whole, 0.5, 1.0, Options(discount=1.0))["pulls"] == [*whole["pulls"], [0.5, 1.0]]
+    assert eucb.learn(whole, 0.5, 1.0, EUCBOptions(discount=1.0))["pulls"] == [*whole["pulls"], [0.5, 1.0]]
 
 
 def test_leaves_are_split_down_to_a_width():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast
@@ -15,6 +14,7 @@ from torch import Tensor
 
 from lightning_sparsefl.errors import InvalidOption
 from lightning_sparsefl.federated.local.example_input import example_of, units_of
+from lightning_sparsefl.files import replacing
 from lightning_sparsefl.sparse.submodel import cut
 from lightning_sparsefl.sparse.width import used_units
 from lightning_sparsefl.types import Weights
@@ -76,14 +76,10 @@ def write(module: LightningModule, data: Any, path: Path) -> None:
     inputs = apply_to_collection(sample, Tensor, _two)
     batch = torch.export.Dim("batch")
     shapes = apply_to_collection(inputs, Tensor, lambda _: {0: batch})
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     options: dict[str, Any] = {"dynamo": True, "dynamic_shapes": shapes, "external_data": False, "verbose": False}
     try:
-        temporary.unlink(missing_ok=True)
-        temporary.open("xb").close()  # a link with this predictable name is not followed
-        module.eval().to_onnx(temporary, inputs, **options)
-        temporary.replace(path)
+        with replacing(path) as file:
+            module.eval().to_onnx(file.name, inputs, **options)
     except OSError:
         raise
     except Exception as error:
@@ -92,8 +88,6 @@ def write(module: LightningModule, data: Any, path: Path) -> None:
             f"`{name}.forward` cannot be exported to ONNX ({type(error).__name__}: {reason}); remove 'onnx' from "
             "`formats`."
         ) from error
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def _two(value: Tensor) -> Tensor:

@@ -3,30 +3,28 @@
 from __future__ import annotations
 
 import errno
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 
 from lightning_sparsefl.errors import CheckpointMismatch, DiskFull, SparseFLError
 from lightning_sparsefl.federated.storage.safe_load import NotPlain, load_checked
+from lightning_sparsefl.files import replacing
 
-_LEFTOVERS = ".*.tmp"
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
-def write_atomically(path: Path, content: Any, keep: Path | None = None) -> None:
+def write_atomically(path: Path, content: Any) -> None:
     """Write with ``torch.save`` so that a crash leaves either the old file or the complete new one.
 
     Args:
         path: File to write; its folder is created if needed.
         content: Content of plain types and tensors.
-        keep: New path, in the same folder, for the file that is replaced. Default: it is deleted.
     """
-    with _replacing(path, keep) as file:
+    with replacing(path) as file:
         torch.save(content, file)
 
 
@@ -38,82 +36,19 @@ def write_bytes_atomically(path: Path, data: bytes, keep: Path | None = None) ->
         data: Content of the file.
         keep: New path, in the same folder, for the file that is replaced. Default: it is deleted.
     """
-    with _replacing(path, keep) as file:
+    with replacing(path, keep=keep) as file:
         file.write(data)
 
 
-@contextmanager
-def _replacing(path: Path, keep: Path | None) -> Iterator[BinaryIO]:
-    """Open a temporary file that replaces another one when its content is on the disk."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = _temporary(path)
-    try:
-        with _create(temporary) as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        if keep is not None and path.exists():
-            _keep(path, keep)
-        temporary.replace(path)
-        _sync_folder(path.parent)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-def _temporary(path: Path) -> Path:
-    return path.with_name(f".{path.name}.{os.getpid()}.tmp")
-
-
-def _create(temporary: Path) -> BinaryIO:
-    """Open a new file for writing; an existing link under its predictable name is removed, not followed."""
-    temporary.unlink(missing_ok=True)
-    return temporary.open("xb")
-
-
-def _keep(path: Path, keep: Path) -> None:
-    """Link a file under a second name; without hard links it is moved, so the first name is missing for a moment."""
-    link = _temporary(keep)
-    link.unlink(missing_ok=True)
-    try:
-        os.link(path, link)
-    except OSError:
-        path.replace(keep)
-    else:
-        link.replace(keep)
-
-
 def write_text_atomically(path: Path, text: str) -> None:
-    """Write a text so that a crash leaves either the old file or the new one.
+    """Write a text as :func:`write_atomically` writes a content.
 
     Args:
-        path: File to write.
+        path: File to write; its folder is created if needed.
         text: Content of the file, written as UTF-8.
     """
-    temporary = _temporary(path)
-    try:
-        with _create(temporary) as file:
-            file.write(text.encode())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-def remove_leftovers(folder: Path) -> None:
-    """Delete the temporary files of processes that were killed while writing.
-
-    Args:
-        folder: Folder to clean, without its subfolders.
-    """
-    for path in folder.glob(_LEFTOVERS):
-        path.unlink(missing_ok=True)
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    with replacing(path) as file:
+        file.write(text.encode())
 
 
 def load_plain(path: Path) -> Any:

@@ -33,7 +33,8 @@ from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.core.saving import save_hparams_to_yaml
 
 from lightning_sparsefl.errors import InvalidOption
-from lightning_sparsefl.federated.storage.atomic_files import remove_leftovers, write_text_atomically
+from lightning_sparsefl.federated.storage.atomic_files import write_text_atomically
+from lightning_sparsefl.files import remove_leftovers
 from lightning_sparsefl.report.reading.runs import read_summary
 
 

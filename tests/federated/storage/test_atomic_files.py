@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all, on full disks and beside other people's links."""
+"""Errors of full disks, wherever they are met."""
 
 import errno
 import io
@@ -7,9 +7,9 @@ import os
 import pytest
 import torch
 
+from lightning_sparsefl import files
 from lightning_sparsefl.errors import ClientFailed, DiskFull
-from lightning_sparsefl.federated.storage import atomic_files
-from lightning_sparsefl.federated.storage.atomic_files import raise_disk_full, write_atomically, write_text_atomically
+from lightning_sparsefl.federated.storage.atomic_files import raise_disk_full, write_atomically
 
 
 class SmallDisk(io.FileIO):
@@ -28,7 +28,7 @@ def test_a_full_disk_is_reported_as_such_wherever_torch_meets_it(tmp_path, monke
     write_atomically(path, tree)
     size = path.stat().st_size
     for room in range(0, size, size // 40):
-        monkeypatch.setattr(atomic_files, "_create", lambda path, room=room: SmallDisk(path, room))
+        monkeypatch.setattr(files, "_create", lambda path, mode, room=room: SmallDisk(path, room))
         with pytest.raises(DiskFull, match="No space left"), raise_disk_full(tmp_path):
             write_atomically(path, tree)
     assert [p.name for p in tmp_path.iterdir()] == ["x.pt"]
@@ -56,14 +56,3 @@ def test_other_errors_are_no_full_disk():
         with pytest.raises(type(error)) as raised:
             failing(error, cause)
         assert raised.value is error
-
-
-def test_a_link_at_the_name_of_a_temporary_file_is_not_followed(tmp_path):
-    victim, path = tmp_path / "victim", tmp_path / "x.pt"
-    victim.write_text("precious")
-    for write in (lambda: write_atomically(path, {"a": 1}), lambda: write_text_atomically(path, "text")):
-        (tmp_path / f".x.pt.{os.getpid()}.tmp").symlink_to(victim)
-        write()
-        assert not path.is_symlink()
-    assert victim.read_text() == "precious"
-    assert path.read_text() == "text"

@@ -20,16 +20,16 @@ from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import EarlyStopping, Timer
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from lightning_sparsefl import FederatedTrainer, Federation, FedSpa
+from lightning_sparsefl import FederatedTrainer, Federation, FedSpa, files
 from lightning_sparsefl.data import FederatedBlobs
 from lightning_sparsefl.errors import CheckpointMismatch, DiskFull
 from lightning_sparsefl.federated.commands import fit as fit_module
 from lightning_sparsefl.federated.distributed import signals as interrupt
 from lightning_sparsefl.federated.exchange.hashing import fingerprint
 from lightning_sparsefl.federated.local.stacked.optimizers import StackedOptimizer
-from lightning_sparsefl.federated.storage import atomic_files as files
 from lightning_sparsefl.federated.storage import checkpoint
 from lightning_sparsefl.federated.storage import run_folder as runfolder
+from lightning_sparsefl.federated.storage.atomic_files import load_plain, write_atomically
 from lightning_sparsefl.federated.storage.checkpoint import load_checkpoint, plain_hparams
 from lightning_sparsefl.federated.storage.memory_store import MemoryStore
 from lightning_sparsefl.federated.storage.record_database import RecordDatabase
@@ -159,12 +159,29 @@ def at_call(patch, owner, name, number):
     patch.setattr(owner, name, count)
 
 
+def at_sync(patch, name, number):
+    """Kills the process when a file whose name begins so is written, but has not yet replaced the old one."""
+    create, sync, names, calls = files._create, os.fsync, {}, []
+
+    def note(path, mode):
+        file = create(path, mode)
+        names[file.fileno()] = path.name
+        return file
+
+    def count(descriptor):
+        calls.extend([name] * names.pop(descriptor, "").startswith(f".{name}"))
+        return die() if len(calls) == number else sync(descriptor)
+
+    patch.setattr(files, "_create", note)
+    patch.setattr(os, "fsync", count)
+
+
 MOMENTS = {
     "inside a stack": lambda patch: at_call(patch, StackedOptimizer, "step", 6),
     "between rounds": lambda patch: {"callbacks": [Die("on_train_epoch_start", 3)]},
     "before the third commit": lambda patch: at_call(patch, fit_module, "commit_together", 3),
-    "in a half-written record file": lambda patch: at_call(patch, files.os, "fsync", 5),
-    "in a half-written checkpoint": lambda patch: at_call(patch, files.os, "fsync", 7),
+    "in a half-written record file": lambda patch: at_sync(patch, "server-", 2),
+    "in a half-written checkpoint": lambda patch: at_sync(patch, "last.ckpt", 2),
     "before the checkpoint has its name": lambda patch: at_call(patch, files, "_keep", 2),
     "before what no checkpoint names is deleted": lambda patch: at_call(patch, MemoryStore, "discard_unreferenced", 4),
     "before the final table": lambda patch: at_call(patch, runfolder.RunFolder, "write_summary", 1),
@@ -419,8 +436,8 @@ def test_auto_starts_a_run_or_goes_on_with_it_or_leaves_it_as_it_is(half, straig
 
 def test_hyper_parameters_of_numpy_can_be_read_again(tmp_path):
     module = MLP(num_classes=4, sample_shape=(1, 1, 8), lr=np.float64(0.5))
-    files.write_atomically(tmp_path / "x.ckpt", plain_hparams(module))
-    found = files.load_plain(tmp_path / "x.ckpt")
+    write_atomically(tmp_path / "x.ckpt", plain_hparams(module))
+    found = load_plain(tmp_path / "x.ckpt")
     assert found["lr"] == 0.5
     assert found["sample_shape"] == (1, 1, 8)
 
