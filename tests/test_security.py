@@ -19,7 +19,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_sparsefl.errors import CheckpointMismatch
 from lightning_sparsefl.federated.exchange.plain_values import pack_plain
 from lightning_sparsefl.federated.storage import checkpoint, safe_load
-from lightning_sparsefl.federated.storage.atomic_files import load_plain, write_atomically
+from lightning_sparsefl.federated.storage.atomic_files import write_atomically
+from lightning_sparsefl.federated.storage.safe_load import load_plain
 
 ROOT = Path(__file__).parents[1]
 FUZZ = runpy.run_path(str(ROOT / "tests" / "stress" / "fuzz.py"))

@@ -37,7 +37,7 @@ from lightning_sparsefl.federated.local.local_options import LocalOptions
 from lightning_sparsefl.federated.local.round_lr import RoundLR
 from lightning_sparsefl.federated.options import Federation
 from lightning_sparsefl.federated.rounds.run_options import RunOptions
-from lightning_sparsefl.federated.storage.atomic_files import load_plain
+from lightning_sparsefl.federated.storage.safe_load import load_plain
 from lightning_sparsefl.federated.tracking.progress_bar import RoundProgressBar
 from lightning_sparsefl.report import silenced
 from lightning_sparsefl.seeds import seed_from_environment

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_sparsefl.federated.storage.atomic_files import load_plain
 from lightning_sparsefl.federated.storage.memory_store import read_stored
 from lightning_sparsefl.federated.storage.record_store import StoredRecords
+from lightning_sparsefl.federated.storage.safe_load import load_plain
 from lightning_sparsefl.testing.promises import Difference
 
 

@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_sparsefl import APFL, Ditto, FedAvg, FederatedTrainer, Federation, PerFedAvg, PFedMe
-from lightning_sparsefl.federated.storage.atomic_files import load_plain
+from lightning_sparsefl.federated.storage.safe_load import load_plain
 
 F, G = (1.0, 1.0), (3.0, -1.0)
 """Curvature and minimum: (w - 1)^2 / 2 and 3 (w + 1)^2 / 2."""

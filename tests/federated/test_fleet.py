@@ -15,8 +15,8 @@ from lightning_sparsefl import FedAvg, FederatedTrainer, Federation, FedSpa
 from lightning_sparsefl.data import FederatedBlobs, FederatedBlobsOnDemand
 from lightning_sparsefl.federated.fleet import Fleet, LazyClientViews, sizes_fact
 from lightning_sparsefl.federated.sampling.draws import Training, split_unseen, uniform_cohort
-from lightning_sparsefl.federated.storage.atomic_files import load_plain
 from lightning_sparsefl.federated.storage.record_database import RecordDatabase
+from lightning_sparsefl.federated.storage.safe_load import load_plain
 from lightning_sparsefl.federated.storage.sqlite_store import SqliteStore
 from lightning_sparsefl.models import MLP
 from lightning_sparsefl.seeds import generator

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from lightning_sparsefl.federated.storage.atomic_files import load_plain
+from lightning_sparsefl.federated.storage.safe_load import load_plain
 from lightning_sparsefl.testing.contents import comparable, difference, rows, stored_records
 
 _OF_BYTES = ("ledger", "clients.csv", "metrics.csv")

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from lightning_sparsefl.errors import CheckpointMismatch
-from lightning_sparsefl.federated.storage.atomic_files import load_plain, write_atomically
+from lightning_sparsefl.federated.storage.atomic_files import write_atomically
+from lightning_sparsefl.federated.storage.safe_load import load_plain
 
 
 class DiskRecords:

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from lightning_sparsefl.federated.storage.atomic_files import load_plain
+from lightning_sparsefl.federated.storage.safe_load import load_plain
 from lightning_sparsefl.testing.contents import comparable, rows, stored_records
 
 from helpers.deployment import HOMES, simulated

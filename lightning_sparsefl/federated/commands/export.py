@@ -31,7 +31,9 @@ from lightning_sparsefl.federated.exchange.orders import SCORING_STEPS, Order
 from lightning_sparsefl.federated.exchange.plain_values import pack_plain
 from lightning_sparsefl.federated.local.worker import ClientWorker
 from lightning_sparsefl.federated.storage import checkpoint
-from lightning_sparsefl.federated.storage.atomic_files import load_plain, raise_disk_full, write_atomically
+from lightning_sparsefl.federated.storage.atomic_files import write_atomically
+from lightning_sparsefl.federated.storage.disk_full import raise_disk_full
+from lightning_sparsefl.federated.storage.safe_load import load_plain
 from lightning_sparsefl.report import print_line, print_table, quantity, score
 from lightning_sparsefl.sparse.masks import apply
 from lightning_sparsefl.types import RunState, Weights

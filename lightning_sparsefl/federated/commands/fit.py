@@ -22,9 +22,9 @@ from lightning_sparsefl.federated.exchange.plain_values import encoded
 from lightning_sparsefl.federated.rounds.cohort import RankCohort
 from lightning_sparsefl.federated.rounds.coordinator import RoundResult
 from lightning_sparsefl.federated.storage import checkpoint
-from lightning_sparsefl.federated.storage.atomic_files import raise_disk_full
 from lightning_sparsefl.federated.storage.background_write import BackgroundWrite
 from lightning_sparsefl.federated.storage.checkpoint import Checkpoint
+from lightning_sparsefl.federated.storage.disk_full import raise_disk_full
 from lightning_sparsefl.federated.storage.folder_lock import FolderLock
 from lightning_sparsefl.federated.storage.record_store import StoredRecords, commit_together
 from lightning_sparsefl.federated.storage.run_folder import RunFolder, new_version

@@ -25,8 +25,9 @@ from lightning_sparsefl.errors import CheckpointMismatch, InvalidOption, SparseF
 from lightning_sparsefl.federated.exchange.flat import Layout
 from lightning_sparsefl.federated.exchange.hashing import fingerprint
 from lightning_sparsefl.federated.exchange.plain_values import pack_plain, unpack_plain
-from lightning_sparsefl.federated.storage.atomic_files import load_plain, write_bytes_atomically
+from lightning_sparsefl.federated.storage.atomic_files import write_bytes_atomically
 from lightning_sparsefl.federated.storage.record_store import StoredRecords
+from lightning_sparsefl.federated.storage.safe_load import load_plain
 from lightning_sparsefl.types import PendingUpdate, RunState, ServerState
 
 FORMAT = 5

@@ -11,8 +11,9 @@ from typing import NamedTuple
 from lightning_sparsefl.errors import CheckpointMismatch
 from lightning_sparsefl.federated.distributed.ranks import Ranks
 from lightning_sparsefl.federated.exchange.hashing import fingerprint
-from lightning_sparsefl.federated.storage.atomic_files import load_plain, write_atomically
+from lightning_sparsefl.federated.storage.atomic_files import write_atomically
 from lightning_sparsefl.federated.storage.record_store import Packed, RecordStore, StoredRecords, Versions
+from lightning_sparsefl.federated.storage.safe_load import load_plain
 from lightning_sparsefl.federated.storage.shards import open_shards, parsed
 
 Index = dict[int, dict[int, list[int]]]

@@ -20,9 +20,12 @@ import zipfile
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from math import prod
+from pathlib import Path
 from typing import Any, BinaryIO, ClassVar
 
 import torch
+
+from lightning_sparsefl.errors import CheckpointMismatch
 
 _OPCODES = (
     *("PROTO", "STOP", "MARK", "NONE", "NEWTRUE", "NEWFALSE", "GLOBAL", "REDUCE", "BINPERSID"),
@@ -60,6 +63,32 @@ _LARGE = 0xFFFFFFFF
 
 class NotPlain(ValueError):
     """The content of a file is not allowed; the message is a clause with the reason."""
+
+
+def load_plain(path: Path) -> Any:
+    """Load a file of plain types and tensors on the CPU, without executing its content or trusting its sizes.
+
+    Args:
+        path: File written by :func:`~lightning_sparsefl.federated.storage.atomic_files.write_atomically`.
+
+    Raises:
+        CheckpointMismatch: If the file is missing, not readable or damaged, contains anything but plain types, or
+            requests more memory than its own size justifies.
+    """
+    if not path.is_file():
+        raise CheckpointMismatch(f"There is no checkpoint at {path}; expected a file (option `ckpt_path`).")
+    try:
+        with path.open("rb") as file:
+            return load_checked(file)
+    except PermissionError as error:
+        raise CheckpointMismatch(
+            f"{path} cannot be read ({error.strerror}); make it readable, or choose another `ckpt_path`."
+        ) from error
+    except Exception as error:
+        reason = f" ({error})" if isinstance(error, NotPlain) else ""
+        raise CheckpointMismatch(
+            f"{path} is damaged or not a checkpoint of plain types{reason}; choose another `ckpt_path`."
+        ) from error
 
 
 def load_checked(file: BinaryIO) -> Any:

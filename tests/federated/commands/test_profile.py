@@ -24,7 +24,7 @@ from lightning_sparsefl.federated import CohortSampler, FederatedAlgorithm
 from lightning_sparsefl.federated.commands.simulated_worker import SimulatedWorker
 from lightning_sparsefl.federated.exchange.flat import Layout
 from lightning_sparsefl.federated.sampling.draws import uniform_cohort
-from lightning_sparsefl.federated.storage.atomic_files import load_plain
+from lightning_sparsefl.federated.storage.safe_load import load_plain
 from lightning_sparsefl.models import MLP, Classifier
 from lightning_sparsefl.sparse.masks import apply, subtract
 from lightning_sparsefl.types import Message, Update

@@ -4,7 +4,8 @@ import torch
 
 from lightning_sparsefl.federated.exchange.hashing import fingerprint
 from lightning_sparsefl.federated.exchange.plain_values import encoded, pack_plain, unpack_plain
-from lightning_sparsefl.federated.storage.atomic_files import load_plain, write_atomically
+from lightning_sparsefl.federated.storage.atomic_files import write_atomically
+from lightning_sparsefl.federated.storage.safe_load import load_plain
 
 
 def test_masks_are_packed_to_a_bit_and_come_back():

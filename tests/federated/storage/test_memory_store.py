@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from lightning_sparsefl.errors import CheckpointMismatch
-from lightning_sparsefl.federated.storage.atomic_files import load_plain, write_atomically
+from lightning_sparsefl.federated.storage.atomic_files import write_atomically
 from lightning_sparsefl.federated.storage.memory_store import MemoryStore
 from lightning_sparsefl.federated.storage.record_store import StoredRecords, commit_together
+from lightning_sparsefl.federated.storage.safe_load import load_plain
 
 
 def packed(number):

@@ -29,11 +29,12 @@ from lightning_sparsefl.federated.exchange.hashing import fingerprint
 from lightning_sparsefl.federated.local.stacked.optimizers import StackedOptimizer
 from lightning_sparsefl.federated.storage import checkpoint
 from lightning_sparsefl.federated.storage import run_folder as runfolder
-from lightning_sparsefl.federated.storage.atomic_files import load_plain, write_atomically
+from lightning_sparsefl.federated.storage.atomic_files import write_atomically
 from lightning_sparsefl.federated.storage.checkpoint import load_checkpoint, plain_hparams
 from lightning_sparsefl.federated.storage.memory_store import MemoryStore
 from lightning_sparsefl.federated.storage.record_database import RecordDatabase
 from lightning_sparsefl.federated.storage.resume import find_resume_point
+from lightning_sparsefl.federated.storage.safe_load import load_plain
 from lightning_sparsefl.models import MLP
 
 pytestmark = [

@@ -23,9 +23,9 @@ from lightning_sparsefl.cost import Devices
 from lightning_sparsefl.data import Dirichlet, FederatedBlobs
 from lightning_sparsefl.federated import ExponentialRoundLR, FederatedTrainer, Federation
 from lightning_sparsefl.federated.exchange.plain_values import unpack_plain
-from lightning_sparsefl.federated.storage.atomic_files import load_plain
 from lightning_sparsefl.federated.storage.memory_store import read_stored
 from lightning_sparsefl.federated.storage.record_store import StoredRecords
+from lightning_sparsefl.federated.storage.safe_load import load_plain
 from lightning_sparsefl.federated.tracking.hyperparameters import hyperparameters
 from lightning_sparsefl.federated.tracking.run_loggers import log_hyperparameters
 from lightning_sparsefl.federated.tracking.tensorboard import Boards

@@ -9,7 +9,8 @@ import torch
 
 from lightning_sparsefl import files
 from lightning_sparsefl.errors import ClientFailed, DiskFull
-from lightning_sparsefl.federated.storage.atomic_files import raise_disk_full, write_atomically
+from lightning_sparsefl.federated.storage.atomic_files import write_atomically
+from lightning_sparsefl.federated.storage.disk_full import raise_disk_full
 
 
 class SmallDisk(io.FileIO):
