@@ -1,4 +1,4 @@
-"""The rules of docs/architecture.md that a parser can hold: layers, fences, depth of inheritance, ASCII."""
+"""The rules that a parser can hold: layers, fences, depth of inheritance, encodings, ASCII."""
 
 from __future__ import annotations
 
@@ -208,6 +208,28 @@ def fence_violations(root: Path) -> list[str]:
     return found
 
 
+def encoding_violations(root: Path) -> list[str]:
+    """Text files that are opened with the encoding of the machine."""
+    return [
+        f"{path.relative_to(root)}:{node.lineno}: `{ast.unparse(node)}` has no encoding"
+        for path, _, tree in modules(root)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and _opens_text(node) and "encoding" not in {word.arg for word in node.keywords}
+    ]
+
+
+def _opens_text(call: ast.Call) -> bool:
+    """Whether a call reads or writes text, as far as its name and its mode tell."""
+    name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+    if name in ("read_text", "write_text"):
+        return True
+    place = 0 if isinstance(call.func, ast.Attribute) and name == "open" else 1  # of the mode
+    if name not in ("open", "fdopen") or (place == 0 and call.args and not isinstance(call.args[0], ast.Constant)):
+        return False  # such as os.open(path, flags)
+    modes = [*call.args[place : place + 1], *(word.value for word in call.keywords if word.arg == "mode")]
+    return not any(isinstance(mode, ast.Constant) and "b" in str(mode.value) for mode in modes)
+
+
 def depth_violations(root: Path) -> list[str]:
     """Public classes under algorithms/ with another base than FederatedAlgorithm, and any built on those.
 
@@ -282,6 +304,10 @@ def test_a_subpackage_with_too_many_files_is_caught(tmp_path: Path):
 
 def test_fences_hold():
     assert fence_violations(PACKAGE) == []
+
+
+def test_text_files_have_one_encoding_on_all_machines():
+    assert encoding_violations(PACKAGE) == []
 
 
 def test_algorithms_inherit_one_level():
@@ -385,6 +411,30 @@ def test_a_planted_fence_jumper_is_caught(tmp_path: Path, where: str, source: st
 )
 def test_inside_the_fence_all_is_well(tmp_path: Path, where: str, source: str):
     assert fence_violations(planted(tmp_path, where, source)) == []
+
+
+@pytest.mark.parametrize(
+    ("source", "violations"),
+    [
+        ("path.read_text()", 1),
+        ("path.write_text(text)", 1),
+        ("path.open()", 1),
+        ("path.open('a', newline='')", 1),
+        ("open(path)", 1),
+        ("open(path, 'w')", 1),
+        ("open(path, mode='w')", 1),
+        ("os.fdopen(descriptor, 'r+')", 1),
+        ("path.read_text(encoding='utf-8')", 0),
+        ("path.open('rb')", 0),
+        ("path.open(mode='rb')", 0),
+        ("open(path, 'xb')", 0),
+        ("os.fdopen(descriptor, 'rb')", 0),
+        ("os.open(path, os.O_RDONLY)", 0),
+        ("Image.open(path)", 0),
+    ],
+)
+def test_a_planted_text_file_without_encoding_is_caught(tmp_path: Path, source: str, violations: int):
+    assert len(encoding_violations(planted(tmp_path, "data/vision.py", source))) == violations
 
 
 @pytest.mark.parametrize(

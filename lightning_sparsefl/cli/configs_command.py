@@ -46,5 +46,5 @@ def _answer(options: argparse.Namespace) -> str:
         name, destination = options.copy
         return f"Copied to {copy(name, Path(destination))}"
     if options.show:
-        return find_file(options.show).read_text().rstrip()
+        return find_file(options.show).read_text(encoding="utf-8").rstrip()
     return listing(options.pattern or "")

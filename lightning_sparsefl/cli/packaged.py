@@ -106,7 +106,7 @@ def listing(pattern: str = "") -> str:
 
 def _summary(path: Path) -> str:
     """Return the first line of a file's comment or docstring, without the line that names a script's interpreter."""
-    lines = (line for line in path.read_text().splitlines() if line.startswith(("# ", '"""')))
+    lines = (line for line in path.read_text(encoding="utf-8").splitlines() if line.startswith(("# ", '"""')))
     return next(lines, "").lstrip('# "')
 
 

@@ -136,7 +136,7 @@ class FederatedDomainNet(FederatedDataModule):
         path = folder / f"{domain}_{part}.txt"
         if not path.is_file() or not (folder / domain).is_dir():
             raise self._missing(path if not path.is_file() else folder / domain)
-        names = [line.rpartition(" ")[0] for line in path.read_text().splitlines()]
+        names = [line.rpartition(" ")[0] for line in path.read_text(encoding="utf-8").splitlines()]
         labels = {name: label for label, name in enumerate(self.classes)}
         # only the last three parts of a path count, so that a list cannot name a file elsewhere
         parts = [name.split("/")[-3:] for name in names]

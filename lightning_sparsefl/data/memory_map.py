@@ -53,7 +53,7 @@ def map_split(folder: Path, name: str) -> SplitData:
     """
     path = folder / f"{name}.json"
     try:
-        listed = json.loads(path.read_text())
+        listed = json.loads(path.read_text(encoding="utf-8"))
         tensors = {key: _map_array(folder, digest) for key, digest in listed.items()}
         return _split(tensors)
     except (*_BROKEN, KeyError, TypeError) as error:

@@ -118,7 +118,7 @@ class FederatedReddit(FederatedDataModule):
     def _read(self, part: str) -> _Users:
         users: _Users = {}
         for path in self._files(part):
-            users |= json.loads(path.read_text())["user_data"]
+            users |= json.loads(path.read_text(encoding="utf-8"))["user_data"]
         return users
 
     def _vocabulary(self, users: Iterable[dict[str, list[Any]]]) -> dict[str, int]:

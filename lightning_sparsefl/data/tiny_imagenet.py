@@ -47,14 +47,14 @@ class FederatedTinyImageNet(FromTorchvision):
     def _files(self, train: bool) -> tuple[list[Path], list[int]]:
         """Return the paths of the images of one part, in order, and their labels."""
         folder = Path(self.root) / self.folder
-        names = sorted((folder / "wnids.txt").read_text().split())
+        names = sorted((folder / "wnids.txt").read_text(encoding="utf-8").split())
         if train:
             of_class = [sorted((folder / "train" / name / "images").glob("*.JPEG")) for name in names]
             if not all(of_class):
                 raise FileNotFoundError("a class has no images")
             labels = [label for label, paths in enumerate(of_class) for _ in paths]
             return [path for paths in of_class for path in paths], labels
-        lines = (folder / "val" / "val_annotations.txt").read_text().splitlines()
+        lines = (folder / "val" / "val_annotations.txt").read_text(encoding="utf-8").splitlines()
         rows = [line.split("\t")[:2] for line in lines]
         return [folder / "val" / "images" / file for file, _ in rows], [names.index(name) for _, name in rows]
 

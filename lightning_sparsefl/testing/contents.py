@@ -67,7 +67,7 @@ def rows(path: Path) -> list[dict[str, str]]:
     Args:
         path: Path of the CSV file.
     """
-    with path.open() as file:
+    with path.open(newline="", encoding="utf-8") as file:
         return [{k: v for k, v in row.items() if not k.startswith("time/")} for row in csv.DictReader(file)]
 
 
