@@ -117,7 +117,7 @@ def _below(path: Path) -> Iterator[Path]:
 
 def _natural(name: str) -> list[tuple[int, str]]:
     """Return a key that sorts ``version_10`` after ``version_9``."""
-    return [(int(part), "") if part.isdigit() else (-1, part) for part in name.split("_")]
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in name.split("_")]
 
 
 def _is_run(folder: Path) -> bool:
@@ -165,8 +165,8 @@ def read_summary(path: Path) -> dict[str, Any]:
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (FileNotFoundError, ValueError, RecursionError):
-        return {}  # it is replaced as a whole, so that a damaged one says nothing
+    except (FileNotFoundError, ValueError, RecursionError):  # replaced as a whole, so a damaged file says nothing
+        return {}
     return content if isinstance(content, dict) else {}
 
 

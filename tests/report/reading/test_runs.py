@@ -34,6 +34,8 @@ def test_folders_of_runs_are_searched_at_any_depth_in_natural_order(tmp_path):
     write_run(tmp_path / "runs" / "FedAvg" / "version_0", "FedAvg")
     runs = load_runs([tmp_path / "runs"])
     assert names_of(runs) == ["FedAvg/version_0", "FedSpa/version_1", "FedSpa/version_9", "FedSpa/version_10"]
+    (tmp_path / "runs" / "notes_\N{SUPERSCRIPT TWO}").mkdir()  # a digit that is not a number
+    assert len(load_runs([tmp_path / "runs"])) == 4
     again = load_runs([tmp_path / "runs" / "FedSpa" / "version_9", tmp_path / "runs"])
     assert len(again) == 4
     assert again[0].seed == "9"
