@@ -70,7 +70,7 @@ class Table:
             rows: Rows as mappings from column to value.
             key: Columns with whole numbers that identify a row, by which the table is sorted.
         """
-        found = {tuple(int(row[name]) for name in key): dict[str, Any](row) for row in self._whole_rows()}
+        found = {tuple(int(row[name]) for name in key): dict[str, Any](row) for row in self._whole_rows(key)}
         for row in rows:
             old = found.setdefault(tuple(int(row[name]) for name in key), {})
             old.update({name: value for name, value in row.items() if old.get(name, "") == ""})
@@ -103,14 +103,14 @@ class Table:
         else:
             self.path.unlink(missing_ok=True)
 
-    def _whole_rows(self) -> list[dict[str, str]]:
-        """Return the complete rows; rename a damaged table and return an empty list."""
+    def _whole_rows(self, key: Sequence[str] = ("round",)) -> list[dict[str, str]]:
+        """Return the complete rows; rename a table with a damaged column of the key and return an empty list."""
         try:
             columns, rows = self._read()
             # a truncated row has too few cells, and its first cell, the round, may be cut as well
             rows = [row for row in rows if None not in row.values()]
             if columns:
-                _require_table(columns, rows)
+                _require_table(columns, rows, key)
         except (ValueError, csv.Error) as error:
             self._set_aside(str(error))
             return []
@@ -130,15 +130,17 @@ class Table:
         write_text_atomically(self.path, text.getvalue())
 
 
-def _require_table(columns: Sequence[str], rows: Sequence[Mapping[Any, Any]]) -> None:
-    """Raise ValueError if a table lacks the column `round`, or a row has too many cells or an invalid round."""
-    if "round" not in columns:
-        raise ValueError("it has no column `round`")
+def _require_table(columns: Sequence[str], rows: Sequence[Mapping[Any, Any]], key: Sequence[str]) -> None:
+    """Raise ValueError if a table lacks a column of the key, or a row has too many cells or an invalid key."""
+    missing = [name for name in key if name not in columns]
+    if missing:
+        raise ValueError(f"it has no column `{missing[0]}`")
     for row in rows:
         if None in row:
             raise ValueError("a row has more cells than the table has columns")
-        if not row["round"].isdecimal():
-            raise ValueError(f"a row has the round {row['round'][:20]!r}")
+        for name in key:
+            if not row[name].isdecimal():
+                raise ValueError(f"a row has the {name} {row[name][:20]!r}")
 
 
 class RunFolder:

@@ -75,6 +75,22 @@ def test_a_damaged_table_is_set_aside_and_a_new_one_begins(damage, tmp_path):
     assert again.read() == [{"round": "2", "x": "2"}]
 
 
+@pytest.mark.parametrize(("spoilt", "reason"), [("x", "a row has the client 'x'"), ("", "a row has the client ''")])
+def test_a_damaged_cell_of_the_key_sets_a_table_aside(spoilt, reason, tmp_path):
+    table = Table(tmp_path / "clients.csv")
+    table.append([{"round": 0, "client": 3, "x": 1}, {"round": 0, "client": spoilt, "x": 2}])
+    with pytest.warns(UserWarning, match=rf"clients\.csv is damaged \({reason}\)"):
+        table.fill([{"round": 0, "client": 5, "x": 7}], ["round", "client"])
+    assert table.read() == [{"round": "0", "client": "5", "x": "7"}]
+
+
+def test_a_table_without_a_column_of_the_key_is_set_aside(tmp_path):
+    table = Table(tmp_path / "clients.csv")
+    table.append([{"round": 0, "x": 1}])
+    with pytest.warns(UserWarning, match=r"clients\.csv is damaged \(it has no column `client`\)"):
+        table.fill([{"round": 0, "client": 5}], ["round", "client"])
+
+
 def test_a_table_that_is_deleted_during_a_run_begins_again_with_its_header(tmp_path):
     table = Table(tmp_path / "t.csv")
     table.append([{"round": 0, "x": 0}])
