@@ -1,8 +1,9 @@
 """A lock that excludes a second process from a folder, and that is released when its process ends.
 
-It is a POSIX record lock (``fcntl``): the operating system releases it however the process ends, forked children such
-as a loader's workers do not hold it, and on NFS it works between machines. One process may acquire it several times,
-for example a notebook that resumes a run.
+It is a lock of an open file (``flock``): the operating system releases it however the process ends, and on NFS it
+works between machines under Linux. A POSIX record lock (``lockf``) would be lost as soon as the process itself closes
+another handle of the file, as when a callback copies the run folder. Forked children, such as a loader's workers,
+close the file, since the lock would otherwise last as long as they do.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from lightning_sparsefl.errors import InvalidOption
 
 LOCK = ".lock"
 """Name of the file in a run folder."""
+_HELD: weakref.WeakSet[FolderLock] = weakref.WeakSet()
+"""Locks that this process holds."""
 
 
 class FolderLock:
@@ -46,7 +49,7 @@ class FolderLock:
 
         file = os.fdopen(os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666), "r+", encoding="utf-8")
         try:
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             if error.errno in (errno.EACCES, errno.EAGAIN):
                 holder = file.read(200).strip() or "another process"
@@ -63,11 +66,27 @@ class FolderLock:
         file.write(f"process {os.getpid()} on {socket.gethostname()}, since {time.strftime('%Y-%m-%d %H:%M:%S %z')}\n")
         file.flush()
         self._file = file
+        _HELD.add(self)
         weakref.finalize(self, file.close)
 
     def release(self) -> None:
         """Unlock the folder."""
         if self._file is not None:
             self._file.truncate(0)
+            self.close()
+
+    def close(self) -> None:
+        """Close the file; the lock is released unless another process has the file open."""
+        if self._file is not None:
             self._file.close()
             self._file = None
+            _HELD.discard(self)
+
+
+def _close_in_child() -> None:
+    for lock in list(_HELD):
+        lock.close()
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=_close_in_child)

@@ -3,6 +3,7 @@ import fcntl
 import json
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -240,11 +241,59 @@ def test_one_process_may_train_in_a_folder_again(tmp_path):
     assert (tmp_path / ".lock").read_text() == ""
 
 
+TRY = """
+import sys
+from pathlib import Path
+from lightning_sparsefl.errors import InvalidOption
+from lightning_sparsefl.federated.storage.folder_lock import FolderLock
+try:
+    FolderLock(Path(sys.argv[1])).acquire()
+except InvalidOption as error:
+    print(error)
+"""
+
+
+def refusal(folder):
+    """The error message of another process that locks a folder, or an empty text."""
+    process = subprocess.run([sys.executable, "-c", TRY, str(folder)], stdout=subprocess.PIPE, text=True, check=True)
+    return process.stdout
+
+
+def test_a_folder_stays_locked_when_its_process_copies_it_and_forks(tmp_path):
+    folder, lock = tmp_path / "run", FolderLock(tmp_path / "run")
+    folder.mkdir()
+    lock.acquire()
+    shutil.copytree(folder, tmp_path / "copy")
+    child = os.fork()
+    if child == 0:
+        lock.release()  # of the parent, which a child must not end
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert f"is in use by process {os.getpid()} on " in refusal(folder)
+    lock.release()
+    assert refusal(folder) == ""
+
+
+class Upload(Callback):
+    """Copies the run folder, as a logger of artifacts does, and locks it in another process."""
+
+    def on_train_epoch_end(self, trainer, pl_module):
+        folder = Path(trainer.log_dir)
+        shutil.copytree(folder, folder.with_name("copy"), dirs_exist_ok=True)
+        self.refusal = refusal(folder)
+
+
+def test_a_run_that_copies_its_folder_stays_the_only_one_in_it(tmp_path):
+    upload = Upload()
+    fit(tmp_path, 1, callbacks=[upload])
+    assert f"is in use by process {os.getpid()} on " in upload.refusal
+
+
 def test_without_locks_in_the_file_system_there_is_a_warning(tmp_path, monkeypatch):
     def refuse(*_):
         raise OSError(errno.ENOLCK, "No locks available")
 
-    monkeypatch.setattr(fcntl, "lockf", refuse)
+    monkeypatch.setattr(fcntl, "flock", refuse)
     lock = FolderLock(tmp_path)
     with pytest.warns(UserWarning, match=r"without locks \(No locks available\)"):
         lock.acquire()
