@@ -6,9 +6,7 @@ centralised baseline, with the training data of all clients in one loader.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
-from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -23,6 +21,7 @@ from lightning_sparsefl.data.feature_shift import FeatureShift
 from lightning_sparsefl.data.memory_map import map_split, write_split
 from lightning_sparsefl.data.partition import IID, Partition, check_num_clients, matching_test
 from lightning_sparsefl.data.split import Part, SplitData, span, stops
+from lightning_sparsefl.data.split_name import split_name
 from lightning_sparsefl.errors import InvalidOption, is_number, is_whole, require, require_type
 from lightning_sparsefl.seeds import generator, seed_from_environment
 
@@ -67,7 +66,9 @@ class FederatedDataModule(L.LightningDataModule):
             inputs are changed as its own. Of the whole test set, every `num_clients`-th example is changed as those of
             one client.
         memory_map: Folder on a disk of each machine for files of the split data, which all processes of the machine
-            map into memory as one copy; None for a copy in each process.
+            map into memory as one copy; None for a copy in each process. The files are named by the values of all
+            attributes without a leading underscore, which must be plain values, arrays, tensors, or dataclasses of
+            these.
 
     Raises:
         InvalidOption: If an option is out of its range.
@@ -187,10 +188,12 @@ class FederatedDataModule(L.LightningDataModule):
 
         Raises:
             DataNotFound: If the data is not on disk.
-            InvalidOption: If the split leaves a client without training, validation or test examples.
+            InvalidOption: If the split leaves a client without training, validation or test examples, or if the files
+                of `memory_map` cannot be named by an option.
         """
         if self.memory_map is not None:
-            write_split(self._split(*self._loaded()), Path(self.memory_map), self._name_of_split())
+            name = self._name_of_split()
+            write_split(self._split(*self._loaded()), Path(self.memory_map), name)
 
     def setup(self, stage: str | None = None) -> None:
         """Load and split the data set, and update `client_sizes`; later calls have no effect.
@@ -277,8 +280,7 @@ class FederatedDataModule(L.LightningDataModule):
     def _name_of_split(self) -> str:
         """Return the class with a digest of its options, which tells splits in one folder apart."""
         own = {name: value for name, value in vars(self).items() if name[0] != "_" and name not in _NOT_OPTIONS}
-        plain = sorted((name, repr(value)) for name, value in own.items() if _is_plain(value))
-        return f"{type(self).__name__}-{hashlib.sha256(repr((plain, self._seed())).encode()).hexdigest()[:16]}"
+        return split_name(type(self), own, self._seed())
 
     @property
     def _ready(self) -> SplitData:
@@ -387,11 +389,6 @@ class FederatedDataModule(L.LightningDataModule):
         """Return the examples of the whole test set that are shifted as those of each client."""
         every = torch.arange(len(self._ready.test[1]))
         return [every[client :: self.num_clients] for client in range(self.num_clients)]
-
-
-def _is_plain(value: Any) -> bool:
-    """Return whether the text of a value is the same in all processes."""
-    return value is None or isinstance(value, (bool, int, float, str, list, tuple)) or is_dataclass(value)
 
 
 def no_loader(data: L.LightningDataModule) -> list[Any] | None:

@@ -2,13 +2,13 @@
 
 import gc
 import json
-from dataclasses import fields
+from dataclasses import dataclass, fields
 
 import pytest
 import torch
 
 from lightning_sparsefl import FederatedTrainer, Federation, FedSpa
-from lightning_sparsefl.data import Dirichlet, FederatedBlobs, FederatedBlobsOnDemand, FederatedDataset
+from lightning_sparsefl.data import Dirichlet, FederatedBlobs, FederatedBlobsOnDemand, FederatedDataset, Partition
 from lightning_sparsefl.data.memory_map import map_split, write_split
 from lightning_sparsefl.errors import DataNotFound, InvalidOption
 from lightning_sparsefl.models import MLP
@@ -70,6 +70,62 @@ def test_other_options_are_another_split(tmp_path):
         blobs(tmp_path, num_clients=5).setup()
     with pytest.raises(DataNotFound, match="memory_map"):
         blobs(tmp_path, seed=1).setup()
+
+
+@dataclass(frozen=True)
+class Blocks(Partition):
+    """Consecutive examples, as many as a tensor says."""
+
+    sizes: torch.Tensor
+
+    def assign(self, labels, num_clients, rng):
+        return list(torch.arange(len(labels)).split(self.sizes.tolist()))
+
+
+def halves(first):
+    """As many sizes as PyTorch abbreviates in a text, which differ in the middle."""
+    sizes = torch.ones(2000, dtype=torch.int64)
+    sizes[1000], sizes[1001] = first, 100 - first
+    return blobs_of(Blocks(sizes))
+
+
+def blobs_of(partition):
+    return {"num_clients": 2000, "num_train": 2098, "partition": partition, "val_fraction": 0.0, "eval_split": "test"}
+
+
+def test_runs_with_other_tensors_in_a_partition_share_a_folder(tmp_path):
+    runs = [blobs(tmp_path, **halves(first)) for first in (30, 70)]
+    for data in runs:
+        data.prepare_data()
+    for data in runs:
+        data.setup()
+    assert [data.client_sizes[1000] for data in runs] == [30, 70]
+
+
+class Unknown(Partition):
+    """A partition that is not a dataclass."""
+
+    def __init__(self, first):
+        self.first = first
+
+    def assign(self, labels, num_clients, rng):
+        return list(torch.arange(len(labels)).split([self.first, len(labels) - self.first]))
+
+
+def test_an_option_that_does_not_name_a_split_is_refused(tmp_path):
+    options = {**blobs_of(Unknown(100)), "num_clients": 2}
+    for method in (FederatedBlobs.prepare_data, FederatedBlobs.setup):
+        with pytest.raises(InvalidOption, match=r"`data\.partition` is a Unknown, .* `data\.memory_map` to null"):
+            method(blobs(tmp_path, **options))
+    assert list(tmp_path.iterdir()) == []
+    blobs(**options).setup()
+
+
+def test_an_attribute_with_an_underscore_does_not_name_a_split(tmp_path):
+    data = blobs(tmp_path)
+    data.prepare_data()
+    data._cache = Unknown(100)
+    data.setup()
 
 
 def test_data_that_has_changed_replaces_a_stale_file(tmp_path, monkeypatch):
