@@ -69,25 +69,27 @@ class ClientTable:
         Args:
             clients: Numbers of clients in any order.
         """
-        return self.values(clients, None)
+        return self._places(clients)[1]
 
-    def values(self, clients: NDArray[np.int64], name: str | None, missing: float = 0) -> NDArray[Any]:
+    def values(self, clients: NDArray[np.int64], name: str, missing: float = 0) -> NDArray[Any]:
         """Return the values of clients in a column.
 
         Args:
             clients: Numbers of clients in any order.
-            name: Name of the column; None = whether the client has a row.
+            name: Name of the column.
             missing: Value of clients without a row.
         """
-        places = np.searchsorted(self.clients, clients)
-        inside = places < len(self)
-        known = inside.copy()
-        known[inside] = self.clients[places[inside]] == clients[inside]
-        if name is None:
-            return known
+        places, known = self._places(clients)
         found = np.full(len(clients), missing, self[name].dtype)
         found[known] = self[name][places[known]]
         return found
+
+    def _places(self, clients: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+        """Return the rows of clients, and which clients have one."""
+        places = np.searchsorted(self.clients, clients)
+        known = places < len(self)
+        known[known] = self.clients[places[known]] == clients[known]
+        return places, known
 
     def updated(self, clients: NDArray[np.int64], **columns: Any) -> ClientTable:
         """Return a table in which the rows of clients are added or replaced.

@@ -80,7 +80,7 @@ def test_an_answer_arrives_as_it_was_sent():
         {"up": {"total": 48, "masks": -1}},
         {"up": "large"},
     ],
-    ids=str,
+    ids=lambda changed: next(iter(changed)),
 )
 def test_a_wrong_field_is_refused(changed):
     with pytest.raises(MalformedPayload):

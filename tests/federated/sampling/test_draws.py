@@ -66,7 +66,11 @@ def test_random_numbers_are_the_same_one_by_one_and_at_once():
     assert [float(one(1)[0]) for _ in range(100)] == together(100).tolist()
 
 
-@pytest.mark.parametrize("clients", [range(3, 9), Training(9, [0, 4, 8]), Training(4, []), [1, 5], []], ids=str)
+@pytest.mark.parametrize(
+    "clients",
+    [range(3, 9), Training(9, [0, 4, 8]), Training(4, []), [1, 5], []],
+    ids=["range", "some", "none of them", "list", "empty"],
+)
 def test_the_numbers_of_clients_as_an_array(clients):
     assert numbers(clients).tolist() == list(clients)
     assert numbers(clients).dtype == np.int64

@@ -24,7 +24,12 @@ class First(CohortSampler):
         ("draw", None, InvalidOption, r"`Mine\.draw` returned None; expected an `Iterable`, so add a `return`"),
         ("draw", [0], InvalidOption, r"which drew the clients \[0\] in round 0; expected 4 different ones of the 6"),
         ("learn", None, InvalidOption, r"`Mine\.learn` returned None; expected a `Mapping`, so add a `return`"),
-        ("start", {"seen": {1}}, TypeError, r"`sampler state\['seen'\]` holds a `set`; expected numbers, strings"),
+        (
+            "start",
+            {"seen": {1}},
+            InvalidOption,
+            r"`Mine\.start\(\)\['seen'\]` holds a `set`; expected numbers, strings",
+        ),
     ],
 )
 def test_the_hook_is_named(federation, hook, result, error, message):
