@@ -228,8 +228,8 @@ class CostFacts:
         samples: Number of training samples of one epoch.
         batch_size: Number of samples of one batch.
         buffers: Names of the model's floating-point buffers, which are sent but not counted in papers.
-        model: Object whose attributes `initial`, `embeddings` and `units` have the initial weights of the model, the
-            names of the tensors of its embeddings, and its groups of units.
+        model: Object whose attributes `initial`, `uses` and `units` have the initial weights of the model, the uses
+            of its parameters by layers, and its groups of units.
         again: Whether the client participated before, if the view does not show it, as in `profile`.
     """
 

@@ -25,7 +25,7 @@ def chosen(weights: Weights, patterns: Sequence[str], fleet: Fleet) -> tuple[str
         patterns: Patterns of the part.
         fleet: Fleet of the run, which knows the kinds of the module's tensors.
     """
-    return part(weights, patterns, buffers=fleet.buffers, norms=fleet.norms, embeddings=fleet.embeddings)
+    return part(weights, patterns, buffers=fleet.buffers, norms=fleet.norms, uses=fleet.uses)
 
 
 def start(weights: Weights, own: Collection[str]) -> ServerState:

@@ -36,6 +36,7 @@ from lightning_sparsefl.sparse.layer_groups import head_of
 from lightning_sparsefl.sparse.masks import apply, subtract
 from lightning_sparsefl.sparse.prune import prune_to
 from lightning_sparsefl.sparse.scores import magnitude
+from lightning_sparsefl.sparse.uses import TensorUses
 from lightning_sparsefl.types import CostFacts, Costs, Masks, Merged, Message, ServerState, Update, Weights
 
 
@@ -66,7 +67,7 @@ class CS(FederatedAlgorithm):
     def init(self, weights: Weights, fleet: Fleet) -> ServerState:
         """Return the first weights, which are dense, and the number of weights of each layer to keep later."""
         parameters = {name: value for name, value in weights.items() if name not in fleet.buffers}
-        spared = () if self.prune_head else head_of(parameters, embeddings=fleet.embeddings, named=None)
+        spared = () if self.prune_head else _spared(parameters, fleet.uses)
         counts = {
             name: torch.tensor(max(1, round(self.density * parameters[name].numel())), dtype=torch.int64)
             for name in maskable(parameters)
@@ -122,3 +123,11 @@ class CS(FederatedAlgorithm):
             flops_analytic=training_flops(facts.layers, {}, {}, facts.epochs * facts.samples),
             bytes_up_paper=BYTES_PER_WEIGHT * up,
         )
+
+
+def _spared(parameters: Weights, uses: TensorUses) -> tuple[str, ...]:
+    """Return the names of the tensors of the last linear layer, which is not pruned."""
+    try:
+        return head_of(parameters, uses=uses, named=None)
+    except InvalidOption as error:
+        raise InvalidOption(f"{error} With `algorithm.prune_head: true`, the last layer is pruned too.") from error

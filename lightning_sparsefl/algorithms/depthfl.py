@@ -86,7 +86,7 @@ class DepthFL(FederatedAlgorithm):
         """Store the block of each tensor, the last layers of the exits, h = 0, and the number of clients."""
         parameters = {name: value for name, value in weights.items() if name not in fleet.buffers}
         blocks = blocks_of(list(parameters), fleet.exits)
-        heads = exit_heads(parameters, fleet.exits, fleet.embeddings)
+        heads = exit_heads(parameters, fleet.exits, fleet.uses)
         extra = {
             "blocks": {name: torch.tensor(block) for name, block in blocks.items()},
             "heads": {name: torch.tensor(block) for name, block in heads.items()},

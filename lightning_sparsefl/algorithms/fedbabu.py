@@ -50,7 +50,7 @@ class FedBABU(FederatedAlgorithm):
         head = head_of(
             {n: w for n, w in weights.items() if n not in fleet.buffers},
             self.head,
-            fleet.embeddings,
+            fleet.uses,
             "with `algorithm.head`",
         )
         frozen = {name: torch.zeros_like(weights[name], dtype=torch.bool) for name in head}

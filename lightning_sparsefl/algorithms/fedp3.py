@@ -65,7 +65,7 @@ class FedP3(FederatedAlgorithm):
     def init(self, weights: Weights, fleet: Fleet) -> ServerState:
         """Find the hidden layers, which blocks of clients own in turn."""
         parameters = without(weights, fleet.buffers)
-        head = dict.fromkeys(head_of(parameters, embeddings=fleet.embeddings, named=None), torch.tensor(True))
+        head = dict.fromkeys(head_of(parameters, uses=fleet.uses, named=None), torch.tensor(True))
         hidden = layer_groups(without(parameters, head))
         if not hidden:
             raise InvalidOption("`algorithm` is FedP3, and the model has no layer below the last; use FedPer.")
@@ -122,7 +122,7 @@ class FedP3(FederatedAlgorithm):
         if self.local_pruning == "fixed":
             return {}
         parameters, rng = without(weights, client.buffers), client.rng("local pruning")
-        hidden = without(parameters, head_of(parameters, embeddings=client.embeddings, named=None))
+        hidden = without(parameters, head_of(parameters, uses=client.uses, named=None))
         width = self.local_width + (1 - self.local_width) * float(torch.rand((), generator=rng))
         matrices = {name: hidden[name] for name in maskable(hidden)}
         return share_masks(matrices, width, rng if self.local_pruning == "uniform" else None)
@@ -141,7 +141,7 @@ class FedP3(FederatedAlgorithm):
         """Return costs in which owned layers and the last one travel up, and training is dense by analysis."""
         masks, parameters = facts.message.masks, without(facts.model.initial, facts.buffers)
         up = sum(weight.numel() for weight in without(parameters, masks).values())
-        head = head_of(parameters, embeddings=facts.model.embeddings, named=None)
+        head = head_of(parameters, uses=facts.model.uses, named=None)
         last = forward_flops([layer for layer in facts.layers if layer.weight in head])
         hidden = [layer for layer in facts.layers if layer.weight not in head]
         passes, q = 3 * facts.epochs * facts.samples, self.local_width

@@ -104,7 +104,7 @@ class FedRolex(FederatedAlgorithm):
             found.append(OutputScaler(dict.fromkeys(name for group in client.units for name in group.layers), rate))
         if self.label_mask:
             found.append(
-                LabelMask(head_of(message.weights, self.head, client.embeddings, "with `algorithm.head`"), client.id)
+                LabelMask(head_of(message.weights, self.head, client.uses, "with `algorithm.head`"), client.id)
             )
         return found
 

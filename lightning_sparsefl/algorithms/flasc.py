@@ -20,7 +20,6 @@ Departures from the authors' code:
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -38,6 +37,7 @@ from lightning_sparsefl.sparse.masks import apply, dense_like, subtract
 from lightning_sparsefl.sparse.parts import only, part
 from lightning_sparsefl.sparse.prune import shrink_globally
 from lightning_sparsefl.sparse.scores import magnitude
+from lightning_sparsefl.sparse.uses import TensorUses
 from lightning_sparsefl.types import (
     ClientView,
     CostFacts,
@@ -89,10 +89,10 @@ class FLASC(FederatedAlgorithm):
             InvalidOption: If the module has no adapters of these names.
         """
         parameters = {name: value for name, value in weights.items() if name not in fleet.buffers}
-        tables = fleet.embeddings
-        frozen = set(part(parameters, self.frozen, embeddings=tables))
-        adapters = [name for name in self._adapters(parameters, tables) if name not in frozen]
-        trained = {*adapters, *part(parameters, self.whole, embeddings=tables)} - frozen
+        uses = fleet.uses
+        frozen = set(part(parameters, self.frozen, uses=uses))
+        adapters = [name for name in self._adapters(parameters, uses) if name not in frozen]
+        trained = {*adapters, *part(parameters, self.whole, uses=uses)} - frozen
         extra: dict[str, Weights] = {
             "masks": self._largest(only(parameters, adapters), self.down_density),
             "trainable": {n: torch.zeros_like(w, dtype=torch.bool) for n, w in parameters.items() if n not in trained},
@@ -100,9 +100,9 @@ class FLASC(FederatedAlgorithm):
         }
         return ServerState(round=0, weights=weights, extra=extra)
 
-    def _adapters(self, parameters: Weights, embeddings: Collection[str]) -> tuple[str, ...]:
+    def _adapters(self, parameters: Weights, uses: TensorUses) -> tuple[str, ...]:
         try:
-            return part(parameters, self.adapters, embeddings=embeddings)
+            return part(parameters, self.adapters, uses=uses)
         except InvalidOption as error:
             raise InvalidOption(
                 f"`algorithm.adapters` is {self.adapters!r}, but the module has no such tensors: expected names of "

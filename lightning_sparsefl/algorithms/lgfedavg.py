@@ -23,6 +23,7 @@ from lightning_sparsefl.errors import check_types, require
 from lightning_sparsefl.federated.algorithm import FederatedAlgorithm
 from lightning_sparsefl.federated.client import Client
 from lightning_sparsefl.federated.fleet import Fleet
+from lightning_sparsefl.sparse.layer_groups import require_untied_head
 from lightning_sparsefl.sparse.parts import layers_with_buffers, without
 from lightning_sparsefl.types import ClientView, Message, ServerState, Update, Weights
 
@@ -41,7 +42,13 @@ class LGFedAvg(FederatedAlgorithm):
         require(self.layers_shared >= 0, "algorithm.layers_shared", self.layers_shared, "a whole number >= 0")
 
     def init(self, weights: Weights, fleet: Fleet) -> ServerState:
-        """Find the last layers and return the initial state."""
+        """Find the last layers and return the initial state.
+
+        Raises:
+            InvalidOption: If there are fewer layers, or the last linear one shares a tensor with another layer.
+        """
+        if self.layers_shared:
+            require_untied_head(without(weights, fleet.buffers), fleet.uses, named=None)
         layers = list(layers_with_buffers(weights, fleet.buffers).values())
         expected = f"at most {len(layers)}, the layers of the model"
         require(self.layers_shared <= len(layers), "algorithm.layers_shared", self.layers_shared, expected)

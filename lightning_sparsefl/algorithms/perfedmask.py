@@ -113,7 +113,7 @@ class PerFedMask(FederatedAlgorithm):
         """Compute the plan: for every parameter, the clients that train it."""
         server: ServerState = self._inner.init(weights, fleet)
         parameters = {name: value for name, value in weights.items() if name not in fleet.buffers}
-        head = head_of(parameters, self.head, fleet.embeddings, "with `algorithm.head`") if self.freeze_head else ()
+        head = head_of(parameters, self.head, fleet.uses, "with `algorithm.head`") if self.freeze_head else ()
         body = {name: value for name, value in parameters.items() if name not in head}
         if not body:
             raise InvalidOption(f"The head {list(head)} is the whole model; name a part of it with `algorithm.head`.")

@@ -23,8 +23,8 @@ from lightning_sparsefl.callbacks.unit_gates import Gate, gates_of
 from lightning_sparsefl.errors import InvalidOption
 from lightning_sparsefl.seeds import generator
 from lightning_sparsefl.sparse.layer_groups import head_layer
-from lightning_sparsefl.sparse.parts import embeddings_of
 from lightning_sparsefl.sparse.units import UnitGroup
+from lightning_sparsefl.sparse.uses import uses_of
 
 
 class OrderedDropout(ReportedCallback):
@@ -223,7 +223,7 @@ def logits_of(module: nn.Module, head: str | None) -> str:
         module: Module that is trained.
         head: Name of the layer; None = the last linear layer.
     """
-    return head_layer(dict(module.named_parameters()), head, embeddings_of(module))
+    return head_layer(dict(module.named_parameters()), head, uses_of(module))
 
 
 def distillation_loss(teacher: Tensor, logits: Tensor) -> Tensor:

@@ -122,6 +122,11 @@ class LabelMask(OutputHook):
                 f"`label_mask` needs the labels of client {self.client}, but `{type(data).__name__}` has no "
                 "`client_label_counts`; expected a data module that has it (option `data`)."
             )
+        if isinstance(head, nn.Embedding | nn.EmbeddingBag):
+            raise InvalidOption(
+                f"`label_mask` needs the layer that outputs the logits, but `{self.layers[0]}` is an embedding; name "
+                "another `head`, or set `label_mask` to false."
+            )
         weight: Tensor = head.weight  # type: ignore[assignment]
         with torch.random.fork_rng(devices=[]):  # it may read the training loader, whose order is drawn
             counts: Tensor = data.client_label_counts(self.client).to(weight.device)

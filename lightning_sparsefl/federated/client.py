@@ -13,6 +13,7 @@ from lightning_sparsefl.federated.exchange.deadline import Deadline
 from lightning_sparsefl.federated.exchange.orders import Order, Split
 from lightning_sparsefl.seeds import derive_seed, generator
 from lightning_sparsefl.sparse.units import UnitGroup
+from lightning_sparsefl.sparse.uses import TensorUses
 from lightning_sparsefl.types import FitResult, Masks, Shared, Weights
 
 
@@ -30,8 +31,8 @@ class LocalWorker(Protocol):
         ...
 
     @property
-    def embeddings(self) -> frozenset[str]:
-        """See :attr:`Client.embeddings`."""
+    def uses(self) -> TensorUses:
+        """See :attr:`Client.uses`."""
         ...
 
     @property
@@ -104,9 +105,9 @@ class Client:
         return self._worker.buffers
 
     @property
-    def embeddings(self) -> frozenset[str]:
-        """Names of the tensors of the model's embeddings, which are no head."""
-        return self._worker.embeddings
+    def uses(self) -> TensorUses:
+        """Uses of the model's parameters by its layers."""
+        return self._worker.uses
 
     @property
     def units(self) -> Sequence[UnitGroup]:

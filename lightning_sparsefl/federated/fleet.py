@@ -10,6 +10,7 @@ from typing import Any, Literal, Protocol, overload
 import torch
 
 from lightning_sparsefl.sparse.units import UnitGroup
+from lightning_sparsefl.sparse.uses import TensorUses
 from lightning_sparsefl.types import ClientView, LayerFlops, Merged, Message
 
 _MOST_LISTED = 1000
@@ -24,8 +25,8 @@ class KnowsModel(Protocol):
         ...
 
     @property
-    def embeddings(self) -> frozenset[str]:
-        """Names of the tensors of the model's embeddings."""
+    def uses(self) -> TensorUses:
+        """Uses of the model's parameters by its layers."""
         ...
 
     @property
@@ -88,7 +89,7 @@ class Fleet:
         views: Facts of the clients that train, before round 0; a :class:`LazyClientViews` where they are many.
         buffers: Names of the model's floating-point buffers, which no mask may hold.
         device: Device of the server's weights.
-        model: Object that knows the model's norms, embeddings, units and exits.
+        model: Object that knows the model's norms, uses of parameters, units and exits.
         survey: Asks all clients; None where none can be asked.
         clients_per_round: Number of clients of a cohort; None = all.
         execution: How units are left out of local training, `federation.execution`.
@@ -120,9 +121,9 @@ class Fleet:
         return frozenset() if self._model is None else self._model.norms
 
     @property
-    def embeddings(self) -> frozenset[str]:
-        """Names of the tensors of the model's embeddings, which are no head."""
-        return frozenset() if self._model is None else self._model.embeddings
+    def uses(self) -> TensorUses:
+        """Uses of the model's parameters by its layers."""
+        return TensorUses() if self._model is None else self._model.uses
 
     @property
     def units(self) -> Sequence[UnitGroup]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from lightning_sparsefl.sparse.layer_groups import head_of
+from lightning_sparsefl.sparse.uses import TensorUses
 from lightning_sparsefl.types import Weights
 
 
@@ -33,23 +34,23 @@ def blocks_of(names: Sequence[str], exits: Mapping[str, str]) -> dict[str, int]:
     return found
 
 
-def exit_heads(weights: Weights, exits: Mapping[str, str], embeddings: Collection[str] = ()) -> dict[str, int]:
+def exit_heads(weights: Weights, exits: Mapping[str, str], uses: TensorUses | None = None) -> dict[str, int]:
     """Return the tensors of the last linear layer of each exit, with the number of its block.
 
     Args:
         weights: Parameters of the module by name.
         exits: Name of the last module of each block and name of its exit.
-        embeddings: Names of the tensors of embeddings, which are not the head.
+        uses: Uses of the parameters by layers, from :func:`~lightning_sparsefl.sparse.uses.uses_of`.
 
     Example:
         >>> weights = {name: torch.ones(2, 2) for name in ("a.weight", "one.0.weight", "one.1.weight")}
         >>> exit_heads(weights, {"a": "one"})
         {'one.1.weight': 0}
     """
-    found = {}
+    found, uses = {}, uses or TensorUses()
     for block, exit in enumerate(exits.values()):
         own = {name: value for name, value in weights.items() if name.startswith(f"{exit}.")}
-        found.update(dict.fromkeys(head_of(own, embeddings=embeddings, named=None), block))
+        found.update(dict.fromkeys(head_of(own, uses=uses, named=None), block))
     return found
 
 

@@ -8,11 +8,12 @@ first block of a list of blocks holds a convolution. Where they mislead, pattern
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
 from lightning_sparsefl.errors import InvalidOption
+from lightning_sparsefl.sparse.uses import TensorUses, owner
 from lightning_sparsefl.types import Weights
 
 _SHOWN = 12
@@ -20,10 +21,12 @@ _NUMBERED = re.compile(r"(.*_|)\d+")
 """Names of the children of a list: ``3``, or ``block_3``."""
 _RECURRENT = re.compile(r"(.*\.)?weight_(ih|hh|hr)(_l\d+(_reverse)?)?")
 """Names of the matrices of recurrent layers and cells."""
+_EACH_ONCE = TensorUses()
+"""Uses of a model whose layers share no tensors."""
 
 
 def head_of(
-    weights: Weights, head: str | None = None, embeddings: Collection[str] = (), named: str | None = "with `head`"
+    weights: Weights, head: str | None = None, uses: TensorUses = _EACH_ONCE, named: str | None = "with `head`"
 ) -> tuple[str, ...]:
     """Return the names of the head's tensors: those of the last linear layer, or of the module that `head` names.
 
@@ -31,12 +34,12 @@ def head_of(
         weights: Parameters of a module by name, in the order in which the module holds them.
         head: Name of a module or a glob over names of tensors; None = the owner of the last matrix that is not of a
             recurrent layer or an embedding.
-        embeddings: Names of the tensors of embeddings, from :func:`~lightning_sparsefl.sparse.parts.embeddings_of`.
+        uses: Uses of the parameters by layers, from :func:`~lightning_sparsefl.sparse.uses.uses_of`.
         named: How a user names the head, for the error message; None = there is no option for it.
 
     Raises:
-        InvalidOption: If there is no such module or no matrix at all, or if recurrent layers come after the last
-            linear one.
+        InvalidOption: If there is no such module or no matrix at all, if recurrent layers come after the last linear
+            one, or if the head shares a tensor with another layer, which must then be named.
 
     Example:
         >>> import torch
@@ -45,9 +48,10 @@ def head_of(
         ('fc.weight', 'fc.bias')
     """
     if head is None:
-        found = _last_linear(weights, embeddings, named)
+        found = _last_linear(weights, uses, named)
     else:
-        found = [name for name in weights if name.startswith(f"{head}.") or fnmatchcase(name, head)]
+        found = matching(weights, head)
+        require_whole_layers(weights, [head], found, uses)
     if not found:
         wanted = "linear layer" if head is None else f"`{head}`"
         remedy = "expected one" if named is None else f"name one of {_listed(weights)} {named}"
@@ -55,36 +59,125 @@ def head_of(
     return tuple(found)
 
 
-def head_layer(weights: Weights, head: str | None = None, embeddings: Collection[str] = ()) -> str:
-    """Return the name of the layer with the logits, which holds the first tensor of :func:`head_of`.
+def head_layer(weights: Weights, head: str | None = None, uses: TensorUses = _EACH_ONCE) -> str:
+    """Return the name of the layer with the logits, which may share its tensors with other layers.
 
     Args:
         weights: Parameters of a module by name, in the order in which the module holds them.
         head: Name of the layer; None = the last linear layer.
-        embeddings: Names of the tensors of embeddings, which are not the head.
+        uses: Uses of the parameters by layers, as in :func:`head_of`.
 
     Raises:
-        InvalidOption: If :func:`head_of` finds no head.
+        InvalidOption: If there is no such layer.
 
     Example:
         >>> import torch
         >>> head_layer({"conv.weight": torch.zeros(2, 1, 3, 3), "net.fc.weight": torch.zeros(3, 2)})
         'net.fc'
     """
-    return _owner(head_of(weights, head, embeddings)[0])
+    if head is None:
+        last = _last_matrix(weights, uses, "with `head`")
+    else:
+        last = next(iter(matching(uses.among(weights), head)), None)
+    return owner(head_of(weights, head, uses)[0] if last is None else last)
 
 
-def _last_linear(weights: Weights, embeddings: Collection[str], named: str | None) -> list[str]:
-    """Return the names of the tensors beside the last matrix, which no recurrent layer may follow."""
-    matrices = [name for name in weights if weights[name].dim() == 2 and name not in embeddings]
-    linear = [name for name in matrices if not _RECURRENT.fullmatch(name)]
+def matching(names: Iterable[str], pattern: str) -> list[str]:
+    """Return the names of the tensors of a module, or those that a glob matches.
+
+    Args:
+        names: Names of tensors.
+        pattern: Name of the module, or the glob.
+
+    Example:
+        >>> matching(["fc.weight", "fc.bias", "fc2.bias"], "fc"), matching(["fc.weight", "fc.bias"], "*.bias")
+        (['fc.weight', 'fc.bias'], ['fc.bias'])
+    """
+    return [name for name in names if name.startswith(f"{pattern}.") or fnmatchcase(name, pattern)]
+
+
+def require_whole_layers(
+    weights: Weights, modules: Iterable[str], found: Collection[str], uses: TensorUses = _EACH_ONCE
+) -> None:
+    """Check that modules that were named share no tensors with layers that were not.
+
+    Args:
+        weights: Parameters by name.
+        modules: Names of the modules; globs are ignored.
+        found: Names of the tensors that were found for all names and globs together.
+        uses: Uses of the parameters by layers.
+
+    Raises:
+        InvalidOption: If a layer of the modules uses a tensor that was not found.
+
+    Example:
+        >>> import torch
+        >>> tied = TensorUses({"table.weight": "table.weight", "out.weight": "table.weight"})
+        >>> require_whole_layers({"table.weight": torch.ones(2, 2)}, ["table"], ["table.weight"], tied)
+    """
+    among = uses.among(weights)
+    for module in modules:
+        for use in (use for use in among if use.startswith(f"{module}.") and among[use] not in found):
+            raise InvalidOption(
+                f"`{owner(use)}` shares `{among[use]}` with `{owner(among[use])}`, so that neither can be treated "
+                f"without the other; name `{owner(among[use])}`, or give `{owner(use)}` a tensor of its own."
+            )
+
+
+def require_untied_head(weights: Weights, uses: TensorUses = _EACH_ONCE, named: str | None = "with `head`") -> None:
+    """Check that the last layer with a matrix shares no tensor with another layer; a model without one passes.
+
+    Args:
+        weights: Parameters of a module by name, in the order in which the module holds them.
+        uses: Uses of the parameters by layers.
+        named: How a user names the head, for the error message; None = there is no option for it.
+
+    Raises:
+        InvalidOption: If it shares one.
+
+    Example:
+        >>> import torch
+        >>> require_untied_head({"table.weight": torch.ones(2, 2), "out.weight": torch.ones(2, 2)})
+    """
+    for use in _same_layer(uses.among(weights), next(reversed(_matrices(weights, uses)), None)):
+        for other in uses.others(use):
+            tensor = uses.stored[use]
+            remedy = "" if named is None else f", or name `{owner(tensor)}` {named}, which then concerns both"
+            raise InvalidOption(
+                f"The model's head `{owner(use)}` shares `{tensor}` with `{other}`, so that neither can be treated "
+                f"without the other; give `{owner(use)}` a tensor of its own{remedy}."
+            )
+
+
+def _last_linear(weights: Weights, uses: TensorUses, named: str | None) -> list[str]:
+    """Return the names of the tensors of the layer with the last matrix."""
+    among, last = uses.among(weights), _last_matrix(weights, uses, named)
+    require_untied_head(weights, uses, named)
+    found = {among[use] for use in _same_layer(among, last)}
+    return [name for name in weights if name in found]
+
+
+def _same_layer(uses: Iterable[str], last: str | None) -> list[str]:
+    return [use for use in uses if last is not None and owner(use) == owner(last)]
+
+
+def _matrices(weights: Weights, uses: TensorUses) -> list[str]:
+    """Return the names under which layers other than embeddings use matrices, in the order of the layers."""
+    among = uses.among(weights)
+    return [use for use, name in among.items() if weights[name].dim() == 2 and use not in uses.embeddings]
+
+
+def _last_matrix(weights: Weights, uses: TensorUses, named: str | None) -> str | None:
+    """Return the name under which a layer uses the last matrix, which no recurrent layer may follow; None without."""
+    matrices = _matrices(weights, uses)
+    linear = [use for use in matrices if not _RECURRENT.fullmatch(use)]
     if linear and linear[-1] != matrices[-1]:
         raise InvalidOption(
-            f"The model's head is not known, since the recurrent layer `{_owner(matrices[-1])}` comes after "
-            f"`{_owner(linear[-1])}`, its last other matrix, in the order of its layers; create the layer of the "
+            f"The model's head is not known, since the recurrent layer `{owner(matrices[-1])}` comes after "
+            f"`{owner(linear[-1])}`, its last other matrix, in the order of its layers; create the layer of the "
             f"outputs last{'' if named is None else f', or name it {named}'}."
         )
-    return [name for name in weights if linear and _owner(name) == _owner(linear[-1])]
+    return linear[-1] if linear else None
 
 
 def layer_groups(weights: Weights, patterns: Sequence[str] = ()) -> dict[str, tuple[str, ...]]:
@@ -202,7 +295,7 @@ def _joined(pieces: Sequence[_Module], weights: Weights) -> dict[str, tuple[str,
     for piece in pieces:
         names = piece.names()
         bare = not piece.children and all(weights[name].dim() < 2 for name in names)
-        if bare and layer and _owner(piece.path) == _owner(layer) and place[names[0]] == place[groups[layer][-1]] + 1:
+        if bare and layer and owner(piece.path) == owner(layer) and place[names[0]] == place[groups[layer][-1]] + 1:
             groups[layer] += names
         elif names:
             groups[piece.path] = names
@@ -210,11 +303,7 @@ def _joined(pieces: Sequence[_Module], weights: Weights) -> dict[str, tuple[str,
     return groups
 
 
-def _owner(name: str) -> str:
-    return name.rpartition(".")[0]
-
-
 def _listed(weights: Weights) -> str:
-    owners = list(dict.fromkeys(_owner(name) or name for name in weights))
+    owners = list(dict.fromkeys(owner(name) or name for name in weights))
     shown = ", ".join(f"`{owner}`" for owner in owners[:_SHOWN]) or "its modules, of which it has 0"
     return shown + (f" and {len(owners) - _SHOWN} more" if len(owners) > _SHOWN else "")

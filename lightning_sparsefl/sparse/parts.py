@@ -8,19 +8,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Sequence
-from fnmatch import fnmatchcase
 
 from torch import Tensor, nn
 
 from lightning_sparsefl.errors import InvalidOption
 from lightning_sparsefl.sparse.density import listed
-from lightning_sparsefl.sparse.layer_groups import head_of, layer_groups
+from lightning_sparsefl.sparse.layer_groups import head_of, layer_groups, matching, require_whole_layers
+from lightning_sparsefl.sparse.uses import TensorUses
 from lightning_sparsefl.types import Weights
 
 HEAD, NORM = "head", "norm"
 """Patterns for the last linear layer and for all norms."""
 _NORMS = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LayerNorm)
-_EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 _NAMED_NORM = re.compile(r".*Norm(\dd)?")
 """Names of the classes of further norms, such as `RMSNorm`."""
 _SHOWN = 6
@@ -32,7 +31,7 @@ def part(
     *,
     buffers: Collection[str] = (),
     norms: Collection[str] = (),
-    embeddings: Collection[str] = (),
+    uses: TensorUses | None = None,
 ) -> tuple[str, ...]:
     """Return the names of the tensors of a part, in the order of the model.
 
@@ -42,10 +41,11 @@ def part(
             ``norm`` for all norms, of which there may be none.
         buffers: Names of the floating-point buffers among the weights.
         norms: Names of the tensors of norms, from :func:`norms_of`.
-        embeddings: Names of the tensors of embeddings, from :func:`embeddings_of`, which are not the head.
+        uses: Uses of the parameters by layers, from :func:`~lightning_sparsefl.sparse.uses.uses_of`.
 
     Raises:
-        InvalidOption: If a pattern other than ``norm`` matches nothing.
+        InvalidOption: If a pattern other than ``norm`` matches nothing, or names a layer that shares a tensor with one
+            that no pattern names.
 
     Example:
         >>> import torch
@@ -55,20 +55,23 @@ def part(
         (('fc.weight', 'fc.bias'), ('conv.weight', 'bn.weight'))
     """
     found: set[str] = set()
+    parameters, uses = without(weights, buffers), uses or TensorUses()
     for pattern in patterns:
         if pattern == HEAD:
-            found.update(head_of(without(weights, buffers), embeddings=embeddings, named=f"instead of {HEAD!r}"))
+            found.update(head_of(parameters, uses=uses, named=f"instead of {HEAD!r}"))
         elif pattern == NORM:
             found.update(norms)
         else:
-            found.update(_matching(weights, pattern))
+            found.update(_matching(weights, pattern, uses))
+    modules = [pattern for pattern in patterns if pattern not in (HEAD, NORM)]
+    require_whole_layers(parameters, modules, found, uses)
     return tuple(name for name in weights if name in found)
 
 
-def _matching(weights: Weights, pattern: str) -> list[str]:
-    """Return the names that a pattern matches; at least one."""
-    found = [name for name in weights if name.startswith(f"{pattern}.") or fnmatchcase(name, pattern)]
-    if not found:
+def _matching(weights: Weights, pattern: str, uses: TensorUses) -> list[str]:
+    """Return the names that a pattern matches; at least one, if only of a tensor that another layer has too."""
+    found = matching(weights, pattern)
+    if not found and not matching(uses.among(weights), pattern):
         raise InvalidOption(
             f"The pattern {pattern!r} of a part matches no tensor; expected 'head', 'norm', a module, or a glob that "
             f"matches some of {listed(weights, _SHOWN)}."
@@ -148,21 +151,6 @@ def norms_of(module: nn.Module) -> frozenset[str]:
         for tensors in (child.named_parameters(recurse=False), child.named_buffers(recurse=False))
         for tensor, _ in tensors
     )
-
-
-def embeddings_of(module: nn.Module) -> frozenset[str]:
-    """Return the names of the weights of embeddings, without those that another layer shares, such as a decoder.
-
-    Args:
-        module: Module, whose tensors are named as in its ``state_dict``.
-
-    Example:
-        >>> sorted(embeddings_of(nn.ModuleDict({"vectors": nn.Embedding(5, 2), "out": nn.Linear(2, 5)})))
-        ['vectors.weight']
-    """
-    others = (child for child in module.modules() if not isinstance(child, _EMBEDDINGS))
-    theirs = {id(weight) for child in others for weight in child.parameters(recurse=False)}
-    return frozenset(name for name, weight in module.named_parameters() if id(weight) not in theirs)
 
 
 def _is_norm(module: nn.Module) -> bool:

@@ -13,13 +13,14 @@ from lightning_sparsefl.models import MLP, PreResNet18
 from lightning_sparsefl.sparse.masks import counts
 from lightning_sparsefl.sparse.submodel import cut
 from lightning_sparsefl.sparse.units import find_groups
+from lightning_sparsefl.sparse.uses import TensorUses
 from lightning_sparsefl.types import ClientView, CostFacts, FitResult, LayerFlops, Message
 
 
 class Script:
     """Stands in for the bench: `trained` is what a fit yields, `slopes` what a gradient is."""
 
-    embeddings = frozenset()
+    uses = TensorUses()
 
     def __init__(self, trained, slopes=None, initial=None, buffers=()):
         self.trained, self.slopes, self.fits, self.gradients = trained, slopes, [], []
@@ -102,7 +103,7 @@ def facts():
 class Network:
     """A network whose units are known, as the engine knows them."""
 
-    embeddings = frozenset()
+    uses = TensorUses()
 
     def __init__(self, module, side):
         self.module, self.sample = module, torch.zeros(1, *side)

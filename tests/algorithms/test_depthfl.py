@@ -15,7 +15,7 @@ from lightning_sparsefl.cost import count_layers
 from lightning_sparsefl.errors import InvalidOption
 from lightning_sparsefl.federated.fleet import Fleet
 from lightning_sparsefl.models import ExitMNISTNet, ExitResNet18
-from lightning_sparsefl.sparse.parts import embeddings_of
+from lightning_sparsefl.sparse.uses import uses_of
 from lightning_sparsefl.types import CostFacts, Merged, Update
 
 
@@ -25,7 +25,7 @@ class Model:
     units = ()
 
     def __init__(self, module):
-        self.exits, self.embeddings = module.exits, embeddings_of(module)
+        self.exits, self.uses = module.exits, uses_of(module)
 
 
 @pytest.fixture

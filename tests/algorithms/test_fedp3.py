@@ -13,6 +13,7 @@ from helpers.networks import DeepClassifier
 from lightning_sparsefl import FedAvg, FedP3
 from lightning_sparsefl.errors import InvalidOption
 from lightning_sparsefl.federated.fleet import Fleet
+from lightning_sparsefl.sparse.uses import TensorUses
 from lightning_sparsefl.testing.contents import comparable
 from lightning_sparsefl.types import Message
 from lightning_sparsefl.wire import Codec
@@ -120,7 +121,7 @@ def test_costs(facts):
     mask = torch.tensor([[True, True], [True, True], [True, False]])
     weights = facts().message.weights
     given = facts(masks={"b.weight": mask})
-    given = replace(given, model=SimpleNamespace(initial={**weights, "c.weight": torch.ones(1, 2)}, embeddings=()))
+    given = replace(given, model=SimpleNamespace(initial={**weights, "c.weight": torch.ones(1, 2)}, uses=TensorUses()))
     costs = FedP3().costs(given)
     assert costs.flops_paper == 14 * 3 * (22 + 10)
     assert costs.flops_analytic == 14 * 3 * 34
@@ -131,7 +132,7 @@ def test_costs(facts):
 @pytest.mark.parametrize(("pruning", "share"), [("uniform", 0.85), ("ordered", 0.73)])
 def test_local_pruning_saves_operations_of_hidden_layers(facts, pruning, share):
     weights = facts().message.weights  # b is the last layer
-    given = replace(facts(), model=SimpleNamespace(initial=weights, embeddings=()))
+    given = replace(facts(), model=SimpleNamespace(initial=weights, uses=TensorUses()))
     costs = FedP3(local_pruning=pruning, local_width=0.7).costs(given)
     assert costs.flops_paper == costs.flops_analytic == pytest.approx(14 * 3 * (share * 22 + 12))
 

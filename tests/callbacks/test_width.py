@@ -108,3 +108,8 @@ def test_labels_that_nobody_knows_are_asked_for():
 def test_a_head_with_too_few_outputs_is_refused():
     with pytest.raises(InvalidOption, match="`head` puts out 2 logits, expected 3 classes"):
         LabelMask(["head.weight", "head.bias"], 0)._own(Data(), nn.Linear(4, 2))
+
+
+def test_a_head_that_is_an_embedding_is_refused():
+    with pytest.raises(InvalidOption, match="needs the layer that outputs the logits, but `head` is an embedding"):
+        LabelMask(["head.weight"], 0)._own(Data(), nn.Embedding(4, 2))

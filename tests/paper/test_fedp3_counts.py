@@ -10,6 +10,7 @@ from lightning_sparsefl import FedP3
 from lightning_sparsefl.cost import count_layers
 from lightning_sparsefl.federated.fleet import Fleet
 from lightning_sparsefl.models import VGG11
+from lightning_sparsefl.sparse.uses import TensorUses
 from lightning_sparsefl.types import ClientView, CostFacts
 
 CLIENTS, HEAD = 50, 5_130
@@ -27,7 +28,7 @@ def test_costs_of_all_clients():
     biases = sum(weight.numel() for weight in weights.values() if weight.dim() == 1) - 10
     for view in views[::7]:
         facts = CostFacts(view, method.download(server, view), layers, epochs=5, samples=180, batch_size=20)
-        model = SimpleNamespace(embeddings=frozenset(), initial=weights)
+        model = SimpleNamespace(uses=TensorUses(), initial=weights)
         costs = method.costs(CostFacts(**{**vars(facts), "model": model}))
         block = view.id * len(sizes) // CLIENTS
         owned = {block, (block + 1) % len(sizes)}

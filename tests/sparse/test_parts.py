@@ -8,8 +8,9 @@ from torch import nn
 
 from lightning_sparsefl.errors import InvalidOption
 from lightning_sparsefl.models import ResNet18
-from lightning_sparsefl.sparse.layer_groups import head_of
-from lightning_sparsefl.sparse.parts import embeddings_of, layers_with_buffers, norms_of, only, part, without
+from lightning_sparsefl.sparse.layer_groups import head_layer, head_of
+from lightning_sparsefl.sparse.parts import layers_with_buffers, norms_of, only, part, without
+from lightning_sparsefl.sparse.uses import TensorUses, uses_of
 
 NET = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.ReLU(), nn.Flatten(), nn.Linear(8, 4), nn.Linear(4, 3))
 WEIGHTS = {**dict(NET.named_parameters()), "1.running_mean": torch.zeros(2), "1.running_var": torch.ones(2)}
@@ -62,18 +63,73 @@ class Late(nn.Module):
             self.vectors.weight = self.head.weight
 
 
+class Language(nn.Module):
+    """A network whose last layer is tied to its embedding, with a bias of its own."""
+
+    def __init__(self, tied=True):
+        super().__init__()
+        self.table, self.hidden, self.out = nn.Embedding(5, 3), nn.Linear(3, 3), nn.Linear(3, 5)
+        if tied:
+            self.out.weight = self.table.weight
+
+
+def facts(net):
+    return dict(net.named_parameters()), uses_of(net)
+
+
 def test_an_embedding_is_no_head():
+    parameters, uses = facts(Late())
+    assert uses.embeddings == {"vectors.weight", "bag.weight"}
+    assert part(parameters, ["head"], uses=uses) == ("head.weight", "head.bias")
+    assert head_of(parameters, "vectors", uses) == ("vectors.weight",)
+
+
+def test_a_head_that_shares_its_matrix_is_refused():
+    parameters, uses = facts(Language())
+    expected = (
+        r"head `out` shares `table.weight` with `table`, so that neither can be treated without the other; "
+        r"give `out` a tensor of its own, or name `table` %s, which then concerns both\."
+    )
+    with pytest.raises(InvalidOption, match=expected % "with `head`"):
+        head_of(parameters, uses=uses)
+    with pytest.raises(InvalidOption, match=expected % "instead of 'head'"):
+        part(parameters, ["head"], uses=uses)
+    with pytest.raises(InvalidOption, match=r"`out` a tensor of its own\.$"):
+        head_of(parameters, uses=uses, named=None)
+    parameters, uses = facts(Late(tied=True))
+    with pytest.raises(InvalidOption, match=r"head `head` shares `head.weight` with `vectors`"):
+        head_of(parameters, uses=uses)
+    parameters, uses = facts(Language(tied=False))
+    assert head_of(parameters, uses=uses) == ("out.weight", "out.bias")
+
+
+def test_a_layer_is_named_with_those_that_share_its_tensors():
+    parameters, uses = facts(Language())
+    for refuses in (lambda: part(parameters, ["out"], uses=uses), lambda: head_of(parameters, "out", uses)):
+        with pytest.raises(InvalidOption, match=r"`out` shares `table.weight` with `table`.*; name `table`, or give"):
+            refuses()
+    assert part(parameters, ["table"], uses=uses) == head_of(parameters, "table", uses) == ("table.weight",)
+    assert part(parameters, ["table", "out"], uses=uses) == ("table.weight", "out.bias")
+
+
+def test_the_layer_of_the_logits_may_share_its_matrix():
+    parameters, uses = facts(Language())
+    assert head_layer(parameters, uses=uses) == head_layer(parameters, "out", uses) == "out"
+
+
+def test_a_layer_after_a_tied_one_is_the_head():
+    net = Language()
+    net.classifier = nn.Linear(3, 2)
+    parameters, uses = facts(net)
+    assert head_of(parameters, uses=uses) == ("classifier.weight", "classifier.bias")
+
+
+def test_a_layer_that_is_registered_twice_is_not_tied():
     net = Late()
-    assert embeddings_of(net) == {"vectors.weight", "bag.weight"}
-    parameters = dict(net.named_parameters())
-    assert part(parameters, ["head"], embeddings=embeddings_of(net)) == ("head.weight", "head.bias")
-    assert head_of(parameters, "vectors", embeddings_of(net)) == ("vectors.weight",)
-
-
-def test_weights_that_an_embedding_shares_may_be_the_head():
-    net = Late(tied=True)
-    assert embeddings_of(net) == {"bag.weight"}
-    assert head_of(dict(net.named_parameters()), embeddings=embeddings_of(net)) == ("head.weight", "head.bias")
+    net.net = nn.Sequential(net.vectors, net.head)
+    parameters, uses = facts(net)
+    assert head_of(parameters, uses=uses) == ("head.weight", "head.bias")
+    assert TensorUses().among(["fc.weight"]) == {"fc.weight": "fc.weight"}
 
 
 def test_a_pattern_must_match_but_there_may_be_no_norm():

@@ -16,6 +16,7 @@ from lightning_sparsefl.federated.exchange.orders import Split
 from lightning_sparsefl.seeds import generator
 from lightning_sparsefl.sparse.masks import apply, intersect
 from lightning_sparsefl.sparse.units import UnitGroup, unit_masks
+from lightning_sparsefl.sparse.uses import TensorUses
 from lightning_sparsefl.types import FitResult, Masks, Weights
 
 
@@ -29,7 +30,7 @@ class SimulatedWorker:
         find_units: Function that returns the units of the model.
         norms: Names of the tensors of the model's norms.
         exits: Early exits of the model by the last module of each block.
-        embeddings: Names of the tensors of the model's embeddings.
+        uses: Uses of the model's parameters by its layers.
     """
 
     def __init__(
@@ -40,11 +41,11 @@ class SimulatedWorker:
         find_units: Callable[[], Sequence[UnitGroup]] = tuple,
         norms: frozenset[str] = frozenset(),
         exits: Mapping[str, str] | None = None,
-        embeddings: frozenset[str] = frozenset(),
+        uses: TensorUses | None = None,
     ) -> None:
         self.layout, self.initial, self.buffers, self.norms = layout, initial, layout.buffers, norms
         self._rng, self._find_units = generator(seed, "rehearsal"), find_units
-        self.exits, self.embeddings = dict(exits or {}), embeddings
+        self.exits, self.uses = dict(exits or {}), uses or TensorUses()
 
     @cached_property
     def units(self) -> Sequence[UnitGroup]:

@@ -31,7 +31,8 @@ from lightning_sparsefl.federated.sampling.cohort_draw import CohortDraw
 from lightning_sparsefl.federated.sampling.draws import split_unseen
 from lightning_sparsefl.federated.storage.records import ServerRecord
 from lightning_sparsefl.federated.tracking.phase_progress import PhaseProgress
-from lightning_sparsefl.sparse.parts import embeddings_of, norms_of
+from lightning_sparsefl.sparse.parts import norms_of
+from lightning_sparsefl.sparse.uses import uses_of
 from lightning_sparsefl.types import ClientView, Costs, Merged, Message, RunState, ServerState, Weights
 from lightning_sparsefl.wire import Codec
 
@@ -102,7 +103,7 @@ class Simulation:
         precision.convert_module(module)
         flat = FlatModule(module)
         weights, layout, device = flat.read(), flat.layout, flat.vector.device
-        known = (lambda: units_of(module, data), norms_of(module), getattr(module, "exits", {}), embeddings_of(module))
+        known = (lambda: units_of(module, data), norms_of(module), getattr(module, "exits", {}), uses_of(module))
         worker = SimulatedWorker(layout, weights, seed, *known)
         self._about = about = AboutClients(federation, sizes.__getitem__, len(sizes), seed)
         self._records, self._versions = _Records(), _Records()

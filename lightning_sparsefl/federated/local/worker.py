@@ -30,9 +30,10 @@ from lightning_sparsefl.federated.local.round_lr import RoundLR, ScaleLearningRa
 from lightning_sparsefl.seeds import derive_seed, seed_all
 from lightning_sparsefl.sparse.masks import apply, intersect
 from lightning_sparsefl.sparse.modes import modes_restored
-from lightning_sparsefl.sparse.parts import embeddings_of, norms_of
+from lightning_sparsefl.sparse.parts import norms_of
 from lightning_sparsefl.sparse.submodel import cut, narrow, widen
 from lightning_sparsefl.sparse.units import UnitGroup, unit_masks
+from lightning_sparsefl.sparse.uses import TensorUses, uses_of
 from lightning_sparsefl.types import FitResult, Masks, Weights
 
 _STAGES: dict[Split, Literal["validate", "test"]] = {"val": "validate", "test": "test", "train": "validate"}
@@ -179,9 +180,9 @@ class ClientWorker:
         return norms_of(self.module)
 
     @cached_property
-    def embeddings(self) -> frozenset[str]:
-        """Names of the tensors of the module's embeddings."""
-        return embeddings_of(self.module)
+    def uses(self) -> TensorUses:
+        """Uses of the module's parameters by its layers."""
+        return uses_of(self.module)
 
     @cached_property
     def units(self) -> Sequence[UnitGroup]:
