@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from lightning_sparsefl.errors import InvalidOption
 from lightning_sparsefl.sparse.masks import intersect
+from lightning_sparsefl.sparse.uses import owner
 from lightning_sparsefl.types import Masks, Message
 
 
@@ -91,7 +92,7 @@ class LabelMask(OutputHook):
     """
 
     def __init__(self, head: Sequence[str], client: int) -> None:
-        super().__init__([head[0].rpartition(".")[0]])
+        super().__init__([owner(head[0])])
         self.head, self.client = tuple(head), client
         self.classes: Tensor | None = None
         """Classes of the client as a bool tensor, ``(classes,)``; None before the fit."""

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from lightning_sparsefl.errors import InvalidOption
 from lightning_sparsefl.sparse.density import listed
 from lightning_sparsefl.sparse.layer_groups import head_of, layer_groups, matching, require_whole_layers
-from lightning_sparsefl.sparse.uses import TensorUses
+from lightning_sparsefl.sparse.uses import TensorUses, owner
 from lightning_sparsefl.types import Weights
 
 HEAD, NORM = "head", "norm"
@@ -97,8 +97,8 @@ def layers_with_buffers(weights: Weights, buffers: Collection[str] = ()) -> dict
     """
     groups = {}
     for layer, names in layer_groups(without(weights, buffers)).items():
-        owners = {name.rpartition(".")[0] for name in names}
-        groups[layer] = (*names, *(name for name in buffers if name.rpartition(".")[0] in owners))
+        owners = {owner(name) for name in names}
+        groups[layer] = (*names, *(name for name in buffers if owner(name) in owners))
     return groups
 
 

@@ -53,16 +53,17 @@ class TensorUses:
 
 
 def owner(name: str) -> str:
-    """Return the name of the layer that has a tensor.
+    """Return the name of the layer that has a tensor, as its own or as that of one of its parametrizations.
 
     Args:
         name: Name of the tensor.
 
     Example:
-        >>> owner("net.fc.bias")
-        'net.fc'
+        >>> owner("net.fc.bias"), owner("net.fc.parametrizations.weight.original0")
+        ('net.fc', 'net.fc')
     """
-    return name.rpartition(".")[0]
+    layer, parametrized, _ = f".{name}".partition(".parametrizations.")
+    return layer[1:] if parametrized else name.rpartition(".")[0]
 
 
 def uses_of(module: nn.Module) -> TensorUses:

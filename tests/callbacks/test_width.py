@@ -113,3 +113,9 @@ def test_a_head_with_too_few_outputs_is_refused():
 def test_a_head_that_is_an_embedding_is_refused():
     with pytest.raises(InvalidOption, match="needs the layer that outputs the logits, but `head` is an embedding"):
         LabelMask(["head.weight"], 0)._own(Data(), nn.Embedding(4, 2))
+
+
+def test_a_parametrized_head_is_found():
+    head = nn.utils.parametrizations.weight_norm(nn.Linear(4, 3, bias=False))
+    names = [name for name, _ in nn.ModuleDict({"head": head}).named_parameters()]
+    assert LabelMask(names, 0).layers == ("head",)

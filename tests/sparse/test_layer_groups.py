@@ -10,8 +10,8 @@ from torch import nn
 from lightning_sparsefl.errors import InvalidOption
 from lightning_sparsefl.models import MLP, VGG11, AlexNet256, LeNet5, MobileNet, PreResNet18, ResNet18
 from lightning_sparsefl.sparse.exits import exit_heads
-from lightning_sparsefl.sparse.layer_groups import group_sizes, head_of, layer_groups
-from lightning_sparsefl.sparse.parts import part
+from lightning_sparsefl.sparse.layer_groups import group_sizes, head_layer, head_of, layer_groups
+from lightning_sparsefl.sparse.parts import layers_with_buffers, part
 
 
 def split(module, patterns=(), head=None):
@@ -119,6 +119,19 @@ def test_a_missing_head_is_named_where_an_option_names_it():
         head_of(recurrent)
     with pytest.raises(InvalidOption, match=r"create the layer of the outputs last\.$"):
         head_of(recurrent, named=None)
+
+
+@pytest.mark.parametrize("wrap", [nn.utils.parametrizations.weight_norm, nn.utils.parametrizations.spectral_norm])
+def test_a_parametrized_head_has_its_bias(wrap):
+    net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), wrap(nn.Linear(4, 2)))
+    weights = dict(net.named_parameters())
+    assert set(head_of(weights)) == set(head_of(weights, "2")) == {name for name in weights if name.startswith("2.")}
+    assert head_layer(weights) == "2"
+    weights |= {name: value for name, value in net.state_dict().items() if value.is_floating_point()}
+    buffers = [name for name, _ in net.named_buffers() if name in weights]
+    layers = layers_with_buffers(weights, buffers)
+    assert sorted(name for names in layers.values() for name in names) == sorted(weights)
+    assert set(layers["2"]) == {name for name in weights if name.startswith("2.")}
 
 
 class Reader(nn.Module):
