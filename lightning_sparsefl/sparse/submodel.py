@@ -121,7 +121,9 @@ def cut(module: nn.Module, groups: Sequence[UnitGroup], kept: Masks) -> nn.Modul
     )
     for name in dict.fromkeys(name.rpartition(".")[0] for name in indices):
         own = {leaf: indices[f"{name}.{leaf}" if name else leaf] for leaf in _leaves(name, indices)}
-        fitted = _fit(name, small.get_submodule(name), own, module.get_submodule(name))
+        layer, full = small.get_submodule(name), module.get_submodule(name)
+        _require_narrow_form(name, layer, own, groups, kept)
+        fitted = _fit(name, layer, own, full)
         if name:
             parent, _, leaf = name.rpartition(".")
             setattr(small.get_submodule(parent), leaf, fitted)
@@ -172,6 +174,33 @@ def _leaves(module: str, names: Iterable[str]) -> list[str]:
 # ---- layers that store their width
 
 
+def _require_narrow_form(
+    name: str, layer: nn.Module, index: Mapping[str, _Index], groups: Sequence[UnitGroup], kept: Masks
+) -> None:
+    """Refuse a layer of an unknown type with the names of its tensors and of the layers whose units it has.
+
+    Args:
+        name: Name of the layer; empty for the module itself.
+        layer: The layer.
+        index: Positions of its narrow tensors that stay.
+        groups: Groups of units of the module.
+        kept: Units of each group that stay.
+    """
+    if isinstance(layer, (nn.GroupNorm, nn.LayerNorm, *(kind for kinds, _ in _FITS for kind in kinds))):
+        return
+    cut_from = [f"{name}.{leaf}".lstrip(".") for leaf in index]
+    producers = [
+        group.name
+        for group in groups
+        if not bool(kept.get(group.name, torch.ones(1)).all()) and any(slot.name in cut_from for slot in group.slots)
+    ]
+    raise InvalidOption(
+        f"`{', '.join(cut_from)}`: a `{type(layer).__name__}` has no known narrow form; run the units of "
+        f"`{', '.join(producers)}` under masks instead (`federation.execution: mask`), or let `shrink` keep them "
+        "(`ignore`)."
+    )
+
+
 def _fit(name: str, layer: nn.Module, index: Mapping[str, _Index], full: nn.Module) -> nn.Module:
     """Set the sizes that a layer stores to those of its narrow tensors.
 
@@ -185,9 +214,7 @@ def _fit(name: str, layer: nn.Module, index: Mapping[str, _Index], full: nn.Modu
         if isinstance(layer, kinds):
             fit(name, layer)
             return layer
-    raise InvalidOption(
-        f"`{name}`: a `{type(layer).__name__}` has no known narrow form; run its units under masks instead."
-    )
+    return layer
 
 
 def _fit_conv(name: str, layer: Any) -> None:

@@ -212,7 +212,10 @@ def half(name, size):
 @pytest.mark.parametrize(
     ("layers", "message"),
     [
-        ((nn.Linear(4, 3), Scaled(), nn.Linear(3, 1)), "`1`: a `Scaled` has no known narrow form"),
+        (
+            (nn.Linear(4, 3), Scaled(), nn.Linear(3, 1)),
+            "`1.scale`: a `Scaled` has no known narrow form; run the units of `0` under masks",
+        ),
         (
             (
                 nn.Linear(4, 3),
@@ -233,6 +236,26 @@ def test_what_would_not_be_exact_is_refused(layers, message):
     with pytest.raises(InvalidOption, match=message):
         cut(net, groups, half("0", 3))
     assert cut(net, groups, {"0": torch.ones(3, dtype=torch.bool)})
+
+
+class Own(nn.Module):
+    """A module with a parameter of its own for the units of a layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 3), nn.Linear(3, 1)
+        self.scale = nn.Parameter(torch.ones(3))
+
+    def forward(self, inputs):
+        return self.last(self.first(inputs) * self.scale)
+
+
+def test_a_parameter_of_the_module_itself_is_named_with_the_layer_of_its_units():
+    net = Own()
+    groups = find_groups(net, torch.randn(2, 4))
+    expected = r"`scale`: a `Own` has no known narrow form; run the units of `first` under masks .*`ignore`"
+    with pytest.raises(InvalidOption, match=expected):
+        cut(net, groups, half("first", 3))
 
 
 def test_layers_of_a_recurrent_network_must_keep_as_many():
