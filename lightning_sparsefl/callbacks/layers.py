@@ -11,11 +11,10 @@ from typing import Any
 from lightning.pytorch.utilities.rank_zero import WarningCache
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
-from torch.nn.utils.parametrizations import _SpectralNorm
-from torch.nn.utils.weight_norm import WeightNorm
 
 from lightning_sparsefl.errors import InvalidOption
 from lightning_sparsefl.sparse.density import listed, maskable
+from lightning_sparsefl.sparse.parametrized import changes_zeros, weight_of
 
 _TYPE = "type:"
 _COMPILED = "_orig_mod"
@@ -126,9 +125,6 @@ def exactly(names: Iterable[str]) -> list[str]:
 def require_maskable(module: nn.Module, names: Collection[str], owner: str, by_layers: bool = True) -> None:
     """Refuse parameters from which a parametrization computes a weight whose zeros are others.
 
-    Spectral norm only scales a weight, so that zeros stay; weight norm divides by the norms of rows, which a mask may
-    make zero, and others mix the entries.
-
     Args:
         module: Module that is masked.
         names: Names of its parameters that are masked.
@@ -147,8 +143,8 @@ def require_maskable(module: nn.Module, names: Collection[str], owner: str, by_l
 remove the parametrization before training.
     """
     for name in names:
-        holder, tensor = _owner(module, name)
-        kind = _changes_zeros(module, name)
+        holder, tensor = weight_of(module, name)
+        kind = changes_zeros(module, name)
         if kind is not None:
             weight = f"{holder}.{tensor}".lstrip(".")
             pattern = f"!{weight.rpartition('.')[0] or weight}.*"
@@ -157,31 +153,6 @@ remove the parametrization before training.
                 f"`{owner}` cannot mask `{weight}`, which the parametrization `{kind}` computes from `{name}`; "
                 f"{remedy}remove the parametrization before training."
             )
-
-
-def _changes_zeros(module: nn.Module, name: str) -> str | None:
-    """Return the class of a parametrization of a parameter that does not keep its zeros, or None."""
-    path, _, leaf = name.rpartition(".")
-    holder = module.get_submodule(path)
-    if ".parametrizations." in f".{name}":
-        owner, tensor = _owner(module, name)
-        steps = getattr(module.get_submodule(owner).parametrizations, tensor)
-        return next((type(step).__name__ for step in steps if not isinstance(step, _SpectralNorm)), None)
-    hooks = holder._forward_pre_hooks.values()
-    normed = any(isinstance(hook, WeightNorm) and leaf in (f"{hook.name}_g", f"{hook.name}_v") for hook in hooks)
-    return "weight_norm" if normed else None
-
-
-def _owner(module: nn.Module, name: str) -> tuple[str, str]:
-    """Return the path of the module that has the weight which a parameter is or makes, and the weight's name."""
-    parts = name.split(".")
-    if "parametrizations" in parts:
-        at = parts.index("parametrizations")
-        return ".".join(parts[:at]), parts[at + 1]
-    path, _, leaf = name.rpartition(".")
-    stem, _, suffix = leaf.rpartition("_")
-    own = getattr(module.get_submodule(path), "_forward_pre_hooks", {})
-    return path, stem if suffix in ("orig", "g", "v") and stem and own else leaf
 
 
 def _layers(module: nn.Module, owner: str) -> dict[str, _Layer]:
@@ -220,7 +191,7 @@ initialized in `configure_model` or `setup`, by a forward pass.
 
 
 def _layer(module: nn.Module, name: str, value: Tensor) -> _Layer:
-    path, tensor = _owner(module, name)
+    path, tensor = weight_of(module, name)
     holder = module.get_submodule(path)
     kinds = (kind for kind in type(holder).__mro__ if issubclass(kind, nn.Module) and kind is not nn.Module)
     wide = sum(size > 1 for size in value.shape) > 1

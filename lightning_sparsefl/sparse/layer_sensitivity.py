@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_sparsefl.errors import InvalidOption
-from lightning_sparsefl.sparse.density import ceil_count
+from lightning_sparsefl.sparse.density import ceil_count, maskable
+from lightning_sparsefl.sparse.parametrized import changes_zeros
 from lightning_sparsefl.sparse.prune import keep_largest
 from lightning_sparsefl.sparse.units import UnitGroup, keep_units, unit_counts, unit_masks, unit_norms
 from lightning_sparsefl.types import Masks
@@ -50,6 +51,8 @@ def sensitivity(
     """Score a module with one layer at a time pruned by magnitude, without training.
 
     The module is changed in place for each score and has its own weights again at the end, after an error too.
+    Parameters from which a parametrization such as weight norm computes a weight with other zeros are left out, since
+    they cannot be masked.
 
     Args:
         module: Module to score.
@@ -92,7 +95,9 @@ def sensitivity(
 
 
 def _matrices(module: nn.Module) -> list[str]:
-    return [name for name, value in module.named_parameters() if value.dim() >= 2 and value.is_floating_point()]
+    """Return the names of the parameters that can be masked."""
+    real = {name: value for name, value in module.named_parameters() if value.is_floating_point()}
+    return [name for name in maskable(real) if changes_zeros(module, name) is None]
 
 
 def _pruned(module: nn.Module, name: str, density: float, groups: Sequence[UnitGroup] | None) -> Masks:

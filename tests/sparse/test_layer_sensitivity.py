@@ -85,3 +85,11 @@ def test_layers_are_chosen_by_globs():
 def test_options_are_checked(options, said):
     with pytest.raises(InvalidOption, match=said):
         sensitivity(net(), evaluate, **options)
+
+
+def test_layers_that_cannot_be_masked_are_left_out():
+    weight_norm, spectral_norm = nn.utils.parametrizations.weight_norm, nn.utils.parametrizations.spectral_norm
+    module = nn.Sequential(weight_norm(nn.Linear(4, 6)), spectral_norm(nn.Linear(6, 6)), nn.Linear(6, 2)).double()
+    assert list(sensitivity(module, evaluate, [0.05]).scores) == ["1.parametrizations.weight.original", "2.weight"]
+    with pytest.raises(InvalidOption, match=r"`layers='0.\*'` matches no layer; expected one or more of `1.param"):
+        sensitivity(module, evaluate, [0.05], layers="0.*")

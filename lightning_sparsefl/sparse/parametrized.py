@@ -1,0 +1,55 @@
+"""Parameters from which a parametrization computes a weight, and whether zeros in them are zeros of the weight."""
+
+from __future__ import annotations
+
+from torch import nn
+from torch.nn.utils.parametrizations import _SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
+
+
+def weight_of(module: nn.Module, name: str) -> tuple[str, str]:
+    """Return the path of the module with the weight that a parameter is or makes, and the name of the weight there.
+
+    Args:
+        module: Module with the parameter.
+        name: Name of the parameter.
+
+    Example:
+        >>> net = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(2, 2)))
+        >>> weight_of(net, "0.parametrizations.weight.original1"), weight_of(net, "0.bias")
+        (('0', 'weight'), ('0', 'bias'))
+    """
+    parts = name.split(".")
+    if "parametrizations" in parts:
+        at = parts.index("parametrizations")
+        return ".".join(parts[:at]), parts[at + 1]
+    path, _, leaf = name.rpartition(".")
+    stem, _, suffix = leaf.rpartition("_")
+    own = getattr(module.get_submodule(path), "_forward_pre_hooks", {})
+    return path, stem if suffix in ("orig", "g", "v") and stem and own else leaf
+
+
+def changes_zeros(module: nn.Module, name: str) -> str | None:
+    """Return the class of a parametrization of a parameter that does not keep its zeros, or None.
+
+    Spectral norm only scales a weight, so that zeros stay; weight norm divides by the norms of rows, which a mask may
+    make zero, and others mix the entries.
+
+    Args:
+        module: Module with the parameter.
+        name: Name of the parameter.
+
+    Example:
+        >>> net = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(2, 2)))
+        >>> changes_zeros(net, "0.parametrizations.weight.original1"), changes_zeros(net, "0.bias")
+        ('_WeightNorm', None)
+    """
+    path, _, leaf = name.rpartition(".")
+    holder = module.get_submodule(path)
+    if ".parametrizations." in f".{name}":
+        owner, tensor = weight_of(module, name)
+        steps = getattr(module.get_submodule(owner).parametrizations, tensor)
+        return next((type(step).__name__ for step in steps if not isinstance(step, _SpectralNorm)), None)
+    hooks = holder._forward_pre_hooks.values()
+    normed = any(isinstance(hook, WeightNorm) and leaf in (f"{hook.name}_g", f"{hook.name}_v") for hook in hooks)
+    return "weight_norm" if normed else None
