@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lightning_sparsefl.errors import IncompatibleMasks
 from lightning_sparsefl.sparse.density import listed
+from lightning_sparsefl.sparse.versions import versions_of, with_versions
 from lightning_sparsefl.types import Masks, Weights
 
 _SQUEEZE = 0x0102040810204080
@@ -26,7 +27,7 @@ def apply(weights: Weights, masks: Masks) -> dict[str, Tensor]:
     """Return weights with zeros where a mask is False.
 
     A tensor without a mask is passed on as it is, not copied. The product keeps the gradient, and a weight
-    that is not finite stays so.
+    that is not finite stays so. The result for a ``state_dict`` has the versions of its modules, and can be loaded.
 
     Args:
         weights: Weights by name.
@@ -36,7 +37,8 @@ def apply(weights: Weights, masks: Masks) -> dict[str, Tensor]:
         >>> apply({"w": torch.tensor([1.0, 2.0])}, {"w": torch.tensor([True, False])})
         {'w': tensor([1., 0.])}
     """
-    return {name: value * masks[name] if name in masks else value for name, value in weights.items()}
+    masked = {name: value * masks[name] if name in masks else value for name, value in weights.items()}
+    return with_versions(masked, versions_of(weights)) if hasattr(weights, "_metadata") else masked
 
 
 def counts(masks: Masks) -> dict[str, int]:

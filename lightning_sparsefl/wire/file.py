@@ -3,8 +3,9 @@
 A tensor with enough zeros is stored as two entries: its non-zero values in one dimension, under its own name, and one
 bit per position, under its name followed by ``#mask``. All other tensors are ordinary entries. Two metadata fields
 describe the layout: ``format`` is the name and version of this format, and ``tensors`` is a JSON object that maps the
-names, in their order, to the shape of a sparse tensor and to null for an ordinary one. Loading executes nothing from
-the file and never uses a tensor name as a path.
+names, in their order, to the shape of a sparse tensor and to null for an ordinary one. An optional third one,
+``versions``, is a JSON object that maps the names of modules to their versions. Loading executes nothing from the file
+and never uses a tensor name as a path.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from torch import Tensor, nn
 from lightning_sparsefl.errors import CheckpointMismatch, InvalidOption
 from lightning_sparsefl.files import replacing
 from lightning_sparsefl.sparse.masks import pack, unpack
+from lightning_sparsefl.sparse.versions import versions_of, with_versions
 from lightning_sparsefl.wire import bitmask
 
 _FORMAT = "lightning-sparsefl sparse weights, version 1"
@@ -80,7 +82,9 @@ def export_sparse(weights: nn.Module | Mapping[str, Tensor], path: str | os.Path
             entries[name], entries[name + _MASK], shapes[name] = value[kept], pack(kept), list(value.shape)
         else:
             entries[name], shapes[name] = value.clone(), None  # two names may share memory, which safetensors refuses
-    _write(entries, {"format": _FORMAT, "tensors": json.dumps(shapes)}, Path(path))
+    versions = versions_of(weights)
+    metadata = {"versions": json.dumps(versions)} if versions else {}
+    _write(entries, {"format": _FORMAT, "tensors": json.dumps(shapes), **metadata}, Path(path))
 
 
 def load_sparse(path: str | os.PathLike[str]) -> dict[str, Tensor]:
@@ -94,7 +98,7 @@ def load_sparse(path: str | os.PathLike[str]) -> dict[str, Tensor]:
 
     Returns:
         The tensors by name, bit for bit and in their original order, on the CPU; an argument for
-        ``module.load_state_dict``.
+        ``module.load_state_dict``, with the versions of the modules if a ``state_dict`` was written.
 
     Raises:
         CheckpointMismatch: If the file is missing, truncated or of another format.
@@ -157,11 +161,15 @@ def _read(file: Any) -> dict[str, Tensor]:
     entries = {name for name, shape in shapes.items()} | {name + _MASK for name, shape in shapes.items() if shape}
     if entries != set(file.keys()):
         raise _OtherFormat("does not contain exactly the tensors that its header lists")
+    versions = json.loads(metadata.get("versions", "{}"))
+    if not isinstance(versions, dict) or not all(type(version) is int for version in versions.values()):
+        raise _OtherFormat("has versions of modules that are not whole numbers")
     # Clone, since `get_tensor` may return a view of the memory-mapped file, which can change later.
-    return {
+    found = {
         name: file.get_tensor(name).clone() if shape is None else _dense(file, name, shape)
         for name, shape in shapes.items()
     }
+    return with_versions(found, versions)
 
 
 def _dense(file: Any, name: str, shape: list[int]) -> Tensor:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 
 from lightning_sparsefl.errors import IncompatibleMasks
 from lightning_sparsefl.sparse import masks as m
@@ -17,6 +18,23 @@ def test_apply_zeroes_the_dropped_and_passes_the_dense_on_uncopied():
     assert out["w"].tolist() == [0.0, -2.0]
     assert out["b"] is weights["b"]
     assert weights["w"].tolist() == [1.0, -2.0]
+
+
+class Versioned(nn.Linear):
+    """A layer that loads nothing without its version."""
+
+    _version = 3
+
+    def _load_from_state_dict(self, state_dict, prefix, local_metadata, *arguments):
+        assert local_metadata.get("version") == 3
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *arguments)
+
+
+def test_apply_keeps_the_versions_of_a_state_dict():
+    net = nn.Sequential(Versioned(2, 1))
+    net.load_state_dict(m.apply(net.state_dict(), {"0.weight": mask(0, 1).view(1, 2)}))
+    assert net[0].weight[0, 0] == 0
+    assert type(m.apply(dict(net.state_dict()), {})) is dict
 
 
 def test_apply_lets_gradients_through_the_kept_only():

@@ -66,6 +66,22 @@ def test_a_module_with_buffers_and_tied_weights(path):
     assert all(value.is_contiguous() and not value.requires_grad for value in loaded.values())
 
 
+def test_a_state_dict_keeps_the_versions_of_its_modules(path):
+    state = nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 2)).state_dict()
+    export_sparse(state, path)
+    assert load_sparse(path)._metadata == state._metadata
+    export_sparse(dict(state), path)
+    assert type(load_sparse(path)) is dict
+
+
+@pytest.mark.parametrize("versions", ["[]", '{"0": "2"}', '{"0": true}'])
+def test_versions_that_are_no_numbers_are_refused(versions, path):
+    path.parent.mkdir()
+    save_file({"a": torch.ones(1)}, path, {"format": _FORMAT, "tensors": '{"a": null}', "versions": versions})
+    with pytest.raises(CheckpointMismatch, match="has versions of modules that are not whole numbers"):
+        load_sparse(path)
+
+
 def test_a_compiled_module_has_the_names_of_the_plain_one(path):
     net = nn.Sequential(nn.Linear(4, 3))
     export_sparse(torch.compile(net, backend="eager"), path)

@@ -302,4 +302,5 @@ class Run(NodeSide):
             state: State of the run.
         """
         self.worker.load(state.server.weights)
-        return dict(self.module.state_dict())
+        tensors: dict[str, torch.Tensor] = self.module.state_dict()
+        return tensors

@@ -28,6 +28,7 @@ from lightning_sparsefl.federated.exchange.plain_values import pack_plain, unpac
 from lightning_sparsefl.federated.storage.atomic_files import write_bytes_atomically
 from lightning_sparsefl.federated.storage.record_store import StoredRecords
 from lightning_sparsefl.federated.storage.safe_load import load_plain
+from lightning_sparsefl.sparse.versions import versions_of, with_versions
 from lightning_sparsefl.types import PendingUpdate, RunState, ServerState
 
 FORMAT = 5
@@ -192,15 +193,15 @@ def saved_state(state: Mapping[str, Any]) -> dict[str, Any]:
         InvalidOption: If an extra state holds a type that could not be read again.
     """
     cpu = torch.device("cpu")
+
+    def saved(name: str, value: Any) -> Any:
+        return value.detach().cpu().clone() if isinstance(value, Tensor) else unpack_plain(pack_plain(value, name), cpu)
+
     try:
-        return {
-            name: value.detach().cpu().clone()
-            if isinstance(value, Tensor)
-            else unpack_plain(pack_plain(value, name), cpu)
-            for name, value in state.items()
-        }
+        content = {name: saved(name, value) for name, value in state.items()}
     except TypeError as error:
         raise InvalidOption(f"`get_extra_state` of the model: {error}") from error
+    return with_versions(content, versions_of(state))
 
 
 def callback_states(callbacks: list[Callback]) -> dict[str, Any]:

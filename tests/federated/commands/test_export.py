@@ -98,6 +98,30 @@ def test_an_ordinary_checkpoint_for_an_ordinary_trainer(run, tmp_path):
     assert metrics["val_loss"] == pytest.approx(exported.scores["in memory"]["val_loss"], abs=1e-6)
 
 
+class Versioned(nn.Linear):
+    """A layer that loads nothing without its version."""
+
+    _version = 3
+
+    def _load_from_state_dict(self, state_dict, prefix, local_metadata, *arguments):
+        assert local_metadata.get("version") == 3
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *arguments)
+
+
+class VersionedNet(Net):
+    def __init__(self):
+        super().__init__()
+        self.net[-1] = Versioned(16, 4)
+
+
+def test_files_keep_the_versions_of_modules(run):
+    files = run(FedAvg(), None, VersionedNet(), check=True).files
+    module = VersionedNet.load_from_checkpoint(files["ckpt"], weights_only=True)
+    module.load_state_dict(load_sparse(files["safetensors"]))
+    again = VersionedNet.load_from_checkpoint(run.folder / "checkpoints" / "last.ckpt", weights_only=True)
+    assert torch.equal(again.net[-1].weight, module.net[-1].weight)
+
+
 def test_a_full_disk_is_reported_as_such(run, monkeypatch):
     def full(weights, path):
         raise OSError(errno.ENOSPC, "No space left on device")
