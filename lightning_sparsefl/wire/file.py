@@ -22,6 +22,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX as _EXTRA_STATE
 
 from lightning_sparsefl.errors import CheckpointMismatch, InvalidOption
 from lightning_sparsefl.files import replacing
@@ -124,6 +125,11 @@ class _OtherFormat(Exception):
 
 
 def _require_writable(name: str, value: Any) -> None:
+    if name.rpartition(".")[2] == _EXTRA_STATE and not isinstance(value, Tensor):
+        raise InvalidOption(
+            f"`{name}`, the extra state of a module, is a {type(value).__name__}, which the file cannot hold; pass the "
+            "`state_dict` without it, and load the file with `load_state_dict(..., strict=False)`."
+        )
     if not isinstance(value, Tensor):
         raise InvalidOption(
             f"`{name}` is a {type(value).__name__}; expected a tensor, so remove it from the `state_dict`."

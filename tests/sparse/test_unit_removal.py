@@ -165,6 +165,30 @@ def test_what_cannot_be_shrunk_is_refused_in_a_sentence():
         shrink(Stacked(), torch.zeros(2, 1, 3), keep=keep)
 
 
+class Scale(nn.Module):
+    """A layer with a state that is neither a parameter nor a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.options = {"factor": 2.0}
+
+    def forward(self, x):
+        return x * self.options["factor"]
+
+    def get_extra_state(self):
+        return self.options
+
+    def set_extra_state(self, state):
+        self.options = state
+
+
+def test_a_layer_with_extra_state_stays_as_it_is():
+    net = nn.Sequential(nn.Linear(3, 4), Scale(), nn.Linear(4, 2))
+    small = shrink(net, torch.ones(1, 3), keep={"0": torch.tensor([True, False, True, True])})
+    assert small[0].out_features == 3
+    assert small[1].get_extra_state() == {"factor": 2.0}
+
+
 @pytest.mark.parametrize("options", [{"threshold": -1.0}, {"threshold": float("nan")}, {"ignore": ["nowhere"]}])
 def test_options_are_checked(options):
     module, inputs = small_net()

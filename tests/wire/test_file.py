@@ -157,7 +157,7 @@ def test_an_older_file_stays_where_writing_fails(path, monkeypatch):
 @pytest.mark.parametrize(
     ("tree", "message"),
     [
-        ({"_extra_state": {"a": 1}}, "`_extra_state` is a dict; expected a tensor, so remove it"),
+        ({"note": {"a": 1}}, "`note` is a dict; expected a tensor, so remove it"),
         ({"z": torch.ones(2, dtype=torch.complex64)}, "`z` is a torch.strided tensor of torch.complex64 on cpu"),
         ({"m": torch.ones(2, device="meta")}, "on meta; expected a dense tensor"),
         ({"s": torch.eye(2).to_sparse()}, "`s` is a torch.sparse_coo tensor"),
@@ -171,6 +171,18 @@ def test_what_cannot_be_written_is_refused(tree, message, path):
     with pytest.raises(InvalidOption, match=message):
         export_sparse(tree, path)
     assert not path.exists()
+
+
+class Scale(nn.Module):
+    def get_extra_state(self):
+        return {"factor": 2.0}
+
+
+def test_extra_state_is_refused_with_a_remedy(path):
+    expected = r"`0._extra_state`, the extra state of a module, is a dict.*; pass the `state_dict` without it"
+    with pytest.raises(InvalidOption, match=expected):
+        export_sparse(nn.Sequential(Scale()), path)
+    export_sparse({"a_extra_state": torch.ones(1)}, path)
 
 
 @pytest.fixture
