@@ -243,8 +243,8 @@ class _Job:
 
     def _write_onnx(self, path: Path) -> None:
         module, note = onnx_file.narrowed(self.run.worker.module, self.run.data, self.module_state)
-        self.notes += [note] if note else []
-        onnx_file.write(module, self.run.data, path)
+        sizes = onnx_file.write(module, self.run.data, path)
+        self.notes += [text for text in (note, sizes) if text]
         self.kept["onnx"] = _count(module.parameters())
 
     # ---- scores

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast
@@ -12,12 +14,16 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
-from lightning_sparsefl.errors import InvalidOption
+from lightning_sparsefl.errors import ExportMismatch, InvalidOption
 from lightning_sparsefl.federated.local.example_input import example_of, units_of
 from lightning_sparsefl.files import replacing
 from lightning_sparsefl.sparse.submodel import cut
+from lightning_sparsefl.sparse.tracing import tensors
 from lightning_sparsefl.sparse.width import used_units
 from lightning_sparsefl.types import Weights
+
+_TERMINAL_CODE = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
+"""Codes by which an error message is colored."""
 
 
 def require(module: LightningModule) -> None:
@@ -61,13 +67,16 @@ def narrowed(module: LightningModule, data: Any, weights: Weights) -> tuple[Ligh
     return small, f"model.onnx contains {kept:,} of {units:,} units: the weights of the others are zeros."
 
 
-def write(module: LightningModule, data: Any, path: Path) -> None:
+def write(module: LightningModule, data: Any, path: Path) -> str:
     """Export the forward pass of a module for batches of any size.
 
     Args:
         module: Module to export.
         data: Data module of the clients, for the shape of a sample.
         path: Path of the file.
+
+    Returns:
+        Note on the sizes of inputs that the file fixes; empty if there are none.
 
     Raises:
         InvalidOption: If the forward pass cannot be exported.
@@ -83,11 +92,25 @@ def write(module: LightningModule, data: Any, path: Path) -> None:
     except OSError:
         raise
     except Exception as error:
-        reason = str(error).strip().partition("\n")[0]
         raise InvalidOption(
-            f"`{name}.forward` cannot be exported to ONNX ({type(error).__name__}: {reason}); remove 'onnx' from "
-            "`formats`."
+            f"`{name}.forward` cannot be exported to ONNX ({_reason(error)}); remove 'onnx' from `formats`."
         ) from error
+    return _fixed_sizes([tuple(value.shape[1:]) for value in tensors(inputs)])
+
+
+def _reason(error: BaseException) -> str:
+    """Return the type and the first line of the first error of a chain, without the codes of a terminal."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    line = _TERMINAL_CODE.sub("", str(error)).strip().partition("\n")[0]
+    return f"{type(error).__name__}: {line}" if line else type(error).__name__
+
+
+def _fixed_sizes(shapes: Sequence[tuple[int, ...]]) -> str:
+    if not any(shapes):
+        return ""
+    listed = " and ".join(f"({', '.join(['batch', *map(str, shape)])})" for shape in shapes)
+    return f"model.onnx takes inputs of the sizes {listed}: only that of the batch may vary."
 
 
 def _two(value: Tensor) -> Tensor:
@@ -103,7 +126,7 @@ class Forward:
     """
 
     def __init__(self, path: Path) -> None:
-        self.calls = 0
+        self.calls, self._sizes = 0, _input_sizes(path)
         if find_spec("onnxruntime") is None:
             from onnx.reference import ReferenceEvaluator
 
@@ -119,5 +142,41 @@ class Forward:
         """Run the file as the `forward` of the module."""
         self.calls += 1
         feeds = {name: value.detach().cpu().numpy() for name, value in zip(self._names, inputs, strict=True)}
-        outputs = [torch.from_numpy(value.copy()).to(inputs[0].device) for value in self._session.run(None, feeds)]
+        for name, value in feeds.items():
+            _require_fit(name, value.shape, self._sizes[name])
+        try:
+            found = self._session.run(None, feeds)
+        except Exception as error:
+            raise ExportMismatch(
+                f"model.onnx was written, but its check fails ({_reason(error)}); remove 'onnx' from `formats`, or "
+                "leave out `check`."
+            ) from error
+        outputs = [torch.from_numpy(value.copy()).to(inputs[0].device) for value in found]
         return outputs[0] if len(outputs) == 1 else tuple(outputs)
+
+
+def _input_sizes(path: Path) -> dict[str, tuple[int | str, ...]]:
+    """Return the sizes of each input of an ONNX file; a string is the name of one that may vary."""
+    import onnx
+
+    return {
+        entry.name: tuple(
+            size.dim_value if size.HasField("dim_value") else size.dim_param
+            for size in entry.type.tensor_type.shape.dim
+        )
+        for entry in onnx.load(str(path)).graph.input
+    }
+
+
+def _require_fit(name: str, shape: tuple[int, ...], sizes: tuple[int | str, ...]) -> None:
+    """Check the sizes of an input, which the reference evaluator does not."""
+    fits = len(shape) == len(sizes) and all(
+        isinstance(size, str) or size == got for got, size in zip(shape, sizes, strict=True)
+    )
+    if not fits:
+        listed = ", ".join(map(str, sizes))
+        raise ExportMismatch(
+            f"model.onnx was written, but cannot be checked: its input `{name}` has the sizes ({listed}), and a batch "
+            f"of the data has {tuple(shape)}; pad all samples to one length, remove 'onnx' from `formats`, or leave "
+            "out `check`."
+        )

@@ -15,6 +15,7 @@ from lightning_sparsefl import FedAvg, FederatedTrainer, Federation, FedLPS, Fed
 from lightning_sparsefl.data import FederatedBlobs
 from lightning_sparsefl.errors import CheckpointMismatch, DiskFull, ExportMismatch, InvalidOption
 from lightning_sparsefl.federated.commands import export as exporting
+from lightning_sparsefl.federated.commands import onnx_file
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::DeprecationWarning:(onnx|torch|copyreg).*",
@@ -255,6 +256,49 @@ def test_a_checkpoint_of_another_run_is_refused(run):
     path = str(run.folder / "checkpoints" / "last.ckpt")
     with pytest.raises(CheckpointMismatch, match="`algorithm` was FedAvg, and is FedSpa now"):
         run(FedSpa(), None, fit=False, ckpt_path=path)
+
+
+@needs_onnx
+def test_onnx_has_fixed_sizes_but_that_of_the_batch(tmp_path):
+    path, data = tmp_path / "model.onnx", blobs()
+    assert onnx_file.write(Net(), data, path) == (
+        "model.onnx takes inputs of the sizes (batch, 1, 1, 8): only that of the batch may vary."
+    )
+    forward = onnx_file.Forward(path)
+    assert forward(torch.zeros(3, 1, 1, 8)).shape == (3, 4)
+    with pytest.raises(
+        ExportMismatch,
+        match=r"input `x` has the sizes \(\w+, 1, 1, 8\), and a batch of the data has \(3, 1, 1, 9\); pad",
+    ):
+        forward(torch.zeros(3, 1, 1, 9))
+
+
+@needs_onnx
+def test_the_check_of_onnx_gives_the_reason_of_a_failure(tmp_path):
+    from onnx import TensorProto, helper, save
+
+    values = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["batch", 2]) for name in ("x", "y")]
+    nodes = [
+        helper.make_node("Constant", [], ["c"], value=helper.make_tensor("c", TensorProto.FLOAT, [3], [1.0, 2.0, 3.0])),
+        helper.make_node("Add", ["x", "c"], ["y"]),
+    ]
+    model = helper.make_model(helper.make_graph(nodes, "graph", values[:1], values[1:]), ir_version=8)
+    save(model, tmp_path / "model.onnx")
+    with pytest.raises(ExportMismatch, match=r"model.onnx was written, but its check fails \(\w+: .*\); remove 'onnx'"):
+        onnx_file.Forward(tmp_path / "model.onnx")(torch.zeros(4, 2))
+
+
+def test_a_failed_export_to_onnx_gives_the_first_reason(tmp_path, monkeypatch):
+    def fail(module, path, inputs, **options):
+        try:
+            raise ValueError("\x1b[91mthe reason\x1b[0m\n\nand more")
+        except ValueError as reason:
+            raise RuntimeError("Failed: \x1b[96mThis is step 1/3\x1b[0m") from reason
+
+    monkeypatch.setattr(Net, "to_onnx", fail)
+    expected = r"^`Net.forward` cannot be exported to ONNX \(ValueError: the reason\); remove 'onnx' from `formats`\.$"
+    with pytest.raises(InvalidOption, match=expected):
+        onnx_file.write(Net(), blobs(), tmp_path / "model.onnx")
 
 
 @needs_onnx
