@@ -107,7 +107,7 @@ def test_a_density_above_the_capability_is_reset_to_it(view):
 def test_the_levels_of_the_capacities_can_be_chosen(levels, view):
     """Figures 7 and 8."""
     assert densities(FedLPS(ratio="capacity", dynamic=True, levels=levels), view(), 40) == set(levels)
-    with pytest.raises(InvalidOption, match=r"levels=.*capacities in \(0, 1\]"):
+    with pytest.raises(InvalidOption, match=r"`Devices\.levels` is .*capacities in \(0, 1\]"):
         FedLPS(levels=(1.0, 0.0))
 
 

@@ -43,17 +43,6 @@ def test_own_layers_are_in_no_message_and_no_update(sent, client):
     assert (update.weight, update.kind, update.votes) == (7, "weights", None)
 
 
-def test_what_a_client_keeps_is_no_view_of_the_whole_model(sent, client):
-    vector = torch.arange(100.0)
-    pieces = vector.split(
-        [value.numel() for value in WEIGHTS.values()] + [100 - sum(map(torch.numel, WEIGHTS.values()))]
-    )
-    views_of = {n: piece.view_as(w) for (n, w), piece in zip(WEIGHTS.items(), pieces, strict=False)}
-    kept = FedPer().train(sent, client(views_of, initial=WEIGHTS, buffers=BUFFERS)[0]).memory["own"]
-    assert all(value.untyped_storage().nbytes() == 4 * value.numel() for value in kept.values())
-    assert all(torch.equal(value, views_of[name]) for name, value in kept.items())
-
-
 def test_a_client_starts_from_the_initial_layers_and_then_from_its_own(sent, client):
     moved = Message(weights={name: value + 2 for name, value in sent.weights.items()})
     for memory, own in (({}, WEIGHTS), ({"own": OWN}, OWN)):
