@@ -72,17 +72,13 @@ def score(client: Client, weights: Weights, split: Split, metric: str) -> float:
         InvalidOption: If the module does not log the metric, or the client has no samples.
     """
     scores = client.evaluate(weights, split)
-    if metric in scores:
+    try:
         return float(scores[metric])
-    if not scores:
-        raise InvalidOption(
-            f"`algorithm.metric` is {metric!r}, of which client {client.id} has no value in the split {split!r}; "
-            "expected samples there, and a `validation_step` that logs it."
-        )
-    raise InvalidOption(
-        f"`algorithm.metric` is {metric!r}, which the module's `validation_step` does not log; expected one of "
-        f"{listed(scores)}."
-    )
+    except KeyError:
+        clause = f"which the module's `validation_step` does not log; expected one of {listed(scores)}."
+        if not scores:
+            clause = f"of which client {client.id} has no value in the split {split!r}; expected samples there."
+        raise InvalidOption(f"`algorithm.metric` is {metric!r}, {clause}") from None
 
 
 def participations(server: ServerState, round: int) -> int:

@@ -10,6 +10,7 @@ from lightning_sparsefl import FedAvg, LotteryFL
 from lightning_sparsefl.algorithms._personal_masks import participations
 from lightning_sparsefl.errors import InvalidOption
 from lightning_sparsefl.federated.aggregation.reducers import CoverageMean, PlainMean
+from lightning_sparsefl.federated.local.worker import ClientWorker
 from lightning_sparsefl.sparse.masks import same
 from lightning_sparsefl.types import Message, ServerState
 
@@ -207,3 +208,12 @@ def test_a_mask_in_the_servers_state_stands_for_all_clients_in_a_profile(view):
     mask = {"w": torch.tensor([True, False])}
     state = ServerState(round=3, weights={"w": torch.ones(2)}, masks=mask, extra={"first_masks": {}})
     assert same(LotteryFL().download(state, view(shared={"masks": {"w": torch.tensor([False, True])}})).masks, mask)
+
+
+def test_a_client_without_validation_samples_is_named(federation, monkeypatch):
+    evaluate = ClientWorker.evaluate
+    monkeypatch.setattr(ClientWorker, "evaluate", lambda *args: {} if args[3] == "val" else evaluate(*args))
+    with pytest.raises(
+        InvalidOption, match=r"'val_acc', of which client \d has no value in the split 'val'; expected sam"
+    ):
+        federation(LotteryFL(), rounds=1, federation={"local_engine": "fast"})
