@@ -160,8 +160,8 @@ def at_call(patch, owner, name, number):
     patch.setattr(owner, name, count)
 
 
-def at_sync(patch, name, number):
-    """Kills the process when a file whose name begins so is written, but has not yet replaced the old one."""
+def at_sync(patch, name, number, act=None):
+    """Kills the process, or acts, when a file whose name begins so is written, but has not yet replaced the old one."""
     create, sync, names, calls = files._create, os.fsync, {}, []
 
     def note(path, mode):
@@ -171,7 +171,7 @@ def at_sync(patch, name, number):
 
     def count(descriptor):
         calls.extend([name] * names.pop(descriptor, "").startswith(f".{name}"))
-        return die() if len(calls) == number else sync(descriptor)
+        return (act or die)() if len(calls) == number else sync(descriptor)
 
     patch.setattr(files, "_create", note)
     patch.setattr(os, "fsync", count)
@@ -553,16 +553,11 @@ def test_a_signal_to_one_rank_stops_all(alone, tmp_path):
 
 
 def test_a_write_that_finds_no_space_stops_the_run(straight, tmp_path, monkeypatch):
-    fsync, calls = os.fsync, []
-
-    def full(descriptor):
-        calls.append(descriptor)
-        if len(calls) == 7:  # the second round's checkpoint
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        fsync(descriptor)
+    def full():
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as patch:
-        patch.setattr("os.fsync", full)
+        at_sync(patch, "last.ckpt", 2, full)
         with pytest.raises(DiskFull, match="No space left"):
             fit(tmp_path)
     assert newest(tmp_path) == 1
