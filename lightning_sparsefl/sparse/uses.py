@@ -17,7 +17,7 @@ class TensorUses:
     stored: Mapping[str, str] = field(default_factory=dict)
     """For each name, in the order of the layers, the one under which weights contain the tensor; empty = unknown."""
     embeddings: frozenset[str] = frozenset()
-    """Names of the tensors of embeddings, which are no head."""
+    """Names of the tensors of embeddings, which are not the head."""
 
     def among(self, weights: Iterable[str]) -> dict[str, str]:
         """Return the uses of some tensors, with the name under which weights contain each.
