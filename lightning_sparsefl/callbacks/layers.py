@@ -214,8 +214,8 @@ def _by_default(found: Mapping[str, _Layer], taken: Collection[str], owner: str)
         )
     if others:
         _messages.info(
-            f"`{owner}` leaves {listed(others)} as they are, which are no weights of linear, convolutional, recurrent, "
-            "attention or embedding layers; name them in `layers` to include them."
+            f"`{owner}` leaves {listed(others)} as they are, which are not weights of linear, convolutional, "
+            "recurrent, attention or embedding layers; name them in `layers` to include them."
         )
     return chosen
 

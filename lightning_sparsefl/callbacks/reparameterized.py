@@ -164,7 +164,7 @@ class Reparameterized(NumberedCallback):
         names = self.chosen(pl_module)
         unknown = next((name for name in names if name not in parameters), None)
         if unknown is not None:
-            raise IncompatibleMasks(f"`{type(self).__name__}`: `{unknown}` in theta is no parameter of the module.")
+            raise IncompatibleMasks(f"`{type(self).__name__}`: `{unknown}` in theta is not a parameter of the module.")
         require_dense_gradients(pl_module, names, type(self).__name__)
         self._refuse_complex(parameters, names)
         self._refuse_others(trainer, names)

@@ -389,7 +389,7 @@ def test_what_does_not_fit_is_refused(net, fit):
         fit(net(), [PowerPropagation(), MagnitudeGate(0.1)])
     with pytest.raises(IncompatibleMasks, match=r"theta of `net.0.weight` has shape \(2,\), expected \(9, 4\)"):
         fit(net(), [PowerPropagation(theta={"net.0.weight": torch.ones(2)})])
-    with pytest.raises(IncompatibleMasks, match="`other` in theta is no parameter of the module"):
+    with pytest.raises(IncompatibleMasks, match="`other` in theta is not a parameter of the module"):
         fit(net(), [PowerPropagation(theta={"other": torch.ones(2)})])
     module = net()
     module.optimizer = lambda parameters: LBFGS(parameters)

@@ -44,7 +44,7 @@ def test_report_writes_a_folder(tmp_path, sparsefl):
         (("compare", "runs", "--metric", "acc"), "`metric` is 'acc', which "),
         (
             ("compare", "runs", "--group", "FedAvg"),
-            "`group` is 'FedAvg', which is no group of these runs; expected some of",
+            "`group` is 'FedAvg', which is not a group of these runs; expected some of",
         ),
         (("compare", "runs", "--by", "densty"), "`by` is 'densty', which no run has as an option"),
         (

@@ -161,6 +161,6 @@ def _chosen(groups: Sequence[Group], only: Sequence[str] | None) -> list[Group]:
     for name in only or ():
         if name not in names:
             raise InvalidOption(
-                f"`group` is '{name}', which is no group of these runs; expected some of {', '.join(names)}."
+                f"`group` is '{name}', which is not a group of these runs; expected some of {', '.join(names)}."
             )
     return [group for group in groups if only is None or group.name in only]
