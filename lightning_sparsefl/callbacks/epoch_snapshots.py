@@ -15,7 +15,7 @@ from lightning_sparsefl.callbacks.options import check_arguments, require
 class EpochSnapshots(NumberedCallback):
     """Copies all parameters at the ends of chosen epochs, for methods that compare two moments of a fit.
 
-    Beside callbacks that mask, the copies are those of the masked weights.
+    Alongside callbacks that mask, the copies are those of the masked weights.
 
     Args:
         epochs: Numbers of the epochs of a fit, from 1, at whose ends parameters are copied.

@@ -37,7 +37,7 @@ class GroupPenalty(ReportedCallback):
 
     The norm is not squared, so it is not differentiable at a layer of zeros; there the gradient is set to 0. The
     strength rises from 0 in equal stairs over the optimizer steps of a fit; the last one is one stair below `strength`.
-    Beside callbacks that mask, the norms are those of the pruned weights.
+    Alongside callbacks that mask, the norms are those of the pruned weights.
 
     With ``groups="units"`` the sum is over the units (channels, neurons, hidden states) of every layer, each with the
     norm ``sqrt(sum w^2 + 1e-8)`` of its outgoing row, and with that of the slice by which each next layer reads it; so
