@@ -10,7 +10,7 @@ from typing import Any, Literal, Protocol, overload
 import torch
 
 from lightning_sparsefl.sparse.units import UnitGroup
-from lightning_sparsefl.sparse.uses import TensorUses
+from lightning_sparsefl.sparse.uses import EACH_ONCE, TensorUses
 from lightning_sparsefl.types import ClientView, LayerFlops, Merged, Message
 
 _MOST_LISTED = 1000
@@ -123,7 +123,7 @@ class Fleet:
     @property
     def uses(self) -> TensorUses:
         """Uses of the model's parameters by its layers."""
-        return TensorUses() if self._model is None else self._model.uses
+        return EACH_ONCE if self._model is None else self._model.uses
 
     @property
     def units(self) -> Sequence[UnitGroup]:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_sparsefl.sparse.layer_groups import head_of
-from lightning_sparsefl.sparse.uses import TensorUses
+from lightning_sparsefl.sparse.uses import EACH_ONCE, TensorUses
 from lightning_sparsefl.types import Weights
 
 
@@ -34,7 +34,7 @@ def blocks_of(names: Sequence[str], exits: Mapping[str, str]) -> dict[str, int]:
     return found
 
 
-def exit_heads(weights: Weights, exits: Mapping[str, str], uses: TensorUses | None = None) -> dict[str, int]:
+def exit_heads(weights: Weights, exits: Mapping[str, str], uses: TensorUses = EACH_ONCE) -> dict[str, int]:
     """Return the tensors of the last linear layer of each exit, with the number of its block.
 
     Args:
@@ -47,7 +47,7 @@ def exit_heads(weights: Weights, exits: Mapping[str, str], uses: TensorUses | No
         >>> exit_heads(weights, {"a": "one"})
         {'one.1.weight': 0}
     """
-    found, uses = {}, uses or TensorUses()
+    found: dict[str, int] = {}
     for block, exit in enumerate(exits.values()):
         own = {name: value for name, value in weights.items() if name.startswith(f"{exit}.")}
         found.update(dict.fromkeys(head_of(own, uses=uses, named=None), block))

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
 from lightning_sparsefl.errors import InvalidOption
-from lightning_sparsefl.sparse.uses import TensorUses, owner
+from lightning_sparsefl.sparse.uses import EACH_ONCE, TensorUses, owner
 from lightning_sparsefl.types import Weights
 
 _SHOWN = 12
@@ -21,12 +21,10 @@ _NUMBERED = re.compile(r"(.*_|)\d+")
 """Names of the children of a list: ``3``, or ``block_3``."""
 _RECURRENT = re.compile(r"(.*\.)?weight_(ih|hh|hr)(_l\d+(_reverse)?)?")
 """Names of the matrices of recurrent layers and cells."""
-_EACH_ONCE = TensorUses()
-"""Uses of a model whose layers share no tensors."""
 
 
 def head_of(
-    weights: Weights, head: str | None = None, uses: TensorUses = _EACH_ONCE, named: str | None = "with `head`"
+    weights: Weights, head: str | None = None, uses: TensorUses = EACH_ONCE, named: str | None = "with `head`"
 ) -> tuple[str, ...]:
     """Return the names of the head's tensors: those of the last linear layer, or of the module that `head` names.
 
@@ -59,7 +57,7 @@ def head_of(
     return tuple(found)
 
 
-def head_layer(weights: Weights, head: str | None = None, uses: TensorUses = _EACH_ONCE) -> str:
+def head_layer(weights: Weights, head: str | None = None, uses: TensorUses = EACH_ONCE) -> str:
     """Return the name of the layer with the logits, which may share its tensors with other layers.
 
     Args:
@@ -97,7 +95,7 @@ def matching(names: Iterable[str], pattern: str) -> list[str]:
 
 
 def require_whole_layers(
-    weights: Weights, modules: Iterable[str], found: Collection[str], uses: TensorUses = _EACH_ONCE
+    weights: Weights, modules: Iterable[str], found: Collection[str], uses: TensorUses = EACH_ONCE
 ) -> None:
     """Check that modules that were named share no tensors with layers that were not.
 
@@ -124,7 +122,7 @@ def require_whole_layers(
             )
 
 
-def require_untied_head(weights: Weights, uses: TensorUses = _EACH_ONCE, named: str | None = "with `head`") -> None:
+def require_untied_head(weights: Weights, uses: TensorUses = EACH_ONCE, named: str | None = "with `head`") -> None:
     """Check that the last layer with a matrix shares no tensor with another layer; a model without one passes.
 
     Args:

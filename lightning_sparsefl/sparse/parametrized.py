@@ -6,6 +6,8 @@ from torch import nn
 from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
+from lightning_sparsefl.sparse.uses import owner
+
 
 def weight_of(module: nn.Module, name: str) -> tuple[str, str]:
     """Return the path of the module with the weight that a parameter is or makes, and the name of the weight there.
@@ -19,11 +21,10 @@ def weight_of(module: nn.Module, name: str) -> tuple[str, str]:
         >>> weight_of(net, "0.parametrizations.weight.original1"), weight_of(net, "0.bias")
         (('0', 'weight'), ('0', 'bias'))
     """
-    parts = name.split(".")
-    if "parametrizations" in parts:
-        at = parts.index("parametrizations")
-        return ".".join(parts[:at]), parts[at + 1]
-    path, _, leaf = name.rpartition(".")
+    path = owner(name)
+    leaf = name.removeprefix(f"{path}.")
+    if leaf.startswith("parametrizations."):
+        return path, leaf.split(".")[1]
     stem, _, suffix = leaf.rpartition("_")
     own = getattr(module.get_submodule(path), "_forward_pre_hooks", {})
     return path, stem if suffix in ("orig", "g", "v") and stem and own else leaf
@@ -44,11 +45,10 @@ def changes_zeros(module: nn.Module, name: str) -> str | None:
         >>> changes_zeros(net, "0.parametrizations.weight.original1"), changes_zeros(net, "0.bias")
         ('_WeightNorm', None)
     """
-    path, _, leaf = name.rpartition(".")
-    holder = module.get_submodule(path)
-    if ".parametrizations." in f".{name}":
-        owner, tensor = weight_of(module, name)
-        steps = getattr(module.get_submodule(owner).parametrizations, tensor)
+    path, tensor = weight_of(module, name)
+    holder, leaf = module.get_submodule(path), name.removeprefix(f"{path}.")
+    if leaf.startswith("parametrizations."):
+        steps = getattr(holder.parametrizations, tensor)
         return next((type(step).__name__ for step in steps if not isinstance(step, _SpectralNorm)), None)
     hooks = holder._forward_pre_hooks.values()
     normed = any(isinstance(hook, WeightNorm) and leaf in (f"{hook.name}_g", f"{hook.name}_v") for hook in hooks)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from lightning_sparsefl.errors import InvalidOption
 from lightning_sparsefl.sparse.density import listed
 from lightning_sparsefl.sparse.layer_groups import head_of, layer_groups, matching, require_whole_layers
-from lightning_sparsefl.sparse.uses import TensorUses, owner
+from lightning_sparsefl.sparse.uses import EACH_ONCE, TensorUses, owner
 from lightning_sparsefl.types import Weights
 
 HEAD, NORM = "head", "norm"
@@ -31,7 +31,7 @@ def part(
     *,
     buffers: Collection[str] = (),
     norms: Collection[str] = (),
-    uses: TensorUses | None = None,
+    uses: TensorUses = EACH_ONCE,
 ) -> tuple[str, ...]:
     """Return the names of the tensors of a part, in the order of the model.
 
@@ -55,7 +55,7 @@ def part(
         (('fc.weight', 'fc.bias'), ('conv.weight', 'bn.weight'))
     """
     found: set[str] = set()
-    parameters, uses = without(weights, buffers), uses or TensorUses()
+    parameters = without(weights, buffers)
     for pattern in patterns:
         if pattern == HEAD:
             found.update(head_of(parameters, uses=uses, named=f"instead of {HEAD!r}"))

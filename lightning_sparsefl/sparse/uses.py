@@ -52,6 +52,10 @@ class TensorUses:
         return [layer for layer in layers if layer != owner(use)]
 
 
+EACH_ONCE = TensorUses()
+"""Uses of a model whose layers share no tensors."""
+
+
 def owner(name: str) -> str:
     """Return the name of the layer that has a tensor, as its own or as that of one of its parametrizations.
 

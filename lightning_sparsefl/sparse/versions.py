@@ -29,7 +29,7 @@ def with_versions(weights: Mapping[str, Tensor], versions: Mapping[str, int]) ->
 
     Args:
         weights: Weights by name.
-        versions: Versions from :func:`versions_of`; if there are none, the result is an ordinary dict.
+        versions: Versions from :func:`versions_of`; without any, the result is an ordinary dict.
 
     Example:
         >>> from torch import nn

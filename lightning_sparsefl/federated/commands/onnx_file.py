@@ -76,7 +76,7 @@ def write(module: LightningModule, data: Any, path: Path) -> str:
         path: Path of the file.
 
     Returns:
-        Note on the sizes of inputs that the file fixes; empty if there are none.
+        Note on the sizes of inputs that the file fixes, or an empty string.
 
     Raises:
         InvalidOption: If the forward pass cannot be exported.

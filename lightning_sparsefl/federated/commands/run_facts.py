@@ -150,7 +150,7 @@ def _described(callback: Callback) -> str:
 
 def _option(value: Any) -> str | None:
     """Return the text of an option that may be an object of the user's own class; None for None."""
-    return None if value is None else str(_lasting(repr(value)))
+    return None if value is None else _text(value)
 
 
 def _lasting(value: Any) -> Any:
@@ -159,19 +159,22 @@ def _lasting(value: Any) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """Return a number, text or None, or the text of another value, the same in every process; tensors by a digest."""
-    if isinstance(value, bool | int | float | str | None):
-        return value
+    """Return a number, a string or None, or the text of another value."""
+    return value if isinstance(value, bool | int | float | str | None) else _text(value)
+
+
+def _text(value: Any) -> str:
+    """Return the text of a value, the same in every process; arrays and tensors have a digest in it."""
     if isinstance(value, Tensor | np.ndarray):  # whose text leaves values out
         content = value if isinstance(value, Tensor) else value.tolist()
         return f"{type(value).__name__}{tuple(value.shape)} {fingerprint(content)[:16]}"
     if is_dataclass(value) and not isinstance(value, type):
-        own = {each.name: _plain(getattr(value, each.name)) for each in fields(value)}
-        return f"{type(value).__name__}({', '.join(f'{name}={text!r}' for name, text in own.items())})"
+        own = (f"{each.name}={_text(getattr(value, each.name))}" for each in fields(value))
+        return f"{type(value).__name__}({', '.join(own)})"
     if isinstance(value, Set):
-        return f"{{{', '.join(sorted(repr(_plain(item)) for item in value))}}}"
+        return f"{{{', '.join(sorted(map(_text, value)))}}}"
     if isinstance(value, Mapping):
-        return str({_plain(key): _plain(item) for key, item in value.items()})
+        return f"{{{', '.join(f'{_text(key)}: {_text(item)}' for key, item in value.items())}}}"
     if isinstance(value, list | tuple):
-        return str([_plain(item) for item in value])
+        return f"[{', '.join(map(_text, value))}]"
     return without_addresses(repr(value))

@@ -16,7 +16,7 @@ from lightning_sparsefl.federated.exchange.orders import Split
 from lightning_sparsefl.seeds import generator
 from lightning_sparsefl.sparse.masks import apply, intersect
 from lightning_sparsefl.sparse.units import UnitGroup, unit_masks
-from lightning_sparsefl.sparse.uses import TensorUses
+from lightning_sparsefl.sparse.uses import EACH_ONCE, TensorUses
 from lightning_sparsefl.types import FitResult, Masks, Weights
 
 
@@ -41,11 +41,11 @@ class SimulatedWorker:
         find_units: Callable[[], Sequence[UnitGroup]] = tuple,
         norms: frozenset[str] = frozenset(),
         exits: Mapping[str, str] | None = None,
-        uses: TensorUses | None = None,
+        uses: TensorUses = EACH_ONCE,
     ) -> None:
         self.layout, self.initial, self.buffers, self.norms = layout, initial, layout.buffers, norms
         self._rng, self._find_units = generator(seed, "rehearsal"), find_units
-        self.exits, self.uses = dict(exits or {}), uses or TensorUses()
+        self.exits, self.uses = dict(exits or {}), uses
 
     @cached_property
     def units(self) -> Sequence[UnitGroup]:

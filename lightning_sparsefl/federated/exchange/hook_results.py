@@ -11,6 +11,7 @@ from torch import Tensor
 from lightning_sparsefl.errors import InvalidOption
 from lightning_sparsefl.federated.exchange.flat import Layout
 from lightning_sparsefl.federated.exchange.plain_values import pack_plain
+from lightning_sparsefl.federated.exchange.update_checks import are_small
 from lightning_sparsefl.types import Message, ServerState
 
 
@@ -121,6 +122,8 @@ def check_state(method: object, hook: str, state: Any, layout: Layout) -> None:
     missing = next((name for name in layout.names if name not in state.weights), None)
     if missing is not None:
         raise InvalidOption(f"{what} lacks the weights {missing!r}; expected all tensors of the model.")
+    if are_small(state.weights.values()):
+        return
     strange = next((name for name, weight in state.weights.items() if not bool(weight.isfinite().all())), None)
     if strange is not None:
         raise InvalidOption(

@@ -158,7 +158,7 @@ def non_finite_reason(update: Update) -> str | None:
     found = {"weights": update.weights, "extra": update.extra, "shared": update.shared}
     whole = isinstance(update.weights, FlatTree) and update.weights.is_view
     weights = update.weights.vector if whole else update.weights  # type: ignore[attr-defined]
-    if _are_small(tensor for _, tensor in _floats("", {**found, "weights": weights})):
+    if are_small(tensor for _, tensor in _floats("", {**found, "weights": weights})):
         return None
     for name, tensor in _floats("", found):
         if not bool(torch.isfinite(tensor).all()):
@@ -169,8 +169,12 @@ def non_finite_reason(update: Update) -> str | None:
     return None
 
 
-def _are_small(tensors: Iterable[Tensor]) -> bool:
-    """Return whether all values are known to be finite and small, without a look at each tensor."""
+def are_small(tensors: Iterable[Tensor]) -> bool:
+    """Return whether all values are known to be finite and small, without a look at each tensor.
+
+    Args:
+        tensors: Floating-point tensors.
+    """
     squares = [_square(tensor) for tensor in tensors]
     return not squares or math.isfinite(float(torch.stack(squares).sum()))
 

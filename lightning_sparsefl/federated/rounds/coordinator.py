@@ -196,13 +196,12 @@ class Coordinator:
             self.server.receive,
             None,
         )
-        failed = [outcome for outcome in outcomes if outcome.status == "failed"]
-        for lost in failed:
-            at = state.server.round
+        at = state.server.round
+        for lost in (outcome for outcome in outcomes if outcome.status == "failed"):
             if self.federation.on_client_error == "raise":
                 raise ClientFailed(lost.failure or "", client=lost.client, round=at, rank=lost.rank, scored=True)
             rank_zero_info(f"Client {lost.client} has no scores in round {at}: {lost.failure}")
-        return [outcome for outcome in outcomes if outcome not in failed]
+        return [outcome for outcome in outcomes if outcome.status != "failed"]
 
     def _plan(self, state: RunState, clients: Sequence[int], task: Task, server_work: ServerWork | None = None) -> Plan:
         at, trains = state.server.round, task == "train"

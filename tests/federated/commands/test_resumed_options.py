@@ -19,7 +19,8 @@ from lightning_sparsefl.callbacks import ProximalTerm
 from lightning_sparsefl.data import FederatedBlobs
 from lightning_sparsefl.errors import CheckpointMismatch, InvalidOption
 from lightning_sparsefl.federated import RoundLR
-from lightning_sparsefl.federated.commands.run_facts import _plain
+from lightning_sparsefl.federated.commands.run_facts import _option, _plain
+from lightning_sparsefl.federated.sampling.samplers import Uniform
 from lightning_sparsefl.models import MLP
 
 
@@ -258,6 +259,20 @@ def test_options_of_a_method_are_compared_by_what_they_hold(tmp_path):
         fit(tmp_path, "last", rounds=3, algorithm=odd(value=1.0))
     with pytest.raises(CheckpointMismatch, match=r"`algorithm\.names` was \{'a', 'b', 'c'\}, and is \{'a'\} now"):
         fit(tmp_path, "last", rounds=3, algorithm=odd(names="a"))
+
+
+@dataclass(frozen=True)
+class Named(Uniform):
+    """A sampler with options that have no lasting text of their own."""
+
+    names: frozenset = frozenset()
+    fn: Callable = half
+
+
+def test_options_of_other_objects_are_compared_by_what_they_hold():
+    one, same, other = (Named(frozenset(names), FunctionType(half.__code__, {})) for names in ("abc", "cab", "ab"))
+    assert _option(one) == _option(same) != _option(other)
+    assert "names={'a', 'b', 'c'}" in _option(one)
 
 
 @pytest.mark.parametrize("size", [1001, 5])
