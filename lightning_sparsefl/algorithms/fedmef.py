@@ -63,7 +63,7 @@ class FedMef(FederatedAlgorithm):
     adjust_every: int = 10
     """Number of rounds between two adjustments (R)."""
     adjust_until: int = 300
-    """Last round with an adjustment."""
+    """Last round with adjustments, whose rate falls to almost 0 until then."""
     penalty: float = 0.01
     """Strength of the penalty on the smallest weights (lambda), >= 0; 0 = neither penalty nor raised rates: FedTiny."""
     penalized: float = 0.5

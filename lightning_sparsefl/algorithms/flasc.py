@@ -129,7 +129,7 @@ class FLASC(FederatedAlgorithm):
     def download_for(self, server: ServerState, view: ClientView, task: Literal["score", "finetune"]) -> Message:
         """Send the whole model under the mask of the last round's downloads."""
         masks = server.extra["masks"]
-        return Message(weights=apply(server.weights, masks), masks=masks)
+        return Message(weights=apply(server.weights, masks), masks=masks, trainable=server.extra["trainable"])
 
     def train(self, message: Message, client: Client) -> Update:
         """Train all adapters and what is sent whole, and send the largest changes."""
@@ -138,6 +138,11 @@ class FLASC(FederatedAlgorithm):
         changes = subtract(only(result.weights, message.weights), message.weights)
         votes = self._largest(only(changes, message.masks), self.up_density)
         return Update(weights=changes, kind="difference", votes=votes, metrics=result.metrics)
+
+    def finetune_for(self, message: Message, client: Client, epochs: int) -> Weights:
+        """Train all adapters and what is sent whole, as in a round."""
+        callbacks = self.callbacks(message, client)
+        return client.fit(message.weights, trainable=message.trainable, callbacks=callbacks, epochs=epochs).weights
 
     def may_vote(self, message: Message) -> Masks:
         """Return where weights are trained, whether they were sent or not."""

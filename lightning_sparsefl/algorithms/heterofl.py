@@ -13,6 +13,8 @@ Departures from the authors' code:
 - Batch norms use the statistics of the current batch in evaluation too, as in the runs of PerFedMask and Split-Mix. The
   authors collect statistics over the training data of all clients after training.
 - Scores never use the label mask, which increases the local accuracy of the authors by revealing the classes.
+- Clients are scored and fine-tuned with their own widths; `scored: whole` takes the whole network for all of them, as
+  the program of PerFedMask does in its comparison.
 - Rates are fixed for a run, the first setting of the paper; the second, in which they are drawn again in each round, is
   `federation.redraw_capacities`.
 - Gradients are clipped only with `trainer.gradient_clip_val`; in the code, to a norm of 1.
@@ -23,6 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass
+from typing import Literal
 
 from lightning.pytorch import Callback, LightningModule
 
@@ -61,8 +64,10 @@ class HeteroFL(FederatedAlgorithm):
     """Whether classes that a client does not have are excluded from its loss and its votes."""
     head: str | None = None
     """Name of the layer with the logits, for `label_mask`; null = the last linear layer."""
+    scored: Literal["own", "whole"] = "own"
+    """Network that a client is scored and fine-tuned with: that of its own width, or the whole one."""
     finetune_epochs: int = 0
-    """Number of epochs of each client's final fit at its own width; 0 = no fine-tuning."""
+    """Number of epochs of each client's final fit; 0 = no fine-tuning."""
 
     def __post_init__(self) -> None:
         check_types(self, "algorithm.")
@@ -120,13 +125,20 @@ class HeteroFL(FederatedAlgorithm):
         masks = self.network(server, view)
         return Message(weights=apply(server.weights, masks), masks=masks)
 
+    def download_for(self, server: ServerState, view: ClientView, task: Literal["score", "finetune"]) -> Message:
+        """Send the network that the client is scored with."""
+        return Message(weights=server.weights) if self.scored == "whole" else self.download(server, view)
+
     def alike(self, server: ServerState, view: ClientView) -> Hashable:
         """Return the width of the client's network."""
         return self.rate(view.capacity)
 
     def callbacks(self, message: Message, client: Client) -> list[Callback]:
         """Return the scaling of hidden layers and the mask of logits."""
-        rate, found = self.rate(client.capacity), list[Callback]()
+        return self._callbacks(message, client, self.rate(client.capacity))
+
+    def _callbacks(self, message: Message, client: Client, rate: float) -> list[Callback]:
+        found = list[Callback]()
         if self.scaler and rate < 1:
             found.append(OutputScaler(dict.fromkeys(name for group in client.units for name in group.layers), rate))
         if self.label_mask:
@@ -137,25 +149,25 @@ class HeteroFL(FederatedAlgorithm):
 
     def train(self, message: Message, client: Client) -> Update:
         """Train the narrow network."""
-        result = self._fit(message.weights, message, client)
+        result = self._fit(message, client, self.rate(client.capacity))
         votes = votes_on_own_classes(message, result.callbacks)
         return Update(weights=result.weights, votes=votes, metrics=result.metrics)
 
-    def _fit(self, weights: Weights, message: Message, client: Client, epochs: int | None = None) -> FitResult:
-        rate = self.rate(client.capacity)
+    def _fit(self, message: Message, client: Client, rate: float, epochs: int | None = None) -> FitResult:
         return client.fit(
-            weights,
+            message.weights,
             trainable=message.trainable,
-            callbacks=self.callbacks(message, client),
+            callbacks=self._callbacks(message, client, rate),
             epochs=epochs,
             units=prefix_units(client.units, rate) if rate < 1 else None,
         )
 
     def finetune(self, message: Message, client: Client) -> Weights | None:
-        """Train the whole narrow network of the client on its own data."""
+        """Train all of the network that the client is scored with on its own data."""
         if not self.finetune_epochs:
             return None
-        return self._fit(message.weights, message, client, self.finetune_epochs).weights
+        rate = 1.0 if self.scored == "whole" else self.rate(client.capacity)
+        return self._fit(message, client, rate, self.finetune_epochs).weights
 
     def costs(self, facts: CostFacts) -> Costs:
         """Return the costs of the narrow network, including those of its biases."""

@@ -15,7 +15,8 @@ Departures from the paper and from public code:
   charged, as that of scoring in general.
 - Uploads are averaged by numbers of samples; the paper takes the plain mean.
 - FedLPS (Table I) has a row of this name whose program never uses the adapted weights: it is FedAvg, scored after local
-  fine-tuning, here ``alpha=0`` and `federation.finetune_epochs`. Its FLOPs count two gradients for each batch.
+  fine-tuning. Its cells have ``alpha=0``, which is FedAvg with half as many steps, and `federation.finetune_epochs`.
+  The program's FLOPs count two gradients for each batch.
 """
 
 from __future__ import annotations

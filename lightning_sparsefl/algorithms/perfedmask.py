@@ -162,6 +162,10 @@ class PerFedMask(FederatedAlgorithm):
         mine = torch.stack([clients[view.id] for clients in server.extra["trains"].values()])
         return (*mine.tolist(), self._inner.alike(server, view))
 
+    def equal_costs(self, server: ServerState, view: ClientView) -> Hashable:
+        """Return the layers that the client trains."""
+        return self.alike(server, view)
+
     def train(self, message: Message, client: Client) -> Update:
         """Train as the base does; a client whose budget is too small for any group does not train or send weights."""
         if _is_idle(message):
@@ -184,12 +188,12 @@ class PerFedMask(FederatedAlgorithm):
         return message
 
     def personalize(self, message: Message, client: Client) -> Weights:
-        """Return the global model, or the client's part of it."""
+        """Return the global model, or what the base scores of it."""
         weights: Weights = self._inner.personalize(message, client)
         return weights
 
     def finetune(self, message: Message, client: Client) -> Weights | None:
-        """Train the whole model or the client's part of it, head included, on the client's own data."""
+        """Train the whole model, or what the base scores of it, head included, on the client's own data."""
         if self.base is not None:
             return replace(self._inner, finetune_epochs=self.finetune_epochs).finetune(message, client)  # type: ignore[no-any-return]
         return client.fit(message.weights, epochs=self.finetune_epochs).weights if self.finetune_epochs else None

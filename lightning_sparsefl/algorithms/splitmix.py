@@ -21,6 +21,8 @@ Departures from the authors' code:
 - The client's number and the round determine which networks it trains; the code shuffles the networks and assigns them
   in turn. Its number alone determines the networks that it predicts with; in the code, all clients of a width predict
   with the same ones.
+- Clients are scored and fine-tuned with as many networks as they can train; `scored: whole` takes all of them for each
+  client, as the program of PerFedMask does in its comparison.
 - Incoming weights are scaled up once, to the scale of an initialization of the narrow layers; the code also scales
   outputs in each pass.
 - Batch norms have no running statistics and use those of the current batch, as in the code. A norm over channels of
@@ -70,6 +72,8 @@ class SplitMix(FederatedAlgorithm):
     """Number of base networks (M), 1 to 254; each has 1/M of the width (1/8 in the paper)."""
     rescale: bool = True
     """Whether initial incoming weights are multiplied by the square root of M, the scale for the narrow layers."""
+    scored: Literal["own", "whole"] = "own"
+    """Networks that a client is scored and fine-tuned with: as many as its capacity allows, or all."""
     finetune_epochs: int = 0
     """Number of epochs of a final fit of each client's base networks; 0 = no fine-tuning."""
 
@@ -181,11 +185,12 @@ class SplitMix(FederatedAlgorithm):
         return scaled(weights, dict.fromkeys(message.extra["bases"], self.bases / len(_numbers(message))))
 
     def download_for(self, server: ServerState, view: ClientView, task: Literal["score", "finetune"]) -> Message:
-        """Send the base networks for the client's predictions, those of round 0 in every round."""
-        return self.download(server, replace(view, round=0))
+        """Send the base networks for the client's predictions, those of round 0 in every round, or all of them."""
+        capacity = 1.0 if self.scored == "whole" else view.capacity
+        return self.download(server, replace(view, round=0, capacity=capacity))
 
     def personalize(self, message: Message, client: Client) -> Weights:
-        """Return weights whose logits are the mean over the networks that the client can train."""
+        """Return weights whose logits are the mean over the networks of the message."""
         return self._mix(message.weights, message)
 
     def finetune(self, message: Message, client: Client) -> Weights | None:

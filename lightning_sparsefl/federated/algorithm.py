@@ -264,6 +264,19 @@ class FederatedAlgorithm(ABC):  # noqa: B024 - every hook has a default, and jso
         """
         return None
 
+    def finetune_for(self, message: Message, client: Client, epochs: int) -> Weights | None:
+        """Return the client's weights after a last local fit by `federation.finetune_epochs`, as :meth:`finetune` does.
+
+        A method overrides this if its models are not trained by their losses alone. Default: None, so that the model of
+        :meth:`personalize` is trained without the method's callbacks, and its weights that are 0 stay so.
+
+        Args:
+            message: Message from :meth:`download_for`.
+            client: The client, with its memory.
+            epochs: Number of epochs.
+        """
+        return None
+
     def profile_state(self, server: ServerState, round: int) -> ServerState:
         """Return what `profile` takes for the server's state at the start of a round, since nothing is trained there.
 

@@ -20,15 +20,17 @@ from lightning_sparsefl.types import ClientView, CostFacts, FitResult, LayerFlop
 class Script:
     """Stands in for the bench: `trained` is what a fit yields, `slopes` what a gradient is."""
 
-    uses = TensorUses()
+    uses, units = TensorUses(), ()
 
     def __init__(self, trained, slopes=None, initial=None, buffers=()):
         self.trained, self.slopes, self.fits, self.gradients = trained, slopes, [], []
         self.initial, self.buffers, self.epochs = initial or {}, frozenset(buffers), []
+        self.kept = []
 
     def fit(self, client, weights, masks, trainable, callbacks, *, epochs=None, units=None):
         self.fits.append((weights, masks, trainable, callbacks))
         self.epochs.append(epochs)
+        self.kept.append(units)
         return FitResult(weights=self.trained, metrics={"train_loss": 0.5}, steps=3)
 
     def gradient(self, client, weights):

@@ -158,6 +158,19 @@ def test_costs_are_those_of_the_blocks_and_exits(start, blocks):
     assert costs.bytes_down_paper == costs.bytes_up_paper == 4 * sent
 
 
+def test_fine_tuning_trains_the_client_s_own_exits(start, client):
+    method = DepthFL()
+    server, (person, _) = start(method, EarlyExits(), 0.5, 1.0)
+    message = method.download_for(server, person, "finetune")
+    someone, script = client(message.weights)
+    tuned = method.finetune_for(message, someone, 2)
+    ((weights, masks, _, callbacks),) = script.fits
+    assert (weights, masks, script.epochs) == (message.weights, message.masks, [2])
+    assert {"net.two.bias", "net.two.weight"} <= set(masks)
+    assert [type(callback) for callback in callbacks] == [Exits]
+    torch.testing.assert_close(tuned, method.personalize(message, someone))
+
+
 def test_a_module_without_exits_is_refused_before_training(federation):
     expected = (
         "`algorithm` is DepthFL, which trains models with early exits, but `Classifier` has none; expected a module"

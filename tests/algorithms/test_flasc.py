@@ -134,6 +134,16 @@ def test_the_frozen_part_does_not_travel(federation):
     assert sizes[1] - sizes[0] < 144 * 4 + 144 * 2 * 4 + more / 16  # a quarter of B, and two buffers
 
 
+def test_fine_tuning_trains_all_adapters_and_leaves_the_rest_frozen(fleet, view, client):
+    method = FLASC(down_density=0.35)
+    message = method.download_for(start(method, fleet), view(), "finetune")
+    someone, script = client(WEIGHTS)
+    assert method.finetune_for(message, someone, 3) == WEIGHTS
+    ((weights, masks, trainable, _),) = script.fits
+    assert (weights, masks, script.epochs) == (message.weights, {}, [3])
+    assert {name: bool(mask.any()) for name, mask in trainable.items()} == {"a.weight": False}
+
+
 def test_what_cannot_be_is_refused(federation):
     for option, value, expected in (
         ("down_density", 0.0, r"a number in \(0, 1\]"),

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
-from lightning_sparsefl import HeteroFL
+from lightning_sparsefl import HeteroFL, PerFedMask
+from lightning_sparsefl.callbacks.width import OutputScaler
 from lightning_sparsefl.errors import InvalidOption
 from lightning_sparsefl.sparse.submodel import cut
 from lightning_sparsefl.sparse.width import prefix_units
@@ -26,6 +28,35 @@ def test_a_client_has_the_largest_rate_within_its_capacity():
     assert [method.rate(capacity) for capacity in (0.25, 0.4, 0.5, 0.99, 1.0)] == [0.25, 0.25, 0.5, 0.5, 1.0]
     with pytest.raises(InvalidOption, match=r"the capacity 0.2, and the smallest of `algorithm.rates` is 0.25"):
         method.rate(0.2)
+
+
+@pytest.mark.parametrize("base", [None, PerFedMask(base=HeteroFL(scored="whole"))], ids=["alone", "in PerFedMask"])
+def test_clients_are_scored_and_fine_tuned_with_the_whole_network_if_asked(base, mlp, client):
+    method = HeteroFL(scored="whole", finetune_epochs=5) if base is None else base
+    server, (person, _) = mlp.start(method, 0.25, 1.0)
+    for task in ("score", "finetune"):
+        message = method.download_for(server, person, task)
+        assert not message.masks
+        torch.testing.assert_close(message.weights, server.weights)
+    assert method.download(server, person).masks
+    someone, script = client(server.weights, capacity=0.25)
+    assert method.finetune(message, someone) is server.weights
+    ((weights, masks, trainable, callbacks),) = script.fits
+    assert weights is message.weights
+    assert (masks, trainable, list(callbacks)) == ({}, {}, [])
+    assert (script.epochs, script.kept) == ([5], [None])
+
+
+def test_clients_are_fine_tuned_with_their_own_width_by_default(mlp, client):
+    method = HeteroFL(finetune_epochs=5)
+    server, (person, _) = mlp.start(method, 0.25, 1.0)
+    message = method.download_for(server, person, "finetune")
+    someone, script = client(server.weights, capacity=0.25)
+    script.units = mlp.units
+    method.finetune(message, someone)
+    assert message.masks
+    assert [type(callback) for callback in script.fits[0][3]] == [OutputScaler]
+    torch.testing.assert_close(script.kept[0], prefix_units(mlp.units, 0.25))
 
 
 @pytest.mark.parametrize("capacity", [0.25, 0.5, 1.0])

@@ -42,6 +42,16 @@ def test_base_networks_share_nothing_and_take_turns(mlp, view):
         assert {name: tensor.tolist() for name, tensor in held.items()} == {"net.fc3.weight": [client]}
 
 
+def test_clients_are_scored_and_fine_tuned_with_all_networks_if_asked(mlp):
+    own, whole = SplitMix(bases=4), SplitMix(bases=4, scored="whole")
+    server, (person, everything) = mlp.start(own, 0.25, 1.0)
+    message = whole.download_for(server, person, "finetune")
+    assert message.extra["bases"]["net.fc3.weight"].tolist() == [0, 1, 2, 3]
+    torch.testing.assert_close(message.weights, own.download_for(server, everything, "finetune").weights)
+    assert own.download_for(server, person, "finetune").extra["bases"]["net.fc3.weight"].tolist() == [0]
+    assert whole.download(server, person).extra["bases"]["net.fc3.weight"].tolist() == [0]
+
+
 def test_norms_over_several_base_networks_are_refused_by_name():
     module = L.LightningModule()
     module.norm = nn.GroupNorm(4, 16)

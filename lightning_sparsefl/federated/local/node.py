@@ -280,11 +280,13 @@ class Node:
             weights = self.algorithm.finetune(message, client)
             check_result(self.algorithm, "finetune", weights, Mapping, optional=True)
         else:
-            weights = self._fit_once_more(message, client)
+            weights = self.algorithm.finetune_for(message, client, self.options.finetune_epochs)
+            check_result(self.algorithm, "finetune_for", weights, Mapping, optional=True)
+            weights = self._fit_once_more(message, client) if weights is None else weights
         scores = {} if weights is None else self._scores(order, client, weights)
         return replace(self._empty_answer(order), scores=scores)
 
-    def _fit_once_more(self, message: Message, client: Client) -> Weights | None:
+    def _fit_once_more(self, message: Message, client: Client) -> Weights:
         """Train the client's own model for `federation.finetune_epochs`; a sparse model stays as sparse."""
         weights = self._personal(message, client)
         masks = {name: weights[name] != 0 for name in maskable(weights)}

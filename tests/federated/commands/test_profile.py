@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_sparsefl import SCAFFOLD, FedAvg, FederatedTrainer, Federation, FedNova, FedSpa, Local
-from lightning_sparsefl.algorithms import FedP3
+from lightning_sparsefl.algorithms import FedP3, PerFedMask
 from lightning_sparsefl.data import IID, ClientDataModules, Dirichlet, FederatedDigits
 from lightning_sparsefl.errors import InvalidOption
 from lightning_sparsefl.federated import CohortSampler, FederatedAlgorithm
@@ -128,8 +128,10 @@ def test_a_profile_says_what_a_run_is_charged(name: str, tmp_path, capsys):
         assert_all_but_the_metrics_is_predicted(run, charged, client_rounds=40)
 
 
-def test_clients_of_unequal_costs_are_each_represented(tmp_path, capsys):
-    fleet, data = trainer(FedP3(owned=1), tmp_path, max_epochs=2), digits(batch_size=64)
+def unequal(algorithm, tmp_path, **options):
+    """A profile and a run of clients that train different layers."""
+    federation = Federation(clients_per_round=5, **options)
+    fleet, data = trainer(algorithm, tmp_path, federation, max_epochs=2), digits(batch_size=64)
     data.setup()
     torch.manual_seed(0)
     module = MLP(num_classes=10, sample_shape=(1, 8, 8), hidden=(24, 16, 8))
@@ -137,6 +139,17 @@ def test_clients_of_unequal_costs_are_each_represented(tmp_path, capsys):
     charged = fleet.fit(module, data)
     for (column, key), logged in LEDGER.items():
         assert run[column][key] == pytest.approx(charged[logged], rel=1e-12), (column, key)
+    return run, charged
+
+
+@pytest.mark.parametrize("masking", ["optimized", "random"])
+def test_clients_that_train_different_layers_are_each_represented(masking, tmp_path, capsys):
+    run, charged = unequal(PerFedMask(masking=masking, finetune_epochs=0), tmp_path, capacities=[0.5])
+    assert run["wire"]["uplink_bytes"] == pytest.approx(charged["comm/uplink_bytes_total"] - 40 * METRICS, abs=40)
+
+
+def test_clients_of_unequal_costs_are_each_represented(tmp_path, capsys):
+    run, charged = unequal(FedP3(owned=1), tmp_path)
     assert run["wire"]["mask_bytes"] < charged["comm/mask_bytes_total"]  # in the run they change with the weights
     assert run["wire"]["downlink_bytes"] == pytest.approx(charged["comm/downlink_bytes_total"], rel=0.01)
     assert run["wire"]["uplink_bytes"] == pytest.approx(charged["comm/uplink_bytes_total"] - 40 * METRICS, abs=40)
