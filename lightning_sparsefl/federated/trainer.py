@@ -28,7 +28,13 @@ from lightning_sparsefl.federated.algorithm import FederatedAlgorithm
 from lightning_sparsefl.federated.commands.cost_tables import Profile
 from lightning_sparsefl.federated.commands.dispatch import Verb, dispatch, in_other_processes
 from lightning_sparsefl.federated.commands.export import Exported, ExportRequest, Format
-from lightning_sparsefl.federated.commands.inputs import ClientData, as_client_data, check_data, check_module
+from lightning_sparsefl.federated.commands.inputs import (
+    ClientData,
+    as_client_data,
+    check_data,
+    check_module,
+    make_layers,
+)
 from lightning_sparsefl.federated.commands.interruption_messages import kept_by_command
 from lightning_sparsefl.federated.commands.profile import profile
 from lightning_sparsefl.federated.commands.replay import Replay
@@ -307,6 +313,7 @@ class FederatedTrainer:  # long because LightningCLI reads every option from its
         del ckpt_path
         data = as_client_data(datamodule)
         check_data(data, self.federation)
+        make_layers(model, self.seed)
         check_module(model)
         try:
             result = profile(self.options, model, data, self.fabric.strategy.precision)
@@ -400,6 +407,7 @@ class FederatedTrainer:  # long because LightningCLI reads every option from its
             InvalidOption: If there is no such client, or a file cannot be written.
             ExportMismatch: If the scores of a file differ from those of the model in memory.
         """
+        make_layers(model, self.seed)
         request = ExportRequest(copy.deepcopy(model), client, out, tuple(formats), check)
         request.require(as_client_data(datamodule).num_clients)
         exported: Exported = self._dispatch("export", model, datamodule, ckpt_path or "last", request=request)

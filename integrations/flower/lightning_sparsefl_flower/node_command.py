@@ -11,7 +11,7 @@ from pathlib import Path
 from lightning.fabric import Fabric
 from lightning.pytorch.utilities.seed import isolate_rng
 from lightning_sparsefl.errors import InvalidOption, SparseFLError
-from lightning_sparsefl.federated.commands.inputs import check_data, check_module
+from lightning_sparsefl.federated.commands.inputs import check_data, check_module, make_layers
 from lightning_sparsefl.federated.commands.node_side import NodeSide
 from lightning_sparsefl.federated.distributed.launcher import launch
 from lightning_sparsefl.federated.distributed.ranks import Ranks
@@ -165,6 +165,7 @@ def make_daemon(
             "`data.num_clients` of the configuration."
         )
     check_data(data, options.federation)
+    make_layers(configured.module, options.seed)
     check_module(configured.module)
     side = NodeSide(options, Ranks(fabric), configured.module, data, client=clients[0])
     records = DiskRecords(home / "records", 2 * options.federation.checkpoint_every_n_rounds)

@@ -15,7 +15,12 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from lightning_sparsefl.errors import InvalidOption
 from lightning_sparsefl.federated.commands.export import export
 from lightning_sparsefl.federated.commands.fit import fit
-from lightning_sparsefl.federated.commands.inputs import check_data, check_module, warn_of_full_capacities
+from lightning_sparsefl.federated.commands.inputs import (
+    check_data,
+    check_module,
+    make_layers,
+    warn_of_full_capacities,
+)
 from lightning_sparsefl.federated.commands.interruption_messages import kept_by_command
 from lightning_sparsefl.federated.commands.replay import replay
 from lightning_sparsefl.federated.commands.run import Run
@@ -88,6 +93,7 @@ def dispatch(
         )
     options = options.shrunk(data.num_clients) if options.fast_dev_run else options
     check_data(data, options.federation)
+    make_layers(module, options.seed)
     check_module(module)
     if verb == "fit":
         warn_of_full_capacities(options)

@@ -8,6 +8,7 @@ from typing import Any
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.seed import isolate_rng
 from torch.nn.parameter import UninitializedParameter
 
 from lightning_sparsefl.data import ClientDataModules
@@ -15,6 +16,7 @@ from lightning_sparsefl.errors import InvalidOption
 from lightning_sparsefl.federated.exchange.flat import require_trainable
 from lightning_sparsefl.federated.options import Federation
 from lightning_sparsefl.federated.rounds.run_options import RunOptions
+from lightning_sparsefl.seeds import seed_all
 
 ClientData = LightningDataModule | Sequence[LightningDataModule]
 """A federated data module, or one ordinary data module per client."""
@@ -76,6 +78,34 @@ def warn_of_full_capacities(options: RunOptions) -> None:
         rank_zero_warn(
             f"`federation.capacities` is 1 for all clients, so that {type(options.algorithm).__name__} {consequence}; "
             "set it to fractions of the model, for example [0.25, 0.5, 1.0]."
+        )
+
+
+def make_layers(module: LightningModule, seed: int) -> None:
+    """Call a module's `configure_model`, so that the layers that it makes are part of the federation.
+
+    A `Trainer` calls the hook at the start of each local fit, where it must leave these layers as they are.
+
+    Args:
+        module: Module of the user, changed in place.
+        seed: Random seed of the run, on which the first weights of these layers depend.
+
+    Raises:
+        InvalidOption: If the hook makes its layers anew in each call.
+    """
+    if not isinstance(module, LightningModule) or not is_overridden("configure_model", module):
+        return
+    with isolate_rng():
+        seed_all(seed, "configure_model")
+        module.configure_model()
+        made = dict(module.named_parameters())
+        module.configure_model()
+    again = dict(module.named_parameters())
+    replaced = next((name for name in {**made, **again} if made.get(name) is not again.get(name)), None)
+    if replaced is not None:
+        raise InvalidOption(
+            f"`{type(module).__name__}.configure_model` makes {replaced!r} anew in each call, and each local fit calls "
+            "it; expected it to make only layers that are missing, after `if self.layer is None` (option `model`)."
         )
 
 

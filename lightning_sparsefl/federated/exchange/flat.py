@@ -188,9 +188,13 @@ class FlatModule:
 
         Returns:
             Shapes of tensors that training gave another shape, and that have their own one again.
+
+        Raises:
+            InvalidOption: If training added a parameter, or removed a tensor.
         """
         changed: dict[str, tuple[int, ...]] = {}
-        current = {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
+        parameters = dict(self.module.named_parameters())
+        current = {**parameters, **dict(self.module.named_buffers())}
         for name, view in self._views.items():
             if name not in current:
                 raise InvalidOption(
@@ -209,4 +213,10 @@ class FlatModule:
             self._tensors[name] = now
             if self.layout.uniform:
                 now.data = view
+        if not parameters.keys() <= self._views.keys():
+            added = next(name for name in parameters if name not in self._views)
+            raise InvalidOption(
+                f"Training added {added!r} to `{type(self.module).__name__}`; expected its layers to be made in "
+                "`__init__` or `configure_model` (option `model`), so that clients share them."
+            )
         return changed

@@ -321,13 +321,14 @@ def overriding(name: str) -> Net:
     [
         (Net(), [EarlyStopping("loss"), ProximalTerm()], None),
         (Manual(), [], None),
+        (overriding("configure_model"), [], None),
         (Net(), [Plain()], "`Plain`"),
         (Net(), [ModelCheckpoint()], "`ModelCheckpoint`"),
         (Net(), [StochasticWeightAveraging(0.1)], "`StochasticWeightAveraging`"),
         (Iterates(), [], "`Iterates.training_step` takes `dataloader_iter`"),
         *(
             (overriding(name), [], f"`Overriding` overrides `{name}`")
-            for name in ("configure_callbacks", "configure_model", "prepare_data", "train_dataloader", "val_dataloader")
+            for name in ("configure_callbacks", "prepare_data", "train_dataloader", "val_dataloader")
         ),
     ],
 )
@@ -343,17 +344,17 @@ def test_the_fast_engine_warns_of_a_callback_that_it_does_not_support(fabric: Fa
 
 
 def test_auto_falls_back_with_one_message(fabric: Fabric, caplog: pytest.LogCaptureFixture) -> None:
-    module, options = overriding("configure_model"), LocalOptions()
+    module, options = overriding("configure_callbacks"), LocalOptions()
     with caplog.at_level(logging.INFO):
         for _ in range(2):
             assert isinstance(local_engine("auto", fabric, options, module, []), LightningEngine)
     records = {id(record): record.message for record in caplog.records}  # a record may reach two handlers
     messages = [message for message in records.values() if "real Lightning Trainer" in message]
     assert len(messages) == 1
-    assert "`configure_model`" in messages[0]
+    assert "`configure_callbacks`" in messages[0]
     assert isinstance(local_engine("auto", fabric, options, Net(), []), FastEngine)
     assert isinstance(local_engine("trainer", fabric, options, Net(), []), LightningEngine)
-    with pytest.raises(InvalidOption, match=r"overrides `configure_model`"):
+    with pytest.raises(InvalidOption, match=r"overrides `configure_callbacks`"):
         local_engine("fast", fabric, options, module, []).fit(module, loader())
     with pytest.raises(InvalidOption, match=r"`federation.local_engine` is 'quick'"):
         local_engine("quick", fabric, options, module, [])  # type: ignore[arg-type]

@@ -52,6 +52,7 @@ CALLED_HOOKS: frozenset[str] = frozenset(
             "backward",
             "clip_gradients",
             "configure_gradient_clipping",
+            "configure_model",
             "configure_optimizers",
             "lr_scheduler_step",
         ),
@@ -93,8 +94,8 @@ _HOOKS = frozenset(
     }
 )
 _STEPS = ("training_step", "validation_step", "test_step")
-STEPS = frozenset({*_STEPS, "predict_step", "configure_optimizers"})
-"""Hooks that are not called at the start or the end of anything."""
+STEPS = frozenset({*_STEPS, "predict_step", "configure_model", "configure_optimizers"})
+"""Hooks that are not called at the start or the end of anything, or do nothing there in a federation."""
 
 
 @functools.cache

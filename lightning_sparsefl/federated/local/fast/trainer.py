@@ -229,6 +229,7 @@ class FastTrainer(TrainerView):
             _ = getattr(logger, "experiment", None)  # created on first access; the hooks may need it
         self.hooks.callbacks("setup", stage=fn)
         self.hooks.module("setup", stage=fn)
+        self.hooks.module("configure_model")
         isolate_metrics(module)
         self._logger_connector.reset_results()
         self._logger_connector.reset_metrics()
