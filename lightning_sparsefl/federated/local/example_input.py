@@ -89,9 +89,18 @@ def layers_of(module: LightningModule, data: Any) -> tuple[LayerFlops, ...] | No
     except Exception as error:
         rank_zero_warn(
             f"FLOPs are not counted: `{name}.forward` fails on one sample ({type(error).__name__}: {error}); "
-            "set its `example_input_array`."
+            f"{_remedy(module)}."
         )
         return None
+
+
+def _remedy(module: LightningModule) -> str:
+    """Return what to do about a forward pass that fails when it is traced, as a clause."""
+    if any(hasattr(part, "_orig_mod") for part in module.modules()):
+        return "expected a model without `torch.compile`, which cannot be traced"
+    if module.example_input_array is None:
+        return "set its `example_input_array` to arguments of `forward`"
+    return "expected its `example_input_array` to be arguments with which `forward` can be traced"
 
 
 def units_of(module: LightningModule, data: Any) -> tuple[UnitGroup, ...]:
@@ -118,7 +127,7 @@ def units_of(module: LightningModule, data: Any) -> tuple[UnitGroup, ...]:
             raise
         raise InvalidOption(
             f"The units of `{name}` cannot be found: its `forward` fails on one sample ({type(cause).__name__}: "
-            f"{cause}); set its `example_input_array` to arguments of `forward`."
+            f"{cause}); {_remedy(module)}."
         ) from cause
     if not groups:
         raise InvalidOption(

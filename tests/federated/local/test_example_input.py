@@ -190,3 +190,24 @@ def test_a_forward_that_needs_more_than_the_sample_names_the_attribute():
     words = r"units of `Scaled` cannot be found: its `forward` fails on one sample \(TypeError: .*'scale'\); set its "
     with pytest.raises(InvalidOption, match=words + "`example_input_array` to arguments of `forward`"):
         units_of(Scaled(), SimpleNamespace(sample_shape=(3,)))
+
+
+class Compiled(Scaled):
+    def __init__(self):
+        super().__init__()
+        self.hidden = torch.compile(self.hidden, backend="eager")
+
+    def forward(self, x):
+        raise RuntimeError("cannot be traced")
+
+
+def test_a_compiled_model_that_cannot_be_traced_is_told_apart():
+    with pytest.warns(UserWarning, match=r"cannot be traced\); expected a model without `torch.compile`"):
+        assert layers_of(Compiled(), SimpleNamespace(sample_shape=(3,))) is None
+
+
+def test_an_example_that_does_not_fit_is_told_apart():
+    module = Scaled()
+    module.example_input_array = torch.zeros(1, 3)
+    with pytest.raises(InvalidOption, match=r"expected its `example_input_array` to be arguments with which `forward`"):
+        units_of(module, SimpleNamespace(sample_shape=(3,)))
