@@ -2,7 +2,7 @@
 
 A step on a CPU allocates the activations of all layers, and frees them at its end. By default glibc returns such blocks
 to the system, which hands them out again page by page, filled with zeros. On small convolutional networks this takes up
-to a fifth of a round (benchmarks/engine_changes.md).
+to 30 % of a round (benchmarks/engine_changes.md).
 """
 
 from __future__ import annotations
