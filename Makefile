@@ -32,6 +32,6 @@ quickstart: ## Train the first federation, on a CPU and without a download
 docs: ## Build the site of the documentation in build/docs/html; warnings are errors
 	$(PYTHON) docs/site/build.py -W --keep-going -q $(ARGS)
 
-LONG = sparse_training moving_masks first_weights attacks gpu engines peers
+LONG = sparse_training moving_masks first_weights methods attacks gpu engines peers
 bench: ## Run every benchmark but the long ones; benchmarks/README.md says what the numbers mean
 	@set -e; for script in $(filter-out $(LONG:%=benchmarks/%.py),$(wildcard benchmarks/[!_]*.py)); do echo "== $$script"; $(PYTHON) $$script; done
