@@ -15,7 +15,7 @@ _Bench = TypeVar("_Bench")
 
 
 class BrokenPromise(AssertionError):
-    """Promise that a method or a callback does not hold.
+    """Promise that a method, a callback, a sampler or a partition does not hold.
 
     Args:
         subject: Name of the class that was checked.
