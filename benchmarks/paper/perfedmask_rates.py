@@ -1,8 +1,8 @@
 """PerFedMask (Setayesh et al., ICLR 2023), Figure 3: trained parameters and FLOPs against the masking rate.
 
 All clients have the same budget of 1 - rate of the body. The reductions are those of ``sparsefl profile`` against rate
-0, of a client-round with batches of 50: PreResNet18 on CIFAR-10 and MobileNet on CIFAR-100, with the plan that the
-method optimizes, and with layers in their order. No training and no data.
+0, of a client-round with batches of 50, as means over the clients: PreResNet18 on CIFAR-10 and MobileNet on CIFAR-100,
+with the plan that the method optimizes, and with layers in their order. No training and no data.
 
     python benchmarks/paper/perfedmask_rates.py
 """
@@ -25,15 +25,15 @@ from lightning_sparsefl.cli import main as sparsefl
 
 NAME = "perfedmask_rates"
 COLUMNS = ("network", "masking", "rate", "parameters", "flops", "commit")
-"""`rate`: fraction of the body beyond the budget; `parameters`: trained by the first client; `flops`: of
-its round."""
+"""`rate`: fraction of the body beyond the budget; `parameters`: trained by a client on average; `flops`: of its
+round."""
 NETWORKS = {"PreResNet18": "cifar10_c1_perfedmask", "MobileNet": "cifar100_c1_perfedmask"}
 MASKINGS = ("optimized", "sequential")
 RATES = [tenth / 10 for tenth in range(10)]
 
 
 def measure(network: str, masking: str, rate: float) -> tuple[float, float]:
-    """Return the parameters that the first client trains, and the FLOPs of its round.
+    """Return the parameters that a client trains, and the FLOPs of its round, as means over the clients.
 
     Args:
         network: Key of `NETWORKS`.
