@@ -145,7 +145,8 @@ class Accumulator:
 
     def _add_weights(self, update: Update, message: Message, num_examples: int) -> None:
         values, votes = update.weights, voted(update, message)
-        self.layout.check({n: vote for n, vote in votes.items() if n in self.layout.shapes}, "The votes of an update")
+        known = {name: vote for name, vote in votes.items() if name in self.layout.shapes}
+        self.layout.check(known, "The votes of an update", torch.bool)
         if self.silence_counts:
             values = changes_of(update, message, "federation.reducer")
         vector = self._on_grid(values, votes)

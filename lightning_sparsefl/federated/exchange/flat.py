@@ -89,7 +89,23 @@ class Layout:
             return tree.vector
         return torch.cat([tree[name].reshape(-1) for name in self.names])
 
-    def check(self, tree: Mapping[str, Tensor], what: str) -> None:
+    def check(self, tree: Mapping[str, Tensor], what: str, dtype: torch.dtype | None = None) -> None:
+        """Raise :class:`IncompatibleMasks` if a name, shape or dtype of a tree differs from the model's.
+
+        Weights of another dtype would be sent with other bytes, and come back from a checkpoint as the model's.
+
+        Args:
+            tree: Tree to check.
+            what: Description of the tree for the error message.
+            dtype: Type of all tensors, such as that of masks; None = the model's types.
+        """
+        self.check_shapes(tree, what)
+        for name, tensor in tree.items():
+            expected = self.dtypes[name] if dtype is None else dtype
+            if tensor.dtype != expected:
+                raise IncompatibleMasks(f"{what} holds {name!r} as {tensor.dtype}; expected {expected}.")
+
+    def check_shapes(self, tree: Mapping[str, Tensor], what: str) -> None:
         """Raise :class:`IncompatibleMasks` if a name or shape of a tree differs from the model's.
 
         Args:
@@ -161,7 +177,7 @@ class FlatModule:
         if self.layout.uniform and isinstance(weights, FlatTree) and weights.vector.numel() == self.layout.size:
             self.vector.copy_(weights.vector)
             return
-        self.layout.check(weights, "A tree that is loaded into the module")
+        self.layout.check_shapes(weights, "A tree that is loaded into the module")
         with torch.no_grad():
             for name, tensor in weights.items():
                 self._tensors[name].data.copy_(tensor)

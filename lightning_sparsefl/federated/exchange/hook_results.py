@@ -74,7 +74,7 @@ def check_message(method: object, hook: str, message: Any, layout: Layout) -> No
 
     Raises:
         InvalidOption: If it is not a message, or has an `extra` of other values than trees.
-        IncompatibleMasks: If a name or shape of its weights differs from the model's.
+        IncompatibleMasks: If a name, shape or dtype of its weights differs from the model's.
     """
     check_result(method, hook, message, Message)
     what = f"The message from `{type(method).__name__}.{hook}`"
@@ -109,16 +109,17 @@ def check_state(method: object, hook: str, state: Any, layout: Layout) -> None:
         layout: Layout of the model's tensors.
 
     Raises:
-        InvalidOption: If it is not a state, lacks weights of the model, has weights that are not finite, masks that are
-            not bool tensors, or an `extra` of other values than trees.
-        IncompatibleMasks: If a name or shape of its weights or masks differs from the model's.
+        InvalidOption: If it is not a state, lacks weights of the model, has weights that are not finite, or an `extra`
+            of other values than trees.
+        IncompatibleMasks: If a name or shape of its weights or masks differs from the model's, a dtype of its weights
+            does, or a mask is not bool.
     """
     check_result(method, hook, state, ServerState)
     what = f"The state from `{type(method).__name__}.{hook}`"
     _check_trees({"weights": state.weights, "masks": state.masks}, what)
     _check_extra(state.extra, what)
     layout.check(state.weights, what)
-    layout.check(state.masks, f"{what}, among its masks,")
+    layout.check(state.masks, f"{what}, among its masks,", torch.bool)
     missing = next((name for name in layout.names if name not in state.weights), None)
     if missing is not None:
         raise InvalidOption(f"{what} lacks the weights {missing!r}; expected all tensors of the model.")

@@ -150,7 +150,7 @@ class Server:  # long because the facts of one order are needed at each of its s
             return ServerRecord()
         record = ServerRecord.from_plain(packed, client, self.device)
         masks = {name: mask for name, mask in record.shared.get("masks", {}).items() if name in self.layout.shapes}
-        self.layout.check(masks, f"The record of client {client}")
+        self.layout.check_shapes(masks, f"The record of client {client}")
         return record
 
     def node_version(self, client: int, at: int) -> int | None:

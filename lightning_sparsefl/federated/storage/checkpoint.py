@@ -287,10 +287,10 @@ def read_checkpoint(
         require_equal_facts(path, theirs["training"], training)
         _require_shapes(path, content["state_dict"], module)
         checkpoint = Checkpoint.from_plain(content, layout, device)
-        layout.check(checkpoint.state.server.masks, f"{path}, among its masks,")
+        layout.check(checkpoint.state.server.masks, f"{path}, among its masks,", torch.bool)
         for update in checkpoint.state.pending:
             for tree in (update.changes, update.votes):
-                layout.check(tree, f"{path}, among its pending updates,")
+                layout.check_shapes(tree, f"{path}, among its pending updates,")
         return checkpoint
 
 

@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_sparsefl.errors import InvalidOption
+from lightning_sparsefl.errors import IncompatibleMasks, InvalidOption
 from lightning_sparsefl.federated.exchange.flat import FlatModule
 
 
@@ -55,6 +55,17 @@ def test_data_that_training_assigned_anew_is_followed():
     flat.load({name: tensor * 0 for name, tensor in read.items()})
     assert module[0].weight.eq(0).all()
     assert module[1].running_mean.eq(0).all()
+
+
+def test_trees_of_another_dtype_are_refused_but_may_be_loaded():
+    flat = FlatModule(network())
+    doubled = {name: tensor.double() for name, tensor in flat.read().items()}
+    words = r"^A tree holds '0\.weight' as torch\.float64; expected torch\.float32\.$"
+    with pytest.raises(IncompatibleMasks, match=words):
+        flat.layout.check(doubled, "A tree")
+    flat.layout.check({name: tensor > 0 for name, tensor in doubled.items()}, "A mask", torch.bool)
+    flat.load(doubled)
+    assert flat.read()["0.weight"].dtype == torch.float32
 
 
 @pytest.mark.parametrize("mixed", [False, True])

@@ -34,6 +34,31 @@ BAD = [
     ("download", nothing, r"`Mine\.download` returned None; expected a `Message`"),
     ("download", unknown, r"The message from `Mine\.download` holds 'foo', which the model does not have"),
     ("download", scalars, r"The message from `Mine\.download` holds .* with shape \(\); expected"),
+    (
+        "download",
+        lambda self, server, view: Message(weights={n: w.half() for n, w in server.weights.items()}),
+        r"The message from `Mine\.download` holds 'net\.0\.weight' as torch\.float16; expected torch\.float32\.",
+    ),
+    (
+        "init",
+        lambda self, weights, fleet: ServerState(0, {name: weight.double() for name, weight in weights.items()}),
+        r"The state from `Mine\.init` holds 'net\.0\.weight' as torch\.float64; expected torch\.float32\.",
+    ),
+    (
+        "aggregate",
+        lambda self, server, merged: replace(server, weights={n: w.double() for n, w in merged.weights.items()}),
+        r"The state from `Mine\.aggregate` holds 'net\.0\.weight' as torch\.float64; expected torch\.float32\.",
+    ),
+    (
+        "init",
+        lambda self, weights, fleet: ServerState(0, weights, masks={n: torch.ones_like(w) for n, w in weights.items()}),
+        r"The state from `Mine\.init`, among its masks, holds .* as torch\.float32; expected torch\.bool\.",
+    ),
+    (
+        "personalize",
+        lambda self, message, client: {name: weight.double() for name, weight in message.weights.items()},
+        r"The tree from `Mine\.personalize` holds 'net\.0\.weight' as torch\.float64; expected torch\.float32\.",
+    ),
     ("download_for", nothing, r"`Mine\.download_for` returned None; expected a `Message`"),
     ("train", lambda self, message, client: client.fit(message.weights), r"`Mine\.train` returned a `FitResult`"),
     (
