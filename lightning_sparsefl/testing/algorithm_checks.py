@@ -30,6 +30,8 @@ from lightning_sparsefl.wire import Codec, load_sparse
 
 _CLIENT_HOOKS = ("callbacks", "train", "trained", "may_vote", "personalize", "finetune", "survey")
 """Hooks that get a message."""
+_SERVER_HOOKS = ("download", "download_for", "aggregate", "observe")
+"""Hooks that get the server's state in a run."""
 _CHARGES = {
     ("paper", "flops"): "flops/paper_total",
     ("analytic", "flops"): "flops/train_total",
@@ -86,6 +88,16 @@ def leaves_messages_unchanged(algorithm: FederatedAlgorithm, federation: SmallFe
     Within a process its tensors are the server's own, so that a change in place would reach the other clients.
     """
     with watched(type(algorithm), _CLIENT_HOOKS, "message", vars):
+        federation(algorithm, rounds=2)
+
+
+@promise
+def leaves_the_servers_state_unchanged(algorithm: FederatedAlgorithm, federation: SmallFederation) -> None:
+    """Check that server hooks do not change the state that they get.
+
+    Its tensors are those of messages, and of a checkpoint that may be written at that time.
+    """
+    with watched(type(algorithm), _SERVER_HOOKS, "state", vars):
         federation(algorithm, rounds=2)
 
 

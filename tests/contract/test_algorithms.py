@@ -23,6 +23,11 @@ def test_leaves_messages_unchanged(algorithm, federation):
 
 
 @every_algorithm
+def test_leaves_the_servers_state_unchanged(algorithm, federation):
+    checks.leaves_the_servers_state_unchanged(algorithm, federation)
+
+
+@every_algorithm
 def test_is_the_same_on_several_ranks(algorithm, federation):
     checks.is_the_same_on_several_ranks(algorithm, federation)
 

@@ -64,6 +64,16 @@ class MutatesItsMessage(FederatedAlgorithm):
 
 
 @dataclass(frozen=True, kw_only=True)
+class MutatesTheState(FederatedAlgorithm):
+    """Decays the server's weights in place."""
+
+    def aggregate(self, server, merged):
+        for weight in server.weights.values():
+            weight.mul_(0.9)
+        return super().aggregate(server, merged)
+
+
+@dataclass(frozen=True, kw_only=True)
 class LearnsNothing(FederatedAlgorithm):
     """Sends back what it got."""
 

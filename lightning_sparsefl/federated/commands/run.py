@@ -216,7 +216,8 @@ class Run(NodeSide):
             rank_zero_info(self.resume_point.notice)
         if self.resume_point.checkpoint is None:
             run = self._identify(self.ranks.share(random_identifier)[0])
-            server = self.algorithm.init(self.worker.initial, self._fleet(run))
+            first = self.layout.tree(self.worker.initial.vector.clone())  # a method may change its state in place
+            server = self.algorithm.init(first, self._fleet(run))
             check_state(self.algorithm, "init", server, self.layout)
             require_no_moments(server, type(self.algorithm).__name__)
             sampler = self.sampler.start()

@@ -3,10 +3,12 @@
 import csv
 from dataclasses import dataclass, replace
 
+import pytest
 import torch
 
 from lightning_sparsefl import FedAvg
 from lightning_sparsefl.federated import FederatedAlgorithm
+from lightning_sparsefl.testing.contents import rows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +28,25 @@ class Slowest(FederatedAlgorithm):
     def observe(self, server, view, report):
         slowest = float(server.extra["time"]["slowest"])
         return {"own": report["seconds"], "slowest": slowest, "before": view.round, "after": server.round}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Grows(FederatedAlgorithm):
+    """Changes the state in place, and notes how far clients are from their initial weights."""
+
+    def train(self, message, client):
+        distance = max(float((weight - client.initial[name]).max()) for name, weight in message.weights.items())
+        return replace(super().train(message, client), metrics={"distance": distance})
+
+    def aggregate(self, server, merged):
+        for weight in server.weights.values():
+            weight.add_(1.0)
+        return server
+
+
+def test_initial_weights_do_not_follow_a_state_that_is_changed_in_place(federation):
+    found = [float(row["local/distance"]) for row in rows(federation(Grows(), rounds=3).run_folder / "metrics.csv")]
+    assert found == pytest.approx([0.0, 1.0, 2.0], abs=1e-5)
 
 
 def test_seconds_reach_the_merge_and_clients_are_observed_with_the_state_after_it(federation, stored_records):
