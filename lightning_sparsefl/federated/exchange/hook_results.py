@@ -12,7 +12,7 @@ from lightning_sparsefl.errors import InvalidOption
 from lightning_sparsefl.federated.exchange.flat import Layout
 from lightning_sparsefl.federated.exchange.plain_values import pack_plain
 from lightning_sparsefl.federated.exchange.update_checks import are_small
-from lightning_sparsefl.types import Message, ServerState
+from lightning_sparsefl.types import Message, ServerState, Weights
 
 
 def check_result(owner: object, hook: str, value: Any, kind: type, optional: bool = False) -> None:
@@ -120,9 +120,7 @@ def check_state(method: object, hook: str, state: Any, layout: Layout) -> None:
     _check_extra(state.extra, what)
     layout.check(state.weights, what)
     layout.check(state.masks, f"{what}, among its masks,", torch.bool)
-    missing = next((name for name in layout.names if name not in state.weights), None)
-    if missing is not None:
-        raise InvalidOption(f"{what} lacks the weights {missing!r}; expected all tensors of the model.")
+    _require_all(state.weights, what, layout)
     if are_small(state.weights.values()):
         return
     strange = next((name for name, weight in state.weights.items() if not bool(weight.isfinite().all())), None)
@@ -131,3 +129,29 @@ def check_state(method: object, hook: str, state: Any, layout: Layout) -> None:
             f"{what} has weights {strange!r} that are not finite; expected finite ones, as after a smaller step of the "
             "server. The round before is committed."
         )
+
+
+def check_weights(method: object, hook: str, weights: Any, layout: Layout) -> None:
+    """Check weights of the whole model that a hook returned.
+
+    Args:
+        method: Federated method.
+        hook: Name of the hook.
+        weights: Value that the hook returned.
+        layout: Layout of the model's tensors.
+
+    Raises:
+        InvalidOption: If it is not a tree of tensors, or lacks weights of the model.
+        IncompatibleMasks: If a name, shape or dtype differs from the model's.
+    """
+    check_result(method, hook, weights, Mapping)
+    what = f"The tree from `{type(method).__name__}.{hook}`"
+    _check_trees({"weights": weights}, what)
+    layout.check(weights, what)
+    _require_all(weights, what, layout)
+
+
+def _require_all(weights: Weights, what: str, layout: Layout) -> None:
+    missing = next((name for name in layout.names if name not in weights), None)
+    if missing is not None:
+        raise InvalidOption(f"{what} lacks the weights {missing!r}; expected all tensors of the model.")

@@ -12,7 +12,7 @@ from lightning_sparsefl.federated.aggregation.reducers import Accumulator, Cover
 from lightning_sparsefl.federated.aggregation.stale_mean import StaleMean
 from lightning_sparsefl.federated.algorithm import FederatedAlgorithm
 from lightning_sparsefl.federated.exchange.flat import Layout
-from lightning_sparsefl.federated.exchange.hook_results import check_result
+from lightning_sparsefl.federated.exchange.hook_results import check_result, check_weights
 from lightning_sparsefl.federated.options import Federation
 from lightning_sparsefl.types import Merged, PendingUpdate, RunState
 
@@ -84,11 +84,13 @@ class MergePolicy:
         merged = merge.result(reports)
         if self.stale is None or not late:
             return merged
+        weights = self.algorithm.weights_to_step(state.server)
+        check_weights(self.algorithm, "weights_to_step", weights, self.layout)
         return self.stale.merge(
             merged,
             merge.weights_of_votes(),
             late,
-            server=self.algorithm.weights_to_step(state.server),
+            server=weights,
             round=state.server.round,
             buffers=self.layout.buffers,
             silence_counts=merge.silence_counts,

@@ -15,7 +15,7 @@ from lightning_sparsefl.federated.aggregation.clipping import require_norm
 from lightning_sparsefl.federated.aggregation.server_optimizer import optimized, with_moments
 from lightning_sparsefl.federated.algorithm import FederatedAlgorithm
 from lightning_sparsefl.federated.exchange.flat import Layout
-from lightning_sparsefl.federated.exchange.hook_results import check_message, check_result, check_state
+from lightning_sparsefl.federated.exchange.hook_results import check_message, check_result, check_state, check_weights
 from lightning_sparsefl.federated.exchange.orders import Answer, ClientFacts, Order, Split, Task
 from lightning_sparsefl.federated.exchange.update_checks import check_update_schema, excess_reason, non_finite_reason
 from lightning_sparsefl.federated.local.buffers import without_local_buffers
@@ -460,7 +460,7 @@ class Server:  # long because the facts of one order are needed at each of its s
         moments: Mapping[str, Weights] = {}
         if optimizer is not None:
             weights = self.algorithm.weights_to_step(before)
-            check_result(self.algorithm, "weights_to_step", weights, Mapping)
+            check_weights(self.algorithm, "weights_to_step", weights, self.layout)
             stepped = replace(before, weights=weights)
             merged, moments = optimized(optimizer, stepped, merged, self.layout.buffers)
         state = self.algorithm.aggregate(before, merged)

@@ -8,6 +8,7 @@ from lightning.pytorch import Callback
 
 from lightning_sparsefl import FederatedAlgorithm
 from lightning_sparsefl.errors import SparseFLError
+from lightning_sparsefl.federated import ServerOptimizer
 from lightning_sparsefl.types import Message, ServerState
 
 DEFAULT = FederatedAlgorithm
@@ -161,6 +162,8 @@ BAD = [
         r"holds the key \(1, 2\); expected numbers, strings",
     ),
     ("observe", no_mapping, r"`Mine\.observe` returned an `int`; expected a `Mapping` or None"),
+    ("weights_to_step", nothing, r"`Mine\.weights_to_step` returned None; expected a `Mapping`"),
+    ("weights_to_step", lambda *_: {}, r"The tree from `Mine\.weights_to_step` lacks the weights 'net\.0\.weight'"),
     ("personalize", nothing, r"`Mine\.personalize` returned None; expected a `Mapping`"),
     (
         "personalize",
@@ -171,11 +174,15 @@ BAD = [
 ]
 
 
+OPTIONS = {"weights_to_step": {"server_optimizer": ServerOptimizer()}}
+"""What makes the engine call a hook."""
+
+
 @pytest.mark.parametrize(("name", "hook", "message"), BAD)
 def test_the_hook_is_named(federation, name, hook, message):
     method = dataclass(frozen=True, kw_only=True)(type("Mine", (FederatedAlgorithm,), {name: hook}))
     with pytest.raises(SparseFLError, match=message):
-        federation(method(), rounds=1)
+        federation(method(), rounds=1, federation=OPTIONS.get(name, {}))
 
 
 def test_a_class_in_place_of_a_method(federation):
