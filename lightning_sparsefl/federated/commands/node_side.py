@@ -11,6 +11,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_sparsefl.data import ClientDataModules
 from lightning_sparsefl.errors import DataNotFound, InvalidOption
 from lightning_sparsefl.federated.distributed.ranks import Ranks
+from lightning_sparsefl.federated.exchange.hook_results import check_callbacks
 from lightning_sparsefl.federated.exchange.orders import Split
 from lightning_sparsefl.federated.local.choice import choose_worker
 from lightning_sparsefl.federated.local.engines import local_engine
@@ -57,7 +58,9 @@ class NodeSide:
         default: Split = getattr(data, "eval_split", "val")
         self.split: Split = split or default
         sampler = options.federation.sampler or Uniform()
-        self.client_callbacks = [*options.client_callbacks, *sampler.callbacks()]
+        own = sampler.callbacks()
+        check_callbacks(sampler, "callbacks", own)
+        self.client_callbacks = [*options.client_callbacks, *own]
         seed_all(options.seed, "data")
         ranks.share(self._prepare_data)
         self._check_scoring(client)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from lightning.pytorch import Callback
 from torch import Tensor
 
 from lightning_sparsefl.errors import InvalidOption
@@ -57,6 +58,24 @@ def check_plain(owner: object, hook: str, value: Mapping[str, Any]) -> None:
         pack_plain(value, f"{type(owner).__name__}.{hook}()")
     except TypeError as error:
         raise InvalidOption(str(error)) from error
+
+
+def check_callbacks(owner: object, hook: str, value: Any) -> None:
+    """Check that a hook returned callbacks.
+
+    Args:
+        owner: Object that has the hook.
+        hook: Name of the hook.
+        value: Value that the hook returned.
+
+    Raises:
+        InvalidOption: If it is not a list of Lightning callbacks.
+    """
+    check_result(owner, hook, value, Sequence)
+    if not all(isinstance(each, Callback) for each in value):
+        raise InvalidOption(
+            f"`{type(owner).__name__}.{hook}` returned {value!r}; expected a list of Lightning callbacks."
+        )
 
 
 def _named(kind: type) -> str:

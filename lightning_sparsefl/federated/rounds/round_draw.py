@@ -82,8 +82,8 @@ class RoundDraw:
             InvalidOption: If the sampler does not draw as it should, or needs times that are not simulated.
         """
         start, free = self._free(state)
-        candidates, sampler = self._candidates(state, free, start), self._cohorts.sampler
-        wanted = sampler.needed(state.sampler, candidates)
+        candidates = self._candidates(state, free, start)
+        wanted = self._cohorts.needed(state.sampler, candidates)
         candidates = replace(candidates, count=self._cohorts.widened(wanted, len(free)))
         found = self._cohorts.draw(state.run, state.sampler, candidates)
         if len(found) <= wanted and not self.follows_clock:

@@ -6,8 +6,10 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from operator import index
+from typing import Any
 
-from lightning_sparsefl.errors import InvalidOption
+from lightning_sparsefl.errors import InvalidOption, is_whole
 from lightning_sparsefl.federated.aggregation.noise import KeyStream, derive_key
 from lightning_sparsefl.federated.exchange.hook_results import check_result
 from lightning_sparsefl.federated.sampling.draws import drawn
@@ -35,6 +37,24 @@ class CohortDraw:
 
     timed: bool = False
     """Whether clients are drawn among those that are available at the simulated time of a round."""
+
+    def needed(self, state: SamplerState, candidates: Candidates) -> int:
+        """Return the number of updates that a round waits for.
+
+        Args:
+            state: State of the sampler before the round.
+            candidates: Facts of the clients, without late ones in `count`.
+
+        Raises:
+            InvalidOption: If the sampler needs no update, or more than clients are to be drawn.
+        """
+        found = self.sampler.needed(state, candidates)
+        if not is_whole(found, 1) or found > candidates.count:
+            raise InvalidOption(
+                f"`{type(self.sampler).__name__}.needed` returned {found!r} in round {candidates.round}; expected a "
+                f"whole number from 1 to {candidates.count}, the number of clients to draw."
+            )
+        return int(found)
 
     def widened(self, needed: int, present: int) -> int:
         """Return the number of clients to draw, late ones included.
@@ -67,7 +87,7 @@ class CohortDraw:
             return drawn(self.clients, self.wanted, below)
         clients = self.sampler.draw(state, candidates, generator(self.seed, round, "cohort"))
         check_result(self.sampler, "draw", clients, Iterable)
-        found = [int(client) for client in clients]
+        found = [self._number(client, round) for client in clients]
         fits = len(found) == len(set(found)) == candidates.count and all(_within(candidates.clients, c) for c in found)
         if not fits:
             raise InvalidOption(
@@ -75,6 +95,16 @@ class CohortDraw:
                 f"expected {candidates.count} different ones of the {len(candidates.clients)} that train."
             )
         return sorted(found)
+
+    def _number(self, client: Any, round: int) -> int:
+        """Return the number of a client, which may be that of NumPy or torch."""
+        try:
+            return index(client)
+        except TypeError:
+            name = type(self.sampler).__name__
+            raise InvalidOption(
+                f"`{name}.draw` returned {client!r} among the clients of round {round}; expected whole numbers."
+            ) from None
 
 
 def _within(clients: Sequence[int], client: int) -> bool:
