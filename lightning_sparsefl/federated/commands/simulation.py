@@ -257,7 +257,7 @@ class Simulation:
 
     def _costs(self, view: ClientView, order: Order, part: Part, batching: Batching | None = None) -> Costs:
         facts = self.server.workload.facts(view, order.message, batching)
-        return self.server.algorithm.costs(replace(facts, again=part.again))
+        return self.server.costs(replace(facts, again=part.again))
 
 
 class _Records:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 from lightning.pytorch import Callback
 from torch import Tensor
 
-from lightning_sparsefl.errors import InvalidOption
+from lightning_sparsefl.errors import InvalidOption, is_number
 from lightning_sparsefl.federated.exchange.flat import Layout
 from lightning_sparsefl.federated.exchange.plain_values import pack_plain
 from lightning_sparsefl.federated.exchange.update_checks import are_small
@@ -76,6 +77,30 @@ def check_callbacks(owner: object, hook: str, value: Any) -> None:
         raise InvalidOption(
             f"`{type(owner).__name__}.{hook}` returned {value!r}; expected a list of Lightning callbacks."
         )
+
+
+def check_amount(owner: object, hook: str, value: Any, where: str = "", share: bool = False) -> None:
+    """Check a time, a cost or a factor that a hook returned.
+
+    Args:
+        owner: Object that has the hook.
+        hook: Name of the hook.
+        value: Value that the hook returned.
+        where: Clause for the error message that says which value it is, with a space before it.
+        share: Whether it is a share, which is above 0 and at most 1.
+
+    Raises:
+        InvalidOption: If it is not a finite number >= 0.
+
+    Example:
+        >>> check_amount(object(), "seconds", float("nan"), " for client 3")
+        Traceback (most recent call last):
+        lightning_sparsefl.errors.InvalidOption: `object.seconds` returned nan for client 3; expected a finite number \
+>= 0.
+    """
+    if not is_number(value) or not (0 < value <= 1 if share else 0 <= value < math.inf):
+        expected = "a number in (0, 1]" if share else "a finite number >= 0"
+        raise InvalidOption(f"`{type(owner).__name__}.{hook}` returned {value!r}{where}; expected {expected}.")
 
 
 def _named(kind: type) -> str:

@@ -15,7 +15,13 @@ from lightning_sparsefl.federated.aggregation.clipping import require_norm
 from lightning_sparsefl.federated.aggregation.server_optimizer import optimized, with_moments
 from lightning_sparsefl.federated.algorithm import FederatedAlgorithm
 from lightning_sparsefl.federated.exchange.flat import Layout
-from lightning_sparsefl.federated.exchange.hook_results import check_message, check_result, check_state, check_weights
+from lightning_sparsefl.federated.exchange.hook_results import (
+    check_amount,
+    check_message,
+    check_result,
+    check_state,
+    check_weights,
+)
 from lightning_sparsefl.federated.exchange.orders import Answer, ClientFacts, Order, Split, Task
 from lightning_sparsefl.federated.exchange.update_checks import check_update_schema, excess_reason, non_finite_reason
 from lightning_sparsefl.federated.local.buffers import without_local_buffers
@@ -353,7 +359,7 @@ class Server:  # long because the facts of one order are needed at each of its s
             up: Size of the encoded update; None if the client sent no update.
             again: Whether a rehearsed client took part before.
         """
-        costs = self._costs(replace(self.workload.facts(view, message), again=again))
+        costs = self.costs(replace(self.workload.facts(view, message), again=again))
         received = Charge(
             round=view.round,
             client=view.id,
@@ -372,9 +378,19 @@ class Server:  # long because the facts of one order are needed at each of its s
             flops_paper=costs.flops_paper,
         )
 
-    def _costs(self, facts: CostFacts) -> Costs:
+    def costs(self, facts: CostFacts) -> Costs:
+        """Return the costs of one client-round by the algorithm.
+
+        Args:
+            facts: Facts that the costs depend on.
+
+        Raises:
+            InvalidOption: If a cost is not a finite number >= 0.
+        """
         costs = self.algorithm.costs(facts)
         check_result(self.algorithm, "costs", costs, Costs)
+        for name, cost in vars(costs).items():
+            check_amount(self.algorithm, "costs", cost, f" as `{name}`")
         return costs
 
     def late(self, state: RunState, client: int) -> Outcome:
@@ -409,18 +425,28 @@ class Server:  # long because the facts of one order are needed at each of its s
         """Return the costs of a client-round; once for clients that these hooks cannot tell apart."""
         method, base = type(self.algorithm), FederatedAlgorithm
         if any(getattr(method, hook) is not getattr(base, hook) for hook in ("download", "download_for", "costs")):
-            return self._costs(self.workload.facts(view, self._message(server, view, "train")))
+            return self.costs(self.workload.facts(view, self._message(server, view, "train")))
         if self._expected is None or self._expected[0] is not server:
             self._expected = server, {}
         known, key = self._expected[1], (view.num_examples, view.local_epochs, self.workload.batching(view.id))
         if key not in known:
-            known[key] = self._costs(self.workload.facts(view, self._message(server, view, "train")))
+            known[key] = self.costs(self.workload.facts(view, self._message(server, view, "train")))
         return known[key]
 
     def _seconds(self, view: ClientView, flops: float, bytes_up: int) -> float | None:
         """Return the simulated time of a client-round, by the algorithm or by `federation.devices`."""
-        seconds, devices = self.algorithm.simulated_seconds(view, flops, bytes_up), self.federation.devices
-        return devices.seconds(devices.capacity(view), flops, bytes_up) if seconds is None and devices else seconds
+        devices, where = self.federation.devices, f" for client {view.id}"
+        seconds = self.algorithm.simulated_seconds(view, flops, bytes_up)
+        if seconds is not None:
+            check_amount(self.algorithm, "simulated_seconds", seconds, where)
+            return seconds
+        if devices is None:
+            return None
+        capacity = devices.capacity(view)
+        check_amount(devices, "capacity", capacity, where, share=True)
+        seconds = devices.seconds(capacity, flops, bytes_up)
+        check_amount(devices, "seconds", seconds, where)
+        return seconds
 
     # ---- the end of a round
 

@@ -1,15 +1,17 @@
 """A hook that returns something else is named by the error message, instead of a line of the engine."""
 
+import math
 from dataclasses import dataclass, replace
 
 import pytest
 import torch
 from lightning.pytorch import Callback
 
-from lightning_sparsefl import FederatedAlgorithm
+from lightning_sparsefl import FedAvg, FederatedAlgorithm
+from lightning_sparsefl.cost import Devices
 from lightning_sparsefl.errors import SparseFLError
 from lightning_sparsefl.federated import ServerOptimizer
-from lightning_sparsefl.types import Message, ServerState
+from lightning_sparsefl.types import Costs, Message, ServerState
 
 DEFAULT = FederatedAlgorithm
 
@@ -147,6 +149,16 @@ BAD = [
     ),
     ("costs", nothing, r"`Mine\.costs` returned None; expected a `Costs`"),
     (
+        "costs",
+        lambda *_: Costs(1.0, math.inf, 1.0, 1.0),
+        r"`Mine\.costs` returned inf as `flops_analytic`; expected a finite number >= 0\.",
+    ),
+    ("costs", lambda *_: Costs(1.0, 1.0, -5, 1.0), r"`Mine\.costs` returned -5 as `bytes_down_paper`; expected a fini"),
+    ("costs", lambda *_: Costs("1", 1.0, 1.0, 1.0), r"`Mine\.costs` returned '1' as `flops_paper`; expected a finite"),
+    ("simulated_seconds", lambda *_: math.nan, r"`Mine\.simulated_seconds` returned nan for client \d; expected a"),
+    ("simulated_seconds", lambda *_: -1.0, r"`Mine\.simulated_seconds` returned -1\.0 for client \d; expected"),
+    ("simulated_seconds", lambda *_: "1", r"`Mine\.simulated_seconds` returned '1' for client \d; expected a finite"),
+    (
         "train",
         lambda self, message, client: replace(DEFAULT.train(self, message, client), votes=[1]),
         r"has a `list` as `votes`; expected a mapping",
@@ -183,6 +195,23 @@ def test_the_hook_is_named(federation, name, hook, message):
     method = dataclass(frozen=True, kw_only=True)(type("Mine", (FederatedAlgorithm,), {name: hook}))
     with pytest.raises(SparseFLError, match=message):
         federation(method(), rounds=1, federation=OPTIONS.get(name, {}))
+
+
+@pytest.mark.parametrize(
+    ("hook", "result", "message"),
+    [
+        ("seconds", None, r"`Mine\.seconds` returned None for client \d; expected a finite number >= 0\."),
+        ("seconds", math.nan, r"`Mine\.seconds` returned nan for client \d; expected a finite number >= 0\."),
+        ("seconds", -3.0, r"`Mine\.seconds` returned -3\.0 for client \d; expected a finite number >= 0\."),
+        ("capacity", 2.0, r"`Mine\.capacity` returned 2\.0 for client \d; expected a number in \(0, 1\]\."),
+        ("capacity", 0, r"`Mine\.capacity` returned 0 for client \d; expected a number in \(0, 1\]\."),
+        ("capacity", "1", r"`Mine\.capacity` returned '1' for client \d; expected a number in \(0, 1\]\."),
+    ],
+)
+def test_the_hook_of_devices_is_named(federation, hook, result, message):
+    devices = type("Mine", (Devices,), {hook: lambda *_, **__: result})()
+    with pytest.raises(SparseFLError, match=message):
+        federation(FedAvg(), rounds=1, federation={"devices": devices})
 
 
 def test_a_class_in_place_of_a_method(federation):
