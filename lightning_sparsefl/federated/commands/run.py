@@ -141,7 +141,7 @@ class Run(NodeSide):
             device=self.device,
         )
         self.cohort = self._make_cohort(self)
-        self.coordinator = Coordinator(self.server, self.cohort, merging)
+        self.coordinator = Coordinator(self.server, self.cohort, merging, options.round_lr)
         stores = (self.server_records, self.node_records)
         self.scorer = Scorer(self.coordinator, self.worker, unseen_clients, stores, self.split)
 

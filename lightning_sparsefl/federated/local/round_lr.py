@@ -9,6 +9,7 @@ from typing import Any
 from lightning.pytorch import Callback
 
 from lightning_sparsefl.errors import check_types, is_number, require
+from lightning_sparsefl.federated.exchange.hook_results import check_amount
 from lightning_sparsefl.sparse.density import ceil_count
 
 
@@ -23,6 +24,22 @@ class RoundLR(ABC):
             round: Index of the round, from 0.
             max_rounds: Number of rounds of the run.
         """
+
+
+def checked_factor(schedule: RoundLR, round: int, max_rounds: int) -> float:
+    """Return the factor of a schedule for a round.
+
+    Args:
+        schedule: The schedule.
+        round: Index of the round, from 0.
+        max_rounds: Number of rounds of the run.
+
+    Raises:
+        InvalidOption: If it is not a finite number >= 0.
+    """
+    factor = schedule.factor(round, max_rounds)
+    check_amount(schedule, "factor", factor, f" for round {round}")
+    return factor
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -26,7 +26,7 @@ from lightning_sparsefl.federated.local.engines import FastEngine
 from lightning_sparsefl.federated.local.example_input import require_cuttable, units_of
 from lightning_sparsefl.federated.local.fast.batch_scores import PartScore
 from lightning_sparsefl.federated.local.lightning_trainer import LightningEngine
-from lightning_sparsefl.federated.local.round_lr import RoundLR, ScaleLearningRates
+from lightning_sparsefl.federated.local.round_lr import RoundLR, ScaleLearningRates, checked_factor
 from lightning_sparsefl.seeds import derive_seed, seed_all
 from lightning_sparsefl.sparse.masks import apply, intersect
 from lightning_sparsefl.sparse.modes import modes_restored
@@ -262,7 +262,8 @@ class ClientWorker:
             self._maskable |= masks.keys()
             attached.append(StaticMask(masks=masks))
         if self.work.round_lr is not None:
-            attached.append(ScaleLearningRates(self.work.round_lr.factor(client.round, client.max_rounds)))
+            factor = checked_factor(self.work.round_lr, client.round, client.max_rounds)
+            attached.append(ScaleLearningRates(factor))
         return attached
 
     def gradient(self, client: Client, weights: Weights) -> Weights:

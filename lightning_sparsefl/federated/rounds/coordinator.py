@@ -14,6 +14,7 @@ from lightning_sparsefl.errors import ClientFailed
 from lightning_sparsefl.federated.aggregation.reducers import CoverageMean
 from lightning_sparsefl.federated.distributed.rank_consistency import idle
 from lightning_sparsefl.federated.exchange.orders import Split, Task
+from lightning_sparsefl.federated.local.round_lr import RoundLR, checked_factor
 from lightning_sparsefl.federated.rounds.about import About
 from lightning_sparsefl.federated.rounds.cohort import Cohort, Plan, ServerWork
 from lightning_sparsefl.federated.rounds.merge_policy import MergePolicy
@@ -56,10 +57,11 @@ class Coordinator:
         server: The server's half.
         cohort: Carries out the orders.
         merging: How updates are merged.
+        round_lr: Schedule of the learning rates over rounds, which the nodes apply.
     """
 
-    def __init__(self, server: Server, cohort: Cohort, merging: MergePolicy) -> None:
-        self.server, self.cohort, self.merging = server, cohort, merging
+    def __init__(self, server: Server, cohort: Cohort, merging: MergePolicy, round_lr: RoundLR | None = None) -> None:
+        self.server, self.cohort, self.merging, self.round_lr = server, cohort, merging, round_lr
         self.federation, self.ledger = server.federation, server.ledger
 
     def round(self, state: RunState, score_after: Split | None = None) -> RoundResult:
@@ -71,9 +73,12 @@ class Coordinator:
 
         Raises:
             ClientFailed: If a client fails and `federation.on_client_error` is ``raise``, or too few are left.
+            InvalidOption: If the schedule of the learning rates has no factor for the round.
             Interrupted: If a signal asks to stop; the round has left no trace then.
         """
         started = time.perf_counter()
+        if self.round_lr is not None:  # here first, since an error in the work of a client would be the client's
+            checked_factor(self.round_lr, state.server.round, self.server.max_rounds)
         drawn = self.server.draw.cohort(state)
         clients, late = drawn.trained, drawn.late
         merge = self.merging.start(state, self._total_weight(clients))

@@ -1,8 +1,9 @@
 import pytest
 import torch
 
+from lightning_sparsefl import FedAvg
 from lightning_sparsefl.errors import InvalidOption
-from lightning_sparsefl.federated import ExponentialRoundLR, StepRoundLR
+from lightning_sparsefl.federated import ExponentialRoundLR, RoundLR, StepRoundLR
 from lightning_sparsefl.federated.local.round_lr import ScaleLearningRates
 
 
@@ -40,6 +41,20 @@ def test_factors():
     assert [StepRoundLR().factor(r, 100) for r in (0, 49, 50, 75)] == pytest.approx([1, 1, 0.1, 0.01])
     late = StepRoundLR(milestones=[0.55])  # 0.55 * 100 is 55.00000000000001
     assert [late.factor(r, 100) for r in (54, 55)] == pytest.approx([1, 0.1])
+
+
+@pytest.mark.parametrize("factor", [None, float("nan"), float("inf"), -1.0, "0.5"])
+def test_a_schedule_without_a_factor_for_the_round_is_named_before_clients_train(federation, factor):
+    schedule = type("Mine", (RoundLR,), {"factor": lambda self, round, most: factor if round else 1.0})()
+    words = rf"^`Mine\.factor` returned {factor!r} for round 1; expected a finite number >= 0\.$"
+    with pytest.raises(InvalidOption, match=words):
+        federation(FedAvg(), rounds=2, round_lr=schedule, federation={"on_client_error": "skip"})
+
+
+def test_an_error_of_a_schedule_is_no_failure_of_a_client(federation):
+    schedule = type("Mine", (RoundLR,), {"factor": lambda self, round, most: 1 / round})()
+    with pytest.raises(ZeroDivisionError):
+        federation(FedAvg(), rounds=1, round_lr=schedule)
 
 
 def test_a_factor_that_grows_is_refused():
