@@ -69,7 +69,7 @@ def test_votes_are_compared_as_slowly_as_can_be():
         message, votes = Message(weights=WEIGHTS, masks=some_masks(0.95)), some_masks(0.5)
         try:
             check_update_schema(
-                Update(weights=WEIGHTS, votes=votes), message, Layout(WEIGHTS, {}), lambda m: m.masks, 0
+                Update(weights=WEIGHTS, votes=votes), message, Layout(WEIGHTS, {}), lambda m: m.masks, "It"
             )
             passes = True
         except InvalidUpdate:

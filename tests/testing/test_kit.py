@@ -126,7 +126,8 @@ def test_an_error_in_the_other_process_is_reported(federation):
             return replace(super().train(message, client), weights={"foo": torch.zeros(1)})
 
     (check,) = [check for name, check in checks(Unknown()) if name == "is_the_same_through_a_pipe"]
-    with pytest.raises(BrokenPromise, match=r"InvalidUpdate: The update of client \d holds 'foo', which the model"):
+    words = r"InvalidUpdate: The update of client \d from `Unknown\.train` holds 'foo', which the model"
+    with pytest.raises(BrokenPromise, match=words):
         check()
 
 

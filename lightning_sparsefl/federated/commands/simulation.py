@@ -17,7 +17,7 @@ from lightning_sparsefl.federated.aggregation.reducers import Accumulator, Cover
 from lightning_sparsefl.federated.algorithm import FederatedAlgorithm
 from lightning_sparsefl.federated.commands.simulated_worker import SimulatedWorker
 from lightning_sparsefl.federated.exchange.flat import FlatModule, Layout
-from lightning_sparsefl.federated.exchange.hook_results import check_state
+from lightning_sparsefl.federated.exchange.hook_results import check_hashable, check_result, check_state
 from lightning_sparsefl.federated.exchange.orders import Order
 from lightning_sparsefl.federated.fleet import Fleet, LazyClientViews
 from lightning_sparsefl.federated.local.example_input import layers_of, units_of
@@ -142,7 +142,9 @@ class Simulation:
         own = type(server.algorithm).equal_costs is not FederatedAlgorithm.equal_costs
         if server.federation.redraw_capacities or not own:
             return None
-        return server.algorithm.equal_costs(self.first.server, server.view(client, 0, ServerRecord()))
+        kind = server.algorithm.equal_costs(self.first.server, server.view(client, 0, ServerRecord()))
+        check_hashable(server.algorithm, "equal_costs", kind)
+        return kind
 
     def _representatives(self, clients: Sequence[int]) -> dict[tuple[float, Hashable], int]:
         """Return a client for each capacity and kind: the first one that has them."""
@@ -213,6 +215,7 @@ class Simulation:
             self._records.forget(client)
             self._versions.forget(client)
         state = self.server.algorithm.profile_state(self.first.server, part.middle)
+        check_result(self.server.algorithm, "profile_state", state, ServerState)
         order = self.server.order(replace(self.first, server=state), client, round=part.middle)
         outcome = self._answer(order)
         assert outcome.charge is not None

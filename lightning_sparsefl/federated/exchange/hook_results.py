@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import reprlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,11 +11,12 @@ import torch
 from lightning.pytorch import Callback
 from torch import Tensor
 
-from lightning_sparsefl.errors import InvalidOption, is_number
+from lightning_sparsefl.errors import IncompatibleMasks, InvalidOption, InvalidUpdate, is_number
 from lightning_sparsefl.federated.exchange.flat import Layout
+from lightning_sparsefl.federated.exchange.orders import Order
 from lightning_sparsefl.federated.exchange.plain_values import pack_plain
-from lightning_sparsefl.federated.exchange.update_checks import are_small
-from lightning_sparsefl.types import Message, ServerState, Weights
+from lightning_sparsefl.federated.exchange.update_checks import are_small, check_update_schema
+from lightning_sparsefl.types import Masks, Message, ServerState, Update, Weights
 
 
 def check_result(owner: object, hook: str, value: Any, kind: type, optional: bool = False) -> None:
@@ -43,8 +45,8 @@ def check_result(owner: object, hook: str, value: Any, kind: type, optional: boo
     raise InvalidOption(f"`{type(owner).__name__}.{hook}` returned {got}; expected {expected}.")
 
 
-def check_plain(owner: object, hook: str, value: Mapping[str, Any]) -> None:
-    """Check that a mapping from a hook can be written into a checkpoint.
+def check_plain(owner: object, hook: str, value: Mapping[str, Any]) -> Any:
+    """Check that a mapping from a hook can be written into a checkpoint; return it as plain values.
 
     Args:
         owner: Object that has the hook.
@@ -56,9 +58,29 @@ def check_plain(owner: object, hook: str, value: Mapping[str, Any]) -> None:
     """
     check_result(owner, hook, value, Mapping)
     try:
-        pack_plain(value, f"{type(owner).__name__}.{hook}()")
+        return pack_plain(value, f"{type(owner).__name__}.{hook}()")
     except TypeError as error:
         raise InvalidOption(str(error)) from error
+
+
+def check_hashable(owner: object, hook: str, value: Any) -> None:
+    """Check that a value from a hook can be compared by its hash.
+
+    Args:
+        owner: Object that has the hook.
+        hook: Name of the hook.
+        value: Value that the hook returned.
+
+    Raises:
+        InvalidOption: If it cannot.
+    """
+    try:
+        hash(value)
+    except TypeError:
+        raise InvalidOption(
+            f"`{type(owner).__name__}.{hook}` returned {reprlib.repr(value)}; expected a hashable value, such as a "
+            "number or a tuple of numbers."
+        ) from None
 
 
 def check_callbacks(owner: object, hook: str, value: Any) -> None:
@@ -118,12 +140,15 @@ def check_message(method: object, hook: str, message: Any, layout: Layout) -> No
 
     Raises:
         InvalidOption: If it is not a message, or has an `extra` of other values than trees.
-        IncompatibleMasks: If a name, shape or dtype of its weights differs from the model's.
+        IncompatibleMasks: If a name, shape or dtype of its weights differs from the model's, or one of its masks does
+            or is not bool.
     """
     check_result(method, hook, message, Message)
     what = f"The message from `{type(method).__name__}.{hook}`"
     _check_trees({"weights": message.weights, "masks": message.masks, "trainable": message.trainable}, what)
     layout.check(message.weights, what)
+    for field, masks in {"masks": message.masks, "trainable": message.trainable}.items():
+        layout.check(masks, f"{what}, in `{field}`,", torch.bool)
     _check_extra(message.extra, what)
 
 
@@ -137,10 +162,14 @@ def _check_trees(trees: Mapping[str, Any], what: str) -> None:
     for field, tree in trees.items():
         if not isinstance(tree, Mapping):
             raise InvalidOption(f"{what} has {_named(type(tree))} as `{field}`; expected a tree of tensors.")
-        for name, tensor in tree.items():
-            if not isinstance(tensor, Tensor) or tensor.layout is not torch.strided:
-                got = f"{_named(type(tensor))} as `{field}[{name!r}]`"
-                raise InvalidOption(f"{what} has {got}; expected a dense tensor.")
+        _check_tensors(tree, what, field)
+
+
+def _check_tensors(tree: Mapping[str, Any], what: str, field: str) -> None:
+    for name, tensor in tree.items():
+        if not isinstance(tensor, Tensor) or tensor.layout is not torch.strided:
+            place = f"`{field}[{name!r}]`" if field else repr(name)
+            raise InvalidOption(f"{what} has {_named(type(tensor))} as {place}; expected a dense tensor.")
 
 
 def check_state(method: object, hook: str, state: Any, layout: Layout) -> None:
@@ -175,6 +204,26 @@ def check_state(method: object, hook: str, state: Any, layout: Layout) -> None:
         )
 
 
+def check_tree(method: object, hook: str, tree: Any, layout: Layout, dtype: torch.dtype | None = None) -> None:
+    """Check a tree of the model's tensors that a hook returned.
+
+    Args:
+        method: Federated method.
+        hook: Name of the hook.
+        tree: Value that the hook returned.
+        layout: Layout of the model's tensors.
+        dtype: Type of all tensors, such as that of masks; None = the model's types.
+
+    Raises:
+        InvalidOption: If it is not a tree of tensors.
+        IncompatibleMasks: If a name, shape or dtype differs from the model's.
+    """
+    check_result(method, hook, tree, Mapping)
+    what = f"The tree from `{type(method).__name__}.{hook}`"
+    _check_tensors(tree, what, "")
+    layout.check(tree, what, dtype)
+
+
 def check_weights(method: object, hook: str, weights: Any, layout: Layout) -> None:
     """Check weights of the whole model that a hook returned.
 
@@ -188,14 +237,59 @@ def check_weights(method: object, hook: str, weights: Any, layout: Layout) -> No
         InvalidOption: If it is not a tree of tensors, or lacks weights of the model.
         IncompatibleMasks: If a name, shape or dtype differs from the model's.
     """
-    check_result(method, hook, weights, Mapping)
-    what = f"The tree from `{type(method).__name__}.{hook}`"
-    _check_trees({"weights": weights}, what)
-    layout.check(weights, what)
-    _require_all(weights, what, layout)
+    check_tree(method, hook, weights, layout)
+    _require_all(weights, f"The tree from `{type(method).__name__}.{hook}`", layout)
 
 
 def _require_all(weights: Weights, what: str, layout: Layout) -> None:
     missing = next((name for name in layout.names if name not in weights), None)
     if missing is not None:
         raise InvalidOption(f"{what} lacks the weights {missing!r}; expected all tensors of the model.")
+
+
+def check_update(method: Any, update: Update, message: Message, order: Order, layout: Layout) -> None:
+    """Check the structure of an update against the model and the message; see :func:`check_update_schema`.
+
+    Args:
+        method: Federated method.
+        update: Update from its `train` or `survey`.
+        message: Message that the client received.
+        order: Order that the update answers.
+        layout: Layout of the model's tensors.
+
+    Raises:
+        InvalidUpdate: If the structure is wrong.
+    """
+    check_update_schema(
+        update, message, layout, lambda sent: allowed_votes(method, sent, layout), origin(method, order)
+    )
+
+
+def origin(method: object, order: Order) -> str:
+    """Return the client and the hook that an update is from, as the subject of an error message.
+
+    Args:
+        method: Federated method.
+        order: Order that the update answers.
+    """
+    hook = "survey" if order.task == "survey" else "train"
+    return f"The update of client {order.client} from `{type(method).__name__}.{hook}`"
+
+
+def allowed_votes(method: Any, message: Message, layout: Layout) -> Masks:
+    """Return where an upload may vote, by the method's `may_vote`.
+
+    Args:
+        method: Federated method.
+        message: Message that the client received.
+        layout: Layout of the model's tensors.
+
+    Raises:
+        InvalidUpdate: If the method returns anything but masks of the model's tensors.
+    """
+    masks: Masks = method.may_vote(message)
+    try:
+        check_tree(method, "may_vote", masks, layout, torch.bool)
+    except (IncompatibleMasks, InvalidOption) as error:
+        raise InvalidUpdate(str(error)) from None
+    return masks

@@ -30,21 +30,20 @@ _LARGEST = 2.0**64
 
 
 def check_update_schema(
-    update: Update, message: Message, layout: Layout, may_vote: Callable[[Message], Masks], client: int
+    update: Update, message: Message, layout: Layout, may_vote: Callable[[Message], Masks], who: str
 ) -> None:
     """Check the structure of an update against the model and the message.
 
     Args:
-        update: Update from the method's `train`.
+        update: Update of a client.
         message: Message that the client received.
         layout: Layout of the model's tensors.
         may_vote: Hook of the method; called only if the update has votes, since the default votes satisfy it.
-        client: Number of the client, for the error message.
+        who: Description of the update for the error message.
 
     Raises:
         InvalidUpdate: If the structure is wrong.
     """
-    who = f"The update of client {client}"
     _check_mappings(who, update)
     _check_metrics(who, update.metrics)
     if update.kind not in KINDS:
@@ -59,14 +58,11 @@ def check_update_schema(
             )
     for key, tree in update.extra.items():
         _check_extra(f"{who} holds `extra[{key!r}]`", tree, message.extra.get(key, {}))
-    _check_held(f"{who} holds `shared['masks']`", (update.shared or {}).get("masks", {}), layout)
+    check_held(f"{who} holds `shared['masks']`", (update.shared or {}).get("masks", {}), layout)
     if update.votes is not None:
         for name, vote in update.votes.items():
             _check_tensor(f"{who} votes on {name!r}", name, vote, layout, torch.bool)
-        allowed = may_vote(message)
-        if not isinstance(allowed, Mapping):
-            raise InvalidUpdate(f"`may_vote` returned a `{type(allowed).__name__}`; expected a tree of masks.")
-        _check_votes(who, update.votes, update.weights, allowed)
+        _check_votes(who, update.votes, update.weights, may_vote(message))
 
 
 def _check_mappings(who: str, update: Update) -> None:
@@ -115,7 +111,17 @@ def _check_extra(what: str, tree: Weights, sent: Weights) -> None:
             )
 
 
-def _check_held(what: str, masks: Any, layout: Layout) -> None:
+def check_held(what: str, masks: Any, layout: Layout) -> None:
+    """Check a client's next masks.
+
+    Args:
+        what: Description of the masks for the error message.
+        masks: Masks by name; names that the model does not have are the method's own.
+        layout: Layout of the model's tensors.
+
+    Raises:
+        InvalidUpdate: If they are no masks, or one has another shape than the model's tensor.
+    """
     if not isinstance(masks, Mapping):
         raise InvalidUpdate(f"{what} as {type(masks).__name__}; expected a tree of masks, or another key.")
     for name, mask in masks.items():

@@ -21,9 +21,9 @@ from lightning_sparsefl.federated.client import Client, LocalWorker
 from lightning_sparsefl.federated.exchange.deadline import Deadline
 from lightning_sparsefl.federated.exchange.failures import failure_reason, is_missing_metric, is_out_of_memory
 from lightning_sparsefl.federated.exchange.flat import Layout
-from lightning_sparsefl.federated.exchange.hook_results import check_result
+from lightning_sparsefl.federated.exchange.hook_results import allowed_votes, check_result, check_tree, check_update
 from lightning_sparsefl.federated.exchange.orders import Answer, Order, Split, Task
-from lightning_sparsefl.federated.exchange.update_checks import check_update_schema, excess_reason, non_finite_reason
+from lightning_sparsefl.federated.exchange.update_checks import excess_reason, non_finite_reason
 from lightning_sparsefl.federated.local.buffers import Mode, drop_local_buffers, insert_local_buffers
 from lightning_sparsefl.federated.storage.records import NodeRecord
 from lightning_sparsefl.sparse.density import maskable
@@ -193,7 +193,7 @@ class Node:
         scores = {}
         if order.splits:
             weights = self.algorithm.trained(message, trained)
-            check_result(self.algorithm, "trained", weights, Mapping)
+            check_tree(self.algorithm, "trained", weights, self.layout)
             scores = self._scores(order, client, weights)
         update, buffers = drop_local_buffers(trained, message, self.options.buffers, self.layout)
         update = self._voting(update, order.message)
@@ -211,7 +211,7 @@ class Node:
         )
 
     def _check(self, update: Update, message: Message, order: Order) -> None:
-        check_update_schema(update, message, self.layout, self.algorithm.may_vote, order.client)
+        check_update(self.algorithm, update, message, order, self.layout)
         reason = non_finite_reason(update) or excess_reason(update, order.facts.num_examples, self.layout)
         if reason is not None:
             raise self._failed(order, reason)
@@ -219,7 +219,7 @@ class Node:
     def _voting(self, update: Update, message: Message) -> Update:
         """Set the votes of an update where they do not follow from the message by the default rule."""
         if update.votes is None and type(self.algorithm).may_vote is not FederatedAlgorithm.may_vote:
-            return replace(update, votes=self.algorithm.may_vote(message))
+            return replace(update, votes=allowed_votes(self.algorithm, message, self.layout))
         return update
 
     def _keep(self, order: Order, old: NodeRecord, update: Update, buffers: Weights) -> int | None:
@@ -279,6 +279,8 @@ class Node:
         if has_own_finetuning(self.algorithm):
             weights = self.algorithm.finetune(message, client)
             check_result(self.algorithm, "finetune", weights, Mapping, optional=True)
+            if weights is not None:
+                check_tree(self.algorithm, "finetune", weights, self.layout)
         else:
             weights = self.algorithm.finetune_for(message, client, self.options.finetune_epochs)
             check_result(self.algorithm, "finetune_for", weights, Mapping, optional=True)
@@ -305,8 +307,7 @@ class Node:
     def _personal(self, message: Message, client: Client) -> Weights:
         """Return what `personalize` returns, checked."""
         weights = self.algorithm.personalize(message, client)
-        check_result(self.algorithm, "personalize", weights, Mapping)
-        self.layout.check(weights, f"The tree from `{type(self.algorithm).__name__}.personalize`")
+        check_tree(self.algorithm, "personalize", weights, self.layout)
         return weights
 
     def _scores(self, order: Order, client: Client, weights: Weights) -> dict[Split, Mapping[str, float]]:

@@ -55,7 +55,9 @@ class MergePolicy:
         federation, server = self.federation, state.server
         if federation.privacy is None or federation.clip_update is None:
             reducer = federation.reducer or self.algorithm.reducer()
-            return reducer.start(self.layout, server.weights, total_weight)
+            merge = reducer.start(self.layout, server.weights, total_weight)
+            check_result(reducer, "start", merge, Accumulator)
+            return merge
         return NoisySum(
             self.layout,
             server.weights,

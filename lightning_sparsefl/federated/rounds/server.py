@@ -17,13 +17,17 @@ from lightning_sparsefl.federated.algorithm import FederatedAlgorithm
 from lightning_sparsefl.federated.exchange.flat import Layout
 from lightning_sparsefl.federated.exchange.hook_results import (
     check_amount,
+    check_hashable,
     check_message,
+    check_plain,
     check_result,
     check_state,
+    check_update,
     check_weights,
+    origin,
 )
 from lightning_sparsefl.federated.exchange.orders import Answer, ClientFacts, Order, Split, Task
-from lightning_sparsefl.federated.exchange.update_checks import check_update_schema, excess_reason, non_finite_reason
+from lightning_sparsefl.federated.exchange.update_checks import check_held, excess_reason, non_finite_reason
 from lightning_sparsefl.federated.local.buffers import without_local_buffers
 from lightning_sparsefl.federated.options import Federation
 from lightning_sparsefl.federated.rounds.about import AllAbout
@@ -194,7 +198,10 @@ class Server:  # long because the facts of one order are needed at each of its s
         """
         if type(self.algorithm).alike is FederatedAlgorithm.alike:
             return None
-        return {client: self.algorithm.alike(server, self.view(client, server.round)) for client in clients}
+        found = {client: self.algorithm.alike(server, self.view(client, server.round)) for client in clients}
+        for value in found.values():
+            check_hashable(self.algorithm, "alike", value)
+        return found
 
     # ---- orders
 
@@ -217,14 +224,17 @@ class Server:  # long because the facts of one order are needed at each of its s
             task: Task of the client.
             splits: Splits to score.
             round: Number of the round that the client works in; None = the one that the state stands before.
-            message: Message to send; None = the algorithm's.
+            message: Message to send, which `init` made; None = that of `download`.
             forgotten: Whether the node has lost its record, so that the client starts anew.
         """
         round = state.server.round if round is None else round
         record = self.record(client, state.server.round)
         record = ServerRecord() if forgotten else record
         view = self.view(client, round, record)
-        message = self._message(state.server, view, task) if message is None else message
+        if message is None:
+            message = self._message(state.server, view, task)
+        else:
+            check_message(self.algorithm, "init", message, self.layout)
         message = without_local_buffers(message, self.federation.buffers, self.layout)
         held = digest(message.masks) if message.masks else None
         known = held is not None and held == record.held
@@ -310,7 +320,7 @@ class Server:  # long because the facts of one order are needed at each of its s
             try:
                 merge.add(answer.update, order.message, num_examples)
             except (InvalidOption, InvalidUpdate) as error:
-                raise type(error)(f"The update of client {order.client} cannot be added: {error}") from None
+                raise type(error)(f"{origin(self.algorithm, order)} cannot be added: {error}") from None
         return outcome
 
     def _trained(
@@ -342,7 +352,7 @@ class Server:  # long because the facts of one order are needed at each of its s
         if update is None:
             return "it returned no update"
         try:
-            check_update_schema(update, order.message, self.layout, self.algorithm.may_vote, order.client)
+            check_update(self.algorithm, update, order.message, order, self.layout)
             if self.federation.clip_update is not None and order.task == "train":
                 require_norm(update, order.message, self.federation.clip_update, self.layout)
         except (IncompatibleMasks, InvalidOption, InvalidUpdate) as error:
@@ -502,7 +512,13 @@ class Server:  # long because the facts of one order are needed at each of its s
             record = ServerRecord.from_plain(packed, outcome.client, self.device)
             observed = self.algorithm.observe(server, self.view(outcome.client, round, record), outcome.report)
             check_result(self.algorithm, "observe", observed, Mapping, optional=True)
-            packed = packed if observed is None else replace(record, shared=observed).to_plain()
+            if observed is not None:
+                check_held(
+                    f"The record from `{type(self.algorithm).__name__}.observe` holds `masks`",
+                    observed.get("masks", {}),
+                    self.layout,
+                )
+                packed["shared"] = check_plain(self.algorithm, "observe", observed)
         if packed["shared"] or packed != self.records.get(outcome.client, round):  # tensors are not compared
             self.records.put(outcome.client, packed, round + 1)
         self.ledger.add(outcome.charge)

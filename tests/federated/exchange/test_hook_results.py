@@ -166,7 +166,7 @@ BAD = [
     (
         "train",
         lambda self, message, client: replace(DEFAULT.train(self, message, client), metrics={3: 1.0}),
-        r"The update of client \d has the metric 3; expected a name",
+        r"The update of client \d from `Mine\.train` has the metric 3; expected a name",
     ),
     (
         "train",
@@ -176,6 +176,42 @@ BAD = [
     ("observe", no_mapping, r"`Mine\.observe` returned an `int`; expected a `Mapping` or None"),
     ("weights_to_step", nothing, r"`Mine\.weights_to_step` returned None; expected a `Mapping`"),
     ("weights_to_step", lambda *_: {}, r"The tree from `Mine\.weights_to_step` lacks the weights 'net\.0\.weight'"),
+    ("alike", lambda *_: [1], r"`Mine\.alike` returned \[1\]; expected a hashable value, such as a number"),
+    (
+        "observe",
+        lambda *_: {"x": object()},
+        r"`Mine\.observe\(\)\['x'\]` holds a `object`; expected numbers, strings, None",
+    ),
+    (
+        "observe",
+        lambda *_: {"masks": {"net.0.weight": 1}},
+        r"The record from `Mine\.observe` holds `masks` with 'net\.0\.weight', which is not a bool mask",
+    ),
+    (
+        "download",
+        lambda self, server, view: Message(server.weights, masks={n: w * 0 for n, w in server.weights.items()}),
+        r"The message from `Mine\.download`, in `masks`, holds .* as torch\.float32; expected torch\.bool\.",
+    ),
+    (
+        "download",
+        lambda self, server, view: Message(server.weights, trainable={n: w[:1] > 0 for n, w in server.weights.items()}),
+        r"The message from `Mine\.download`, in `trainable`, holds .* with shape \(1, 8\); expected",
+    ),
+    ("may_vote", nothing, r"`Mine\.may_vote` returned None; expected a `Mapping`, so add a `return`"),
+    (
+        "may_vote",
+        lambda self, message: {name: torch.ones_like(w) for name, w in message.weights.items()},
+        r"The tree from `Mine\.may_vote` holds 'net\.0\.weight' as torch\.float32; expected torch\.bool\.",
+    ),
+    (
+        "init",
+        lambda self, weights, fleet: fleet.survey(Message(weights={"foo": torch.ones(2)})),
+        r"The message from `Mine\.init` holds 'foo', which the model does not have",
+    ),
+    ("trained", nothing, r"`Mine\.trained` returned None; expected a `Mapping`"),
+    ("trained", lambda *_: {"foo": torch.ones(2)}, r"The tree from `Mine\.trained` holds 'foo', which the model does"),
+    ("finetune", lambda *_: {"foo": torch.ones(2)}, r"The tree from `Mine\.finetune` holds 'foo', which the model do"),
+    ("personalize", lambda *_: {"net.0.weight": 1.0}, r"from `Mine\.personalize` has a `float` as 'net\.0\.weight'; e"),
     ("personalize", nothing, r"`Mine\.personalize` returned None; expected a `Mapping`"),
     (
         "personalize",
@@ -186,7 +222,11 @@ BAD = [
 ]
 
 
-OPTIONS = {"weights_to_step": {"server_optimizer": ServerOptimizer()}}
+OPTIONS = {
+    "weights_to_step": {"server_optimizer": ServerOptimizer()},
+    "alike": {"local_engine": "stacked"},
+    "trained": {"eval_after_training": True},
+}
 """What makes the engine call a hook."""
 
 
@@ -195,6 +235,20 @@ def test_the_hook_is_named(federation, name, hook, message):
     method = dataclass(frozen=True, kw_only=True)(type("Mine", (FederatedAlgorithm,), {name: hook}))
     with pytest.raises(SparseFLError, match=message):
         federation(method(), rounds=1, federation=OPTIONS.get(name, {}))
+
+
+@pytest.mark.parametrize(
+    ("name", "hook", "message"),
+    [
+        ("equal_costs", lambda *_: {}, r"`Mine\.equal_costs` returned \{\}; expected a hashable value"),
+        ("profile_state", nothing, r"`Mine\.profile_state` returned None; expected a `ServerState`"),
+        ("costs", lambda *_: Costs(1, -1, 1, 1), r"`Mine\.costs` returned -1 as `flops_analytic`; expected a finite"),
+    ],
+)
+def test_the_hook_is_named_by_profile(federation, name, hook, message):
+    method = dataclass(frozen=True, kw_only=True)(type("Mine", (FederatedAlgorithm,), {name: hook}))
+    with pytest.raises(SparseFLError, match=message):
+        federation(method(), verb="profile", quiet=True)
 
 
 @pytest.mark.parametrize(

@@ -290,7 +290,9 @@ class Ragged(FedAvg):
 
 @pytest.mark.parametrize("wire", ["encode", "count"])
 def test_extra_tensors_of_different_shapes_are_not_broadcast(wire, trainer):
-    words = r"The update of client \d cannot be added: `extra\['a'\]\['b'\]` has the shape \(\d,\) from one client and"
+    words = (
+        r"The update of client \d from `Ragged\.train` cannot be added: `extra\['a'\]\['b'\]` has the shape \(\d,\) "
+    )
     with pytest.raises(InvalidUpdate, match=words):
         trainer(Ragged(), federation={"on_client_error": "skip", "wire": wire}).fit(mlp(), blobs())
 

@@ -12,7 +12,7 @@ from lightning_sparsefl.errors import InvalidOption, InvalidUpdate
 from lightning_sparsefl.federated import CoverageMedian, Privacy, TrimmedMean
 from lightning_sparsefl.federated.aggregation.clipping import clipped
 from lightning_sparsefl.federated.aggregation.privacy import NoisySum
-from lightning_sparsefl.federated.aggregation.reducers import PlainMean
+from lightning_sparsefl.federated.aggregation.reducers import PlainMean, Reducer
 from lightning_sparsefl.federated.aggregation.stale_mean import StaleMean
 from lightning_sparsefl.federated.exchange.flat import FlatModule
 from lightning_sparsefl.federated.exchange.orders import ClientFacts, Order
@@ -269,3 +269,15 @@ def test_they_are_hyper_parameters_of_the_run():
     assert found["federation/reducer"] == "TrimmedMean"
     assert found["federation/reducer/fraction"] == 0.2
     assert found["federation/clip_update"] == 1.5
+
+
+class StartsNothing(Reducer):
+    """Forgets to return the sum."""
+
+    def start(self, layout, server, total_weight):
+        """Do nothing."""
+
+
+def test_a_reducer_that_starts_no_sum_is_named(federation):
+    with pytest.raises(InvalidOption, match=r"`StartsNothing\.start` returned None; expected an `Accumulator`, so add"):
+        federation(FedAvg(), rounds=1, federation={"reducer": StartsNothing()})

@@ -22,7 +22,7 @@ def may_vote(message):
 
 
 def check(update, message=MESSAGE):
-    check_update_schema(update, message, LAYOUT, may_vote, client=3)
+    check_update_schema(update, message, LAYOUT, may_vote, "The update of client 3")
 
 
 GOOD = {
@@ -160,4 +160,6 @@ def test_an_error_names_the_first_of_all_tensors_with_forbidden_votes():
     weights = {name: torch.ones(2) for name in reversed(names)}
     message = Message(weights=weights, masks={name: torch.tensor([True, False]) for name in weights})
     with pytest.raises(InvalidUpdate, match="coordinates of 't00' that"):
-        check_update_schema(Update(weights=weights, votes={}), message, Layout(weights, {}), may_vote, client=3)
+        check_update_schema(
+            Update(weights=weights, votes={}), message, Layout(weights, {}), may_vote, "The update of client 3"
+        )
