@@ -113,7 +113,8 @@ class Update:
         shared: New record of the server about this client; None = unchanged. Its key ``masks`` is a tree of the
             client's next masks: they are encoded relative to those of the message, and shown in pictures and
             `mask/changed`.
-        memory: New memory of the client; None = unchanged. It is never sent.
+        memory: New memory of the client; None = unchanged. It is never sent. In `shared` and `memory`, keys are
+            strings, and tuples come back as lists.
         metrics: Scalars of the local fit.
     """
 

@@ -25,6 +25,8 @@ KINDS = ("weights", "difference")
 _MOST_METRICS = 256
 _FACTOR, _ROOM = 4, 64 * 1024
 """Maximum sizes of `extra` and of `shared`: a multiple of the size of the model plus a number of bytes."""
+_DEEPEST = 32
+"""Number of levels of nested records, as on the wire."""
 _LARGEST = 2.0**64
 """Maximum value; squares of larger values overflow float32, so that no client could train from a mean over them."""
 
@@ -45,6 +47,8 @@ def check_update_schema(
         InvalidUpdate: If the structure is wrong.
     """
     _check_mappings(who, update)
+    for field, record in {"shared": update.shared, "memory": update.memory}.items():
+        _check_keys(f"{who} has in `{field}`", record or {})
     _check_metrics(who, update.metrics)
     if update.kind not in KINDS:
         raise InvalidUpdate(f"{who} has the `kind` {update.kind!r}; expected one of {KINDS}.")
@@ -76,6 +80,17 @@ def _check_mappings(who: str, update: Update) -> None:
             raise InvalidUpdate(
                 f"{who} has a `{type(value).__name__}` as `{name}`; expected a mapping of names to values."
             )
+
+
+def _check_keys(what: str, value: Any, depth: int = 0) -> None:
+    """Check that the keys of nested mappings are strings; what is nested deeper is refused where it is packed."""
+    strange = [key for key in value if not isinstance(key, str)] if isinstance(value, Mapping) else []
+    if strange:
+        raise InvalidUpdate(f"{what} the key {strange[0]!r}; expected keys that are strings.")
+    if depth < _DEEPEST:
+        for item in value.values() if isinstance(value, Mapping) else value:
+            if isinstance(item, Mapping | list | tuple):
+                _check_keys(what, item, depth + 1)
 
 
 def _check_metrics(who: str, metrics: Mapping[str, Any]) -> None:

@@ -171,7 +171,7 @@ BAD = [
     (
         "train",
         lambda self, message, client: replace(DEFAULT.train(self, message, client), memory={(1, 2): 1.0}),
-        r"holds the key \(1, 2\); expected numbers, strings",
+        r"`Mine\.train` has in `memory` the key \(1, 2\); expected keys that are strings",
     ),
     ("observe", no_mapping, r"`Mine\.observe` returned an `int`; expected a `Mapping` or None"),
     ("weights_to_step", nothing, r"`Mine\.weights_to_step` returned None; expected a `Mapping`"),

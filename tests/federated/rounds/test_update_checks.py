@@ -28,6 +28,7 @@ def check(update, message=MESSAGE):
 GOOD = {
     "all": Update(weights=WEIGHTS),
     "some names": Update(weights={"b": torch.zeros(4)}),
+    "nested records": Update(weights={}, shared={"a": [{"b": ({"c": 1},)}]}, memory={"t": (1, 2)}),
     "nothing": Update(weights={}, shared={"n": 1}),
     "the votes that follow": Update(weights=WEIGHTS, votes={"b": HALF}),
     "fewer votes": Update(weights=WEIGHTS, votes={"b": torch.zeros(4, dtype=torch.bool)}),
@@ -55,6 +56,8 @@ BAD = {
         "not a bool mask of the model's shape",
     ),
     "one mask": (Update(weights=WEIGHTS, shared={"masks": HALF}), r"`shared\['masks'\]` as Tensor; expected a tree"),
+    "a number as a key": (Update(weights={}, memory={3: "k"}), "has in `memory` the key 3; expected keys that are str"),
+    "a nested key": (Update(weights={}, shared={"a": [{"b": ({3: 1},)}]}), "has in `shared` the key 3; expected keys"),
     "whole extra": (Update(weights=WEIGHTS, extra={"n": {"b": torch.ones(4).int()}}), "'b' as torch.int32; expected"),
     "plain extra": (Update(weights=WEIGHTS, extra={"n": {"b": 1.0}}), "'b' as `float`; expected tensors of floats"),
     "plain weights": (Update(weights={"b": [1.0]}), "holds 'b' as `list`; expected a tensor"),
