@@ -56,7 +56,7 @@ def first_samples(batch: Any, number: int = 2) -> Any:
 def trial(module: LightningModule) -> Iterator[None]:
     """Disable logging, and restore buffers, metrics and random numbers afterwards."""
     parts = [part for part in module.modules() if isinstance(part, LightningModule)]
-    metrics = [(m, _copied(m.metric_state), m._update_count) for m in module.modules() if isinstance(m, Metric)]
+    metrics = [(m, vars(m) | _copied(m.metric_state)) for m in module.modules() if isinstance(m, Metric)]
     buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
     devices = {parameter.device for parameter in module.parameters() if parameter.device.type == "cuda"}
     for part in parts:
@@ -70,9 +70,9 @@ def trial(module: LightningModule) -> Iterator[None]:
         with torch.no_grad():
             for buffer, value in buffers:
                 buffer.copy_(value)
-        for metric, state, updates in metrics:
-            metric.__dict__.update(state)
-            metric._update_count, metric._computed = updates, None
+        for metric, attributes in metrics:
+            vars(metric).clear()
+            vars(metric).update(attributes)
 
 
 def _copied(state: dict[str, Any]) -> dict[str, Any]:

@@ -37,6 +37,25 @@ class Kept(Metric):
         return torch.cat(self.samples).amax()
 
 
+class Best(Metric):
+    """A metric that keeps a largest value in an attribute that is no state, at updates or at its value."""
+
+    def __init__(self, when):
+        super().__init__()
+        self.add_state("total", torch.tensor(0.0, dtype=torch.float64), dist_reduce_fx="sum")
+        self.when, self.best = when, torch.tensor(0.0, dtype=torch.float64)
+
+    def update(self, samples):
+        self.total = self.total + samples.abs().mean()
+        if self.when == "update":
+            self.best = torch.maximum(self.best, samples.abs().mean())
+
+    def compute(self):
+        if self.when == "compute":
+            self.best = torch.maximum(self.best, self.total)
+        return self.best
+
+
 class Judged(L.LightningModule):
     """A network of all kinds of layers, whose evaluation ends as `judge` says."""
 
@@ -57,7 +76,7 @@ class Judged(L.LightningModule):
         )
         self.accuracy = MulticlassAccuracy(10, average="micro", validate_args=False)
         self.error = MeanSquaredError().set_dtype(torch.float64)
-        self.kept = Kept()
+        self.kept, self.at_update, self.at_compute = Kept(), Best("update"), Best("compute")
         self.seen = 0
 
     def forward(self, images):
@@ -122,6 +141,16 @@ def reads(module, logits, targets):
 def keeps(module, logits, targets):
     module.kept.update(logits)
     module.log("kept", module.kept)
+
+
+def keeps_at_update(module, logits, targets):
+    module.at_update.update(logits)
+    module.log("best", module.at_update)
+
+
+def keeps_at_compute(module, logits, targets):
+    module.at_compute.update(logits)
+    module.log("best", module.at_compute)
 
 
 def counts(module, logits, targets):
@@ -196,6 +225,8 @@ MODELS = {
     "MLP": lambda: MLP(num_classes=10, sample_shape=(1, 8, 8)),
     "reads a number": lambda: Judged(reads),
     "keeps all samples": lambda: Judged(keeps),
+    "keeps at an update": lambda: Judged(keeps_at_update),
+    "keeps at a value": lambda: Judged(keeps_at_compute),
     "counts": lambda: Judged(counts),
     "ended": lambda: Ended(updates),
 }
@@ -226,6 +257,8 @@ def test_keys_that_some_clients_do_not_log(tmp_path, sizes):
     [
         ("reads a number", r"`Judged.validation_step` reads a number out of a tensor"),
         ("keeps all samples", r"updates the metric object `self.kept`, which keeps all samples"),
+        ("keeps at an update", r"keeps a tensor in `self.at_update.best`, which all clients share"),
+        ("keeps at a value", r"keeps a tensor in `self.at_compute.best`, which all clients share"),
         ("counts", r"changes the number `self.seen`, which all clients share"),
         ("ended", r"`Ended` overrides `on_validation_epoch_end`, which is written for one client"),
     ],

@@ -13,6 +13,7 @@ from torch import nn
 from torchmetrics import Metric
 
 from lightning_sparsefl.errors import InvalidOption
+from lightning_sparsefl.federated.local.metric_attributes import MetricAttributes
 
 OF_LIGHTNING = frozenset(vars(LightningModule()))
 """Attributes of modules that torch and Lightning set."""
@@ -76,11 +77,13 @@ class ModuleState:
     """Snapshot of a module's state other than tensors, to undo the changes of one client before the next.
 
     It covers `requires_grad` and hooks of parameters, training modes, forward and backward hooks of submodules,
-    attributes of the user's modules, public ones of other modules, and buffers that were registered or filled. Changes
-    inside an object are not undone; a list, dict or set whose length has changed is reported once.
+    attributes of the user's modules, public ones of other modules, those of metrics that are no states, buffers that
+    were registered or filled, and the number of modules in a ``ModuleList`` or ``ModuleDict``. Changes inside an object
+    are not undone, but for those in a metric's own containers; any other list, dict or set whose length has changed is
+    reported once.
 
     Args:
-        module: Module, which must have the same submodules at :meth:`restore`.
+        module: Module, which must otherwise have the same submodules at :meth:`restore`.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -89,11 +92,23 @@ class ModuleState:
         self._hooks: list[tuple[dict[int, Any], dict[int, Any]]] = []
         self._sizes: list[tuple[str, str, Sized, int]] = []
         self._buffers: list[tuple[nn.Module, dict[str, Any]]] = []
+        self._members: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        self._metrics: list[MetricAttributes] = []
         self._visit(type(module).__name__, module)
 
     def _visit(self, name: str, module: nn.Module) -> None:
-        if isinstance(module, Metric):
-            return  # its attributes are its state, which `isolate_metrics` resets
+        self._buffers.append((module, module._buffers.copy()))
+        if isinstance(module, Metric):  # `isolate_metrics` resets its states
+            self._metrics.append(MetricAttributes(module))
+        else:
+            self._visit_attributes(name, module)
+        if isinstance(module, nn.ModuleList | nn.ModuleDict):
+            self._members.append((module._modules, module._modules.copy()))
+        for key, child in module._modules.items():
+            if child is not None:
+                self._visit(f"{name}.{key}", child)
+
+    def _visit_attributes(self, name: str, module: nn.Module) -> None:
         attributes = vars(module)
         self._before.append((name, module, attributes.copy()))
         for value in module._parameters.values():
@@ -101,16 +116,12 @@ class ModuleState:
                 hooks = value._backward_hooks
                 self._parameters.append((value, value.requires_grad, hooks.copy() if hooks else _NO_HOOKS))
         self._hooks += [(hooks, hooks.copy() if hooks else _NO_HOOKS) for hooks in map(attributes.__getitem__, _HOOKS)]
-        self._buffers.append((module, module._buffers.copy()))
         if not _is_of_torch(module):
             self._sizes += [
                 (name, key, value, len(value))
                 for key, value in attributes.items()
                 if type(value) in _CONTAINERS and key not in OF_LIGHTNING
             ]
-        for key, child in module._modules.items():
-            if child is not None:
-                self._visit(f"{name}.{key}", child)
 
     def restore(self) -> None:
         """Restore the snapshot."""
@@ -118,9 +129,14 @@ class ModuleState:
         self._report_sizes()
         for module, buffers in self._buffers:
             _restore_buffers(module, buffers)
+        for now, before in self._members:
+            if not _is_same(now, before):
+                now.clear()
+                now.update(before)
+        for metric in self._metrics:
+            metric.restore()
         for _, module, before in self._before:
-            now = vars(module)
-            if len(now) != len(before) or not all(map(operator.is_, now.values(), before.values())):
+            if not _is_same(vars(module), before):
                 _restore_attributes(module, before)
 
     def _restore_flags_and_hooks(self) -> None:
@@ -141,6 +157,11 @@ class ModuleState:
                     f"A client's training has changed `{name}.{key}` in place. The next client on the same rank will "
                     "see the change, so the result may depend on the number of ranks; clear it in `on_fit_start`."
                 )
+
+
+def _is_same(now: Mapping[str, Any], before: Mapping[str, Any]) -> bool:
+    """Return whether two dicts hold the same objects in the same order."""
+    return len(now) == len(before) and all(map(operator.is_, now.values(), before.values()))
 
 
 def _restore_hooks(hooks: dict[int, Any], known: dict[int, Any]) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from lightning_sparsefl.federated.local.fast.divisible import JOINED, Indivisible
+from lightning_sparsefl.federated.local.metric_attributes import MetricAttributes
 
 State: TypeAlias = Tensor | list[Tensor]
 """State of a metric: a tensor, or tensors that are concatenated."""
@@ -131,6 +132,7 @@ def join_scores(module: LightningModule, parts: Iterable[PartScore]) -> dict[str
     """
     logged: dict[str, Logged] = {}
     metrics = metrics_of(module)
+    kept = [MetricAttributes(metric) for metric in metrics.values()]
     for metric in metrics.values():
         metric.reset()
     for part in parts:
@@ -142,8 +144,9 @@ def join_scores(module: LightningModule, parts: Iterable[PartScore]) -> dict[str
             for name, (updates, states) in batch.states.items():
                 _add_states(metrics[name], updates, states)
     values = {name: _value(name, item, metrics) for name, item in logged.items()}
-    for metric in metrics.values():
+    for metric, before in zip(metrics.values(), kept, strict=True):
         metric.reset()
+        before.restore()
     return values
 
 

@@ -12,10 +12,12 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
-from torchmetrics import Metric, MetricCollection, SumMetric
+from torchmetrics import Metric, MetricCollection
 from torchmetrics.utilities.data import dim_zero_cat, dim_zero_max, dim_zero_min, dim_zero_sum
 
 from lightning_sparsefl.federated.local.fast.support import STEPS, overridden
+from lightning_sparsefl.federated.local.isolation import OF_LIGHTNING
+from lightning_sparsefl.federated.local.metric_attributes import own_attributes
 
 JOINED: Mapping[Any, Callable[[Tensor, Tensor], Tensor]] = {
     dim_zero_sum: torch.add,
@@ -24,10 +26,6 @@ JOINED: Mapping[Any, Callable[[Tensor, Tensor], Tensor]] = {
 }
 """How two states of a metric become one, by the reduction that the metric names for several processes."""
 
-
-_OF_MODULES = frozenset(vars(LightningModule()))
-_OF_METRICS = frozenset(vars(SumMetric()))
-"""Attributes that Lightning and torchmetrics use themselves."""
 _LARGE = 2**20
 """Number of elements from which on an array is not compared, so that data in attributes costs nothing."""
 
@@ -110,12 +108,18 @@ class Traces:
         """Return names, objects, and what changes inside them."""
         found: list[tuple[str, Any, Any]] = [("the state of a random generator", None, _generators(self._device))]
         for place, child in self._module.named_modules():
-            known = _OF_METRICS | child._defaults.keys() if isinstance(child, Metric) else _OF_MODULES
-            kept = {key: value for key, value in {**vars(child), **child._buffers}.items() if key not in known}
+            kept = dict(child._buffers) | _own(child)
             found.append((f"the attributes of {place or 'the module'}", None, sorted(kept)))
             for key, value in sorted(kept.items()):
                 found.append((f"`{f'{place}.{key}'.lstrip('.')}`", value, _detail(value)))
         return found
+
+
+def _own(child: nn.Module) -> dict[str, Any]:
+    """Return the attributes of a module that neither Lightning nor torchmetrics uses itself."""
+    if isinstance(child, Metric):
+        return own_attributes(child)
+    return {key: value for key, value in vars(child).items() if key not in OF_LIGHTNING}
 
 
 def _detail(value: Any) -> Any:

@@ -18,6 +18,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torchmetrics import Metric
 
 from lightning_sparsefl.federated.local.isolation import OF_LIGHTNING
+from lightning_sparsefl.federated.local.metric_attributes import own_attributes
 from lightning_sparsefl.federated.local.stacked import functorch
 from lightning_sparsefl.federated.local.stacked.logs import NotStackable
 
@@ -157,7 +158,6 @@ class ModuleStates(States):
         for path, child in module.named_modules():
             if isinstance(child, Metric):
                 self._metrics.append((path, child, child._update_count))
-                continue
             name = f"self.{path}" if path else "self"
             own = _own(child)
             buffers = {} if isinstance(child, _BatchNorm) else dict(child._buffers)  # reads no number of its batches
@@ -262,6 +262,8 @@ def _clause(name: str, now: Any, before: Any = None) -> str:
 
 def _own(child: nn.Module) -> dict[str, Any]:
     """Return a module's attributes but for those that every module has; Lightning makes empty `_hparams` when asked."""
+    if isinstance(child, Metric):
+        return own_attributes(child)
     found = {key: value for key, value in vars(child).items() if key not in _OF_A_FIT}
     return found if found.get("_hparams", True) else {key: value for key, value in found.items() if key != "_hparams"}
 

@@ -214,7 +214,7 @@ def structure_of(module: LightningModule) -> list[tuple[Any, ...]]:
 
 
 def _settings(child: Any) -> tuple[Any, ...]:
-    """Return the options of a metric object, which :class:`ModuleStates` does not cover either; else nothing."""
+    """Return the options of a metric object, not all of which :class:`ModuleStates` covers; else nothing."""
     if not isinstance(child, Metric):
         return ()
     plain = (int, float, str, bool, tuple, type(None), torch.dtype)

@@ -123,6 +123,7 @@ class StackedEvaluation:
         trainer._finish()
         for request, result in zip(self.requests, self.log.results(self.states.compute), strict=True):
             request.result = result
+        self.kept.require_unchanged()  # by a metric object's value either
         isolate_metrics(self.module)
 
     def _ranges(self, number: int) -> Iterator[tuple[int, int]]:
