@@ -15,6 +15,7 @@ Departures from the authors' code:
 - The model that is scored has the numbers whose probability is above one half; the paper averages three draws.
 - Parameters of other layers, such as norms, are trained, sent and averaged as by FedAvg with equal weights of the
   clients; the paper's networks have none.
+- Layers whose weight spectral norm computes are trained like norms; those with weight norm are refused.
 - The upload is one bit for every number; the paper also counts its entropy, which an arithmetic coder would reach.
 - A client keeps its trained model in its memory, for scores right after training only.
 """
@@ -30,6 +31,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule
 from torch import Tensor
 
+from lightning_sparsefl.callbacks.layers import require_maskable
 from lightning_sparsefl.callbacks.stochastic_mask import StochasticMask
 from lightning_sparsefl.cost import BYTES_PER_WEIGHT
 from lightning_sparsefl.errors import InvalidOption, check_types, require
@@ -38,7 +40,13 @@ from lightning_sparsefl.federated.client import Client
 from lightning_sparsefl.federated.fleet import Fleet
 from lightning_sparsefl.seeds import derive_seed, generator
 from lightning_sparsefl.sparse.masks import apply
-from lightning_sparsefl.sparse.supermask import fan_ins, posterior_scores, signed_constant, signed_constants
+from lightning_sparsefl.sparse.supermask import (
+    fan_ins,
+    posterior_scores,
+    signed_constant,
+    signed_constants,
+    supermasked,
+)
 from lightning_sparsefl.types import (
     ClientView,
     CostFacts,
@@ -67,8 +75,10 @@ class FedPM(FederatedAlgorithm):
         """Replace the weights and biases of linear and convolutional layers by signed constants.
 
         Raises:
-            InvalidOption: If the module has no such layer.
+            InvalidOption: If the module has no such layer, or a weight has a parametrization that changes zeros.
         """
+        for path, layer in supermasked(module):
+            require_maskable(module, [n for n, _ in layer.named_parameters(prefix=path)], "algorithm", by_layers=False)
         found = list(fan_ins(module))
         if not found:
             raise InvalidOption(

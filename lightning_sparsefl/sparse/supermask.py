@@ -16,14 +16,27 @@ _LAYERS = (nn.Linear, nn.modules.conv._ConvNd)
 def fan_ins(module: nn.Module) -> Iterator[tuple[str, nn.Parameter, int]]:
     """Yield the weights and biases of linear and convolutional layers, with the number of inputs of an output.
 
+    A layer whose weight is no parameter, since spectral norm computes it from one, is none of them.
+
     Example:
         >>> [(name, fan_in) for name, _, fan_in in fan_ins(nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4)))]
         [('0.weight', 18), ('0.bias', 18)]
     """
-    for path, layer in module.named_modules():
-        if isinstance(layer, _LAYERS):
-            for name, parameter in layer.named_parameters(prefix=path, recurse=False):
-                yield name, parameter, layer.weight[0].numel()
+    for path, layer in supermasked(module):
+        own = dict(layer.named_parameters(prefix=path, recurse=False))
+        names = [f"{path}.{leaf}".lstrip(".") for leaf in ("weight", "bias")]
+        if names[0] in own:
+            yield from ((name, own[name], own[names[0]][0].numel()) for name in names if name in own)
+
+
+def supermasked(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the linear and convolutional layers of a module, with their paths.
+
+    Example:
+        >>> [path for path, _ in supermasked(nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4)))]
+        ['0']
+    """
+    return ((path, layer) for path, layer in module.named_modules() if isinstance(layer, _LAYERS))
 
 
 def signed_constant(weight: Tensor, fan_in: int) -> Tensor:

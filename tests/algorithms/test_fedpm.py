@@ -66,6 +66,32 @@ def test_weights_become_signed_constants_and_are_known_again(dtype):
     assert signed_constants(parameters) == ("net.0.weight", "net.0.bias", "net.3.weight", "net.3.bias")
 
 
+def test_a_layer_with_spectral_norm_and_further_parameters_of_a_layer_keep_their_numbers():
+    class Scaled(nn.Linear):
+        def __init__(self):
+            super().__init__(2, 2)
+            self.scale = nn.Parameter(torch.full((2,), 0.3))
+
+    old = nn.utils.spectral_norm(nn.Linear(3, 3))
+    module = Module(nn.Linear(3, 3), old, nn.utils.parametrizations.spectral_norm(nn.Linear(3, 2)), Scaled())
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    FedPM().adapt(module)
+    masked = ("net.0.weight", "net.0.bias", "net.3.weight", "net.3.bias")
+    changed = {name for name, value in module.state_dict().items() if not torch.equal(value, before[name])}
+    assert changed == set(masked)
+    assert set(signed_constants(dict(module.named_parameters()))) == changed
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*is deprecated:FutureWarning")
+@pytest.mark.parametrize("norm", [nn.utils.weight_norm, nn.utils.parametrizations.weight_norm], ids=["old", "new"])
+def test_weight_norm_is_refused_before_anything_changes(norm):
+    module = Module(nn.Linear(3, 3), norm(nn.Linear(3, 2)))
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    with pytest.raises(InvalidOption, match=r"`algorithm` cannot mask `net\.1\.weight`, which the parametrization"):
+        FedPM().adapt(module)
+    assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
+
+
 def test_only_scores_and_what_is_not_masked_travel(view):
     method, person = FedPM(), view()
     server = start(method, small(), view, BUFFERS)
