@@ -260,7 +260,8 @@ class FederatedTrainer:  # long because LightningCLI reads every option from its
         """
         summary: dict[str, Any] = self._dispatch("fit", model, datamodule, ckpt_path)
         if in_other_processes(self.fabric) and self.run_folder is not None:
-            self.algorithm.adapt(model)  # as in the other processes
+            self.algorithm.adapt(model)  # as in the other processes, and at their precision
+            self.fabric.strategy.precision.convert_module(model)
             model.load_state_dict(load_plain(self.run_folder / "checkpoints" / "last.ckpt")["state_dict"])
         return {name: value for name, value in summary.items() if isinstance(value, int | float)}
 

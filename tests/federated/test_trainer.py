@@ -300,17 +300,30 @@ def test_validation_inside_local_training_feeds_schedulers(trainer):
         trainer().fit(Plateau(), blobs())
 
 
+class InPrecision(MLP):
+    def forward(self, x):
+        return super().forward(x.to(next(self.parameters()).dtype))
+
+
 @pytest.mark.parametrize("precision", ["64-true", "bf16-mixed"])
 def test_precisions(trainer, precision):
-    class Double(MLP):
-        def forward(self, x):
-            return super().forward(x.to(next(self.parameters()).dtype))
-
-    module = Double(num_classes=4, sample_shape=(1, 1, 8))
+    module = InPrecision(num_classes=4, sample_shape=(1, 1, 8))
     summary = trainer(precision=precision).fit(module, blobs())
     assert summary["rounds"] == 3
     expected = torch.float64 if precision == "64-true" else torch.float32
     assert next(module.parameters()).dtype == expected
+
+
+@pytest.mark.parametrize("precision", ["64-true", "bf16-true", "16-true"])
+def test_the_module_has_the_weights_and_the_precision_of_the_checkpoint_after_several_ranks(trainer, precision):
+    module = InPrecision(num_classes=4, sample_shape=(1, 1, 8))
+    run = trainer(precision=precision, devices=2, strategy="client_parallel_fork", max_rounds=1, max_epochs=1)
+    run.fit(module, blobs())
+    stored = torch.load(run.run_folder / "checkpoints" / "last.ckpt", weights_only=True)["state_dict"]
+    dtypes = {"64-true": torch.float64, "bf16-true": torch.bfloat16, "16-true": torch.float16}
+    for name, value in module.state_dict().items():
+        assert value.dtype == stored[name].dtype == dtypes[precision]
+        assert torch.equal(value, stored[name])
 
 
 def test_fast_dev_run_is_one_round_of_two_clients_and_one_batch(trainer):
