@@ -395,6 +395,8 @@ def test_bad_input(trainer):
         trainer().fit(UserModule(), None)
     with pytest.raises(InvalidOption, match="expected a `lightning"):
         trainer().fit(nn.Linear(1, 1), blobs())
+    with pytest.raises(InvalidOption, match=r"`model` is compiled as a whole; .* one of its submodules instead"):
+        trainer().fit(torch.compile(UserModule()), blobs())
     with pytest.raises(InvalidOption, match="has no `test_step`"):
         trainer().fit(UserModule(), blobs(eval_split="test"))
     frozen = UserModule().requires_grad_(False)

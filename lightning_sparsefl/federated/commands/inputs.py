@@ -115,6 +115,11 @@ def check_module(module: LightningModule) -> None:
     Args:
         module: Module of the user.
     """
+    if hasattr(module, "_orig_mod"):
+        raise InvalidOption(
+            "`model` is compiled as a whole; expected a `lightning.LightningModule`: compile one of its submodules "
+            "instead, such as `self.net = torch.compile(self.net)`."
+        )
     if not isinstance(module, LightningModule):
         raise InvalidOption(
             f"`model` is a {type(module).__module__}.{type(module).__name__}; expected a `lightning.LightningModule` "
