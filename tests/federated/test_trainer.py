@@ -22,7 +22,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_sparsefl import FedAvg, FederatedTrainer, Federation, FedSpa, HeteroFL
+from lightning_sparsefl import FedAvg, FedBABU, FederatedTrainer, Federation, FedRep, FedSpa, HeteroFL
 from lightning_sparsefl.callbacks import ProximalTerm, StaticMask, StepMeter
 from lightning_sparsefl.data import FederatedBlobs
 from lightning_sparsefl.errors import ClientFailed, InvalidOption
@@ -156,6 +156,18 @@ def test_manual_optimization_trains(trainer):
     before = module.generator.weight.detach().clone()
     trainer().fit(module, blobs())
     assert not torch.equal(module.generator.weight, before)
+
+
+@pytest.mark.parametrize(("method", "frozen"), [(FedRep(), "generator"), (FedBABU(), "critic")])
+@pytest.mark.parametrize("engine", ["fast", "trainer"])
+def test_manual_optimization_of_layers_that_are_all_frozen_names_them_and_the_options(method, frozen, engine, trainer):
+    module = GAN()
+    module.forward = lambda x: module.critic(module.generator(x.flatten(1)[:, :4]))
+    federation = Federation(clients_per_round=3, local_engine=engine)
+    words = rf"has frozen `{frozen}\.weight`, `{frozen}\.bias`, and .* let `algorithm\.own`, `algorithm\.head`"
+    with pytest.raises(ClientFailed, match=words) as caught:
+        trainer(method, federation=federation).fit(module, blobs())
+    assert "does not require grad" in str(caught.value.__cause__.__cause__)
 
 
 def test_gradient_search_refuses_manual_optimization(trainer):

@@ -12,6 +12,8 @@ import torch
 from lightning.pytorch import LightningModule
 
 from lightning_sparsefl.errors import ClientFailed, InvalidOption
+from lightning_sparsefl.sparse.density import listed
+from lightning_sparsefl.types import Masks
 
 _SAYS_OUT_OF_MEMORY = re.compile(r"out of memory|not enough memory|can't allocate memory")
 """Text of a RuntimeError for exhausted memory, for which torch has an exception type only on CUDA."""
@@ -24,6 +26,8 @@ _SAYS_SHAPES = re.compile(
 """Text of torch's RuntimeErrors for samples that a layer cannot read."""
 _SAYS_NOT_DETERMINISTIC = "does not have a deterministic implementation"
 """Text of torch's RuntimeError for an operation that `trainer.deterministic` excludes."""
+_SAYS_NO_GRADIENT = "does not require grad"
+"""Text of torch's RuntimeError for a loss that depends on nothing that is trained."""
 _SAYS_NO_METRIC = "conditioned on metric"
 """Text of Lightning's errors for a scheduler or callback that monitors a metric which is not there."""
 
@@ -80,6 +84,37 @@ def failure_reason(error: Exception) -> str:
         remedy = "set `trainer.validate_locally: true`, with `data.val_fraction` above 0, for a metric of validation"
         return f"{said.rstrip('.')}; {remedy}"
     return said
+
+
+@contextmanager
+def naming_frozen_layers(trainable: Masks) -> Iterator[None]:
+    """Add the layers that a method has frozen to torch's error for a loss of a fit that trains nothing.
+
+    Args:
+        trainable: Masks of what may change in the fit.
+
+    Raises:
+        RuntimeError: In the place of that error, if a tensor is frozen as a whole.
+
+    Example:
+        >>> with naming_frozen_layers({"g.weight": torch.zeros(2, dtype=torch.bool)}):
+        ...     torch.zeros(()).backward()
+        Traceback (most recent call last):
+        RuntimeError: element 0 of tensors does not require grad and does not have a grad_fn; the method has frozen \
+`g.weight`, and one loss of the step, as of an optimizer under manual optimization, trains nothing else: let \
+`algorithm.own`, `algorithm.head` or larger `federation.capacities` leave it a layer, or choose another method
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        frozen = [name for name, mask in trainable.items() if not mask.any()]
+        if _SAYS_NO_GRADIENT not in str(error) or not frozen:
+            raise
+        raise RuntimeError(
+            f"{error}; the method has frozen {listed(frozen, 4)}, and one loss of the step, as of an optimizer under "
+            "manual optimization, trains nothing else: let `algorithm.own`, `algorithm.head` or larger "
+            "`federation.capacities` leave it a layer, or choose another method"
+        ) from error
 
 
 @contextmanager
