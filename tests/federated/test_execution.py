@@ -1,5 +1,7 @@
 """Units that are multiplied by zero against units that are cut out."""
 
+import copy
+
 import lightning as L
 import pytest
 import torch
@@ -8,7 +10,7 @@ from torch.nn import functional as F
 
 from lightning_sparsefl import FederatedAlgorithm, FederatedTrainer, Federation, FedLPS
 from lightning_sparsefl.data import FederatedDigits
-from lightning_sparsefl.errors import InvalidOption
+from lightning_sparsefl.errors import ClientFailed, InvalidOption
 from lightning_sparsefl.models import MLP
 from lightning_sparsefl.sparse.units import keep_units, unit_counts, unit_masks, unit_norms
 from lightning_sparsefl.types import Message, Update
@@ -126,6 +128,24 @@ def test_a_cut_client_trains_a_narrow_module(fit):
     Grouped.widths.clear()
     fit(Narrower(), Grouped, "mask")
     assert Grouped.widths == {8}
+
+
+class Teacher(MLP):
+    """Follows a layer with a copy of it that `forward` does not use."""
+
+    def __init__(self):
+        super().__init__(num_classes=10, sample_shape=(1, 8, 8))
+        self.teacher = copy.deepcopy(self.net.fc1).requires_grad_(False)
+
+    def on_train_batch_end(self, *_):
+        self.teacher.weight.lerp_(self.net.fc1.weight.detach(), 0.1)
+
+
+def test_an_error_of_torch_in_a_cut_module_names_the_other_execution(fit):
+    words = r"The size of tensor .*; layers are cut in this run, and `federation\.execution: mask` keeps their shapes"
+    with pytest.raises(ClientFailed, match=words):
+        fit(Narrower(), Teacher, "cut")
+    fit(Narrower(), Teacher, "mask")
 
 
 @pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning")

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import torch
 from lightning.pytorch import LightningModule
 
-from lightning_sparsefl.errors import ClientFailed, InvalidOption
+from lightning_sparsefl.errors import ClientFailed, InvalidOption, SparseFLError
 from lightning_sparsefl.sparse.density import listed
 from lightning_sparsefl.types import Masks
 
@@ -114,6 +114,34 @@ def naming_frozen_layers(trainable: Masks) -> Iterator[None]:
             f"{error}; the method has frozen {listed(frozen, 4)}, and one loss of the step, as of an optimizer under "
             "manual optimization, trains nothing else: let `algorithm.own`, `algorithm.head` or larger "
             "`federation.capacities` leave it a layer, or choose another method"
+        ) from error
+
+
+@contextmanager
+def naming_cut_layers(is_cut: bool) -> Iterator[None]:
+    """Add to an error of torch that layers are cut, if they are, since code outside of `forward` may rely on shapes.
+
+    Args:
+        is_cut: Whether units are cut out of the layers.
+
+    Raises:
+        RuntimeError: In the place of one with another cause than memory, a missing metric or frozen layers.
+
+    Example:
+        >>> with naming_cut_layers(True):
+        ...     torch.ones(4) + torch.ones(2)
+        Traceback (most recent call last):
+        RuntimeError: The size of tensor a (4) must match the size of tensor b (2) at non-singleton dimension 0; \
+layers are cut in this run, and `federation.execution: mask` keeps their shapes
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        explained = is_out_of_memory(error) or is_missing_metric(error) or _SAYS_NO_GRADIENT in str(error)
+        if not is_cut or explained or isinstance(error, SparseFLError):
+            raise
+        raise RuntimeError(
+            f"{str(error).rstrip('.')}; layers are cut in this run, and `federation.execution: mask` keeps their shapes"
         ) from error
 
 

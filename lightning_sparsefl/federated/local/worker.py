@@ -18,7 +18,12 @@ from lightning_sparsefl.callbacks import LayerFreezing, StaticMask
 from lightning_sparsefl.callbacks.layers import require_maskable
 from lightning_sparsefl.errors import InvalidOption, InvalidUpdate
 from lightning_sparsefl.federated.client import Client
-from lightning_sparsefl.federated.exchange.failures import naming_frozen_layers, naming_single_samples, release_memory
+from lightning_sparsefl.federated.exchange.failures import (
+    naming_cut_layers,
+    naming_frozen_layers,
+    naming_single_samples,
+    release_memory,
+)
 from lightning_sparsefl.federated.exchange.flat import FlatModule, FlatTree
 from lightning_sparsefl.federated.exchange.orders import Split
 from lightning_sparsefl.federated.local.deadline import CheckDeadline
@@ -163,9 +168,10 @@ class ClientWorker:
         loader = self.train_loader(client, request.key)
         validation = self.data.client_val_dataloader(client.id) if self.work.validate else None
         _seed_generators(validation, request.key)
-        with self._warning_once(), naming_frozen_layers(trainable):
+        is_cut = module is not self.module
+        with self._warning_once(), naming_frozen_layers(trainable), naming_cut_layers(is_cut):
             metrics = engine.fit(module, loader, validation, callbacks=attached, datamodule=self.data_of(client))
-        if units is not None and module is not self.module:
+        if units is not None and is_cut:
             self._widen(module, units)
         return FitResult(
             weights=self.flat.read(),
