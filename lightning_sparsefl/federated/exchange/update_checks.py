@@ -135,7 +135,7 @@ def check_held(what: str, masks: Any, layout: Layout) -> None:
         layout: Layout of the model's tensors.
 
     Raises:
-        InvalidUpdate: If they are no masks, or one has another shape than the model's tensor.
+        InvalidUpdate: If they are not masks, or one has another shape than the model's tensor.
     """
     if not isinstance(masks, Mapping):
         raise InvalidUpdate(f"{what} as {type(masks).__name__}; expected a tree of masks, or another key.")

@@ -77,7 +77,7 @@ class ModuleState:
     """Snapshot of a module's state other than tensors, to undo the changes of one client before the next.
 
     It covers `requires_grad` and hooks of parameters, training modes, forward and backward hooks of submodules,
-    attributes of the user's modules, public ones of other modules, those of metrics that are no states, buffers that
+    attributes of the user's modules, public ones of other modules, those of metrics that are not states, buffers that
     were registered or filled, and the number of modules in a ``ModuleList`` or ``ModuleDict``. Changes inside an object
     are not undone, but for those in a metric's own containers; any other list, dict or set whose length has changed is
     reported once.

@@ -1,4 +1,4 @@
-"""Attributes of a metric that are no states of it, so that ``Metric.reset`` does not reset them."""
+"""Attributes of a metric that are not states, so that ``Metric.reset`` does not reset them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _CONTAINERS = (list, dict, set, deque)
 
 
 def own_attributes(metric: Metric) -> dict[str, Any]:
-    """Return the attributes that a metric's class sets and that are no states, such as those of a running maximum.
+    """Return the attributes that a metric's class sets and that are not states, such as those of a running maximum.
 
     Args:
         metric: Metric.
