@@ -150,7 +150,7 @@ class DynamicMask(MaskingCallback):
             stepping = stepped_by(optimizer)
             ready = [name for name in self._due if id(self._weights[name]) in stepping and self._is_finite(name)]
             if ready:
-                self._move(ready, trainer.optimizers)
+                self._move(ready)
         super().on_before_optimizer_step(trainer, pl_module, optimizer)
 
     def _is_finite(self, name: str) -> bool:
@@ -161,12 +161,11 @@ class DynamicMask(MaskingCallback):
         gradient = self._weights[name].grad
         return gradient.to_dense() if gradient is not None and gradient.is_sparse else gradient
 
-    def _move(self, names: Sequence[str], optimizers: Sequence[Any]) -> None:
+    def _move(self, names: Sequence[str]) -> None:
         held = {name: self.masks[name] for name in names}
         share = cosine(self.fraction, self._clock.step, self._last + 1)
         left = prune(scores.magnitude({name: self._weights[name] for name in names}), held, share)
         self.hold(regrow(self._growth_scores(names), left, counts(held)))
-        self.forget(optimizers, names)
         self._due = [name for name in self._due if name not in held]
 
     def _growth_scores(self, names: Sequence[str]) -> Weights:

@@ -73,6 +73,9 @@ class ErrorFeedback(MaskingCallback):
         self._part()
         super().mask_weights(names)
 
+    def forget(self, optimizers: Iterable[Any], names: Iterable[str]) -> None:
+        """Do nothing, since what optimizers remember is of the dense weights."""
+
     def before_loss(self, again: bool) -> None:
         """Prune the weights, which a step that evaluates the loss several times has made dense."""
         self._part()

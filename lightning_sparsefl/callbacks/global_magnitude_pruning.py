@@ -67,7 +67,6 @@ class GlobalMagnitudePruning(MaskingCallback):
             left = before - ceil_count(self.fraction, before)
             require_one_each("GlobalMagnitudePruning", "fraction", self.fraction, left, self._weights)
             self.hold(shrink_globally(magnitude(self._weights), self.masks, left))
-            self.forget(trainer.optimizers, self.masks)
             self._pruned_at = epoch
 
     def shortfall(self) -> str | None:

@@ -122,7 +122,6 @@ class GradualPruning(MaskingCallback):
         if self._clock.tick(trainer) and self._due():
             self._reached = self._clock.step >= self._window[1]
             self.hold(self._pruned())
-            self.forget(trainer.optimizers, self.masks)
 
     @property
     def _window(self) -> tuple[int, int]:

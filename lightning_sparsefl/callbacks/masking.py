@@ -45,7 +45,7 @@ class MaskingCallback(MaskOwner):
     A subclass defines `first_masks`, and moves masks with :meth:`hold` in a hook of its own, such as
     `on_before_optimizer_step`, where the gradients are still dense; it calls the hooks of this class, and adds the
     position of its schedule (:class:`lightning_sparsefl.callbacks.clock.StepClock`) to `state_dict`. Where weights grow
-    from 0, it sets `grows_from_zero` and calls :meth:`forget`.
+    from 0, it sets `grows_from_zero`.
 
     A fit that ends without masks, or before its schedule has reached the density that was asked for, warns, and so does
     scoring a checkpoint that was saved before.
@@ -109,15 +109,22 @@ class MaskingCallback(MaskOwner):
             )
 
     def adopt(self, masks: Masks) -> None:
-        """Replace the masks of the same layers, or of some of them, and leave the weights as they are."""
+        """Replace the masks of the same layers, or of some of them, and leave the weights as they are.
+
+        A caller zeroes the weights, and calls :meth:`forget`, itself; :meth:`hold` does both.
+        """
         for name, mask in masks.items():
             self._masks[name], self._stencils[name] = mask, InPlaceMask(mask, self._weights[name].dtype)
         self.mask_copies()
 
     def hold(self, masks: Masks) -> None:
-        """Replace the masks, and apply the new ones."""
+        """Replace the masks, and apply the new ones: to the weights, and to what the optimizers remember of them."""
         self.adopt(masks)
         self.mask_weights(masks)
+        if self._started and self._around is not None:  # an optimizer that remembers a dropped weight would move it
+            self.forget(self._around[0].optimizers, masks)
+        if self._prepared:  # by the former masks
+            self._prepare()
 
     @torch.no_grad()
     def mask_weights(self, names: Collection[str] | None = None) -> None:

@@ -109,20 +109,19 @@ class NMPruning(MaskingCallback):
         super().on_train_start(trainer, pl_module)
         self._clock.start(trainer, "NMPruning", self.resumed)
         self._pruned = self._is_pruned()
-        self._prune(trainer)
+        self._prune()
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Mask the weights, and prune if it is time."""
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
         if self._clock.tick(trainer):
-            self._prune(trainer)
+            self._prune()
 
-    def _prune(self, trainer: Any) -> None:
+    def _prune(self) -> None:
         if not self._pruned and self._clock.step >= floor_count(self.start, self._clock.total):
             parts = self._by_dim(magnitude(self._weights))
             masks = [nm_masks(scores, self.n, self.m, dim) for dim, scores in parts]
             self.hold({name: mask for part in masks for name, mask in part.items()})
-            self.forget(trainer.optimizers, self.masks)
             self._pruned = True
 
     def shortfall(self) -> str | None:

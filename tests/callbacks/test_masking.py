@@ -8,7 +8,7 @@ import torch
 from lightning.pytorch import Callback
 from torch import nn
 
-from helpers.masking import KINDS, kept_of
+from helpers.masking import KINDS, PRUNERS, kept_of
 from lightning_sparsefl.callbacks import (
     DynamicMask,
     DynamicPruningWithFeedback,
@@ -261,6 +261,23 @@ def test_other_optimizers_are_not_trusted(name, options, net, fit):
     assert callback.passes > 6
     parameters = dict(module.named_parameters())
     assert all((parameters[name][~mask] == 0).all() for name, mask in callback.masks.items())
+
+
+@pytest.mark.parametrize("name", ["momentum, decay", "nesterov, decay, clipped", "adam, decay, accumulated"])
+@pytest.mark.parametrize("kind", PRUNERS)
+def test_masks_of_a_subclass_that_only_holds_them_are_held(kind, name, net, fit, recipes):
+    seen, callback, recipe = [], kind(), recipes[name]
+
+    class Watch(Callback):
+        def on_train_batch_end(self, trainer, pl_module, *_):
+            for name, mask in callback.masks.items():
+                weight = pl_module.get_parameter(name)
+                memory = [v for v in trainer.optimizers[0].state[weight].values() if v.shape == weight.shape]
+                seen.append((bool(mask.all()), not any(tensor[~mask].any() for tensor in (weight, *memory))))
+
+    fit(net(recipe), [callback, Watch()], recipe)
+    assert {dense for dense, _ in seen} == {True, False}
+    assert all(held for _, held in seen)
 
 
 class Shaken(Callback):

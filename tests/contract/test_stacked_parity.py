@@ -15,6 +15,7 @@ from torch.optim import lr_scheduler as schedules
 
 from helpers.algorithms import every_variant
 from helpers.device import DEVICE, on_several_ranks
+from helpers.masking import PRUNERS
 from helpers.networks import Classifier, module_for
 from lightning_sparsefl import (
     APFL,
@@ -559,6 +560,7 @@ class Noting(Callback):
 CALLBACKS = {
     "own": Halved,
     "dynamic mask": lambda: DynamicMask(density=0.5, every_n_steps=2, stop=1.0, rescale=False),
+    **{kind.__name__: kind for kind in PRUNERS},
     "global pruning": lambda: GlobalMagnitudePruning(fraction=0.3, epochs=[0, 1]),
     "stairs": lambda: GroupPenalty(0.2, stairs=3),
     "losses": Noting,
