@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
+from collections.abc import Mapping
 from pathlib import Path
-from types import MethodType
+from types import MappingProxyType, MethodType
 from typing import Any
 
 import lightning
@@ -44,6 +46,8 @@ _FLAGS: dict[str, dict[str, str]] = {
     "replay": {"pdb": "If the fit fails, start Python's debugger where it failed."},
 }
 """Flags of subcommands, with their help texts."""
+_OF_THE_DATA = ("num_classes", "sample_shape")
+"""Options of the model that are those of the data."""
 _SEEDS_HELP = (
     "Seeds of a group of runs, such as 0,1,2, which end with one table of means and standard deviations. The same "
     "command goes on with a group that was stopped. (default: one run with `seed_everything`)"
@@ -57,6 +61,8 @@ class SparseFLCLI(LightningCLI):
     """Group of runs that `--seeds` asks for."""
     _seed: int | None = None
     """Seed of the current run of the group."""
+    _given: Mapping[str, Any] = MappingProxyType({})
+    """Options of the model that the user has set."""
 
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
@@ -91,7 +97,7 @@ class SparseFLCLI(LightningCLI):
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Link `num_classes` and `sample_shape` of the model to those of the data."""
-        for name in ("num_classes", "sample_shape"):
+        for name in _OF_THE_DATA:
             parser.link_arguments(f"data.{name}", f"model.init_args.{name}", apply_on="instantiate")
 
     def _add_subcommands(self, parser: LightningArgumentParser, **kwargs: Any) -> None:
@@ -135,10 +141,11 @@ class SparseFLCLI(LightningCLI):
         if classes is not None:
             print(classes)
             parser.exit()
-        if args is None:
-            self.config = parser.parse_args(with_run_config(sys.argv[1:], TRAINER_COMMANDS))
-        else:
-            super().parse_arguments(parser, args)
+        given = with_run_config(sys.argv[1:], TRAINER_COMMANDS) if args is None else args
+        self.config = parser.parse_args(given)
+        # without the defaults of the model's class, which the links replace
+        parsed = parser.parse_args(given, defaults=False)
+        self._given = vars(parsed[parsed.subcommand]["model"].get("init_args", argparse.Namespace()))
 
     def _set_seed(self) -> None:
         """Set the seed as LightningCLI does, or the first one of a group, and raise errors as `InvalidOption`."""
@@ -221,6 +228,17 @@ class SparseFLCLI(LightningCLI):
             if cause is None:
                 raise
             raise cause from None
+        self._check_links()
+
+    def _check_links(self) -> None:
+        """Refuse an option of the model that the user has set to another value than the data's, which replaces it."""
+        for name in _OF_THE_DATA:
+            given, known = self._given.get(name), getattr(self.datamodule, name, None)
+            if None not in (given, known) and _as_list(given) != _as_list(known):
+                raise InvalidOption(
+                    f"`model.{name}` is {given!r}, but the data has {known!r}; leave the option out, since the "
+                    "model takes it from the data."
+                )
 
     def instantiate_trainer(self, **kwargs: Any) -> FederatedTrainer:  # type: ignore[override]
         """Create the trainer with the algorithm and the federation of the configuration."""
@@ -256,6 +274,10 @@ class SparseFLCLI(LightningCLI):
         if any(True for _ in self.model.parameters()):
             configure_optimizers(self.model)  # raises now what torch refuses, and not in the first client
         self.model.configure_optimizers = MethodType(configure_optimizers, self.model)
+
+
+def _as_list(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
 
 
 def _create(option: str, argument: Any, chosen: Any) -> Any:

@@ -65,3 +65,25 @@ def test_a_quiet_program_does_not_print_its_seed(option, tmp_path):
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
     assert done.stdout == ""
     assert "Seed set to" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("num_classes", "7", "7, but the data has 10"),
+        ("sample_shape", "[1, 28, 28]", "(1, 28, 28), but the data has (1, 8, 8)"),
+    ],
+)
+def test_an_option_that_the_data_determines_is_refused_with_another_value(name, value, said, sparsefl, tmp_path):
+    code, _, err = sparsefl("fit", "--config", QUICKSTART, *SHORT, f"--model.{name}={value}")
+    assert code == 2
+    assert f"sparsefl: error: `model.{name}` is {said}; leave the option out" in err
+    assert "Traceback" not in err
+
+
+def test_an_option_that_the_data_determines_may_have_its_value(sparsefl, tmp_path):
+    given = ["--model.num_classes=10", "--model.sample_shape=[1, 8, 8]"]
+    code, out, _ = sparsefl("fit", "--config", QUICKSTART, *SHORT, *given, "--print_config")
+    assert code == 0
+    (tmp_path / "again.yaml").write_text(out)
+    assert sparsefl("fit", "--config", "again.yaml", *given)[0] == 0
