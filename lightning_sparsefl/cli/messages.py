@@ -133,7 +133,14 @@ def _unrecognized(problem: Problem, match: re.Match[str]) -> str:
     having = [f"`{subcommand}`" for subcommand, options in problem.elsewhere.items() if name in options]
     if having:
         return f"`{name}` is not an option of this subcommand, but of {', '.join(having)}"
-    return f"`{name}` is not an option" + did_you_mean(name, problem.options)
+    return f"`{name}` is not an option" + (_of_python(name) or did_you_mean(name, problem.options))
+
+
+def _of_python(name: str) -> str:
+    """Return what takes the place of an argument that only Python code has, to be appended; empty for other names."""
+    if name.removeprefix("--") != "trainer.run_dir":
+        return ""
+    return ", but an argument in Python; expected `trainer.default_root_dir`, below which a run makes its folder"
 
 
 def _before_subcommand(problem: Problem, match: re.Match[str]) -> str:
@@ -160,7 +167,7 @@ def _not_accepted(problem: Problem, match: re.Match[str]) -> str:
     kind = None if problem.class_path is None else import_path(problem.class_path)
     if not isinstance(kind, type):
         options = [option.removeprefix("--") for option in problem.options]
-        return f"`{match[1]}` is not an option" + did_you_mean(match[1], options)
+        return f"`{match[1]}` is not an option" + (_of_python(match[1]) or did_you_mean(match[1], options))
     names = list(options_of_class(kind))
     known = f"; expected one of {', '.join(names)}" if names else "; it has none"
     return f"`{problem.key}` is not an option of {kind.__name__}" + (did_you_mean(match[1], names) or known)

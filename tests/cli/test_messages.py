@@ -460,3 +460,11 @@ def test_a_missing_library_is_named_with_its_installation():
         "WandbLogger needs the package wandb>=0.12.10, which is not installed; run `pip install 'wandb>=0.12.10'`."
     )
     assert short_message(message) == expected
+
+
+def test_an_argument_that_only_python_has_is_answered_by_the_option_in_its_place(sparsefl, tmp_path):
+    (tmp_path / "run_dir.yaml").write_text("trainer: {run_dir: mine}\n")
+    for given in (["--trainer.run_dir=mine"], ["--config", "run_dir.yaml"]):
+        code, _, err = sparsefl("fit", "--config", QUICKSTART, *given)
+        assert code == 2
+        assert "is not an option, but an argument in Python; expected `trainer.default_root_dir`" in err
