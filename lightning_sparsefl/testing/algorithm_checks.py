@@ -358,6 +358,6 @@ def _require_same_run(one: Any, two: Any, when: str) -> None:
 
 
 def _require_same_tables(one: Any, two: Any, when: str) -> None:
-    require_equal(dict(one.summary), dict(two.summary), "summary", when)
+    require_equal(comparable(dict(one.summary)), comparable(dict(two.summary)), "summary", when)
     for table in ("metrics.csv", "clients.csv"):
         require_equal(rows(one.run_folder / table), rows(two.run_folder / table), table, when)

@@ -114,7 +114,7 @@ def test_an_error_of_a_method_is_a_broken_promise_that_keeps_its_cause(federatio
         def aggregate(self, server, merged):
             raise ZeroDivisionError("no\nvotes.")
 
-    with pytest.raises(BrokenPromise, match="ZeroDivisionError: no votes; read") as caught:
+    with pytest.raises(BrokenPromise, match=r"ZeroDivisionError: no votes; read") as caught:
         algorithm_checks.learns(Fails(), federation)
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
 
@@ -160,3 +160,12 @@ def test_the_method_and_the_random_state_are_left_as_they_were():
 )
 def test_the_first_difference_is_named(one, other, said):
     assert difference(comparable(one), comparable(other), "x") == said
+
+
+def test_costs_that_are_no_number_are_equal_in_two_runs(federation):
+    @dataclass(frozen=True, kw_only=True)
+    class Unknown(FederatedAlgorithm):
+        def costs(self, facts):
+            return replace(super().costs(facts), flops_analytic=float("nan"))
+
+    algorithm_checks.is_reproducible(Unknown(), federation)
