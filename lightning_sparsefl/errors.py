@@ -346,6 +346,7 @@ class ClientFailed(SparseFLError, RuntimeError):
         left: Number of remaining clients and `federation.min_clients`, with `federation.on_client_error: skip`.
         replay: Command or call that repeats the local fit.
         scored: Whether the client was to be scored, also after a last local fit, and not to take part in the round.
+        simulated: Whether it failed in the simulation of `profile`.
     """
 
     def __init__(
@@ -358,13 +359,17 @@ class ClientFailed(SparseFLError, RuntimeError):
         left: tuple[int, int] | None = None,
         replay: str | None = None,
         scored: bool = False,
+        simulated: bool = False,
     ) -> None:
         super().__init__(reason)
         self.reason, self.client, self.round, self.rank = reason, client, round, rank
-        self.left, self.replay, self.scored = left, replay, scored
+        self.left, self.replay, self.scored, self.simulated = left, replay, scored, simulated
 
     def __str__(self) -> str:
         """Return the message, followed by how to repeat the fit if that is known."""
+        if self.simulated:
+            where = f"Client {self.client} failed in round {self.round} of the simulation"
+            return f"{where}, which calls no hook of a callback: {self.reason.removesuffix('.')}."
         advice = "if other clients do not fail, `federation.on_client_error: skip` merges the round without it"
         if self.left is not None:
             advice = _advice_if_too_few(*self.left)
@@ -377,5 +382,7 @@ class ClientFailed(SparseFLError, RuntimeError):
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle all attributes, so that the exception can be sent between processes."""
-        facts = {name: getattr(self, name) for name in ("client", "round", "rank", "left", "replay", "scored")}
+        facts = {
+            name: getattr(self, name) for name in ("client", "round", "rank", "left", "replay", "scored", "simulated")
+        }
         return partial(type(self), self.reason, **facts), ()

@@ -143,6 +143,8 @@ class FederatedAlgorithm(ABC):  # noqa: B024 - every hook has a default, and jso
     def train(self, message: Message, client: Client) -> Update:
         """Do one client's local work.
 
+        `profile` calls it with a client whose `fit` calls no hook of a callback: what a callback learns is not there.
+
         Args:
             message: Message that the client received.
             client: The client.

@@ -12,7 +12,7 @@ from lightning.fabric.plugins import Precision
 from lightning.pytorch import LightningModule
 
 from lightning_sparsefl.cost import Charge, Ledger
-from lightning_sparsefl.errors import InvalidOption
+from lightning_sparsefl.errors import ClientFailed, InvalidOption, SparseFLError
 from lightning_sparsefl.federated.aggregation.reducers import Accumulator, CoverageMean
 from lightning_sparsefl.federated.algorithm import FederatedAlgorithm
 from lightning_sparsefl.federated.commands.simulated_worker import SimulatedWorker
@@ -204,7 +204,10 @@ class Simulation:
     def _answer(self, order: Order, merge: Accumulator | None = None) -> Outcome:
         (answer,) = self._node.answer([order])
         if answer.error is not None:
-            raise answer.error
+            if isinstance(answer.error, SparseFLError):
+                raise answer.error
+            failure, client, round = answer.failure or "", order.client, order.round
+            raise ClientFailed(failure, client=client, round=round, rank=0, simulated=True) from answer.error
         (outcome,) = self.server.receive([order], [answer], merge)
         return outcome
 
