@@ -6,12 +6,23 @@ import copy
 import dataclasses
 import inspect
 import pickle
+import re
+import sysconfig
+import traceback
 from collections.abc import Callable
 from functools import wraps
+from pathlib import Path
 from typing import Any, TypeVar
+
+from torch.multiprocessing import ProcessRaisedException
 
 _Subject = TypeVar("_Subject")
 _Bench = TypeVar("_Bench")
+_NOT_THE_USERS = (
+    Path(__file__).parents[1],
+    *(Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib")),
+)
+"""Folders of this package, of Python and of installed packages."""
 
 
 class BrokenPromise(AssertionError):
@@ -60,8 +71,23 @@ def _clause(error: BaseException) -> str:
         if isinstance(cause, Difference):
             return str(cause)
         cause = cause.__cause__ or cause.__context__
+    if isinstance(error, ProcessRaisedException):  # whose message is a traceback
+        last = str(error).strip().splitlines()[-1]
+        return re.sub(r"^(?:\w+\.)+(?=\w+:)", "", last).partition(". ")[0].rstrip(".;")
     said = " ".join(str(error).split()).partition(". ")[0].rstrip(".;")
-    return f"{type(error).__name__}: {said}" if said else type(error).__name__
+    return (f"{type(error).__name__}: {said}" if said else type(error).__name__) + _place(error)
+
+
+def _place(error: BaseException) -> str:
+    """Return the last line of the user's code that led to an error or to its cause, in parentheses; empty if none."""
+    cause: BaseException | None = error
+    place = ""
+    while cause is not None:
+        for frame in traceback.extract_tb(cause.__traceback__):
+            if not any(Path(frame.filename).is_relative_to(folder) for folder in _NOT_THE_USERS):
+                place = f" ({Path(frame.filename).name}, line {frame.lineno})"
+        cause = cause.__cause__ or cause.__context__
+    return place
 
 
 def summary(check: Callable[..., Any]) -> str:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 from lightning.pytorch import Callback
+from torch.multiprocessing import ProcessRaisedException
 
 from lightning_sparsefl import FederatedAlgorithm, algorithms
 from lightning_sparsefl.data import IID, ByGroup
@@ -114,7 +115,7 @@ def test_an_error_of_a_method_is_a_broken_promise_that_keeps_its_cause(federatio
         def aggregate(self, server, merged):
             raise ZeroDivisionError("no\nvotes.")
 
-    with pytest.raises(BrokenPromise, match=r"ZeroDivisionError: no votes; read") as caught:
+    with pytest.raises(BrokenPromise, match=r"ZeroDivisionError: no votes \(test_kit\.py, line \d+\); read") as caught:
         algorithm_checks.learns(Fails(), federation)
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
 
@@ -169,3 +170,25 @@ def test_costs_that_are_no_number_are_equal_in_two_runs(federation):
             return replace(super().costs(facts), flops_analytic=float("nan"))
 
     algorithm_checks.is_reproducible(Unknown(), federation)
+
+
+def test_an_error_on_another_rank_is_the_last_line_of_its_traceback():
+    @promises.promise
+    def holds(subject, bench):
+        """Check that all is well."""
+        text = 'Traceback (most recent call last):\n  File "a.py", line 1\npackage.errors.Odd: ranks differ. More.\n'
+        raise ProcessRaisedException(f"\n\n-- Process 1 terminated with the following error:\n{text}", 1, 2)
+
+    with pytest.raises(BrokenPromise, match=r"\(all is well\): Odd: ranks differ; read"):
+        holds(3, None)
+
+
+def test_an_error_of_a_simulation_says_so_and_names_the_line(federation):
+    @dataclass(frozen=True, kw_only=True)
+    class Relies(FederatedAlgorithm):
+        def train(self, message, client):
+            return [super().train(message, client)][len(client.fit(message.weights).metrics) - 1 :][1]
+
+    said = r"of the simulation, which calls no hook of a callback: IndexError: .* \(test_kit\.py, line \d+\); read"
+    with pytest.raises(BrokenPromise, match=said):
+        algorithm_checks.profiles_its_costs(Relies(), federation)
