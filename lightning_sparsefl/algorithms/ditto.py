@@ -58,6 +58,11 @@ class Ditto(FederatedAlgorithm):
             value = getattr(self, name)
             require(value is None or value >= 1, f"algorithm.{name}", value, "a whole number >= 1, or null")
 
+    @property
+    def without_validation(self) -> str | None:
+        """One strength, among which nothing is chosen."""
+        return "set `algorithm.lams` to one value" if len(self.lams) > 1 else None
+
     def train(self, message: Message, client: Client) -> Update:
         """Train the global model, then the personal one."""
         common = client.fit(message.weights, callbacks=self.callbacks(message, client), epochs=self.global_epochs)

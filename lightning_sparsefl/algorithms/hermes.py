@@ -93,6 +93,11 @@ class Hermes(FederatedAlgorithm):
         require(self.penalty >= 0, "algorithm.penalty", self.penalty, "a number >= 0")
         personal.require_rising(self.metric)
 
+    @property
+    def without_validation(self) -> str | None:
+        """Scores of the gate on training data."""
+        return "set `algorithm.gate: train`" if self.gate == "val" else None
+
     def init(self, weights: Weights, fleet: Fleet) -> ServerState:
         """Start with whole models."""
         if not fleet.units:

@@ -73,6 +73,11 @@ class LotteryFL(FederatedAlgorithm):
         require(0 <= self.step < 1, "algorithm.step", self.step, "a number in [0, 1)")
         personal.require_rising(self.metric)
 
+    @property
+    def without_validation(self) -> str | None:
+        """Scores of the gate on training data."""
+        return "set `algorithm.gate: train`" if self.gate == "val" else None
+
     def init(self, weights: Weights, fleet: Fleet) -> ServerState:
         """Start with dense masks."""
         return personal.start(weights, fleet)

@@ -114,6 +114,11 @@ class SubFedAvg(FederatedAlgorithm):
         require(floors, "algorithm.min_channels", self.min_channels, "one or more whole numbers >= 1")
         personal.require_rising(self.metric)
 
+    @property
+    def without_validation(self) -> str | None:
+        """Scores of the gate on training data."""
+        return "set `algorithm.gate: train`" if self.gate == "val" else None
+
     def init(self, weights: Weights, fleet: Fleet) -> ServerState:
         """Start with dense masks."""
         state = personal.start(weights, fleet)

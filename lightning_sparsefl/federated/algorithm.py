@@ -73,6 +73,11 @@ class FederatedAlgorithm(ABC):  # noqa: B024 - every hook has a default, and jso
         return None
 
     @property
+    def without_validation(self) -> str | None:
+        """What to set so that training needs no validation sets, a clause for an error; None if it needs none."""
+        return None
+
+    @property
     def can_be_private(self) -> bool:
         """Whether a client's data reach the server through the merged weights alone, as `federation.privacy` requires.
 

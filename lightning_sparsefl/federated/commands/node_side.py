@@ -131,6 +131,17 @@ class NodeSide:
             self._require_set(self.split, each, instead)
         if self.options.validate_locally:
             self._require_set("val", client, "set `trainer.validate_locally: false`")
+        if self.algorithm.without_validation is not None:
+            self._require_validation(client, self.algorithm.without_validation)
+
+    def _require_validation(self, client: int, instead: str) -> None:
+        """Raise :class:`InvalidOption` if clients cannot be scored in training, as the method does."""
+        if not is_overridden("validation_step", self.module):
+            raise InvalidOption(
+                f"`{type(self.module).__name__}` has no `validation_step`, with which {type(self.algorithm).__name__} "
+                f"scores clients in training; define it, or {instead}."
+            )
+        self._require_set("val", client, instead)
 
     def _scored_clients(self, client: int) -> Iterable[int]:
         """Return the clients whose data is here, is scored, and may lack a set.

@@ -1,17 +1,20 @@
 """A run whose clients are elsewhere: its own process has no client's data, and the node's has no server parts."""
 
 import copy
+import re
 
 import pytest
 from lightning.fabric import Fabric
 
-from lightning_sparsefl import FedAvg, FedSpa
+from lightning_sparsefl import Ditto, FedAvg, FederatedTrainer, Federation, FedSpa, Hermes, LotteryFL, SubFedAvg
+from lightning_sparsefl.data import FederatedBlobs
 from lightning_sparsefl.errors import InvalidOption
 from lightning_sparsefl.federated.commands import dispatch as dispatching
 from lightning_sparsefl.federated.commands.node_side import NodeSide
 from lightning_sparsefl.federated.distributed.ranks import Ranks
 from lightning_sparsefl.federated.local.wire_node import WireNode
 from lightning_sparsefl.federated.rounds.cohort import RankCohort
+from lightning_sparsefl.models import MLP
 from lightning_sparsefl.testing.contents import rows
 from lightning_sparsefl.testing.pipe import NodeStore
 
@@ -76,3 +79,29 @@ def test_a_node_needs_the_set_of_a_client_of_its_own(federation):
 
     with pytest.raises(InvalidOption, match="no test set"):
         NodeSide(trainer.options, Ranks(fabric), federation.module(), Nobody(), client=3)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "instead"),
+    [
+        (SubFedAvg(), "set `algorithm.gate: train`"),
+        (LotteryFL(), "set `algorithm.gate: train`"),
+        (Hermes(), "set `algorithm.gate: train`"),
+        (Ditto(lams=(0.1, 1.0)), "set `algorithm.lams` to one value"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_a_method_that_scores_clients_in_training_is_refused_without_validation_sets(algorithm, instead, tmp_path):
+    trainer = FederatedTrainer(
+        algorithm=algorithm,
+        federation=Federation(clients_per_round=2),
+        max_rounds=1,
+        accelerator="cpu",
+        devices=1,
+        logger=False,
+        default_root_dir=str(tmp_path),
+    )
+    data = FederatedBlobs(num_clients=4, num_classes=3, dim=4, eval_split="test")
+    with pytest.raises(InvalidOption, match=f"The data has no val set.*{re.escape(instead)}"):
+        trainer.fit(MLP(num_classes=3, sample_shape=(1, 1, 4)), data)
+    assert not any(tmp_path.rglob("last.ckpt"))
