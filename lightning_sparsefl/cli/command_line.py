@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -141,11 +140,15 @@ class SparseFLCLI(LightningCLI):
         if classes is not None:
             print(classes)
             parser.exit()
+        if isinstance(args, dict | Namespace):
+            super().parse_arguments(parser, args)
+            return
         given = with_run_config(sys.argv[1:], TRAINER_COMMANDS) if args is None else args
         self.config = parser.parse_args(given)
         # without the defaults of the model's class, which the links replace
         parsed = parser.parse_args(given, defaults=False)
-        self._given = vars(parsed[parsed.subcommand]["model"].get("init_args", argparse.Namespace()))
+        options = parsed.get(f"{parsed.subcommand}.model.init_args")
+        self._given = {} if options is None else vars(options)
 
     def _set_seed(self) -> None:
         """Set the seed as LightningCLI does, or the first one of a group, and raise errors as `InvalidOption`."""
