@@ -292,7 +292,7 @@ def forget(optimizer: Any, weight: Tensor, mask: Tensor, rows: slice = slice(Non
     ]
     if not remembered:
         return
-    firsts = next(_firsts(optimizer, group) for group in optimizer.param_groups if _has(group, weight))
+    firsts = next(_firsts(group) for group in optimizer.param_groups if _has(group, weight))
     for key, value in remembered:
         InPlaceMask(mask, value.dtype).zero_(value)
         if first := firsts.get(key):
@@ -323,11 +323,11 @@ def _adds_eps(group: Mapping[str, Any]) -> bool:
     return all(bool(torch.tensor(eps, dtype=dtype)) for dtype in {p.dtype for p in group["params"]})
 
 
-def _firsts(optimizer: Any, group: Mapping[str, Any]) -> dict[str, float]:
+def _firsts(group: Mapping[str, Any]) -> dict[str, float]:
     """Return the values other than 0 with which an optimizer's memory of a weight begins, by their keys."""
-    if isinstance(optimizer, torch.optim.Rprop):
+    if "etas" in group:  # of Rprop, also behind one client's part of the optimizer of a stack
         return {"step_size": float(group["lr"])}
-    if isinstance(optimizer, torch.optim.Adagrad):
+    if "initial_accumulator_value" in group:
         return {"sum": float(group["initial_accumulator_value"])}
     return {}
 

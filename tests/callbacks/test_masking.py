@@ -19,6 +19,8 @@ from lightning_sparsefl.callbacks import (
     StaticMask,
 )
 from lightning_sparsefl.callbacks.mask_owner import warning_cache
+from lightning_sparsefl.callbacks.masking import forget
+from lightning_sparsefl.callbacks.stacking.rows import RowOptimizer
 from lightning_sparsefl.errors import InvalidOption
 from lightning_sparsefl.sparse.masks import same
 
@@ -201,6 +203,29 @@ def test_what_is_forgotten_is_what_it_was_at_first(name, options, key, first, ne
         torch.testing.assert_close(memory[key][~mask], torch.full_like(memory[key][~mask], first))
         assert not torch.allclose(memory[key][mask], torch.tensor(first))
         assert not any(memory[other][~mask].any() for other in ("prev",) if other in memory)
+
+
+@pytest.mark.parametrize(
+    ("make", "key", "first"),
+    [
+        (lambda leaves: torch.optim.Rprop(leaves, lr=0.02), "step_size", 0.02),
+        (lambda leaves: torch.optim.Adagrad(leaves, initial_accumulator_value=0.1), "sum", 0.1),
+    ],
+    ids=["Rprop", "Adagrad"],
+)
+def test_a_client_of_a_stack_forgets_as_one_that_trains_alone(make, key, first):
+    leaf = nn.Parameter(torch.ones(2, 3))
+    optimizer = make([leaf])
+    for slope in (1.0, 2.0):
+        leaf.grad = torch.full_like(leaf, slope)
+        optimizer.step()
+    weight = nn.Parameter(torch.ones(3))
+    row = RowOptimizer({"weight": weight}, 1)
+    row.follow(optimizer, {id(leaf): "weight"})
+    forget(row, weight, torch.tensor([True, False, True]))
+    stacked = optimizer.state[leaf][key]
+    assert float(stacked[1, 1]) == pytest.approx(first)
+    assert not torch.isclose(stacked[[0, 0, 0, 1, 1], [0, 1, 2, 0, 2]], torch.tensor(first)).any()
 
 
 def test_rprop_goes_on_with_the_step_sizes_of_dropped_weights(net, fit, tmp_path):
