@@ -68,7 +68,7 @@ def test_nothing_is_executed_or_unpickled(calls):
 def targets(tmp_path_factory):
     folder = tmp_path_factory.mktemp("fuzz") / "inside"
     folder.mkdir()
-    return folder, {**FUZZ["make_targets"](folder), **FUZZ["exchange_targets"]()}
+    return folder, FUZZ["make_targets"](folder)
 
 
 CASES = {

@@ -1,4 +1,4 @@
-"""Fuzzing of everything that reads bytes: messages, updates, sparse files, and the checkpoint files of a run.
+"""Fuzzing of everything that reads bytes: messages, orders, answers, sparse files and the checkpoint files of a run.
 
 Valid bytes are changed at random and read: bits, bytes, lengths and longer pieces, with huge numbers, duplicated names
 and names that are paths; in archives also the records, in checkpoints the values, and in databases the rows, with
@@ -295,7 +295,7 @@ def wire_targets() -> dict[str, Target]:
 
 
 def exchange_targets() -> dict[str, Target]:
-    """Create the targets for the decoders of orders and answers, which `tests/test_security.py` fuzzes."""
+    """Create the targets for the decoders of orders and answers."""
     schema = {"a": torch.zeros(6), "b": torch.zeros(20, 30)}
     masks = {"b": torch.arange(600).reshape(20, 30) % 7 == 0}
     codec, message = Codec(schema), Message(weights=schema, masks=masks)
@@ -424,7 +424,7 @@ def make_targets(folder: Path) -> dict[str, Target]:
     Args:
         folder: Folder for files and a small run.
     """
-    return {**wire_targets(), "file": file_target(folder), **checkpoint_targets(folder)}
+    return {**wire_targets(), **exchange_targets(), "file": file_target(folder), **checkpoint_targets(folder)}
 
 
 # ---- the loop
