@@ -134,15 +134,12 @@ class DepthFL(FederatedAlgorithm):
 
     def callbacks(self, message: Message, client: Client) -> list[Callback]:
         """Return the limit on depth with the exits' common loss, and FedDyn's terms."""
-        found: list[Callback] = [self._exits(message, client)]
+        found: list[Callback] = [EarlyExits(int(message.extra["depth"]["blocks"]), self.strength(client.round))]
         if self.alpha:
             gradient = client.memory.get("gradient", {})
             found += [GradientOffset({name: -g for name, g in gradient.items()})] if gradient else []
             found.append(ProximalTerm(self.alpha, anchor=message.weights))
         return found
-
-    def _exits(self, message: Message, client: Client) -> EarlyExits:
-        return EarlyExits(int(message.extra["depth"]["blocks"]), self.strength(client.round))
 
     def train(self, message: Message, client: Client) -> Update:
         """Train the client's blocks; keep g - alpha (w_k - w) of what it holds."""
@@ -162,7 +159,8 @@ class DepthFL(FederatedAlgorithm):
 
     def finetune_for(self, message: Message, client: Client, epochs: int) -> Weights:
         """Train the client's blocks and exits, without FedDyn's terms."""
-        callbacks = [self._exits(message, client)]
+        found = self.callbacks(message, client)
+        callbacks = [each for each in found if not isinstance(each, GradientOffset | ProximalTerm)]
         trained = client.fit(message.weights, message.masks, callbacks=callbacks, epochs=epochs).weights
         return _own_exits(trained, message)
 

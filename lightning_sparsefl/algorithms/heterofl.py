@@ -135,10 +135,7 @@ class HeteroFL(FederatedAlgorithm):
 
     def callbacks(self, message: Message, client: Client) -> list[Callback]:
         """Return the scaling of hidden layers and the mask of logits."""
-        return self._callbacks(message, client, self.rate(client.capacity))
-
-    def _callbacks(self, message: Message, client: Client, rate: float) -> list[Callback]:
-        found = list[Callback]()
+        rate, found = self._width(message, client), list[Callback]()
         if self.scaler and rate < 1:
             found.append(OutputScaler(dict.fromkeys(name for group in client.units for name in group.layers), rate))
         if self.label_mask:
@@ -149,15 +146,20 @@ class HeteroFL(FederatedAlgorithm):
 
     def train(self, message: Message, client: Client) -> Update:
         """Train the narrow network."""
-        result = self._fit(message, client, self.rate(client.capacity))
+        result = self._fit(message, client)
         votes = votes_on_own_classes(message, result.callbacks)
         return Update(weights=result.weights, votes=votes, metrics=result.metrics)
 
-    def _fit(self, message: Message, client: Client, rate: float, epochs: int | None = None) -> FitResult:
+    def _width(self, message: Message, client: Client) -> float:
+        """Return the width of the network in a message, which is the whole one if it has no masks."""
+        return self.rate(client.capacity) if message.masks else 1.0
+
+    def _fit(self, message: Message, client: Client, epochs: int | None = None) -> FitResult:
+        rate = self._width(message, client)
         return client.fit(
             message.weights,
             trainable=message.trainable,
-            callbacks=self._callbacks(message, client, rate),
+            callbacks=self.callbacks(message, client),
             epochs=epochs,
             units=prefix_units(client.units, rate) if rate < 1 else None,
         )
@@ -166,8 +168,7 @@ class HeteroFL(FederatedAlgorithm):
         """Train all of the network that the client is scored with on its own data."""
         if not self.finetune_epochs:
             return None
-        rate = 1.0 if self.scored == "whole" else self.rate(client.capacity)
-        return self._fit(message, client, rate, self.finetune_epochs).weights
+        return self._fit(message, client, self.finetune_epochs).weights
 
     def costs(self, facts: CostFacts) -> Costs:
         """Return the costs of the narrow network, including those of its biases."""

@@ -163,15 +163,6 @@ def test_the_first_difference_is_named(one, other, said):
     assert difference(comparable(one), comparable(other), "x") == said
 
 
-def test_costs_that_are_no_number_are_equal_in_two_runs(federation):
-    @dataclass(frozen=True, kw_only=True)
-    class Unknown(FederatedAlgorithm):
-        def costs(self, facts):
-            return replace(super().costs(facts), flops_analytic=float("nan"))
-
-    algorithm_checks.is_reproducible(Unknown(), federation)
-
-
 def test_an_error_on_another_rank_is_the_last_line_of_its_traceback():
     @promises.promise
     def holds(subject, bench):
