@@ -38,7 +38,7 @@ class FederatedDomainNet(FederatedDataModule):
         equal_domains: Whether each domain contributes as many training examples as the smallest one does, at equal
             distances in its list, which is sorted by class. The program of PerFedMask takes the first ones of other
             lists, those of FedBN, which are pickles and are not read.
-                augment: Whether training images are flipped and rotated by up to 30 degrees at random.
+        augment: Whether training images are flipped and rotated by up to 30 degrees at random.
         num_clients: Number of clients, a multiple of the number of domains.
         options: Further arguments of :class:`FederatedDataModule`.
 

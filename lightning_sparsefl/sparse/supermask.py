@@ -16,7 +16,7 @@ _LAYERS = (nn.Linear, nn.modules.conv._ConvNd)
 def fan_ins(module: nn.Module) -> Iterator[tuple[str, nn.Parameter, int]]:
     """Yield the weights and biases of linear and convolutional layers, with the number of inputs of an output.
 
-    A layer whose weight is no parameter, since spectral norm computes it from one, is none of them.
+    A layer whose weight is computed from a parameter, as by spectral norm, is left out.
 
     Example:
         >>> [(name, fan_in) for name, _, fan_in in fan_ins(nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4)))]

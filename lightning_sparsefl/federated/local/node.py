@@ -276,15 +276,14 @@ class Node:
 
     def _finetune(self, order: Order, record: NodeRecord) -> Answer:
         client, message = self._client(order, record), self._with_buffers(order, record)
-        if has_own_finetuning(self.algorithm):
-            weights = self.algorithm.finetune(message, client)
-            check_result(self.algorithm, "finetune", weights, Mapping, optional=True)
-            if weights is not None:
-                check_tree(self.algorithm, "finetune", weights, self.layout)
-        else:
-            weights = self.algorithm.finetune_for(message, client, self.options.finetune_epochs)
-            check_result(self.algorithm, "finetune_for", weights, Mapping, optional=True)
-            weights = self._fit_once_more(message, client) if weights is None else weights
+        hook = "finetune" if has_own_finetuning(self.algorithm) else "finetune_for"
+        epochs = () if hook == "finetune" else (self.options.finetune_epochs,)
+        weights = getattr(self.algorithm, hook)(message, client, *epochs)
+        check_result(self.algorithm, hook, weights, Mapping, optional=True)
+        if weights is not None:
+            check_tree(self.algorithm, hook, weights, self.layout)
+        elif hook == "finetune_for":
+            weights = self._fit_once_more(message, client)
         scores = {} if weights is None else self._scores(order, client, weights)
         return replace(self._empty_answer(order), scores=scores)
 
