@@ -51,11 +51,11 @@ NARROW_TRAINABLE = {
     "table1/cifar100_c1_splitmix": (316_360, "0.223"),
     "table2/cifar10_heterofl": (5_674_174, "5.674"),
     "table2/cifar10_splitmix": (792_766, "0.793"),
-    "table2/cifar10_perfedmask_heterofl": (5_593_908, "5.473"),
+    "table2/cifar10_perfedmask_heterofl": (5_594_357.76, "5.473"),
     "table2/cifar10_perfedmask_splitmix": (713_020, "0.691"),
     "table8/cifar100_heterofl": (1_689_928, "1.774"),
     "table8/cifar100_splitmix": (316_360, "0.223"),
-    "table8/cifar100_perfedmask_heterofl": (1_606_308, "1.611"),
+    "table8/cifar100_perfedmask_heterofl": (1_607_052.96, "1.611"),
     "table8/cifar100_perfedmask_splitmix": (233_506, "0.204"),
 }
 """Ours, and the millions that the paper prints; what of them agrees is said in docs/paper_counts.md."""
