@@ -27,7 +27,7 @@ class ServerState:
     Attributes:
         round: Number of finished rounds.
         weights: The global weights.
-        masks: The global masks; empty = dense.
+        masks: The global masks; empty = dense. Weights with False are set to zero.
         extra: Additional named trees, such as control variates.
     """
 
@@ -85,7 +85,7 @@ class Message:
 
     Attributes:
         weights: The weights to start from; a name that is missing is not sent.
-        masks: Masks of the client's model: weights with False are zero and stay zero.
+        masks: Masks of the client's model: weights with False are set to zero and stay zero.
         trainable: Masks of trainable weights: weights with False keep their values.
         extra: Additional named trees.
     """
@@ -191,7 +191,7 @@ class FitResult:
 
     Attributes:
         weights: The trained weights.
-        metrics: The last logged value of every key.
+        metrics: The last logged value of every key. In a profile, which trains nothing, each key is 1.
         steps: Number of optimizer steps taken.
         callbacks: The callbacks that were passed to the fit, after it, for example to read a learned mask.
     """

@@ -27,7 +27,8 @@ def apply(weights: Weights, masks: Masks) -> dict[str, Tensor]:
     """Return weights with zeros where a mask is False.
 
     A tensor without a mask is passed on as it is, not copied. The product keeps the gradient, and a weight
-    that is not finite stays so. The result for a ``state_dict`` has the versions of its modules, and can be loaded.
+    that is not finite stays so. No zero is negative, so that equal weights have equal bits. The result for a
+    ``state_dict`` has the versions of its modules, and can be loaded.
 
     Args:
         weights: Weights by name.
@@ -37,8 +38,38 @@ def apply(weights: Weights, masks: Masks) -> dict[str, Tensor]:
         >>> apply({"w": torch.tensor([1.0, 2.0])}, {"w": torch.tensor([True, False])})
         {'w': tensor([1., 0.])}
     """
-    masked = {name: value * masks[name] if name in masks else value for name, value in weights.items()}
+    masked = {name: _product(value, masks[name]) if name in masks else value for name, value in weights.items()}
     return with_versions(masked, versions_of(weights)) if hasattr(weights, "_metadata") else masked
+
+
+def _product(value: Tensor, mask: Tensor) -> Tensor:
+    product = value * mask
+    return product.add_(0) if product.is_floating_point() else product  # -0.0 + 0 is 0.0
+
+
+def enforce(weights: Weights, masks: Masks) -> dict[str, Tensor]:
+    """Return weights that are zero where a mask is False, with the very tensors that are so already.
+
+    Unlike :func:`apply`, it neither copies such a tensor nor keeps values under a mask that are not finite: the result
+    is what a receiver decodes of the kept values.
+
+    Args:
+        weights: Weights by name.
+        masks: Masks of the same shapes; those whose names `weights` lacks are ignored.
+
+    Example:
+        >>> enforce({"w": torch.tensor([1.0, -2.0])}, {"w": torch.tensor([True, False])})
+        {'w': tensor([1., 0.])}
+    """
+    return {name: _zeroed(value, masks[name]) if name in masks else value for name, value in weights.items()}
+
+
+def _zeroed(value: Tensor, mask: Tensor) -> Tensor:
+    off = ~mask
+    wrong = value != 0
+    if value.is_floating_point():
+        wrong |= value.signbit()  # a negative zero is another value to a codec
+    return value.masked_fill(off, 0) if bool((wrong & off).any()) else value
 
 
 def counts(masks: Masks) -> dict[str, int]:

@@ -218,7 +218,7 @@ class Run(NodeSide):
             run = self._identify(self.ranks.share(random_identifier)[0])
             first = self.layout.tree(self.worker.initial.vector.clone())  # a method may change its state in place
             server = self.algorithm.init(first, self._fleet(run))
-            check_state(self.algorithm, "init", server, self.layout)
+            server = check_state(self.algorithm, "init", server, self.layout)
             require_no_moments(server, type(self.algorithm).__name__)
             sampler = self.sampler.start()
             check_plain(self.sampler, "start", sampler)

@@ -128,7 +128,7 @@ class Simulation:
         self._node = Node(options.algorithm, worker, self._versions, codec, layout, weights, device, rules)
         self._surveys: list[Charge] = []
         state = options.algorithm.init(flat.read(), self._fleet(weights, worker))
-        check_state(options.algorithm, "init", state, layout)
+        state = check_state(options.algorithm, "init", state, layout)
         self.first = RunState(state)
         self.representatives = self._representatives(training_clients)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import reprlib
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from lightning_sparsefl.federated.exchange.flat import Layout
 from lightning_sparsefl.federated.exchange.orders import Order
 from lightning_sparsefl.federated.exchange.plain_values import pack_plain
 from lightning_sparsefl.federated.exchange.update_checks import are_small, check_update_schema
+from lightning_sparsefl.sparse.masks import enforce
 from lightning_sparsefl.types import Masks, Message, ServerState, Update, Weights
 
 
@@ -172,14 +174,17 @@ def _check_tensors(tree: Mapping[str, Any], what: str, field: str) -> None:
             raise InvalidOption(f"{what} has {_named(type(tensor))} as {place}; expected a dense tensor.")
 
 
-def check_state(method: object, hook: str, state: Any, layout: Layout) -> None:
-    """Check a state of the server that a hook returned.
+def check_state(method: object, hook: str, state: Any, layout: Layout) -> ServerState:
+    """Check a state of the server that a hook returned, and set its weights under its masks to zero.
 
     Args:
         method: Federated method.
         hook: Name of the hook.
         state: Value that the hook returned.
         layout: Layout of the model's tensors.
+
+    Returns:
+        The state, so that its weights are the model that is scored and saved.
 
     Raises:
         InvalidOption: If it is not a state, lacks weights of the model, has weights that are not finite, or an `extra`
@@ -194,14 +199,15 @@ def check_state(method: object, hook: str, state: Any, layout: Layout) -> None:
     layout.check(state.weights, what)
     layout.check(state.masks, f"{what}, among its masks,", torch.bool)
     _require_all(state.weights, what, layout)
-    if are_small(state.weights.values()):
-        return
-    strange = next((name for name, weight in state.weights.items() if not bool(weight.isfinite().all())), None)
-    if strange is not None:
-        raise InvalidOption(
-            f"{what} has weights {strange!r} that are not finite; expected finite ones, as after a smaller step of the "
-            "server. The round before is committed."
-        )
+    if not are_small(state.weights.values()):
+        strange = next((name for name, weight in state.weights.items() if not bool(weight.isfinite().all())), None)
+        if strange is not None:
+            raise InvalidOption(
+                f"{what} has weights {strange!r} that are not finite; expected finite ones, as after a smaller step of "
+                "the server. The round before is committed."
+            )
+    masked: ServerState = replace(state, weights=enforce(state.weights, state.masks)) if state.masks else state
+    return masked
 
 
 def check_tree(method: object, hook: str, tree: Any, layout: Layout, dtype: torch.dtype | None = None) -> None:

@@ -39,7 +39,7 @@ from lightning_sparsefl.federated.sampling.cohort_draw import CohortDraw
 from lightning_sparsefl.federated.sampling.samplers import Seen
 from lightning_sparsefl.federated.storage.records import ServerRecord
 from lightning_sparsefl.seeds import derive_key
-from lightning_sparsefl.sparse.masks import changed, counts, digest
+from lightning_sparsefl.sparse.masks import changed, counts, digest, enforce
 from lightning_sparsefl.types import (
     ClientView,
     CostFacts,
@@ -135,7 +135,7 @@ class Server:  # long because the facts of one order are needed at each of its s
         self.max_rounds, self.seed, self.device = max_rounds, seed, device
         self.draw = RoundDraw(sampler, about, workload, self._seconds_by_costs)
         self._issued: dict[int, _Issued] = {}
-        self._sizes = _MessageSizes(codec)
+        self._messages = _Messages(codec)
         self._expected: tuple[ServerState, dict[Hashable, Costs]] | None = None
 
     @property
@@ -238,7 +238,8 @@ class Server:  # long because the facts of one order are needed at each of its s
         message = without_local_buffers(message, self.federation.buffers, self.layout)
         held = digest(message.masks) if message.masks else None
         known = held is not None and held == record.held
-        self._issued[client] = _Issued(view, self._sizes.measure(message, message.masks if known else None), held)
+        message, size = self._messages.prepare(message, message.masks if known else None)
+        self._issued[client] = _Issued(view, size, held)
         return Order(
             run=state.run,
             client=client,
@@ -500,7 +501,7 @@ class Server:  # long because the facts of one order are needed at each of its s
             stepped = replace(before, weights=weights)
             merged, moments = optimized(optimizer, stepped, merged, self.layout.buffers)
         state = self.algorithm.aggregate(before, merged)
-        check_state(self.algorithm, "aggregate", state, self.layout)
+        state = check_state(self.algorithm, "aggregate", state, self.layout)
         return state if optimizer is None else with_moments(optimizer, state, moments)
 
     def _file(self, server: ServerState, outcome: Outcome, round: int) -> Shared | None:
@@ -525,8 +526,8 @@ class Server:  # long because the facts of one order are needed at each of its s
         return observed
 
 
-class _MessageSizes:
-    """Sizes of the newest messages, so that equal messages are measured once.
+class _Messages:
+    """The newest messages as they arrive, and their sizes, so that equal messages are masked and measured once.
 
     Messages are equal here if their trees hold the same tensor objects by the same names. Tensors are not changed in
     place during a round.
@@ -536,10 +537,10 @@ class _MessageSizes:
 
     def __init__(self, codec: Codec) -> None:
         self._codec = codec
-        self._known: dict[Hashable, tuple[list[Tensor], Size]] = {}
+        self._known: dict[Hashable, tuple[list[Tensor], Weights, Size]] = {}
 
-    def measure(self, message: Message, known: Masks | None) -> Size:
-        """Return the size of an encoded message.
+    def prepare(self, message: Message, known: Masks | None) -> tuple[Message, Size]:
+        """Return a message with zeros under its masks, as a client decodes it, and its size.
 
         Args:
             message: The message.
@@ -551,9 +552,11 @@ class _MessageSizes:
         if key not in self._known:
             while len(self._known) >= self._REMEMBERED:
                 del self._known[next(iter(self._known))]
-            # the tensors are kept, so that no other object gets their identity
-            self._known[key] = tensors, self._codec.message_size(message, known)
-        return self._known[key][1]
+            weights: Weights = enforce(message.weights, message.masks)
+            size = self._codec.message_size(replace(message, weights=weights), known)
+            self._known[key] = tensors, weights, size  # with the tensors, so that no other object gets their identity
+        _, weights, size = self._known[key]
+        return replace(message, weights=weights), size
 
 
 def _facts(view: ClientView) -> ClientFacts:
