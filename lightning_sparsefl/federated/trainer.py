@@ -43,6 +43,7 @@ from lightning_sparsefl.federated.local.local_options import LocalOptions
 from lightning_sparsefl.federated.local.round_lr import RoundLR
 from lightning_sparsefl.federated.options import Federation
 from lightning_sparsefl.federated.rounds.run_options import RunOptions
+from lightning_sparsefl.federated.storage.resume import NEWEST
 from lightning_sparsefl.federated.storage.safe_load import load_plain
 from lightning_sparsefl.federated.tracking.progress_bar import RoundProgressBar
 from lightning_sparsefl.report import silenced
@@ -365,6 +366,8 @@ class FederatedTrainer:  # long because LightningCLI reads every option from its
         }
         federation = replace(self.federation, on_client_error="raise", client_timeout=None)
         options = replace(self.options, federation=federation)
+        if ckpt_path not in (None, *NEWEST):  # of any run, not only of the one in `run_dir`
+            options = replace(options, run_dir=None)
         fabric = build_fabric(**self._processes | one)
         try:
             data = as_client_data(datamodule)

@@ -9,6 +9,7 @@ import torch
 from lightning.pytorch import Callback
 from torch.multiprocessing import ProcessRaisedException
 
+from helpers.networks import module_for
 from lightning_sparsefl import FederatedAlgorithm, algorithms
 from lightning_sparsefl.data import IID, ByGroup
 from lightning_sparsefl.errors import InvalidOption
@@ -24,6 +25,7 @@ from lightning_sparsefl.testing import (
     promises,
 )
 from lightning_sparsefl.testing.contents import comparable, difference
+from lightning_sparsefl.testing.small_federation import SmallFederation
 from testing import broken
 
 METHODS = {
@@ -89,6 +91,16 @@ def test_a_method_with_its_own_train_is_resumed_with_the_engine_of_the_first_run
 
     algorithm_checks.is_the_same_after_a_resume(Trains(), federation)
     algorithm_checks.leaves_failed_clients_out(Trains(), federation)
+
+
+def test_a_module_may_log_further_metrics(tmp_path):
+    class LogsMore(module_for(broken.Sound())):
+        def validation_step(self, batch, batch_idx):
+            super().validation_step(batch, batch_idx)
+            self.log("val_size", float(len(batch[1])))
+
+    small = SmallFederation(tmp_path, lambda algorithm: LogsMore(), "cpu")
+    algorithm_checks.exports_what_it_scored(broken.Sound(), small)
 
 
 @pytest.mark.parametrize("partition", [IID(), ByGroup("x")], ids=repr)

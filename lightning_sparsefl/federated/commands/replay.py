@@ -15,6 +15,7 @@ from lightning_sparsefl.federated.aggregation.reducers import voted
 from lightning_sparsefl.federated.commands.run import Run
 from lightning_sparsefl.federated.rounds.cohort import RankCohort, raise_failure
 from lightning_sparsefl.federated.rounds.outcome import Outcome
+from lightning_sparsefl.federated.storage.checkpoint import Checkpoint
 from lightning_sparsefl.federated.storage.records import NodeRecord
 from lightning_sparsefl.report import print_table
 from lightning_sparsefl.report.tables import quantity
@@ -85,8 +86,7 @@ def replay(run: Run, client: int, round: int | None = None) -> Replay:
     Raises:
         InvalidOption: If the round cannot be reached from a checkpoint, or the client does not train in it.
     """
-    state = _state_before(run, round)
-    number = state.server.round if round is None else round
+    state, number = _state_before(run, round)
     if not run.server.draw.learns:
         _check_client(run, state, client, number)
     state = _repeat_rounds(run, state, number)
@@ -111,29 +111,39 @@ def _repeat_rounds(run: Run, state: RunState, number: int) -> RunState:
     return state
 
 
-def _state_before(run: Run, round: int | None) -> RunState:
-    """Return a state of the run from which a round can be reached: that of the checkpoint, or of the previous one."""
-    state, _ = run.start()
-    if _within(run, state, round):
-        return state
-    newest, rewound = state.server.round, run.resume_point.rewound()
+def _state_before(run: Run, round: int | None) -> tuple[RunState, int]:
+    """Return a state of the run from which a round can be reached, and the round.
+
+    The state is that of the checkpoint, or of the previous one.
+    """
+    state, checkpoint = run.start()
+    number = _next_or_last(run, state, checkpoint) if round is None else round
+    if _within(run, state, number):
+        return state, number
+    rewound = run.resume_point.rewound()
     if rewound is not None:
         run.resume_point = rewound
         state, _ = run.start()
-        if _within(run, state, round):
+        if _within(run, state, number):
             rank_zero_info(f"Starting from {rewound.checkpoint}, the state before round {state.server.round}.")
-            return state
+            return state, number
     first, last = state.server.round, run.options.max_rounds - 1
     there = f"{first} to {last}" if first < last else str(last) if first == last else "none, since it has finished"
     raise InvalidOption(
-        f"`round` is {newest if round is None else round}, but the rounds that can be replayed from this checkpoint "
+        f"`round` is {number}, but the rounds that can be replayed from this checkpoint "
         f"are: {there}; to replay others, keep checkpoints of earlier rounds with `ModelCheckpoint(save_top_k=-1)` in "
         "`trainer.callbacks`, and set `ckpt_path` to one of them."
     )
 
 
-def _within(run: Run, state: RunState, round: int | None) -> bool:
-    number = state.server.round if round is None else round
+def _next_or_last(run: Run, state: RunState, checkpoint: Checkpoint | None) -> int:
+    """Return the next round of a run, or the last one if it has ended."""
+    options, rounds = run.options, state.server.round
+    ended = checkpoint is not None and (rounds >= options.max_rounds or options.stops_again(checkpoint.stopped_by))
+    return rounds - 1 if ended else rounds
+
+
+def _within(run: Run, state: RunState, number: int) -> bool:
     return state.server.round <= number < run.options.max_rounds
 
 

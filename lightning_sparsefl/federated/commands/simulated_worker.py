@@ -73,7 +73,7 @@ class SimulatedWorker:
         weights = {**self.initial, **weights}
         masks = masks if units is None else intersect(masks, unit_masks(self.units, units, weights))
         moved = {n: torch.where(trainable[n], _step(w), w) if n in trainable else _step(w) for n, w in weights.items()}
-        return FitResult(weights=apply(moved, masks), metrics={}, steps=1, callbacks=callbacks)
+        return FitResult(weights=apply(moved, masks), metrics=_EveryMetric(1.0), steps=1, callbacks=callbacks)
 
     def gradient(self, client: Client, weights: Weights) -> Weights:
         """Return noise as the gradient, so that a search changes its mask.
@@ -95,7 +95,7 @@ class SimulatedWorker:
             weights: Ignored.
             split: Ignored.
         """
-        return _HighestScores()
+        return _EveryMetric(math.inf)
 
     def release_memory(self, error: BaseException) -> None:
         """Do nothing, since no step holds memory.
@@ -110,8 +110,12 @@ def _step(weight: torch.Tensor) -> torch.Tensor:
     return weight + 1e-3 + 2 * torch.finfo(weight.dtype).eps * weight.abs()
 
 
-class _HighestScores(dict[str, float]):
-    """No metrics, of which each that is asked for is infinite."""
+class _EveryMetric(dict[str, float]):
+    """No metrics, of which each that is asked for has the same value."""
+
+    def __init__(self, value: float) -> None:
+        super().__init__()
+        self._value = value
 
     def __missing__(self, name: str) -> float:
-        return math.inf
+        return self._value

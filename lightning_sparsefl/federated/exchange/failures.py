@@ -75,7 +75,8 @@ def failure_reason(error: Exception) -> str:
     if is_out_of_memory(error):
         return f"it ran out of memory ({said.splitlines()[0].rstrip('. :')}); lower `data.batch_size`"
     if isinstance(error, ValueError) and _SAYS_ONE_SAMPLE in said:
-        return f"a batch norm got a batch of one sample ({said}); set `data.drop_last: true` or another batch size"
+        remedy = "set `data.drop_last: true` or another batch size, or give a client of one sample more of them"
+        return f"a batch norm got a batch of one sample ({said}); {remedy}"
     if isinstance(error, RuntimeError) and _SAYS_SHAPES.search(said):
         return f"{said.rstrip('.')}; check that `model` fits the samples of `data`"
     if _SAYS_NOT_DETERMINISTIC in said:

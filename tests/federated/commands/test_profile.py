@@ -370,6 +370,20 @@ class NoSizes(L.LightningDataModule):
     client_val_dataloader = client_test_dataloader = client_train_dataloader
 
 
+@dataclass(frozen=True, kw_only=True)
+class ReadsItsLoss(FedAvg):
+    def train(self, message, client):
+        result = client.fit(message.weights)
+        return Update(weights=result.weights, weight=client.num_examples * int(result.metrics["train_loss"]))
+
+
+def test_a_method_may_read_the_metrics_of_a_fit():
+    data = FederatedDigits(num_clients=2, partition=IID())
+    options = Federation(clients_per_round=2)
+    expected = trainer(FedAvg(), federation=options).profile(mlp(), data).content["run"]
+    assert trainer(ReadsItsLoss(), federation=options).profile(mlp(), data).content["run"] == expected
+
+
 def test_data_without_nominal_sizes_is_refused_in_a_sentence(monkeypatch):
     with pytest.raises(InvalidOption, match=r"^`data` is a NoSizes without `client_sizes`, which `profile` needs\.$"):
         trainer(FedAvg()).profile(mlp(), NoSizes())

@@ -3,9 +3,10 @@
 import re
 
 import pytest
+from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from lightning_sparsefl import FedSpa
+from lightning_sparsefl import FedAvg, FedSpa
 from lightning_sparsefl.errors import InvalidOption
 
 
@@ -38,3 +39,30 @@ def test_an_earlier_round_needs_a_checkpoint_that_was_kept(federation, tmp_path)
     arguments["client"] = int(re.findall(r"\d+", str(refused.value))[-1])
     again = federation(FedSpa(density=0.5), verb="replay", ckpt_path=early, arguments=arguments).summary
     assert again.round == 1
+
+
+class StopAfterTwo(Callback):
+    def on_train_epoch_end(self, trainer, pl_module):
+        trainer.should_stop = trainer.current_epoch == 1
+
+
+@pytest.mark.parametrize(
+    ("fit", "last"),
+    [
+        ({"rounds": 6, "federation": {"checkpoint_every_n_rounds": 4}}, 5),
+        ({"rounds": 6, "callbacks": [StopAfterTwo()]}, 1),
+    ],
+    ids=["last checkpoint but one", "stopped by a callback"],
+)
+def test_the_default_is_the_last_round_of_a_run_that_has_ended(fit, last, federation):
+    options = {**fit, "federation": {"clients_per_round": 6, **fit.get("federation", {})}}
+    folder = str(federation(FedAvg(), **options).run_folder)
+    again = federation(FedAvg(), verb="replay", ckpt_path=folder, arguments={"client": 0}, **options).summary
+    assert again.round == last
+
+
+def test_a_run_of_another_folder_is_replayed(federation, tmp_path):
+    runs = [federation(FedAvg(), run_dir=tmp_path / name, federation={"clients_per_round": 6}) for name in "ab"]
+    options = {"run_dir": tmp_path / "b", "federation": {"clients_per_round": 6}, "arguments": {"client": 0}}
+    again = federation(FedAvg(), verb="replay", ckpt_path=str(runs[0].run_folder), **options).summary
+    assert again.round == 2
