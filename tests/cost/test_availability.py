@@ -28,6 +28,11 @@ def test_a_client_is_available_at_the_time_that_it_waits_for():
         assert then == pytest.approx((cycle + 1) * 0.7 + 0.1)
 
 
+def test_an_interval_may_start_where_the_one_before_ends():
+    both = Availability(intervals=[[[0, 4], [4, 6]]], period=10)
+    assert [both.next_time(both.intervals[0], at) for at in (3, 4, 6)] == [3, 4, 10]
+
+
 @pytest.mark.parametrize(
     "intervals",
     [[], [[]], [[[0, 5], []]], [[[5, 2]]], [[[0, 4], [3, 6]]], [[[0, 11]]], [[[-1, 2]]], [[["0", 2]]], [[0, 5]]],

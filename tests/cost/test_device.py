@@ -29,6 +29,7 @@ def test_a_device_that_stays_is_the_federation_s():
 def test_seconds_by_hand():
     devices = Devices(flops_per_second=100.0, bytes_per_second=10.0, alpha=2.0)
     assert devices.seconds(0.5, 300.0, 40.0) == 300 / 50 + 2 * 40 / 10
+    assert Devices(flops_per_second=100.0, alpha=0.0).seconds(0.5, 300.0, 40.0) == 300 / 50
 
 
 @pytest.mark.parametrize(

@@ -129,6 +129,21 @@ def test_work_of_a_module_itself():
     assert facts(Own(), torch.zeros(1, 4)) == {"fc.weight": (12, 2), "a": (24, 0)}
 
 
+def test_products_of_a_module_with_two_matrices_are_whole_numbers():
+    """16 + 15 multiply-accumulates, in the ratio of 4 to 15 weights."""
+
+    class Own(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Parameter(torch.zeros(2, 2)), nn.Parameter(torch.zeros(5, 3))
+
+        def forward(self, x, y):
+            return x @ self.a, y @ self.b
+
+    found = facts(Own(), (torch.zeros(4, 2), torch.zeros(1, 5)))
+    assert found == {"a": (6, 0), "b": (25, 0)}
+
+
 def test_products_without_a_weight_have_no_name():
     class Attention(nn.Module):
         def __init__(self):
@@ -366,3 +381,9 @@ def test_biases_of_narrow_recurrent_layers_are_those_of_a_cut_one():
     layers = narrow_biases(count_layers(net, torch.zeros(1, 5, 3)), masks)
     cut = count_layers(nn.Sequential(nn.LSTM(3, 2, batch_first=True)), torch.zeros(1, 5, 3))
     assert [layer.bias for layer in layers] == [layer.bias for layer in cut] == [5 * 8, 5 * 8]
+
+
+def test_biases_of_layers_that_stay_whole_are_counted_in_full():
+    layers = [LayerFlops(weight="a.weight", macs=9, bias=6), LayerFlops(weight="b.weight", macs=9, bias=4)]
+    narrow = narrow_biases(layers, {"a.bias": torch.tensor([True, False, True])})
+    assert [layer.bias for layer in narrow] == [4, 4]

@@ -79,6 +79,20 @@ def test_sums_do_not_depend_on_the_order_of_the_clients():
     assert len(seen) == 1
 
 
+def test_a_whole_number_among_fractions_is_summed_in_any_order():
+    ledger = Ledger()
+    for client, amount in enumerate((1e16, 1, 1)):
+        ledger.add(Charge(round=0, client=client, flops_train=amount))
+    assert ledger.round_totals(0)["flops/train"] == 1e16 + 2
+
+
+def test_only_the_rows_of_the_current_round_are_kept():
+    ledger = Ledger()
+    for round_, client in ((0, 0), (0, 1), (1, 2)):
+        ledger.add(charge(round_, client))
+    assert [row["client"] for row in ledger.state_dict()["rows"]] == [2]
+
+
 def test_bytes_stay_exact():
     ledger = Ledger()
     for round_ in range(3):
@@ -131,6 +145,7 @@ def test_the_state_is_a_copy():
         {"closed": dict.fromkeys(KEYS, 0), "rows": None},
         {"closed": [], "rows": []},
         {"closed": dict.fromkeys(KEYS, "0"), "rows": []},
+        {"closed": {**dict.fromkeys(KEYS, 0), "flops/train": "0"}, "rows": []},
         {"closed": dict.fromkeys(KEYS, 0), "rows": [{field.name: [] for field in fields(Charge)}]},
     ],
 )
