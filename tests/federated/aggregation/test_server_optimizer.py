@@ -62,6 +62,14 @@ def test_a_parameter_that_the_round_does_not_change_does_not_decay(rule):
     assert float(new.weights["w"][0]) == pytest.approx(2.0 - 0.5 * 0.1 * 2.0)
 
 
+def test_a_coordinate_without_voters_is_no_change():
+    old = torch.tensor([2.0, 4.0])
+    merged = Merged(weights={"w": torch.tensor([2.0, 0.0])}, covered={"w": torch.tensor([True, False])})
+    optimizer = ServerOptimizer(rule="momentum", lr=0.5, weight_decay=0.1)
+    new, _ = optimized(optimizer, ServerState(round=0, weights={"w": old}), merged, frozenset())
+    assert torch.equal(new.weights["w"], old)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("kind", ["weights", "difference"])
 def test_adamw_steps_of_narrow_weights_are_computed_in_float32(dtype, kind):
@@ -178,6 +186,10 @@ def test_a_run_goes_on_with_the_optimizer_it_had(federation):
     [
         ({"rule": "sgd"}, "`federation.server_optimizer.rule` is 'sgd'; expected one of"),
         ({"lr": -1.0}, "`federation.server_optimizer.lr` is -1.0; expected a number above 0, or null"),
+        ({"lr": 0.0}, "`federation.server_optimizer.lr` is 0.0; expected a number above 0, or null"),
+        ({"beta2": 1.0}, r"`federation.server_optimizer.beta2` is 1.0; expected a number in \[0, 1\), or null"),
+        ({"tau": 0.0}, "`federation.server_optimizer.tau` is 0.0; expected a number above 0, or null"),
+        ({"weight_decay": -1.0}, "`federation.server_optimizer.weight_decay` is -1.0; expected a number >= 0"),
         ({"beta1": "0.9"}, "`federation.server_optimizer.beta1` is '0.9'; expected a number or null"),
     ],
     ids=str,
@@ -185,3 +197,7 @@ def test_a_run_goes_on_with_the_optimizer_it_had(federation):
 def test_an_option_out_of_range_is_refused(options, said):
     with pytest.raises(InvalidOption, match=said):
         ServerOptimizer(**options)
+
+
+def test_factors_of_zero_are_options():
+    assert ServerOptimizer(beta1=0.0, beta2=0.0, weight_decay=0.0).beta2 == 0

@@ -95,6 +95,15 @@ def test_a_coordinate_counts_those_that_vote_on_it():
     assert dense.covered.get("w", torch.ones(3)).tolist() == [True, True, True]
 
 
+def test_where_no_fresh_update_votes_the_mean_change_is_zero():
+    """Squared distances 4 and 1 from it."""
+    votes = {"w": torch.tensor([True, True, False])}
+    zero = fresh({"w": torch.zeros(3), "running": torch.zeros(1)}, votes=votes)
+    pending = [late({"w": [0.0, 0.0, 2.0]}, round=4), late({"w": [0.0, 0.0, 1.0]}, round=2)]
+    one, two = StaleMean().factors([1, 3], [4.0, 1.0])
+    assert changed(merge(CoverageMean(), [zero], pending))[2] == pytest.approx((2 * one + two) / (one + two), abs=1e-6)
+
+
 def test_late_updates_are_voters():
     """With two fresh updates that vote everywhere, or on two coordinates of three."""
     votes = {"w": torch.tensor([True, True, False])}

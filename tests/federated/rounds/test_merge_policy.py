@@ -10,9 +10,10 @@ from torch import nn
 from lightning_sparsefl import FedAvg, FederatedTrainer, Federation, SparsyFed
 from lightning_sparsefl.errors import InvalidOption, InvalidUpdate
 from lightning_sparsefl.federated import CoverageMedian, Privacy, TrimmedMean
-from lightning_sparsefl.federated.aggregation.clipping import clipped
+from lightning_sparsefl.federated.aggregation.clipping import clipped, require_norm
 from lightning_sparsefl.federated.aggregation.privacy import NoisySum
 from lightning_sparsefl.federated.aggregation.reducers import PlainMean, Reducer
+from lightning_sparsefl.federated.aggregation.robust import trimmed_mean
 from lightning_sparsefl.federated.aggregation.stale_mean import StaleMean
 from lightning_sparsefl.federated.exchange.flat import FlatModule
 from lightning_sparsefl.federated.exchange.orders import ClientFacts, Order
@@ -97,6 +98,27 @@ def test_the_result_lies_among_the_honest_votes(reducer, poison):
         votes = torch.stack([update.weights[name] for update in honest])
         assert (value >= votes.amin(0)).all()
         assert (value <= votes.amax(0)).all()
+
+
+def test_votes_are_added_in_float64():
+    votes = torch.tensor([[1e8], [1.0], [-1e8]])
+    assert trimmed_mean(votes, lambda count: 0).tolist() == [1 / 3]
+
+
+def test_a_received_norm_may_exceed_the_limit_by_rounding_only():
+    """The norm of the parameters that the client may change; of the rest, and of buffers, any value fits."""
+    flat, server = flat_module(), flat_module().read()
+    message = Message(weights=server, trainable={"0.bias": torch.arange(7) < 2})
+
+    def check(norm):
+        change = {name: torch.zeros_like(weight) for name, weight in server.items()}
+        change["0.bias"] = torch.tensor([0.6 * norm, 0.8 * norm, 5, 0, 0, 0, 0])
+        change["1.running_mean"] = torch.full((7,), 5.0)
+        require_norm(Update(weights=change, kind="difference"), message, 2.0, flat.layout)
+
+    check(2.0 * (1 + 0.9e-4))
+    with pytest.raises(InvalidUpdate, match=r"its norm is 2\.00022; expected at most `federation\.clip_update` = 2"):
+        check(2.0 * (1 + 1.1e-4))
 
 
 def test_a_tensor_that_was_not_sent_has_no_change():
@@ -198,6 +220,7 @@ def test_what_nobody_may_change_gets_no_noise():
     merged = accumulator.result({})
     assert not merged.weights["2.weight"].any()
     assert merged.weights["0.weight"].all()
+    assert merged.voters == {}
 
 
 def test_parameters_without_gradient_get_no_noise_and_may_not_change():
@@ -254,8 +277,9 @@ def test_options_that_cannot_work(options, sentence):
             for z in (0, -1.0, float("nan"), float("inf"), 1e-320, 1e308)
         ),
         (lambda: Privacy(noise_multiplier=1, delta=1), "`federation.privacy.delta` is 1"),
+        (lambda: Privacy(noise_multiplier=1, delta=0), "`federation.privacy.delta` is 0"),
     ],
-    ids=["half", "negative", "zero", "below zero", "nan", "inf", "tiny", "huge", "delta"],
+    ids=["half", "negative", "zero", "below zero", "nan", "inf", "tiny", "huge", "delta", "no delta"],
 )
 def test_values_that_cannot_work(make, sentence):
     with pytest.raises(InvalidOption, match=sentence):
