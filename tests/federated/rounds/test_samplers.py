@@ -69,6 +69,7 @@ def test_the_default_draws_as_ever_also_where_more_are_drawn():
     assert wider.widened(4, 10) == 6
     assert wider.draw("", {}, candidates(count=6)) == uniform_cohort(5, 0, range(10), 6)
     assert CohortDraw(range(5), 4, seed=5, sampler=Uniform(over_select=3.0)).widened(4, 5) == 5
+    assert CohortDraw(range(50), 4, seed=5, sampler=Uniform(over_select=10.0)).widened(4, 50) == 40
 
 
 @pytest.mark.parametrize("found", [[1, 1, 2, 3], [1, 2, 3], [1, 2, 3, 10], [-1, 2, 3, 4], [0, 1, 2, 7]])

@@ -174,6 +174,8 @@ def test_a_client_without_a_time_is_not_slow_and_does_not_count_in_the_preferred
         {"cut_off": 2.0},
         {"penalty": -1.0},
         {"pacer_step": 0},
+        {"pacer_delta": 100.5},
+        {"threshold": 100.5},
         {"window": 0.5},
         {"losses": "all"},
     ],

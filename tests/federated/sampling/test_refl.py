@@ -82,6 +82,14 @@ def test_clients_rest_after_their_turn_and_while_their_update_is_pending():
     assert {*REFL().draw(state, candidates(count=10, arrivals={5: 200.0}), rng())} == {*range(10)}
 
 
+def test_without_rest_a_client_has_one_turn_after_the_other():
+    """Whereas one that rests is drawn after all others."""
+    state = state_of(turns={0: 8})
+    for rest, counted in ((0, True), (2, False)):
+        found = [REFL(rest=rest).draw(state, candidates(count=9), rng(seed)) for seed in range(30)]
+        assert any(0 in clients for clients in found) == counted
+
+
 @pytest.mark.parametrize(("target", "needed"), [("adaptive", 1), ("half", 2), ("fixed", 4)])
 def test_a_round_waits_for_fewer_if_late_updates_are_expected(target, needed):
     sampler, state = REFL(target=target), state_of()
@@ -99,6 +107,8 @@ def test_the_mean_duration_by_hand():
         state = sampler.learn(state, candidates(round=round), seen)
         assert state["mean"] == mean
         assert turns_of(state) == {**{i: i for i in range(round + 1)}, 7: round, 8: round}
+    unmerged = sampler.learn(state, candidates(round=3), {7: Seen(10, False, {}, 99.0)})
+    assert (unmerged["mean"], turns_of(unmerged)[7]) == (8.0, 3)
 
 
 @pytest.mark.parametrize(
