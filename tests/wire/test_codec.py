@@ -350,6 +350,13 @@ def test_an_update_of_weight_zero_is_refused():
         CODEC.decode_update(bytes(payload), Message(weights={}))
 
 
+def test_an_update_of_an_unknown_kind_is_refused():
+    payload = bytearray(CODEC.encode_update(Update(weights={}), Message(weights={})))
+    payload[HEADER] = 2
+    with pytest.raises(MalformedPayload, match=rf"Byte {HEADER} of the payload is 2; expected less than 2"):
+        CODEC.decode_update(bytes(payload), Message(weights={}))
+
+
 def small():
     """A short message and update that use every encoding, with the codec for them."""
     schema = {"a": torch.zeros(6), "b": torch.zeros(300), "n": torch.zeros(2, dtype=torch.int64)}
@@ -442,6 +449,15 @@ def test_what_could_not_be_decoded_is_not_encoded():
         codec.encode_update(zeros, Message(weights={}))
     fine = Update(weights={}, shared={"many": {f"{i}": {"w": torch.zeros(1000)} for i in range(10)}})
     assert len(codec.encode_update(fine, Message(weights={}))) < 200
+
+
+def test_zeros_of_the_widest_type_under_a_mask_are_within_the_limit():
+    """Each byte of the mask stands for 8 bools and 8 values of 8 bytes."""
+    codec, shape = Codec({"w": torch.zeros(1)}), (80_000,)
+    zeros = Message({"x": torch.zeros(shape, dtype=torch.float64)}, masks={"x": torch.zeros(shape, dtype=torch.bool)})
+    payload = codec.encode_message(zeros)
+    assert len(payload) < 10_100
+    assert torch.equal(codec.decode_message(payload).weights["x"], zeros.weights["x"])
 
 
 def test_sizes_make_no_bytes(monkeypatch):
