@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -194,3 +195,4 @@ def test_costs(facts):
     assert costs.flops_paper == 14 * 3 * 22
     assert costs.bytes_up_paper == 4 * 18
     assert costs.bytes_down_paper == pytest.approx((0.1 + 0.4 * 0.5**3) * 4 * 18)  # the cubic, whatever the mask is
+    assert FedDIP().costs(replace(facts(SPARSE), buffers=frozenset({"a.bias"}))).bytes_up_paper == 4 * 16

@@ -45,6 +45,11 @@ def test_an_unknown_choice_is_refused(option):
         FedSpa(**{option: "magic"})
 
 
+def test_only_the_rate_of_a_search_follows_the_length_of_a_run():
+    methods = FedSpa(), FedSpa(exchange=0.0), FedSpa(search="static")
+    assert [method.follows_length for method in methods] == [True, False, False]
+
+
 def test_the_budget_of_each_layer(fleet):
     # ERK, raw scores 14/48 and 11/24: eps = .5 * 72 / (14 + 11) = 1.44, densities .42 and .66
     people = fleet(buffers=["norm.mean"])

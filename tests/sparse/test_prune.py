@@ -100,6 +100,7 @@ def test_random_masks_keep_the_counts_and_repeat():
     assert counts(first) == counts_
     assert all(torch.equal(first[name], again[name]) for name in first)
     assert not torch.equal(first["a"], other["a"])
+    assert not random_masks({"w": (3,)}, {"w": 0})["w"].any()
     with pytest.raises(InvalidOption, match=r"`counts\['b'\]=8`: expected 0 to 7"):
         random_masks(shapes, {"b": 8})
 

@@ -23,6 +23,14 @@ def test_what_was_dropped_may_return():
     assert regrow({"w": torch.tensor([3.0, 0.0, 1.0])}, pruned, {"w": 2})["w"].tolist() == [True, True, False]
 
 
+def test_what_is_barred_does_not_return():
+    masks, barred = {"w": torch.tensor([True, False, False, False])}, {"w": torch.tensor([True, True, False, False])}
+    grown = regrow({"w": torch.tensor([0.0, 9.0, 1.0, 2.0])}, masks, {"w": 2}, barred)
+    assert grown["w"].tolist() == [True, False, False, True]
+    with pytest.raises(InvalidOption, match=r"`counts\['w'\]=4`: expected 1 \(kept already\) to 3"):
+        regrow({"w": torch.ones(4)}, masks, {"w": 4}, barred)
+
+
 def test_drop_and_grow_keep_the_counts():
     generator = torch.Generator().manual_seed(0)
     wanted = {"a": 40, "b": 5, "full": 6}
