@@ -50,18 +50,18 @@ def test_a_client_keeps_no_estimate_for_buffers(client):
 
 
 def test_h_moves_by_the_voters_of_a_coordinate(fleet):
-    weights = {"w": torch.zeros(3), "b": torch.zeros(1), "mean": torch.zeros(1)}
+    weights = {"w": torch.tensor([1.0, -2.0, 5.0]), "b": torch.zeros(1), "mean": torch.zeros(1)}
     method = FedDyn(alpha=0.5)
     server = method.init(weights, fleet(clients=8, buffers=["mean"]))
     merged = Merged(
-        weights={"w": torch.tensor([1.0, 1.0, 0.0]), "b": torch.ones(1), "mean": torch.ones(1)},
+        weights={"w": torch.tensor([2.0, -1.0, 5.0]), "b": torch.ones(1), "mean": torch.ones(1)},
         covered={"w": torch.tensor([True, True, False])},
         voters={"w": torch.tensor([4, 2, 0], dtype=torch.int32)},
         reports={number: {} for number in range(4)},
     )
     new = method.aggregate(server, merged)
     assert new.extra["h"]["w"].tolist() == [-0.25, -0.125, 0.0]
-    assert new.weights["w"].tolist() == [1.5, 1.25, 0.0]
+    assert new.weights["w"].tolist() == [2.5, -0.75, 5.0]
     assert (new.extra["h"]["b"].item(), new.weights["b"].item()) == (-0.25, 1.5)
     assert (list(new.extra["h"]), new.weights["mean"].item()) == (["w", "b"], 1.0)
 

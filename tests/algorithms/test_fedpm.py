@@ -13,7 +13,7 @@ from lightning_sparsefl.callbacks.stochastic_mask import StochasticMask
 from lightning_sparsefl.errors import InvalidOption
 from lightning_sparsefl.federated.fleet import Fleet
 from lightning_sparsefl.sparse.supermask import posterior_scores, score_gradient, signed_constant, signed_constants
-from lightning_sparsefl.types import Merged
+from lightning_sparsefl.types import Merged, Message
 
 
 class Module(L.LightningModule):
@@ -64,6 +64,7 @@ def test_weights_become_signed_constants_and_are_known_again(dtype):
     assert all(torch.equal(value, once[name]) for name, value in module.state_dict().items())
     parameters = {name: value.to(dtype) for name, value in module.named_parameters()}
     assert signed_constants(parameters) == ("net.0.weight", "net.0.bias", "net.3.weight", "net.3.bias")
+    assert signed_constants({"norm.weight": torch.full((2,), math.e, dtype=dtype)}) == ()  # of no layer
 
 
 def test_a_layer_with_spectral_norm_and_further_parameters_of_a_layer_keep_their_numbers():
@@ -140,11 +141,18 @@ def test_a_turn_sends_one_bit_for_every_score(view, client):
     update = method.train(message, someone)
     assert list(update.weights) == list(message.weights)
     assert update.weight == 1
+    assert update.metrics == {"train_loss": 0.5}
     assert all(bits.dtype == torch.bool for bits in update.extra["bits"].values())
     assert update.extra["bits"]["net.0.weight"].all()
     assert update.extra["bits"]["net.3.bias"][:2].tolist() == [True, False]
     frozen = server.extra["frozen"]["net.3.bias"]
     assert method.trained(message, update)["net.3.bias"].tolist() == [frozen[0], 0.0, 0.0]
+
+
+def test_costs_are_four_bytes_for_a_score_on_the_way_down_and_a_bit_on_the_way_up(facts):
+    message = Message({"norm": torch.ones(4)}, extra={"scores": {"w": torch.zeros(3, 4), "b": torch.zeros(3)}})
+    costs = FedPM().costs(facts(message=message))
+    assert (costs.bytes_down_paper, costs.bytes_up_paper) == (4 * (4 + 15), 4 * 4 + 2)
 
 
 def test_bits_are_a_bit_on_the_wire(federation):

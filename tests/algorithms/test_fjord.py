@@ -51,7 +51,7 @@ def test_costs_are_the_bytes_of_the_largest_and_the_mean_work_of_all(mlp, capaci
     server, (person,) = mlp.start(method, capacity)
     costs = method.costs(mlp.facts(method, server, person))
     nets = [cut(mlp.module, mlp.units, prefix_units(mlp.units, rate)) for rate in method.rates if rate <= capacity]
-    work = [3 * sum(2 * layer.macs + layer.bias for layer in count_layers(net, mlp.sample)) for net in nets]
+    work = [2 * 5 * 3 * sum(2 * layer.macs + layer.bias for layer in count_layers(net, mlp.sample)) for net in nets]
     assert costs.flops_paper == costs.flops_analytic == pytest.approx(sum(work) / len(work) + distill * work[-1])
     assert costs.bytes_down_paper == costs.bytes_up_paper == 4 * sum(p.numel() for p in nets[-1].parameters())
 

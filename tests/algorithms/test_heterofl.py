@@ -59,6 +59,19 @@ def test_clients_are_fine_tuned_with_their_own_width_by_default(mlp, client):
     torch.testing.assert_close(script.kept[0], prefix_units(mlp.units, 0.25))
 
 
+def test_without_epochs_nothing_is_fine_tuned(mlp, client):
+    server, (person,) = mlp.start(HeteroFL(), 1.0)
+    someone, script = client(server.weights)
+    assert HeteroFL().finetune(HeteroFL().download_for(server, person, "finetune"), someone) is None
+    assert script.fits == []
+
+
+def test_an_update_has_the_metrics_of_the_fit(mlp, client):
+    server, (person,) = mlp.start(HeteroFL(), 1.0)
+    update = HeteroFL().train(HeteroFL().download(server, person), client(server.weights)[0])
+    assert update.metrics == {"train_loss": 0.5}
+
+
 @pytest.mark.parametrize("capacity", [0.25, 0.5, 1.0])
 def test_costs_are_those_of_the_narrow_network(mlp, capacity):
     server, (person, _) = mlp.start(HeteroFL(), capacity, 1.0)

@@ -213,6 +213,13 @@ def test_profile_foresees_the_densities_of_a_schedule(fleet):
     found = [kept(method.profile_state(first, round).masks) for round in range(6)]
     assert found == [kept(first.masks)] * 2 + [int(72 * shares[0])] * 2 + [int(72 * shares[1])] * 2
     assert kept(PruneFL(first="dense", reconfigure_every=1).profile_state(first, 4).masks) == kept(first.masks)
+    by_client = PruneFL(criterion="cubic", density=0.2, initial_density=0.8, reconfigure_every=2, first="client")
+    assert [kept(by_client.profile_state(first, round).masks) for round in (0, 1, 2)] == [57, 57, found[2]]
+
+
+def test_only_a_first_client_that_trains_up_to_an_accuracy_needs_metrics():
+    methods = PruneFL(first="client", first_accuracy=0.5), PruneFL(first="client", first_accuracy=0.0)
+    assert [method.needs_metrics for method in (*methods, PruneFL(first="dense"))] == [True, False, False]
 
 
 SPARSE = {"a.weight": torch.tensor([[True, True, False, False, False]] * 2)}

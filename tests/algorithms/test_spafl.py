@@ -43,6 +43,11 @@ def test_only_thresholds_travel(fleet, view):
     assert list(method.download_for(server, view(), "score").weights) == ["norm.mean"]
 
 
+def test_only_the_named_layers_have_thresholds(fleet):
+    state = start(SpaFL(layers=("conv.*",)), fleet)
+    assert {name: rows.shape for name, rows in state.extra["history"].items()} == {"conv.weight": (1, 4)}
+
+
 def test_a_client_receives_the_rounds_since_its_last_turn(fleet, view):
     method, server = SpaFL(), start(SpaFL(), fleet)
     for value in (1.0, 2.0, 3.0):
@@ -113,6 +118,8 @@ def test_a_client_is_scored_after_the_common_changes_under_its_own_thresholds(cl
 def test_a_convolution_moves_by_the_places_of_its_kernel():
     moved = follow(torch.ones(1, 2, 3, 3), torch.tensor([0.9]))
     torch.testing.assert_close(moved, torch.full((1, 2, 3, 3), 0.9))
+    rows = follow(torch.tensor([[[1.0, 3.0]], [[0.0, 0.0]]]), torch.tensor([1.0, 2.0]))
+    assert rows.tolist() == [[[0.5, 2.5]], [[0.0, 0.0]]]
 
 
 def test_the_gradients_are_those_of_autograd_with_a_step_that_is_passed():

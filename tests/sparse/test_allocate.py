@@ -15,6 +15,11 @@ def test_items_are_taken_while_they_are_above_the_ratio():
     assert ratio == pytest.approx(0.2024793, abs=6e-8)
 
 
+def test_costs_are_added_in_float64():
+    """In float32 the cost before the last item would be 2**24 + 1 - 2**24 = 0."""
+    assert best_ratio(torch.tensor([2.0**24, 1.5]), torch.tensor([2.0**24, 1.0]), 0.0, 0.0).tolist() == [False, True]
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_the_result_is_that_of_the_loop(seed):
     rng = torch.Generator().manual_seed(seed)

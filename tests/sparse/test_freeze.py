@@ -168,6 +168,12 @@ def test_the_largest_subset_is_exact_for_large_sizes():
         assert freeze.trained(freeze.consensus(sizes, [budget, sum(sizes)]), sizes)[0] == best
 
 
+def test_a_plan_beyond_the_budgets_is_not_taken(monkeypatch):
+    """The solver allows itself a tolerance."""
+    monkeypatch.setattr(freeze, "exact", lambda sizes, budgets: torch.ones(2, 2, dtype=torch.bool))
+    assert freeze.optimized([1, 1], [1, 1], rng()).sum(1).tolist() == [1, 1]
+
+
 @pytest.mark.parametrize("solve", [freeze.optimized, freeze.exact, freeze.random, freeze.sequential, freeze.cover])
 def test_refuses_what_is_no_problem(solve):
     with pytest.raises(InvalidOption, match="at least one group"):

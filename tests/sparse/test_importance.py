@@ -2,8 +2,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 
-from lightning_sparsefl.sparse.importance import relative, tie
+from lightning_sparsefl.sparse.importance import narrow_groups, relative, tie
+from lightning_sparsefl.sparse.units import find_groups
 
 
 def by_autograd(scores, norms, reduction):
@@ -27,3 +29,12 @@ def test_the_gradients_of_the_tie_are_those_of_autograd(units, dtype, reduction)
     for ours, theirs in zip(tie(scores, norms, reduction), expected, strict=True):
         for name in scores:
             torch.testing.assert_close(ours[name], theirs[name], rtol=4 * torch.finfo(dtype).eps, atol=0)
+
+
+def test_narrow_groups_have_the_given_tensors_and_are_whole_where_nothing_is_said():
+    net = nn.Sequential(nn.Linear(1, 3), nn.BatchNorm1d(3), nn.Linear(3, 2), nn.Linear(2, 1))
+    groups, weights = find_groups(net, torch.zeros(1, 1)), dict(net.named_parameters())
+    first, second = narrow_groups(groups, {"0": torch.tensor([False, True, True])}, weights)
+    assert [slot.name for slot in first.slots] == ["0.weight", "0.bias", "1.weight", "1.bias", "2.weight"]
+    assert [slot.positions.tolist() for slot in first.slots] == [[[0], [1]]] * 5
+    assert (second.size, second.slots[0].positions.tolist()) == (2, [[0], [1]])

@@ -96,6 +96,11 @@ def test_patterns_come_first_and_the_rule_has_the_rest():
     assert groups["net.stage[12].*"] == 73984 * 2 + 229760 + 295424
 
 
+def test_groups_are_in_the_order_of_their_first_tensors():
+    body = {f"{layer}.{kind}": torch.ones(2, 2) for layer in "ab" for kind in ("weight", "bias")}
+    assert list(layer_groups(body, ["*.bias"])) == ["a", "*.bias", "b"]
+
+
 def test_the_head_by_name():
     net = on_meta(VGG11)
     assert head_of(dict(net.named_parameters()), "net.conv8") == ("net.conv8.weight", "net.conv8.bias")

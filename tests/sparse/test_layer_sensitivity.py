@@ -39,6 +39,12 @@ def test_each_score_is_that_of_a_module_with_that_layer_pruned():
             assert score == evaluate(plain) != result.dense
 
 
+def test_a_table_of_whole_numbers_is_no_layer():
+    module = net()
+    module.table = nn.Parameter(torch.ones(2, 2, dtype=torch.int64), requires_grad=False)
+    assert list(sensitivity(module, evaluate, [0.5]).scores) == ["0.weight", "2.weight", "4.weight"]
+
+
 def test_groups_of_units_are_pruned_as_they_are_removed():
     module = net()
     groups = find_groups(module, INPUTS.double())

@@ -22,6 +22,7 @@ def test_random_is_a_function_of_the_generator_and_the_shapes():
     other = scores.random(shapes, torch.Generator().manual_seed(4))
     assert all(torch.equal(first[name], again[name]) and first[name].shape == tensors[name].shape for name in shapes)
     assert not torch.equal(first["a"], other["a"])
+    assert scores.random(shapes)["a"].shape == (2, 3)
 
 
 def test_snip_is_the_slope_of_a_gate_and_taylor_the_squared_price_of_dropping_on_a_linear_loss():

@@ -60,6 +60,8 @@ def test_groups_come_back_from_a_state(name):
         for slot, other in zip(ours.slots, theirs.slots, strict=True):
             assert (slot.name, slot.dim, slot.role) == (other.name, other.dim, other.role)
             assert torch.equal(slot.positions, other.positions)
+    backwards = groups_of(dict(reversed(unit_tables(groups).items())))
+    assert [group.name for group in backwards] == [group.name for group in groups]
 
 
 def test_a_unit_of_zeros_has_no_gradient():

@@ -15,6 +15,7 @@ from lightning_sparsefl import callbacks, models
 from lightning_sparsefl.errors import IncompatibleMasks, InvalidOption
 from lightning_sparsefl.sparse import shrink
 from lightning_sparsefl.sparse.masks import apply
+from lightning_sparsefl.sparse.unit_removal import difference
 from lightning_sparsefl.sparse.units import find_groups, keep_units, unit_counts, unit_masks
 
 IMAGE = (3, 32, 32)
@@ -255,3 +256,12 @@ def test_a_forward_pass_that_draws_random_numbers_is_not_compared():
     torch.set_rng_state(state)
     small = shrink(module, x, keep={group.name: torch.arange(8) < 4})
     assert small.a.out_features == 4
+
+
+@pytest.mark.parametrize(("other", "differs"), [(-1000.1, False), (-1000.2, True)])
+def test_outputs_may_differ_by_rounding_of_the_largest(other, differs):
+    """By 1000 units in the last place, which are 0.119 for 1000 in float32."""
+    nets = [nn.Linear(1, 1, bias=False) for _ in range(2)]
+    for net, weight in zip(nets, (-1000.0, other), strict=True):
+        nn.init.constant_(net.weight, weight)
+    assert (difference(*nets, {}, (torch.ones(1, 1),)) is not None) == differs
