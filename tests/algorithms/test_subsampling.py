@@ -59,6 +59,8 @@ def test_costs(facts, start, view):
     ours, theirs = method.costs(replace(plain, message=message)), FedAvg().costs(plain)
     assert ours.bytes_up_paper == 4 * (5 + 1 + 3)
     assert replace(ours, bytes_up_paper=theirs.bytes_up_paper) == theirs
+    buffered = replace(plain, message=message, buffers=frozenset({"a.bias"}))
+    assert method.costs(buffered).bytes_up_paper == 4 * (5 + 3)
 
 
 @pytest.mark.slow_after_first

@@ -164,3 +164,13 @@ def test_a_layer_has_the_buffers_of_its_norm():
     assert list(layers) == ["0", "4", "5"]
     assert set(layers["0"]) == {"0.weight", "0.bias", *NORMS}
     assert sorted(name for names in layers.values() for name in names) == sorted(WEIGHTS)
+
+
+def test_one_tensor_under_two_names_of_a_layer_has_two_uses():
+    layer = nn.Linear(2, 2)
+    layer.again = layer.weight
+    assert uses_of(nn.Sequential(layer)).stored == {
+        "0.weight": "0.weight",
+        "0.bias": "0.bias",
+        "0.again": "0.weight",
+    }
