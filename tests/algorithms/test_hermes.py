@@ -180,6 +180,8 @@ def test_a_gate_on_training_data_is_charged_while_units_may_be_removed(mlp, own,
         later = dataclasses.replace(person, shared={"masks": unit_masks(mlp.units, live, server.weights)})
         charged.append(method.costs(mlp.facts(method, server, later)).flops_analytic)
     assert charged[1] - charged[0] == scored * charged[0] / (2 * 3)  # one forward pass of each sample
+    still = Hermes(gate="train", own=own, step=0.0)
+    assert still.costs(mlp.facts(still, server, later)).flops_analytic == charged[0]
 
 
 def test_flops_of_fedlps_s_row_count_outgoing_rows_only(mlp):
