@@ -246,10 +246,11 @@ def shrink_globally(scores: Weights, masks: Masks, count: int, least: int = 0) -
         return {}
     if least:
         first = {n: keep_largest_among(score_of(scores, n, m), m, min(least, _kept(m))) for n, m in masks.items()}
-        needed = sum(_kept(mask) for mask in first.values())
-        if count < needed:
-            raise InvalidOption(f"`count={count}`: expected at least {needed}, {least} of each layer.")
-        scores = {name: scores[name].detach().masked_fill(mask, torch.inf) for name, mask in first.items()}
+        needed, most = (sum(map(_kept, each.values())) for each in (first, masks))
+        if not needed <= count <= most:
+            raise InvalidOption(f"`count={count}`: expected {needed} ({least} of each layer) to {most}.")
+        others = shrink_globally(scores, {n: mask & ~first[n] for n, mask in masks.items()}, count - needed)
+        return {name: mask | others[name] for name, mask in first.items()}
     survivors = {name: select(score_of(scores, name, mask), mask) for name, mask in masks.items()}
     keep = keep_largest(torch.cat(list(survivors.values())), count)
     parts = keep.split([value.numel() for value in survivors.values()])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import cast
+from urllib.parse import unquote
 
 from torch import Tensor
 
@@ -32,10 +33,14 @@ def unit_tables(groups: Sequence[UnitGroup]) -> dict[str, Tensor]:
         ['0|0|row|0|0.weight', '0|0|row|0|0.bias', '0|1|in|0|1.weight']
     """
     return {
-        f"{number}|{slot.dim}|{_role(group, slot)}|{group.name}|{slot.name}": slot.positions
+        f"{number}|{slot.dim}|{_role(group, slot)}|{_quoted(group.name)}|{_quoted(slot.name)}": slot.positions
         for number, group in enumerate(groups)
         for slot in group.slots
     }
+
+
+def _quoted(name: str) -> str:
+    return name.replace("%", "%25").replace("|", "%7C")
 
 
 def _role(group: UnitGroup, slot: Slot) -> str:
@@ -59,7 +64,7 @@ def groups_of(tables: Weights) -> tuple[UnitGroup, ...]:
     slots: dict[tuple[int, str], list[Slot]] = {}
     layers: dict[str, dict[str, None]] = {}
     for key, positions in tables.items():
-        number, dim, role, group, tensor = key.split("|", 4)
+        number, dim, role, group, tensor = map(unquote, key.split("|"))
         known = cast(Role, "out" if role == _ROW else role)
         slots.setdefault((int(number), group), []).append(Slot(tensor, int(dim), positions.cpu(), known))
         if role == _ROW:

@@ -132,6 +132,15 @@ def test_shrinking_globally_may_empty_a_mask_and_ties_go_to_the_earlier():
     assert shrink_globally({}, {}, 0) == {}
 
 
+def test_the_first_of_each_mask_stay_whatever_the_others_score():
+    scores = {"a": torch.tensor([torch.inf, torch.inf]), "b": torch.tensor([1.0, 2.0])}
+    left = shrink_globally(scores, dense_like(scores), 2, least=1)
+    assert (left["a"].tolist(), left["b"].tolist()) == ([True, False], [False, True])
+    for count in (1, 5):
+        with pytest.raises(InvalidOption, match=rf"`count={count}`: expected 2 \(1 of each layer\) to 4\."):
+            shrink_globally(scores, dense_like(scores), count, least=1)
+
+
 @pytest.mark.parametrize("count", [-1, 4])
 def test_shrinking_to_more_than_there_is_is_refused(count):
     scores, masks = {"a": torch.ones(4)}, {"a": torch.tensor([True, True, True, False])}

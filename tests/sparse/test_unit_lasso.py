@@ -64,6 +64,14 @@ def test_groups_come_back_from_a_state(name):
     assert [group.name for group in backwards] == [group.name for group in groups]
 
 
+def test_a_name_with_a_bar_comes_back_from_a_state():
+    net = nn.Sequential()
+    for name in ("a|b", "c%7C"):
+        net.add_module(name, nn.Linear(2, 2))
+    tables = unit_tables(find_groups(net, torch.zeros(1, 2)))
+    assert [slot.name for slot in groups_of(tables)[0].slots] == ["a|b.weight", "a|b.bias", "c%7C.weight"]
+
+
 def test_a_unit_of_zeros_has_no_gradient():
     net, side = NETS["linear"]
     groups = find_groups(net, torch.zeros(side))
