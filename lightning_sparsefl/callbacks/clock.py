@@ -63,6 +63,11 @@ class StepClock:
         """Whether batches have ended, but Lightning knows of no step in them."""
         return self._batches > 0 and self.step == 0
 
+    @property
+    def reason(self) -> str:
+        """Clause that says why no step was counted; empty if one was."""
+        return ", since Lightning reports no steps of `optimizers(use_pl_optimizer=False)`" if self.unreported else ""
+
     def tick(self, trainer: Any) -> bool:
         """Count a batch that has ended, and return whether an optimizer stepped in it."""
         self._batches += 1

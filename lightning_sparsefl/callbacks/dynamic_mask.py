@@ -140,9 +140,7 @@ class DynamicMask(MaskingCallback):
 
     def shortfall(self) -> str | None:
         """Return that the mask could not move, if no step of the batches so far was reported."""
-        if not self._clock.unreported:
-            return None
-        return "without a move of the mask, since Lightning reports no steps of `optimizers(use_pl_optimizer=False)`"
+        return f"without a move of the mask{self._clock.reason}" if self._clock.unreported else None
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: LightningModule, optimizer: Any) -> None:
         """Move the mask if it is time, and mask the gradients."""

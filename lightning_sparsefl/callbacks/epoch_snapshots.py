@@ -53,12 +53,19 @@ class EpochSnapshots(NumberedCallback):
         if self._before is None:
             self._before = trainer.current_epoch
 
+    def on_train_batch_start(self, trainer: Any, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Copy the parameters of the epoch before, if a fit was resumed after its last batch and before its end."""
+        self._copy(pl_module, trainer.current_epoch)
+
     def on_train_epoch_end(self, trainer: Any, pl_module: LightningModule) -> None:
         """Copy the parameters if the epoch is one of those chosen."""
+        self._copy(pl_module, trainer.current_epoch + 1)
+
+    def _copy(self, module: LightningModule, finished: int) -> None:
         assert self._before is not None
-        epoch = trainer.current_epoch - self._before + 1
-        if epoch in self.epochs:
-            self.snapshots[epoch] = {name: p.detach().clone() for name, p in pl_module.named_parameters()}
+        epoch = finished - self._before
+        if epoch in self.epochs and epoch not in self.snapshots:
+            self.snapshots[epoch] = {name: p.detach().clone() for name, p in module.named_parameters()}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the copies, and the number of epochs before the fit."""

@@ -61,6 +61,14 @@ class GlobalMagnitudePruning(MaskingCallback):
 
     def on_train_epoch_start(self, trainer: Any, pl_module: LightningModule) -> None:
         """Prune if it is time."""
+        self._prune_if_due(trainer)
+
+    def on_train_batch_start(self, trainer: Any, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Prune before the first batch of an epoch that a resumed fit begins without `on_train_epoch_start`."""
+        self._prune_if_due(trainer)
+        super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
+
+    def _prune_if_due(self, trainer: Any) -> None:
         epoch = trainer.current_epoch
         if epoch in self.epochs and epoch > self._pruned_at:
             before = kept(self.masks)

@@ -45,6 +45,8 @@ class MetaStep(SecondPoint):
         'first'
     """
 
+    fits_masks_before = True
+
     @check_arguments
     def __init__(self, lr: float, order: Literal["first", "hessian"] = "first", delta: float = 1e-3) -> None:
         require(lr >= 0, "MetaStep", "lr", lr, "a number >= 0")

@@ -11,6 +11,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
+from lightning_sparsefl.callbacks.layers import require_dense_gradients
 from lightning_sparsefl.callbacks.loss_scaling import is_skipped, require_unscaled_gradients
 from lightning_sparsefl.callbacks.options import check_arguments, require
 from lightning_sparsefl.callbacks.second_pass import SecondPoint, gradient_at, learning_rates, trainable
@@ -35,7 +36,8 @@ class MoreauEnvelope(SecondPoint):
         decay: Weight decay of the personal weights.
 
     Raises:
-        InvalidOption: If an option is out of its range, w would pass theta, or the module optimizes manually.
+        InvalidOption: If an option is out of its range, w would pass theta, the module optimizes manually, or an
+            embedding has sparse gradients.
 
     Example:
         >>> MoreauEnvelope(strength=15.0, lr=0.1).steps
@@ -62,6 +64,7 @@ class MoreauEnvelope(SecondPoint):
         """Copy the personal weights, since training writes into them."""
         super().on_fit_start(trainer, pl_module)
         require_unscaled_gradients(trainer, "MoreauEnvelope")
+        require_dense_gradients(pl_module, trainable(pl_module), "MoreauEnvelope")
         self.personal = self.copied(pl_module, self.personal)
 
     def on_train_batch_start(self, trainer: Any, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:

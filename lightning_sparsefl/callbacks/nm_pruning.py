@@ -127,7 +127,7 @@ class NMPruning(MaskingCallback):
     def shortfall(self) -> str | None:
         """Return the step, if it is before the pruning."""
         at = f"at step {self._clock.step} of {self._clock.total}"
-        return None if self._pruned else f"{at}, before it pruned at `start={self.start}`"
+        return None if self._pruned else f"{at}, before it pruned at `start={self.start}`{self._clock.reason}"
 
     def state_dict(self) -> dict[str, Any]:
         """Return the masks, one bit a weight, and the position in the training."""

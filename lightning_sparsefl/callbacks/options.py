@@ -194,7 +194,7 @@ def too_dense(masks: Masks, goal: int, clock: StepClock) -> str | None:
         return None
     return (
         f"at step {clock.step} of {clock.total} with density {left / size:.3g}, above the {goal / size:.3g} that was "
-        "asked for"
+        f"asked for{clock.reason}"
     )
 
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule
+from lightning.pytorch import Callback, LightningModule
 from torch import Tensor
 
-from lightning_sparsefl.callbacks.mask_owner import of_parameters
+from lightning_sparsefl.callbacks.mask_owner import MaskOwner, of_parameters
 from lightning_sparsefl.callbacks.numbered import NumberedCallback
 from lightning_sparsefl.callbacks.ordered_dropout import OrderedDropout
 from lightning_sparsefl.callbacks.step_guard import refuse_lbfgs
@@ -102,6 +102,9 @@ class SecondPoint(NumberedCallback):
     the module holds its own weights.
     """
 
+    fits_masks_before = False
+    """Whether its passes are under the masks of callbacks that come before it."""
+
     def __init__(self) -> None:
         self._moved: dict[str, Tensor] = {}
         self._own: dict[str, Tensor] = {}
@@ -118,6 +121,13 @@ class SecondPoint(NumberedCallback):
     def _refuse_others(self, trainer: Any) -> None:
         """Refuse another callback of this kind, and one behind this that changes layers for a batch when it starts."""
         name, callbacks = type(self).__name__, list(trainer.callbacks)
+        unmasked = beside_masks(callbacks)
+        if unmasked is not None:
+            expected = "the masks before it" if unmasked[0].fits_masks_before else "one of the two"
+            raise InvalidOption(
+                f"`{type(unmasked[0]).__name__}` passes batches at weights of its own, which "
+                f"`{type(unmasked[1]).__name__}` does not mask; expected {expected}."
+            )
         behind = callbacks[callbacks.index(self) + 1 :] if self in callbacks else []
         for other in behind:
             if isinstance(other, SecondPoint):
@@ -195,3 +205,18 @@ class SecondPoint(NumberedCallback):
     def on_exception(self, trainer: Any, pl_module: LightningModule, exception: BaseException) -> None:
         """Release the module also where the run failed, since Lightning calls no teardown then."""
         self.back()
+
+
+def beside_masks(callbacks: Sequence[Callback]) -> tuple[SecondPoint, MaskOwner] | None:
+    """Return a callback of this kind and one whose masks do not hold at its second point; None if there are none.
+
+    Args:
+        callbacks: Callbacks of a fit, in their order.
+    """
+    owners = [(place, each) for place, each in enumerate(callbacks) if isinstance(each, MaskOwner)]
+    for index, one in enumerate(callbacks):
+        if isinstance(one, SecondPoint):
+            for place, owner in owners:
+                if place > index or not one.fits_masks_before:
+                    return one, owner
+    return None

@@ -114,7 +114,10 @@ def cut(module: nn.Module, groups: Sequence[UnitGroup], kept: Masks) -> nn.Modul
     indices = _indices(tensors, groups, kept)
     for group in groups:
         if group.masks_only and not bool(kept.get(group.name, torch.ones(1)).all()):
-            raise InvalidOption(f"The units of `{group.name}` can be masked but not cut: {group.masks_only}.")
+            raise InvalidOption(
+                f"The units of `{group.name}` can be masked but not cut: {group.masks_only}; let `shrink` keep them "
+                f"(`ignore=[{group.name!r}]`), or set `federation.execution: mask`."
+            )
     # A deep copy takes what the memo says it has copied before, so the full tensors are never copied.
     small = copy.deepcopy(
         module, {id(tensors[name]): _narrow_like(tensors[name], index) for name, index in indices.items()}
@@ -195,9 +198,8 @@ def _require_narrow_form(
         if not bool(kept.get(group.name, torch.ones(1)).all()) and any(slot.name in cut_from for slot in group.slots)
     ]
     raise InvalidOption(
-        f"`{', '.join(cut_from)}`: a `{type(layer).__name__}` has no known narrow form; run the units of "
-        f"`{', '.join(producers)}` under masks instead (`federation.execution: mask`), or let `shrink` keep them "
-        "(`ignore`)."
+        f"`{', '.join(cut_from)}`: a `{type(layer).__name__}` has no known narrow form; let `shrink` keep the units of "
+        f"`{', '.join(producers)}` (`ignore={producers}`), or set `federation.execution: mask`."
     )
 
 

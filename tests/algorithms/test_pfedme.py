@@ -1,13 +1,15 @@
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import pytest
 import torch
 
 from lightning_sparsefl import FedAvg, PFedMe
 from lightning_sparsefl.callbacks import MoreauEnvelope
-from lightning_sparsefl.errors import InvalidOption
+from lightning_sparsefl.errors import InvalidOption, SparseFLError
 from lightning_sparsefl.federated.aggregation.reducers import CoverageMean
-from lightning_sparsefl.types import Merged, Message
+from lightning_sparsefl.types import Merged, Message, Update
 
 WEIGHTS = {"w": torch.tensor([1.0, 2.0]), "buffer": torch.tensor([0.5])}
 MESSAGE = Message(weights=WEIGHTS)
@@ -87,3 +89,22 @@ def test_running_variances_stay_positive_beyond_the_mean(federation):
     module = federation.module()
     federation(PFedMe(lam=2.0, beta=2.0), rounds=3, module=module)
     assert bool((module.net[1].running_var > 0).all())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Masked(FedAvg):
+    """Trains by an envelope under a mask, under which theta would not be."""
+
+    def download(self, server, view):
+        masks = {name: weight > 0 for name, weight in server.weights.items() if weight.dim() > 1}
+        return Message(weights=server.weights, masks=masks)
+
+    def train(self, message, client):
+        envelope = MoreauEnvelope(strength=2.0, lr=0.1)
+        return Update(client.fit(message.weights, message.masks, callbacks=[envelope]).weights)
+
+
+@pytest.mark.parametrize("engine", ["fast", "stacked"])
+def test_an_envelope_under_masks_is_refused(engine, federation):
+    with pytest.raises(SparseFLError, match=r"`MoreauEnvelope` passes .* which `StaticMask` does not mask"):
+        federation(Masked(), federation={"local_engine": engine})

@@ -10,9 +10,14 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_sparsefl.callbacks import (
     BudgetAwareExtrusion,
+    DynamicMask,
+    DynamicPruningWithFeedback,
     GradientOffset,
     GradientSum,
+    GradualPruning,
     GroupPenalty,
+    LotteryRewind,
+    NMPruning,
     OrderedDropout,
     ProximalTerm,
     StepMeter,
@@ -72,3 +77,18 @@ def test_a_step_that_lightning_does_not_report_is_refused(name, tmp_path):
     trainer = fit(tmp_path, False, callback)
     assert trainer.global_step == 4
     trainer.optimizers[0].step()  # by the user, after the fit
+
+
+SCHEDULES = {
+    "GradualPruning": lambda: GradualPruning(density=0.5, every_n_steps=1),
+    "NMPruning": lambda: NMPruning(n=1, m=2, start=0.5),
+    "DynamicPruningWithFeedback": lambda: DynamicPruningWithFeedback(density=0.5, every_n_steps=1),
+    "LotteryRewind": lambda: LotteryRewind(density=0.5, cycles=2),
+    "DynamicMask": lambda: DynamicMask(density=0.5, every_n_steps=1),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_schedule_that_no_step_moves_says_why(name, tmp_path):
+    with pytest.warns(UserWarning, match=rf"`{name}`: .*, since Lightning reports no steps of `optimizers\(use_pl_opt"):
+        fit(tmp_path, True, SCHEDULES[name]())

@@ -35,7 +35,7 @@ def loader():
     return DataLoader(TensorDataset(x, (x[:, 0] > 0).long()), batch_size=4)
 
 
-def fit(callbacks, module=None, epochs=4):
+def fit(callbacks, module=None, epochs=4, ckpt_path=None):
     module = module or Net()
     trainer = L.Trainer(
         max_epochs=epochs,
@@ -46,7 +46,7 @@ def fit(callbacks, module=None, epochs=4):
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(module, loader())
+    trainer.fit(module, loader(), ckpt_path=ckpt_path)
     return module, trainer
 
 
@@ -77,6 +77,21 @@ def test_a_second_fit_counts_its_own_epochs():
     assert list(callback.snapshots) == [1, 2]
     assert torch.equal(callback.snapshots[1]["net.0.weight"], watch.ends[0]["net.0.weight"])
     assert not torch.equal(callback.snapshots[1]["net.0.weight"], first)
+
+
+@pytest.mark.parametrize("last", [0, 1, 2])
+def test_a_fit_that_is_resumed_after_the_last_batch_of_an_epoch_has_all_copies(last, tmp_path):
+    class Save(L.Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            if trainer.is_last_batch and trainer.current_epoch == last:
+                trainer.save_checkpoint(tmp_path / "last.ckpt")
+
+    expected, callback = EpochSnapshots([1, 2, 3]), EpochSnapshots([1, 2, 3])
+    fit([expected, Save()])
+    fit([callback], ckpt_path=tmp_path / "last.ckpt")
+    assert sorted(callback.snapshots) == [1, 2, 3]
+    for epoch, copy in callback.snapshots.items():
+        assert all(torch.equal(copy[name], value) for name, value in expected.snapshots[epoch].items())
 
 
 def test_copies_are_masked():

@@ -109,6 +109,19 @@ def test_a_resumed_fit_does_not_prune_an_epoch_twice(net, fit, tmp_path):
     assert probe.kept == [27, 27]
 
 
+def test_a_fit_that_is_resumed_after_the_last_batch_of_an_epoch_prunes_in_the_next(net, fit, tmp_path):
+    class Save(Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            if trainer.is_last_batch:
+                trainer.save_checkpoint(tmp_path / f"{trainer.current_epoch}.ckpt")
+
+    callbacks = [GlobalMagnitudePruning(fraction=0.5, epochs=[0, 2]) for _ in range(3)]
+    fit(net(), [callbacks[0], Save()], epochs=3)
+    for last, callback in enumerate(callbacks[1:]):
+        fit(net(seed=3), [callback], epochs=3, ckpt_path=tmp_path / f"{last}.ckpt")
+        assert same(callback.masks, callbacks[0].masks)
+
+
 @pytest.mark.parametrize("epochs", [None, [0, 1]])
 def test_fraction_0_is_dense_training(epochs, net, fit, by_hand, recipes):
     recipe, module = recipes["momentum, decay"], net(recipes["momentum, decay"])

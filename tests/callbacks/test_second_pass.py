@@ -13,7 +13,14 @@ from torch.optim import LBFGS, SGD
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric
 
-from lightning_sparsefl.callbacks import MetaStep, MoreauEnvelope, OrderedDropout, PersonalMixture
+from lightning_sparsefl.callbacks import (
+    LearnedImportance,
+    MetaStep,
+    MoreauEnvelope,
+    OrderedDropout,
+    PersonalMixture,
+    StaticMask,
+)
 from lightning_sparsefl.callbacks.second_pass import gradient_at
 from lightning_sparsefl.errors import IncompatibleMasks, InvalidOption
 
@@ -431,3 +438,30 @@ def test_units_are_drawn_before_a_batch_is_passed_elsewhere(name, fit, net):
     ):
         fit(net(), [MAKERS[name](), OrderedDropout()])
     fit(net(), [OrderedDropout(), MAKERS[name]()])
+
+
+MASKS = {"StaticMask": lambda: StaticMask(0.5), "LearnedImportance": lambda: LearnedImportance(density=0.5, lr=1.0)}
+
+
+@pytest.mark.parametrize("owner", MASKS)
+@pytest.mark.parametrize("name", ["MoreauEnvelope", "PersonalMixture"])
+@pytest.mark.parametrize("first", [True, False])
+def test_weights_that_no_mask_holds_are_refused(name, owner, first, fit, net):
+    pair = [MASKS[owner](), MAKERS[name]()]
+    with pytest.raises(
+        InvalidOption, match=f"`{name}` passes .* which `{owner}` does not mask; expected one of the two"
+    ):
+        fit(net(), pair if first else pair[::-1])
+
+
+@pytest.mark.parametrize("order", ["first", "hessian"])
+def test_a_meta_step_passes_batches_under_the_masks_before_it(order, fit):
+    class Watched(Busy):
+        def training_step(self, batch, batch_idx):
+            assert torch.count_nonzero(self.net[0].weight) == 4
+            return super().training_step(batch, batch_idx)
+
+    mask = {"net.0.weight": torch.eye(6, 4, dtype=torch.bool)}
+    fit(Watched(), [StaticMask(masks=mask), MetaStep(lr=0.1, order=order)])
+    with pytest.raises(InvalidOption, match=r"`MetaStep` passes .* does not mask; expected the masks before it\."):
+        fit(Watched(), [MetaStep(lr=0.1, order=order), StaticMask(masks=mask)])

@@ -7,7 +7,14 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_sparsefl.callbacks import DynamicMask, GradientOffset, GradualPruning, GroupPenalty, ProximalTerm
+from lightning_sparsefl.callbacks import (
+    DynamicMask,
+    GradientOffset,
+    GradualPruning,
+    GroupPenalty,
+    MoreauEnvelope,
+    ProximalTerm,
+)
 from lightning_sparsefl.errors import InvalidOption
 
 
@@ -51,7 +58,12 @@ def test_masks_are_those_of_dense_gradients(make, fit):
 
 @pytest.mark.parametrize(
     "callback",
-    [GroupPenalty(stairs=None), ProximalTerm(), GradientOffset({"words.weight": torch.ones(12, 6)})],
+    [
+        GroupPenalty(stairs=None),
+        ProximalTerm(),
+        GradientOffset({"words.weight": torch.ones(12, 6)}),
+        MoreauEnvelope(strength=1.0, lr=0.1),
+    ],
     ids=lambda callback: type(callback).__name__,
 )
 def test_terms_that_are_dense_are_refused_by_name(callback, fit):

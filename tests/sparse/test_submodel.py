@@ -214,7 +214,7 @@ def half(name, size):
     [
         (
             (nn.Linear(4, 3), Scaled(), nn.Linear(3, 1)),
-            "`1.scale`: a `Scaled` has no known narrow form; run the units of `0` under masks",
+            "`1.scale`: a `Scaled` has no known narrow form; let `shrink` keep the units of `0`",
         ),
         (
             (
@@ -253,7 +253,7 @@ class Own(nn.Module):
 def test_a_parameter_of_the_module_itself_is_named_with_the_layer_of_its_units():
     net = Own()
     groups = find_groups(net, torch.randn(2, 4))
-    expected = r"`scale`: a `Own` has no known narrow form; run the units of `first` under masks .*`ignore`"
+    expected = r"`scale`: a `Own` has no known narrow form; .* units of `first` \(`ignore=\['first'\]`\)"
     with pytest.raises(InvalidOption, match=expected):
         cut(net, groups, half("first", 3))
 
