@@ -21,6 +21,8 @@ _SQUEEZE = 0x0102040810204080
 _REPEAT = 0x0101010101010101
 _SELECT = 0x8040201008040201 - (1 << 64)
 """Bit i of byte i, as a signed 64-bit integer."""
+_WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Type of the bits of a number, by its bytes."""
 
 
 def apply(weights: Weights, masks: Masks) -> dict[str, Tensor]:
@@ -65,11 +67,10 @@ def enforce(weights: Weights, masks: Masks) -> dict[str, Tensor]:
 
 
 def _zeroed(value: Tensor, mask: Tensor) -> Tensor:
+    bits = value.view(_WORDS[value.element_size()]) if value.is_floating_point() else value
     off = ~mask
-    wrong = value != 0
-    if value.is_floating_point():
-        wrong |= value.signbit()  # a negative zero is another value to a codec
-    return value.masked_fill(off, 0) if bool((wrong & off).any()) else value
+    clean = not bool(((bits != 0) & off).any())  # by bits, since a negative zero is another value to a codec
+    return value if clean else value.masked_fill(off, 0)
 
 
 def counts(masks: Masks) -> dict[str, int]:

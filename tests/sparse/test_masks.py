@@ -20,6 +20,28 @@ def test_apply_zeroes_the_dropped_and_passes_the_dense_on_uncopied():
     assert weights["w"].tolist() == [1.0, -2.0]
 
 
+def test_apply_makes_no_negative_zero():
+    out = m.apply({"w": torch.tensor([-2.0, 1.0])}, {"w": mask(0, 1)})
+    assert not out["w"].signbit().any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.complex64, torch.int64])
+def test_enforce_keeps_the_very_tensor_that_is_zero_already(dtype):
+    clean, other = torch.tensor([3, 0], dtype=dtype), torch.tensor([3, 5], dtype=dtype)
+    out = m.enforce({"clean": clean, "w": other, "dense": other}, {"clean": mask(1, 0), "w": mask(1, 0)})
+    assert out["clean"] is clean
+    assert out["dense"] is other
+    assert (out["w"].tolist(), out["w"].dtype) == ([3, 0], dtype)
+    assert other.tolist() == [3, 5]
+
+
+@pytest.mark.parametrize("dropped", [-0.0, float("nan"), float("-inf")])
+def test_enforce_leaves_a_positive_zero_whatever_was_there(dropped):
+    out = m.enforce({"w": torch.tensor([[1.0, dropped]]).T}, {"w": mask(1, 0)[:, None]})["w"]
+    assert out.flatten().tolist() == [1.0, 0.0]
+    assert not out.signbit().any()
+
+
 class Versioned(nn.Linear):
     """A layer that loads nothing without its version."""
 
