@@ -72,6 +72,7 @@ class LearnedImportance(MaskingCallback):
     """
 
     writes_values = True
+    masks_each_batch = True
 
     @check_arguments
     def __init__(

@@ -35,6 +35,8 @@ class MaskOwner(NumberedCallback):
     """Attributes that refer to the module, the trainer or the optimizers, which copies of a callback leave out."""
     writes_values = False
     """Whether the callback keeps values of weights, and writes them back later."""
+    masks_each_batch = False
+    """Whether the masks of a batch are others than those of the batch before."""
     grows_from_zero = False
     """Whether weights that the mask takes in start at 0."""
 

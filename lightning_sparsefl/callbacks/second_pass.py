@@ -121,13 +121,9 @@ class SecondPoint(NumberedCallback):
     def _refuse_others(self, trainer: Any) -> None:
         """Refuse another callback of this kind, and one behind this that changes layers for a batch when it starts."""
         name, callbacks = type(self).__name__, list(trainer.callbacks)
-        unmasked = beside_masks(callbacks)
+        unmasked = unmasked_pass(callbacks)
         if unmasked is not None:
-            expected = "the masks before it" if unmasked[0].fits_masks_before else "one of the two"
-            raise InvalidOption(
-                f"`{type(unmasked[0]).__name__}` passes batches at weights of its own, which "
-                f"`{type(unmasked[1]).__name__}` does not mask; expected {expected}."
-            )
+            raise InvalidOption(unmasked)
         behind = callbacks[callbacks.index(self) + 1 :] if self in callbacks else []
         for other in behind:
             if isinstance(other, SecondPoint):
@@ -207,16 +203,21 @@ class SecondPoint(NumberedCallback):
         self.back()
 
 
-def beside_masks(callbacks: Sequence[Callback]) -> tuple[SecondPoint, MaskOwner] | None:
-    """Return a callback of this kind and one whose masks do not hold at its second point; None if there are none.
+def unmasked_pass(callbacks: Sequence[Callback]) -> str | None:
+    """Return which callback passes batches at weights that another one does not mask, as a sentence; None if none does.
 
     Args:
         callbacks: Callbacks of a fit, in their order.
     """
     owners = [(place, each) for place, each in enumerate(callbacks) if isinstance(each, MaskOwner)]
-    for index, one in enumerate(callbacks):
-        if isinstance(one, SecondPoint):
-            for place, owner in owners:
-                if place > index or not one.fits_masks_before:
-                    return one, owner
+    passing = [(place, each) for place, each in enumerate(callbacks) if isinstance(each, SecondPoint)]
+    for index, one in passing:
+        for place, owner in owners:
+            fits = one.fits_masks_before and not owner.masks_each_batch
+            if not fits or place > index:
+                expected = "the masks before it" if fits else "one of the two"
+                return (
+                    f"`{type(one).__name__}` passes batches at weights of its own, which `{type(owner).__name__}` does "
+                    f"not mask; expected {expected}."
+                )
     return None

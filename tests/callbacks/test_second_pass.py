@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 
 import lightning as L
 import pytest
@@ -443,8 +444,10 @@ def test_units_are_drawn_before_a_batch_is_passed_elsewhere(name, fit, net):
 MASKS = {"StaticMask": lambda: StaticMask(0.5), "LearnedImportance": lambda: LearnedImportance(density=0.5, lr=1.0)}
 
 
-@pytest.mark.parametrize("owner", MASKS)
-@pytest.mark.parametrize("name", ["MoreauEnvelope", "PersonalMixture"])
+PAIRS = sorted({*itertools.product(MAKERS, MASKS)} - {("MetaStep", "StaticMask")})
+
+
+@pytest.mark.parametrize(("name", "owner"), PAIRS)
 @pytest.mark.parametrize("first", [True, False])
 def test_weights_that_no_mask_holds_are_refused(name, owner, first, fit, net):
     pair = [MASKS[owner](), MAKERS[name]()]

@@ -12,7 +12,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.utilities.rank_zero import WarningCache
 
-from lightning_sparsefl.callbacks.second_pass import beside_masks
+from lightning_sparsefl.callbacks.second_pass import unmasked_pass
 from lightning_sparsefl.callbacks.stacking import stacking_key
 from lightning_sparsefl.errors import InvalidOption
 from lightning_sparsefl.federated.client import Client
@@ -262,7 +262,7 @@ class StackedWorker(ClientWorker):
 
     def _key(self, request: StackedRequest) -> Hashable | None:
         """Return what must agree for fits to be stacked; None for a fit that cannot be."""
-        if beside_masks(request.callbacks) is not None:
+        if unmasked_pass(request.callbacks) is not None:
             return None  # a fit that is refused when it starts
         kinds = []
         for callback in request.callbacks:
