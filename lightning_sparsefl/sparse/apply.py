@@ -7,7 +7,8 @@ import functools
 import torch
 from torch import Tensor
 
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Integer type of each element size, in bytes; in a view as integers, bits are compared, and -0.0 differs from 0.0."""
 _CHUNK = 1 << 17
 """Number of elements that are multiplied at once: the mask is first copied to integers of the width of the values,
 since a CPU multiplies fast by numbers of the same type only, and a copy of this size stays in its cache."""
@@ -34,7 +35,7 @@ class InPlaceMask:
         self._pairs = dtype.itemsize == 16  # complex128, for which no integer is wide enough
         self._dtype = dtype
         self.mask = mask.unsqueeze(-1) if self._pairs else mask
-        self._integer = _INTEGERS[8 if self._pairs else dtype.itemsize]
+        self._integer = INTEGERS[8 if self._pairs else dtype.itemsize]
         self._parts: list[tuple[Tensor, Tensor]] = []
         if not self._pairs and mask.device.type == "cpu" and mask.is_contiguous():
             scratch = _scratch(self._integer)

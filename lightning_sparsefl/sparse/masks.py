@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_sparsefl.errors import IncompatibleMasks
+from lightning_sparsefl.sparse.apply import INTEGERS
 from lightning_sparsefl.sparse.density import listed
 from lightning_sparsefl.sparse.versions import versions_of, with_versions
 from lightning_sparsefl.types import Masks, Weights
@@ -21,8 +22,6 @@ _SQUEEZE = 0x0102040810204080
 _REPEAT = 0x0101010101010101
 _SELECT = 0x8040201008040201 - (1 << 64)
 """Bit i of byte i, as a signed 64-bit integer."""
-_WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Type of the bits of a number, by its bytes."""
 
 
 def apply(weights: Weights, masks: Masks) -> dict[str, Tensor]:
@@ -67,7 +66,7 @@ def enforce(weights: Weights, masks: Masks) -> dict[str, Tensor]:
 
 
 def _zeroed(value: Tensor, mask: Tensor) -> Tensor:
-    bits = value.view(_WORDS[value.element_size()]) if value.is_floating_point() else value
+    bits = value.view(INTEGERS[value.element_size()]) if value.is_floating_point() else value
     off = ~mask
     clean = not bool(((bits != 0) & off).any())  # by bits, since a negative zero is another value to a codec
     return value if clean else value.masked_fill(off, 0)

@@ -26,6 +26,7 @@ from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX as _EXTRA_STATE
 
 from lightning_sparsefl.errors import CheckpointMismatch, InvalidOption
 from lightning_sparsefl.files import replacing
+from lightning_sparsefl.sparse.apply import INTEGERS
 from lightning_sparsefl.sparse.masks import pack, unpack
 from lightning_sparsefl.sparse.versions import versions_of, with_versions
 from lightning_sparsefl.wire import bitmask
@@ -36,8 +37,6 @@ _ENTRY = 128
 """Approximate size of one entry in the header, in bytes."""
 _DIMENSIONS = 64
 """Largest number of dimensions of a tensor that torch computes with."""
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Integer type of each element size, in bytes; an integer view compares bit patterns."""
 _DTYPES = frozenset(
     {
         *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.bool),
@@ -78,7 +77,7 @@ def export_sparse(weights: nn.Module | Mapping[str, Tensor], path: str | os.Path
     for name, value in weights.items():
         _require_writable(name, value)
         value = value.detach().cpu().contiguous()
-        kept = value.view(_INTEGERS[value.element_size()]) != 0
+        kept = value.view(INTEGERS[value.element_size()]) != 0
         if value.dim() and _sparse_size(kept, value.element_size()) < value.nbytes:
             entries[name], entries[name + _MASK], shapes[name] = value[kept], pack(kept), list(value.shape)
         else:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_sparsefl.errors import InvalidOption, MalformedPayload
+from lightning_sparsefl.sparse.apply import INTEGERS
 from lightning_sparsefl.sparse.masks import counts
 from lightning_sparsefl.types import Masks
 from lightning_sparsefl.wire import bitmask, dense, indices
@@ -21,8 +22,6 @@ _NONE, _FALSE, _TRUE, _INT, _FLOAT, _TEXT, _LIST, _TUPLE, _TREE, _TENSOR, _KNOWN
 _DENSE, _BITMASK, _INDICES = range(3)
 """Encodings of a tensor: all values, or the non-zero values with one bit per position or with positions."""
 _MAX_DEPTH = 32
-_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Integer type of each element size, in bytes; in an integer view -0.0 differs from 0.0."""
 
 
 def write_value(
@@ -223,4 +222,4 @@ def _read_sparse(reader: Reader, dtype: torch.dtype, shape: torch.Size, *, bound
 
 
 def _words(value: Tensor) -> Tensor:
-    return dense.flat(value).view(_WORDS[value.element_size()])
+    return dense.flat(value).view(INTEGERS[value.element_size()])
