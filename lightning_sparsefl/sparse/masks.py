@@ -48,8 +48,8 @@ def _product(value: Tensor, mask: Tensor) -> Tensor:
     return product.add_(0) if product.is_floating_point() else product  # -0.0 + 0 is 0.0
 
 
-def enforce(weights: Weights, masks: Masks) -> dict[str, Tensor]:
-    """Return weights that are zero where a mask is False, with the very tensors that are so already.
+def enforce(weights: Weights, masks: Masks) -> Weights:
+    """Return weights that are zero where a mask is False, with the very tensors, or the very tree, that are so already.
 
     Unlike :func:`apply`, it neither copies such a tensor nor keeps values under a mask that are not finite: the result
     is what a receiver decodes of the kept values.
@@ -62,7 +62,10 @@ def enforce(weights: Weights, masks: Masks) -> dict[str, Tensor]:
         >>> enforce({"w": torch.tensor([1.0, -2.0])}, {"w": torch.tensor([True, False])})
         {'w': tensor([1., 0.])}
     """
-    return {name: _zeroed(value, masks[name]) if name in masks else value for name, value in weights.items()}
+    zeroed = {name: _zeroed(weights[name], mask) for name, mask in masks.items() if name in weights}
+    if all(value is weights[name] for name, value in zeroed.items()):
+        return weights
+    return {**weights, **zeroed}
 
 
 def _zeroed(value: Tensor, mask: Tensor) -> Tensor:

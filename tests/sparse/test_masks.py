@@ -30,6 +30,7 @@ def test_enforce_keeps_the_very_tensor_that_is_zero_already(dtype):
     clean, other = torch.tensor([3, 0], dtype=dtype), torch.tensor([3, 5], dtype=dtype)
     out = m.enforce({"clean": clean, "w": other, "dense": other}, {"clean": mask(1, 0), "w": mask(1, 0)})
     assert out["clean"] is clean
+    assert m.enforce(tree := {"clean": clean, "dense": other}, {"clean": mask(1, 0)}) is tree
     assert out["dense"] is other
     assert (out["w"].tolist(), out["w"].dtype) == ([3, 0], dtype)
     assert other.tolist() == [3, 5]

@@ -206,7 +206,7 @@ def check_state(method: object, hook: str, state: Any, layout: Layout) -> Server
                 f"{what} has weights {strange!r} that are not finite; expected finite ones, as after a smaller step of "
                 "the server. The round before is committed."
             )
-    masked: ServerState = replace(state, weights=enforce(state.weights, state.masks)) if state.masks else state
+    masked: ServerState = replace(state, weights=enforce(state.weights, state.masks))
     return masked
 
 

@@ -552,7 +552,7 @@ class _Messages:
         if key not in self._known:
             while len(self._known) >= self._REMEMBERED:
                 del self._known[next(iter(self._known))]
-            weights: Weights = enforce(message.weights, message.masks)
+            weights = enforce(message.weights, message.masks)
             size = self._codec.message_size(replace(message, weights=weights), known)
             self._known[key] = tensors, weights, size  # with the tensors, so that no other object gets their identity
         _, weights, size = self._known[key]

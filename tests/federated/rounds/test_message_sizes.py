@@ -53,5 +53,7 @@ def test_a_message_arrives_with_zeros_under_its_masks(codec):
     assert not first.weights["a"][~MASK].any()
     assert not first.weights["a"][~MASK].signbit().any()
     assert first.weights["b"] is OTHER
+    dense = Message(weights={"a": WEIGHT, "b": OTHER})
+    assert messages.prepare(dense, None)[0].weights is dense.weights  # a flat tree stays one, which loads in one copy
     again, _ = messages.prepare(sent, None)
     assert again.weights["a"] is first.weights["a"]  # clients with equal messages share their weights
