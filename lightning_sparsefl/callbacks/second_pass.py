@@ -119,7 +119,7 @@ class SecondPoint(NumberedCallback):
             )
 
     def _refuse_others(self, trainer: Any) -> None:
-        """Refuse another callback of this kind, and one behind this that changes layers for a batch when it starts."""
+        """Refuse masks that do not hold, another callback of this kind, and one behind this that draws units."""
         name, callbacks = type(self).__name__, list(trainer.callbacks)
         unmasked = unmasked_pass(callbacks)
         if unmasked is not None:
@@ -204,7 +204,7 @@ class SecondPoint(NumberedCallback):
 
 
 def unmasked_pass(callbacks: Sequence[Callback]) -> str | None:
-    """Return which callback passes batches at weights that another one does not mask, as a sentence; None if none does.
+    """Return which callback passes batches at weights that another one does not mask, as a sentence; else None.
 
     Args:
         callbacks: Callbacks of a fit, in their order.

@@ -130,9 +130,9 @@ def _state_before(run: Run, round: int | None) -> tuple[RunState, int]:
     first, last = state.server.round, run.options.max_rounds - 1
     there = f"{first} to {last}" if first < last else str(last) if first == last else "none, since it has finished"
     raise InvalidOption(
-        f"`round` is {number}, but the rounds that can be replayed from this checkpoint "
-        f"are: {there}; to replay others, keep checkpoints of earlier rounds with `ModelCheckpoint(save_top_k=-1)` in "
-        "`trainer.callbacks`, and set `ckpt_path` to one of them."
+        f"`round` is {number}, but the rounds that can be replayed from this checkpoint are: {there}; to replay "
+        "others, keep checkpoints of earlier rounds with `ModelCheckpoint(save_top_k=-1)` in `trainer.callbacks`, and "
+        "set `ckpt_path` to one of them."
     )
 
 
