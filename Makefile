@@ -23,7 +23,7 @@ test-all: ## Run all tests, the slow ones included; ARGS go to pytest
 
 STACKS = tests/contract/test_stacked_parity.py tests/contract/test_stacked_evaluation.py tests/federated/local/stacked
 test-gpu: ## Run the tests of stacks, and those that need a GPU, on a CUDA device
-	SPARSEFL_TEST_DEVICE=cuda $(PYTHON) -m pytest $(STACKS) $(ARGS)
+	SPARSEFL_TEST_DEVICE=cuda $(PYTHON) -m pytest -v $(STACKS) $(ARGS)
 	$(PYTHON) -m pytest -m gpu $(ARGS)
 
 quickstart: ## Train the first federation, on a CPU and without a download

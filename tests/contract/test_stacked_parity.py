@@ -682,7 +682,7 @@ class Noting(FedAvg):
 
 
 def test_a_fit_that_is_run_again_has_the_company_that_it_had(tmp_path, stacks):
-    options = {"precision": "32-true", "rounds": 1, "federation": {"stack_size": 3}}
+    options = {"precision": "32-true", "rounds": 1, "deterministic": True, "federation": {"stack_size": 3}}
     algorithm = Noting()
     trainer, _ = digits(tmp_path, "stacked", seeded(norm="none"), algorithm, **options)
     assert stacks == [3, 3]
