@@ -54,6 +54,8 @@ class DynamicPruningWithFeedback(ErrorFeedback):
         16
     """
 
+    stackable = True
+
     @check_arguments
     def __init__(
         self,

@@ -65,6 +65,8 @@ class GradualPruning(MaskingCallback):
         0.8
     """
 
+    stackable = True
+
     @check_arguments
     def __init__(
         self,

@@ -49,6 +49,8 @@ class NMPruning(MaskingCallback):
         0.0
     """
 
+    stackable = True
+
     @check_arguments
     def __init__(
         self,

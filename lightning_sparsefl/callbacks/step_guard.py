@@ -85,6 +85,29 @@ class StepGuard:
             self._step.restore()
 
 
+def prepare_step(optimizer: Any) -> None:
+    """Call the listeners of an optimizer as its next step would do before it reads gradients, which it then does not.
+
+    Args:
+        optimizer: The optimizer, whose next step takes no closure; nothing happens without listeners.
+
+    Example:
+        >>> import torch
+        >>> class Listener:
+        ...     def before_update(self, optimizer): print("update")
+        ...     def after_step(self, optimizer): print("stepped")
+        >>> optimizer = torch.optim.SGD([torch.ones(1, requires_grad=True)])
+        >>> guard = StepGuard(optimizer, Listener())
+        >>> prepare_step(optimizer)
+        update
+        >>> optimizer.step()
+        stepped
+    """
+    guarded = getattr(vars(optimizer).get("step"), "guarded", None)
+    if guarded is not None:
+        guarded.prepare()
+
+
 class _GuardedStep:
     """Replacement of the ``step`` of one optimizer object by one that also calls listeners.
 
@@ -95,6 +118,7 @@ class _GuardedStep:
     def __init__(self, optimizer: Any) -> None:
         self.optimizer = optimizer
         self.listeners: list[StepListener] = []
+        self._prepared = False
         self._previous = vars(optimizer).get("step")
         self._inner = optimizer.step
         self._installed = MethodType(self._function(), optimizer)
@@ -121,12 +145,18 @@ class _GuardedStep:
             args = (self._wrapped(args[0]), *args[1:])
         elif callable(kwargs.get("closure")):
             kwargs = {**kwargs, "closure": self._wrapped(kwargs["closure"])}
-        else:
+        elif not self._prepared:
             self._before_update()
+        self._prepared = False
         result = self._inner(*args, **kwargs)
         for listener in self.listeners:
             listener.after_step(self.optimizer)
         return result
+
+    def prepare(self) -> None:
+        """Call the listeners before the next step."""
+        self._before_update()
+        self._prepared = True
 
     def _before_update(self) -> None:
         for listener in self.listeners:

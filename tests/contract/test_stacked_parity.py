@@ -42,8 +42,19 @@ from lightning_sparsefl import (
     SparsyFed,
     SubFedAvg,
 )
-from lightning_sparsefl.callbacks import DynamicMask, GlobalMagnitudePruning, GroupPenalty, LearnedImportance
+from lightning_sparsefl.callbacks import (
+    DynamicMask,
+    DynamicPruningWithFeedback,
+    GlobalMagnitudePruning,
+    GradualPruning,
+    GroupPenalty,
+    LearnedImportance,
+    NMPruning,
+    ProximalTerm,
+    StaticMask,
+)
 from lightning_sparsefl.data import IID, Dirichlet, FederatedDigits
+from lightning_sparsefl.errors import InvalidOption
 from lightning_sparsefl.federated.local.stacked.fit import StackedFit
 from lightning_sparsefl.federated.local.stacked.recording.recorded_step import TrainingPass
 from lightning_sparsefl.federated.local.stacked.scoring.evaluator import StackEvaluator
@@ -120,8 +131,9 @@ def stacks():
     sizes, before = [], StackedWorker._fit_group
 
     def fit(worker, group):
-        sizes.append(len(group))
-        return before(worker, group)
+        before(worker, group)
+        if all(request.result for request in group):
+            sizes.append(len(group))
 
     with mock.patch.object(StackedWorker, "_fit_group", fit):
         yield sizes
@@ -390,7 +402,7 @@ def test_a_step_that_counts_its_clients_steps_has_equal_numbers(tmp_path, stacks
 def test_a_step_that_begins_to_count_later_is_undone(tmp_path, stacks):
     with pytest.warns(match="asks for the number of steps, of which each client has its own"):
         compare(tmp_path, seeded(1, kind=Counting), rounds=1)
-    assert stacks
+    assert not stacks
 
 
 @pytest.mark.slow_after_first
@@ -562,6 +574,10 @@ CALLBACKS = {
     "dynamic mask": lambda: DynamicMask(density=0.5, every_n_steps=2, stop=1.0, rescale=False),
     **{kind.__name__: kind for kind in PRUNERS},
     "global pruning": lambda: GlobalMagnitudePruning(fraction=0.3, epochs=[0, 1]),
+    "drawn mask": lambda: StaticMask(density=0.5),
+    "gradual pruning": lambda: GradualPruning(density=0.3, every_n_steps=3),
+    "pruning with feedback": lambda: DynamicPruningWithFeedback(density=0.3, every_n_steps=3),
+    "1:4": lambda: NMPruning(1, 4),
     "stairs": lambda: GroupPenalty(0.2, stairs=3),
     "losses": Noting,
     "units": lambda: GroupPenalty(0.02, stairs=2, groups="units", units=units_of),
@@ -600,6 +616,35 @@ def test_callbacks_that_act_on_the_rows_of_their_clients(name, tmp_path, stacks,
     compare(tmp_path, seeded(norm="none", smooth=True), Method())
     assert stacks
     assert repeated
+
+
+INHERITED = {kind.__name__ for kind in PRUNERS if "stackable" not in vars(kind)}
+"""Callbacks whose base class is stackable, which does not count in `client_callbacks`."""
+
+
+@pytest.mark.slow_after_first
+@pytest.mark.parametrize("name", sorted(CALLBACKS.keys() - INHERITED))
+def test_callbacks_of_the_user_act_on_the_rows_of_their_clients(name, tmp_path, stacks, repeated):
+    """A term of the gradient behind them is masked too, before the optimizer remembers it."""
+    chosen = [CALLBACKS[name](), ProximalTerm(0.1)]
+    compare(tmp_path, seeded(norm="none", smooth=True), client_callbacks=chosen)
+    assert stacks
+    assert repeated
+
+
+def test_a_callback_of_the_user_acts_on_stacks_of_a_method_with_masks(tmp_path, stacks):
+    compare(tmp_path, seeded(norm="none", smooth=True), FedSpa(), client_callbacks=[ProximalTerm(0.1)])
+    assert stacks
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "more"), [(FedSpa(), []), (FedAvg(), [GlobalMagnitudePruning(fraction=0.3, epochs=[0])])]
+)
+def test_callbacks_that_mask_the_same_weights_are_refused(algorithm, more, tmp_path, stacks):
+    chosen = [DynamicMask(density=0.5, every_n_steps=2, stop=1.0), *more]
+    with pytest.raises(InvalidOption, match="both claim"):
+        digits(tmp_path, "stacked", seeded(norm="none", smooth=True), algorithm, client_callbacks=chosen)
+    assert not stacks
 
 
 class Alone(Callback):

@@ -120,6 +120,13 @@ class StackedCallback:
         """Return leaves of its own that the optimizer is to step, each with the name of a weight of its group."""
         return {}
 
+    def join(self, companions: Sequence[Sequence[Any]]) -> None:
+        """Get to know all callbacks of each client, before the weights are loaded.
+
+        Args:
+            companions: Callbacks of each client, in the order in which they act.
+        """
+
     def prepare(self, optimizer: Optimizer, clips: bool, chain: Sequence[StackedCallback]) -> None:
         """Act when the optimizer is made.
 
@@ -159,6 +166,13 @@ class StackedCallback:
         Args:
             leaves: Weights of the clients, with gradients.
             steps: Number of optimizer steps that each of these clients has taken.
+        """
+
+    def before_update(self, leaves: Leaves) -> None:
+        """Act on the gradients when they are clipped, right before the optimizer's step.
+
+        Args:
+            leaves: Weights of the clients, with gradients.
         """
 
     def after_step(self, leaves: Leaves) -> None:

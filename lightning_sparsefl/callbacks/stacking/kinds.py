@@ -79,6 +79,22 @@ def _penalty(callbacks: Sequence[GroupPenalty], module: nn.Module, totals: Seque
     return StackedUnitPenalty(callbacks, groups[0], module, totals)
 
 
+def _given_key(callback: StaticMask | ErrorFeedback) -> Hashable:
+    return (callback._given is None, *sorted(callback.masks))
+
+
+def _if_given(
+    make: Callable[[Sequence[Any]], StackedCallback],
+) -> Callable[[Sequence[Any], nn.Module, Sequence[int]], StackedCallback]:
+    """Return what makes the counterpart of callbacks whose masks are given; others make them when a fit starts."""
+
+    def made(callbacks: Sequence[Any], module: nn.Module, totals: Sequence[int]) -> StackedCallback:
+        given = callbacks[0]._given is not None
+        return make(callbacks) if given else StackedRows(callbacks, module, totals)
+
+    return made
+
+
 def _freezing_key(callback: LayerFreezing) -> Hashable:
     return tuple((name, bool(mask.any())) for name, mask in sorted(callback.trainable.items()))
 
@@ -92,14 +108,8 @@ def _importance_key(callback: LearnedImportance) -> Hashable | None:
 
 
 _KINDS: dict[type[Callback], _Kind] = {
-    StaticMask: _Kind(
-        lambda callback: None if callback._given is None else tuple(sorted(callback.masks)),
-        lambda callbacks, *_: StackedMask([callback.masks for callback in callbacks]),
-    ),
-    ErrorFeedback: _Kind(
-        lambda callback: None if callback._given is None else tuple(sorted(callback.masks)),
-        lambda callbacks, *_: StackedFeedback(callbacks),
-    ),
+    StaticMask: _Kind(_given_key, _if_given(lambda masks: StackedMask([mask.masks for mask in masks]))),
+    ErrorFeedback: _Kind(_given_key, _if_given(StackedFeedback)),
     LayerFreezing: _Kind(_freezing_key, lambda callbacks, *_: StackedFreezing(callbacks)),
     ProximalTerm: _Kind(
         lambda callback: (callback.strength, None if callback.anchor is None else tuple(sorted(callback.anchor))),

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_sparsefl.callbacks.stacking.base import Leaves, StackedCallback, StackedPass
+from lightning_sparsefl.callbacks.step_guard import prepare_step
 
 NOT_CALLED = ("on_before_backward", "on_before_zero_grad")
 """Hooks of a fit that have no place in a stack."""
@@ -118,7 +119,8 @@ class _Row:
 
     def __init__(self, callback: Callback, module: LightningModule, trainer: Any, total: int) -> None:
         self.callback, self._module, self._of, self._total = callback, module, trainer, total
-        self.names: list[str] = []
+        self.companions: Sequence[Callback] = [callback]
+        self.viewed = False
 
     def view(self, leaves: Leaves, place: int) -> None:
         """Make a module whose tensors are the client's rows, without copying any."""
@@ -137,11 +139,16 @@ class _Row:
         self.optimizer = RowOptimizer(self.parameters, place)
         self.trainer = RowTrainer(self._of, self._total)
         self.trainer.lightning_module, self.trainer.optimizers = self.module, [self.optimizer]
-        self.trainer.callbacks = [self.callback]
+        self.trainer.callbacks = list(self.companions)
         state = vars(self.module)
         state["_trainer"], state["optimizers"] = self.trainer, lambda use_pl_optimizer=True: self.optimizer
         state["log"] = state["log_dict"] = lambda *args, **options: _refuse("logs values")
-        self._state = self._read()
+        self._state, self.viewed = self._read(), True
+
+    def follow_own(self) -> None:
+        """Let the optimizer show the one of the module's own tensors, as long as there is none of the stack."""
+        own = {id(parameter): name for name, parameter in self._module.named_parameters()}
+        self.optimizer.follow(self._of.optimizers[0], own)
 
     def hook(self, name: str) -> Callable[..., None]:
         """Return a hook of the callback."""
@@ -200,18 +207,24 @@ class StackedRows(StackedCallback):
         self._ended = False
         self._names: dict[int, str] = {}
 
+    def join(self, companions: Sequence[Sequence[Callback]]) -> None:
+        """Let each client's trainer have all of its callbacks."""
+        for row, each in zip(self.places, companions, strict=True):
+            row.companions = each
+
     def start(self, leaves: Leaves) -> None:
-        """Make the views."""
+        """Make the views, and begin the fit of each client."""
         self._names = {id(leaf): name for name, leaf in leaves.items()}
         for place, row in enumerate(self.places):
             row.view(leaves, place)
             row.call("setup", "fit")
+            row.follow_own()
+            row.call("on_fit_start")
 
     def prepare(self, optimizer: Optimizer, clips: bool, chain: Sequence[StackedCallback]) -> None:
-        """Begin the fit of each client."""
+        """Let each client's optimizer show that of the stack."""
         for row in self.places:
             row.optimizer.follow(optimizer, self._names)
-            row.call("on_fit_start")
 
     def start_epoch(self) -> None:
         """Begin an epoch of each client, and the training with the first one."""
@@ -240,8 +253,15 @@ class StackedRows(StackedCallback):
         for _, row in self._called("on_before_optimizer_step"):
             row.call("on_before_optimizer_step", row.optimizer)
 
+    def before_update(self, leaves: Leaves) -> None:
+        """Call what precedes the step, which acts on gradients that callbacks behind this one have changed."""
+        for place, row in enumerate(self.places):
+            if "step" in vars(row.optimizer):  # which a callback has surrounded
+                row.show(leaves, place)
+                prepare_step(row.optimizer)
+
     def after_step(self, leaves: Leaves) -> None:
-        """Call what surrounds the step, and the hook after a batch."""
+        """Call what follows the step, and the hook after a batch."""
         assert self._batch is not None
         for row in self.places:
             row.optimizer.step()
@@ -272,7 +292,8 @@ class StackedRows(StackedCallback):
     def release(self) -> None:
         """Let the callbacks release their views, if the fit failed."""
         for row in () if self._ended else self.places:
-            row.hook("teardown")(row.trainer, row.module, "fit")
+            if row.viewed:
+                row.hook("teardown")(row.trainer, row.module, "fit")
 
 
 def _is_same(now: dict[Any, Any], before: dict[Any, Any]) -> bool:

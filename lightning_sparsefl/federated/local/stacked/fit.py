@@ -173,10 +173,12 @@ class StackedFit:
         for tensor in whole.own.values():
             tensor.grad = None
         trainer._start(TrainerFn.FITTING, RunningStage.TRAINING)
-        for callback, _ in self._callbacks:
-            callback.start(whole.leaves)
         with self.log.receiving(self.module), torch.enable_grad():
             self._make_optimizer()
+            for callback, _ in self._callbacks:
+                callback.join([request.callbacks for request in self.requests])
+                callback.start(whole.leaves)
+            self._stack_optimizer()
             self._states = ModuleStates(self.module)
             if self._recorder is not None:
                 self._recorder.start(whole, self._states)
@@ -194,7 +196,7 @@ class StackedFit:
             callback.release()
 
     def _make_optimizer(self) -> None:
-        """Make the user's optimizer on the module's own tensors, so that its rules see them, and point it at leaves."""
+        """Make the user's optimizer on the module's own tensors, so that its rules see them."""
         trainer, own, leaves = self.trainer, self.whole.own, self.whole.leaves
         frozen = [name for name in self._frozen() if own[name].requires_grad]
         for name in frozen:
@@ -206,6 +208,10 @@ class StackedFit:
             for name in frozen:
                 own[name].requires_grad_(True)
         require_elementwise(trainer)
+
+    def _stack_optimizer(self) -> None:
+        """Point the optimizer at the leaves, and at those of callbacks."""
+        trainer, own, leaves = self.trainer, self.whole.own, self.whole.leaves
         by_identity = {id(tensor): leaves[name] for name, tensor in own.items()}
         by_identity |= {id(tensor): leaf for tensor, leaf in self._add_further(trainer.optimizers[0])}
         if not stepped_by(trainer.optimizers[0]) <= by_identity.keys():
@@ -343,6 +349,8 @@ class StackedFit:
         if trainer.gradient_clip_val:
             by_value = trainer.gradient_clip_algorithm == GradClipAlgorithmType.VALUE
             clip([part.leaves[name] for name in self._stepped], trainer.gradient_clip_val, by_value)
+        for callback in callbacks:
+            callback.before_update(part.leaves)
         rows = None if part is self.whole else {leaf: part.leaves[name] for name, leaf in whole.items()}
         self.optimizer.step(low, high, rows, recorded)
         self.loop.set_steps(self.optimizer.taken[low:high])  # as schedulers see it

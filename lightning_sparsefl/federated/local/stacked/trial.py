@@ -18,6 +18,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import nn
 
+from lightning_sparsefl.callbacks.stacking import stacking_key
 from lightning_sparsefl.federated.local.engines import FastEngine
 from lightning_sparsefl.federated.local.fast.support import NEVER_CALLED, SCORING_HOOKS, STEPS, overridden
 from lightning_sparsefl.federated.local.fast.trainer import FastTrainer
@@ -134,8 +135,9 @@ class StackingTrial:
         if not isinstance(engine, FastEngine):
             return "they need a real Trainer"
         options, precision = engine.options, engine.precision
-        if work.client_callbacks:
-            return f"`trainer.client_callbacks` has a {type(work.client_callbacks[0]).__name__}"
+        for callback in work.client_callbacks:
+            if stacking_key(callback) is None:
+                return f"`trainer.client_callbacks` has a {type(callback).__name__}"
         if work.validate:
             return "`trainer.validate_locally` is set"
         if options.accumulate_grad_batches != 1:

@@ -12,7 +12,6 @@ import torch
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.utilities.rank_zero import WarningCache
 
-from lightning_sparsefl.callbacks.second_pass import unmasked_pass
 from lightning_sparsefl.callbacks.stacking import stacking_key
 from lightning_sparsefl.errors import InvalidOption
 from lightning_sparsefl.federated.client import Client
@@ -21,6 +20,7 @@ from lightning_sparsefl.federated.exchange.orders import Answer, Split
 from lightning_sparsefl.federated.local.engines import FastEngine
 from lightning_sparsefl.federated.local.round_lr import ScaleLearningRates
 from lightning_sparsefl.federated.local.stacked import fibers
+from lightning_sparsefl.federated.local.stacked.callback_trial import begin_together
 from lightning_sparsefl.federated.local.stacked.fit import StackedRequest, fit_stack
 from lightning_sparsefl.federated.local.stacked.gradients import GradientRequest, StackGradients
 from lightning_sparsefl.federated.local.stacked.reader import ClientReader, readable, reading_key
@@ -62,6 +62,8 @@ class StackedWorker(ClientWorker):
     def __init__(self, *args: Any, asked: bool = True, records: bool = True) -> None:
         super().__init__(*args)
         self._shares: dict[int, float] = {}
+        self._begun: dict[Hashable, bool] = {}
+        """Whether callbacks of these keys begin a fit together."""
         self._asked = asked
         self._trial = StackingTrial(self)
         capture = graphs_of(self.device)
@@ -262,8 +264,6 @@ class StackedWorker(ClientWorker):
 
     def _key(self, request: StackedRequest) -> Hashable | None:
         """Return what must agree for fits to be stacked; None for a fit that cannot be."""
-        if unmasked_pass(request.callbacks) is not None:
-            return None  # a fit that is refused when it starts
         kinds = []
         for callback in request.callbacks:
             rates = type(callback) is ScaleLearningRates
@@ -272,9 +272,23 @@ class StackedWorker(ClientWorker):
                 self._tell_alone(callback)
                 return None
             kinds.append(kind)
+        if not self._go_together(request, tuple(kinds)):
+            return None  # each client's fit is refused when it starts
         length = request.reader.batches if self._trial.planned else None  # rates are those of all clients of a stack
         widths = tuple((name, int(kept.sum())) for name, kept in sorted((request.units or {}).items()))
         return (request.epochs, length, tuple(kinds), reading_key(request.reader.examples), widths)
+
+    def _go_together(self, request: StackedRequest, kinds: Hashable) -> bool:
+        """Return whether the callbacks of a fit begin one together, of which stacks do not call all hooks."""
+        if kinds not in self._begun:
+            self.load(self.initial)
+            module, engine = self.module, cast(FastEngine, self.engine).for_epochs(request.epochs)
+            loader = self.data.client_train_dataloader(request.client)
+            if request.units is not None:
+                module = cast(LightningModule, cut(module, self.units, request.units))
+            with self._warning_once():
+                self._begun[kinds] = begin_together(engine, module, loader, request.callbacks, self.data)
+        return self._begun[kinds]
 
     def _tell_alone(self, callback: Callback) -> None:
         """Tell a user who has asked for stacks that a callback prevents them."""
