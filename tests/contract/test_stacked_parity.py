@@ -48,6 +48,7 @@ from lightning_sparsefl.callbacks import (
     GlobalMagnitudePruning,
     GradualPruning,
     GroupPenalty,
+    LayerFreezing,
     LearnedImportance,
     NMPruning,
     ProximalTerm,
@@ -630,6 +631,15 @@ def test_callbacks_of_the_user_act_on_the_rows_of_their_clients(name, tmp_path, 
     compare(tmp_path, seeded(norm="none", smooth=True), client_callbacks=chosen)
     assert stacks
     assert repeated
+
+
+@pytest.mark.parametrize("name", ["dynamic mask", "global pruning"])
+def test_masks_hold_frozen_entries_that_another_callback_restores(name, tmp_path, stacks):
+    weight = Pictures(norm="none", smooth=True).net[9].weight
+    trained = {"net.9.weight": torch.rand(weight.shape, generator=torch.Generator().manual_seed(0)) < 0.5}
+    chosen = [CALLBACKS[name](), LayerFreezing(trained)]
+    compare(tmp_path, seeded(norm="none", smooth=True), client_callbacks=chosen)
+    assert stacks
 
 
 def test_a_callback_of_the_user_acts_on_stacks_of_a_method_with_masks(tmp_path, stacks):

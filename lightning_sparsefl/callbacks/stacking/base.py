@@ -178,6 +178,13 @@ class StackedCallback:
     def after_step(self, leaves: Leaves) -> None:
         """Act on the weights, after the optimizer's step."""
 
+    def after_batch(self, batch: StackedPass) -> None:
+        """Act at the end of a batch, when all callbacks have acted on the weights.
+
+        Args:
+            batch: Batch of these clients.
+        """
+
     def end_epoch(self) -> None:
         """Act when all clients have ended an epoch."""
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import copy
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
 from lightning_sparsefl.callbacks.stacking.base import Leaves, StackedCallback, StackedPass
@@ -202,10 +203,16 @@ class StackedRows(StackedCallback):
     def __init__(self, callbacks: Sequence[Callback], module: Any, totals: Sequence[int]) -> None:
         pairs = zip(callbacks, totals, strict=True)
         self.places = [_Row(callback, module, module.trainer, total) for callback, total in pairs]
-        self._batch: StackedPass | None = None
+        self._in_part = False
         self._begun: list[bool] = []
         self._ended = False
         self._names: dict[int, str] = {}
+
+    def rows(self, low: int, high: int) -> StackedRows:
+        """Return the part for some clients; see :class:`StackedCallback`."""
+        part = cast(StackedRows, super().rows(low, high))
+        part._in_part = True
+        return part
 
     def join(self, companions: Sequence[Sequence[Callback]]) -> None:
         """Let each client's trainer have all of its callbacks."""
@@ -236,7 +243,6 @@ class StackedRows(StackedCallback):
 
     def before_batch(self, batch: StackedPass) -> None:
         """Call the hook before a batch."""
-        self._batch = batch
         for place, row in self._called("on_train_batch_start"):
             row.call("on_train_batch_start", _of_one(batch.batch, place), batch.number)
 
@@ -248,6 +254,7 @@ class StackedRows(StackedCallback):
 
     def before_step(self, leaves: Leaves, steps: Sequence[int]) -> None:
         """Call the hook before the optimizer's step."""
+        self._note_writes()
         for place, row in enumerate(self.places):
             row.show(leaves, place)
         for _, row in self._called("on_before_optimizer_step"):
@@ -261,15 +268,25 @@ class StackedRows(StackedCallback):
                 prepare_step(row.optimizer)
 
     def after_step(self, leaves: Leaves) -> None:
-        """Call what follows the step, and the hook after a batch."""
-        assert self._batch is not None
+        """Call what follows the step."""
         for row in self.places:
             row.optimizer.step()
             row.trainer.global_step += 1
-        losses = self._batch.losses.detach()
+
+    def after_batch(self, batch: StackedPass) -> None:
+        """Call the hook after a batch."""
+        self._note_writes()
+        losses = batch.losses.detach()
         for place, row in self._called("on_train_batch_end"):
-            batch = _of_one(self._batch.batch, place)
-            row.call("on_train_batch_end", {"loss": losses[place]}, batch, self._batch.number)
+            outputs = {"loss": losses[place]}
+            row.call("on_train_batch_end", outputs, _of_one(batch.batch, place), batch.number)
+
+    def _note_writes(self) -> None:
+        """Show in version counters that weights may have been written: leaves of a part share none with the views."""
+        if self._in_part:
+            for row in self.places:
+                for parameter in row.parameters.values():
+                    increment_version(parameter)
 
     def _called(self, hook: str) -> Iterator[tuple[int, _Row]]:
         """Yield the places and rows of the clients, if the callbacks have a hook."""

@@ -326,7 +326,7 @@ class StackedFit:
 
     def _batch(self, step: StepCaller, low: int, high: int, number: int) -> None:
         """Train the clients from `low` to before `high` on one batch of each."""
-        trainer, log = self.trainer, self.log
+        log = self.log
         part, whole = self.whole.part(low, high), self.whole.leaves
         callbacks = [callback for callback, _ in self._callbacks]
         if part is not self.whole:
@@ -344,6 +344,20 @@ class StackedFit:
         for callback in callbacks:
             callback.after_backward(one)
         log.collect()
+        self._prepare_step(callbacks, part, taken)
+        rows = None if part is self.whole else {leaf: part.leaves[name] for name, leaf in whole.items()}
+        self.optimizer.step(low, high, rows, recorded)
+        self.loop.set_steps(self.optimizer.taken[low:high])  # as schedulers see it
+        for callback in callbacks:
+            callback.after_step(part.leaves)
+        for callback in callbacks:
+            callback.after_batch(one)
+        for leaf in part.leaves.values():
+            leaf.grad = None
+
+    def _prepare_step(self, callbacks: Sequence[StackedCallback], part: StackedModule, taken: Sequence[int]) -> None:
+        """Let callbacks act on the gradients, and clip them."""
+        trainer = self.trainer
         for callback in callbacks:
             callback.before_step(part.leaves, taken)
         if trainer.gradient_clip_val:
@@ -351,13 +365,6 @@ class StackedFit:
             clip([part.leaves[name] for name in self._stepped], trainer.gradient_clip_val, by_value)
         for callback in callbacks:
             callback.before_update(part.leaves)
-        rows = None if part is self.whole else {leaf: part.leaves[name] for name, leaf in whole.items()}
-        self.optimizer.step(low, high, rows, recorded)
-        self.loop.set_steps(self.optimizer.taken[low:high])  # as schedulers see it
-        for callback in callbacks:
-            callback.after_step(part.leaves)
-        for leaf in part.leaves.values():
-            leaf.grad = None
 
     def _pass(self, one: BatchPass, callbacks: Sequence[StackedCallback]) -> None:
         """Give the clients of a batch their gradients by calling the module's training step."""
