@@ -40,7 +40,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+import torch
 from lightning.pytorch import Callback
+from lightning.pytorch.utilities.rank_zero import WarningCache
 
 from lightning_sparsefl.algorithms import _personal_masks as personal
 from lightning_sparsefl.callbacks import EpochSnapshots, GroupPenalty
@@ -59,6 +61,7 @@ from lightning_sparsefl.sparse.unit_tables import groups_of, unit_tables
 from lightning_sparsefl.sparse.units import UnitGroup, unit_masks
 from lightning_sparsefl.types import ClientView, CostFacts, Costs, Masks, Message, ServerState, Update, Weights
 
+_messages = WarningCache()
 _SHORTEST = 0.05
 """Largest fraction that a last, shorter pruning drops, as in the authors' code."""
 _LONG, _LESS = 0.16, 0.05
@@ -147,6 +150,11 @@ class SubFedAvg(FederatedAlgorithm):
         masks = self._pruned(early, result.weights, message.masks, client)
         if groups:
             masks = self._without_channels(early, result.weights, masks, groups, client)
+        if all(torch.equal(early[name], result.weights[name]) for name in message.masks):
+            _messages.warn(
+                "Clients of `SubFedAvg` prune only if the first and the last local epoch would give other masks, and "
+                "they have one epoch; expected `trainer.max_epochs` of 2 or more."
+            )
         return Update(
             weights=apply(result.weights, masks),
             votes=masks if self.votes == "kept" else None,

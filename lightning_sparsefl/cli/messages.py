@@ -254,7 +254,9 @@ def _beside_configuration(problem: Problem, module: str) -> str:
 
 
 def _not_installed(problem: Problem, match: re.Match[str]) -> str:
-    name = str(problem.class_path).rpartition(".")[2]
+    created = re.search(rf"{_IMPORT_PATH} cannot be created", problem.message)
+    path = problem.class_path or (created[1] if created else f"`{problem.key}`")
+    name = path.rpartition(".")[2]
     return f"{name} needs the package {match[1]}, which is not installed; run `pip install '{match[1]}'`"
 
 

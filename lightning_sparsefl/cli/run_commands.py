@@ -15,7 +15,7 @@ _OPTIONS: tuple[tuple[str, type, str, str], ...] = (
         "target",
         float,
         "SCORE",
-        "Score whose bytes and FLOPs are reported (default: the best one that every run has reached).",
+        "Score whose bytes and FLOPs are reported (default, for each model: the best one that all runs have reached).",
     ),
 )
 _REPEATED = (

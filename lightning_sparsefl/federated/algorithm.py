@@ -17,8 +17,8 @@ A whole method, for illustration::
 A method is a frozen dataclass of hyper-parameters and has no other state: what changes lives in `ServerState`, in
 what the server keeps per client (`shared`) and in what the client keeps (`memory`). Its hooks stand on one of two
 sides. The server's hooks see the server's state and :class:`~lightning_sparsefl.types.ClientView`. The client's hooks
-(`callbacks`, `train`, `trained`, `personalize`, `finetune`, `survey`) see a message and the client with its memory,
-and nothing else, so that they run on another machine unchanged.
+(`callbacks`, `train`, `trained`, `personalize`, `finetune_for`, `finetune`, `survey`) see a message and the client with
+its memory, and nothing else, so that they run on another machine unchanged.
 """
 
 from __future__ import annotations

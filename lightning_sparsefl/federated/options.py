@@ -35,7 +35,8 @@ class Federation:
     simulated. A method that simulates time itself, such as FedLPS, keeps its own devices."""
     availability: Availability | None = None
     """Times at which clients can be drawn, as `intervals` of the simulated clock that repeat after a `period`; null =
-    always. Fewer lists than clients are spread over the clients like `capacities`. It requires `devices`."""
+    always. Fewer lists than clients are spread over the clients like `capacities`. It requires `devices`, or a method
+    that simulates time, such as FedLPS."""
     capacities: list[float] | None = None
     """Fraction of the full model that each client can train, in (0, 1]; null = 1 for all clients. Fewer numbers than
     clients are levels: each applies to a block of clients, of equal sizes up to one client. With ``[0.125, 1]``, the

@@ -93,7 +93,6 @@ def test_held_votes_count_dropped_weights_as_zeros():
 @pytest.mark.parametrize(
     ("options", "early", "score"),
     [
-        ({}, WEIGHTS, 0.9),  # both candidates are the same, as with one local epoch
         ({}, EARLY, 0.5),  # not above the threshold
         ({"min_change": 0.2}, EARLY, 0.9),  # 4 of 20 positions differ, which is not more than .2
         ({"density": 1.0}, EARLY, 0.9),
@@ -105,6 +104,12 @@ def test_a_closed_gate_keeps_the_mask_and_uploads_nothing_about_it(options, earl
     assert update.shared is None
     assert update.votes is None or same(update.votes, FULL)
     assert torch.equal(update.weights["a.weight"], WEIGHTS["a.weight"])
+
+
+def test_one_local_epoch_prunes_nothing_and_says_so():
+    with pytest.warns(UserWarning, match=r"and they have one epoch; expected `trainer.max_epochs` of 2 or more"):
+        update, _ = train(SubFedAvg(), early=WEIGHTS, score=0.9)
+    assert update.shared is None
 
 
 def test_the_difference_must_exceed_its_threshold():

@@ -449,11 +449,17 @@ def test_subcommands_are_listed(args, expected, sparsefl):
     assert expected in said(err)
 
 
-def test_a_missing_library_is_named_with_its_installation():
+@pytest.mark.parametrize(
+    "problem",
+    [
+        "Problem with given class_path 'lightning.pytorch.loggers.WandbLogger':\n      Requirement",
+        "lightning.pytorch.loggers.wandb.WandbLogger cannot be created (ModuleNotFoundError: Requirement",
+    ],
+)
+def test_a_missing_library_is_named_with_its_installation(problem):
     message = (
         "Does not validate against any of the Union subtypes\nErrors:\n"
-        "  - Problem with given class_path 'lightning.pytorch.loggers.WandbLogger':\n"
-        "      Requirement 'wandb>=0.12.10' not met. HINT: Try running `pip install -U 'wandb>=0.12.10'`\n"
+        f"  - {problem} 'wandb>=0.12.10' not met. HINT: Try running `pip install -U 'wandb>=0.12.10'`\n"
         "  - Expected a <class 'list'>\nGiven value: Namespace()"
     )
     expected = (
