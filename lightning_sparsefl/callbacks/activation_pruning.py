@@ -75,6 +75,9 @@ class ActivationPruning(Callback):
 def pruned_layers(module: nn.Module) -> list[Any]:
     """Return the layers whose saved inputs are pruned: linear layers, and convolutions that pad with zeros if at all.
 
+    Convolutions that pad one side more than the other, as ``padding="same"`` with an even kernel does, save a padded
+    copy, and are left out.
+
     Args:
         module: Module of the user.
 
@@ -84,7 +87,14 @@ def pruned_layers(module: nn.Module) -> list[Any]:
         [Linear(in_features=2, out_features=1, bias=True)]
     """
     kinds = (nn.Linear, nn.modules.conv._ConvNd)
-    return [m for m in module.modules() if isinstance(m, kinds) and getattr(m, "padding_mode", "zeros") == "zeros"]
+    found = [m for m in module.modules() if isinstance(m, kinds) and getattr(m, "padding_mode", "zeros") == "zeros"]
+    return [layer for layer in found if not _pads_unevenly(layer)]
+
+
+def _pads_unevenly(layer: Any) -> bool:
+    if getattr(layer, "padding", None) != "same":
+        return False
+    return any(rate * (size - 1) % 2 for rate, size in zip(layer.dilation, layer.kernel_size, strict=True))
 
 
 def largest(inputs: Tensor, density: float) -> Tensor:

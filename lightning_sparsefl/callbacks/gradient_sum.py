@@ -60,7 +60,9 @@ class GradientSum(ReportedCallback):
         self._parameters = dict(pl_module.named_parameters())
         for tree in (self.sums, self.squares) if self._squared else (self.sums,):
             for name, parameter in self._parameters.items():
-                tree[name] = tree[name].to(parameter) if name in tree else torch.zeros_like(parameter)
+                kind = torch.promote_types(parameter.dtype, torch.float32)  # since half precision adds nothing to 256
+                total = tree.get(name, torch.zeros_like(parameter))
+                tree[name] = total.to(parameter.device, kind)
 
     @torch.no_grad()
     def on_before_optimizer_step(self, trainer: Any, pl_module: LightningModule, optimizer: Any) -> None:
@@ -73,7 +75,7 @@ class GradientSum(ReportedCallback):
             return
         counts = torch.stack([grad.isfinite().all() for grad in gradients.values()]).all()
         for name, grad in gradients.items():
-            gradient = torch.where(counts, grad, 0.0)
+            gradient = torch.where(counts, grad, 0.0).to(self.sums[name].dtype)
             self.sums[name].add_(gradient)
             if self._squared:
                 self.squares[name].addcmul_(gradient, gradient)

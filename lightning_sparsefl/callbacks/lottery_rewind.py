@@ -129,6 +129,7 @@ class LotteryRewind(MaskingCallback):
         super().on_train_start(trainer, pl_module)
         self._clock.start(trainer, "LotteryRewind", self.resumed)
         if not self.resumed:
+            self._weights_then, self._optimizers_then, self._schedulers_then = {}, [], []  # of a fit that was ended
             self._initial = counts(self.masks)
             self._done = 0 if self._drops() else self.cycles - 1
             if self._done == 0:
@@ -214,7 +215,9 @@ class LotteryRewind(MaskingCallback):
         """Restore the stored state under the present masks."""
         self._weights_then = renamed(self._weights_then, _tensors(pl_module))
         for name, value in _tensors(pl_module).items():
-            value.copy_(self._weights_then[name])
+            kept = self._weights_then.get(name)
+            if kept is not None and kept.shape == value.shape:  # a buffer may have been made or enlarged since
+                value.copy_(kept)
         self.mask_weights()
         for then, optimizer in zip(self._optimizers_then, trainer.optimizers, strict=True):
             _rewind(optimizer, copy.deepcopy(then))
@@ -249,8 +252,9 @@ def _extended(then: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
 
 
 def _tensors(module: LightningModule) -> dict[str, Tensor]:
-    """Return parameters and buffers, as a checkpoint names them, to be written to."""
-    return {name: value for name, value in module.state_dict().items() if isinstance(value, Tensor)}
+    """Return parameters and buffers, as a checkpoint names them, to be written to; also buffers that it leaves out."""
+    saved = {name: value for name, value in module.state_dict().items() if isinstance(value, Tensor)}
+    return {**{name: buffer.detach() for name, buffer in module.named_buffers()}, **saved}
 
 
 def _rewind(optimizer: Any, then: dict[str, Any]) -> None:

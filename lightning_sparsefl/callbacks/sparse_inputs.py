@@ -6,6 +6,7 @@ Raihan and Aamodt, "Sparse weight activation training", NeurIPS 2020, arXiv:2001
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -35,7 +36,7 @@ class SparseInputs(Callback):
         kinds = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
         self._layers = [layer for layer in pl_module.modules() if type(layer) in kinds]
         for layer in self._layers:
-            layer.forward = _forward(layer, layer.forward)
+            layer.forward = functools.partial(_forward, layer, layer.forward)  # of a deep copy, the copy's own layer
 
     def _release(self) -> None:
         for layer in self._layers:
@@ -51,17 +52,14 @@ class SparseInputs(Callback):
         self._release()
 
 
-def _forward(layer: Any, exact: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    def forward(input: Tensor) -> Tensor:  # the name by which PyTorch's layers take it
-        weight = layer.weight
-        kept = int(torch.count_nonzero(weight.detach()))
-        if not (layer.training and torch.is_grad_enabled()) or kept == weight.numel():
-            return exact(input)
-        # the second term is 0, and its gradient is that of the weight
-        through = linear_map(layer, sparsified(input.detach(), kept / weight.numel()), weight, None)
-        return linear_map(layer, input, weight.detach(), layer.bias) + (through - through.detach())
-
-    return forward
+def _forward(layer: Any, exact: Callable[[Tensor], Tensor], input: Tensor) -> Tensor:
+    weight = layer.weight
+    kept = int(torch.count_nonzero(weight.detach()))
+    if not (layer.training and torch.is_grad_enabled()) or kept == weight.numel():
+        return exact(input)
+    # the second term is 0, and its gradient is that of the weight
+    through = linear_map(layer, sparsified(input.detach(), kept / weight.numel()), weight, None)
+    return linear_map(layer, input, weight.detach(), layer.bias) + (through - through.detach())
 
 
 def linear_map(layer: Any, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

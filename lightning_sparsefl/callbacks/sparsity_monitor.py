@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.rank_zero import WarningCache
 from torch import Tensor, nn
@@ -20,7 +21,7 @@ from lightning_sparsefl.sparse.masks import changed, counts
 from lightning_sparsefl.types import LayerFlops, Masks
 
 _messages = WarningCache()
-_work: WeakKeyDictionary[nn.Module, tuple[LayerFlops, ...]] = WeakKeyDictionary()
+_work: WeakKeyDictionary[nn.Module, tuple[tuple[torch.Size, ...], tuple[LayerFlops, ...]]] = WeakKeyDictionary()
 """Operations of modules, counted once: all clients of a federation train one module."""
 
 _DENSITY, _LAYER = "density/all", "density/layer/"
@@ -84,8 +85,11 @@ class SparsityMonitor(NumberedCallback):
 
     def on_train_batch_start(self, trainer: Any, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Count the operations of the module, once."""
-        if self.flops and pl_module not in _work:
-            _work[pl_module] = _counted(pl_module, batch)
+        if not self.flops:
+            return
+        shapes = tuple(parameter.shape for parameter in pl_module.parameters())
+        if pl_module not in _work or _work[pl_module][0] != shapes:  # layers may have been replaced since another fit
+            _work[pl_module] = shapes, _counted(pl_module, batch)
 
     def _nonzero(self, module: LightningModule) -> dict[str, Tensor]:
         parameters = dict(module.named_parameters())
@@ -109,7 +113,7 @@ class SparsityMonitor(NumberedCallback):
         return {_DENSITY: sum(kept.values()) / max(1, sum(sizes.values()))} | layers
 
     def _forward(self, module: LightningModule, masks: Masks) -> dict[str, float]:
-        layers = _work.get(module, ()) if self.flops else ()
+        layers = _work[module][1] if self.flops and module in _work else ()
         dense, now = forward_flops(layers), forward_flops(layers, masks)
         return {"flops/forward": now, "flops/forward_share": now / dense} if dense else {}
 

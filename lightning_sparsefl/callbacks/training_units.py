@@ -36,8 +36,11 @@ def units_in_training(module: LightningModule, batch: Any, batch_idx: int) -> Se
 
     def find(batch: Any) -> Sequence[UnitGroup]:
         module.forward = step  # type: ignore[method-assign]
-        with trial(module):
-            return find_groups(module, batch)
+        try:
+            with trial(module):
+                return find_groups(module, batch)
+        finally:
+            vars(module).pop("forward", None)  # of a module that was refused before a step
 
     try:
         return find(first_samples(batch))

@@ -8,9 +8,11 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.seed import isolate_rng
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
+from torch.random import fork_rng
 from torch.utils._pytree import tree_leaves
 from torchmetrics import Metric
 
@@ -54,22 +56,28 @@ def first_samples(batch: Any, number: int = 2) -> Any:
 
 @contextmanager
 def trial(module: LightningModule) -> Iterator[None]:
-    """Disable logging, and restore buffers, metrics and random numbers afterwards."""
+    """Disable logging, and restore buffers, metrics and random states (torch, NumPy, Python) afterwards."""
     parts = [part for part in module.modules() if isinstance(part, LightningModule)]
     metrics = [(m, vars(m) | _copied(m.metric_state)) for m in module.modules() if isinstance(m, Metric)]
-    buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
+    buffers = [
+        (child, name, buffer, buffer.clone())
+        for child in module.modules()
+        for name, buffer in child._buffers.items()
+        if buffer is not None
+    ]
     devices = {parameter.device for parameter in module.parameters() if parameter.device.type == "cuda"}
     for part in parts:
         part.log = lambda *_, **__: None  # type: ignore[method-assign]
     try:
-        with torch.random.fork_rng(devices=sorted(device.index or 0 for device in devices)):
+        with isolate_rng(include_cuda=False), fork_rng(devices=sorted(device.index or 0 for device in devices)):
             yield
     finally:
         for part in parts:
             del part.log
         with torch.no_grad():
-            for buffer, value in buffers:
+            for child, name, buffer, value in buffers:
                 buffer.copy_(value)
+                child._buffers[name] = buffer  # which the step may have replaced
         for metric, attributes in metrics:
             vars(metric).clear()
             vars(metric).update(attributes)

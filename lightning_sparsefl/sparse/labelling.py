@@ -194,7 +194,7 @@ def _combine(trace: UnitTrace, call: Call, out: Tensor) -> None:
     for value in operands:
         if value is not main:
             _meet(trace, call, ids, value, changing)
-    trace.label(out, ids, zero=_combined_zero(trace, call))
+    trace.label(out, ids, zero=_combined_zero(trace, call, ids.ndim, changing))
 
 
 def _meet(trace: UnitTrace, call: Call, ids: Tensor, value: Tensor, changing: list[int]) -> None:
@@ -215,10 +215,10 @@ def _meet(trace: UnitTrace, call: Call, ids: Tensor, value: Tensor, changing: li
         trace.pin(ids, f"`{call.name}` takes a constant of the full width")
 
 
-def _combined_zero(trace: UnitTrace, call: Call) -> bool:
-    """Return whether the operation yields zero for dropped units."""
+def _combined_zero(trace: UnitTrace, call: Call, dims: int, changing: list[int]) -> bool:
+    """Return whether the operation yields zero for dropped units, which lie along `changing` of its dimensions."""
     first, second = (call.args[0], call.args[1]) if len(call.args) > 1 else (call.args[0], 0.0)
-    zeros = [_is_zero(trace, value) for value in (first, second)]
+    zeros = [_is_zero(trace, value, [dim - dims for dim in changing]) for value in (first, second)]
     if call.name in _PRODUCTS:
         return any(zeros)
     if call.name in _QUOTIENTS:
@@ -226,13 +226,19 @@ def _combined_zero(trace: UnitTrace, call: Call) -> bool:
     return all(zeros)
 
 
-def _is_zero(trace: UnitTrace, value: Any) -> bool:
-    """Return whether the part of an operand that belongs to a dropped unit is zero."""
+def _is_zero(trace: UnitTrace, value: Any, along: list[int]) -> bool:
+    """Return whether the part of an operand that belongs to a dropped unit is zero.
+
+    Args:
+        trace: The trace.
+        value: The operand.
+        along: Dimensions of the units, counted from the last; a parameter is masked only along them.
+    """
     if not isinstance(value, Tensor):
         return bool(value == 0)
     if trace.followed(value):
         return trace.labels(value).zero
-    return id(value) in trace.names and value.numel() > 1
+    return id(value) in trace.names and any(-dim <= value.ndim and value.shape[dim] > 1 for dim in along)
 
 
 # ---- shapes
@@ -288,7 +294,7 @@ def _reduce(trace: UnitTrace, call: Call, out: Any) -> None:
         trace.give_up(call, out)
         return
     for result in tensors(out):
-        trace.label(result, low, zero)
+        trace.label(result, low, zero and call.name != "logsumexp")  # which of zeros is log n
 
 
 def _pool(trace: UnitTrace, call: Call, out: Any) -> None:

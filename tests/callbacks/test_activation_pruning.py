@@ -166,3 +166,9 @@ def test_a_compiled_network_trains_alike(net, fit):
         fit(module, [ActivationPruning(0.3)])
     for one, other in zip(plain.parameters(), compiled.parameters(), strict=True):
         assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize(("size", "dilation", "left"), [(2, 1, []), (4, (2, 1), []), (3, 1, [0]), (2, 2, [0])])
+def test_convolutions_that_pad_one_side_more_are_left_out(size, dilation, left):
+    layer = nn.Conv2d(2, 3, size, padding="same", dilation=dilation)
+    assert activation_pruning.pruned_layers(nn.Sequential(layer)) == [layer for _ in left]

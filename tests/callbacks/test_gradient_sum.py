@@ -68,3 +68,26 @@ def test_a_step_that_loss_scaling_skips_does_not_count():
         callback.on_before_optimizer_step(None, module, optimizer)
     assert callback.sums["layer.weight"].tolist() == [[3.0, 2.0]]
     assert callback.squares["layer.bias"].tolist() == [1.0]
+
+
+class Ones(Line):
+    """The gradient of each weight is 1 in each batch."""
+
+    def training_step(self, batch):
+        return sum(parameter.sum() for parameter in self.parameters())
+
+
+def test_sums_grow_in_half_precision_too(tmp_path):
+    callback, module = GradientSum(squares=True), Ones()
+    trainer = L.Trainer(
+        max_epochs=1,
+        default_root_dir=tmp_path,
+        callbacks=[callback],
+        precision="bf16-true",
+        enable_progress_bar=False,
+        logger=False,
+        enable_checkpointing=False,
+        accelerator="cpu",
+    )
+    trainer.fit(module, DataLoader(TensorDataset(X.repeat(75, 1))))
+    assert callback.sums["layer.weight"].tolist() == callback.squares["layer.weight"].tolist() == [[300.0, 300.0]]

@@ -284,3 +284,42 @@ def test_groups_that_an_unfrozen_backbone_adds_stay(net, fit):
 
     fit(module, [callback, Thaw(), Look()], epochs=4)
     assert seen == [[0.1, 0.01]]
+
+
+class Ends(Callback):
+    """Ends a fit early, as EarlyStopping does."""
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        trainer.should_stop = True
+
+
+def test_a_fit_after_one_that_was_ended_returns_to_its_own_weights(net, fit):
+    callback = LotteryRewind(density=0.25, cycles=3, rewind=0.0)
+    with pytest.warns(UserWarning, match="the fit ended at step 1 of 15"):
+        fit(net(seed=1), [callback, Ends()])
+    assert callback.state_dict()["then"]["weights"]
+    module, probe = net(seed=0), Probe(callback)
+    first = module.net[4].bias.detach().clone()
+    fit(module, [callback, probe])
+    assert torch.equal(probe.weights[callback.cycle_ends(15)[0] - 1]["net.4.bias"], first)
+
+
+class Counts(nn.Module):
+    """Counts its passes in a buffer that no checkpoint has."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+        self.register_buffer("passes", torch.zeros(()), persistent=False)
+
+    def forward(self, x):
+        self.passes += 1
+        return self.layer(x)
+
+
+def test_buffers_that_no_checkpoint_has_go_back_too(net, fit):
+    module, callback = net(), LotteryRewind(density=0.25, cycles=2, rewind=0.0)
+    module.net[4] = Counts(module.net[4])
+    (end,) = callback.cycle_ends(15)
+    fit(module, [callback])
+    assert int(module.net[4].passes) == 15 - end

@@ -225,3 +225,11 @@ def test_what_cannot_be_trained_is_refused():
         InvalidOption, match=r"units of `Module` cannot be found in its training step, since it optimizes"
     ):
         fit(Module(NETS["linear"](), manual=True), OrderedDropout())
+
+
+def test_a_refused_module_keeps_its_forward_pass():
+    module = made("linear")[0]
+    module.net = torch.compile(module.net, backend="eager")
+    with pytest.raises(InvalidOption, match="compiled"):
+        fit(module, OrderedDropout([0.5, 1.0]))
+    assert "forward" not in vars(module)

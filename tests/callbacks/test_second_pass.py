@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import itertools
+import random
 
 import lightning as L
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
@@ -468,3 +470,28 @@ def test_a_meta_step_passes_batches_under_the_masks_before_it(order, fit):
     fit(Watched(), [StaticMask(masks=mask), MetaStep(lr=0.1, order=order)])
     with pytest.raises(InvalidOption, match=r"`MetaStep` passes .* does not mask; expected the masks before it\."):
         fit(Watched(), [MetaStep(lr=0.1, order=order), StaticMask(masks=mask)])
+
+
+class Averages(Busy):
+    """Replaces a buffer, and draws from NumPy and Python, in each step."""
+
+    def __init__(self):
+        super().__init__(dropout=0.0)
+        self.register_buffer("average", torch.zeros(()))
+        self.drawn = []
+
+    def training_step(self, batch, batch_idx):
+        self.average = 0.9 * self.average + 1
+        self.drawn.append((np.random.rand(), random.random()))
+        return super().training_step(batch, batch_idx)
+
+
+def test_a_gradient_elsewhere_restores_replaced_buffers_and_other_random_states(fit):
+    module, peek = Averages(), Peek()
+    np.random.seed(0)
+    random.seed(0)
+    fit(module, [peek], epochs=1)
+    assert float(module.average) == pytest.approx(sum(0.9**power for power in range(len(peek.steps))))
+    np.random.seed(0)
+    random.seed(0)
+    assert module.drawn[2::3] == [(np.random.rand(), random.random()) for _ in peek.steps]

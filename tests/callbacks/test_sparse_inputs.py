@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -86,3 +88,15 @@ def test_a_sparse_model_trains_otherwise_and_is_left_as_it_was(net, fit):
         results.append(F.linear(torch.eye(4), module.net[0].weight))
         assert not any("forward" in vars(layer) for layer in module.modules())
     assert not torch.equal(*results)
+
+
+def test_a_copy_of_a_module_computes_with_its_own_weights():
+    module = nn.Sequential(nn.Linear(3, 2))
+    with torch.no_grad():
+        module[0].weight[0] = 0
+    started(module)
+    copied = copy.deepcopy(module)
+    with torch.no_grad():
+        module[0].weight.mul_(2)
+    inputs = torch.randn(4, 3)
+    torch.testing.assert_close(copied(inputs), F.linear(inputs, copied[0].weight, copied[0].bias))

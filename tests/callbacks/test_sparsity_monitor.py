@@ -199,3 +199,13 @@ def test_pictures_go_to_loggers_that_take_them(net, fit):
     run(SparsityMonitor(), [Tensorboard()])
     run(SparsityMonitor(pictures=True), [Plain()])
     assert len(board.images) == 2
+
+
+def test_operations_are_counted_again_if_layers_were_replaced(net, fit):
+    module, work = with_forward(net), []
+    for layer in (module.net[4], torch.nn.Sequential(torch.nn.Linear(6, 6), module.net[4])):
+        module.net[4] = layer
+        watch = Forward()
+        fit(module, [watch], epochs=1)
+        work.append(watch.rows[0]["flops/forward"])
+    assert work[1] == work[0] + 2 * 36 + 6

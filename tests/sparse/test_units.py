@@ -249,6 +249,34 @@ def test_what_keeps_channels_apart_keeps_the_units(operation):
     assert (group.size, group.masks_only) == (4, "")
 
 
+class Normed(nn.Module):
+    """A convolution, some operation with a parameter that all channels share, a norm over them, a linear layer."""
+
+    def __init__(self, operation):
+        super().__init__()
+        self.conv, self.place = nn.Conv2d(1, 4, 1), nn.Parameter(torch.ones(1, 1, 2, 2))
+        self.norm, self.fc, self.operation = nn.GroupNorm(1, 4), nn.Linear(4, 2), operation
+
+    def forward(self, inputs):
+        return self.fc(self.norm(self.operation(self.conv(inputs), self.place)).mean((2, 3)))
+
+
+@pytest.mark.parametrize(
+    ("operation", "fits"),
+    [
+        (lambda x, place: x, True),
+        (lambda x, place: x * place, True),
+        (lambda x, place: x + place, False),
+        (lambda x, place: x.sigmoid() * place, False),
+        (lambda x, place: x.mean((2, 3), keepdim=True), True),
+        (lambda x, place: x.logsumexp((2, 3), keepdim=True), False),
+    ],
+)
+def test_a_norm_over_units_that_are_not_0_when_dropped_is_masked_only(operation, fits):
+    (group, *_) = find_groups(Normed(operation), PIXELS)
+    assert (group.masks_only == "") == fits
+
+
 def test_a_function_of_its_own_gradient_is_followed():
     class Double(torch.autograd.Function):
         @staticmethod
