@@ -72,6 +72,7 @@ def test_the_weights_that_moved_most_since_the_last_selection_are_chosen(client)
     chosen = {*most.tolist(), *change.topk(2).indices.tolist()}
     assert set(memory["masks"]["a.weight"].nonzero().view(-1).tolist()) == chosen
     assert set(memory["masks"]) == {"a.weight"}  # neither the bias nor a buffer named as a weight
+    assert torch.equal(memory["reference"]["a.weight"], third["a.weight"])
 
 
 def with_own(count=4):

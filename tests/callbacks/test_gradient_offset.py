@@ -58,30 +58,6 @@ def test_scaffold_brings_clients_to_the_same_gradient(net, fit):
         torch.testing.assert_close(value.detach(), before[name] - 0.3 * common[name], rtol=0, atol=1e-6)
 
 
-def test_several_optimizers_each_add_it_once(net, fit):
-    class Two(type(net())):
-        def __init__(self):
-            super().__init__(None)
-            self.automatic_optimization = False
-
-        def configure_optimizers(self):
-            return SGD(self.net[0].parameters(), 0.1), SGD(self.net[4].parameters(), 0.2)
-
-        def training_step(self, batch):
-            for optimizer in self.optimizers():
-                optimizer.zero_grad()
-            self.manual_backward(0 * self.loss(batch))
-            for optimizer in self.optimizers():
-                optimizer.step()
-
-    module = Two()
-    before = {name: value.detach().clone() for name, value in module.named_parameters()}
-    fit(module, [GradientOffset({name: torch.ones_like(value) for name, value in before.items()})], epochs=1)
-    for name, value in module.named_parameters():
-        step = {"0": 0.1, "2": 0.0, "4": 0.2}[name.split(".")[1]]
-        torch.testing.assert_close(value.detach(), before[name] - 5 * step, rtol=0, atol=1e-6)
-
-
 def test_what_has_no_gradient_is_left_alone(net, fit):
     module = net()
     module.net[0].requires_grad_(False)

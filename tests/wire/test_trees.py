@@ -161,3 +161,10 @@ def test_a_shape_is_that_of_a_possible_tensor():
         read_shape(Reader(writer.payload(), room=0))
     with pytest.raises(MalformedPayload, match="expected at most 64"):
         read_shape(Reader(b"\x41" + b"\x01" * 65, room=0))
+
+
+def test_weights_of_equal_shapes_in_another_order_keep_their_names():
+    schema, writer = Schema({"a": torch.zeros(2), "b": torch.zeros(2)}), Writer(keep=True)
+    write_weights(writer, schema, {"b": torch.ones(2), "a": torch.zeros(2)}, {}, {})
+    back = read_weights(Reader(writer.payload(), room=10**6), schema, {})
+    assert {name: value.tolist() for name, value in back.items()} == {"a": [0.0, 0.0], "b": [1.0, 1.0]}
