@@ -233,3 +233,20 @@ def test_a_refused_module_keeps_its_forward_pass():
     with pytest.raises(InvalidOption, match="compiled"):
         fit(module, OrderedDropout([0.5, 1.0]))
     assert "forward" not in vars(module)
+
+
+def test_accumulated_batches_teach_as_much_as_one():
+    x, y = batch()
+    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False, "accelerator": "cpu"}
+    modules = []
+    for count in (1, 2):
+        module = made("linear")[0]
+        loader = DataLoader(TensorDataset(x.repeat(count, 1, 1, 1), y.repeat(count)), batch_size=4)
+        dropout = OrderedDropout([0.5, 1.0], distill=True)
+        trainer = L.Trainer(
+            max_epochs=1, callbacks=[dropout], accumulate_grad_batches=count, enable_checkpointing=False, **quiet
+        )
+        trainer.fit(module, loader)
+        modules.append(module)
+    for one, two in zip(*(module.parameters() for module in modules), strict=True):
+        torch.testing.assert_close(two, one, rtol=0, atol=1e-6)
