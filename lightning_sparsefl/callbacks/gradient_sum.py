@@ -60,7 +60,7 @@ class GradientSum(ReportedCallback):
         self._parameters = dict(pl_module.named_parameters())
         for tree in (self.sums, self.squares) if self._squared else (self.sums,):
             for name, parameter in self._parameters.items():
-                kind = torch.promote_types(parameter.dtype, torch.float32)  # since half precision adds nothing to 256
+                kind = torch.promote_types(parameter.dtype, torch.float32)  # sums in bfloat16 stop growing at 256
                 total = tree.get(name, torch.zeros_like(parameter))
                 tree[name] = total.to(parameter.device, kind)
 

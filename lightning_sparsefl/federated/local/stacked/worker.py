@@ -280,6 +280,8 @@ class StackedWorker(ClientWorker):
 
     def _go_together(self, request: StackedRequest, kinds: Hashable) -> bool:
         """Return whether the callbacks of a fit begin one together, of which stacks do not call all hooks."""
+        if sum(not isinstance(callback, ScaleLearningRates) for callback in request.callbacks) < 2:
+            return True
         if kinds not in self._begun:
             self.load(self.initial)
             module, engine = self.module, cast(FastEngine, self.engine).for_epochs(request.epochs)
