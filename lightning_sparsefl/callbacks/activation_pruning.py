@@ -87,14 +87,15 @@ def pruned_layers(module: nn.Module) -> list[Any]:
         [Linear(in_features=2, out_features=1, bias=True)]
     """
     kinds = (nn.Linear, nn.modules.conv._ConvNd)
-    found = [m for m in module.modules() if isinstance(m, kinds) and getattr(m, "padding_mode", "zeros") == "zeros"]
-    return [layer for layer in found if not _pads_unevenly(layer)]
+    return [layer for layer in module.modules() if isinstance(layer, kinds) and _saves_its_input(layer)]
 
 
-def _pads_unevenly(layer: Any) -> bool:
-    if getattr(layer, "padding", None) != "same":
+def _saves_its_input(layer: Any) -> bool:
+    if getattr(layer, "padding_mode", "zeros") != "zeros":
         return False
-    return any(rate * (size - 1) % 2 for rate, size in zip(layer.dilation, layer.kernel_size, strict=True))
+    if getattr(layer, "padding", None) != "same":
+        return True
+    return all(rate * (size - 1) % 2 == 0 for rate, size in zip(layer.dilation, layer.kernel_size, strict=True))
 
 
 def largest(inputs: Tensor, density: float) -> Tensor:

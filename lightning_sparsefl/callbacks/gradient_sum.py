@@ -60,9 +60,9 @@ class GradientSum(ReportedCallback):
         self._parameters = dict(pl_module.named_parameters())
         for tree in (self.sums, self.squares) if self._squared else (self.sums,):
             for name, parameter in self._parameters.items():
-                kind = torch.promote_types(parameter.dtype, torch.float32)  # sums in bfloat16 stop growing at 256
-                total = tree.get(name, torch.zeros_like(parameter))
-                tree[name] = total.to(parameter.device, kind)
+                dtype = torch.promote_types(parameter.dtype, torch.float32)  # sums in bfloat16 stop growing at 256
+                total = tree[name] if name in tree else torch.zeros_like(parameter, dtype=dtype)
+                tree[name] = total.to(parameter.device, dtype)
 
     @torch.no_grad()
     def on_before_optimizer_step(self, trainer: Any, pl_module: LightningModule, optimizer: Any) -> None:

@@ -35,8 +35,8 @@ class SparseInputs(Callback):
         """Replace the forward functions of the layers."""
         kinds = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
         self._layers = [layer for layer in pl_module.modules() if type(layer) in kinds]
-        for layer in self._layers:
-            layer.forward = functools.partial(_forward, layer, layer.forward)  # of a deep copy, the copy's own layer
+        for layer in self._layers:  # a closure would let deep copies compute with the weights of this module
+            layer.forward = functools.partial(_forward, layer, layer.forward)
 
     def _release(self) -> None:
         for layer in self._layers:

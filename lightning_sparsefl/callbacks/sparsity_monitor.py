@@ -84,11 +84,11 @@ class SparsityMonitor(NumberedCallback):
         self._resumed = False
 
     def on_train_batch_start(self, trainer: Any, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Count the operations of the module, once."""
-        if not self.flops:
+        """Count the operations of the module, once, and again if an epoch begins with other layers."""
+        if not self.flops or (batch_idx > 0 and pl_module in _work):
             return
         shapes = tuple(parameter.shape for parameter in pl_module.parameters())
-        if pl_module not in _work or _work[pl_module][0] != shapes:  # layers may have been replaced since another fit
+        if pl_module not in _work or _work[pl_module][0] != shapes:
             _work[pl_module] = shapes, _counted(pl_module, batch)
 
     def _nonzero(self, module: LightningModule) -> dict[str, Tensor]:

@@ -255,8 +255,8 @@ def _beside_configuration(problem: Problem, module: str) -> str:
 
 def _not_installed(problem: Problem, match: re.Match[str]) -> str:
     created = re.search(rf"{_IMPORT_PATH} cannot be created", problem.message)
-    path = problem.class_path or (created[1] if created else f"`{problem.key}`")
-    name = path.rpartition(".")[2]
+    path = problem.class_path or (created and created[1])
+    name = path.rpartition(".")[2] if path else f"`{problem.key}`"
     return f"{name} needs the package {match[1]}, which is not installed; run `pip install '{match[1]}'`"
 
 

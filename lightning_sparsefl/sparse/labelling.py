@@ -194,7 +194,7 @@ def _combine(trace: UnitTrace, call: Call, out: Tensor) -> None:
     for value in operands:
         if value is not main:
             _meet(trace, call, ids, value, changing)
-    trace.label(out, ids, zero=_combined_zero(trace, call, ids.ndim, changing))
+    trace.label(out, ids, zero=_combined_zero(trace, call, [dim - ids.ndim for dim in changing]))
 
 
 def _meet(trace: UnitTrace, call: Call, ids: Tensor, value: Tensor, changing: list[int]) -> None:
@@ -215,10 +215,10 @@ def _meet(trace: UnitTrace, call: Call, ids: Tensor, value: Tensor, changing: li
         trace.pin(ids, f"`{call.name}` takes a constant of the full width")
 
 
-def _combined_zero(trace: UnitTrace, call: Call, dims: int, changing: list[int]) -> bool:
-    """Return whether the operation yields zero for dropped units, which lie along `changing` of its dimensions."""
+def _combined_zero(trace: UnitTrace, call: Call, along: list[int]) -> bool:
+    """Return whether the operation yields zero for dropped units; see :func:`_is_zero`."""
     first, second = (call.args[0], call.args[1]) if len(call.args) > 1 else (call.args[0], 0.0)
-    zeros = [_is_zero(trace, value, [dim - dims for dim in changing]) for value in (first, second)]
+    zeros = [_is_zero(trace, value, along) for value in (first, second)]
     if call.name in _PRODUCTS:
         return any(zeros)
     if call.name in _QUOTIENTS:

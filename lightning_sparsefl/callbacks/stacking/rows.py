@@ -147,7 +147,7 @@ class _Row:
         self._state, self.viewed = self._read(), True
 
     def follow_own(self) -> None:
-        """Let the optimizer show the one of the module's own tensors, as long as there is none of the stack."""
+        """Let the optimizer show that of the module's own tensors, until the optimizer of the stack is made."""
         own = {id(parameter): name for name, parameter in self._module.named_parameters()}
         self.optimizer.follow(self._of.optimizers[0], own)
 

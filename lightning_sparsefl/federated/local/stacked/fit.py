@@ -175,8 +175,9 @@ class StackedFit:
         trainer._start(TrainerFn.FITTING, RunningStage.TRAINING)
         with self.log.receiving(self.module), torch.enable_grad():
             self._make_optimizer()
+            companions = [request.callbacks for request in self.requests]
             for callback, _ in self._callbacks:
-                callback.join([request.callbacks for request in self.requests])
+                callback.join(companions)
                 callback.start(whole.leaves)
             self._stack_optimizer()
             self._states = ModuleStates(self.module)
