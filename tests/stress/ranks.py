@@ -32,7 +32,7 @@ from torch.nn import functional as F
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # for `helpers`, the folder of the tests
 sys.path.insert(0, str(Path(__file__).parent))  # as when it is run as a script
-from _federations import algorithm, records_of
+from _federations import algorithm, epochs_of, records_of
 
 from helpers.networks import MODULES
 from lightning_sparsefl import algorithms
@@ -144,6 +144,7 @@ def fit(case: str, placement: Any, rounds: int, folder: Path, **options: Any) ->
         federation=Federation(clients_per_round=4, placement=placement, workers_per_device=workers, unseen_clients=1),
         accelerator="cpu",
         max_rounds=rounds,
+        max_epochs=epochs_of(CASES[case]),
         logger=False,
         enable_progress_bar=False,
         default_root_dir=str(folder),
