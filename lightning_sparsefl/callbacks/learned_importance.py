@@ -19,7 +19,7 @@ from lightning_sparsefl.callbacks.masking import MaskingCallback
 from lightning_sparsefl.callbacks.options import check_arguments, require, require_density
 from lightning_sparsefl.callbacks.training_units import units_in_training
 from lightning_sparsefl.callbacks.trial import trial, trial_loss
-from lightning_sparsefl.callbacks.unit_scores import ScoreSteps, add_gradients
+from lightning_sparsefl.callbacks.unit_scores import ScoreSteps
 from lightning_sparsefl.errors import IncompatibleMasks, InvalidOption
 from lightning_sparsefl.sparse.importance import Reduction, gate_gradients, relative
 from lightning_sparsefl.sparse.units import UnitGroup, keep_units, unit_counts, unit_masks, unit_norms
@@ -105,7 +105,7 @@ class LearnedImportance(MaskingCallback):
         self.groups: tuple[UnitGroup, ...] = ()
         self.given_groups = groups
         self._aside: dict[str, Tensor] = {}
-        self._rows: Weights = {}
+        self._of_norms: Weights = {}
         self._stepped = False
 
     @property
@@ -224,8 +224,8 @@ class LearnedImportance(MaskingCallback):
     def on_before_optimizer_step(self, trainer: Any, pl_module: LightningModule, optimizer: Any) -> None:
         """Step the scores, add the gradient that ties the weights to them, and mask all gradients."""
         if self.pattern == "learned":
-            self._rows = self._rows if self._stepped else self.steps.step()
-            add_gradients(optimizer, self._weights, self._rows)
+            self._of_norms = self._of_norms if self._stepped else self.steps.step()
+            self.steps.pull(optimizer, self._of_norms)
         self._stepped = True
         super().on_before_optimizer_step(trainer, pl_module, optimizer)
 
@@ -283,7 +283,7 @@ class LearnedImportance(MaskingCallback):
     def release(self) -> None:
         """Release the module."""
         super().release()
-        self.groups, self._rows = (), {}
+        self.groups, self._of_norms = (), {}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the masks, the chosen units, the scores, and the values of the dropped weights."""

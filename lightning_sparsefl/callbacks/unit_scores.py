@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_sparsefl.callbacks.layers import stepped_by
 from lightning_sparsefl.callbacks.loss_scaling import loss_scale, require_unscaled_gradients
-from lightning_sparsefl.sparse.importance import Reduction, gate_gradients, narrow_groups, row_gradients, tie
+from lightning_sparsefl.sparse.importance import Reduction, add_row_gradients, gate_gradients, narrow_groups, tie
 from lightning_sparsefl.sparse.masks import apply, subtract
 from lightning_sparsefl.sparse.units import UnitGroup, unit_masks, unit_norms
 from lightning_sparsefl.types import Masks, Weights
@@ -53,10 +53,24 @@ class ScoreSteps:
         self._task = {n: g / scale for n, g in gate_gradients(self._groups, self._weights, slopes).items()}
 
     def step(self) -> dict[str, Tensor]:
-        """Step the scores, and return the gradient that ties the weights to the scores before the step."""
-        gradients, rows = self.gradients(self._groups, self.scores, self._absent, self._at, self._weights, self._task)
+        """Step the scores, and return the gradient that ties the norms of units to the scores before the step."""
+        gradients, of_norms = self.gradients(
+            self._groups, self.scores, self._absent, self._at, self._weights, self._task
+        )
         self.descend(gradients)
-        return rows
+        return of_norms
+
+    def pull(self, optimizer: Any, of_norms: Weights) -> None:
+        """Add the gradient of the norms to the gradients of those weights that an optimizer steps.
+
+        Args:
+            optimizer: Optimizer that is about to step.
+            of_norms: Gradients from :meth:`step`.
+        """
+        ours = stepped_by(optimizer)
+        weights = {name: weight for name, weight in self._weights.items() if id(weight) in ours}
+        slopes = {name: weight.grad for name, weight in weights.items() if weight.grad is not None}
+        add_row_gradients(self._groups, of_norms, weights, slopes)
 
     def gradients(
         self,
@@ -67,7 +81,7 @@ class ScoreSteps:
         weights: Weights,
         task: Weights,
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Return the gradients of scores, and of the weights that are tied to them; nothing is changed.
+        """Return the gradients of scores, and of the norms of units that are tied to them; nothing is changed.
 
         Args:
             groups: Groups of units of the module.
@@ -76,15 +90,17 @@ class ScoreSteps:
             at: Numbers of the units that the module has.
             weights: Parameters of the module.
             task: Gradients of the scores that come from the loss, for the units that the module has.
+
+        All tensors may have the same leading dimension, that of several clients.
         """
-        present = unit_norms(groups, weights)
-        norms = {n: norm.scatter_add(0, at[n], present[n].detach()) for n, norm in absent.items()}
+        leading = next(iter(absent.values())).dim() - 1 if absent else 0
+        present = unit_norms(groups, weights, leading)
+        norms = {n: norm.scatter_add(-1, at[n], present[n].detach()) for n, norm in absent.items()}
         own, lengths = tie(scores, norms, self.reduction)
         own = {name: self.strength * gradient for name, gradient in own.items()}
         for name, part in task.items():
-            own[name] = own[name].scatter_add(0, at[name], part.to(own[name].dtype))
-        of_norms = {name: self.strength * gradient[at[name]] for name, gradient in lengths.items()}
-        return own, row_gradients(groups, of_norms, weights)
+            own[name] = own[name].scatter_add(-1, at[name], part.to(own[name].dtype))
+        return own, {name: self.strength * gradient.gather(-1, at[name]) for name, gradient in lengths.items()}
 
     def descend(self, gradients: Weights) -> None:
         """Take a gradient step of the scores."""
@@ -94,15 +110,6 @@ class ScoreSteps:
         """Return scores after a gradient step, except where mixed precision has overflown."""
         stepped = score - self.lr * gradient
         return torch.where(stepped.isfinite(), stepped, score)
-
-
-def add_gradients(optimizer: Any, weights: Weights, gradients: Weights) -> None:
-    """Add to the gradients of those weights that an optimizer steps."""
-    ours = stepped_by(optimizer)
-    for name, gradient in gradients.items():
-        slope = weights[name].grad
-        if slope is not None and id(weights[name]) in ours:
-            slope.add_(gradient)
 
 
 class UnitScores(Callback):
@@ -117,16 +124,15 @@ class UnitScores(Callback):
 
     def __init__(self, steps: ScoreSteps, groups: Sequence[UnitGroup], kept: Masks, weights: Weights) -> None:
         self.steps, self.groups, self.kept, self.weights = steps, groups, kept, weights
-        self._parameters: dict[str, Tensor] = {}
-        self._rows: Weights = {}
+        self._of_norms: Weights = {}
         self._stepped = False
 
     def on_fit_start(self, trainer: Any, pl_module: LightningModule) -> None:
         """Determine whether the module is the full one, or has the kept units only."""
         require_unscaled_gradients(trainer, "UnitScores")
-        self._parameters = dict(pl_module.named_parameters())
-        groups, absent, at = self.units_in(self._parameters)
-        self.steps.follow(groups, self._parameters, absent, at)
+        parameters = dict(pl_module.named_parameters())
+        groups, absent, at = self.units_in(parameters)
+        self.steps.follow(groups, parameters, absent, at)
 
     def units_in(self, parameters: Weights) -> tuple[Sequence[UnitGroup], Weights, Weights]:
         """Return the groups of units of a module, the part of the norms that it has not, and the numbers of its units.
@@ -153,8 +159,8 @@ class UnitScores(Callback):
     def on_before_optimizer_step(self, trainer: Any, pl_module: LightningModule, optimizer: Any) -> None:
         """Step the scores, and add the gradient that ties the weights to them."""
         if not self._stepped:
-            self._rows, self._stepped = self.steps.step(), True
-        add_gradients(optimizer, self._parameters, self._rows)
+            self._of_norms, self._stepped = self.steps.step(), True
+        self.steps.pull(optimizer, self._of_norms)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Reset for the next step."""

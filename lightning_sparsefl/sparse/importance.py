@@ -7,14 +7,14 @@ and its gradient is taken straight through: ``dL/dQ = sum of h * dL/dh``.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from lightning_sparsefl.sparse.units import Slot, UnitGroup, check_kept
+from lightning_sparsefl.sparse.units import UnitGroup, check_kept, is_row, spread_over_slot, sum_by_unit
 from lightning_sparsefl.types import Masks, Weights
 
 Reduction = Literal["sum", "mean"]
@@ -25,16 +25,19 @@ def relative(norms: Weights) -> dict[str, Tensor]:
     """Return ``sigmoid(|w|_J / mean of its group)``, in [.5, 1); keeps gradients.
 
     Args:
-        norms: Norms of units from :func:`~lightning_sparsefl.sparse.units.unit_norms`.
+        norms: Norms of units from :func:`~lightning_sparsefl.sparse.units.unit_norms`, ``(..., units)``.
 
     Example:
         >>> relative({"conv": torch.tensor([0.0, 2.0])})
         {'conv': tensor([0.5000, 0.8808])}
     """
-    return {n: torch.sigmoid(v / v.mean().clamp_min(torch.finfo(v.dtype).tiny)) for n, v in norms.items()}
+    means = {name: norm.mean(-1, keepdim=True).clamp_min(torch.finfo(norm.dtype).tiny) for name, norm in norms.items()}
+    return {name: torch.sigmoid(norm / means[name]) for name, norm in norms.items()}
 
 
-def gate_gradients(groups: Sequence[UnitGroup], weights: Weights, gradients: Weights) -> dict[str, Tensor]:
+def gate_gradients(
+    groups: Sequence[UnitGroup], weights: Weights, gradients: Weights, leading: int = 0
+) -> dict[str, Tensor]:
     """Compute ``sum of h * dL/dh`` for each unit's output h, over samples, places and readers.
 
     It need not be measured at h: a reader computes ``W h``, so that over a unit's incoming slice of W
@@ -45,9 +48,10 @@ def gate_gradients(groups: Sequence[UnitGroup], weights: Weights, gradients: Wei
         groups: Groups of units from :func:`~lightning_sparsefl.sparse.units.find_groups`.
         weights: Weights at which the gradients were taken; zero where masked.
         gradients: Gradients of the loss; a layer that is missing, since it is frozen, does not count.
+        leading: Number of leading dimensions of weights and gradients, such as 1 for those of several clients.
 
     Returns:
-        For each group, ``(units,)``; exactly 0 for a unit that was masked.
+        For each group, ``(..., units)``; exactly 0 for a unit that was masked.
 
     Example:
         >>> from lightning_sparsefl.sparse.units import find_groups
@@ -60,8 +64,7 @@ def gate_gradients(groups: Sequence[UnitGroup], weights: Weights, gradients: Wei
     for group in groups:
         for slot in group.slots:
             if slot.role == "in" and slot.name in gradients:
-                product = (weights[slot.name].detach() * gradients[slot.name]).movedim(slot.dim, 0).flatten(1).sum(1)
-                own = product[slot.positions.to(product.device)].sum(1)
+                own = sum_by_unit(slot, weights[slot.name].detach() * gradients[slot.name], leading)
                 found[group.name] = found[group.name] + own if group.name in found else own
     return found
 
@@ -70,8 +73,8 @@ def tie(scores: Weights, norms: Weights, reduction: Reduction = "sum") -> tuple[
     """Compute the gradients of ``||Q - sigmoid(|w|_J / layer mean)||^2``, which ties scores and magnitudes.
 
     Args:
-        scores: Scores Q of each group.
-        norms: Norms of units from :func:`~lightning_sparsefl.sparse.units.unit_norms`.
+        scores: Scores Q of each group, ``(..., units)``.
+        norms: Norms of units from :func:`~lightning_sparsefl.sparse.units.unit_norms`, of the same shapes.
         reduction: ``"sum"``: sum over all units. ``"mean"``: mean over each group's units, summed over groups.
 
     Returns:
@@ -84,45 +87,41 @@ def tie(scores: Weights, norms: Weights, reduction: Reduction = "sum") -> tuple[
     own, lengths = {}, {}
     for name, target in relative({name: norms[name].detach() for name in scores}).items():
         norm, tiny = norms[name].detach(), torch.finfo(target.dtype).tiny
-        mean, factor = norm.mean(), 1.0 if reduction == "sum" else 1 / len(norm)
+        mean, factor = norm.mean(-1, keepdim=True), 1.0 if reduction == "sum" else 1 / norm.shape[-1]
         own[name] = 2 * (scores[name].detach() - target) * factor
         inner, unit = -own[name] * (1 - target) * target, mean.clamp_min(tiny)
-        shared = -(inner * (norm / unit / unit)).sum() / len(norm)  # the mean depends on each norm
+        shared = -(inner * (norm / unit / unit)).sum(-1, keepdim=True) / norm.shape[-1]  # each norm is in the mean
         lengths[name] = inner / unit + torch.where(mean >= tiny, shared, 0)
     return own, lengths
 
 
-def row_gradients(groups: Sequence[UnitGroup], gradients: Weights, weights: Weights) -> dict[str, Tensor]:
-    """Compute the gradients of the weights in outgoing rows from those of the norms that they add up to.
+def add_row_gradients(
+    groups: Sequence[UnitGroup], gradients: Weights, weights: Weights, into: Mapping[str, Tensor]
+) -> None:
+    """Add the gradients of the weights in outgoing rows, from those of the norms that they add up to, to others.
 
     Args:
         groups: Groups of units from :func:`~lightning_sparsefl.sparse.units.find_groups`.
-        gradients: Gradients of the norms of each group, ``(units,)``.
-        weights: Weights of the model; one that is zero, as where it is masked, gets no gradient.
+        gradients: Gradients of the norms of each group, ``(..., units)``.
+        weights: Weights of the model, with the same leading dimensions; one that is zero, as where it is masked, gets
+            no gradient.
+        into: Gradients of some weights, which are changed.
 
     Example:
         >>> from lightning_sparsefl.sparse.units import find_groups
         >>> net = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))
-        >>> weights = {"0.weight": torch.tensor([[1.0, -2.0], [0.0, 5.0]])}
-        >>> row_gradients(find_groups(net, torch.zeros(1, 2)), {"0": torch.tensor([1.0, 3.0])}, weights)
-        {'0.weight': tensor([[ 1., -1.],
-                [ 0.,  3.]])}
+        >>> weights, slopes = {"0.weight": torch.tensor([[1.0, -2.0], [0.0, 5.0]])}, {"0.weight": torch.ones(2, 2)}
+        >>> add_row_gradients(find_groups(net, torch.zeros(1, 2)), {"0": torch.tensor([1.0, 3.0])}, weights, slopes)
+        >>> slopes
+        {'0.weight': tensor([[2., 0.],
+                [1., 4.]])}
     """
-    found: dict[str, Tensor] = {}
     for group in groups:
         for slot in group.slots:
-            if slot.name not in weights or not _is_row(group, slot, weights[slot.name]):
-                continue
-            weight, places = weights[slot.name].detach(), slot.positions.to(gradients[group.name].device)
-            line = weight.new_zeros(weight.shape[slot.dim])
-            line[places] = gradients[group.name].to(line.dtype)[:, None].expand(places.shape)
-            own = weight.sign() * line.view([-1 if dim == slot.dim else 1 for dim in range(weight.dim())])
-            found[slot.name] = found[slot.name] + own if slot.name in found else own
-    return found
-
-
-def _is_row(group: UnitGroup, slot: Slot, weight: Tensor) -> bool:
-    return slot.role == "out" and slot.name.rpartition(".")[0] in group.layers and weight.dim() > 1
+            of_norms = gradients[group.name]
+            if slot.name in into and is_row(group, slot, into[slot.name].dim() - of_norms.dim() + 1):
+                weight = weights[slot.name].detach()
+                into[slot.name].addcmul_(weight.sign(), spread_over_slot(slot, of_norms.to(weight.dtype), weight, 0.0))
 
 
 def narrow_groups(groups: Sequence[UnitGroup], kept: Masks, weights: Weights) -> tuple[UnitGroup, ...]:

@@ -13,35 +13,36 @@ import torch
 from torch import Tensor
 
 from lightning_sparsefl.sparse.importance import narrow_groups
-from lightning_sparsefl.sparse.units import Slot, UnitGroup
+from lightning_sparsefl.sparse.units import Slot, UnitGroup, spread_over_slot, sum_by_unit
 from lightning_sparsefl.types import Masks, Weights
 
 EPSILON = 1e-8
 """Added to squared norms, so that the penalty has a gradient at zero."""
 
 
-def lasso_slots(groups: Sequence[UnitGroup], weights: Weights) -> Iterator[Slot]:
+def lasso_slots(groups: Sequence[UnitGroup], weights: Weights, leading: int = 0) -> Iterator[Slot]:
     """Yield the slots of units in tensors of two or more dimensions: outgoing rows and incoming slices.
 
     Args:
         groups: Groups of units from :func:`~lightning_sparsefl.sparse.units.find_groups`.
         weights: Weights of the model.
+        leading: Number of leading dimensions of the weights, which do not count.
     """
     for group in groups:
         for slot in group.slots:
-            if slot.role != "buffer" and slot.name in weights and weights[slot.name].dim() > 1:
+            if slot.role != "buffer" and slot.name in weights and weights[slot.name].dim() - leading > 1:
                 yield slot
 
 
-def unit_lengths(slot: Slot, weight: Tensor) -> Tensor:
-    """Return ``sqrt(sum w^2 + 1e-8)`` over the weights of each unit in one tensor, of shape ``(units,)``.
+def unit_lengths(slot: Slot, weight: Tensor, leading: int = 0) -> Tensor:
+    """Return ``sqrt(sum w^2 + 1e-8)`` over the weights of each unit in one tensor, of shape ``(..., units)``.
 
     Args:
         slot: Positions of the units in the tensor.
         weight: The tensor.
+        leading: Number of leading dimensions of the tensor, which are kept.
     """
-    lines = weight.movedim(slot.dim, 0).flatten(1).square().sum(1)
-    return (lines[slot.positions.to(lines.device)].sum(1) + EPSILON).sqrt()
+    return (sum_by_unit(slot, weight.square(), leading) + EPSILON).sqrt()
 
 
 def unit_lasso(groups: Sequence[UnitGroup], weights: Weights) -> Tensor:
@@ -62,12 +63,13 @@ def unit_lasso(groups: Sequence[UnitGroup], weights: Weights) -> Tensor:
     return torch.stack(norms).sum() if norms else torch.zeros(())
 
 
-def unit_lasso_gradients(groups: Sequence[UnitGroup], weights: Weights) -> dict[str, Tensor]:
+def unit_lasso_gradients(groups: Sequence[UnitGroup], weights: Weights, leading: int = 0) -> dict[str, Tensor]:
     """Return the gradient of :func:`unit_lasso`: each weight over the norms of the one or two groups that it is in.
 
     Args:
         groups: Groups of units.
         weights: Weights of the model.
+        leading: Number of leading dimensions of the weights, such as 1 for those of several clients.
 
     Example:
         >>> from lightning_sparsefl.sparse.units import find_groups
@@ -78,12 +80,9 @@ def unit_lasso_gradients(groups: Sequence[UnitGroup], weights: Weights) -> dict[
                 [0.0000, 1.0000]]), '1.weight': tensor([[1., 1.]])}
     """
     gradients: dict[str, Tensor] = {}
-    for slot in lasso_slots(groups, weights):
+    for slot in lasso_slots(groups, weights, leading):
         weight = weights[slot.name].detach()
-        places = slot.positions.to(weight.device)
-        factors = weight.new_zeros(weight.shape[slot.dim])
-        factors[places] = (1 / unit_lengths(slot, weight))[:, None].expand(places.shape)
-        own = weight * factors.view([-1 if dim == slot.dim else 1 for dim in range(weight.dim())])
+        own = weight * spread_over_slot(slot, 1 / unit_lengths(slot, weight, leading), weight, 0.0)
         gradients[slot.name] = gradients[slot.name] + own if slot.name in gradients else own
     return gradients
 

@@ -269,7 +269,7 @@ def broadcast_unit_masks(
     for group, slot in _slots(groups):
         masked = slot.role == "out" or (incoming and slot.role == "in")
         if group.name in kept and masked and slot.name in weights:
-            line = _line(slot, kept[group.name], weights[slot.name])
+            line = spread_over_slot(slot, kept[group.name], weights[slot.name], True)
             masks[slot.name] = masks[slot.name] & line if slot.name in masks else line
     leading = next(iter(kept.values())).shape[:-1] if kept else ()
     return {
@@ -277,13 +277,45 @@ def broadcast_unit_masks(
     }
 
 
-def _line(slot: Slot, kept: Tensor, weight: Tensor) -> Tensor:
-    """Return which positions of a slot's dimension stay, with length 1 in the other dimensions of the weight."""
-    kept, positions = kept.to(weight.device), slot.positions.to(weight.device)
-    leading, shape = kept.shape[:-1], weight.shape[kept.dim() - 1 :]
-    line = kept.new_ones(*leading, shape[slot.dim])
-    line[..., positions] = kept[..., None].expand(*leading, *positions.shape)
+def spread_over_slot(slot: Slot, values: Tensor, weight: Tensor, elsewhere: float) -> Tensor:
+    """Return the values of units at their positions in a weight, to be broadcast over its other dimensions.
+
+    Args:
+        slot: Positions of the units in the weight.
+        values: Value of each unit, ``(..., units)``.
+        weight: Weight, with as many leading dimensions, whose lengths may differ from those of `values`.
+        elsewhere: Value at positions that no unit has.
+
+    Returns:
+        Tensor that has the length of the weight in the slot's dimension, and length 1 in those behind the leading ones.
+
+    Example:
+        >>> slot = Slot("weight", 1, torch.tensor([[0], [2]]), "in")
+        >>> spread_over_slot(slot, torch.tensor([3.0, 4.0]), torch.zeros(2, 3), 1.0)
+        tensor([[3., 1., 4.]])
+    """
+    values, positions = values.to(weight.device), slot.positions.to(weight.device)
+    leading, shape = values.shape[:-1], weight.shape[values.dim() - 1 :]
+    line = values.new_full((*leading, shape[slot.dim]), elsewhere)
+    line[..., positions] = values[..., None].expand(*leading, *positions.shape)
     return line.view(*leading, *(length if dim == slot.dim else 1 for dim, length in enumerate(shape)))
+
+
+def sum_by_unit(slot: Slot, tensor: Tensor, leading: int = 0) -> Tensor:
+    """Return the sum of each unit's entries in a tensor, of shape ``(..., units)``.
+
+    Args:
+        slot: Positions of the units in the tensor.
+        tensor: Tensor of the shape of the slot's weight, behind leading dimensions.
+        leading: Number of leading dimensions, which are kept.
+
+    Example:
+        >>> slot = Slot("weight", 1, torch.tensor([[0], [2]]), "in")
+        >>> sum_by_unit(slot, torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]]))
+        tensor([5., 9.])
+    """
+    sums = tensor.movedim(leading + slot.dim, leading).flatten(leading + 1).sum(-1)
+    return sums[..., slot.positions.to(sums.device)].sum(-1)
 
 
 def _slots(groups: Sequence[UnitGroup]) -> Iterator[tuple[UnitGroup, Slot]]:
@@ -315,13 +347,18 @@ def check_kept(groups: Sequence[UnitGroup], kept: Masks) -> None:
             )
 
 
-def unit_norms(groups: Sequence[UnitGroup], weights: Weights) -> dict[str, Tensor]:
+def unit_norms(groups: Sequence[UnitGroup], weights: Weights, leading: int = 0) -> dict[str, Tensor]:
     """Return the sum of the absolute weights in each unit's outgoing rows: ``|w|_J`` of FedLPS.
 
     Biases and norms are not counted, incoming slices neither. Keeps the gradient.
 
+    Args:
+        groups: Groups of units from :func:`find_groups`.
+        weights: Weights of the model, each behind leading dimensions.
+        leading: Number of leading dimensions, such as 1 for the weights of several clients.
+
     Returns:
-        For each group, ``(units,)``.
+        For each group, ``(..., units)``.
 
     Example:
         >>> net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
@@ -331,12 +368,26 @@ def unit_norms(groups: Sequence[UnitGroup], weights: Weights) -> dict[str, Tenso
     """
     norms: dict[str, Tensor] = {}
     for group, slot in _slots(groups):
-        layer = slot.name.rpartition(".")[0]
-        if slot.role == "out" and layer in group.layers and slot.name in weights and weights[slot.name].ndim > 1:
-            rows = weights[slot.name].abs().movedim(slot.dim, 0).flatten(1).sum(1)
-            norm = rows[slot.positions.to(rows.device)].sum(1)
+        if slot.name in weights and is_row(group, slot, weights[slot.name].dim() - leading):
+            norm = sum_by_unit(slot, weights[slot.name].abs(), leading)
             norms[group.name] = norms[group.name] + norm if group.name in norms else norm
     return norms
+
+
+def is_row(group: UnitGroup, slot: Slot, dims: int) -> bool:
+    """Return whether a slot has the outgoing rows of a group's units, and not their biases or norms.
+
+    Args:
+        group: Group of the slot.
+        slot: Positions of the units in a weight.
+        dims: Number of dimensions of that weight.
+
+    Example:
+        >>> (group,) = find_groups(nn.Sequential(nn.Linear(1, 2), nn.Linear(2, 1)), torch.zeros(1, 1))
+        >>> [slot.name for slot in group.slots if is_row(group, slot, 2)]
+        ['0.weight', '0.bias']
+    """
+    return slot.role == "out" and slot.name.rpartition(".")[0] in group.layers and dims > 1
 
 
 def unit_counts(groups: Sequence[UnitGroup], density: float) -> dict[str, int]:

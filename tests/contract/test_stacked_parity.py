@@ -54,6 +54,7 @@ from lightning_sparsefl.callbacks import (
     ProximalTerm,
     StaticMask,
 )
+from lightning_sparsefl.callbacks.stacking import trees
 from lightning_sparsefl.data import IID, Dirichlet, FederatedDigits
 from lightning_sparsefl.errors import InvalidOption
 from lightning_sparsefl.federated.local.stacked.fit import StackedFit
@@ -453,6 +454,23 @@ def test_units_that_each_client_chooses(choice, optimizer, tmp_path, stacks):
     made = seeded(OPTIMIZERS[optimizer] if optimizer else None, norm="none", smooth=True)
     compare(tmp_path, made, algorithm, federation={"capacities": [0.3, 0.6], "execution": execution})
     assert stacks
+
+
+@pytest.mark.slow_after_first
+@pytest.mark.parametrize(
+    "algorithm",
+    [FedLPS(ratio="capacity"), FedLPS(ratio="capacity", pattern="magnitude"), PruneTrain(strength=0.01)],
+    ids=["scores", "magnitudes", "lasso"],
+)
+def test_clients_that_a_cache_does_not_hold_together_have_the_same_bits(algorithm, tmp_path, stacks, monkeypatch):
+    made, options = seeded(norm="none"), {"federation": {"capacities": [0.3, 0.6]}, "precision": "32-true"}
+    _, together = digits(tmp_path / "together", "stacked", made, algorithm, **options)
+    total = sum(weight.nbytes for weight in made().parameters())
+    for size in (1, 2 * total):  # one client, and two or three
+        monkeypatch.setattr(trees, "_CACHE", size)
+        _, blocks = digits(tmp_path / f"blocks {size}", "stacked", made, algorithm, **options)
+        assert all(torch.equal(blocks[name], weight) for name, weight in together.items())
+    assert 6 in stacks
 
 
 @pytest.mark.parametrize("pattern", ["learned", "magnitude", "ordered", "random", "rolling"])

@@ -10,6 +10,8 @@ from torch.nn import functional as F
 
 from lightning_sparsefl.errors import IncompatibleMasks, InvalidOption
 from lightning_sparsefl.models import MLP, VGG11, LeNet5, ResNet18, SmallCNN
+from lightning_sparsefl.sparse.importance import add_row_gradients, gate_gradients, relative, tie
+from lightning_sparsefl.sparse.unit_lasso import unit_lasso_gradients
 from lightning_sparsefl.sparse.units import find_groups, keep_units, unit_counts, unit_masks, unit_norms
 
 _spec = importlib.util.spec_from_file_location(
@@ -80,6 +82,41 @@ def test_masks_and_norms_are_those_of_plain_loops(net):
         assert fast.keys() <= {name for name, _ in module.named_parameters()}
     for name, norm in unit_norms(groups, weights).items():
         torch.testing.assert_close(norm.tolist(), slow.unit_norms(groups, weights)[name])
+
+
+def test_weights_of_several_clients_at_once_give_the_bits_of_one_after_another(net):
+    groups, rng = find_groups(*net), torch.Generator().manual_seed(0)
+    named = list(net[0].named_parameters())
+    weights, slopes = ({name: torch.randn(3, *w.shape, generator=rng) for name, w in named} for _ in range(2))
+    own = [
+        [{n: tensor[place].clone() for n, tensor in tree.items()} for tree in (weights, slopes)] for place in range(3)
+    ]
+
+    def agree(together, alone):
+        assert together.keys() == alone[0].keys()
+        for name, tensor in together.items():
+            assert torch.equal(tensor, torch.stack([tree[name] for tree in alone])), name
+
+    agree(unit_norms(groups, weights, leading=1), [unit_norms(groups, tree) for tree, _ in own])
+    agree(gate_gradients(groups, weights, slopes, leading=1), [gate_gradients(groups, *trees) for trees in own])
+    agree(unit_lasso_gradients(groups, weights, leading=1), [unit_lasso_gradients(groups, tree) for tree, _ in own])
+    norms = [unit_norms(groups, tree) for tree, _ in own]
+    together = {name: torch.stack([tree[name] for tree in norms]) for name in norms[0]}
+    for reduction in ("sum", "mean"):
+        scores = relative(together)
+        agree(scores, [relative(tree) for tree in norms])
+        halves = {name: score / 2 for name, score in scores.items()}
+        found = tie(halves, together, reduction)
+        each = [
+            tie({name: half[place] for name, half in halves.items()}, tree, reduction)
+            for place, tree in enumerate(norms)
+        ]
+        for tree, trees in zip(found, zip(*each, strict=True), strict=True):
+            agree(tree, trees)
+    for norm, trees in zip(norms, own, strict=True):
+        add_row_gradients(groups, norm, *trees)
+    add_row_gradients(groups, together, weights, slopes)
+    agree(slopes, [tree for _, tree in own])
 
 
 def test_nothing_is_changed_by_looking(net):

@@ -15,7 +15,7 @@ from lightning_sparsefl.callbacks.group_penalty import GroupPenalty
 from lightning_sparsefl.callbacks.mask_owner import of_parameters
 from lightning_sparsefl.callbacks.proximal_term import ProximalTerm
 from lightning_sparsefl.callbacks.stacking.base import Leaves, StackedCallback, column, first_stepped_of
-from lightning_sparsefl.callbacks.stacking.trees import for_each, stack_trees
+from lightning_sparsefl.callbacks.stacking.trees import in_blocks, stack_trees
 from lightning_sparsefl.callbacks.step_meter import StepMeter
 from lightning_sparsefl.sparse.schedule import staircase
 from lightning_sparsefl.sparse.unit_lasso import lasso_slots, unit_lasso_gradients
@@ -222,8 +222,10 @@ class StackedUnitPenalty(StackedPenalty):
     def add(self, leaves: Leaves, strengths: Tensor) -> None:
         """Add the gradient of the term; see :class:`StackedPenalty`."""
         weights = {name: weight.detach() for name, weight in leaves.items()}
-        for name, slope in for_each(lambda tree: unit_lasso_gradients(self.groups, tree), weights).items():
-            _gradient(leaves[name]).addcmul_(slope, column(strengths, slope))
+        slopes = {name: _gradient(weight) for name, weight in leaves.items()}
+        for weight, slope, own in in_blocks(weights, slopes, {"": strengths}):
+            for name, gradient in unit_lasso_gradients(self.groups, weight, leading=1).items():
+                slope[name].addcmul_(gradient, column(own[""], gradient))
 
 
 def _gradient(leaf: Tensor) -> Tensor:

@@ -13,10 +13,18 @@ from lightning_sparsefl.callbacks.learned_importance import LearnedImportance, c
 from lightning_sparsefl.callbacks.masking import forget
 from lightning_sparsefl.callbacks.stacking.base import Leaves, StackedCallback, StackedPass
 from lightning_sparsefl.callbacks.stacking.lasting_zeros import LastingZeros
-from lightning_sparsefl.callbacks.stacking.trees import alike, for_each, groups_on, row_of, stack_trees
+from lightning_sparsefl.callbacks.stacking.trees import (
+    alike,
+    block_rows,
+    groups_on,
+    in_blocks,
+    join_blocks,
+    row_of,
+    stack_trees,
+)
 from lightning_sparsefl.callbacks.unit_scores import ScoreSteps, UnitScores
 from lightning_sparsefl.sparse.apply import InPlaceMask
-from lightning_sparsefl.sparse.importance import gate_gradients, relative
+from lightning_sparsefl.sparse.importance import add_row_gradients, gate_gradients, relative
 from lightning_sparsefl.sparse.units import UnitGroup, broadcast_unit_masks, unit_counts, unit_masks, unit_norms
 from lightning_sparsefl.sparse.width import blind_ranking
 from lightning_sparsefl.types import Weights
@@ -59,18 +67,22 @@ class StackedScores(StackedCallback):
         """Take the scores' gradient."""
         slopes = {name: slope for name in self.names if (slope := batch.leaves[name].grad) is not None}
         weights = {name: batch.leaves[name].detach() for name in slopes}
-        self._task = for_each(lambda *trees: gate_gradients(self.groups, *trees), weights, slopes) if slopes else {}
+        self._task = {}
+        if slopes:
+            blocks = in_blocks(weights, slopes)
+            self._task = join_blocks(gate_gradients(self.groups, weight, slope, leading=1) for weight, slope in blocks)
 
     @torch.no_grad()
     def before_step(self, leaves: Leaves, steps: Sequence[int]) -> None:
         """Step the scores, and add the gradient that ties the weights to them."""
-        trees = (self.scores, self.absent, self.at, self._weights(leaves), self._task)
-        gradients, rows = for_each(lambda *trees: self.steps.gradients(self.groups, *trees), *trees)
-        for name, gradient in gradients.items():
-            self.scores[name].copy_(self.steps.descended(self.scores[name], gradient))
-        for name, row in rows.items():
-            if (slope := leaves[name].grad) is not None:
-                slope.add_(row)
+        found = {name: leaves[name].grad for name in self.names}
+        slopes = {name: slope for name, slope in found.items() if slope is not None}
+        trees = (slopes, self.scores, self.absent, self.at, self._weights(leaves), self._task)
+        for slope, score, absent, at, weights, task in in_blocks(*trees):
+            gradients, of_norms = self.steps.gradients(self.groups, score, absent, at, weights, task)
+            for name, gradient in gradients.items():
+                score[name].copy_(self.steps.descended(score[name], gradient))
+            add_row_gradients(self.groups, of_norms, weights, slope)
 
     def _weights(self, leaves: Leaves) -> dict[str, Tensor]:
         return {name: leaves[name].detach() for name in self.names}
@@ -147,7 +159,7 @@ class StackedImportance(StackedScores):
         """Choose the units: at the start, and after every step if they may change."""
         leaves, first = batch.leaves, batch.steps[0] == 0
         if first and self.of.pattern == "learned" and not self.of.steps.scores:
-            for name, score in for_each(relative, self._norms(self._weights(leaves))).items():
+            for name, score in relative(self._norms(self._weights(leaves))).items():
                 self.scores[name].copy_(score)
         if first or self.of.refresh == "step":
             self._choose(leaves)
@@ -157,10 +169,10 @@ class StackedImportance(StackedScores):
         """Keep the units that rank highest; clients for which nothing changes are left alone."""
         ranking = self._ranking(leaves)
         kept = {name: _largest(ranking[name], count) for name, count in self.counts.items()}
-        changed = torch.stack([(units != self.kept[name]).any(1) for name, units in kept.items()]).any(0)
-        places = changed.nonzero().flatten()
-        if len(places):
-            self._exchange(leaves, places, {name: units[places] for name, units in kept.items()})
+        changed = torch.stack([(units != self.kept[name]).any(1) for name, units in kept.items()]).any(0).tolist()
+        for rows in block_rows(self.aside):
+            if any(changed[rows]):
+                self._exchange(leaves, rows, {name: units[rows] for name, units in kept.items()})
 
     def _ranking(self, leaves: Leaves) -> Weights:
         if self.of.pattern == "magnitude":
@@ -170,31 +182,26 @@ class StackedImportance(StackedScores):
 
     def _norms(self, weights: Weights) -> dict[str, Tensor]:
         """Return the norms of each client's units."""
-        norms: dict[str, Tensor] = for_each(lambda tree: unit_norms(self.groups, tree), weights)
-        return norms
+        return join_blocks(unit_norms(self.groups, block, leading=1) for (block,) in in_blocks(weights))
 
-    def _exchange(self, leaves: Leaves, places: Tensor, kept: Weights) -> None:
-        """Replace the units of some clients; see :class:`LearnedImportance`.
+    def _exchange(self, leaves: Leaves, rows: slice, kept: Weights) -> None:
+        """Replace the units of a block of clients; see :class:`LearnedImportance`.
 
         Args:
             leaves: Weights of all clients.
-            places: Places of these clients.
-            kept: Units that each of them keeps, of shape (places, units).
+            rows: Places of the clients of the block; those whose units stay keep their bits.
+            kept: Units that each of them keeps, of shape (clients of the block, units).
         """
-        rows = slice(self.places.start, self.places.stop)
+        first, asides = self.places.start, {name: aside[rows] for name, aside in self.aside.items()}
         for name, mask in broadcast_unit_masks(self.groups, kept, self._weights(leaves)).items():
-            weight, held, aside = leaves[name].detach(), self.masks[name], self.aside[name]
-            dense = weight.index_select(0, places).add_(aside.index_select(0, places))  # one of the two is 0
-            dropped = torch.empty_like(dense)
-            InPlaceMask(mask, dense.dtype).split_(dense, dropped)
-            for tensor, values in ((weight, dense), (aside, dropped), (held, mask)):
-                tensor.index_copy_(0, places, values)
-            forget(self._optimizer, self._whole[name], held, rows)
-        for name, units in kept.items():
-            self.kept[name].index_copy_(0, places, units)
-        absent = self._norms({name: aside.index_select(0, places) for name, aside in self.aside.items()})
-        for name, norm in absent.items():
-            self.absent[name].index_copy_(0, places, norm)
+            weight, stencil = leaves[name].detach()[rows], self.stencils[name][rows]
+            stencil.join_(weight, asides[name])
+            self.masks[name][rows] = mask  # which the stencil has a view of
+            stencil.split_(weight, asides[name])
+            forget(self._optimizer, self._whole[name], mask, slice(first + rows.start, first + rows.stop))
+        for tree, values in ((self.kept, kept), (self.absent, unit_norms(self.groups, asides, leading=1))):
+            for name, value in values.items():
+                tree[name][rows] = value
 
     def after_backward(self, batch: StackedPass) -> None:
         """Take the scores' gradient, if they are trained."""
