@@ -71,7 +71,7 @@ class FedMef(FederatedAlgorithm):
     psi: float = 1.0
     """Factor of the raised learning rate, >= 0."""
     max_lr: float = 0.1
-    """Upper bound of the raised learning rate, > 0."""
+    """Upper bound of the learning rate, > 0, also of the module's own, unless `penalty` is 0."""
     activation_density: float | None = None
     """Fraction of a layer's inputs that is saved for the gradients of weights, in (0, 1]; null = all."""
     dense_layers: tuple[str, ...] = ()

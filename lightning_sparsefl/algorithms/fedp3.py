@@ -14,6 +14,7 @@ Departures from the paper and the authors' code:
 - The paper lets a client prune further, at random or by order, in a width drawn from an interval; the public code does
   not. Here a width is drawn once a round for all hidden matrices, and what is left out keeps its value.
 - In the last round of the code the clients train only the last layer, for ten epochs; see `federation.finetune_epochs`.
+- Each hidden layer needs an owner, so that few clients need a larger `owned`.
 - Hidden layers are found as in PerFedMask; the code lists the four of its network by hand, for 25 clients each.
 - The mean over owners is uniform, the code's default; the weights of its `weighted_mean` do not sum to 1.
 - ``flops/paper`` is that of the density that arrives; ``flops/train`` is dense, since zeros become weights; both are
@@ -70,7 +71,15 @@ class FedP3(FederatedAlgorithm):
         if not hidden:
             raise InvalidOption("`algorithm` is FedP3, and the model has no layer below the last; use FedPer.")
         layers = {name: torch.tensor(number) for number, names in enumerate(hidden.values()) for name in names}
-        clients = {"count": torch.tensor(max(view.id for view in fleet.views) + 1)}
+        count, total = len(hidden), max(view.id for view in fleet.views) + 1
+        firsts = {self._first(view.id, count, total) for view in fleet.views}
+        owned = set().union(*(self._owned(first, count) for first in firsts))
+        if len(owned) < count:
+            raise InvalidOption(
+                f"`algorithm.owned` is {self.owned}, so that {len(fleet)} clients own {len(owned)} of the {count} "
+                "hidden layers, and the server would never train the others; raise `algorithm.owned`."
+            )
+        clients = {"count": torch.tensor(total)}
         return ServerState(round=0, weights=weights, extra={"layer": layers, "head": head, "clients": clients})
 
     def layers(self, server: ServerState, view: ClientView) -> set[int]:
@@ -81,7 +90,12 @@ class FedP3(FederatedAlgorithm):
             view: View of the client.
         """
         count = 1 + max(int(number) for number in server.extra["layer"].values())
-        first = min(view.id * count // int(server.extra["clients"]["count"]), count - 1)
+        return self._owned(self._first(view.id, count, int(server.extra["clients"]["count"])), count)
+
+    def _first(self, client: int, count: int, clients: int) -> int:
+        return min(client * count // clients, count - 1)
+
+    def _owned(self, first: int, count: int) -> set[int]:
         return {(first + place) % count for place in range(min(self.owned, count))}
 
     def equal_costs(self, server: ServerState, view: ClientView) -> Hashable:

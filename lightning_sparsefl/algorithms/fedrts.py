@@ -8,6 +8,9 @@ largest gradients. Both are evidence for the distributions, from which the serve
 
 Departures from the paper and the authors' code:
 
+- Clients send which of the kept weights are the largest of their model, one bit each, and in adjustments one bit for
+  each other weight. In the code the server, which sees each model, finds the former by itself, and clients send the
+  indices of the latter; here it sees sums over clients only.
 - The first mask keeps the largest weights with the densities of ERK, as in the code, where `density` is that of all
   parameters, of which biases and norms stay dense.
 - The number of weights that a round would exchange is at most that of the dead ones; in the code, only in adjustments.

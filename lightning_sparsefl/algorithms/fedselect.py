@@ -16,7 +16,8 @@ Departures from the authors' code:
   code scores before it merges, and does not merge the last round.
 - Running statistics are averaged unless `federation.buffers` is `local`; in the code each client keeps its own.
 - The local optimizer is that of the module, anew for each epoch; the code takes plain SGD.
-- An epoch in which nothing can change is not run, as that of the personal weights before there are any, but is charged.
+- An epoch in which nothing can change is not run, as that of the personal weights before there are any; ``flops/paper``
+  counts it, ``flops/train`` does not.
 - Each alternation takes two epochs, whatever `trainer.max_epochs` and `federation.local_epochs` are.
 """
 

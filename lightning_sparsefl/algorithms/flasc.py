@@ -2,17 +2,18 @@
 
 Kuo, Raje, Rajesh, Smith, arXiv:2406.05233, section 3 and Algorithm 1.
 
-Only adapters and the head are trained; the other weights stay at the run's initial values and are never sent. The
-server sends the adapters' largest weights and zeros for the others, a client trains all of them, and sends its largest
-changes. The server makes a step of AdamW of the mean change, in which what was not sent counts as no change.
+Only adapters and the head are trained; the other weights stay at the run's initial values, and no client that trains
+receives or sends them. The server sends the adapters' largest weights and zeros for the others, a client trains all of
+them, and sends its largest changes. The server makes a step of AdamW of the mean change, in which what was not sent
+counts as no change.
 
 Departures from the authors' code:
 
 - The names of the adapters come from the user's module, whose layers they are; `adapters` are patterns of names.
 - What is not trained is frozen also where the module does not do so.
 - The head is exchanged whole. With ``adapters=["*lora*", "head"], whole=[]`` its weights are chosen among as well.
-- Clients are scored under the mask of the last round's downloads, as in the code; ``global/*`` are the scores of all
-  weights.
+- Clients are scored under the mask of the last round's downloads, as in the code, and receive the whole model for it;
+  ``global/*`` are the scores of all weights.
 - With `frozen`, matrices of adapters stay as they are (FFA-LoRA, arXiv:2403.12313). Clients with densities of their own
   are not offered.
 - AdamW also moves weights on which no client has voted, by its mean of earlier changes, as in the code.

@@ -24,7 +24,8 @@ Departures from the paper, of which no code of the authors is public:
   are the weights that read it. The two programs remove outgoing weights alone, and count weights where `density` counts
   units.
 
-The forward passes of the gate over validation data are not in the FLOPs, since their number is not known; those over
+Costs are those of the units that a client begins a round with, also in a round in which it removes some. The forward
+passes of the gate over validation data are not in the FLOPs, since their number is not known; those over
 training data are in ``flops/train``.
 """
 

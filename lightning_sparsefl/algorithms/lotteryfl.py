@@ -22,8 +22,9 @@ Departures from the authors' code:
 The row of FedLPS's table (arXiv:2412.07216, Table I) prunes the received weights without setting them back
 (``rewind=False``) and takes the mean over the cohort (``merge="mean"``).
 
-The forward passes of the gate over validation data are not in the FLOPs, since their number is not known; those over
-training data are in ``flops/train``.
+Costs are those of the mask that a client begins a round with, also in a round in which it prunes, of which the code
+counts the bytes of the mask afterwards. The forward passes of the gate over validation data are not in the FLOPs, since
+their number is not known; those over training data are in ``flops/train``.
 """
 
 from __future__ import annotations

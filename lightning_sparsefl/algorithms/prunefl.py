@@ -137,7 +137,7 @@ class PruneFL(FederatedAlgorithm):
         return replace(state, weights=apply(state.weights, masks), masks=masks)
 
     def _seconds(self, pool: Weights, fleet: Fleet) -> dict[str, float]:
-        """Return the time of a weight: three passes over the mean client's samples, and both ways over the network."""
+        """Return the time of a weight in a round: three passes over the mean client's samples, and both ways."""
         given = self.seconds_per_weight or {}
         for pattern in given:
             if not any(fnmatchcase(name, pattern) for name in pool):
@@ -145,7 +145,7 @@ class PruneFL(FederatedAlgorithm):
                     f"`algorithm.seconds_per_weight`: the pattern {pattern!r} matches no layer, expected one for "
                     f"{listed(pool)}."
                 )
-        samples = sum(view.num_examples for view in fleet.views) / len(fleet)
+        samples = sum(map(fleet.samples, fleet.views)) / len(fleet)
         macs = {layer.weight: layer.macs for layer in fleet.layers}
         times = {}
         for name, weight in pool.items():

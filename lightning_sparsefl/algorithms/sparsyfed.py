@@ -146,7 +146,11 @@ class SparsyFed(FederatedAlgorithm):
         theta = {name: message.weights[name] for name in message.masks}
         others = {n: w for n, w in message.weights.items() if n not in theta and n not in facts.buffers}
         sent = self._count(theta) + sum(value.numel() for value in others.values())
-        return replace(super().costs(facts), bytes_up_paper=BYTES_PER_WEIGHT * sent)
+        costs = replace(super().costs(facts), bytes_up_paper=BYTES_PER_WEIGHT * sent)
+        if self.exponent > 1:
+            return costs
+        dense = super().costs(replace(facts, message=replace(message, masks={})))  # weights of 0 train too
+        return replace(costs, flops_paper=dense.flops_paper, flops_analytic=dense.flops_analytic)
 
 
 def _support(theta: Weights) -> Masks:

@@ -95,6 +95,7 @@ class Fleet:
         execution: How units are left out of local training, `federation.execution`.
         batches: Number of batches of a client's local training; None where it is not known.
         layers: Operations of the model's layers; empty where they are not counted.
+        samples: Number of samples of a client's local training; None where it is not known.
     """
 
     def __init__(
@@ -108,12 +109,13 @@ class Fleet:
         execution: Literal["mask", "cut"] = "mask",
         batches: Callable[[ClientView], int] | None = None,
         layers: Sequence[LayerFlops] = (),
+        samples: Callable[[ClientView], int] | None = None,
     ) -> None:
         self.layers = layers
         self.views, self.buffers, self.device = views, buffers, device
         self.seed, self.max_rounds = views[0].seed, views[0].max_rounds
         self.clients_per_round, self.execution = clients_per_round or len(views), execution
-        self._model, self._survey, self._batches = model, survey, batches
+        self._model, self._survey, self._batches, self._samples = model, survey, batches, samples
 
     @property
     def norms(self) -> frozenset[str]:
@@ -154,6 +156,19 @@ class Fleet:
         if self._batches is None:
             raise RuntimeError("The numbers of batches of clients are not known here.")
         return self._batches(view)
+
+    def samples(self, view: ClientView) -> int:
+        """Return the number of samples that a client trains on in its round, each counted once in every local epoch.
+
+        Args:
+            view: Facts of the client.
+
+        Raises:
+            RuntimeError: Where it is not known.
+        """
+        if self._samples is None:
+            raise RuntimeError("The numbers of samples of clients' rounds are not known here.")
+        return self._samples(view)
 
     def survey(self, message: Message) -> Merged:
         """Ask every client a question, and merge the answers; for `init`, before round 0.

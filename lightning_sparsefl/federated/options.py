@@ -99,7 +99,7 @@ class Federation:
     """Number of ranks per device, for models so small that one client does not use it fully; on a CPU, processes."""
     buffers: Literal["average", "local", "server"] = "average"
     """Whether floating-point buffers, such as running means, are averaged by samples, kept by each client, or never
-    changed."""
+    changed on the server. Clients of FedP3, Hermes and SpaFL keep theirs with their own weights in any case."""
     reducer: Reducer | None = None
     """Rule for merging updates: `CoverageMedian`, `TrimmedMean`, `PlainMean` or `CoverageMean`; null = that of the
     method. Methods whose equations require another rule than `CoverageMean` do not allow a change."""

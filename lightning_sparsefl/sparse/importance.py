@@ -102,7 +102,7 @@ def add_row_gradients(
 
     Args:
         groups: Groups of units from :func:`~lightning_sparsefl.sparse.units.find_groups`.
-        gradients: Gradients of the norms of each group, ``(..., units)``.
+        gradients: Gradients of the norms of each group, ``(..., units)``; a group that is missing adds nothing.
         weights: Weights of the model, with the same leading dimensions; one that is zero, as where it is masked, gets
             no gradient.
         into: Gradients of some weights, which are changed.
@@ -116,9 +116,9 @@ def add_row_gradients(
         {'0.weight': tensor([[2., 0.],
                 [1., 4.]])}
     """
-    for group in groups:
+    for group in (group for group in groups if group.name in gradients):
+        of_norms = gradients[group.name]
         for slot in group.slots:
-            of_norms = gradients[group.name]
             if slot.name in into and is_row(group, slot, into[slot.name].dim() - of_norms.dim() + 1):
                 weight = weights[slot.name].detach()
                 into[slot.name].addcmul_(weight.sign(), spread_over_slot(slot, of_norms.to(weight.dtype), weight, 0.0))

@@ -75,6 +75,7 @@ def client():
 def fleet():
     def make(clients=3, buffers=(), seed=0, **known):
         views = [view_of(client=i, seed=seed) for i in range(clients)]
+        known = {"samples": lambda view: view.num_examples, **known}
         return Fleet(views, frozenset(buffers), torch.device("cpu"), **known)
 
     return make

@@ -58,6 +58,14 @@ def test_refuses_a_model_of_one_layer():
         FedP3().init({"fc.weight": torch.ones(2, 2), "fc.bias": torch.ones(2)}, fleet_of(views(1.0)))
 
 
+@pytest.mark.parametrize(("clients", "owned", "found"), [(1, 2, 2), (2, 1, 2), (3, 1, 3)])
+def test_refuses_layers_without_an_owner(clients, owned, found):
+    message = rf"`algorithm.owned` is {owned}, so that {clients} clients own {found} of the 4 hidden layers"
+    with pytest.raises(InvalidOption, match=message):
+        FedP3(owned=owned).init(FOUR, fleet_of(views(*[1.0] * clients)))
+    FedP3(owned=4).init(FOUR, fleet_of(views(*[1.0] * clients)))
+
+
 def test_blocks_of_clients_own_layers_in_turn():
     lower, two, three, every = (owners(FedP3(owned=owned)) for owned in (1, 2, 3, 9))
     assert lower == {

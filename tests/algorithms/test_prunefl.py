@@ -43,6 +43,9 @@ def test_the_time_of_a_weight_follows_from_its_operations(fleet):
     method = PruneFL(first="dense", flops_per_second=1000.0, bytes_per_second=100.0)
     times = {name: float(time) for name, time in method.init(LAYERS, people).extra["seconds"].items()}
     assert times == pytest.approx({"a.weight": 6 * 10 * 7 / 1000 + 8 / 100, "b.weight": 6 * 7 / 1000 + 8 / 100})
+    longer = fleet(buffers=["mean"], layers=layers, samples=lambda view: 5 * view.num_examples)  # five local epochs
+    times = {name: float(time) for name, time in method.init(LAYERS, longer).extra["seconds"].items()}
+    assert times == pytest.approx({"a.weight": 6 * 10 * 35 / 1000 + 8 / 100, "b.weight": 6 * 35 / 1000 + 8 / 100})
     given = PruneFL(first="dense", seconds_per_weight={"b*": 3.0}).init(LAYERS, people)
     assert float(given.extra["seconds"]["b.weight"]) == 3.0
 

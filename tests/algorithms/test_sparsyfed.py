@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -99,6 +101,9 @@ def test_profile_and_costs_take_the_least_that_is_sent(fleet, view, facts):
     costs = method.costs(facts(held))
     assert costs.bytes_down_paper == 4 * (6 + 6 + 2)
     assert costs.bytes_up_paper == 4 * (8 + 2)
+    again = SparsyFed(density=0.5, exponent=1.0).costs(facts(held))  # whose weights of 0 train too
+    assert replace(again, flops_paper=costs.flops_paper, flops_analytic=costs.flops_analytic) == costs
+    assert again.flops_paper == again.flops_analytic == 14 * 3 * 34 > costs.flops_analytic
 
 
 @pytest.mark.parametrize(

@@ -288,6 +288,7 @@ class Run(NodeSide):
             clients_per_round=self.federation.clients_per_round,
             execution=self.federation.execution,
             batches=self.workload.batches,
+            samples=self.workload.round_samples,
             layers=self.workload.layers or (),
         )
 

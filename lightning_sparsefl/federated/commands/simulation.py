@@ -184,6 +184,7 @@ class Simulation:
             clients_per_round=server.federation.clients_per_round,
             execution=server.federation.execution,
             batches=server.workload.batches,
+            samples=server.workload.round_samples,
             layers=server.workload.layers or (),
         )
 

@@ -82,6 +82,14 @@ class Workload:
         """
         return self._epochs(view) * self._batches(view.num_examples, self.batching(view.id))
 
+    def round_samples(self, view: ClientView) -> int:
+        """Return the number of samples of a client's local training, each counted once in every local epoch.
+
+        Args:
+            view: Facts of the client.
+        """
+        return self._epochs(view) * self.samples(view.id, view.num_examples)
+
     def _epochs(self, view: ClientView) -> int:
         return self.epochs if view.local_epochs is None else view.local_epochs
 

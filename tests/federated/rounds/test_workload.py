@@ -30,7 +30,9 @@ def test_batches_and_samples(options, view, batches, samples):
     workload = Workload(layers=None, epochs=2, batch_size=10, **options)
     assert workload.batches(view) == batches
     assert workload.facts(view, Message(weights={})).samples == samples
-    assert Fleet([view], frozenset(), torch.device("cpu"), batches=workload.batches).batches(view) == batches
+    asked = {"batches": workload.batches, "samples": workload.round_samples}
+    fleet = Fleet([view], frozenset(), torch.device("cpu"), **asked)
+    assert (fleet.batches(view), fleet.samples(view)) == (batches, (view.local_epochs or 2) * samples)
 
 
 def test_batches_of_clients_with_sizes_of_their_own():
@@ -44,3 +46,5 @@ def test_batches_of_clients_with_sizes_of_their_own():
 def test_a_fleet_without_a_workload_says_so():
     with pytest.raises(RuntimeError, match="numbers of batches of clients are not known here"):
         Fleet([VIEW], frozenset(), torch.device("cpu")).batches(VIEW)
+    with pytest.raises(RuntimeError, match="numbers of samples of clients' rounds are not known here"):
+        Fleet([VIEW], frozenset(), torch.device("cpu")).samples(VIEW)
