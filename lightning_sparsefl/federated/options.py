@@ -85,7 +85,8 @@ class Federation:
     each batch, once the same shapes have occurred a few times. Weights and scores are the same; turn it off for a step
     with effects outside of torch, such as `print`."""
     on_client_error: Literal["raise", "skip"] = "raise"
-    """Whether a failure of a client's local work ends the run, or the round is merged without the client."""
+    """Whether a failure of a client's local work ends the run, or its round is merged, and its evaluation goes on,
+    without the client."""
     min_clients: int = 1
     """Minimum number of clients to merge a round from, with `on_client_error: skip`."""
     client_timeout: float | None = None

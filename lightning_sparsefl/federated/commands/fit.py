@@ -12,12 +12,13 @@ from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning.pytorch.callbacks import Timer
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 
-from lightning_sparsefl.errors import ClientFailed
+from lightning_sparsefl.errors import ClientFailed, InvalidOption
 from lightning_sparsefl.federated.commands.interruption_messages import kept_by_fit
 from lightning_sparsefl.federated.commands.replay import replay_command
 from lightning_sparsefl.federated.commands.run import Run
 from lightning_sparsefl.federated.distributed.ranks import Ranks
 from lightning_sparsefl.federated.distributed.signals import Interrupted
+from lightning_sparsefl.federated.evaluation.scores import Scores
 from lightning_sparsefl.federated.exchange.plain_values import encoded
 from lightning_sparsefl.federated.rounds.cohort import RankCohort
 from lightning_sparsefl.federated.rounds.coordinator import RoundResult
@@ -124,7 +125,8 @@ class Fit:
     def __init__(self, run: Run, state: RunState, resumed: Checkpoint | None) -> None:
         self.parts, self.options, self.ranks, self.scorer = run, run.options, run.ranks, run.scorer
         self._state, self._resumed = state, resumed
-        self._committed = 0 if resumed is None else state.server.round
+        is_here = resumed is not None and run.resume_point.folder is not None
+        self._committed = state.server.round if is_here else 0
         self._unrecorded = None if resumed is None else self._unrecorded_of(resumed)
         self._phase, self._writing = "the setup", BackgroundWrite()
         run.folder = self.folder = self._open_folder()
@@ -173,17 +175,9 @@ class Fit:
 
     def _open_folder(self) -> RunFolder:
         """Return the run folder, the same on all ranks."""
-        path, resume_point = None, self.parts.resume_point
-        if resume_point.folder is not None:
-            path = resume_point.folder
-        elif self.options.run_dir is not None:
-            path = self.options.run_dir
-        elif self.ranks.first:
-            # a CSVLogger's folder has a metrics.csv of its own
-            loggers = self.options.users_loggers()
-            own = next((log.log_dir for log in loggers if log.log_dir and not isinstance(log, CSVLogger)), None)
-            path = Path(own) if own else new_version(Path(self.options.default_root_dir) / self.options.name)
-        path = self.ranks.gather(path)[0]
+        resume_point = self.parts.resume_point
+        known = resume_point.folder or self.options.run_dir
+        path = self.ranks.share(lambda: (known or self._new_folder()) if self.ranks.first else None)[0]
         assert path is not None
         folder = RunFolder(path)
         if self.parts.lock is None:  # of a new folder, or not rank 0
@@ -192,6 +186,31 @@ class Fit:
         if self.ranks.first:
             resume_point.promote_previous()
         return folder
+
+    def _new_folder(self) -> Path:
+        """Return the folder of a new run: that of the user's first logger with one, or a new version.
+
+        Raises:
+            InvalidOption: If the folder of the logger has a run already.
+        """
+        loggers = self.options.users_loggers()
+        # a CSVLogger, whose metrics.csv is another one, chooses its folder when it is first asked: after this one
+        others = (logger.log_dir for logger in loggers if not isinstance(logger, CSVLogger))
+        own = next((Path(folder) for folder in others if folder), None)
+        path = own or new_version(Path(self.options.default_root_dir) / self.options.name)
+        if own is not None and any((own / name).exists() for name in ("metrics.csv", "checkpoints/last.ckpt")):
+            raise InvalidOption(
+                f"`trainer.logger` writes to {own}, which has a run already; give the logger another `version`, or "
+                "continue that run (`ckpt_path`)."
+            )
+        if any(
+            isinstance(logger, CSVLogger) and Path(logger.log_dir).resolve() == path.resolve() for logger in loggers
+        ):
+            raise InvalidOption(
+                f"`trainer.logger` has a CSVLogger that writes to {path}, where the run has a metrics.csv of its own; "
+                "give the logger another `name` or `version`."
+            )
+        return path
 
     def _open_loggers(self) -> list[Logger]:
         """Return the user's loggers, or one in the run folder that drops what came after the committed round."""
@@ -266,8 +285,10 @@ class Fit:
             self._record(self._unrecorded)
         while self._state.server.round < self.options.max_rounds and not seen.should_stop:
             self._round()
-        if not self._recorder.is_complete(self._state.server.round):
+        complete = self._recorder.is_complete(self._state.server.round)
+        if not complete:
             self._complete_last_round()
+        if not complete or self._committed < self._state.server.round:  # a copy that is complete, in a new folder
             self._commit()
         self._finish_writing()
         for hook in ("on_train_end", "on_fit_end"):
@@ -302,8 +323,7 @@ class Fit:
         seen, number = self._round_trainer, self._state.server.round - 1
         self._phase = f"the evaluation of round {number + 1}"
         last = number + 1 == self.options.max_rounds
-        scores = self.scorer.scores(self._state) if self._is_scored(number) else None
-        further = {} if scores is None else self.scorer.select(self._state, scores)
+        scores, further = self._scores() if self._is_scored(number) else (None, {})
         seen.global_step = number + 1
         seen.report(self._recorder.record(number, result, scores, last, further))
         self._unrecorded = None
@@ -317,6 +337,16 @@ class Fit:
             self._complete_last_round()
         if last or seen.should_stop or (number + 1) % self.parts.federation.checkpoint_every_n_rounds == 0:
             self._commit()
+
+    def _scores(self) -> tuple[Scores, dict[str, float]]:
+        """Score the round that was trained; if that fails, commit it without scores, for the run to go on from."""
+        try:
+            scores = self.scorer.scores(self._state)
+            return scores, self.scorer.select(self._state, scores)
+        except Exception:
+            if self.ranks.size == 1:  # else the other ranks may not know of the error
+                _attempt(self._commit)
+            raise
 
     def _complete_last_round(self) -> None:
         """Score and picture the last round, which a callback has stopped the run after."""

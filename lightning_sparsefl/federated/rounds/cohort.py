@@ -269,8 +269,8 @@ class RankCohort:
         for order, answer in zip(orders, answers, strict=True):
             if answer.error is None:
                 continue
-            alone = self.raises and self.ranks.size == 1
-            if order.task != "train" or alone or isinstance(answer.error, InvalidOption):
+            ends = {"train": self.raises and self.ranks.size == 1, "survey": True}.get(order.task, self.raises)
+            if ends or isinstance(answer.error, InvalidOption):
                 raise_failure(order, answer, answer.error, self.ranks.rank)
             if not isinstance(answer.error, ClientFailed):
                 traceback.print_exception(answer.error)  # it cannot travel to the other processes

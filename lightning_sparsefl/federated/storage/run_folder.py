@@ -163,7 +163,7 @@ class RunFolder:
         return self.path / "checkpoints"
 
     def cut_back(self, rounds: int) -> None:
-        """Cut the tables back to a checkpoint, and delete temporary files of interrupted writes.
+        """Cut the tables back to a checkpoint, and delete that of fine-tuning and files of interrupted writes.
 
         Args:
             rounds: Number of rounds committed by the checkpoint.
@@ -172,6 +172,7 @@ class RunFolder:
             remove_leftovers(folder)
         for table in (self.metrics, self.clients, self.overlaps):
             table.cut_back(rounds)
+        (self.path / "finetuned.csv").unlink(missing_ok=True)  # of an earlier end of the run
 
     def write_finetuned(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Write `finetuned.csv`."""

@@ -542,3 +542,83 @@ def test_a_client_that_fails_on_another_rank_says_how_to_run_it_again_in_this_on
     again = eval(call, {"trainer": run, "module": dying(), "datamodule": blobs()})
     assert (again.round, again.outcome.client) == (caught.value.round, caught.value.client)
     assert str(copy.copy(caught.value)) == str(caught.value)
+
+
+class LostFile(FederatedBlobs):
+    """Cannot read the data of client 1 for a task, from a round on."""
+
+    def __init__(self, task, since=0):
+        super().__init__(num_clients=6, num_classes=4, dim=8, val_fraction=0.2, batch_size=16)
+        self.task, self.since, self.read = task, since, 0
+
+    def _loader(self, task, client):
+        if task == self.task and client == 1:
+            self.read += 1
+            if self.read > self.since:
+                raise OSError("lost file")
+        return getattr(super(), f"client_{task}_dataloader")(client)
+
+    def client_train_dataloader(self, client):
+        return self._loader("train", client)
+
+    def client_val_dataloader(self, client):
+        return self._loader("val", client)
+
+
+@pytest.mark.parametrize("ranks", [{}, FORK], ids=["one rank", "two ranks"])
+@pytest.mark.parametrize("engine", ["fast", "stacked"])
+def test_a_client_that_cannot_be_scored_is_left_out_of_the_scores(engine, ranks, trainer, capfd):
+    options = {"on_client_error": "skip", "local_engine": engine, "clients_per_round": 3}
+    run = trainer(FedAvg(), federation=options, **ranks)
+    summary = run.fit(mlp(), LostFile("val"))
+    assert "OSError: lost file" in capfd.readouterr().err
+    assert summary["personal/val_acc"] >= 0
+    assert [row["client"] for row in table(run) if row["round"] == "2" and not row["personal/val_acc"]] == ["1"]
+
+
+def test_a_client_that_fails_in_every_round_has_no_scores_of_finetuning_either(trainer):
+    run = trainer(
+        FedAvg(), federation={"on_client_error": "skip", "finetune_epochs": 1, "min_clients": 5}, max_rounds=2
+    )
+    assert run.fit(mlp(), LostFile("train"))["rounds"] == 2
+    assert [row["client"] for row in table(run, "finetuned.csv") if not row["finetuned/val_acc"]] == ["1"]
+
+
+class Unreadable(FederatedBlobs):
+    """Has no client that can be scored, once training has begun."""
+
+    trains = False
+
+    def client_train_dataloader(self, client):
+        self.trains = True
+        return super().client_train_dataloader(client)
+
+    def client_val_dataloader(self, client):
+        if self.trains:
+            raise OSError("lost disk")
+        return super().client_val_dataloader(client)
+
+
+def test_a_run_in_which_no_client_can_be_scored_ends(trainer):
+    data = Unreadable(num_clients=6, num_classes=4, dim=8, val_fraction=0.2, batch_size=16)
+    run = trainer(FedAvg(), federation={"on_client_error": "skip"})
+    with pytest.raises(ClientFailed, match=r"has no scores in round 1 .*lost disk.*; no client could be scored\.$"):
+        run.fit(mlp(), data)
+
+
+def test_a_round_whose_scores_have_failed_is_kept(trainer, tmp_path):
+    """As it is after a signal; the scores follow when the run goes on."""
+    options = {"checkpoint_every_n_rounds": 10, "clients_per_round": 3}
+    straight = trainer(FedAvg(), federation=options, folder="straight")
+    straight.fit(mlp(), LostFile("val", since=99))
+    run = trainer(FedAvg(), federation=options)
+    with pytest.raises(OSError, match="lost file"):
+        run.fit(mlp(), LostFile("val", since=1))
+    last = tmp_path / "runs" / "FedAvg" / "version_0" / "checkpoints" / "last.ckpt"
+    assert torch.load(last, weights_only=True)["epoch"] == 2
+    again = trainer(FedAvg(), federation=options)
+    again.fit(mlp(), blobs(), "last")
+    for name in ("metrics.csv", "clients.csv"):
+        tables = [table(each, name) for each in (again, straight)]
+        ours, theirs = ([{k: v for k, v in row.items() if "time/" not in k} for row in rows] for rows in tables)
+        assert ours == theirs

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch import Callback
-from lightning.pytorch.callbacks import EarlyStopping, Timer
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, Timer
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from lightning_sparsefl import FederatedTrainer, Federation, FedSpa, files
@@ -259,6 +259,27 @@ def test_a_run_that_ended_keeps_its_table_and_prints_it_again(ckpt_path, tmp_pat
     assert left(fit(tmp_path, ckpt_path)) == before
     assert "has finished 4 rounds" in caplog.text
     assert final_table(capsys) == printed
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_a_copy_without_rounds_left_is_committed_in_its_new_folder(devices, tmp_path):
+    folder = fit(tmp_path, rounds=2, callbacks=[ModelCheckpoint(save_top_k=-1)])
+    copy = next(folder.rglob("epoch=1*.ckpt"))
+    again = fit(tmp_path, str(copy), rounds=2, devices=devices)
+    assert again != folder
+    assert load_checkpoint(again / "checkpoints" / "last.ckpt")["epoch"] == 2
+    ends = [fit(tmp_path, str(start), rounds=3) for start in (again, copy)]
+    assert ends[0] == again  # which goes on, and does not start over
+    ours, theirs = (load_checkpoint(end / "checkpoints" / "last.ckpt")["state_dict"] for end in ends)
+    assert all(torch.equal(ours[name], value) for name, value in theirs.items())
+
+
+def test_a_longer_run_deletes_the_table_of_finetuning_of_the_shorter_one(tmp_path):
+    folder = fit(tmp_path, rounds=1, federation={"select": None})
+    assert (folder / "finetuned.csv").exists()
+    fit(tmp_path, "last", rounds=2, federation={"select": None, "finetune_epochs": 0})
+    assert not (folder / "finetuned.csv").exists()
+    assert "finetuned/val_acc" not in json.loads((folder / "summary.json").read_text())
 
 
 def test_a_run_that_a_callback_stopped_ends_where_it_stopped(tmp_path, monkeypatch):

@@ -1,5 +1,6 @@
 """Weights & Biases (offline) and MLflow (a local store) at round level, with the real libraries where they are."""
 
+import csv
 import json
 import struct
 import warnings
@@ -7,11 +8,12 @@ import warnings
 import pytest
 import torch
 from lightning.pytorch import Callback
-from lightning.pytorch.loggers import MLFlowLogger, WandbLogger
+from lightning.pytorch.loggers import CSVLogger, MLFlowLogger, TensorBoardLogger, WandbLogger
 
 from helpers.networks import Classifier
 from lightning_sparsefl import FederatedTrainer, Federation, FedSpa
 from lightning_sparsefl.data import Dirichlet, FederatedBlobs
+from lightning_sparsefl.errors import InvalidOption
 from lightning_sparsefl.federated.tracking.run_loggers import FILE, close_loggers, continue_loggers
 
 pytestmark = pytest.mark.filterwarnings(
@@ -59,6 +61,43 @@ class Stop(Callback):
     def on_train_epoch_end(self, trainer, pl_module):
         if trainer.current_epoch == 1:
             raise KeyboardInterrupt
+
+
+def rounds_of(path):
+    with path.open() as file:
+        return [row.get("round") for row in csv.DictReader(file)]
+
+
+def test_a_csv_logger_writes_to_a_folder_of_its_own(tmp_path):
+    logger = CSVLogger(str(tmp_path), name="FedSpa")
+    folder = fit(tmp_path, [logger])
+    assert folder == tmp_path / "FedSpa" / "version_0"
+    assert logger.log_dir == str(tmp_path / "FedSpa" / "version_1")
+    assert rounds_of(folder / "metrics.csv") == ["0", "1"]
+    assert len(rounds_of(tmp_path / "FedSpa" / "version_1" / "metrics.csv")) >= 2
+
+
+def test_a_csv_logger_in_the_run_folder_is_refused(tmp_path):
+    both = [kind(str(tmp_path), name="a", version="b") for kind in (TensorBoardLogger, CSVLogger)]
+    with pytest.raises(
+        InvalidOption, match=r"a CSVLogger that writes to .*a/b, where the run has a metrics.csv of its"
+    ):
+        fit(tmp_path, both)
+
+
+def test_a_logger_whose_folder_has_a_run_is_refused_to_a_new_one(tmp_path):
+    def logger():
+        return TensorBoardLogger(str(tmp_path), name="a", version="b")
+
+    folder = fit(tmp_path, logger())
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    with pytest.raises(
+        InvalidOption, match=r"`trainer.logger` writes to .*a/b, which has a run already; give the logger"
+    ):
+        fit(tmp_path, logger())
+    assert {path: path.read_bytes() for path in before} == before
+    assert fit(tmp_path, logger(), rounds=3, ckpt_path=str(folder)) == folder
+    assert rounds_of(folder / "metrics.csv") == ["0", "1", "2"]
 
 
 @pytest.fixture

@@ -216,7 +216,10 @@ class StackedWorker(ClientWorker):
     def _evaluation(self, client: Client, weights: Weights, split: Split) -> EvaluationRequest | None:
         if not self.can_evaluate([split]):
             return None
-        loader = getattr(self.data, f"client_{split}_dataloader")(client.id)
+        try:
+            loader = getattr(self.data, f"client_{split}_dataloader")(client.id)
+        except Exception:  # which is raised again where the client is evaluated alone
+            return None
         return self._evaluator.request(client, weights, split, loader)
 
     def _start(self, request: FitRequest) -> tuple[Weights, Masks]:

@@ -131,7 +131,10 @@ class StackEvaluator:
     def _reason_of_trial(self, split: Split) -> str | None:
         """Evaluate two models on client 0's samples, alone and as one; return why the scores differ, or None."""
         worker, random = self._worker, torch.get_rng_state()
-        loader = getattr(worker.data, f"client_{split}_dataloader")(0)
+        try:
+            loader = getattr(worker.data, f"client_{split}_dataloader")(0)
+        except Exception as error:
+            return f"client 0 has no data to try it with ({type(error).__name__}: {error})"
         if not readable_in_order(loader):
             return f"client 0's loader does not read its `{name_of_data(loader)}` as whole batches of tensors in order"
         step, hooks = SCORING_STEPS[split], overridden(worker.module)
