@@ -343,7 +343,7 @@ class ClientFailed(SparseFLError, RuntimeError):
         client: Number of the client.
         round: Number of the round, from 0.
         rank: Rank on which the client failed.
-        left: Number of remaining clients and the smallest number of them, with `federation.on_client_error: skip`.
+        left: Number of remaining clients and `federation.min_clients`, with `federation.on_client_error: skip`.
         replay: Command or call that repeats the local fit.
         scored: Whether the client was to be scored, also after a last local fit, and not to take part in the round.
         simulated: Whether it failed in the simulation of `profile`.
@@ -375,7 +375,6 @@ class ClientFailed(SparseFLError, RuntimeError):
             advice = _advice_if_too_few(*self.left)
         if self.scored:
             advice = "`federation.on_client_error: skip` leaves it out of the scores"
-            advice = advice if self.left is None else "no client could be scored"
         failed = "has no scores" if self.scored else "failed"
         where = f"Client {self.client} {failed} in round {self.round} on rank {self.rank}"
         message = f"{where}: {self.reason.removesuffix('.')}; {advice}."

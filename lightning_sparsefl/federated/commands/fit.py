@@ -177,7 +177,7 @@ class Fit:
         """Return the run folder, the same on all ranks."""
         resume_point = self.parts.resume_point
         known = resume_point.folder or self.options.run_dir
-        path = self.ranks.share(lambda: (known or self._new_folder()) if self.ranks.first else None)[0]
+        path = self.ranks.share(lambda: self._checked(known or self._new_folder()) if self.ranks.first else None)[0]
         assert path is not None
         folder = RunFolder(path)
         if self.parts.lock is None:  # of a new folder, or not rank 0
@@ -193,19 +193,24 @@ class Fit:
         Raises:
             InvalidOption: If the folder of the logger has a run already.
         """
-        loggers = self.options.users_loggers()
         # a CSVLogger, whose metrics.csv is another one, chooses its folder when it is first asked: after this one
-        others = (logger.log_dir for logger in loggers if not isinstance(logger, CSVLogger))
+        others = (logger.log_dir for logger in self.options.users_loggers() if not isinstance(logger, CSVLogger))
         own = next((Path(folder) for folder in others if folder), None)
-        path = own or new_version(Path(self.options.default_root_dir) / self.options.name)
         if own is not None and any((own / name).exists() for name in ("metrics.csv", "checkpoints/last.ckpt")):
             raise InvalidOption(
                 f"`trainer.logger` writes to {own}, which has a run already; give the logger another `version`, or "
                 "continue that run (`ckpt_path`)."
             )
-        if any(
-            isinstance(logger, CSVLogger) and Path(logger.log_dir).resolve() == path.resolve() for logger in loggers
-        ):
+        return own or new_version(Path(self.options.default_root_dir) / self.options.name)
+
+    def _checked(self, path: Path) -> Path:
+        """Return a run folder, after a check that no logger has its metrics.csv there.
+
+        Raises:
+            InvalidOption: If a CSVLogger writes there.
+        """
+        loggers = (logger for logger in self.options.users_loggers() if isinstance(logger, CSVLogger))
+        if any(Path(logger.log_dir).resolve() == path.resolve() for logger in loggers):
             raise InvalidOption(
                 f"`trainer.logger` has a CSVLogger that writes to {path}, where the run has a metrics.csv of its own; "
                 "give the logger another `name` or `version`."

@@ -191,7 +191,7 @@ class Coordinator:
             One outcome for each client that could be scored, and that of the server's work, by client.
 
         Raises:
-            ClientFailed: If a client fails and `federation.on_client_error` is ``raise``, or if all of them fail.
+            ClientFailed: If a client fails and `federation.on_client_error` is ``raise``.
         """
         outcomes = self.cohort.run(
             self._plan(state, clients, task, server_work),
@@ -201,12 +201,10 @@ class Coordinator:
             self.server.receive,
             None,
         )
-        at, failed = state.server.round, [outcome for outcome in outcomes if outcome.status == "failed"]
-        left = (0, 1) if len(failed) == len(clients) and self.federation.on_client_error == "skip" else None
-        for lost in failed:
-            if self.federation.on_client_error == "raise" or left is not None:
-                who, reason = lost.client, lost.failure or ""
-                raise ClientFailed(reason, client=who, round=at, rank=lost.rank, left=left, scored=True)
+        at = state.server.round
+        for lost in (outcome for outcome in outcomes if outcome.status == "failed"):
+            if self.federation.on_client_error == "raise":
+                raise ClientFailed(lost.failure or "", client=lost.client, round=at, rank=lost.rank, scored=True)
             rank_zero_info(f"Client {lost.client} has no scores in round {at}: {lost.failure}")
         return [outcome for outcome in outcomes if outcome.status != "failed"]
 

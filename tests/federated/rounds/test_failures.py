@@ -584,28 +584,6 @@ def test_a_client_that_fails_in_every_round_has_no_scores_of_finetuning_either(t
     assert [row["client"] for row in table(run, "finetuned.csv") if not row["finetuned/val_acc"]] == ["1"]
 
 
-class Unreadable(FederatedBlobs):
-    """Has no client that can be scored, once training has begun."""
-
-    trains = False
-
-    def client_train_dataloader(self, client):
-        self.trains = True
-        return super().client_train_dataloader(client)
-
-    def client_val_dataloader(self, client):
-        if self.trains:
-            raise OSError("lost disk")
-        return super().client_val_dataloader(client)
-
-
-def test_a_run_in_which_no_client_can_be_scored_ends(trainer):
-    data = Unreadable(num_clients=6, num_classes=4, dim=8, val_fraction=0.2, batch_size=16)
-    run = trainer(FedAvg(), federation={"on_client_error": "skip"})
-    with pytest.raises(ClientFailed, match=r"has no scores in round 1 .*lost disk.*; no client could be scored\.$"):
-        run.fit(mlp(), data)
-
-
 def test_a_round_whose_scores_have_failed_is_kept(trainer, tmp_path):
     """As it is after a signal; the scores follow when the run goes on."""
     options = {"checkpoint_every_n_rounds": 10, "clients_per_round": 3}
