@@ -83,6 +83,8 @@ class ScoreSteps:
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Return the gradients of scores, and of the norms of units that are tied to them; nothing is changed.
 
+        All tensors may have the same leading dimension, that of several clients.
+
         Args:
             groups: Groups of units of the module.
             scores: Scores of each group.
@@ -90,8 +92,6 @@ class ScoreSteps:
             at: Numbers of the units that the module has.
             weights: Parameters of the module.
             task: Gradients of the scores that come from the loss, for the units that the module has.
-
-        All tensors may have the same leading dimension, that of several clients.
         """
         leading = next(iter(absent.values())).dim() - 1 if absent else 0
         present = unit_norms(groups, weights, leading)

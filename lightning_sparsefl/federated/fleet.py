@@ -153,9 +153,7 @@ class Fleet:
         Raises:
             RuntimeError: Where it is not known.
         """
-        if self._batches is None:
-            raise RuntimeError("The numbers of batches of clients are not known here.")
-        return self._batches(view)
+        return _known(self._batches, "batches of clients")(view)
 
     def samples(self, view: ClientView) -> int:
         """Return the number of samples that a client trains on in its round, each counted once in every local epoch.
@@ -166,9 +164,7 @@ class Fleet:
         Raises:
             RuntimeError: Where it is not known.
         """
-        if self._samples is None:
-            raise RuntimeError("The numbers of samples of clients' rounds are not known here.")
-        return self._samples(view)
+        return _known(self._samples, "samples of clients' rounds")(view)
 
     def survey(self, message: Message) -> Merged:
         """Ask every client a question, and merge the answers; for `init`, before round 0.
@@ -185,3 +181,10 @@ class Fleet:
         if self._survey is None:
             raise RuntimeError("Clients cannot be asked here, since nothing is trained.")
         return self._survey(message)
+
+
+def _known(count: Callable[[ClientView], int] | None, what: str) -> Callable[[ClientView], int]:
+    """Return a function that counts, if there is one here."""
+    if count is None:
+        raise RuntimeError(f"The numbers of {what} are not known here.")
+    return count

@@ -383,9 +383,10 @@ def is_row(group: UnitGroup, slot: Slot, dims: int) -> bool:
         dims: Number of dimensions of that weight.
 
     Example:
-        >>> (group,) = find_groups(nn.Sequential(nn.Linear(1, 2), nn.Linear(2, 1)), torch.zeros(1, 1))
-        >>> [slot.name for slot in group.slots if is_row(group, slot, 2)]
-        ['0.weight', '0.bias']
+        >>> net = nn.Sequential(nn.Linear(1, 2), nn.Linear(2, 1))
+        >>> (group,) = find_groups(net, torch.zeros(1, 1))
+        >>> {slot.name: is_row(group, slot, net.get_parameter(slot.name).dim()) for slot in group.slots}
+        {'0.weight': True, '0.bias': False, '1.weight': False}
     """
     return slot.role == "out" and slot.name.rpartition(".")[0] in group.layers and dims > 1
 
