@@ -118,6 +118,7 @@ def test_importing_the_package_does_not_import_matplotlib():
     seen = {name.partition(".")[0] for name in names}
     assert "torch" in seen
     assert "matplotlib" not in seen
+    assert "torch.utils.benchmark" not in names  # it imports torch.utils.cpp_extension, which warns without a GPU
     assert "lightning_sparsefl.report" in names
     assert "lightning_sparsefl.report.pictures" not in names
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.benchmark import Timer
 
 from lightning_sparsefl.cost.flops import count_layers, forward_flops
 from lightning_sparsefl.errors import InvalidOption
@@ -44,6 +43,8 @@ def measure(module: nn.Module, *example_inputs: Any, seconds: float = 0.5) -> Mo
     """
     if not seconds > 0:
         raise InvalidOption(f"`seconds={seconds}`: expected a positive number.")
+    from torch.utils.benchmark import Timer  # imports torch's compiler of extensions, which warns without a GPU
+
     module = copy.deepcopy(module).eval()
     with torch.inference_mode():
         module(*example_inputs)
