@@ -26,6 +26,7 @@ from lightning_sparsefl import (
 )
 from lightning_sparsefl.data import FederatedBlobs
 from lightning_sparsefl.errors import InvalidOption
+from lightning_sparsefl.federated.sampling.draws import split_unseen
 from lightning_sparsefl.models import MLP
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning")
@@ -463,6 +464,57 @@ def test_a_client_without_its_set_to_score_is_told_before_anything_is_trained(tr
     lazy.net[4] = nn.LazyLinear(4)
     with pytest.raises(InvalidOption, match="lazy layers"):
         trainer().fit(lazy, blobs())
+
+
+class OneSmall(FederatedBlobs):
+    """Blobs of which the last client has few, drawn again and again if it is asked for."""
+
+    draws = None
+
+    def assign(self, labels, seed):
+        *most, last = super().assign(labels, seed)
+        return [*most, last[:12]]
+
+    def client_train_dataloader(self, client):
+        loader = super().client_train_dataloader(client)
+        if self.draws is None or client < self.num_clients - 1:
+            return loader
+        sampler = torch.utils.data.RandomSampler(loader.dataset, replacement=True, num_samples=self.draws)
+        return DataLoader(loader.dataset, batch_size=16, sampler=sampler, drop_last=True)
+
+
+def few(**options):
+    return OneSmall(num_clients=5, num_classes=4, dim=8, batch_size=16, eval_split="test", **options)
+
+
+@pytest.mark.parametrize("errors", ["raise", "skip"])
+@pytest.mark.parametrize(
+    ("options", "data", "words"),
+    [
+        ({}, {"drop_last": True}, r"Client 4 has 12 examples, fewer than one full batch; lower `data.batch_size`"),
+        ({"limit_train_batches": 0.5}, {}, "is 0.5, less than one of a client's 1 batch"),
+        (
+            {"limit_train_batches": 0.5, "federation": {"local_engine": "trainer"}},
+            {},
+            "is 0.5, less than one of a client's 1 batch",
+        ),
+    ],
+    ids=["drop_last", "limit", "limit of a Trainer"],
+)
+def test_a_client_without_a_batch_is_told_before_anything_is_trained(trainer, tmp_path, options, data, words, errors):
+    federation = {"on_client_error": errors, **options.get("federation", {})}
+    with pytest.raises(InvalidOption, match=words):
+        trainer(**{"max_rounds": 1, **options, "federation": federation}).fit(mlp(), few(**data))
+    assert not list(tmp_path.rglob("version_*"))
+
+
+def test_clients_without_a_batch_may_be_unseen_or_draw_more_samples_than_they_have(trainer):
+    assert list(split_unseen(4, 5, 1)[1]) == [4]
+    unseen = trainer(max_rounds=1, seed=4, federation={"unseen_clients": 1}).fit(mlp(), few(drop_last=True))
+    assert unseen["rounds"] == 1
+    data = few(drop_last=True)
+    data.draws = 40
+    assert trainer(max_rounds=1).fit(mlp(), data)["rounds"] == 1
 
 
 def test_other_settings_do_not_go_on_with_a_run(trainer):

@@ -49,6 +49,7 @@ def fit(run: Run) -> dict[str, Any]:
     """
     with raise_disk_full(Path(run.options.default_root_dir)), _unlocked_after(run):
         run.lock_folder()
+        run.require_batches()
         state, resumed = run.start()
         table = _final_table(run)
         ended = run.options.leave_no_rounds(table) or _is_out_of_time(run, table, resumed)

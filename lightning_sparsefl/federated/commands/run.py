@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_info
 from lightning.pytorch import LightningModule
+from lightning.pytorch.trainer.states import RunningStage
 
 from lightning_sparsefl.cost import Ledger
 from lightning_sparsefl.data import ClientDataModules
@@ -29,9 +30,11 @@ from lightning_sparsefl.federated.exchange.hook_results import check_plain, chec
 from lightning_sparsefl.federated.exchange.orders import Split
 from lightning_sparsefl.federated.fleet import Fleet, LazyClientViews
 from lightning_sparsefl.federated.local.example_input import layers_of
+from lightning_sparsefl.federated.local.fast.batches import num_batches
 from lightning_sparsefl.federated.local.node import Node
 from lightning_sparsefl.federated.local.stacked.worker import StackedWorker
 from lightning_sparsefl.federated.local.wire_node import WireNode
+from lightning_sparsefl.federated.local.worker import require_batches
 from lightning_sparsefl.federated.rounds.about import AboutClients
 from lightning_sparsefl.federated.rounds.cohort import Cohort, RankCohort
 from lightning_sparsefl.federated.rounds.coordinator import Coordinator
@@ -102,7 +105,7 @@ class Run(NodeSide):
         self._find = partial(find_resume_point, ckpt_path, root, options.name, split is None, options.run_dir)
         self.resume_point = ranks.share(self._find)[0]  # raises now if there is nothing to resume
         super().__init__(options, ranks, module, data, split, None if connect is not None else 0)
-        self._make_cohort = connect or Run._cohort_here
+        self._make_cohort, self._is_data_here = connect or Run._cohort_here, connect is None
         kind = {"ram": MemoryStore, "disk": SqliteStore}[self.federation.store]
         self.server_records: RecordStore = kind("server", ranks)
         self.node_records: RecordStore = kind("nodes", ranks, divided=True)
@@ -195,6 +198,21 @@ class Run(NodeSide):
             model=self.worker,
             own=getattr(self.data, "own_batches", {}),
         )
+
+    def require_batches(self) -> None:
+        """Check that each client that trains has a batch, so that no run ends where it first draws one without.
+
+        Raises:
+            InvalidOption: If a client has fewer samples than a full batch, or its batches are limited to less than one.
+        """
+        limit, workload = self.options.local.limit_train_batches, self.workload
+        may_lack = workload.drop_last or workload.own or (isinstance(limit, float) and 0 < limit < 1)
+        for client in self.server.training_clients if may_lack and self._is_data_here else ():
+            samples = self.data.num_examples(client)
+            if limit and workload.samples(client, samples) == 0:  # unless its sampler draws more samples than it has
+                batches = require_batches(self.data.client_train_dataloader(client), client, samples)
+                if batches is not None:
+                    num_batches(RunningStage.TRAINING, batches, limit)
 
     # ---- state
 

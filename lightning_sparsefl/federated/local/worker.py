@@ -237,11 +237,7 @@ class ClientWorker:
         """
         seed_all(*key)
         loader = self.data.client_train_dataloader(client.id)
-        if sized_len(loader) == 0:
-            raise InvalidOption(
-                f"Client {client.id} has {client.num_examples} examples, fewer than one full batch; "
-                "lower `data.batch_size`, or set `data.drop_last: false`."
-            )
+        require_batches(loader, client.id, client.num_examples)
         _seed_generators(loader, key)
         return loader
 
@@ -372,6 +368,26 @@ class ClientWorker:
         self._warned.update(new)
         for warning in new.values():
             warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
+
+
+def require_batches(loader: Any, client: int, num_examples: int) -> int | None:
+    """Return the number of batches of a client's loader; None for a stream of unknown length.
+
+    Args:
+        loader: Loader of the client's training data.
+        client: Number of the client.
+        num_examples: Number of its training samples.
+
+    Raises:
+        InvalidOption: If there is no batch.
+    """
+    batches = sized_len(loader)
+    if batches == 0:
+        raise InvalidOption(
+            f"Client {client} has {num_examples} examples, fewer than one full batch; "
+            "lower `data.batch_size`, or set `data.drop_last: false`."
+        )
+    return batches
 
 
 def _seed_generators(loader: Any, key: tuple[int | str, ...]) -> None:
