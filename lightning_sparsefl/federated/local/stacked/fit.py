@@ -123,6 +123,8 @@ class StackedFit:
         self.loop = AskedLoop(trainer, None, None, requests[0].epochs, -1)
         acts = any(callback.acts_in_pass for callback, _ in self._callbacks)
         self._recorder = None if acts else recorder
+        self._parts: dict[tuple[int, int], tuple[StackedModule, Mapping[Tensor, Tensor] | None]] = {}
+        """Clients that have stepped together, by the first place and the place after the last one."""
         self._states: ModuleStates | None = None
         """Attributes of the module before the first step, after callbacks and `configure_optimizers`."""
         self.checked = False
@@ -325,10 +327,17 @@ class StackedFit:
         self.loop.set_steps(taken)
         return BatchPass(part, step, batch, number, log, taken)
 
+    def _part(self, low: int, high: int) -> tuple[StackedModule, Mapping[Tensor, Tensor] | None]:
+        """Return the clients from `low` to before `high`, and their leaves by those of all; they take many steps."""
+        if (low, high) not in self._parts:
+            part = self.whole.part(low, high)
+            rows = {leaf: part.leaves[name] for name, leaf in self.whole.leaves.items()}
+            self._parts[low, high] = (part, None if part is self.whole else rows)
+        return self._parts[low, high]
+
     def _batch(self, step: StepCaller, low: int, high: int, number: int) -> None:
         """Train the clients from `low` to before `high` on one batch of each."""
-        log = self.log
-        part, whole = self.whole.part(low, high), self.whole.leaves
+        log, (part, rows) = self.log, self._part(low, high)
         callbacks = [callback for callback, _ in self._callbacks]
         if part is not self.whole:
             callbacks = [callback.rows(low, high) for callback in callbacks]
@@ -346,7 +355,6 @@ class StackedFit:
             callback.after_backward(one)
         log.collect()
         self._prepare_step(callbacks, part, taken)
-        rows = None if part is self.whole else {leaf: part.leaves[name] for name, leaf in whole.items()}
         self.optimizer.step(low, high, rows, recorded)
         self.loop.set_steps(self.optimizer.taken[low:high])  # as schedulers see it
         for callback in callbacks:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 from collections import OrderedDict
 from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,6 +28,36 @@ ELEMENTWISE: frozenset[type] = frozenset(
 
 Shared = list[dict[str, Any]]
 """What an optimizer keeps beside tensors of the weights' shape, for each parameter in the order of the groups."""
+
+
+@dataclass
+class _Part:
+    """The optimizer of all or of some clients."""
+
+    optimizer: torch.optim.Optimizer
+    leaves: Mapping[Tensor, Tensor] | None = None
+    """Leaves of some clients, by those of all."""
+    states: Sequence[Tensor] = ()
+    """Tensors of all clients' state, of which the optimizer has rows."""
+    chosen_for: tuple[Any, ...] = ()
+    """What the last choice of a kernel depends on."""
+
+    def is_of(self, leaves: Mapping[Tensor, Tensor], states: Sequence[Tensor]) -> bool:
+        """Return whether the optimizer is of these leaves, and has rows of these tensors."""
+        same = leaves is self.leaves and len(states) == len(self.states)
+        return same and all(ours is theirs for ours, theirs in zip(states, self.states, strict=True))
+
+    def choose_kernel(self, layouts: object | None) -> None:
+        """Choose the kernel of the next step anew, unless nothing that the choice depends on has changed."""
+        if layouts is None:
+            choose_kernel(self.optimizer)
+            self.chosen_for = ()
+            return
+        groups = self.optimizer.param_groups
+        basis = (layouts, *((group.get("momentum"), group["weight_decay"]) for group in groups))
+        if basis != self.chosen_for:
+            choose_kernel(self.optimizer)
+            self.chosen_for = basis if self.optimizer.state else ()
 
 
 class StackedOptimizer:
@@ -64,8 +95,9 @@ class StackedOptimizer:
         self._shares = True
         """Whether anything is kept beside tensors of the weights' shape; known after the first step with gradients."""
         self._fuses = may_be_fused(optimizer)
-        self._chosen_for: tuple[Any, ...] = ()
-        """What the last choice of a kernel for all clients depends on."""
+        self._all = _Part(optimizer)
+        self._parts: dict[tuple[int, int], _Part] = {}
+        """Optimizers of some clients, by the first place and the place after the last one."""
 
     def step(
         self, low: int, high: int, leaves: Mapping[Tensor, Tensor] | None = None, layouts: object | None = None
@@ -96,11 +128,12 @@ class StackedOptimizer:
     def _step(self, low: int, high: int, leaves: Mapping[Tensor, Tensor] | None, layouts: object | None) -> None:
         """Step clients of whom the same is kept."""
         moved, count = self._moved, high - low
-        optimizer = self.optimizer if leaves is None else self._part(low, high, leaves)
+        part = self._all if leaves is None else self._part(low, high, leaves)
+        optimizer = part.optimizer
         if self._shares:
             self._write(optimizer, self._shared[low])
         if self._fuses:
-            self._choose_kernel(optimizer, layouts)
+            part.choose_kernel(layouts)
         step_optimizer(optimizer)
         for leaf in self._leaves(self.optimizer):
             if (leaf if leaves is None else leaves[leaf]).grad is not None:
@@ -113,19 +146,25 @@ class StackedOptimizer:
             self._take_back(optimizer, low, high, leaves)
         self.taken[low:high] = [taken + 1 for taken in self.taken[low:high]]
 
-    def _choose_kernel(self, optimizer: Any, layouts: object | None) -> None:
-        """Choose the kernel of the next step anew, unless nothing that the choice depends on has changed."""
-        if optimizer is not self.optimizer or layouts is None:
-            choose_kernel(optimizer)
-            return
-        groups = optimizer.param_groups
-        basis = (layouts, *((group.get("momentum"), group["weight_decay"]) for group in groups))
-        if basis != self._chosen_for:
-            choose_kernel(optimizer)
-            self._chosen_for = basis if optimizer.state else ()
+    def _part(self, low: int, high: int, leaves: Mapping[Tensor, Tensor]) -> _Part:
+        """Return the optimizer of some clients; that of their last step as long as its state has rows of the same."""
+        kept = [
+            (leaf, key, value)
+            for leaf, entries in self.optimizer.state.items()
+            for key, value in entries.items()
+            if _is_of(value, leaf) and (self._moved[leaf][low] or key in self._ahead)
+        ]
+        known = self._parts.get((low, high))
+        if known is None or not known.is_of(leaves, [value for *_, value in kept]):
+            known = self._parts[low, high] = _Part(self._optimizer_of(leaves), leaves, [value for *_, value in kept])
+            for leaf, key, value in kept:
+                known.optimizer.state[leaves[leaf]][key] = value[low:high]
+        for group, whole in zip(known.optimizer.param_groups, self.optimizer.param_groups, strict=True):
+            group.update({key: value for key, value in whole.items() if key not in ("params", "fused")})
+        return known
 
-    def _part(self, low: int, high: int, leaves: Mapping[Tensor, Tensor]) -> torch.optim.Optimizer:
-        """Return an optimizer of some clients, whose tensors are views."""
+    def _optimizer_of(self, leaves: Mapping[Tensor, Tensor]) -> torch.optim.Optimizer:
+        """Return an optimizer of some clients, whose tensors are views, without a state."""
         part = copy.copy(self.optimizer)
         part.__dict__.pop("step", None)  # a scheduler has bound it to the optimizer of all clients
         part._optimizer_step_pre_hooks, part._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
@@ -133,10 +172,6 @@ class StackedOptimizer:
             {**group, "params": [leaves[leaf] for leaf in group["params"]]} for group in self.optimizer.param_groups
         ]
         part.state = type(self.optimizer.state)(dict)
-        for leaf, entries in self.optimizer.state.items():
-            for key, value in entries.items():
-                if _is_of(value, leaf) and (self._moved[leaf][low] or key in self._ahead):
-                    part.state[leaves[leaf]][key] = value[low:high]
         return part
 
     def _take_back(self, part: Any, low: int, high: int, leaves: Mapping[Tensor, Tensor]) -> None:
