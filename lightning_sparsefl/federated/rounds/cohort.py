@@ -15,7 +15,7 @@ from lightning_sparsefl.federated.distributed.placement import longest_first, ti
 from lightning_sparsefl.federated.distributed.rank_consistency import check_ranks_agree
 from lightning_sparsefl.federated.distributed.ranks import Ranks
 from lightning_sparsefl.federated.distributed.signals import Interrupts
-from lightning_sparsefl.federated.distributed.stacks import compose_stacks
+from lightning_sparsefl.federated.distributed.stacks import compose_evaluations, compose_stacks
 from lightning_sparsefl.federated.exchange.orders import Answer, Order, Task
 from lightning_sparsefl.federated.rounds.about import AllAbout
 from lightning_sparsefl.federated.rounds.outcome import Outcome
@@ -198,8 +198,9 @@ class RankCohort:
 
     def stacks(self, plan: Plan) -> list[tuple[int, ...]]:
         """Return stacks where clients train or are scored, else each client for itself; see :class:`Cohort`."""
-        size = self.stack_size if plan.fits else self._score_size(len(plan.loads)) if plan.scores else 1
-        return compose_stacks(plan.loads, size, plan.alike)
+        if plan.scores:
+            return compose_evaluations(plan.loads, self._score_size(len(plan.loads)))
+        return compose_stacks(plan.loads, self.stack_size if plan.fits else 1, plan.alike)
 
     def _assigned(self, plan: Plan, loads: Mapping[int, float]) -> Iterable[Sequence[int]]:
         """Return this rank's stacks, once the records of their clients are here."""
