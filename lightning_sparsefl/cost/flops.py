@@ -7,6 +7,7 @@ attention as 0, so these are counted here.
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,8 +23,8 @@ from lightning_sparsefl.sparse.modes import modes_restored
 from lightning_sparsefl.types import LayerFlops, Masks
 
 _PRODUCTS = (
-    *("conv", "linear", "addmm", "matmul", "bmm", "baddbmm", "mm", "einsum", "bilinear"),
-    *("scaled_dot_product_attention", "embedding"),
+    *("conv", "_convolution_mode", "linear", "addmm", "matmul", "bmm", "baddbmm", "addbmm", "mm", "mv", "addmv"),
+    *("dot", "inner", "tensordot", "einsum", "bilinear", "scaled_dot_product_attention", "embedding"),
 )
 """Operators that are counted; fvcore's other counts are those of normalisation and pooling."""
 
@@ -148,7 +149,7 @@ def _work(module: nn.Module, amounts: Sequence[int], products: int) -> Iterator[
             yield None, products, 0
     else:
         total, left = sum(weight.numel() for weight in matrices.values()), products
-        biases = amount if getattr(module, "bias", None) is not None else 0
+        biases = amount if isinstance(getattr(module, "bias", None), Tensor) else 0
         for place, weight in enumerate(matrices.values(), start=1):
             share = left if place == len(matrices) else products * weight.numel() // max(1, total)
             left -= share
@@ -253,10 +254,8 @@ def _count_products(module: nn.Module, arguments: tuple[Any, ...]) -> dict[str, 
 
     analysis = FlopCountAnalysis(_TensorsOnly(module).eval(), arguments)
     analysis.unsupported_ops_warnings(False).uncalled_modules_warnings(False).tracer_warnings("none")
-    analysis.set_op_handle("aten::scaled_dot_product_attention", _count_attention)
-    analysis.set_op_handle("aten::embedding", _count_lookup)
-    analysis.set_op_handle("aten::baddbmm", _count_product)
-    analysis.set_op_handle("aten::bilinear", _count_bilinear_form)
+    for operator, count in _COUNTS.items():
+        analysis.set_op_handle(f"aten::{operator}", count)
     operators = analysis.by_module_and_operator()
     totals = {name: sum(int(found[kind]) for kind in _PRODUCTS) for name, found in operators.items()}
     own = dict(totals)
@@ -273,10 +272,28 @@ def _count_attention(inputs: Sequence[Any], outputs: Sequence[Any]) -> int:
     return int(rows * key[-2] * (query[-1] + value[-1]))
 
 
-def _count_product(inputs: Sequence[Any], outputs: Sequence[Any]) -> int:
-    """Count a batch of matrix products that is added to another batch, as that of attention to its mask."""
+def _count_added_product(inputs: Sequence[Any], outputs: Sequence[Any]) -> int:
+    """Count matrix products that are added to another tensor, as that of attention to its mask."""
     left, right = (node.type().sizes() for node in inputs[1:3])
-    return int(torch.Size(left).numel() * right[-1])
+    return int(torch.Size(left).numel() * (right[-1] if len(right) > 1 else 1))
+
+
+def _count_product(inputs: Sequence[Any], outputs: Sequence[Any]) -> int:
+    """Count a product over the last dimension of the first factor, of vectors too, for which fvcore's handler fails."""
+    (left,), (out,) = ([node.type().sizes() for node in nodes[:1]] for nodes in (inputs, outputs))
+    return int(torch.Size(out).numel() * (left[-1] if left else 1))
+
+
+def _count_contraction(inputs: Sequence[Any], outputs: Sequence[Any]) -> int:
+    """Count a product over any dimensions, which the sizes of the factors and of the result determine."""
+    left, right, out = (torch.Size(node.type().sizes()).numel() for node in (*inputs[:2], outputs[0]))
+    return math.isqrt(left * right * out)
+
+
+def _count_convolution(inputs: Sequence[Any], outputs: Sequence[Any]) -> int:
+    """Count a convolution whose padding is a word, such as ``"same"``, which fvcore has no handler for."""
+    weight, out = inputs[1].type().sizes(), outputs[0].type().sizes()
+    return int(torch.Size(out).numel() * torch.Size(weight[1:]).numel())
 
 
 def _count_bilinear_form(inputs: Sequence[Any], outputs: Sequence[Any]) -> int:
@@ -288,6 +305,18 @@ def _count_bilinear_form(inputs: Sequence[Any], outputs: Sequence[Any]) -> int:
 def _count_lookup(inputs: Sequence[Any], outputs: Sequence[Any]) -> int:
     """Count the vectors that `torch.nn.functional.embedding` takes out of a matrix, as an embedding layer's are."""
     return int(torch.Size(outputs[0].type().sizes()).numel())
+
+
+_COUNTS = {
+    "scaled_dot_product_attention": _count_attention,
+    "embedding": _count_lookup,
+    "bilinear": _count_bilinear_form,
+    "_convolution_mode": _count_convolution,
+    "tensordot": _count_contraction,
+    **dict.fromkeys(("matmul", "mv", "dot", "inner"), _count_product),
+    **dict.fromkeys(("baddbmm", "addbmm", "addmv"), _count_added_product),
+}
+"""Functions that count the operators that fvcore does not know, or not in all shapes."""
 
 
 @contextmanager

@@ -34,6 +34,26 @@ def test_convolutions_by_hand():
     }
 
 
+@pytest.mark.parametrize("padding", ["same", "valid"])
+@pytest.mark.parametrize(
+    ("layer", "size"),
+    [
+        (lambda padding: nn.Conv2d(4, 8, 3, padding=padding), (6, 6)),
+        (lambda padding: nn.Conv2d(4, 8, 3, groups=2, dilation=2, padding=padding), (9, 7)),
+        (lambda padding: nn.Conv1d(4, 2, 5, padding=padding, bias=False), (11,)),
+        (lambda padding: nn.Conv3d(4, 2, 3, padding=padding), (4, 5, 6)),
+    ],
+    ids=["2d", "grouped and dilated", "1d", "3d"],
+)
+def test_a_padding_that_is_a_word_counts_as_its_number(layer, size, padding):
+    named = layer(padding)
+    numbers = tuple(d * (k - 1) // 2 for d, k in zip(named.dilation, named.kernel_size, strict=True))
+    plain = layer(numbers if padding == "same" else 0)
+    counted = facts(plain, torch.zeros(1, 4, *size))
+    assert facts(named, torch.zeros(1, 4, *size)) == counted
+    assert counted["weight"][0] > 0
+
+
 def test_a_transposed_and_a_one_dimensional_convolution():
     up = nn.ConvTranspose2d(4, 6, 2, stride=2)
     assert facts(up, torch.zeros(1, 4, 5, 5)) == {"weight": (4 * 6 * 4 * 25, 6 * 100)}
@@ -160,6 +180,47 @@ def test_products_without_a_weight_have_no_name():
         LayerFlops(weight="qkv.weight", macs=5 * 8 * 24, bias=0),
         LayerFlops(weight="", macs=2 * 2 * 5 * 5 * 8, bias=0),
     )
+
+
+class Product(nn.Module):
+    """Products of a module's own parameters and its input."""
+
+    def __init__(self, product, *shapes):
+        super().__init__()
+        self.product = product
+        self.own = nn.ParameterList(torch.zeros(shape) for shape in shapes)
+
+    def forward(self, x):
+        return self.product(x, *self.own)
+
+
+@pytest.mark.parametrize(
+    ("product", "shapes", "size", "macs"),
+    [
+        (lambda x, v: x @ v, [(6,)], (5, 6), 5 * 6),
+        (lambda x, v: x @ v, [(6,)], (2, 5, 6), 2 * 5 * 6),
+        (lambda x, v: v @ x, [(5,)], (5, 6), 5 * 6),
+        (lambda x, v: x[0] @ v, [(6,)], (5, 6), 6),
+        (lambda x, v: x.mv(v), [(6,)], (5, 6), 5 * 6),
+        (lambda x, v: x[0].dot(v), [(6,)], (5, 6), 6),
+        (lambda x, w: x @ w, [(3, 6, 4)], (5, 6), 3 * 5 * 6 * 4),
+        (lambda x, v: x.inner(v), [(6,)], (5, 6), 5 * 6),
+        (lambda x, w: x.inner(w), [(4, 6)], (5, 6), 5 * 6 * 4),
+        (lambda x, w: torch.tensordot(x, w, 1), [(6, 4)], (5, 6), 5 * 6 * 4),
+        (lambda x, w: torch.tensordot(x, w, 2), [(5, 6, 4)], (2, 5, 6), 2 * 5 * 6 * 4),
+        (lambda x, w: torch.tensordot(x, w, ([0], [1])), [(3, 5)], (5, 6), 5 * 6 * 3),
+        (lambda x, b, v: torch.addmv(b, x, v), [(5,), (6,)], (5, 6), 5 * 6),
+        (lambda x, b, w: torch.addbmm(b, x, w), [(5, 4), (2, 6, 4)], (2, 5, 6), 2 * 5 * 6 * 4),
+    ],
+)
+def test_products_of_any_shapes(product, shapes, size, macs):
+    assert sum(found for found, _ in facts(Product(product, *shapes), torch.zeros(size)).values()) == macs
+
+
+def test_a_flag_named_bias_is_no_bias():
+    layer = Product(lambda x, w: x @ w, (6, 4))
+    layer.bias = False
+    assert [each.bias for each in count_layers(layer, torch.zeros(1, 6))] == [0]
 
 
 def test_a_transformer_layer_is_counted_in_evaluation_mode_too():
