@@ -13,6 +13,7 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import nn
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import IterableDataset
 
 from lightning_sparsefl.callbacks.example_input import example_inputs, for_module, forward_inputs, one_sample
@@ -41,10 +42,35 @@ def example_of(module: LightningModule, data: Any) -> tuple[Any, ...]:
         InvalidOption: If there is no such sample.
     """
     sample = example_inputs(module)
-    shape = getattr(data, "sample_shape", None)
-    if sample is None:
-        sample = forward_inputs(module, _first_sample(module, data)) if shape is None else (torch.zeros(1, *shape),)
+    sample = _sample_of_data(module, data) if sample is None else _first_of(sample, module, data)
     return tuple(for_module(sample, module))
+
+
+def _sample_of_data(module: LightningModule, data: Any) -> tuple[Any, ...]:
+    shape = getattr(data, "sample_shape", None)
+    return forward_inputs(module, _first_sample(module, data)) if shape is None else (torch.zeros(1, *shape),)
+
+
+def _first_of(example: tuple[Any, ...], module: LightningModule, data: Any) -> tuple[Any, ...]:
+    """Return the first sample of a larger batch; warn if the data do not show which dimension is that of samples."""
+    shapes = _shapes(example)
+    if not shapes or not shapes[0] or shapes[0][0] == 1:
+        return example
+    try:
+        own = _shapes(_sample_of_data(module, data))
+    except InvalidOption:
+        own = []
+    if own == [torch.Size((1, *shape[1:])) for shape in shapes]:
+        return tuple(one_sample(example))
+    rank_zero_warn(
+        f"FLOPs are those of all of `{type(module).__name__}.example_input_array`, whose first dimension is "
+        f"{shapes[0][0]}; expected a batch of one sample."
+    )
+    return example
+
+
+def _shapes(inputs: tuple[Any, ...]) -> list[torch.Size]:
+    return [leaf.shape for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor)]
 
 
 def _first_sample(module: LightningModule, data: Any) -> Any:

@@ -211,3 +211,22 @@ def test_an_example_that_does_not_fit_is_told_apart():
     module.example_input_array = torch.zeros(1, 3)
     with pytest.raises(InvalidOption, match=r"expected its `example_input_array` to be arguments with which `forward`"):
         units_of(module, SimpleNamespace(sample_shape=(3,)))
+
+
+@pytest.mark.parametrize(
+    "data", [SimpleNamespace(sample_shape=(5,)), text()], ids=["a shape of samples", "the first sample"]
+)
+def test_of_an_example_of_several_samples_the_first_is_counted(data):
+    module, one = Tokens(), Tokens()
+    one.example_input_array = torch.zeros(1, 5, dtype=torch.int64)
+    module.example_input_array = torch.zeros(32, 5, dtype=torch.int64)
+    assert layers_of(module, data) == layers_of(one, data)
+
+
+def test_an_example_whose_samples_are_in_an_unknown_dimension_is_counted_whole_and_said():
+    module = Tokens()
+    module.example_input_array = torch.zeros(7, 3, dtype=torch.int64)
+    words = r"those of all of `Tokens.example_input_array`, whose first dimension is 7; expected a batch of one sample"
+    with pytest.warns(UserWarning, match=words):
+        counted = layers_of(module, text())
+    assert {layer.weight: layer.macs for layer in counted}["embed.weight"] == 7 * 3 * 4
