@@ -112,14 +112,15 @@ def values_of(run: Run, metric: str | None, targets: Mapping[str, float]) -> dic
 
 
 def _scores(run: Run, metric: str) -> Iterator[tuple[str, float]]:
-    """Yield the last scores; those after the last round are in the summary of a finished run alone."""
+    """Yield the scores of the last evaluation, which a finished run has in its summary: null if they are not finite."""
     for key in _SCORES:
         group, _, spread = key.partition("_worst")
         name = f"{group}/{metric}" + (f"_worst{spread}" if spread else "")
-        value = last(column(run, name))
-        final = run.summary.get(name) if run.is_finished else None
-        if math.isnan(value) and isinstance(final, int | float):
-            value = float(final)
+        if run.is_finished and name in run.summary:
+            final = run.summary[name]
+            value = float(final) if isinstance(final, int | float) else math.nan
+        else:
+            value = last(column(run, name))
         yield f"{key}_{metric}", value
 
 

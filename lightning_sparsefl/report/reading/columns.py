@@ -36,7 +36,7 @@ def read_columns(path: Path, wanted: Callable[[str], bool] = lambda name: True) 
     """
     if not path.is_file():
         return {}
-    with path.open(newline="", encoding="utf-8", errors="replace") as file:
+    with path.open(newline="\n", encoding="utf-8", errors="replace") as file:  # a text may have carriage returns
         reader = csv.reader(line for line in file if line.endswith("\n"))
         try:
             return _columns(reader, wanted)

@@ -147,6 +147,20 @@ def test_scores_after_the_last_round_are_those_of_the_summary(report, folders):
     assert same(report.summary.groups["FedSpa"]["finetuned_val_acc"], values)
 
 
+def test_a_score_of_the_last_evaluation_that_is_not_finite_is_unknown(tmp_path):
+    folder = write_run(tmp_path / "run", rounds=5)
+    rows = read_table(folder / "metrics.csv")
+    scored = [row for row in rows if row["global/val_acc"]]
+    scored[-1]["global/val_acc"] = "nan"
+    write_table(folder / "metrics.csv", rows)
+    summary = json.loads((folder / "summary.json").read_text())
+    (folder / "summary.json").write_text(json.dumps({**summary, "global/val_acc": None}))
+    (run,) = Report(load_runs([folder])).summary.runs["FedSpa"]
+    assert len(scored) > 1
+    assert math.isnan(run["global_val_acc"])
+    assert run["personal_val_acc"] == final(folder, "personal/val_acc")
+
+
 def test_a_run_that_is_still_going_has_the_scores_of_its_last_evaluation(tmp_path):
     folder = write_run(tmp_path / "run", rounds=5, finished=False)
     (run,) = Report(load_runs([folder])).summary.runs["FedSpa"]

@@ -108,3 +108,11 @@ def test_a_damaged_file_is_named(name, text, folder):
 def test_values_that_are_not_finite_are_unknown(folder):
     (folder / "metrics.csv").write_text("round,a\n0,nan\n1,inf\n2,3\n")
     np.testing.assert_array_equal(load_runs([folder])[0].metrics["a"], [np.nan, np.nan, 3])
+
+
+def test_a_carriage_return_in_a_failure_is_no_end_of_a_row(folder):
+    rows = [{"round": number, "client": 0, "failure": text} for number, text in enumerate(("", "10%\r20%\r failed"))]
+    write_table(folder / "clients.csv", rows)
+    clients = load_runs([folder])[0].clients
+    np.testing.assert_array_equal(clients["round"], [0, 1])
+    np.testing.assert_array_equal(clients["failure"], [0, 1])
