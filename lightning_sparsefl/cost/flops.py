@@ -30,7 +30,9 @@ _PRODUCTS = (
 
 
 def count_layers(module: nn.Module, sample: Tensor | tuple[Any, ...]) -> tuple[LayerFlops, ...]:
-    """Count the operations of every layer on one sample, in the order of the forward pass.
+    """Count the operations of every layer on one sample, in the order in which the modules finish.
+
+    This is the order of the forward pass, unless a module uses a weight of its own before it calls a submodule.
 
     The module runs twice, in evaluation mode and without gradients; its modes and the random state are
     restored. A layer that is called several times is counted each time, under the first name of its weight.

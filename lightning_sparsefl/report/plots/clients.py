@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -20,19 +21,20 @@ _NOT_SIMULATED = "time was not simulated (set `federation.devices`)"
 
 
 def client_scores(run: Run, metric: str) -> dict[int, float]:
-    """Return the scores of the clients' own models at the last evaluation, by client.
+    """Return the scores of the clients' own models at the last evaluation, by client; NaN for one that is not finite.
 
     Args:
         run: Run.
         metric: Name of the metric.
     """
     values = run.clients.get(f"personal/{metric}")
-    if values is None or not np.isfinite(values).any():
+    if values is None or np.isnan(values).all():
         return {}
-    rounds, known = run.clients["round"], np.isfinite(values)
-    chosen = known & (rounds == rounds[known].max())
+    rounds, scored = run.clients["round"], ~np.isnan(values)
+    chosen = scored & (rounds == rounds[scored].max())
     return {
-        int(client): float(value) for client, value in zip(run.clients["client"][chosen], values[chosen], strict=True)
+        int(client): float(value) if np.isfinite(value) else math.nan
+        for client, value in zip(run.clients["client"][chosen], values[chosen], strict=True)
     }
 
 
@@ -47,16 +49,18 @@ def distribution_plot(groups: Sequence[Group], metric: str | None) -> Boxes:
     tenths: dict[str, float] = {}
     for group in groups if metric is not None else ():
         found = [list(scores.values()) for run in group.runs if (scores := client_scores(run, str(metric)))]
-        if found:
-            values[group.name] = np.array([value for scores in found for value in scores])
-            tenths[group.name] = mean_std(worst_tenth(scores, higher_is_better(str(metric))) for scores in found).mean
+        pooled = np.array([value for own in found for value in own])
+        if np.isfinite(pooled).any():
+            values[group.name] = pooled[np.isfinite(pooled)]
+            tenths[group.name] = mean_std(worst_tenth(own, higher_is_better(str(metric))) for own in found).mean
     return Boxes(
         name="clients",
         title=f"{metric or 'Score'} over clients",
         caption=(
             f"{metric or 'Score'} of each client's own model at the last evaluation, with the clients of all runs of a "
             "group together. Box: quartiles and median; whiskers: 1.5 times the distance of the quartiles; dots: "
-            "clients outside. Diamond: mean of the worst tenth of the clients of a run, averaged over runs."
+            "clients outside. Diamond: mean of the worst tenth of the clients of a run, averaged over runs. Scores "
+            "that are not finite are left out, and their run from the diamond."
         ),
         missing=None if values else NOT_EVALUATED if metric is None else f"`clients.csv` has no personal {metric}",
         x_label=f"personal {metric}",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -146,7 +147,7 @@ def _load(folder: Path, source: str | None) -> Run:
         path=folder,
         options=options,
         metrics=read_columns(folder / "metrics.csv"),
-        clients=read_columns(folder / "clients.csv", _is_about_clients),
+        clients=read_columns(folder / "clients.csv", _is_about_clients, infinite=math.inf),
         overlaps=read_columns(folder / "overlap.csv"),
         summary=summary,
         local_engine=str(given.get("federation.local_engine", "")),

@@ -6,7 +6,7 @@ import statistics
 import numpy as np
 import pytest
 
-from helpers.run_folders import FAILED_ROUND, read_table, write_run
+from helpers.run_folders import FAILED_ROUND, read_table, write_run, write_table
 from lightning_sparsefl.report import Report, load_runs
 from lightning_sparsefl.report.measures.direction import worst_tenth
 
@@ -84,6 +84,22 @@ def test_the_distribution_has_the_clients_of_all_runs(report, folders):
         tenths = statistics.fmean(worst_tenth(part, rising=True) for part in scores)
         assert boxes.worst_tenths[group] == pytest.approx(tenths)
         assert boxes.worst_tenths[group] == pytest.approx(report.summary.groups[group]["personal_worst10_val_acc"].mean)
+
+
+@pytest.mark.parametrize("diverged", [1, None], ids=["one client", "all clients"])
+def test_scores_of_clients_that_are_not_finite_are_no_earlier_ones(diverged, tmp_path):
+    folder = write_run(tmp_path / "run")
+    rows = read_table(folder / "clients.csv")
+    scored = [row for row in rows if row["round"] == "5"]
+    for row in scored[:diverged]:
+        row["personal/val_acc"] = "nan"
+    write_table(folder / "clients.csv", rows)
+    report = Report(load_runs([folder]))
+    boxes = plot(report, "clients")
+    left = [float(row["personal/val_acc"]) for row in scored[diverged:]] if diverged else []
+    assert [values.tolist() for values in boxes.values.values()] == ([left] if left else [])
+    assert all(math.isnan(tenth) for tenth in boxes.worst_tenths.values())
+    report.write(tmp_path / "report")
 
 
 def test_densities_of_the_layers_are_means_over_runs(report, folders):
