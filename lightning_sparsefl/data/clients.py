@@ -9,21 +9,37 @@ from typing import Any, Literal
 import lightning as L
 import torch
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
-from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, Subset
+from torch.utils.data import (
+    BatchSampler,
+    ChainDataset,
+    ConcatDataset,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    Subset,
+    WeightedRandomSampler,
+)
 
 from lightning_sparsefl.data.examples import Examples, JoinedExamples
 from lightning_sparsefl.data.federated import TRANSFERS, FederatedDataModule, no_loader
 from lightning_sparsefl.errors import InvalidOption, require
+
+_OF_ALL = (SequentialSampler, RandomSampler, WeightedRandomSampler)
+"""Samplers that draw from all samples of a data set."""
 
 
 class ClientDataModules(FederatedDataModule):
     """Federated data module over one ordinary LightningDataModule per client.
 
     Client k trains on and is evaluated with the loaders of ``modules[k]``, unchanged. Its number of training samples is
-    that of an epoch of its sampler. The pooled loaders concatenate the data sets of all clients, of a data set with a
-    ``SubsetRandomSampler`` its indices, with the batch size and the ``collate_fn`` of client 0. Costs are counted with
-    the ``batch_size`` and ``drop_last`` of each client's loader, or of the batch sampler that it was given, before
+    that of an epoch of its sampler. The pooled loaders concatenate the data sets of all clients, with the batch size
+    and the ``collate_fn`` of client 0. Of a data set with a ``SubsetRandomSampler`` or a list of indices they have
+    these, and of one that is evaluated what its sampler draws. Costs are counted with the ``batch_size`` and
+    ``drop_last`` of each client's loader, or of the batch sampler that it was given, before
     ``setup`` with the `batch_size` of its module. Every client that a run scores needs the loader of the split.
 
     The hooks of the batch transfer of ``modules[k]`` are called for the batches of client k, and for those of the
@@ -157,14 +173,14 @@ class ClientDataModules(FederatedDataModule):
                 "`data.num_classes` is not set, but label counts need it; expected a whole number >= 1."
             )
         counts = torch.zeros(self.num_classes, dtype=torch.int64)
-        for _, labels in self._pool([self.client_train_dataloader(client)]):
+        for _, labels in self._pool([self.client_train_dataloader(client)], expands=False):
             counts += torch.bincount(labels, minlength=self.num_classes)
         return counts
 
     def train_dataloader(self) -> DataLoader[Any]:
         """Return a loader of the training data of all clients."""
         clients = range(self.num_clients)
-        return self._pool([self.client_train_dataloader(client) for client in clients], shuffle=True)
+        return self._pool([self.client_train_dataloader(client) for client in clients], shuffle=True, expands=False)
 
     def val_dataloader(self) -> DataLoader[Any] | list[Any] | None:
         """Return a loader of the validation data of all clients, if any; a plain ``Trainer`` gets ``[]`` for None."""
@@ -176,15 +192,31 @@ class ClientDataModules(FederatedDataModule):
         """Return a loader of the test data of all clients."""
         return self._pool([self.client_test_dataloader(client) for client in range(self.num_clients)])
 
-    def _pool(self, loaders: Sequence[DataLoader[Any]], shuffle: bool = False) -> DataLoader[Any]:
-        """Return a loader of what all loaders draw, with the batch size and the ``collate_fn`` of the first one."""
-        first, parts = loaders[0], [_sampled(loader) for loader in loaders]
-        if first.batch_sampler is None:  # an item of its data set is a batch
-            return DataLoader(ConcatDataset(parts), batch_size=None, collate_fn=first.collate_fn, shuffle=shuffle)
+    def _pool(self, loaders: Sequence[DataLoader[Any]], shuffle: bool = False, expands: bool = True) -> DataLoader[Any]:
+        """Return a loader of what all loaders draw, with the batch size and the ``collate_fn`` of the first one.
+
+        Args:
+            loaders: Loaders of clients.
+            shuffle: Whether to shuffle.
+            expands: Whether samplers that do not tell their indices are asked for a draw.
+        """
+        first, parts = loaders[0], [_sampled(loader, expands) for loader in loaders]
+        options: dict[str, Any] = {"collate_fn": first.collate_fn, "shuffle": shuffle}
+        streams = [isinstance(part, IterableDataset) for part in parts]
+        if any(streams):
+            if not all(streams):
+                raise InvalidOption(
+                    f"The data set of client {streams.index(True)} is an `IterableDataset`, and that of client "
+                    f"{streams.index(False)} is not; expected one kind for all clients."
+                )
+            return DataLoader(ChainDataset(parts), batch_size=first.batch_size, collate_fn=first.collate_fn)
         size = _batches(first, self.batch_size)[0]
+        if first.batch_sampler is None:  # an item of its data set is a batch, or a list of indices gets one
+            items = _Batches(parts, size) if isinstance(first.sampler, BatchSampler) else ConcatDataset(parts)
+            return DataLoader(items, batch_size=None, **options)
         if all(isinstance(part, Examples) for part in parts):
             return JoinedExamples(parts).loader(size, shuffle=shuffle)
-        return DataLoader(ConcatDataset(parts), batch_size=size, collate_fn=first.collate_fn, shuffle=shuffle)
+        return DataLoader(ConcatDataset(parts), batch_size=size, **options)
 
     def _take_hooks(self, modules: Sequence[L.LightningDataModule]) -> None:
         """Take each hook of the batch transfer from the first data module that overrides it."""
@@ -210,6 +242,8 @@ class ClientDataModules(FederatedDataModule):
     def _num_samples(self, loader: DataLoader[Any], client: int) -> int:
         """Return the number of samples of an epoch of a client's training loader."""
         source: Any = loader.dataset if isinstance(loader.dataset, IterableDataset) else _sampler(loader)
+        if isinstance(source, list | tuple):
+            source = _indices_in(source)
         if not hasattr(source, "__len__"):
             source = loader.dataset
         known = 0 if self._given_sizes is None else self._given_sizes[client]
@@ -238,18 +272,79 @@ def _single(loader: Any, hook: str, client: int) -> DataLoader[Any]:
     return loader
 
 
+class _Batches(Dataset[Any]):
+    """Batches of several data sets whose items for a list of indices are a batch.
+
+    Args:
+        parts: Data sets.
+        size: Number of samples of a batch.
+    """
+
+    def __init__(self, parts: Sequence[Any], size: int) -> None:
+        self._batches = [(part, list(rows)) for part in parts for rows in torch.arange(len(part)).split(size)]
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def __getitem__(self, number: int) -> Any:
+        part, rows = self._batches[number]
+        return part[[int(row) for row in rows]]
+
+
+def _source(loader: DataLoader[Any]) -> Any:
+    """Return what yields the indices or the batches of indices of a loader."""
+    return loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+
+
 def _sampler(loader: DataLoader[Any]) -> Any:
-    """Return the sampler of a loader's batch sampler, if it has one, else the loader's own."""
-    return getattr(loader.batch_sampler, "sampler", loader.sampler)
+    """Return the sampler behind a loader's batches, or the list of indices or batches that it was given."""
+    source = _source(loader)
+    sampler = getattr(source, "sampler", source if isinstance(source, list | tuple) else loader.sampler)
+    return getattr(sampler, "sampler", sampler) if isinstance(sampler, BatchSampler) else sampler
 
 
-def _sampled(loader: DataLoader[Any]) -> Dataset[Any]:
-    """Return the data set of a loader, or the part of it that its sampler has the indices of."""
-    indices = getattr(_sampler(loader), "indices", None)
-    return loader.dataset if indices is None else Subset(loader.dataset, list(indices))
+def _sampled(loader: DataLoader[Any], expands: bool) -> Dataset[Any]:
+    """Return the data set of a loader, or the part of it that its sampler draws."""
+    dataset: Any = loader.dataset
+    rows = None if isinstance(dataset, IterableDataset) else _drawn(loader, expands)
+    if rows is None:
+        return dataset  # type: ignore[no-any-return]
+    if type(dataset) is Examples:
+        return Examples(dataset.inputs[rows], dataset.labels[rows], dataset.transform)
+    return Subset(dataset, rows)
+
+
+def _drawn(loader: DataLoader[Any], expands: bool) -> list[int] | None:
+    """Return the indices that a loader draws; None for those of all samples.
+
+    Args:
+        loader: Loader of a data set with items.
+        expands: Whether a sampler that does not tell its indices is asked for a draw.
+    """
+    source, sampler = _source(loader), _sampler(loader)
+    if isinstance(sampler, list | tuple):
+        return _indices_in(sampler)
+    if hasattr(sampler, "indices"):
+        return list(sampler.indices)
+    knows = source is sampler or hasattr(source, "sampler")  # whether the batches are made of the sampler's indices
+    if not expands or (knows and isinstance(sampler, _OF_ALL)):
+        return None
+    with isolate_rng():
+        return _indices_in(source)
+
+
+def _indices_in(drawn: Any) -> list[int]:
+    """Return the indices in indices, or in batches of indices."""
+    return [int(index) for each in drawn for index in (each if isinstance(each, list | tuple) else (each,))]
 
 
 def _batches(loader: DataLoader[Any], default: int) -> tuple[int, bool]:
     """Return the batch size of a loader, or of the batch sampler that it was given, and its `drop_last`."""
-    source = loader if loader.batch_sampler is None else loader.batch_sampler
-    return getattr(source, "batch_size", None) or default, getattr(source, "drop_last", False)
+    source, size = _source(loader), None
+    if isinstance(source, list | tuple):  # of batches, as a batch sampler
+        size = len(source[0]) if source and isinstance(source[0], list | tuple) else loader.batch_size
+    else:
+        batches = isinstance(source, BatchSampler) or loader.batch_sampler is not None
+        source = source if batches else loader
+        size = getattr(source, "batch_size", None)
+    return size or default, getattr(source, "drop_last", False)

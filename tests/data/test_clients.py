@@ -9,9 +9,18 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SubsetRandomSampler, TensorDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SubsetRandomSampler,
+    TensorDataset,
+)
 
 from lightning_sparsefl.data import ClientDataModules, FederatedDataModule, FederatedDigits
+from lightning_sparsefl.data.examples import Examples
 from lightning_sparsefl.errors import InvalidOption
 
 
@@ -299,3 +308,131 @@ def test_pooled_batches_have_the_hooks_of_the_first_that_has_some():
         assert is_overridden("on_after_batch_transfer", pooled)
         assert pooled.on_after_batch_transfer([1, 2], 0) == [11, 2]
         assert not is_overridden("on_before_batch_transfer", pooled)
+
+
+class Last(Sampler):
+    """Sampler of the last samples, in batches if it has a size."""
+
+    def __init__(self, first, size=None):
+        self.rows, self.size = list(range(first, 20)), size
+
+    def __len__(self):
+        return len(self.rows) if self.size is None else len(self.rows) // self.size
+
+    def __iter__(self):
+        return iter(self.rows if self.size is None else torch.tensor(self.rows).split(self.size))
+
+
+class Listed(Sampler):
+    """Sampler of batches as lists."""
+
+    def __iter__(self):
+        return iter([[15, 16], [17, 18, 19]])
+
+
+class OneSet(L.LightningDataModule):
+    """Twenty samples, of which a sampler separates those to validate from those to train on."""
+
+    def __init__(self, client, **options):
+        super().__init__()
+        self.data, self.options = numbers(100 * client, 20), options
+
+    def train_dataloader(self):
+        return DataLoader(self.data, batch_size=4, sampler=SubsetRandomSampler(range(15)))
+
+    def val_dataloader(self):
+        return DataLoader(self.data, **self.options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"sampler": SubsetRandomSampler(range(15, 20)), "batch_size": 2},
+        {"sampler": list(range(15, 20)), "batch_size": 2},
+        {"sampler": Last(15), "batch_size": 2},
+        {"batch_sampler": [[15, 16], [17, 18, 19]]},
+        {"batch_sampler": Listed()},
+        {"batch_sampler": BatchSampler(Last(15), 2, False)},
+        {"sampler": BatchSampler(Last(15), 2, False), "batch_size": None},
+    ],
+    ids=["subset", "list", "own sampler", "list of batches", "own batches", "batch sampler", "batches as indices"],
+)
+def test_pooled_loaders_have_no_sample_that_a_client_does_not_draw(options):
+    data = ClientDataModules([OneSet(client, **options) for client in range(3)])
+    data.setup()
+    mine = [drawn(data.client_val_dataloader(client)) for client in range(3)]
+    assert mine == [list(range(100 * client + 15, 100 * client + 20)) for client in range(3)]
+    state = torch.get_rng_state()
+    pooled = data.val_dataloader()
+    assert torch.equal(state, torch.get_rng_state())
+    assert drawn(pooled) == [number for own in mine for number in own]
+    assert len(drawn(data.train_dataloader())) == 45
+
+
+class Batched(L.LightningDataModule):
+    """Batches as indices of a data set, or as lists."""
+
+    def __init__(self, count, size, listed=False):
+        super().__init__()
+        self.count, self.size, self.listed = count, size, listed
+
+    def train_dataloader(self):
+        data = numbers(0, self.count + 5)
+        if self.listed:
+            return DataLoader(data, batch_sampler=[list(rows) for rows in torch.arange(self.count).split(self.size)])
+        return DataLoader(data, sampler=BatchSampler(RandomSampler(data), self.size, False), batch_size=None)
+
+    def test_dataloader(self):
+        data = numbers(0, self.count)
+        return DataLoader(data, sampler=BatchSampler(range(self.count), self.size, False), batch_size=None)
+
+
+@pytest.mark.parametrize("listed", [False, True], ids=["indices", "lists"])
+def test_sizes_and_pooled_batches_of_loaders_of_batches(listed):
+    data = ClientDataModules([Batched(8, 4, listed), Batched(10, 5, listed)], num_classes=3)
+    data.setup()
+    more = 0 if listed else 5
+    assert list(data.client_sizes) == [8 + more, 10 + more]
+    assert (data.batch_size, data.own_batches) == (4, {1: (5, False)})
+    assert int(data.client_label_counts(0).sum()) == 8 + more
+    assert [len(inputs) for inputs, _ in data.test_dataloader()] == [4, 4, 4, 4, 2]
+    assert drawn(data.test_dataloader()) == sorted([*range(8), *range(10)])
+
+
+class SomeExamples(L.LightningDataModule):
+    def test_dataloader(self):
+        examples = Examples(torch.arange(8.0)[:, None], torch.arange(8), lambda inputs: inputs + 1)
+        return examples.loader(2, sampler=SubsetRandomSampler([5, 2, 7]))
+
+    train_dataloader = test_dataloader
+
+
+def test_pooled_examples_of_a_sampler_are_read_as_batches():
+    data = ClientDataModules([SomeExamples(), SomeExamples()])
+    data.setup()
+    inputs, labels = (torch.cat(parts) for parts in zip(*data.test_dataloader(), strict=True))
+    assert labels.tolist() == [5, 2, 7] * 2
+    assert inputs.flatten().tolist() == [6.0, 3.0, 8.0] * 2
+
+
+class Numbers(IterableDataset):
+    def __init__(self, first):
+        self.first = first
+
+    def __iter__(self):
+        return iter([(torch.tensor(self.first + number), torch.tensor(0)) for number in range(3)])
+
+
+class TestedOnAStream(Own):
+    def test_dataloader(self):
+        return DataLoader(Numbers(self.first), batch_size=2)
+
+
+def test_pooled_streams_come_one_after_another_and_mixed_ones_are_refused():
+    data = ClientDataModules([TestedOnAStream(0, 8), TestedOnAStream(100, 4)])
+    data.setup()
+    assert drawn(data.test_dataloader()) == [0, 1, 2, 100, 101, 102]
+    mixed = ClientDataModules([Own(0, 8), TestedOnAStream(100, 4)])
+    mixed.setup()
+    with pytest.raises(InvalidOption, match="client 1 is an `IterableDataset`, and that of client 0 is not"):
+        mixed.test_dataloader()
