@@ -19,7 +19,7 @@ from lightning_sparsefl.callbacks.options import check_arguments, require
 from lightning_sparsefl.callbacks.reported_steps import ReportedCallback
 from lightning_sparsefl.callbacks.training_units import units_in_training
 from lightning_sparsefl.callbacks.trial import trial, trial_loss
-from lightning_sparsefl.callbacks.unit_gates import Gate, gates_of
+from lightning_sparsefl.callbacks.unit_gates import Gate, gates_of, with_first
 from lightning_sparsefl.errors import InvalidOption
 from lightning_sparsefl.seeds import generator
 from lightning_sparsefl.sparse.layer_groups import head_layer
@@ -32,7 +32,8 @@ class OrderedDropout(ReportedCallback):
 
     The other units are multiplied by zero where layers put them out and where others read them, so that neither
     biases nor norms of dropped units have an effect. In evaluation all units are there. Units of recurrent layers are
-    dropped where others read them, and stay in the recurrence.
+    dropped where others read them, and stay in the recurrence. ``forward`` has to call the layers: where it computes
+    with their weights itself, as by ``F.linear(x, self.fc.weight)``, no unit is dropped.
 
     With `distill`, each batch is passed twice: with the largest rate, by the module's own loss, and with the drawn one,
     by the cross-entropy against the softmax of the first pass's logits.
@@ -49,8 +50,8 @@ class OrderedDropout(ReportedCallback):
             the module was cut to the units of the largest rate, those of the full module.
 
     Raises:
-        InvalidOption: If an option is out of its range, the module has no units, `distill` meets manual
-            optimization, or `training_step` steps a bare optimizer.
+        InvalidOption: If an option is out of its range, the module has no units, or has them between weights that are
+            not those of layers, `distill` meets manual optimization, or `training_step` steps a bare optimizer.
 
     Example:
         >>> OrderedDropout(rates=[0.5, 1.0]).rates
@@ -155,15 +156,17 @@ class OrderedDropout(ReportedCallback):
         for (name, reads), gates in gates_of(module, groups, self.rates).items():
             layer = module.get_submodule(name)
             if reads:
-                self._handles.append(layer.register_forward_pre_hook(_Hook(partial(self._read, gates))))
+                self._handles.append(
+                    layer.register_forward_pre_hook(_Hook(partial(self._read, gates)), with_kwargs=True)
+                )
             else:
                 self._handles.append(layer.register_forward_hook(_Hook(partial(self._made, gates))))
         if self.distill:
             layer = module.get_submodule(logits_of(module, self.head))
             self._handles.append(layer.register_forward_hook(_Hook(self._note_logits)))
 
-    def _read(self, gates: Sequence[Gate], layer: nn.Module, inputs: Any) -> Any:
-        return (self._gated(layer, inputs[0], gates), *inputs[1:])
+    def _read(self, gates: Sequence[Gate], layer: nn.Module, inputs: Any, named: dict[str, Any]) -> Any:
+        return with_first(inputs, named, lambda value: self._gated(layer, value, gates))
 
     def _made(self, gates: Sequence[Gate], layer: nn.Module, inputs: Any, output: Any) -> Any:
         return self._gated(layer, output, gates)

@@ -10,6 +10,7 @@ import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.rank_zero import WarningCache
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from lightning_sparsefl.callbacks.example_input import example_inputs, for_module, forward_inputs, one_sample
 from lightning_sparsefl.callbacks.layers import choose
@@ -84,12 +85,16 @@ class SparsityMonitor(NumberedCallback):
         self._resumed = False
 
     def on_train_batch_start(self, trainer: Any, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Count the operations of the module, once, and again if an epoch begins with other layers."""
+        """Count the operations of the module, once, and again if an epoch begins with other layers or inputs."""
         if not self.flops or (batch_idx > 0 and pl_module in _work):
             return
-        shapes = tuple(parameter.shape for parameter in pl_module.parameters())
-        if pl_module not in _work or _work[pl_module][0] != shapes:
-            _work[pl_module] = shapes, _counted(pl_module, batch)
+        try:
+            sample, reason = _sample(pl_module, batch), ""
+        except Exception as error:  # the batch may be anything
+            sample, reason = (), type(error).__name__
+        key = tuple(tensor.shape for tensor in (*pl_module.parameters(), *_tensors(sample)))
+        if pl_module not in _work or _work[pl_module][0] != key:
+            _work[pl_module] = key, _counted(pl_module, sample, reason)
 
     def _nonzero(self, module: LightningModule) -> dict[str, Tensor]:
         parameters = dict(module.named_parameters())
@@ -131,15 +136,28 @@ class SparsityMonitor(NumberedCallback):
         self._resumed = bool(self._seen)  # a learning-rate finder saves before there are any
 
 
-def _counted(module: LightningModule, batch: Any) -> tuple[LayerFlops, ...]:
+def _sample(module: LightningModule, batch: Any) -> tuple[Any, ...]:
+    """Return one sample of the module's example, or else of a batch, as arguments of ``forward``."""
+    example = example_inputs(module)
+    inputs = one_sample(forward_inputs(module, batch) if example is None else example)
+    return tuple(for_module(inputs, module))
+
+
+def _tensors(sample: tuple[Any, ...]) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(sample) if isinstance(leaf, Tensor)]
+
+
+def _counted(module: LightningModule, sample: tuple[Any, ...], reason: str) -> tuple[LayerFlops, ...]:
     """Return the operations of each layer; an empty tuple, with one message, where they cannot be counted."""
     try:
-        example = example_inputs(module)
-        sample = one_sample(forward_inputs(module, batch) if example is None else example)
-        return count_layers(module, for_module(sample, module))
+        if not reason:
+            return count_layers(module, sample)
     except Exception as error:  # the user's `forward` may want anything
-        reason = f"`{type(module).__name__}.forward` did not take its input ({type(error).__name__})"
-    _messages.info(f"`SparsityMonitor` logs no FLOPs: {reason}; define `example_input_array`, or set `flops=False`.")
+        reason = type(error).__name__
+    _messages.info(
+        f"`SparsityMonitor` logs no FLOPs: `{type(module).__name__}.forward` did not take its input ({reason}); "
+        "define `example_input_array`, or set `flops=False`."
+    )
     return ()
 
 

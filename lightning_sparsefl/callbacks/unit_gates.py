@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from lightning_sparsefl.errors import InvalidOption
 from lightning_sparsefl.sparse.density import ceil_count
 from lightning_sparsefl.sparse.units import UnitGroup
 
@@ -70,6 +72,10 @@ def gates_of(module: nn.Module, groups: Sequence[UnitGroup], rates: Sequence[flo
         groups: Groups of units of the full module.
         rates: Rates that are drawn.
 
+    Raises:
+        InvalidOption: If a module other than a linear, convolutional or recurrent layer has or reads units, since its
+            inputs and outputs need not be those units.
+
     Example:
         >>> from lightning_sparsefl.sparse.units import find_groups
         >>> net = nn.Sequential(nn.Linear(1, 4), nn.ReLU(), nn.Linear(4, 1))
@@ -77,6 +83,8 @@ def gates_of(module: nn.Module, groups: Sequence[UnitGroup], rates: Sequence[flo
         >>> list(gates), gates["2", True][0](torch.ones(1, 4), 0.5)
         ([('0', False), ('2', True)], tensor([[1., 1., 0., 0.]]))
     """
+    for name in (name for group in groups for name in (*group.layers, *(each.name for each in group.consumers))):
+        _require_called(module.get_submodule(name), name)
     tables = list(_tables(module, groups))
     if _is_cut(module, groups):
         counts = {group.name: ceil_count(max(rates), group.size) for group in groups}
@@ -89,6 +97,14 @@ def gates_of(module: nn.Module, groups: Sequence[UnitGroup], rates: Sequence[flo
     for place, group, positions, (dim, spatial) in tables:
         found[place].append(Gate(positions, group.size, dim, spatial))
     return dict(found)
+
+
+def _require_called(layer: nn.Module, name: str) -> None:
+    if not isinstance(layer, (nn.Linear, nn.modules.conv._ConvNd, nn.RNNBase)):
+        raise InvalidOption(
+            f"Ordered dropout cannot drop units that `{name}`, a `{type(layer).__name__}`, has or reads with a weight "
+            "of its own; expected linear, convolutional and recurrent layers that `forward` calls."
+        )
 
 
 def _tables(
@@ -105,6 +121,26 @@ def _tables(
                 yield (name, False), group, rows[f"{name}.weight"], (None, layer.weight.ndim - 2)
         for consumer in group.consumers:
             yield (consumer.name, True), group, consumer.positions, (consumer.dim, 0)
+
+
+def with_first(
+    inputs: tuple[Any, ...], named: dict[str, Any], change: Callable[[Any], Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments of a layer with another first one, which may be named.
+
+    Args:
+        inputs: Positional arguments.
+        named: Arguments by name.
+        change: Function that returns the new argument.
+
+    Example:
+        >>> with_first((), {"input": 1}, lambda value: value + 1)
+        ((), {'input': 2})
+    """
+    if inputs:
+        return (change(inputs[0]), *inputs[1:]), named
+    name = next(iter(named))
+    return inputs, {**named, name: change(named[name])}
 
 
 def _is_cut(module: nn.Module, groups: Sequence[UnitGroup]) -> bool:

@@ -49,7 +49,8 @@ class NextTokenScores(Classifier):
         inputs, targets = batch
         logits, counted = mean_logits(self(inputs)), int((targets != _IGNORED).sum())
         accuracy.update(self.predict(logits), targets)
-        self.log(f"{split}_loss", F.cross_entropy(logits, targets), batch_size=counted)
+        loss = F.cross_entropy(logits, targets) if counted else logits.new_zeros(())  # which counts 0 times
+        self.log(f"{split}_loss", loss, batch_size=counted)
         self.log(f"{split}_acc", accuracy, batch_size=counted, prog_bar=True)
 
 
@@ -57,7 +58,8 @@ class LanguageLSTM(NextTokenScores):
     """Language model that predicts the next token: an embedding, two LSTM layers and a linear decoder.
 
     A batch is two int64 tensors of shape (batch, length): the tokens, and the token that follows each of them.
-    Accuracies and losses are means over all positions whose target is not -100.
+    Accuracies and losses are means over all positions whose target is not -100; those of a training epoch are means of
+    its batches, weighted by their sequences.
 
     Args:
         num_classes: Size of the vocabulary.

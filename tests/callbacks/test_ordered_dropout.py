@@ -250,3 +250,42 @@ def test_accumulated_batches_teach_as_much_as_one():
         modules.append(module)
     for one, two in zip(*(module.parameters() for module in modules), strict=True):
         torch.testing.assert_close(two, one, rtol=0, atol=1e-6)
+
+
+class Named(nn.Module):
+    """Passes the input of a layer by its name."""
+
+    def __init__(self):
+        super().__init__()
+        self.hidden, self.out = nn.Linear(32, 9), nn.Linear(9, 3)
+
+    def forward(self, x):
+        return self.out(input=torch.tanh(self.hidden(input=x.flatten(1))))
+
+
+def test_arguments_by_name_are_gated_too(monkeypatch):
+    monkeypatch.setitem(NETS, "named", Named)
+    wide, groups, _ = made("named")
+    narrow = cut(wide, groups, prefix_units(groups, 0.5))
+    fit(narrow, L.Callback())
+    fit(wide, OrderedDropout([0.5]))
+    assert wide.losses == pytest.approx(narrow.losses, abs=1e-6)
+
+
+class Block(nn.Module):
+    """Has the weights of two products itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.outer = nn.Parameter(torch.randn(9, 32)), nn.Parameter(torch.randn(32, 9))
+        self.out = nn.Linear(32, 3)
+
+    def forward(self, x):
+        x = x.flatten(1)
+        return self.out(x + F.linear(torch.tanh(F.linear(x, self.inner)), self.outer))
+
+
+def test_units_between_weights_that_are_no_layers_are_refused():
+    words = r"cannot drop units that `net`, a `Block`, has or reads with a weight of its own; expected linear"
+    with pytest.raises(InvalidOption, match=words):
+        fit(Module(Block()), OrderedDropout([0.5]))

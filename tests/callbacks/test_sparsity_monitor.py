@@ -209,3 +209,13 @@ def test_operations_are_counted_again_if_layers_were_replaced(net, fit):
         fit(module, [watch], epochs=1)
         work.append(watch.rows[0]["flops/forward"])
     assert work[1] == work[0] + 2 * 36 + 6
+
+
+def test_operations_are_counted_again_for_inputs_of_other_shapes(net, fit):
+    module, work = with_forward(net), []
+    for example in (torch.zeros(1, 4), torch.zeros(1, 3, 4), torch.zeros(1, 5), torch.zeros(1, 4)):
+        module.example_input_array = example  # the third one does not fit
+        watch = Forward()
+        fit(module, [watch], epochs=1)
+        work.append(watch.rows[0].get("flops/forward"))
+    assert work == [work[0], 3 * work[0], None, work[0]]

@@ -423,16 +423,16 @@ class Numbers(IterableDataset):
         return iter([(torch.tensor(self.first + number), torch.tensor(0)) for number in range(3)])
 
 
-class TestedOnAStream(Own):
+class OnAStream(Own):
     def test_dataloader(self):
         return DataLoader(Numbers(self.first), batch_size=2)
 
 
 def test_pooled_streams_come_one_after_another_and_mixed_ones_are_refused():
-    data = ClientDataModules([TestedOnAStream(0, 8), TestedOnAStream(100, 4)])
+    data = ClientDataModules([OnAStream(0, 8), OnAStream(100, 4)])
     data.setup()
     assert drawn(data.test_dataloader()) == [0, 1, 2, 100, 101, 102]
-    mixed = ClientDataModules([Own(0, 8), TestedOnAStream(100, 4)])
+    mixed = ClientDataModules([Own(0, 8), OnAStream(100, 4)])
     mixed.setup()
     with pytest.raises(InvalidOption, match="client 1 is an `IterableDataset`, and that of client 0 is not"):
         mixed.test_dataloader()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import lightning as L
 import pytest
 import torch
+from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_sparsefl.cost import count_layers, forward_flops
 from lightning_sparsefl.errors import InvalidOption
@@ -45,3 +47,18 @@ def test_its_head_is_the_decoder(tied):
 def test_bad_widths_are_refused():
     with pytest.raises(InvalidOption, match=r"`model.hidden` is 0; expected a whole number >= 1"):
         LanguageLSTM(hidden=0)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_batch_without_targets_leaves_the_scores_alone(tmp_path):
+    torch.manual_seed(0)
+    model = LanguageLSTM(7, embedding=8, hidden=8, length=5)
+    tokens = torch.randint(7, (6, 5))
+    targets = tokens.roll(-1, 1)
+    targets[2:4] = -100
+    trainer = L.Trainer(logger=False, enable_progress_bar=False, accelerator="cpu", default_root_dir=tmp_path)
+    scored = [
+        trainer.test(model, DataLoader(TensorDataset(tokens[rows], targets[rows]), batch_size=2), verbose=False)[0]
+        for rows in (torch.arange(6), torch.tensor([0, 1, 4, 5]))
+    ]
+    assert scored[0] == pytest.approx(scored[1])

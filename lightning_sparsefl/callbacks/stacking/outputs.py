@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lightning_sparsefl.callbacks.exits import EarlyExits, require_exits
 from lightning_sparsefl.callbacks.ordered_dropout import OrderedDropout, distillation_loss, logits_of
 from lightning_sparsefl.callbacks.stacking.base import Leaves, StackedCallback, StackedPass
-from lightning_sparsefl.callbacks.unit_gates import Gate, gates_of
+from lightning_sparsefl.callbacks.unit_gates import Gate, gates_of, with_first
 from lightning_sparsefl.callbacks.width import LabelMask, OutputScaler
 from lightning_sparsefl.sparse.exits import mutual_slopes
 
@@ -47,11 +47,13 @@ class StackedOutputs(StackedCallback):
         Args:
             name: Name of the layer.
             function: Hook in PyTorch's form.
-            before: Whether it is called before the layer.
+            before: Whether it is called before the layer, with its arguments by name too.
         """
         layer = self.module.get_submodule(name)
-        register = layer.register_forward_pre_hook if before else layer.register_forward_hook
-        self._handles.append(register(function))
+        if before:
+            self._handles.append(layer.register_forward_pre_hook(function, with_kwargs=True))
+        else:
+            self._handles.append(layer.register_forward_hook(function))
 
     def before_pass(self, batch: StackedPass) -> None:
         """Let the hooks know the batch."""
@@ -167,8 +169,8 @@ class StackedDropout(StackedOutputs):
         self.drawn = [callback.draw(step) for callback, step in zip(self.callbacks, batch.steps, strict=True)]
         self.now = [max(callback.rates) for callback in self.callbacks] if self.callbacks[0].distill else self.drawn
 
-    def _read(self, gates: Sequence[Gate], layer: nn.Module, inputs: Any) -> Any:
-        return (self._gated(layer, inputs[0], gates), *inputs[1:])
+    def _read(self, gates: Sequence[Gate], layer: nn.Module, inputs: Any, named: dict[str, Any]) -> Any:
+        return with_first(inputs, named, lambda value: self._gated(layer, value, gates))
 
     def _made(self, gates: Sequence[Gate], layer: nn.Module, inputs: Any, output: Any) -> Any:
         return self._gated(layer, output, gates)
