@@ -38,7 +38,8 @@ class FederatedDataset(FederatedDataModule):
         test: Test data; None for none, or with `test_fraction`.
         labels: Class of each training example: the name of a column, values, or a function of an item; None to look
             where most data sets have it (`targets`, `labels`, the column ``label``, the second of two tensors). Only
-            the partition and the choice of test examples use it.
+            the partition and the choice of test examples use it. Floats that are found are labels only of a partition
+            that needs some, since targets of a regression may be whole numbers.
         test_labels: Class of each test example; None to find it as for the training data. Where `labels` are values
             that are not found in the data, these must be values too.
         num_clients: Number of clients; None for one per group with ``ByGroup``, else 100.

@@ -42,7 +42,7 @@ def read_keys(train: Any, test: Any, labels: Values | None, test_labels: Values 
     Raises:
         InvalidOption: If labels or groups are missing that the partition needs, or do not fit the data.
     """
-    known = _read_labels(train, test, labels, test_labels)
+    known = _read_labels(train, test, labels, test_labels, partition.needs_labels)
     nothing = torch.zeros(len(train), dtype=torch.int64), torch.zeros(len(test), dtype=torch.int64)
     if partition.needs_labels and len(known) == 0:
         raise InvalidOption(
@@ -61,9 +61,13 @@ def read_keys(train: Any, test: Any, labels: Values | None, test_labels: Values 
     return Keys(own, groups[0], *((groups[0], groups[1]) if len(groups) == 2 else matched))
 
 
-def _read_labels(train: Any, test: Any, labels: Values | None, test_labels: Values | None) -> list[Tensor]:
+def _read_labels(
+    train: Any, test: Any, labels: Values | None, test_labels: Values | None, are_needed: bool
+) -> list[Tensor]:
     """Return the labels of the training and the test examples, as far as they are known."""
     found = find_labels(train)
+    if found is not None and found.dtype.kind == "f" and not are_needed:
+        found = None  # targets of a regression may be whole numbers too
     own = found if labels is None else read_values(train, labels, "data.labels")
     if own is None:
         return []

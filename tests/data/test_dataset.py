@@ -152,6 +152,17 @@ def test_targets_of_a_regression_are_no_labels():
         data.client_label_counts(0)
 
 
+def test_whole_numbers_in_floats_are_labels_only_of_a_partition_that_needs_some():
+    data = TensorDataset(torch.randn(200, 2), torch.arange(200.0) % 4)
+    plain = FederatedDataset(data, data, num_clients=4, partition=IID(), test_per_client=10)
+    plain.setup()
+    assert [len(plain.client_test_dataloader(client).dataset) for client in range(4)] == [10] * 4
+    assert not hasattr(plain, "num_classes")
+    by_label = FederatedDataset(data, data, num_clients=4, partition=Dirichlet(0.5), test_per_client=10)
+    by_label.setup()
+    assert int(by_label.client_label_counts(0).sum()) == by_label.num_examples(0)
+
+
 @pytest.mark.parametrize("partition", [IID(), Dirichlet(0.4, min_examples=5), QuantitySkew(0.7, min_examples=5)])
 @pytest.mark.parametrize("val_fraction", [0.0, 0.3])
 def test_every_example_is_in_one_set_of_one_client(partition, val_fraction: float):
