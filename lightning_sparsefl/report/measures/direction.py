@@ -33,6 +33,12 @@ _FALLING = {
     "divergence",
     "deviance",
     "cost",
+    "entropy",
+    "ce",
+    "xent",
+    "nrmse",
+    "nmse",
+    "bpc",
 }
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
 """A word of a name, also of a class such as `MeanSquaredError`."""

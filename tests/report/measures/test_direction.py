@@ -25,6 +25,8 @@ from lightning_sparsefl.report.measures.direction import higher_is_better, worst
         "val_brier",
         "personal/val_mae_std",
         "global/KLDivergence",
+        "val_cross_entropy",
+        "val_ce",
     ],
 )
 def test_these_should_fall(name):
