@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 import lightning as L
+import numpy as np
 import torch
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.seed import isolate_rng
@@ -281,14 +282,14 @@ class _Batches(Dataset[Any]):
     """
 
     def __init__(self, parts: Sequence[Any], size: int) -> None:
-        self._batches = [(part, list(rows)) for part in parts for rows in torch.arange(len(part)).split(size)]
+        self._batches = [(part, rows.tolist()) for part in parts for rows in torch.arange(len(part)).split(size)]
 
     def __len__(self) -> int:
         return len(self._batches)
 
     def __getitem__(self, number: int) -> Any:
         part, rows = self._batches[number]
-        return part[[int(row) for row in rows]]
+        return part[rows]
 
 
 def _source(loader: DataLoader[Any]) -> Any:
@@ -299,8 +300,7 @@ def _source(loader: DataLoader[Any]) -> Any:
 def _sampler(loader: DataLoader[Any]) -> Any:
     """Return the sampler behind a loader's batches, or the list of indices or batches that it was given."""
     source = _source(loader)
-    sampler = getattr(source, "sampler", source if isinstance(source, list | tuple) else loader.sampler)
-    return getattr(sampler, "sampler", sampler) if isinstance(sampler, BatchSampler) else sampler
+    return getattr(source, "sampler", source if isinstance(source, list | tuple) else loader.sampler)
 
 
 def _sampled(loader: DataLoader[Any], expands: bool) -> Dataset[Any]:
@@ -335,16 +335,14 @@ def _drawn(loader: DataLoader[Any], expands: bool) -> list[int] | None:
 
 def _indices_in(drawn: Any) -> list[int]:
     """Return the indices in indices, or in batches of indices."""
-    return [int(index) for each in drawn for index in (each if isinstance(each, list | tuple) else (each,))]
+    return [int(index) for each in drawn for index in np.ravel(each)]
 
 
 def _batches(loader: DataLoader[Any], default: int) -> tuple[int, bool]:
     """Return the batch size of a loader, or of the batch sampler that it was given, and its `drop_last`."""
-    source, size = _source(loader), None
-    if isinstance(source, list | tuple):  # of batches, as a batch sampler
-        size = len(source[0]) if source and isinstance(source[0], list | tuple) else loader.batch_size
-    else:
-        batches = isinstance(source, BatchSampler) or loader.batch_sampler is not None
-        source = source if batches else loader
-        size = getattr(source, "batch_size", None)
-    return size or default, getattr(source, "drop_last", False)
+    source = _source(loader)
+    if isinstance(source, list | tuple) and loader.batch_sampler is not None:  # of batches
+        return np.size(source[0]) if source else default, False
+    if loader.batch_sampler is None and not isinstance(source, BatchSampler):
+        source = loader
+    return getattr(source, "batch_size", None) or default, getattr(source, "drop_last", False)

@@ -352,10 +352,20 @@ class OneSet(L.LightningDataModule):
         {"sampler": Last(15), "batch_size": 2},
         {"batch_sampler": [[15, 16], [17, 18, 19]]},
         {"batch_sampler": Listed()},
+        {"batch_sampler": Last(15, 2)},
         {"batch_sampler": BatchSampler(Last(15), 2, False)},
         {"sampler": BatchSampler(Last(15), 2, False), "batch_size": None},
     ],
-    ids=["subset", "list", "own sampler", "list of batches", "own batches", "batch sampler", "batches as indices"],
+    ids=[
+        "subset",
+        "list",
+        "own sampler",
+        "list of batches",
+        "own batches",
+        "batches as tensors",
+        "batch sampler",
+        "batches as indices",
+    ],
 )
 def test_pooled_loaders_have_no_sample_that_a_client_does_not_draw(options):
     data = ClientDataModules([OneSet(client, **options) for client in range(3)])
