@@ -9,7 +9,8 @@ from typing import Any
 
 from lightning.pytorch import LightningModule
 from lightning_utilities.core.apply_func import apply_to_collection
-from torch import Tensor, nn
+from torch import Size, Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 
 def for_module(sample: Any, module: nn.Module) -> Any:
@@ -60,6 +61,20 @@ def one_sample(inputs: Any) -> Any:
         {'x': tensor([[1]]), 'scale': tensor(3)}
     """
     return apply_to_collection(inputs, Tensor, lambda tensor: tensor[:1] if tensor.dim() else tensor)
+
+
+def shapes_of(inputs: Any) -> list[Size]:
+    """Return the shapes of the tensors of inputs, in their order.
+
+    Args:
+        inputs: Tensors, or collections of tensors and other values.
+
+    Example:
+        >>> import torch
+        >>> shapes_of(({"x": torch.zeros(2, 1)}, 3, torch.zeros(4)))
+        [torch.Size([2, 1]), torch.Size([4])]
+    """
+    return [leaf.shape for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)]
 
 
 def forward_inputs(module: nn.Module, batch: Any) -> tuple[Any, ...]:

@@ -10,9 +10,8 @@ import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.rank_zero import WarningCache
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
-from lightning_sparsefl.callbacks.example_input import example_inputs, for_module, forward_inputs, one_sample
+from lightning_sparsefl.callbacks.example_input import example_inputs, for_module, forward_inputs, one_sample, shapes_of
 from lightning_sparsefl.callbacks.layers import choose
 from lightning_sparsefl.callbacks.mask_owner import packed, unpacked
 from lightning_sparsefl.callbacks.numbered import NumberedCallback
@@ -92,7 +91,7 @@ class SparsityMonitor(NumberedCallback):
             sample, reason = _sample(pl_module, batch), ""
         except Exception as error:  # the batch may be anything
             sample, reason = (), type(error).__name__
-        key = tuple(tensor.shape for tensor in (*pl_module.parameters(), *_tensors(sample)))
+        key = (*(parameter.shape for parameter in pl_module.parameters()), *shapes_of(sample))
         if pl_module not in _work or _work[pl_module][0] != key:
             _work[pl_module] = key, _counted(pl_module, sample, reason)
 
@@ -141,10 +140,6 @@ def _sample(module: LightningModule, batch: Any) -> tuple[Any, ...]:
     example = example_inputs(module)
     inputs = one_sample(forward_inputs(module, batch) if example is None else example)
     return tuple(for_module(inputs, module))
-
-
-def _tensors(sample: tuple[Any, ...]) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(sample) if isinstance(leaf, Tensor)]
 
 
 def _counted(module: LightningModule, sample: tuple[Any, ...], reason: str) -> tuple[LayerFlops, ...]:

@@ -83,8 +83,6 @@ def gates_of(module: nn.Module, groups: Sequence[UnitGroup], rates: Sequence[flo
         >>> list(gates), gates["2", True][0](torch.ones(1, 4), 0.5)
         ([('0', False), ('2', True)], tensor([[1., 1., 0., 0.]]))
     """
-    for name in (name for group in groups for name in (*group.layers, *(each.name for each in group.consumers))):
-        _require_called(module.get_submodule(name), name)
     tables = list(_tables(module, groups))
     if _is_cut(module, groups):
         counts = {group.name: ceil_count(max(rates), group.size) for group in groups}
@@ -99,12 +97,15 @@ def gates_of(module: nn.Module, groups: Sequence[UnitGroup], rates: Sequence[flo
     return dict(found)
 
 
-def _require_called(layer: nn.Module, name: str) -> None:
+def _called(module: nn.Module, name: str) -> nn.Module:
+    """Return a layer, whose inputs and outputs are those of the product with its weight."""
+    layer = module.get_submodule(name)
     if not isinstance(layer, (nn.Linear, nn.modules.conv._ConvNd, nn.RNNBase)):
         raise InvalidOption(
             f"Ordered dropout cannot drop units that `{name}`, a `{type(layer).__name__}`, has or reads with a weight "
             "of its own; expected linear, convolutional and recurrent layers that `forward` calls."
         )
+    return layer
 
 
 def _tables(
@@ -114,12 +115,13 @@ def _tables(
     for group in groups:
         rows: Mapping[str, Tensor] = {slot.name: slot.positions for slot in group.slots if slot.role == "out"}
         for name in group.layers:
-            layer = module.get_submodule(name)
+            layer = _called(module, name)
             if isinstance(layer, nn.Linear):
                 yield (name, False), group, rows[f"{name}.weight"], (-1, 0)
             elif isinstance(layer, nn.modules.conv._ConvNd):
                 yield (name, False), group, rows[f"{name}.weight"], (None, layer.weight.ndim - 2)
         for consumer in group.consumers:
+            _called(module, consumer.name)
             yield (consumer.name, True), group, consumer.positions, (consumer.dim, 0)
 
 

@@ -282,7 +282,7 @@ def _count_added_product(inputs: Sequence[Any], outputs: Sequence[Any]) -> int:
 
 def _count_product(inputs: Sequence[Any], outputs: Sequence[Any]) -> int:
     """Count a product over the last dimension of the first factor, of vectors too, for which fvcore's handler fails."""
-    (left,), (out,) = ([node.type().sizes() for node in nodes[:1]] for nodes in (inputs, outputs))
+    left, out = (nodes[0].type().sizes() for nodes in (inputs, outputs))
     return int(torch.Size(out).numel() * (left[-1] if left else 1))
 
 

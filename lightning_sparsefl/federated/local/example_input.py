@@ -13,10 +13,9 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import nn
-from torch.utils._pytree import tree_leaves
 from torch.utils.data import IterableDataset
 
-from lightning_sparsefl.callbacks.example_input import example_inputs, for_module, forward_inputs, one_sample
+from lightning_sparsefl.callbacks.example_input import example_inputs, for_module, forward_inputs, one_sample, shapes_of
 from lightning_sparsefl.cost import count_layers
 from lightning_sparsefl.errors import InvalidOption
 from lightning_sparsefl.sparse.submodel import cut
@@ -53,11 +52,11 @@ def _sample_of_data(module: LightningModule, data: Any) -> tuple[Any, ...]:
 
 def _first_of(example: tuple[Any, ...], module: LightningModule, data: Any) -> tuple[Any, ...]:
     """Return the first sample of a larger batch; warn if the data do not show which dimension is that of samples."""
-    shapes = _shapes(example)
+    shapes = shapes_of(example)
     if not shapes or not shapes[0] or shapes[0][0] == 1:
         return example
     try:
-        own = _shapes(_sample_of_data(module, data))
+        own = shapes_of(_sample_of_data(module, data))
     except InvalidOption:
         own = []
     if own == [torch.Size((1, *shape[1:])) for shape in shapes]:
@@ -67,10 +66,6 @@ def _first_of(example: tuple[Any, ...], module: LightningModule, data: Any) -> t
         f"{shapes[0][0]}; expected a batch of one sample."
     )
     return example
-
-
-def _shapes(inputs: tuple[Any, ...]) -> list[torch.Size]:
-    return [leaf.shape for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor)]
 
 
 def _first_sample(module: LightningModule, data: Any) -> Any:

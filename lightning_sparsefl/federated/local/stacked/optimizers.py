@@ -154,9 +154,9 @@ class StackedOptimizer:
             for key, value in entries.items()
             if _is_of(value, leaf) and (self._moved[leaf][low] or key in self._ahead)
         ]
-        known = self._parts.get((low, high))
-        if known is None or not known.is_of(leaves, [value for *_, value in kept]):
-            known = self._parts[low, high] = _Part(self._optimizer_of(leaves), leaves, [value for *_, value in kept])
+        known, states = self._parts.get((low, high)), [value for *_, value in kept]
+        if known is None or not known.is_of(leaves, states):
+            known = self._parts[low, high] = _Part(self._optimizer_of(leaves), leaves, states)
             for leaf, key, value in kept:
                 known.optimizer.state[leaves[leaf]][key] = value[low:high]
         for group, whole in zip(known.optimizer.param_groups, self.optimizer.param_groups, strict=True):
