@@ -94,9 +94,10 @@ def prune_until_accurate(
 def _required_metric(metrics: Mapping[str, float], monitor: str) -> float:
     """Return the metric that the first client waits for, or raise if the module does not log it."""
     if monitor not in metrics:
+        known = f"expected {listed(metrics)}" if metrics else "log it in `training_step`"
         raise InvalidOption(
-            f"`federation.monitor` is {monitor!r}, which the module does not log in training; expected one of "
-            f"{listed(metrics)}, or `algorithm.first_accuracy: 0`."
+            f"`federation.monitor` is {monitor!r}, which the module does not log in training; {known}, or set "
+            "`algorithm.first_accuracy: 0`."
         )
     return metrics[monitor]
 

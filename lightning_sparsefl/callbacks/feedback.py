@@ -93,8 +93,8 @@ class ErrorFeedback(MaskingCallback):
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: LightningModule, optimizer: Any) -> None:
         """Make the weights dense; their gradients are those of the pruned model."""
-        if not self._joined and self._written():
-            self.mask_weights()
+        if not self._joined:
+            self._mask_written()
         self._join_for(optimizer)
         self._prepared = True
 

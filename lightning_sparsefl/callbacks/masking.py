@@ -142,6 +142,11 @@ class MaskingCallback(MaskOwner):
         """Return whether weights have been written since `_note_versions`."""
         return any(weight._version != self._versions.get(name) for name, weight in self._weights.items())
 
+    def _mask_written(self) -> None:
+        """Mask the weights that have been written since `_note_versions`; a graph may need the others."""
+        if self._written():
+            self.mask_weights(())
+
     def mask_copies(self) -> None:
         """Zero what is not held in copies of the module too."""
         if self._copies is None:  # all callbacks are set up by now
@@ -179,14 +184,14 @@ class MaskingCallback(MaskOwner):
 
     def on_train_batch_start(self, trainer: Any, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Mask weights that have been written since the last batch."""
-        if self._written():
-            self.mask_weights()
+        self._mask_written()
 
     def before_loss(self, again: bool) -> None:
         """Mask weights that have been written before a closure evaluates the loss, or in a step that does so again."""
         self._prepared = False
-        if (again and not self._still) or self._written():
+        if again and not self._still:
             self.mask_weights()
+        self._mask_written()
 
     def before_update(self, optimizer: Any) -> None:
         """Mask for a step that Lightning does not know of, or again what callbacks behind this one have written."""
@@ -213,8 +218,7 @@ class MaskingCallback(MaskOwner):
         self._prepared = True
 
     def _prepare(self) -> None:
-        if self._written():
-            self.mask_weights()
+        self._mask_written()
         for name, weight in self._weights.items():
             if weight.grad is not None:
                 self._stencils[name].zero_(weight.grad)
@@ -223,7 +227,7 @@ class MaskingCallback(MaskOwner):
         """Mask the weights, unless they are masked."""
         if self._written():
             self._refuse_hidden_steps(trainer, pl_module)
-            self.mask_weights()
+            self._mask_written()
         self.mask_copies()
 
     def _refuse_hidden_steps(self, trainer: Any, module: LightningModule) -> None:

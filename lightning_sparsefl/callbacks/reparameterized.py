@@ -9,7 +9,14 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
-from lightning_sparsefl.callbacks.layers import choose, pattern_list, plain_name, require_dense_gradients, stepped_by
+from lightning_sparsefl.callbacks.layers import (
+    choose,
+    pattern_list,
+    plain_name,
+    require_dense_gradients,
+    require_maskable,
+    stepped_by,
+)
 from lightning_sparsefl.callbacks.mask_owner import MaskOwner, renamed
 from lightning_sparsefl.callbacks.numbered import NumberedCallback
 from lightning_sparsefl.callbacks.step_guard import StepGuard, refuse_lbfgs
@@ -32,9 +39,9 @@ class Reparameterized(NumberedCallback):
         theta: Values of theta by name to start from, which determine the layers; None = those of `first`.
 
     Raises:
-        InvalidOption: If the optimizer is LBFGS, a weight is complex, an embedding has sparse gradients, or another
-            such callback has the same weights, returns earlier values to them, or grows some from 0 that would stay
-            there.
+        InvalidOption: If the optimizer is LBFGS, a weight is complex, an embedding has sparse gradients, a
+            parametrization computes a weight whose zeros are others, or another such callback has the same weights,
+            returns earlier values to them, or grows some from 0 that would stay there.
         IncompatibleMasks: If `theta` does not fit the module.
     """
 
@@ -77,9 +84,14 @@ class Reparameterized(NumberedCallback):
         """Whether a weight of 0 has a theta without gradient. Default: no."""
         return False
 
+    @property
+    def given(self) -> tuple[str, ...]:
+        """Names of the layers that were given or trained before; empty where `layers` chooses them."""
+        return tuple(self._theta)
+
     def chosen(self, module: LightningModule) -> tuple[str, ...]:
         """Return the names of the layers."""
-        return tuple(self._theta) or choose(module, self.layers, type(self).__name__)
+        return self.given or choose(module, self.layers, type(self).__name__)
 
     def first(self, name: str, weight: Tensor) -> Tensor:
         """Return the theta that the first fit starts from. Default: the weight."""
@@ -166,6 +178,7 @@ class Reparameterized(NumberedCallback):
         if unknown is not None:
             raise IncompatibleMasks(f"`{type(self).__name__}`: `{unknown}` in theta is not a parameter of the module.")
         require_dense_gradients(pl_module, names, type(self).__name__)
+        require_maskable(pl_module, names, type(self).__name__, by_layers=not self.given)
         self._refuse_complex(parameters, names)
         self._refuse_others(trainer, names)
         self._refuse_masks(trainer, pl_module, names)

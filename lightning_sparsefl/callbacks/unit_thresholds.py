@@ -14,7 +14,7 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import BaseFinetuning
 from torch import Tensor, nn
 
-from lightning_sparsefl.callbacks.layers import choose, stepped_by
+from lightning_sparsefl.callbacks.layers import stepped_by
 from lightning_sparsefl.callbacks.loss_scaling import require_unscaled_gradients
 from lightning_sparsefl.callbacks.options import require
 from lightning_sparsefl.callbacks.reparameterized import Reparameterized
@@ -73,9 +73,14 @@ class UnitThresholds(Reparameterized):
         """Thresholds by layer; empty before the first fit, unless they were given."""
         return self._thresholds
 
+    @property
+    def given(self) -> tuple[str, ...]:
+        """Names of the layers whose weights or thresholds were given or trained before."""
+        return tuple(self._theta or self._thresholds)
+
     def chosen(self, module: LightningModule) -> tuple[str, ...]:
         """Return the names of the layers with thresholds."""
-        names = tuple(self._theta or self._thresholds) or choose(module, self.layers, type(self).__name__)
+        names = super().chosen(module)
         require_units_first(module, names)
         return names
 

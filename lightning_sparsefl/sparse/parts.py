@@ -45,7 +45,7 @@ def part(
 
     Raises:
         InvalidOption: If a pattern other than ``norm`` matches nothing, or names a layer that shares a tensor with one
-            that no pattern names.
+            that no pattern names, or if the head is frozen.
 
     Example:
         >>> import torch
@@ -58,7 +58,7 @@ def part(
     parameters = without(weights, buffers)
     for pattern in patterns:
         if pattern == HEAD:
-            found.update(head_of(parameters, uses=uses, named=f"instead of {HEAD!r}"))
+            found.update(_head_that_trains(parameters, uses))
         elif pattern == NORM:
             found.update(norms)
         else:
@@ -66,6 +66,17 @@ def part(
     modules = [pattern for pattern in patterns if pattern not in (HEAD, NORM)]
     require_whole_layers(parameters, modules, found, uses)
     return tuple(name for name in weights if name in found)
+
+
+def _head_that_trains(parameters: Weights, uses: TensorUses) -> tuple[str, ...]:
+    """Return the names of the head's tensors, unless all of them are frozen, as those of a teacher's last layer are."""
+    head = head_of(parameters, uses=uses, named=f"instead of {HEAD!r}")
+    if uses.frozen.issuperset(head):
+        raise InvalidOption(
+            f"The model's head `{owner(head[0])}`, its last linear layer, is frozen (`requires_grad=False`); expected "
+            f"one that trains, so name the layer of the outputs instead of {HEAD!r}."
+        )
+    return head
 
 
 def _matching(weights: Weights, pattern: str, uses: TensorUses) -> list[str]:

@@ -18,6 +18,8 @@ class TensorUses:
     """For each name, in the order of the layers, the one under which weights contain the tensor; empty = unknown."""
     embeddings: frozenset[str] = frozenset()
     """Names of the tensors of embeddings, which are not the head."""
+    frozen: frozenset[str] = frozenset()
+    """Names under which weights contain the parameters that do not train (``requires_grad=False``)."""
 
     def among(self, weights: Iterable[str]) -> dict[str, str]:
         """Return the uses of some tensors, with the name under which weights contain each.
@@ -85,11 +87,13 @@ def uses_of(module: nn.Module) -> TensorUses:
         ['table.weight']
     """
     first: dict[int, str] = {}
-    stored, embeddings = {}, set()
+    stored, embeddings, frozen = {}, set(), set()
     for layer, child in module.named_modules():
         for leaf, parameter in child.named_parameters(recurse=False, remove_duplicate=False):
             use = f"{layer}.{leaf}".lstrip(".")
             stored[use] = first.setdefault(id(parameter), use)
             if isinstance(child, _EMBEDDINGS):
                 embeddings.add(use)
-    return TensorUses(stored, frozenset(embeddings))
+            if not parameter.requires_grad:
+                frozen.add(stored[use])
+    return TensorUses(stored, frozenset(embeddings), frozenset(frozen))

@@ -145,7 +145,7 @@ def test_a_first_client_whose_accuracy_is_not_known_is_refused(client):
     squares = {"w": torch.ones(1, 6), "bias": torch.tensor([0.5])}
     someone.monitor = "train_f1"
     someone._worker = Alone([0.5] * 30, squares)
-    with pytest.raises(InvalidOption, match=r"`federation.monitor` is 'train_f1', .* expected one of `train_acc`"):
+    with pytest.raises(InvalidOption, match=r"`federation.monitor` is 'train_f1', .* expected `train_acc`, or set"):
         PruneFL().survey(message, someone)
     someone._worker = Alone([0.5] * 30, squares)
     assert PruneFL(first_accuracy=0.0).survey(message, someone).extra["masks"]

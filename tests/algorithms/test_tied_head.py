@@ -1,4 +1,4 @@
-"""Methods that treat the head apart refuse one that shares its matrix with the embedding."""
+"""Methods that treat the head apart refuse one that shares its matrix with the embedding, or that is frozen."""
 
 from __future__ import annotations
 
@@ -32,10 +32,17 @@ class Model:
 
 
 @pytest.fixture
-def start():
-    module = Language()
-    fleet = Fleet([VIEW], frozenset(), torch.device("cpu"), Model(module))
-    return lambda method: method.init({name: value.detach() for name, value in module.named_parameters()}, fleet)
+def module():
+    return Language()
+
+
+@pytest.fixture
+def start(module):
+    def run(method):
+        fleet = Fleet([VIEW], frozenset(), torch.device("cpu"), Model(module))
+        return method.init({name: value.detach() for name, value in module.named_parameters()}, fleet)
+
+    return run
 
 
 @pytest.mark.parametrize(
@@ -56,6 +63,15 @@ def test_a_tied_head_is_refused_with_a_remedy(start, method, remedy):
     shared = "The model's head `out` shares `table.weight` with `table`, .*; give `out` a tensor of its own"
     with pytest.raises(InvalidOption, match=shared + remedy):
         start(method)
+
+
+@pytest.mark.parametrize("method", [FedPer, FedRep])
+def test_a_frozen_head_such_as_a_teachers_is_refused(start, module, method):
+    module.table, module.teacher = nn.Embedding(5, 3), nn.Linear(3, 5).requires_grad_(False)
+    message = r"The model's head `teacher`, its last linear layer, is frozen .* name the layer of the outputs instead"
+    with pytest.raises(InvalidOption, match=message):
+        start(method())
+    assert list(start(method(own=("out",))).extra["own"]) == ["out.weight"]
 
 
 def test_a_shared_matrix_that_is_named_concerns_both_layers(start):

@@ -18,6 +18,7 @@ from lightning_sparsefl.callbacks import (
     PowerPropagation,
     StaticMask,
 )
+from lightning_sparsefl.callbacks.magnitude_gate import MagnitudeGate
 from lightning_sparsefl.callbacks.mask_owner import warning_cache
 from lightning_sparsefl.callbacks.masking import forget
 from lightning_sparsefl.callbacks.stacking.rows import RowOptimizer
@@ -451,6 +452,14 @@ def test_a_step_leaves_the_weights_that_another_loss_was_computed_with(kind, fit
     fit(module, [callback])
     for name, mask in callback.masks.items():
         assert not module.get_parameter(name)[~mask].any()
+
+
+def test_a_mask_behind_a_gate_leaves_them_too(fit):
+    """The gate writes the weights of one optimizer before its step."""
+    module, mask = TwoLosses(), StaticMask(density=0.5)
+    fit(module, [MagnitudeGate(0.01), mask])
+    for name, kept in mask.masks.items():
+        assert not module.get_parameter(name)[~kept].any()
 
 
 BEHIND = {

@@ -397,6 +397,19 @@ def test_what_does_not_fit_is_refused(net, fit):
         fit(module, [PowerPropagation()])
 
 
+def test_weights_whose_zeros_are_others_are_refused(net, fit):
+    message = r"`MagnitudeGate` cannot mask `net\.0\.weight`, which the parametrization `_WeightNorm` computes from"
+    first = nn.utils.parametrizations.weight_norm(nn.Linear(4, 9))
+    for callback, remedy in (
+        (MagnitudeGate(0.1), r"; take the layer away with '!net\.0\.\*' in `layers`, or remove"),
+        (MagnitudeGate(0.1, theta={"net.0.parametrizations.weight.original1": torch.ones(9, 4)}), "; remove"),
+    ):
+        module = net()
+        module.net[0] = first
+        with pytest.raises(InvalidOption, match=f".*{message} `net.0.parametrizations.weight.original.`{remedy}"):
+            fit(module, [callback])
+
+
 def test_the_base_class_asks_for_its_function():
     for hook in ("shown", "slope"):
         with pytest.raises(NotImplementedError):
