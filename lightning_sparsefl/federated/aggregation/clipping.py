@@ -32,10 +32,17 @@ def clipped(update: Update, message: Message, limit: float, layout: Layout) -> U
     Raises:
         InvalidUpdate: If the client did not receive a tensor of the update, so that its difference is undefined.
     """
-    moved = changes_of(update, message, "federation.clip_update")
-    norm = _norm({n: w for n, w in apply(moved, _votes_on_sent(update, message)).items() if n not in layout.buffers})
-    if norm > limit:
-        moved = {n: w if n in layout.buffers else _scale_down(w, limit / norm) for n, w in moved.items()}
+    moved, votes = changes_of(update, message, "federation.clip_update"), _votes_on_sent(update, message)
+
+    def norm_of(tree: Weights) -> float:
+        return _norm({name: w for name, w in apply(tree, votes).items() if name not in layout.buffers})
+
+    norm = now = norm_of(moved)
+    whole, factor = moved, 1.0
+    while now > limit:  # again where rounding increases it, as that of float16 does below 2**-14
+        factor *= limit / now
+        moved = {n: w if n in layout.buffers else _scale_down(w, factor) for n, w in whole.items()}
+        now = norm_of(moved)
     return replace(update, weights=moved, kind="difference", metrics={**update.metrics, "update_norm": norm})
 
 

@@ -102,9 +102,8 @@ class NoisySum(Accumulator):
     Args:
         layout: Layout of the model's tensors.
         server: Weights before the round.
-        total_weight: Upper bound of the number of updates.
         deviation: Standard deviation of the noise in the sum.
-        cohort: Divisor of the sum, which does not depend on failed clients.
+        cohort: Divisor of the sum, which does not depend on failed clients; there are at most as many updates.
         secret: Key of the noise, 32 bytes.
         context: Identifiers of the use: its purpose, the run and the round.
     """
@@ -113,14 +112,14 @@ class NoisySum(Accumulator):
         self,
         layout: Layout,
         server: Weights,
-        total_weight: int,
         *,
         deviation: float,
         cohort: int,
         secret: bytes,
         context: tuple[int | str, ...],
     ) -> None:
-        super().__init__(layout, Grid.of(layout, server, total_weight), silence_counts=True)
+        # not by the numbers of samples, of which the grid of the released weights would tell
+        super().__init__(layout, Grid.of(layout, server, total_weight=cohort), silence_counts=True)
         self._deviation, self._cohort, self._secret, self._context = deviation, cohort, secret, context
 
     def add(self, update: Update, message: Message, num_examples: int) -> None:

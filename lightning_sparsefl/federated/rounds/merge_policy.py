@@ -61,7 +61,6 @@ class MergePolicy:
         return NoisySum(
             self.layout,
             server.weights,
-            total_weight,
             deviation=federation.privacy.noise_multiplier * federation.clip_update,
             cohort=federation.clients_per_round,
             secret=self.secret,

@@ -22,7 +22,7 @@ from lightning_sparsefl.federated.rounds.merge_policy import MergePolicy
 from lightning_sparsefl.federated.rounds.pending import pending_update
 from lightning_sparsefl.federated.tracking.hyperparameters import hyperparameters
 from lightning_sparsefl.models import MLP
-from lightning_sparsefl.types import ClientView, Message, PendingUpdate, RunState, Update
+from lightning_sparsefl.types import ClientView, Message, PendingUpdate, RunState, ServerState, Update
 
 ROBUST = [CoverageMedian(), TrimmedMean(fraction=0.2)]
 
@@ -121,6 +121,18 @@ def test_a_received_norm_may_exceed_the_limit_by_rounding_only():
         check(2.0 * (1 + 1.1e-4))
 
 
+@pytest.mark.parametrize("limit", [1e-2, 1e-4])
+def test_the_norm_in_float16_is_within_the_limit(limit):
+    """Below 2**-14 its values have few digits, so that all may be rounded up."""
+    flat = FlatModule(nn.Linear(1000, 1000).half())
+    server = flat.read()
+    change = {name: torch.full_like(weight, 1e-3) for name, weight in server.items()}
+    update = clipped(Update(weights=change, kind="difference"), Message(weights=server), limit, flat.layout)
+    norm = torch.cat([weight.double().flatten() for weight in update.weights.values()]).norm()
+    assert 0.5 * limit < float(norm) <= limit
+    require_norm(update, Message(weights=server), limit, flat.layout)
+
+
 def test_a_tensor_that_was_not_sent_has_no_change():
     flat, message = flat_module(), Message(weights={})
     update = Update(weights={"0.bias": torch.ones(7)})
@@ -157,7 +169,7 @@ def test_late_changes_are_added_to_what_the_clients_received():
 def private(flat, given, deviation, cohort=4, secret=bytes(32), context=(0, 0)):
     server = flat.read()
     noise = {"deviation": deviation, "cohort": cohort, "secret": secret, "context": context}
-    accumulator = NoisySum(flat.layout, server, 1000, **noise)
+    accumulator = NoisySum(flat.layout, server, **noise)
     for update in given:
         accumulator.add(update, Message(weights=server), 100)
     return accumulator.result({0: {"loss": 1.0}})
@@ -196,11 +208,25 @@ def test_no_two_sums_share_their_noise(other):
 
 def test_the_noisy_sum_lies_on_the_grid_of_the_sum():
     flat = flat_module()
-    accumulator = NoisySum(flat.layout, flat.read(), 4, deviation=0.3, cohort=4, secret=bytes(32), context=())
+    accumulator = NoisySum(flat.layout, flat.read(), deviation=0.3, cohort=4, secret=bytes(32), context=())
     accumulator.add(updates(flat.read(), 1)[0], Message(weights=flat.read()), 1)
     accumulator.result({})
     for constant, total in zip(accumulator._grid, accumulator._sum.split(flat.layout.sizes), strict=True):
         assert torch.equal(total, (total + constant) - constant)
+
+
+def test_the_grid_tells_nothing_of_the_numbers_of_samples(tmp_path):
+    """Else the released weights would: their smallest difference is that of the grid."""
+    key = tmp_path / "key"
+    key.write_text("0" * 64)
+    key.chmod(0o600)
+    privacy = Privacy(noise_multiplier=1.0, delta=0.01, key_file=str(key))
+    flat = FlatModule(nn.Linear(5, 7))
+    federation = Federation(clients_per_round=2, clip_update=1.0, privacy=privacy)
+    policy = MergePolicy(FedAvg(), federation, flat.layout, clients=4)
+    state = RunState(ServerState(round=0, weights=flat.read()), run="run")
+    steps = [policy.start(state, samples)._grid for samples in (2, 2**15, 2**15 + 1)]
+    assert steps[0] == steps[1] == steps[2]
 
 
 def test_without_noise_it_is_the_sum_over_the_cohort():
@@ -215,7 +241,7 @@ def test_without_noise_it_is_the_sum_over_the_cohort():
 def test_what_nobody_may_change_gets_no_noise():
     flat, server = flat_module(), flat_module().read()
     frozen = Message(weights=server, trainable={"2.weight": torch.zeros(3, 7, dtype=torch.bool)})
-    accumulator = NoisySum(flat.layout, server, 1000, deviation=1.0, cohort=1, secret=bytes(32), context=())
+    accumulator = NoisySum(flat.layout, server, deviation=1.0, cohort=1, secret=bytes(32), context=())
     accumulator.add(Update(weights=server), frozen, 1)
     merged = accumulator.result({})
     assert not merged.weights["2.weight"].any()
