@@ -28,6 +28,8 @@ _SAYS_NOT_DETERMINISTIC = "does not have a deterministic implementation"
 """Text of torch's RuntimeError for an operation that `trainer.deterministic` excludes."""
 _SAYS_NO_GRADIENT = "does not require grad"
 """Text of torch's RuntimeError for a loss that depends on nothing that is trained."""
+_LONGEST = 2000
+"""Number of characters of the reason for a failure that are kept."""
 _SAYS_NO_METRIC = "conditioned on metric"
 """Text of Lightning's errors for a scheduler or callback that monitors a metric which is not there."""
 
@@ -71,6 +73,21 @@ def failure_reason(error: Exception) -> str:
     """
     if isinstance(error, ClientFailed):
         return error.reason
+    return _storable(_reason(error))
+
+
+def _storable(text: str) -> str:
+    r"""Return a text that UTF-8, a table and the header of a message can hold, such as that of a path that is no text.
+
+    Example:
+        >>> _storable("cannot read \udcff.png"), len(_storable("x" * 10**6)) < 2100
+        ('cannot read \\udcff.png', True)
+    """
+    text = text.encode("utf-8", "backslashreplace").decode()
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]} ... ({len(text)} characters)"
+
+
+def _reason(error: Exception) -> str:
     said = f"{type(error).__name__}: {error}"
     if is_out_of_memory(error):
         return f"it ran out of memory ({said.splitlines()[0].rstrip('. :')}); lower `data.batch_size`"

@@ -257,6 +257,27 @@ def test_a_strange_client_fails_and_the_next_one_does_not(engine, kind, said, tr
     assert all(said in reason for reason in reasons)
 
 
+@dataclass(frozen=True)
+class Unreadable(FedAvg):
+    """The data of client 0 has a name that is no text, and that of client 1 is in the message as a whole."""
+
+    def train(self, message, client):
+        if client.id < 2:
+            raise OSError("cannot decode " + ("image_\udcff.png" if client.id == 0 else "x" * 2**20))
+        return super().train(message, client)
+
+
+@pytest.mark.parametrize("wire", ["count", "encode"])
+def test_what_a_client_says_of_its_failure_is_storable(wire, trainer):
+    run = trainer(Unreadable(), federation={"on_client_error": "skip", "wire": wire}, max_rounds=1)
+    run.fit(mlp(), blobs())
+    name, long = (row["failure"] for row in table(run) if row["failure"])
+    assert name == "OSError: cannot decode image_\\udcff.png"
+    assert long.startswith("OSError: cannot decode xxx")
+    assert long.endswith("x ... (1048599 characters)")
+    assert len(long) < 2100
+
+
 def _only(*clients):
     train = FedAvg.train
 
