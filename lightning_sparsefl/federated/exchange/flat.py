@@ -12,6 +12,10 @@ from lightning_sparsefl.errors import IncompatibleMasks, InvalidOption
 from lightning_sparsefl.types import Weights
 
 
+_SMALLEST_FLOAT = 2
+"""Bytes of the smallest floating-point types that torch computes with."""
+
+
 class FlatTree(dict[str, Tensor]):
     """A weights tree whose tensors are views of `vector`, in the layout's order."""
 
@@ -136,6 +140,32 @@ def require_trainable(module: nn.Module) -> None:
         )
 
 
+def _require_dense(tensors: Mapping[str, Tensor]) -> None:
+    """Raise :class:`InvalidOption` if a tensor cannot be a part of a vector, or be sent."""
+    for name, tensor in tensors.items():
+        if tensor.layout != torch.strided or (tensor.is_floating_point() and tensor.dtype.itemsize < _SMALLEST_FLOAT):
+            kind = str(tensor.dtype if tensor.layout == torch.strided else tensor.layout).removeprefix("torch.")
+            raise InvalidOption(
+                f"`{name}` of the model is {kind}; expected a dense one, of 16 bits or more, or a buffer that is "
+                "registered with `persistent=False`, which stays on the client (option `model`)."
+            )
+
+
+def weight_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the parameters that hold weights by name; whole numbers, as of a quantized layer, cannot be trained.
+
+    Args:
+        module: Module of the user.
+
+    Example:
+        >>> layer = nn.Linear(2, 2)
+        >>> layer.codes = nn.Parameter(torch.tensor([3, 1]), requires_grad=False)
+        >>> list(weight_parameters(layer))
+        ['weight', 'bias']
+    """
+    return {n: p for n, p in module.named_parameters() if p.is_floating_point() or p.is_complex()}
+
+
 class FlatModule:
     """A module whose float tensors are views of one vector, created once per process.
 
@@ -143,13 +173,14 @@ class FlatModule:
         module: Module of the user, already on its device.
 
     Raises:
-        InvalidOption: If the module has no trainable parameter.
+        InvalidOption: If the module has no trainable parameter, or a tensor that cannot be a part of the vector.
     """
 
     def __init__(self, module: nn.Module) -> None:
         require_trainable(module)
-        parameters = dict(module.named_parameters())
-        kept = set(module.state_dict().keys())
+        state = module.state_dict()
+        _require_dense({name: value for name, value in state.items() if isinstance(value, Tensor)})
+        parameters, kept = weight_parameters(module), state.keys()
         buffers = {n: b for n, b in module.named_buffers() if n in kept and b.is_floating_point()}
         self.module = module
         self.layout = Layout(parameters, buffers, (n for n, p in parameters.items() if not p.requires_grad))
@@ -209,7 +240,7 @@ class FlatModule:
             InvalidOption: If training added a parameter, or removed a tensor.
         """
         changed: dict[str, tuple[int, ...]] = {}
-        parameters = dict(self.module.named_parameters())
+        parameters = weight_parameters(self.module)
         current = {**parameters, **dict(self.module.named_buffers())}
         for name, view in self._views.items():
             if name not in current:

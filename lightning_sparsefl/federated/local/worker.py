@@ -96,14 +96,18 @@ class ClientWorker:
         self.module, self.data, self.engine, self.work, self.device = module, datamodule, engine, work, device
         self.flat = FlatModule(module)
         self.initial: FlatTree = self.flat.read()
-        self.buffers = floats = self.flat.layout.buffers
+        self.buffers = self.flat.layout.buffers
         self._warned: set[tuple[type[Warning], str]] = set()
         self._maskable: set[str] = set()
         """Names that masks have had."""
-        self._counters = {n: b.detach().clone() for n, b in module.named_buffers() if n not in floats}
+        weights = self.flat.layout.shapes
+        self._codes = {name: p for name, p in module.named_parameters() if name not in weights}
+        """Parameters that are not weights, such as those of a quantized layer."""
+        others = {**self._codes, **{name: b for name, b in module.named_buffers() if name not in weights}}
+        self._counters = {name: tensor.detach().clone() for name, tensor in others.items()}
 
     def load(self, weights: Weights) -> None:
-        """Load weights into the module, and reset integer buffers such as `num_batches_tracked` to initial values.
+        """Load weights into the module, and reset integers such as `num_batches_tracked` to initial values.
 
         So are buffers that no checkpoint has, such as a cache that training may have replaced by a longer one.
 
@@ -115,7 +119,7 @@ class ClientWorker:
         self.flat.load(weights)
         buffers = dict(self.module.named_buffers()) if self._counters else {}
         for name, first in self._counters.items():
-            now = buffers.get(name)
+            now = buffers.get(name, self._codes.get(name))
             if now is None or now.shape != first.shape or now.is_inference():
                 owner, _, leaf = name.rpartition(".")
                 self.module.get_submodule(owner)._buffers[leaf] = first.clone()
@@ -123,7 +127,7 @@ class ClientWorker:
                 now.copy_(first)
 
     def restore_counters(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Take the integer buffers that every client starts from out of a checkpoint.
+        """Take the integers that every client starts from out of a checkpoint.
 
         Args:
             state: ``state_dict`` of the module.

@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_sparsefl.callbacks.layers import stepped_by
 from lightning_sparsefl.callbacks.stacking import StackedCallback, stacked
+from lightning_sparsefl.federated.exchange.flat import weight_parameters
 from lightning_sparsefl.federated.local.engines import FastEngine
 from lightning_sparsefl.federated.local.fast.direct_calls import run_backward
 from lightning_sparsefl.federated.local.fast.steps import StepCaller, step_schedulers
@@ -159,7 +160,7 @@ class StackedFit:
             run_backward(self._losses(self._read(self._caller(), self.whole, 0, self.size, 0), alike=True).sum())
             self._require_no_gradients()
         self.trainer._finish()
-        leaves = {name: self.whole.leaves[name] for name, _ in self.module.named_parameters()}
+        leaves = {name: self.whole.leaves[name] for name in weight_parameters(self.module)}
         slopes = {name: torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for name, leaf in leaves.items()}
         for place, request in enumerate(self.requests):
             rows = {name: slope.detach()[place] for name, slope in slopes.items()}
