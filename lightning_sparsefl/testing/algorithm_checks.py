@@ -11,6 +11,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from lightning.pytorch import LightningModule
 
 from lightning_sparsefl.federated import FederatedAlgorithm
 from lightning_sparsefl.federated.client import Client
@@ -218,7 +219,8 @@ def _lengths() -> Iterator[Mapping[str, list[tuple[int, int]]]]:
 def is_the_same_after_a_resume(algorithm: FederatedAlgorithm, federation: SmallFederation) -> None:
     """Check that a run that is killed and resumed ends with the bytes of the one that was not.
 
-    Whatever a method remembers is in the server's state, in ``shared`` or in ``memory``.
+    Whatever a method remembers is in the server's state, in ``shared`` or in ``memory``; it does not depend on the
+    values that the resumed run's module begins with.
     """
     require_resumable(algorithm, federation)
 
@@ -248,9 +250,18 @@ def require_resumable(algorithm: FederatedAlgorithm, federation: SmallFederation
             pass
         else:
             raise Difference("`train` was not called for each of the four clients of a round")
-    resumed = federation(fresh(algorithm), rounds=4, folder="resumed", ckpt_path="last")
+    module = _with_other_weights(federation.module_for(algorithm))
+    resumed = federation(fresh(algorithm), rounds=4, folder="resumed", ckpt_path="last", module=module)
     require(resumed.run_folder.name == "version_0", "the run was not resumed in its own folder")
     _require_same_run(straight, resumed, "between a run and the same one killed and resumed")
+
+
+def _with_other_weights(module: LightningModule) -> LightningModule:
+    """Return a module as a process makes it that does not seed it as the process before did."""
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.mul_(0.9).add_(0.01)
+    return module
 
 
 @promise

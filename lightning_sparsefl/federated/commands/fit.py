@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +30,7 @@ from lightning_sparsefl.federated.storage.checkpoint import Checkpoint
 from lightning_sparsefl.federated.storage.disk_full import raise_disk_full
 from lightning_sparsefl.federated.storage.folder_lock import FolderLock
 from lightning_sparsefl.federated.storage.record_store import StoredRecords, commit_together
-from lightning_sparsefl.federated.storage.run_folder import RunFolder, new_version
+from lightning_sparsefl.federated.storage.run_folder import RunFolder, checkpoints_of, new_version
 from lightning_sparsefl.federated.tracking.hyperparameters import hyperparameters
 from lightning_sparsefl.federated.tracking.recorder import Recorder
 from lightning_sparsefl.federated.tracking.round_trainer import RoundTrainer
@@ -183,10 +185,26 @@ class Fit:
         folder = RunFolder(path)
         if self.parts.lock is None:  # of a new folder, or not rank 0
             self.parts.lock = FolderLock(path)
-        self.ranks.share(self.parts.lock.acquire if self.ranks.first else lambda: None)
+        self.ranks.share(partial(self._lock, path) if self.ranks.first else lambda: None)
         if self.ranks.first:
             resume_point.promote_previous()
         return folder
+
+    def _lock(self, path: Path) -> None:
+        """Lock the run folder.
+
+        Raises:
+            InvalidOption: If another process trains there, or has begun a run there since the search for one.
+        """
+        assert self.parts.lock is not None
+        self.parts.lock.acquire()
+        point = self.parts.resume_point
+        goes_on = point.checkpoint is not None and point.folder is not None
+        if not goes_on and checkpoints_of(path):
+            raise InvalidOption(
+                f"Another process has trained in {path} while this one was set up; start this one again with "
+                "`ckpt_path: auto` to go on with that run, or set another `trainer.run_dir`."
+            )
 
     def _new_folder(self) -> Path:
         """Return the folder of a new run: that of the user's first logger with one, or a new version.
@@ -392,6 +410,7 @@ class Fit:
         data = encoded(self._checkpoint(records, self._states).to_plain())
 
         def write() -> None:
+            self.parts.initial.save(folder)
             checkpoint.save(folder / checkpoint.LAST, data, again)
             for store in self._stores:
                 store.discard_unreferenced(folder / checkpoint.CLIENTS)
@@ -403,7 +422,8 @@ class Fit:
         records = [StoredRecords(), StoredRecords()]
         if with_clients:
             records = [StoredRecords(records=_all_records(store, self.ranks)) for store in self._stores]
-        return self._checkpoint(records, checkpoint.callback_states(self._round_trainer.callbacks)).to_plain()
+        content = self._checkpoint(records, checkpoint.callback_states(self._round_trainer.callbacks))
+        return replace(content, initial_weights=self.parts.initial.copied()).to_plain()
 
     def _checkpoint(self, records: list[StoredRecords], callbacks: Mapping[str, Any]) -> Checkpoint:
         return Checkpoint(
@@ -421,6 +441,7 @@ class Fit:
             stopped_by=self._stopped_by,
             unrecorded=None if self._unrecorded is None else self._unrecorded.to_plain(),
             hyper_parameters=checkpoint.plain_hparams(self.parts.module),
+            initial=self.parts.initial.digest,
         )
 
     # ---- ends

@@ -54,6 +54,7 @@ from lightning_sparsefl.federated.storage.checkpoint import (
 )
 from lightning_sparsefl.federated.storage.folder_lock import FolderLock
 from lightning_sparsefl.federated.storage.homed_records import HomedRecords
+from lightning_sparsefl.federated.storage.initial_weights import InitialWeights
 from lightning_sparsefl.federated.storage.memory_store import MemoryStore
 from lightning_sparsefl.federated.storage.record_store import RecordStore
 from lightning_sparsefl.federated.storage.resume import ResumePoint, find_resume_point, lock_resume_point
@@ -109,6 +110,7 @@ class Run(NodeSide):
         kind = {"ram": MemoryStore, "disk": SqliteStore}[self.federation.store]
         self.server_records: RecordStore = kind("server", ranks)
         self.node_records: RecordStore = kind("nodes", ranks, divided=True)
+        self.initial = InitialWeights(self.worker.initial, self.layout)
         self.workload = self._describe_workload()
         self.ledger = Ledger(counts_flops=self.workload.layers is not None)
         self._connect()
@@ -279,6 +281,7 @@ class Run(NodeSide):
         if training:
             self._agree_on_stacks(path, checkpoint.training)
         self._identify(checkpoint.state.run)
+        self.initial.restore(path, checkpoint.initial, checkpoint.initial_weights)
         moved, folder = self.resume_point.folder is None, path.parent / CLIENTS
         with as_checkpoint_error(path):
             self.server_records.load(checkpoint.server_records, folder, moved)

@@ -80,6 +80,10 @@ class Checkpoint:
     """What is logged of the last round, as plain values, if a signal came before its scores; None = it is recorded."""
     hyper_parameters: Mapping[str, Any] = field(default_factory=dict)
     """Hyper-parameters of the module, as plain values."""
+    initial: str | None = None
+    """SHA-256 of the weights that the run began with; None = an earlier version has written the checkpoint."""
+    initial_weights: Mapping[str, Tensor] = field(default_factory=dict)
+    """These weights, in a checkpoint that stands alone."""
 
     def to_plain(self) -> dict[str, Any]:
         """Return the content of the file."""
@@ -103,6 +107,8 @@ class Checkpoint:
                 "log": dict(self.log),
                 "stopped by": self.stopped_by,
                 "unrecorded": self.unrecorded,
+                "initial": self.initial,
+                "initial weights": dict(self.initial_weights),
             },
         }
         content["sparsefl"]["checksum"] = fingerprint(content)
@@ -146,7 +152,15 @@ class Checkpoint:
             stopped_by=own["stopped by"],
             unrecorded=own["unrecorded"],
             hyper_parameters=content[LightningModule.CHECKPOINT_HYPER_PARAMS_KEY],
+            initial=_digest_from(own.get("initial")),
+            initial_weights=own.get("initial weights", {}),
         )
+
+
+def _digest_from(digest: Any) -> str | None:
+    if digest is not None and not isinstance(digest, str):
+        raise TypeError(f"`initial` is {str(digest)[:40]!r}")
+    return digest
 
 
 def _plain_state(state: RunState) -> dict[str, Any]:

@@ -191,6 +191,23 @@ def test_a_run_that_starts_from_another_runs_checkpoint_has_its_own_folder(first
         fit(first, str(theirs), rounds=2, run_dir=str(mine))
 
 
+def test_a_folder_that_another_process_has_trained_in_meanwhile_is_left_as_it_is(tmp_path, monkeypatch):
+    """The other run begins and ends between this one's search for a checkpoint and its first round."""
+    init, calls, folder = FedAvg.init, [], str(tmp_path / "run")
+
+    def slow(self, *args):
+        calls.append(self)
+        if len(calls) == 1:
+            fit(tmp_path, rounds=3, run_dir=folder)
+        return init(self, *args)
+
+    monkeypatch.setattr(FedAvg, "init", slow)
+    with pytest.raises(InvalidOption, match=r"Another process has trained in .*run while this one was set up; start"):
+        fit(tmp_path, "auto", rounds=1, run_dir=folder)
+    assert len((tmp_path / "run" / "metrics.csv").read_text().splitlines()) == 4
+    assert fit(tmp_path, "auto", rounds=4, run_dir=folder)["rounds"] == 4
+
+
 def test_callbacks_that_would_share_a_state_are_refused(tmp_path):
     callbacks = [ModelCheckpoint(monitor="global/val_acc"), ModelCheckpoint(monitor="global/val_acc")]
     with pytest.raises(InvalidOption, match=r"`trainer\.callbacks` has 2 ModelCheckpoint with the state key"):
