@@ -26,11 +26,12 @@ Departures from the paper and the authors' code:
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from lightning.pytorch import Callback, LightningModule
 
+from lightning_sparsefl.algorithms._dynamic_regularization import NEEDS_EXACT_MEAN, with_correction
 from lightning_sparsefl.callbacks import GradientOffset, ProximalTerm
 from lightning_sparsefl.callbacks.exits import EarlyExits, require_exits
 from lightning_sparsefl.cost import narrow_facts
@@ -39,7 +40,6 @@ from lightning_sparsefl.federated.algorithm import FederatedAlgorithm
 from lightning_sparsefl.federated.client import Client
 from lightning_sparsefl.federated.fleet import Fleet
 from lightning_sparsefl.sparse.density import floor_count
-from lightning_sparsefl.sparse.dynamic_regularization import corrected
 from lightning_sparsefl.sparse.exits import blocks_of, exit_heads
 from lightning_sparsefl.sparse.masks import apply
 from lightning_sparsefl.sparse.width import make_norms_static
@@ -66,6 +66,11 @@ class DepthFL(FederatedAlgorithm):
     def at_full_capacity(self) -> str | None:
         """Training of all blocks."""
         return "trains all blocks on every client"
+
+    @property
+    def needs_exact_mean(self) -> str | None:
+        """The server's correction, which `alpha` = 0 leaves out."""
+        return NEEDS_EXACT_MEAN if self.alpha else None
 
     def strength(self, round: int) -> float:
         """Return the strength of the exits' learning from each other.
@@ -113,22 +118,8 @@ class DepthFL(FederatedAlgorithm):
 
     def aggregate(self, server: ServerState, merged: Merged) -> ServerState:
         """Return the mean of each tensor over the clients that have it, corrected by h."""
-        after = super().aggregate(server, merged)
-        if not self.alpha:
-            return after
-        everyone = torch.tensor(merged.clients)
-        voters = {name: merged.voters.get(name, everyone) for name in server.extra["h"]}
-        clients = int(server.extra["fleet"]["clients"])
-        weights, h = corrected(
-            server.weights,
-            after.weights,
-            server.extra["h"],
-            voters,
-            merged.covered,
-            alpha=self.alpha,
-            clients=clients,
-        )
-        return replace(after, weights=weights, extra={**after.extra, "h": h})
+        mean = super().aggregate(server, merged)
+        return with_correction(server, mean, merged, self.alpha) if self.alpha else mean
 
     # ---- a client
 

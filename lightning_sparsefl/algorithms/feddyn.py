@@ -22,11 +22,12 @@ Departures from the authors' code:
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from lightning.pytorch import Callback
 
+from lightning_sparsefl.algorithms._dynamic_regularization import NEEDS_EXACT_MEAN, with_correction
 from lightning_sparsefl.callbacks import GradientOffset, ProximalTerm
 from lightning_sparsefl.errors import check_types, require
 from lightning_sparsefl.federated.algorithm import FederatedAlgorithm
@@ -46,6 +47,11 @@ class FedDyn(FederatedAlgorithm):
     def __post_init__(self) -> None:
         check_types(self, "algorithm.")
         require(self.alpha > 0, "algorithm.alpha", self.alpha, "a number above 0")
+
+    @property
+    def needs_exact_mean(self) -> str | None:
+        """The server's correction."""
+        return NEEDS_EXACT_MEAN
 
     def init(self, weights: Weights, fleet: Fleet) -> ServerState:
         """Return the first weights, h = 0, and the number of clients."""
@@ -69,12 +75,4 @@ class FedDyn(FederatedAlgorithm):
 
     def aggregate(self, server: ServerState, merged: Merged) -> ServerState:
         """Return the mean minus h / alpha, with h - alpha (voters / clients) (mean - w)."""
-        mean, clients = super().aggregate(server, merged).weights, float(server.extra["fleet"]["clients"])
-        weights, h = dict(mean), {}
-        for name, before in server.extra["h"].items():
-            voters = merged.voters.get(name, before.new_tensor(merged.clients))
-            share = voters.to(before.dtype) / clients
-            h[name] = before - self.alpha * share * (mean[name] - server.weights[name])
-            corrected, covered = mean[name] - h[name] / self.alpha, merged.covered.get(name)
-            weights[name] = corrected if covered is None else torch.where(covered, corrected, mean[name])
-        return replace(server, weights=weights, extra={**server.extra, "h": h})
+        return with_correction(server, super().aggregate(server, merged), merged, self.alpha)

@@ -63,6 +63,15 @@ class FedP3(FederatedAlgorithm):
         for name in ("keep", "local_width"):
             require(0 < getattr(self, name) <= 1, f"algorithm.{name}", getattr(self, name), "a number in (0, 1]")
 
+    @property
+    def sends_unreceived(self) -> str | None:
+        """The last layer of each client."""
+        return (
+            "has clients send more than they received, unless `algorithm.head` is 'shared'"
+            if self.head == "own"
+            else None
+        )
+
     def init(self, weights: Weights, fleet: Fleet) -> ServerState:
         """Find the hidden layers, which blocks of clients own in turn."""
         parameters = without(weights, fleet.buffers)

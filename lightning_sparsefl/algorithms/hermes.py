@@ -99,6 +99,11 @@ class Hermes(FederatedAlgorithm):
         """Scores of the gate on training data."""
         return "set `algorithm.gate: train`" if self.gate == "val" else None
 
+    @property
+    def sends_unreceived(self) -> str | None:
+        """A client's own model, of which it received what the whole cohort had."""
+        return "has clients send more than they received, unless `algorithm.own` is false" if self.own else None
+
     def init(self, weights: Weights, fleet: Fleet) -> ServerState:
         """Start with whole models."""
         if not fleet.units:

@@ -78,6 +78,22 @@ class FederatedAlgorithm(ABC):  # noqa: B024 - every hook has a default, and jso
         return None
 
     @property
+    def needs_exact_mean(self) -> str | None:
+        """Why `aggregate` needs the mean of the updates as clients sent them, a clause for an error; else None.
+
+        Clipping, noise, robust reducers, late updates and optimizers of the server change it.
+        """
+        return None
+
+    @property
+    def sends_unreceived(self) -> str | None:
+        """That clients send what they did not receive, and unless what; a clause for an error, None if they do not.
+
+        Their changes, which clipping, `PlainMean` and late updates need, are not known then.
+        """
+        return None
+
+    @property
     def can_be_private(self) -> bool:
         """Whether a client's data reach the server through the merged weights alone, as `federation.privacy` requires.
 

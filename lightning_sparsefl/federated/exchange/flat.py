@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from lightning_sparsefl.errors import IncompatibleMasks, InvalidOption
 from lightning_sparsefl.types import Weights
 
-
 _SMALLEST_FLOAT = 2
 """Bytes of the smallest floating-point types that torch computes with."""
 

@@ -44,6 +44,7 @@ class MergePolicy:
         self._check_reducer()
         if federation.privacy is not None:
             self._check_privacy(federation.privacy)
+        self._check_changes()
 
     def start(self, state: RunState, total_weight: int) -> Accumulator:
         """Return an empty merge for one round.
@@ -123,6 +124,23 @@ class MergePolicy:
                 f"`federation.reducer` is {chosen}, but {type(self.algorithm).__name__} merges by {own}, as its "
                 "equations say; set `federation.reducer: null`."
             )
+
+    def _check_changes(self) -> None:
+        """Refuse options that change the mean that a method needs, or that need changes which it does not send."""
+        federation, method = self.federation, self.algorithm
+        late = None if self.stale is None else federation.sampler
+        robust = None if isinstance(federation.reducer, CoverageMean) else federation.reducer
+        plain = federation.reducer if isinstance(federation.reducer, PlainMean) else None
+        changes = {"clip_update": federation.clip_update, "sampler": late}
+        for clause, options in (
+            (method.needs_exact_mean, {**changes, "reducer": robust, "server_optimizer": federation.server_optimizer}),
+            (method.sends_unreceived, {**changes, "reducer": plain}),
+        ):
+            name = next((name for name, value in options.items() if value is not None), None)
+            if clause is not None and name is not None:
+                raise InvalidOption(
+                    f"`federation.{name}` is {options[name]}, but {type(method).__name__} {clause}; expected null."
+                )
 
     def _check_privacy(self, privacy: Privacy) -> None:
         if not self.algorithm.can_be_private:

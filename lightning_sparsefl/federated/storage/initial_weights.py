@@ -10,7 +10,6 @@ from pathlib import Path
 
 import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
-
 from torch import Tensor
 
 from lightning_sparsefl.errors import CheckpointMismatch

@@ -18,6 +18,34 @@ def test_weights_are_parameters_then_float_buffers():
     assert layout.size == sum(parameter.numel() for parameter in module.parameters()) + 8
 
 
+def test_parameters_of_whole_numbers_are_no_weights():
+    module = network()
+    module.codes = nn.Parameter(torch.tensor([2**24 + 1, 3]), requires_grad=False)
+    flat = FlatModule(module)
+    assert "codes" not in flat.layout.names
+    flat.load({name: tensor + 1 for name, tensor in flat.read().items()})
+    assert module.codes.tolist() == [2**24 + 1, 3]
+
+
+@pytest.mark.parametrize(
+    ("tensor", "kind"),
+    [
+        (torch.eye(3).to_sparse(), "sparse_coo"),
+        (torch.eye(3).long().to_sparse(), "sparse_coo"),
+        (torch.eye(3).to(torch.float8_e4m3fn), "float8_e4m3fn"),
+    ],
+    ids=["sparse", "sparse integers", "float8"],
+)
+def test_tensors_that_no_vector_holds_are_refused(tensor, kind):
+    module = network()
+    module.register_buffer("graph", tensor)
+    with pytest.raises(InvalidOption, match=rf"`graph` of the model is {kind}; expected a dense one, of 16 bits"):
+        FlatModule(module)
+    module = network()
+    module.register_buffer("graph", tensor, persistent=False)
+    assert "graph" not in FlatModule(module).layout.names
+
+
 def test_a_swap_changes_what_the_module_computes_and_reading_copies():
     module = network().eval()
     flat = FlatModule(module)

@@ -7,12 +7,12 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_sparsefl import FedAvg, FederatedTrainer, Federation, SparsyFed
+from lightning_sparsefl import DepthFL, FedAvg, FedDyn, FederatedTrainer, Federation, FedP3, Hermes, SparsyFed
 from lightning_sparsefl.errors import InvalidOption, InvalidUpdate
-from lightning_sparsefl.federated import CoverageMedian, Privacy, TrimmedMean
+from lightning_sparsefl.federated import REFL, CoverageMedian, Privacy, ServerOptimizer, TrimmedMean
 from lightning_sparsefl.federated.aggregation.clipping import clipped, require_norm
 from lightning_sparsefl.federated.aggregation.privacy import NoisySum
-from lightning_sparsefl.federated.aggregation.reducers import PlainMean, Reducer
+from lightning_sparsefl.federated.aggregation.reducers import CoverageMean, PlainMean, Reducer
 from lightning_sparsefl.federated.aggregation.robust import trimmed_mean
 from lightning_sparsefl.federated.aggregation.stale_mean import StaleMean
 from lightning_sparsefl.federated.exchange.flat import FlatModule
@@ -288,6 +288,45 @@ def test_an_update_that_carries_more_is_refused(carried):
 def test_options_that_cannot_work(options, sentence):
     with pytest.raises(InvalidOption, match=sentence):
         Federation(**options)
+
+
+@pytest.mark.parametrize(
+    ("method", "options"),
+    [
+        (FedDyn(), {"clip_update": 1.0}),
+        (FedDyn(), {"server_optimizer": ServerOptimizer(rule="adam")}),
+        (FedDyn(), {"reducer": CoverageMedian()}),
+        (FedDyn(), {"sampler": REFL()}),
+        (DepthFL(), {"clip_update": 1.0}),
+        (Hermes(), {"clip_update": 1.0}),
+        (Hermes(), {"reducer": PlainMean()}),
+        (Hermes(), {"sampler": REFL()}),
+        (FedP3(), {"clip_update": 1.0}),
+    ],
+    ids=repr,
+)
+def test_options_that_change_what_a_method_computes_with_are_refused(method, options):
+    federation, (name,) = Federation(**options), options
+    late = None if federation.sampler is None else federation.sampler.late_merge()
+    kind, layout = type(method).__name__, flat_module().layout
+    reason = "corrects the mean" if method.needs_exact_mean else "has clients send more than they received, unless"
+    with pytest.raises(InvalidOption, match=rf"`federation\.{name}` is .*, but {kind} {reason} .*; expected null"):
+        MergePolicy(method, federation, layout, 4, late)
+
+
+@pytest.mark.parametrize(
+    ("method", "options"),
+    [
+        (FedDyn(), {"reducer": CoverageMean()}),
+        (DepthFL(alpha=0.0), {"clip_update": 1.0, "server_optimizer": ServerOptimizer(rule="adam")}),
+        (Hermes(own=False), {"clip_update": 1.0}),
+        (Hermes(), {"reducer": CoverageMedian(), "server_optimizer": ServerOptimizer(rule="adam")}),
+        (FedP3(head="shared"), {"clip_update": 1.0}),
+    ],
+    ids=repr,
+)
+def test_other_options_and_variants_are_accepted(method, options):
+    MergePolicy(method, Federation(**options), flat_module().layout, 4)
 
 
 @pytest.mark.parametrize(
