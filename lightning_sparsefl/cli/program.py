@@ -17,6 +17,9 @@ from lightning_sparsefl.cli.parser import SparseFLParser
 from lightning_sparsefl.errors import InvalidOption
 from lightning_sparsefl.federated import FederatedTrainer
 
+_TEXTS = ("help", "comments", "completion")
+"""Parts of the options that show texts of other options."""
+
 
 def run() -> SparseFLCLI:
     """Parse and run the command line.
@@ -58,9 +61,18 @@ class _Parsed(SparseFLCLI):
         """Do nothing."""
 
 
+def _asks_for_texts(arguments: Sequence[str]) -> bool:
+    """Return whether arguments ask for help, shell completion or comments, which alone show texts of options.
+
+    To read the source of every class with options, and of its base classes, takes a second.
+    """
+    options = [arg for arg in arguments if arg.startswith("-")]
+    return any(option == "-h" or any(text in option for text in _TEXTS) for option in options)
+
+
 def _program(kind: type[SparseFLCLI], **options: Any) -> SparseFLCLI:
-    """Parse a command line and run it; the docstrings of dataclass fields become help texts."""
-    set_parsing_settings(docstring_parse_attribute_docstrings=True)
+    """Parse a command line and run it; where help is asked for, the docstrings of dataclass fields are a part of it."""
+    set_parsing_settings(docstring_parse_attribute_docstrings=_asks_for_texts(options.get("args", sys.argv)))
     for plugin in entry_points(group="lightning_sparsefl.plugins"):
         plugin.load()
     try:

@@ -2,7 +2,9 @@
 
 import pytest
 import yaml
+from docstring_parser.attrdoc import AttributeDocstrings
 
+from lightning_sparsefl import FedSpa
 from lightning_sparsefl.cli.program import parse
 from lightning_sparsefl.errors import InvalidOption
 
@@ -30,6 +32,18 @@ def test_the_objects_are_those_of_a_fit_and_nothing_runs(config, tmp_path, monke
     assert type(parsed.model).__name__ == "MLP"
     assert parsed.config["fit"]["ckpt_path"] == "last"
     assert [path.name for path in tmp_path.iterdir()] == ["run.yaml"]
+
+
+def test_sources_are_read_for_help_alone(config, monkeypatch, capsys):
+    """They hold the texts of dataclass fields, and take longer to read than all options."""
+    read, get = [], AttributeDocstrings.get_attr_docs
+    monkeypatch.setattr(AttributeDocstrings, "get_attr_docs", lambda self, kind: read.append(kind) or get(self, kind))
+    parse(["--config", config])
+    assert not read
+    with pytest.raises(SystemExit):
+        parse(["--algorithm.help", "FedSpa"])
+    assert FedSpa in read
+    assert " ".join(FedSpa.__doc__.split()[:4]) in " ".join(capsys.readouterr().out.split())
 
 
 def test_wrong_options_are_named(config, capsys):
