@@ -7,7 +7,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_sparsefl.sparse.tracing import Call, Rules, UnitTrace, line_along, spread, tensors, unit_dim
+from lightning_sparsefl.sparse.tracing import (
+    Call,
+    Rules,
+    UnitTrace,
+    changing_dims,
+    line_along,
+    spread,
+    tensors,
+    unit_dim,
+)
 
 # ---- layers with weights
 
@@ -267,16 +276,19 @@ def _move(trace: UnitTrace, call: Call, out: Any) -> None:
     zero = all(labels.zero for labels in active)
     for value, ids in zip(tensors(out), tensors(moved), strict=True):
         trace.label(value, ids, zero)
+        if filled and len(changing_dims(ids)) > 1:
+            for labels in active:
+                trace.pin(labels.ids, f"`{call.name}` needs equal numbers of units that are chosen apart")
         if not filled and not _keeps_layout(active[0].ids, ids, call.name in _RESHAPES):
             trace.pin(active[0].ids, f"`{call.name}` takes its units apart or reorders them")
 
 
 def _keeps_layout(before: Tensor, after: Tensor, merges: bool) -> bool:
     """Return whether the same call with fewer units along their dimension would yield the same, less those units."""
-    dim = unit_dim(before)
-    if dim is None:
-        return True
-    new = unit_dim(after)
+    dims = changing_dims(before)
+    if len(dims) != 1:  # units of several layers, as of an LSTM's, may stand one behind another, but not in turns
+        return not dims or not merges or bool((before.diff(dim=dims[-1]) <= 1).all())
+    (dim,), new = dims, unit_dim(after)
     line, moved = line_along(before, dim), None if new is None else line_along(after, new)
     if line is None or moved is None:
         return False

@@ -261,5 +261,15 @@ def unit_dim(ids: Tensor) -> int | None:
         >>> unit_dim(torch.tensor([[1, 1], [2, 2]]))
         0
     """
-    changing = [dim for dim in range(ids.ndim) if bool((ids != ids.narrow(dim, 0, 1)).any())]
+    changing = changing_dims(ids)
     return changing[0] if len(changing) == 1 else None
+
+
+def changing_dims(ids: Tensor) -> list[int]:
+    """Return the dimensions along which the labels change.
+
+    Example:
+        >>> changing_dims(torch.tensor([[1, 1], [2, 2]])), changing_dims(torch.tensor([[1, 2], [3, 4]]))
+        ([0], [0, 1])
+    """
+    return [dim for dim in range(ids.ndim) if bool((ids != ids.narrow(dim, 0, 1)).any())]

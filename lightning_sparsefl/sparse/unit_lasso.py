@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_sparsefl.sparse.importance import narrow_groups
+from lightning_sparsefl.sparse.moments import wide
 from lightning_sparsefl.sparse.units import Slot, UnitGroup, spread_over_slot, sum_by_unit
 from lightning_sparsefl.types import Masks, Weights
 
@@ -37,12 +38,14 @@ def lasso_slots(groups: Sequence[UnitGroup], weights: Weights, leading: int = 0)
 def unit_lengths(slot: Slot, weight: Tensor, leading: int = 0) -> Tensor:
     """Return ``sqrt(sum w^2 + 1e-8)`` over the weights of each unit in one tensor, of shape ``(..., units)``.
 
+    Weights in float16 and bfloat16 have lengths in float32: their squares leave the range of float16, where 1e-8 is 0.
+
     Args:
         slot: Positions of the units in the tensor.
         weight: The tensor.
         leading: Number of leading dimensions of the tensor, which are kept.
     """
-    return (sum_by_unit(slot, weight.square(), leading) + EPSILON).sqrt()
+    return (sum_by_unit(slot, wide(weight).square(), leading) + EPSILON).sqrt()
 
 
 def unit_lasso(groups: Sequence[UnitGroup], weights: Weights) -> Tensor:
@@ -82,9 +85,10 @@ def unit_lasso_gradients(groups: Sequence[UnitGroup], weights: Weights, leading:
     gradients: dict[str, Tensor] = {}
     for slot in lasso_slots(groups, weights, leading):
         weight = weights[slot.name].detach()
-        own = weight * spread_over_slot(slot, 1 / unit_lengths(slot, weight, leading), weight, 0.0)
+        exact = wide(weight)
+        own = exact * spread_over_slot(slot, 1 / unit_lengths(slot, weight, leading), exact, 0.0)
         gradients[slot.name] = gradients[slot.name] + own if slot.name in gradients else own
-    return gradients
+    return {name: gradient.to(weights[name].dtype) for name, gradient in gradients.items()}
 
 
 def present_groups(

@@ -19,7 +19,7 @@ from lightning_sparsefl.sparse.units import find_groups, unit_masks
 from lightning_sparsefl.sparse.width import live_units, used_units
 from lightning_sparsefl.types import Masks
 
-_ROUNDING, _SMALL = 1000, 0.01
+_ROUNDING, _ROUNDING_OF_HALF, _SMALL = 1000, 16, 0.01
 """Largest difference of outputs from rounding, in units of the precision of the largest one, or of this one."""
 
 
@@ -131,5 +131,6 @@ def _is_close(expected: Tensor, found: Tensor) -> bool:
     if expected.shape != found.shape or not (expected.is_floating_point() or expected.is_complex()):
         return torch.equal(expected, found)
     largest = float(expected.abs().nan_to_num(0, 0, 0).max()) if expected.numel() else 0.0
-    rounding = _ROUNDING * torch.finfo(expected.dtype).eps * max(largest, _SMALL)
+    steps = _ROUNDING if expected.dtype.itemsize > 2 else _ROUNDING_OF_HALF
+    rounding = steps * torch.finfo(expected.dtype).eps * max(largest, _SMALL)
     return torch.allclose(expected, found, rtol=0, atol=rounding, equal_nan=True)

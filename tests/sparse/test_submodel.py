@@ -282,6 +282,48 @@ def test_weights_that_do_not_fit_are_refused():
         narrow(weights, groups, half("1", 1))
 
 
+class Branches(nn.Module):
+    """Joins the outputs of two layers, in turns or one behind the other."""
+
+    def __init__(self, dim):
+        super().__init__()
+        self.dim = dim
+        self.a, self.b, self.out = nn.Linear(4, 6), nn.Linear(4, 6), nn.Linear(12, 3)
+
+    def forward(self, x):
+        return self.out(torch.stack([self.a(x), self.b(x)], self.dim).flatten(1))
+
+
+@pytest.mark.parametrize("dim", [1, 2])
+def test_units_that_are_stacked_beside_others_are_not_cut(dim):
+    """Their numbers must be equal, and in turns they would stand in another order than the weights."""
+    groups = find_groups(Branches(dim), torch.zeros(2, 4))
+    reason = "`stack` needs equal numbers of units that are chosen apart"
+    assert [(group.name, group.masks_only) for group in groups] == [("a", reason), ("b", reason)]
+
+
+class LastStates(nn.Module):
+    """Reads the last states of two recurrent layers, one behind the other or in turns."""
+
+    def __init__(self, *order):
+        super().__init__()
+        self.order = order
+        self.lstm, self.out = nn.LSTM(4, 5, 2, batch_first=True), nn.Linear(10, 3)
+
+    def forward(self, x):
+        return self.out(self.lstm(x)[1][0].permute(*self.order).flatten(1))
+
+
+def test_states_of_several_layers_are_cut_one_behind_the_other():
+    module, inputs = LastStates(1, 0, 2).double(), torch.randn(3, 2, 4, dtype=torch.float64)
+    groups = find_groups(module, inputs)
+    kept = drawn(groups, 0.6)
+    assert not torch.equal(*kept.values())
+    small = cut(module, groups, kept)
+    torch.testing.assert_close(small(inputs), masked(module, groups, kept)(inputs), rtol=0, atol=1e-10)
+    assert all("flatten" in group.masks_only for group in find_groups(LastStates(1, 2, 0).double(), inputs))
+
+
 @pytest.mark.slow_after_first
 @pytest.mark.parametrize("net", ["flatten", "group norm", "lstm"], indirect=True)
 @pytest.mark.parametrize("dynamo", [False, True])

@@ -29,6 +29,22 @@ NETS = {
 }
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_in_half_precision_a_unit_of_zeros_has_no_gradient(dtype):
+    """Its squared norm plus 1e-8 is 0 in float16, and the squares of small and large weights are 0 and infinite."""
+    net = nn.Sequential(nn.Linear(3, 5, bias=False), nn.ReLU(), nn.Linear(5, 2, bias=False)).to(dtype)
+    groups = find_groups(net, torch.zeros(1, 3, dtype=dtype))
+    weights = {name: weight.detach().clone() for name, weight in net.named_parameters()}
+    for unit, value in enumerate((0.0, 1e-5, 300.0)):
+        weights["0.weight"][unit] = weights["2.weight"][:, unit] = value
+    found = unit_lasso_gradients(groups, weights)
+    exact = unit_lasso_gradients(groups, {name: weight.float() for name, weight in weights.items()})
+    for name, gradient in found.items():
+        assert gradient.dtype == dtype
+        torch.testing.assert_close(gradient, exact[name].to(dtype))
+    assert not found["0.weight"][0].any()
+
+
 @pytest.mark.parametrize("name", first_then_slow(NETS, by=lambda name: name if NETS[name][1][-1] < 16 else "linear"))
 def test_gradients_are_those_of_the_penalty(name):
     net, side = NETS[name]

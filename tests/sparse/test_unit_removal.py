@@ -258,6 +258,15 @@ def test_a_forward_pass_that_draws_random_numbers_is_not_compared():
     assert small.a.out_features == 4
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_in_half_precision_a_difference_is_noticed_too(dtype):
+    module, x = ByWidth().to(dtype), torch.randn(32, 6, generator=torch.Generator().manual_seed(0)).to(dtype)
+    with pytest.raises(InvalidOption, match="computes something else on the example inputs"):
+        shrink(module, x, keep={"a": torch.arange(8) < 4})
+    net = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 4)).to(dtype)
+    assert shrink(net, x, keep={"0": torch.arange(8) < 4})[0].out_features == 4
+
+
 @pytest.mark.parametrize(("other", "differs"), [(-1000.1, False), (-1000.2, True)])
 def test_outputs_may_differ_by_rounding_of_the_largest(other, differs):
     """By 1000 units in the last place, which are 0.119 for 1000 in float32."""

@@ -169,19 +169,21 @@ def require_cuttable(module: LightningModule, data: Any, groups: Sequence[UnitGr
     Raises:
         InvalidOption: If the ``forward`` pass depends on the number of units.
     """
-    kept = {group.name: torch.arange(group.size) < (group.size + 1) // 2 for group in groups if not group.masks_only}
-    try:
-        small = cut(module, groups, kept)
-    except InvalidOption:  # raised again if a client is to drop units of such a layer
-        return
-    masks, sample = unit_masks(groups, kept, module.state_dict()), example_of(module, data)
-    with _temporary_running_statistics(module), _temporary_running_statistics(small):
-        found = difference(module, small, masks, sample)
-    if found is not None:
-        raise InvalidOption(
-            f"`federation.execution` is 'cut', but without half of its units `{type(module).__name__}` {found}, since "
-            "its `forward` depends on their number, as in `x / x.shape[-1]`; set it to 'mask'."
-        )
+    halves = {group.name: torch.arange(group.size) < (group.size + 1) // 2 for group in groups if not group.masks_only}
+    apart = {name: half.flip(0) if place % 2 else half for place, (name, half) in enumerate(halves.items())}
+    for kept in (halves, apart):  # the first ones of all groups, and others in every second group
+        try:
+            small = cut(module, groups, kept)
+        except InvalidOption:  # raised again if a client is to drop units of such a layer
+            return
+        masks, sample = unit_masks(groups, kept, module.state_dict()), example_of(module, data)
+        with _temporary_running_statistics(module), _temporary_running_statistics(small):
+            found = difference(module, small, masks, sample)
+        if found is not None:
+            raise InvalidOption(
+                f"`federation.execution` is 'cut', but without half of its units `{type(module).__name__}` {found}, "
+                "since its `forward` depends on their number, as in `x / x.shape[-1]`; set it to 'mask'."
+            )
 
 
 @contextmanager
