@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import lightning as L
@@ -167,16 +167,34 @@ class ClientDataModules(FederatedDataModule):
             Number of examples, int64 of shape (classes,).
 
         Raises:
-            InvalidOption: If the number of classes is unknown.
+            InvalidOption: If the number of classes is unknown, or batches have no labels.
         """
         if not hasattr(self, "num_classes"):
             raise InvalidOption(
                 "`data.num_classes` is not set, but label counts need it; expected a whole number >= 1."
             )
         counts = torch.zeros(self.num_classes, dtype=torch.int64)
-        for _, labels in self._pool([self.client_train_dataloader(client)], expands=False):
-            counts += torch.bincount(labels, minlength=self.num_classes)
+        for batch in self._pool([self.client_train_dataloader(client)], expands=False):
+            counts += torch.bincount(self._labels_of(batch), minlength=self.num_classes)
         return counts
+
+    def _labels_of(self, batch: Any) -> Tensor:
+        """Return the labels of a batch: its second part, or what it has as ``label`` or ``labels``."""
+        if isinstance(batch, Mapping):
+            labels = next((batch[name] for name in ("label", "labels") if name in batch), None)
+        else:
+            labels = batch[1] if isinstance(batch, Sequence) and len(batch) == 2 else None
+        if not isinstance(labels, Tensor) or not self._are_classes(labels):
+            raise InvalidOption(
+                "Label counts need batches of inputs and labels, or mappings with `label` or `labels`, of whole "
+                f"numbers below `data.num_classes` = {self.num_classes}; expected such batches, or a method without "
+                "label counts."
+            )
+        return labels.reshape(-1)
+
+    def _are_classes(self, labels: Tensor) -> bool:
+        whole = not labels.is_floating_point() and not labels.is_complex()
+        return whole and bool(((labels >= 0) & (labels < self.num_classes)).all())
 
     def train_dataloader(self) -> DataLoader[Any]:
         """Return a loader of the training data of all clients."""

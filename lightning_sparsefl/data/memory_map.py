@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from lightning_sparsefl.data.split import SplitData
-from lightning_sparsefl.errors import DataNotFound
+from lightning_sparsefl.errors import DataNotFound, InvalidOption
 from lightning_sparsefl.files import replacing
 
 _BROKEN = (OSError, ValueError, EOFError, AttributeError)
@@ -84,7 +84,16 @@ def _split(tensors: Mapping[str, Tensor]) -> SplitData:
 
 
 def _write_array(tensor: Tensor, folder: Path) -> str:
-    """Write a tensor unless its file is there and whole, and return the digest that names the file."""
+    """Write a tensor unless its file is there and whole, and return the digest that names the file.
+
+    Raises:
+        InvalidOption: If NumPy, whose files these are, lacks the type of the tensor.
+    """
+    if tensor.dtype == torch.bfloat16:
+        raise InvalidOption(
+            f"`data.memory_map` is {str(folder)!r}, and NumPy has no {tensor.dtype}; expected data of another type, "
+            "such as torch.float16, or null."
+        )
     array = np.ascontiguousarray(tensor.numpy())
     digest = _digest(array)
     path = folder / f"{digest}.npy"

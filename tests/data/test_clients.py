@@ -195,6 +195,47 @@ def test_label_counts(data):
         ClientDataModules([Own(0, 4)]).client_label_counts(0)
 
 
+class Batches(L.LightningDataModule):
+    """Loads given samples."""
+
+    def __init__(self, samples):
+        super().__init__()
+        self.samples = samples
+
+    def train_dataloader(self):
+        return DataLoader(self.samples, batch_size=4)
+
+
+LABELLED = {
+    "a key": [{"x": torch.zeros(1), "label": i % 3} for i in range(10)],
+    "a key among others": [{"labels": i % 3, "x": torch.zeros(1), "id": str(i)} for i in range(10)],
+    "a column": TensorDataset(torch.zeros(10, 1), torch.arange(10)[:, None] % 3),
+}
+UNLABELLED = {
+    "no key": [{"x": torch.zeros(1), "class": 0}],
+    "three parts": TensorDataset(torch.zeros(2, 1), torch.zeros(2), torch.zeros(2)),
+    "fractions": TensorDataset(torch.zeros(2, 1), torch.zeros(2)),
+    "too many classes": TensorDataset(torch.zeros(2, 1), torch.tensor([0, 3])),
+    "a negative number": TensorDataset(torch.zeros(2, 1), torch.tensor([0, -1])),
+    "texts": [(0, "a"), (1, "b")],
+}
+
+
+@pytest.mark.parametrize("name", LABELLED)
+def test_labels_are_counted_wherever_batches_have_them(name):
+    data = ClientDataModules([Batches(LABELLED[name])], num_classes=3)
+    data.setup()
+    assert data.client_label_counts(0).tolist() == [4, 3, 3]
+
+
+@pytest.mark.parametrize("name", UNLABELLED)
+def test_batches_without_classes_are_refused(name):
+    data = ClientDataModules([Batches(UNLABELLED[name])], num_classes=3)
+    data.setup()
+    with pytest.raises(InvalidOption, match=r"Label counts need batches .* below `data\.num_classes` = 3; expected"):
+        data.client_label_counts(0)
+
+
 def test_validation_and_test_are_optional():
     data = ClientDataModules([TrainOnly()])
     data.setup()

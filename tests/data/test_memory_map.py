@@ -43,6 +43,18 @@ def test_the_examples_are_those_of_a_copy(tmp_path, options):
         assert all(map(torch.equal, one, other))
 
 
+class HalfBlobs(FederatedBlobs):
+    def load(self):
+        inputs, labels, test_inputs, test_labels = super().load()
+        return inputs.bfloat16(), labels, test_inputs.bfloat16(), test_labels
+
+
+def test_a_type_that_numpy_lacks_is_refused(tmp_path):
+    data = HalfBlobs(num_clients=3, memory_map=str(tmp_path))
+    with pytest.raises(InvalidOption, match=r"`data\.memory_map` is .*, and NumPy has no torch\.bfloat16; "):
+        data.prepare_data()
+
+
 def test_a_change_stays_in_this_process(tmp_path):
     data = blobs(tmp_path)
     data.prepare_data()
