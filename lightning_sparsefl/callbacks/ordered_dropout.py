@@ -88,7 +88,8 @@ class OrderedDropout(ReportedCallback):
     def _forget(self) -> None:
         """Set the references to a fit's module to their values outside of a fit."""
         self._handles: list[Any] = []
-        self._now, self._batch, self._logits = max(self.rates), (None, 0), torch.empty(0)
+        self._now, self._batch = max(self.rates), (None, 0)
+        self._logits: Tensor | None = None
 
     def draw(self, number: int) -> float:
         """Return the rate of a step.
@@ -128,17 +129,27 @@ class OrderedDropout(ReportedCallback):
         """Add the gradient of the network with the drawn rate, which the largest one teaches."""
         if not self.distill:
             return
-        teacher, self._now = self._logits.detach(), self._rate
+        teacher, self._now = self._taken(pl_module).detach(), self._rate
         scale = loss_scale(trainer) / trainer.accumulate_grad_batches
         parameters = [parameter for parameter in pl_module.parameters() if parameter.grad is not None]
         with trial(pl_module), torch.enable_grad():
             with trainer.precision_plugin.forward_context():
                 trial_loss(pl_module, *self._batch)
-            loss = distillation_loss(teacher, self._logits)
+            loss = distillation_loss(teacher, self._taken(pl_module))
             found = torch.autograd.grad(loss * scale, parameters, allow_unused=True)
         for parameter, gradient in zip(parameters, found, strict=True):
             if gradient is not None and parameter.grad is not None:
                 parameter.grad.add_(trainer.strategy.reduce(gradient))  # the mean of several processes, as `grad` is
+
+    def _taken(self, module: LightningModule) -> Tensor:
+        """Take the logits of the last pass, so that no other pass finds them."""
+        logits, self._logits = self._logits, None
+        if logits is None:
+            raise InvalidOption(
+                f"`OrderedDropout(distill=True)` finds no logits, since `{type(module).__name__}.training_step` does "
+                f"not call `{logits_of(module, self.head)}`; name the layer of the logits with `head`."
+            )
+        return logits
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: LightningModule, optimizer: Any) -> None:
         """Note that the next batch gets another rate."""

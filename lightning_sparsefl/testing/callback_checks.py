@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -40,29 +41,38 @@ def trains_in_a_client_as_in_a_trainer(callback: Callback, bench: SmallFit) -> N
 
 @promise
 def is_the_same_after_a_resume(callback: Callback, bench: SmallFit) -> None:
-    """Check that a fit that is killed and resumed from a checkpoint ends as the one that was not.
+    """Check that a fit that is killed and resumed, after an epoch or within one, ends as the one that was not.
 
-    Whatever a callback remembers is in its ``state_dict``.
+    Whatever a callback remembers is in its ``state_dict``. Within an epoch all batches are the same, since a resumed
+    loader of PyTorch starts anew.
     """
+    for place, saves in (
+        ("after an epoch", {"filename": "{epoch}", "save_on_train_epoch_end": True, "save_top_k": -1}),
+        ("within an epoch", {"filename": "last", "every_n_train_steps": 1, "enable_version_counter": False}),
+    ):
+        _require_resumable(callback, bench, place, saves)
 
-    def run(folder: str, seed: int, *more: Callback, **options: Any) -> Any:
+
+def _require_resumable(callback: Callback, bench: SmallFit, place: str, saves: Mapping[str, Any]) -> None:
+    """Raise :class:`Difference` unless a fit that is killed and resumed ends as the one that was not."""
+
+    def run(folder: Path, seed: int, *more: Callback, **options: Any) -> Any:
         module, attached = bench.module(seed=seed), bench.attach(callback)
-        saver = ModelCheckpoint(bench.folder / folder, filename="{epoch}", save_on_train_epoch_end=True, save_top_k=-1)
-        trainer = bench.trainer([*attached, saver, *more])
-        trainer.fit(module, loader(), **options)
+        trainer = bench.trainer([*attached, ModelCheckpoint(folder, **saves), *more])
+        trainer.fit(module, loader(alike=place == "within an epoch"), **options)
         metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
         return _end(module, attached[0], metrics, trainer.optimizers[0].state_dict())
 
-    straight = run("straight", 1)
+    straight, folder = run(bench.folder / place / "straight", 1), bench.folder / place / "killed"
     try:
-        run("killed", 1, _Kill())
+        run(folder, 1, _Kill())
     except _Killed:
         pass
     else:
         raise Difference("training ended before its third epoch")
-    path = bench.folder / "killed" / "epoch=1.ckpt"
-    resumed = run("killed", 9, ckpt_path=path, weights_only=True)
-    require_equal(straight, resumed, "fit", "between a fit and the same one killed and resumed")
+    path = next(each for name in ("epoch=1.ckpt", "last.ckpt") if (each := folder / name).is_file())
+    resumed = run(folder, 9, ckpt_path=path, weights_only=True)
+    require_equal(straight, resumed, "fit", f"between a fit and the same one killed and resumed {place}")
 
 
 class _Killed(Exception):
@@ -82,16 +92,23 @@ def saves_an_ordinary_checkpoint(callback: Callback, bench: SmallFit) -> None:
     """Check that a checkpoint loads into the module without the callback, and that the module is left as it was."""
     module = bench.module(seed=1)
     names, keys = [name for name, _ in module.named_parameters()], list(module.state_dict())
+    trains = {name: parameter.requires_grad for name, parameter in module.named_parameters()}
     trainer = bench.fit(module, bench.attach(callback))
     trainer.save_checkpoint(bench.folder / "ordinary.ckpt")
     require([name for name, _ in module.named_parameters()] == names, "the parameters have other names after the fit")
     for name, parameter in module.named_parameters():
-        require(parameter.requires_grad and parameter.is_leaf, f"`{name}` is not trainable after the fit")
+        as_before = parameter.requires_grad == trains[name] and parameter.is_leaf
+        require(as_before, f"`{name}` is {'not ' if trains[name] else ''}trainable after the fit, and was not before")
     content = torch.load(bench.folder / "ordinary.ckpt", weights_only=True)
     require(list(content["state_dict"]) == keys, "the checkpoint has other names than the module")
     bare = bench.module(seed=7)
     bare.load_state_dict(content["state_dict"], strict=True)
     require_equal(_weights(module), _weights(bare), "weights", "between the module and its checkpoint")
+    for name, layer in module.named_modules():
+        before, after = (_added(each) for each in (bare.get_submodule(name), layer))
+        require(
+            after == before, f"`{name or type(module).__name__}` has {after} after the fit, and had {before} before"
+        )
 
 
 @promise
@@ -201,6 +218,12 @@ def _require_masked(weights: Mapping[str, Tensor], callback: Callback, when: str
         require(not grown, f"{grown} weights of `{name}` that `masks` leaves out are not zero {when}")
 
 
+def _added(layer: torch.nn.Module) -> str:
+    """Return what may have been added to a layer: hooks, and another ``forward``."""
+    hooks = sum(len(value) for name, value in vars(layer).items() if name.endswith("_hooks"))
+    return f"{hooks} hooks{' and a forward method of its own' if 'forward' in vars(layer) else ''}"
+
+
 def _weights(module: LightningModule) -> Any:
     return comparable(module.state_dict())
 
@@ -209,7 +232,7 @@ def _end(module: LightningModule, callback: Callback, metrics: Mapping[str, floa
     """Return what a fit leaves, in comparable form."""
     return {
         "weights": _weights(module),
-        "metrics": metrics,
+        "metrics": comparable(metrics),
         "state": comparable(callback.state_dict()),
         "optimizer": comparable(list(more)),
     }

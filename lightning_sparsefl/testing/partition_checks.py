@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import copy
+import json
+import os
 import pickle
 import random
+import subprocess
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +18,17 @@ from torch import Tensor
 
 from lightning_sparsefl.data import ByGroup, Partition
 from lightning_sparsefl.testing.promises import promise, require, require_frozen_value
+
+_UNKNOWN = 3
+"""Exit code of a process that cannot import the class of a partition."""
+_SPLIT = f"""
+import json, pickle, sys
+try:
+    partition, data = pickle.load(sys.stdin.buffer)
+except (ImportError, AttributeError):
+    sys.exit({_UNKNOWN})
+print(json.dumps(data.split(partition)))
+"""
 
 
 @dataclass(frozen=True)
@@ -49,11 +64,32 @@ def gives_examples_to_one_client(partition: Partition, data: Labels) -> None:
 def depends_on_the_seed_alone(partition: Partition, data: Labels) -> None:
     """Check that a partition of the same labels and seed is the same again, and in another process.
 
-    What a partition draws comes from `rng`, and not from the global generators of torch, NumPy or Python.
+    What a partition draws comes from `rng`, and not from the global generators of torch, NumPy or Python, from ``hash``
+    of a text, which differs between processes, or from their numbers. A class that another process cannot import, such
+    as one of a notebook, is split in this one only.
     """
     first = data.split(partition)
     _ = torch.rand(7), np.random.rand(7), random.random()
     require(data.split(copy.deepcopy(partition)) == first, "a second split with the same seed has other parts")
+    elsewhere = _split_in_another_process(partition, data)
+    require(elsewhere in (None, first), "a split with the same seed has other parts in another process")
+
+
+def _split_in_another_process(partition: Partition, data: Labels) -> list[list[int]] | None:
+    """Return the examples of each client by another interpreter; None if it cannot import the class."""
+    path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+    done = subprocess.run(
+        [sys.executable, "-c", _SPLIT],
+        input=pickle.dumps((partition, data)),
+        env={**os.environ, "PYTHONPATH": path, "PYTHONHASHSEED": "7"},
+        capture_output=True,
+    )
+    if done.returncode:
+        said = done.stderr.decode(errors="replace").strip().splitlines()
+        require(done.returncode == _UNKNOWN, f"another process cannot split: {said[-1] if said else 'it ended'}")
+        return None
+    parts: list[list[int]] = json.loads(done.stdout.splitlines()[-1])
+    return parts
 
 
 @promise

@@ -83,13 +83,15 @@ class Net(LightningModule):
         return loss
 
 
-def loader(shuffle: bool = False) -> DataLoader[Any]:
+def loader(shuffle: bool = False, alike: bool = False) -> DataLoader[Any]:
     """Return batches of 4 samples, whose class is the largest of three features.
 
     Args:
         shuffle: Whether to shuffle in every epoch, from torch's global generator.
+        alike: Whether all batches are the same.
     """
     x = torch.randn(4 * BATCHES, 5, generator=torch.Generator().manual_seed(0))
+    x = x[:4].repeat(BATCHES, 1) if alike else x
     return DataLoader(TensorDataset(x, x[:, :3].argmax(1)), batch_size=4, shuffle=shuffle)
 
 

@@ -174,6 +174,13 @@ def test_the_largest_network_teaches_the_drawn_one():
         assert torch.allclose(value, expected[key], atol=1e-6), key
 
 
+def test_a_head_that_the_step_does_not_call_is_named():
+    module = made("linear")[0]
+    module.projection = nn.Linear(2, 2)  # of `predict_step`
+    with pytest.raises(InvalidOption, match=r"finds no logits, since .* does not call `projection`"):
+        fit(module, OrderedDropout([0.5, 1.0], distill=True))
+
+
 def test_two_processes_step_as_one_does_on_the_batch_of_both(monkeypatch):
     for name in ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "NODE_RANK", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)

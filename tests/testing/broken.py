@@ -162,6 +162,25 @@ class CountsAgain(Callback):
             parameter.grad.div_(self.steps)
 
 
+class CountsWithinAnEpoch(Callback):
+    """Counts the steps of an epoch in an attribute that no checkpoint has."""
+
+    def on_train_epoch_start(self, trainer, pl_module):
+        self.steps = 0
+
+    def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+        self.steps = getattr(self, "steps", 0) + 1
+        for parameter in pl_module.parameters():
+            parameter.grad.div_(self.steps)
+
+
+class LeavesAHook(Callback):
+    """Doubles what a layer returns, also after the fit."""
+
+    def on_fit_start(self, trainer, pl_module):
+        pl_module.net[5].register_forward_hook(lambda layer, inputs, output: 2 * output)
+
+
 class NeedsATrainer(Callback):
     """Does in a Trainer what it does not in a client."""
 
@@ -229,6 +248,14 @@ class DrawsWithNumPy(Partition):
 
     def assign(self, labels, num_clients, rng):
         return list(torch.from_numpy(np.random.permutation(len(labels))).tensor_split(num_clients))
+
+
+@dataclass(frozen=True)
+class SeedsWithAHash(IID):
+    """Seeds with the hash of a text, which Python salts in each process."""
+
+    def assign(self, labels, num_clients, rng):
+        return super().assign(labels, num_clients, rng.manual_seed(hash("site") % 2**31))
 
 
 @dataclass(frozen=True)

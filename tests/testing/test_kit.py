@@ -22,10 +22,12 @@ from lightning_sparsefl.testing import (
     check_partition,
     check_sampler,
     checks,
+    partition_checks,
     promises,
 )
 from lightning_sparsefl.testing.contents import comparable, difference
 from lightning_sparsefl.testing.small_federation import SmallFederation
+from lightning_sparsefl.testing.small_fit import Net
 from testing import broken
 
 METHODS = {
@@ -42,6 +44,8 @@ CALLBACKS = {
     broken.LetsWeightsGrow: "holds_its_masks",
     broken.ForgetsAverages: "holds_masks_under_averaging",
     broken.CountsAgain: "is_the_same_after_a_resume",
+    broken.CountsWithinAnEpoch: "is_the_same_after_a_resume",
+    broken.LeavesAHook: "saves_an_ordinary_checkpoint",
     broken.NeedsATrainer: "trains_in_a_client_as_in_a_trainer",
     broken.LeavesNames: "saves_an_ordinary_checkpoint",
 }
@@ -56,6 +60,7 @@ PARTITIONS = {
     broken.CanBeChanged: "is_a_frozen_value",
     broken.GivesTwice: "gives_examples_to_one_client",
     broken.DrawsWithNumPy: "depends_on_the_seed_alone",
+    broken.SeedsWithAHash: "depends_on_the_seed_alone",
     broken.MovesAGenerator: "leaves_the_global_generators_alone",
     broken.WritesLabels: "leaves_labels_unchanged",
     broken.DeniesLabels: "needs_labels_only_if_it_says_so",
@@ -82,6 +87,29 @@ def test_a_sound_callback_passes():
     names = check_callback(broken.Rows())
     assert names == tuple(name for name, _ in checks(broken.Rows()))
     assert {name for name, _ in checks(Callback())} < set(names)
+
+
+class LogsNaN(Callback):
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        pl_module.log("share", float("nan"))
+
+
+def frozen_net(seed=1):
+    module = Net(seed=seed)
+    module.net[0].weight.requires_grad_(False)
+    return module
+
+
+def test_a_metric_may_be_nan_and_a_parameter_frozen():
+    check_callback(LogsNaN(), module=frozen_net)
+
+
+def test_a_partition_that_no_other_process_can_import_is_checked_in_this_one(monkeypatch):
+    monkeypatch.setattr(partition_checks, "_SPLIT", "import sys; sys.exit(3)")
+    dict(checks(broken.SeedsWithAHash()))["depends_on_the_seed_alone"]()
+    monkeypatch.setattr(partition_checks, "_SPLIT", "raise ValueError('no')")
+    with pytest.raises(BrokenPromise, match="another process cannot split: ValueError: no"):
+        dict(checks(broken.SeedsWithAHash()))["depends_on_the_seed_alone"]()
 
 
 def test_a_method_with_its_own_train_is_resumed_with_the_engine_of_the_first_run(federation):
