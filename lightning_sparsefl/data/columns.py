@@ -101,9 +101,8 @@ def class_numbers(parts: Sequence[np.ndarray], option: str) -> list[Tensor]:
     """
     joined = np.concatenate(parts)
     if not _are_classes(joined):
-        raise InvalidOption(
-            f"`{option}` has the value {joined[~_are_whole(joined)][0]!r}; expected classes: whole numbers, or names."
-        )
+        first, *_ = joined[~_are_whole(joined)].tolist()
+        raise InvalidOption(f"`{option}` has the value {first!r}; expected classes: whole numbers, or names.")
     plain = np.issubdtype(joined.dtype, np.number) and (joined >= 0).all()
     return _split(joined.astype(np.int64), parts) if plain else group_numbers(parts, option)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from unittest import mock
 
 import lightning as L
@@ -9,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torchmetrics import MeanSquaredError, Metric
+from torchmetrics import MeanSquaredError, Metric, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy
 
 from helpers.device import DEVICE, on_several_ranks
@@ -76,6 +77,10 @@ class Judged(L.LightningModule):
         )
         self.accuracy = MulticlassAccuracy(10, average="micro", validate_args=False)
         self.error = MeanSquaredError().set_dtype(torch.float64)
+        accuracies = {"micro": MulticlassAccuracy(10, average="micro", validate_args=False)}
+        accuracies["macro"] = MulticlassAccuracy(10, average="macro", validate_args=False)
+        self.alone = MetricCollection(accuracies, compute_groups=False)
+        self.grouped = MetricCollection(copy.deepcopy(accuracies))
         self.kept, self.at_update, self.at_compute = Kept(), Best("update"), Best("compute")
         self.seen = 0
 
@@ -132,6 +137,16 @@ def by_objects(module, logits, targets):
     module.log("acc", module.accuracy)
     module.error.update(logits.softmax(1), F.one_hot(targets, 10).to(logits))
     module.log("mse", module.error, on_step=True, on_epoch=True)
+
+
+def by_collections(module, logits, targets):
+    module.alone.update(logits, targets)
+    module.log_dict(module.alone)
+
+
+def by_groups(module, logits, targets):
+    module.grouped.update(logits, targets)
+    module.log_dict(module.grouped)
 
 
 def reads(module, logits, targets):
@@ -223,6 +238,8 @@ MODELS = {
     "tensors": lambda: Judged(by_tensors),
     "objects": lambda: Judged(by_objects),
     "MLP": lambda: MLP(num_classes=10, sample_shape=(1, 8, 8)),
+    "collections": lambda: Judged(by_collections),
+    "groups": lambda: Judged(by_groups),
     "reads a number": lambda: Judged(reads),
     "keeps all samples": lambda: Judged(keeps),
     "keeps at an update": lambda: Judged(keeps_at_update),
@@ -233,7 +250,7 @@ MODELS = {
 
 
 @pytest.mark.slow_after_first
-@pytest.mark.parametrize("model", ["objects", "tensors", "MLP"])
+@pytest.mark.parametrize("model", ["objects", "tensors", "collections", "MLP"])
 @pytest.mark.parametrize("algorithm", [FedAvg(), FedPer(), Local()], ids=lambda algorithm: type(algorithm).__name__)
 def test_scores_of_clients_with_different_numbers_of_samples(model, algorithm, tmp_path, sizes):
     """Of weights that are the same for all clients, for some of them different, and all different."""
@@ -255,6 +272,7 @@ def test_keys_that_some_clients_do_not_log(tmp_path, sizes):
 @pytest.mark.parametrize(
     ("model", "words"),
     [
+        ("groups", r"changes the compute groups of `self.grouped` \(`compute_groups=False` makes none\), which"),
         ("reads a number", r"`Judged.validation_step` reads a number out of a tensor"),
         ("keeps all samples", r"updates the metric object `self.kept`, which keeps all samples"),
         ("keeps at an update", r"keeps a tensor in `self.at_update.best`, which all clients share"),

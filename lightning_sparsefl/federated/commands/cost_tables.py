@@ -22,7 +22,7 @@ _ROWS = {
 COLUMNS = ("paper", "analytic", "wire")
 """Ways to count a cost."""
 _LEGEND = """\
-The tensors are those of a client's first message, and forward MFLOPs are those
+The tensors are those of a client's first message, and forward FLOPs are those
 of one sample. A client-round is the work of one client in one round; the last
 table is the sum over all of them. Bytes down go to clients, bytes up come back.
   paper     by the formula of the method's paper, or else by the kept weights
@@ -48,10 +48,11 @@ class Profile:
     def print(self) -> None:
         """Print the profile as tables."""
         content = self.content
+        unit, flops = _unit_of(content.get("forward_flops") or 0.0)
         print_table(
             f"{content['algorithm']}: {content['parameters']:,} parameters, density {content['density']:.4f}",
-            ("tensor", "elements", "density", "forward MFLOPs"),
-            list(_layer_rows(content)),
+            ("tensor", "elements", "density", f"forward {unit}"),
+            list(_layer_rows(content, flops)),
         )
         if "final_density" in content:
             print_line(f"The server's masks keep {content['final_density']:.4%} of their layers after the last round.")
@@ -64,20 +65,30 @@ class Profile:
         print_line(f"\n{_LEGEND}" + (f"\n{_ESTIMATE}" if content["run"]["wire"]["mask_bytes"] else ""))
 
 
-def _layer_rows(content: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
+def _unit_of(total: float) -> tuple[str, float]:
+    """Return the unit for the FLOPs of layers, of which the whole model has at least one, and its size.
+
+    Example:
+        >>> _unit_of(2298.0), _unit_of(5e8), _unit_of(0.0)
+        (('kFLOPs', 1000.0), ('MFLOPs', 1000000.0), ('FLOPs', 1.0))
+    """
+    units = (("MFLOPs", 1e6), ("kFLOPs", 1e3))
+    return next(((name, size) for name, size in units if total >= size), ("FLOPs", 1.0))
+
+
+def _layer_rows(content: Mapping[str, Any], unit: float) -> Iterator[tuple[str, ...]]:
+    def shown(flops: float | None) -> str:
+        return NOT_COUNTED if flops is None else f"{flops / unit:,.3f}"
+
     counted = 0.0
     for name, layer in content["layers"].items():
         counted += layer.get("flops", 0.0)
-        yield _short(name), f"{layer['size']:,}", f"{layer['density']:.4f}", _megaflops(layer.get("flops"))
+        yield _short(name), f"{layer['size']:,}", f"{layer['density']:.4f}", shown(layer.get("flops"))
     total = content.get("forward_flops")
     if total is not None and total - counted > 1:
-        yield "(products without a weight)", "", "", _megaflops(total - counted)
+        yield "(products without a weight)", "", "", shown(total - counted)
     density = content["kept"] / content["parameters"]
-    yield "total", f"{content['parameters']:,}", f"{density:.4f}", _megaflops(total)
-
-
-def _megaflops(flops: float | None) -> str:
-    return NOT_COUNTED if flops is None else f"{flops / 1e6:,.3f}"
+    yield "total", f"{content['parameters']:,}", f"{density:.4f}", shown(total)
 
 
 def _short(name: str) -> str:

@@ -57,6 +57,7 @@ def fit(run: Run) -> dict[str, Any]:
         ended = run.options.leave_no_rounds(table) or _is_out_of_time(run, table, resumed)
         if table.get("rounds") == state.server.round and ended:
             return _finished(run, state, table)
+        run.server.draw.require_times(state)  # before the run has a folder
         return Fit(run, state, resumed).run_rounds()
 
 

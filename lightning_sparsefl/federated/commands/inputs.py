@@ -48,8 +48,9 @@ def as_client_data(data: ClientData | None) -> Any:
     missing = [name for name in _ATTRIBUTES if not hasattr(data, name)]
     if missing:
         raise InvalidOption(
-            f"`data` is a {type(data).__name__} without `{missing[0]}`; expected a `FederatedDataModule`, "
-            "or a list with one LightningDataModule per client."
+            f"`data` is a {type(data).__name__} without `{missing[0]}`; expected a `FederatedDataModule`, such as "
+            "`FederatedDataset(train_set, test_set, num_clients=10)`, which divides data sets among clients, or a list "
+            "with one LightningDataModule per client."
         )
     return data
 

@@ -62,6 +62,7 @@ from lightning_sparsefl.federated.storage.run_folder import RunFolder
 from lightning_sparsefl.federated.storage.sqlite_store import SqliteStore
 from lightning_sparsefl.federated.tracking.phase_progress import PhaseProgress
 from lightning_sparsefl.federated.tracking.progress_bar import RoundProgressBar
+from lightning_sparsefl.federated.tracking.run_loggers import runs_of_loggers
 from lightning_sparsefl.seeds import random_identifier
 from lightning_sparsefl.types import Merged, Message, RunState, ServerState
 
@@ -103,7 +104,8 @@ class Run(NodeSide):
         self.folder: RunFolder | None = None
         root = Path(options.default_root_dir)
         self.lock: FolderLock | None = None
-        self._find = partial(find_resume_point, ckpt_path, root, options.name, split is None, options.run_dir)
+        logged = partial(runs_of_loggers, options.users_loggers(), options.name)
+        self._find = partial(find_resume_point, ckpt_path, root, options.name, split is None, options.run_dir, logged)
         self.resume_point = ranks.share(self._find)[0]  # raises now if there is nothing to resume
         super().__init__(options, ranks, module, data, split, None if connect is not None else 0)
         self._make_cohort, self._is_data_here = connect or Run._cohort_here, connect is None

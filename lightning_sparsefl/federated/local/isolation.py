@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import operator
 from collections.abc import Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
@@ -10,7 +11,7 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.utilities.rank_zero import WarningCache
 from torch import nn
-from torchmetrics import Metric
+from torchmetrics import Metric, MetricCollection
 
 from lightning_sparsefl.errors import InvalidOption
 from lightning_sparsefl.federated.local.metric_attributes import MetricAttributes
@@ -94,6 +95,7 @@ class ModuleState:
         self._buffers: list[tuple[nn.Module, dict[str, Any]]] = []
         self._members: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self._metrics: list[MetricAttributes] = []
+        self._collections: list[tuple[MetricCollection, dict[int, list[str]]]] = []
         self._visit(type(module).__name__, module)
 
     def _visit(self, name: str, module: nn.Module) -> None:
@@ -102,6 +104,8 @@ class ModuleState:
             self._metrics.append(MetricAttributes(module))
         else:
             self._visit_attributes(name, module)
+        if isinstance(module, MetricCollection):  # which groups its metrics by what the first batch makes of them
+            self._collections.append((module, copy.deepcopy(module._groups)))
         if isinstance(module, nn.ModuleList | nn.ModuleDict):
             self._members.append((module._modules, module._modules.copy()))
         for key, child in module._modules.items():
@@ -116,7 +120,7 @@ class ModuleState:
                 hooks = value._backward_hooks
                 self._parameters.append((value, value.requires_grad, hooks.copy() if hooks else _NO_HOOKS))
         self._hooks += [(hooks, hooks.copy() if hooks else _NO_HOOKS) for hooks in map(attributes.__getitem__, _HOOKS)]
-        if not _is_of_torch(module):
+        if not _is_of_torch(module) and not isinstance(module, MetricCollection):
             self._sizes += [
                 (name, key, value, len(value))
                 for key, value in attributes.items()
@@ -138,6 +142,8 @@ class ModuleState:
         for _, module, before in self._before:
             if not _is_same(vars(module), before):
                 _restore_attributes(module, before)
+        for collection, groups in self._collections:
+            collection._groups = copy.deepcopy(groups)
 
     def _restore_flags_and_hooks(self) -> None:
         for parameter, flag, known in self._parameters:
@@ -154,7 +160,7 @@ class ModuleState:
         for name, key, value, size in self._sizes:
             if len(value) != size:
                 _messages.info(
-                    f"A client's training has changed `{name}.{key}` in place. The next client on the same rank will "
+                    f"The work of a client has changed `{name}.{key}` in place. The next client on the same rank will "
                     "see the change, so the result may depend on the number of ranks; clear it in `on_fit_start`."
                 )
 

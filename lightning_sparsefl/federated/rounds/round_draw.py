@@ -92,6 +92,18 @@ class RoundDraw:
         late = sorted(fastest[wanted:])
         return Drawn(found if self.merges_late else sorted(fastest[:wanted]), late, start)
 
+    def require_times(self, state: RunState) -> None:
+        """Check that the times of clients are known where a cohort depends on them.
+
+        Args:
+            state: State before the round.
+
+        Raises:
+            InvalidOption: If they are not.
+        """
+        if self.follows_clock or self.over_selects:
+            self.cohort(state)
+
     def expected_seconds(self, state: RunState, client: int) -> float:
         """Return the expected time of a client's round, which decides who is late.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -108,7 +108,12 @@ def lock_resume_point(find: Callable[[], ResumePoint]) -> tuple[ResumePoint, Fol
 
 
 def find_resume_point(
-    ckpt_path: str | None, root: Path, name: str, training: bool, run_dir: Path | None = None
+    ckpt_path: str | None,
+    root: Path,
+    name: str,
+    training: bool,
+    run_dir: Path | None = None,
+    logged: Callable[[], Sequence[Path]] = tuple,
 ) -> ResumePoint:
     """Find the checkpoint and the folder that a run starts from.
 
@@ -119,6 +124,8 @@ def find_resume_point(
         training: Whether the run trains; a run without a committed round can be restarted, but not evaluated, and
             ``auto`` starts a new run where ``last`` finds none.
         run_dir: Folder of the run, in which it goes on if it has begun; None = a new one in `root`.
+        logged: Function that returns the runs with checkpoints to which the user's logger has given a folder, of which
+            the last one is the newest.
 
     Raises:
         CheckpointMismatch: If ``last`` or a folder is given, and there is no run with a checkpoint.
@@ -132,6 +139,8 @@ def find_resume_point(
     if ckpt_path not in NEWEST:
         found = _resume_point_at(Path(ckpt_path), training)
         return found if run_dir is None or not training else _moved(found, run_dir)
+    for last in logged()[-1:]:
+        return ResumePoint(last / "checkpoints" / LAST, last, newest=True)
     run, newest = last_run(root, name), newest_version(root / name)
     if training and newest is not None and newest != run and (run is None or run.parent == newest.parent):
         other = "" if run is None else f"; for the run before it, set `ckpt_path` to {run / 'checkpoints' / LAST}"

@@ -5,17 +5,54 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
+import yaml
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
-from lightning.pytorch.loggers import Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
+from lightning.pytorch.loggers import CSVLogger, Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
 
 from lightning_sparsefl.federated.storage.atomic_files import write_text_atomically
+from lightning_sparsefl.federated.storage.run_folder import checkpoints_of
 
 FILE = "loggers.json"
 """Name of the file in a run folder with the identifiers of the loggers' runs."""
 _IDENTIFIER = re.compile(r"[A-Za-z0-9_-]{1,128}")
+
+
+def runs_of_loggers(loggers: Sequence[Logger], algorithm: str) -> list[Path]:
+    """Return the runs of an algorithm that have a checkpoint, in the folder in which a logger makes those of its runs.
+
+    Args:
+        loggers: Loggers of the user, of which the first with such a folder gives runs theirs.
+        algorithm: Name of the algorithm.
+
+    Returns:
+        Folders of the runs, in the order of their last commits.
+    """
+    for logger in loggers:
+        root = None if isinstance(logger, CSVLogger) else _root(logger)
+        if root is not None:
+            named = getattr(logger, "_version", None)
+            found = root.glob("*") if named is None else [Path(logger.log_dir or "")]
+            runs = [run for run in found if checkpoints_of(run) and _algorithm_of(run) == algorithm]
+            return sorted(runs, key=lambda run: max(path.stat().st_mtime for path in checkpoints_of(run)))
+    return []
+
+
+def _root(logger: Logger) -> Path | None:
+    """Return the folder in which a logger makes a folder for each run, without a version for a new one."""
+    root = getattr(logger, "root_dir", None)
+    return Path(root) if isinstance(root, str | PathLike) else None
+
+
+def _algorithm_of(run: Path) -> str | None:
+    try:
+        params = yaml.safe_load((run / TensorBoardLogger.NAME_HPARAMS_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError):
+        return None
+    return params.get("algorithm") if isinstance(params, dict) else None
 
 
 def continue_loggers(loggers: Sequence[Logger], folder: Path) -> None:
@@ -25,6 +62,9 @@ def continue_loggers(loggers: Sequence[Logger], folder: Path) -> None:
         loggers: Loggers of the run, which have not logged yet.
         folder: Folder of the run.
     """
+    for board in loggers:
+        if isinstance(board, TensorBoardLogger) and board._version is None:
+            board._version = folder.name if Path(board.root_dir).resolve() == folder.parent.resolve() else None
     known = _read(folder / FILE)
     for name, logger in _named(loggers).items():
         if name not in known:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 import numpy as np
@@ -150,13 +151,14 @@ def choose_metric(runs: Sequence[Run], asked: str | None = None) -> str | None:
 
     Args:
         runs: Runs.
-        asked: Name of the metric, such as ``test_acc``; None = the first one of which higher is better.
+        asked: Name of the metric, such as ``test_acc``; None = the first one of which higher is better, of those that
+            all evaluated runs have.
 
     Returns:
         Name of the metric; None if no run has been evaluated yet.
 
     Raises:
-        InvalidOption: If a run that has been evaluated lacks the metric.
+        InvalidOption: If a run that has been evaluated lacks the metric, or runs have no metric in common.
     """
     known = {run.path: _metrics(run) for run in runs}
     names = list(dict.fromkeys(name for found in known.values() for name in found))
@@ -164,13 +166,25 @@ def choose_metric(runs: Sequence[Run], asked: str | None = None) -> str | None:
         if asked is None:
             return None
         raise InvalidOption(f"`metric` is '{asked}', but no run has been evaluated yet; wait for its first evaluation.")
-    chosen = asked or next((name for name in names if higher_is_better(name)), names[0])
+    common = [name for name in names if all(name in found for found in known.values() if found)]
+    if asked is None and not common:
+        listed = "; ".join(f"{path}: {', '.join(found)}" for path, found in _first_of_each(known).items())
+        raise InvalidOption(f"The runs have no metric in common ({listed}); expected runs that were scored alike.")
+    chosen = asked or next((name for name in common if higher_is_better(name)), common[0])
     for path, found in known.items():
         if found and chosen not in found:
             raise InvalidOption(
                 f"`metric` is '{chosen}', which {path} does not have; expected one of {', '.join(found)}."
             )
     return chosen
+
+
+def _first_of_each(known: Mapping[Path, list[str]]) -> dict[Path, list[str]]:
+    """Return the first run with each list of metrics."""
+    first: dict[tuple[str, ...], Path] = {}
+    for path, found in known.items():
+        first.setdefault(tuple(found), path)
+    return {path: list(found) for found, path in first.items() if found}
 
 
 def _metrics(run: Run) -> list[str]:

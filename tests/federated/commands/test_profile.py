@@ -316,9 +316,9 @@ def test_tables_fit_into_80_columns(capsys):
     assert max(map(len, lines)) <= 80
     assert "\u2026" not in out
     rows = {cells[0]: cells[1:] for cells in (re.split(r"\s{2,}", line.strip()) for line in lines)}
-    assert rows["net.the_.._rather_long_name.weight"] == ["4,096", "0.4219", "0.004"]
-    assert rows["(products without a weight)"] == ["0.008"]
-    assert rows["total"] == ["4,810", "0.5077", "0.013"]
+    assert rows["net.the_.._rather_long_name.weight"] == ["4,096", "0.4219", "3.520"]
+    assert rows["(products without a weight)"] == ["8.192"]
+    assert rows["total"] == ["4,810", "0.5077", "13.002"]
     assert len({len(line) for line in lines if line.startswith(("net.", "total"))}) == 1  # numbers end in one column
     assert [label for label in rows if label in LABELS] == LABELS
     assert "2,000 rounds, 10,000 client-rounds" in rows
@@ -530,6 +530,6 @@ def test_the_columns_are_explained(algorithm, estimated, capsys):
     for column in ("paper     by the formula of the method's paper", "analytic  operations", "wire      sizes"):
         assert f"\n  {column}" in out
     assert "A client-round is the work of one client in one round" in out
-    assert "forward MFLOPs are those\nof one sample" in out
+    assert "forward FLOPs are those\nof one sample" in out
     assert max(map(len, out.partition("The tensors are")[2].splitlines())) <= 80
     assert ("upper estimates" in out) == estimated

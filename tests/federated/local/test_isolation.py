@@ -13,12 +13,13 @@ import torch
 from lightning.fabric import Fabric
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset
+from torchmetrics import MaxMetric, MeanMetric, MetricCollection, SumMetric
 
 from lightning_sparsefl import FedAvg, FederatedTrainer, Federation
 from lightning_sparsefl.data import ClientDataModules, FederatedBlobs
 from lightning_sparsefl.federated.local import isolation
 from lightning_sparsefl.federated.local.engines import FastEngine
-from lightning_sparsefl.federated.local.isolation import ModuleState
+from lightning_sparsefl.federated.local.isolation import ModuleState, isolate_metrics
 from lightning_sparsefl.federated.local.lightning_trainer import LightningEngine
 from lightning_sparsefl.federated.local.local_options import LocalOptions
 
@@ -145,6 +146,24 @@ def test_a_container_that_grows_is_reported_once_by_name(
     said = [record.message for record in caplog.records if "in place" in record.message]
     assert len(said) == 1
     assert "`Net.seen`" in said[0]
+
+
+def test_a_collection_of_metrics_groups_them_anew_for_each_client(caplog: pytest.LogCaptureFixture) -> None:
+    """By what the first batch makes of their states: two that are equal there need not be so for the next client."""
+    module = Net()
+    module.scores = MetricCollection({"sum": SumMetric(), "mean": MeanMetric(), "most": MaxMetric()})
+    with caplog.at_level(logging.INFO):
+        for value, groups in ((1.0, 3), (0.0, 3)):
+            state = ModuleState(module)
+            isolate_metrics(module)
+            module.scores.update(torch.tensor([value, value]))
+            module.scores.update(torch.tensor([3.0, value]))
+            found = {name: float(score) for name, score in module.scores.compute().items()}
+            assert found == {"sum": 3 * value + 3, "mean": (3 * value + 3) / 4, "most": 3.0}
+            state.restore()
+            assert len(module.scores._groups) == groups
+            assert not module.scores._groups_checked
+    assert not [record for record in caplog.records if "in place" in record.message]
 
 
 @dataclass(frozen=True)

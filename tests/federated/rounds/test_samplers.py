@@ -154,6 +154,7 @@ def test_late_clients_are_the_slowest_and_pay_for_download_and_flops(federation)
 def test_over_selection_without_times_is_refused(federation):
     with pytest.raises(InvalidOption, match=r"`federation.sampler.over_select` is 1.5, but no times .*set `fed"):
         federation(FedAvg(), federation={"sampler": Uniform(over_select=1.5)})
+    assert not list(federation.folder.rglob("version_*"))
 
 
 def test_devices_simulate_the_time_of_any_method(federation):

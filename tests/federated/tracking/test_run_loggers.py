@@ -14,7 +14,7 @@ from helpers.networks import Classifier
 from lightning_sparsefl import FederatedTrainer, Federation, FedSpa
 from lightning_sparsefl.data import Dirichlet, FederatedBlobs
 from lightning_sparsefl.errors import InvalidOption
-from lightning_sparsefl.federated.tracking.run_loggers import FILE, close_loggers, continue_loggers
+from lightning_sparsefl.federated.tracking.run_loggers import FILE, close_loggers, continue_loggers, runs_of_loggers
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::DeprecationWarning",
@@ -98,6 +98,32 @@ def test_a_logger_whose_folder_has_a_run_is_refused_to_a_new_one(tmp_path):
     assert {path: path.read_bytes() for path in before} == before
     assert fit(tmp_path, logger(), rounds=3, ckpt_path=str(folder)) == folder
     assert rounds_of(folder / "metrics.csv") == ["0", "1", "2"]
+
+
+@pytest.mark.parametrize("ckpt_path", ["last", "auto"])
+def test_the_newest_run_in_the_folder_of_a_logger_goes_on_there(ckpt_path, tmp_path):
+    def logger():
+        return TensorBoardLogger(str(tmp_path / "logs"), name="a")
+
+    first, second = fit(tmp_path / "runs", logger()), fit(tmp_path / "runs", logger())
+    assert [first.name, second.name] == ["version_0", "version_1"]
+    assert fit(tmp_path / "runs", logger(), rounds=3, ckpt_path=ckpt_path) == second
+    assert rounds_of(second / "metrics.csv") == ["0", "1", "2"]
+    assert len(list(second.glob("events.out.tfevents.*"))) == 2
+    assert sorted(path.name for path in (tmp_path / "logs" / "a").iterdir()) == ["version_0", "version_1"]
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_run_of_another_method_or_version_is_not_gone_on_with(tmp_path):
+    fit(tmp_path / "runs", TensorBoardLogger(str(tmp_path), name="a", version="b"))
+    other = TensorBoardLogger(str(tmp_path), name="a", version="c")
+    assert fit(tmp_path / "runs", other, ckpt_path="auto") == tmp_path / "a" / "c"
+    params = tmp_path / "a" / "c" / "hparams.yaml"
+    params.write_text(params.read_text().replace("algorithm: FedSpa", "algorithm: FedAvg"))
+    assert runs_of_loggers([TensorBoardLogger(str(tmp_path), name="a")], "FedSpa") == [tmp_path / "a" / "b"]
+    params.write_text("{")
+    assert runs_of_loggers([TensorBoardLogger(str(tmp_path), name="a")], "FedAvg") == []
+    assert runs_of_loggers([CSVLogger(str(tmp_path), name="a")], "FedSpa") == []
 
 
 @pytest.fixture

@@ -175,6 +175,18 @@ def test_a_missing_metric_is_refused(folders):
         Report(load_runs([folders]), metric="acc")
 
 
+def test_without_a_metric_in_common_each_list_is_shown(tmp_path):
+    folders = [write_run(tmp_path / name, name) for name in ("FedAvg", "FedSpa", "FedProx")]
+    for folder, metric in zip(folders, ("iou", "mse", "mse"), strict=True):
+        path = folder / "metrics.csv"
+        path.write_text(path.read_text().replace("val_loss", f"val_{metric}").replace("val_acc", f"other_{metric}"))
+    message = r"The runs have no metric in common \(.*FedAvg: val_iou, other_iou; .*FedSpa: val_mse, other_mse\); expec"
+    with pytest.raises(InvalidOption, match=message):
+        Report(load_runs(folders))
+    path.write_text(path.read_text().replace("other_mse", "val_acc"))
+    assert Report(load_runs(folders[1:])).metric == "val_mse"  # `val_acc` is of one run only
+
+
 def test_a_metric_cannot_be_asked_for_before_the_first_evaluation(tmp_path):
     run = load_runs([write_run(tmp_path / "run", rounds=0, finished=False)])
     assert Report(run).metric is None

@@ -18,6 +18,8 @@ _NAMES = (
     *("_add_batch_dim", "_unwrap_batched", "_vmap_decrement_nesting", "_vmap_increment_nesting"),
     *("is_batchedtensor", "pop_dynamic_layer_stack", "push_dynamic_layer_stack"),
 )
+LOOPS = "not yet implemented the batching rule"
+"""Words of the warning of ``torch.vmap`` that it does a function in a loop."""
 
 
 def missing_name() -> str | None:

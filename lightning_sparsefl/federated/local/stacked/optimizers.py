@@ -135,6 +135,7 @@ class StackedOptimizer:
         if self._fuses:
             part.choose_kernel(layouts)
         step_optimizer(optimizer)
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]  # or a scheduler warns that it has not stepped
         for leaf in self._leaves(self.optimizer):
             if (leaf if leaves is None else leaves[leaf]).grad is not None:
                 moved[leaf][low:high] = [True] * count

@@ -41,13 +41,12 @@ from lightning_sparsefl.federated.local.worker import ClientWorker
 
 _DOUBLE = "64-true"
 _PRECISIONS = ("32-true", _DOUBLE)
-_LOOPS = "not yet implemented the batching rule"
-"""Words of the warning of ``torch.vmap`` that it does a function in a loop."""
 
 _CLAUSES = (
     (r"requires_grad", "sets `requires_grad` of a tensor"),
     (r"accessing `data`", "uses `data` of a tensor"),
     (r"\.item\(\)", "reads a number out of a tensor (`.item()`, `float()`, `int()`)"),
+    (r"allclose", "compares tensors, as a `MetricCollection` does unless it has `compute_groups=False`"),
     (r"data-dependent control flow|bool\(\)", "branches on the value of a tensor"),
     (
         r"autograd.Function with functorch",
@@ -177,7 +176,7 @@ class StackingTrial:
             with attributes_kept(self._module), warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
                 clause = self._clause()
-            self.loops = any(_LOOPS in str(warning.message) for warning in caught)
+            self.loops = any(functorch.LOOPS in str(warning.message) for warning in caught)
             if clause is None:
                 self._try_optimizers()
         except Exception as error:

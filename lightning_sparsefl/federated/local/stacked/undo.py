@@ -15,7 +15,7 @@ import torch
 from lightning.pytorch import Callback
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torchmetrics import Metric
+from torchmetrics import Metric, MetricCollection
 
 from lightning_sparsefl.federated.local.isolation import OF_LIGHTNING
 from lightning_sparsefl.federated.local.metric_attributes import own_attributes
@@ -26,6 +26,8 @@ _FOREIGN = ("torch", "lightning", "numpy", "lightning_sparsefl.federated")
 """Packages whose objects, such as modules, data and clients, are no part of the state of what holds them."""
 _OF_A_FIT = OF_LIGHTNING | {"trainer", "log", "log_dict", "configure_optimizers"}
 """Attributes of modules that torch, Lightning and a fit set."""
+_OF_GROUPS = frozenset({"_groups", "_groups_checked", "_state_is_copy"})
+"""Attributes of a collection of metrics on the states that its groups share."""
 _LARGE = 2**20
 """Number of elements from which on a tensor of a module is not copied, so that data in attributes costs nothing."""
 _GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
@@ -181,6 +183,8 @@ class ModuleStates(States):
             now = _own(child) | ({} if isinstance(child, _BatchNorm) else child._buffers)
             for key in sorted({*now, *own, *buffers}):
                 if not _same(now.get(key), buffers.get(key, own.get(key))):
+                    if isinstance(child, MetricCollection) and key in _OF_GROUPS:
+                        return f"changes the compute groups of `{name}` (`compute_groups=False` makes none)"
                     if key in buffers:
                         return f"assigns the buffer `{name}.{key}` instead of writing into it"
                     return _clause(f"{name}.{key}", now.get(key))
@@ -264,7 +268,9 @@ def _own(child: nn.Module) -> dict[str, Any]:
     """Return a module's attributes but for those that every module has; Lightning makes empty `_hparams` when asked."""
     if isinstance(child, Metric):
         return own_attributes(child)
-    found = {key: value for key, value in vars(child).items() if key not in _OF_A_FIT}
+    alone = isinstance(child, MetricCollection) and not child._enable_compute_groups
+    left_out = _OF_A_FIT | _OF_GROUPS if alone else _OF_A_FIT
+    found = {key: value for key, value in vars(child).items() if key not in left_out}
     return found if found.get("_hparams", True) else {key: value for key, value in found.items() if key != "_hparams"}
 
 

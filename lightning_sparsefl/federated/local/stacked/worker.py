@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import time
+import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, cast
 
@@ -19,7 +21,7 @@ from lightning_sparsefl.federated.exchange.failures import is_out_of_memory
 from lightning_sparsefl.federated.exchange.orders import Answer, Split
 from lightning_sparsefl.federated.local.engines import FastEngine
 from lightning_sparsefl.federated.local.round_lr import ScaleLearningRates
-from lightning_sparsefl.federated.local.stacked import fibers
+from lightning_sparsefl.federated.local.stacked import fibers, functorch
 from lightning_sparsefl.federated.local.stacked.callback_trial import begin_together
 from lightning_sparsefl.federated.local.stacked.fit import StackedRequest, fit_stack
 from lightning_sparsefl.federated.local.stacked.gradients import GradientRequest, StackGradients
@@ -339,6 +341,13 @@ class StackedWorker(ClientWorker):
         share = (time.perf_counter() - started) / max(len(group), 1)
         for request in group:
             self._shares[request.client] = self._shares.get(request.client, 0.0) + share
+
+    @contextmanager
+    def _warning_once(self) -> Iterator[None]:
+        """Show each warning once, but for that of functions that are done in a loop, which a user cannot change."""
+        with super()._warning_once():
+            warnings.filterwarnings("ignore", f".*{functorch.LOOPS}")
+            yield
 
     def _fit_stack(self, requests: Sequence[StackedRequest]) -> None:
         units, module, recorder = requests[0].units, self.module, self._recorders[0]

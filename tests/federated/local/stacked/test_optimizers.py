@@ -77,6 +77,18 @@ def test_each_client_moves_as_alone(name, pattern, ranges, keeps):
             torch.testing.assert_close(leaf.detach()[client], parameter.detach())
 
 
+def test_a_scheduler_sees_that_some_clients_have_stepped(recwarn):
+    own = nn.Parameter(torch.empty(4))
+    leaf = torch.ones(SIZE, 4, requires_grad=True)
+    optimizer = optim.SGD([own], lr=0.1)
+    scheduler = optim.lr_scheduler.StepLR(optimizer, 1)
+    part = leaf.detach()[:2].requires_grad_()
+    part.grad = torch.ones(2, 4)
+    StackedOptimizer(optimizer, {id(own): leaf}, SIZE).step(0, 2, {leaf: part})
+    scheduler.step()
+    assert not recwarn.list
+
+
 @pytest.mark.parametrize("name", ["Adam", "NAdam"])
 def test_clients_whose_equally_many_steps_had_other_gradients_do_not_mix(name):
     """A module that leaves a tensor out in some batches gives longer clients other counts of Adam than shorter ones."""
