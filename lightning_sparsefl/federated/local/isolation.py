@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.utilities.rank_zero import WarningCache
 from torch import nn
@@ -99,6 +100,9 @@ class ModuleState:
         self._visit(type(module).__name__, module)
 
     def _visit(self, name: str, module: nn.Module) -> None:
+        if isinstance(module, torch.jit.ScriptModule):  # whose attributes cannot be assigned or added in Python
+            self._parameters += [(value, value.requires_grad, _NO_HOOKS) for value in module.parameters()]
+            return
         self._buffers.append((module, module._buffers.copy()))
         if isinstance(module, Metric):  # `isolate_metrics` resets its states
             self._metrics.append(MetricAttributes(module))

@@ -148,6 +148,20 @@ def test_a_container_that_grows_is_reported_once_by_name(
     assert "`Net.seen`" in said[0]
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*")
+@pytest.mark.parametrize("engine", [FastEngine, LightningEngine])
+def test_a_scripted_part_is_trained_and_frozen_parameters_come_back(engine: Any, loader: DataLoader) -> None:
+    module = Net()
+    module.net = torch.jit.script(nn.Sequential(nn.Flatten(), nn.Linear(8, 4)))
+    before = next(module.parameters()).detach().clone()
+    engine(Fabric(accelerator="cpu", devices=1), LocalOptions()).fit(module, loader)
+    assert not torch.equal(next(module.parameters()), before)
+    state = ModuleState(module)
+    next(module.parameters()).requires_grad_(False)
+    state.restore()
+    assert all(parameter.requires_grad for parameter in module.parameters())
+
+
 def test_a_collection_of_metrics_groups_them_anew_for_each_client(caplog: pytest.LogCaptureFixture) -> None:
     """By what the first batch makes of their states: two that are equal there need not be so for the next client."""
     module = Net()

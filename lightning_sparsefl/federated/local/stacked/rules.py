@@ -17,7 +17,7 @@ clients as those of one batch, and images before it keep the clients in dimensio
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence, Set
 from typing import Any
 
 import torch
@@ -50,15 +50,17 @@ class LayerRules(TorchFunctionMode):
     Args:
         size: Number of clients.
         level: Number of the level.
+        own: Identities of the module's own tensors, which no client has.
     """
 
-    def __init__(self, size: int, level: int) -> None:
+    def __init__(self, size: int, level: int, own: Set[int] = frozenset()) -> None:
         super().__init__()
-        self.size, self.level = size, level
+        self.size, self.level, self._own = size, level, own
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call the rule of a function, or the function itself."""
         kwargs = kwargs or {}
+        require_others(args, self._own)
         rule = _RULES.get(func)
         if rule is not None:
             with functorch.Outside():
@@ -125,6 +127,38 @@ class LayerRules(TorchFunctionMode):
     def close_image(self, tensor: Tensor) -> Tensor:
         """Return images of shape (B, S * C, H, W) as those of all clients."""
         return self.close(tensor.unflatten(1, (self.size, -1)), 1)
+
+
+def require_others(args: Sequence[Any], own: Set[int]) -> None:
+    """Check that a function of a step is not one of the module's own tensors, which it has kept elsewhere.
+
+    Args:
+        args: Arguments of the function.
+        own: Identities of these tensors.
+
+    Raises:
+        NotStackable: If it is.
+    """
+    for arg in args:
+        if id(arg) in own or (isinstance(arg, (list, tuple)) and any(id(item) in own for item in arg)):
+            raise NotStackable("computes with parameters that it keeps elsewhere than in the module")
+
+
+class OtherTensors(TorchFunctionMode):
+    """Mode in which a module's own tensors cannot be read, for a step of one client without a level.
+
+    Args:
+        own: Identities of the tensors.
+    """
+
+    def __init__(self, own: Set[int]) -> None:
+        super().__init__()
+        self._own = own
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call a function, unless it is one of these tensors."""
+        require_others(args, self._own)
+        return func(*args, **(kwargs or {}))
 
 
 class FlatViews(TorchFunctionMode):
@@ -200,6 +234,8 @@ def _embedding(
 ) -> Any:
     """Look all clients' tokens up in one table; the rule of ``vmap`` (2.15) forgets `padding_idx` in gradients."""
     if max_norm is not None or scale_grad_by_freq or sparse:
+        if functorch.is_batched(input) or functorch.is_batched(weight):
+            raise NotStackable("uses an embedding with `max_norm`, `scale_grad_by_freq` or `sparse`")
         return NotImplemented
     tokens, tables = rules.open(input), rules.open(weight)
     if tokens is not None and tables is None:
@@ -210,7 +246,8 @@ def _embedding(
     assert tables is not None
     size = tables.shape[1]
     first = torch.arange(rules.size, device=tokens.device).view(-1, *[1] * (tokens.dim() - 1)) * size
-    outputs = F.embedding(tokens + first, tables.flatten(0, 1))
+    known = (tokens >= 0) & (tokens < size)  # others would be the tokens of the next client, and are refused so
+    outputs = F.embedding(torch.where(known, tokens + first, -1), tables.flatten(0, 1))
     if padding_idx is not None:
         outputs = torch.where((tokens == padding_idx % size).unsqueeze(-1), outputs.detach(), outputs)
     return rules.close(outputs)
@@ -429,6 +466,38 @@ def _set_requires_grad(rules: LayerRules, input: Any, value: Any) -> Any:
     if bool(value) != _requires_grad(rules, input):
         raise NotStackable("sets `requires_grad` of a tensor")
     return None
+
+
+@_rule(Tensor.index_fill, Tensor.index_fill_, torch.index_fill)
+def _index_fill(rules: LayerRules, input: Any, dim: Any, index: Any, *value: Any, **options: Any) -> Any:
+    """Refuse positions of each client; the rule of ``vmap`` (2.15) takes negative ones for those of another client."""
+    if functorch.is_batched(index):
+        raise NotStackable("uses `index_fill` with positions that differ between clients")
+    return NotImplemented
+
+
+@_rule(F.one_hot)
+def _one_hot(rules: LayerRules, tensor: Any, num_classes: int = -1) -> Any:
+    """Mark the classes of all clients; ``vmap`` takes a negative class for none, which is an error alone."""
+    classes = rules.open(tensor)
+    if classes is None or num_classes < 0:
+        return NotImplemented
+    zeros = classes.new_zeros(*classes.shape, num_classes)
+    return rules.close(zeros.scatter(-1, classes.unsqueeze(-1), 1))
+
+
+def _extreme(reduce: Callable[..., Tensor]) -> Rule:
+    """Return a rule that divides the gradient evenly among equal extremes, as without clients."""
+
+    def rule(rules: LayerRules, input: Any, *args: Any, **options: Any) -> Any:
+        values = None if args or options else rules.open(input)
+        return NotImplemented if values is None else rules.close(reduce(values.flatten(1), 1))
+
+    return rule
+
+
+_RULES[torch.max] = _RULES[Tensor.max] = _extreme(torch.amax)
+_RULES[torch.min] = _RULES[Tensor.min] = _extreme(torch.amin)
 
 
 def _refusal(clause: str) -> Rule:

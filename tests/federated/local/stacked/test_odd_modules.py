@@ -23,6 +23,7 @@ from torchmetrics.classification import MulticlassAccuracy
 from lightning_sparsefl import APFL, FedAvg, FederatedTrainer, Federation, PerFedAvg, PFedMe
 from lightning_sparsefl.data import FederatedDataset
 from lightning_sparsefl.federated.local.stacked import worker
+from lightning_sparsefl.federated.local.stacked.leaves import StackedModule
 from lightning_sparsefl.federated.local.stacked.scoring import evaluator
 from lightning_sparsefl.federated.local.stacked.worker import StackedWorker
 from lightning_sparsefl.testing.contents import rows
@@ -644,6 +645,88 @@ class OwnVmap(Images):
 
     def forward(self, inputs):
         return torch.vmap(self.net)(inputs).mean((2, 3))
+
+
+@alone("computes with parameters that it keeps elsewhere")
+class KeepsParametersForLater(Plain):
+    def __init__(self):
+        super().__init__()
+        self.kept = [self.net[0].weight, self.net[2].weight]
+
+    def training_step(self, batch, batch_idx):
+        loss = self.loss(batch)
+        if self.current_epoch:
+            with torch.no_grad():
+                norms = torch.stack([weight.norm() for weight in self.kept])
+            loss = loss * norms.sum()
+        return loss
+
+
+@stacked
+class AsksForTheStepOfItsLogs(Plain):
+    def training_step(self, batch, batch_idx):
+        return self.loss(batch) * (1 + 0.1 * self.trainer.fit_loop.epoch_loop._batches_that_stepped * (batch_idx < 2))
+
+
+@stacked
+class LargestOfEqualOnes(Plain):
+    """The gradients of equal ones are divided evenly."""
+
+    def training_step(self, batch, batch_idx):
+        hidden = self(batch[0]).clamp(-0.2, 0.2)
+        return self.loss(batch) + hidden.max() - torch.min(hidden)
+
+
+class Tokens(Plain):
+    """Module of tokens 1 to 8, which become negative with 0."""
+
+    def layers(self):
+        return nn.ModuleList([nn.Embedding(9, 6, **self.options), nn.Linear(6, 4)])
+
+    def forward(self, inputs):
+        tokens = inputs[:, :3].abs().mul(3).long().clamp(0, 8)
+        return self.net[1](self.net[0](tokens).mean(1))
+
+
+@alone("uses an embedding with `max_norm`, `scale_grad_by_freq` or `sparse`")
+class PaddedByFrequency(Tokens):
+    options = types.MappingProxyType({"padding_idx": 0, "scale_grad_by_freq": True})
+
+
+@alone("uses an embedding with `max_norm`, `scale_grad_by_freq` or `sparse`")
+class PaddedWithinANorm(Tokens):
+    options = types.MappingProxyType({"padding_idx": 0, "max_norm": 0.5})
+
+
+@alone("uses `index_fill` with positions that differ between clients")
+class FillsPositions(Plain):
+    def forward(self, inputs):
+        positions = (inputs[:, 0] > 2.5).long()[:1] - 1  # the last, or the first
+        return self.net(inputs).index_fill(1, positions, 0.0)
+
+
+@stacked
+class MarksClasses(Plain):
+    def loss(self, batch):
+        return (self(batch[0]) - F.one_hot(batch[1], 4)).square().mean()
+
+
+@pytest.mark.parametrize(
+    ("function", "error", "words"),
+    [
+        (lambda net, labels: F.embedding(labels, net[2].weight), IndexError, "index out of range"),
+        (lambda net, labels: F.one_hot(labels - 4, 4), RuntimeError, "index -"),
+    ],
+    ids=["a token beyond the table", "a negative class"],
+)
+def test_numbers_of_another_client_are_not_read(function, error, words):
+    """The row after the last one of a client's table is the first one of the next client's."""
+    net = nn.Sequential(nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 3))
+    whole = StackedModule(net, 2)
+    whole.load([dict(net.named_parameters())] * 2)
+    labels = torch.tensor([[0, 3], [1, 2]])  # of a table of 3
+    with pytest.raises(error, match=words):
+        whole.call(lambda batch, level: function(net, batch), labels)
 
 
 @pytest.mark.parametrize("kind", STACKED.values(), ids=list(STACKED))

@@ -22,6 +22,11 @@ _READERS = frozenset({"tolist", "numpy", "__array__", "__dlpack__"})
 """Functions of a tensor that read its numbers and are no operations of torch."""
 
 
+_OF_SCHEDULERS = frozenset({"_last_lr", "last_epoch", "_step_count", "optimizer", "base_lrs"})
+_OF_TRAINERS = frozenset({"fit_loop", "state", "_logger_connector", "strategy", "optimizers"})
+"""Attributes that tell where a fit is."""
+
+
 class NotRecordable(Exception):
     """A step depends on something besides its batch, the weights and the module."""
 
@@ -93,7 +98,10 @@ def trace(
 
 @contextmanager
 def _hidden(module: LightningModule, optimizer: torch.optim.Optimizer | None, unreadable: Unreadable) -> Iterator[None]:
-    """Replace the trainer, schedulers and the optimizer's options by a stand-in within the context."""
+    """Replace the trainer, schedulers and the optimizer's options by a stand-in within the context.
+
+    What the trainer, its loop and the schedulers hold is replaced as well, since a module may reach them in other ways.
+    """
     trainer = module._trainer
     owners = [
         (vars(child), name)
@@ -103,6 +111,11 @@ def _hidden(module: LightningModule, optimizer: torch.optim.Optimizer | None, un
     ]
     if optimizer is not None:
         owners.append((vars(optimizer), "param_groups"))
+    if trainer is not None:
+        schedulers = [vars(config.scheduler) for config in trainer.lr_scheduler_configs]
+        owners += [(table, name) for table in schedulers for name in _OF_SCHEDULERS & table.keys()]
+        owners += [(vars(trainer), name) for name in _OF_TRAINERS & vars(trainer).keys()]
+        owners += [(vars(trainer.fit_loop), name) for name in vars(trainer.fit_loop)]
     before = [table[name] for table, name in owners]
     for table, name in owners:
         table[name] = unreadable

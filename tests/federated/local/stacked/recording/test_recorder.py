@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
@@ -239,6 +240,48 @@ class ByKeptTrainer(Net):
         return super().training_step(batch, batch_idx) / (1 + own.global_step if own else 1)
 
 
+class ByMethod(ByScheduler):
+    """Has a method of the scheduler only, and not the scheduler."""
+
+    def configure_optimizers(self):
+        optimizers, schedulers = super().configure_optimizers()
+        vars(self)["own"] = SimpleNamespace(get_last_lr=schedulers[0].get_last_lr)
+        return optimizers, schedulers
+
+
+class ByConfiguration(Net):
+    """Keeps the dict of the scheduler that it has returned."""
+
+    def configure_optimizers(self):
+        optimizer = super().configure_optimizers()
+        vars(self)["own"] = {"scheduler": torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)}
+        return {"optimizer": optimizer, "lr_scheduler": self.own}
+
+    def training_step(self, batch, batch_idx):
+        own = vars(self).get("own")  # the trial has none
+        return super().training_step(batch, batch_idx) * (own["scheduler"].get_last_lr()[0] if own else 0.1)
+
+
+class ByTrainerInAList(ByKeptTrainer):
+    def configure_optimizers(self):
+        vars(self)["own"] = SimpleNamespace(trainer=self.trainer)
+        return Net.configure_optimizers(self)
+
+    def training_step(self, batch, batch_idx):
+        own = vars(self).get("own")  # the trial has none
+        return Net.training_step(self, batch, batch_idx) / (1 + own.trainer.global_step if own else 1)
+
+
+class ByLoop(ByKeptTrainer):
+    def configure_optimizers(self):
+        vars(self)["own"] = [self.trainer.fit_loop]
+        return Net.configure_optimizers(self)
+
+    def training_step(self, batch, batch_idx):
+        own = vars(self).get("own")  # the trial has none
+        return Net.training_step(self, batch, batch_idx) / (1 + own[0].epochs_processed if own else 1)
+
+
 class ByChance(Net):
     def training_step(self, batch, batch_idx):
         return super().training_step(batch, batch_idx) * (1 if random.random() < 2 else 0)
@@ -258,7 +301,10 @@ class Swallowing(Net):
         return super().training_step(batch, batch_idx) * (1.0 + odd)
 
 
-UNSUITABLE = [ByNumber, ByEpoch, ByStep, ByRate, ByScheduler, ByKeptTrainer, ByChance, ByNumPy, Swallowing]
+UNSUITABLE = [
+    *(ByNumber, ByEpoch, ByStep, ByRate, ByChance, ByNumPy, Swallowing),
+    *(ByScheduler, ByMethod, ByConfiguration, ByKeptTrainer, ByTrainerInAList, ByLoop),
+]
 
 
 @pytest.mark.parametrize("kind", UNSUITABLE, ids=lambda kind: kind.__name__)
