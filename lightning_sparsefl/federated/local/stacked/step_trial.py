@@ -16,7 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_sparsefl.federated.local.engines import FastEngine
 from lightning_sparsefl.federated.local.stacked.fit import StackedRequest, fit_stack
-from lightning_sparsefl.federated.local.stacked.reader import ClientReader
+from lightning_sparsefl.federated.local.stacked.reader import ClientReader, readable
 from lightning_sparsefl.federated.local.worker import ClientWorker
 from lightning_sparsefl.seeds import seed_all
 from lightning_sparsefl.sparse.modes import modes_restored
@@ -47,6 +47,8 @@ ROUNDED = Tolerance(0.2, 1e-5, 1e-2)
 Behind batch norms rounding decides which activations are cut off: the gradients of MobileNet differed by up to 0.06 of
 their norm, those of PreResNet18 and ResNet18 by 0.007. A wrong kernel of torch differs by more.
 """
+_MOST = 100
+"""Number of clients among which the second one of a trial is chosen."""
 EXACT = Tolerance(1e-9, 1e-13, 1e-12)
 """Tolerance in double precision."""
 
@@ -94,7 +96,9 @@ def logged_difference(ours: Mapping[str, float], theirs: Mapping[str, float]) ->
 
 
 class StepTrial:
-    """Plain gradient descent of two clients with different weights on one batch, whose steps show the gradients.
+    """Plain gradient descent of two clients with different weights on a batch, whose steps show the gradients.
+
+    They have the first batches of client 0 and of another client, if those have equal numbers of samples.
 
     Args:
         worker: Worker whose engine, module and data are used; its module is left with other weights.
@@ -110,6 +114,7 @@ class StepTrial:
         self.planned, self.activations, self.samples = False, 0, 1
         first = dict(worker.initial)
         self._starts = (first, moved_weights(first, worker.flat.layout.buffers))
+        self._clients = (0, self._other_client())
         engine = cast(FastEngine, worker.engine)
         options = replace(engine.options, max_epochs=1, limit_train_batches=1)
         self._engine = FastEngine(engine.fabric, options, engine.precision)
@@ -117,13 +122,24 @@ class StepTrial:
     def alone(self) -> Sequence[Result]:
         """Return the results of each client alone."""
         with gradient_descent(self._module):
-            return [self._alone(weights) for weights in self._starts]
+            return [self._alone(*start) for start in zip(self._clients, self._starts, strict=True)]
 
-    def _alone(self, weights: Weights) -> Result:
+    def _other_client(self) -> int:
+        """Return the client with the most samples of the first hundred; client 0 if its first batch has others."""
+        sizes = {client: self._data.num_examples(client) for client in range(min(self._data.num_clients, _MOST))}
+        other = max(sizes, key=lambda client: (sizes[client], client))
+        loader = self._data.client_train_dataloader(other)
+        return other if readable(loader) and self._reader(other).batch_samples == self._reader(0).batch_samples else 0
+
+    def _reader(self, client: int) -> ClientReader:
+        seed_all("trial")
+        return ClientReader(self._data.client_train_dataloader(client), 1)
+
+    def _alone(self, client: int, weights: Weights) -> Result:
         self._worker.load(weights)
         seed_all("trial")
         with self._counting_activations():
-            loader = self._data.client_train_dataloader(0)
+            loader = self._data.client_train_dataloader(client)
             logged = self._engine.fit(self._module, loader, datamodule=self._data)
         after = {name: tensor.detach().clone() for name, tensor in self._worker.flat.read().items()}
         return after, {name: float(value) for name, value in logged.items()}
@@ -131,9 +147,8 @@ class StepTrial:
     def stacked(self) -> Sequence[Result]:
         """Return the results of each client of the stack."""
         requests = []
-        for place, weights in enumerate(self._starts):
-            seed_all("trial")
-            reader = ClientReader(self._data.client_train_dataloader(0), 1)
+        for place, (client, weights) in enumerate(zip(self._clients, self._starts, strict=True)):
+            reader = self._reader(client)
             self.samples = reader.batch_samples
             requests.append(StackedRequest(place, ("trial",), weights, {}, [], reader, 1))
         self._worker.load(self._starts[0])

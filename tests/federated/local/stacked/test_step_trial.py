@@ -10,8 +10,9 @@ from lightning.fabric import Fabric
 from lightning.pytorch import LightningModule
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.data import TensorDataset
 
-from lightning_sparsefl.data import FederatedBlobs
+from lightning_sparsefl.data import FederatedBlobs, FederatedDataset
 from lightning_sparsefl.federated.local.engines import FastEngine
 from lightning_sparsefl.federated.local.local_options import LocalOptions
 from lightning_sparsefl.federated.local.stacked import trial as trial_module
@@ -57,8 +58,8 @@ class Single(Plain):
         return F.cross_entropy(self.net(batch[0].float()), batch[1])
 
 
-def worker_of(module):
-    data = FederatedBlobs(num_train=64, num_test=16, num_clients=2, num_classes=4, dim=8, batch_size=16)
+def worker_of(module, data=None):
+    data = data or FederatedBlobs(num_train=64, num_test=16, num_clients=2, num_classes=4, dim=8, batch_size=16)
     data.setup()
     engine = FastEngine(Fabric(accelerator="cpu", devices=1), LocalOptions())
     return ClientWorker(module, data, engine, LocalWork(), torch.device("cpu"))
@@ -116,6 +117,33 @@ def test_a_step_that_has_no_double_precision_keeps_the_tolerance_of_single_preci
 def test_a_wrong_kernel_of_single_precision_is_found(monkeypatch):
     with_linear(monkeypatch, lambda output: 2 * output)
     assert "otherwise for several clients at once than for one" in StackingTrial(worker_of(Plain())).reason
+
+
+class WrongForLarge(Plain):
+    """Module whose loss is another one in a stack for inputs that are large."""
+
+    def training_step(self, batch, batch_idx):
+        wrong = F.relu(batch[0].mean() - 50) if torch._C._functorch.is_batchedtensor(batch[0]) else 0.0
+        return super().training_step(batch, batch_idx) * (1 + wrong)
+
+
+class TwoClients(FederatedDataset):
+    """Data of two clients, of whom the second has 16 samples with large inputs."""
+
+    def __init__(self, first):
+        inputs = torch.cat([torch.randn(first, 8), 100 + torch.randn(16, 8)])
+        self.first = first
+        samples = TensorDataset(inputs, torch.arange(len(inputs)) % 4)
+        super().__init__(samples, samples, num_clients=2, batch_size=8)
+
+    def assign(self, labels, seed):
+        return list(torch.arange(self.first + 16).split([self.first, 16]))
+
+
+@pytest.mark.parametrize(("first", "found"), [(8, True), (7, False)])
+def test_the_second_client_has_data_of_its_own_if_its_first_batch_is_as_large(first, found):
+    """The data of client 0 show nothing."""
+    assert (StackingTrial(worker_of(WrongForLarge(), TwoClients(first))).reason is not None) == found
 
 
 def test_the_module_is_left_as_it_was():
