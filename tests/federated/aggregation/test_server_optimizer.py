@@ -139,6 +139,10 @@ def test_every_method_runs_with_yogi(algorithm, federation):
         with pytest.raises(InvalidOption, match=f"{type(algorithm).__name__} has an optimizer of the server among"):
             federation(algorithm, federation={"server_optimizer": YOGI})
         return
+    if algorithm.needs_exact_mean:
+        with pytest.raises(InvalidOption, match=rf"server_optimizer` is .*, but {type(algorithm).__name__} corrects"):
+            federation(algorithm, federation={"server_optimizer": YOGI})
+        return
     plain = federation(algorithm, rounds=2, folder="plain")
     ours = federation(algorithm, rounds=2, folder="ours", federation={"server_optimizer": YOGI})
     moved = any(bool(moment.any()) for moment in state(ours)["extra"]["server.m"].values())
