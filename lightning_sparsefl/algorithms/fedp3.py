@@ -66,11 +66,9 @@ class FedP3(FederatedAlgorithm):
     @property
     def sends_unreceived(self) -> str | None:
         """The last layer of each client."""
-        return (
-            "has clients send more than they received, unless `algorithm.head` is 'shared'"
-            if self.head == "own"
-            else None
-        )
+        if self.head == "shared":
+            return None
+        return "has clients send more than they received, unless `algorithm.head` is 'shared'"
 
     def init(self, weights: Weights, fleet: Fleet) -> ServerState:
         """Find the hidden layers, which blocks of clients own in turn."""

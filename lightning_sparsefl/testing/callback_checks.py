@@ -105,10 +105,8 @@ def saves_an_ordinary_checkpoint(callback: Callback, bench: SmallFit) -> None:
     bare.load_state_dict(content["state_dict"], strict=True)
     require_equal(_weights(module), _weights(bare), "weights", "between the module and its checkpoint")
     for name, layer in module.named_modules():
-        before, after = (_added(each) for each in (bare.get_submodule(name), layer))
-        require(
-            after == before, f"`{name or type(module).__name__}` has {after} after the fit, and had {before} before"
-        )
+        before, after, path = _added(bare.get_submodule(name)), _added(layer), name or type(module).__name__
+        require(after == before, f"`{path}` has {after} after the fit, and had {before} before")
 
 
 @promise
