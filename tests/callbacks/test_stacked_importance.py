@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import nn
 
@@ -26,7 +28,8 @@ class Joined(nn.Module):
 
 
 def scores(net, kept):
-    groups, weights = find_groups(net, torch.zeros(1, 2)), net.state_dict()
+    found, weights = find_groups(net, torch.zeros(1, 2)), net.state_dict()
+    groups = [replace(group, masks_only="") for group in found]  # those of `Joined` are not cut in a run
     steps = ScoreSteps({group.name: torch.ones(group.size) for group in groups}, 0.1, 1.0, "sum")
     return UnitScores(steps, groups, kept, weights)
 
