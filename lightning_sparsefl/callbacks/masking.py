@@ -227,7 +227,7 @@ class MaskingCallback(MaskOwner):
         """Mask the weights, unless they are masked."""
         if self._written():
             self._refuse_hidden_steps(trainer, pl_module)
-            self._mask_written()
+            self.mask_weights(())
         self.mask_copies()
 
     def _refuse_hidden_steps(self, trainer: Any, module: LightningModule) -> None:

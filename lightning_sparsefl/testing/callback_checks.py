@@ -46,20 +46,21 @@ def is_the_same_after_a_resume(callback: Callback, bench: SmallFit) -> None:
     Whatever a callback remembers is in its ``state_dict``. Within an epoch all batches are the same, since a resumed
     loader of PyTorch starts anew.
     """
-    for place, saves in (
-        ("after an epoch", {"filename": "{epoch}", "save_on_train_epoch_end": True, "save_top_k": -1}),
-        ("within an epoch", {"filename": "last", "every_n_train_steps": 1, "enable_version_counter": False}),
-    ):
-        _require_resumable(callback, bench, place, saves)
+    each_epoch = {"filename": "{epoch}", "save_on_train_epoch_end": True, "save_top_k": -1}
+    each_step = {"filename": "step", "every_n_train_steps": 1, "enable_version_counter": False}
+    _require_resumable(callback, bench, "after an epoch", each_epoch, "epoch=1.ckpt", alike=False)
+    _require_resumable(callback, bench, "within an epoch", each_step, "step.ckpt", alike=True)
 
 
-def _require_resumable(callback: Callback, bench: SmallFit, place: str, saves: Mapping[str, Any]) -> None:
+def _require_resumable(
+    callback: Callback, bench: SmallFit, place: str, saves: Mapping[str, Any], name: str, *, alike: bool
+) -> None:
     """Raise :class:`Difference` unless a fit that is killed and resumed ends as the one that was not."""
 
     def run(folder: Path, seed: int, *more: Callback, **options: Any) -> Any:
         module, attached = bench.module(seed=seed), bench.attach(callback)
         trainer = bench.trainer([*attached, ModelCheckpoint(folder, **saves), *more])
-        trainer.fit(module, loader(alike=place == "within an epoch"), **options)
+        trainer.fit(module, loader(alike=alike), **options)
         metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
         return _end(module, attached[0], metrics, trainer.optimizers[0].state_dict())
 
@@ -70,8 +71,7 @@ def _require_resumable(callback: Callback, bench: SmallFit, place: str, saves: M
         pass
     else:
         raise Difference("training ended before its third epoch")
-    path = next(each for name in ("epoch=1.ckpt", "last.ckpt") if (each := folder / name).is_file())
-    resumed = run(folder, 9, ckpt_path=path, weights_only=True)
+    resumed = run(folder, 9, ckpt_path=folder / name, weights_only=True)
     require_equal(straight, resumed, "fit", f"between a fit and the same one killed and resumed {place}")
 
 

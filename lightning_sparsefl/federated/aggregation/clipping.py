@@ -13,6 +13,8 @@ from lightning_sparsefl.federated.exchange.flat import Layout
 from lightning_sparsefl.sparse.masks import apply
 from lightning_sparsefl.types import Message, Update, Weights
 
+_LESS = 1 - 2.0**-50
+"""Largest factor of a repeated scaling, which rounding cannot make 1, so that it ends."""
 _ROUNDING = 1e-4
 """Relative tolerance of a norm for rounding to the dtype of the weights."""
 
@@ -40,7 +42,7 @@ def clipped(update: Update, message: Message, limit: float, layout: Layout) -> U
     norm = now = norm_of(moved)
     whole, factor = moved, 1.0
     while now > limit:  # again where rounding increases it, as that of float16 does below 2**-14
-        factor *= limit / now
+        factor *= min(limit / now, _LESS)
         moved = {n: w if n in layout.buffers else _scale_down(w, factor) for n, w in whole.items()}
         now = norm_of(moved)
     return replace(update, weights=moved, kind="difference", metrics={**update.metrics, "update_norm": norm})

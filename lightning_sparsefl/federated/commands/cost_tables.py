@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_sparsefl.report import print_line, print_table, quantity
+from lightning_sparsefl.report.measures.prefix import scaled_unit
 from lightning_sparsefl.report.tables import NOT_COUNTED
 
 _NAME_WIDTH = 34
@@ -48,11 +49,11 @@ class Profile:
     def print(self) -> None:
         """Print the profile as tables."""
         content = self.content
-        unit, flops = _unit_of(content.get("forward_flops") or 0.0)
+        factor, unit = scaled_unit(min(content.get("forward_flops") or 0.0, 1e6), "FLOPs")  # at most MFLOPs
         print_table(
             f"{content['algorithm']}: {content['parameters']:,} parameters, density {content['density']:.4f}",
             ("tensor", "elements", "density", f"forward {unit}"),
-            list(_layer_rows(content, flops)),
+            list(_layer_rows(content, factor)),
         )
         if "final_density" in content:
             print_line(f"The server's masks keep {content['final_density']:.4%} of their layers after the last round.")
@@ -65,20 +66,9 @@ class Profile:
         print_line(f"\n{_LEGEND}" + (f"\n{_ESTIMATE}" if content["run"]["wire"]["mask_bytes"] else ""))
 
 
-def _unit_of(total: float) -> tuple[str, float]:
-    """Return the unit for the FLOPs of layers, of which the whole model has at least one, and its size.
-
-    Example:
-        >>> _unit_of(2298.0), _unit_of(5e8), _unit_of(0.0)
-        (('kFLOPs', 1000.0), ('MFLOPs', 1000000.0), ('FLOPs', 1.0))
-    """
-    units = (("MFLOPs", 1e6), ("kFLOPs", 1e3))
-    return next(((name, size) for name, size in units if total >= size), ("FLOPs", 1.0))
-
-
-def _layer_rows(content: Mapping[str, Any], unit: float) -> Iterator[tuple[str, ...]]:
+def _layer_rows(content: Mapping[str, Any], factor: float) -> Iterator[tuple[str, ...]]:
     def shown(flops: float | None) -> str:
-        return NOT_COUNTED if flops is None else f"{flops / unit:,.3f}"
+        return NOT_COUNTED if flops is None else f"{flops / factor:,.3f}"
 
     counted = 0.0
     for name, layer in content["layers"].items():

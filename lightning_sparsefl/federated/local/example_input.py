@@ -171,14 +171,15 @@ def require_cuttable(module: LightningModule, data: Any, groups: Sequence[UnitGr
     """
     halves = {group.name: torch.arange(group.size) < (group.size + 1) // 2 for group in groups if not group.masks_only}
     apart = {name: half.flip(0) if place % 2 else half for place, (name, half) in enumerate(halves.items())}
-    for kept in (halves, apart):  # the first ones of all groups, and others in every second group
-        try:
-            small = cut(module, groups, kept)
-        except InvalidOption:  # raised again if a client is to drop units of such a layer
-            return
-        masks, sample = unit_masks(groups, kept, module.state_dict()), example_of(module, data)
+    chosen = (halves, apart) if len(halves) > 1 else (halves,)  # others in every second group
+    try:
+        smaller = [cut(module, groups, kept) for kept in chosen]
+    except InvalidOption:  # raised again if a client is to drop units of such a layer
+        return
+    sample, state = example_of(module, data), module.state_dict()
+    for kept, small in zip(chosen, smaller, strict=True):
         with _temporary_running_statistics(module), _temporary_running_statistics(small):
-            found = difference(module, small, masks, sample)
+            found = difference(module, small, unit_masks(groups, kept, state), sample)
         if found is not None:
             raise InvalidOption(
                 f"`federation.execution` is 'cut', but without half of its units `{type(module).__name__}` {found}, "

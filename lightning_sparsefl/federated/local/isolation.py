@@ -147,7 +147,7 @@ class ModuleState:
             if not _is_same(vars(module), before):
                 _restore_attributes(module, before)
         for collection, groups in self._collections:
-            collection._groups = copy.deepcopy(groups)
+            collection._groups = groups
 
     def _restore_flags_and_hooks(self) -> None:
         for parameter, flag, known in self._parameters:

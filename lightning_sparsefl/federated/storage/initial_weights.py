@@ -6,9 +6,9 @@ with the run makes the module anew, with the same weights only if it was given t
 
 from __future__ import annotations
 
+from functools import cached_property
 from pathlib import Path
 
-import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
@@ -30,15 +30,16 @@ class InitialWeights:
     Args:
         weights: Weights of the module before any training, which a restored run replaces in place.
         layout: Layout of the model.
-
-    Attributes:
-        digest: SHA-256 of the weights, which checkpoints hold.
     """
 
     def __init__(self, weights: FlatTree, layout: Layout) -> None:
         self.weights, self._layout = weights, layout
-        self.digest = fingerprint(dict(weights))
-        self._saved: set[Path] = set()
+        self._is_saved = False
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 of the weights, which checkpoints hold."""
+        return fingerprint(dict(self.weights))
 
     def save(self, folder: Path) -> None:
         """Write the file, if this process has not done so.
@@ -46,9 +47,9 @@ class InitialWeights:
         Args:
             folder: Folder of the checkpoints.
         """
-        if folder not in self._saved:
+        if not self._is_saved:
             write_bytes_atomically(folder / INITIAL, encoded(self.copied()))
-            self._saved.add(folder)
+            self._is_saved = True
 
     def copied(self) -> dict[str, Tensor]:
         """Return copies of the weights on the CPU, which a file holds without the vector that they are views of."""
@@ -83,11 +84,8 @@ class InitialWeights:
                     "another `ckpt_path`."
                 )
             self._layout.check(weights, str(path))
-        self._take(weights)
-
-    @torch.no_grad()
-    def _take(self, weights: Weights) -> None:
         self.weights.vector.copy_(self._layout.flatten(weights))
-        for name, value in self.weights.items():  # copies of the vector's values if it has another dtype
-            value.copy_(weights[name])
-        self.digest = fingerprint(dict(self.weights))
+        if not self.weights.is_view:
+            for name, value in self.weights.items():
+                value.copy_(weights[name])
+        self.digest = digest

@@ -9,12 +9,13 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-import yaml
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.loggers import CSVLogger, Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
 
+from lightning_sparsefl.errors import InvalidOption
 from lightning_sparsefl.federated.storage.atomic_files import write_text_atomically
 from lightning_sparsefl.federated.storage.run_folder import checkpoints_of
+from lightning_sparsefl.report.reading.options import read_options
 
 FILE = "loggers.json"
 """Name of the file in a run folder with the identifiers of the loggers' runs."""
@@ -37,7 +38,7 @@ def runs_of_loggers(loggers: Sequence[Logger], algorithm: str) -> list[Path]:
             named = getattr(logger, "_version", None)
             found = root.glob("*") if named is None else [Path(logger.log_dir or "")]
             runs = [run for run in found if checkpoints_of(run) and _algorithm_of(run) == algorithm]
-            return sorted(runs, key=lambda run: max(path.stat().st_mtime for path in checkpoints_of(run)))
+            return sorted(runs, key=lambda run: checkpoints_of(run)[0].stat().st_mtime)
     return []
 
 
@@ -47,12 +48,11 @@ def _root(logger: Logger) -> Path | None:
     return Path(root) if isinstance(root, str | PathLike) else None
 
 
-def _algorithm_of(run: Path) -> str | None:
+def _algorithm_of(run: Path) -> Any:
     try:
-        params = yaml.safe_load((run / TensorBoardLogger.NAME_HPARAMS_FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError):
+        return read_options(run / TensorBoardLogger.NAME_HPARAMS_FILE).get("algorithm")
+    except InvalidOption:
         return None
-    return params.get("algorithm") if isinstance(params, dict) else None
 
 
 def continue_loggers(loggers: Sequence[Logger], folder: Path) -> None:
@@ -62,9 +62,10 @@ def continue_loggers(loggers: Sequence[Logger], folder: Path) -> None:
         loggers: Loggers of the run, which have not logged yet.
         folder: Folder of the run.
     """
-    for board in loggers:
-        if isinstance(board, TensorBoardLogger) and board._version is None:
-            board._version = folder.name if Path(board.root_dir).resolve() == folder.parent.resolve() else None
+    boards = [logger for logger in loggers if isinstance(logger, TensorBoardLogger) and logger._version is None]
+    for board in boards:
+        if Path(board.root_dir).resolve() == folder.parent.resolve():
+            board._version = folder.name
     known = _read(folder / FILE)
     for name, logger in _named(loggers).items():
         if name not in known:

@@ -1,5 +1,6 @@
 """Robust reducers, clipped updates and private sums, without a federation around them."""
 
+import math
 import random
 import re
 
@@ -131,6 +132,18 @@ def test_the_norm_in_float16_is_within_the_limit(limit):
     norm = torch.cat([weight.double().flatten() for weight in update.weights.values()]).norm()
     assert 0.5 * limit < float(norm) <= limit
     require_norm(update, Message(weights=server), limit, flat.layout)
+
+
+def test_an_update_in_float64_at_the_limit_is_scaled_in_the_end():
+    """A factor of 1 up to rounding would be tried for ever."""
+    flat = FlatModule(nn.Linear(100, 100).double())
+    server, random = flat.read(), torch.Generator().manual_seed(0)
+    change = {n: torch.randn(w.shape, generator=random, dtype=w.dtype) for n, w in server.items()}
+    limit = math.hypot(*(float(weight.norm()) for weight in change.values()))
+    for below in range(5):
+        given, most = Update(weights=change, kind="difference"), limit * (1 - below * 2.0**-53)
+        update = clipped(given, Message(weights=server), most, flat.layout)
+        assert math.hypot(*(float(weight.norm()) for weight in update.weights.values())) <= most
 
 
 def test_a_tensor_that_was_not_sent_has_no_change():

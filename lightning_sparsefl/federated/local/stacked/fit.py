@@ -12,7 +12,6 @@ from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from lightning.pytorch.utilities import GradClipAlgorithmType
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from lightning_sparsefl.callbacks.layers import stepped_by
 from lightning_sparsefl.callbacks.stacking import StackedCallback, stacked
@@ -31,9 +30,12 @@ from lightning_sparsefl.federated.local.stacked.optimizers import ELEMENTWISE, S
 from lightning_sparsefl.federated.local.stacked.reader import ClientReader, StackReader
 from lightning_sparsefl.federated.local.stacked.recording.recorded_step import TrainingPass
 from lightning_sparsefl.federated.local.stacked.recording.recorder import PassRecorder, is_same_structure, structure_of
+from lightning_sparsefl.federated.local.stacked.rules import KEPT_ELSEWHERE, OtherTensors
 from lightning_sparsefl.federated.local.stacked.undo import ModuleStates
 from lightning_sparsefl.seeds import seed_all
 from lightning_sparsefl.types import Masks, Weights
+
+_READS_WEIGHTS = "is followed by a scheduler that reads weights, of which each client has its own"
 
 
 @dataclass
@@ -260,7 +262,7 @@ class StackedFit:
     def _require_no_gradients(self) -> None:
         """Raise :class:`NotStackable` if gradients have reached the module's own parameters."""
         if any(tensor.grad is not None for tensor in self.whole.own.values()):
-            raise NotStackable("computes with parameters that it keeps elsewhere than in the module")
+            raise NotStackable(KEPT_ELSEWHERE)
 
     def _epochs(self) -> None:
         loop, step = self.loop, self._caller()
@@ -294,7 +296,7 @@ class StackedFit:
         if not self.trainer.lr_scheduler_configs:
             return
         self.loop.for_all = True
-        with self._for_all(), _WithoutTensors(self.whole.own):
+        with self._for_all(), OtherTensors(self.whole.own_ids, _READS_WEIGHTS):
             step_schedulers(self.trainer, self.trainer.hooks, interval, number, plateau=False)
         self.loop.for_all = False
 
@@ -416,24 +418,6 @@ class _ParametersOfAll(list[Tensor]):
         raise NotStackable("reads the optimizer's parameters, which are those of all clients")
 
     __iter__ = __getitem__ = __len__ = _refuse
-
-
-class _WithoutTensors(TorchFunctionMode):
-    """Context in which schedulers run, and in which the module's own tensors cannot be read.
-
-    Args:
-        own: The tensors by name, which are not those of any client.
-    """
-
-    def __init__(self, own: Mapping[str, Tensor]) -> None:
-        super().__init__()
-        self._own = {id(tensor) for tensor in own.values()}
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call a function, unless it is one of the module's tensors."""
-        if any(id(arg) in self._own for arg in args):
-            raise NotStackable("is followed by a scheduler that reads weights, of which each client has its own")
-        return func(*args, **(kwargs or {}))
 
 
 def options_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:

@@ -50,7 +50,7 @@ class StackedModule:
                     if full not in self.leaves:
                         self.own[full] = tensor
                         self.leaves[full] = self._leaf(full, tensor)
-        self._own_ids = frozenset(map(id, self.own.values()))
+        self.own_ids = frozenset(map(id, self.own.values()))
         self.convolves = any(
             isinstance(child, nn.Conv2d) and names.get(id(child._parameters.get("weight"))) not in self.shared
             for child in module.modules()
@@ -115,11 +115,11 @@ class StackedModule:
         if self.size == 1:  # without a level, a step of one client takes half the time
             batch = map_tensors(batch, lambda tensor: tensor.squeeze(0))
             tensors = {name: self._seen(name, leaf.squeeze(0)) for name, leaf in self.leaves.items()}
-            with self._shown(tensors), OtherTensors(self._own_ids), FlatViews() if self.convolves else nullcontext():
+            with self._shown(tensors), OtherTensors(self.own_ids), FlatViews() if self.convolves else nullcontext():
                 return map_tensors(function(batch, 0), lambda tensor: tensor.unsqueeze(0))
         with functorch.vmap_level(self.size) as level:
             batch = map_tensors(batch, lambda tensor: functorch.wrap(*self._laid_out(tensor), level))
-            with self._shown(self._views(level)), LayerRules(self.size, level, self._own_ids):
+            with self._shown(self._views(level)), LayerRules(self.size, level, self.own_ids):
                 output = function(batch, level)
             return map_tensors(output, lambda tensor: unwrapped(tensor, level, self.size))
 

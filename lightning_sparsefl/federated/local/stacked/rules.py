@@ -129,35 +129,41 @@ class LayerRules(TorchFunctionMode):
         return self.close(tensor.unflatten(1, (self.size, -1)), 1)
 
 
-def require_others(args: Sequence[Any], own: Set[int]) -> None:
-    """Check that a function of a step is not one of the module's own tensors, which it has kept elsewhere.
+KEPT_ELSEWHERE = "computes with parameters that it keeps elsewhere than in the module"
+"""Clause of a step that reads the module's own tensors, which no client has."""
+
+
+def require_others(args: Sequence[Any], own: Set[int], clause: str = KEPT_ELSEWHERE) -> None:
+    """Check that a function is not one of a module's own tensors.
 
     Args:
         args: Arguments of the function.
         own: Identities of these tensors.
+        clause: Clause of the error.
 
     Raises:
         NotStackable: If it is.
     """
     for arg in args:
         if id(arg) in own or (isinstance(arg, (list, tuple)) and any(id(item) in own for item in arg)):
-            raise NotStackable("computes with parameters that it keeps elsewhere than in the module")
+            raise NotStackable(clause)
 
 
 class OtherTensors(TorchFunctionMode):
-    """Mode in which a module's own tensors cannot be read, for a step of one client without a level.
+    """Mode in which a module's own tensors cannot be read, outside of a level: of one client, or of schedulers.
 
     Args:
         own: Identities of the tensors.
+        clause: Clause of the error.
     """
 
-    def __init__(self, own: Set[int]) -> None:
+    def __init__(self, own: Set[int], clause: str = KEPT_ELSEWHERE) -> None:
         super().__init__()
-        self._own = own
+        self._own, self._clause = own, clause
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call a function, unless it is one of these tensors."""
-        require_others(args, self._own)
+        require_others(args, self._own, self._clause)
         return func(*args, **(kwargs or {}))
 
 

@@ -170,7 +170,7 @@ class StackingTrial:
         return None
 
     def _reason_of_step(self) -> str | None:
-        """Train two clients on one batch, alone and stacked; return why the results differ, or None."""
+        """Train two clients on a batch each, alone and stacked; return why the results differ, or None."""
         random, worker = torch.get_rng_state(), self._worker
         try:
             with attributes_kept(self._module), warnings.catch_warnings(record=True) as caught:
