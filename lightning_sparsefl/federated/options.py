@@ -63,8 +63,8 @@ class Federation:
     ``personal_after/*``."""
     select: str | None = None
     """Key of a score, such as ``global/val_acc``: clients are fine-tuned from the round with its best value; null =
-    from the last round. Lower is better for names with ``loss``, ``error`` and the like. With `data.eval_split: test`,
-    the validation sets are evaluated as well for their keys."""
+    from the last round. Lower is better for names with ``loss``, ``error`` and the like, and for ``_std``. With
+    `data.eval_split: test`, the validation sets are evaluated as well for their keys."""
     execution: Literal["mask", "cut"] = "mask"
     """How a client excludes units of the model from training: by multiplying them by zero, or by removing them, which
     takes less time and gives equal weights up to rounding. It has no effect on masks over single weights."""

@@ -23,7 +23,7 @@ from lightning_sparsefl.federated.rounds.outcome import Outcome
 from lightning_sparsefl.federated.sampling.draws import evaluated_clients
 from lightning_sparsefl.federated.storage.checkpoint import SelectedRound
 from lightning_sparsefl.federated.storage.record_store import RecordStore
-from lightning_sparsefl.report.measures.direction import higher_is_better
+from lightning_sparsefl.report.measures.direction import key_should_rise
 from lightning_sparsefl.sparse.masks import apply
 from lightning_sparsefl.types import RunState, ServerState, Weights
 
@@ -118,15 +118,13 @@ class Scorer:
             further = logged = self._evaluate(state, "val", personal=not key.startswith("global/")).summary()
         if key not in logged:
             raise InvalidOption(f"`federation.select` is {key!r}; expected a validation score: {sorted(logged)}.")
-        if self._is_better(logged[key]):
+        if self._is_better(logged[key], rising=key_should_rise(key, logged)):
             self._take(SelectedRound(key, logged[key], replace(state, pending=())))
         return further
 
-    def _is_better(self, value: float) -> bool:
-        assert self.federation.select is not None
+    def _is_better(self, value: float, rising: bool) -> bool:
         if math.isnan(value) or self.selected is None:
             return not math.isnan(value)
-        rising = higher_is_better(self.federation.select)
         return value > self.selected.value if rising else value < self.selected.value
 
     def finetuned(self, state: RunState) -> tuple[dict[str, float], list[dict[str, Any]]]:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 import re
 import statistics
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+
+from lightning_sparsefl.report.measures.client_statistics import is_statistic
 
 _FALLING = {
     "loss",
@@ -58,6 +60,25 @@ def higher_is_better(name: str) -> bool:
     """
     words = {word.lower() for word in _WORD.findall(name)}
     return not words & _FALLING and "loss" not in name.lower()
+
+
+def key_should_rise(key: str, keys: Collection[str]) -> bool:
+    """Return whether a logged key should rise: its metric, but neither a spread over clients nor a gap to the unseen.
+
+    A gap is positive where participants have higher values than unseen clients.
+
+    Args:
+        key: Logged key.
+        keys: All logged keys of the run.
+
+    Example:
+        >>> keys = ["personal/acc", "personal/acc_std", "personal/acc_worst10"]
+        >>> [key_should_rise(key, keys) for key in keys]
+        [True, False, True]
+    """
+    if is_statistic(key, keys, ("_std",)):
+        return False
+    return higher_is_better(key) != is_statistic(key, keys, ("_gap",))
 
 
 def worst_tenth(values: Sequence[float], rising: bool) -> float:

@@ -130,6 +130,15 @@ def test_the_best_round_is_fine_tuned_at_its_own_round(fit):
     assert json.loads((folder / "summary.json").read_text())["selected/round"] == best
 
 
+def test_the_smallest_spread_over_clients_is_selected(fit):
+    folder, summary = fit(federation={"select": "personal/val_loss_std", "finetune_epochs": 1}, max_rounds=4)
+    spreads = [float(row["personal/val_loss_std"]) for row in rows(folder / "metrics.csv")]
+    assert summary["selected/round"] == spreads.index(min(spreads)) + 1 != spreads.index(max(spreads)) + 1
+    _, summary = fit(federation={"select": "personal/val_acc_std", "finetune_epochs": 1}, max_rounds=4)
+    spreads = [float(row["personal/val_acc_std"]) for row in rows(folder / "metrics.csv")]
+    assert summary["selected/round"] == spreads.index(min(spreads)) + 1 != spreads.index(max(spreads)) + 1
+
+
 class StopsEarly(Callback):
     def on_train_epoch_end(self, trainer, pl_module):
         trainer.should_stop = trainer.current_epoch == 2

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from lightning_sparsefl.report.measures.direction import higher_is_better, worst_tenth
+from lightning_sparsefl.report.measures.direction import higher_is_better, key_should_rise, worst_tenth
 
 
 @pytest.mark.parametrize(
@@ -36,6 +36,16 @@ def test_these_should_fall(name):
 @pytest.mark.parametrize("name", ["val_acc", "val_MulticlassF1Score", "AUROC", "test_R2Score", "maerz", "val_terror"])
 def test_these_should_rise(name):
     assert higher_is_better(name)
+
+
+def test_spreads_and_gaps_fall_whatever_the_direction_of_their_metric():
+    keys = [f"{group}/{name}" for group in ("personal", "unseen") for name in ("acc", "loss")]
+    keys += [f"{key}{end}" for key in keys for end in ("_std", "_worst10", "_gap")]
+    rising = [key for key in keys if key_should_rise(key, keys)]
+    assert rising == [
+        *("personal/acc", "unseen/acc", "personal/acc_worst10", "personal/acc_gap"),
+        *("unseen/acc_worst10", "unseen/loss_gap"),
+    ]
 
 
 def test_the_worst_tenth_of_values_without_a_number_is_none():
