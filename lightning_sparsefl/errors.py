@@ -24,7 +24,7 @@ without a traceback and exits with code 2.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from functools import cache, partial
 from inspect import isabstract
@@ -37,6 +37,8 @@ _LEAST_SIMILARITY = 0.65
 """Similarity below which a name is not suggested, from 0 to 1."""
 _LEAST_START = 3
 """Number of letters from which on the start of a name suggests it."""
+_LISTS = {list, tuple, Sequence}
+"""Types that annotate lists of numbers or strings."""
 
 
 class SparseFLError(Exception):
@@ -170,8 +172,8 @@ def type_checks(annotated: Any) -> dict[str, tuple[Callable[[Any], bool], str]]:
 def type_check(hint: Any) -> tuple[Callable[[Any], bool], str]:
     """Return whether a value fits an annotation, as a function, and what is expected of it in a message.
 
-    Numbers, lists of numbers, mappings, classes and `Literal` are checked, each with or without None; any value fits
-    other annotations.
+    Numbers, strings, lists of them, mappings, classes and `Literal` are checked, each with or without None; any value
+    fits other annotations.
 
     Args:
         hint: Annotation of the option, resolved by ``get_type_hints``.
@@ -199,10 +201,13 @@ def _check_of_kinds(kinds: Sequence[Any]) -> tuple[Callable[[Any], bool], str]:
         return inner.__contains__, "one of " + ", ".join(map(repr, inner))
     if origins == {Mapping}:
         return lambda value: isinstance(value, Mapping), "a mapping from names"
-    if inner and all(item in (int, float) for item in inner) and origins <= {list, tuple, Sequence}:
+    if inner and all(item in (int, float) for item in inner) and origins <= _LISTS:
         return partial(_is_list, partial(_is_of, inner)), "a list of numbers"
-    if inner == [str] and origins == {None, list} and str in kinds:
+    items = [item for item in (*inner, *kinds) if get_origin(item) not in _LISTS]
+    if inner and all(item is str for item in items):
         texts = partial(_is_list, lambda item: isinstance(item, str))
+        if str not in kinds:
+            return texts, "a list of strings"
         return lambda value: isinstance(value, str) or texts(value), "a string or a list of strings"
     if origins == {None} and all(isinstance(kind, type) for kind in kinds):
         return lambda value: isinstance(value, tuple(kinds)), " or ".join(map(_described, kinds))
@@ -211,7 +216,7 @@ def _check_of_kinds(kinds: Sequence[Any]) -> tuple[Callable[[Any], bool], str]:
 
 def _is_list(fits: Callable[[Any], bool], value: Any) -> bool:
     """Return whether a value is a list, or like one, of items that fit."""
-    return isinstance(value, Iterable) and not isinstance(value, str) and all(map(fits, value))
+    return isinstance(value, Collection) and not isinstance(value, str) and all(map(fits, value))
 
 
 def require_type(option: str, value: Any, hint: Any) -> None:

@@ -81,6 +81,7 @@ def tensors(**options):
         (FedProx, "algorithm.mu", ["2", NAN]),
         (FedLPS, "algorithm.levels", [1.0, ["1"]]),
         (HeteroFL, "algorithm.rates", [0.5, ["1"]]),
+        (FedLPS, "algorithm.levels", [(level for level in (0.5, 1.0))]),
         (TrimmedMean, "federation.reducer.fraction", ["0.1", None]),
         (ExponentialRoundLR, "trainer.round_lr.gamma", ["0.1"]),
         (Dirichlet, "data.partition.alpha", ["0.1"]),
@@ -142,6 +143,23 @@ def options_of_one_class():
                 is_required = {each.name: each.default is MISSING for each in fields(kind)}.get(name, True)
                 if isinstance(hint, type) and not get_origin(hint) and hint not in (int, float) and not is_required:
                     yield pytest.param(kind, name, id=f"{kind.__name__}.{name}")
+
+
+def lists_of_names():
+    """Return the options of methods that are lists of names, with the methods."""
+    for kind in (value for value in vars(algorithms).values() if isinstance(value, type) and is_dataclass(value)):
+        for name, hint in get_type_hints(kind).items():
+            if hint == tuple[str, ...]:
+                yield pytest.param(kind, name, id=f"{kind.__name__}.{name}")
+
+
+@pytest.mark.parametrize(("kind", "name"), list(lists_of_names()))
+def test_a_list_of_names_is_neither_a_name_nor_of_numbers(kind, name):
+    for value in ("net.fc", 3, [0.5], None):
+        with pytest.raises(
+            InvalidOption, match=rf"algorithm\.{name}` is {re.escape(repr(value))}; expected a list of s"
+        ):
+            kind(**{name: value})
 
 
 @pytest.mark.parametrize(("kind", "name"), list(options_of_one_class()))
