@@ -100,6 +100,17 @@ class RecordDatabase:
                 f"{self.path} is of another run than the checkpoint; expected the run {run!r}: copy the folder "
                 "`clients` together with its checkpoint, or choose another `ckpt_path`."
             )
+        self.require_served(round)
+
+    def require_served(self, round: int) -> None:
+        """Check that the database has the records of a round; a run that goes on deletes those of earlier rounds.
+
+        Args:
+            round: Number of finished rounds.
+
+        Raises:
+            CheckpointMismatch: If the database does not have the records of that round.
+        """
         if not self._rows("SELECT 1 FROM served WHERE round = ? LIMIT 1", round):
             raise CheckpointMismatch(
                 f"{self.path} does not hold the clients' records of round {round} any more, or not yet; "

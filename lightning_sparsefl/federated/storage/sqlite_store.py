@@ -58,13 +58,21 @@ class SqliteStore(RecordStore):
         return self._owner(shard) == self.ranks.rank
 
     def get(self, client: int, at: int | None = None) -> Packed | None:
-        """Return a client's record; see :class:`RecordStore`."""
+        """Return a client's record; see :class:`RecordStore`.
+
+        Raises:
+            CheckpointMismatch: If the record is damaged, or the run went on elsewhere and may have deleted it.
+        """
         versions = self._new.get(client, {})
         version = newest(versions, at)
         if version is not None:
             return versions[version]
         database = self._shards.get(client % self._count)
-        return None if database is None else database.read(client, self._stored(at))
+        if database is None or self._committed < 0:
+            return None
+        record: Packed | None = database.read(client, self._stored(at))
+        database.require_served(self._committed)  # after the read: what is served now was served then
+        return record
 
     def _stored(self, at: int | None) -> int:
         """Return the round to read the databases at; what they hold of later rounds is left over by a crash."""

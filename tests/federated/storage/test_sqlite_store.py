@@ -235,6 +235,22 @@ def test_a_checkpoint_that_is_too_old_is_refused(tmp_path, new):
             new().load(dataclasses.replace(committed, index=[gone, 1]), tmp_path)
 
 
+def test_a_reader_says_so_where_the_run_goes_on_and_deletes_what_it_reads(tmp_path, new):
+    trained, reader = new(), new()
+    for round_ in range(1, 8):
+        trained.put(0, packed(round_), round_)
+        stored = trained.commit(tmp_path, round_)
+        if round_ == 2:
+            reader.load(stored, tmp_path)
+        if 2 <= round_ <= 4:  # two further commits serve it
+            assert reader.get(0)["n"] == 2
+        elif round_ > 4:
+            for client in (0, 1):  # one without a record may have had one
+                with pytest.raises(CheckpointMismatch, match="records of round 2 any more, or not yet"):
+                    reader.get(client)
+    assert trained.get(0)["n"] == 7
+
+
 class Stored(NamedTuple):
     """A folder with a database, and how a checkpoint refers to it."""
 
