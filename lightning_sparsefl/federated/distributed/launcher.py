@@ -28,6 +28,10 @@ T = TypeVar("T")
 _EXIT = 2
 _PATIENCE = 30.0
 """Time that a process has to exit by itself after another one failed, in seconds."""
+_UNCONNECTED = 1.0
+"""The same before the processes are connected, when it can only wait for the other one."""
+_LAUNCHER = "LIGHTNING_SPARSEFL_LAUNCHER"
+"""Environment variable with the number of the process that started this one as another rank."""
 _CLEANUP_SECONDS = 0.1
 """Time that the threads of a process group need to free their tensors, in seconds."""
 _REPLACED = [f"{prefix}{name}" for name in ("__init__", "__setattr__", "__delattr__") for prefix in ("", "__old")]
@@ -143,7 +147,10 @@ def _send_error(errors: Any, work: Callable[[Fabric], T], fabric: Fabric) -> T:
 
 
 class WatchedLauncher(_SubprocessScriptLauncher):
-    """Launcher that starts the other ranks as Lightning does, reports one that died, and ends all that remain."""
+    """Launcher that starts the other ranks as Lightning does, reports one that died, and ends all that remain.
+
+    A rank ends as well when the process that started it has died.
+    """
 
     def launch(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Start the processes and call a function in this one.
@@ -155,15 +162,22 @@ class WatchedLauncher(_SubprocessScriptLauncher):
         """
         if not isinstance(self.cluster_environment, TorchElasticEnvironment):  # whose machines may differ in size
             self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
+        returned = threading.Event()
         if not self.cluster_environment.creates_processes_externally:
+            os.environ[_LAUNCHER] = str(os.getpid())  # which the children inherit
             self._call_children_scripts()
             threading.Thread(target=_watch, args=(self.procs,), daemon=True, name="rank watch").start()
+        elif _LAUNCHER in os.environ:
+            watched = int(os.environ[_LAUNCHER]), returned
+            threading.Thread(target=_watch_launcher, args=watched, daemon=True, name="launcher watch").start()
         _set_num_threads_if_needed(num_processes=self.num_processes)
         try:
             return function(*args, **kwargs)
         except (RankFailed, DistError):
             _end(self.procs, patience=5)
             raise
+        finally:
+            returned.set()
 
 
 def _watch(children: Sequence[subprocess.Popen[bytes]]) -> None:
@@ -172,12 +186,28 @@ def _watch(children: Sequence[subprocess.Popen[bytes]]) -> None:
     This process normally notices the failure in its next collective, and then exits in an orderly way. Lightning's own
     watch does not wait for that.
     """
-    while any(child.poll() is None for child in children):
+    running = True
+    while running:
+        running = any(child.poll() is None for child in children)
         failed = [rank for rank, child in enumerate(children, start=1) if child.poll()]
         if failed:
-            time.sleep(_PATIENCE)
+            time.sleep(_PATIENCE if _distributed_is_initialized() else _UNCONNECTED)
             _exit_after_failure(children, failed[0])
         time.sleep(0.5)
+
+
+def _watch_launcher(launcher: int, returned: threading.Event) -> None:
+    """Wait for the process that started this one; if it dies and this one is not done soon after, end this one.
+
+    Args:
+        launcher: Number of the process.
+        returned: Event of the end of this process's work.
+    """
+    while os.getppid() == launcher:
+        if returned.wait(0.5):
+            return
+    if not returned.wait(_PATIENCE if _distributed_is_initialized() else 0):
+        stop_run("The process that started this rank has died")
 
 
 def _exit_after_failure(children: Sequence[subprocess.Popen[bytes]], rank: int) -> NoReturn:

@@ -1,3 +1,4 @@
+import os
 import subprocess
 import sys
 import threading
@@ -108,8 +109,35 @@ def test_a_rank_that_died_is_noticed_while_this_one_trains(monkeypatch, capfd):
     assert other.wait(timeout=60) == -9
 
 
+@pytest.mark.parametrize("number", [1, 2])
+def test_ranks_that_have_all_died_are_noticed(monkeypatch, capfd, number):
+    died = [subprocess.Popen([sys.executable, "-c", "raise SystemExit(3)"]) for _ in range(number)]
+    for child in died:
+        child.wait()
+    monkeypatch.setattr(launch, "_UNCONNECTED", 0)
+    monkeypatch.setattr(launch.os, "_exit", sys.exit)
+    with pytest.raises(SystemExit):
+        launch._watch(died)
+    assert "sparsefl: error: Rank 1 was ended by the exit code 3" in capfd.readouterr().err
+
+
 def test_ranks_that_end_well_are_not_waited_for():
     launch._watch([subprocess.Popen([sys.executable, "-c", ""])])
+
+
+def test_a_rank_whose_launcher_has_died_ends(monkeypatch, capfd):
+    monkeypatch.setattr(launch.os, "_exit", sys.exit)
+    with pytest.raises(SystemExit) as left:
+        launch._watch_launcher(os.getpid(), threading.Event())  # which is no parent of this process
+    assert left.value.code == 2
+    assert "sparsefl: error: The process that started this rank has died, so the run" in capfd.readouterr().err
+
+
+def test_a_rank_that_is_done_is_not_ended_with_its_launcher(monkeypatch):
+    done = threading.Event()
+    done.set()
+    for launcher in (os.getppid(), os.getpid()):
+        launch._watch_launcher(launcher, done)
 
 
 @pytest.fixture
