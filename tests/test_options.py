@@ -34,6 +34,7 @@ from lightning_sparsefl.errors import InvalidOption, check_types, type_check
 from lightning_sparsefl.federated import Oort, Privacy, TrimmedMean, Uniform
 from lightning_sparsefl.federated.distributed.fabric import build_fabric
 from lightning_sparsefl.federated.local.round_lr import ExponentialRoundLR
+from lightning_sparsefl.federated.storage.resume import find_resume_point
 from lightning_sparsefl.models import MLP
 
 CLUSTER = Path(__file__).parents[1] / "configs" / "cluster"
@@ -204,6 +205,16 @@ def test_choices_are_listed_in_the_order_of_their_option():
 def test_paths_may_be_paths(tmp_path):
     options = trainer(default_root_dir=tmp_path, run_dir=tmp_path / "run").options
     assert (options.default_root_dir, options.run_dir) == (str(tmp_path), tmp_path / "run")
+
+
+def test_the_home_folder_may_be_a_tilde(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    options = trainer(default_root_dir="~/runs", run_dir="~/run").options
+    assert (options.default_root_dir, options.run_dir) == (str(tmp_path / "runs"), tmp_path / "run")
+    assert options.local.default_root_dir == options.default_root_dir
+    assert data.FederatedMNIST(root="~/data").root == str(tmp_path / "data")
+    assert blobs(memory_map="~/maps").memory_map == str(tmp_path / "maps")
+    assert find_resume_point("~/run/last.ckpt", tmp_path, "FedAvg", True).checkpoint == tmp_path / "run/last.ckpt"
 
 
 def test_a_checkpoint_that_is_no_path_is_refused():

@@ -75,7 +75,7 @@ def checkpoint_without_config(args: Sequence[str], subcommand: str) -> str | Non
 def _path_of_checkpoint(args: Sequence[str]) -> str | None:
     """Return the value of `--ckpt_path` if it is a path."""
     value = _value_of("--ckpt_path", args)
-    return None if value in ("null", *NEWEST) else value
+    return None if value in (None, "null", *NEWEST) else os.path.expanduser(value)
 
 
 def _has_config(args: Sequence[str], subcommand: str) -> bool:

@@ -131,7 +131,8 @@ def group_of(value: Any, ckpt_path: str | None, root: Path, algorithm: str, conf
     Raises:
         InvalidOption: If the seeds are not valid, or `ckpt_path` is not the folder of a group.
     """
-    folder = None if ckpt_path in (None, "auto") else Path(str(ckpt_path))  # a group goes on without being asked to
+    starts = ckpt_path in (None, "auto")  # a group goes on without being asked to
+    folder = None if starts else Path(str(ckpt_path)).expanduser()
     known = folder is not None and (folder / SEEDS).is_file()
     if folder is not None and known:
         earlier = _earlier(folder, replaced=value is not None)

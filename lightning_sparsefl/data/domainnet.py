@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -66,8 +67,8 @@ class FederatedDomainNet(FederatedDataModule):
         require(size >= 1, "data.size", size, "a whole number >= 1")
         fits = num_clients >= 1 and num_clients % len(domains) == 0
         require(fits, "data.num_clients", num_clients, f"a multiple of the number of domains, {len(domains)}")
-        self.root, self.domains, self.classes, self.size = root, tuple(domains), tuple(classes), size
-        self.equal_domains, self.augment = equal_domains, augment
+        self.root, self.domains, self.classes = os.path.expanduser(root), tuple(domains), tuple(classes)
+        self.size, self.equal_domains, self.augment = size, equal_domains, augment
         self.num_classes, self.sample_shape = len(self.classes), (3, size, size)
         self._domain_of: dict[str, Tensor] = {}
         super().__init__(num_clients=num_clients, **options)

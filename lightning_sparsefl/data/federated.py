@@ -6,6 +6,7 @@ centralised baseline, with the training data of all clients in one loader.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -132,7 +133,8 @@ class FederatedDataModule(L.LightningDataModule):
         self.val_fraction, self.test_per_client, self.eval_split = val_fraction, test_per_client, eval_split
         self.seed, self.eval_batch_size = seed, eval_batch_size
         self.drop_last, self.num_workers, self.examples_per_client = drop_last, num_workers, examples_per_client
-        self.feature_shift, self.memory_map = feature_shift, memory_map
+        self.feature_shift = feature_shift
+        self.memory_map = None if memory_map is None else os.path.expanduser(memory_map)
         self.client_sizes: Sequence[int] = self._nominal_sizes()
         self._held: SplitData | None = None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
@@ -51,7 +52,8 @@ class FederatedReddit(FederatedDataModule):
     def __init__(self, root: str = "data", *, num_classes: int = 10_000, length: int = 10, **options: Any) -> None:
         require(num_classes >= 3, "data.num_classes", num_classes, "a whole number >= 3")
         require(length >= 1, "data.length", length, "a whole number >= 1")
-        self.root, self.num_classes, self.length, self.sample_shape = root, num_classes, length, (1, 1, length)
+        self.root = os.path.expanduser(root)
+        self.num_classes, self.length, self.sample_shape = num_classes, length, (1, 1, length)
         self._owners: dict[str, Tensor] = {}
         super().__init__(**options)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, get_args
 
@@ -47,7 +48,7 @@ class FromTorchvision(FederatedDataModule):
         super().__init__(**options)
         known = get_args(Normalization)
         require(normalization in known, "data.normalization", normalization, f"one of {', '.join(known)}")
-        self.root, self.download = root, download
+        self.root, self.download = os.path.expanduser(root), download
         if normalization != "dataset":
             mean, std = (0.5, 0.5) if normalization == "half" else (0.0, 1.0)
             self.mean, self.std = (mean,) * len(self.mean), (std,) * len(self.std)

@@ -158,6 +158,7 @@ class FederatedTrainer:  # long because LightningCLI reads every option from its
         require_type("federation", federation, Federation | None)
         require_type("trainer.default_root_dir", default_root_dir, str | PathLike)
         require_type("trainer.run_dir", run_dir, str | PathLike | None)
+        root = str(Path(default_root_dir).expanduser())
         listed = _listed("callbacks", callbacks, Callback), _listed("client_callbacks", client_callbacks, Callback)
         rounds, clients = _sorted_callbacks(*listed)
         _require_observers(rounds)
@@ -173,12 +174,12 @@ class FederatedTrainer:  # long because LightningCLI reads every option from its
                 limit_train_batches=limit_train_batches,
                 limit_val_batches=limit_val_batches,
                 limit_test_batches=limit_test_batches,
-                default_root_dir=str(default_root_dir),
+                default_root_dir=root,
             ),
             max_rounds=max_rounds,
             check_val_every_n_round=check_val_every_n_round,
-            default_root_dir=str(default_root_dir),
-            run_dir=None if run_dir is None else Path(run_dir),
+            default_root_dir=root,
+            run_dir=None if run_dir is None else Path(run_dir).expanduser(),
             callbacks=[*rounds, RoundProgressBar()] if enable_progress_bar and not quiet else rounds,
             client_callbacks=clients,
             logger=logger,

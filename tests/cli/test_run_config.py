@@ -51,6 +51,11 @@ def test_a_checkpoint_is_evaluated_replayed_exported_and_resumed(sparsefl, run, 
     assert "val_fraction" in err
 
 
+def test_a_path_may_begin_in_the_home_folder(sparsefl, run, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert sparsefl("test", f"--ckpt_path=~/{run.relative_to(tmp_path)}")[0] == 0
+
+
 def test_a_given_configuration_takes_precedence(sparsefl, run):
     (run / "config.yaml").write_text("algorithm: FedProx\n")
     assert sparsefl("test", "--config", QUICKSTART, "--ckpt_path", run)[0] == 0

@@ -29,7 +29,7 @@ from lightning_sparsefl.federated.distributed.freed_memory import freed_memory_k
 from lightning_sparsefl.federated.distributed.heartbeat import heartbeats
 from lightning_sparsefl.federated.distributed.launcher import launch
 from lightning_sparsefl.federated.distributed.ranks import Ranks
-from lightning_sparsefl.federated.distributed.signals import Interrupted, exit_exception
+from lightning_sparsefl.federated.distributed.signals import Interrupted, exit_exception, terminated_at_once
 from lightning_sparsefl.federated.distributed.torch_settings import deterministic_algorithms, intra_op_threads
 from lightning_sparsefl.federated.exchange.orders import Split
 from lightning_sparsefl.federated.rounds.cohort import Cohort
@@ -136,14 +136,16 @@ def _work(
         freed_memory_kept(fabric.device),
         isolate_rng(),
         heartbeats(ranks),
+        terminated_at_once(),
     ):
         rank_zero_info(f"{fabric.world_size} rank(s), {options.num_threads} intra-op thread(s) each")
         run, signal, result = None, None, {}
         try:
             run = Run(options, ranks, module, data, ckpt_path, splits.get(verb), connect)
             result = _COMMANDS[verb](run, **asked)
+            signal = _signal_at_the_end(run)
         except (Interrupted, KeyboardInterrupt) as stop:
-            if verb != "export" and (run is None or run.folder is None):  # both say themselves what they keep
+            if verb != "export" and (run is None or not run.has_begun):  # both say themselves what they keep
                 folder = None if run is None else run.resume_point.folder
                 rank_zero_info(f"{str(stop) or 'SIGINT'}: {kept_by_command(verb, folder)}")
             if isinstance(stop, KeyboardInterrupt):
@@ -151,3 +153,9 @@ def _work(
             signal = stop.number
     path = None if run is None or run.folder is None else str(run.folder.path)
     return {"result": result, "folder": path, "signal": signal}
+
+
+def _signal_at_the_end(run: Run) -> int | None:
+    """Return the number of a signal that a rank received when nothing was left to stop; the same on all ranks."""
+    numbers = run.ranks.share(lambda: run.cohort.interrupts.number)
+    return next((number for number in numbers if number is not None), None)

@@ -199,7 +199,7 @@ class _Job:
     def folder(self) -> Path:
         """Folder of the files."""
         if self.request.out is not None:
-            out = Path(self.request.out)
+            out = Path(self.request.out).expanduser()
             require_folder("out", out)
             return out
         resume_point = self.run.resume_point

@@ -99,7 +99,7 @@ def _finished(run: Run, state: RunState, table: dict[str, Any]) -> dict[str, Any
     if finished < most:
         why = f"{table['stopped_by']} has stopped it"
         advice = "leave it out of `trainer.callbacks`, or give a `Timer` more time,"
-    rank_zero_info(f"{run.folder.path} has finished {finished} rounds, and {why}; {advice} to train longer.")
+    rank_zero_info(f"{run.folder.shown} has finished {finished} rounds, and {why}; {advice} to train longer.")
     return table
 
 
@@ -108,12 +108,12 @@ def _print_results(run: Run, rounds: int, table: Mapping[str, Any]) -> None:
     if not run.ranks.first:
         return
     assert run.folder is not None
-    path = run.folder.path
+    path = run.folder.shown
     title = f"{type(run.algorithm).__name__} after {rounds} rounds, {run.data.num_clients} clients"
     print_table(title, ("", ""), summary_rows(table))
     print_line(f"{LEGEND}\n")
     print_line(f"Run folder: {path}")
-    if any(path.glob("events.out.tfevents.*")):
+    if any(run.folder.path.glob("events.out.tfevents.*")):
         print_line(f"TensorBoard: tensorboard --logdir {path} (to compare runs: --logdir {path.parent})")
 
 
@@ -149,8 +149,9 @@ class Fit:
 
     def run_rounds(self) -> dict[str, Any]:
         """Run the rounds that are left; return the final table."""
-        with raise_disk_full(self.folder.path), contextlib.closing(self._writing):
+        with raise_disk_full(self.folder.shown), contextlib.closing(self._writing):
             self._begin()
+            self.parts.has_begun = True
             with self.parts.cohort.interrupts:
                 try:
                     self._rounds()
@@ -185,7 +186,7 @@ class Fit:
         assert path is not None
         folder = RunFolder(path)
         if self.parts.lock is None:  # of a new folder, or not rank 0
-            self.parts.lock = FolderLock(path)
+            self.parts.lock = FolderLock(folder.path)
         self.ranks.share(partial(self._lock, path) if self.ranks.first else lambda: None)
         if self.ranks.first:
             resume_point.promote_previous()
@@ -411,8 +412,10 @@ class Fit:
         data = encoded(self._checkpoint(records, self._states).to_plain())
 
         def write() -> None:
-            self.parts.initial.save(folder)
-            checkpoint.save(folder / checkpoint.LAST, data, again)
+            with raise_disk_full(self.folder.shown):
+                self.parts.initial.save(folder)
+                checkpoint.save(folder / checkpoint.LAST, data, again)
+            self.folder.discard_finetuned()
             for store in self._stores:
                 store.discard_unreferenced(folder / checkpoint.CLIENTS)
 
@@ -460,7 +463,7 @@ class Fit:
             with contextlib.suppress(Exception):  # a further failure must not hide the first error
                 self._writing.finish()
         if isinstance(error, Interrupted | KeyboardInterrupt):
-            kept = kept_by_fit(self.folder.path, self._committed, self.options.max_rounds, self._phase)
+            kept = kept_by_fit(self.folder.shown, self._committed, self.options.max_rounds, self._phase)
             rank_zero_info(f"{str(error) or 'SIGINT'} {kept}")
         replayable = isinstance(error, ClientFailed) and not error.scored
         if replayable and isinstance(self.parts.cohort, RankCohort):  # its data is here

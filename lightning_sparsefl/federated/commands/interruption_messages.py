@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -19,9 +20,10 @@ def kept_by_fit(folder: Path, committed: int, rounds: int, phase: str) -> str:
         >>> kept_by_fit(Path("runs/FedSpa/version_0"), 2, 5, "round 3")
         'in round 3: 2 of 5 rounds are committed; `--ckpt_path runs/FedSpa/version_0` goes on from there.'
     """
+    option = f"`--ckpt_path {shlex.quote(str(folder))}`"
     if not committed:
-        return f"in {phase}: no round is committed; `--ckpt_path {folder}` starts the run over in its folder."
-    return f"in {phase}: {committed} of {rounds} rounds are committed; `--ckpt_path {folder}` goes on from there."
+        return f"in {phase}: no round is committed; {option} starts the run over in its folder."
+    return f"in {phase}: {committed} of {rounds} rounds are committed; {option} goes on from there."
 
 
 def kept_by_command(verb: str, folder: Path | None) -> str:
@@ -38,7 +40,8 @@ def kept_by_command(verb: str, folder: Path | None) -> str:
         'nothing is written; runs/FedSpa/version_0 is as it was.'
     """
     if verb == "fit":
-        again = "start the run again" if folder is None else f"`--ckpt_path {folder}` starts from its last commit again"
+        option = f"`--ckpt_path {shlex.quote(str(folder))}`"
+        again = "start the run again" if folder is None else f"{option} starts from its last commit again"
         return f"before the first round: nothing is written; {again}."
     return "nothing is written" + (f"; {folder} is as it was." if folder is not None else ".")
 

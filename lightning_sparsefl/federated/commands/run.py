@@ -102,6 +102,7 @@ class Run(NodeSide):
     ) -> None:
         self.sampler = options.federation.sampler or Uniform()
         self.folder: RunFolder | None = None
+        self.has_begun = False  # rounds of a fit, which say themselves what a signal leaves
         root = Path(options.default_root_dir)
         self.lock: FolderLock | None = None
         logged = partial(runs_of_loggers, options.users_loggers(), options.name)

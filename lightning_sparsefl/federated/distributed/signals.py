@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Iterator
 from typing import Any
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -39,6 +40,27 @@ def exit_exception(number: int, first: bool) -> BaseException:
     return KeyboardInterrupt() if number == signal.SIGINT else SystemExit(128 + number)
 
 
+@contextlib.contextmanager
+def terminated_at_once() -> Iterator[None]:
+    """Raise :class:`Interrupted` on SIGTERM within the context, where Python would end the process without a word.
+
+    It is for the main thread, in which a handler of the user is left alone.
+    """
+    at_default = signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    if not at_default or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    signal.signal(signal.SIGTERM, _terminate)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _terminate(number: int, frame: Any) -> None:
+    raise Interrupted(number)
+
+
 class Interrupts:
     """Context manager that records SIGTERM and SIGINT; code that can stop calls :meth:`check`.
 
@@ -63,6 +85,11 @@ class Interrupts:
         self._former = {}
         if self._at_once and kind is not None and issubclass(kind, SystemExit):
             raise KeyboardInterrupt  # a client's Trainer has converted it to SystemExit
+
+    @property
+    def number(self) -> int | None:
+        """Number of the signal that was received; None without one."""
+        return self._number
 
     def check(self) -> None:
         """Raise :class:`Interrupted` if a signal was received."""

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_sparsefl.federated.distributed.ranks import Ranks
+from lightning_sparsefl.federated.storage.disk_full import raise_disk_full
 
 Packed = dict[str, Any]
 """A record as plain values."""
@@ -174,7 +175,12 @@ def commit_together(stores: Sequence[RecordStore], folder: Path, round: int) -> 
     Returns:
         The reference of each store for the checkpoint.
     """
-    written = stores[0].ranks.share(lambda: [store.write(folder, round) for store in stores])
+
+    def write() -> list[Any]:
+        with raise_disk_full(folder):  # here, since other ranks get the text of an error alone
+            return [store.write(folder, round) for store in stores]
+
+    written = stores[0].ranks.share(write)
     return [
         store.conclude(parts, folder, round) for store, parts in zip(stores, zip(*written, strict=True), strict=True)
     ]

@@ -137,7 +137,7 @@ def find_resume_point(
     if ckpt_path is None:
         return ResumePoint()
     if ckpt_path not in NEWEST:
-        found = _resume_point_at(Path(ckpt_path), training)
+        found = _resume_point_at(Path(ckpt_path).expanduser(), training)
         return found if run_dir is None or not training else _moved(found, run_dir)
     for last in logged()[-1:]:
         return ResumePoint(last / "checkpoints" / LAST, last, newest=True)

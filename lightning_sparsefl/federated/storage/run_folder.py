@@ -37,6 +37,9 @@ from lightning_sparsefl.federated.storage.atomic_files import write_text_atomica
 from lightning_sparsefl.files import remove_leftovers
 from lightning_sparsefl.report.reading.runs import read_summary
 
+FINETUNED = "finetuned.csv"
+"""Name of the table of fine-tuning."""
+
 
 class Table:
     """A CSV file that rows are appended to; a new column rewrites it, with empty cells in the old rows.
@@ -151,7 +154,10 @@ class RunFolder:
     """
 
     def __init__(self, path: Path) -> None:
-        self.path = path
+        self.shown = path
+        """Path as it was given, for messages."""
+        self.path = path = path.absolute()
+        """Path that stays the same where code of the user changes the current folder."""
         path.mkdir(parents=True, exist_ok=True)
         self.metrics = Table(path / "metrics.csv")
         self.clients = Table(path / "clients.csv")
@@ -163,7 +169,7 @@ class RunFolder:
         return self.path / "checkpoints"
 
     def cut_back(self, rounds: int) -> None:
-        """Cut the tables back to a checkpoint, and delete that of fine-tuning and files of interrupted writes.
+        """Cut the tables back to a checkpoint, and delete files of interrupted writes.
 
         Args:
             rounds: Number of rounds committed by the checkpoint.
@@ -172,13 +178,15 @@ class RunFolder:
             remove_leftovers(folder)
         for table in (self.metrics, self.clients, self.overlaps):
             table.cut_back(rounds)
-        (self.path / "finetuned.csv").unlink(missing_ok=True)  # of an earlier end of the run
 
     def write_finetuned(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Write `finetuned.csv`."""
-        path = self.path / "finetuned.csv"
-        path.unlink(missing_ok=True)
-        Table(path).append(rows)
+        self.discard_finetuned()
+        Table(self.path / FINETUNED).append(rows)
+
+    def discard_finetuned(self) -> None:
+        """Delete `finetuned.csv`, which an earlier end of the run may have left."""
+        (self.path / FINETUNED).unlink(missing_ok=True)
 
     def write_hyperparameters(self, hparams: Mapping[str, Any]) -> None:
         """Write `hparams.yaml`, the file that a TensorBoard logger in this folder would write."""

@@ -36,13 +36,13 @@ def python_s_handler():
 def command(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
-    def run(verb="fit", ckpt_path=None, algorithm=None, every=1, store="ram", asked=None, **options):
-        federation = {"finetune_epochs": 1, "checkpoint_every_n_rounds": every, "store": store}
+    def run(verb="fit", ckpt_path=None, algorithm=None, every=1, store="ram", asked=None, rounds=3, tuned=1, **options):
+        federation = {"finetune_epochs": tuned, "checkpoint_every_n_rounds": every, "store": store}
         trainer = FederatedTrainer(
             algorithm=algorithm or FedAvg(),
             federation=Federation(clients_per_round=2, **federation),
             accelerator="cpu",
-            max_rounds=3,
+            max_rounds=rounds,
             logger=False,
             enable_progress_bar=False,
             **options,
@@ -197,6 +197,72 @@ def test_the_set_up_of_a_resumed_run_leaves_it_as_it_was(command, caplog, monkey
         command(ckpt_path="last")
     assert f"before the first round: nothing is written; `--ckpt_path {FOLDER}` starts from its last" in caplog.text
     assert before == {path: path.read_bytes() for path in FOLDER.rglob("*") if path.is_file()}
+
+
+class Sends(Callback):
+    """Sends the process a signal in a hook."""
+
+    def __init__(self, hook, number):
+        setattr(self, hook, lambda *_: os.kill(os.getpid(), number))
+
+
+@pytest.fixture
+def at_default():
+    """As in a new process, which SIGTERM ends."""
+    former = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    yield
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    signal.signal(signal.SIGTERM, former)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_set_up_says_what_a_signal_leaves(number, command, caplog, at_default):
+    ends = SystemExit if number == signal.SIGTERM else KeyboardInterrupt
+    with pytest.raises(ends) as stopped:
+        command(callbacks=[Sends("setup", number)])
+    assert getattr(stopped.value, "code", 143) == 143
+    assert f"{number.name}: before the first round: nothing is written; start the run again." in caplog.text
+
+
+@pytest.mark.slow_after_first
+@pytest.mark.parametrize("ranks", [{}, FORK], ids=["one rank", "two ranks"])
+def test_a_signal_when_nothing_is_left_to_stop_ends_the_program(ranks, command, at_default):
+    """Else a script, or the next of several seeds, would go on."""
+    with pytest.raises(SystemExit) as stopped:
+        command(callbacks=[Sends("on_fit_end", signal.SIGTERM)], tuned=0, **ranks)
+    assert stopped.value.code == 143
+    assert (FOLDER / "summary.json").exists()
+
+
+def test_the_table_of_fine_tuning_stays_until_a_further_round_is_committed(command):
+    command()
+    tuned = (FOLDER / "finetuned.csv").read_bytes()
+    for hook, is_left in (("setup", True), ("on_train_epoch_start", True), ("on_train_epoch_end", False)):
+        with pytest.raises(KeyboardInterrupt):
+            command(ckpt_path="last", rounds=4, callbacks=[Sends(hook, signal.SIGINT)])
+        assert (FOLDER / "finetuned.csv").exists() == is_left, hook
+    command(ckpt_path="last", rounds=4)
+    assert (FOLDER / "finetuned.csv").read_bytes() != tuned
+
+
+def test_a_folder_with_a_space_is_quoted(command, caplog):
+    with pytest.raises(KeyboardInterrupt):
+        command(callbacks=[Sends("on_train_epoch_end", signal.SIGINT)], default_root_dir="my runs")
+    assert "`--ckpt_path 'my runs/FedAvg/version_0'` goes on from there" in caplog.text
+
+
+def test_code_that_changes_the_folder_does_not_divide_a_run(command, tmp_path):
+    class Changes(Callback):
+        def on_fit_start(self, trainer, pl_module):
+            (tmp_path / "elsewhere").mkdir()
+            os.chdir(tmp_path / "elsewhere")
+
+    for store in ("ram", "disk"):
+        summary = command(callbacks=[Changes()], store=store, default_root_dir=store)
+        assert not list((tmp_path / "elsewhere").iterdir())
+        os.chdir(tmp_path)
+        (tmp_path / "elsewhere").rmdir()
+        assert command(ckpt_path="last", store=store, default_root_dir=store) == summary
 
 
 @pytest.mark.parametrize(("verb", "method"), [("test", "_score"), ("replay", "_train")])

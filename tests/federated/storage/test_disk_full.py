@@ -11,6 +11,7 @@ from lightning_sparsefl import files
 from lightning_sparsefl.errors import ClientFailed, DiskFull
 from lightning_sparsefl.federated.storage.atomic_files import write_atomically
 from lightning_sparsefl.federated.storage.disk_full import raise_disk_full
+from lightning_sparsefl.federated.storage.memory_store import MemoryStore
 
 
 class SmallDisk(io.FileIO):
@@ -57,3 +58,15 @@ def test_other_errors_are_no_full_disk():
         with pytest.raises(type(error)) as raised:
             failing(error, cause)
         assert raised.value is error
+
+
+def test_ranks_get_the_message_of_a_full_disk(alone, tmp_path, monkeypatch):
+    """The others get its text alone, so that it is converted where it is met."""
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "full")
+
+    store = MemoryStore("server", alone)
+    monkeypatch.setattr(store, "write", full)
+    with pytest.raises(DiskFull, match=r"`ckpt_path: last`"):
+        store.commit(tmp_path, 1)
