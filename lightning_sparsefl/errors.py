@@ -203,8 +203,8 @@ def _check_of_kinds(kinds: Sequence[Any]) -> tuple[Callable[[Any], bool], str]:
         return lambda value: isinstance(value, Mapping), "a mapping from names"
     if inner and all(item in (int, float) for item in inner) and origins <= _LISTS:
         return partial(_is_list, partial(_is_of, inner)), "a list of numbers"
-    items = [item for item in (*inner, *kinds) if get_origin(item) not in _LISTS]
-    if inner and all(item is str for item in items):
+    names = bool(inner) and all(item is str for item in inner)
+    if names and all(kind is str or get_origin(kind) in _LISTS for kind in kinds):
         texts = partial(_is_list, lambda item: isinstance(item, str))
         if str not in kinds:
             return texts, "a list of strings"
