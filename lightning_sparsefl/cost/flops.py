@@ -25,6 +25,7 @@ from lightning_sparsefl.types import LayerFlops, Masks
 _PRODUCTS = (
     *("conv", "_convolution_mode", "linear", "addmm", "matmul", "bmm", "baddbmm", "addbmm", "mm", "mv", "addmv"),
     *("dot", "inner", "tensordot", "einsum", "bilinear", "scaled_dot_product_attention", "embedding"),
+    "linalg_multi_dot",
 )
 """Operators that are counted; fvcore's other counts are those of normalisation and pooling."""
 
@@ -215,7 +216,7 @@ def _amounts(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     """Return what the work of a call depends on.
 
     These are the numbers of queries, keys and values of attention, or one number: the time steps of a recurrent layer,
-    the tokens of an embedding, or else the output elements.
+    the tokens of an embedding, or else the elements of the first output tensor.
     """
     if _is_attention(module):
         names = ("query", "key", "value")
@@ -229,7 +230,7 @@ def _amounts(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
         return [values.numel() // module.input_size]
     if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
         return [values.numel()]
-    return [sum(leaf.numel() for leaf in tree_leaves(output) if isinstance(leaf, Tensor))]
+    return [next((leaf.numel() for leaf in tree_leaves(output) if isinstance(leaf, Tensor)), 0)]
 
 
 class _TensorsOnly(nn.Module):
@@ -292,6 +293,22 @@ def _count_contraction(inputs: Sequence[Any], outputs: Sequence[Any]) -> int:
     return math.isqrt(left * right * out)
 
 
+def _count_chain(inputs: Sequence[Any], outputs: Sequence[Any]) -> int:
+    """Count a product of several matrices in the order that takes the fewest operations, as torch computes it."""
+    shapes = [node.type().sizes() for node in inputs[0].node().inputs()]
+    rows = shapes[0][0] if len(shapes[0]) > 1 else 1
+    sides = [rows, shapes[0][-1], *(shape[1] if len(shape) > 1 else 1 for shape in shapes[1:])]
+    least = {(first, first): 0 for first in range(len(shapes))}
+    for length in range(1, len(shapes)):
+        for first in range(len(shapes) - length):
+            last = first + length
+            least[first, last] = min(
+                least[first, cut] + least[cut + 1, last] + sides[first] * sides[cut + 1] * sides[last + 1]
+                for cut in range(first, last)
+            )
+    return int(least[0, len(shapes) - 1])
+
+
 def _count_convolution(inputs: Sequence[Any], outputs: Sequence[Any]) -> int:
     """Count a convolution whose padding is a word, such as ``"same"``, which fvcore has no handler for."""
     weight, out = inputs[1].type().sizes(), outputs[0].type().sizes()
@@ -315,6 +332,7 @@ _COUNTS = {
     "bilinear": _count_bilinear_form,
     "_convolution_mode": _count_convolution,
     "tensordot": _count_contraction,
+    "linalg_multi_dot": _count_chain,
     **dict.fromkeys(("matmul", "mv", "dot", "inner"), _count_product),
     **dict.fromkeys(("baddbmm", "addbmm", "addmv"), _count_added_product),
 }

@@ -11,7 +11,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import track
 
-from lightning_sparsefl.errors import InvalidOption, is_number, require_folder
+from lightning_sparsefl.errors import InvalidOption, is_number, require, require_folder
 from lightning_sparsefl.report.documents.cells import part_rows
 from lightning_sparsefl.report.documents.page import page
 from lightning_sparsefl.report.documents.tables import csv_text, group_rows, latex, markdown, run_rows
@@ -195,8 +195,9 @@ class Report:
             Path of the HTML page.
 
         Raises:
-            InvalidOption: If there is a file in place of the folder.
+            InvalidOption: If there is a file in place of the folder, or its name is empty.
         """
+        require(folder != "", "out", folder, "a folder, which is created if needed")
         folder = Path(folder)
         require_folder("out", folder)
         (folder / "figures").mkdir(parents=True, exist_ok=True)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
-import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from lightning_sparsefl.report.measures.mean_std import mean, sample_std
 from lightning_sparsefl.report.tables import summary_rows
 
 _NOT_AVERAGED = ("algorithm", "rounds", "stopped_by", "clients", "clients_scored", "seed")
@@ -27,10 +26,6 @@ def seed_rows(summaries: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
     """
     names = [name for name in summaries[0] if all(name in each for each in summaries) and name not in _NOT_AVERAGED]
     values = {name: [float(each[name]) for each in summaries] for name in names}
-    mean = {name: statistics.fmean(each) for name, each in values.items()}
-    std = {name: _std(each) for name, each in values.items() if len(each) > 1}
-    return summary_rows(mean, std, *summaries)
-
-
-def _std(values: Sequence[float]) -> float:
-    return statistics.stdev(values) if all(map(math.isfinite, values)) else math.nan
+    means = {name: mean(each) for name, each in values.items()}
+    stds = {name: sample_std(each) for name, each in values.items() if len(each) > 1}
+    return summary_rows(means, stds, *summaries)

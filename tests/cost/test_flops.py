@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import warnings
+from itertools import pairwise
 
 import lightning.pytorch as pl
 import pytest
@@ -448,3 +449,32 @@ def test_biases_of_layers_that_stay_whole_are_counted_in_full():
     layers = [LayerFlops(weight="a.weight", macs=9, bias=6), LayerFlops(weight="b.weight", macs=9, bias=4)]
     narrow = narrow_biases(layers, {"a.bias": torch.tensor([True, False, True])})
     assert [layer.bias for layer in narrow] == [4, 4]
+
+
+def test_a_chain_of_matrices_is_counted_in_its_best_order():
+    class Chain(nn.Module):
+        def __init__(self, *sides):
+            super().__init__()
+            self.factors = nn.ParameterList([torch.ones(*pair) for pair in pairwise(sides)])
+
+        def forward(self, x):
+            return torch.linalg.multi_dot([x, *self.factors])
+
+    def macs(module, sample):
+        return sum(layer.macs for layer in count_layers(module, sample))
+
+    assert macs(Chain(4, 50, 6), torch.zeros(2, 4)) == 2 * 4 * 50 + 2 * 50 * 6
+    assert macs(Chain(2, 50, 3), torch.zeros(100, 2)) == 2 * 50 * 3 + 100 * 2 * 3
+    assert macs(Chain(4, 5, 6), torch.zeros(4)) == 4 * 5 + 5 * 6
+
+
+def test_a_bias_is_counted_for_the_first_output_alone():
+    class Layer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight, self.bias = nn.Parameter(torch.ones(3, 4)), nn.Parameter(torch.ones(3))
+
+        def forward(self, x):
+            return nn.functional.linear(x, self.weight, self.bias), x.expand(1000, 4)
+
+    assert facts(Layer(), torch.zeros(1, 4)) == {"weight": (12, 3)}

@@ -7,6 +7,7 @@ from html.parser import HTMLParser
 import pytest
 
 from helpers.run_folders import write_run
+from lightning_sparsefl.errors import InvalidOption
 from lightning_sparsefl.report import Report, load_runs
 from lightning_sparsefl.report.plots.drawing import draw_files
 
@@ -172,3 +173,11 @@ def test_the_terminal_shows_one_row_for_each_group(report, capsys):
     ] * 4
     value = report.summary.groups["FedSpa"]["personal_val_acc"]
     assert f"{value.mean:.4f} \u00b1 {value.std:.4f}" in out
+
+
+def test_an_empty_name_of_a_folder_is_refused(report, tmp_path, monkeypatch):
+    """As of a variable of the shell that is not set."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InvalidOption, match=r"`out` is ''; expected a folder, which is created if needed\."):
+        report.write("")
+    assert not list(tmp_path.iterdir())

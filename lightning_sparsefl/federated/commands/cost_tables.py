@@ -32,7 +32,8 @@ table is the sum over all of them. Bytes down go to clients, bytes up come back.
 An empty cell is a cost that its column does not count."""
 _ESTIMATE = """\
 Masks that depend on gradients are simulated with noise, which changes them more
-than training does: their bytes on the wire are upper estimates."""
+than training does: their bytes on the wire are upper estimates. Those of masks
+that depend on weights are lower ones, since simulated steps keep their order."""
 
 
 @dataclass(frozen=True)

@@ -1,14 +1,15 @@
 """Estimate of the costs of a run without training and without data.
 
 The code of the algorithm itself runs: client-rounds at several points of the run are simulated by a client that takes
-one step without data. The messages are real, so their sizes are those of the run, with four exceptions. Metrics of
+one step without data. The messages are real, so their sizes are those of the run, with five exceptions. Metrics of
 real clients, some 20 bytes each, are missing. Gradients are noise, so that a mask that depends on them changes more
-than in training, where dropped weights tend to return; its bytes are overestimated. Scores are the highest possible, so
-that a method that waits for one waits for the shortest time. The server does not learn from client-rounds (`observe`),
-so that a bandit always chooses as in the first round. Densities and capacities that a method draws at random, as FedLPS
-does, are drawn once for each part of the run and each capacity of the federation, so that the costs of such a run are
-rough. With `federation.redraw_capacities` the capacities are those of the run, but a simulated client keeps its masks,
-which a real one gets anew when its capacity changes.
+than in training, where dropped weights tend to return; its bytes are overestimated. A step moves all weights alike, so
+that a mask that follows the order of weights hardly changes; its bytes are underestimated. Scores are the highest
+possible, so that a method that waits for one waits for the shortest time. The server does not learn from client-rounds
+(`observe`), so that a bandit always chooses as in the first round. Densities and capacities that a method draws at
+random, as FedLPS does, are drawn once for each part of the run and each capacity of the federation, so that the costs
+of such a run are rough. With `federation.redraw_capacities` the capacities are those of the run, but a simulated client
+keeps its masks, which a real one gets anew when its capacity changes.
 """
 
 from __future__ import annotations

@@ -10,6 +10,23 @@ from lightning_sparsefl.federated.exchange.orders import Order
 from lightning_sparsefl.types import PendingUpdate, Update
 
 
+def require_no_extra(order: Order, update: Update) -> None:
+    """Refuse a method whose updates could not be merged in a later round, at the first update, late or not.
+
+    Args:
+        order: Order that the client answered.
+        update: Update of the client.
+
+    Raises:
+        InvalidUpdate: If the update has more than weights.
+    """
+    if update.extra:
+        raise InvalidUpdate(
+            f"The update of client {order.client} has the `extra` trees {sorted(update.extra)}, which could not be "
+            "merged in a later round; expected a method that sends weights only, or another `federation.sampler`."
+        )
+
+
 def pending_update(order: Order, update: Update, arrival: float) -> PendingUpdate:
     """Return what is kept of a late client's update, on the CPU.
 
@@ -19,13 +36,8 @@ def pending_update(order: Order, update: Update, arrival: float) -> PendingUpdat
         arrival: Simulated time at which it arrives.
 
     Raises:
-        InvalidUpdate: If the update has more than weights, or weights that the client did not receive.
+        InvalidUpdate: If the update has weights that the client did not receive.
     """
-    if update.extra:
-        raise InvalidUpdate(
-            f"The update of client {order.client} is late, and its `extra` trees {sorted(update.extra)} cannot be "
-            "merged in a later round; expected a method that sends weights only, or another `federation.sampler`."
-        )
     changes, cpu = changes_of(update, order.message, "federation.sampler"), torch.device("cpu")
     return PendingUpdate(
         client=order.client,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Collection, Mapping, Sequence
 
 from lightning_sparsefl.errors import InvalidOption
@@ -11,6 +10,7 @@ from lightning_sparsefl.federated.exchange.flat import Layout
 from lightning_sparsefl.federated.rounds.outcome import Outcome
 from lightning_sparsefl.report.measures.client_statistics import STATISTICS
 from lightning_sparsefl.report.measures.direction import higher_is_better, worst_tenth
+from lightning_sparsefl.report.measures.mean_std import mean
 
 
 def round_metrics(outcomes: Sequence[Outcome], layout: Layout) -> dict[str, float]:
@@ -78,8 +78,8 @@ def spread(group: str, personal: Mapping[int, Mapping[str, float]]) -> dict[str,
     for name in sorted(names):
         require_free(names, name, "_std", "_worst10")
         values = [metrics[name] for metrics in personal.values() if name in metrics]
-        keys[f"{group}/{name}"] = mean = statistics.fmean(values)
-        keys[f"{group}/{name}_std"] = math.sqrt(statistics.fmean((value - mean) ** 2 for value in values))
+        keys[f"{group}/{name}"] = center = mean(values)
+        keys[f"{group}/{name}_std"] = math.sqrt(mean([(value - center) * (value - center) for value in values]))
         keys[f"{group}/{name}_worst10"] = worst_tenth(values, higher_is_better(name))
     return keys
 

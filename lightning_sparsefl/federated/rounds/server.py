@@ -32,7 +32,7 @@ from lightning_sparsefl.federated.local.buffers import without_local_buffers
 from lightning_sparsefl.federated.options import Federation
 from lightning_sparsefl.federated.rounds.about import AllAbout
 from lightning_sparsefl.federated.rounds.outcome import Outcome, longest
-from lightning_sparsefl.federated.rounds.pending import pending_update
+from lightning_sparsefl.federated.rounds.pending import pending_update, require_no_extra
 from lightning_sparsefl.federated.rounds.round_draw import RoundDraw
 from lightning_sparsefl.federated.rounds.workload import Workload
 from lightning_sparsefl.federated.sampling.cohort_draw import CohortDraw
@@ -308,6 +308,8 @@ class Server:  # long because the facts of one order are needed at each of its s
             return replace(blank, status="failed", charge=charge, failure=failure)
         assert answer.update is not None
         assert answer.up is not None
+        if order.task == "train" and self.draw.merges_late:
+            require_no_extra(order, answer.update)
         if order.task == "survey":
             charge = _transfer(issued.view, issued.size, answer.up)
         else:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 import re
-import statistics
 from collections.abc import Collection, Sequence
 
 from lightning_sparsefl.report.measures.client_statistics import is_statistic
+from lightning_sparsefl.report.measures.mean_std import mean
 
 _FALLING = {
     "loss",
@@ -95,4 +95,4 @@ def worst_tenth(values: Sequence[float], rising: bool) -> float:
     if any(map(math.isnan, values)):
         return math.nan
     ordered = sorted(values, reverse=not rising)
-    return statistics.fmean(ordered[: max(1, math.ceil(len(ordered) / 10))])
+    return mean(ordered[: max(1, math.ceil(len(ordered) / 10))])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 
@@ -36,7 +36,38 @@ def mean_std(values: Iterable[float]) -> MeanStd:
         MeanStd(mean=2.0, std=1.4142135623730951, count=2)
     """
     known = [float(value) for value in values if math.isfinite(value)]
-    if not known:
-        return MeanStd()
-    std = statistics.stdev(known) if len(known) > 1 else math.nan
-    return MeanStd(statistics.fmean(known), std, len(known))
+    return MeanStd(mean(known), sample_std(known), len(known)) if known else MeanStd()
+
+
+def mean(values: Sequence[float]) -> float:
+    """Compute a mean, rounded once; of values that are not finite or too large for that, what float64 sums give.
+
+    Args:
+        values: One or more values.
+
+    Example:
+        >>> mean([0.1] * 10), mean([math.inf, -math.inf]), mean([1e308, 1e308])
+        (0.1, nan, 1e+308)
+    """
+    try:
+        return statistics.fmean(values)
+    except (ValueError, OverflowError):
+        return sum(value / len(values) for value in values)
+
+
+def sample_std(values: Sequence[float]) -> float:
+    """Compute a sample standard deviation; NaN for fewer than two values, or values that are not finite.
+
+    Args:
+        values: Values.
+
+    Example:
+        >>> sample_std([1.0, 3.0]), sample_std([1.0]), sample_std([1.7e308, -1.7e308])
+        (1.4142135623730951, nan, inf)
+    """
+    if len(values) < 2 or not all(map(math.isfinite, values)):
+        return math.nan
+    try:
+        return statistics.stdev(values)
+    except OverflowError:
+        return math.inf

@@ -188,6 +188,6 @@ def _first_of_each(known: Mapping[Path, list[str]]) -> dict[Path, list[str]]:
 
 
 def _metrics(run: Run) -> list[str]:
-    """Return the metrics of the models of a run that have a value."""
-    keys = [key for key, values in run.metrics.items() if key.split("/")[0] in MODELS and np.isfinite(values).any()]
+    """Return the metrics of the models of a run, which has no columns for them before its first evaluation."""
+    keys = [key for key in run.metrics if key.startswith(tuple(f"{model}/" for model in MODELS))]
     return list(dict.fromkeys(key.split("/", 1)[1] for key in keys if not is_statistic(key, run.metrics)))

@@ -78,14 +78,15 @@ def duration_plot(groups: Sequence[Group]) -> Boxes:
     values = {
         group.name: np.concatenate(found)
         for group in groups
-        if (found := [seconds for run in group.runs if len(seconds := _known_seconds(run))])
+        if (found := [seconds for run in group.runs if len(seconds := _known_seconds(run, trained=True))])
     }
     return Boxes(
         name="durations",
         title="Duration of a client's round",
         caption=(
-            "Simulated time of local training and upload, for each client that trained and each round of all runs of a "
-            "group. Box: quartiles and median; whiskers: 1.5 times the distance of the quartiles; dots: values outside."
+            "Simulated time of local training and upload, for each client that trained in time and each round of all "
+            "runs of a group. Box: quartiles and median; whiskers: 1.5 times the distance of the quartiles; dots: "
+            "values outside."
         ),
         missing=None if values else _NOT_SIMULATED,
         x_label="time of a client in a round",
@@ -94,9 +95,13 @@ def duration_plot(groups: Sequence[Group]) -> Boxes:
     )
 
 
-def _known_seconds(run: Run) -> Column:
-    seconds: Column = run.clients.get("simulated_seconds", np.array([]))
-    return seconds[np.isfinite(seconds)]
+def _known_seconds(run: Run, trained: bool = False) -> Column:
+    """Return the times of the clients of all rounds, or without those of late ones, which may be expected alone."""
+    if "simulated_seconds" not in run.clients:
+        return np.array([])
+    seconds = run.clients["simulated_seconds"]
+    chosen = np.isfinite(seconds)
+    return seconds[chosen & (run.clients["trained"] == 1) if trained and "trained" in run.clients else chosen]
 
 
 def participation_plot(groups: Sequence[Group]) -> Maps:

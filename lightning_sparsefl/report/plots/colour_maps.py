@@ -13,7 +13,8 @@ from matplotlib.figure import Figure
 
 from lightning_sparsefl.report.measures.prefix import scaled_unit
 from lightning_sparsefl.report.plots.data import Maps, Panel
-from lightning_sparsefl.report.plots.style import INK, SMALL, WIDTH, WORST, no_grid, short, short_names
+from lightning_sparsefl.report.plots.style import INK, SMALL, WIDTH, WORST, no_grid, short_names
+from lightning_sparsefl.report.shortened import short
 
 _MOST_NAMES = 14
 """Maximum number of rows with a name each, of one panel or two; half of it in smaller panels."""

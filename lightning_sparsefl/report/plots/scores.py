@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
 
 import numpy as np
 
@@ -33,6 +34,7 @@ _AXES: dict[Axis, tuple[str, str | None, str, str]] = {
 }
 """Label and unit of each axis, its words in a title, and why it may be unknown."""
 NOT_EVALUATED = "no round has been evaluated yet"
+_NOT_FINITE = "no score is a finite number"
 
 
 def score_plots(groups: Sequence[Group], metric: str | None) -> Iterator[Curves]:
@@ -42,6 +44,7 @@ def score_plots(groups: Sequence[Group], metric: str | None) -> Iterator[Curves]
         groups: Groups of runs.
         metric: Name of the metric, such as ``test_acc``; None if no run has been evaluated.
     """
+    is_scored = metric is not None and bool(_panels(groups, metric, "rounds"))
     for name, (label, unit, words, reason) in _AXES.items():
         panels = {} if metric is None else _panels(groups, metric, name)
         yield Curves(
@@ -52,7 +55,7 @@ def score_plots(groups: Sequence[Group], metric: str | None) -> Iterator[Curves]
                 f"each evaluated round, against {_described(name)}. Line: mean over the runs of a group that reached "
                 "the round; band: one sample standard deviation."
             ),
-            missing=None if panels else NOT_EVALUATED if metric is None else reason,
+            missing=None if panels else NOT_EVALUATED if metric is None else reason if is_scored else _NOT_FINITE,
             x_label=label,
             x_unit=unit,
             panels=panels,
@@ -81,6 +84,8 @@ def _panels(groups: Sequence[Group], metric: str, name: Axis) -> dict[str, list[
 def curve(group: Group, key: str, name: Axis) -> Line:
     """Return the score of a group against a cost, with the mean over the runs that have a value in a round.
 
+    Rounds are left out in which the mean cost is below that of an earlier one, since runs with higher costs have ended.
+
     Args:
         group: Group of runs.
         key: Name of the score, such as ``global/test_acc``.
@@ -92,9 +97,10 @@ def curve(group: Group, key: str, name: Axis) -> Line:
         for place in np.flatnonzero(np.isfinite(xs) & np.isfinite(ys)):
             points.setdefault(int(rounds[place]), []).append((float(xs[place]), float(ys[place])))
     found = [points[round] for round in sorted(points)]
-    return Line(
-        group.name, [mean_std(x for x, _ in part) for part in found], [mean_std(y for _, y in part) for part in found]
-    )
+    line = [(mean_std(x for x, _ in part), mean_std(y for _, y in part)) for part in found]
+    farthest = [-math.inf, *accumulate((x.mean for x, _ in line), max)]
+    kept = [point for point, before in zip(line, farthest, strict=False) if point[0].mean > before]
+    return Line(group.name, [x for x, _ in kept], [y for _, y in kept])
 
 
 def default_target(groups: Sequence[Group], key: str) -> float:

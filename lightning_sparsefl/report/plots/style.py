@@ -12,6 +12,8 @@ import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from lightning_sparsefl.report.shortened import short
+
 WIDTH = 3.4
 """Width in inches of a column of a paper with two."""
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#000000")
@@ -78,21 +80,6 @@ def look(place: int) -> dict[str, Any]:
         "linestyle": DASHES[place % len(DASHES)],
         "marker": MARKERS[place % len(MARKERS)],
     }
-
-
-def short(name: str, most: int = 34) -> str:
-    """Return a name that fits into a figure, without its middle if it is long.
-
-    Args:
-        name: Name.
-        most: Maximum number of characters.
-
-    Example:
-        >>> short("FedSpa (search=dst, density=0.05)", most=24)
-        'FedSpa (s...ensity=0.05)'
-    """
-    tail = (most - 3) * 4 // 7
-    return name if len(name) <= most else f"{name[: most - 3 - tail]}...{name[-tail:]}"
 
 
 def short_names(names: Sequence[str], most: int = 34) -> list[str]:

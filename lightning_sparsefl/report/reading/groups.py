@@ -6,12 +6,12 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from textwrap import shorten
 from typing import Any
 
 from lightning_sparsefl.errors import InvalidOption, nearest
 from lightning_sparsefl.report.reading.options import SEEDS, is_about_data
 from lightning_sparsefl.report.reading.runs import Run
+from lightning_sparsefl.report.shortened import short
 
 _LONGEST_VALUE = 24
 """Maximum number of characters of an option's value in the name of a group."""
@@ -105,7 +105,7 @@ def _known_options(by: Sequence[str], runs: Sequence[Run]) -> list[str]:
     for name in by:
         if name not in known:
             near = nearest(name.rpartition(".")[2], [key.rpartition(".")[2] for key in known])
-            named = [key for key in known if key.rpartition(".")[2] == near] or ["algorithm", "model.lr"]
+            named = [key for key in known if key.rpartition(".")[2] == near] or list(known)[:2]
             raise InvalidOption(
                 f"`by` is '{name}', which no run has as an option; expected the dotted name of an option, such as "
                 f"{' or '.join(named)}."
@@ -143,7 +143,7 @@ def _shown(value: Any) -> str:
     text = "null" if value is None else str(value)
     if len(text) > _LONGEST_VALUE and re.fullmatch(r"(\w+\.)+\w+", text):  # the import path of a class
         text = text.rpartition(".")[2]
-    return shorten(text, _LONGEST_VALUE, placeholder="...")
+    return short(" ".join(text.split()), _LONGEST_VALUE)
 
 
 def _unique(names: Sequence[str]) -> list[str]:

@@ -274,8 +274,9 @@ def test_times_are_needed(federation):
 
 
 def test_updates_with_more_than_weights_and_other_reducers_are_refused(federation):
-    with pytest.raises(InvalidUpdate, match=r"update of client . is late, and its `extra` trees .* weights only"):
-        federation(SCAFFOLD(), federation=LATE)
+    for sampler in (LATE["sampler"], REFL(over_select=1.0)):  # also before a client is late
+        with pytest.raises(InvalidUpdate, match=r"has the `extra` trees \['control'\], .* in a later .* weights only"):
+            federation(SCAFFOLD(), federation={**LATE, "sampler": sampler})
     with pytest.raises(InvalidOption, match=r"REFL.* merges late updates into a mean, and the reducer is CoverageMed"):
         federation(FedAvg(), federation={**LATE, "reducer": CoverageMedian()})
     with pytest.raises(InvalidOption, match=r"`federation.sampler` is REFL.*, but FedP3 has clients send more than"):

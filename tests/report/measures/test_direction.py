@@ -52,3 +52,8 @@ def test_the_worst_tenth_of_values_without_a_number_is_none():
     for values in ([0.9, math.nan, 0.1], [math.nan, 0.9], [0.1, math.nan]):
         assert math.isnan(worst_tenth(values, rising=True))
     assert worst_tenth([0.1 * n for n in range(20)], rising=False) == pytest.approx(1.85)
+
+
+def test_the_worst_tenth_of_infinite_values_is_no_error():
+    assert math.isnan(worst_tenth([math.inf, *[0.0] * 10, -math.inf], rising=True) * 0)
+    assert worst_tenth([math.inf, 0.0], rising=False) == math.inf

@@ -207,3 +207,40 @@ def test_within_the_first_round_the_figures_of_rounds_are_missing(tmp_path):
 def test_a_target_that_no_run_reaches_is_missing(folders):
     bars = plot(Report(load_runs([folders]), target=2.0), "target")
     assert bars.missing == "no run with all of its rounds has reached the target (see `--target`)"
+
+
+def test_a_line_ends_where_the_runs_with_the_highest_costs_do(tmp_path):
+    """Else it would run backwards, and its end would not be its largest cost."""
+    for seed, costs in enumerate(([100, 200, 300], [50, 100, 150, 200, 250])):
+        folder = write_run(tmp_path / str(seed), seed=seed, finished=False)
+        lines = [f"{n},{cost},{0.1 * n}" for n, cost in enumerate(costs)]
+        (folder / "metrics.csv").write_text("\n".join(["round,comm/uplink_bytes_total,global/val_acc", *lines, ""]))
+    report = Report(load_runs([tmp_path]))
+    (line,) = plot(report, "score_bytes_up").panels["global val_acc"]
+    assert [point.mean for point in line.x] == [75, 150, 225, 250]
+    assert [point.mean for point in line.y] == pytest.approx([0, 0.1, 0.2, 0.4])
+    (line,) = plot(report, "score_rounds").panels["global val_acc"]
+    assert [point.mean for point in line.x] == [1, 2, 3, 4, 5]
+
+
+def test_durations_are_those_of_clients_that_trained(tmp_path):
+    """A late client has an expected time alone, unless its update is merged later."""
+    folder = write_run(tmp_path / "run")
+    rows = read_table(folder / "clients.csv")
+    trained = [float(row["simulated_seconds"]) for row in rows if row["simulated_seconds"]]
+    idle = next(row for row in rows if row["trained"] == "0" and not row["failure"])
+    idle["simulated_seconds"] = "99"
+    write_table(folder / "clients.csv", rows)
+    assert sorted(plot(Report(load_runs([folder])), "durations").values["FedSpa"]) == sorted(trained)
+
+
+def test_scores_that_are_not_finite_are_said_to_be_so(tmp_path):
+    for name, loss in (("a", 1.0), ("b", math.nan)):
+        folder = write_run(tmp_path / name, seed=ord(name))
+        lines = [f"{n},0.5,{loss}" for n in range(3)]
+        (folder / "metrics.csv").write_text("\n".join(["round,global/test_acc,global/test_loss", *lines, ""]))
+    report = Report(load_runs([tmp_path]), metric="test_loss")
+    (found,) = report.summary.groups.values()
+    assert (found["global_test_loss"].mean, found["global_test_loss"].count) == (1.0, 1)
+    diverged = Report(load_runs([tmp_path / "b"]), metric="test_loss")
+    assert plot(diverged, "score_rounds").missing == "no score is a finite number"

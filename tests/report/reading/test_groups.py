@@ -51,9 +51,24 @@ def test_an_option_that_differs_between_methods_alone_is_not_in_the_name(tmp_pat
 
 def test_long_names_that_would_be_equal_are_numbered(tmp_path):
     for number in range(2):
-        write_run(tmp_path / str(number), options={"text": "a " * 20 + str(number)})
+        write_run(tmp_path / str(number), options={"text": "a " * 20 + str(number) + " a" * 20})
     names = [group.name for group in group_runs(load_runs([tmp_path]))]
     assert [name[-4:] for name in names] == [") #1", ") #2"]
+
+
+def test_long_values_keep_both_of_their_ends(tmp_path):
+    for depth in (18, 34):
+        write_run(tmp_path / str(depth), options={"net": f"resnet{depth}_groupnorm_cifar10_v2"})
+    names = [group.name for group in group_runs(load_runs([tmp_path]))]
+    assert names == ["FedSpa (net=resnet18_...m_cifar10_v2)", "FedSpa (net=resnet34_...m_cifar10_v2)"]
+
+
+def test_an_unknown_option_is_answered_with_known_ones(folder):
+    runs = load_runs([folder])
+    with pytest.raises(InvalidOption, match=r"`by` is 'zzz', which no run has .* such as \S+ or \S+\.$") as refused:
+        group_runs(runs, by=["zzz"])
+    named = str(refused.value).rstrip(".").partition("such as ")[2].split(" or ")
+    assert set(named) <= {name for run in runs for name in run.options}
 
 
 def test_the_options_of_a_class_that_differs_are_not_all_in_the_name(tmp_path):
