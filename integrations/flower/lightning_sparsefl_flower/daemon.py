@@ -5,13 +5,16 @@ from __future__ import annotations
 import os
 import socket
 import stat
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from lightning_sparsefl.errors import SparseFLError
 from lightning_sparsefl.federated.exchange.encoding import order_header
+from lightning_sparsefl.federated.exchange.failures import failure_reason
 from lightning_sparsefl.federated.local.node import Node
 from lightning_sparsefl.federated.local.wire_node import answer_bytes
 
@@ -67,7 +70,7 @@ class Daemon:
             return [refused("this node has other facts than at its hello; it was restarted") for _ in orders]
         if kind == SECURE:
             return self._steps(*orders)
-        return [self._reply(order) for order in orders]
+        return [self._guarded(partial(self._reply, order)) for order in orders]
 
     @property
     def _answering(self) -> Any:
@@ -77,17 +80,24 @@ class Daemon:
         """Let clients take a step in a secure sum."""
         if self.secure is None:
             return [self._refuse("this node takes part in no secure sums") for _ in requests]
-        return [take_step(self.secure, step, request) for request in requests]
+        return [self._guarded(partial(take_step, self.secure, step, request)) for request in requests]
+
+    def _guarded(self, reply: Callable[[], bytes]) -> bytes:
+        """Return what a function replies; an error of it is a refusal."""
+        try:
+            return reply()
+        except SparseFLError as refusal:  # no order or step for this model, or a mistake of the method
+            return self._refuse(str(refusal))
+        except Exception as error:
+            traceback.print_exception(error)  # it cannot travel to the server
+            return self._refuse(failure_reason(error))
 
     def _reply(self, order: bytes) -> bytes:
-        try:
-            header, _ = order_header(order)
-            if header["client"] not in self.hello.sizes:
-                return self._refuse(f"client {header['client']} is not on this node")
-            self.records.enter(header["run"])
-            ((answer, error),) = answer_bytes(self._answering, [order])
-        except SparseFLError as refusal:  # no order for this model, or a mistake of the method
-            return self._refuse(str(refusal))
+        header, _ = order_header(order)
+        if header["client"] not in self.hello.sizes:
+            return self._refuse(f"client {header['client']} is not on this node")
+        self.records.enter(header["run"])
+        ((answer, error),) = answer_bytes(self._answering, [order])
         if error is not None:
             print(f"sparsefl-node: client {header['client']} failed: {error!r}", flush=True)
         return answered(answer)

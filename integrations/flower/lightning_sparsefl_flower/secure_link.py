@@ -9,7 +9,6 @@ from lightning_sparsefl_flower.directory import Directory
 from lightning_sparsefl_flower.hello import agreement
 from lightning_sparsefl_flower.link import Unanswered
 from lightning_sparsefl_flower.replies import SECURE, Refused, answered, opened, refused
-from lightning_sparsefl_flower.secure_sum.errors import SecureSumRefused, TooFewClients
 from lightning_sparsefl_flower.secure_sum.node import SecureNode
 from lightning_sparsefl_flower.secure_sum.server import Gone
 
@@ -72,12 +71,12 @@ def take_step(node: SecureNode, step: bytes, request: bytes) -> bytes:
         node: Node with the client's update.
         step: Name of the step.
         request: Number of the client and the payload.
+
+    Raises:
+        SecureSumRefused: If the step is not the client's next one, or what the server sends is wrong.
+        TooFewClients: If too few clients are left.
     """
     if len(request) < _CLIENT.size:
         return refused("a step of a secure sum names no client")
     (client,), payload = _CLIENT.unpack_from(request), request[_CLIENT.size :]
-    try:
-        return answered(node.step(step.decode(errors="replace"), client, payload))
-    except (SecureSumRefused, TooFewClients) as refusal:
-        print(f"sparsefl-node: refused: {refusal}", flush=True)
-        return refused(str(refusal))
+    return answered(node.step(step.decode(errors="replace"), client, payload))

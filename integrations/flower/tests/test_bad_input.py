@@ -210,6 +210,14 @@ def test_no_bytes_end_the_daemon(deployment):
         assert replies[0][:1] in (b"A", b"R")
 
 
+def test_an_error_that_nobody_expects_is_a_refusal(deployment, monkeypatch):
+    kind, agreed, order, *_ = order_of(deployment)
+    daemon = deployment.daemons[0]
+    monkeypatch.setattr(daemon.records, "enter", lambda run: 1 / 0)
+    (reply,) = daemon.answer([kind, agreed, order])
+    assert reply == b"RZeroDivisionError: division by zero"
+
+
 # ---- what a node answers
 
 

@@ -19,6 +19,7 @@ from lightning_sparsefl_flower.node_command import main, make_daemon
 from lightning_sparsefl_flower.replies import opened
 from lightning_sparsefl_flower.secure_sum.errors import TooFewClients
 from lightning_sparsefl_flower.secure_sum.key_files import read_signer, read_signers
+from lightning_sparsefl_flower.secure_sum.messages import join, parts
 from lightning_sparsefl_flower.secure_sum.policy import Policy
 from lightning_sparsefl_flower.secure_sum.signing import Signing
 
@@ -163,6 +164,31 @@ def test_a_daemon_refuses_what_is_no_step(deploy_securely):
     assert daemon.answer([b"secure", agreed, b"mask", bytes(4)])[0].startswith(b"RClient 0 takes part in no secure sum")
     assert daemon.answer([b"secure", agreed, b"mask", b"x"])[0].startswith(b"Ra step of a secure sum names no client")
     assert daemon.answer([b"secure", b"other", b"mask", bytes(4)])[0].startswith(b"R")
+
+
+def test_an_error_in_a_step_is_a_refusal(deploy_securely, monkeypatch, capsys):
+    daemon = deploy_securely().daemons[0]
+    monkeypatch.setattr(daemon.secure, "step", lambda *_: 1 / 0)
+    (reply,) = daemon.answer([b"secure", daemon._agreement, b"mask", bytes(4)])
+    assert reply == b"RZeroDivisionError: division by zero"
+    assert "ZeroDivisionError" in capsys.readouterr().err
+
+
+def test_a_plan_of_impossible_shapes_is_refused(deploy_securely, capsys):
+    deployment = deploy_securely(federation={"clients_per_round": 6})
+    answer = deployment.daemons[0].answer
+
+    def hostile(request):
+        if request[:1] != [b"secure"] or request[2] != b"share":
+            return answer(request)
+        plan, roster = parts(request[3][4:])
+        plan["headers"] = {"extra/a": {"b": [[2**70], None]}}
+        return answer([*request[:3], *(each[:4] + join(plan, roster) for each in request[3:])])
+
+    deployment.daemons[0].answer = hostile
+    with pytest.raises(ClientFailed, match="states extra trees that have no places, or no shapes"):
+        deployment.fit()
+    assert "sparsefl-node: refused: A client or the server states extra trees" in capsys.readouterr().out
 
 
 def test_nodes_refuse_a_sum_with_a_key_that_they_do_not_know(deploy_securely, capsys):

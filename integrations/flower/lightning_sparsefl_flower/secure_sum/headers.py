@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -34,18 +36,26 @@ def read_headers(plain: Any, most: int) -> dict[str, dict[str, SumHeader]]:
         SecureSumRefused: If they are something else, or more.
     """
     try:
-        found = {key: {name: _header(*item) for name, item in tree.items()} for key, tree in plain.items()}
+        found = {key: {name: _header(*item, most) for name, item in tree.items()} for key, tree in plain.items()}
     except (TypeError, ValueError, AttributeError):
-        raise SecureSumRefused("A client or the server states extra trees that have no shapes and places.") from None
-    total = sum(header.shape.numel() for tree in found.values() for header in tree.values())
+        raise SecureSumRefused(
+            f"A client or the server states extra trees that have no places, or no shapes of at most {most} elements."
+        ) from None
+    total = sum(_volume(header.shape) for tree in found.values() for header in tree.values())
     if total > most:
         raise SecureSumRefused(f"The extra trees of a secure sum have {total} elements; expected at most {most}.")
     return found
 
 
-def _header(shape: Any, top: Any) -> SumHeader:
-    if len(shape) > _MOST_DIMENSIONS or any(type(size) is not int or size < 0 for size in shape):
+def _header(shape: Any, top: Any, most: int) -> SumHeader:
+    fits = len(shape) <= _MOST_DIMENSIONS and all(type(size) is int and size >= 0 for size in shape)
+    if not fits or _volume(shape) > most:
         raise ValueError(shape)
     if top is not None and (type(top) is not int or top not in _TOPS):
         raise ValueError(top)
     return SumHeader(torch.Size(shape), top)
+
+
+def _volume(shape: Sequence[int]) -> int:
+    """Return the number of elements, with lengths of 0 counted as 1; torch's own count overflows at 2**63."""
+    return math.prod(max(1, size) for size in shape)
