@@ -103,15 +103,19 @@ def _without_training(folder):
     folder.mkdir()
     method, options = {"class_path": "FedAvg"}, {"on_client_error": "skip", "clients_per_round": 6}
     deployment = Deployment(configuration(folder / "run.yaml", method, federation=options), folder)
-    answer = deployment.daemons[1].answer
+    _silent_in_training(deployment.daemons[1])
+    return deployment.fit(timeout=0.2)
+
+
+def _silent_in_training(daemon):
+    answer = daemon.answer
 
     def silent(request):
         if request[0] == b"orders" and order_header(request[2])[0]["task"] == "train":
             raise Silent
         return answer(request)
 
-    deployment.daemons[1].answer = silent
-    return deployment.fit(timeout=0.2)
+    daemon.answer = silent
 
 
 def test_a_cut_off_node_ends_a_run_that_allows_no_failures(deploy_securely):
@@ -125,6 +129,15 @@ def test_a_cut_off_node_ends_a_run_that_allows_no_failures(deploy_securely):
 
     deployment.daemons[2].answer = dying
     with pytest.raises(ClientFailed, match="left the secure sum: its node has not answered"):
+        deployment.fit(timeout=0.2)
+
+
+def test_a_round_without_any_client_ends_the_run_by_name(deploy_securely):
+    """As without secure sums: too few clients are left."""
+    deployment = deploy_securely(federation={"on_client_error": "skip", "clients_per_round": 6})
+    for daemon in deployment.daemons:
+        _silent_in_training(daemon)
+    with pytest.raises(ClientFailed, match="its node has not answered"):
         deployment.fit(timeout=0.2)
 
 

@@ -66,10 +66,10 @@ class SecureCollect:
             SecureSumRefused: If what clients sent cannot be summed.
             TooFewClients: If too few clients are left.
         """
-        if merge is None:
-            return receive(orders, answers, None)
-        pairs = list(zip(orders, answers, strict=True))
+        pairs = zip(orders, answers, strict=True)
         clients = {order.client: order for order, answer in pairs if answer.failure is None}
+        if merge is None or not clients:
+            return receive(orders, answers, None)
         one = _RoundSum(self.layout, self.policy, self.ask, clients, merge)
         one.run()
         answers = [one.after(answer) for answer in answers]
