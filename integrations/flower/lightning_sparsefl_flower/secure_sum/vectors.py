@@ -143,18 +143,22 @@ class Form:
 
     def _shortened(self, name: str, vector: Tensor) -> Tensor:
         if name in ("coordinate_counts", "voters") and self.mode == "common":
-            kept = vector * self.support
-            return torch.stack([piece.max() if len(piece) else piece.sum() for piece in self._pieces(kept)])
+            return torch.stack([piece.max() if len(piece) else piece.sum() for piece in self._pieces(vector)])
         return vector[self.support] if name in ("sum", "coordinate_counts", "voters") else vector
 
     def _restored(self, name: str, vector: Tensor) -> Tensor:
         if name in ("coordinate_counts", "voters") and self.mode == "common":
-            return vector.repeat_interleave(torch.tensor(self.layout.sizes)) * self.support
+            return vector.repeat_interleave(torch.tensor(self.layout.sizes)) * self._counted
         if name in ("sum", "coordinate_counts", "voters"):
             whole = torch.zeros(self.layout.size, dtype=torch.int64)
             whole[self.support] = vector
             return whole
         return vector.reshape(self._places[name], -1) if self._places.get(name) else vector
+
+    @property
+    def _counted(self) -> Tensor:
+        """Coordinates with the count of their tensor: those that are sent, and all of a tensor that is not sent."""
+        return torch.cat([piece if bool(piece.any()) else ~piece for piece in self._pieces(self.support)])
 
     def _pieces(self, vector: Tensor) -> Sequence[Tensor]:
         pieces: Sequence[Tensor] = vector.split(self.layout.sizes)

@@ -63,6 +63,11 @@ def without_a_head(server, g, k):
     return Message(weights=server), Update(weights=sent, weight=k + 1)
 
 
+def with_a_common_mask_and_without_a_head(server, g, k):
+    message, update = with_a_common_mask(server, g, k)
+    return message, replace(update, weights={n: w for n, w in update.weights.items() if not n.startswith("2.")})
+
+
 def some_without_a_bias(server, g, k):
     message, update = dense(server, g, k)
     return message, replace(update, weights={n: w for n, w in update.weights.items() if k % 2 or n != "0.bias"})
@@ -79,7 +84,7 @@ def with_extra(server, g, k):
     return message, replace(update, extra={**extra, "bits": {"w": torch.rand(9, generator=g) < 0.5}})
 
 
-KINDS = [dense, with_a_common_mask, without_a_head, with_extra]
+KINDS = [dense, with_a_common_mask, without_a_head, with_a_common_mask_and_without_a_head, with_extra]
 RAGGED = [differences_under_own_masks, some_without_a_bias, votes_of_their_own]
 
 
