@@ -307,6 +307,19 @@ def test_a_wrong_answer_is_refused_by_name_and_nothing_is_merged(deployment, cap
     assert differing <= {"clients.csv"}  # which has the reason
 
 
+@pytest.mark.parametrize("carried", ["extra", "shared"])
+def test_an_answer_that_noise_would_not_hide_is_refused_by_name(deploy, tmp_path, caplog, carried):
+    (tmp_path / "key").write_text("ab" * 32)
+    (tmp_path / "key").chmod(0o600)
+    privacy = {"noise_multiplier": 1.0, "delta": 1e-3, "key_file": str(tmp_path / "key")}
+    federation = {**ONE_ROUND["federation"], "clip_update": 1.0, "privacy": privacy}
+    deployment = deploy(trainer=ONE_ROUND["trainer"], federation=federation)
+    still = {"kind": "difference", "weights": filled(deployment, 0.0)}
+    replaced(deployment, update_changed(deployment, **still, **{carried: {"x": {"y": torch.ones(2)}}}))
+    deployment.fit()
+    assert f"Client 0 is left out of round 0: An update has `{carried}`, to which `federation.pri" in caplog.text
+
+
 def test_replies_of_another_number_are_refused(deployment, caplog):
     answer = deployment.daemons[0].answer
     deployment.daemons[0].answer = lambda request: answer(request) + ([b"A"] if request[0] == b"orders" else [])

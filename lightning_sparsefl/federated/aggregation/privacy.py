@@ -122,12 +122,13 @@ class NoisySum(Accumulator):
         super().__init__(layout, Grid.of(layout, server, total_weight=cohort), silence_counts=True)
         self._deviation, self._cohort, self._secret, self._context = deviation, cohort, secret, context
 
-    def add(self, update: Update, message: Message, num_examples: int) -> None:
-        """Add one client's clipped update with the weight 1; the arguments are those of :meth:`Accumulator.add`.
+    def check(self, update: Update, message: Message) -> None:
+        """Check whether all values of an update get noise; the arguments are those of :meth:`Accumulator.check`.
 
         Raises:
             InvalidUpdate: If the update contains values that would get no noise.
         """
+        super().check(update, message)
         if update.extra or update.shared is not None:
             carried = "extra" if update.extra else "shared"
             raise InvalidUpdate(
@@ -135,6 +136,14 @@ class NoisySum(Accumulator):
                 "(`can_be_private` of the algorithm), or `federation.privacy: null`."
             )
         self._check_frozen(update, message)
+
+    def add(self, update: Update, message: Message, num_examples: int) -> None:
+        """Add one client's clipped update with the weight 1; the arguments are those of :meth:`Accumulator.add`.
+
+        Raises:
+            InvalidUpdate: If the update contains values that would get no noise.
+        """
+        self.check(update, message)
         super().add(replace(update, weight=1), message, 1)
 
     def _check_frozen(self, update: Update, message: Message) -> None:

@@ -123,6 +123,19 @@ class Accumulator:
             for part in total.split(_BLOCK):
                 yield _Block(self._scratch[0, : len(part)], part, constant, name in self.layout.buffers)
 
+    def check(self, update: Update, message: Message) -> None:
+        """Check whether the sum takes an update, whatever those of the other clients are.
+
+        Args:
+            update: Update of the client.
+            message: Message that the client received.
+
+        Raises:
+            InvalidUpdate: If silence counts and the client did not receive a tensor of the update.
+        """
+        if self.silence_counts:
+            _require_received(update, message, "federation.reducer")
+
     def add(self, update: Update, message: Message, num_examples: int) -> None:
         """Add one client's update.
 
@@ -458,10 +471,14 @@ def changes_of(update: Update, message: Message, option: str) -> Weights:
     """
     if update.kind == "difference":
         return update.weights
+    _require_received(update, message, option)
+    return {name: value - message.weights[name] for name, value in update.weights.items()}
+
+
+def _require_received(update: Update, message: Message, option: str) -> None:
     unknown = [name for name in update.weights if name not in message.weights]
-    if unknown:
+    if unknown and update.kind != "difference":
         raise InvalidUpdate(
             f"`{option}` needs the difference from the received weights, but {unknown[0]!r} was not sent to the "
             f"client; send it (`download`), or change `{option}`."
         )
-    return {name: value - message.weights[name] for name, value in update.weights.items()}

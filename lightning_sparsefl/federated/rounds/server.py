@@ -59,6 +59,10 @@ from lightning_sparsefl.wire import Codec, Size
 class Merges(Protocol):
     """Where received updates are added."""
 
+    def check(self, update: Update, message: Message) -> None:
+        """Check whether one update can be added, whatever the others are."""
+        ...
+
     def add(self, update: Update, message: Message, num_examples: int) -> None:
         """Add one update."""
         ...
@@ -297,7 +301,7 @@ class Server:  # long because the facts of one order are needed at each of its s
 
     def _receive(self, order: Order, answer: Answer, merge: Merges | None, late: bool) -> Outcome:
         issued = self._issued.pop(order.client)
-        failure = answer.failure or _mismatch(order, answer) or self._fault(order, answer)
+        failure = answer.failure or _mismatch(order, answer) or self._fault(order, answer, merge)
         num_examples, elapsed = issued.view.num_examples, answer.elapsed
         if failure is None and order.task in ("score", "finetune"):
             size, scores = issued.size.total, answer.scores
@@ -347,7 +351,7 @@ class Server:  # long because the facts of one order are needed at each of its s
             else self._seconds(view, charge.flops_train, charge.uplink_bytes),
         )
 
-    def _fault(self, order: Order, answer: Answer) -> str | None:
+    def _fault(self, order: Order, answer: Answer, merge: Merges | None) -> str | None:
         """Return what is wrong with an update that another process made, as a clause."""
         update = answer.update
         if answer.checked or order.task in ("score", "finetune"):
@@ -358,6 +362,8 @@ class Server:  # long because the facts of one order are needed at each of its s
             check_update(self.algorithm, update, order.message, order, self.layout)
             if self.federation.clip_update is not None and order.task == "train":
                 require_norm(update, order.message, self.federation.clip_update, self.layout)
+            if merge is not None:
+                merge.check(update, order.message)
         except (IncompatibleMasks, InvalidOption, InvalidUpdate) as error:
             return str(error)
         return non_finite_reason(update) or excess_reason(update, order.facts.num_examples, self.layout)

@@ -275,6 +275,14 @@ def test_parameters_without_gradient_get_no_noise_and_may_not_change():
         private(flat, [Update(weights=change, kind="difference")], deviation=1.0)
 
 
+def test_a_tensor_that_was_not_sent_is_refused_before_anything_is_added():
+    flat = flat_module()
+    accumulator = NoisySum(flat.layout, flat.read(), deviation=1.0, cohort=1, secret=bytes(32), context=())
+    with pytest.raises(InvalidUpdate, match=r"needs the difference .* but '0\.weight' was not sent"):
+        accumulator.check(Update(weights=flat.read()), Message(weights={}))
+    accumulator.check(Update(weights=flat.read(), kind="difference"), Message(weights={}))
+
+
 @pytest.mark.parametrize("carried", [{"shared": {"masks": {}}}, {"extra": {"control": {"c": torch.ones(1)}}}], ids=str)
 def test_an_update_that_carries_more_is_refused(carried):
     flat = flat_module()
