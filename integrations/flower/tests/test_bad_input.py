@@ -307,6 +307,15 @@ def test_a_wrong_answer_is_refused_by_name_and_nothing_is_merged(deployment, cap
     assert differing <= {"clients.csv"}  # which has the reason
 
 
+def test_an_answer_without_the_scores_that_were_asked_for_is_refused_by_name(deploy, caplog):
+    federation = {**ONE_ROUND["federation"], "eval_after_training": True}
+    deployment = deploy(trainer=ONE_ROUND["trainer"], federation=federation)
+    replaced(deployment, header_changed(scores={}))
+    table = rows(deployment.fit() / "metrics.csv")
+    assert "Client 0 is left out of round 0: its answer has no scores of ['test'], where the order" in caplog.text
+    assert [row["clients/failed"] for row in table] == ["2"]
+
+
 @pytest.mark.parametrize("carried", ["extra", "shared"])
 def test_an_answer_that_noise_would_not_hide_is_refused_by_name(deploy, tmp_path, caplog, carried):
     (tmp_path / "key").write_text("ab" * 32)

@@ -301,7 +301,8 @@ class Server:  # long because the facts of one order are needed at each of its s
 
     def _receive(self, order: Order, answer: Answer, merge: Merges | None, late: bool) -> Outcome:
         issued = self._issued.pop(order.client)
-        failure = answer.failure or _mismatch(order, answer) or self._fault(order, answer, merge)
+        failure = answer.failure or _mismatch(order, answer) or _unscored(order, answer)
+        failure = failure or self._fault(order, answer, merge)
         num_examples, elapsed = issued.view.num_examples, answer.elapsed
         if failure is None and order.task in ("score", "finetune"):
             size, scores = issued.size.total, answer.scores
@@ -579,6 +580,14 @@ def _mismatch(order: Order, answer: Answer) -> str | None:
         if got != expected:
             return f"its answer has the {name} {got!r}, where the order has {expected!r}"
     return None
+
+
+def _unscored(order: Order, answer: Answer) -> str | None:
+    """Return which scores an answer lacks, as a clause; a method may leave clients unscored after a last fit."""
+    missing = [split for split in order.splits if split not in answer.scores]
+    if not missing or order.task == "finetune":
+        return None
+    return f"its answer has no scores of {missing}, where the order asks for {list(order.splits)}"
 
 
 def _transfer(view: ClientView, down: Size, up: Size) -> Charge:
