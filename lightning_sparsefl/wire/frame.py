@@ -6,10 +6,13 @@ import struct
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from lightning_sparsefl.errors import MalformedPayload
+from lightning_sparsefl.errors import InvalidOption, MalformedPayload
 
 _VARINT_BYTES = 9
 """Longest encoding of a number, which has up to 63 bits."""
+
+_SHOWN = 50
+"""Number of characters of a string that an error shows."""
 
 OBJECT = 1024
 """Approximate memory of a tensor object besides its values, in bytes; a few bytes of a payload can create one."""
@@ -73,8 +76,17 @@ class Writer:
         self.write(struct.pack("<d", value))
 
     def text(self, value: str) -> None:
-        """Append the length of a string, then the string as UTF-8."""
-        data = value.encode("utf-8", "surrogatepass")
+        """Append the length of a string, then the string as UTF-8.
+
+        Raises:
+            InvalidOption: If the string holds a surrogate, half of a character, which could not be printed or stored.
+        """
+        try:
+            data = value.encode()
+        except UnicodeEncodeError:
+            raise InvalidOption(
+                f"A message holds the string {value[:_SHOWN]!r}, with a surrogate; expected text that UTF-8 can hold."
+            ) from None
         self.varint(len(data))
         self.write(data)
 
@@ -150,10 +162,10 @@ class Reader:
         return float(struct.unpack("<d", self.take(8))[0])
 
     def text(self) -> str:
-        """Read a string."""
+        """Read a string, which holds no surrogates since these are not valid UTF-8."""
         data = self.take(self.varint(self.left))
         try:
-            return str(data, "utf-8", "surrogatepass")
+            return str(data, "utf-8")
         except UnicodeDecodeError as error:
             raise MalformedPayload(f"The string before byte {self._at} of the payload is not valid UTF-8.") from error
 

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from lightning_sparsefl.errors import MalformedPayload
+from lightning_sparsefl.errors import InvalidOption, MalformedPayload
 from lightning_sparsefl.wire.frame import Reader, Size, Writer, varint_size
 
 MOST = 2**63 - 1
@@ -58,6 +58,7 @@ def test_the_size_of_a_number(value):
         (b"\x02", lambda r: r.byte(2), "Byte 0 of the payload is 2; expected less than 2"),
         (b"\x05ab", lambda r: r.text(), "is 5; expected at most 3"),
         (b"\x01\xff", lambda r: r.text(), "before byte 2 of the payload is not valid UTF-8"),
+        (b"\x03\xed\xa0\x80", lambda r: r.text(), "before byte 4 of the payload is not valid UTF-8"),
         (b"ab", lambda r: r.finish(), "2 bytes follow after the end"),
         (b"", lambda r: r.claim(9), "At byte 0 the payload needs 1 bytes of memory beyond the limit for this model"),
     ],
@@ -65,3 +66,9 @@ def test_the_size_of_a_number(value):
 def test_nothing_is_believed(payload, read, words):
     with pytest.raises(MalformedPayload, match=words):
         read(Reader(payload, room=8))
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_half_a_character_is_not_written(keep):
+    with pytest.raises(InvalidOption, match=r"holds the string 'na\\ud800', with a surrogate"):
+        Writer(keep=keep).text("na\ud800")

@@ -262,6 +262,11 @@ def update_changed(deployment, **changed):
     return change
 
 
+def with_half_a_character(deployment):
+    change = update_changed(deployment, metrics={"xyz": 0.0})
+    return lambda header, reply: change(header, reply).replace(b"xyz", "\ud800".encode(errors="surrogatepass"))
+
+
 def filled(deployment, value):
     return {name: torch.full_like(tensor, value) for name, tensor in deployment.daemons[0].node.initial.items()}
 
@@ -278,6 +283,7 @@ WRONG = {
     "weights that are not finite": (lambda d: update_changed(d, weights=filled(d, torch.nan)), "not finite"),
     "huge weights": (lambda d: update_changed(d, weights=filled(d, 1e30)), "holds values up to"),
     "too many metrics": (lambda d: update_changed(d, metrics={str(i): 0.0 for i in range(300)}), "300 metrics"),
+    "a metric that is no text": (with_half_a_character, "of the payload is not valid UTF-8"),
     "large shared state": (lambda d: update_changed(d, shared={"x": torch.zeros(10**6)}), "`shared` takes more than"),
     "a large extra tree": (lambda d: update_changed(d, extra={"x": {"y": torch.zeros(10**6)}}), "`extra` takes more"),
     "another kind": (lambda d: update_changed(d, kind="difference"), "its `kind` is 'difference', and that of most"),

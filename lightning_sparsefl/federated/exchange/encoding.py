@@ -36,13 +36,21 @@ def _is_number(value: Any) -> bool:
     return type(value) is float or (type(value) is int and abs(value) < _LIMIT)
 
 
-def _is_text(value: Any) -> bool:
-    """Return whether a value is a string that can be written: JSON has escapes for halves of characters."""
+def is_text(value: Any) -> bool:
+    r"""Return whether a value is a string that can be written: JSON has escapes for halves of characters.
+
+    Args:
+        value: Value from JSON.
+
+    Example:
+        >>> is_text("loss"), is_text("\ud800"), is_text(1)
+        (True, False, False)
+    """
     return type(value) is str and not any("\ud800" <= character <= "\udfff" for character in value)
 
 
 def _is_optional_text(value: Any) -> bool:
-    return value is None or _is_text(value)
+    return value is None or is_text(value)
 
 
 def _is_version(value: Any) -> bool:
@@ -68,7 +76,7 @@ def _are_scores(value: Any) -> bool:
 
 def _is_table(value: Any) -> bool:
     fits = isinstance(value, dict) and len(value) <= _MOST_SCORES
-    return fits and all(map(_is_text, value)) and all(map(_is_number, value.values()))
+    return fits and all(map(is_text, value)) and all(map(_is_number, value.values()))
 
 
 def _is_size(value: Any) -> bool:
@@ -83,7 +91,7 @@ def _is_size_of(size: Mapping[str, int] | None, total: int) -> bool:
 
 
 _WHOLE = (_is_whole, "a whole number from 0 to 2^63 - 1")
-_TEXT = (_is_text, "a string")
+_TEXT = (is_text, "a string")
 _OPTIONAL_TEXT = (_is_optional_text, "a string or null")
 _VERSION = (_is_version, "a whole number from 0 to 2^63 - 1, or null")
 _FACTS: _Checks = {

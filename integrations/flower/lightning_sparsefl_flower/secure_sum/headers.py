@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from lightning_sparsefl.federated.aggregation.exact_sum import SumHeader, SumHeaders
+from lightning_sparsefl.federated.exchange.encoding import is_text
 
 from lightning_sparsefl_flower.secure_sum.errors import SecureSumRefused
 
@@ -41,6 +42,8 @@ def read_headers(plain: Any, most: int) -> dict[str, dict[str, SumHeader]]:
         raise SecureSumRefused(
             f"A client or the server states extra trees that have no places, or no shapes of at most {most} elements."
         ) from None
+    if not all(map(is_text, [*found, *(name for tree in found.values() for name in tree)])):
+        raise SecureSumRefused("A client or the server states extra trees with names that are no text.")
     total = sum(_volume(header.shape) for tree in found.values() for header in tree.values())
     if total > most:
         raise SecureSumRefused(f"The extra trees of a secure sum have {total} elements; expected at most {most}.")

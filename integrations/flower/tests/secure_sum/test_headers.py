@@ -26,3 +26,9 @@ def test_a_shape_that_is_not_one_or_too_large_is_refused(shape):
 def test_shapes_that_are_too_large_together_are_refused():
     with pytest.raises(SecureSumRefused, match="have 120 elements; expected at most 100"):
         read_headers({"extra/a": {name: [[60], 0] for name in "bc"}}, most=100)
+
+
+@pytest.mark.parametrize("headers", [{"extra/\ud800": {"b": [[1], 0]}}, {"extra/a": {"\udfff": [[1], 0]}}], ids=ascii)
+def test_a_name_that_cannot_be_printed_is_refused(headers):
+    with pytest.raises(SecureSumRefused, match="names that are no text"):
+        read_headers(headers, most=100)
