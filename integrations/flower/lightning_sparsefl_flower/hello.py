@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from lightning_sparsefl.federated.exchange.encoding import is_text
+
 _MOST_BYTES = 2**26
 _MOST_SHOWN = 80
 
@@ -47,8 +49,9 @@ class Hello:
             content = None
         if content is None or not _is_hello(content):
             raise WrongHello("its hello is not one; expected sizes and facts")
+        known = set(map(str, range(num_clients)))
         for client, size in content["sizes"].items():
-            if not (client.isdecimal() and int(client) < num_clients):
+            if client not in known:
                 raise WrongHello(f"it claims the client {client[:20]!r}; expected a number below {num_clients}")
             if not 0 <= size <= most_examples:
                 raise WrongHello(
@@ -95,4 +98,5 @@ def _is_hello(content: Any) -> bool:
     sizes, facts = content["sizes"], content["facts"]
     if not isinstance(sizes, dict) or not isinstance(facts, dict):
         return False
-    return all(type(size) is int for size in sizes.values()) and all(type(text) is str for text in facts.values())
+    texts = all(map(is_text, facts)) and all(type(text) is str for text in facts.values())
+    return texts and all(type(size) is int for size in sizes.values())

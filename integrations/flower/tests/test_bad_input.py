@@ -82,6 +82,10 @@ def test_a_node_that_was_restarted_with_another_configuration_is_refused(deploy,
     [
         ({"sizes": {"9": 10}, "facts": {}}, "claims the client '9'; expected a number below 6"),
         ({"sizes": {"-1": 10}, "facts": {}}, "claims the client '-1'"),
+        ({"sizes": {"9" * 5000: 10}, "facts": {}}, "claims the client '99999999999999999999'"),
+        ({"sizes": {"\u0663": 10}, "facts": {}}, "claims the client"),
+        ({"sizes": {"03": 10}, "facts": {}}, "claims the client '03'"),
+        ({"sizes": {"1": 10}, "facts": {"\ud800": "x"}}, "its hello is not one"),
         ({"sizes": {"1": 10**9}, "facts": {}}, "client 1 states 1000000000 training samples; expected at most 1000"),
         ({"sizes": {"1": -1}, "facts": {}}, "client 1 states -1 training samples"),
         ({"sizes": {"1": True}, "facts": {}}, "its hello is not one"),
@@ -92,12 +96,19 @@ def test_a_node_that_was_restarted_with_another_configuration_is_refused(deploy,
         (b"{", "its hello is not one"),
         (b"[" * 100_000, "its hello is not one"),
     ],
-    ids=lambda value: str(value)[:40],
+    ids=lambda value: ascii(value)[:40],
 )
 def test_a_wrong_hello_is_refused(content, named):
     payload = content if isinstance(content, bytes) else json.dumps(content).encode()
     with pytest.raises(WrongHello, match=named):
         Hello.decode(payload, num_clients=6, most_examples=1000)
+
+
+@pytest.mark.parametrize("content", [{"sizes": {"9" * 5000: 1}, "facts": {}}, {"sizes": {}, "facts": {"\ud800": "x"}}])
+def test_a_hello_that_cannot_be_read_does_not_end_the_run(deployment, content, capsys):
+    stranger = deployment.grid.add(lambda request: [json.dumps(content).encode()])
+    assert deployment.fit().is_dir()
+    assert f"Node {stranger} is refused: it" in capsys.readouterr().out
 
 
 def test_facts_that_only_one_side_has_are_refused():
