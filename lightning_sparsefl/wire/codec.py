@@ -16,7 +16,7 @@ from torch import Tensor
 from lightning_sparsefl.errors import InvalidOption, MalformedPayload, SparseFLError, require
 from lightning_sparsefl.sparse.masks import counts, intersect
 from lightning_sparsefl.types import Masks, Message, Update, Weights
-from lightning_sparsefl.wire.frame import Reader, Size, Writer
+from lightning_sparsefl.wire.frame import OBJECT, Reader, Size, Writer
 from lightning_sparsefl.wire.schema import Schema
 from lightning_sparsefl.wire.trees import read_masks, read_weights, write_masks, write_weights
 from lightning_sparsefl.wire.values import read_metrics, read_value, write_metrics, write_value
@@ -200,9 +200,10 @@ class Codec:
     def _room(self, length: int, held: int) -> int:
         """Return how many bytes the decoded tensors of a payload may take.
 
-        One byte of a bit mask decodes to 8 bools and, with values of 8 bytes, to 64 more bytes: 72 at most.
+        One byte of a bit mask decodes to 8 bools and, with values of 8 bytes, to 64 more bytes: 72 at most. The model
+        counts with its tensor objects, since those of an extra tree take more than their values if these are few.
         """
-        return 16 * (self._schema.nbytes + held) + 72 * length
+        return 16 * (self._schema.nbytes + OBJECT * len(self._schema.names) + held) + 72 * length
 
 
 def _default_votes(message: Message) -> Masks:

@@ -451,6 +451,16 @@ def test_what_could_not_be_decoded_is_not_encoded():
     assert len(codec.encode_update(fine, Message(weights={}))) < 200
 
 
+@pytest.mark.parametrize("trees", [1, 16])
+def test_many_small_tensors_with_extra_trees_are_within_the_limit(trees):
+    """As of SCAFFOLD with gates of one element: the objects take more memory than the values."""
+    weights = {f"gate{place}": torch.ones(1) for place in range(20)}
+    codec, extra = Codec(weights), {str(tree): weights for tree in range(trees)}
+    message, update = Message(weights, extra=extra), Update(weights, extra=extra)
+    assert codec.decode_message(codec.encode_message(message)).extra == extra
+    assert codec.decode_update(codec.encode_update(update, message), message).extra == extra
+
+
 def test_zeros_of_the_widest_type_under_a_mask_are_within_the_limit():
     """Each byte of the mask stands for 8 bools and 8 values of 8 bytes."""
     codec, shape = Codec({"w": torch.zeros(1)}), (80_000,)
