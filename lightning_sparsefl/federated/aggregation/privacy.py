@@ -36,7 +36,8 @@ class Privacy:
     """Probability that the guarantee of epsilon fails, in (0, 1); at most 1 / number of clients."""
     key_file: str | None = field(default=None, repr=False, compare=False)
     """File with the secret key of noise and cohorts, 64 hexadecimal digits as printed by ``openssl rand -hex 32``.
-    Every node needs it for training and for resuming. Its content is never stored or shown."""
+    Every machine of a simulation needs it for training and for resuming; on Flower only the server does. Its content is
+    never stored or shown."""
 
     def __post_init__(self) -> None:
         check_types(self, "federation.privacy.")
