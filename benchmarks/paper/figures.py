@@ -32,7 +32,8 @@ from PIL import Image
 
 from lightning_sparsefl.report.measures.mean_std import mean_std
 from lightning_sparsefl.report.measures.prefix import scaled_unit
-from lightning_sparsefl.report.plots.style import INK, look, short, styled
+from lightning_sparsefl.report.plots.style import INK, look, styled
+from lightning_sparsefl.report.shortened import short
 
 IMAGES = DOCUMENT.parent / "images"
 AXES = {

@@ -14,10 +14,14 @@ from lightning.fabric.utilities.rank_zero import rank_zero_info
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.callbacks import (
     BaseFinetuning,
+    BatchSizeFinder,
     DeviceStatsMonitor,
     GradientAccumulationScheduler,
+    LearningRateFinder,
     LearningRateMonitor,
+    ModelCheckpoint,
     ModelPruning,
+    ProgressBar,
     StochasticWeightAveraging,
     WeightAveraging,
 )
@@ -162,6 +166,7 @@ class FederatedTrainer:  # long because LightningCLI reads every option from its
         listed = _listed("callbacks", callbacks, Callback), _listed("client_callbacks", client_callbacks, Callback)
         rounds, clients = _sorted_callbacks(*listed)
         _require_observers(rounds)
+        _require_fit_for_clients(clients)
         _listed("logger", None if isinstance(logger, bool) else logger, Logger)
         self.options = RunOptions(
             algorithm=algorithm,
@@ -180,7 +185,7 @@ class FederatedTrainer:  # long because LightningCLI reads every option from its
             check_val_every_n_round=check_val_every_n_round,
             default_root_dir=root,
             run_dir=None if run_dir is None else Path(run_dir).expanduser(),
-            callbacks=[*rounds, RoundProgressBar()] if enable_progress_bar and not quiet else rounds,
+            callbacks=_with_bar(rounds) if enable_progress_bar and not quiet else rounds,
             client_callbacks=clients,
             logger=logger,
             round_lr=round_lr,
@@ -413,7 +418,7 @@ class FederatedTrainer:  # long because LightningCLI reads every option from its
             ExportMismatch: If the scores of a file differ from those of the model in memory.
         """
         make_layers(model, self.seed)
-        request = ExportRequest(copy.deepcopy(model), client, out, tuple(formats), check)
+        request = ExportRequest(copy.deepcopy(model), client, out, formats, check)
         request.require(as_client_data(datamodule).num_clients)
         exported: Exported = self._dispatch("export", model, datamodule, ckpt_path or "last", request=request)
         return exported
@@ -471,9 +476,16 @@ def _sorted_callbacks(rounds: list[Callback], clients: list[Callback]) -> tuple[
     return [callback for callback in rounds if callback not in ours], [*clients, *ours]
 
 
+def _with_bar(rounds: list[Callback]) -> list[Callback]:
+    """Add this package's progress bar, unless the user has given one."""
+    has_bar = any(isinstance(callback, ProgressBar) for callback in rounds)
+    return rounds if has_bar else [*rounds, RoundProgressBar()]
+
+
 _OF_A_FIT = (
     BaseFinetuning,
     GradientAccumulationScheduler,
+    LearningRateFinder,
     ModelPruning,
     StochasticWeightAveraging,
     WeightAveraging,
@@ -481,6 +493,8 @@ _OF_A_FIT = (
 """Callbacks of Lightning that change how a module is trained, for which a round is not an epoch."""
 _OF_ONE_LOGGER = (DeviceStatsMonitor, LearningRateMonitor)
 """Callbacks of Lightning that log what each fit has, where neither a round nor a client has it with a logger."""
+_OF_NONE = (BatchSizeFinder,)
+"""Callbacks of Lightning that need the data module of a fit, which neither a round nor a client has."""
 
 
 def _require_observers(rounds: Sequence[Callback]) -> None:
@@ -497,3 +511,29 @@ def _require_observers(rounds: Sequence[Callback]) -> None:
                 f"`trainer.callbacks` has {name}, which logs the steps of one fit, and rounds have one for each "
                 "client, without a logger; remove it."
             )
+        _require_some_place(callback, "callbacks")
+
+
+def _require_fit_for_clients(clients: Sequence[Callback]) -> None:
+    """Check that callbacks for clients need nothing that a client's fit lacks."""
+    for callback in clients:
+        name = type(callback).__name__
+        if isinstance(callback, _OF_ONE_LOGGER):
+            raise InvalidOption(
+                f"`trainer.client_callbacks` has {name}, which needs a logger, and clients' fits have none; remove it."
+            )
+        if isinstance(callback, ModelCheckpoint) and callback.dirpath is None:
+            raise InvalidOption(
+                "`trainer.client_callbacks` has a ModelCheckpoint without `dirpath`, whose files of all clients and "
+                "rounds would lie in one folder; set `dirpath`, or pass it in `trainer.callbacks`, where it saves the "
+                "federation's model."
+            )
+        _require_some_place(callback, "client_callbacks")
+
+
+def _require_some_place(callback: Callback, option: str) -> None:
+    if isinstance(callback, _OF_NONE):
+        raise InvalidOption(
+            f"`trainer.{option}` has {type(callback).__name__}, which changes the data module of a fit, and neither "
+            "rounds nor clients have one of their own; set `data.batch_size`."
+        )

@@ -10,12 +10,15 @@ import pytest
 import torch
 import torchmetrics
 from lightning.pytorch.callbacks import (
+    BatchSizeFinder,
     EarlyStopping,
     EMAWeightAveraging,
+    LearningRateFinder,
     LearningRateMonitor,
     ModelCheckpoint,
     ModelPruning,
     StochasticWeightAveraging,
+    TQDMProgressBar,
 )
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from torch import nn
@@ -241,6 +244,8 @@ def test_our_callbacks_among_the_round_level_ones_move_to_the_clients(trainer):
         (EMAWeightAveraging(), "EMAWeightAveraging, which acts on a fit, .*`trainer.client_callbacks`"),
         (ModelPruning("l1_unstructured", amount=0.5), "ModelPruning, which acts on a fit"),
         (StochasticWeightAveraging(0.1), "StochasticWeightAveraging, which acts on a fit"),
+        (LearningRateFinder(), "LearningRateFinder, which acts on a fit"),
+        (BatchSizeFinder(), "BatchSizeFinder, which changes the data module of a fit, .* set `data.batch_size`"),
         (LearningRateMonitor(), "LearningRateMonitor, which logs the steps of one fit, .* remove it"),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, L.Callback) else "",
@@ -248,6 +253,27 @@ def test_our_callbacks_among_the_round_level_ones_move_to_the_clients(trainer):
 def test_callbacks_for_rounds_that_act_on_a_fit_are_refused(callback, words, trainer):
     with pytest.raises(InvalidOption, match=rf"`trainer\.callbacks` has {words}"):
         trainer(callbacks=[callback])
+
+
+@pytest.mark.parametrize(
+    ("callback", "words"),
+    [
+        (LearningRateMonitor(), "LearningRateMonitor, which needs a logger"),
+        (ModelCheckpoint(), "a ModelCheckpoint without `dirpath`, whose files of all clients"),
+        (BatchSizeFinder(), "BatchSizeFinder, which changes the data module of a fit"),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, L.Callback) else "",
+)
+def test_callbacks_for_clients_that_need_more_than_a_fit_are_refused(callback, words, trainer, tmp_path):
+    with pytest.raises(InvalidOption, match=rf"`trainer\.client_callbacks` has {words}"):
+        trainer(client_callbacks=[callback])
+    assert trainer(client_callbacks=[ModelCheckpoint(tmp_path)]).client_callbacks
+
+
+def test_a_progress_bar_of_the_user_replaces_ours(trainer):
+    assert [type(each).__name__ for each in trainer(enable_progress_bar=True).callbacks] == ["RoundProgressBar"]
+    bar = TQDMProgressBar()
+    assert trainer(enable_progress_bar=True, callbacks=[bar]).callbacks == [bar]
 
 
 def test_an_evaluation_keeps_the_folder_of_the_run(trainer):

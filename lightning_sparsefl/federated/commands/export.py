@@ -21,7 +21,7 @@ from lightning.fabric.utilities.rank_zero import rank_zero_info
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
-from lightning_sparsefl.errors import ExportMismatch, InvalidOption, require_folder
+from lightning_sparsefl.errors import ExportMismatch, InvalidOption, require_folder, require_type
 from lightning_sparsefl.federated.client import Client
 from lightning_sparsefl.federated.commands import onnx_file
 from lightning_sparsefl.federated.commands.interruption_messages import kept_by_export
@@ -71,6 +71,8 @@ class ExportRequest:
         Args:
             num_clients: Number of clients of the run.
         """
+        require_type("client", self.client, int | None)
+        require_type("formats", self.formats, list[str])
         if self.client is not None and not 0 <= self.client < num_clients:
             raise InvalidOption(
                 f"`client` is {self.client}; expected a number from 0 to {num_clients - 1}, or null for the global "
@@ -105,9 +107,14 @@ def export(run: Run, request: ExportRequest) -> Exported:
         request: Options of the export.
 
     Raises:
-        InvalidOption: If a file cannot be written.
+        InvalidOption: If a file cannot be written, or not be checked.
         ExportMismatch: If the scores of a file differ from those of the model in memory.
     """
+    if request.check and "onnx" in request.formats and _is_bfloat16(run.worker.module):
+        raise InvalidOption(
+            "`check` is True, and model.onnx would be in bfloat16, which NumPy lacks; expected `check: false`, or "
+            "`formats` without 'onnx'."
+        )
     state, _ = run.start(training=False)
     if request.client is not None:
         version = run.server.node_version(request.client, state.server.round)
@@ -115,6 +122,10 @@ def export(run: Run, request: ExportRequest) -> Exported:
     exported = run.ranks.share(lambda: _export(run, state, request) if run.ranks.first else None)[0]
     assert exported is not None
     return exported
+
+
+def _is_bfloat16(module: LightningModule) -> bool:
+    return any(parameter.dtype == torch.bfloat16 for parameter in module.parameters())
 
 
 def _export(run: Run, state: RunState, request: ExportRequest) -> Exported:
@@ -204,7 +215,9 @@ class _Job:
             return out
         resume_point = self.run.resume_point
         assert resume_point.checkpoint is not None
-        return (resume_point.folder or resume_point.checkpoint.parent) / "export" / self.request.name
+        beside = resume_point.checkpoint.parent
+        own = beside.parent if beside.name == "checkpoints" else beside  # the run's, also of `previous.ckpt`
+        return (resume_point.folder or own) / "export" / self.request.name
 
     def _checkpoint(self) -> dict[str, Any]:
         module = self.run.worker.module
@@ -220,7 +233,7 @@ class _Job:
             "epoch": self.server.round,
             "global_step": self.server.round,
             "pytorch-lightning_version": L.__version__,
-            LightningModule.CHECKPOINT_HYPER_PARAMS_KEY: plain,
+            **checkpoint.hparams_of(module),
         }
         module.on_save_checkpoint(content)
         try:

@@ -329,6 +329,7 @@ class Fit:
         after = self.parts.split if self._is_scored(number) and self.parts.federation.eval_after_training else None
         result = self.parts.coordinator.round(self._state, after)
         self._state, self._unrecorded = result.state, result
+        seen.global_step = number + 1  # of the state that a callback may save now
         for index, outcome in enumerate(o for o in result.outcomes if o.status != "late"):
             seen.call("on_train_batch_start", outcome.client, index)
             seen.call("on_train_batch_end", dict(outcome.metrics), outcome.client, index)
@@ -354,8 +355,7 @@ class Fit:
         seen.report(self._recorder.record(number, result, scores, last, further))
         self._unrecorded = None
         if scores is not None:
-            seen.call("on_validation_start")
-            seen.call("on_validation_end")
+            self._show_scores()
         seen.call("on_train_epoch_end")
         seen.current_epoch = number + 1
         self._note_callbacks()
@@ -380,8 +380,18 @@ class Fit:
             self._phase = f"the evaluation of round {self._state.server.round}"
             scores = self.scorer.scores(self._state)
             further = self.scorer.select(self._state, scores)
-            self._recorder.add_scores(scores, self._state.server.round, further)
+            self._round_trainer.report(self._recorder.add_scores(scores, self._state.server.round, further))
+            self._show_scores()
         self._recorder.add_pictures(self._state.server)
+
+    def _show_scores(self) -> None:
+        """Call the callbacks' hooks of an evaluation, in which the number of the epoch is that of its round."""
+        seen, after = self._round_trainer, self._round_trainer.current_epoch
+        seen.current_epoch = self._state.server.round - 1
+        seen.call("on_validation_start")
+        seen.call("on_validation_end")
+        seen.current_epoch = after
+        self._note_callbacks()
 
     # ---- commits
 
@@ -430,7 +440,7 @@ class Fit:
         return replace(content, initial_weights=self.parts.initial.copied()).to_plain()
 
     def _checkpoint(self, records: list[StoredRecords], callbacks: Mapping[str, Any]) -> Checkpoint:
-        return Checkpoint(
+        found = Checkpoint(
             state=self._state,
             module=self.parts.module_state(self._state),
             identity=self.parts.identity,
@@ -444,9 +454,17 @@ class Fit:
             selected=self.scorer.selected,
             stopped_by=self._stopped_by,
             unrecorded=None if self._unrecorded is None else self._unrecorded.to_plain(),
-            hyper_parameters=checkpoint.plain_hparams(self.parts.module),
+            hyper_parameters=checkpoint.hparams_of(self.parts.module),
             initial=self.parts.initial.digest,
         )
+        return replace(found, added=self._added(found))
+
+    def _added(self, found: Checkpoint) -> dict[str, Any]:
+        """Return what the module and round-level callbacks add to a checkpoint."""
+        seen: Any = self._round_trainer  # which a callback takes for a Trainer
+        module = self.parts.module
+        hooks = [partial(each.on_save_checkpoint, seen, module) for each in seen.callbacks]
+        return checkpoint.added_by([*hooks, module.on_save_checkpoint], found.ordinary())
 
     # ---- ends
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,8 @@ from lightning_sparsefl.sparse.versions import versions_of, with_versions
 from lightning_sparsefl.types import PendingUpdate, RunState, ServerState
 
 FORMAT = 5
+_OWN = "sparsefl"
+"""Key of what only this package reads."""
 LAST, PREVIOUS, REFUSED = "last.ckpt", "previous.ckpt", "last.ckpt.refused"
 CLIENTS = "clients"
 
@@ -79,23 +81,32 @@ class Checkpoint:
     unrecorded: Mapping[str, Any] | None = None
     """What is logged of the last round, as plain values, if a signal came before its scores; None = it is recorded."""
     hyper_parameters: Mapping[str, Any] = field(default_factory=dict)
-    """Hyper-parameters of the module, as plain values."""
+    """Hyper-parameters of the module, as :func:`hparams_of` returns them."""
+    added: Mapping[str, Any] = field(default_factory=dict)
+    """What `on_save_checkpoint` of the module and of callbacks adds."""
     initial: str | None = None
     """SHA-256 of the weights that the run began with; None = an earlier version has written the checkpoint."""
     initial_weights: Mapping[str, Tensor] = field(default_factory=dict)
     """These weights, in a checkpoint that stands alone."""
 
-    def to_plain(self) -> dict[str, Any]:
-        """Return the content of the file."""
-        server, selected = self.state.server, self.selected
-        content: dict[str, Any] = {
+    def ordinary(self) -> dict[str, Any]:
+        """Return the content that any checkpoint of Lightning has."""
+        return {
             "state_dict": saved_state(self.module),
-            "epoch": server.round,
-            "global_step": server.round,
+            "epoch": self.state.server.round,
+            "global_step": self.state.server.round,
             "pytorch-lightning_version": L.__version__,
             "callbacks": dict(self.callbacks),
-            LightningModule.CHECKPOINT_HYPER_PARAMS_KEY: dict(self.hyper_parameters),
-            "sparsefl": {
+            **self.hyper_parameters,
+        }
+
+    def to_plain(self) -> dict[str, Any]:
+        """Return the content of the file."""
+        selected = self.selected
+        content: dict[str, Any] = {
+            **self.ordinary(),
+            **self.added,
+            _OWN: {
                 "format": FORMAT,
                 "run": self.state.run,
                 "identity": {**self.identity, "training": dict(self.training), "reported": dict(self.reported)},
@@ -151,7 +162,6 @@ class Checkpoint:
             selected=None if selected is None else _selected_from(selected, run, device),
             stopped_by=own["stopped by"],
             unrecorded=own["unrecorded"],
-            hyper_parameters=content[LightningModule.CHECKPOINT_HYPER_PARAMS_KEY],
             initial=_digest_from(own.get("initial")),
             initial_weights=own.get("initial weights", {}),
         )
@@ -240,12 +250,46 @@ def plain_hparams(module: LightningModule) -> dict[str, Any]:
     Args:
         module: The user's module.
     """
-    plain = {}
-    for name, value in module.hparams.items():
-        with contextlib.suppress(TypeError):
-            pack_plain(value)
-            plain[name] = _builtin(value)
-    return plain
+    return {name: _builtin(value) for name, value in module.hparams.items() if _is_plain(value)}
+
+
+def hparams_of(module: LightningModule) -> dict[str, Any]:
+    """Return what a checkpoint holds of the hyper-parameters, with the name of the one argument that they may be.
+
+    Args:
+        module: The user's module.
+    """
+    found: dict[str, Any] = {LightningModule.CHECKPOINT_HYPER_PARAMS_KEY: plain_hparams(module)}
+    name = getattr(module, "_hparams_name", None)
+    return found if name is None else {**found, LightningModule.CHECKPOINT_HYPER_PARAMS_NAME: name}
+
+
+def added_by(hooks: Sequence[Callable[[dict[str, Any]], object]], content: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what hooks add to a checkpoint; other changes of theirs are left out, since a run goes on from the rest.
+
+    Args:
+        hooks: The hooks `on_save_checkpoint`, as functions of the content.
+        content: Content of the checkpoint so far.
+    """
+    offered = {name: dict(value) if isinstance(value, Mapping) else value for name, value in content.items()}
+    for hook in hooks:
+        hook(offered)
+    added = {name: value for name, value in offered.items() if name not in content and name != _OWN}
+    unsafe = [name for name, value in added.items() if not _is_plain(value)]
+    if unsafe:
+        rank_zero_warn(
+            f"`on_save_checkpoint` adds {', '.join(map(repr, unsafe))}, which could not be loaded safely, so that the "
+            "run's checkpoints do not have it; expected numbers, strings, None, tensors, dicts and lists."
+        )
+    return {name: _builtin(value) for name, value in added.items() if name not in unsafe}
+
+
+def _is_plain(value: Any) -> bool:
+    try:
+        pack_plain(value)
+    except TypeError:
+        return False
+    return True
 
 
 def _builtin(value: Any) -> Any:
@@ -269,9 +313,11 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
     content: dict[str, Any] = load_plain(path)
     own = content.get("sparsefl") if isinstance(content, dict) else None
     if not isinstance(own, dict) or own.get("format") != FORMAT:
+        has_weights = own is None and isinstance(content, dict) and "state_dict" in content
+        advice = "; the weights in it can be read by `load_from_checkpoint` of their module" if has_weights else ""
         raise CheckpointMismatch(
-            f"{path} is not a checkpoint of a federated run in format {FORMAT}; expected a run's `checkpoints/{LAST}` "
-            "(option `ckpt_path`)."
+            f"{path} is not a checkpoint of a federated run in format {FORMAT}{advice}; expected a run's "
+            f"`checkpoints/{LAST}` (option `ckpt_path`)."
         )
     if own.pop("checksum", None) != fingerprint(content):
         raise CheckpointMismatch(f"{path} is damaged: its checksum does not match; choose another `ckpt_path`.")

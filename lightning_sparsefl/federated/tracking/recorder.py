@@ -136,17 +136,20 @@ class Recorder:
         self._scores, self._personal, self.scored = scores.summary(), scores.personal, rounds
         self._clients_scored = len(scores.personal)
 
-    def add_scores(self, scores: Scores, rounds: int, further: Mapping[str, float]) -> None:
+    def add_scores(self, scores: Scores, rounds: int, further: Mapping[str, float]) -> Mapping[str, float]:
         """Store and log scores of a round that was recorded without them because a callback stopped the run.
 
         Args:
             scores: Scores of the round.
             rounds: Number of finished rounds.
             further: Additional scores, which are logged but not included in the summary.
+
+        Returns:
+            The keys of the scores.
         """
         self.keep(scores, rounds)
+        number, metrics = rounds - 1, {**self._scored(scores), **further}
         if self._writes:
-            number, metrics = rounds - 1, {**self._scored(scores), **further}
             self._boards.declare(self._scores, self._metrics)
             self._boards.histograms(number, scores.personal)
             self.folder.metrics.fill([{"round": number, **metrics}], ["round"])
@@ -154,6 +157,7 @@ class Recorder:
             self.folder.clients.fill(rows, ["round", "client"])
             self._log(number, metrics)
             self._save()
+        return metrics
 
     def add_pictures(self, server: ServerState) -> None:
         """Write overlaps and pictures of a round that was recorded without them because a callback stopped the run.

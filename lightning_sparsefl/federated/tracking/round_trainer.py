@@ -20,6 +20,8 @@ from torch import Tensor
 
 from lightning_sparsefl.errors import InvalidOption, MissingAttribute, nearest
 from lightning_sparsefl.federated.storage.atomic_files import write_atomically
+from lightning_sparsefl.federated.storage.checkpoint import LAST, PREVIOUS
+from lightning_sparsefl.federated.storage.initial_weights import INITIAL
 from lightning_sparsefl.federated.tracking.tags import scores_first
 
 _SHOWN = 10
@@ -200,9 +202,19 @@ class RoundTrainer:
             filepath: Path of the checkpoint.
             weights_only: Whether to omit the state of the federation.
             storage_options: Ignored; accepted as in Lightning's `Trainer`.
+
+        Raises:
+            InvalidOption: If the run has a file of its own there.
         """
-        if Path(filepath).resolve() == (Path(self.log_dir) / "checkpoints" / "last.ckpt").resolve():
+        own = Path(self.log_dir).resolve() / "checkpoints"
+        path = Path(filepath).resolve()
+        if path == own / LAST:
             return
+        if path in (own / PREVIOUS, own / INITIAL):
+            raise InvalidOption(
+                f"`ModelCheckpoint.filename` is {path.stem!r} in {own}, where the run has a file of this name; "
+                "expected another name, or another `dirpath`."
+            )
         content = dict(self._compose_checkpoint(not weights_only))
         if weights_only:
             content.pop("sparsefl")

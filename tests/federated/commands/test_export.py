@@ -4,6 +4,7 @@ import copy
 import csv
 import errno
 import importlib.util
+import shutil
 
 import lightning as L
 import pytest
@@ -343,3 +344,58 @@ def test_an_extra_state_that_cannot_be_read_again_is_refused(run):
     module.seen = {"calls": {1, 2}}
     with pytest.raises(InvalidOption, match=r"`get_extra_state` .*`_extra_state\['calls'\]` holds a `set`"):
         run(FedAvg(), None, module)
+
+
+class Configured(Net):
+    """Has its hyper-parameters in one argument."""
+
+    def __init__(self, config):
+        super().__init__(config["width"])
+        self.save_hyperparameters()
+
+
+def test_a_module_with_its_hyper_parameters_in_one_argument_can_be_loaded(run):
+    exported = run(FedAvg(), None, module=Configured({"width": 12}))
+    last = run.folder / "checkpoints" / "last.ckpt"
+    for path in (exported.files["ckpt"], last):
+        assert Configured.load_from_checkpoint(path, weights_only=True).net[0].out_features == 12
+
+
+def test_a_module_that_saves_one_dict_can_be_loaded(run):
+    class Given(Net):
+        def __init__(self, config):
+            super(Net, self).__init__()
+            self.save_hyperparameters(config)
+            self.net, self.loss = nn.Linear(8, 4), F.cross_entropy
+            self.scale = config["scale"]
+
+    exported = run(FedAvg(), None, module=Given({"scale": 2}))
+    for path in (exported.files["ckpt"], run.folder / "checkpoints" / "last.ckpt"):
+        assert Given.load_from_checkpoint(path, weights_only=True).scale == 2
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        ({"client": "1"}, "`client` is '1'; expected a whole number or null"),
+        ({"client": True}, "`client` is True; expected a whole number or null"),
+        ({"formats": "ckpt"}, "`formats` is 'ckpt'; expected a list of strings"),
+    ],
+)
+def test_options_of_another_type_are_refused(asked, words, run):
+    with pytest.raises(InvalidOption, match=words):
+        run(FedAvg(), **{"client": None, **asked})
+
+
+def test_the_model_of_the_commit_before_is_beside_that_of_the_last_one(run):
+    run(FedAvg(), None)
+    checkpoints = run.folder / "checkpoints"
+    copied = shutil.copy(checkpoints / "last.ckpt", checkpoints / "copy.ckpt")
+    assert run(FedAvg(), None, fit=False, ckpt_path=copied).files["ckpt"].parent == run.folder / "export" / "global"
+
+
+@needs_onnx
+def test_a_check_in_bfloat16_is_refused_before_a_file_is_written(run):
+    with pytest.raises(InvalidOption, match=r"`check` is True, and model.onnx would be in bfloat16, which NumPy lacks"):
+        run(FedAvg(), None, precision="bf16-true", formats=["onnx"], check=True)
+    assert not (run.folder / "export").exists()
