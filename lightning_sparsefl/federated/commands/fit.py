@@ -464,7 +464,11 @@ class Fit:
         seen: Any = self._round_trainer  # which a callback takes for a Trainer
         module = self.parts.module
         hooks = [partial(each.on_save_checkpoint, seen, module) for each in seen.callbacks]
-        return checkpoint.added_by([*hooks, module.on_save_checkpoint], found.ordinary())
+        former, module.trainer = module._trainer, seen
+        try:
+            return checkpoint.added_by([*hooks, module.on_save_checkpoint], found.ordinary())
+        finally:
+            module.trainer = former
 
     # ---- ends
 

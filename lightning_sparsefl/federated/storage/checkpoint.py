@@ -273,7 +273,7 @@ def added_by(hooks: Sequence[Callable[[dict[str, Any]], object]], content: Mappi
     """
     offered = {name: dict(value) if isinstance(value, Mapping) else value for name, value in content.items()}
     for hook in hooks:
-        hook(offered)
+        _call(hook, offered)
     added = {name: value for name, value in offered.items() if name not in content and name != _OWN}
     unsafe = [name for name, value in added.items() if not _is_plain(value)]
     if unsafe:
@@ -282,6 +282,17 @@ def added_by(hooks: Sequence[Callable[[dict[str, Any]], object]], content: Mappi
             "run's checkpoints do not have it; expected numbers, strings, None, tensors, dicts and lists."
         )
     return {name: _builtin(value) for name, value in added.items() if name not in unsafe}
+
+
+def _call(hook: Callable[[dict[str, Any]], object], content: dict[str, Any]) -> None:
+    """Call a hook; a run does not end for what its own checkpoints do not need."""
+    try:
+        hook(content)
+    except Exception as error:
+        rank_zero_warn(
+            f"`on_save_checkpoint` failed ({type(error).__name__}: {error}), so that the run's checkpoints do not have "
+            "all that it adds."
+        )
 
 
 def _is_plain(value: Any) -> bool:

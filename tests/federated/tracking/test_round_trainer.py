@@ -126,6 +126,7 @@ class Keeps(Classifier):
 
     def on_save_checkpoint(self, checkpoint):
         checkpoint["vocabulary"] = {"a": 1, "sizes": [2, 3]}
+        checkpoint["rounds"] = self.trainer.max_epochs
         checkpoint["unsafe"] = object()
         checkpoint["epoch"] = -1
         checkpoint["state_dict"].clear()
@@ -149,9 +150,22 @@ def test_what_hooks_add_is_in_all_checkpoints_and_a_run_goes_on_from_them(tmp_pa
         content = load_plain(Path(path))
         assert ("unsafe" in content, type(content["of a callback"]), content["epoch"] > 0) == (False, int, True)
         loaded = Keeps.load_from_checkpoint(path, weights_only=True)
-        assert loaded.vocabulary == {"a": 1, "sizes": [2, 3]}
+        assert (loaded.vocabulary, content["rounds"]) == ({"a": 1, "sizes": [2, 3]}, 2)
         assert all(loaded.state_dict()[name].equal(value) for name, value in content["state_dict"].items())
     fit(tmp_path, Adds(), module=Keeps(), rounds=3, ckpt_path=str(last))
     assert load_checkpoint(last)["epoch"] == 3
     with pytest.raises(CheckpointMismatch, match=r"can be read by `load_from_checkpoint` of their module; expected a"):
         fit(tmp_path, module=Keeps(), rounds=4, ckpt_path=weights.best_model_path)
+
+
+class Fails(Keeps):
+    def on_save_checkpoint(self, checkpoint):
+        checkpoint["tokens"] = self.trainer.datamodule.tokens
+
+
+def test_a_hook_that_fails_ends_no_run(tmp_path):
+    with pytest.warns(
+        match=r"`on_save_checkpoint` failed \(AttributeError: .*tokens'\), so that the run's checkpoints"
+    ):
+        folder = fit(tmp_path, module=Fails())
+    assert load_checkpoint(folder / "checkpoints" / "last.ckpt")["epoch"] == 2
