@@ -20,7 +20,7 @@ from lightning_sparsefl.data.by_group import ByGroup
 from lightning_sparsefl.data.examples import CropFlip, Examples, Normalize, Transform
 from lightning_sparsefl.data.feature_shift import FeatureShift
 from lightning_sparsefl.data.memory_map import map_split, write_split
-from lightning_sparsefl.data.partition import IID, Partition, check_num_clients, matching_test
+from lightning_sparsefl.data.partition import IID, Partition, check_num_clients, checked_parts, matching_test
 from lightning_sparsefl.data.split import Part, SplitData, span, stops
 from lightning_sparsefl.data.split_name import split_name
 from lightning_sparsefl.errors import InvalidOption, is_number, is_whole, require, require_type
@@ -337,7 +337,8 @@ class FederatedDataModule(L.LightningDataModule):
         train: list[Tensor] = []
         val: list[Tensor] = []
         test: list[Tensor] = []
-        for client, owned in enumerate(self.assign(labels, seed)):
+        what = f"`{type(self).__name__}.assign` returned"
+        for client, owned in enumerate(checked_parts(self.assign(labels, seed), self.num_clients, len(labels), what)):
             rng = generator(seed, "partition", "held out", client)
             order = owned[torch.randperm(len(owned), generator=rng)][: self._wanted(len(owned), client)]
             parts = self._divide(client, order, labels, test_labels, rng)
@@ -359,6 +360,7 @@ class FederatedDataModule(L.LightningDataModule):
         """Divide a client's examples, in random order, into training and validation, and choose its test examples."""
         train, val = self._hold_out(client, owned)
         test = self.choose_test(client, labels[train], test_labels, rng)
+        require_type(f"{type(self).__name__}.choose_test", test, Tensor)
         if not len(test):
             kind = "group" if isinstance(self.partition, ByGroup) else "classes"
             raise InvalidOption(

@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -46,7 +46,16 @@ class Partition(ABC):
             [[0, 3], [1, 2]]
         """
         check_num_clients(num_clients, len(labels))
-        owned = self._checked(self.assign(labels, num_clients, generator(seed, "partition")), num_clients, len(labels))
+        owned = self.assign(labels, num_clients, generator(seed, "partition"))
+        what = f"`{type(self).__name__}.assign` returned"
+        owned = checked_parts(owned, num_clients, len(labels), what)
+        together = torch.cat(owned)
+        twice = torch.bincount(together, minlength=len(labels)) > 1
+        if bool(twice.any()):
+            example = int(twice.nonzero()[0])
+            raise InvalidOption(
+                f"{what} the example {example} more than once; expected each in one client's part at most."
+            )
         empty = [client for client, indices in enumerate(owned) if not len(indices)]
         if empty:
             raise InvalidOption(
@@ -54,30 +63,6 @@ class Partition(ABC):
                 f"client {empty[0]}; lower `data.num_clients` or change `data.partition`."
             )
         return [indices.sort().values for indices in owned]
-
-    def _checked(self, owned: Sequence[Tensor], num_clients: int, num_examples: int) -> list[Tensor]:
-        """Return what `assign` returned, if it is a partition."""
-        what = f"`{type(self).__name__}.assign` returned"
-        if not isinstance(owned, Sequence) or len(owned) != num_clients:
-            got = f"{len(owned)} parts" if isinstance(owned, Sequence) else f"a {type(owned).__name__}"
-            raise InvalidOption(f"{what} {got}; expected a list of {num_clients} tensors, one for each client.")
-        for client, indices in enumerate(owned):
-            if not isinstance(indices, Tensor) or indices.dim() != 1 or indices.dtype != torch.int64:
-                kind = f"{indices.dtype} tensor" if isinstance(indices, Tensor) else type(indices).__name__
-                raise InvalidOption(
-                    f"{what} a {kind} for client {client}; expected indices, int64 of shape (examples,)."
-                )
-        together = torch.cat(list(owned))
-        outside = together[(together < 0) | (together >= num_examples)]
-        if len(outside):
-            raise InvalidOption(f"{what} the index {int(outside[0])}; expected 0 to {num_examples - 1}, the examples.")
-        twice = torch.bincount(together, minlength=num_examples) > 1
-        if bool(twice.any()):
-            example = int(twice.nonzero()[0])
-            raise InvalidOption(
-                f"{what} the example {example} more than once; expected each in one client's part at most."
-            )
-        return list(owned)
 
     @abstractmethod
     def assign(self, labels: Tensor, num_clients: int, rng: torch.Generator) -> list[Tensor]:
@@ -199,6 +184,33 @@ class Pathological(Partition):
                 f"{int(owners[label])} clients, but it has {int(sizes[label])} examples; lower "
                 "`data.num_clients` or `data.partition.classes_per_client`."
             )
+
+
+def checked_parts(owned: Any, num_clients: int, num_examples: int, what: str) -> list[Tensor]:
+    """Return the examples of each client, if they are indices.
+
+    Args:
+        owned: Value that a method returned.
+        num_clients: Number of clients.
+        num_examples: Number of examples.
+        what: Start of an error message that names the method.
+
+    Raises:
+        InvalidOption: If they are not.
+    """
+    if not isinstance(owned, Sequence) or len(owned) != num_clients:
+        got = f"{len(owned)} parts" if isinstance(owned, Sequence) else f"a {type(owned).__name__}"
+        raise InvalidOption(f"{what} {got}; expected a list of {num_clients} tensors, one for each client.")
+    for client, indices in enumerate(owned):
+        if not isinstance(indices, Tensor) or indices.dim() != 1 or indices.dtype != torch.int64:
+            shape = f" of shape {tuple(indices.shape)}" if isinstance(indices, Tensor) else ""
+            kind = f"{indices.dtype} tensor{shape}" if isinstance(indices, Tensor) else type(indices).__name__
+            raise InvalidOption(f"{what} a {kind} for client {client}; expected indices, int64 of shape (examples,).")
+    together = torch.cat(list(owned))
+    outside = together[(together < 0) | (together >= num_examples)]
+    if len(outside):
+        raise InvalidOption(f"{what} the index {int(outside[0])}; expected 0 to {num_examples - 1}, the examples.")
+    return list(owned)
 
 
 def matching_test(train_labels: Tensor, test_labels: Tensor, count: int, rng: torch.Generator) -> Tensor:

@@ -308,3 +308,37 @@ def test_labels_may_be_any_numbers(partition, monkeypatch):
         for kind in ("train", "test"):
             loaders = (getattr(data, f"client_{kind}_dataloader")(client).dataset for data in (before, after))
             assert len({tuple(examples.inputs.flatten().tolist()) for examples in loaders}) == 1
+
+
+@pytest.mark.parametrize(
+    ("owned", "words"),
+    [
+        ([torch.arange(10)] * 5, r"returned 5 parts; expected a list of 4 tensors"),
+        (None, r"returned a NoneType; expected a list of 4 tensors"),
+        ([[0, 1]] * 4, r"returned a list for client 0; expected indices, int64 of shape \(examples,\)"),
+        (
+            [torch.zeros(2, 2, dtype=torch.int64)] * 4,
+            r"a torch.int64 tensor of shape \(2, 2\) for client 0; expected in",
+        ),
+        ([torch.tensor([100])] * 4, r"returned the index 100; expected 0 to 99, the examples"),
+    ],
+)
+def test_what_assign_returns_is_checked(owned, words, monkeypatch):
+    monkeypatch.setattr(Numbered, "assign", lambda *_: owned)
+    with pytest.raises(
+        InvalidOption, match=rf"^`Numbered\.assign` {'' if words.startswith('returned') else '.*'}{words}"
+    ):
+        Numbered(num_clients=4).setup()
+
+
+def test_clients_may_share_examples(monkeypatch):
+    monkeypatch.setattr(Numbered, "assign", lambda *_: [torch.arange(20)] * 4)
+    data = Numbered(num_clients=4)
+    data.setup()
+    assert data.client_sizes == [20] * 4
+
+
+def test_what_choose_test_returns_is_checked(monkeypatch):
+    monkeypatch.setattr(Numbered, "choose_test", lambda *_: None)
+    with pytest.raises(InvalidOption, match=r"`Numbered.choose_test` is None; expected an instance of `Tensor`"):
+        Numbered(num_clients=4).setup()

@@ -19,7 +19,13 @@ from lightning_sparsefl.federated.fleet import sizes_fact
 from lightning_sparsefl.federated.rounds.run_options import RunOptions
 from lightning_sparsefl.federated.rounds.workload import Workload
 from lightning_sparsefl.federated.sampling.samplers import Uniform
-from lightning_sparsefl.federated.tracking.hyperparameters import hyperparameters, options_of, without_addresses
+from lightning_sparsefl.federated.tracking.hyperparameters import (
+    arguments_of,
+    has_no_text,
+    hyperparameters,
+    options_of,
+    without_addresses,
+)
 
 STACK_SIZE = "stack size"
 """Fact by which clients are divided into stacks."""
@@ -177,4 +183,7 @@ def _text(value: Any) -> str:
         return f"{{{', '.join(f'{_text(key)}: {_text(item)}' for key, item in value.items())}}}"
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(_text, value))}]"
+    if has_no_text(value):
+        options = (f"{name}={_text(each)}" for name, each in arguments_of(value).items())
+        return f"{type(value).__name__}({', '.join(options)})"
     return without_addresses(repr(value))

@@ -49,7 +49,7 @@ def hyperparameters(options: RunOptions, data: Any, module: Any) -> dict[str, An
             **_options_of_all(options.client_callbacks),
             **_changed(local, (*WITHOUT_EFFECT["trainer"], *_DERIVED)),
         },
-        "data": {name: getattr(data, name, None) for name in _DATA},
+        "data": {**_options_of_data(data), **{name: getattr(data, name, None) for name in _DATA}},
         "model": hparams,
     }
     flat = _flat("algorithm", options.algorithm) | {"data": type(data).__name__, "model": type(module).__name__}
@@ -59,21 +59,53 @@ def hyperparameters(options: RunOptions, data: Any, module: Any) -> dict[str, An
     return flat
 
 
+def _options_of_data(data: Any) -> dict[str, Any]:
+    """Return the options of a data module of the user."""
+    return {} if type(data).__module__.startswith("lightning_sparsefl.") else options_of(data)
+
+
 def _changed(options: Any, silent: Sequence[str]) -> dict[str, Any]:
     """Return the fields whose values differ from their defaults."""
     fields = [field for field in dataclasses.fields(options) if field.name not in silent]
     return {f.name: getattr(options, f.name) for f in fields if getattr(options, f.name) != f.default}
 
 
-def options_of(callback: Callback) -> dict[str, Any]:
+def options_of(callback: Any) -> dict[str, Any]:
     """Return the arguments of a callback that differ from their defaults, where they are attributes of the same name.
 
     Args:
-        callback: Callback that has not been used yet.
+        callback: Callback, or another object with options, that has not been used yet.
     """
-    parameters = inspect.signature(type(callback)).parameters.items()
-    values = {name: (getattr(callback, name, parameter.default), parameter.default) for name, parameter in parameters}
+    parameters = _parameters(callback)
+    values = {name: (value, parameters[name].default) for name, value in arguments_of(callback).items()}
     return {name: plain(value) for name, (value, default) in values.items() if not _equal(value, default)}
+
+
+def arguments_of(value: Any) -> dict[str, Any]:
+    """Return the arguments that an object was made with, where they are attributes of the same name.
+
+    Args:
+        value: Object of any class.
+    """
+    return {name: getattr(value, name) for name in _parameters(value) if hasattr(value, name)}
+
+
+def _parameters(value: Any) -> Mapping[str, inspect.Parameter]:
+    """Return the parameters of the constructor of an object; empty for a class in C without a signature."""
+    try:
+        return inspect.signature(type(value)).parameters
+    except ValueError:
+        return {}
+
+
+def has_no_text(value: Any) -> bool:
+    """Return whether the text of an object is that of its class alone, whatever its options are.
+
+    Args:
+        value: Object of any class.
+    """
+    own: Any = type(value).__repr__
+    return own is object.__repr__
 
 
 def _options_of_all(callbacks: Sequence[Callback]) -> dict[str, Any]:
@@ -92,12 +124,16 @@ def _equal(value: Any, default: Any) -> bool:
 
 
 def _flat(name: str, value: Any) -> dict[str, Any]:
-    """Flatten a dataclass into its name and its fields, one key each; return an empty dict for None."""
-    if not dataclasses.is_dataclass(value) or isinstance(value, type):
+    """Flatten an object into its name and its options, one key each; return an empty dict for None."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        options = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    elif value is not None and has_no_text(value):
+        options = arguments_of(value)
+    else:
         return {} if value is None else {name: plain(value)}
     flat: dict[str, Any] = {name: type(value).__name__}
-    for field in dataclasses.fields(value):
-        flat |= _flat(f"{name}/{field.name}", getattr(value, field.name))
+    for option, chosen in options.items():
+        flat |= _flat(f"{name}/{option}", chosen)
     return flat
 
 

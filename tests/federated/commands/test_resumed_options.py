@@ -179,6 +179,26 @@ def test_a_schedule_of_the_users_own_class_resumes(tmp_path):
     assert fit(tmp_path, "last", rounds=2, round_lr=WarmUp())["rounds"] == 2
 
 
+class Slow(RoundLR):
+    """A schedule of the user's with an option, which is no dataclass."""
+
+    def __init__(self, low=0.1):
+        self.low = low
+
+    def factor(self, round, max_rounds):
+        return max(self.low, 1 - round / max_rounds)
+
+
+def test_another_option_of_a_users_own_schedule_is_refused(tmp_path):
+    fit(tmp_path, round_lr=Slow(0.2))
+    with pytest.raises(CheckpointMismatch, match=r"`trainer.round_lr`.*Slow\(low=0.2\).*Slow\(low=0.9\)"):
+        fit(tmp_path, "last", rounds=2, round_lr=Slow(0.9))
+    assert fit(tmp_path, "last", rounds=2, round_lr=Slow(0.2))["rounds"] == 2
+    hparams = (tmp_path / "FedAvg/version_0/hparams.yaml").read_text()
+    assert "trainer/round_lr: Slow" in hparams
+    assert "trainer/round_lr/low: 0.2" in hparams
+
+
 def test_a_run_that_starts_from_another_runs_checkpoint_has_its_own_folder(first, tmp_path):
     theirs = next(first.glob("FedAvg/version_0"))
     before = sorted(path.name for path in theirs.rglob("*"))
