@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -170,7 +171,7 @@ class SparseFLCLI(LightningCLI):
             shared.pop(key, None)
         text = parser.dump(shared, skip_none=False, skip_validation=True)
         algorithm = str(config["algorithm"]["class_path"]).rpartition(".")[2]
-        root, ckpt_path = Path(config["trainer"]["default_root_dir"]).expanduser(), config.get("ckpt_path")
+        root, ckpt_path = Path(os.path.expanduser(config["trainer"]["default_root_dir"])), config.get("ckpt_path")
         group = group_of(config.pop("seeds", None), ckpt_path, root, algorithm, text)
         if group is not None:
             config["ckpt_path"] = None

@@ -43,8 +43,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     if argv is not None:
         sys.argv = [sys.argv[0], *argv]
-    sys.path.append(str(Path.cwd()))  # for `--model my_models.Net` with a file of the user; it replaces no package
     try:
+        sys.path.append(str(Path.cwd()))  # for `--model my_models.Net` with a file of the user; it replaces no package
         _run(sys.argv[1:])
     except ClientFailed as error:
         if error.__cause__ is not None:  # the code of the user failed, so show where

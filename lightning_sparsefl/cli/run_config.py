@@ -75,6 +75,8 @@ def checkpoint_without_config(args: Sequence[str], subcommand: str) -> str | Non
 def _path_of_checkpoint(args: Sequence[str]) -> str | None:
     """Return the value of `--ckpt_path` if it is a path."""
     value = _value_of("--ckpt_path", args)
+    if value == "":
+        raise InvalidOption("`ckpt_path` is ''; expected a run folder, a checkpoint, `last`, `auto` or null.")
     return None if value in (None, "null", *NEWEST) else os.path.expanduser(value)
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -132,7 +133,7 @@ def group_of(value: Any, ckpt_path: str | None, root: Path, algorithm: str, conf
         InvalidOption: If the seeds are not valid, or `ckpt_path` is not the folder of a group.
     """
     starts = ckpt_path in (None, "auto")  # a group goes on without being asked to
-    folder = None if starts else Path(str(ckpt_path)).expanduser()
+    folder = None if starts else Path(os.path.expanduser(str(ckpt_path)))
     known = folder is not None and (folder / SEEDS).is_file()
     if folder is not None and known:
         earlier = _earlier(folder, replaced=value is not None)

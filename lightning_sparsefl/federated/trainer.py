@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from os import PathLike
@@ -12,23 +13,11 @@ from typing import Any, Literal
 
 from lightning.fabric.utilities.rank_zero import rank_zero_info
 from lightning.pytorch import Callback, LightningModule
-from lightning.pytorch.callbacks import (
-    BaseFinetuning,
-    BatchSizeFinder,
-    DeviceStatsMonitor,
-    GradientAccumulationScheduler,
-    LearningRateFinder,
-    LearningRateMonitor,
-    ModelCheckpoint,
-    ModelPruning,
-    ProgressBar,
-    StochasticWeightAveraging,
-    WeightAveraging,
-)
 from lightning.pytorch.loggers import Logger
 
 from lightning_sparsefl.errors import InvalidOption, is_number, is_whole, require, require_type
 from lightning_sparsefl.federated.algorithm import FederatedAlgorithm
+from lightning_sparsefl.federated.commands.callback_inputs import sorted_callbacks, with_bar
 from lightning_sparsefl.federated.commands.cost_tables import Profile
 from lightning_sparsefl.federated.commands.dispatch import Verb, dispatch, in_other_processes
 from lightning_sparsefl.federated.commands.export import Exported, ExportRequest, Format
@@ -49,7 +38,6 @@ from lightning_sparsefl.federated.options import Federation
 from lightning_sparsefl.federated.rounds.run_options import RunOptions
 from lightning_sparsefl.federated.storage.resume import NEWEST
 from lightning_sparsefl.federated.storage.safe_load import load_plain
-from lightning_sparsefl.federated.tracking.progress_bar import RoundProgressBar
 from lightning_sparsefl.report import silenced
 from lightning_sparsefl.seeds import seed_from_environment
 
@@ -162,11 +150,9 @@ class FederatedTrainer:  # long because LightningCLI reads every option from its
         require_type("federation", federation, Federation | None)
         require_type("trainer.default_root_dir", default_root_dir, str | PathLike)
         require_type("trainer.run_dir", run_dir, str | PathLike | None)
-        root = str(Path(default_root_dir).expanduser())
+        root = os.path.expanduser(default_root_dir)
         listed = _listed("callbacks", callbacks, Callback), _listed("client_callbacks", client_callbacks, Callback)
-        rounds, clients = _sorted_callbacks(*listed)
-        _require_observers(rounds)
-        _require_fit_for_clients(clients)
+        rounds, clients = sorted_callbacks(*listed)
         _listed("logger", None if isinstance(logger, bool) else logger, Logger)
         self.options = RunOptions(
             algorithm=algorithm,
@@ -184,8 +170,8 @@ class FederatedTrainer:  # long because LightningCLI reads every option from its
             max_rounds=max_rounds,
             check_val_every_n_round=check_val_every_n_round,
             default_root_dir=root,
-            run_dir=None if run_dir is None else Path(run_dir).expanduser(),
-            callbacks=_with_bar(rounds) if enable_progress_bar and not quiet else rounds,
+            run_dir=None if run_dir is None else Path(os.path.expanduser(run_dir)),
+            callbacks=with_bar(rounds) if enable_progress_bar and not quiet else rounds,
             client_callbacks=clients,
             logger=logger,
             round_lr=round_lr,
@@ -465,75 +451,3 @@ def _listed(option: str, values: Iterable[Any] | Any | None, kind: type[Any]) ->
         expected = f"{kind.__name__.lower()}s of Lightning"
         require(isinstance(value, kind), f"trainer.{option}", value, expected)
     return listed
-
-
-def _sorted_callbacks(rounds: list[Callback], clients: list[Callback]) -> tuple[list[Callback], list[Callback]]:
-    """Move this package's callbacks from the round-level callbacks, where a recipe puts them, to the clients'."""
-    ours = [c for c in rounds if type(c).__module__.startswith("lightning_sparsefl.callbacks.")]
-    if ours:
-        names = ", ".join(type(callback).__name__ for callback in ours)
-        rank_zero_info(f"{names} in `trainer.callbacks` applies to clients: moved to `trainer.client_callbacks`.")
-    return [callback for callback in rounds if callback not in ours], [*clients, *ours]
-
-
-def _with_bar(rounds: list[Callback]) -> list[Callback]:
-    """Add this package's progress bar, unless the user has given one."""
-    has_bar = any(isinstance(callback, ProgressBar) for callback in rounds)
-    return rounds if has_bar else [*rounds, RoundProgressBar()]
-
-
-_OF_A_FIT = (
-    BaseFinetuning,
-    GradientAccumulationScheduler,
-    LearningRateFinder,
-    ModelPruning,
-    StochasticWeightAveraging,
-    WeightAveraging,
-)
-"""Callbacks of Lightning that change how a module is trained, for which a round is not an epoch."""
-_OF_ONE_LOGGER = (DeviceStatsMonitor, LearningRateMonitor)
-"""Callbacks of Lightning that log what each fit has, where neither a round nor a client has it with a logger."""
-_OF_NONE = (BatchSizeFinder,)
-"""Callbacks of Lightning that need the data module of a fit, which neither a round nor a client has."""
-
-
-def _require_observers(rounds: Sequence[Callback]) -> None:
-    """Check that callbacks for rounds only observe them."""
-    for callback in rounds:
-        name = type(callback).__name__
-        if isinstance(callback, _OF_A_FIT):
-            raise InvalidOption(
-                f"`trainer.callbacks` has {name}, which acts on a fit, and rounds have one for each client; pass it in "
-                "`trainer.client_callbacks`, which acts on each client's own fit."
-            )
-        if isinstance(callback, _OF_ONE_LOGGER):
-            raise InvalidOption(
-                f"`trainer.callbacks` has {name}, which logs the steps of one fit, and rounds have one for each "
-                "client, without a logger; remove it."
-            )
-        _require_some_place(callback, "callbacks")
-
-
-def _require_fit_for_clients(clients: Sequence[Callback]) -> None:
-    """Check that callbacks for clients need nothing that a client's fit lacks."""
-    for callback in clients:
-        name = type(callback).__name__
-        if isinstance(callback, _OF_ONE_LOGGER):
-            raise InvalidOption(
-                f"`trainer.client_callbacks` has {name}, which needs a logger, and clients' fits have none; remove it."
-            )
-        if isinstance(callback, ModelCheckpoint) and callback.dirpath is None:
-            raise InvalidOption(
-                "`trainer.client_callbacks` has a ModelCheckpoint without `dirpath`, whose files of all clients and "
-                "rounds would lie in one folder; set `dirpath`, or pass it in `trainer.callbacks`, where it saves the "
-                "federation's model."
-            )
-        _require_some_place(callback, "client_callbacks")
-
-
-def _require_some_place(callback: Callback, option: str) -> None:
-    if isinstance(callback, _OF_NONE):
-        raise InvalidOption(
-            f"`trainer.{option}` has {type(callback).__name__}, which changes the data module of a fit, and neither "
-            "rounds nor clients have one of their own; set `data.batch_size`."
-        )

@@ -73,6 +73,12 @@ def test_a_checkpoint_without_a_configuration_says_what_is_missing(sparsefl, run
         assert f"`ckpt_path` is '{path}', which is {where} a run folder with a config.yaml; {expected}" in err
 
 
+def test_an_empty_path_is_refused(sparsefl):
+    """As of a variable of the shell that is not set."""
+    code, _, err = sparsefl("test", "--ckpt_path", "")
+    assert (code, "`ckpt_path` is ''; expected a run folder" in err) == (2, True)
+
+
 def test_a_folder_without_a_checkpoint_is_refused(sparsefl, tmp_path):
     code, _, err = sparsefl("test", "--config", QUICKSTART, "--ckpt_path", tmp_path)
     assert code == 2

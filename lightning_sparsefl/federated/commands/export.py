@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -210,7 +211,7 @@ class _Job:
     def folder(self) -> Path:
         """Folder of the files."""
         if self.request.out is not None:
-            out = Path(self.request.out).expanduser()
+            out = Path(os.path.expanduser(self.request.out))
             require_folder("out", out)
             return out
         resume_point = self.run.resume_point

@@ -103,7 +103,12 @@ def build_fabric(
     chosen: Any = "auto"
     if (launched_world_size() or count * num_nodes) > 1:
         if strategy == "auto":
-            strategy = "client_parallel_fork" if hasattr(sys, "ps1") else "client_parallel"
+            strategy = "client_parallel_fork" if hasattr(sys, "ps1") and local is None else "client_parallel"
+        if local is not None and strategy != "client_parallel":
+            raise InvalidOption(
+                f"`trainer.strategy` is {strategy!r}, but a launcher has started the processes of this run already; "
+                "expected 'auto' or 'client_parallel', which use them."
+            )
         chosen = ClientParallelStrategy(
             shared=places if workers_per_device > 1 else None,
             start_method=START_METHODS[strategy.removeprefix("client_parallel")],

@@ -167,7 +167,7 @@ class WatchedLauncher(_SubprocessScriptLauncher):
             os.environ[_LAUNCHER] = str(os.getpid())  # which the children inherit
             self._call_children_scripts()
             threading.Thread(target=_watch, args=(self.procs,), daemon=True, name="rank watch").start()
-        elif _LAUNCHER in os.environ:
+        elif os.environ.get(_LAUNCHER) not in (None, str(os.getpid())):  # its own in a second run of this process
             watched = int(os.environ[_LAUNCHER]), returned
             threading.Thread(target=_watch_launcher, args=watched, daemon=True, name="launcher watch").start()
         _set_num_threads_if_needed(num_processes=self.num_processes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -137,7 +138,7 @@ def find_resume_point(
     if ckpt_path is None:
         return ResumePoint()
     if ckpt_path not in NEWEST:
-        found = _resume_point_at(Path(ckpt_path).expanduser(), training)
+        found = _resume_point_at(Path(os.path.expanduser(ckpt_path)), training)
         return found if run_dir is None or not training else _moved(found, run_dir)
     for last in logged()[-1:]:
         return ResumePoint(last / "checkpoints" / LAST, last, newest=True)

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.fabric import Fabric
+from lightning.fabric.plugins.environments import LightningEnvironment
 
 from lightning_sparsefl import Federation
 from lightning_sparsefl.errors import InvalidOption, WorldSizeMismatch
@@ -79,8 +80,6 @@ def test_ranks_on_one_gpu_share_it_by_gloo_without_a_group_bound_to_it(monkeypat
 
 
 def process_of_rank(rank):
-    from lightning.fabric.plugins.environments import LightningEnvironment
-
     environment = LightningEnvironment()
     environment.local_rank = lambda: rank
     environment.set_global_rank = environment.set_world_size = lambda number: None
@@ -131,6 +130,26 @@ def test_a_rank_whose_launcher_has_died_ends(monkeypatch, capfd):
         launch._watch_launcher(os.getpid(), threading.Event())  # which is no parent of this process
     assert left.value.code == 2
     assert "sparsefl: error: The process that started this rank has died, so the run" in capfd.readouterr().err
+
+
+def test_a_process_that_starts_several_runs_does_not_watch_itself(monkeypatch):
+    """Lightning takes the second one for a rank that was started, which it is not."""
+    watched = []
+    monkeypatch.setattr(launch, "_watch_launcher", lambda launcher, returned: watched.append(launcher))
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    environment = LightningEnvironment()
+    for number in (os.getpid(), os.getppid()):
+        monkeypatch.setenv(launch._LAUNCHER, str(number))
+        launcher = launch.WatchedLauncher(environment, 2, 1)
+        assert launcher.launch(lambda: 5) == 5
+    assert watched == [os.getppid()]
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_processes_of_a_launcher_start_no_others(method, launched):
+    launched(2)
+    with pytest.raises(InvalidOption, match=rf"strategy` is 'client_parallel_{method}', but a launcher has started"):
+        fabric(devices=2, strategy=f"client_parallel_{method}")
 
 
 def test_a_rank_that_is_done_is_not_ended_with_its_launcher(monkeypatch):
