@@ -13,6 +13,7 @@ from typing import Any
 from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning.pytorch.callbacks import Timer
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
+from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lightning_sparsefl.errors import ClientFailed, InvalidOption
 from lightning_sparsefl.federated.commands.interruption_messages import kept_by_fit
@@ -463,10 +464,15 @@ class Fit:
         """Return what the module and round-level callbacks add to a checkpoint."""
         seen: Any = self._round_trainer  # which a callback takes for a Trainer
         module = self.parts.module
-        hooks = [partial(each.on_save_checkpoint, seen, module) for each in seen.callbacks]
+        hook = "on_save_checkpoint"
+        own: list[Any] = [module.on_save_checkpoint] if is_overridden(hook, module) else []
+        callbacks = [each for each in seen.callbacks if is_overridden(hook, each)]
+        hooks = [*(partial(each.on_save_checkpoint, seen, module) for each in callbacks), *own]
+        if not hooks:
+            return {}
         former, module.trainer = module._trainer, seen
         try:
-            return checkpoint.added_by([*hooks, module.on_save_checkpoint], found.ordinary())
+            return checkpoint.added_by(hooks, found.ordinary())
         finally:
             module.trainer = former
 

@@ -122,7 +122,7 @@ class Checkpoint:
                 "initial weights": dict(self.initial_weights),
             },
         }
-        content["sparsefl"]["checksum"] = fingerprint(content)
+        content[_OWN]["checksum"] = fingerprint(content)
         return content
 
     @classmethod
@@ -137,7 +137,7 @@ class Checkpoint:
         Raises:
             TypeError: If a value has another type than this class writes, as other errors do.
         """
-        own, module = content["sparsefl"], content["state_dict"]
+        own, module = content[_OWN], content["state_dict"]
         weights = torch.cat([module[name].reshape(-1).to(layout.dtype) for name in layout.names]).to(device)
         selected = own["selected"]
         run = _run_from(own["run"])
@@ -322,7 +322,7 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
         CheckpointMismatch: If it is damaged, or of another format.
     """
     content: dict[str, Any] = load_plain(path)
-    own = content.get("sparsefl") if isinstance(content, dict) else None
+    own = content.get(_OWN) if isinstance(content, dict) else None
     if not isinstance(own, dict) or own.get("format") != FORMAT:
         has_weights = own is None and isinstance(content, dict) and "state_dict" in content
         advice = "; the weights in it can be read by `load_from_checkpoint` of their module" if has_weights else ""
@@ -352,7 +352,7 @@ def read_checkpoint(
     """
     with as_checkpoint_error(path):
         content = load_checkpoint(path)
-        theirs, ours = content["sparsefl"]["identity"], dict(like)
+        theirs, ours = content[_OWN]["identity"], dict(like)
         training = ours.pop("training", {})
         require_equal_facts(path, theirs, ours)
         require_equal_facts(path, theirs["training"], training)
@@ -394,7 +394,7 @@ def previous_records(path: Path) -> Mapping[str, StoredRecords] | None:
         return {"server": StoredRecords(), "nodes": StoredRecords()}
     try:
         with as_checkpoint_error(path):
-            own = load_checkpoint(path)["sparsefl"]
+            own = load_checkpoint(path)[_OWN]
             return {name: StoredRecords(**own[key]) for name, key in _STORES.items()}
     except CheckpointMismatch:
         return None
