@@ -177,7 +177,7 @@ def commit_together(stores: Sequence[RecordStore], folder: Path, round: int) -> 
     """
 
     def write() -> list[Any]:
-        with raise_disk_full(folder):  # here, since other ranks get the text of an error alone
+        with raise_disk_full(folder.parent.parent):  # here, since other ranks get the text of an error alone
             return [store.write(folder, round) for store in stores]
 
     written = stores[0].ranks.share(write)

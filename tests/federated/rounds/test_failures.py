@@ -605,6 +605,7 @@ def test_a_client_that_fails_in_every_round_has_no_scores_of_finetuning_either(t
     assert [row["client"] for row in table(run, "finetuned.csv") if not row["finetuned/val_acc"]] == ["1"]
 
 
+@pytest.mark.filterwarnings("ignore:.*was written with `data.(since|task)`")  # which are options of the user's data
 def test_a_round_whose_scores_have_failed_is_kept(trainer, tmp_path):
     """As it is after a signal; the scores follow when the run goes on."""
     options = {"checkpoint_every_n_rounds": 10, "clients_per_round": 3}
