@@ -34,8 +34,27 @@ _OF_A_FIT = (
 """Callbacks of Lightning that change how a module is trained, for which a round is not an epoch."""
 _OF_ONE_LOGGER = (DeviceStatsMonitor, LearningRateMonitor)
 """Callbacks of Lightning that log what each fit has, where neither a round nor a client has it with a logger."""
-_OF_NONE = (BatchSizeFinder,)
-"""Callbacks of Lightning that need the data module of a fit, which neither a round nor a client has."""
+_OF_NONE = (
+    (BatchSizeFinder,),
+    "changes the data module of a fit, and neither rounds nor clients have one of their own; set `data.batch_size`",
+)
+"""Callbacks of Lightning for neither of the two, and why."""
+_REFUSED = {
+    "callbacks": (
+        (
+            _OF_A_FIT,
+            "acts on a fit, and rounds have one for each client; pass it in `trainer.client_callbacks`, which acts on "
+            "each client's own fit",
+        ),
+        (
+            _OF_ONE_LOGGER,
+            "logs the steps of one fit, and rounds have one for each client, without a logger; remove it",
+        ),
+        _OF_NONE,
+    ),
+    "client_callbacks": ((_OF_ONE_LOGGER, "needs a logger, and clients' fits have none; remove it"), _OF_NONE),
+}
+"""Callbacks that each option refuses, and why."""
 
 
 def sorted_callbacks(rounds: list[Callback], clients: list[Callback]) -> tuple[list[Callback], list[Callback]]:
@@ -53,8 +72,9 @@ def sorted_callbacks(rounds: list[Callback], clients: list[Callback]) -> tuple[l
         names = ", ".join(type(callback).__name__ for callback in ours)
         rank_zero_info(f"{names} in `trainer.callbacks` applies to clients: moved to `trainer.client_callbacks`.")
     rounds, clients = [callback for callback in rounds if callback not in ours], [*clients, *ours]
-    _require_observers(rounds)
-    _require_fit_for_clients(clients)
+    _require_place("callbacks", rounds)
+    _require_place("client_callbacks", clients)
+    _require_folders(clients)
     return rounds, clients
 
 
@@ -68,43 +88,18 @@ def with_bar(rounds: list[Callback]) -> list[Callback]:
     return rounds if has_bar else [*rounds, RoundProgressBar()]
 
 
-def _require_observers(rounds: Sequence[Callback]) -> None:
-    """Check that callbacks for rounds only observe them."""
-    for callback in rounds:
-        name = type(callback).__name__
-        if isinstance(callback, _OF_A_FIT):
-            raise InvalidOption(
-                f"`trainer.callbacks` has {name}, which acts on a fit, and rounds have one for each client; pass it in "
-                "`trainer.client_callbacks`, which acts on each client's own fit."
-            )
-        if isinstance(callback, _OF_ONE_LOGGER):
-            raise InvalidOption(
-                f"`trainer.callbacks` has {name}, which logs the steps of one fit, and rounds have one for each "
-                "client, without a logger; remove it."
-            )
-        _require_some_place(callback, "callbacks")
+def _require_place(option: str, callbacks: Sequence[Callback]) -> None:
+    """Check that callbacks need nothing that rounds, or clients' fits, do not have."""
+    for callback in callbacks:
+        reason = next((reason for kinds, reason in _REFUSED[option] if isinstance(callback, kinds)), None)
+        if reason is not None:
+            raise InvalidOption(f"`trainer.{option}` has {type(callback).__name__}, which {reason}.")
 
 
-def _require_fit_for_clients(clients: Sequence[Callback]) -> None:
-    """Check that callbacks for clients need nothing that a client's fit lacks."""
-    for callback in clients:
-        name = type(callback).__name__
-        if isinstance(callback, _OF_ONE_LOGGER):
-            raise InvalidOption(
-                f"`trainer.client_callbacks` has {name}, which needs a logger, and clients' fits have none; remove it."
-            )
-        if isinstance(callback, ModelCheckpoint) and callback.dirpath is None:
-            raise InvalidOption(
-                "`trainer.client_callbacks` has a ModelCheckpoint without `dirpath`, whose files of all clients and "
-                "rounds would lie in one folder; set `dirpath`, or pass it in `trainer.callbacks`, where it saves the "
-                "federation's model."
-            )
-        _require_some_place(callback, "client_callbacks")
-
-
-def _require_some_place(callback: Callback, option: str) -> None:
-    if isinstance(callback, _OF_NONE):
+def _require_folders(clients: Sequence[Callback]) -> None:
+    if any(isinstance(callback, ModelCheckpoint) and callback.dirpath is None for callback in clients):
         raise InvalidOption(
-            f"`trainer.{option}` has {type(callback).__name__}, which changes the data module of a fit, and neither "
-            "rounds nor clients have one of their own; set `data.batch_size`."
+            "`trainer.client_callbacks` has a ModelCheckpoint without `dirpath`, whose files of all clients and rounds "
+            "would lie in one folder; set `dirpath`, or pass it in `trainer.callbacks`, where it saves the "
+            "federation's model."
         )

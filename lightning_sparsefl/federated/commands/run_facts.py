@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Set
-from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +19,9 @@ from lightning_sparsefl.federated.rounds.run_options import RunOptions
 from lightning_sparsefl.federated.rounds.workload import Workload
 from lightning_sparsefl.federated.sampling.samplers import Uniform
 from lightning_sparsefl.federated.tracking.hyperparameters import (
-    arguments_of,
-    has_no_text,
     hyperparameters,
     options_of,
+    parts_of,
     without_addresses,
 )
 
@@ -174,16 +172,13 @@ def _text(value: Any) -> str:
     if isinstance(value, Tensor | np.ndarray):  # whose text leaves values out
         content = value if isinstance(value, Tensor) else value.tolist()
         return f"{type(value).__name__}{tuple(value.shape)} {fingerprint(content)[:16]}"
-    if is_dataclass(value) and not isinstance(value, type):
-        own = (f"{each.name}={_text(getattr(value, each.name))}" for each in fields(value))
-        return f"{type(value).__name__}({', '.join(own)})"
+    parts = parts_of(value)
+    if parts is not None:
+        return f"{type(value).__name__}({', '.join(f'{name}={_text(each)}' for name, each in parts.items())})"
     if isinstance(value, Set):
         return f"{{{', '.join(sorted(map(_text, value)))}}}"
     if isinstance(value, Mapping):
         return f"{{{', '.join(f'{_text(key)}: {_text(item)}' for key, item in value.items())}}}"
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(_text, value))}]"
-    if has_no_text(value):
-        options = (f"{name}={_text(each)}" for name, each in arguments_of(value).items())
-        return f"{type(value).__name__}({', '.join(options)})"
     return without_addresses(repr(value))

@@ -98,14 +98,19 @@ def _parameters(value: Any) -> Mapping[str, inspect.Parameter]:
         return {}
 
 
-def has_no_text(value: Any) -> bool:
-    """Return whether the text of an object is that of its class alone, whatever its options are.
+def parts_of(value: Any) -> dict[str, Any] | None:
+    """Return the fields of a dataclass, or the arguments of an object whose own text is that of its class alone.
 
     Args:
-        value: Object of any class.
+        value: Value of any type.
+
+    Returns:
+        Values by name; None for a value that its text describes.
     """
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
     own: Any = type(value).__repr__
-    return own is object.__repr__
+    return arguments_of(value) if own is object.__repr__ else None
 
 
 def _options_of_all(callbacks: Sequence[Callback]) -> dict[str, Any]:
@@ -125,14 +130,11 @@ def _equal(value: Any, default: Any) -> bool:
 
 def _flat(name: str, value: Any) -> dict[str, Any]:
     """Flatten an object into its name and its options, one key each; return an empty dict for None."""
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        options = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-    elif value is not None and has_no_text(value):
-        options = arguments_of(value)
-    else:
+    parts = parts_of(value)
+    if parts is None:
         return {} if value is None else {name: plain(value)}
     flat: dict[str, Any] = {name: type(value).__name__}
-    for option, chosen in options.items():
+    for option, chosen in parts.items():
         flat |= _flat(f"{name}/{option}", chosen)
     return flat
 

@@ -44,9 +44,9 @@ def score_plots(groups: Sequence[Group], metric: str | None) -> Iterator[Curves]
         groups: Groups of runs.
         metric: Name of the metric, such as ``test_acc``; None if no run has been evaluated.
     """
-    is_scored = metric is not None and bool(_panels(groups, metric, "rounds"))
+    found = {name: {} if metric is None else _panels(groups, metric, name) for name in _AXES}
     for name, (label, unit, words, reason) in _AXES.items():
-        panels = {} if metric is None else _panels(groups, metric, name)
+        panels = found[name]
         yield Curves(
             name=f"score_{name}",
             title=f"{metric or 'Score'} against {words}",
@@ -55,7 +55,7 @@ def score_plots(groups: Sequence[Group], metric: str | None) -> Iterator[Curves]
                 f"each evaluated round, against {_described(name)}. Line: mean over the runs of a group that reached "
                 "the round; band: one sample standard deviation."
             ),
-            missing=None if panels else NOT_EVALUATED if metric is None else reason if is_scored else _NOT_FINITE,
+            missing=None if panels else NOT_EVALUATED if metric is None else reason if found["rounds"] else _NOT_FINITE,
             x_label=label,
             x_unit=unit,
             panels=panels,
