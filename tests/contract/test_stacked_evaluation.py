@@ -57,6 +57,23 @@ class Best(Metric):
         return self.best
 
 
+class Decided(Metric):
+    """A metric whose value is computed with numbers and branches, and fails where nothing was counted."""
+
+    def __init__(self):
+        super().__init__()
+        self.add_state("total", torch.tensor(0.0, dtype=torch.float64), dist_reduce_fx="sum")
+        self.add_state("count", torch.tensor(0), dist_reduce_fx="sum")
+
+    def update(self, samples):
+        self.total = self.total + samples.abs().sum()
+        self.count = self.count + samples.numel()
+
+    def compute(self):
+        mean = float(self.total) / int(self.count)
+        return torch.tensor(mean if self.total > 1 else 0.0, dtype=torch.float64)
+
+
 class Judged(L.LightningModule):
     """A network of all kinds of layers, whose evaluation ends as `judge` says."""
 
@@ -82,6 +99,7 @@ class Judged(L.LightningModule):
         self.alone = MetricCollection(accuracies, compute_groups=False)
         self.grouped = MetricCollection(copy.deepcopy(accuracies))
         self.kept, self.at_update, self.at_compute = Kept(), Best("update"), Best("compute")
+        self.decided = Decided()
         self.seen = 0
 
     def forward(self, images):
@@ -105,6 +123,7 @@ class Late(Judged):
         if batch_idx == 3:
             self.log("late", self.accuracy)
             self.log("fourth", batch[0].mean())
+            decides_at_compute(self, batch[0], batch[1])
 
 
 class Ended(Judged):
@@ -171,6 +190,11 @@ def keeps_at_compute(module, logits, targets):
 def counts(module, logits, targets):
     module.seen += 1
     module.log("loss", F.cross_entropy(logits, targets))
+
+
+def decides_at_compute(module, logits, targets):
+    module.decided.update(logits)
+    module.log("share", module.decided)
 
 
 def scores_of(folder, engine, model, algorithm=None, devices=1, precision="64-true", **options):
@@ -244,13 +268,14 @@ MODELS = {
     "keeps all samples": lambda: Judged(keeps),
     "keeps at an update": lambda: Judged(keeps_at_update),
     "keeps at a value": lambda: Judged(keeps_at_compute),
+    "decides at a value": lambda: Judged(decides_at_compute),
     "counts": lambda: Judged(counts),
     "ended": lambda: Ended(updates),
 }
 
 
 @pytest.mark.slow_after_first
-@pytest.mark.parametrize("model", ["objects", "tensors", "collections", "MLP"])
+@pytest.mark.parametrize("model", ["objects", "tensors", "collections", "decides at a value", "MLP"])
 @pytest.mark.parametrize("algorithm", [FedAvg(), FedPer(), Local()], ids=lambda algorithm: type(algorithm).__name__)
 def test_scores_of_clients_with_different_numbers_of_samples(model, algorithm, tmp_path, sizes):
     """Of weights that are the same for all clients, for some of them different, and all different."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -274,11 +274,12 @@ class EvaluationLog(StackedLog):
             logged[self.low : self.high] = [True] * (self.high - self.low)
         self.pending_objects.clear()
 
-    def results(self, compute: Callable[[Metric], list[float]]) -> list[dict[str, float]]:
+    def results(self, compute: Callable[[Metric, Sequence[bool]], list[float]]) -> list[dict[str, float]]:
         """Return the value of each key for each client, as an evaluation returns them.
 
         Args:
-            compute: Function of a metric object that returns its value for each client.
+            compute: Function of a metric object, and of whether each client has logged it, that returns its value for
+                each client.
         """
         found = self.metrics()
         for name, entry in self._entries.items():
@@ -286,7 +287,7 @@ class EvaluationLog(StackedLog):
                 for metrics in found:
                     metrics.pop(f"{name}_step", None)
         for name, (metric, logged) in self._objects.items():
-            for metrics, value, has in zip(found, compute(metric), logged, strict=True):
+            for metrics, value, has in zip(found, compute(metric, logged), logged, strict=True):
                 if has:
                     metrics[name] = value
         return found

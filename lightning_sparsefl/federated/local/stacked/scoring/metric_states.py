@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -93,15 +94,33 @@ class MetricStates:
                 if isinstance(default, list) and getattr(metric, key):
                     raise NotStackable(f"updates the metric object `self.{name}`, which keeps all samples")
 
-    def compute(self, metric: Metric) -> list[float]:
+    def compute(self, metric: Metric, logged: Sequence[bool]) -> list[float]:
         """Return the value of a metric object for each client.
+
+        The values are computed at once where each operation has a batched form, which depends on the version of torch,
+        and else one by one.
 
         Args:
             metric: Metric object of the module.
+            logged: Whether each client has logged it; the value of one that has not has no meaning.
         """
-        with functorch.vmap_level(self.size) as level, self.shown(self.rows(0, self.size), level):
-            value = unwrapped(metric.compute(), level, self.size)
-        if value.shape != (self.size,):
-            raise NotStackable(f"logs the object `{type(metric).__name__}`, whose value is not one number")
+        try:
+            with functorch.vmap_level(self.size) as level, self.shown(self.rows(0, self.size), level):
+                value = unwrapped(metric.compute(), level, self.size)
+        except RuntimeError:  # of `torch.func`, or of the user's code, which then raises it again
+            return [self._value(metric, place) if has else math.nan for place, has in enumerate(logged)]
+        _require_one_number(metric, value.ndim - 1)
         found: list[float] = value.tolist()
         return found
+
+    def _value(self, metric: Metric, place: int) -> float:
+        """Return the value of a metric object for the client at a place of the stack."""
+        with self.shown(self.rows(place, place + 1), 0):
+            value = metric.compute()
+        _require_one_number(metric, value.ndim)
+        return float(value)
+
+
+def _require_one_number(metric: Metric, dimensions: int) -> None:
+    if dimensions:
+        raise NotStackable(f"logs the object `{type(metric).__name__}`, whose value is not one number")
