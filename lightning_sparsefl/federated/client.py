@@ -77,7 +77,8 @@ class Client:
         round: Number of the round, from 0.
         max_rounds: Number of rounds of the run.
         monitor: Metric of local training that methods steer by (`federation.monitor`).
-        memory: What the client kept from its last round; empty at its first one.
+        memory: What the client kept from its last round; empty at its first one. Its tensors are those of the client's
+            record, so that a hook makes new ones for `Update.memory` and writes into none of them.
 
     Args:
         order: The server's order.

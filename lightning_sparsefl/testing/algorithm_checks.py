@@ -84,12 +84,19 @@ def learns(algorithm: FederatedAlgorithm, federation: SmallFederation) -> None:
 
 @promise
 def leaves_messages_unchanged(algorithm: FederatedAlgorithm, federation: SmallFederation) -> None:
-    """Check that client hooks do not change the message that they get.
+    """Check that client hooks do not change the message that they get, nor the client's memory.
 
-    Within a process its tensors are the server's own, so that a change in place would reach the other clients.
+    Within a process the message's tensors are the server's own, so that a change in place would reach other clients.
+    Those of the memory are of the client's record, which a client that fails in a round keeps as it was.
     """
-    with watched(type(algorithm), _CLIENT_HOOKS, "message", vars):
+    with watched(type(algorithm), _CLIENT_HOOKS, _of_a_client):
         federation(algorithm, rounds=2)
+
+
+def _of_a_client(message: Message, *arguments: Any, **options: Any) -> Mapping[str, Any]:
+    """Return what a client hook gets and must leave as it is, by name."""
+    memories = [each.memory for each in (*arguments, *options.values()) if isinstance(each, Client)]
+    return {"message": vars(message), "memory": memories}
 
 
 @promise
@@ -98,28 +105,27 @@ def leaves_the_servers_state_unchanged(algorithm: FederatedAlgorithm, federation
 
     Its tensors are those of messages, and of a checkpoint that may be written at that time.
     """
-    with watched(type(algorithm), _SERVER_HOOKS, "state", vars):
+    with watched(type(algorithm), _SERVER_HOOKS, lambda state, *_, **__: {"state": vars(state)}):
         federation(algorithm, rounds=2)
 
 
 @contextmanager
-def watched(kind: type, hooks: Sequence[str], name: str, content: Callable[[Any], Any]) -> Iterator[None]:
-    """Let hooks raise :class:`Difference` if they change the first argument that they get.
+def watched(kind: type, hooks: Sequence[str], contents: Callable[..., Mapping[str, Any]]) -> Iterator[None]:
+    """Let hooks raise :class:`Difference` if they change what they get.
 
     Args:
         kind: Class that has the hooks.
         hooks: Names of the hooks.
-        name: Name of the argument, for the message.
-        content: Function that returns the values of the argument.
+        contents: Function of a hook's arguments that returns the values to compare, by name.
     """
 
     def replaced(hook: str) -> Any:
         original = getattr(kind, hook)
 
-        def compared(self: Any, argument: Any, *arguments: Any, **options: Any) -> Any:
-            before = comparable(content(argument))
-            answer = original(self, argument, *arguments, **options)
-            found = difference(before, comparable(content(argument)), name)
+        def compared(self: Any, *arguments: Any, **options: Any) -> Any:
+            before = comparable(contents(*arguments, **options))
+            answer = original(self, *arguments, **options)
+            found = difference(before, comparable(contents(*arguments, **options)))
             if found:
                 raise Difference(f"{found}, before and after `{hook}`")
             return answer

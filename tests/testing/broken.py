@@ -64,6 +64,16 @@ class MutatesItsMessage(FederatedAlgorithm):
 
 
 @dataclass(frozen=True, kw_only=True)
+class MutatesItsMemory(FederatedAlgorithm):
+    """Counts its rounds in the tensor of the client's record."""
+
+    def train(self, message, client):
+        rounds = client.memory.get("rounds", torch.zeros(1))
+        rounds += 1
+        return replace(super().train(message, client), memory={"rounds": rounds})
+
+
+@dataclass(frozen=True, kw_only=True)
 class MutatesTheState(FederatedAlgorithm):
     """Decays the server's weights in place."""
 

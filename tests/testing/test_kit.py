@@ -35,6 +35,7 @@ METHODS = {
     broken.LooksAtTheRank: "is_the_same_on_several_ranks",
     broken.Forgets: "is_the_same_after_a_resume",
     broken.MutatesItsMessage: "leaves_messages_unchanged",
+    broken.MutatesItsMemory: "leaves_messages_unchanged",
     broken.MutatesTheState: "leaves_the_servers_state_unchanged",
     broken.LearnsNothing: "learns",
     broken.RemembersOutsideOfMemory: "is_the_same_through_a_pipe",
