@@ -303,8 +303,9 @@ def raise_failure(order: Order, answer: Answer, error: BaseException, rank: int)
         rank: Process that did the work.
 
     Raises:
-        ClientFailed: If the user's code failed in training; its cause is that error.
+        ClientFailed: If the user's code failed in training or evaluation; its cause is that error.
     """
-    if order.task != "train" or isinstance(error, SparseFLError):
-        raise error  # a failed evaluation, a failed client, or a mistake that every client would meet
-    raise ClientFailed(answer.failure or "", client=order.client, round=order.round, rank=rank) from error
+    if order.task == "survey" or isinstance(error, SparseFLError):
+        raise error  # a survey before the first round, a failed client, or a mistake that every client would meet
+    reason, scored = answer.failure or "", order.task != "train"
+    raise ClientFailed(reason, client=order.client, round=order.round, rank=rank, scored=scored) from error

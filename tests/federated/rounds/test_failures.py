@@ -612,8 +612,10 @@ def test_a_round_whose_scores_have_failed_is_kept(trainer, tmp_path):
     straight = trainer(FedAvg(), federation=options, folder="straight")
     straight.fit(mlp(), LostFile("val", since=99))
     run = trainer(FedAvg(), federation=options)
-    with pytest.raises(OSError, match="lost file"):
+    with pytest.raises(ClientFailed, match=r"^Client 1 has no scores in round 2 .*: OSError: lost file") as lost:
         run.fit(mlp(), LostFile("val", since=1))
+    assert isinstance(lost.value.__cause__, OSError)
+    assert lost.value.replay is None  # which would train
     last = tmp_path / "runs" / "FedAvg" / "version_0" / "checkpoints" / "last.ckpt"
     assert torch.load(last, weights_only=True)["epoch"] == 2
     again = trainer(FedAvg(), federation=options)
