@@ -107,6 +107,33 @@ def test_an_optimizer_of_the_command_line_is_fresh_for_each_client(sparsefl, tmp
     assert saved["reported"]["optimizer.init_args.lr"] == 0.05
 
 
+@pytest.mark.parametrize("engine", ["auto", "stacked"])
+def test_an_optimizer_of_the_command_line_trains_stacks(engine, sparsefl, tmp_path):
+    """Also those of a module without one of its own; a run that goes on with another one says so."""
+    (tmp_path / "bare.py").write_text(
+        "from lightning import LightningModule\n"
+        "from lightning_sparsefl.models import MLP\n\n\n"
+        "class Bare(MLP):\n"
+        "    configure_optimizers = LightningModule.configure_optimizers\n"
+    )
+    args = ["--algorithm=FedAvg", "--model=bare.Bare", "--model.hidden=[8]", "--data=FederatedDigits"]
+    args += ["--data.num_clients=4", "--data.eval_split=test", "--federation.clients_per_round=3", "--optimizer=SGD"]
+    weights = []
+    for version, (own, lr) in enumerate([("fast", 0.05), (engine, 0.05), (engine, 0.001)]):
+        rounds = ["--trainer.max_rounds=2", f"--federation.local_engine={own}", f"--optimizer.lr={lr}"]
+        code, _, err = sparsefl("fit", *args, *rounds)
+        assert code == 0, err
+        last = run_folder(tmp_path, "FedAvg", version) / "checkpoints" / "last.ckpt"
+        weights.append(torch.load(last, weights_only=True)["state_dict"])
+    fast, ours, slower = weights
+    for name, weight in ours.items():
+        torch.testing.assert_close(weight, fast[name])
+        assert not torch.allclose(weight, slower[name])
+    further = ["--trainer.max_rounds=3", f"--federation.local_engine={engine}", "--optimizer.lr=0.05"]
+    with pytest.warns(UserWarning, match=r"was written with `optimizer.init_args.lr` = 0.001"):
+        assert sparsefl("fit", *args, *further, "--ckpt_path", str(last))[0] == 0
+
+
 def test_a_users_own_module_from_the_working_folder(sparsefl, tmp_path):
     (tmp_path / "my_models.py").write_text(
         "from lightning_sparsefl.models import MLP\n\n\nclass Mine(MLP):\n    pass\n"

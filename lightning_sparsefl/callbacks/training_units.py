@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lightning_sparsefl.callbacks.trial import first_samples, trial, trial_loss
 from lightning_sparsefl.errors import InvalidOption
+from lightning_sparsefl.sparse.attributes import attribute_replaced
 from lightning_sparsefl.sparse.units import UnitGroup, find_groups
 
 
@@ -30,17 +31,15 @@ def units_in_training(module: LightningModule, batch: Any, batch_idx: int) -> Se
             "manually; expected `automatic_optimization = True`, or groups from `find_groups`."
         )
 
+    forward = module.forward
+
     def step(batch: Any) -> Tensor:
-        del module.forward  # which the step may call
-        return trial_loss(module, batch, batch_idx)
+        with attribute_replaced(module, "forward", forward):  # which the step may call
+            return trial_loss(module, batch, batch_idx)
 
     def find(batch: Any) -> Sequence[UnitGroup]:
-        module.forward = step  # type: ignore[method-assign]
-        try:
-            with trial(module):
-                return find_groups(module, batch)
-        finally:
-            vars(module).pop("forward", None)  # of a module that was refused before a step
+        with attribute_replaced(module, "forward", step), trial(module):
+            return find_groups(module, batch)
 
     try:
         return find(first_samples(batch))

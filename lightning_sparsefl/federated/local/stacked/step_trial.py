@@ -19,6 +19,7 @@ from lightning_sparsefl.federated.local.stacked.fit import StackedRequest, fit_s
 from lightning_sparsefl.federated.local.stacked.reader import ClientReader, readable
 from lightning_sparsefl.federated.local.worker import ClientWorker
 from lightning_sparsefl.seeds import seed_all
+from lightning_sparsefl.sparse.attributes import attribute_replaced
 from lightning_sparsefl.sparse.modes import modes_restored
 from lightning_sparsefl.types import Weights
 
@@ -249,12 +250,8 @@ def _descent(module: Any) -> Any:
 @contextmanager
 def gradient_descent(module: nn.Module) -> Iterator[None]:
     """Make a module configure plain gradient descent without dropout within the context."""
-    vars(module)["configure_optimizers"] = MethodType(_descent, module)
-    try:
-        with modes_restored(module):
-            for child in module.modules():
-                if isinstance(child, nn.modules.dropout._DropoutNd):
-                    child.training = False
-            yield
-    finally:
-        vars(module).pop("configure_optimizers", None)
+    with attribute_replaced(module, "configure_optimizers", MethodType(_descent, module)), modes_restored(module):
+        for child in module.modules():
+            if isinstance(child, nn.modules.dropout._DropoutNd):
+                child.training = False
+        yield
