@@ -107,6 +107,16 @@ def test_an_optimizer_of_the_command_line_is_fresh_for_each_client(sparsefl, tmp
     assert saved["reported"]["optimizer.init_args.lr"] == 0.05
 
 
+def test_a_callback_whose_default_is_a_member_of_an_enum(sparsefl, tmp_path):
+    args = ["--config", QUICKSTART, *SHORT, "--trainer.callbacks=Timer", "--trainer.callbacks.duration=01:00:00:00"]
+    code, out, err = sparsefl("fit", *args, "--print_config")
+    assert code == 0, err
+    assert yaml.safe_load(out)["trainer"]["callbacks"][0]["init_args"]["interval"] == "step"
+    assert sparsefl("fit", *args)[0] == 0
+    saved = run_folder(tmp_path) / "config.yaml"
+    assert yaml.safe_load(saved.read_text())["trainer"]["callbacks"][0]["init_args"]["interval"] == "step"
+
+
 @pytest.mark.parametrize("engine", ["auto", "stacked"])
 def test_an_optimizer_of_the_command_line_trains_stacks(engine, sparsefl, tmp_path):
     """Also those of a module without one of its own; a run that goes on with another one says so."""

@@ -6,6 +6,7 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from enum import Enum
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -72,7 +73,7 @@ class SparseFLParser(LightningArgumentParser):
         return super()._load_env_vars(env, defaults)
 
     def _parse_common(self, cfg: Any, *args: Any, **kwargs: Any) -> Any:
-        """Refuse unknown variables, and one value for all options of a group, both of which jsonargparse accepts."""
+        """Check what jsonargparse accepts: unknown variables, one value for a group, defaults that are no text."""
         action = self._subcommands_action
         if action is not None:
             _check_variables(_variables(self))
@@ -82,6 +83,9 @@ class SparseFLParser(LightningArgumentParser):
             if given is not None and f"--{group}.{option}" in parser._option_string_actions and group in given:
                 value = given[group]
                 require(isinstance(value, Namespace), group, value, f"options by name, such as `{group}.{option}`")
+        for key, value in cfg.items():
+            if isinstance(value, str) and isinstance(value, Enum):  # a default, as of `Timer`, that YAML cannot hold
+                cfg[key] = str(value.value)
         return super()._parse_common(cfg, *args, **kwargs)
 
     def _dump_delete_default_entries(self, subcfg: Any, subdefaults: Any) -> None:
