@@ -11,7 +11,8 @@ Departures from the paper and the authors' code:
 
 - The first theta is the root of the first weights, so that the model starts as any other.
 - A figure of the authors prunes the update before an adaptive server step; their program prunes the trained weights and
-  averages them, as here. With `federation.server_optimizer`, the server makes an adaptive step of theta.
+  averages them, as here. With `federation.server_optimizer`, the server makes an adaptive step of theta, which does not
+  reach 0 where all clients drop a theta: the model becomes denser than theirs, and dense with Adam.
 - With `prune_activations` the largest inputs are chosen in every batch; the code reuses the threshold of the first
   sparse batch of a convolution.
 - The exponent -1 of the code, which takes the spectral norm of a layer for it, is not offered.

@@ -249,7 +249,7 @@ class ExitLanguageLSTM(ExitClassifier, NextTokenScores):
         num_classes: int = 10_000,
         embedding: int = 200,
         hidden: int = 256,
-        length: int = 9,
+        length: int = 10,
         lr: float = 0.1,
         momentum: float = 0.0,
         weight_decay: float = 0.0,

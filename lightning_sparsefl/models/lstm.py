@@ -30,6 +30,11 @@ class NextTokenScores(Classifier):
         self.val_acc = MulticlassAccuracy(num_classes, average="micro", ignore_index=_IGNORED, validate_args=False)
         self.test_acc = MulticlassAccuracy(num_classes, average="micro", ignore_index=_IGNORED, validate_args=False)
 
+    def training_loss(self, logits: Tensor | list[Tensor], targets: Tensor) -> Tensor:
+        """Compute the mean cross-entropy over the positions that count; 0 for a batch without any."""
+        loss = super().training_loss(logits, targets)
+        return torch.where((targets != _IGNORED).any(), loss, torch.zeros_like(loss))  # the mean of nothing is NaN
+
     def train_acc(self, logits: Tensor | list[Tensor], targets: Tensor) -> Tensor:
         """Compute the accuracy over the positions that count."""
         right, counted = self.predict(mean_logits(logits)) == targets, targets != _IGNORED
@@ -65,7 +70,7 @@ class LanguageLSTM(NextTokenScores):
         num_classes: Size of the vocabulary.
         embedding: Size of the embedding and of the second LSTM layer.
         hidden: Size of the first LSTM layer.
-        length: Number of tokens in a sequence, used only to count FLOPs.
+        length: Number of tokens in a sequence, used only to count FLOPs; that of `data.length`.
         tied: Whether the decoder shares the weights of the embedding.
         lr: Learning rate.
         momentum: Momentum of SGD.
@@ -86,7 +91,7 @@ class LanguageLSTM(NextTokenScores):
         num_classes: int = 10_000,
         embedding: int = 200,
         hidden: int = 256,
-        length: int = 9,
+        length: int = 10,
         tied: bool = True,
         lr: float = 0.1,
         momentum: float = 0.0,

@@ -59,11 +59,17 @@ class Classifier(L.LightningModule):
         """Compute the mean cross-entropy of a batch, and log it with the accuracy."""
         inputs, targets = batch
         logits = self(inputs)
-        loss = _cross_entropy(logits, targets)
+        loss = self.training_loss(logits, targets)
         size = len(targets)
         self.log("train_loss", loss, on_step=False, on_epoch=True, batch_size=size)
         self.log("train_acc", self.train_acc(logits, targets), on_step=False, on_epoch=True, batch_size=size)
         return loss
+
+    def training_loss(self, logits: Tensor | list[Tensor], targets: Tensor) -> Tensor:
+        """Compute the mean cross-entropy of a training batch, and over the exits."""
+        if isinstance(logits, list):
+            return torch.stack([F.cross_entropy(own, targets) for own in logits]).mean()
+        return F.cross_entropy(logits, targets)
 
     def train_acc(self, logits: Tensor | list[Tensor], targets: Tensor) -> Tensor:
         """Compute the accuracy of a training batch."""
@@ -97,13 +103,6 @@ def mean_logits(logits: Tensor | list[Tensor]) -> Tensor:
         logits: Logits, or those of each exit.
     """
     return torch.stack(logits).mean(0) if isinstance(logits, list) else logits
-
-
-def _cross_entropy(logits: Tensor | list[Tensor], targets: Tensor) -> Tensor:
-    """Return the mean of the exits' cross-entropies."""
-    if isinstance(logits, list):
-        return torch.stack([F.cross_entropy(own, targets) for own in logits]).mean()
-    return F.cross_entropy(logits, targets)
 
 
 def check_sizes(model: str, num_classes: int, sample_shape: SampleShape, min_side: int) -> None:

@@ -7,9 +7,11 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
+from lightning_sparsefl import FedAvg, FederatedTrainer, Federation
 from lightning_sparsefl.cost import count_layers, forward_flops
+from lightning_sparsefl.data import IID, FederatedDataset
 from lightning_sparsefl.errors import InvalidOption
-from lightning_sparsefl.models import LanguageLSTM
+from lightning_sparsefl.models import ExitLanguageLSTM, LanguageLSTM
 from lightning_sparsefl.sparse.layer_groups import head_of
 
 
@@ -62,3 +64,26 @@ def test_a_batch_without_targets_leaves_the_scores_alone(tmp_path):
         for rows in (torch.arange(6), torch.tensor([0, 1, 4, 5]))
     ]
     assert scored[0] == pytest.approx(scored[1])
+
+
+@pytest.mark.parametrize("kind", [LanguageLSTM, ExitLanguageLSTM])
+@pytest.mark.parametrize("engine", ["fast", "trainer"])
+def test_a_training_batch_without_targets_has_no_loss(kind, engine, tmp_path):
+    torch.manual_seed(0)
+    tokens = torch.randint(7, (24, 5))
+    targets = tokens.roll(-1, 1)
+    targets[::2] = -100
+    pairs = TensorDataset(tokens, targets)
+    data = FederatedDataset(pairs, pairs, num_clients=3, batch_size=1, num_classes=7, partition=IID())
+    trainer = FederatedTrainer(
+        algorithm=FedAvg(),
+        federation=Federation(clients_per_round=3, local_engine=engine),
+        accelerator="cpu",
+        max_rounds=1,
+        default_root_dir=str(tmp_path),
+        logger=False,
+        enable_progress_bar=False,
+    )
+    model = kind(7, embedding=8, hidden=8, length=5)
+    trainer.fit(model, data)
+    assert all(weight.isfinite().all() for weight in model.state_dict().values() if weight.is_floating_point())
