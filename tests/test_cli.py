@@ -1,6 +1,7 @@
 """The command line, in process where it can be, as a user's shell where it must be."""
 
 import errno
+import io
 import json
 import os
 import shlex
@@ -105,6 +106,36 @@ def test_an_optimizer_of_the_command_line_is_fresh_for_each_client(sparsefl, tmp
     assert all(torch.equal(first[name], second[name]) for name in first)
     saved = torch.load(run_folder(tmp_path) / "checkpoints/last.ckpt", weights_only=True)["sparsefl"]["identity"]
     assert saved["reported"]["optimizer.init_args.lr"] == 0.05
+
+
+@pytest.mark.parametrize("option", ["--config", "-c", "--config="])
+def test_a_configuration_in_a_pipe_is_read_once(option, sparsefl, tmp_path):
+    """For all that parse the arguments, among them the processes of other ranks."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    writer = threading.Thread(target=pipe.write_text, args=["trainer: {max_rounds: 7}"])
+    writer.start()
+    given = [f"{option}{pipe}"] if option.endswith("=") else [option, pipe]
+    code, out, err = sparsefl("fit", "--config", QUICKSTART, *given, "--print_config")
+    writer.join()
+    assert code == 0, err
+    assert yaml.safe_load(out)["trainer"]["max_rounds"] == 7
+    assert str(pipe) not in " ".join(sys.argv)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"", "`--config` is '-', which is empty; expected options by name"),
+        (b"trainer: [", "`--config` is '-', which is not YAML, as line 1, column 11 shows"),
+        (b"\xff", "`--config` is '-', which is not YAML; repair it."),
+    ],
+)
+def test_a_pipe_without_options(content, words, sparsefl, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content)))
+    code, _, err = sparsefl("fit", "--config", "-")
+    assert code == 2
+    assert words in err
 
 
 def test_a_callback_whose_default_is_a_member_of_an_enum(sparsefl, tmp_path):

@@ -19,7 +19,7 @@ from lightning_sparsefl.__about__ import __version__
 from lightning_sparsefl.cli import configs_command, run_commands
 from lightning_sparsefl.cli.classes import NotCreated, described
 from lightning_sparsefl.cli.completion import PrintCompletion
-from lightning_sparsefl.cli.config_files import ConfigFileOrName
+from lightning_sparsefl.cli.config_files import ConfigFileOrName, with_pipes_read
 from lightning_sparsefl.cli.conventions import (
     CONFIG_HELP,
     CONFIGS,
@@ -144,6 +144,8 @@ class SparseFLCLI(LightningCLI):
         if isinstance(args, dict | Namespace):
             super().parse_arguments(parser, args)
             return
+        if args is None:
+            sys.argv[1:] = with_pipes_read(sys.argv[1:])  # with which further ranks are started
         given = with_run_config(sys.argv[1:], TRAINER_COMMANDS) if args is None else args
         self.config = parser.parse_args(given)
         # without the defaults of the model's class, which the links replace

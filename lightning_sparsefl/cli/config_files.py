@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from lightning_sparsefl.errors import InvalidOption
 
 _TEXTS = ("tag:yaml.org,2002:str", "tag:yaml.org,2002:merge")
 """Tags of keys that are texts, and of the key `<<`."""
+_OPTIONS = ("-c", "--config")
 _NOTHING = "tag:yaml.org,2002:null"
 """Tag of an empty value."""
 
@@ -40,7 +42,7 @@ def checked_config(value: Any, option: str = "--config") -> Any:
     Raises:
         InvalidOption: If the value is empty, a folder or no path, or the file has no options.
     """
-    if not isinstance(value, str) or value.lstrip().startswith("{"):
+    if not isinstance(value, str) or value.lstrip().startswith("{") or _has_options(value):
         return value
     packaged = packaged_config(value)
     if packaged is not None:
@@ -49,11 +51,41 @@ def checked_config(value: Any, option: str = "--config") -> Any:
         what = ", which is a folder" if value.strip() else ""
         raise InvalidOption(f"`{option}` is '{value}'{what}; expected a YAML file, or a name of `sparsefl configs`.")
     if Path(value).is_file():
-        _require_options(Path(value), option)
-    elif not (value == "-" or Path(value).exists() or _has_options(value)):
+        _require_options(Path(value).read_bytes(), value, option)
+    elif not Path(value).exists():
         siblings = [str(other) for other in Path(value).parent.glob("*")]
         raise InvalidOption(f"`{option}` is {value!r}, which does not exist{suggestion(value, siblings)}")
     return value
+
+
+def with_pipes_read(args: Sequence[str]) -> list[str]:
+    """Replace pipes after `--config`, such as ``-`` and ``<(...)`` of a shell, by the options that they have.
+
+    A pipe can be read once, and the arguments are parsed more often, also by other processes.
+
+    Args:
+        args: Arguments of the command line.
+
+    Raises:
+        InvalidOption: If a pipe has no options.
+    """
+    read = list(args)
+    for place, arg in enumerate(read):
+        option, equals, value = arg.partition("=")
+        if option in _OPTIONS and equals:
+            read[place] = f"{option}={_text_of(value)}"
+        elif option in _OPTIONS and place + 1 < len(read):
+            read[place + 1] = _text_of(read[place + 1])
+    return read
+
+
+def _text_of(value: str) -> str:
+    """Return the content of a pipe; another value as it is."""
+    if value != "-" and (_has_options(value) or not Path(value).is_fifo()):
+        return value
+    content = sys.stdin.buffer.read() if value == "-" else Path(value).read_bytes()
+    _require_options(content, value, "--config")
+    return content.decode("utf-8")
 
 
 def _has_options(text: str) -> bool:
@@ -64,16 +96,16 @@ def _has_options(text: str) -> bool:
         return False
 
 
-def _require_options(path: Path, option: str) -> None:
+def _require_options(content: bytes, path: str, option: str) -> None:
     try:
-        text = path.read_text(encoding="utf-8")
-        content, document = yaml.safe_load(text), yaml.compose(text, Loader=yaml.SafeLoader)
+        text = content.decode("utf-8")
+        options, document = yaml.safe_load(text), yaml.compose(text, Loader=yaml.SafeLoader)
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
         place = "" if mark is None else f", as line {mark.line + 1}, column {mark.column + 1} shows: {problem}"
         raise InvalidOption(f"`{option}` is '{path}', which is not YAML{place}; repair it.") from None
-    if not isinstance(content, Mapping):
-        what = "is empty" if content is None else f"has a {type(content).__name__}"
+    if not isinstance(options, Mapping):
+        what = "is empty" if options is None else f"has a {type(options).__name__}"
         raise InvalidOption(
             f"`{option}` is '{path}', which {what}; expected options by name, as `sparsefl configs --show quickstart` "
             "prints them."
