@@ -13,7 +13,7 @@ from torch import Tensor
 from lightning_sparsefl.data.examples import FlipRotate, Normalize, Transform
 from lightning_sparsefl.data.federated import FederatedDataModule
 from lightning_sparsefl.data.partition import matching_test
-from lightning_sparsefl.errors import DataNotFound, require
+from lightning_sparsefl.errors import DataNotFound, is_whole, nearest, require
 
 SOURCE = "http://ai.bu.edu/M3SDA"
 DOMAINS = ("clipart", "infograph", "painting", "quickdraw", "real", "sketch")
@@ -63,9 +63,10 @@ class FederatedDomainNet(FederatedDataModule):
     ) -> None:
         known = bool(domains) and set(domains) <= set(DOMAINS) and len(set(domains)) == len(domains)
         require(known, "data.domains", list(domains), f"some of {', '.join(DOMAINS)}, each at most once")
-        require(len(classes) >= 2, "data.classes", list(classes), "at least two names of classes")
+        fits = len(set(classes)) == len(classes) >= 2
+        require(fits, "data.classes", list(classes), "at least two names of classes, each at most once")
         require(size >= 1, "data.size", size, "a whole number >= 1")
-        fits = num_clients >= 1 and num_clients % len(domains) == 0
+        fits = is_whole(num_clients, 1) and num_clients % len(domains) == 0
         require(fits, "data.num_clients", num_clients, f"a multiple of the number of domains, {len(domains)}")
         self.root, self.domains, self.classes = os.path.expanduser(root), tuple(domains), tuple(classes)
         self.size, self.equal_domains, self.augment = size, equal_domains, augment
@@ -78,6 +79,7 @@ class FederatedDomainNet(FederatedDataModule):
 
         Raises:
             DataNotFound: If a list or a folder is missing, with the page that offers the data.
+            InvalidOption: If a class occurs in no training list.
         """
         self._lists()
         super().prepare_data()
@@ -87,6 +89,7 @@ class FederatedDomainNet(FederatedDataModule):
 
         Raises:
             DataNotFound: If a list, a folder or an image is missing.
+            InvalidOption: If a class occurs in no training list.
         """
         found = self._lists()
         parts: list[Tensor] = []
@@ -102,7 +105,14 @@ class FederatedDomainNet(FederatedDataModule):
         return parts[0], parts[1], parts[2], parts[3]
 
     def assign(self, labels: Tensor, seed: int) -> Sequence[Tensor]:
-        """Split the examples of each domain over the clients of the domain."""
+        """Split the examples of each domain over the clients of the domain.
+
+        Raises:
+            InvalidOption: If a domain has fewer examples than clients.
+        """
+        most = int(self._domain_of["train"].bincount().min()) * len(self.domains)
+        expected = f"at most {most}, which gives each client one training example of the smallest domain"
+        require(self.num_clients <= most, "data.num_clients", self.num_clients, expected)
         owned: list[Tensor] = []
         for number in range(len(self.domains)):
             mine = (self._domain_of["train"] == number).nonzero().flatten()
@@ -128,6 +138,7 @@ class FederatedDomainNet(FederatedDataModule):
     def _lists(self) -> dict[tuple[str, str], list[tuple[Path, int]]]:
         """Read the lists of paths and labels of each domain, with the classes that are used."""
         found = {(domain, part): self._listed(domain, part) for domain in self.domains for part in ("train", "test")}
+        self._check_classes({label for domain in self.domains for _, label in found[domain, "train"]})
         if self.equal_domains:
             fewest = min(len(found[domain, "train"]) for domain in self.domains)
             found |= {(domain, "train"): _spread(found[domain, "train"], fewest) for domain in self.domains}
@@ -145,6 +156,15 @@ class FederatedDomainNet(FederatedDataModule):
         chosen = [(folder / domain / own[1] / own[2], labels[own[1]]) for own in parts if own[1:2] and own[1] in labels]
         require(bool(chosen), "data.classes", list(self.classes), f"classes that occur in {path}")
         return chosen
+
+    def _check_classes(self, used: set[int]) -> None:
+        """Raise :class:`InvalidOption` unless each class has a label that is used in a training list."""
+        folder = Path(self.root) / "DomainNet"
+        known = [path.name for domain in self.domains for path in (folder / domain).iterdir()]
+        nearby = {name: nearest(name, known) for label, name in enumerate(self.classes) if label not in used}
+        lacking = ", ".join(f"{name!r}" + (f" (nearest: {near!r})" if near else "") for name, near in nearby.items())
+        expected = f"names that occur in the training lists in {folder.absolute()}, which lack {lacking}"
+        require(not nearby, "data.classes", list(self.classes), expected)
 
     def _missing(self, path: Path) -> DataNotFound:
         return DataNotFound(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -133,12 +134,38 @@ def test_missing_domains_and_odd_options_are_refused(domains: Path):
     (domains / "DomainNet" / "sketch" / "bird" / "train_1.png").unlink()
     with pytest.raises(DataNotFound, match=r"found no .*train_1.png"):
         small_domains(domains, equal_domains=False).setup()
-    with pytest.raises(InvalidOption, match=r"`data.num_clients` is 5; expected a multiple of .*domains, 2"):
-        small_domains(domains, num_clients=5)
+    for number in (5, 4.0):
+        with pytest.raises(
+            InvalidOption, match=rf"`data.num_clients` is {number}; expected a multiple of .*domains, 2"
+        ):
+            small_domains(domains, num_clients=number)
+    with pytest.raises(InvalidOption, match=r"`data.classes` is \['bird', 'bird'\]; expected .*, each at most once"):
+        small_domains(domains, classes=("bird", "bird"))
     with pytest.raises(InvalidOption, match=r"`data.domains` is \['photo'\]; expected some of clipart"):
         small_domains(domains, domains=("photo",))
     with pytest.raises(InvalidOption, match=r"`data.classes` is \['lion', 'tiger'\]; expected classes that occur in"):
         small_domains(domains, classes=("lion", "tiger")).setup()
+
+
+@pytest.mark.parametrize(
+    ("classes", "lacking"), [(("bird", "zebra "), "'zebra ' (nearest: 'zebra')"), (("lion", "bird"), "'lion'")]
+)
+def test_a_class_without_training_images_is_named(domains: Path, classes: tuple[str, str], lacking: str):
+    expected = f"names that occur in the training lists in {domains / 'DomainNet'}, which lack {lacking}."
+    with pytest.raises(InvalidOption, match=re.escape(f"`data.classes` is {list(classes)}; expected {expected}")):
+        small_domains(domains, classes=classes).prepare_data()
+
+
+def test_a_class_that_only_one_domain_has_is_kept(domains: Path):
+    path = domains / "DomainNet" / "sketch_train.txt"
+    path.write_text("\n".join(line for line in path.read_text().splitlines() if "zebra" not in line))
+    assert small_domains(domains, equal_domains=False).load()[1].bincount().tolist() == [10, 6]
+
+
+def test_more_clients_than_images_of_a_domain_are_refused(domains: Path):
+    with pytest.raises(InvalidOption, match=r"`data.num_clients` is 40; expected at most 16, which gives each client"):
+        small_domains(domains, num_clients=40).setup()
+    small_domains(domains, num_clients=16).setup()
 
 
 def test_a_list_cannot_name_a_file_elsewhere(domains: Path, tmp_path: Path):
