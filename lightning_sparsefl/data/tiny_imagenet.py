@@ -63,5 +63,14 @@ def _pixels(path: Path) -> np.ndarray:
     """Decode one image to RGB; some of the files are greyscale."""
     from PIL import Image
 
-    with Image.open(path) as image:
-        return np.asarray(image.convert("RGB"))
+    problem = f"{path} is no image of 64x64 pixels"
+    try:
+        with Image.open(path) as image:
+            pixels = np.asarray(image.convert("RGB"))
+    except OSError as error:
+        if error.errno is not None:  # the file could not be opened
+            raise
+        raise ValueError(problem) from None
+    if pixels.shape != (64, 64, 3):
+        raise ValueError(problem)
+    return pixels

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, get_args
+from urllib.error import URLError
 
 import torch
 from torch import Tensor
@@ -56,26 +57,38 @@ class FromTorchvision(FederatedDataModule):
             self.crop_padding = None
 
     def prepare_data(self) -> None:
-        """Download the data set if `download` is set, and write the files of `memory_map`."""
+        """Download the data set if `download` is set, and write the files of `memory_map`.
+
+        Raises:
+            DataNotFound: If the download fails, or a file that is already there is damaged.
+        """
         if self.download:
-            self.read(train=True, download=True)
+            self._read(train=True, download=True)
         super().prepare_data()
 
     def load(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Load the images, uint8 of shape (examples, channels, height, width), and the labels.
 
         Raises:
-            DataNotFound: If the data set, or a part of it, is not in `root`.
+            DataNotFound: If the data set, or a part of it, is not in `root`, or a file is damaged.
         """
-        try:
-            train, test = (self.read(train=train, download=False) for train in (True, False))
-        except (RuntimeError, FileNotFoundError):
-            where = Path(self.root).absolute() / self.folder
-            raise DataNotFound(
-                f"`{type(self).__name__}` found no complete copy of its data in {where}; set another folder with "
-                "`--data.root <folder>`, or download the data with `--data.download true`."
-            ) from None
+        train, test = (self._read(train=train, download=False) for train in (True, False))
         return *self.tensors(train), *self.tensors(test)
+
+    def _read(self, *, train: bool, download: bool) -> Any:
+        """Create the torchvision data set, and say what to do if that fails."""
+        try:
+            return self.read(train=train, download=download)
+        except (RuntimeError, ValueError, AssertionError, FileNotFoundError, URLError) as error:
+            where = Path(self.root).absolute() / self.folder
+            reason = " ".join(str(error).split()).partition(". ")[0] or "a file is damaged"
+            # a download leaves files alone that exist, even if they are damaged
+            remedy = "delete this folder and download" if where.exists() else "download"
+            raise DataNotFound(
+                f"`{type(self).__name__}` found no complete copy of its data in {where}"
+                f"{', and downloaded none' if download else ''} ({reason}); set another folder with "
+                f"`--data.root <folder>`, or {remedy} the data with `--data.download true`."
+            ) from None
 
     def read(self, *, train: bool, download: bool, **arguments: Any) -> Any:
         """Create the torchvision data set."""

@@ -62,7 +62,24 @@ def test_tiny_imagenet_is_read_from_its_folders(tiny: Path):
 )
 def test_an_incomplete_tiny_imagenet_is_refused(tiny: Path, gone: str):
     (tiny / "tiny-imagenet-200" / gone).rename(tiny / "elsewhere")
-    with pytest.raises(DataNotFound, match=r"found no complete copy .*tiny-imagenet-200; .*`--data.download true`"):
+    expected = r"found no complete copy .*tiny-imagenet-200.* \(.*\); .*delete this folder .*`--data.download true`"
+    with pytest.raises(DataNotFound, match=expected):
+        FederatedTinyImageNet(root=str(tiny), num_clients=2).setup()
+    if not gone.startswith("val"):  # a download checks the training part
+        with pytest.raises(DataNotFound, match=expected):
+            FederatedTinyImageNet(root=str(tiny), num_clients=2, download=True).prepare_data()
+
+
+@pytest.mark.parametrize("damage", ["junk", "cut", "small"])
+def test_a_damaged_image_of_tiny_imagenet_is_named(tiny: Path, damage: str):
+    path = tiny / "tiny-imagenet-200" / "train" / "n02" / "images" / "n02_1.JPEG"
+    if damage == "small":
+        write_image(path, (1, 2, 3), size=32)
+    else:
+        path.write_bytes(b"junk" if damage == "junk" else path.read_bytes()[:-100])
+    with pytest.raises(
+        DataNotFound, match=rf"\({path} is no image of 64x64 pixels\); .*delete this folder and download"
+    ):
         FederatedTinyImageNet(root=str(tiny), num_clients=2).setup()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from pathlib import Path
+from urllib.error import URLError
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from lightning_sparsefl.data import (
     FederatedEMNISTLetters,
     FederatedFashionMNIST,
     FederatedMNIST,
+    FederatedTinyImageNet,
     Pathological,
 )
 from lightning_sparsefl.errors import DataNotFound, InvalidOption
@@ -141,6 +143,29 @@ def test_only_download_downloads(data_class, tmp_path: Path, monkeypatch: pytest
     assert asked == []
     data_class(root=str(tmp_path), download=True).prepare_data()
     assert asked == [(str(tmp_path), True)]
+
+
+@pytest.mark.parametrize("download", [False, True])
+@pytest.mark.parametrize("size", [0, 3, 10, 16, 1000])
+def test_a_damaged_file_is_refused_with_its_folder(size: int, download: bool, tmp_path: Path):
+    """Torchvision does not replace a file that exists."""
+    write_mnist(tmp_path, "MNIST/raw", MNIST_FILES, first_label=0, classes=10)
+    path = tmp_path / "MNIST/raw/train-images-idx3-ubyte"
+    path.write_bytes(path.read_bytes()[:size])
+    data = FederatedMNIST(root=str(tmp_path), download=download)
+    with pytest.raises(DataNotFound, match=rf"{path.parent}.* \(.+\); .*, or delete this folder and download the data"):
+        (data.prepare_data if download else data.setup)()
+
+
+@pytest.mark.parametrize("data_class", [*ALL, FederatedTinyImageNet])
+def test_a_failed_download_names_the_data_and_the_cause(data_class, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def refuse(*args, **options):
+        raise URLError("no network")
+
+    monkeypatch.setattr("urllib.request.urlopen", refuse)
+    expected = rf"`{data_class.__name__}` found no .* {tmp_path / data_class.folder}, and downloaded none .*no network"
+    with pytest.raises(DataNotFound, match=expected):
+        data_class(root=str(tmp_path), download=True).prepare_data()
 
 
 @pytest.mark.parametrize("data_class", ALL)
