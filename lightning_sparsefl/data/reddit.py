@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lightning_sparsefl.data.federated import FederatedDataModule
-from lightning_sparsefl.errors import DataNotFound, InvalidOption, require
+from lightning_sparsefl.errors import DataNotFound, InvalidOption, is_whole, require
 from lightning_sparsefl.seeds import generator
 
 SOURCE = "https://github.com/TalwalkarLab/leaf/tree/master/data/reddit"
@@ -71,7 +71,7 @@ class FederatedReddit(FederatedDataModule):
         """Load the sequences and targets of the chosen users, int64 of shape (sequences, length).
 
         Raises:
-            DataNotFound: If a folder has no files.
+            DataNotFound: If a folder has no files, or a file is damaged or of another format.
             InvalidOption: If there are fewer users than clients, or sequences of another length.
         """
         parts = {part: self._read(part) for part in ("train", "test")}
@@ -104,6 +104,7 @@ class FederatedReddit(FederatedDataModule):
 
     def _nominal_sizes(self) -> list[int]:
         """Return 0 for sizes that are unknown before the data is loaded."""
+        require(is_whole(self.num_clients, 1), "data.num_clients", self.num_clients, "a whole number >= 1")
         return [self.examples_per_client or 0] * self.num_clients
 
     def _files(self, part: str) -> list[Path]:
@@ -120,7 +121,7 @@ class FederatedReddit(FederatedDataModule):
     def _read(self, part: str) -> _Users:
         users: _Users = {}
         for path in self._files(part):
-            users |= json.loads(path.read_text(encoding="utf-8"))["user_data"]
+            users |= _users_in(path)
         return users
 
     def _vocabulary(self, users: Iterable[dict[str, list[Any]]]) -> dict[str, int]:
@@ -155,6 +156,40 @@ class FederatedReddit(FederatedDataModule):
         expected = f"{wrong}, the number of tokens of the sequences in {self.root}/reddit"
         require(wrong is None, "data.length", self.length, expected)
         return torch.tensor(rows)
+
+
+def _users_in(path: Path) -> _Users:
+    """Read the users of one file, and check that they have the fields that are used."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError:  # no JSON, or no UTF-8
+        content = None
+    users = content.get("user_data") if isinstance(content, dict) else None
+    if not isinstance(users, dict) or not all(map(_is_user, users.values())):
+        raise DataNotFound(
+            f"`FederatedReddit` found {path.absolute()} damaged or not in LEAF's format; replace it by the file of the "
+            f"preprocessed data that {SOURCE} links to, or remove it."
+        )
+    return users
+
+
+def _is_user(user: Any) -> bool:
+    """Return whether a value has the fields of a user that are used."""
+    if not isinstance(user, dict) or not _is_nested(user.get("x"), 3, str) or not _is_nested(user.get("y"), 1, dict):
+        return False
+    return all(
+        _is_nested(label.get("target_tokens"), 2, str) and _is_nested(label.get("count_tokens"), 2, int, float)
+        for label in user["y"]
+    )
+
+
+def _is_nested(value: Any, depth: int, *kinds: type) -> bool:
+    """Return whether a value is a list, or for a larger depth a list of lists, of items of the given types."""
+    if not isinstance(value, list):
+        return False
+    if depth == 1:
+        return set(map(type, value)) <= set(kinds)
+    return all(_is_nested(own, depth - 1, *kinds) for own in value)
 
 
 def _has_targets(user: dict[str, list[Any]] | None) -> bool:

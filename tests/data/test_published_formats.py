@@ -298,6 +298,33 @@ def test_reddit_users_without_a_target_are_no_clients(reddit: Path, part: str):
         small_reddit(reddit, num_clients=7).setup()
 
 
+@pytest.mark.parametrize(
+    "content",
+    [
+        '{"user_data": {"0-0',
+        "[]",
+        "{}",
+        '{"user_data": []}',
+        '{"user_data": {"a": []}}',
+        '{"user_data": {"a": {"x": [["the"]], "y": []}}}',
+        '{"user_data": {"a": {"x": [], "y": [{"target_tokens": [["the"]]}]}}}',
+        '{"user_data": {"a": {"x": [], "y": [{"target_tokens": [[1]], "count_tokens": [[1]]}]}}}',
+        "\xff",
+    ],
+)
+def test_a_damaged_or_foreign_file_of_reddit_is_named(reddit: Path, content: str):
+    path = reddit / "reddit" / "test" / "0_test.json"
+    path.write_text(content, encoding="latin-1")
+    with pytest.raises(DataNotFound, match=rf"found {path} damaged or not in LEAF's format; replace it"):
+        small_reddit(reddit).setup()
+
+
+@pytest.mark.parametrize("num_clients", [0, -2, 4.0])
+def test_reddit_needs_a_number_of_clients(num_clients):
+    with pytest.raises(InvalidOption, match=rf"`data.num_clients` is {num_clients}; expected a whole number >= 1\."):
+        FederatedReddit(num_clients=num_clients)
+
+
 def test_missing_reddit_says_where_it_comes_from(tmp_path: Path):
     with pytest.raises(DataNotFound, match=r"download the preprocessed data that https://github.com/TalwalkarLab/leaf"):
         FederatedReddit(root=str(tmp_path)).prepare_data()
