@@ -48,11 +48,17 @@ class QuantitySkew(Partition):
             labels: One value per example, of which only the number counts.
             num_clients: Number of clients.
             rng: Generator for all random draws.
+
+        Raises:
+            InvalidOption: If there are too few examples, or alpha is too small to draw from Dir(alpha).
         """
         most = len(labels) // num_clients
         expected = f"at most {most}, the number of examples per client; lower it or `data.num_clients`"
         require(self.min_examples <= most, "data.partition.min_examples", self.min_examples, expected)
-        edges = self._shares(num_clients, rng).cumsum(0)
+        shares = self._shares(num_clients, rng)
+        expected = "a larger number, since all shares drawn from Dir(alpha) underflow to 0"
+        require(not bool(shares.isnan().any()), "data.partition.alpha", self.alpha, expected)
+        edges = shares.cumsum(0)
         # round the cumulative shares to whole examples, so that the sizes add up
         edges = (edges / edges[-1] * (len(labels) - self.min_examples * num_clients)).long()
         sizes = edges.diff(prepend=edges.new_zeros(1)) + self.min_examples

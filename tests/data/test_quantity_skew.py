@@ -55,6 +55,11 @@ def test_refuses_options_out_of_range(options, option):
         QuantitySkew(**options)
 
 
+def test_refuses_a_concentration_that_underflows():
+    with pytest.raises(InvalidOption, match=r"`data.partition.alpha` is 1e-310; expected a larger number, since"):
+        QuantitySkew(1e-310).split(EXAMPLES, num_clients=5, seed=0)
+
+
 def test_refuses_a_minimum_that_the_data_cannot_give():
     with pytest.raises(InvalidOption, match=r"min_examples` is 1001; expected at most 1000, the number of examples"):
         QuantitySkew(1.0, min_examples=1001).split(EXAMPLES, num_clients=10, seed=0)
