@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -29,10 +29,10 @@ class FederatedReddit(FederatedDataModule):
     """Next-word prediction on comments of Reddit users (December 2017), of which each is a client.
 
     A sample is a sequence of `length` tokens of one comment, int64, and its target the token that follows each of them;
-    targets of padded positions are -100. Sequences without a target are left out, and clients are drawn at random from
-    the users that have training and test sequences. The vocabulary consists of the `num_classes` - 2 most frequent
-    tokens in the training files of all users, and of the two tokens for padding (0) and unknown words (1). LEAF stores
-    its vocabulary as a pickle, which is not read; the rule is LEAF's.
+    targets of padded positions are -100. Sequences without a target are left out, and so are users without training or
+    test sequences. The vocabulary consists of the `num_classes` - 2 most frequent tokens in the training files of all
+    users, and of the two tokens for padding (0) and unknown words (1). LEAF stores its vocabulary as a pickle, which is
+    not read; the rule is LEAF's.
 
     The published files are ``train/*.json`` and ``test/*.json`` with the key ``user_data``: comments as lists of
     sequences in ``x``, and in ``y`` their ``target_tokens`` and ``count_tokens``.
@@ -41,6 +41,8 @@ class FederatedReddit(FederatedDataModule):
         root: Folder that contains ``reddit/train`` and ``reddit/test``.
         num_classes: Size of the vocabulary.
         length: Number of tokens in a sequence.
+        users: Users that are clients: drawn at ``random``, or those with the ``largest`` numbers of training sequences,
+            as in FedLPS (arXiv:2412.07216).
         options: Further arguments of :class:`FederatedDataModule`; `partition` has no effect.
 
     Raises:
@@ -49,10 +51,19 @@ class FederatedReddit(FederatedDataModule):
 
     num_train = 0
 
-    def __init__(self, root: str = "data", *, num_classes: int = 10_000, length: int = 10, **options: Any) -> None:
+    def __init__(
+        self,
+        root: str = "data",
+        *,
+        num_classes: int = 10_000,
+        length: int = 10,
+        users: Literal["random", "largest"] = "random",
+        **options: Any,
+    ) -> None:
+        require(users in ("random", "largest"), "data.users", users, "'random' or 'largest'")
         require(num_classes >= 3, "data.num_classes", num_classes, "a whole number >= 3")
         require(length >= 1, "data.length", length, "a whole number >= 1")
-        self.root = os.path.expanduser(root)
+        self.root, self.users = os.path.expanduser(root), users
         self.num_classes, self.length, self.sample_shape = num_classes, length, (1, 1, length)
         self._owners: dict[str, Tensor] = {}
         super().__init__(**options)
@@ -76,9 +87,8 @@ class FederatedReddit(FederatedDataModule):
         """
         parts = {part: self._read(part) for part in ("train", "test")}
         vocabulary = self._vocabulary(parts["train"].values())
-        users = self._choose(
-            [user for user in parts["train"] if all(_has_targets(own.get(user)) for own in parts.values())]
-        )
+        sizes, tests = ({name: _num_samples(own) for name, own in users.items()} for users in parts.values())
+        users = self._choose({user: size for user, size in sizes.items() if size and tests.get(user)})
         tensors: list[Tensor] = []
         for part, content in parts.items():
             own = [self._tensors(content[user], vocabulary) for user in users]
@@ -132,13 +142,15 @@ class FederatedReddit(FederatedDataModule):
         words = {word: number for number, (word, _) in enumerate(frequent, start=UNKNOWN + 1)}
         return words | {"<PAD>": PADDING}
 
-    def _choose(self, users: list[str]) -> list[str]:
-        """Draw one user per client."""
+    def _choose(self, users: Mapping[str, int]) -> list[str]:
+        """Choose one user per client, of users with their numbers of training sequences."""
         if len(users) < self.num_clients:
             raise InvalidOption(
                 f"`data.num_clients` is {self.num_clients}, but {len(users)} users in {self.root}/reddit have training "
                 "and test sequences with a target; lower it."
             )
+        if self.users == "largest":
+            return sorted(sorted(users, key=lambda user: (-users[user], user))[: self.num_clients])
         order = torch.randperm(len(users), generator=generator(self._seed(), "reddit users"))
         return [sorted(users)[place] for place in order[: self.num_clients].tolist()]
 
@@ -192,9 +204,9 @@ def _is_nested(value: Any, depth: int, *kinds: type) -> bool:
     return all(_is_nested(own, depth - 1, *kinds) for own in value)
 
 
-def _has_targets(user: dict[str, list[Any]] | None) -> bool:
-    """Return whether a user has a sequence with a target; some have only those of empty comments, or none."""
-    return user is not None and any(chain.from_iterable(_are_targets(user)))
+def _num_samples(user: dict[str, list[Any]]) -> int:
+    """Return the number of a user's sequences with a target; some have only those of empty comments, or none."""
+    return sum(map(any, _are_targets(user)))
 
 
 def _are_targets(user: dict[str, list[Any]]) -> Iterator[list[bool]]:

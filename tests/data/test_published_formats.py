@@ -13,6 +13,7 @@ from PIL import Image
 
 from lightning_sparsefl import FedAvg, FederatedTrainer, Federation
 from lightning_sparsefl.data import IID, FederatedDomainNet, FederatedReddit, FederatedTinyImageNet, FlipRotate
+from lightning_sparsefl.data.reddit import _num_samples
 from lightning_sparsefl.errors import DataNotFound, InvalidOption
 from lightning_sparsefl.models import LanguageLSTM
 
@@ -269,15 +270,35 @@ def test_reddit_clients_are_users(reddit: Path):
 
 
 def test_reddit_draws_users_with_both_splits_by_the_seed(reddit: Path):
-    users = [f"{file}-{user}" for file in range(2) for user in range(4)]
+    users = {f"{file}-{user}": 5 for file in range(2) for user in range(4)}
     drawn = {tuple(small_reddit(reddit, seed=seed)._choose(users)) for seed in range(5)}
     assert len(drawn) > 1
-    assert small_reddit(reddit, seed=3)._choose(users) == small_reddit(reddit, seed=3)._choose(users[::-1])
+    in_another_order = dict(reversed(users.items()))
+    assert small_reddit(reddit, seed=3)._choose(users) == small_reddit(reddit, seed=3)._choose(in_another_order)
     assert small_reddit(reddit, num_clients=7).load()  # one user has no test sequences
     with pytest.raises(InvalidOption, match=r"`data.num_clients` is 8, but 7 users in .*; lower it"):
         small_reddit(reddit, num_clients=8).setup()
     with pytest.raises(InvalidOption, match=r"`data.length` is 10; expected 5, the number of tokens"):
         small_reddit(reddit, length=10).setup()
+
+
+def test_the_largest_reddit_users(reddit: Path):
+    """By training sequences that have a target; names decide among equal numbers."""
+    file = reddit / "reddit" / "train" / "1_train.json"
+    content = json.loads(file.read_text())
+    for user, copies in {"1-0": 2, "1-2": 4, "1-3": 9}.items():  # the last one has no test sequences
+        own = content["user_data"][user]
+        content["user_data"][user] = {name: values * copies for name, values in own.items()}
+    file.write_text(json.dumps(content))
+    data = small_reddit(reddit, num_clients=2, users="largest", seed=5)
+    data.setup()
+    sizes = {user: _num_samples(own) for user, own in data._read("train").items()}
+    assert sorted(sizes, key=sizes.get)[-3:] == ["1-0", "1-2", "1-3"]
+    assert [data.num_examples(client) for client in range(2)] == [sizes["1-0"], sizes["1-2"]]
+    equal = {f"u{number}": 3 for number in range(9, 0, -1)}
+    assert small_reddit(reddit, users="largest", num_clients=4)._choose(equal) == ["u1", "u2", "u3", "u4"]
+    with pytest.raises(InvalidOption, match=r"`data.users` is 'all'; expected 'random' or 'largest'"):
+        small_reddit(reddit, users="all")
 
 
 @pytest.mark.parametrize("part", ["train", "test"])
