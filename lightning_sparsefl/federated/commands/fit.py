@@ -370,8 +370,8 @@ class Fit:
         try:
             scores = self.scorer.scores(self._state)
             return scores, self.scorer.select(self._state, scores)
-        except Exception:
-            if self.ranks.size == 1:  # else the other ranks may not know of the error
+        except Exception as error:
+            if self.ranks.size == 1 or isinstance(error, ClientFailed):  # else the other ranks may not know of it
                 _attempt(self._commit)
             raise
 

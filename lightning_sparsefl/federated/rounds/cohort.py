@@ -270,7 +270,7 @@ class RankCohort:
         for order, answer in zip(orders, answers, strict=True):
             if answer.error is None:
                 continue
-            ends = {"train": self.raises and self.ranks.size == 1, "survey": True}.get(order.task, self.raises)
+            ends = order.task == "survey" or (self.raises and self.ranks.size == 1)
             if ends or isinstance(answer.error, InvalidOption):
                 raise_failure(order, answer, answer.error, self.ranks.rank)
             if not isinstance(answer.error, ClientFailed):

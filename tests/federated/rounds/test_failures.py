@@ -605,16 +605,17 @@ def test_a_client_that_fails_in_every_round_has_no_scores_of_finetuning_either(t
     assert [row["client"] for row in table(run, "finetuned.csv") if not row["finetuned/val_acc"]] == ["1"]
 
 
+@pytest.mark.parametrize("ranks", [{}, FORK], ids=["one rank", "two ranks"])
 @pytest.mark.filterwarnings("ignore:.*was written with `data.(since|task)`")  # which are options of the user's data
-def test_a_round_whose_scores_have_failed_is_kept(trainer, tmp_path):
+def test_a_round_whose_scores_have_failed_is_kept(ranks, trainer, tmp_path):
     """As it is after a signal; the scores follow when the run goes on."""
     options = {"checkpoint_every_n_rounds": 10, "clients_per_round": 3}
     straight = trainer(FedAvg(), federation=options, folder="straight")
     straight.fit(mlp(), LostFile("val", since=99))
-    run = trainer(FedAvg(), federation=options)
+    run = trainer(FedAvg(), federation=options, **ranks)
     with pytest.raises(ClientFailed, match=r"^Client 1 has no scores in round 2 .*: OSError: lost file") as lost:
         run.fit(mlp(), LostFile("val", since=1))
-    assert isinstance(lost.value.__cause__, OSError)
+    assert ranks or isinstance(lost.value.__cause__, OSError)
     assert lost.value.replay is None  # which would train
     last = tmp_path / "runs" / "FedAvg" / "version_0" / "checkpoints" / "last.ckpt"
     assert torch.load(last, weights_only=True)["epoch"] == 2
