@@ -15,11 +15,13 @@ from typing import Any
 
 import sklearn.datasets  # noqa: F401  (once here, instead of once in every process)
 import torch
-from lightning.pytorch import Callback
+from lightning.pytorch import Callback, LightningModule
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+sys.path.insert(0, str(Path(__file__).parents[1]))  # for `helpers`, the folder of the tests
+from helpers.networks import MODULES
 from lightning_sparsefl import algorithms
-from lightning_sparsefl.data import Dirichlet, FederatedDigits
+from lightning_sparsefl.data import Dirichlet, FederatedBlobs, FederatedDataModule, FederatedDigits
 from lightning_sparsefl.errors import SparseFLError
 from lightning_sparsefl.federated import FederatedAlgorithm, FederatedTrainer, Federation
 from lightning_sparsefl.federated.exchange.hashing import fingerprint
@@ -28,8 +30,8 @@ from lightning_sparsefl.federated.storage.memory_store import read_stored
 from lightning_sparsefl.federated.storage.record_store import StoredRecords
 from lightning_sparsefl.models import MLP
 
-NARROW: dict[str, dict[str, Any]] = {"SplitMix": {"bases": 2}, "PFedMe": {"lam": 5.0}}
-"""Options for 16 hidden units, for which the default is too small, and for a learning rate of .1."""
+NARROW: dict[str, dict[str, Any]] = {"SplitMix": {"bases": 2}, "PFedMe": {"lam": 5.0}, "FedP3": {"owned": 1}}
+"""Options for 16 hidden units and few layers, for which the default is too small, and for a learning rate of .1."""
 
 
 def algorithm(name: str) -> FederatedAlgorithm:
@@ -76,16 +78,17 @@ class Run:
             callbacks=list(self.callbacks),
             enable_progress_bar=False,
         )
-        data = FederatedDigits(
-            num_clients=6,
-            partition=Dirichlet(alpha=1.0, min_examples=40),
-            examples_per_client=40,
-            batch_size=16,
-            val_fraction=0.2,
-            test_per_client=20,
-        )
-        module = MLP(num_classes=10, sample_shape=(1, 8, 8), hidden=(16,), momentum=0.9)
+        module, data = self._parts()
         trainer.fit(module, data, "last" if list(folder.glob("*/version_*")) else None)
+
+    def _parts(self) -> tuple[LightningModule, FederatedDataModule]:
+        """Create the module and the data, of the contract tests for a method that needs more than a classifier."""
+        sizes: dict[str, Any] = {"num_clients": 6, "examples_per_client": 40, "batch_size": 16, "val_fraction": 0.2}
+        sizes |= {"partition": Dirichlet(alpha=1.0, min_examples=40), "test_per_client": 20}
+        own = MODULES.get(type(self.method).__name__)
+        if own is not None:
+            return own(), FederatedBlobs(num_classes=4, dim=8, num_train=1200, num_test=400, **sizes)
+        return MLP(num_classes=10, sample_shape=(1, 8, 8), hidden=(16,), momentum=0.9), FederatedDigits(**sizes)
 
     def folder(self, root: Path) -> Path:
         """Return the run folder below a root folder."""

@@ -158,6 +158,8 @@ def take_a_turn(report: dict[str, Any], straight: Any, root: Path) -> None:
     rng, name = random.Random(f"{report['seed']} {turn} kills"), algorithms.__all__[turn % len(algorithms.__all__)]
     started = time.monotonic()
     whole = straight(turn)
+    if not (root / "straight").exists():  # the run was refused
+        raise SystemExit((root / "straight.log").read_text()[-4000:])
     duration = time.monotonic() - started
     kills = kill_and_resume(report["seed"], turn, rng, duration, whole, root)
     run, differing = the_run(report["seed"], turn), []
