@@ -185,7 +185,8 @@ class StackedFit:
                 callback.join(companions)
                 callback.start(whole.leaves)
             self._stack_optimizer()
-            self._states = ModuleStates(self.module)
+            transforms = (request.reader.examples.transform for request in self.requests)
+            self._states = ModuleStates(self.module, {"transform": [each for each in transforms if each is not None]})
             if self._recorder is not None:
                 self._recorder.start(whole, self._states)
             yield

@@ -17,6 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from lightning_sparsefl.federated.local.engines import FastEngine
 from lightning_sparsefl.federated.local.stacked.fit import StackedRequest, fit_stack
 from lightning_sparsefl.federated.local.stacked.reader import ClientReader, readable
+from lightning_sparsefl.federated.local.stacked.undo import objects_kept
 from lightning_sparsefl.federated.local.worker import ClientWorker
 from lightning_sparsefl.seeds import seed_all
 from lightning_sparsefl.sparse.attributes import attribute_replaced
@@ -116,13 +117,14 @@ class StepTrial:
         first = dict(worker.initial)
         self._starts = (first, moved_weights(first, worker.flat.layout.buffers))
         self._clients = (0, self._other_client())
+        self._transforms = [self._reader(client).examples.transform for client in self._clients]
         engine = cast(FastEngine, worker.engine)
         options = replace(engine.options, max_epochs=1, limit_train_batches=1)
         self._engine = FastEngine(engine.fabric, options, engine.precision)
 
     def alone(self) -> Sequence[Result]:
         """Return the results of each client alone."""
-        with gradient_descent(self._module):
+        with gradient_descent(self._module), objects_kept(self._transforms):
             return [self._alone(*start) for start in zip(self._clients, self._starts, strict=True)]
 
     def _other_client(self) -> int:
@@ -153,7 +155,8 @@ class StepTrial:
             self.samples = reader.batch_samples
             requests.append(StackedRequest(place, ("trial",), weights, {}, [], reader, 1))
         self._worker.load(self._starts[0])
-        with gradient_descent(self._module), _other_counts(self._module):
+        kept = objects_kept(self._transforms)
+        with gradient_descent(self._module), _other_counts(self._module), kept:
             self.planned = fit_stack(self._engine, self._module, self._data, requests)
         return [(request.result, request.metrics) for request in requests]
 

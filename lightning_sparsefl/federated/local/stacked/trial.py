@@ -36,7 +36,7 @@ from lightning_sparsefl.federated.local.stacked.step_trial import (
     in_double,
     moved_weights,
 )
-from lightning_sparsefl.federated.local.stacked.undo import ModuleStates, attributes_kept
+from lightning_sparsefl.federated.local.stacked.undo import ModuleStates, attributes_kept, differing_value
 from lightning_sparsefl.federated.local.worker import ClientWorker
 
 _DOUBLE = "64-true"
@@ -154,7 +154,8 @@ class StackingTrial:
         reason = reason_of_hooks(module, overridden(module).difference(STEPS, NEVER_CALLED, *SCORING_HOOKS.values()))
         if reason is not None:
             return reason
-        if type(module).log is not LightningModule.log or type(module).log_dict is not LightningModule.log_dict:
+        own = {"log", "log_dict"} & vars(module).keys()
+        if own or type(module).log is not LightningModule.log or type(module).log_dict is not LightningModule.log_dict:
             return f"`{name}` overrides `log`"
         reason = _reason_of_contents(module)
         if reason is not None:
@@ -173,12 +174,13 @@ class StackingTrial:
         """Train two clients on a batch each, alone and stacked; return why the results differ, or None."""
         random, worker = torch.get_rng_state(), self._worker
         try:
-            with attributes_kept(self._module), warnings.catch_warnings(record=True) as caught:
-                warnings.simplefilter("always")
-                clause = self._clause()
-            self.loops = any(functorch.LOOPS in str(warning.message) for warning in caught)
-            if clause is None:
-                self._try_optimizers()
+            with attributes_kept(self._module):
+                with warnings.catch_warnings(record=True) as caught:
+                    warnings.simplefilter("always")
+                    clause = self._clause()
+                self.loops = any(functorch.LOOPS in str(warning.message) for warning in caught)
+                if clause is None:
+                    self._try_optimizers()
         except Exception as error:
             clause = reason_of(error)
         finally:
@@ -228,14 +230,23 @@ class StackingTrial:
 
     def _try_optimizers(self) -> None:
         """Make the module's own optimizers with two sets of weights; raise if they cannot be stacked."""
-        worker, options = self._worker, []
+        worker, made, kept = self._worker, [], []
         for weights in (worker.initial, moved_weights(worker.initial, worker.buffers)):
             worker.load(weights)
-            options.append(self._options_of_optimizers())
+            optimizers, values = self._optimizers()
+            made.append(optimizers)
+            kept.append(values)
+        if any(one is other for one, other in zip(*made, strict=False)):
+            raise NotStackable("is preceded by `configure_optimizers`, which returns the optimizer of a client before")
+        options = [[options_of(optimizer) for optimizer in optimizers] for optimizers in made]
         if options[0] != options[1]:
             raise NotStackable("is preceded by `configure_optimizers`, which sets options by the values of weights")
+        name = differing_value(*kept)
+        if name is not None:
+            raise NotStackable(f"is preceded by `configure_optimizers`, which keeps a client's own value in `{name}`")
 
-    def _options_of_optimizers(self) -> list[list[dict[str, Any]]]:
+    def _optimizers(self) -> tuple[list[torch.optim.Optimizer], list[tuple[str, Any]]]:
+        """Return the module's own optimizers, and what it keeps beside its weights once it has made them."""
         trainer, before = self._trainer(), self._state_of_parameters()
         trainer.fit_loop = loop = AskedLoop(trainer, None, None, 1, -1)
         loop.max_batches, loop.for_all = 1, True  # a scheduler asks for its first rate when it is made
@@ -248,4 +259,4 @@ class StackingTrial:
                 raise NotStackable("is preceded by `configure_optimizers`, which freezes, unfreezes or sets weights")
             by_step = any(config.interval == "step" for config in trainer.lr_scheduler_configs)
             self.planned = self.planned or by_step or loop.asked
-            return [options_of(optimizer) for optimizer in trainer.optimizers]
+            return list(trainer.optimizers), ModuleStates(self._module).values()

@@ -5,9 +5,10 @@ from __future__ import annotations
 import random
 import sys
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from types import SimpleNamespace
+from itertools import zip_longest
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -32,6 +33,11 @@ _LARGE = 2**20
 """Number of elements from which on a tensor of a module is not copied, so that data in attributes costs nothing."""
 _GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 _LEAVES = (Tensor, np.ndarray, *_GENERATORS)
+_GLOBAL = {
+    "random": random.getstate.__self__,  # type: ignore[attr-defined]
+    "numpy.random": np.random.get_state.__self__,  # type: ignore[attr-defined]
+}
+"""Global random generators of Python and NumPy, which a stack seeds once for all of its clients."""
 
 
 class States:
@@ -134,6 +140,7 @@ class ModuleStates(States):
 
     Args:
         module: Module before a fit or an evaluation, which holds its own tensors.
+        others: Further objects by name, such as transforms of the data.
 
     Example:
         >>> from lightning.pytorch import LightningModule
@@ -150,7 +157,7 @@ class ModuleStates(States):
 
     largest = _LARGE
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, others: Mapping[str, Any] = MappingProxyType({})) -> None:
         super().__init__()
         self.iterators: list[str] = []
         """Names of iterators, such as generators, whose state can neither be compared nor restored."""
@@ -166,6 +173,9 @@ class ModuleStates(States):
             self._owners.append((name, child, own, buffers))
             for key, value in (*own.items(), *buffers.items()):
                 self._visit(value, f"{name}.{key}")
+        for name, value in others.items():
+            self._visit(value, name)
+        self._drawn = {name: _state_of(generator) for name, generator in _GLOBAL.items()}
 
     def _visit(self, value: Any, name: str) -> None:
         if isinstance(value, Iterator) and not self._has_state(value):
@@ -176,6 +186,20 @@ class ModuleStates(States):
         if isinstance(value, nn.Module):  # in a container, such as a metric object in a dict
             return id(value) not in self._members
         return super()._has_state(value)
+
+    def values(self) -> list[tuple[str, Any]]:
+        """Return the numbers, and copies of tensors and arrays that are not parameters, each with its name."""
+        numbers = [
+            (f"{name}.{key}", value)
+            for name, _, own, _ in self._owners
+            for key, value in own.items()
+            if isinstance(value, (int, float))
+        ]
+        return numbers + [
+            (name, before)
+            for value, before, name in self._before.values()
+            if isinstance(value, (Tensor, np.ndarray)) and not isinstance(value, nn.Parameter)
+        ]
 
     def changed(self) -> str | None:
         """Return what differs from the state before, as a clause of what a step does, or None."""
@@ -195,8 +219,9 @@ class ModuleStates(States):
         return None
 
     def require_unchanged(self) -> None:
-        """Raise :class:`NotStackable` if anything has changed."""
-        clause = self.changed()
+        """Raise :class:`NotStackable` if anything has changed, or random numbers of Python or NumPy were drawn."""
+        drawn = (n for n, state in self._drawn.items() if not _equal_states(_state_of(_GLOBAL[n]), state))
+        clause = self.changed() or next((f"draws random numbers from `{name}`" for name in drawn), None)
         if clause is not None:
             raise NotStackable(f"{clause}, which all clients share")
 
@@ -226,6 +251,22 @@ class ModuleStates(States):
             vars(child).update(own)
             child._buffers.update(buffers)
         super().restore()
+
+
+@contextmanager
+def objects_kept(objects: Iterable[Any]) -> Iterator[None]:
+    """Undo the changes that are made to the attributes of objects within the context.
+
+    Args:
+        objects: The objects, such as transforms of the data.
+    """
+    states = States()
+    for each in objects:
+        states._visit(each, "")
+    try:
+        yield
+    finally:
+        states.restore()
 
 
 @contextmanager
@@ -292,6 +333,19 @@ def _set_state(generator: Any, state: Any) -> None:
         generator.set_state(state)
 
 
+def differing_value(ours: Sequence[tuple[str, Any]], theirs: Sequence[tuple[str, Any]]) -> str | None:
+    """Return the name of the first of two modules' values that differ, or None; see :meth:`ModuleStates.values`.
+
+    Args:
+        ours: Values with their names.
+        theirs: Values of the other module.
+    """
+    for one, other in zip_longest(ours, theirs, fillvalue=("", None)):
+        if one[0] != other[0] or not _same(one[1], other[1]):
+            return one[0] or other[0]
+    return None
+
+
 def _equal_states(now: Any, before: Any) -> bool:
     """Return whether two states of a random generator are equal; those of NumPy are dictionaries with arrays."""
     if isinstance(now, dict):
@@ -309,6 +363,8 @@ def _same(now: Any, before: Any) -> bool:
         return False
     if isinstance(now, Tensor):
         return now.shape == before.shape and now.dtype == before.dtype and bool(torch.equal(now, before))
+    if isinstance(now, np.ndarray):
+        return bool(np.array_equal(now, before))
     if isinstance(now, dict):
         return now.keys() == before.keys() and all(_same(now[key], before[key]) for key in now)
     if isinstance(now, (list, tuple, deque)):

@@ -36,8 +36,8 @@ EXACT = 1e-10
 class Data(FederatedDataset):
     """Data of clients with the sizes above, of vectors or of images."""
 
-    def __init__(self, shape):
-        rng = torch.Generator().manual_seed(3)
+    def __init__(self, shape, transform=None):
+        rng, self.own_transform = torch.Generator().manual_seed(3), transform
 
         def made(number):
             labels = torch.randint(0, 4, (number,), generator=rng)
@@ -48,6 +48,11 @@ class Data(FederatedDataset):
 
     def assign(self, labels, seed):
         return list(torch.arange(sum(SIZES)).split(SIZES))
+
+    def client_train_dataloader(self, client):
+        loader = super().client_train_dataloader(client)
+        loader.dataset.transform = self.own_transform
+        return loader
 
 
 class Plain(LightningModule):
@@ -113,7 +118,7 @@ def fit(module, engine, folder, **options):
             seed=0,
             **options,
         )
-        trainer.fit(module, Data(module.shape))
+        trainer.fit(module, Data(module.shape, getattr(module, "transform", None)))
     tables = [rows(trainer.run_folder / table) for table in ("metrics.csv", "clients.csv")]
     return module.state_dict(), tables, sizes, [str(each.message) for each in said]
 
@@ -347,6 +352,90 @@ class DrawsFromNumPy(Plain):
 @alone("changes `self.rng`")
 class DrawsFromPython(DrawsFromNumPy):
     generator = random.Random
+
+
+@alone("draws random numbers from `random`, which all clients share")
+class AugmentsByChance(Plain):
+    def training_step(self, batch, batch_idx):
+        return self.loss(batch) * (2.0 if random.random() < 0.01 else 1.0)
+
+
+@alone("draws random numbers from `numpy.random`, which all clients share")
+class AugmentsLater(Plain):
+    """Also where a step may have been recorded before."""
+
+    def training_step(self, batch, batch_idx):
+        factor = 1 + np.random.rand() if batch_idx > 1 or self.current_epoch else 1.0
+        return self.loss(batch) * factor
+
+
+@alone("draws random numbers from `random`, which all clients share")
+class TransformsByChance(Plain):
+    def transform(self, inputs):
+        return inputs.flip(1) if random.random() < 0.01 else inputs
+
+
+class Flip:
+    """Transform with a state of its own."""
+
+    def __init__(self):
+        self.rng, self.seen = torch.Generator().manual_seed(0), 0
+
+    def __call__(self, inputs):
+        self.seen += 1
+        return inputs.flip(1) if torch.rand((), generator=self.rng) < 0.1 else inputs / self.seen
+
+
+@alone("changes `transform`, which all clients share")
+class TransformsWithAState(Plain):
+    @property
+    def transform(self):
+        return Flip()
+
+
+@alone("`configure_optimizers`, which returns the optimizer of a client before")
+class SharesItsOptimizer(Plain):
+    def __init__(self):
+        super().__init__()
+        self.optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def configure_optimizers(self):
+        return self.optimizer
+
+
+@alone("`configure_optimizers`, which keeps a client's own value in `self.anchor`")
+class StaysNear(Plain):
+    """A proximal term towards the received weights, of which one client's are not another's in all methods."""
+
+    def __init__(self):
+        super().__init__()
+        self.anchor = [weight.detach().clone() for weight in self.parameters()]
+
+    def configure_optimizers(self):
+        self.anchor = [weight.detach().clone() for weight in self.parameters()]
+        return super().configure_optimizers()
+
+    def training_step(self, batch, batch_idx):
+        pairs = zip(self.parameters(), self.anchor, strict=True)
+        return self.loss(batch) + 0.5 * sum((weight - first).square().sum() for weight, first in pairs)
+
+
+@alone("`configure_optimizers`, which sets options by the values of weights")
+class CountsItsOptimizers(Plain):
+    def __init__(self):
+        super().__init__()
+        self.made = []
+
+    def configure_optimizers(self):
+        self.made.append(1)
+        return torch.optim.SGD(self.parameters(), lr=0.1 / len(self.made))
+
+
+@alone("overrides `log`")
+class LogsElsewhere(Plain):
+    def __init__(self):
+        super().__init__()
+        self.log = lambda name, value, **options: LightningModule.log(self, name, value, **options)
 
 
 @alone("changes `self.seen`")

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import random
 from types import SimpleNamespace
 from unittest import mock
 
-import numpy as np
 import pytest
 import torch
 from lightning import LightningModule
@@ -282,16 +280,6 @@ class ByLoop(ByKeptTrainer):
         return Net.training_step(self, batch, batch_idx) / (1 + own[0].epochs_processed if own else 1)
 
 
-class ByChance(Net):
-    def training_step(self, batch, batch_idx):
-        return super().training_step(batch, batch_idx) * (1 if random.random() < 2 else 0)
-
-
-class ByNumPy(Net):
-    def training_step(self, batch, batch_idx):
-        return super().training_step(batch, batch_idx) * (1 if np.random.rand() < 2 else 0)
-
-
 class Swallowing(Net):
     def training_step(self, batch, batch_idx):
         try:
@@ -302,7 +290,7 @@ class Swallowing(Net):
 
 
 UNSUITABLE = [
-    *(ByNumber, ByEpoch, ByStep, ByRate, ByChance, ByNumPy, Swallowing),
+    *(ByNumber, ByEpoch, ByStep, ByRate, Swallowing),
     *(ByScheduler, ByMethod, ByConfiguration, ByKeptTrainer, ByTrainerInAList, ByLoop),
 ]
 
