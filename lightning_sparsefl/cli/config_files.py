@@ -15,9 +15,10 @@ from lightning_sparsefl.errors import InvalidOption
 
 _TEXTS = ("tag:yaml.org,2002:str", "tag:yaml.org,2002:merge")
 """Tags of keys that are texts, and of the key `<<`."""
-_OPTIONS = ("-c", "--config")
 _NOTHING = "tag:yaml.org,2002:null"
 """Tag of an empty value."""
+_OPTIONS = ("-c", "--config")
+"""Names of the option."""
 
 
 class ConfigFileOrName(ActionConfigFile):

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torchmetrics import Metric
 
@@ -116,7 +117,7 @@ class MetricStates:
     def _value(self, metric: Metric, place: int) -> float:
         """Return the value of a metric object for the client at a place of the stack."""
         with self.shown(self.rows(place, place + 1), 0):
-            value = metric.compute()
+            value = torch.as_tensor(metric.compute())
         _require_one_number(metric, value.ndim)
         return float(value)
 
