@@ -88,7 +88,7 @@ class FederatedDomainNet(FederatedDataModule):
         """Load the images, uint8 of shape (examples, 3, size, size), and the labels.
 
         Raises:
-            DataNotFound: If a list, a folder or an image is missing.
+            DataNotFound: If a list, a folder or an image is missing, or an image cannot be read.
             InvalidOption: If a class occurs in no training list.
         """
         found = self._lists()
@@ -99,6 +99,8 @@ class FederatedDomainNet(FederatedDataModule):
             listed = [entry for own in lists for entry in own]
             try:
                 images = torch.stack([_pixels(path, self.size) for path, _ in listed])
+            except DataNotFound:
+                raise
             except FileNotFoundError as error:
                 raise self._missing(Path(str(error.filename))) from None
             parts += [images, torch.tensor([label for _, label in listed])]
@@ -184,6 +186,14 @@ def _pixels(path: Path, size: int) -> Tensor:
     import numpy as np
     from PIL import Image
 
-    with Image.open(path) as image:
-        resized = image.convert("RGB").resize((size, size), Image.Resampling.BILINEAR)
+    try:
+        with Image.open(path) as image:
+            resized = image.convert("RGB").resize((size, size), Image.Resampling.BILINEAR)
+    except OSError as error:
+        if error.errno is not None:  # the file could not be opened
+            raise
+        raise DataNotFound(
+            f"`FederatedDomainNet` found {path.absolute()}, which is no image that can be read; replace it by the file "
+            f"that {SOURCE} offers."
+        ) from None
     return torch.from_numpy(np.array(resized)).permute(2, 0, 1).contiguous()

@@ -146,6 +146,14 @@ def test_equal_domains_keep_all_classes(domains: Path):
     assert labels.bincount().tolist() == [8, 8]
 
 
+@pytest.mark.parametrize("left", [0, 10, 60])
+def test_a_damaged_image_of_a_domain_is_named(left: int, domains: Path):
+    image = domains / "DomainNet" / "sketch" / "bird" / "train_1.png"
+    image.write_bytes(image.read_bytes()[:left])
+    with pytest.raises(DataNotFound, match=rf"found {image}, which is no image that can be read; replace it"):
+        small_domains(domains, equal_domains=False).setup()
+
+
 def test_missing_domains_and_odd_options_are_refused(domains: Path):
     with pytest.raises(DataNotFound, match=r"found no .*infograph_train.txt; download .* http://ai.bu.edu/M3SDA"):
         small_domains(domains, domains=("clipart", "infograph")).prepare_data()
