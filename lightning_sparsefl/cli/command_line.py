@@ -144,9 +144,10 @@ class SparseFLCLI(LightningCLI):
         if isinstance(args, dict | Namespace):
             super().parse_arguments(parser, args)
             return
+        given = args
         if args is None:
             sys.argv[1:] = with_pipes_read(sys.argv[1:])  # with which further ranks are started
-        given = with_run_config(sys.argv[1:], TRAINER_COMMANDS) if args is None else args
+            given = with_run_config(sys.argv[1:], TRAINER_COMMANDS)
         self.config = parser.parse_args(given)
         # without the defaults of the model's class, which the links replace
         parsed = parser.parse_args(given, defaults=False)

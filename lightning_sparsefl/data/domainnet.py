@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lightning_sparsefl.data.examples import FlipRotate, Normalize, Transform
 from lightning_sparsefl.data.federated import FederatedDataModule
+from lightning_sparsefl.data.images import rgb_image
 from lightning_sparsefl.data.partition import matching_test
 from lightning_sparsefl.errors import DataNotFound, is_whole, nearest, require
 
@@ -186,14 +187,11 @@ def _pixels(path: Path, size: int) -> Tensor:
     import numpy as np
     from PIL import Image
 
-    try:
-        with Image.open(path) as image:
-            resized = image.convert("RGB").resize((size, size), Image.Resampling.BILINEAR)
-    except OSError as error:
-        if error.errno is not None:  # the file could not be opened
-            raise
+    image = rgb_image(path)
+    if image is None:
         raise DataNotFound(
             f"`FederatedDomainNet` found {path.absolute()}, which is no image that can be read; replace it by the file "
             f"that {SOURCE} offers."
-        ) from None
+        )
+    resized = image.resize((size, size), Image.Resampling.BILINEAR)
     return torch.from_numpy(np.array(resized)).permute(2, 0, 1).contiguous()

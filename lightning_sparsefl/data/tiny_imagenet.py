@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from lightning_sparsefl.data.images import rgb_image
 from lightning_sparsefl.data.vision import FromTorchvision
 
 URL = "http://cs231n.stanford.edu/tiny-imagenet-200.zip"
@@ -61,16 +62,7 @@ class FederatedTinyImageNet(FromTorchvision):
 
 def _pixels(path: Path) -> np.ndarray:
     """Decode one image to RGB; some of the files are greyscale."""
-    from PIL import Image
-
-    problem = f"{path} is no image of 64x64 pixels"
-    try:
-        with Image.open(path) as image:
-            pixels = np.asarray(image.convert("RGB"))
-    except OSError as error:
-        if error.errno is not None:  # the file could not be opened
-            raise
-        raise ValueError(problem) from None
-    if pixels.shape != (64, 64, 3):
-        raise ValueError(problem)
-    return pixels
+    image = rgb_image(path)
+    if image is None or image.size != (64, 64):
+        raise ValueError(f"{path} is no image of 64x64 pixels")
+    return np.asarray(image)

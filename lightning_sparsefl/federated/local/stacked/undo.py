@@ -108,6 +108,26 @@ class States:
                 content.extend(before) if isinstance(content, deque) else content.update(before)
 
 
+class GlobalDraws:
+    """Draws from the global random generators of Python and NumPy since this object was made.
+
+    Example:
+        >>> draws = GlobalDraws()
+        >>> before = random.getstate()
+        >>> draws.source(), random.random() < 1, draws.source()
+        (None, True, 'random')
+        >>> random.setstate(before)
+    """
+
+    def __init__(self) -> None:
+        self._before = {name: _state_of(generator) for name, generator in _GLOBAL.items()}
+
+    def source(self) -> str | None:
+        """Return the name of a generator that numbers were drawn from, or None."""
+        now = {name: _state_of(generator) for name, generator in _GLOBAL.items()}
+        return next((name for name in now if not _equal_states(now[name], self._before[name])), None)
+
+
 class CallbackStates(States):
     """The state of callbacks before a fit.
 
@@ -175,7 +195,7 @@ class ModuleStates(States):
                 self._visit(value, f"{name}.{key}")
         for name, value in others.items():
             self._visit(value, name)
-        self._drawn = {name: _state_of(generator) for name, generator in _GLOBAL.items()}
+        self._draws = GlobalDraws()
 
     def _visit(self, value: Any, name: str) -> None:
         if isinstance(value, Iterator) and not self._has_state(value):
@@ -220,8 +240,9 @@ class ModuleStates(States):
 
     def require_unchanged(self) -> None:
         """Raise :class:`NotStackable` if anything has changed, or random numbers of Python or NumPy were drawn."""
-        drawn = (n for n, state in self._drawn.items() if not _equal_states(_state_of(_GLOBAL[n]), state))
-        clause = self.changed() or next((f"draws random numbers from `{name}`" for name in drawn), None)
+        clause, drawn_from = self.changed(), self._draws.source()
+        if clause is None and drawn_from is not None:
+            clause = f"draws random numbers from `{drawn_from}`"
         if clause is not None:
             raise NotStackable(f"{clause}, which all clients share")
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
-import numpy as np
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
@@ -17,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_sparsefl.federated.local.stacked.leaves import map_tensors
 from lightning_sparsefl.federated.local.stacked.recording.operations import OperationRecorder, Operations
+from lightning_sparsefl.federated.local.stacked.undo import GlobalDraws
 
 _READERS = frozenset({"tolist", "numpy", "__array__", "__dlpack__"})
 """Functions of a tensor that read its numbers and are no operations of torch."""
@@ -84,13 +83,13 @@ def trace(
         tensors.
     """
     unreadable = Unreadable()
-    drawn = random.getstate(), np.random.get_state()
+    draws = GlobalDraws()
     try:
         with _hidden(module, optimizer, unreadable), _Reading(), OperationRecorder(inputs) as recorder:
             results = work(unreadable)
     except Exception:
         return None
-    if recorder.reason is not None or unreadable.is_read or not _is_equal_state(drawn):
+    if recorder.reason is not None or unreadable.is_read or draws.source() is not None:
         return None
     operations: Operations = recorder.operations(results)
     return operations
@@ -124,12 +123,6 @@ def _hidden(module: LightningModule, optimizer: torch.optim.Optimizer | None, un
     finally:
         for (table, name), value in zip(owners, before, strict=True):
             table[name] = value
-
-
-def _is_equal_state(drawn: tuple[Any, Any]) -> bool:
-    """Return whether the generators of Python and NumPy are in the states of a moment before."""
-    (name, keys, *rest), (now, own, *others) = drawn[1], np.random.get_state()
-    return drawn[0] == random.getstate() and (name, rest) == (now, others) and bool(np.array_equal(keys, own))
 
 
 @contextmanager
