@@ -61,13 +61,16 @@ def quantity(value: float, unit: str) -> str:
 
 
 def score(value: float) -> str:
-    """Format a metric with four decimals.
+    """Format a metric with four decimals, or with an exponent if it is too small or too large for them.
+
+    Args:
+        value: Value of the metric.
 
     Example:
-        >>> score(0.91234)
-        '0.9123'
+        >>> score(0.91234), score(0.00001234), score(2e9)
+        ('0.9123', '1.234e-05', '2.000e+09')
     """
-    return f"{value:.4f}"
+    return f"{value:.4f}" if value == 0 or 1e-4 <= abs(value) < 1e6 else f"{value:.3e}"
 
 
 def print_table(

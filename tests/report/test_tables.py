@@ -47,6 +47,7 @@ def test_quantities(value, text):
 
 def test_scores():
     assert [score(value) for value in (1, 0.99996, -0.5, float("nan"))] == ["1.0000", "1.0000", "-0.5000", "nan"]
+    assert [score(value) for value in (0.0, -2e-5, 1e7, float("inf"))] == ["0.0000", "-2.000e-05", "1.000e+07", "inf"]
 
 
 def test_the_final_table_has_one_order():
