@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable
 from functools import wraps
+from inspect import isabstract
 from typing import Any, ClassVar, get_args, get_type_hints
 
 import lightning.pytorch.callbacks
@@ -49,8 +50,8 @@ def known_classes(*bases: type) -> dict[str, type]:
 
 def _subclasses(bases: tuple[type, ...], packages: Iterable[object]) -> dict[str, type]:
     public = {name: c for package in packages for name, c in vars(package).items() if not name.startswith("_")}
-    found = {n: c for n, c in public.items() if isinstance(c, type) and issubclass(c, bases) and c not in bases}
-    return dict(sorted(found.items()))
+    classes = {name: c for name, c in public.items() if isinstance(c, type) and not isabstract(c)}
+    return {name: c for name, c in sorted(classes.items()) if issubclass(c, bases) and c not in bases}
 
 
 def options_of_class(kind: type) -> dict[str, Any]:

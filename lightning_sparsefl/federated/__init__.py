@@ -2,7 +2,7 @@
 
 from lightning_sparsefl.federated.aggregation.privacy import Privacy
 from lightning_sparsefl.federated.aggregation.reducers import CoverageMean, PlainMean, Reducer
-from lightning_sparsefl.federated.aggregation.robust import CoverageMedian, TrimmedMean
+from lightning_sparsefl.federated.aggregation.robust import CoordinateReducer, CoverageMedian, TrimmedMean
 from lightning_sparsefl.federated.aggregation.server_optimizer import ServerOptimizer
 from lightning_sparsefl.federated.algorithm import FederatedAlgorithm
 from lightning_sparsefl.federated.client import Client
@@ -20,6 +20,7 @@ __all__ = [
     "Candidates",
     "Client",
     "CohortSampler",
+    "CoordinateReducer",
     "CoverageMean",
     "CoverageMedian",
     "ExponentialRoundLR",

@@ -76,6 +76,16 @@ def is_reproducible(algorithm: FederatedAlgorithm, federation: SmallFederation) 
 @promise
 def learns(algorithm: FederatedAlgorithm, federation: SmallFederation) -> None:
     """Check that a federation learns: personal accuracy on easy data rises by at least 0.2 in five rounds."""
+    require_learning(algorithm, federation)
+
+
+def require_learning(algorithm: FederatedAlgorithm, federation: SmallFederation) -> None:
+    """Raise :class:`Difference` unless personal accuracy rises by at least 0.2 in five rounds.
+
+    Args:
+        algorithm: Method to run.
+        federation: Federation to run it in.
+    """
     untrained = federation(algorithm, verb="validate", folder="untrained").summary["personal/val_acc"]
     trained = federation(algorithm, rounds=5, num_train=600, folder="trained").summary["personal/val_acc"]
     start = min(untrained, 0.4)  # of 4 classes; a method may train before the first round

@@ -18,14 +18,20 @@ from torch import Tensor
 
 from lightning_sparsefl.data import Partition
 from lightning_sparsefl.errors import InvalidOption
-from lightning_sparsefl.federated import CohortSampler, FederatedAlgorithm
+from lightning_sparsefl.federated import CohortSampler, FederatedAlgorithm, Reducer
 from lightning_sparsefl.report import silenced
-from lightning_sparsefl.testing import algorithm_checks, callback_checks, partition_checks, sampler_checks
+from lightning_sparsefl.testing import (
+    algorithm_checks,
+    callback_checks,
+    partition_checks,
+    reducer_checks,
+    sampler_checks,
+)
 from lightning_sparsefl.testing.small_federation import SmallFederation
 from lightning_sparsefl.testing.small_fit import Net, SmallFit
 
 Module = Callable[..., LightningModule]
-Subject = FederatedAlgorithm | Callback | CohortSampler | Partition
+Subject = FederatedAlgorithm | Callback | CohortSampler | Partition | Reducer
 
 _FORKS = hasattr(os, "fork")
 
@@ -67,6 +73,12 @@ _SAMPLER = (
     sampler_checks.is_the_same_after_a_resume,
 )
 _SAMPLER_WITH_FORKS = (sampler_checks.is_the_same_on_several_ranks,)
+_REDUCER = (
+    reducer_checks.is_a_frozen_value,
+    reducer_checks.learns,
+    reducer_checks.is_the_same_after_a_resume,
+)
+_REDUCER_WITH_FORKS = (reducer_checks.is_the_same_on_several_ranks,)
 _PARTITION = (
     partition_checks.is_a_frozen_value,
     partition_checks.gives_examples_to_one_client,
@@ -139,6 +151,24 @@ def check_sampler(sampler: CohortSampler, federation: Mapping[str, Any] | None =
     return _run(_sampler_checks(sampler, federation))
 
 
+def check_reducer(reducer: Reducer) -> tuple[str, ...]:
+    """Check that a reducer keeps the promises that the reducers of this package keep.
+
+    It takes about ten seconds of one core. Where processes cannot be forked, as on Windows, one check is left out.
+
+    Args:
+        reducer: Reducer to check.
+
+    Returns:
+        Names of the promises.
+
+    Raises:
+        BrokenPromise: If a promise is broken.
+        InvalidOption: If `reducer` is not a reducer.
+    """
+    return _run(_reducer_checks(reducer))
+
+
 def check_partition(partition: Partition, labels: Tensor | None = None, num_clients: int = 10) -> tuple[str, ...]:
     """Check that a partition keeps the promises that the partitions of this package keep.
 
@@ -161,7 +191,7 @@ def checks(subject: Subject, *args: Any, **options: Any) -> Iterator[tuple[str, 
     """Yield the name of each promise, and a function without arguments that raises if it is broken.
 
     Args:
-        subject: Method, callback, sampler or partition to check.
+        subject: Method, callback, sampler, reducer or partition to check.
         args: Further arguments of :func:`check_algorithm`, :func:`check_callback`, :func:`check_sampler` or
             :func:`check_partition`.
         options: The same by name.
@@ -178,6 +208,7 @@ def checks(subject: Subject, *args: Any, **options: Any) -> Iterator[tuple[str, 
     kinds: dict[type, Callable[..., Iterator[tuple[str, Any]]]] = {
         Callback: _callback_checks,
         CohortSampler: _sampler_checks,
+        Reducer: _reducer_checks,
         Partition: _partition_checks,
     }
     found = next((find for kind, find in kinds.items() if isinstance(subject, kind)), _algorithm_checks)
@@ -212,6 +243,13 @@ def _sampler_checks(
     found = (*_SAMPLER, *(_SAMPLER_WITH_FORKS if _FORKS else ()))
     options = {**(federation or {}), "sampler": sampler}
     return _named_checks(found, sampler, partial(SmallFederation, federation=options))
+
+
+def _reducer_checks(reducer: Any) -> Iterator[tuple[str, Callable[[], None]]]:
+    _require_kind(reducer, Reducer, "MyReducer()")
+    found = (*_REDUCER, *(_REDUCER_WITH_FORKS if _FORKS else ()))
+    options = {"reducer": reducer, "capacities": [0.5, 1.0]}
+    return _named_checks(found, reducer, partial(SmallFederation, federation=options))
 
 
 def _partition_checks(

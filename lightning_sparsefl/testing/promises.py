@@ -26,7 +26,7 @@ _NOT_THE_USERS = (
 
 
 class BrokenPromise(AssertionError):
-    """Promise that a method, a callback, a sampler or a partition does not hold.
+    """Promise that a method, a callback, a sampler, a reducer or a partition does not hold.
 
     Args:
         subject: Name of the class that was checked.

@@ -1,4 +1,4 @@
-"""Methods, callbacks, samplers and partitions that break one promise each, and two that keep them all."""
+"""Methods, callbacks, samplers, reducers and partitions that break one promise each, and two that keep them all."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lightning.pytorch import Callback
 
 from lightning_sparsefl.callbacks.masking import MaskingCallback
 from lightning_sparsefl.data import IID, Partition
-from lightning_sparsefl.federated import CohortSampler, FederatedAlgorithm, Uniform
+from lightning_sparsefl.federated import CohortSampler, CoordinateReducer, FederatedAlgorithm, Uniform
 from lightning_sparsefl.types import Update
 
 
@@ -234,6 +234,33 @@ class CountsItself(Uniform):
     def learn(self, state, candidates, seen):
         object.__setattr__(self, "rounds", getattr(self, "rounds", 0) + 1)
         return {"rounds": self.rounds}
+
+
+@dataclass(frozen=True)
+class Smallest(CoordinateReducer):
+    """Takes the smallest vote times its factor, which is 0."""
+
+    factor: float = 0.0
+
+    def merge(self, votes):
+        return self.factor * votes[0]
+
+
+@dataclass(frozen=True)
+class CountsMerges(CoordinateReducer):
+    """Counts in an attribute that no checkpoint has."""
+
+    def merge(self, votes):
+        object.__setattr__(self, "count", getattr(self, "count", 0) + 1)
+        return votes.nanmean(0) / self.count
+
+
+@dataclass(frozen=True)
+class CountsRanks(CoordinateReducer):
+    """Multiplies by the number of ranks."""
+
+    def merge(self, votes):
+        return votes.nanmean(0) * (dist.get_world_size() if dist.is_initialized() else 1)
 
 
 @dataclass

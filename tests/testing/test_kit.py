@@ -13,13 +13,14 @@ from helpers.networks import module_for
 from lightning_sparsefl import FederatedAlgorithm, algorithms
 from lightning_sparsefl.data import IID, ByGroup
 from lightning_sparsefl.errors import InvalidOption
-from lightning_sparsefl.federated import Uniform
+from lightning_sparsefl.federated import PlainMean, Uniform
 from lightning_sparsefl.testing import (
     BrokenPromise,
     algorithm_checks,
     check_algorithm,
     check_callback,
     check_partition,
+    check_reducer,
     check_sampler,
     checks,
     partition_checks,
@@ -57,6 +58,11 @@ SAMPLERS = {
     broken.ChangesItsState: "leaves_its_state_unchanged",
     broken.CountsItself: "is_the_same_after_a_resume",
 }
+REDUCERS = {
+    broken.Smallest: "learns",
+    broken.CountsMerges: "is_the_same_after_a_resume",
+    broken.CountsRanks: "is_the_same_on_several_ranks",
+}
 PARTITIONS = {
     broken.CanBeChanged: "is_a_frozen_value",
     broken.GivesTwice: "gives_examples_to_one_client",
@@ -68,7 +74,7 @@ PARTITIONS = {
 }
 
 
-@pytest.mark.parametrize(("kind", "name"), (METHODS | CALLBACKS | SAMPLERS | PARTITIONS).items())
+@pytest.mark.parametrize(("kind", "name"), (METHODS | CALLBACKS | SAMPLERS | REDUCERS | PARTITIONS).items())
 def test_the_named_check_catches_it(kind, name):
     found = dict(checks(kind()))
     with pytest.raises(BrokenPromise, match=f"^`{kind.__name__}` breaks the promise `{name}` ") as caught:
@@ -145,6 +151,8 @@ def test_what_is_neither_is_refused(subject):
         check_callback(subject)
     with pytest.raises(InvalidOption, match="expected a `CohortSampler`"):
         check_sampler(subject)
+    with pytest.raises(InvalidOption, match="expected a `Reducer`"):
+        check_reducer(subject)
     with pytest.raises(InvalidOption, match="expected a `Partition`"):
         check_partition(subject)
     with pytest.raises(InvalidOption):
@@ -174,7 +182,7 @@ def test_an_error_in_the_other_process_is_reported(federation):
 
 
 def test_every_check_states_its_promise():
-    for subject in (algorithms.FedAvg(), broken.Rows(), Uniform(), IID()):
+    for subject in (algorithms.FedAvg(), broken.Rows(), Uniform(), PlainMean(), IID()):
         for name, check in checks(subject):
             assert check.args[0].__name__ == name
             assert check.args[0].__doc__.startswith("Check that ")

@@ -10,7 +10,7 @@ from torch import nn
 
 from lightning_sparsefl import DepthFL, FedAvg, FedDyn, FederatedTrainer, Federation, FedP3, Hermes, SparsyFed
 from lightning_sparsefl.errors import InvalidOption, InvalidUpdate
-from lightning_sparsefl.federated import REFL, CoverageMedian, Privacy, ServerOptimizer, TrimmedMean
+from lightning_sparsefl.federated import REFL, CoordinateReducer, CoverageMedian, Privacy, ServerOptimizer, TrimmedMean
 from lightning_sparsefl.federated.aggregation.clipping import clipped, require_norm
 from lightning_sparsefl.federated.aggregation.privacy import NoisySum
 from lightning_sparsefl.federated.aggregation.reducers import CoverageMean, PlainMean, Reducer
@@ -99,6 +99,58 @@ def test_the_result_lies_among_the_honest_votes(reducer, poison):
         votes = torch.stack([update.weights[name] for update in honest])
         assert (value >= votes.amin(0)).all()
         assert (value <= votes.amax(0)).all()
+
+
+class Merges(CoordinateReducer):
+    """Returns what a function makes of the votes."""
+
+    def __init__(self, merge):
+        self.merged = merge
+
+    def merge(self, votes):
+        return self.merged(votes)
+
+
+def test_a_reducer_gets_the_votes_of_a_tensor_in_ascending_order():
+    flat, shown = flat_module(), []
+    given = updates(flat.read(), 5)
+    least = Merges(lambda votes: shown.append(votes) or votes[0].double())
+    ballot = ballots(least, flat, [given])[0]
+    ballot.collect(lambda own: [own])
+    assert [tuple(votes.shape) for votes in shown] == [(5, size) for size in flat.layout.sizes]
+    for votes, name in zip(shown, flat.layout.names, strict=True):
+        rows = torch.stack([u.weights[name].where(u.votes.get(name, torch.tensor(True)), torch.nan) for u in given])
+        torch.testing.assert_close(votes, rows.flatten(1).sort(dim=0).values, equal_nan=True, rtol=0, atol=0)
+        voted = ~votes[0].isnan().reshape(flat.layout.shapes[name])
+        assert torch.equal(ballot.result({}).weights[name][voted], rows.nan_to_num(torch.inf).amin(0)[voted])
+    assert any(votes[0].isnan().any() for votes in shown)  # nobody votes there
+
+
+def test_without_votes_a_reducer_is_not_asked():
+    flat = flat_module()
+    ballot = ballots(Merges(lambda votes: pytest.fail("asked")), flat, [[]])[0]
+    ballot.collect(lambda own: [own])
+
+
+@pytest.mark.parametrize(
+    ("merge", "message"),
+    [
+        (lambda votes: None, "`Merges.merge` returned None; expected a `Tensor`, so add a `return`"),
+        (
+            lambda votes: votes,
+            "`Merges.merge` returned for '0.weight' torch.float32 of shape (3, 35); expected floating-point numbers of "
+            "shape (35,), one for each coordinate",
+        ),
+        (lambda votes: votes[0].isnan(), "returned for '0.weight' torch.bool of shape (35,)"),
+        (lambda votes: votes[0] / 0, "returned for '0.weight' values that are not finite"),
+    ],
+    ids=["nothing", "shape", "type", "not finite"],
+)
+def test_what_a_reducer_returns_is_checked(merge, message):
+    flat = flat_module()
+    ballot = ballots(Merges(merge), flat, [updates(flat.read(), 3)])[0]
+    with pytest.raises(InvalidOption, match=re.escape(message)):
+        ballot.collect(lambda own: [own])
 
 
 def test_votes_are_added_in_float64():
