@@ -17,7 +17,15 @@ from torchmetrics import Metric, MetricCollection
 from lightning_sparsefl.errors import InvalidOption
 from lightning_sparsefl.federated.local.metric_attributes import MetricAttributes
 
-OF_LIGHTNING = frozenset(vars(LightningModule()))
+_OF_USERS = {
+    "_automatic_optimization",
+    "_example_input_array",
+    "_strict_loading",
+    "allow_zero_length_dataloader_with_multiple_devices",
+    "prepare_data_per_node",
+}
+"""Attributes that every module of Lightning has, and that a user sets, some of them by a property."""
+OF_LIGHTNING = frozenset(vars(LightningModule())) - _OF_USERS
 """Attributes of modules that torch and Lightning set."""
 
 

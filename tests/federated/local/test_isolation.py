@@ -77,6 +77,8 @@ CHANGES = {
     "new buffer that is not saved": lambda module: module.net.register_buffer("late", torch.ones(2), persistent=False),
     "filled buffer": lambda module: setattr(module, "empty", torch.ones(2)),
     "deleted": delete,
+    "example": lambda module: setattr(module, "example_input_array", torch.ones(1, 8)),
+    "strict loading": lambda module: setattr(module, "strict_loading", False),
     "another list": lambda module: setattr(module, "seen", [0, 1, 2]),
 }
 

@@ -31,11 +31,11 @@ from lightning_sparsefl.federated.local.stacked.reader import ClientReader, Stac
 from lightning_sparsefl.federated.local.stacked.recording.recorded_step import TrainingPass
 from lightning_sparsefl.federated.local.stacked.recording.recorder import PassRecorder, is_same_structure, structure_of
 from lightning_sparsefl.federated.local.stacked.rules import KEPT_ELSEWHERE, OtherTensors
-from lightning_sparsefl.federated.local.stacked.undo import ModuleStates
+from lightning_sparsefl.federated.local.stacked.undo import AddedAttributes, ModuleStates
 from lightning_sparsefl.seeds import seed_all
 from lightning_sparsefl.types import Masks, Weights
 
-_READS_WEIGHTS = "is followed by a scheduler that reads weights, of which each client has its own"
+_SCHEDULER_READS = "is followed by a scheduler that reads"
 
 
 @dataclass
@@ -63,13 +63,15 @@ class StackedRequest:
 
 
 class StackTrainer(FastTrainer):
-    """Trainer that a module sees in a stack.
+    """Trainer that a module sees in a stack; the arguments are those of :class:`FastTrainer`.
 
     Attributes:
         steps: Whether a step or a scheduler runs, which cannot have the logged values of one client.
     """
 
-    steps = False
+    def __init__(self, *args: Any, **options: Any) -> None:
+        self.steps = False
+        super().__init__(*args, **options)
 
     def _require_no_step(self, name: str) -> None:
         if self.steps:
@@ -130,6 +132,8 @@ class StackedFit:
         """Clients that have stepped together, by the first place and the place after the last one."""
         self._states: ModuleStates | None = None
         """Attributes of the module before the first step, after callbacks and `configure_optimizers`."""
+        self._added = AddedAttributes({})
+        """What the user's code has added to the trainer and its parts before the first step."""
         self.checked = False
         """Whether what the first step has left in the module and its gradients has been checked."""
 
@@ -178,6 +182,7 @@ class StackedFit:
         for tensor in whole.own.values():
             tensor.grad = None
         trainer._start(TrainerFn.FITTING, RunningStage.TRAINING)
+        self._added = AddedAttributes({"self.trainer": trainer, "self.trainer.strategy": trainer.strategy})
         with self.log.receiving(self.module), torch.enable_grad():
             self._make_optimizer()
             companions = [request.callbacks for request in self.requests]
@@ -187,10 +192,17 @@ class StackedFit:
             self._stack_optimizer()
             transforms = (request.reader.examples.transform for request in self.requests)
             self._states = ModuleStates(self.module, {"transform": [each for each in transforms if each is not None]})
+            self._added.start(self.optimizer.optimizer)
             if self._recorder is not None:
                 self._recorder.start(whole, self._states)
             yield
-            self._states.require_unchanged()
+            self._require_unchanged(self._states)
+
+    def _require_unchanged(self, states: ModuleStates) -> None:
+        """Raise :class:`NotStackable` if steps have changed something that all clients share."""
+        states.require_no_updates()
+        states.require_unchanged()
+        self._added.require_unchanged()
 
     def restore(self) -> None:
         """Undo what steps have changed in the module's attributes."""
@@ -297,23 +309,27 @@ class StackedFit:
         if not self.trainer.lr_scheduler_configs:
             return
         self.loop.for_all = True
-        with self._for_all(), OtherTensors(self.whole.own_ids, _READS_WEIGHTS):
+        reads_weights = f"{_SCHEDULER_READS} weights, of which each client has its own"
+        with self._for_all(_SCHEDULER_READS), OtherTensors(self.whole.own_ids, reads_weights):
             step_schedulers(self.trainer, self.trainer.hooks, interval, number, plateau=False)
         self.loop.for_all = False
 
     @contextmanager
-    def _for_all(self) -> Iterator[None]:
-        """Refuse to read logged values and the optimizer's parameters in what runs once for several clients."""
-        groups = self.optimizer.optimizer.param_groups
+    def _for_all(self, reads: str = "reads") -> Iterator[None]:
+        """Refuse to read logged values and the optimizer's tensors in what runs once for several clients."""
+        optimizer = self.optimizer.optimizer
+        groups, state = optimizer.param_groups, optimizer.state
         before = [group["params"] for group in groups]
         self.trainer.steps = True
+        optimizer.state = _StateOfAll(reads)  # type: ignore[assignment]
         for group in groups:
-            group["params"] = _ParametersOfAll()
+            group["params"] = _ParametersOfAll(reads)
         try:
             yield
         finally:
             for group, parameters in zip(groups, before, strict=True):
                 group["params"] = parameters
+            optimizer.state = state
             self.trainer.steps = False
 
     def _caller(self) -> StepCaller:
@@ -407,18 +423,36 @@ class StackedFit:
         if self.trainer.should_stop:
             raise NotStackable("sets `trainer.should_stop`, which stops all clients")
         if not self.checked and self._states is not None:
-            self._states.require_no_updates()
-            self._states.require_unchanged()
+            self._require_unchanged(self._states)
         return losses
 
 
-class _ParametersOfAll(list[Tensor]):
-    """Stand-in for the parameters of an optimizer's group, which raises when they are read."""
+class _OfAll:
+    """Stand-in for what an optimizer holds of all clients, which raises when it is read.
+
+    Args:
+        reads: Start of the clause that says what reads it.
+    """
+
+    what: str
+
+    def __init__(self, reads: str) -> None:
+        self._reads = reads
 
     def _refuse(self, *args: Any) -> NoReturn:
-        raise NotStackable("reads the optimizer's parameters, which are those of all clients")
+        raise NotStackable(f"{self._reads} the optimizer's {self.what}")
 
-    __iter__ = __getitem__ = __len__ = _refuse
+    __iter__ = __getitem__ = __len__ = __contains__ = _refuse
+
+
+class _ParametersOfAll(_OfAll, list[Tensor]):
+    what = "parameters, which are those of all clients"
+
+
+class _StateOfAll(_OfAll, dict[Tensor, Any]):
+    what = "state, which is that of all clients"
+
+    get = items = keys = values = _OfAll._refuse
 
 
 def options_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:

@@ -238,7 +238,7 @@ def _other_counts(module: nn.Module) -> Iterator[None]:
     before = [(count, count.clone()) for count in counts if count is not None]
     try:
         for count, _ in before:
-            count.add_(1000)
+            count.add_(1009)  # a prime number, so that a step which reads a remainder shows
         yield
     finally:
         for count, value in before:

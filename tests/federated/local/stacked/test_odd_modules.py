@@ -17,7 +17,8 @@ import torch
 from lightning.pytorch import Callback, LightningModule
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import TensorDataset
+from torch.utils.data import Dataset, TensorDataset
+from torchmetrics import SumMetric
 from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_sparsefl import APFL, FedAvg, FederatedTrainer, Federation, PerFedAvg, PFedMe
@@ -573,6 +574,149 @@ class PenaltyOfTheOptimizersParameters(Plain):
         return self.loss(batch) + 1e-3 * sum(weight.square().sum() for weight in weights)
 
 
+@alone("reads the optimizer's state")
+class WeighsByTheMomentum(Plain):
+    def training_step(self, batch, batch_idx):
+        state = self.optimizers().state
+        norms = [entries["momentum_buffer"].norm() for entries in state.values() if "momentum_buffer" in entries]
+        return self.loss(batch) * (1 + torch.tanh(sum(norms)) if norms else 1)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+
+@alone("reads the optimizer's state")
+class AsksWhetherTheOptimizerHasStepped(Plain):
+    def training_step(self, batch, batch_idx):
+        return self.loss(batch) * (1.0 if self.optimizers().state else 2.0)
+
+
+class ByTheMomentum(torch.optim.lr_scheduler.LRScheduler):
+    def get_lr(self):
+        buffers = [entries.get("momentum_buffer") for entries in self.optimizer.state.values()]
+        norm = sum(float(buffer.norm()) for buffer in buffers if buffer is not None)
+        return [rate / (1 + norm) for rate in self.base_lrs]
+
+
+@alone("is followed by a scheduler that reads the optimizer's state")
+class SchedulesByTheMomentum(Plain):
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+        return [optimizer], [{"scheduler": ByTheMomentum(optimizer), "interval": "step"}]
+
+
+@alone("changes `self.trainer.seen`")
+class CountsInTheTrainer(Plain):
+    def training_step(self, batch, batch_idx):
+        self.trainer.seen = getattr(self.trainer, "seen", 0) + 1
+        return self.loss(batch) / self.trainer.seen
+
+
+@alone("changes `self.trainer.log_every_n_steps`")
+class ChangesAnOptionOfTheTrainer(Plain):
+    def training_step(self, batch, batch_idx):
+        self.trainer.log_every_n_steps += 1
+        return self.loss(batch) / self.trainer.log_every_n_steps
+
+
+@alone("changes `self.trainer.strategy.seen`")
+class CountsInTheStrategy(Plain):
+    def training_step(self, batch, batch_idx):
+        strategy = self.trainer.strategy
+        strategy.seen = getattr(strategy, "seen", 0) + 1
+        return self.loss(batch) / strategy.seen
+
+
+@alone("changes `self.optimizers().seen`")
+class CountsInTheOptimizer(Plain):
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers().optimizer
+        optimizer.seen = getattr(optimizer, "seen", 0) + 1
+        return self.loss(batch) / optimizer.seen
+
+
+class CountingNorm(nn.BatchNorm1d):
+    """Weakens its first outputs, as batch renormalization does."""
+
+    persistent = True
+
+    def __init__(self, size):
+        super().__init__(size)
+        self.register_buffer("steps", torch.zeros(()), persistent=self.persistent)
+
+    def forward(self, inputs):
+        if not self.training or len(inputs) == 1:
+            return inputs / (1 + self.steps)
+        self.steps += 1
+        return super().forward(inputs) / (1 + self.steps)
+
+
+class HiddenCountingNorm(CountingNorm):
+    persistent = False
+
+
+@stacked
+class CountsInANorm(Plain):
+    norm = CountingNorm
+
+    def layers(self):
+        return nn.Sequential(nn.Linear(8, 6), self.norm(6), nn.Linear(6, 4))
+
+
+@alone("writes into the buffer `self.net.1.steps`")
+class CountsUnsavedInANorm(CountsInANorm):
+    norm = HiddenCountingNorm
+
+
+@alone("updates the metric object `self.late`")
+class UpdatesAMetricLate(Plain):
+    def __init__(self):
+        super().__init__()
+        self.late = SumMetric()
+
+    def training_step(self, batch, batch_idx):
+        loss = self.loss(batch)
+        if batch_idx == 0:
+            return loss
+        self.late.update(1.0)
+        return loss / (1 + self.late.sum_value.to(loss.dtype))
+
+
+@alone("keeps a tensor in `self._example_input_array`")
+class KeepsItsLastBatch(Plain):
+    def training_step(self, batch, batch_idx):
+        shift = 0 if self.example_input_array is None else self.example_input_array.mean()
+        self.example_input_array = batch[0][:1].detach()
+        return self.loss(batch) * (1 + 0.1 * shift)
+
+
+@alone("`self.prepare_data_per_node`")
+class TogglesAnOption(Plain):
+    def training_step(self, batch, batch_idx):
+        self.prepare_data_per_node = not self.prepare_data_per_node
+        return self.loss(batch) * (2 if self.prepare_data_per_node else 1)
+
+
+class Replay(Dataset):
+    """Data set that a step may fill."""
+
+    seen = 0
+
+    def __len__(self):
+        return self.seen
+
+
+@alone("changes `self.replay`")
+class FillsADataSet(Plain):
+    def __init__(self):
+        super().__init__()
+        self.replay = Replay()
+
+    def training_step(self, batch, batch_idx):
+        self.replay.seen = batch_idx + 1
+        return self.loss(batch) / len(self.replay)
+
+
 @alone("asks for `trainer.callback_metrics`")
 class SchedulesByALoggedValue(Plain):
     training_step = LogsInfinity.training_step
@@ -610,6 +754,13 @@ class WarmsANormUp(Plain):
         trained = self.training and len(inputs) > 1
         outputs = self.net(inputs) if trained else self.net[2](self.net[0](inputs))
         return outputs / (1 + self.net[1].num_batches_tracked)
+
+
+@alone("counts of batches")
+class SkipsEverySecondNorm(WarmsANormUp):
+    def forward(self, inputs):
+        count = self.net[1].num_batches_tracked
+        return super().forward(inputs) * (1 + count) / (1 + count % 2)
 
 
 @alone("with hooks or with another `step`")
@@ -947,6 +1098,17 @@ def test_an_evaluation_that_changes_an_attribute_is_done_alone(tmp_path):
     sizes, said = check(Sums, tmp_path)
     assert sizes
     assert any("`Sums.test_step` changes `self.meter" in text for text in said), said
+
+
+def test_an_evaluation_that_adds_to_the_trainer_is_done_alone(tmp_path):
+    class Counts(Plain):
+        def test_step(self, batch, batch_idx):
+            self.trainer.seen = getattr(self.trainer, "seen", 0) + len(batch[0])
+            self.log("test_loss", self.loss(batch) / self.trainer.seen)
+
+    sizes, said = check(Counts, tmp_path)
+    assert sizes
+    assert any("`Counts.test_step` changes `self.trainer.seen`" in text for text in said), said
 
 
 def test_an_evaluation_sees_which_weights_are_trained(tmp_path):
