@@ -1,10 +1,11 @@
 """Which cases of a test are slow."""
 
+import os
 from types import SimpleNamespace
 
 import pytest
 
-from helpers.slow import TimeLimit, first_then_slow, is_first, keep_named_tests
+from helpers.slow import TimeLimit, first_then_slow, is_first, keep_named_tests, mark_slow_cases
 
 
 def test_all_but_the_first_value_are_slow():
@@ -21,23 +22,47 @@ def test_the_first_of_each_kind_is_not_slow():
     assert [case for case in cases if not hasattr(case, "marks")] == [1, "a", 3.0]
 
 
+class Collected:
+    """Plugin that marks slow cases and keeps the names of the others."""
+
+    def pytest_collection_modifyitems(self, items):
+        mark_slow_cases(items)
+        self.plain = [item.name for item in items if not item.get_closest_marker("slow")]
+
+    def pytest_configure(self, config):
+        config.addinivalue_line("markers", "slow_after_first(*names): see helpers.slow")
+        config.addinivalue_line("markers", "slow: see helpers.slow")
+
+
 @pytest.mark.parametrize(
-    ("indices", "parameters", "expected"),
+    ("marker", "plain"),
     [
-        ({"x": 0, "y": 0}, (), True),
-        ({"x": 0, "y": 1}, (), False),
-        ({"x": 0, "y": 1}, ("x",), True),
-        ({"x": 2, "y": 0}, ("x",), False),
-        ({}, (), True),
+        ("", ["test_it[p-x]"]),
+        ("('a')", ["test_it[p-x]", "test_it[q-x]"]),
+        ("('b')", ["test_it[p-x]", "test_it[p-y]", "test_it[p-z]"]),
+        ("('a', 'b')", ["test_it[p-x]"]),
     ],
 )
-def test_the_first_case_has_the_first_value_of_each_named_parameter(indices, parameters, expected):
-    assert is_first(indices, parameters) == expected
+def test_cases_with_the_first_value_of_each_named_parameter_are_not_slow(marker, plain, tmp_path):
+    """As pytest collects them: it numbers the cases of a test in more than one way."""
+    (tmp_path / f"{tmp_path.name}.py").write_text(  # a name of its own, by which Python knows it
+        "import pytest\n"
+        f"@pytest.mark.slow_after_first{marker}\n"
+        "@pytest.mark.parametrize('a', ['x', 'y', 'z'])\n"
+        "@pytest.mark.parametrize('b', ['p', 'q'])\n"
+        "def test_it(a, b): pass\n"
+        "@pytest.mark.slow_after_first\n"
+        "def test_without_cases(): pass\n"
+    )
+    found = Collected()
+    options = ["--import-mode=importlib", "-p", "no:xdist", "-c", os.devnull, "--rootdir", str(tmp_path)]
+    assert pytest.main([*options, "-q", "--collect-only", str(tmp_path)], plugins=[found]) == pytest.ExitCode.OK
+    assert sorted(found.plain) == sorted([*plain, "test_without_cases"])
 
 
 def test_a_parameter_that_is_missing_is_refused():
     with pytest.raises(pytest.UsageError, match=r"slow_after_first names \['z'\], not among \['x'\]"):
-        is_first({"x": 0}, ("z",))
+        is_first({"x": 0}, {"x": 0}, ("z",))
 
 
 @pytest.mark.parametrize(

@@ -28,17 +28,24 @@ def keep_named_tests(config: pytest.Config) -> None:
 
 def mark_slow_cases(items: Iterable[pytest.Item]) -> None:
     """Mark as `slow` the cases that the marker `slow_after_first` names."""
+    firsts: dict[str, Mapping[str, Any]] = {}
     for item in items:
         marker = item.get_closest_marker("slow_after_first")
-        if marker and not is_first(item.callspec.indices if hasattr(item, "callspec") else {}, marker.args):
-            item.add_marker(pytest.mark.slow)
+        if marker:
+            values = item.callspec.params if hasattr(item, "callspec") else {}
+            first = firsts.setdefault(item.nodeid.partition("[")[0], values)
+            if not is_first(values, first, marker.args):
+                item.add_marker(pytest.mark.slow)
 
 
-def is_first(indices: Mapping[str, int], parameters: Collection[str]) -> bool:
-    """Return whether the named parameters of a case, by default all of them, have their first value."""
-    if unknown := set(parameters) - set(indices):
-        raise pytest.UsageError(f"slow_after_first names {sorted(unknown)}, not among {sorted(indices)}")
-    return not any(indices[name] for name in parameters or indices)
+def is_first(values: Mapping[str, Any], first: Mapping[str, Any], parameters: Collection[str]) -> bool:
+    """Return whether the named parameters of a case, by default all of them, have the values of the first case.
+
+    The values are those of the test's lists, so that equal ones are the same object.
+    """
+    if unknown := set(parameters) - set(values):
+        raise pytest.UsageError(f"slow_after_first names {sorted(unknown)}, not among {sorted(values)}")
+    return all(values[name] is first[name] for name in parameters or values)
 
 
 class TimeLimit:
