@@ -132,8 +132,7 @@ class StackedFit:
         """Clients that have stepped together, by the first place and the place after the last one."""
         self._states: ModuleStates | None = None
         """Attributes of the module before the first step, after callbacks and `configure_optimizers`."""
-        self._added = AddedAttributes({})
-        """What the user's code has added to the trainer and its parts before the first step."""
+        self._added = AddedAttributes({"self.trainer": trainer, "self.trainer.strategy": trainer.strategy})
         self.checked = False
         """Whether what the first step has left in the module and its gradients has been checked."""
 
@@ -182,7 +181,6 @@ class StackedFit:
         for tensor in whole.own.values():
             tensor.grad = None
         trainer._start(TrainerFn.FITTING, RunningStage.TRAINING)
-        self._added = AddedAttributes({"self.trainer": trainer, "self.trainer.strategy": trainer.strategy})
         with self.log.receiving(self.module), torch.enable_grad():
             self._make_optimizer()
             companions = [request.callbacks for request in self.requests]
