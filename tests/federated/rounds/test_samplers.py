@@ -130,6 +130,9 @@ def test_late_clients_are_the_slowest_and_pay_for_download_and_flops(federation)
     table = rows(trainer.run_folder / "clients.csv")
     metrics = metrics_of(trainer)
     charged = {(int(row["round"]), int(row["client"])): row for row in table if row["downlink_bytes"]}
+    whole = federation(FedAvg(), rounds=1, folder="whole", federation={"clients_per_round": 6})
+    sizes = {int(row["client"]): row["num_examples"] for row in rows(whole.run_folder / "clients.csv")}
+    assert all(row["num_examples"] == sizes[client] for (_, client), row in charged.items())
     for round in range(3):
         assert sorted([*drawn[round], *late[round]]) == uniform_cohort(0, round, range(6), 6)
         assert (len(drawn[round]), len(late[round])) == (4, 2)
