@@ -52,7 +52,7 @@ def test_a_round_of_adam_from_the_first_moments():
     assert {key: list(tree) for key, tree in moments.items()} == {"m": ["w"], "v": ["w"]}
 
 
-@pytest.mark.parametrize("rule", ["momentum", "adamw"])
+@pytest.mark.parametrize("rule", ["momentum", "adagrad", "adam", "yogi", "adamw"])
 def test_a_parameter_that_the_round_does_not_change_does_not_decay(rule):
     weights = {"frozen": torch.tensor([2.0, 4.0]), "w": torch.tensor([2.0, 4.0])}
     server = ServerState(round=0, weights=weights)
@@ -60,6 +60,14 @@ def test_a_parameter_that_the_round_does_not_change_does_not_decay(rule):
     new, _ = optimized(ServerOptimizer(rule=rule, lr=0.5, weight_decay=0.1), server, merged, frozenset())
     assert torch.equal(new.weights["frozen"], weights["frozen"])
     assert float(new.weights["w"][0]) == pytest.approx(2.0 - 0.5 * 0.1 * 2.0)
+
+
+def test_a_parameter_decays_while_former_changes_move_it():
+    weights = {"w": torch.tensor([2.0, 4.0])}
+    server = ServerState(round=1, weights=weights, extra={"server.m": {"w": torch.tensor([1.0, 0.0])}})
+    optimizer = ServerOptimizer(rule="momentum", lr=0.5, beta1=0.8, weight_decay=0.1)
+    new, _ = optimized(optimizer, server, Merged(weights=weights, covered={}), frozenset())
+    assert new.weights["w"].tolist() == pytest.approx([2.0 * 0.95 + 0.5 * 0.8, 4.0 * 0.95])
 
 
 def test_a_coordinate_without_voters_is_no_change():

@@ -75,6 +75,12 @@ def test_factors_multiply_the_updates_own_weights_and_buffers_are_weighted_by_sa
     assert merged.weights["running"].item() == pytest.approx(4 + 3 * 40 * factor / (20 + 40 * factor), abs=1e-6)
 
 
+def test_buffers_are_no_part_of_the_deviation():
+    """Squared distances 4 and 1 from the mean change, whatever the buffers are."""
+    pending = [late({"w": [0.0, 2.0, 0.0]}, round=4), late({"w": [0.0, 0.0, 1.0], "running": [50.0]}, round=2)]
+    assert changed(merge(CoverageMean(), two(), pending)) == pytest.approx([0, 2 * 0.1960554, 0.0861112], abs=1e-6)
+
+
 def test_a_coordinate_counts_those_that_vote_on_it():
     votes = {"w": torch.tensor([True, True, False])}
     updates = [fresh({"w": torch.tensor([1.0, 1.0, 1.0])}, votes=votes)]
