@@ -103,6 +103,14 @@ def test_rounding_does_not_exceed_the_limit(dtype):
         assert squares**0.5 <= 0.7
 
 
+def test_what_rounding_takes_beyond_the_limit_is_scaled_by_no_more_than_that():
+    """11 steps of float16 become 6, which rounding takes beyond the limit of 5.55; 5 are within it."""
+    model, step = Layout({"a": torch.zeros(4, dtype=torch.float16)}, {}), 2.0**-24
+    update = Update(weights={"a": torch.full((4,), 11 * step, dtype=torch.float16)}, kind="difference")
+    moved = clipped(update, Message(weights={}), 2 * 5.55 * step, model).weights["a"]
+    assert (moved.double() / step).tolist() == [5.0] * 4
+
+
 # ---- the accountant
 
 NOISE = [(0.6, 1e-5), (2.0, 1e-3), (8.0, 1e-6)]
