@@ -193,6 +193,28 @@ def test_a_second_fit_goes_on_with_the_dense_weights(net, fit, recipes):
         assert torch.equal(module.get_parameter(name), weight)
 
 
+class Save(Callback):
+    """Saves a checkpoint after the first epoch."""
+
+    def on_train_epoch_end(self, trainer, pl_module):
+        if trainer.current_epoch == 0:
+            trainer.save_checkpoint(trainer.default_root_dir + "/first.ckpt")
+
+
+def test_the_density_goes_on_falling_after_a_resume(net, fit, tmp_path):
+    """From the density with which the second fit of a callback began."""
+    first = DynamicPruningWithFeedback(density=0.5, end=1.0, every_n_steps=2)
+    fit(net(), [first])
+    first.density = 0.1
+    before, after = Probe(first), None
+    fit(net(), [first, Save(), before])
+    resumed = DynamicPruningWithFeedback(density=0.1, end=1.0, every_n_steps=2)
+    after = Probe(resumed)
+    fit(net(seed=1), [resumed, after], ckpt_path=tmp_path / "first.ckpt")
+    assert [kept(masks) for masks in after.masks] == [kept(masks) for masks in before.masks[5:]]
+    assert same(resumed.masks, first.masks)
+
+
 def test_lbfgs_is_refused(net, fit, recipes):
     module = net()
     module.optimizer = lambda parameters: torch.optim.LBFGS(parameters, lr=0.1)

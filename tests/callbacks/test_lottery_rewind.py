@@ -134,6 +134,15 @@ def test_an_optimizer_that_is_born_with_a_memory_has_it_again(net, fit):
     assert all(float(each) > 0.5 for each in after)
 
 
+def test_every_cycle_begins_with_the_same_memory(net, fit):
+    module, callback = net(), LotteryRewind(density=0.5, cycles=4, rewind=0.0)
+    seen = []
+    module.optimizer = lambda parameters: torch.optim.Adagrad(parameters, 0.1, initial_accumulator_value=0.5)
+    fit(module, [callback, Remembers(seen)], epochs=4)
+    for end in callback.cycle_ends(20):
+        assert [float(each) for each in seen[end - 1]] == [0.5] * len(seen[0])
+
+
 class Remembers(Callback):
     """The smallest of what an Adagrad has summed up, after every batch."""
 
