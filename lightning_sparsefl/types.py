@@ -59,6 +59,16 @@ class PendingUpdate:
     changes: Weights
     votes: Masks = field(default_factory=dict)
 
+    def has_arrived(self, at: float) -> bool:
+        """Return whether the update is there at a simulated time, in seconds since the start of the run.
+
+        Example:
+            >>> update = PendingUpdate(client=0, round=1, arrival=2.5, weight=1, num_examples=1, changes={})
+            >>> update.has_arrived(2.4), update.has_arrived(2.5)
+            (False, True)
+        """
+        return self.arrival <= at
+
 
 @dataclass(frozen=True)
 class RunState:

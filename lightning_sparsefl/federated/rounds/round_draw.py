@@ -137,7 +137,7 @@ class RoundDraw:
             start: Simulated time at which the round started.
         """
         rule, end = self._cohorts.sampler.late_merge(), start + longest(outcomes)
-        arrived = [update for update in state.pending if update.arrival <= end]
+        arrived = [update for update in state.pending if update.has_arrived(end)]
         return [] if rule is None else rule.current(arrived, state.server.round)
 
     def learned(self, state: RunState, seen: Mapping[int, Seen], start: float) -> SamplerState:

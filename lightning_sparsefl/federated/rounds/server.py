@@ -485,7 +485,7 @@ class Server:  # long because the facts of one order are needed at each of its s
         observed = {outcome.client: self._file(server, outcome, round) for outcome in trained}
         sampler = self.draw.learned(state, self._seen(outcomes), start)
         self._expected = None  # so that the old state does not stay in memory
-        waiting = [update for update in state.pending if update.arrival > end]
+        waiting = [update for update in state.pending if not update.has_arrived(end)]
         waiting += [replace(o.pending, arrival=start + o.pending.arrival) for o in outcomes if o.pending is not None]
         return Closed(replace(state, server=server, sampler=sampler, pending=tuple(waiting), seconds=end), observed)
 
