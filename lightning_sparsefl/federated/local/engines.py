@@ -51,7 +51,7 @@ from lightning_sparsefl.federated.local.fast.support import (
     unsupported_reason,
 )
 from lightning_sparsefl.federated.local.fast.trainer import FastTrainer, unsupported_fabric_reason
-from lightning_sparsefl.federated.local.isolation import isolate_metrics, restore_trainer_refs
+from lightning_sparsefl.federated.local.isolation import Settings, isolate_metrics, restore_trainer_refs
 from lightning_sparsefl.federated.local.lightning_trainer import LightningEngine
 from lightning_sparsefl.federated.local.local_options import LocalOptions
 
@@ -176,11 +176,11 @@ class FastEngine:
         else:
             trainer = self._client(module, callbacks, datamodule=datamodule)
             evaluate = partial(trainer.evaluate, stage=_STAGES[stage])
-        self._evaluator, attributes = None, set(vars(trainer))  # an error leaves no trainer behind
+        self._evaluator, settings = None, Settings.of_trainer(trainer)  # an error leaves no trainer behind
         with restore_trainer_refs(module, trainer.callbacks), trainer.running():
             metrics = {name: float(value) for name, value in evaluate(loader).items()}
-        own = attributes.issuperset(vars(trainer))  # what a step puts there must not reach the next client
-        if own and not callbacks and overridden(module) <= STEPS:
+        kept = settings.changed() is None  # what a step sets there must not reach the next client
+        if kept and not callbacks and overridden(module) <= STEPS:
             self._evaluator = _Evaluator(trainer, stage)
         return metrics
 
@@ -205,11 +205,12 @@ class FastEngine:
         try:
             check_divisible(module, loader)
             trainer = self._client(module, datamodule=datamodule)
-            attributes = set(vars(trainer))
+            settings = Settings.of_trainer(trainer)
             with restore_trainer_refs(module, trainer.callbacks), trainer.running():
                 scores = trainer.evaluate_part(loader, _STAGES[stage], part)
-            if not attributes.issuperset(vars(trainer)):
-                raise Indivisible("a step adds an attribute to the trainer")
+            changed = settings.changed()
+            if changed is not None:
+                raise Indivisible(f"a step changes `{changed}`")
             return PartScore(scores)
         except Indivisible as reason:
             isolate_metrics(module)

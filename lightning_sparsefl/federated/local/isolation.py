@@ -77,6 +77,56 @@ def restore_trainer_refs(module: LightningModule, callbacks: Sequence[Callback])
         before.restore()
 
 
+class Settings:
+    """What a step may set on objects that it is given: names of attributes, with their numbers, strings and flags.
+
+    Args:
+        objects: The objects by name.
+
+    Example:
+        >>> settings = Settings({"optimizer": torch.optim.SGD([torch.zeros(1)])})
+        >>> settings.changed()
+        >>> settings.objects["optimizer"].seen = 1
+        >>> settings.changed()
+        'optimizer.seen'
+    """
+
+    def __init__(self, objects: Mapping[str, object]) -> None:
+        self.objects = dict(objects)
+        self._before = self._found()
+
+    @classmethod
+    def of_trainer(cls, trainer: Any, **others: object) -> Settings:
+        """Return the settings of a trainer, of its strategy and its state, and of other objects.
+
+        Args:
+            trainer: The trainer.
+            others: Other objects by name.
+        """
+        name = "self.trainer"
+        own = {name: trainer, f"{name}.strategy": trainer.strategy, f"{name}.state": trainer.state}
+        return cls({**own, **others})
+
+    def changed(self) -> str | None:
+        """Return the name of an attribute that has been set since, or None."""
+        now, before = self._found(), self._before
+        for name in sorted({*now, *before}):
+            if name not in now or name not in before or now[name] != before[name]:
+                return name
+        return None
+
+    def _found(self) -> dict[str, Any]:
+        return {
+            f"{name}.{key}": value if type(value) in _PLAIN else None
+            for name, each in self.objects.items()
+            for key, value in vars(each).items()
+            if key not in _OF_STEPS
+        }
+
+
+_PLAIN = (bool, float, int, str)
+_OF_STEPS = {"_need_device_dtype_check_for_fused", "_opt_called"}
+"""Attributes of an optimizer that its steps set."""
 _messages = WarningCache()
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _NO_HOOKS: dict[int, Any] = {}

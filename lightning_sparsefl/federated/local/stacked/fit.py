@@ -20,7 +20,7 @@ from lightning_sparsefl.federated.local.engines import FastEngine
 from lightning_sparsefl.federated.local.fast.direct_calls import run_backward
 from lightning_sparsefl.federated.local.fast.steps import StepCaller, step_schedulers
 from lightning_sparsefl.federated.local.fast.trainer import FastTrainer
-from lightning_sparsefl.federated.local.isolation import restore_trainer_refs
+from lightning_sparsefl.federated.local.isolation import Settings, restore_trainer_refs
 from lightning_sparsefl.federated.local.round_lr import ScaleLearningRates
 from lightning_sparsefl.federated.local.stacked.asked_loop import AskedLoop
 from lightning_sparsefl.federated.local.stacked.batch_pass import BatchPass
@@ -31,7 +31,7 @@ from lightning_sparsefl.federated.local.stacked.reader import ClientReader, Stac
 from lightning_sparsefl.federated.local.stacked.recording.recorded_step import TrainingPass
 from lightning_sparsefl.federated.local.stacked.recording.recorder import PassRecorder, is_same_structure, structure_of
 from lightning_sparsefl.federated.local.stacked.rules import KEPT_ELSEWHERE, OtherTensors
-from lightning_sparsefl.federated.local.stacked.undo import AddedAttributes, ModuleStates
+from lightning_sparsefl.federated.local.stacked.undo import ModuleStates, require_same_settings
 from lightning_sparsefl.seeds import seed_all
 from lightning_sparsefl.types import Masks, Weights
 
@@ -132,7 +132,8 @@ class StackedFit:
         """Clients that have stepped together, by the first place and the place after the last one."""
         self._states: ModuleStates | None = None
         """Attributes of the module before the first step, after callbacks and `configure_optimizers`."""
-        self._added = AddedAttributes({"self.trainer": trainer, "self.trainer.strategy": trainer.strategy})
+        self._settings: Settings | None = None
+        """Those of the trainer, of its parts and of the optimizer at that time."""
         self.checked = False
         """Whether what the first step has left in the module and its gradients has been checked."""
 
@@ -190,17 +191,19 @@ class StackedFit:
             self._stack_optimizer()
             transforms = (request.reader.examples.transform for request in self.requests)
             self._states = ModuleStates(self.module, {"transform": [each for each in transforms if each is not None]})
-            self._added.start(self.optimizer.optimizer)
+            self._settings = Settings.of_trainer(trainer, **{"self.optimizers()": self.optimizer.optimizer})
             if self._recorder is not None:
                 self._recorder.start(whole, self._states)
             yield
-            self._require_unchanged(self._states)
+            self._require_unchanged()
 
-    def _require_unchanged(self, states: ModuleStates) -> None:
+    def _require_unchanged(self) -> None:
         """Raise :class:`NotStackable` if steps have changed something that all clients share."""
-        states.require_no_updates()
-        states.require_unchanged()
-        self._added.require_unchanged()
+        assert self._states is not None
+        assert self._settings is not None
+        self._states.require_no_updates()
+        self._states.require_unchanged()
+        require_same_settings(self._settings)
 
     def restore(self) -> None:
         """Undo what steps have changed in the module's attributes."""
@@ -420,8 +423,8 @@ class StackedFit:
             raise NotStackable("changes layers of the module, their modes or their hooks, which all clients share")
         if self.trainer.should_stop:
             raise NotStackable("sets `trainer.should_stop`, which stops all clients")
-        if not self.checked and self._states is not None:
-            self._require_unchanged(self._states)
+        if not self.checked:
+            self._require_unchanged()
         return losses
 
 

@@ -19,7 +19,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.data import Dataset, IterableDataset
 from torchmetrics import Metric, MetricCollection
 
-from lightning_sparsefl.federated.local.isolation import OF_LIGHTNING
+from lightning_sparsefl.federated.local.isolation import OF_LIGHTNING, Settings
 from lightning_sparsefl.federated.local.metric_attributes import own_attributes
 from lightning_sparsefl.federated.local.stacked import functorch
 from lightning_sparsefl.federated.local.stacked.logs import NotStackable
@@ -30,11 +30,6 @@ _OF_A_FIT = OF_LIGHTNING | {"trainer", "log", "log_dict", "configure_optimizers"
 """Attributes of modules that torch, Lightning and a fit set."""
 _OF_GROUPS = frozenset({"_groups", "_groups_checked", "_state_is_copy"})
 """Attributes of a collection of metrics on the states that its groups share."""
-_OF_OPTIMIZERS = frozenset(
-    {"defaults", "param_groups", "state", "step", "_need_device_dtype_check_for_fused", "_opt_called"}
-)
-"""Attributes of an optimizer that its steps and schedulers change."""
-_PLAIN = (int, float, str)
 _LARGE = 2**20
 """Number of elements from which on a tensor of a module is not copied, so that data in attributes costs nothing."""
 _GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
@@ -96,17 +91,6 @@ class States:
         else:
             for item in list(content):
                 self._visit(item, name)
-
-    def _is_same(self, value: Any, before: Any) -> bool:
-        if isinstance(value, Tensor):
-            return value.is_inference() or value._version == self._versions[id(value)]
-        if isinstance(value, np.ndarray):
-            return before is None or bool(np.array_equal(value, before, equal_nan=value.dtype.kind in "fc"))
-        if isinstance(value, _GENERATORS):
-            return _equal_states(_state_of(value), before)
-        content = value if isinstance(value, (dict, list, set, deque)) else vars(value)
-        plain = next((kind for kind in (dict, set) if isinstance(content, kind)), list)
-        return _same(plain(content), plain(before))  # a subclass may copy itself as the class
 
     @torch.no_grad()
     def restore(self) -> None:
@@ -269,6 +253,17 @@ class ModuleStates(States):
             if metric._update_count != count:
                 raise NotStackable(f"updates the metric object `self.{path}`; its functional form can be stacked")
 
+    def _is_same(self, value: Any, before: Any) -> bool:
+        if isinstance(value, Tensor):
+            return value.is_inference() or value._version == self._versions[id(value)]
+        if isinstance(value, np.ndarray):
+            return before is None or bool(np.array_equal(value, before, equal_nan=value.dtype.kind in "fc"))
+        if isinstance(value, _GENERATORS):
+            return _equal_states(_state_of(value), before)
+        content = value if isinstance(value, (dict, list, set, deque)) else vars(value)
+        plain = next((kind for kind in (dict, set) if isinstance(content, kind)), list)
+        return _same(plain(content), plain(before))  # a subclass may copy itself as the class
+
     @torch.no_grad()
     def restore(self) -> None:
         """Restore the state."""
@@ -280,63 +275,15 @@ class ModuleStates(States):
         super().restore()
 
 
-class AddedAttributes(States):
-    """What a user's code adds to objects of Lightning and torch, such as the trainer, or changes among their numbers.
-
-    Clients of a stack share these objects, of which each client alone has its own.
+def require_same_settings(settings: Settings) -> None:
+    """Raise :class:`NotStackable` if a step has set an attribute of objects of Lightning and torch.
 
     Args:
-        objects: The objects by name, before the user's code has run.
-
-    Example:
-        >>> trainer = SimpleNamespace(callbacks=[], max_epochs=1)
-        >>> added = AddedAttributes({"self.trainer": trainer})
-        >>> trainer.seen = 0
-        >>> added.start()
-        >>> trainer.callbacks = ()
-        >>> added.require_unchanged()
-        >>> trainer.seen += 1
-        >>> added.require_unchanged()
-        Traceback (most recent call last):
-        lightning_sparsefl.federated.local.stacked.logs.NotStackable: changes `self.trainer.seen`, which all clients \
-share
+        settings: Settings before the step.
     """
-
-    def __init__(self, objects: Mapping[str, Any]) -> None:
-        super().__init__()
-        self._known = {
-            name: (each, frozenset(key for key, value in vars(each).items() if not isinstance(value, _PLAIN)))
-            for name, each in objects.items()
-        }
-        self._added: dict[str, dict[str, Any]] = {}
-
-    def start(self, optimizer: torch.optim.Optimizer | None = None) -> None:
-        """Note the attributes before the first step.
-
-        Args:
-            optimizer: Optimizer that the user's code has made.
-        """
-        if optimizer is not None:
-            self._known["self.optimizers()"] = (optimizer, _OF_OPTIMIZERS)
-        for name in self._known:
-            self._added[name] = self._own(name)
-            for key, value in self._added[name].items():
-                self._visit(value, f"{name}.{key}")
-
-    def _own(self, name: str) -> dict[str, Any]:
-        owner, known = self._known[name]
-        return {key: value for key, value in vars(owner).items() if key not in known}
-
-    def require_unchanged(self) -> None:
-        """Raise :class:`NotStackable` if a step has set an attribute, or changed what one holds."""
-        for name, before in self._added.items():
-            now = self._own(name)
-            for key in sorted({*now, *before}):
-                if key not in now or key not in before or not _same(now[key], before[key]):
-                    raise NotStackable(f"changes `{name}.{key}`, which all clients share")
-        for value, content, name in self._before.values():
-            if not self._is_same(value, content):
-                raise NotStackable(f"changes `{name}`, which all clients share")
+    changed = settings.changed()
+    if changed is not None:
+        raise NotStackable(f"changes `{changed}`, which all clients share")
 
 
 @contextmanager

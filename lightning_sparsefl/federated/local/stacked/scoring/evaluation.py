@@ -19,13 +19,13 @@ from lightning_sparsefl.federated.local.engines import FastEngine
 from lightning_sparsefl.federated.local.fast.batches import num_batches
 from lightning_sparsefl.federated.local.fast.steps import StepCaller
 from lightning_sparsefl.federated.local.fast.trainer import FastTrainer
-from lightning_sparsefl.federated.local.isolation import isolate_metrics, restore_trainer_refs
+from lightning_sparsefl.federated.local.isolation import Settings, isolate_metrics, restore_trainer_refs
 from lightning_sparsefl.federated.local.stacked.leaves import StackedModule, shared_names
 from lightning_sparsefl.federated.local.stacked.logs import EvaluationLog
 from lightning_sparsefl.federated.local.stacked.recording.recorded_evaluation import EvaluationPass
 from lightning_sparsefl.federated.local.stacked.recording.recorder import PassRecorder
 from lightning_sparsefl.federated.local.stacked.scoring.metric_states import MetricStates
-from lightning_sparsefl.federated.local.stacked.undo import AddedAttributes, ModuleStates
+from lightning_sparsefl.federated.local.stacked.undo import ModuleStates, require_same_settings
 from lightning_sparsefl.seeds import seed_all
 from lightning_sparsefl.sparse.modes import modes_restored
 from lightning_sparsefl.types import Weights
@@ -110,8 +110,7 @@ class StackedEvaluation:
         trainer, name = self.trainer, "test" if self.stage is RunningStage.TESTING else "validation"
         trainer._start(TrainerFn(self.stage.value), self.stage)
         self.states = MetricStates(self.module, self.size)
-        added = AddedAttributes({"self.trainer": trainer, "self.trainer.strategy": trainer.strategy})
-        added.start()
+        settings = Settings.of_trainer(trainer)
         step = StepCaller(trainer.hooks, self.module, f"{name}_step", trainer.precision_plugin)
         with self.log.receiving(self.module), modes_restored(self.module):
             trainer.hooks.call_module(f"on_{name}_model_eval")
@@ -121,7 +120,7 @@ class StackedEvaluation:
                 for low, high in self._ranges(number):
                     self._batch(step, low, high, number)
         self.kept.require_unchanged()
-        added.require_unchanged()
+        require_same_settings(settings)
         trainer._close()
         trainer._finish()
         for request, result in zip(self.requests, self.log.results(self.states.compute), strict=True):
