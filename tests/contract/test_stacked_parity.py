@@ -705,6 +705,16 @@ def test_clients_of_equal_width_are_stacked(algorithm, execution, tmp_path, stac
         assert max(stacks) == 4  # half of the clients have each width
 
 
+@pytest.mark.parametrize(
+    ("algorithm", "most"), [(FD(keep=0.5), 3), (HeteroFL(rates=(0.5, 1.0)), 4)], ids=["other units", "the same units"]
+)
+def test_narrow_group_norms_are_stacked_where_their_channels_are_the_same(algorithm, most, tmp_path, stacks):
+    """A client of FD has other units of a layer, of which other ones belong to a group of the norm."""
+    options = {"capacities": [0.5, 1.0], "execution": "cut", "clients_per_round": 8}
+    compare(tmp_path, seeded(norm="group", smooth=True), algorithm, federation=options, batch_size=6, epochs=1)
+    assert max(stacks) == most
+
+
 @on_several_ranks
 def test_clients_are_fine_tuned_as_stacks(tmp_path, stacks):
     options = {"rounds": 1, "epochs": 1, "federation": {"finetune_epochs": 1}}

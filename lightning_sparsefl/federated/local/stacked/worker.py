@@ -8,11 +8,13 @@ import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cached_property
 from typing import Any, cast
 
 import torch
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.utilities.rank_zero import WarningCache
+from torch import Tensor, nn
 
 from lightning_sparsefl.callbacks.stacking import stacking_key
 from lightning_sparsefl.errors import InvalidOption
@@ -280,8 +282,19 @@ class StackedWorker(ClientWorker):
         if not self._go_together(request, tuple(kinds)):
             return None  # each client's fit is refused when it starts
         length = request.reader.batches if self._trial.planned else None  # rates are those of all clients of a stack
-        widths = tuple((name, int(kept.sum())) for name, kept in sorted((request.units or {}).items()))
-        return (request.epochs, length, tuple(kinds), reading_key(request.reader.examples), widths)
+        units = sorted((request.units or {}).items())
+        narrow_layers = tuple((name, self._narrow_form(name, kept)) for name, kept in units)
+        return (request.epochs, length, tuple(kinds), reading_key(request.reader.examples), narrow_layers)
+
+    def _narrow_form(self, group: str, kept: Tensor) -> Hashable:
+        """Return what the narrow layers of a group of units depend on: the number of units, or which ones they are."""
+        return tuple(kept.tolist()) if group in self._divided_by_norms else int(kept.sum())
+
+    @cached_property
+    def _divided_by_norms(self) -> set[str]:
+        """Names of the groups of units that a group norm divides, where each unit belongs to one of its groups."""
+        found = ((group.name, slot.name.rpartition(".")[0]) for group in self.units for slot in group.slots)
+        return {name for name, layer in found if isinstance(self.module.get_submodule(layer), nn.GroupNorm)}
 
     def _go_together(self, request: StackedRequest, kinds: Hashable) -> bool:
         """Return whether the callbacks of a fit begin one together, of which stacks do not call all hooks."""
@@ -351,7 +364,7 @@ class StackedWorker(ClientWorker):
 
     def _fit_stack(self, requests: Sequence[StackedRequest]) -> None:
         units, module, recorder = requests[0].units, self.module, self._recorders[0]
-        if units is not None:  # narrow models of equal widths differ in their weights alone
+        if units is not None:  # narrow models of equal keys differ in their weights alone
             module, recorder = cast(LightningModule, cut(module, self.units, units)), None
         with self._warning_once():
             fit_stack(cast(FastEngine, self.engine), module, self.data, requests, recorder)
