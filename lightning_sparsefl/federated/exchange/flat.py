@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from functools import reduce
+from typing import TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -204,13 +205,26 @@ class FlatModule:
             IncompatibleMasks: If a name or shape differs from the module's.
         """
         self._rebind_replaced()
-        if self.layout.uniform and isinstance(weights, FlatTree) and weights.vector.numel() == self.layout.size:
+        if self.layout.uniform and self._is_whole(weights):
             self.vector.copy_(weights.vector)
             return
-        self.layout.check_shapes(weights, "A tree that is loaded into the module")
+        self.require_fitting(weights)
         with torch.no_grad():
             for name, tensor in weights.items():
                 self._tensors[name].data.copy_(tensor)
+
+    def require_fitting(self, weights: Weights) -> None:
+        """Raise :class:`IncompatibleMasks` if a name or shape of a tree differs from the module's.
+
+        Args:
+            weights: Weights that are to be loaded.
+        """
+        if not self._is_whole(weights):
+            self.layout.check_shapes(weights, "A tree that is loaded into the module")
+
+    def _is_whole(self, weights: Weights) -> TypeGuard[FlatTree]:
+        """Return whether a tree is a vector of all weights, as :meth:`read` returns."""
+        return isinstance(weights, FlatTree) and weights.vector.numel() == self.layout.size
 
     def read(self) -> FlatTree:
         """Return a copy of the module's weights.

@@ -35,7 +35,7 @@ from lightning_sparsefl.federated.local.stacked.scoring.evaluator import StackEv
 from lightning_sparsefl.federated.local.stacked.trial import StackingTrial, reason_of
 from lightning_sparsefl.federated.local.stacked.undo import CallbackStates
 from lightning_sparsefl.federated.local.worker import ClientWorker, FitRequest
-from lightning_sparsefl.sparse.masks import apply, intersect
+from lightning_sparsefl.sparse.masks import apply, check, intersect
 from lightning_sparsefl.sparse.submodel import cut, narrow, widen
 from lightning_sparsefl.sparse.units import unit_masks
 from lightning_sparsefl.types import FitResult, Masks, Weights
@@ -175,6 +175,7 @@ class StackedWorker(ClientWorker):
         """Compute a gradient as part of a stack, if the client's work runs beside others' and it can be stacked."""
         key = client.key("gradient")
         if _may_wait() and self.can_stack and client.deadline is None:
+            self.flat.require_fitting(weights)
             request = self._gradients.request(client, key, weights)
             if request is not None and fibers.ask(request):
                 return request.result
@@ -220,6 +221,7 @@ class StackedWorker(ClientWorker):
     def _evaluation(self, client: Client, weights: Weights, split: Split) -> EvaluationRequest | None:
         if not self.can_evaluate([split]):
             return None
+        self.flat.require_fitting(weights)
         try:
             loader = getattr(self.data, f"client_{split}_dataloader")(client.id)
         except Exception:  # which is raised again where the client is evaluated alone
@@ -228,7 +230,10 @@ class StackedWorker(ClientWorker):
 
     def _start(self, request: FitRequest) -> tuple[Weights, Masks]:
         """Return the weights that a fit starts from, with every name of the model, and the masks that are held."""
+        self.flat.require_fitting(request.weights)
         weights, masks = {**self.initial, **request.weights}, request.masks
+        check(masks, weights)
+        check(request.trainable, weights)
         if request.units is not None:
             masks = intersect(masks, unit_masks(self.units, request.units, weights))
         return ({**weights, **apply(weights, masks)} if masks else weights), masks

@@ -23,6 +23,7 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_sparsefl import APFL, FedAvg, FederatedTrainer, Federation, PerFedAvg, PFedMe
 from lightning_sparsefl.data import FederatedDataset
+from lightning_sparsefl.errors import IncompatibleMasks
 from lightning_sparsefl.federated.local.stacked import worker
 from lightning_sparsefl.federated.local.stacked.leaves import StackedModule
 from lightning_sparsefl.federated.local.stacked.scoring import evaluator
@@ -1223,3 +1224,66 @@ def test_what_a_callback_would_do_to_a_view_only_is_named(hook, act, words, tmp_
     sizes, said = check(Scheduled, tmp_path, algorithm=method_with(hook, act))
     assert not sizes
     assert any("clients train one after another" in text.lower() and words in text for text in said), said
+
+
+def misspelt(weights):
+    return {"net.2.bais" if name == "net.2.bias" else name: weight for name, weight in weights.items()}
+
+
+def shortened(weights):
+    return {**weights, "net.2.bias": weights["net.2.bias"][:1]}
+
+
+class Wrong(FedAvg):
+    """Asks for something with a tree that does not fit the model."""
+
+    @staticmethod
+    def ask(client, weights):
+        raise NotImplementedError
+
+    def train(self, message, client):
+        self.ask(client, message.weights)
+        return super().train(message, client)
+
+
+class FitsMisspelt(Wrong):
+    @staticmethod
+    def ask(client, weights):
+        client.fit(misspelt(weights))
+
+
+class FitsShortened(Wrong):
+    @staticmethod
+    def ask(client, weights):
+        client.fit(shortened(weights))
+
+
+class DifferentiatesMisspelt(Wrong):
+    @staticmethod
+    def ask(client, weights):
+        client.gradient(misspelt(weights))
+
+
+class EvaluatesShortened(Wrong):
+    @staticmethod
+    def ask(client, weights):
+        client.evaluate(shortened(weights), "test")
+
+
+class FreezesMisspelt(Wrong):
+    @staticmethod
+    def ask(client, weights):
+        client.fit(weights, {}, {"net.2.bais": torch.zeros(4, dtype=torch.bool)})
+
+
+class MasksWithNumbers(Wrong):
+    @staticmethod
+    def ask(client, weights):
+        client.fit(weights, {"net.2.weight": torch.ones(4, 6)})
+
+
+@pytest.mark.parametrize("engine", ["fast", "stacked"])
+@pytest.mark.parametrize("method", Wrong.__subclasses__())
+def test_trees_that_do_not_fit_the_model_are_refused(method, engine, tmp_path):
+    with pytest.raises(IncompatibleMasks, match=r"net\.2\."):
+        fit(Plain(), engine, tmp_path, algorithm=method())
