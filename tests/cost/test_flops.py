@@ -165,6 +165,28 @@ def test_products_of_a_module_with_two_matrices_are_whole_numbers():
     assert found == {"a": (6, 0), "b": (25, 0)}
 
 
+def test_a_bias_beside_two_matrices_is_added_once():
+    class Own(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Parameter(torch.zeros(6, 4)), nn.Parameter(torch.zeros(5, 6))
+            self.bias = nn.Parameter(torch.zeros(5))
+
+        def forward(self, x):
+            return x @ self.a.T @ self.b.T + self.bias
+
+    assert facts(Own(), torch.zeros(1, 4)) == {"a": (24, 5), "b": (30, 0)}
+
+
+def test_values_may_be_wider_than_queries():
+    class Attention(nn.Module):
+        def forward(self, query, key, value):
+            return nn.functional.scaled_dot_product_attention(query, key, value)
+
+    sample = (torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 5, 4), torch.zeros(1, 2, 5, 7))
+    assert facts(Attention(), sample) == {"": (2 * 3 * 5 * (4 + 7), 0)}
+
+
 def test_products_without_a_weight_have_no_name():
     class Attention(nn.Module):
         def __init__(self):

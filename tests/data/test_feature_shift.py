@@ -80,6 +80,19 @@ def test_a_client_has_the_same_inputs_in_each_round(shift, dtype):
         assert Examples.are_read_by(first.client_train_dataloader(client))
 
 
+def test_training_and_test_examples_have_noise_of_their_own():
+    noise = []
+    for split in ("train", "test"):
+        shifted, plain = (
+            Images(num_clients=2, test_per_client=20, val_fraction=0.0, seed=0, feature_shift=shift)
+            for shift in (NoiseShift(0.5), None)
+        )
+        shifted, plain = (getattr(data, f"client_{split}_dataloader")(1).dataset.inputs for data in (shifted, plain))
+        noise.append((shifted - plain)[:5])
+    assert noise[0].std() > 0.1
+    assert not torch.allclose(*noise, atol=0.01)
+
+
 def test_pooled_training_data_is_that_of_the_clients():
     data = Images(num_clients=4, feature_shift=NoiseShift(0.5), seed=0)
     own = torch.cat([inputs(data.client_train_dataloader(client)) for client in range(4)])

@@ -146,6 +146,15 @@ def test_equal_domains_keep_all_classes(domains: Path):
     assert labels.bincount().tolist() == [8, 8]
 
 
+def test_each_domain_is_split_by_draws_of_its_own(domains: Path):
+    """Lists of equal lengths would else be cut at the same places, with the same shares of classes."""
+    data = small_domains(domains)
+    _, labels, *_ = data.load()
+    clipart, sketch = data.assign(labels, seed=0)[::2]
+    assert len(clipart) == len(sketch) == 4
+    assert not sketch.equal(clipart + 8)
+
+
 @pytest.mark.parametrize("left", [0, 10, 60])
 def test_a_damaged_image_of_a_domain_is_named(left: int, domains: Path):
     image = domains / "DomainNet" / "sketch" / "bird" / "train_1.png"
@@ -307,6 +316,20 @@ def test_the_largest_reddit_users(reddit: Path):
     assert small_reddit(reddit, users="largest", num_clients=4)._choose(equal) == ["u1", "u2", "u3", "u4"]
     with pytest.raises(InvalidOption, match=r"`data.users` is 'all'; expected 'random' or 'largest'"):
         small_reddit(reddit, users="all")
+
+
+def test_a_word_that_is_not_counted_is_no_target(reddit: Path):
+    file = reddit / "reddit" / "train" / "0_train.json"
+    content = json.loads(file.read_text())
+    sequences, labels = comment(["the", "cat"])
+    labels["count_tokens"][0][1] = 0.0
+    content["user_data"]["0-0"] = {"x": [sequences], "y": [labels]}
+    file.write_text(json.dumps(content))
+    data = small_reddit(reddit, users="largest", num_clients=7)
+    data.setup()
+    single = next(client for client in range(7) if data.num_examples(client) == 1)
+    ((_, targets),) = data.client_train_dataloader(single)
+    assert (targets != -100).tolist() == [[True, False, True, False, False]]
 
 
 @pytest.mark.parametrize("part", ["train", "test"])

@@ -69,6 +69,13 @@ def test_the_cheapest_encoding_of_a_new_mask(mask, cost):
     assert masks_through({"w": mask}, {"w": at(*range(0, 1000, 3))})[0].masks <= 125
 
 
+def test_positions_are_charged_with_their_number():
+    """128 positions among 514 take 64 bytes and two for their number; bits take 65."""
+    schema, mask = Schema({"w": torch.zeros(514)}), at(*range(0, 512, 4), length=514)
+    assert indices_size(514, 128) == 64
+    assert masks_through({"w": mask}, {}, schema)[0].masks == 65
+
+
 def test_a_mask_of_whole_rows_and_columns_costs_a_bit_for_each():
     rows, columns = at(*range(5, 25), length=40), at(*range(0, 30, 2), length=30)
     grid = (rows[:, None] & columns[None, :])[:, :, None, None].expand(40, 30, 3, 3)

@@ -87,6 +87,16 @@ def test_zeros_are_not_sent():
     assert few.total < 16 < some.total < 4 * 510 + 140 < full.total
 
 
+def test_positions_are_charged_with_their_number():
+    """128 positions among 514 take 64 bytes and two for their number; bits take 65."""
+    value = torch.zeros(514)
+    value[::4][:128] = 1
+    writer = Writer(keep=False)
+    write_value(writer, Schema({"w": torch.zeros(514)}), {"w": value}, {})
+    assert indices_size(514, 128) == 64
+    assert writer.masks == 65
+
+
 def test_a_stranger_may_not_expand_without_bytes_to_show_for_it():
     assert through({"stranger": torch.zeros(1000)})[0].masks == 125
     with pytest.raises(MalformedPayload, match="expected less than 2"):

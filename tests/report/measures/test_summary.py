@@ -175,6 +175,16 @@ def test_a_missing_metric_is_refused(folders):
         Report(load_runs([folders]), metric="acc")
 
 
+def test_the_time_of_a_run_whose_last_round_has_none_is_unknown(tmp_path):
+    folder = write_run(tmp_path / "run")
+    rows = read_table(folder / "metrics.csv")
+    write_table(folder / "metrics.csv", [*rows[:-1], {**rows[-1], "time/simulated": ""}])
+    summary = Report(load_runs([folder])).summary
+    (values,) = next(iter(summary.runs.values()))
+    assert math.isnan(values["seconds"])
+    assert values["flops"] == final(folder, "flops/train_total")
+
+
 def test_without_a_metric_in_common_each_list_is_shown(tmp_path):
     folders = [write_run(tmp_path / name, name) for name in ("FedAvg", "FedSpa", "FedProx")]
     for folder, metric in zip(folders, ("iou", "mse", "mse"), strict=True):
