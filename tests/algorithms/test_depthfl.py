@@ -111,6 +111,20 @@ def test_callbacks_are_those_of_the_client_s_depth_and_of_feddyn(start, client):
     assert isinstance(alone, Exits)
 
 
+def test_a_client_keeps_the_gradients_of_blocks_that_it_does_not_have_this_time(start, client):
+    """Capacities may be drawn anew in every round (`federation.redraw_capacities`)."""
+    method = DepthFL(alpha=0.5)
+    server, (whole, first) = start(method, EarlyExits(), 1.0, 0.01)
+    assert (method.alike(server, whole), method.alike(server, first)) == (2, 1)
+    message = method.download(server, first)
+    before = {name: torch.ones_like(value) for name, value in server.weights.items()}
+    trained = {name: value + 1 for name, value in message.weights.items()}
+    after = method.train(message, client(trained, memory={"gradient": before})[0]).memory["gradient"]
+    assert after.keys() == before.keys()
+    for name, value in after.items():
+        assert bool((value == (1 if name in message.masks else 0.5)).all())
+
+
 def test_each_tensor_is_corrected_by_the_share_of_the_fleet_that_trained_it(start):
     """Four clients of which two report, and one of them has the second block."""
     method = DepthFL(alpha=0.5)

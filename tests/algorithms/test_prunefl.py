@@ -231,7 +231,8 @@ SPARSE = {"a.weight": torch.tensor([[True, True, False, False, False]] * 2)}
 def test_costs(facts):
     # layer a keeps 4 of 10: 22 FLOPs instead of 34; 12 of 18 numbers travel; all 18 before a reconfiguration
     method = PruneFL(reconfigure_every=3)
-    plain, due, after = (method.costs(facts(SPARSE, round=t, max_rounds=9)) for t in (1, 2, 3))
+    first, plain, due, after = (method.costs(facts(SPARSE, round=t, max_rounds=9)) for t in range(4))
+    assert (first.bytes_down_paper, first.bytes_up_paper) == (48, 48)
     assert plain.flops_paper == 14 * 3 * 22
     assert plain.flops_analytic == 14 * (22 + 22 + 34)
     assert (plain.bytes_down_paper, plain.bytes_up_paper) == (48, 48)

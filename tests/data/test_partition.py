@@ -98,6 +98,17 @@ def test_dirichlet_gives_no_more_to_a_client_above_the_equal_share(labels):
     assert max(len(indices) for indices in owned) < 50 + 140
 
 
+def test_dirichlet_gives_nothing_of_a_class_to_a_client_with_an_equal_share():
+    """Two clients share four examples, so that one often has exactly two before the last class."""
+    exact = 0
+    for seed in range(50):
+        counts = _draw_counts([2, 1, 1], 2, alpha=0.5, rng=torch.Generator().manual_seed(seed))
+        before = counts.cumsum(0)[:-1]
+        assert not counts[1:][before >= 2].any()
+        exact += int((before == 2).sum())
+    assert exact > 20
+
+
 @pytest.mark.parametrize("min_examples", [1, 10, 20])
 def test_dirichlet_draws_until_everyone_owns_enough(labels, min_examples):
     owned = Dirichlet(alpha=0.2, min_examples=min_examples).split(labels, num_clients=20, seed=0)

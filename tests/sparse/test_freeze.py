@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from lightning_sparsefl.errors import InvalidOption
-from lightning_sparsefl.sparse import freeze
+from lightning_sparsefl.sparse import freeze, plan_search
 
 ONE = [1, 1, 1, 1]
+SIZES = [1, 2, 3, 4]
 TABLE_6 = [
     ("2a", [1, 1, 4], [{0}, {0}], 8 / 3),
     ("2a", [1, 1, 4], [{0}, {1}], 4),
@@ -112,6 +113,24 @@ def test_search_never_makes_it_worse_and_stops_where_nothing_helps():
         assert freeze.objective(again, MOBILENET, budgets) == pytest.approx(
             freeze.objective(better, MOBILENET, budgets), rel=1e-9
         )
+
+
+def test_the_value_of_a_move_of_several_clients_is_the_objective_after_it():
+    budgets = [5, 5, 5, 9]
+    pool, sizing = (
+        plan_search._Pool.of(plan_of({0}, {0}, {0}, {1, 2, 3}), budgets),
+        plan_search._Sizing.of(SIZES, budgets),
+    )
+    for many in (1, 3):
+        move = plan_search._best(pool, sizing, many)
+        after = pool.after(move).plan(budgets)
+        assert not freeze.uncovered(after, SIZES, budgets)
+        assert move.many == many
+        assert move.value == pytest.approx(freeze.objective(after, SIZES, budgets))
+
+
+def test_of_groups_that_equally_many_clients_have_the_largest_is_covered_first():
+    assert freeze.cover([1, 3, 2], [3, 3]).tolist() == [[False, True, False], [True, False, True]]
 
 
 def test_the_same_arguments_give_the_same_plan():

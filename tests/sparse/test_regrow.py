@@ -6,7 +6,7 @@ import torch
 from lightning_sparsefl.errors import IncompatibleMasks, InvalidOption
 from lightning_sparsefl.sparse.masks import counts
 from lightning_sparsefl.sparse.prune import prune, random_masks
-from lightning_sparsefl.sparse.regrow import regrow
+from lightning_sparsefl.sparse.regrow import grow_share, regrow
 
 
 def test_the_largest_scores_outside_the_mask_come_back():
@@ -61,3 +61,10 @@ def test_a_count_that_cannot_be_reached_is_refused(count):
 def test_a_mask_needs_a_score():
     with pytest.raises(IncompatibleMasks, match="`w` has a mask but its score is missing"):
         regrow({}, {"w": torch.tensor([True, False])}, {"w": 2})
+
+
+def test_a_mask_at_the_bound_still_grows_and_one_above_it_does_not():
+    scores = {"w": torch.arange(4.0)}
+    at, above = torch.tensor([True, True, False, False]), torch.tensor([True, True, True, False])
+    assert grow_share(scores, {"w": at}, share=0.5, bound=0.5)["w"].tolist() == [True, True, False, True]
+    assert grow_share(scores, {"w": above}, share=1.0, bound=0.5)["w"].equal(above)
