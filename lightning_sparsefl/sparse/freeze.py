@@ -165,6 +165,8 @@ def consensus(sizes: Sequence[int], budgets: Sequence[int]) -> Tensor:
 def cover(sizes: Sequence[int], budgets: Sequence[int]) -> Tensor:
     """Assign clients in turn, the smallest budgets first, the groups that the fewest clients have so far.
 
+    Of groups that equally many clients have, the largest is first.
+
     Returns:
         The plan.
 
