@@ -117,11 +117,12 @@ class VotesAccumulator(Accumulator):
             mine = torch.stack(rows) if rows else merged.new_zeros(0, merged.numel())
             votes = torch.cat(gather(mine.cpu())).to(self.device).sort(dim=0).values  # NaN is sorted last
             if len(votes):
-                merged.copy_(torch.where(votes[0].isnan(), 0.0, self._checked(name, votes)))
+                voted_on = ~votes[0].isnan()
+                merged.copy_(torch.where(voted_on, self._checked(name, votes, voted_on), 0.0))
 
-    def _checked(self, name: str, votes: Tensor) -> Tensor:
-        """Return the merged values of a tensor."""
-        values, voted_on = self._reducer.merge(votes), ~votes[0].isnan()
+    def _checked(self, name: str, votes: Tensor, voted_on: Tensor) -> Tensor:
+        """Return the merged values of a tensor, with finite ones where a client voted."""
+        values = self._reducer.merge(votes)
         check_result(self._reducer, "merge", values, Tensor)
         what = f"`{type(self._reducer).__name__}.merge` returned for {name!r}"
         if values.shape != voted_on.shape or not values.is_floating_point():

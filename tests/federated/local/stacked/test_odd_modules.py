@@ -1234,56 +1234,27 @@ def shortened(weights):
     return {**weights, "net.2.bias": weights["net.2.bias"][:1]}
 
 
-class Wrong(FedAvg):
-    """Asks for something with a tree that does not fit the model."""
-
-    @staticmethod
-    def ask(client, weights):
-        raise NotImplementedError
-
-    def train(self, message, client):
-        self.ask(client, message.weights)
-        return super().train(message, client)
-
-
-class FitsMisspelt(Wrong):
-    @staticmethod
-    def ask(client, weights):
-        client.fit(misspelt(weights))
-
-
-class FitsShortened(Wrong):
-    @staticmethod
-    def ask(client, weights):
-        client.fit(shortened(weights))
-
-
-class DifferentiatesMisspelt(Wrong):
-    @staticmethod
-    def ask(client, weights):
-        client.gradient(misspelt(weights))
-
-
-class EvaluatesShortened(Wrong):
-    @staticmethod
-    def ask(client, weights):
-        client.evaluate(shortened(weights), "test")
-
-
-class FreezesMisspelt(Wrong):
-    @staticmethod
-    def ask(client, weights):
-        client.fit(weights, {}, {"net.2.bais": torch.zeros(4, dtype=torch.bool)})
-
-
-class MasksWithNumbers(Wrong):
-    @staticmethod
-    def ask(client, weights):
-        client.fit(weights, {"net.2.weight": torch.ones(4, 6)})
+def frozen_misspelt(client, weights):
+    client.fit(weights, {}, {"net.2.bais": torch.zeros(4, dtype=torch.bool)})
 
 
 @pytest.mark.parametrize("engine", ["fast", "stacked"])
-@pytest.mark.parametrize("method", Wrong.__subclasses__())
-def test_trees_that_do_not_fit_the_model_are_refused(method, engine, tmp_path):
+@pytest.mark.parametrize(
+    "ask",
+    [
+        pytest.param(lambda client, weights: client.fit(misspelt(weights)), id="fit, misspelt"),
+        pytest.param(lambda client, weights: client.fit(shortened(weights)), id="fit, shortened"),
+        pytest.param(lambda client, weights: client.gradient(misspelt(weights)), id="gradient, misspelt"),
+        pytest.param(lambda client, weights: client.evaluate(shortened(weights), "test"), id="evaluate, shortened"),
+        pytest.param(frozen_misspelt, id="frozen, misspelt"),
+        pytest.param(lambda client, weights: client.fit(weights, {"net.2.weight": torch.ones(4, 6)}), id="floats"),
+    ],
+)
+def test_trees_that_do_not_fit_the_model_are_refused(ask, engine, tmp_path):
+    class Asks(FedAvg):
+        def train(self, message, client):
+            ask(client, message.weights)
+            return super().train(message, client)
+
     with pytest.raises(IncompatibleMasks, match=r"net\.2\."):
-        fit(Plain(), engine, tmp_path, algorithm=method())
+        fit(Plain(), engine, tmp_path, algorithm=Asks())
