@@ -366,21 +366,21 @@ class Fit:
             self._commit()
 
     def _scores(self) -> tuple[Scores, dict[str, float]]:
-        """Score the round that was trained; if that fails, commit it without scores, for the run to go on from."""
+        """Score the last trained round; if that fails, commit it without scores, for the run to go on from."""
         try:
             scores = self.scorer.scores(self._state)
             return scores, self.scorer.select(self._state, scores)
         except Exception as error:
-            if self.ranks.size == 1 or isinstance(error, ClientFailed):  # else the other ranks may not know of it
+            if isinstance(error, ClientFailed) or self.ranks.all_raise(error):  # else other ranks may not know of it
                 _attempt(self._commit)
+                _attempt(self._finish_writing)  # before the first rank ends, and with it the others
             raise
 
     def _complete_last_round(self) -> None:
         """Score and picture the last round, which a callback has stopped the run after."""
         if self._recorder.scored != self._state.server.round:
             self._phase = f"the evaluation of round {self._state.server.round}"
-            scores = self.scorer.scores(self._state)
-            further = self.scorer.select(self._state, scores)
+            scores, further = self._scores()
             self._round_trainer.report(self._recorder.add_scores(scores, self._state.server.round, further))
             self._show_scores()
         self._recorder.add_pictures(self._state.server)

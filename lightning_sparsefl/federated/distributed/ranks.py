@@ -46,6 +46,7 @@ class Ranks:
         """Number of bytes that a gathered value may have to be sent at once; the same on all ranks."""
         self.waited = 0.0
         """Time that this rank waited for the others in the last :meth:`share`, in seconds."""
+        self._common_error: BaseException | None = None
 
     @property
     def first(self) -> bool:
@@ -145,15 +146,18 @@ class Ranks:
         done = time.perf_counter()
         shared = self.gather((mine[0], _failure_summary(mine[1])))
         self.waited = time.perf_counter() - done
-        if isinstance(mine[1], Exception):
-            raise mine[1]
-        for rank, (_, failure) in enumerate(shared):
-            if isinstance(failure, str):
-                raise RankFailed(f"Rank {rank} failed: {failure}")
-        for _, signal in shared:
-            if signal is not None:
-                raise Interrupted(signal)
+        self._common_error = _common_error(mine[1], [failure for _, failure in shared])
+        if self._common_error is not None:
+            raise self._common_error
         return [value for value, _ in shared]
+
+    def all_raise(self, error: BaseException) -> bool:
+        """Return whether every rank has raised an error, so that collectives may follow it.
+
+        Args:
+            error: Error that this rank has caught.
+        """
+        return self.size == 1 or error is self._common_error
 
     def broadcast(self, tensor: Tensor) -> None:
         """Overwrite a tensor with that of rank 0."""
@@ -202,3 +206,14 @@ def _failure_summary(error: BaseException | None) -> str | int | None:
     if error is None:
         return None
     return error.number if isinstance(error, Interrupted) else f"{type(error).__name__}: {error}"
+
+
+def _common_error(mine: BaseException | None, failures: Sequence[str | int | None]) -> BaseException | None:
+    """Return the error to raise on this rank, given its own and all ranks' summaries; None if no rank has failed."""
+    if isinstance(mine, Exception):
+        return mine
+    for rank, failure in enumerate(failures):
+        if isinstance(failure, str):
+            return RankFailed(f"Rank {rank} failed: {failure}")
+    signals = [signal for signal in failures if isinstance(signal, int)]
+    return Interrupted(signals[0]) if signals else None

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import lightning as L
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader
 
@@ -55,6 +56,11 @@ def trainer(tmp_path):
         return FederatedTrainer(algorithm=algorithm, **{**settings, **options})
 
     return make
+
+
+def last_epoch(path):
+    last = path / "runs" / "FedAvg" / "version_0" / "checkpoints" / "last.ckpt"
+    return torch.load(last, weights_only=True)["epoch"]
 
 
 def table(run, name="clients.csv"):
@@ -586,6 +592,20 @@ class LostFile(FederatedBlobs):
         return self._loader("val", client)
 
 
+class LostPart(FederatedBlobs):
+    """Cannot read the pooled validation data on one rank of several, from the second evaluation on."""
+
+    def __init__(self):
+        super().__init__(num_clients=6, num_classes=4, dim=8, val_fraction=0.2, batch_size=16)
+        self.read = 0
+
+    def val_dataloader(self):
+        self.read += 1
+        if self.read > 1 and (not dist.is_initialized() or dist.get_rank() == 1):
+            raise OSError("lost file")
+        return super().val_dataloader()
+
+
 @pytest.mark.parametrize("ranks", [{}, FORK], ids=["one rank", "two ranks"])
 @pytest.mark.parametrize("engine", ["fast", "stacked"])
 def test_a_client_that_cannot_be_scored_is_left_out_of_the_scores(engine, ranks, trainer, capfd):
@@ -617,11 +637,38 @@ def test_a_round_whose_scores_have_failed_is_kept(ranks, trainer, tmp_path):
         run.fit(mlp(), LostFile("val", since=1))
     assert ranks or isinstance(lost.value.__cause__, OSError)
     assert lost.value.replay is None  # which would train
-    last = tmp_path / "runs" / "FedAvg" / "version_0" / "checkpoints" / "last.ckpt"
-    assert torch.load(last, weights_only=True)["epoch"] == 2
+    assert last_epoch(tmp_path) == 2
     again = trainer(FedAvg(), federation=options)
     again.fit(mlp(), blobs(), "last")
     for name in ("metrics.csv", "clients.csv"):
         tables = [table(each, name) for each in (again, straight)]
         ours, theirs = ([{k: v for k, v in row.items() if "time/" not in k} for row in rows] for rows in tables)
         assert ours == theirs
+
+
+@pytest.mark.parametrize("ranks", [{}, FORK], ids=["one rank", "two ranks"])
+def test_a_round_whose_global_scores_have_failed_on_one_rank_is_kept(ranks, trainer, tmp_path):
+    run = trainer(FedAvg(), federation={"checkpoint_every_n_rounds": 10}, **ranks)
+    with pytest.raises(Exception, match="lost file"):  # of the launcher, if the rank that has failed is heard first
+        run.fit(mlp(), LostPart())
+    assert last_epoch(tmp_path) == 2
+
+
+class StopAfterTwo(L.Callback):
+    """Stops a run between two evaluations."""
+
+    def on_train_epoch_end(self, trainer, module):
+        trainer.should_stop = trainer.current_epoch == 1
+
+
+@pytest.mark.filterwarnings("ignore:.*was written with `data.(since|task)`")  # which are options of the user's data
+def test_the_last_round_of_a_stopped_run_is_kept_if_its_scores_have_failed(trainer, tmp_path):
+    options = {"callbacks": [StopAfterTwo()], "check_val_every_n_round": 3, "max_rounds": 9}
+    federation = {"checkpoint_every_n_rounds": 10}
+    straight = trainer(FedAvg(), federation=federation, folder="straight", **options).fit(mlp(), blobs())
+    with pytest.raises(ClientFailed, match="Client 1 has no scores in round 2"):
+        trainer(FedAvg(), federation=federation, **options).fit(mlp(), LostFile("val"))
+    assert last_epoch(tmp_path) == 2
+    again = trainer(FedAvg(), federation=federation, **options).fit(mlp(), blobs(), "last")
+    assert again["rounds"] == straight["rounds"] == 2
+    assert again["personal/val_acc"] == straight["personal/val_acc"]
