@@ -550,3 +550,21 @@ def test_a_callback_of_ones_own_may_declare_that_the_fast_engine_can_call_it():
     assert unsupported_reason(LightningModule(), [Inherits()]) == (
         "the fast engine does not support the callback `Inherits`"
     )
+
+
+class Annealed(Net):
+    """Schedules its rate over the steps of the fit."""
+
+    def configure_optimizers(self) -> Any:
+        steps = self.trainer.estimated_stepping_batches
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.5)
+        return [optimizer], [torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=max(1, int(steps)))]
+
+
+@pytest.mark.parametrize("limit", [0, 0.0])
+def test_a_schedule_over_the_steps_of_a_fit_without_batches_is_made(fabric: Fabric, limit: float) -> None:
+    for engine in (FastEngine, LightningEngine):
+        module = Annealed()
+        before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+        engine(fabric, LocalOptions(limit_train_batches=limit)).fit(module, loader())
+        assert all(torch.equal(before[name], tensor) for name, tensor in module.state_dict().items())

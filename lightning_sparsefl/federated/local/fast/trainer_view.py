@@ -136,6 +136,8 @@ class TrainerView(UnknownAttribute):
         if self.max_epochs == -1:
             return float("inf") if self.max_steps == -1 else self.max_steps
         self.fit_loop.setup_data()
+        if self.num_training_batches == float("inf"):  # without a batch, as with a data set without a length
+            return self.max_steps
         steps = math.ceil(self.num_training_batches / self.accumulate_grad_batches) * max(self.max_epochs, 1)
         return steps if self.max_steps == -1 else min(steps, self.max_steps)
 
