@@ -28,6 +28,7 @@ from lightning_sparsefl import (
     FedLPS,
     FedMef,
     FedNova,
+    FedPM,
     FedProx,
     FedRep,
     FedRolex,
@@ -505,6 +506,25 @@ class Headed(Pictures):
     def configure_optimizers(self):
         frozen = list(self.net[0].parameters())
         return torch.optim.SGD([{"params": frozen, "lr": 0.01}, {"params": list(self.net[4:].parameters())}], lr=0.05)
+
+
+class Unstepped(Pictures):
+    """Has a frozen layer and a trainable one, of which the optimizer knows neither."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.net[0].requires_grad_(False)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD([*self.net[1].parameters(), *self.net[9].parameters()], lr=0.05, momentum=0.9)
+
+
+@pytest.mark.slow_after_first
+@pytest.mark.parametrize("algorithm", [FedPM(), SpaFL(), SparsyFed(density=0.5)], ids=lambda a: type(a).__name__)
+@pytest.mark.parametrize("kind", [Unstepped, Headed])
+def test_weights_that_are_a_function_of_others_are_those_of_the_optimizer(kind, algorithm, tmp_path, stacks):
+    compare(tmp_path, seeded(kind=kind, smooth=True), algorithm, rounds=2, epochs=1)
+    assert 6 in stacks
 
 
 class WritesWeights(Pictures):

@@ -7,7 +7,9 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
+from lightning_sparsefl.callbacks.layers import stepped_by
 from lightning_sparsefl.callbacks.stacking.base import Leaves, StackedCallback
 from lightning_sparsefl.callbacks.unit_thresholds import UnitThresholds
 
@@ -19,16 +21,24 @@ class StackedReparameterized(StackedCallback):
 
     def __init__(self, callbacks: Sequence[Any], names: Sequence[str]) -> None:
         self.callbacks, self.names = callbacks, names
+        self._stepped: list[str] = []
+        self._names: dict[int, str] = {}
 
     def start(self, leaves: Leaves) -> None:
         """Show each client's function of theta in its rows."""
         for place, callback in enumerate(self.callbacks):
             callback.begin({name: leaves[name].detach()[place] for name in self.names})
+        self._names = {id(leaves[name]): name for name in self.names}
+
+    def prepare(self, optimizer: Optimizer, clips: bool, chain: Sequence[StackedCallback]) -> None:
+        """Find the weights that are stepped; the others stay as they were shown first."""
+        ours = stepped_by(optimizer)
+        self._stepped = [name for leaf, name in self._names.items() if leaf in ours]
 
     def before_step(self, leaves: Leaves, steps: Sequence[int]) -> None:
         """Put theta and its gradients into the rows."""
         for place, callback in enumerate(self.callbacks):
-            grads = {name: leaves[name].grad for name in self.names}
+            grads = {name: leaves[name].grad for name in self._stepped}
             callback.enter({name: None if grad is None else grad[place] for name, grad in grads.items()})
 
     def after_step(self, leaves: Leaves) -> None:
@@ -65,7 +75,7 @@ class StackedThresholds(StackedReparameterized):
     def before_step(self, leaves: Leaves, steps: Sequence[int]) -> None:
         """Put theta, its gradients and those of the thresholds into the rows."""
         super().before_step(leaves, steps)
-        for name in self.names:
+        for name in self._stepped:
             if leaves[name].grad is not None:
                 slopes = [callback._trained[name].grad for callback in self.callbacks]
                 leaves[_key(name)].grad = torch.stack(slopes)
