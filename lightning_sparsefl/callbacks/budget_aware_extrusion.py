@@ -16,6 +16,7 @@ from lightning_sparsefl.callbacks.clock import StepClock
 from lightning_sparsefl.callbacks.layers import choose, require_dense_gradients, stepped_by
 from lightning_sparsefl.callbacks.loss_scaling import require_unscaled_gradients
 from lightning_sparsefl.callbacks.mask_owner import renamed
+from lightning_sparsefl.callbacks.masking import make_masks
 from lightning_sparsefl.callbacks.options import check_arguments, require
 from lightning_sparsefl.callbacks.reported_steps import ReportedCallback
 from lightning_sparsefl.callbacks.step_guard import StepGuard
@@ -29,7 +30,7 @@ from lightning_sparsefl.types import Masks, Weights
 class BudgetAwareExtrusion(ReportedCallback):
     """Adds ``strength * sum over layers of ||w_low||_2`` to the loss, by its gradient, and raises the learning rate.
 
-    w_low are the smallest kept weights of each layer when the fit starts; they stay the same for the fit. With b the
+    w_low are the smallest kept weights of each layer at the first batch; they stay the same for the fit. With b the
     step of B, each step has the learning rate ::
 
         min(max_lr, max(lr, psi * (2 B - 2 b) / (2 B - b) * (2 sigmoid(||w_low||_1) - 1) * lr_0))
@@ -43,7 +44,7 @@ class BudgetAwareExtrusion(ReportedCallback):
         psi: Factor of the raised learning rate, >= 0.
         max_lr: Upper bound of the learning rate, > 0.
         masks: Masks of the kept weights by name; None = weights of linear, convolutional, recurrent, attention and
-            embedding layers that are not zero when the fit starts.
+            embedding layers that are not zero at the first batch.
 
     Raises:
         InvalidOption: If an option is out of its range, the length of the training is unknown, a layer has sparse
@@ -100,9 +101,15 @@ class BudgetAwareExtrusion(ReportedCallback):
         names = choose(pl_module, None, "BudgetAwareExtrusion") if self.masks is None else self.masks
         require_dense_gradients(pl_module, tuple(names), "BudgetAwareExtrusion")
         self._weights = {name: parameters[name] for name in names}
-        if not self._resumed:
-            self._low = self.smallest({name: weight.detach() for name, weight in self._weights.items()})
+        if self.masks is not None:
+            make_masks(trainer, pl_module)
+            self._choose()
         self._low = {name: low.to(self._weights[name].device) for name, low in self._low.items()}
+
+    def _choose(self) -> None:
+        """Choose the weights to penalize, unless a checkpoint or an earlier batch has done so."""
+        if not self._low:
+            self._low = self.smallest({name: weight.detach() for name, weight in self._weights.items()})
 
     def smallest(self, weights: Weights) -> dict[str, Tensor]:
         """Return masks of the smallest kept weights of each layer.
@@ -122,6 +129,10 @@ class BudgetAwareExtrusion(ReportedCallback):
             self._first = [[group["lr"] for group in optimizer.param_groups] for optimizer in trainer.optimizers]
         self._starts = {id(o): rates for o, rates in zip(trainer.optimizers, self._first, strict=True)}
         self._guards = [StepGuard(optimizer, self) for optimizer in trainer.optimizers]
+
+    def on_train_batch_start(self, trainer: Any, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Choose the weights to penalize at the first batch, when other callbacks have pruned what they prune first."""
+        self._choose()
 
     @torch.no_grad()
     def on_before_optimizer_step(self, trainer: Any, pl_module: LightningModule, optimizer: Any) -> None:

@@ -69,7 +69,8 @@ class DynamicMask(MaskingCallback):
         layers: Patterns of layer names and types, such as ``["*conv*", "type:Linear", "!head*"]``; None = all weights
             of linear, convolutional, recurrent, attention and embedding layers.
         rescale: Whether to multiply the first weights of each output by the root of its fan-in over the kept part of
-            it, so that sparse signals do not fade; None = only in modules without normalization layers.
+            it, so that sparse signals do not fade; None = only in modules without normalization layers. In a
+            federation only weights that the run starts with are rescaled.
 
     Raises:
         InvalidOption: If an option is out of its range, a pattern matches no layer, another callback masks the same

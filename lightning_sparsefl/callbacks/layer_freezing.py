@@ -12,6 +12,7 @@ from torch.nn.parameter import is_lazy
 
 from lightning_sparsefl.callbacks.layers import plain_name, require_initialized, stepped_by
 from lightning_sparsefl.callbacks.mask_owner import packed, renamed, unpacked
+from lightning_sparsefl.callbacks.masking import make_masks
 from lightning_sparsefl.callbacks.numbered import NumberedCallback
 from lightning_sparsefl.callbacks.options import check_arguments
 from lightning_sparsefl.callbacks.reparameterized import Reparameterized
@@ -67,7 +68,8 @@ class LayerFreezing(NumberedCallback):
                 self._frozen.append(parameter.requires_grad_(False))
 
     def on_fit_start(self, trainer: Any, pl_module: LightningModule) -> None:
-        """Store the values of frozen entries, now that layers are made, loaded and on their device."""
+        """Store the values of frozen entries, now that layers are made, loaded, masked and on their device."""
+        make_masks(trainer, pl_module)
         parameters: dict[str, Tensor] = dict(pl_module.named_parameters())
         trainable = renamed(self.trainable, parameters)
         require_initialized({name: parameters[name] for name in trainable if name in parameters}, "LayerFreezing")

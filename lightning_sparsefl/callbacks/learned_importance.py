@@ -138,10 +138,14 @@ class LearnedImportance(MaskingCallback):
             )
         if self.pattern == "learned":
             require_unscaled_gradients(trainer, "LearnedImportance")
+        super().on_fit_start(trainer, pl_module)
+
+    def begin(self, trainer: Any, module: LightningModule) -> None:
+        """Hold masks that have been made; see :meth:`MaskingCallback.begin`."""
         if self._made:
-            super().on_fit_start(trainer, pl_module)
+            super().begin(trainer, module)
         else:
-            self._check(trainer, pl_module)
+            self._check(trainer, module)
 
     def on_train_batch_start(self, trainer: Any, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Choose the units: at the start, and after every step if they may change."""

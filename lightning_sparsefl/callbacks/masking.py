@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.optim.swa_utils import AveragedModel
 
-from lightning_sparsefl.callbacks.layers import stepped_by
+from lightning_sparsefl.callbacks.layers import plain_name, stepped_by
 from lightning_sparsefl.callbacks.mask_owner import MaskOwner, warning_cache
 from lightning_sparsefl.callbacks.step_guard import StepGuard, StepListener
 from lightning_sparsefl.errors import InvalidOption
@@ -55,7 +55,7 @@ class MaskingCallback(MaskOwner):
         masks: Bool tensors by name to start from, which determine the layers; None = `first_masks`.
     """
 
-    _of_a_fit = (*MaskOwner._of_a_fit, "_stencils", "_copies", "_guards", "_waiting", "_versions")
+    _of_a_fit = (*MaskOwner._of_a_fit, "_stencils", "_copies", "_guards", "_waiting", "_versions", "_begun", "_starts")
 
     def _unhook(self) -> None:
         """Set the attributes of a fit to their values outside of one."""
@@ -65,31 +65,65 @@ class MaskingCallback(MaskOwner):
         self._guards: list[StepGuard] = []
         self._waiting: list[Any] = []
         self._versions: dict[str, int] = {}
-        self._still = self._prepared = self._followed = False
+        self._still = self._prepared = self._followed = self._begun = False
+        self._starts: Weights | None = None
 
     def first_weights(self, weights: Weights) -> None:
-        """Change the weights under new first masks, in place."""
+        """Change the weights under new first masks, in place.
+
+        Args:
+            weights: Weights of the layers that no fit has changed.
+        """
+
+    def train_from(self, starts: Weights) -> None:
+        """Take only weights that are those of a model's start for first weights, in the next fit.
+
+        A client has a new callback in each local fit, whose weights are the first ones in the first of them only.
+
+        Args:
+            starts: Weights that the model started with, by name.
+        """
+        self._starts = starts
+
+    def _is_first(self, name: str, weight: Tensor) -> bool:
+        """Return whether no fit has changed a weight, where it is not 0."""
+        if self._starts is None:
+            return True
+        start = self._starts.get(plain_name(name))
+        return start is not None and start.shape == weight.shape and bool(((weight == start) | (weight == 0)).all())
 
     def started(self) -> None:
         """Act when a fit starts, before the masks are applied."""
 
     def on_fit_start(self, trainer: Any, pl_module: LightningModule) -> None:
         """Make the masks unless they have been made, and apply them."""
-        parameters: dict[str, Tensor] = dict(pl_module.named_parameters())
+        self.begin(trainer, pl_module)
+
+    def begin(self, trainer: Any, module: LightningModule) -> None:
+        """Begin a fit, once: with its `on_fit_start`, or with that of a callback that reads masked weights.
+
+        Args:
+            trainer: Trainer of the fit.
+            module: Module of the user.
+        """
+        if self._begun:
+            return
+        self._begun = True
+        parameters: dict[str, Tensor] = dict(module.named_parameters())
         fresh = not self._made
         self._rename(parameters)
         if fresh:
-            self.masks = dict(self.first_masks({name: parameters[name] for name in self.claims(pl_module)}))
+            self.masks = dict(self.first_masks({name: parameters[name] for name in self.claims(module)}))
             self._made = True
             if not any(isinstance(callback, BaseFinetuning) for callback in trainer.callbacks):  # which thaw weights
                 self.warn_of_frozen(parameters)
         check(self.masks, parameters)
-        self._check(trainer, pl_module)
+        self._check(trainer, module)
         weights = {name: parameters[name] for name in self.masks}
         self.masks = {name: mask.to(weights[name].device) for name, mask in self.masks.items()}
         self._weights = weights
         if fresh:
-            self.first_weights(weights)
+            self.first_weights({name: weight for name, weight in weights.items() if self._is_first(name, weight)})
         self.started()
         self.hold(self.masks)
 
@@ -278,6 +312,18 @@ class MaskingCallback(MaskOwner):
             self.hold({name: mask.to(self._weights[name].device) for name, mask in masks.items()})
         else:
             super().restore(masks)
+
+
+def make_masks(trainer: Any, module: LightningModule) -> None:
+    """Let the callbacks that mask begin the fit, so that one before them reads the weights that it starts with.
+
+    Args:
+        trainer: Trainer of the fit.
+        module: Module of the user.
+    """
+    for callback in trainer.callbacks:
+        if isinstance(callback, MaskingCallback):
+            callback.begin(trainer, module)
 
 
 def forget(optimizer: Any, weight: Tensor, mask: Tensor, rows: slice = slice(None)) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 from lightning_sparsefl.callbacks.layers import require_dense_gradients, stepped_by
 from lightning_sparsefl.callbacks.loss_scaling import require_unscaled_gradients
 from lightning_sparsefl.callbacks.mask_owner import of_parameters
+from lightning_sparsefl.callbacks.masking import make_masks
 from lightning_sparsefl.callbacks.options import check_arguments
 from lightning_sparsefl.callbacks.reported_steps import ReportedCallback
 from lightning_sparsefl.errors import InvalidOption
@@ -55,6 +56,7 @@ class ProximalTerm(ReportedCallback):
         """Copy the anchor, since training writes into the weights."""
         require_unscaled_gradients(trainer, "ProximalTerm")
         super().on_fit_start(trainer, pl_module)
+        make_masks(trainer, pl_module)
         parameters = dict(pl_module.named_parameters())
         first = self._resumed or {name: p.detach() for name, p in parameters.items()}
         given = first if self.anchor is None else self.anchor

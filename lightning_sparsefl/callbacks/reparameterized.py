@@ -18,6 +18,7 @@ from lightning_sparsefl.callbacks.layers import (
     stepped_by,
 )
 from lightning_sparsefl.callbacks.mask_owner import MaskOwner, renamed
+from lightning_sparsefl.callbacks.masking import make_masks
 from lightning_sparsefl.callbacks.numbered import NumberedCallback
 from lightning_sparsefl.callbacks.step_guard import StepGuard, refuse_lbfgs
 from lightning_sparsefl.errors import IncompatibleMasks, InvalidOption
@@ -171,6 +172,7 @@ class Reparameterized(NumberedCallback):
 
     def on_fit_start(self, trainer: Any, pl_module: LightningModule) -> None:
         """Choose the layers, unless theta has been given or trained before, and show ``f(theta)``."""
+        make_masks(trainer, pl_module)
         parameters: dict[str, Tensor] = dict(pl_module.named_parameters())
         self._theta = renamed(self._theta, parameters)
         names = self.chosen(pl_module)

@@ -41,7 +41,7 @@ class StaticMask(MaskingCallback):
             of linear, convolutional, recurrent, attention and embedding layers.
         rescale: Whether to multiply the first weights of each output by the root of its fan-in over the kept part of
             it, so that sparse signals do not fade; None = only in modules without normalization layers. With `masks`,
-            weights are never rescaled.
+            weights are never rescaled, and in a federation only those that the run starts with.
 
     Raises:
         InvalidOption: If an option is out of its range, a pattern matches no layer, another callback masks the same

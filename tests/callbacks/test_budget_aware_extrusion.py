@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import copy
 import math
 
 import lightning as L
@@ -9,7 +10,7 @@ from lightning.pytorch.callbacks import BaseFinetuning
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_sparsefl.callbacks import BudgetAwareExtrusion, StaticMask
+from lightning_sparsefl.callbacks import BudgetAwareExtrusion, GlobalMagnitudePruning, StaticMask
 from lightning_sparsefl.callbacks.budget_aware_extrusion import decay
 from lightning_sparsefl.errors import IncompatibleMasks, InvalidOption
 
@@ -125,3 +126,17 @@ def test_a_group_of_parameters_that_is_added_later_starts_at_its_own_rate(net, f
 
 def test_the_rate_falls_from_1_to_0():
     assert [decay(b, 10) for b in (0, 5, 10)] == pytest.approx([1, 10 / 15, 0])
+
+
+@pytest.mark.parametrize(
+    "masking", [StaticMask(0.5, rescale=False), GlobalMagnitudePruning(0.5)], ids=lambda each: type(each).__name__
+)
+@pytest.mark.parametrize("first", [True, False])
+def test_a_share_of_the_weights_that_a_mask_beside_it_keeps_is_penalized(first, masking, tmp_path):
+    module, penalty, masking = Still(), BudgetAwareExtrusion(share=0.5), copy.deepcopy(masking)
+    with torch.no_grad():
+        module.layer.weight.copy_(torch.tensor([[0.1, -0.2, 3.0, -4.0, 0.5, 6.0]]))
+    fit(tmp_path, module, *([penalty, masking] if first else [masking, penalty]))
+    kept, low = masking.masks["layer.weight"], penalty._low["layer.weight"]
+    assert (int(kept.sum()), int((low & kept).sum())) == (3, 1)
+    assert not (low & ~kept).any()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import lightning as L
 import pytest
 import torch
@@ -15,7 +17,9 @@ from lightning_sparsefl.callbacks import (
     GlobalMagnitudePruning,
     GradientOffset,
     GradualPruning,
+    LayerFreezing,
     PowerPropagation,
+    ProximalTerm,
     StaticMask,
 )
 from lightning_sparsefl.callbacks.magnitude_gate import MagnitudeGate
@@ -405,6 +409,28 @@ def test_first_weights_have_the_scale_of_the_fan_in_that_is_kept(kind, rescale, 
     weights = {name: value.clone() for name, value in module.state_dict().items()}
     fit(module, [callback], epochs=0)  # a second fit trains on, and rescales nothing
     assert all(torch.equal(value, weights[name]) for name, value in module.state_dict().items())
+
+
+@pytest.mark.parametrize("kind", [StaticMask, DynamicMask])
+@pytest.mark.parametrize(
+    "reader",
+    [ProximalTerm(100.0), PowerPropagation(1.0), LayerFreezing({"net.2.weight": torch.eye(9, dtype=torch.bool)[:6]})],
+    ids=lambda each: type(each).__name__,
+)
+def test_a_callback_before_a_mask_reads_the_weights_that_training_starts_with(reader, kind, net, fit):
+    """The term pulls to them, the powers are of them, and frozen entries keep them."""
+    module, callback = net(), kind(density=0.3, rescale=True)
+    module.optimizer = lambda parameters: torch.optim.SGD(parameters, 1e-3)
+    started = {}
+
+    class Look(Callback):
+        def on_train_start(self, trainer, pl_module):
+            started.update({name: value.detach().clone() for name, value in pl_module.named_parameters()})
+
+    fit(module, [copy.deepcopy(reader), callback, Look()], epochs=1)
+    for name, mask in callback.masks.items():
+        torch.testing.assert_close(module.get_parameter(name).detach(), started[name], atol=5e-3, rtol=0)
+        assert not torch.allclose(started[name][mask], net().get_parameter(name)[mask], atol=0.1)
 
 
 def test_rescaling_knows_transposed_convolutions_and_leaves_embeddings(net, fit):

@@ -26,7 +26,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_sparsefl import FedAvg, FedBABU, FederatedTrainer, Federation, FedRep, FedSpa, HeteroFL
-from lightning_sparsefl.callbacks import ProximalTerm, StaticMask, StepMeter
+from lightning_sparsefl.callbacks import DynamicMask, ProximalTerm, StaticMask, StepMeter
 from lightning_sparsefl.data import FederatedBlobs
 from lightning_sparsefl.errors import ClientFailed, InvalidOption
 from lightning_sparsefl.models import MLP
@@ -236,6 +236,27 @@ def test_our_callbacks_among_the_round_level_ones_move_to_the_clients(trainer):
     run.fit(module, blobs())
     weight = module.net[1].weight if isinstance(module.net, nn.Sequential) else next(iter(module.parameters()))
     assert 0.1 < (weight != 0).float().mean() < 0.6
+
+
+@pytest.mark.slow_after_first
+@pytest.mark.filterwarnings("ignore:.*(masks frozen weights|never moves its mask)")
+@pytest.mark.parametrize("engine", ["trainer", "stacked"])
+@pytest.mark.parametrize("algorithm", [FedAvg(), FedRep()], ids=lambda each: type(each).__name__)
+@pytest.mark.parametrize("kind", [StaticMask, DynamicMask])
+def test_masks_of_clients_rescale_the_first_weights_of_a_run_only(kind, algorithm, engine, trainer):
+    """And not those that each local fit begins with, which would grow from round to round."""
+    callback, sizes = kind(density=0.5, rescale=True, seed=3), []
+    for rounds in (1, 3):
+        torch.manual_seed(0)
+        module = MLP(num_classes=4, sample_shape=(1, 1, 8), lr=1e-9)
+        first = {name: value.clone() for name, value in module.state_dict().items()}
+        federation = Federation(clients_per_round=3, local_engine=engine)
+        run = trainer(algorithm, federation=federation, client_callbacks=[callback], max_rounds=rounds)
+        run.fit(module, blobs())
+        ratios = [(value / first[n])[value != 0] for n, value in module.state_dict().items() if value.dim() > 1]
+        sizes.append(torch.cat(ratios).max())
+    assert sizes[0] > 1.2
+    assert sizes[1] <= sizes[0] + 1e-5
 
 
 @pytest.mark.parametrize(

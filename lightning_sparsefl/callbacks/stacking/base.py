@@ -91,6 +91,11 @@ class StackedCallback:
         return part
 
     @property
+    def makes_masks(self) -> bool:
+        """Whether the callback masks the weights when they are loaded, before others read them."""
+        return False
+
+    @property
     def acts_in_pass(self) -> bool:
         """Whether the callback acts within the passes of a batch, which are then not recorded."""
         return type(self).before_pass is not StackedCallback.before_pass

@@ -26,6 +26,11 @@ class StackedMask(StackedCallback):
         self.masks = stack_trees(masks)
         self.stencils: dict[str, InPlaceMask] = {}
 
+    @property
+    def makes_masks(self) -> bool:
+        """Whether it masks first; see :class:`StackedCallback`."""
+        return True
+
     def writes(self, name: str) -> bool:
         """Return whether a frozen weight may be written; see :class:`StackedCallback`."""
         return name in self.masks
@@ -70,6 +75,11 @@ class StackedFeedback(StackedCallback):
         self.masks = stack_trees([callback.masks for callback in callbacks])
         self.stencils: dict[str, InPlaceMask] = {}
         self.pruned: dict[str, Tensor] = {}
+
+    @property
+    def makes_masks(self) -> bool:
+        """Whether it masks first; see :class:`StackedCallback`."""
+        return True
 
     def writes(self, name: str) -> bool:
         """Return whether a frozen weight may be written; see :class:`StackedCallback`."""

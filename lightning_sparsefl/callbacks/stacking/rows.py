@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
+from lightning_sparsefl.callbacks.masking import MaskingCallback
 from lightning_sparsefl.callbacks.stacking.base import Leaves, StackedCallback, StackedPass
 from lightning_sparsefl.callbacks.step_guard import prepare_step
 
@@ -207,6 +208,11 @@ class StackedRows(StackedCallback):
         self._begun: list[bool] = []
         self._ended = False
         self._names: dict[int, str] = {}
+
+    @property
+    def makes_masks(self) -> bool:
+        """Whether the callbacks mask; see :class:`StackedCallback`."""
+        return isinstance(self.places[0].callback, MaskingCallback)
 
     def rows(self, low: int, high: int) -> StackedRows:
         """Return the part for some clients; see :class:`StackedCallback`."""

@@ -16,6 +16,7 @@ from lightning.pytorch import Callback, LightningModule
 
 from lightning_sparsefl.callbacks import LayerFreezing, StaticMask
 from lightning_sparsefl.callbacks.layers import require_maskable
+from lightning_sparsefl.callbacks.masking import MaskingCallback
 from lightning_sparsefl.errors import InvalidOption, InvalidUpdate
 from lightning_sparsefl.federated.client import Client
 from lightning_sparsefl.federated.exchange.failures import (
@@ -257,7 +258,11 @@ class ClientWorker:
         Raises:
             InvalidOption: If a parametrization, such as weight norm, computes a weight from what is masked.
         """
-        attached = [*copy.deepcopy(list(self.work.client_callbacks)), *own]
+        users = copy.deepcopy(list(self.work.client_callbacks))
+        for callback in users:
+            if isinstance(callback, MaskingCallback):
+                callback.train_from(self.initial)
+        attached = [*users, *own]
         if client.deadline is not None:
             attached.insert(0, CheckDeadline(client.deadline))
         if trainable:

@@ -187,6 +187,7 @@ class StackedFit:
             companions = [request.callbacks for request in self.requests]
             for callback, _ in self._callbacks:
                 callback.join(companions)
+            for callback, _ in sorted(self._callbacks, key=lambda pair: not pair[0].makes_masks):
                 callback.start(whole.leaves)
             self._stack_optimizer()
             transforms = (request.reader.examples.transform for request in self.requests)
