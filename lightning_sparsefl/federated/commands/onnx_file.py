@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast
@@ -119,7 +120,7 @@ def _two(value: Tensor) -> Tensor:
 
 
 class Forward:
-    """Callable that runs an ONNX file with onnxruntime if it is installed, else with the reference evaluator of onnx.
+    """Callable that runs an ONNX file.
 
     Args:
         path: Path of the file.
@@ -127,16 +128,7 @@ class Forward:
 
     def __init__(self, path: Path) -> None:
         self.calls, self._sizes = 0, _input_sizes(path)
-        if find_spec("onnxruntime") is None:
-            from onnx.reference import ReferenceEvaluator
-
-            self._session: Any = ReferenceEvaluator(str(path))
-            self._names = list(self._session.input_names)
-        else:
-            from onnxruntime import InferenceSession
-
-            self._session = InferenceSession(str(path), providers=["CPUExecutionProvider"])
-            self._names = [entry.name for entry in self._session.get_inputs()]
+        self._session, self._names = _session(path)
 
     def __call__(self, *inputs: Tensor) -> Any:
         """Run the file as the `forward` of the module."""
@@ -153,6 +145,23 @@ class Forward:
             ) from error
         outputs = [torch.from_numpy(value.copy()).to(inputs[0].device) for value in found]
         return outputs[0] if len(outputs) == 1 else tuple(outputs)
+
+
+def _session(path: Path) -> tuple[Any, list[str]]:
+    """Return what runs an ONNX file, with the names of its inputs: onnxruntime, or the reference evaluator of onnx.
+
+    The latter also runs what an installed onnxruntime has no kernel for, such as convolutions in double precision.
+    """
+    if find_spec("onnxruntime") is not None:
+        from onnxruntime import InferenceSession
+
+        with suppress(Exception):
+            session = InferenceSession(str(path), providers=["CPUExecutionProvider"])
+            return session, [entry.name for entry in session.get_inputs()]
+    from onnx.reference import ReferenceEvaluator
+
+    evaluator = ReferenceEvaluator(str(path))
+    return evaluator, list(evaluator.input_names)
 
 
 def _input_sizes(path: Path) -> dict[str, tuple[int | str, ...]]:

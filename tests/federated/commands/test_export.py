@@ -5,6 +5,7 @@ import csv
 import errno
 import importlib.util
 import shutil
+import sys
 
 import lightning as L
 import pytest
@@ -287,6 +288,20 @@ def test_the_check_of_onnx_gives_the_reason_of_a_failure(tmp_path):
     save(model, tmp_path / "model.onnx")
     with pytest.raises(ExportMismatch, match=r"model.onnx was written, but its check fails \(\w+: .*\); remove 'onnx'"):
         onnx_file.Forward(tmp_path / "model.onnx")(torch.zeros(4, 2))
+
+
+@needs_onnx
+def test_the_check_of_onnx_needs_no_kernels_of_onnxruntime(tmp_path, monkeypatch):
+    """It has none for convolutions in double precision."""
+    (tmp_path / "onnxruntime.py").write_text(
+        "class InferenceSession:\n    def __init__(self, *args, **options):\n        raise RuntimeError('no Conv')\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "onnxruntime", raising=False)
+    onnx_file.write(Net(), blobs(), tmp_path / "model.onnx")
+    outputs = onnx_file.Forward(tmp_path / "model.onnx")(torch.ones(3, 1, 1, 8))
+    assert outputs.shape == (3, 4)
+    assert sys.modules.pop("onnxruntime")  # it was asked first
 
 
 def test_a_failed_export_to_onnx_gives_the_first_reason(tmp_path, monkeypatch):
