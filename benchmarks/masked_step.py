@@ -3,7 +3,8 @@
 Both sides run the same plain loop on their own copy of the module, one of them with the hooks of the callback where a
 Trainer calls them. They take turns within a cycle. A ratio is the median over the cycles of the CPU time of the masked
 side divided by that of the dense side. Steps in which the mask changes are excluded from `ratio`; `ratio_with_moves`
-adds their mean extra time, spread over the default number of steps between two changes.
+adds their mean extra time, spread over the default number of steps between two changes. The script stops if a weight
+that is not kept differs from 0 in the end.
 
     python benchmarks/masked_step.py --out result.json
 """
@@ -64,6 +65,9 @@ class Side:
         self.optimizers = [torch.optim.SGD(net.parameters(), **RATES)]
         self.callbacks = [] if callback is None else [callback]
         self.precision_plugin = SimpleNamespace(scaler=None)
+        self.state, self.strategy = SimpleNamespace(fn="fit"), SimpleNamespace(restore_checkpoint_after_setup=False)
+        if callback is not None:
+            callback.setup(self, net, "fit")
         for hook in ("on_fit_start", "on_train_start", "on_train_epoch_start"):
             if callback is not None:
                 getattr(callback, hook)(self, net)
@@ -86,6 +90,12 @@ class Side:
         taken = time.process_time() - start
         moved = before is not None and any(self.callback.masks[name] is not mask for name, mask in before.items())
         return taken, moved
+
+    def require_masked(self) -> None:
+        """Exit if a weight that is not kept differs from 0."""
+        for name, mask in self.callback.masks.items():
+            if bool(self.net.get_parameter(name)[~mask].any()):
+                raise SystemExit(f"{type(self.callback).__name__} has not held its mask of {name}.")
 
 
 def compare(net: nn.Module, batch: Any, kind: Any, options: dict[str, Any], size: dict[str, int]) -> dict[str, float]:
@@ -116,6 +126,7 @@ def compare(net: nn.Module, batch: Any, kind: Any, options: dict[str, Any], size
             masked.append(statistics.median(held))
             ratios.append(masked[-1] / dense[-1])
         moving += [seconds for seconds, moved in taken[1] if moved]
+    sides[1].require_masked()
     step = statistics.median(masked)
     move = max(0.0, statistics.mean(moving) - step) if moving and moves else 0.0
     floor, ratio = statistics.median(dense), statistics.median(ratios)
