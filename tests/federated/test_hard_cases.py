@@ -493,13 +493,14 @@ def few(**options):
     [
         ({}, {"drop_last": True}, r"Client 4 has 12 examples, fewer than one full batch; lower `data.batch_size`"),
         ({"limit_train_batches": 0.5}, {}, "is 0.5, less than one of a client's 1 batch"),
+        ({"limit_train_batches": 0.01}, {}, "is 0.01, less than one of a client's 1 batch; .* of at least 1.0"),
         (
             {"limit_train_batches": 0.5, "federation": {"local_engine": "trainer"}},
             {},
             "is 0.5, less than one of a client's 1 batch",
         ),
     ],
-    ids=["drop_last", "limit", "limit of a Trainer"],
+    ids=["drop_last", "limit", "limit of all", "limit of a Trainer"],
 )
 def test_a_client_without_a_batch_is_told_before_anything_is_trained(trainer, tmp_path, options, data, words, errors):
     federation = {"on_client_error": errors, **options.get("federation", {})}

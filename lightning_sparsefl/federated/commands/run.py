@@ -212,7 +212,8 @@ class Run(NodeSide):
         """
         limit, workload = self.options.local.limit_train_batches, self.workload
         may_lack = workload.drop_last or workload.own or (isinstance(limit, float) and 0 < limit < 1)
-        for client in self.server.training_clients if may_lack and self._is_data_here else ():
+        clients = self.server.training_clients if may_lack and self._is_data_here else ()
+        for client in sorted(clients, key=self.data.num_examples):  # what suits the smallest suits all
             samples = self.data.num_examples(client)
             if limit and workload.samples(client, samples) == 0:  # unless its sampler draws more samples than it has
                 batches = require_batches(self.data.client_train_dataloader(client), client, samples)
