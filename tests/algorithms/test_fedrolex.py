@@ -65,6 +65,17 @@ def test_clients_are_scored_with_the_whole_model(mlp):
     assert not method.download_for(server, person, "score").masks
 
 
+def test_clients_of_one_width_are_stacked(mlp):
+    method = FedRolex(rates=RATES)
+    server, people = mlp.start(method, 0.3, 0.4, 0.6, 1.0)
+    assert [method.alike(server, person) for person in people] == [0.3, 0.3, 0.5, 1.0]
+
+
+def test_only_a_rate_of_one_trains_the_full_model():
+    assert FedRolex(rates=RATES).at_full_capacity == "trains the full model on every client"
+    assert FedRolex(rates=(0.5, 0.25)).at_full_capacity is None
+
+
 @pytest.mark.parametrize("capacity", [0.3, 0.5, 1.0])
 def test_costs_are_those_of_the_narrow_network(mlp, capacity):
     method = FedRolex(rates=RATES)

@@ -44,6 +44,18 @@ def test_a_client_draws_from_the_rates_that_it_holds(mlp, client):
     assert not FjORD().callbacks(FjORD().download(server, person), someone)
 
 
+def test_the_named_layer_has_the_logits(mlp, client):
+    method = FjORD(distill=True, head="2")
+    server, (person,) = mlp.start(method, 0.7)
+    (dropout,) = method.callbacks(method.download(server, person), client()[0])
+    assert dropout.head == "2"
+
+
+def test_clients_of_one_width_are_stacked(mlp):
+    server, people = mlp.start(FjORD(), 0.4, 0.5, 1.0)
+    assert [FjORD().alike(server, person) for person in people] == [0.4, 0.4, 1.0]
+
+
 @pytest.mark.parametrize("capacity", [0.2, 0.6, 1.0])
 @pytest.mark.parametrize("distill", [False, True])
 def test_costs_are_the_bytes_of_the_largest_and_the_mean_work_of_all(mlp, capacity, distill):

@@ -12,6 +12,7 @@ from lightning_sparsefl.callbacks import GroupPenalty
 from lightning_sparsefl.errors import InvalidOption
 from lightning_sparsefl.federated.aggregation.reducers import CoverageMean, PlainMean
 from lightning_sparsefl.sparse.masks import same
+from lightning_sparsefl.sparse.submodel import cut
 from lightning_sparsefl.sparse.unit_tables import unit_tables
 from lightning_sparsefl.sparse.units import find_groups, unit_masks
 from lightning_sparsefl.types import Merged, Message, ServerState
@@ -84,6 +85,22 @@ def test_received_weights_replace_the_clients_own_where_they_were_sent():
     assert (penalty.strength, penalty.stairs, penalty.groups) == (1e-4, None, "units")
 
 
+def test_without_a_merge_the_clients_own_model_is_complete():
+    own = {name: torch.full_like(value, -1.0) for name, value in WEIGHTS.items()}
+    client = scripted_client(Scripted({}), {"weights": own})
+    model = Hermes().personalize(Message(weights=WEIGHTS), client)
+    assert all(torch.equal(model[name], value) for name, value in own.items())
+
+
+def test_the_penalty_is_on_the_units_of_the_narrow_model():
+    masks = unit_masks(GROUPS, FOUR, WEIGHTS)
+    message = Message(weights={n: w * masks.get(n, True) for n, w in WEIGHTS.items()}, masks=masks)
+    _, script = train(Hermes(), message, memory={"units": FOUR, "weights": message.weights})
+    ((_, _, units, (penalty,)),) = script.fits
+    narrow = dict(cut(NET, GROUPS, units).named_parameters())
+    assert [group.size for group in penalty.units(narrow)] == [4]
+
+
 def test_units_are_removed_after_training():
     # ceil(.2 * 5) = 1 of 6 units, that with the smallest row
     update, script = train(Hermes())
@@ -150,6 +167,14 @@ def test_only_what_all_clients_have_moves():
         "0.bias": [False, True, True, False, False, True]
     }
     assert after.masks == {}  # the global model is dense
+
+
+def test_weights_that_all_clients_have_again_are_common_again():
+    lost = {"0.bias": torch.tensor([False, True, True, True, True, True])}
+    state = ServerState(round=1, weights=WEIGHTS, extra={"units": unit_tables(GROUPS), "common": lost})
+    votes = {"0.bias": torch.full((6,), 2, dtype=torch.int32)}
+    after = Hermes().aggregate(state, Merged(weights=WEIGHTS, covered={}, reports={1: {}, 2: {}}, voters=votes))
+    assert after.extra["common"] == {}
 
 
 def test_costs_of_live_units_and_common_weights(mlp):

@@ -12,6 +12,7 @@ from lightning_sparsefl.callbacks.layers import choose
 from lightning_sparsefl.errors import InvalidOption
 from lightning_sparsefl.models import MLP
 from lightning_sparsefl.sparse.masks import kept, same
+from lightning_sparsefl.sparse.submodel import cut
 from lightning_sparsefl.sparse.units import find_groups, unit_masks
 from lightning_sparsefl.types import Merged, Message
 
@@ -77,6 +78,11 @@ def test_units_below_the_threshold_die_for_good(people, view):
     assert same(third.masks, second.masks)
 
 
+def test_without_dead_units_there_are_no_masks(people):
+    method = PruneTrain(strength=0.1)
+    assert method.aggregate(method.init(WEIGHTS, people), merged(WEIGHTS)).masks == {}
+
+
 def test_clients_train_the_live_units_with_the_penalty():
     masks = unit_masks(GROUPS, DEAD, WEIGHTS)
     weights = {name: value * masks.get(name, True) for name, value in WEIGHTS.items()}
@@ -91,6 +97,7 @@ def test_clients_train_the_live_units_with_the_penalty():
     assert isinstance(penalty, GroupPenalty)
     assert (penalty.strength, penalty.stairs, penalty.groups) == (0.1, None, "units")
     assert [group.size for group in penalty.units(weights)] == [4, 5]
+    assert [group.size for group in penalty.units(dict(cut(NET, GROUPS, units).named_parameters()))] == [3, 5]
     assert isinstance(first, FirstLoss)
     assert (update.kind, update.weight, update.votes) == ("weights", 7, None)
     assert same(method.may_vote(Message(weights=weights, masks=masks)), masks)
@@ -150,7 +157,7 @@ def test_layers_are_pruned_globally_between_the_first_and_the_last(fleet):
     assert kept(last.masks) == 3
     assert torch.equal(last.weights["a.weight"], weights["a.weight"])
     assert method.profile_state(state, 0).masks is state.masks
-    assert kept(method.profile_state(state, 5).masks) == 3
+    assert [kept(method.profile_state(state, round).masks) for round in (1, 5)] == [9, 3]
 
 
 def test_a_run_with_a_schedule_goes_on_with_the_same_number_of_rounds():

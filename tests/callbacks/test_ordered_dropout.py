@@ -151,6 +151,12 @@ def test_one_rate_serves_all_batches_of_a_step():
     assert seen == [callback.draw(step) for step in range(4) for _ in range(3)]
 
 
+def test_a_resume_between_the_batches_of_a_step_keeps_its_rate():
+    callback, state = OrderedDropout([0.25, 0.5, 1.0]), {"drawn": 3, "rate": 0.5, "stepped": False}
+    callback.load_state_dict(state)
+    assert callback.state_dict() == state
+
+
 def test_the_largest_network_teaches_the_drawn_one():
     """The gradient is that of CE at rate 1 plus the soft cross-entropy of the narrow network."""
     module, groups, before = made("linear")

@@ -14,6 +14,7 @@ from lightning_sparsefl.sparse.width import (
     block_units,
     held_units,
     largest_rate,
+    live_units,
     make_norms_static,
     prefix_units,
     ranked_units,
@@ -108,6 +109,13 @@ def test_tables_of_units_make_the_same_masks():
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
     norms = [unit_norms(each, weights) for each in (again, groups)]
     assert all(torch.equal(norms[0][name], norms[1][name]) for name in norms[1])
+
+
+@pytest.mark.parametrize(("threshold", "live"), [(0.25, [True, True, False]), (0.6, [False, True, False])])
+def test_a_unit_at_the_threshold_is_alive_and_of_a_dead_group_the_largest(threshold, live):
+    groups = find_groups(nn.Sequential(nn.Linear(1, 3), nn.Linear(3, 1)), torch.zeros(1, 1))
+    weights = {"0.weight": torch.tensor([[0.25], [-0.5], [0.0]]), "1.weight": torch.zeros(1, 3)}
+    assert live_units(groups, weights, threshold)["0"].tolist() == live
 
 
 def test_a_client_has_the_largest_rate_within_its_capacity():
