@@ -29,6 +29,11 @@ def test_the_first_round_is_dense_and_the_head_stays_so(start, view):
     assert {name: int(count) for name, count in whole.extra["kept"].items()} == {"a.weight": 2, "b.weight": 1}
 
 
+def test_every_layer_keeps_a_weight(start):
+    server = start(CS(density=0.1, prune_head=True))
+    assert {name: int(count) for name, count in server.extra["kept"].items()} == {"a.weight": 1, "b.weight": 1}
+
+
 def test_the_server_prunes_after_each_merge(start):
     zeros = {name: torch.zeros_like(value) for name, value in {**HIDDEN, **HEAD}.items()}
     server = CS().aggregate(start(CS()), Merged(weights=zeros, covered={}, kind="difference"))
@@ -64,6 +69,11 @@ def test_the_variant_sends_the_largest_changes(client):
     assert update.votes["a.weight"].tolist() == [[False, True, False, False]]
     assert method.may_vote(message) == {}
     assert isinstance(method.reducer(), PlainMean)
+
+
+def test_only_the_complement_can_be_private():
+    assert CS().can_be_private
+    assert not CS(upload="largest").can_be_private  # which changes are sent depends on the client's data
 
 
 def test_down_and_up_are_one_dense_model(facts):

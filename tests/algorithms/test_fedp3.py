@@ -80,6 +80,13 @@ def test_blocks_of_clients_own_layers_in_turn():
     assert {layer: len(clients) for layer, clients in every.items()} == dict.fromkeys("abcd", 100)
 
 
+def test_owners_follow_from_the_numbers_of_clients_of_which_some_never_train():
+    people = [replace(person, id=number) for person, number in zip(views(*[1.0] * 4), (1, 30, 60, 99), strict=True)]
+    method = FedP3(owned=1)
+    server = method.init(FOUR, fleet_of(people))
+    assert [method.layers(server, person) for person in people] == [{0}, {1}, {2}, {3}]
+
+
 @pytest.mark.parametrize("head", ["own", "shared"])
 def test_other_layers_are_sent_with_their_largest_weights(head):
     method, people = FedP3(owned=1, keep=0.5, head=head), views(1.0, 1.0, 1.0, 1.0)
@@ -163,6 +170,29 @@ def test_ordered_pruning_leaves_a_block_of_rows_and_columns(client):
     ((_, masks, _, _),) = script.fits
     rows, columns = (int(masks["a.weight"].any(dim).sum()) for dim in (1, 0))
     assert 0 < int(masks["a.weight"].sum()) == rows * columns < masks["a.weight"].numel()
+
+
+WIDE = {"a.weight": torch.ones(100, 100), "b.weight": torch.ones(2, 100)}
+
+
+def local_mask(client, pruning, number):
+    """What a client trains of a hidden matrix of 100 rows and 100 columns."""
+    someone, script = client(WIDE, initial=WIDE, client=number)
+    FedP3(local_pruning=pruning, local_width=0.5).train(Message(weights=WIDE), someone)
+    return script.fits[0][1]["a.weight"]
+
+
+def test_local_widths_are_drawn_from_the_smallest_one_to_1(client):
+    rows = sorted(int(local_mask(client, "ordered", number).any(1).sum()) for number in range(30))
+    assert 50 <= rows[0] < 60
+    assert 90 < rows[-1] <= 100
+
+
+def test_uniform_pruning_leaves_out_weights_of_all_rows_and_columns(client):
+    mask = local_mask(client, "uniform", 0)
+    assert 0.45 < float(mask.float().mean()) < 1
+    assert not mask.all(0).any()
+    assert not mask.all(1).any()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -93,6 +93,14 @@ def test_a_draw_follows_the_evidence():
     assert (new.extra["beta"]["w"] - beta)[0, 4:].tolist() == pytest.approx([6.5, 2.5, 7.5, 7.5])
 
 
+def test_trust_is_the_weight_of_the_clients_votes():
+    method = replace(METHOD, trust=0.25)
+    new = method.aggregate(state(2), merged([0.0, 0.5, 1.0, 0.5, 0, 0, 0, 0]))
+    assert new.extra["alpha"]["w"].tolist() == [[8.5, 2.25, 11, 2.25, 1, 1, 1, 1]]
+    drawn = method.aggregate(state(2), merged([0.0, 0.5, 1.0, 0.5, 0, 0, 0, 0], [0, 0, 0, 0, 0.2, 1.0, 0, 0]))
+    assert drawn.extra["alpha"]["w"][0, 4:].tolist() == pytest.approx([5.25, 7.25, 4.75, 4.75])
+
+
 def test_draws_depend_on_the_seed_and_leave_the_generator_alone():
     ones = {"w": torch.full((100,), 2.0)}
     before = torch.get_rng_state()

@@ -44,6 +44,7 @@ def test_the_server_sends_the_largest_weights_of_all_adapters_and_what_is_whole(
     [
         ({"adapters": ("*lora*", "head"), "whole": ()}, [*TRAINED[:2], "b.weight", "b.bias"], TRAINED),
         ({"frozen": ("*lora_A*",)}, ["a.lora_B.weight"], TRAINED[1:]),
+        ({"frozen": ("b.bias",)}, TRAINED[:2], TRAINED[:3]),
         ({"whole": ()}, TRAINED[:2], TRAINED[:2]),
     ],
     ids=str,
@@ -103,9 +104,10 @@ def test_the_server_takes_a_step_of_adamw(fleet, view):
     assert not scored.weights["a.lora_A.weight"][~masks["a.lora_A.weight"]].any()
 
 
-def test_costs(fleet, view):
+@pytest.mark.parametrize(("up_density", "sent"), [(0.25, 2), (0.28, 2), (0.05, 1)])
+def test_costs(fleet, view, up_density, sent):
     layers = tuple(LayerFlops(f"{name}.weight", macs, 0) for name, macs in (("a", 6), ("a.lora_A", 6), ("b", 8)))
-    method = FLASC(down_density=0.5, up_density=0.25)
+    method = FLASC(down_density=0.5, up_density=up_density)
     message = method.download(start(method, fleet), view())
     costs = method.costs(
         CostFacts(
@@ -119,7 +121,7 @@ def test_costs(fleet, view):
         )
     )
     assert costs.bytes_down_paper == 4 * (5 + 8 + 4)
-    assert costs.bytes_up_paper == 4 * (2 + 8 + 4)
+    assert costs.bytes_up_paper == 4 * (sent + 8 + 4)
     assert costs.flops_paper == costs.flops_analytic
     assert 2 * 2 * 20 <= costs.flops_paper < 3 * 2 * 20
 

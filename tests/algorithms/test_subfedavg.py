@@ -173,6 +173,16 @@ def test_a_profile_has_the_masks_of_open_gates(fleet):
     assert update.weights["w"].shape == (10, 10)
 
 
+def test_a_profile_counts_biases_in_the_density(fleet):
+    method, people = SubFedAvg(density=0.8), fleet(clients=1)
+    people.clients_per_round = 1
+    state = method.init({"w": torch.arange(1.0, 101).view(10, 10), "b": torch.ones(100)}, people)
+    masks = [method.profile_state(state, round).masks for round in range(10)]
+    # full prunings of ceil(.1 * 99) = 10, 9 and 8 down to 173 of 200, then short ones of 4, 4, 2, 2 and 1
+    assert [int(tree["w"].sum()) for tree in masks] == [100, 90, 81, 73, 69, 65, 63, 61, 60, 60]
+    assert all(tree["b"].all() for tree in masks)
+
+
 class Uniform(FedAvg):
     """FedAvg in which each client counts once."""
 
