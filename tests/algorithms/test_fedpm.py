@@ -64,6 +64,8 @@ def test_weights_become_signed_constants_and_are_known_again(dtype):
     assert all(torch.equal(value, once[name]) for name, value in module.state_dict().items())
     parameters = {name: value.to(dtype) for name, value in module.named_parameters()}
     assert signed_constants(parameters) == ("net.0.weight", "net.0.bias", "net.3.weight", "net.3.bias")
+    rounded = {name: value.float() for name, value in parameters.items()}
+    assert signed_constants(rounded) == signed_constants(parameters)
     assert signed_constants({"norm.weight": torch.full((2,), math.e, dtype=dtype)}) == ()  # of no layer
 
 
@@ -123,6 +125,16 @@ def test_the_server_takes_the_frequency_of_the_bits(view):
     assert all(torch.equal(s, server.extra["scores"][n]) for n, s in without.extra["scores"].items())
 
 
+def test_the_smallest_probability_is_an_option(view):
+    method = FedPM(least=0.1)
+    server = start(method, small(), view, BUFFERS)
+    mean = {name: torch.zeros_like(value) for name, value in server.weights.items()}
+    covered = {name: torch.zeros_like(value).bool() for name, value in mean.items()}
+    bits = {"net.3.bias": torch.tensor([1.0, 0.75, 0.0])}
+    after = method.aggregate(server, Merged(weights=mean, covered=covered, extra={"bits": bits}))
+    assert after.extra["scores"]["net.3.bias"].sigmoid().tolist() == pytest.approx([0.9, 0.7, 0.1])
+
+
 def test_a_turn_sends_one_bit_for_every_score(view, client):
     method = FedPM()
     server = start(method, small(), view, BUFFERS)
@@ -140,6 +152,7 @@ def test_a_turn_sends_one_bit_for_every_score(view, client):
     someone._worker = type("Bench", (), {"fit": staticmethod(fit)})
     update = method.train(message, someone)
     assert list(update.weights) == list(message.weights)
+    assert update.weights["net.1.weight"].tolist() == [0.5, 0.5]  # as trained
     assert update.weight == 1
     assert update.metrics == {"train_loss": 0.5}
     assert all(bits.dtype == torch.bool for bits in update.extra["bits"].values())

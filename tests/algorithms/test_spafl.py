@@ -142,7 +142,7 @@ def test_costs(view, fleet):
     layers = (LayerFlops("a.weight", 10, 2), LayerFlops("conv.weight", 6, 0))
     method, server = SpaFL(), start(SpaFL(), fleet)
 
-    def costs(**shared):
+    def costs(server=server, **shared):
         person = view(shared=shared)
         message = method.download(server, person)
         return method.costs(CostFacts(view=person, message=message, layers=layers, epochs=2, samples=7, batch_size=4))
@@ -152,6 +152,8 @@ def test_costs(view, fleet):
     assert later.flops_paper == 3 * 14 * 24
     assert later.flops_analytic == 14 * (24 + 24 + 34)
     assert later.bytes_up_paper == later.bytes_down_paper == 4 * 7
+    second = method.aggregate(server, merged(a_weight=torch.ones(3), conv_weight=torch.ones(4)))
+    assert costs(second).bytes_down_paper == 4 * 7  # the paper counts the thresholds of one round
 
 
 def test_what_is_out_of_range_is_refused(fleet):

@@ -283,6 +283,21 @@ def test_a_layer_with_hardly_a_unit_left_starts_again(net, fit):
     assert all(module.get_parameter(name).all() for name in LAYERS)
 
 
+@pytest.mark.parametrize(("on", "threshold"), [(1, 0.0), (2, 1.0)])
+def test_a_layer_with_one_percent_of_its_units_starts_again(on, threshold):
+    weight = torch.zeros(100, 2)
+    weight[:on] = 3.0
+    callback = UnitThresholds(thresholds={"layer.weight": torch.ones(100)})
+    callback.begin({"layer.weight": weight})
+    assert callback.thresholds["layer.weight"].unique().tolist() == [threshold]
+
+
+def test_thresholds_stay_between_minus_5_and_5():
+    callback = UnitThresholds(thresholds={"layer.weight": torch.tensor([-9.0, 1.0, 9.0])})
+    callback.begin({"layer.weight": torch.full((3, 2), 7.0)})
+    assert callback.thresholds["layer.weight"].tolist() == [-5.0, 1.0, 5.0]
+
+
 @pytest.mark.parametrize("thresholds", [None, {"net.weight": torch.zeros(4)}])
 def test_thresholds_of_a_transposed_convolution_are_refused(thresholds, net, fit):
     class Transposed(type(net())):
