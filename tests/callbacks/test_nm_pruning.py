@@ -115,6 +115,11 @@ def test_groups_of_a_transposed_convolution_lie_along_its_inputs(groups, dim, ne
         fit(module, [NMPruning(m=3, layers="type:ConvTranspose2d")], epochs=1)
 
 
+def test_groups_of_a_transposed_convolution_do_not_cross_those_of_the_layer():
+    up = nn.Sequential(nn.ConvTranspose2d(4, 4, 3, groups=2), nn.ConvTranspose2d(8, 4, 3, groups=2))
+    assert NMPruning(m=4).claims(up) == ("1.weight",)
+
+
 def test_a_scored_checkpoint_of_a_transposed_convolution_is_known_to_be_pruned(net, fit, loader, tmp_path):
     def upsampled():
         module = net()

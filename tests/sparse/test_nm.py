@@ -33,6 +33,13 @@ def test_groups_lie_along_rows_or_along_channels():
     assert torch.equal(nm_masks({"w": linear})["w"], nm_masks({"w": linear}, dim=1)["w"])
 
 
+def test_groups_of_a_matrix_lie_along_its_columns():
+    masks = nm_masks({"w": torch.tensor([[1, 8], [2, 7], [3, 6], [4, 5]])}, 1, 2, dim=0)
+    assert masks["w"].int().tolist() == [[0, 1], [1, 0], [0, 1], [1, 0]]
+    assert [is_nm(masks, 1, 2, dim=dim) for dim in (0, 1)] == [True, True]
+    assert not is_nm({"w": torch.tensor([[1, 0], [1, 0]]) > 0}, 1, 2, dim=0)
+
+
 def test_less_than_n_is_n_of_m_too_and_what_has_no_groups_is_not():
     assert is_nm({"w": torch.zeros(3, 8, dtype=torch.bool)})
     assert not is_nm({"w": torch.zeros(3, 6, dtype=torch.bool)})
