@@ -3,6 +3,7 @@
 import errno
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -127,6 +128,26 @@ def test_records_inside_a_checkpoint_are_written_by_the_next_commit(tmp_path, st
     store.load(StoredRecords(records={7: {3: packed(7)}}), tmp_path)
     assert numbers(store) == {7: 7}
     assert store.commit(tmp_path, 4).index == {7: {3: [4, 0]}}
+
+
+SECOND = SimpleNamespace(rank=1, size=2, first=False)
+"""The second of two ranks, whose clients have odd numbers."""
+
+
+def test_only_the_first_rank_writes_what_all_ranks_hold(tmp_path):
+    common, own = MemoryStore("server", SECOND), MemoryStore("nodes", SECOND, divided=True)
+    for store in (common, own):
+        store.put(1, packed(1), 1)
+    assert common.write(tmp_path, 1) == ({}, None)
+    assert own.write(tmp_path, 1).versions == {1: [1]}
+    assert [path.name for path in tmp_path.iterdir()] == ["nodes-000001-001.pt"]
+
+
+def test_a_rank_takes_over_the_records_of_its_own_clients(tmp_path):
+    store = MemoryStore("nodes", SECOND, divided=True)
+    store.load(StoredRecords(records={client: {3: packed(client)} for client in range(4)}), tmp_path)
+    assert numbers(store) == {1: 1, 3: 3}
+    assert store.write(tmp_path, 4).versions == {1: [3], 3: [3]}
 
 
 def test_a_write_that_fails_leaves_the_old_file(tmp_path, monkeypatch):

@@ -205,6 +205,38 @@ def test_records_of_a_copy_are_written_by_the_next_commit(tmp_path, new):
     assert numbers(again.records()) == {7: 7}
 
 
+def test_only_a_pinned_version_is_kept_before_it_is_committed(new):
+    store = new()
+    for round_ in (1, 2):
+        store.put(1, packed(round_), round_)
+    assert [store.get(1, at) for at in (0, 1)] == [None, None]
+    store.put(0, packed(1), 1)
+    store.pin(1)
+    store.put(0, packed(2), 2)
+    assert [store.get(0, at)["n"] for at in (1, 2, None)] == [1, 2, 2]
+    assert [list(store.clients(at)) for at in (0, 1, None)] == [[], [0], [0, 1]]
+
+
+def test_versions_of_a_later_round_are_not_committed(tmp_path, new):
+    store, again = new(), new()
+    store.put(0, packed(1), 1)
+    store.pin(1)
+    store.put(0, packed(2), 2)
+    for round_ in (1, 2):
+        again.load(store.commit(tmp_path, round_), tmp_path)
+        assert numbers(again.records()) == {0: round_}
+
+
+def test_what_a_crash_left_of_a_later_round_is_not_read(tmp_path, new):
+    store, again = new(), new()
+    store.put(0, packed(1), 1)
+    before = store.commit(tmp_path, 1)
+    store.put(0, packed(2), 2)
+    store.commit(tmp_path, 2)
+    again.load(before, tmp_path)
+    assert [again.get(0, at)["n"] for at in (1, 2, None)] == [1, 1, 1]
+
+
 def test_a_copy_that_would_not_fit_into_memory_is_refused(tmp_path, monkeypatch, new):
     store = new()
     store.put(0, packed(0), 1)
