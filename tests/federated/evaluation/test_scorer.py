@@ -4,6 +4,7 @@ import csv
 import json
 import re
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,9 +23,13 @@ from lightning_sparsefl import (
 from lightning_sparsefl.data import FederatedBlobs
 from lightning_sparsefl.errors import InvalidOption
 from lightning_sparsefl.federated.client import Client
+from lightning_sparsefl.federated.evaluation.scorer import Scorer
+from lightning_sparsefl.federated.evaluation.scores import Scores
 from lightning_sparsefl.federated.sampling.draws import split_unseen
+from lightning_sparsefl.federated.storage.checkpoint import SelectedRound
 from lightning_sparsefl.models import MLP
 from lightning_sparsefl.report import Report, load_runs
+from lightning_sparsefl.types import PendingUpdate, RunState, ServerState
 
 
 class Tuned(FederatedAlgorithm):
@@ -209,6 +214,28 @@ def test_a_selection_by_another_key_starts_anew(fit):
     folder, summary = fit(Tuned(), max_rounds=4, federation={"select": "global/val_acc"}, ckpt_path=path)
     accuracies = [float(row["global/val_acc"]) for row in rows(folder / "metrics.csv")][2:]
     assert summary["selected/round"] == 3 + accuracies.index(max(accuracies))
+
+
+def scorer(pins):
+    federation, server = Federation(select="global/val_acc"), SimpleNamespace(algorithm=FedAvg())
+    coordinator = SimpleNamespace(server=server, federation=federation)
+    return Scorer(coordinator, None, (), [SimpleNamespace(pin=pins.append)], "val")
+
+
+def test_a_selected_round_is_restored_if_it_has_the_same_key():
+    pins, state = [], RunState(ServerState(2, {}))
+    one = scorer(pins)
+    one.restore(SelectedRound("global/val_loss", 0.1, state))
+    assert (one.selected, pins) == (None, [])
+    one.restore(SelectedRound("global/val_acc", 0.9, state))
+    assert (one.selected.state, pins) == (state, [2])
+
+
+def test_a_selected_round_is_stored_without_pending_updates():
+    late = PendingUpdate(client=0, round=1, arrival=2.0, weight=1, num_examples=1, changes={})
+    one = scorer(pins := [])
+    one.select(RunState(ServerState(4, {}), pending=(late,)), Scores({"val_acc": 0.5}, {}))
+    assert (one.selected.value, one.selected.state.pending, pins) == (0.5, (), [4])
 
 
 @pytest.mark.slow_after_first

@@ -5,6 +5,7 @@ import json
 import math
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,15 +24,18 @@ from lightning_sparsefl.cost import Devices
 from lightning_sparsefl.data import Dirichlet, FederatedBlobs
 from lightning_sparsefl.federated import ExponentialRoundLR, FederatedTrainer, Federation
 from lightning_sparsefl.federated.exchange.plain_values import unpack_plain
+from lightning_sparsefl.federated.rounds.outcome import Outcome
 from lightning_sparsefl.federated.storage.memory_store import read_stored
 from lightning_sparsefl.federated.storage.record_store import StoredRecords
+from lightning_sparsefl.federated.storage.run_folder import RunFolder
 from lightning_sparsefl.federated.storage.safe_load import load_plain
 from lightning_sparsefl.federated.tracking.hyperparameters import hyperparameters
+from lightning_sparsefl.federated.tracking.recorder import Recorder
 from lightning_sparsefl.federated.tracking.run_loggers import log_hyperparameters
-from lightning_sparsefl.federated.tracking.tensorboard import Boards
+from lightning_sparsefl.federated.tracking.tensorboard import Boards, kept_by_clients
 from lightning_sparsefl.models import MLP
-from lightning_sparsefl.report import Report, load_runs
-from lightning_sparsefl.sparse.masks import overlap
+from lightning_sparsefl.report import Report, load_runs, pictures
+from lightning_sparsefl.sparse.masks import overlap, pack
 
 CLIENTS, ROUNDS = 6, 2
 MASKED = ("net.fc1.weight", "net.fc2.weight")
@@ -468,3 +472,49 @@ def test_a_run_that_stops_early_has_the_overlaps_and_the_pictures_of_its_last_ro
 
 def untimed(row):
     return {name: value for name, value in row.items() if not name.startswith("time/")}
+
+
+def recorder(folder, logged):
+    """A recorder without loggers, and the metrics that callbacks see."""
+    totals = {"comm/uplink_bytes_total": 0.0, "comm/downlink_bytes_total": 0.0}
+    ledger = SimpleNamespace(totals=totals, round_totals=lambda number: {}, counts_flops=True)
+    seen = SimpleNamespace(callback_metrics=logged, report=logged.update)
+    options = SimpleNamespace(federation=Federation(pictures_every_n_rounds=0))
+    return Recorder(RunFolder(folder), options, True, ledger, None, seen, (), {}, CLIENTS)
+
+
+def test_the_state_of_a_recorder_comes_back_without_times(tmp_path):
+    state = {
+        "scores": {"global/val_acc": 0.5},
+        "scored": 3,
+        "pictured": 2,
+        "clients_scored": 4,
+        "personal": {},
+        "metrics": {"density/all": 0.25},
+        "callback_metrics": {"global/val_acc": 0.5},
+    }
+    again = recorder(tmp_path, logged := {})
+    again.load_state_dict(state)
+    logged["time/round"] = 1.5
+    assert again.state_dict() == state
+    assert not again.is_complete(3)  # overlaps and pictures are those of the round before
+
+
+def test_the_table_of_clients_says_whose_updates_were_merged(tmp_path):
+    outcomes = [Outcome(0), Outcome(1, "failed", failure="it has no samples"), Outcome(2, "late")]
+    recorder(tmp_path, {}).record(0, SimpleNamespace(metrics={}, outcomes=outcomes), None, last=False)
+    assert [row["trained"] for row in rows(tmp_path / "clients.csv")] == ["1", "0", "0"]
+
+
+def test_a_client_without_a_mask_of_a_layer_keeps_all_of_it():
+    masks = {0: {"a": pack(torch.tensor([True, False]))}, 1: {"b": pack(torch.tensor([False, False]))}}
+    kept = kept_by_clients(masks, {name: torch.zeros(2) for name in ("a", "b", "c")})
+    assert {name: share.tolist() for name, share in kept.items()} == {"a": [1.0, 0.5], "b": [0.5, 0.5]}
+
+
+def test_the_picture_of_clients_has_the_round_of_its_scores(monkeypatch):
+    drawn = []
+    monkeypatch.setattr(pictures, "clients_figure", lambda values, name, number: drawn.append((values, name, number)))
+    monkeypatch.setattr(pictures, "pixels", lambda figure: figure)
+    Boards([], {}, declared=True).pictures(5, {}, None, CLIENTS, {2: {"test_acc": 0.5}}, scored=4)
+    assert drawn == [({2: 0.5}, "test_acc", 3)]

@@ -12,6 +12,7 @@ from lightning_sparsefl.data import FederatedBlobs
 from lightning_sparsefl.errors import CheckpointMismatch, InvalidOption, MissingAttribute
 from lightning_sparsefl.federated.storage.checkpoint import load_checkpoint
 from lightning_sparsefl.federated.storage.safe_load import load_plain
+from lightning_sparsefl.federated.tracking.round_trainer import RoundTrainer
 from lightning_sparsefl.testing.contents import rows
 
 
@@ -169,3 +170,25 @@ def test_a_hook_that_fails_ends_no_run(tmp_path):
     ):
         folder = fit(tmp_path, module=Fails())
     assert load_checkpoint(folder / "checkpoints" / "last.ckpt")["epoch"] == 2
+
+
+class Stop(Callback):
+    """Asks for no more rounds."""
+
+    state_key = "Stop"
+
+    def on_train_epoch_end(self, trainer, module):
+        trainer.should_stop = True
+
+
+class StopToo(Stop):
+    state_key = "StopToo"
+
+
+def test_the_first_callback_that_asks_for_no_more_rounds_is_named():
+    seen = RoundTrainer(None, Classifier(), [Callback(), Stop(), StopToo()], [], "", 3, 2, 1, dict)
+    assert seen.stopped_by == ""
+    seen.call("on_train_epoch_end")
+    assert seen.stopped_by == "Stop"
+    seen.should_stop = False  # as a callback may that goes on after all
+    assert seen.stopped_by == ""
