@@ -125,6 +125,25 @@ def test_an_evaluation_that_a_signal_ends_is_made_when_the_run_goes_on(ranks, st
         assert untimed(FOLDER / name) == untimed(straight / name)
 
 
+class Fails(Callback):
+    """Fails when a round is recorded, and before it is committed."""
+
+    def on_train_epoch_end(self, trainer, module):
+        raise RuntimeError("failed")
+
+
+def test_a_round_that_was_recorded_and_not_committed_has_one_row(command, monkeypatch):
+    with monkeypatch.context() as patch:
+        press_in_the_evaluation_of_the_second_round(patch)
+        with pytest.raises(KeyboardInterrupt):
+            command(tuned=0)
+    with pytest.raises(RuntimeError, match="failed"):
+        command(ckpt_path="last", tuned=0, callbacks=[Fails()])
+    assert [row[0] for row in untimed(FOLDER / "metrics.csv")] == ["0", "1"]
+    command(ckpt_path="last", tuned=0)
+    assert [row[0] for row in untimed(FOLDER / "metrics.csv")] == ["0", "1", "2"]
+
+
 @pytest.mark.parametrize("store", ["ram", "disk"])
 def test_the_commit_before_is_kept_where_a_round_is_committed_again(store, command, monkeypatch):
     options, folder = {"algorithm": Ditto(), "store": store}, Path("runs/Ditto/version_0")

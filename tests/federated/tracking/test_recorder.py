@@ -474,13 +474,13 @@ def untimed(row):
     return {name: value for name, value in row.items() if not name.startswith("time/")}
 
 
-def recorder(folder, logged):
+def recorder(folder, logged, **options):
     """A recorder without loggers, and the metrics that callbacks see."""
-    totals = {"comm/uplink_bytes_total": 0.0, "comm/downlink_bytes_total": 0.0}
+    totals = {"comm/uplink_bytes_total": 1500.0, "comm/downlink_bytes_total": 6000.0}
     ledger = SimpleNamespace(totals=totals, round_totals=lambda number: {}, counts_flops=True)
     seen = SimpleNamespace(callback_metrics=logged, report=logged.update)
-    options = SimpleNamespace(federation=Federation(pictures_every_n_rounds=0))
-    return Recorder(RunFolder(folder), options, True, ledger, None, seen, (), {}, CLIENTS)
+    run = SimpleNamespace(federation=Federation(pictures_every_n_rounds=0))
+    return Recorder(RunFolder(folder), run, True, ledger, None, seen, (), {}, CLIENTS, **options)
 
 
 def test_the_state_of_a_recorder_comes_back_without_times(tmp_path):
@@ -518,3 +518,13 @@ def test_the_picture_of_clients_has_the_round_of_its_scores(monkeypatch):
     monkeypatch.setattr(pictures, "pixels", lambda figure: figure)
     Boards([], {}, declared=True).pictures(5, {}, None, CLIENTS, {2: {"test_acc": 0.5}}, scored=4)
     assert drawn == [({2: 0.5}, "test_acc", 3)]
+
+
+@pytest.mark.parametrize(("recorded", "sent"), [(True, 7), (False, 6)])
+def test_scores_of_a_round_that_is_not_recorded_are_dropped(recorded, sent, tmp_path, monkeypatch):
+    found = {}
+    monkeypatch.setattr(
+        "lightning_sparsefl.federated.tracking.recorder.Boards", lambda *_, **given: found.update(given)
+    )
+    recorder(tmp_path, {}, recorded=recorded)
+    assert found["sent"] == sent

@@ -192,3 +192,15 @@ def test_the_first_callback_that_asks_for_no_more_rounds_is_named():
     assert seen.stopped_by == "Stop"
     seen.should_stop = False  # as a callback may that goes on after all
     assert seen.stopped_by == ""
+
+
+def test_a_resumed_run_starts_at_the_number_of_finished_rounds(tmp_path):
+    starts = []
+
+    class Noting(Callback):
+        def on_train_start(self, trainer, module):
+            starts.append((trainer.current_epoch, trainer.global_step))
+
+    fit(tmp_path, Noting())
+    fit(tmp_path, Noting(), rounds=3, ckpt_path="last")
+    assert starts == [(0, 0), (2, 2)]
