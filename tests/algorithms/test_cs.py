@@ -84,6 +84,8 @@ def test_down_and_up_are_one_dense_model(facts):
     ours, dense = CS().costs(replace(plain, message=message)), FedAvg().costs(plain)
     assert ours.bytes_down_paper == 4 * (3 + 2 + 6)
     assert ours.bytes_up_paper == 4 * (7 + 2 + 6)
+    buffered = CS().costs(replace(plain, message=message, buffers=frozenset(["a.bias"])))
+    assert buffered.bytes_up_paper == 4 * (7 + 6)
     assert ours.flops_analytic == dense.flops_analytic
     assert ours.flops_paper == 2 * 7 * 3 * (20 * 0.3 + 2 + 12)
     assert CS().costs(plain) == dense

@@ -155,6 +155,13 @@ def test_a_gate_is_not_charged_after_the_last_pruning(facts, left, scored):
     assert (after.flops_analytic > before.flops_analytic) == scored
 
 
+def test_a_gate_is_charged_by_the_nearest_number_of_prunings(facts):
+    """Two prunings leave 8 of 10 weights, fewer than the nominal .81, and a third one is due above .75."""
+    masks = {"a.weight": torch.arange(10).view(2, 5) < 8}
+    before, after = (LotteryFL(density=0.75, step=0.1, gate=gate).costs(facts(masks)) for gate in ("val", "train"))
+    assert after.flops_analytic > before.flops_analytic
+
+
 class Uniform(FedAvg):
     """FedAvg in which each client counts once."""
 
