@@ -10,6 +10,7 @@ import torch
 
 from lightning_sparsefl.errors import CheckpointMismatch
 from lightning_sparsefl.federated.storage.atomic_files import write_atomically
+from lightning_sparsefl.federated.storage.homed_records import HomedRecords
 from lightning_sparsefl.federated.storage.memory_store import MemoryStore
 from lightning_sparsefl.federated.storage.record_store import StoredRecords, commit_together
 from lightning_sparsefl.federated.storage.safe_load import load_plain
@@ -106,6 +107,15 @@ def test_files_that_no_client_needs_are_deleted(tmp_path, store):
     assert sorted(path.name for path in tmp_path.glob("*.pt")) == ["server-000002-000.pt", "server-000003-000.pt"]
 
 
+def test_files_of_the_commit_before_stay_where_a_round_is_committed_again(tmp_path, store):
+    for round in (1, 2):
+        store.put(0, packed(round), round)
+        store.commit(tmp_path, round)
+    store.commit(tmp_path, 2)
+    store.discard_unreferenced(tmp_path)
+    assert sorted(path.name for path in tmp_path.glob("*.pt")) == ["server-000001-000.pt", "server-000002-000.pt"]
+
+
 def test_another_runs_file_is_refused_and_nothing_is_taken_over(tmp_path, alone, store):
     other, stored = MemoryStore("server", alone), {}
     for number, (each, folder) in enumerate(((store, "a"), (other, "b"))):
@@ -181,3 +191,12 @@ def test_a_file_without_permission_is_not_called_damaged(tmp_path, monkeypatch):
     monkeypatch.setattr(Path, "open", denied)
     with pytest.raises(CheckpointMismatch, match=r"x\.pt cannot be read \(Permission denied\); make it readable"):
         load_plain(tmp_path / "x.pt")
+
+
+def test_a_record_visits_the_rank_that_trains_its_client_for_one_phase():
+    first = SimpleNamespace(rank=0, size=2, first=True, exchange=lambda outgoing: [{}, {1: packed(1)}])
+    records = HomedRecords(MemoryStore("nodes", first, divided=True), first)
+    records.fetch({1: 3}, [[1], []])
+    assert records.get(1, 3)["n"] == 1
+    records.fetch({}, None)
+    assert records.get(1, 3) is None
