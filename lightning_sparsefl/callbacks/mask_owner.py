@@ -31,7 +31,7 @@ class MaskOwner(NumberedCallback):
         masks: Bool tensors by name to start from, which determine the layers; None = `first_masks`.
     """
 
-    _of_a_fit: tuple[str, ...] = ("_weights", "_around", "log", "log_dict")
+    _of_a_fit: tuple[str, ...] = ("_weights", "_around", "_begun", "log", "log_dict")
     """Attributes that refer to the module, the trainer or the optimizers, which copies of a callback leave out."""
     writes_values = False
     """Whether the callback keeps values of weights, and writes them back later."""
@@ -53,7 +53,7 @@ class MaskOwner(NumberedCallback):
         """Set the attributes of a fit to their values outside of one."""
         self._weights: dict[str, Tensor] = {}
         self._around: tuple[Any, LightningModule] | None = None
-        self._to_score = False
+        self._to_score = self._begun = False
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out the references to a fit that is under way."""
@@ -114,7 +114,7 @@ class MaskOwner(NumberedCallback):
         self._around = (trainer, pl_module)
         if stage != "fit":
             return
-        self._started = self._resumed = False
+        self._started = self._resumed = self._begun = False
         if trainer.strategy.restore_checkpoint_after_setup:
             raise InvalidOption(
                 f"`{type(self).__name__}` cannot mask parameters that `{type(trainer.strategy).__name__}` splits over "

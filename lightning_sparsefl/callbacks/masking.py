@@ -55,7 +55,7 @@ class MaskingCallback(MaskOwner):
         masks: Bool tensors by name to start from, which determine the layers; None = `first_masks`.
     """
 
-    _of_a_fit = (*MaskOwner._of_a_fit, "_stencils", "_copies", "_guards", "_waiting", "_versions", "_begun", "_starts")
+    _of_a_fit = (*MaskOwner._of_a_fit, "_stencils", "_copies", "_guards", "_waiting", "_versions", "_starts")
 
     def _unhook(self) -> None:
         """Set the attributes of a fit to their values outside of one."""
@@ -65,7 +65,7 @@ class MaskingCallback(MaskOwner):
         self._guards: list[StepGuard] = []
         self._waiting: list[Any] = []
         self._versions: dict[str, int] = {}
-        self._still = self._prepared = self._followed = self._begun = False
+        self._still = self._prepared = self._followed = False
         self._starts: Weights | None = None
 
     def first_weights(self, weights: Weights) -> None:
