@@ -527,6 +527,15 @@ def test_weights_that_are_a_function_of_others_are_those_of_the_optimizer(kind, 
     assert 6 in stacks
 
 
+@pytest.mark.slow_after_first
+@pytest.mark.parametrize(
+    "mask", [StaticMask(rescale=True), DynamicMask(rescale=True, every_n_steps=2)], ids=lambda each: type(each).__name__
+)
+def test_a_callback_before_a_mask_reads_masked_weights(mask, tmp_path, stacks):
+    compare(tmp_path, seeded(smooth=True), epochs=1, client_callbacks=[ProximalTerm(1.0), mask])
+    assert 6 in stacks
+
+
 class WritesWeights(Pictures):
     """Moves weights in its training step, which masks have to undo before the optimizer's step."""
 
