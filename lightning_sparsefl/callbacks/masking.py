@@ -76,9 +76,9 @@ class MaskingCallback(MaskOwner):
         """
 
     def train_from(self, starts: Weights) -> None:
-        """Take only weights that are those of a model's start for first weights, in the next fit.
+        """Restrict :meth:`first_weights` in the next fit to weights that are still those of the model's start.
 
-        A client has a new callback in each local fit, whose weights are the first ones in the first of them only.
+        A client's callback is new in each local fit, and only the first of these fits starts with first weights.
 
         Args:
             starts: Weights that the model started with, by name.
@@ -86,7 +86,7 @@ class MaskingCallback(MaskOwner):
         self._starts = starts
 
     def _is_first(self, name: str, weight: Tensor) -> bool:
-        """Return whether no fit has changed a weight, where it is not 0."""
+        """Return whether a weight is that of the model's start, where it is not 0."""
         if self._starts is None:
             return True
         start = self._starts.get(plain_name(name))
