@@ -12,6 +12,7 @@ from lightning_sparsefl import algorithms
 FOLDER = Path(__file__).parent
 INLINE = {
     "fuzz": ["--minutes", "0.002"],
+    "engines": ["--minutes", "0.001"],
     "fleet": ["--cases", "6x2", "--ram", "6x2", "--ranks", "2", "--rounds", "1", "--data", "8"],
 }
 KILLING = {
@@ -62,6 +63,11 @@ def test_killed_runs_leave_what_straight_ones_do(name, tmp_path):
     counts = kept(name)["algorithms"]["FedAvg"].keys()
     assert report["algorithms"], "the soak draws its methods"
     assert all(counted.keys() == counts for counted in report["algorithms"].values())
+
+
+def test_the_kept_report_of_engines_has_stacks_and_no_difference():
+    assert kept("engines")["stacked"] > 0
+    assert kept("engines")["differences"] == 0
 
 
 @pytest.mark.parametrize("name", KILLING)
