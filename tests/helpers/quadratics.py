@@ -36,7 +36,11 @@ class Descent:
         module, (curvature, lowest) = Quadratic(weights["w"]), self.curve
         optimizer = torch.optim.SGD(module.parameters(), **self.sgd)
         trainer = SimpleNamespace(
-            optimizers=[optimizer], lr_scheduler_configs=[], gradient_clip_val=None, precision_plugin=None
+            optimizers=[optimizer],
+            callbacks=list(callbacks),
+            lr_scheduler_configs=[],
+            gradient_clip_val=None,
+            precision_plugin=None,
         )
         self._call(callbacks, "on_fit_start", trainer, module)
         for _ in range(self.steps):
