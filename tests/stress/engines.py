@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import csv
 import io
 import itertools
 import json
@@ -50,6 +49,7 @@ from lightning_sparsefl.federated import (
 )
 from lightning_sparsefl.federated.local.stacked.worker import StackedWorker
 from lightning_sparsefl.federated.storage.checkpoint import load_checkpoint
+from lightning_sparsefl.testing.contents import rows
 
 CLIENTS = 6
 TOLERANCE = 1e-9
@@ -245,12 +245,9 @@ def _stacked_clients() -> Iterator[list[int]]:
 
 
 def table(path: Path) -> list[dict[str, Any]]:
-    """Read a table without its columns of times, with numbers as numbers."""
-    if not path.exists():
-        return []
-    with path.open() as file:
-        rows = list(csv.DictReader(file))
-    return [{name: _number(cell) for name, cell in row.items() if not name.startswith("time/")} for row in rows]
+    """Read a table without its columns of times, with numbers as numbers; empty if there is no table."""
+    read = rows(path) if path.exists() else []
+    return [{name: _number(cell) for name, cell in row.items()} for row in read]
 
 
 def _number(cell: str) -> Any:
