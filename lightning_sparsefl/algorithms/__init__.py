@@ -43,6 +43,7 @@ from lightning_sparsefl.algorithms.snip import SNIP
 from lightning_sparsefl.algorithms.spafl import SpaFL
 from lightning_sparsefl.algorithms.sparsyfed import SparsyFed
 from lightning_sparsefl.algorithms.splitmix import SplitMix
+from lightning_sparsefl.algorithms.ssfl import SSFL
 from lightning_sparsefl.algorithms.subfedavg import SubFedAvg
 from lightning_sparsefl.algorithms.subsampling import Subsampling
 
@@ -54,6 +55,7 @@ __all__ = [
     "FLASC",
     "SCAFFOLD",
     "SNIP",
+    "SSFL",
     "DepthFL",
     "Ditto",
     "FedAvg",

@@ -25,13 +25,11 @@ from typing import Literal
 
 import torch
 
+from lightning_sparsefl.algorithms._first_mask import prunable_parameters, start_under_mask
 from lightning_sparsefl.errors import check_types, require
 from lightning_sparsefl.federated.algorithm import FederatedAlgorithm
 from lightning_sparsefl.federated.client import Client
 from lightning_sparsefl.federated.fleet import Fleet
-from lightning_sparsefl.sparse.density import prunable
-from lightning_sparsefl.sparse.masks import apply, dense_like
-from lightning_sparsefl.sparse.prune import shrink_globally
 from lightning_sparsefl.sparse.scores import snip
 from lightning_sparsefl.types import Message, ServerState, Update, Weights
 
@@ -53,15 +51,10 @@ class SNIP(FederatedAlgorithm):
 
     def init(self, weights: Weights, fleet: Fleet) -> ServerState:
         """Ask the clients for gradients at the initial weights, which they have, and prune."""
-        parameters = {name: value for name, value in weights.items() if name not in fleet.buffers}
-        pool = {name: parameters[name] for name in prunable(parameters, self.dense_layers)}
+        pool = prunable_parameters(weights, fleet.buffers, self.dense_layers)
         asked = {} if self.scored_by == "all" else {"asked": {"client": torch.tensor([float(fleet.views[0].id)])}}
         mean = fleet.survey(Message(weights={}, extra=asked)).weights
-        count = round(self.density * sum(value.numel() for value in pool.values()))
-        expected = f"a density that leaves each of the {len(pool)} layers a weight"
-        require(count >= len(pool), "algorithm.density", self.density, expected)
-        masks = shrink_globally(snip(pool, mean), dense_like(pool), count, least=1)
-        return ServerState(round=0, weights=apply(weights, masks), masks=masks)
+        return start_under_mask(weights, snip(pool, mean), self.density)
 
     def survey(self, message: Message, client: Client) -> Update:
         """Return the gradient of one batch at the initial weights, unless another client is asked for it."""

@@ -170,7 +170,8 @@ class Fleet:
         """Ask every client a question, and merge the answers; for `init`, before round 0.
 
         Each client answers with the algorithm's hook `survey`. The updates are merged by their weights, with the
-        clients' metrics as `reports`; the bytes are charged to the first round.
+        clients' metrics as `reports`; a tensor that no update has keeps its initial values. The bytes are charged to
+        the first round.
 
         Args:
             message: Message that every client receives.

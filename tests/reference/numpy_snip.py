@@ -5,10 +5,14 @@ import numpy as np
 from reference.numpy_network import copied, gradient, masked, train, weighted_mean
 
 
-def most_sensitive(weights, slopes, share):
-    """Masks of the round(share N) largest |w g| of all matrices, one for each at least."""
-    names = [name for name in weights if weights[name].ndim >= 2]
-    worth = {name: np.abs(weights[name] * slopes[name]).ravel() for name in names}
+def scored(weights, slopes):
+    """|w g| of all matrices."""
+    return {name: np.abs(weights[name] * slopes[name]) for name in weights if weights[name].ndim >= 2}
+
+
+def largest(scores, share):
+    """Masks of the round(share N) largest scores of all matrices, one for each at least."""
+    names, worth = list(scores), {name: score.ravel() for name, score in scores.items()}
     places = {name: np.zeros(worth[name].size, dtype=bool) for name in names}
     for name in names:
         places[name][int(np.argmax(worth[name]))] = True
@@ -18,7 +22,7 @@ def most_sensitive(weights, slopes, share):
         if left and not places[name][i]:
             places[name][i] = True
             left -= 1
-    return {name: places[name].reshape(weights[name].shape) for name in names}
+    return {name: places[name].reshape(scores[name].shape) for name in names}
 
 
 class SNIP:
@@ -26,7 +30,7 @@ class SNIP:
 
     def __init__(self, weights, asked, sizes, sgd, share):
         slopes = weighted_mean({k: gradient(weights, *batch) for k, batch in asked.items()}, sizes)
-        self.masks = most_sensitive(weights, slopes, share)
+        self.masks = largest(scored(weights, slopes), share)
         self.weights, self.sizes, self.sgd = masked(copied(weights), self.masks), sizes, sgd
 
     def round(self, batches):
