@@ -240,3 +240,9 @@ def test_a_tiny_alpha_gives_each_class_to_one_client_and_does_not_underflow():
     counts = _draw_counts([1000] * 5, 8, alpha=1e-4, rng=torch.Generator().manual_seed(0))
     assert counts.sum() == len(labels)
     assert ((counts > 0).sum(1) == 1).all()
+
+
+def test_a_client_may_have_exactly_the_smallest_number_of_examples():
+    for least in (1, 3):
+        parts = Dirichlet(1e9, min_examples=least).split(torch.zeros(2 * least, dtype=torch.long), 2, seed=0)
+        assert [len(part) for part in parts] == [least, least]
