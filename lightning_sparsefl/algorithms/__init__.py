@@ -28,6 +28,7 @@ from lightning_sparsefl.algorithms.fedspa import FedSpa
 from lightning_sparsefl.algorithms.fiarse import FIARSE
 from lightning_sparsefl.algorithms.fjord import FjORD
 from lightning_sparsefl.algorithms.flasc import FLASC
+from lightning_sparsefl.algorithms.flash import FLASH
 from lightning_sparsefl.algorithms.hermes import Hermes
 from lightning_sparsefl.algorithms.heterofl import HeteroFL
 from lightning_sparsefl.algorithms.lgfedavg import LGFedAvg
@@ -53,6 +54,7 @@ __all__ = [
     "FD",
     "FIARSE",
     "FLASC",
+    "FLASH",
     "SCAFFOLD",
     "SNIP",
     "SSFL",

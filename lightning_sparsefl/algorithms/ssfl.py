@@ -3,8 +3,8 @@
 Ohib, Thapaliya, Dziugaite, Liu, Calhoun, Plis, TMLR 2026, arXiv:2405.09037.
 
 Before the first round, every client scores each weight by ``|w * g|`` with the gradient g of one batch at the initial
-weights. The server averages the scores, keeps the globally largest ones, and all rounds train under this mask. Gradients
-of opposite signs, which cancel in the mean gradient of `SNIP`, add up here.
+weights. The server averages the scores, keeps the globally largest ones, and all rounds train under this mask.
+Gradients of opposite signs, which cancel in the mean gradient of `SNIP`, add up here.
 
 Departures from the paper and the authors' code:
 

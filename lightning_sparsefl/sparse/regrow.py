@@ -68,6 +68,46 @@ def grow_share(scores: Weights, masks: Masks, share: float, bound: float) -> dic
     return regrow(scores, masks, counts)
 
 
+def growth_counts(total: int, worth: Mapping[str, float], room: Mapping[str, int]) -> dict[str, int]:
+    """Distribute positions to add over tensors, in proportion to a value of each, as far as they have room.
+
+    What a tensor has no room for goes to the others. The numbers are rounded down, and what is left is added one by
+    one in the order of the remainders, of which equal ones keep the order of `worth`. The rule of Babakniya et al.
+    (arXiv:2208.13092), with the mean magnitude of a layer's weights as value.
+
+    Args:
+        total: Number of positions to add to all tensors together.
+        worth: Value of each tensor, not negative; all tensors are equal if none is above 0.
+        room: Number of positions that each tensor does not keep.
+
+    Raises:
+        InvalidOption: If the tensors have no room for `total` positions.
+
+    Example:
+        >>> growth_counts(10, {"a": 3.0, "b": 1.0, "c": 1.0}, {"a": 4, "b": 9, "c": 9})
+        {'a': 4, 'b': 3, 'c': 3}
+    """
+    if total > sum(room[name] for name in worth):
+        raise InvalidOption(f"`total={total}`: expected at most {sum(room[name] for name in worth)}.")
+    added = dict.fromkeys(worth, 0)
+    left, open_to = total, list(worth)
+    while left:
+        values = {name: worth[name] for name in open_to}
+        values = values if any(values.values()) else dict.fromkeys(open_to, 1.0)
+        shares = {name: left * value / sum(values.values()) for name, value in values.items()}
+        full = [name for name in open_to if shares[name] >= room[name]]
+        if not full:
+            added |= {name: math.floor(share) for name, share in shares.items()}
+            by_remainder = sorted(open_to, key=lambda name: added[name] - shares[name])
+            for name in by_remainder[: left - sum(added[name] for name in open_to)]:
+                added[name] += 1
+            break
+        added |= {name: room[name] for name in full}
+        left -= sum(room[name] for name in full)
+        open_to = [name for name in open_to if name not in full]
+    return added
+
+
 def _fill(score: Tensor, mask: Tensor, free: Tensor, count: int, name: str) -> Tensor:
     kept, most = int(torch.count_nonzero(mask)), int(torch.count_nonzero(mask | free))
     if not kept <= count <= most:

@@ -13,6 +13,7 @@ from lightning_sparsefl import algorithms
 ALGORITHMS = [getattr(algorithms, name) for name in algorithms.__all__]
 NARROW = {
     algorithms.FLASC: {"server_lr": 0.05},  # five rounds are too few for steps of 0.001
+    algorithms.FLASH: {"density": 0.3, "first_epochs": 2},
     algorithms.SparsyFed: {"density": 0.5},
     algorithms.SplitMix: {"bases": 2},
     algorithms.PFedMe: {"lam": 5.0},  # times the module's learning rate, .1, below 1

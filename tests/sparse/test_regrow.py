@@ -6,7 +6,7 @@ import torch
 from lightning_sparsefl.errors import IncompatibleMasks, InvalidOption
 from lightning_sparsefl.sparse.masks import counts
 from lightning_sparsefl.sparse.prune import prune, random_masks
-from lightning_sparsefl.sparse.regrow import grow_share, regrow
+from lightning_sparsefl.sparse.regrow import grow_share, growth_counts, regrow
 
 
 def test_the_largest_scores_outside_the_mask_come_back():
@@ -68,3 +68,29 @@ def test_a_mask_at_the_bound_still_grows_and_one_above_it_does_not():
     at, above = torch.tensor([True, True, False, False]), torch.tensor([True, True, True, False])
     assert grow_share(scores, {"w": at}, share=0.5, bound=0.5)["w"].tolist() == [True, True, False, True]
     assert grow_share(scores, {"w": above}, share=1.0, bound=0.5)["w"].equal(above)
+
+
+@pytest.mark.parametrize(
+    ("total", "worth", "room", "expected"),
+    [
+        (0, [1.0, 2.0], [3, 3], [0, 0]),
+        (6, [1.0, 2.0], [9, 9], [2, 4]),
+        (7, [1.0, 2.0, 3.0], [9, 9, 9], [1, 2, 4]),  # 1.17, 2.33, 3.5: the largest remainder first
+        (2, [1.0, 1.0, 1.0], [9, 9, 9], [1, 1, 0]),  # of equal remainders the first
+        (9, [8.0, 1.0, 1.0], [2, 9, 9], [2, 4, 3]),  # 7.2 do not fit; 7 are left for two equal ones
+        (9, [8.0, 2.0, 1.0], [2, 3, 9], [2, 3, 4]),  # then 4.67 do not fit either
+        (4, [1.0, 0.0], [2, 9], [2, 2]),  # nothing else has room
+        (4, [0.0, 0.0], [9, 9], [2, 2]),
+        (12, [5.0, 0.0, 1.0], [4, 0, 8], [4, 0, 8]),
+    ],
+)
+def test_growth_is_in_proportion_as_far_as_there_is_room(total, worth, room, expected):
+    names = ["a", "b", "c"][: len(worth)]
+    counts = growth_counts(total, dict(zip(names, worth, strict=True)), dict(zip(names, room, strict=True)))
+    assert list(counts) == names
+    assert list(counts.values()) == expected
+
+
+def test_growth_without_room_is_refused():
+    with pytest.raises(InvalidOption, match=r"`total=6`: expected at most 5"):
+        growth_counts(6, {"a": 1.0, "b": 1.0}, {"a": 2, "b": 3, "c": 9})

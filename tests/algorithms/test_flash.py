@@ -1,0 +1,142 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lightning_sparsefl import FLASH, FedAvg
+from lightning_sparsefl.errors import InvalidOption
+from lightning_sparsefl.types import Merged, Message
+
+LAYERS = {
+    "a.weight": torch.arange(1.0, 41.0).reshape(4, 10),
+    "a.bias": torch.ones(4),
+    "b.weight": torch.arange(1.0, 11.0).reshape(1, 10),
+    "norm.mean": torch.ones(2, 2),
+}
+
+
+@pytest.fixture
+def start(fleet):
+    """The state before round 0, where two of ten clients found densities of `found` in the mean, and the question."""
+
+    def start(method, found, clients=10):
+        asked = []
+
+        def survey(message):
+            asked.append(message)
+            share = {"share": torch.tensor(0.2)}  # two of ten have answered; the others count as 0
+            densities = {name: torch.tensor(0.2 * value) for name, value in found.items()}
+            return Merged(weights=LAYERS, covered={}, extra={"densities": densities, "answered": share})
+
+        state = method.init(LAYERS, fleet(clients=clients, buffers=["norm.mean"], survey=survey))
+        return state, asked
+
+    return start
+
+
+@pytest.mark.parametrize(
+    ("option", "expected"),
+    [
+        ({"density": 0.0}, r"`algorithm.density` is 0.0; expected a number in \(0, 1\]"),
+        ({"first_clients": 1.5}, r"`algorithm.first_clients` is 1.5; expected a number in \(0, 1\]"),
+        ({"exchange": 1.0}, r"`algorithm.exchange` is 1.0; expected a number in \[0, 1\)"),
+        ({"first_epochs": 0}, r"`algorithm.first_epochs` is 0; expected a whole number >= 1"),
+    ],
+)
+def test_an_option_outside_its_range_is_refused(option, expected):
+    with pytest.raises(InvalidOption, match=expected):
+        FLASH(**option)
+
+
+def test_the_mask_has_the_mean_densities_at_the_density_of_the_run(start):
+    # of 40 and 10 weights, .1 and .6 are 10 in all; a density of .4 is 20, so .2 and 1.2, which is dense
+    state, (question,) = start(FLASH(density=0.4), {"a.weight": 0.1, "b.weight": 0.6})
+    assert {name: int(mask.sum()) for name, mask in state.masks.items()} == {"a.weight": 8, "b.weight": 10}
+    assert torch.equal(state.weights["a.weight"], LAYERS["a.weight"] * state.masks["a.weight"])
+    assert torch.equal(state.weights["a.bias"], LAYERS["a.bias"])
+    assert torch.equal(state.weights["norm.mean"], LAYERS["norm.mean"])
+    assert question.weights == {}  # everybody has the initial weights
+    assert {name: int(mask.sum()) for name, mask in question.masks.items()} == {"a.weight": 16, "b.weight": 4}
+    assert not torch.equal(question.masks["a.weight"], state.masks["a.weight"])
+
+
+@pytest.mark.parametrize(("share", "number"), [(0.1, 1), (0.29, 29), (0.001, 1), (1.0, 100)])
+def test_a_part_of_the_clients_is_asked(share, number, start):
+    clients = 10 if share == 0.1 else 100
+    _, (question,) = start(FLASH(first_clients=share), {"a.weight": 0.1, "b.weight": 0.1}, clients)
+    asked = question.extra["asked"]["clients"].tolist()
+    assert len(asked) == len(set(asked)) == number
+    assert set(asked) <= set(range(clients))
+
+
+def test_layers_that_stay_dense_have_no_mask(start):
+    state, (question,) = start(FLASH(density=0.5, dense_layers=("b.*",)), {"a.weight": 0.25})
+    assert list(state.masks) == list(question.masks) == ["a.weight"]
+    assert int(state.masks["a.weight"].sum()) == 20
+
+
+def question(masks, *clients):
+    return Message(weights={}, masks=masks, extra={"asked": {"clients": torch.tensor(clients, dtype=torch.float64)}})
+
+
+def test_a_client_that_is_not_asked_does_nothing(client):
+    someone, script = client(client=2)
+    update = FLASH().survey(question({}, 1, 3), someone)
+    assert (update.weights, update.extra, script.fits) == ({}, {}, [])
+
+
+def first(count, of):
+    """A mask that keeps the first positions."""
+    return torch.arange(of).reshape(1, of) < count
+
+
+def found(client, a, b, large, small, **options):
+    """What a client that is asked answers, and the script behind it: two layers, each with equal weights."""
+    masks = {"a.weight": a, "b.weight": b}
+    trained = {"a.weight": large * a.float(), "b.weight": small * b.float()}
+    someone, script = client(trained=trained, client=3)
+    update = FLASH(first_epochs=2, exchange=0.5, **options).survey(question(masks, 1, 3), someone)
+    return {
+        name: round(float(value) * masks[name].numel()) for name, value in update.extra["densities"].items()
+    }, script
+
+
+def test_a_client_moves_its_masks_between_epochs(client):
+    # a quarter of 8 and of 2 is dropped, 2 and 1; three grow by means of 3 and 1: 2.25 and .75, so 2 and 1
+    densities, script = found(client, first(8, 16), first(2, 16), 3.0, 1.0)
+    assert densities == {"a.weight": 8, "b.weight": 2}
+    assert script.epochs == [1, 1]
+    (no_weights, before, *_), (weights, after, *_) = script.fits
+    assert (no_weights, weights) == ({}, script.trained)
+    assert {name: int(mask.sum()) for name, mask in after.items()} == densities
+    assert int((after["a.weight"] & before["a.weight"]).sum()) >= 6
+    assert not torch.equal(after["a.weight"], before["a.weight"])
+
+
+def test_an_answer_counts_once(client):
+    someone, _ = client(trained={"a.weight": torch.ones(1, 4)}, client=1)
+    update = FLASH(first_epochs=1).survey(question({"a.weight": first(1, 4)}, 1), someone)
+    assert (update.weights, update.weight) == ({}, 1)
+    assert update.extra == {"densities": {"a.weight": torch.tensor(0.25)}, "answered": {"share": torch.ones(())}}
+
+
+def test_layers_with_larger_weights_become_denser(client):
+    # both drop 2 of 8; of four, 3.6 and .4 grow, so 4 and 0
+    assert found(client, first(8, 16), first(8, 16), 9.0, 1.0)[0] == {"a.weight": 10, "b.weight": 6}
+
+
+def test_an_almost_dense_layer_with_large_weights_drops_no_more_than_its_sparsity(client):
+    # a drops ceil(.1 * 18) = 2 instead of 5, b 1 of 4; 2.7 and .3 of three grow
+    assert found(client, first(18, 20), first(4, 20), 9.0, 1.0)[0] == {"a.weight": 19, "b.weight": 3}
+    # a drops 5, b 1; of six, .5 and 5.5 grow, of equal remainders that of the first
+    assert found(client, first(18, 20), first(4, 20), 1.0, 11.0)[0] == {"a.weight": 14, "b.weight": 8}
+
+
+def test_a_layer_keeps_one_weight(client):
+    assert found(client, first(1, 16), first(8, 16), 1.0, 1e6)[0] == {"a.weight": 1, "b.weight": 8}
+
+
+def test_a_density_of_1_is_fedavg(federation, last):
+    methods = (("a", FLASH(density=1, first_epochs=1)), ("b", FedAvg()))
+    dense, plain = (last(federation(method, folder=name)) for name, method in methods)
+    assert dense["state_dict"] == plain["state_dict"]

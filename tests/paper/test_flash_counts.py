@@ -1,0 +1,15 @@
+"""Kept weights and bytes of FLASH."""
+
+from __future__ import annotations
+
+import pytest
+
+CONVOLUTIONS, OTHERS = 11_159_232, 9_600 + 5_130
+"""Weights of ResNet-18's convolutions and shortcuts; its norms and its head for ten classes."""
+
+
+@pytest.mark.slow
+def test_what_is_kept_and_sent(profile):
+    content = profile("flash", "cifar10")
+    assert content["kept"] == pytest.approx(CONVOLUTIONS / 20 + OTHERS, rel=1e-4)  # numbers are rounded down by layer
+    assert content["run"]["paper"]["bytes"] == 2 * 4 * content["kept"] * 10 * 600

@@ -1,0 +1,94 @@
+"""FLASH against its slow twin."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from lightning_sparsefl import FLASH
+from lightning_sparsefl.seeds import derive_key, generator
+from lightning_sparsefl.sparse.prune import random_masks
+from lightning_sparsefl.sparse.scores import random as random_scores
+from reference import numpy_flash as slow
+from reference.harness import (
+    CLIPPED,
+    HEAVY,
+    PLAIN,
+    SEED,
+    SIZES,
+    agree,
+    arrays,
+    full_batches,
+    moved,
+    pool_of,
+    samples,
+)
+
+MATRICES = {"net.0.weight": 48, "net.2.weight": 56, "net.4.weight": 21}
+
+
+def drawn(shapes, densities, purpose):
+    """The package's seeded draws, of as many positions as the twin's densities say."""
+    counts = {name: max(1, int(densities[name] * MATRICES[name] + 1e-6)) for name in shapes}
+    return arrays(random_masks(shapes, counts, generator(SEED, purpose)))
+
+
+def growth(shapes, client, number):
+    key = (derive_key(SEED, "client", client), 0, "survey", "FLASH growth", number)
+    return arrays(random_scores(shapes, generator(*key)))
+
+
+def asked(method):
+    order = torch.randperm(len(SIZES), generator=generator(SEED, "FLASH clients")).tolist()
+    return order[: max(1, int(method.first_clients * len(SIZES) + 1e-6))]
+
+
+def compare_flash(fit, method, sgd, **federation):
+    """A run against its twin; returns the clients of the first stage and the densities of the layers."""
+    initial, record = fit(method, sgd, **federation)
+    shapes = pool_of(initial, "weights")
+    first = drawn(shapes, dict.fromkeys(shapes, method.density), "FLASH first mask")
+    found = []
+    for k in asked(method):
+        whole = samples(np.arange(SIZES[k]) + 100 * k)
+        scores = [growth(shapes, k, number) for number in range(method.first_epochs - 1)]
+        epochs = [[whole]] * method.first_epochs
+        found.append(slow.hunted(initial, first, epochs, method.exchange, scores, sgd))
+    densities = slow.scaled(found, MATRICES, method.density)
+    twin = slow.FLASH(initial, drawn(shapes, densities, "FLASH mask"), SIZES, sgd)
+    for done in record:
+        twin.round(full_batches(done.cohort)[0])
+        agree(done, twin)
+        assert all(np.array_equal(mask, twin.masks[name]) for name, mask in done.server_masks.items())
+        assert len(done.server_masks) == 3
+    assert moved(record, initial)
+    ours = {int(numbers[0]) // 100 for _, numbers in record[0].trained_on[: len(asked(method)) * method.first_epochs]}
+    assert ours == set(asked(method))
+    return densities
+
+
+@pytest.mark.slow_after_first
+@pytest.mark.parametrize(
+    ("options", "sgd"),
+    [
+        ({"density": 0.3, "first_clients": 0.5, "first_epochs": 4}, PLAIN),
+        ({"density": 0.5, "first_clients": 0.1, "first_epochs": 3, "exchange": 0.6}, HEAVY),
+        ({"density": 0.85, "first_clients": 1.0, "first_epochs": 5, "exchange": 0.5}, CLIPPED),
+    ],
+    ids=["three", "one", "all, almost dense"],
+)
+def test_flash(fit, options, sgd):
+    densities = compare_flash(fit, FLASH(**options), sgd)
+    assert len({round(share, 3) for share in densities.values()}) > 1
+
+
+def test_one_epoch_finds_equal_densities(fit):
+    densities = compare_flash(fit, FLASH(density=0.5, first_epochs=1), PLAIN)
+    assert max(densities.values()) - min(densities.values()) < 0.03  # by rounding down in the first mask
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("option", [{"local_engine": "trainer"}, {"wire": "encode"}], ids=["trainer", "encode"])
+def test_flash_whichever_way_the_engine_goes(fit, option):
+    compare_flash(fit, FLASH(density=0.4, first_clients=0.5, first_epochs=3), HEAVY, **option)
