@@ -72,8 +72,8 @@ class FLASH(FederatedAlgorithm):
         pool = prunable_parameters(weights, fleet.buffers, self.dense_layers)
         asked = {"asked": {"clients": torch.tensor(self._asked(fleet), dtype=torch.float64)}}
         first = self._drawn(pool, uniform(pool, self.density), "FLASH first mask", fleet)
-        answer = fleet.survey(Message(weights={}, masks=first, extra=asked)).extra
-        densities = {name: float(answer["densities"][name] / answer["answered"]["share"]) for name in pool}
+        answer = fleet.survey(Message(weights={}, masks=first, extra=asked)).extra["densities"]
+        densities = {name: float(answer[name]) for name in pool}  # too small, since who is not asked counts as 0
         kept = sum(densities[name] * value.numel() for name, value in pool.items())
         scale = self.density * sum(value.numel() for value in pool.values()) / kept
         masks = self._drawn(pool, {n: min(1.0, scale * share) for n, share in densities.items()}, "FLASH mask", fleet)
@@ -102,7 +102,7 @@ class FLASH(FederatedAlgorithm):
                 masks = self._moved(weights, masks, rate, client)
             weights = client.fit(weights, masks, epochs=1).weights
         densities = {name: mask.double().mean() for name, mask in masks.items()}
-        return Update(weights={}, extra={"densities": densities, "answered": {"share": torch.ones(())}})
+        return Update(weights={}, extra={"densities": densities})
 
     def _moved(self, weights: Weights, masks: Masks, rate: float, client: Client) -> Masks:
         """Return the masks with small weights dropped, and as many new ones in layers whose weights are large."""

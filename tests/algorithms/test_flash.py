@@ -24,9 +24,8 @@ def start(fleet):
 
         def survey(message):
             asked.append(message)
-            share = {"share": torch.tensor(0.2)}  # two of ten have answered; the others count as 0
-            densities = {name: torch.tensor(0.2 * value) for name, value in found.items()}
-            return Merged(weights=LAYERS, covered={}, extra={"densities": densities, "answered": share})
+            densities = {name: torch.tensor(0.2 * value) for name, value in found.items()}  # the others count as 0
+            return Merged(weights=LAYERS, covered={}, extra={"densities": densities})
 
         state = method.init(LAYERS, fleet(clients=clients, buffers=["norm.mean"], survey=survey))
         return state, asked
@@ -117,7 +116,7 @@ def test_an_answer_counts_once(client):
     someone, _ = client(trained={"a.weight": torch.ones(1, 4)}, client=1)
     update = FLASH(first_epochs=1).survey(question({"a.weight": first(1, 4)}, 1), someone)
     assert (update.weights, update.weight) == ({}, 1)
-    assert update.extra == {"densities": {"a.weight": torch.tensor(0.25)}, "answered": {"share": torch.ones(())}}
+    assert update.extra == {"densities": {"a.weight": torch.tensor(0.25)}}
 
 
 def test_layers_with_larger_weights_become_denser(client):
@@ -130,6 +129,11 @@ def test_an_almost_dense_layer_with_large_weights_drops_no_more_than_its_sparsit
     assert found(client, first(18, 20), first(4, 20), 9.0, 1.0)[0] == {"a.weight": 19, "b.weight": 3}
     # a drops 5, b 1; of six, .5 and 5.5 grow, of equal remainders that of the first
     assert found(client, first(18, 20), first(4, 20), 1.0, 11.0)[0] == {"a.weight": 14, "b.weight": 8}
+
+
+def test_what_has_no_room_grows_elsewhere(client):
+    # a drops ceil(15 / 16) = 1 and has room for 2 of the three that grow, nearly all of which are its share
+    assert found(client, first(15, 16), first(8, 16), 1e3, 1.0)[0] == {"a.weight": 16, "b.weight": 7}
 
 
 def test_a_layer_keeps_one_weight(client):
