@@ -2,25 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-
 from lightning_sparsefl.errors import require
-from lightning_sparsefl.sparse.density import prunable
 from lightning_sparsefl.sparse.masks import apply, dense_like
 from lightning_sparsefl.sparse.prune import shrink_globally
 from lightning_sparsefl.types import ServerState, Weights
-
-
-def prunable_parameters(weights: Weights, buffers: Collection[str], dense_layers: Sequence[str]) -> Weights:
-    """Return the parameters that are pruned.
-
-    Args:
-        weights: Weights by name.
-        buffers: Names of the model's floating-point buffers, which are not pruned.
-        dense_layers: Patterns of names of layers that are not pruned.
-    """
-    parameters = {name: value for name, value in weights.items() if name not in buffers}
-    return {name: parameters[name] for name in prunable(parameters, dense_layers)}
 
 
 def start_under_mask(weights: Weights, scores: Weights, density: float) -> ServerState:

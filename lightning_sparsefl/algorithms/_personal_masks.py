@@ -23,15 +23,15 @@ Counts = Mapping[str, int]
 
 
 def start(weights: Weights, fleet: Fleet) -> ServerState:
-    """Return the first state: all clients start with masks that keep every parameter.
+    """Return the first state: all clients start with masks that keep every parameter that trains.
 
-    Buffers have no masks, which tells a client the names of the parameters.
+    Other tensors have no masks, which tells a client the names of what may be pruned.
 
     Args:
         weights: Initial weights of the module.
         fleet: All clients.
     """
-    masks = dense_like({name: value for name, value in weights.items() if name not in fleet.buffers})
+    masks = dense_like(fleet.trained(weights))
     share = torch.tensor(fleet.clients_per_round / len(fleet), dtype=torch.float64)
     return ServerState(round=0, weights=weights, extra={"first_masks": masks, "plan": {"participations": share}})
 

@@ -66,7 +66,7 @@ class CS(FederatedAlgorithm):
 
     def init(self, weights: Weights, fleet: Fleet) -> ServerState:
         """Return the first weights, which are dense, and the number of weights of each layer to keep later."""
-        parameters = {name: value for name, value in weights.items() if name not in fleet.buffers}
+        parameters = fleet.trained(weights)
         spared = () if self.prune_head else _spared(parameters, fleet.uses)
         counts = {
             name: torch.tensor(max(1, round(self.density * parameters[name].numel())), dtype=torch.int64)

@@ -95,7 +95,7 @@ class FedDIP(FederatedAlgorithm):
 
     def init(self, weights: Weights, fleet: Fleet) -> ServerState:
         """Draw the first mask, and store the number of rounds of the run."""
-        names = maskable({name: value for name, value in weights.items() if name not in fleet.buffers})
+        names = maskable(fleet.trained(weights))
         if not any(map(self._moves, names)):
             raise InvalidOption(
                 f"`FedDIP(fixed_layers={self.fixed_layers})` leaves no layer to prune; expected patterns that spare "

@@ -37,7 +37,7 @@ from lightning_sparsefl.federated.algorithm import FederatedAlgorithm
 from lightning_sparsefl.federated.client import Client
 from lightning_sparsefl.federated.fleet import Fleet
 from lightning_sparsefl.seeds import generator
-from lightning_sparsefl.sparse.density import ceil_count, erk, kept_counts, prunable
+from lightning_sparsefl.sparse.density import ceil_count, erk, kept_counts
 from lightning_sparsefl.sparse.masks import apply, counts
 from lightning_sparsefl.sparse.prune import keep_largest_by, prune_to, random_masks, shrink
 from lightning_sparsefl.sparse.regrow import regrow
@@ -87,8 +87,7 @@ class FedDST(FederatedAlgorithm):
 
     def init(self, weights: Weights, fleet: Fleet) -> ServerState:
         """Make the first mask, which determines the number of weights of every layer for the whole run."""
-        parameters = {name: value for name, value in weights.items() if name not in fleet.buffers}
-        pool = {name: weights[name] for name in prunable(parameters, self.dense_layers)}
+        pool = fleet.prunable(weights, self.dense_layers)
         goals = self._counts(pool)
         if self.first == "magnitude":
             masks = prune_to(magnitude(pool), goals)

@@ -40,7 +40,7 @@ from lightning_sparsefl.federated.algorithm import FederatedAlgorithm
 from lightning_sparsefl.federated.client import Client
 from lightning_sparsefl.federated.fleet import Fleet
 from lightning_sparsefl.sparse.adjust import adjusted, exchanged
-from lightning_sparsefl.sparse.density import erk, kept_counts, prunable
+from lightning_sparsefl.sparse.density import erk, kept_counts
 from lightning_sparsefl.sparse.masks import apply
 from lightning_sparsefl.sparse.prune import keep_largest_among, prune_to
 from lightning_sparsefl.sparse.schedule import cosine
@@ -92,8 +92,7 @@ class FedMef(FederatedAlgorithm):
 
     def init(self, weights: Weights, fleet: Fleet) -> ServerState:
         """Keep the largest initial weights, as many of each layer as ERK says."""
-        parameters = {name: value for name, value in weights.items() if name not in fleet.buffers}
-        pool = {name: parameters[name] for name in prunable(parameters, self.dense_layers)}
+        pool = fleet.prunable(weights, self.dense_layers)
         masks = prune_to(magnitude(pool), kept_counts(pool, erk(pool, self.density)))
         return ServerState(round=0, weights=apply(weights, masks), masks=masks)
 

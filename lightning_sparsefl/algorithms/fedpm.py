@@ -72,18 +72,20 @@ class FedPM(FederatedAlgorithm):
         require(0 < self.least < 0.5, "algorithm.least", self.least, "a number in (0, 0.5)")
 
     def adapt(self, module: LightningModule) -> None:
-        """Replace the weights and biases of linear and convolutional layers by signed constants.
+        """Replace the weights and biases of linear and convolutional layers that train by signed constants.
 
         Raises:
             InvalidOption: If the module has no such layer, or a weight has a parametrization that changes zeros.
         """
         for path, layer in supermasked(module):
+            if not any(parameter.requires_grad for parameter in layer.parameters()):
+                continue
             require_maskable(module, [n for n, _ in layer.named_parameters(prefix=path)], "algorithm", by_layers=False)
-        found = list(fan_ins(module))
+        found = [each for each in fan_ins(module) if each[1].requires_grad]
         if not found:
             raise InvalidOption(
                 f"`algorithm` is FedPM, which masks linear and convolutional layers, but `{type(module).__name__}` has "
-                "none; expected a module with some."
+                "none that train; expected a module with some."
             )
         with torch.no_grad():
             for _, parameter, fan_in in found:

@@ -35,7 +35,7 @@ from lightning_sparsefl.federated.client import Client
 from lightning_sparsefl.federated.fleet import Fleet
 from lightning_sparsefl.seeds import derive_seed
 from lightning_sparsefl.sparse.adjust import beta_draws, exchanged
-from lightning_sparsefl.sparse.density import erk, kept_counts, prunable
+from lightning_sparsefl.sparse.density import erk, kept_counts
 from lightning_sparsefl.sparse.masks import apply, counts
 from lightning_sparsefl.sparse.prune import keep_largest_among, prune_to, shrink
 from lightning_sparsefl.sparse.schedule import cosine
@@ -75,8 +75,7 @@ class FedRTS(FederatedAlgorithm):
 
     def init(self, weights: Weights, fleet: Fleet) -> ServerState:
         """Keep the largest initial weights, as many of each layer as ERK says, with uniform distributions."""
-        parameters = {name: value for name, value in weights.items() if name not in fleet.buffers}
-        pool = {name: parameters[name] for name in prunable(parameters, self.dense_layers)}
+        pool = fleet.prunable(weights, self.dense_layers)
         masks = prune_to(magnitude(pool), kept_counts(pool, erk(pool, self.density)))
         ones = {name: torch.ones_like(value) for name, value in pool.items()}
         extra = {"alpha": ones, "beta": dict(ones), "plan": {"seed": torch.tensor(fleet.seed, device=fleet.device)}}

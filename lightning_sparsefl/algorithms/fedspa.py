@@ -103,7 +103,7 @@ class FedSpa(FederatedAlgorithm):
 
     def init(self, weights: Weights, fleet: Fleet) -> ServerState:
         """Draw the common mask, which determines the number of weights of every layer for the whole run."""
-        parameters = {name: value for name, value in weights.items() if name not in fleet.buffers}
+        parameters = fleet.trained(weights)
         names = maskable(parameters) if self.mask_pool == "weights" else tuple(parameters)
         shapes = {name: weights[name].shape for name in names}
         spread = erk if self.layer_density == "erk" else uniform

@@ -63,7 +63,7 @@ class FIARSE(FederatedAlgorithm):
 
     def init(self, weights: Weights, fleet: Fleet) -> ServerState:
         """Choose the layers whose weights are compared, and note their sizes."""
-        names = maskable({name: value for name, value in weights.items() if name not in fleet.buffers})
+        names = maskable(fleet.trained(weights))
         sizes = {name: torch.tensor(float(weights[name].numel()), device=fleet.device) for name in names}
         return ServerState(round=0, weights=weights, extra={"sizes": sizes})
 

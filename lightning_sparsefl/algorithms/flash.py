@@ -27,7 +27,6 @@ from dataclasses import dataclass
 
 import torch
 
-from lightning_sparsefl.algorithms._first_mask import prunable_parameters
 from lightning_sparsefl.errors import check_types, require
 from lightning_sparsefl.federated.algorithm import FederatedAlgorithm
 from lightning_sparsefl.federated.client import Client
@@ -69,7 +68,7 @@ class FLASH(FederatedAlgorithm):
 
     def init(self, weights: Weights, fleet: Fleet) -> ServerState:
         """Ask some clients for the densities of the layers, and draw the mask."""
-        pool = prunable_parameters(weights, fleet.buffers, self.dense_layers)
+        pool = fleet.prunable(weights, self.dense_layers)
         asked = {"asked": {"clients": torch.tensor(self._asked(fleet), dtype=torch.float64)}}
         first = self._drawn(pool, uniform(pool, self.density), "FLASH first mask", fleet)
         answer = fleet.survey(Message(weights={}, masks=first, extra=asked)).extra["densities"]

@@ -54,6 +54,7 @@ from lightning_sparsefl.sparse import freeze
 from lightning_sparsefl.sparse.density import floor_count
 from lightning_sparsefl.sparse.layer_groups import head_of, layer_groups
 from lightning_sparsefl.sparse.masks import counts
+from lightning_sparsefl.sparse.parts import without
 from lightning_sparsefl.types import ClientView, CostFacts, Costs, Message, ServerState, Update, Weights
 
 _Masking: TypeAlias = Callable[[Sequence[int], Sequence[int], torch.Generator], Tensor]
@@ -112,11 +113,13 @@ class PerFedMask(FederatedAlgorithm):
     def init(self, weights: Weights, fleet: Fleet) -> ServerState:
         """Compute the plan: for every parameter, the clients that train it."""
         server: ServerState = self._inner.init(weights, fleet)
-        parameters = {name: value for name, value in weights.items() if name not in fleet.buffers}
+        parameters = without(weights, fleet.buffers)
         head = head_of(parameters, self.head, fleet.uses, "with `algorithm.head`") if self.freeze_head else ()
-        body = {name: value for name, value in parameters.items() if name not in head}
+        body = without(fleet.trained(weights), head)
         if not body:
-            raise InvalidOption(f"The head {list(head)} is the whole model; name a part of it with `algorithm.head`.")
+            raise InvalidOption(
+                f"The head {list(head)} is the whole model that trains; name a part of it with `algorithm.head`."
+            )
         groups = layer_groups(body, self.groups)
         rng = generator(fleet.seed, "PerFedMask plan")
         trains = torch.zeros(max(view.id for view in fleet.views) + 1, len(groups), dtype=torch.bool)

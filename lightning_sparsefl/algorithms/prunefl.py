@@ -45,7 +45,7 @@ from lightning_sparsefl.federated.algorithm import FederatedAlgorithm
 from lightning_sparsefl.federated.client import Client
 from lightning_sparsefl.federated.fleet import Fleet
 from lightning_sparsefl.seeds import generator
-from lightning_sparsefl.sparse.density import erk, floor_count, kept_counts, listed, prunable
+from lightning_sparsefl.sparse.density import erk, floor_count, kept_counts, listed
 from lightning_sparsefl.sparse.masks import apply, dense_like, kept
 from lightning_sparsefl.sparse.prune import random_masks, shrink_globally
 from lightning_sparsefl.sparse.schedule import cubic
@@ -114,8 +114,7 @@ class PruneFL(FederatedAlgorithm):
 
     def init(self, weights: Weights, fleet: Fleet) -> ServerState:
         """Make the first mask, and estimate the time of a weight of each layer."""
-        parameters = {name: value for name, value in weights.items() if name not in fleet.buffers}
-        pool = {name: parameters[name] for name in prunable(parameters, self.dense_layers)}
+        pool = fleet.prunable(weights, self.dense_layers)
         seconds = {n: torch.tensor(time, device=fleet.device) for n, time in self._seconds(pool, fleet).items()}
         plan = {"rounds": torch.tensor(float(fleet.max_rounds), device=fleet.device)}
         state = ServerState(round=0, weights=weights, extra={"plan": plan, "seconds": seconds})

@@ -118,7 +118,7 @@ class PruneTrain(FederatedAlgorithm):
                     "`algorithm.groups: layers`."
                 )
             return ServerState(round=0, weights=weights, extra={"plan": plan, "units": unit_tables(fleet.units)})
-        names = maskable({name: value for name, value in weights.items() if name not in fleet.buffers})[1:-1]
+        names = maskable(fleet.trained(weights))[1:-1]
         pruned = [name for name in names if not any(fnmatchcase(name, pattern) for pattern in self.fixed_layers)]
         if not pruned:
             raise InvalidOption(

@@ -25,7 +25,7 @@ from typing import Literal
 
 import torch
 
-from lightning_sparsefl.algorithms._first_mask import prunable_parameters, start_under_mask
+from lightning_sparsefl.algorithms._first_mask import start_under_mask
 from lightning_sparsefl.errors import check_types, require
 from lightning_sparsefl.federated.algorithm import FederatedAlgorithm
 from lightning_sparsefl.federated.client import Client
@@ -51,7 +51,7 @@ class SNIP(FederatedAlgorithm):
 
     def init(self, weights: Weights, fleet: Fleet) -> ServerState:
         """Ask the clients for gradients at the initial weights, which they have, and prune."""
-        pool = prunable_parameters(weights, fleet.buffers, self.dense_layers)
+        pool = fleet.prunable(weights, self.dense_layers)
         asked = {} if self.scored_by == "all" else {"asked": {"client": torch.tensor([float(fleet.views[0].id)])}}
         mean = fleet.survey(Message(weights={}, extra=asked)).weights
         return start_under_mask(weights, snip(pool, mean), self.density)

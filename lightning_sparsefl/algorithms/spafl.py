@@ -69,7 +69,7 @@ class SpaFL(FederatedAlgorithm):
 
     def init(self, weights: Weights, fleet: Fleet) -> ServerState:
         """Start with thresholds of 0."""
-        found = maskable({name: value for name, value in weights.items() if name not in fleet.buffers})
+        found = maskable(fleet.trained(weights))
         names = [name for name in found if any(fnmatchcase(name, pattern) for pattern in self.layers)]
         fits = bool(self.layers) and all(any(fnmatchcase(n, pattern) for n in found) for pattern in self.layers)
         require(fits, "algorithm.layers", self.layers, f"patterns that each match some of {listed(found)}")

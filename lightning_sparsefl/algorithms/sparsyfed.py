@@ -74,7 +74,7 @@ class SparsyFed(FederatedAlgorithm):
 
     def init(self, weights: Weights, fleet: Fleet) -> ServerState:
         """Set the first theta to the roots of the maskable weights."""
-        names = maskable({name: value for name, value in weights.items() if name not in fleet.buffers})
+        names = maskable(fleet.trained(weights))
         theta = {name: root(weights[name], self.exponent) for name in names}
         return ServerState(round=0, weights={**weights, **self._shown(theta)}, extra={"theta": theta})
 

@@ -22,11 +22,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lightning_sparsefl.algorithms._first_mask import prunable_parameters, start_under_mask
+from lightning_sparsefl.algorithms._first_mask import start_under_mask
 from lightning_sparsefl.errors import check_types, require
 from lightning_sparsefl.federated.algorithm import FederatedAlgorithm
 from lightning_sparsefl.federated.client import Client
 from lightning_sparsefl.federated.fleet import Fleet
+from lightning_sparsefl.sparse.density import prunable
+from lightning_sparsefl.sparse.parts import only, without
 from lightning_sparsefl.sparse.scores import snip
 from lightning_sparsefl.types import Message, ServerState, Update, Weights
 
@@ -46,11 +48,12 @@ class SSFL(FederatedAlgorithm):
 
     def init(self, weights: Weights, fleet: Fleet) -> ServerState:
         """Ask the clients for scores of the initial weights, which they have, and prune."""
-        pool = prunable_parameters(weights, fleet.buffers, self.dense_layers)
+        pool = fleet.prunable(weights, self.dense_layers)
         scores = fleet.survey(Message(weights={})).weights
         return start_under_mask(weights, {name: scores[name] for name in pool}, self.density)
 
     def survey(self, message: Message, client: Client) -> Update:
         """Return the scores of the weights that are pruned, by one batch at the initial weights."""
-        pool = prunable_parameters(client.initial, client.buffers, self.dense_layers)
+        parameters = without(client.initial, client.buffers)
+        pool = only(parameters, prunable(parameters, self.dense_layers, client.uses.frozen))
         return Update(weights=snip(pool, client.gradient({})), weight=client.num_examples)

@@ -9,9 +9,11 @@ from typing import Any, Literal, Protocol, overload
 
 import torch
 
+from lightning_sparsefl.sparse.density import prunable
+from lightning_sparsefl.sparse.parts import without
 from lightning_sparsefl.sparse.units import UnitGroup
 from lightning_sparsefl.sparse.uses import EACH_ONCE, TensorUses
-from lightning_sparsefl.types import ClientView, LayerFlops, Merged, Message
+from lightning_sparsefl.types import ClientView, LayerFlops, Merged, Message, Weights
 
 _MOST_LISTED = 1000
 
@@ -126,6 +128,27 @@ class Fleet:
     def uses(self) -> TensorUses:
         """Uses of the model's parameters by its layers."""
         return EACH_ONCE if self._model is None else self._model.uses
+
+    def trained(self, weights: Weights) -> Weights:
+        """Return the parameters that train: no buffers, and none that the module freezes (``requires_grad=False``).
+
+        Args:
+            weights: Weights by name.
+        """
+        return without(weights, self.buffers | self.uses.frozen)
+
+    def prunable(self, weights: Weights, dense_layers: Sequence[str]) -> Weights:
+        """Return the parameters of two or more dimensions that train and that no pattern matches.
+
+        Args:
+            weights: Weights by name.
+            dense_layers: Globs over names of the layers that stay dense.
+
+        Raises:
+            InvalidOption: If a pattern matches no layer, or none is left.
+        """
+        parameters = without(weights, self.buffers)
+        return {name: parameters[name] for name in prunable(parameters, dense_layers, self.uses.frozen)}
 
     @property
     def units(self) -> Sequence[UnitGroup]:

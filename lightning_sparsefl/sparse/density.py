@@ -8,7 +8,7 @@ lottery", ICML 2020.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import TypeAlias
 
@@ -55,12 +55,15 @@ def maskable(weights: Weights) -> tuple[str, ...]:
     return tuple(name for name, value in weights.items() if value.dim() >= 2)
 
 
-def prunable(weights: Weights, dense_layers: Sequence[str] = ()) -> tuple[str, ...]:
-    """Return the names of the tensors with two or more dimensions that no pattern matches.
+def prunable(
+    weights: Weights, dense_layers: Sequence[str] = (), frozen: Collection[str] = frozenset()
+) -> tuple[str, ...]:
+    """Return the names of the tensors with two or more dimensions that train and that no pattern matches.
 
     Args:
         weights: Parameters by name.
         dense_layers: Globs over whole, case-sensitive names of the tensors that stay dense.
+        frozen: Names of tensors that do not train, which stay dense too; a pattern may match them.
 
     Raises:
         InvalidOption: If a pattern matches no such tensor, or no tensor is left.
@@ -73,7 +76,13 @@ def prunable(weights: Weights, dense_layers: Sequence[str] = ()) -> tuple[str, .
     for pattern in dense_layers:
         if not any(fnmatchcase(name, pattern) for name in names):
             raise InvalidOption(f"The pattern {pattern!r} matches no layer, expected one for {listed(names)}.")
-    left = tuple(name for name in names if not any(fnmatchcase(name, pattern) for pattern in dense_layers))
+    spared = {name for name in names if any(fnmatchcase(name, pattern) for pattern in dense_layers)}
+    left = tuple(name for name in names if name not in spared and name not in frozen)
+    if not left and len(spared) < len(names):
+        raise InvalidOption(
+            f"The module freezes each layer that could be pruned (`requires_grad=False`), of {listed(names)}; expected "
+            "one that trains."
+        )
     if not left:
         raise InvalidOption(f"The patterns {list(dense_layers)} leave no layer to prune, among {listed(names)}.")
     return left

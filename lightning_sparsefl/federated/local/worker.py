@@ -220,8 +220,11 @@ class ClientWorker:
         """
         moves = (name not in trainable or bool(trainable[name].any()) for name in self.flat.layout.trainable)
         if not any(moves):
+            frozen = self.flat.layout.frozen
+            others = f" where the module itself does not freeze them, as it does `{min(frozen)}`" if frozen else ""
             raise InvalidUpdate(
-                f"The masks of trainable weights of client {client.id} are False everywhere; expected one to train."
+                f"The masks of trainable weights of client {client.id} are False everywhere{others}; expected one to "
+                "train."
             )
 
     def _widen(self, module: LightningModule, kept: Masks) -> None:
