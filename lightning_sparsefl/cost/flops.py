@@ -116,7 +116,7 @@ def training_flops(
     forward = _passes(layers, kept)
     shares = [t / k if k else 0.0 for k, t in zip(kept, changing, strict=True)]
     weighted = [place for place, layer in enumerate(layers) if layer.weight]
-    first = next((place for place in weighted if shares[place]), len(layers))
+    first = next((place for place in weighted if shares[place]), len(layers) if weighted else 0)
     first = 0 if first in weighted[:1] else first
     weight_gradients = sum(cost * share for cost, share in zip(forward[first:], shares[first:], strict=True))
     return samples * (sum(forward) + sum(forward[first:]) + weight_gradients)
@@ -183,11 +183,13 @@ def _attention_work(module: Any, tokens: Sequence[int], products: int) -> Iterat
 
 
 def _matrices(module: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the module's own weight matrices, including those under `torch.nn.utils.parametrize`."""
+    """Return the module's own weight matrices, also parametrized ones and those in lists and dicts of parameters."""
+    lists = [name for name, child in module.named_children() if isinstance(child, (nn.ParameterList, nn.ParameterDict))]
+    own = tuple(f"{name}." for name in ["parametrizations", *lists])
     return {
         name: parameter
         for name, parameter in module.named_parameters()
-        if parameter.dim() >= 2 and ("." not in name or name.startswith("parametrizations."))
+        if parameter.dim() >= 2 and ("." not in name or name.startswith(own))
     }
 
 

@@ -500,3 +500,30 @@ def test_a_bias_is_counted_for_the_first_output_alone():
             return nn.functional.linear(x, self.weight, self.bias), x.expand(1000, 4)
 
     assert facts(Layer(), torch.zeros(1, 4)) == {"weight": (12, 3)}
+
+
+class Listed(nn.Module):
+    """Products with matrices in a list, in a dict in a list, and of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.each = nn.ParameterList([torch.randn(4, 6), nn.ParameterDict({"b": torch.randn(6, 2)})])
+        self.own = nn.Parameter(torch.randn(2, 5))
+        self.head = nn.Linear(5, 3, bias=False)
+
+    def forward(self, x):
+        return self.head(torch.relu(torch.relu(x @ self.each[0]) @ self.each[1]["b"]) @ self.own)
+
+
+def test_matrices_in_lists_and_dicts_of_parameters_have_their_names_and_masks():
+    layers = count_layers(Listed(), torch.randn(1, 4))
+    macs = {"own": 10, "each.0": 24, "each.1.b": 12, "head.weight": 15}
+    assert {layer.weight: layer.macs for layer in layers} == macs
+    half = {"each.0": torch.arange(24).reshape(4, 6) % 2 == 0}
+    assert forward_flops(layers, half) == forward_flops(layers) - 24
+    assert training_flops(layers) == 3 * forward_flops(layers)
+
+
+def test_products_without_a_weight_alone_train_both_factors():
+    layers = [LayerFlops(weight="", macs=7, bias=0), LayerFlops(weight="", macs=3, bias=0)]
+    assert training_flops(layers) == 3 * forward_flops(layers) == 60
