@@ -53,7 +53,7 @@ def _sample_of_data(module: LightningModule, data: Any) -> tuple[Any, ...]:
 def _first_of(example: tuple[Any, ...], module: LightningModule, data: Any) -> tuple[Any, ...]:
     """Return the first sample of a larger batch; warn if the data do not show which dimension is that of samples."""
     shapes = shapes_of(example)
-    if not shapes or not shapes[0] or shapes[0][0] == 1:
+    if not shapes or not shapes[0] or shapes[0][0] == 1 or _is_listed(example[0]):
         return example
     try:
         own = shapes_of(_sample_of_data(module, data))
@@ -66,6 +66,11 @@ def _first_of(example: tuple[Any, ...], module: LightningModule, data: Any) -> t
         f"{shapes[0][0]}; expected a batch of one sample."
     )
     return example
+
+
+def _is_listed(argument: Any) -> bool:
+    """Return whether an argument is a list of one sample, which has no dimension of samples, as for detectors."""
+    return isinstance(argument, list) and len(argument) == 1
 
 
 def _first_sample(module: LightningModule, data: Any) -> Any:

@@ -230,3 +230,10 @@ def test_an_example_whose_samples_are_in_an_unknown_dimension_is_counted_whole_a
     with pytest.warns(UserWarning, match=words):
         counted = layers_of(module, text())
     assert {layer.weight: layer.macs for layer in counted}["embed.weight"] == 7 * 3 * 4
+
+
+def test_a_list_of_one_sample_is_one_sample():
+    module = Tokens()
+    module.example_input_array = ([torch.zeros(3, 5, 5)],)
+    (images,) = example_of(module, text())  # without the warning of another first dimension than 1
+    assert [image.shape for image in images] == [(3, 5, 5)]
