@@ -292,7 +292,7 @@ class _Job:
     def _score_onnx(self, path: Path) -> Mapping[str, float]:
         """Evaluate the module with its forward pass replaced by an ONNX file."""
         worker = self._fresh(self.module_state)
-        forward = onnx_file.Forward(path)
+        forward = onnx_file.Forward(path, worker.module.forward)
         vars(worker.module)["forward"] = forward
         metrics = self._score(worker, worker.initial)
         if not forward.calls:

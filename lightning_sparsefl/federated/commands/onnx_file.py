@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,6 +14,7 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
+from torch.utils._pytree import TreeSpec, tree_structure, tree_unflatten
 
 from lightning_sparsefl.errors import ExportMismatch, InvalidOption
 from lightning_sparsefl.federated.local.example_input import example_of, units_of
@@ -120,14 +121,16 @@ def _two(value: Tensor) -> Tensor:
 
 
 class Forward:
-    """Callable that runs an ONNX file.
+    """Callable that runs an ONNX file, with outputs as those of a module's `forward`: a tensor, or a dict of some.
 
     Args:
         path: Path of the file.
+        original: The `forward` that the file contains, which is called once.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.calls, self._sizes = 0, _input_sizes(path)
+    def __init__(self, path: Path, original: Callable[..., Any]) -> None:
+        self.calls, self._sizes, self._original = 0, _input_sizes(path), original
+        self._structure: TreeSpec | None = None
         self._session, self._names = _session(path)
 
     def __call__(self, *inputs: Tensor) -> Any:
@@ -144,7 +147,9 @@ class Forward:
                 "leave out `check`."
             ) from error
         outputs = [torch.from_numpy(value.copy()).to(inputs[0].device) for value in found]
-        return outputs[0] if len(outputs) == 1 else tuple(outputs)
+        if self._structure is None:
+            self._structure = tree_structure(self._original(*inputs))
+        return tree_unflatten(outputs, self._structure)
 
 
 def _session(path: Path) -> tuple[Any, list[str]]:

@@ -162,9 +162,34 @@ def test_onnx_holds_the_cut_model_and_scores_alike(run, algorithm, parameters):
 
 
 @needs_onnx
+def test_the_check_of_onnx_gives_outputs_as_forward_does(run):
+    class Parts(Net):
+        """A network for segmentation, for example."""
+
+        def forward(self, x):
+            logits = super().forward(x)
+            return {"out": logits, "more": (logits.exp(), [logits.sum(1)])}
+
+        def test_step(self, batch, batch_idx):
+            parts = self(batch[0])
+            (powers, (total,)), logits = parts["more"], parts["out"]
+            self.log("test_loss", F.cross_entropy(logits, batch[1]) + (powers.log().sum(1) - total).abs().mean())
+
+        validation_step = test_step
+
+        def training_step(self, batch, batch_idx):
+            return F.cross_entropy(self(batch[0])["out"], batch[1])
+
+    exported = run(FedAvg(), 0, Parts(), formats=["onnx"], check=True)
+    memory = exported.scores[exporting.MEMORY]
+    assert set(memory) == {"test_loss"}
+    assert exported.scores["onnx"]["test_loss"] == pytest.approx(memory["test_loss"], abs=1e-5)
+
+
+@needs_onnx
 def test_onnx_that_no_step_would_call_is_not_said_to_be_checked(run, monkeypatch):
     monkeypatch.setattr(exporting.onnx_file, "write", lambda module, data, path: path.parent.mkdir(parents=True))
-    monkeypatch.setattr(exporting.onnx_file.Forward, "__init__", lambda self, path: setattr(self, "calls", 0))
+    monkeypatch.setattr(exporting.onnx_file.Forward, "__init__", lambda self, *_: setattr(self, "calls", 0))
 
     class Around(Net):
         def validation_step(self, batch, batch_idx):
@@ -266,7 +291,7 @@ def test_onnx_has_fixed_sizes_but_that_of_the_batch(tmp_path):
     assert onnx_file.write(Net(), data, path) == (
         "model.onnx takes inputs of the sizes (batch, 1, 1, 8): only that of the batch may vary."
     )
-    forward = onnx_file.Forward(path)
+    forward = onnx_file.Forward(path, Net())
     assert forward(torch.zeros(3, 1, 1, 8)).shape == (3, 4)
     with pytest.raises(
         ExportMismatch,
@@ -287,7 +312,7 @@ def test_the_check_of_onnx_gives_the_reason_of_a_failure(tmp_path):
     model = helper.make_model(helper.make_graph(nodes, "graph", values[:1], values[1:]), ir_version=8)
     save(model, tmp_path / "model.onnx")
     with pytest.raises(ExportMismatch, match=r"model.onnx was written, but its check fails \(\w+: .*\); remove 'onnx'"):
-        onnx_file.Forward(tmp_path / "model.onnx")(torch.zeros(4, 2))
+        onnx_file.Forward(tmp_path / "model.onnx", Net())(torch.zeros(4, 2))
 
 
 @needs_onnx
@@ -299,7 +324,7 @@ def test_the_check_of_onnx_needs_no_kernels_of_onnxruntime(tmp_path, monkeypatch
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "onnxruntime", raising=False)
     onnx_file.write(Net(), blobs(), tmp_path / "model.onnx")
-    outputs = onnx_file.Forward(tmp_path / "model.onnx")(torch.ones(3, 1, 1, 8))
+    outputs = onnx_file.Forward(tmp_path / "model.onnx", Net())(torch.ones(3, 1, 1, 8))
     assert outputs.shape == (3, 4)
     assert sys.modules.pop("onnxruntime")  # it was asked first
 
