@@ -52,6 +52,18 @@ def test_the_gradient_of_a_score():
     torch.testing.assert_close(score_gradient(gradient, frozen, scores.detach()), scores.grad)
 
 
+def test_what_the_module_freezes_stays_as_it_is():
+    module = small()
+    module.net[0].requires_grad_(False)
+    before = {name: value.clone() for name, value in module.net[0].state_dict().items()}
+    FedPM().adapt(module)
+    assert all(torch.equal(value, before[name]) for name, value in module.net[0].state_dict().items())
+    assert signed_constants(dict(module.named_parameters())) == ("net.3.weight", "net.3.bias")
+    module.requires_grad_(False)
+    with pytest.raises(InvalidOption, match=r"but `Module` has none that train; expected a module with some"):
+        FedPM().adapt(module)
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_weights_become_signed_constants_and_are_known_again(dtype):
     module = small()

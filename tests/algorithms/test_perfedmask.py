@@ -13,6 +13,7 @@ from lightning_sparsefl.errors import InvalidOption
 from lightning_sparsefl.federated.aggregation.reducers import CoverageMean
 from lightning_sparsefl.federated.fleet import Fleet
 from lightning_sparsefl.sparse.masks import counts
+from lightning_sparsefl.sparse.uses import TensorUses
 
 
 def test_refuses_options_out_of_range():
@@ -34,6 +35,22 @@ def test_refuses_fine_tuning_of_its_base(base):
 def test_refuses_an_unknown_masking():
     with pytest.raises(InvalidOption, match=r"`algorithm\.masking` is 'best'; expected one of 'optimized'"):
         PerFedMask(masking="best")
+
+
+class Frozen:
+    """A model whose first group the module freezes."""
+
+    uses = TensorUses(frozen=frozenset(A))
+
+
+def test_budgets_are_spent_on_what_trains():
+    people = views(0.4, 1.0)
+    fleet = Fleet(people, BUFFERS, torch.device("cpu"), Frozen())
+    server = PerFedMask().init(WEIGHTS, fleet)
+    fixed = [set(PerFedMask().download(server, view).trainable) for view in people]
+    assert fixed == [set(WEIGHTS), A | HEAD]  # .4 of 6 is less than the group of 6; the first client does nothing
+    with pytest.raises(InvalidOption, match=r"is the whole model that trains; name a part of it"):
+        PerFedMask(head="b").init({n: w for n, w in WEIGHTS.items() if n not in HEAD}, fleet)
 
 
 def test_refuses_a_head_that_is_everything_or_nothing():

@@ -99,3 +99,13 @@ def test_patterns_that_do_not_fit_are_refused(patterns, message):
         d.explicit(LENET, patterns, 0.1)
     with pytest.raises(InvalidOption, match="`density=0`"):
         d.explicit(LENET, {}, 0)
+
+
+def test_what_is_frozen_is_not_prunable():
+    weights = {name: torch.zeros(2, 2) for name in ("body.weight", "mid.weight", "head.weight")} | {"b": torch.zeros(2)}
+    assert d.prunable(weights, (), {"body.weight", "b"}) == ("mid.weight", "head.weight")
+    assert d.prunable(weights, ("body.*", "head.*"), {"body.weight"}) == ("mid.weight",)  # a pattern may match it
+    with pytest.raises(InvalidOption, match=r"The module freezes each layer that could be pruned .*, of `body.weight`"):
+        d.prunable(weights, ("head.*",), {"body.weight", "mid.weight"})
+    with pytest.raises(InvalidOption, match=r"leave no layer to prune"):
+        d.prunable(weights, ("*",), {"body.weight"})
