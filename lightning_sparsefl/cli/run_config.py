@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Collection, Sequence
-from itertools import zip_longest
 from pathlib import Path
 
 from lightning.fabric.utilities.rank_zero import rank_zero_info
@@ -20,7 +20,8 @@ _GROUPS = ("--algorithm", "--model", "--data")
 def with_run_config(args: Sequence[str], subcommands: Collection[str]) -> list[str]:
     """Insert the configuration of the run that `--ckpt_path` belongs to after the subcommand.
 
-    Nothing is inserted if the arguments have a configuration, or give the algorithm, the model and the data.
+    Nothing is inserted if the arguments have a configuration, or give the algorithm, the model and the data. The option
+    itself is moved to the end, since a later configuration, as that of a run, has a `ckpt_path` of its own.
 
     Args:
         args: Arguments of the command line.
@@ -34,8 +35,10 @@ def with_run_config(args: Sequence[str], subcommands: Collection[str]) -> list[s
     """
     args = list(args)
     position = next((index for index, arg in enumerate(args) if arg in subcommands), None)
-    ckpt_path = None if position is None else _path_of_checkpoint(args)
-    if position is None or ckpt_path is None:
+    if position is None:
+        return args
+    args, ckpt_path = _moved_to_end("--ckpt_path", args), _path_of_checkpoint(args)
+    if ckpt_path is None:
         return args
     path = Path(ckpt_path)
     if not path.exists():
@@ -86,10 +89,24 @@ def _has_config(args: Sequence[str], subcommand: str) -> bool:
     return bool(names & {"-c", "--config"} or names >= set(_GROUPS) or any(name in os.environ for name in variables))
 
 
+def _moved_to_end(option: str, args: Sequence[str]) -> list[str]:
+    """Return the arguments with an option and its value at the end."""
+    others: list[str] = []
+    moved: list[str] = []
+    following = iter(args)
+    for arg in following:
+        name, equals, _ = arg.partition("=")
+        if name != option:
+            others.append(arg)
+        else:
+            moved += [arg] if equals else [arg, *itertools.islice(following, 1)]
+    return [*others, *moved]
+
+
 def _value_of(option: str, args: Sequence[str]) -> str | None:
     """Return the last value of an option, or None."""
     value = None
-    for arg, following in zip_longest(args, args[1:]):
+    for arg, following in itertools.zip_longest(args, args[1:]):
         name, equals, rest = arg.partition("=")
         if name == option:
             value = rest if equals else following

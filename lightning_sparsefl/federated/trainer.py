@@ -356,7 +356,7 @@ class FederatedTrainer:  # long because LightningCLI reads every option from its
             "workers_per_device": 1,
             "devices": _first(self._processes["devices"]),
         }
-        federation = replace(self.federation, on_client_error="raise", client_timeout=None)
+        federation = replace(self.federation, client_timeout=None)
         options = replace(self.options, federation=federation)
         if ckpt_path not in (None, *NEWEST):  # of any run, not only of the one in `run_dir`
             options = replace(options, run_dir=None)

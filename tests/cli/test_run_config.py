@@ -105,9 +105,9 @@ def test_a_path_with_nothing_there_is_named_beside_a_configuration(sparsefl):
         ["test", "--ckpt_path"],
         ["test", "--ckpt_path=last"],
         ["test", "--ckpt_path=null"],
-        ["test", "--ckpt_path=RUN", "-c", "x.yaml"],
+        ["test", "-c", "x.yaml", "--ckpt_path=RUN"],
         ["--config=x.yaml", "test", "--ckpt_path=RUN"],
-        ["test", "--ckpt_path=RUN", "--algorithm=FedAvg", "--model=MLP", "--data", "FederatedDigits"],
+        ["test", "--algorithm=FedAvg", "--model=MLP", "--data", "FederatedDigits", "--ckpt_path=RUN"],
         ["--version"],
     ],
 )
@@ -115,6 +115,23 @@ def test_nothing_is_inserted_otherwise(args, tmp_path):
     (tmp_path / "config.yaml").touch()
     args = [arg.replace("RUN", str(tmp_path)) for arg in args]
     assert with_run_config(args, VERBS) == args
+
+
+@pytest.mark.parametrize("value", ["RUN", "last", "null"])
+@pytest.mark.parametrize("equals", [True, False])
+def test_a_later_configuration_does_not_take_the_checkpoint_away(value, equals, tmp_path):
+    value = value.replace("RUN", str(tmp_path))
+    option = [f"--ckpt_path={value}"] if equals else ["--ckpt_path", value]
+    others = ["--config", "x.yaml", "--trainer.max_rounds", "3"]
+    assert with_run_config(["fit", *option, *others], VERBS) == ["fit", *others, *option]
+
+
+def test_a_run_is_scored_by_its_own_configuration_in_either_order(sparsefl, run):
+    options = [["--ckpt_path", str(run)], ["--config", str(run / "config.yaml")]]
+    shown = [sparsefl("test", *first, *second)[1] for first, second in (options, options[::-1])]
+    scores = [[line for line in text.splitlines() if "_acc" in line or "_loss" in line] for text in shown]
+    assert scores[0] == scores[1]
+    assert scores[0]
 
 
 def test_the_environment_can_give_the_configuration(tmp_path, monkeypatch):

@@ -7,7 +7,7 @@ from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_sparsefl import FedAvg, FedSpa
-from lightning_sparsefl.errors import InvalidOption
+from lightning_sparsefl.errors import ClientFailed, InvalidOption
 
 
 @pytest.mark.parametrize("store", ["ram", "disk"])
@@ -66,3 +66,19 @@ def test_a_run_of_another_folder_is_replayed(federation, tmp_path):
     options = {"run_dir": tmp_path / "b", "federation": {"clients_per_round": 6}, "arguments": {"client": 0}}
     again = federation(FedAvg(), verb="replay", ckpt_path=str(runs[0].run_folder), **options).summary
     assert again.round == 2
+
+
+class Failing(FedAvg):
+    def train(self, message, client):
+        if client.id == 3:
+            raise RuntimeError("no data today")
+        return super().train(message, client)
+
+
+def test_failures_of_others_in_rounds_in_between_are_skipped_as_in_the_run(federation):
+    options = {"clients_per_round": 6, "on_client_error": "skip", "checkpoint_every_n_rounds": 3}
+    folder = str(federation(Failing(), rounds=5, federation=options).run_folder)
+    again = {"verb": "replay", "rounds": 5, "ckpt_path": folder, "federation": options}
+    assert federation(Failing(), **again, arguments={"client": 0, "round": 4}).summary.round == 4
+    with pytest.raises(ClientFailed, match=r"Client 3 failed in round 4.*no data today"):
+        federation(Failing(), **again, arguments={"client": 3, "round": 4})
