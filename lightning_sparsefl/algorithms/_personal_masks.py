@@ -22,16 +22,15 @@ Counts = Mapping[str, int]
 """Numbers of kept positions by name."""
 
 
-def start(weights: Weights, fleet: Fleet) -> ServerState:
-    """Return the first state: all clients start with masks that keep every parameter that trains.
-
-    Other tensors have no masks, which tells a client the names of what may be pruned.
+def start(weights: Weights, fleet: Fleet, parameters: Weights) -> ServerState:
+    """Return the first state: all clients start with masks that keep everything.
 
     Args:
         weights: Initial weights of the module.
         fleet: All clients.
+        parameters: Parameters that have masks, which tells a client the names of what may be pruned.
     """
-    masks = dense_like(fleet.trained(weights))
+    masks = dense_like(parameters)
     share = torch.tensor(fleet.clients_per_round / len(fleet), dtype=torch.float64)
     return ServerState(round=0, weights=weights, extra={"first_masks": masks, "plan": {"participations": share}})
 

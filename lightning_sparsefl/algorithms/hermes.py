@@ -48,6 +48,7 @@ from lightning_sparsefl.federated.algorithm import FederatedAlgorithm
 from lightning_sparsefl.federated.client import Client
 from lightning_sparsefl.federated.fleet import Fleet
 from lightning_sparsefl.sparse.masks import apply, counts, density, intersect, same, subtract
+from lightning_sparsefl.sparse.parts import without
 from lightning_sparsefl.sparse.prune import prune_percentile
 from lightning_sparsefl.sparse.unit_lasso import present_groups
 from lightning_sparsefl.sparse.unit_tables import groups_of, unit_tables
@@ -108,7 +109,7 @@ class Hermes(FederatedAlgorithm):
         """Start with whole models."""
         if not fleet.units:
             raise InvalidOption("`Hermes` finds no units in the model; expected hidden channels, neurons or states.")
-        state = personal.start(weights, fleet)
+        state = personal.start(weights, fleet, without(weights, fleet.buffers))
         return replace(state, extra={"plan": state.extra["plan"], "units": unit_tables(fleet.units)})
 
     def download(self, server: ServerState, view: ClientView) -> Message:

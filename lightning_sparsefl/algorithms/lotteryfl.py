@@ -81,7 +81,7 @@ class LotteryFL(FederatedAlgorithm):
 
     def init(self, weights: Weights, fleet: Fleet) -> ServerState:
         """Start with dense masks."""
-        return personal.start(weights, fleet)
+        return personal.start(weights, fleet, fleet.trained(weights))
 
     def download(self, server: ServerState, view: ClientView) -> Message:
         """Send m_k * w, and the mask if the client does not have it."""

@@ -53,6 +53,7 @@ from lightning_sparsefl.federated.client import Client
 from lightning_sparsefl.federated.fleet import Fleet
 from lightning_sparsefl.sparse.density import maskable
 from lightning_sparsefl.sparse.masks import apply, changed, density, intersect, kept, mean_distance, same
+from lightning_sparsefl.sparse.parts import without
 from lightning_sparsefl.sparse.prune import below_percentile, prune_percentile
 from lightning_sparsefl.sparse.scores import magnitude
 from lightning_sparsefl.sparse.submodel import widen
@@ -124,7 +125,8 @@ class SubFedAvg(FederatedAlgorithm):
 
     def init(self, weights: Weights, fleet: Fleet) -> ServerState:
         """Start with dense masks."""
-        state = personal.start(weights, fleet)
+        parameters = without(weights, fleet.buffers) if self.channels else fleet.trained(weights)
+        state = personal.start(weights, fleet, parameters)
         if not self.channels:
             return state
         if not scaled_groups(fleet.units, weights):
