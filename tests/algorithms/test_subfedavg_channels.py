@@ -161,6 +161,7 @@ def test_channels_with_the_smallest_scales_are_removed_and_matrices_pruned():
     assert (penalty.strength, penalty.stairs, penalty.groups) == (1e-4, None, "scales")
 
 
+@pytest.mark.filterwarnings("ignore:Clients of `SubFedAvg` prune only:UserWarning")  # once in a process
 @pytest.mark.parametrize(
     ("options", "early", "scores", "matrices", "channels"),
     [
