@@ -47,10 +47,9 @@ from lightning_sparsefl.errors import InvalidOption, check_types
 from lightning_sparsefl.federated.algorithm import FederatedAlgorithm
 from lightning_sparsefl.federated.client import Client
 from lightning_sparsefl.federated.fleet import Fleet
-from lightning_sparsefl.seeds import generator
 from lightning_sparsefl.sparse.density import erk, kept_counts, maskable
 from lightning_sparsefl.sparse.masks import apply, dense_like, kept
-from lightning_sparsefl.sparse.prune import random_masks, shrink_globally
+from lightning_sparsefl.sparse.prune import shrink_globally
 from lightning_sparsefl.sparse.schedule import cubic, staircase
 from lightning_sparsefl.sparse.scores import magnitude
 from lightning_sparsefl.types import CostFacts, Costs, Masks, Merged, Message, ServerState, Update, Weights
@@ -103,8 +102,7 @@ class FedDIP(FederatedAlgorithm):
             )
         shapes = {name: weights[name].shape for name in names}
         counts = kept_counts(shapes, erk(shapes, self.initial_density))
-        drawn = random_masks(shapes, counts, generator(fleet.seed, "FedDIP mask"))
-        masks = {name: mask.to(fleet.device) for name, mask in drawn.items()}
+        masks = fleet.random_masks(shapes, counts, "FedDIP mask")
         plan = {"rounds": torch.tensor(float(fleet.max_rounds), device=fleet.device)}
         return ServerState(round=0, weights=apply(weights, masks), masks=masks, extra={"plan": plan})
 

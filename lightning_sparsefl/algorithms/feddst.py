@@ -36,10 +36,9 @@ from lightning_sparsefl.errors import check_types, require
 from lightning_sparsefl.federated.algorithm import FederatedAlgorithm
 from lightning_sparsefl.federated.client import Client
 from lightning_sparsefl.federated.fleet import Fleet
-from lightning_sparsefl.seeds import generator
 from lightning_sparsefl.sparse.density import ceil_count, erk, kept_counts
 from lightning_sparsefl.sparse.masks import apply, counts
-from lightning_sparsefl.sparse.prune import keep_largest_by, prune_to, random_masks, shrink
+from lightning_sparsefl.sparse.prune import keep_largest_by, prune_to, shrink
 from lightning_sparsefl.sparse.regrow import regrow
 from lightning_sparsefl.sparse.rescale import fan_in_scale
 from lightning_sparsefl.sparse.schedule import cosine
@@ -90,10 +89,9 @@ class FedDST(FederatedAlgorithm):
         pool = fleet.prunable(weights, self.dense_layers)
         goals = self._counts(pool)
         if self.first == "magnitude":
-            masks = prune_to(magnitude(pool), goals)
+            masks: Masks = prune_to(magnitude(pool), goals)
         else:
-            drawn = random_masks(pool, goals, generator(fleet.seed, "FedDST mask"))
-            masks = {name: mask.to(fleet.device) for name, mask in drawn.items()}
+            masks = fleet.random_masks(pool, goals, "FedDST mask")
         scale = {name: fan_in_scale(mask) for name, mask in masks.items()} if self.rescale else {}
         first = {name: value * scale[name] if name in scale else value for name, value in weights.items()}
         return ServerState(round=0, weights=apply(first, masks), masks=masks)

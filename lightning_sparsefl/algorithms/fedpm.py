@@ -78,9 +78,8 @@ class FedPM(FederatedAlgorithm):
             InvalidOption: If the module has no such layer, or a weight has a parametrization that changes zeros.
         """
         for path, layer in supermasked(module):
-            if not any(parameter.requires_grad for parameter in layer.parameters()):
-                continue
-            require_maskable(module, [n for n, _ in layer.named_parameters(prefix=path)], "algorithm", by_layers=False)
+            trained = [name for name, value in layer.named_parameters(prefix=path) if value.requires_grad]
+            require_maskable(module, trained, "algorithm", by_layers=False)
         found = [each for each in fan_ins(module) if each[1].requires_grad]
         if not found:
             raise InvalidOption(

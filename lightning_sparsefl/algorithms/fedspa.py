@@ -108,8 +108,8 @@ class FedSpa(FederatedAlgorithm):
         shapes = {name: weights[name].shape for name in names}
         spread = erk if self.layer_density == "erk" else uniform
         counts = kept_counts(shapes, spread(shapes, self.density))
-        masks = random_masks(shapes, counts, generator(fleet.seed, "FedSpa mask"))
-        return ServerState(round=0, weights=weights, extra={"first_masks": _to_device(fleet.device, masks)})
+        masks = fleet.random_masks(shapes, counts, "FedSpa mask")
+        return ServerState(round=0, weights=weights, extra={"first_masks": masks})
 
     def download(self, server: ServerState, view: ClientView) -> Message:
         """Send m_k * w, and the mask if the client does not have it."""

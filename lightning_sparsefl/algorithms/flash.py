@@ -34,7 +34,7 @@ from lightning_sparsefl.federated.fleet import Fleet
 from lightning_sparsefl.seeds import generator
 from lightning_sparsefl.sparse.density import ceil_count, floor_count, kept_counts, uniform
 from lightning_sparsefl.sparse.masks import apply, counts
-from lightning_sparsefl.sparse.prune import random_masks, shrink
+from lightning_sparsefl.sparse.prune import shrink
 from lightning_sparsefl.sparse.regrow import growth_counts, regrow
 from lightning_sparsefl.sparse.scores import magnitude, random
 from lightning_sparsefl.types import Masks, Message, ServerState, Update, Weights
@@ -70,24 +70,19 @@ class FLASH(FederatedAlgorithm):
         """Ask some clients for the densities of the layers, and draw the mask."""
         pool = fleet.prunable(weights, self.dense_layers)
         asked = {"asked": {"clients": torch.tensor(self._asked(fleet), dtype=torch.float64)}}
-        first = self._drawn(pool, uniform(pool, self.density), "FLASH first mask", fleet)
+        first = fleet.random_masks(pool, kept_counts(pool, uniform(pool, self.density)), "FLASH first mask")
         answer = fleet.survey(Message(weights={}, masks=first, extra=asked)).extra["densities"]
         densities = {name: float(answer[name]) for name in pool}  # too small, since who is not asked counts as 0
         kept = sum(densities[name] * value.numel() for name, value in pool.items())
         scale = self.density * sum(value.numel() for value in pool.values()) / kept
-        masks = self._drawn(pool, {n: min(1.0, scale * share) for n, share in densities.items()}, "FLASH mask", fleet)
+        numbers = kept_counts(pool, {name: min(1.0, scale * share) for name, share in densities.items()})
+        masks = fleet.random_masks(pool, numbers, "FLASH mask")
         return ServerState(round=0, weights=apply(weights, masks), masks=masks)
 
     def _asked(self, fleet: Fleet) -> list[int]:
         """Return the numbers of the clients that take part in the first stage."""
         drawn = torch.randperm(len(fleet.views), generator=generator(fleet.seed, "FLASH clients"))
         return [fleet.views[int(place)].id for place in drawn[: max(1, floor_count(self.first_clients, len(drawn)))]]
-
-    @staticmethod
-    def _drawn(pool: Weights, densities: dict[str, float], purpose: str, fleet: Fleet) -> Masks:
-        """Return random masks of given densities."""
-        drawn = random_masks(pool, kept_counts(pool, densities), generator(fleet.seed, purpose))
-        return {name: mask.to(fleet.device) for name, mask in drawn.items()}
 
     def survey(self, message: Message, client: Client) -> Update:
         """Train a sparse model alone, and return the densities of its layers, unless other clients are asked."""

@@ -44,10 +44,9 @@ from lightning_sparsefl.errors import InvalidOption, check_types, require
 from lightning_sparsefl.federated.algorithm import FederatedAlgorithm
 from lightning_sparsefl.federated.client import Client
 from lightning_sparsefl.federated.fleet import Fleet
-from lightning_sparsefl.seeds import generator
 from lightning_sparsefl.sparse.density import erk, floor_count, kept_counts, listed
 from lightning_sparsefl.sparse.masks import apply, dense_like, kept
-from lightning_sparsefl.sparse.prune import random_masks, shrink_globally
+from lightning_sparsefl.sparse.prune import shrink_globally
 from lightning_sparsefl.sparse.schedule import cubic
 from lightning_sparsefl.sparse.scores import magnitude, snip
 from lightning_sparsefl.types import CostFacts, Costs, Masks, Merged, Message, ServerState, Update, Weights
@@ -121,8 +120,7 @@ class PruneFL(FederatedAlgorithm):
         masks: Masks = dense_like(pool)
         if self.first == "erk":
             kept_of = kept_counts(pool, erk(pool, self.initial_density))
-            drawn = random_masks(pool, kept_of, generator(fleet.seed, "PruneFL mask"))
-            masks = {name: mask.to(fleet.device) for name, mask in drawn.items()}
+            masks = fleet.random_masks(pool, kept_of, "PruneFL mask")
         elif self.first == "snip":
             slopes = fleet.survey(Message(weights={})).weights
             count = max(len(pool), floor_count(self.initial_density, kept(masks)))

@@ -50,7 +50,7 @@ class SSFL(FederatedAlgorithm):
         """Ask the clients for scores of the initial weights, which they have, and prune."""
         pool = fleet.prunable(weights, self.dense_layers)
         scores = fleet.survey(Message(weights={})).weights
-        return start_under_mask(weights, {name: scores[name] for name in pool}, self.density)
+        return start_under_mask(weights, only(scores, pool), self.density)
 
     def survey(self, message: Message, client: Client) -> Update:
         """Return the scores of the weights that are pruned, by one batch at the initial weights."""

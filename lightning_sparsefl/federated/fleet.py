@@ -9,11 +9,13 @@ from typing import Any, Literal, Protocol, overload
 
 import torch
 
-from lightning_sparsefl.sparse.density import prunable
-from lightning_sparsefl.sparse.parts import without
+from lightning_sparsefl.seeds import generator
+from lightning_sparsefl.sparse.density import Shapes, prunable
+from lightning_sparsefl.sparse.parts import only, without
+from lightning_sparsefl.sparse.prune import random_masks
 from lightning_sparsefl.sparse.units import UnitGroup
 from lightning_sparsefl.sparse.uses import EACH_ONCE, TensorUses
-from lightning_sparsefl.types import ClientView, LayerFlops, Merged, Message, Weights
+from lightning_sparsefl.types import ClientView, LayerFlops, Masks, Merged, Message, Weights
 
 _MOST_LISTED = 1000
 
@@ -147,8 +149,18 @@ class Fleet:
         Raises:
             InvalidOption: If a pattern matches no layer, or none is left.
         """
-        parameters = without(weights, self.buffers)
-        return {name: parameters[name] for name in prunable(parameters, dense_layers, self.uses.frozen)}
+        return only(weights, prunable(without(weights, self.buffers), dense_layers, self.uses.frozen))
+
+    def random_masks(self, shapes: Shapes, counts: Mapping[str, int], purpose: str) -> Masks:
+        """Draw masks that depend on the seed of the run alone, on the CPU, so that they are equal on every machine.
+
+        Args:
+            shapes: Shapes by name, or tensors of these shapes.
+            counts: Number of positions to keep.
+            purpose: Name of the use, which has draws of its own.
+        """
+        drawn = random_masks(shapes, counts, generator(self.seed, purpose))
+        return {name: mask.to(self.device) for name, mask in drawn.items()}
 
     @property
     def units(self) -> Sequence[UnitGroup]:
