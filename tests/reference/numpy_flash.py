@@ -4,7 +4,8 @@ import math
 
 import numpy as np
 
-from reference.numpy_network import copied, masked, train, weighted_mean
+from reference.numpy_network import copied, masked, train
+from reference.numpy_snip import SNIP
 
 
 def shared_out(total, worth, room):
@@ -73,15 +74,8 @@ def scaled(found, sizes, density):
     return {name: min(1.0, scale * mean[name]) for name in sizes}
 
 
-class FLASH:
-    """The rounds, under the mask that was drawn."""
+class FLASH(SNIP):
+    """Rounds of SNIP, under the mask that was drawn."""
 
     def __init__(self, weights, masks, sizes, sgd):
         self.weights, self.masks, self.sizes, self.sgd = masked(weights, masks), masks, sizes, sgd
-
-    def round(self, batches):
-        trained = {k: train(self.weights, batches[k], masks=self.masks, **self.sgd) for k in batches}
-        self.weights = weighted_mean(trained, self.sizes)
-
-    def personal(self, client):
-        return self.weights

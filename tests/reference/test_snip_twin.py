@@ -10,11 +10,12 @@ from reference import numpy_snip as slow
 from reference.harness import CLIENTS, CLIPPED, HEAVY, PLAIN, SIZES, agree, full_batches, moved, seen_batches
 
 
-def compare_snip(fit, method, sgd, batch_size, **federation):
+def compare(twin_of, answers, fit, method, sgd, batch_size, **federation):
+    """A run under one mask from the answers of some clients against its twin; returns the rounds."""
     initial, record = fit(method, sgd, batch_size, **federation)
     _, asked = seen_batches(record[0])
-    assert set(asked) == ({0} if method.scored_by == "one" else set(CLIENTS))
-    twin = slow.SNIP(initial, asked, SIZES, sgd, method.density)
+    assert set(asked) == set(answers)
+    twin = twin_of(initial, asked, SIZES, sgd, method.density)
     for done in record:
         batches, searches = seen_batches(done)
         assert done is record[0] or not searches
@@ -23,6 +24,12 @@ def compare_snip(fit, method, sgd, batch_size, **federation):
         assert all(np.array_equal(mask, twin.masks[name]) for name, mask in done.server_masks.items())
         assert len(done.server_masks) == 3
     assert moved(record, initial)
+    return record
+
+
+def compare_snip(fit, method, sgd, batch_size, **federation):
+    answers = {0} if method.scored_by == "one" else CLIENTS
+    compare(slow.SNIP, answers, fit, method, sgd, batch_size, **federation)
 
 
 @pytest.mark.slow_after_first

@@ -2,28 +2,16 @@
 
 from __future__ import annotations
 
-import numpy as np
+from functools import partial
+
 import pytest
 
 from lightning_sparsefl import SNIP, SSFL
 from reference import numpy_ssfl as slow
-from reference.harness import CLIENTS, CLIPPED, HEAVY, PLAIN, SIZES, agree, full_batches, moved, seen_batches
+from reference.harness import CLIENTS, CLIPPED, HEAVY, PLAIN
+from reference.test_snip_twin import compare
 
-
-def compare_ssfl(fit, method, sgd, batch_size, **federation):
-    initial, record = fit(method, sgd, batch_size, **federation)
-    _, asked = seen_batches(record[0])
-    assert set(asked) == set(CLIENTS)
-    twin = slow.SSFL(initial, asked, SIZES, sgd, method.density)
-    for done in record:
-        batches, searches = seen_batches(done)
-        assert done is record[0] or not searches
-        twin.round(full_batches(done.cohort)[0] if batch_size == 64 else batches)
-        agree(done, twin)
-        assert all(np.array_equal(mask, twin.masks[name]) for name, mask in done.server_masks.items())
-        assert len(done.server_masks) == 3
-    assert moved(record, initial)
-    return record
+compare_ssfl = partial(compare, slow.SSFL, CLIENTS)
 
 
 @pytest.mark.slow_after_first
