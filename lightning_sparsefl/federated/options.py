@@ -91,8 +91,8 @@ class Federation:
     """Minimum number of clients to merge a round from, with `on_client_error: skip`."""
     client_timeout: float | None = None
     """Maximum duration of a client's round in seconds, after which the client has failed; null = no limit. It is
-    checked between batches, so a step that hangs is ended by `trainer.timeout` only. With `skip`, a run that depends on
-    the clock is not reproducible."""
+    checked between batches, so a step that hangs is ended by `trainer.timeout` only. Clients with a limit train one
+    after another. With `skip`, a run that depends on the clock is not reproducible."""
     placement: Literal["static", "dynamic"] = "static"
     """Placement of clients on ranks: planned in advance, longest first, by the clients' last FLOPs and the measured
     speed of each rank; or dynamic: each free rank takes the longest remaining client. The weights are the same."""

@@ -42,7 +42,7 @@ from lightning_sparsefl.report import silenced
 from lightning_sparsefl.seeds import seed_from_environment
 
 _LONGEST = 1e9
-"""Largest `timeout` in seconds, about 30 years; a duration of Python holds little more."""
+"""Largest time limit in seconds, about 30 years; a duration of Python holds little more."""
 
 
 class FederatedTrainer:  # long because LightningCLI reads every option from its signature and docstring
@@ -356,7 +356,8 @@ class FederatedTrainer:  # long because LightningCLI reads every option from its
             "workers_per_device": 1,
             "devices": _first(self._processes["devices"]),
         }
-        federation = replace(self.federation, client_timeout=None)
+        limit = self.federation.client_timeout and _LONGEST  # with a time limit, clients train one after another
+        federation = replace(self.federation, client_timeout=limit)
         options = replace(self.options, federation=federation)
         if ckpt_path not in (None, *NEWEST):  # of any run, not only of the one in `run_dir`
             options = replace(options, run_dir=None)

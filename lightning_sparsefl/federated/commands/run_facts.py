@@ -134,7 +134,7 @@ def require_equal_stacks(path: Path, theirs: Any, ours: int) -> None:
         CheckpointMismatch: If the sizes differ.
     """
     if theirs != ours:
-        stacked = f"`federation.local_engine: stacked` and `federation.stack_size: {theirs}`"
+        stacked = f"`local_engine: stacked` and `stack_size: {theirs}` of `federation`, and no `client_timeout`"
         raise CheckpointMismatch(
             f"{path} is of a run with another `federation.local_engine`: {_at_once(theirs)}, and in this run "
             f"{_at_once(ours)}; set {'`federation.local_engine: fast`' if theirs == 1 else stacked}."

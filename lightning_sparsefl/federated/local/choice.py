@@ -56,6 +56,8 @@ def choose_worker(
     asked, records = federation.local_engine, federation.record_steps
     if asked == "stacked":
         worker = StackedWorker(module, data, engine, work, device, records=records)
+        if federation.client_timeout is not None:
+            worker.train_alone("each has a time limit of its own (`federation.client_timeout`)")
         if not worker.can_stack:
             _messages.warn(
                 f"Clients train one after another, since {worker.reason}; set `federation.local_engine: auto`."

@@ -8,6 +8,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_sparsefl import FedAvg, FedSpa
 from lightning_sparsefl.errors import ClientFailed, InvalidOption
+from lightning_sparsefl.federated.local.stacked.worker import StackedWorker
 
 
 @pytest.mark.parametrize("store", ["ram", "disk"])
@@ -39,6 +40,15 @@ def test_an_earlier_round_needs_a_checkpoint_that_was_kept(federation, tmp_path)
     arguments["client"] = int(re.findall(r"\d+", str(refused.value))[-1])
     again = federation(FedSpa(density=0.5), verb="replay", ckpt_path=early, arguments=arguments).summary
     assert again.round == 1
+
+
+@pytest.mark.filterwarnings("ignore:Clients train one after another, since each has a time limit")
+def test_a_client_that_had_a_time_limit_trains_alone_again(federation, monkeypatch):
+    monkeypatch.delattr(StackedWorker, "_fit_stack")
+    options = {"clients_per_round": 6, "local_engine": "stacked", "client_timeout": 100.0}
+    folder = str(federation(FedAvg(), federation=options).run_folder)
+    options = {"federation": options, "arguments": {"client": 0}}
+    assert federation(FedAvg(), verb="replay", ckpt_path=folder, **options).summary.norm > 0
 
 
 class StopAfterTwo(Callback):

@@ -38,10 +38,23 @@ class Halving(Callback):
         self.share = share
 
 
-def fit(root, ckpt_path=None, rounds=1, drop_last=False, lr=0.1, optimizer=None, algorithm=None, seed=0, **options):
+def fit(
+    root,
+    ckpt_path=None,
+    rounds=1,
+    drop_last=False,
+    noise=0.5,
+    lr=0.1,
+    optimizer=None,
+    algorithm=None,
+    seed=0,
+    local_engine="auto",
+    client_timeout=None,
+    **options,
+):
     trainer = FederatedTrainer(
         algorithm=algorithm or FedAvg(),
-        federation=Federation(clients_per_round=2, local_engine=options.pop("local_engine", "auto")),
+        federation=Federation(clients_per_round=2, local_engine=local_engine, client_timeout=client_timeout),
         accelerator="cpu",
         devices=1,
         max_rounds=rounds,
@@ -51,7 +64,7 @@ def fit(root, ckpt_path=None, rounds=1, drop_last=False, lr=0.1, optimizer=None,
         **options,
     )
     sizes = {"num_train": 60, "num_clients": 3, "dim": 8, "batch_size": 8, "val_fraction": 0.2}
-    data = FederatedBlobs(**sizes, drop_last=drop_last, seed=seed)
+    data = FederatedBlobs(**sizes, drop_last=drop_last, noise=noise, seed=seed)
     torch.manual_seed(0)
     module = MLP(num_classes=data.num_classes, sample_shape=(1, 1, 8), lr=lr)
     if optimizer is not None:
@@ -107,15 +120,26 @@ def test_another_way_to_train_is_refused(option, value, resume):
         resume(**{option: value})
 
 
+@pytest.mark.filterwarnings("ignore:Clients train one after another, since each has a time limit")
 def test_another_local_engine_is_refused_by_its_name(resume, tmp_path):
     words = "another `federation.local_engine`: clients train one after another, and in this run up to 3 clients train "
     with pytest.raises(CheckpointMismatch, match=f"{words}at once; set `federation.local_engine: fast`\\.$"):
         resume(local_engine="stacked")
     stacked = tmp_path / "stacked"
     fit(stacked, local_engine="stacked")
-    remedy = "set `federation.local_engine: stacked` and `federation.stack_size: 3`"
-    with pytest.raises(CheckpointMismatch, match=rf"up to 3 clients train at once, and in this run .*; {remedy}\.$"):
-        fit(stacked, "last", rounds=2, local_engine="fast")
+    remedy = "set `local_engine: stacked` and `stack_size: 3` of `federation`, and no `client_timeout`"
+    for options in ({"local_engine": "fast"}, {"local_engine": "stacked", "client_timeout": 100.0}):
+        with pytest.raises(CheckpointMismatch, match=rf"up to 3 clients train at once, and in this .*; {remedy}\.$"):
+            fit(stacked, "last", rounds=2, **options)
+
+
+@pytest.mark.filterwarnings("ignore:Clients train one after another, since each has a time limit")
+def test_clients_with_a_time_limit_are_known_to_train_one_after_another(tmp_path):
+    limited = {"local_engine": "stacked", "client_timeout": 100.0}
+    fit(tmp_path, **limited)
+    with pytest.raises(CheckpointMismatch, match="clients train one after another, and in this run up to 3 "):
+        fit(tmp_path, "last", rounds=2, local_engine="stacked")
+    fit(tmp_path, "last", rounds=2, **limited)
 
 
 @pytest.mark.parametrize(
@@ -131,6 +155,7 @@ def test_another_local_engine_is_refused_by_its_name(resume, tmp_path):
         ),
         ({"optimizer": {"lr": 0.2}}, r"`optimizer.lr` = 0.1, and this run has 0.2"),
         ({"seed": 1}, r"`data.seed` = 0, and this run has 1"),
+        ({"noise": 0.1}, r"`data.noise` = None, and this run has 0.1"),
     ],
     ids=lambda value: str(next(iter(value))) if isinstance(value, dict) else "",
 )

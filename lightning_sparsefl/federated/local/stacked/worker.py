@@ -156,8 +156,7 @@ class StackedWorker(ClientWorker):
 
     def do_fit(self, request: FitRequest) -> FitResult:
         """Do a fit as part of a stack, if the client's work runs beside others' and the fit can be stacked."""
-        together = _may_wait() and self.can_stack
-        if not together or request.client.deadline is not None:
+        if not (_may_wait() and self.can_stack):
             return super().do_fit(request)
         full, masks = self._start(request)
         stacked = self._request(request, full, masks)
@@ -174,7 +173,7 @@ class StackedWorker(ClientWorker):
     def gradient(self, client: Client, weights: Weights) -> Weights:
         """Compute a gradient as part of a stack, if the client's work runs beside others' and it can be stacked."""
         key = client.key("gradient")
-        if _may_wait() and self.can_stack and client.deadline is None:
+        if _may_wait() and self.can_stack:
             self.flat.require_fitting(weights)
             request = self._gradients.request(client, key, weights)
             if request is not None and fibers.ask(request):
@@ -183,7 +182,7 @@ class StackedWorker(ClientWorker):
 
     def evaluate(self, client: Client, weights: Weights, split: Split) -> Mapping[str, float]:
         """Evaluate as part of a stack, if the client's work runs beside others' and the evaluation can be stacked."""
-        if _may_wait() and client.deadline is None:
+        if _may_wait():
             request = self._evaluation(client, weights, split)
             if request is not None and fibers.ask(request):
                 return request.result

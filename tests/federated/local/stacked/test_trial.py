@@ -20,6 +20,7 @@ from helpers.networks import Classifier
 from lightning_sparsefl import FedAvg, FederatedTrainer, Federation
 from lightning_sparsefl.data import FederatedBlobs
 from lightning_sparsefl.errors import ClientFailed
+from lightning_sparsefl.federated.local import choice
 from lightning_sparsefl.federated.local.stacked import functorch, worker
 from lightning_sparsefl.federated.local.stacked.recording.recorder import PassRecorder
 from lightning_sparsefl.federated.local.stacked.worker import StackedWorker
@@ -139,6 +140,7 @@ def fit(folder, module, **options):
     federation = Federation(
         **{"clients_per_round": 4, "local_engine": "stacked", "stack_size": 4, **options.pop("federation", {})}
     )
+    choice._messages.clear()
     worker._messages.clear()
     data = FederatedBlobs(
         num_train=160,
@@ -265,6 +267,7 @@ def test_a_module_that_cannot_be_stacked_is_named(case, tmp_path, stacked):
 SETTINGS = {
     "accumulate_grad_batches": ({"accumulate_grad_batches": 2}, "`trainer.accumulate_grad_batches` is 2"),
     "limit_train_batches": ({"limit_train_batches": 0}, "`trainer.limit_train_batches` is 0"),
+    "timeout": ({"federation": {"client_timeout": 100.0}}, "each has a time limit of its own"),
     "precision": ({"precision": "bf16-mixed"}, "`trainer.precision` is 'bf16-mixed'"),
     "callbacks": ({"client_callbacks": [Timer()]}, "`trainer.client_callbacks` has a Timer"),
     "validate": ({"validate_locally": True, "data": {"val_fraction": 0.2}}, "`trainer.validate_locally` is set"),
@@ -284,11 +287,6 @@ def test_a_torch_without_a_private_name_trains_one_after_another(tmp_path, stack
     monkeypatch.setattr(functorch, "_NAMES", (*functorch._NAMES, "_gone"))
     with pytest.warns(UserWarning, match=r"has no `torch._C._functorch._gone`"):
         fit(tmp_path, Net())
-    assert stacked == []
-
-
-def test_a_timeout_lets_clients_train_one_after_another(tmp_path, stacked):
-    fit(tmp_path, Net(), federation={"client_timeout": 100.0})
     assert stacked == []
 
 
