@@ -50,6 +50,7 @@ class FromTorchvision(FederatedDataModule):
         known = get_args(Normalization)
         require(normalization in known, "data.normalization", normalization, f"one of {', '.join(known)}")
         self.root, self.download = os.path.expanduser(root), download
+        self.normalization, self.augment = normalization, augment
         if normalization != "dataset":
             mean, std = (0.5, 0.5) if normalization == "half" else (0.0, 1.0)
             self.mean, self.std = (mean,) * len(self.mean), (std,) * len(self.std)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from hashlib import sha256
 from typing import Any
 
@@ -18,6 +18,8 @@ _DERIVED = ("max_steps", "log_every_n_steps")
 """Fields of the local options that are no options of a run."""
 _DATA = ("num_clients", "partition", "batch_size", "feature_shift")
 """Options of the data that are included."""
+_EXAMPLES = ("modules", "test", "train")
+"""Arguments of data modules that are the data itself."""
 _LONGEST = 80
 """Number of characters of a text that is not cut."""
 
@@ -60,8 +62,9 @@ def hyperparameters(options: RunOptions, data: Any, module: Any) -> dict[str, An
 
 
 def _options_of_data(data: Any) -> dict[str, Any]:
-    """Return the options of a data module of the user."""
-    return {} if type(data).__module__.startswith("lightning_sparsefl.") else options_of(data)
+    """Return the options of a data module that differ from their defaults; of this package's, those with an effect."""
+    silent = WITHOUT_EFFECT["data"] if type(data).__module__.startswith("lightning_sparsefl.") else ()
+    return options_of(data, (*_EXAMPLES, *silent))
 
 
 def _changed(options: Any, silent: Sequence[str]) -> dict[str, Any]:
@@ -70,14 +73,15 @@ def _changed(options: Any, silent: Sequence[str]) -> dict[str, Any]:
     return {f.name: getattr(options, f.name) for f in fields if getattr(options, f.name) != f.default}
 
 
-def options_of(callback: Any) -> dict[str, Any]:
+def options_of(callback: Any, without: Collection[str] = ()) -> dict[str, Any]:
     """Return the arguments of a callback that differ from their defaults, where they are attributes of the same name.
 
     Args:
         callback: Callback, or another object with options, that has not been used yet.
+        without: Names of arguments to leave out.
     """
     parameters = _parameters(callback)
-    values = {name: (value, parameters[name].default) for name, value in arguments_of(callback).items()}
+    values = {n: (value, parameters[n].default) for n, value in arguments_of(callback).items() if n not in without}
     return {name: plain(value) for name, (value, default) in values.items() if not _equal(value, default)}
 
 
@@ -91,11 +95,20 @@ def arguments_of(value: Any) -> dict[str, Any]:
 
 
 def _parameters(value: Any) -> Mapping[str, inspect.Parameter]:
-    """Return the parameters of the constructor of an object; empty for a class in C without a signature."""
-    try:
-        return inspect.signature(type(value)).parameters
-    except ValueError:
-        return {}
+    """Return the parameters of the constructor of an object, and of those that get its further keyword arguments.
+
+    A class in C without a signature has no parameters.
+    """
+    found: dict[str, inspect.Parameter] = {}
+    for kind in (kind for kind in type(value).__mro__ if kind is type(value) or "__init__" in vars(kind)):
+        try:
+            parameters = inspect.signature(kind).parameters
+        except ValueError:
+            break
+        found = {**parameters, **found}
+        if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+            break
+    return found
 
 
 def parts_of(value: Any) -> dict[str, Any] | None:

@@ -18,7 +18,7 @@ SEEDS = ("seed_everything", "trainer.seed", "data.seed")
 WITHOUT_EFFECT = {
     "ckpt_path": (),
     "config": (),
-    "data": ("eval_batch_size", "num_workers", "root"),
+    "data": ("download", "eval_batch_size", "memory_map", "num_workers", "root"),
     "federation": (
         *("checkpoint_every_n_rounds", "local_engine", "pictures_every_n_rounds", "placement", "record_steps"),
         *("stack_size", "store", "wire", "workers_per_device"),
