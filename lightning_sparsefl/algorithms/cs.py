@@ -31,9 +31,9 @@ from lightning_sparsefl.federated.aggregation.reducers import CoverageMean, Plai
 from lightning_sparsefl.federated.algorithm import FederatedAlgorithm
 from lightning_sparsefl.federated.client import Client
 from lightning_sparsefl.federated.fleet import Fleet
-from lightning_sparsefl.sparse.density import maskable
 from lightning_sparsefl.sparse.layer_groups import head_of
 from lightning_sparsefl.sparse.masks import apply, subtract
+from lightning_sparsefl.sparse.parts import without
 from lightning_sparsefl.sparse.prune import prune_to
 from lightning_sparsefl.sparse.scores import magnitude
 from lightning_sparsefl.sparse.uses import TensorUses
@@ -70,8 +70,7 @@ class CS(FederatedAlgorithm):
         spared = () if self.prune_head else _spared(parameters, fleet.uses)
         counts = {
             name: torch.tensor(max(1, round(self.density * parameters[name].numel())), dtype=torch.int64)
-            for name in maskable(parameters)
-            if name not in spared
+            for name in fleet.maskable(without(parameters, spared))
         }
         if not counts:
             raise InvalidOption("`CS` finds no layer to prune but the last; set `algorithm.prune_head: true`.")

@@ -47,7 +47,7 @@ from lightning_sparsefl.errors import InvalidOption, check_types
 from lightning_sparsefl.federated.algorithm import FederatedAlgorithm
 from lightning_sparsefl.federated.client import Client
 from lightning_sparsefl.federated.fleet import Fleet
-from lightning_sparsefl.sparse.density import erk, kept_counts, maskable
+from lightning_sparsefl.sparse.density import erk, kept_counts
 from lightning_sparsefl.sparse.masks import apply, dense_like, kept
 from lightning_sparsefl.sparse.prune import shrink_globally
 from lightning_sparsefl.sparse.schedule import cubic, staircase
@@ -94,7 +94,7 @@ class FedDIP(FederatedAlgorithm):
 
     def init(self, weights: Weights, fleet: Fleet) -> ServerState:
         """Draw the first mask, and store the number of rounds of the run."""
-        names = maskable(fleet.trained(weights))
+        names = fleet.maskable(weights)
         if not any(map(self._moves, names)):
             raise InvalidOption(
                 f"`FedDIP(fixed_layers={self.fixed_layers})` leaves no layer to prune; expected patterns that spare "

@@ -31,7 +31,7 @@ from lightning_sparsefl.errors import check_types
 from lightning_sparsefl.federated.algorithm import FederatedAlgorithm
 from lightning_sparsefl.federated.client import Client
 from lightning_sparsefl.federated.fleet import Fleet
-from lightning_sparsefl.sparse.density import floor_count, kept_counts, maskable
+from lightning_sparsefl.sparse.density import floor_count, kept_counts
 from lightning_sparsefl.sparse.masks import add, apply, dense_like, subtract
 from lightning_sparsefl.sparse.prune import prune_to, shrink_globally
 from lightning_sparsefl.sparse.reparameterize import gate
@@ -63,7 +63,7 @@ class FIARSE(FederatedAlgorithm):
 
     def init(self, weights: Weights, fleet: Fleet) -> ServerState:
         """Choose the layers whose weights are compared, and note their sizes."""
-        names = maskable(fleet.trained(weights))
+        names = fleet.maskable(weights)
         sizes = {name: torch.tensor(float(weights[name].numel()), device=fleet.device) for name in names}
         return ServerState(round=0, weights=weights, extra={"sizes": sizes})
 

@@ -38,7 +38,6 @@ from lightning_sparsefl.errors import check_types, require
 from lightning_sparsefl.federated.algorithm import FederatedAlgorithm
 from lightning_sparsefl.federated.client import Client
 from lightning_sparsefl.federated.fleet import Fleet
-from lightning_sparsefl.sparse.density import maskable
 from lightning_sparsefl.sparse.masks import apply, dense_like
 from lightning_sparsefl.sparse.prune import shrink_globally
 from lightning_sparsefl.sparse.reparameterize import power, root
@@ -74,7 +73,7 @@ class SparsyFed(FederatedAlgorithm):
 
     def init(self, weights: Weights, fleet: Fleet) -> ServerState:
         """Set the first theta to the roots of the maskable weights."""
-        names = maskable(fleet.trained(weights))
+        names = fleet.maskable(weights)
         theta = {name: root(weights[name], self.exponent) for name in names}
         return ServerState(round=0, weights={**weights, **self._shown(theta)}, extra={"theta": theta})
 

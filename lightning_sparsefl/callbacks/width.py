@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lightning_sparsefl.errors import InvalidOption
 from lightning_sparsefl.sparse.masks import intersect
-from lightning_sparsefl.sparse.uses import owner
+from lightning_sparsefl.sparse.parametrized import owner
 from lightning_sparsefl.types import Masks, Message
 
 

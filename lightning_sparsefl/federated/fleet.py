@@ -9,8 +9,9 @@ from typing import Any, Literal, Protocol, overload
 
 import torch
 
+from lightning_sparsefl.errors import InvalidOption
 from lightning_sparsefl.seeds import generator
-from lightning_sparsefl.sparse.density import Shapes, prunable
+from lightning_sparsefl.sparse.density import Shapes, maskable, prunable
 from lightning_sparsefl.sparse.parts import only, without
 from lightning_sparsefl.sparse.prune import random_masks
 from lightning_sparsefl.sparse.units import UnitGroup
@@ -138,6 +139,24 @@ class Fleet:
             weights: Weights by name.
         """
         return without(weights, self.buffers | self.uses.frozen)
+
+    def maskable(self, weights: Weights) -> tuple[str, ...]:
+        """Return the names of the parameters of two or more dimensions that train, if all of them can be pruned.
+
+        Args:
+            weights: Weights by name.
+
+        Raises:
+            InvalidOption: If a parametrization, such as weight norm, computes a weight from one of them.
+        """
+        names = maskable(self.trained(weights))
+        name = next((name for name in names if name in self.uses.computing), None)
+        if name is not None:
+            raise InvalidOption(
+                f"`algorithm` cannot mask `{name}`, from which the parametrization `{self.uses.computing[name]}` "
+                "computes a weight; remove the parametrization before training."
+            )
+        return names
 
     def prunable(self, weights: Weights, dense_layers: Sequence[str]) -> Weights:
         """Return the parameters of two or more dimensions that train and that no pattern matches.

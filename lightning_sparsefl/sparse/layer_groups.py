@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
 from lightning_sparsefl.errors import InvalidOption
-from lightning_sparsefl.sparse.uses import EACH_ONCE, TensorUses, owner
+from lightning_sparsefl.sparse.parametrized import owner
+from lightning_sparsefl.sparse.uses import EACH_ONCE, TensorUses
 from lightning_sparsefl.types import Weights
 
 _SHOWN = 12

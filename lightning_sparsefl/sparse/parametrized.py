@@ -6,7 +6,19 @@ from torch import nn
 from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
-from lightning_sparsefl.sparse.uses import owner
+
+def owner(name: str) -> str:
+    """Return the name of the layer that has a tensor, as its own or as that of one of its parametrizations.
+
+    Args:
+        name: Name of the tensor.
+
+    Example:
+        >>> owner("net.fc.bias"), owner("net.fc.parametrizations.weight.original0")
+        ('net.fc', 'net.fc')
+    """
+    layer, parametrized, _ = f".{name}".partition(".parametrizations.")
+    return layer[1:] if parametrized else name.rpartition(".")[0]
 
 
 def weight_of(module: nn.Module, name: str) -> tuple[str, str]:

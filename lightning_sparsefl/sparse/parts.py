@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from lightning_sparsefl.errors import InvalidOption
 from lightning_sparsefl.sparse.density import listed
 from lightning_sparsefl.sparse.layer_groups import head_of, layer_groups, matching, require_whole_layers
-from lightning_sparsefl.sparse.uses import EACH_ONCE, TensorUses, owner
+from lightning_sparsefl.sparse.parametrized import owner
+from lightning_sparsefl.sparse.uses import EACH_ONCE, TensorUses
 from lightning_sparsefl.types import Weights
 
 HEAD, NORM = "head", "norm"

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
+from lightning_sparsefl.sparse.parametrized import changes_zeros, owner
+
 _EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 
 
@@ -20,6 +22,8 @@ class TensorUses:
     """Names of the tensors of embeddings, which are not the head."""
     frozen: frozenset[str] = frozenset()
     """Names under which weights contain the parameters that do not train (``requires_grad=False``)."""
+    computing: Mapping[str, str] = field(default_factory=dict)
+    """For each parameter from which a parametrization computes a weight with other zeros, the parametrization."""
 
     def among(self, weights: Iterable[str]) -> dict[str, str]:
         """Return the uses of some tensors, with the name under which weights contain each.
@@ -58,20 +62,6 @@ EACH_ONCE = TensorUses()
 """Uses of a model whose layers share no tensors."""
 
 
-def owner(name: str) -> str:
-    """Return the name of the layer that has a tensor, as its own or as that of one of its parametrizations.
-
-    Args:
-        name: Name of the tensor.
-
-    Example:
-        >>> owner("net.fc.bias"), owner("net.fc.parametrizations.weight.original0")
-        ('net.fc', 'net.fc')
-    """
-    layer, parametrized, _ = f".{name}".partition(".parametrizations.")
-    return layer[1:] if parametrized else name.rpartition(".")[0]
-
-
 def uses_of(module: nn.Module) -> TensorUses:
     """Return the uses of a module's parameters, each layer once.
 
@@ -87,7 +77,7 @@ def uses_of(module: nn.Module) -> TensorUses:
         ['table.weight']
     """
     first: dict[int, str] = {}
-    stored, embeddings, frozen = {}, set(), set()
+    stored, embeddings, frozen, computing = {}, set(), set(), {}
     for layer, child in module.named_modules():
         for leaf, parameter in child.named_parameters(recurse=False, remove_duplicate=False):
             use = f"{layer}.{leaf}".lstrip(".")
@@ -96,4 +86,7 @@ def uses_of(module: nn.Module) -> TensorUses:
                 embeddings.add(use)
             if not parameter.requires_grad:
                 frozen.add(stored[use])
-    return TensorUses(stored, frozenset(embeddings), frozenset(frozen))
+            kind = changes_zeros(module, use)
+            if kind is not None:
+                computing[stored[use]] = kind
+    return TensorUses(stored, frozenset(embeddings), frozenset(frozen), computing)

@@ -14,7 +14,10 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset, random_split
 
 from lightning_sparsefl import (
+    CS,
+    FIARSE,
     FedAvg,
+    FedDIP,
     FederatedAlgorithm,
     FederatedTrainer,
     Federation,
@@ -22,6 +25,7 @@ from lightning_sparsefl import (
     FedSpa,
     HeteroFL,
     PerFedMask,
+    SparsyFed,
     SplitMix,
 )
 from lightning_sparsefl.data import FederatedBlobs
@@ -385,10 +389,15 @@ def test_a_mask_of_what_weight_norm_divides_by_is_refused(trainer):
         net.net[1] = nn.utils.parametrizations.weight_norm(net.net[1])
         return net
 
-    words = "`algorithm` cannot mask `net.1.weight`, .*`_WeightNorm`.*; remove the parametrization before training"
+    words = (
+        r"`algorithm` cannot mask `net\.1\..*weight.*`, .*`_WeightNorm`.*; remove the parametrization before training"
+    )
     for engine in ("auto", "fast"):
         with pytest.raises(InvalidOption, match=words):
             trainer(algorithm=FedSpa(density=0.5), federation={"local_engine": engine}).fit(normed(), blobs())
+    for method in (FedDIP(), CS(), FIARSE(), SparsyFed()):  # before anything is trained
+        with pytest.raises(InvalidOption, match=words):
+            trainer(algorithm=method).profile(normed(), blobs())
     assert trainer().fit(normed(), blobs())
 
 
