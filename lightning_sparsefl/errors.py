@@ -350,8 +350,8 @@ class ClientFailed(SparseFLError, RuntimeError):
         rank: Rank on which the client failed.
         left: Number of remaining clients and `federation.min_clients`, with `federation.on_client_error: skip`.
         replay: Command or call that repeats the local fit.
-        scored: Whether the client was to be scored, also after a last local fit, and not to take part in the round.
-        simulated: Whether it failed in the simulation of `profile`.
+        during: Phase in which the client failed: the training of a round, a survey of all clients before round 0, a
+            scoring, also after a last local fit, or the simulation of `profile`.
     """
 
     def __init__(
@@ -363,31 +363,31 @@ class ClientFailed(SparseFLError, RuntimeError):
         rank: int,
         left: tuple[int, int] | None = None,
         replay: str | None = None,
-        scored: bool = False,
-        simulated: bool = False,
+        during: Literal["training", "survey", "scoring", "simulation"] = "training",
     ) -> None:
         super().__init__(reason)
         self.reason, self.client, self.round, self.rank = reason, client, round, rank
-        self.left, self.replay, self.scored, self.simulated = left, replay, scored, simulated
+        self.left, self.replay, self.during = left, replay, during
 
     def __str__(self) -> str:
         """Return the message, followed by how to repeat the fit if that is known."""
-        if self.simulated:
-            where = f"Client {self.client} failed in round {self.round} of the simulation"
-            return f"{where}, which calls no hook of a callback: {self.reason.removesuffix('.')}."
+        client, reason = f"Client {self.client}", self.reason.removesuffix(".")
+        if self.during == "simulation":
+            where = f"{client} failed in round {self.round} of the simulation, which calls no hook of a callback"
+            return f"{where}: {reason}."
+        if self.during == "survey":
+            where = f"{client} failed before round 0 on rank {self.rank}, when the method asked all clients"
+            return f"{where}: {reason}; each of them must answer."
         advice = "if other clients do not fail, `federation.on_client_error: skip` merges the round without it"
         if self.left is not None:
             advice = _advice_if_too_few(*self.left)
-        if self.scored:
-            advice = "`federation.on_client_error: skip` leaves it out of the scores"
-        failed = "has no scores" if self.scored else "failed"
-        where = f"Client {self.client} {failed} in round {self.round} on rank {self.rank}"
-        message = f"{where}: {self.reason.removesuffix('.')}; {advice}."
+        failed = "failed"
+        if self.during == "scoring":
+            failed, advice = "has no scores", "`federation.on_client_error: skip` leaves it out of the scores"
+        message = f"{client} {failed} in round {self.round} on rank {self.rank}: {reason}; {advice}."
         return message if self.replay is None else f"{message}\nTo run that local fit again: {self.replay}"
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle all attributes, so that the exception can be sent between processes."""
-        facts = {
-            name: getattr(self, name) for name in ("client", "round", "rank", "left", "replay", "scored", "simulated")
-        }
+        facts = {name: getattr(self, name) for name in ("client", "round", "rank", "left", "replay", "during")}
         return partial(type(self), self.reason, **facts), ()

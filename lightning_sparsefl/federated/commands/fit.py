@@ -493,7 +493,7 @@ class Fit:
         if isinstance(error, Interrupted | KeyboardInterrupt):
             kept = kept_by_fit(self.folder.shown, self._committed, self.options.max_rounds, self._phase)
             rank_zero_info(f"{str(error) or 'SIGINT'} {kept}")
-        replayable = isinstance(error, ClientFailed) and not error.scored
+        replayable = isinstance(error, ClientFailed) and error.during == "training"
         if replayable and isinstance(self.parts.cohort, RankCohort):  # its data is here
             _attempt(self._offer_replay, error)
         _attempt(self._round_trainer.call, "on_exception", error)

@@ -208,7 +208,7 @@ class Simulation:
             if isinstance(answer.error, SparseFLError):
                 raise answer.error
             failure, client, round = answer.failure or "", order.client, order.round
-            raise ClientFailed(failure, client=client, round=round, rank=0, simulated=True) from answer.error
+            raise ClientFailed(failure, client=client, round=round, rank=0, during="simulation") from answer.error
         (outcome,) = self.server.receive([order], [answer], merge)
         return outcome
 

@@ -164,6 +164,31 @@ layers are cut in this run, and `federation.execution: mask` keeps their shapes
 
 
 @contextmanager
+def naming_evaluation_mode() -> Iterator[None]:
+    """Add to an error of a gradient outside of training that the module was in evaluation mode.
+
+    Raises:
+        RuntimeError: In the place of one with another cause than memory or the run's options.
+
+    Example:
+        >>> with naming_evaluation_mode():
+        ...     {"boxes": []}["loss"]
+        Traceback (most recent call last):
+        RuntimeError: KeyError: 'loss'; the method calls `training_step` also in evaluation mode, where a module may \
+return something else: check `self.training` there
+    """
+    try:
+        yield
+    except Exception as error:
+        if is_out_of_memory(error) or isinstance(error, SparseFLError):
+            raise
+        raise RuntimeError(
+            f"{type(error).__name__}: {str(error).rstrip('.')}; the method calls `training_step` also in evaluation "
+            "mode, where a module may return something else: check `self.training` there"
+        ) from error
+
+
+@contextmanager
 def naming_single_samples(split: str) -> Iterator[None]:
     """Convert torch's error for a batch of one sample in a batch norm into one that names the options to change.
 

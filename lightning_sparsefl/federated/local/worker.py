@@ -21,6 +21,7 @@ from lightning_sparsefl.errors import InvalidOption, InvalidUpdate
 from lightning_sparsefl.federated.client import Client
 from lightning_sparsefl.federated.exchange.failures import (
     naming_cut_layers,
+    naming_evaluation_mode,
     naming_frozen_layers,
     naming_single_samples,
     release_memory,
@@ -295,7 +296,7 @@ class ClientWorker:
         """
         self.load(weights)
         batch = next(iter(loader))
-        with modes_restored(self.module):
+        with modes_restored(self.module), naming_evaluation_mode():
             self.module.eval()
             self.engine.gradient(self.module, batch, datamodule=self.data if datamodule is None else datamodule)
         gradients = {

@@ -28,6 +28,15 @@ Receive = Callable[[Sequence[Order], Sequence[Answer], Accumulator | None], list
 """The server's :meth:`~lightning_sparsefl.federated.rounds.server.Server.receive`."""
 
 
+_PHASES: Mapping[Task, Literal["training", "survey", "scoring"]] = {
+    "train": "training",
+    "survey": "survey",
+    "score": "scoring",
+    "finetune": "scoring",
+}
+"""Phase of a run that each task belongs to."""
+
+
 class Answers(Protocol):
     """A node, in this process or behind bytes."""
 
@@ -303,9 +312,9 @@ def raise_failure(order: Order, answer: Answer, error: BaseException, rank: int)
         rank: Process that did the work.
 
     Raises:
-        ClientFailed: If the user's code failed in training or evaluation; its cause is that error.
+        ClientFailed: If the user's code failed; its cause is that error.
     """
-    if order.task == "survey" or isinstance(error, SparseFLError):
-        raise error  # a survey before the first round, a failed client, or a mistake that every client would meet
-    reason, scored = answer.failure or "", order.task != "train"
-    raise ClientFailed(reason, client=order.client, round=order.round, rank=rank, scored=scored) from error
+    if isinstance(error, SparseFLError):
+        raise error  # a failed client, or a mistake that every client would meet
+    reason, during = answer.failure or "", _PHASES[order.task]
+    raise ClientFailed(reason, client=order.client, round=order.round, rank=rank, during=during) from error

@@ -204,7 +204,7 @@ class Coordinator:
         at = state.server.round
         for lost in (outcome for outcome in outcomes if outcome.status == "failed"):
             if self.federation.on_client_error == "raise":
-                raise ClientFailed(lost.failure or "", client=lost.client, round=at, rank=lost.rank, scored=True)
+                raise ClientFailed(lost.failure or "", client=lost.client, round=at, rank=lost.rank, during="scoring")
             rank_zero_info(f"Client {lost.client} has no scores in round {at}: {lost.failure}")
         return [outcome for outcome in outcomes if outcome.status != "failed"]
 

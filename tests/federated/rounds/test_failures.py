@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader
 
-from lightning_sparsefl import FedAvg, FederatedTrainer, Federation, FedLPS, FedSpa
+from lightning_sparsefl import SNIP, FedAvg, FederatedTrainer, Federation, FedLPS, FedSpa
 from lightning_sparsefl.data import FederatedBlobs
 from lightning_sparsefl.errors import ClientFailed, InvalidOption, InvalidUpdate, RankFailed
 from lightning_sparsefl.federated.aggregation.reducers import Accumulator
@@ -604,6 +604,26 @@ class LostPart(FederatedBlobs):
         if self.read > 1 and (not dist.is_initialized() or dist.get_rank() == 1):
             raise OSError("lost file")
         return super().val_dataloader()
+
+
+class Detector(MLP):
+    """Has a loss in training mode only, as torchvision's detectors."""
+
+    def training_step(self, batch, batch_idx):
+        return ({"loss": super().training_step(batch, batch_idx)} if self.training else {})["loss"]
+
+
+@pytest.mark.parametrize(
+    ("method", "where"),
+    [(SNIP(), "before round 0 on rank 0, when the method asked all clients"), (FedSpa(), "in round 0 on rank 0")],
+    ids=repr,
+)
+def test_a_gradient_that_fails_names_the_client_and_the_mode(method, where, trainer):
+    detector = Detector(num_classes=4, sample_shape=(1, 1, 8))
+    words = rf"^Client \d failed {where}: RuntimeError: KeyError: 'loss'; the method calls `training_step` also in eval"
+    with pytest.raises(ClientFailed, match=words) as failed:
+        trainer(method).fit(detector, blobs())
+    assert isinstance(failed.value.__cause__.__cause__, KeyError)
 
 
 @pytest.mark.parametrize("ranks", [{}, FORK], ids=["one rank", "two ranks"])
