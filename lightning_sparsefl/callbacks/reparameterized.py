@@ -32,8 +32,8 @@ class Reparameterized(NumberedCallback):
     only, with its own gradients, so that clipping, momentum and weight decay act on theta. What others write into
     these weights during a fit is lost. A subclass states f, its derivative, and what may change in a step.
 
-    A second `fit` goes on with the theta of the first one. Put callbacks that add to the gradients of the weights
-    before this one, and one that masks after it.
+    A second `fit` goes on with the theta of the first one, so that another module needs a callback of its own. Put
+    callbacks that add to the gradients of the weights before this one, and one that masks after it.
 
     Args:
         layers: Patterns of names and types; see :func:`lightning_sparsefl.callbacks.layers.choose`.

@@ -112,6 +112,7 @@ def reported_facts(options: RunOptions, module: LightningModule, data: Any) -> d
     return {
         **{n.replace("/", "."): _lasting(v) for n, v in hparams.items() if n.startswith(("model/", "data/"))},
         "data.seed": getattr(data, "seed", None),
+        "federation.select": options.federation.select,
         **{name: _lasting(value) for name, value in optimizer.items() if value is not None},
         "trainer.client_callbacks": ", ".join(map(_described, options.client_callbacks)) or None,
         "trainer.max_rounds": options.max_rounds if options.algorithm.follows_length else None,

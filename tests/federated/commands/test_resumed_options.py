@@ -50,11 +50,13 @@ def fit(
     seed=0,
     local_engine="auto",
     client_timeout=None,
+    select=None,
     **options,
 ):
+    engine = {"local_engine": local_engine, "client_timeout": client_timeout}
     trainer = FederatedTrainer(
         algorithm=algorithm or FedAvg(),
-        federation=Federation(clients_per_round=2, local_engine=local_engine, client_timeout=client_timeout),
+        federation=Federation(clients_per_round=2, select=select, **engine),
         accelerator="cpu",
         devices=1,
         max_rounds=rounds,
@@ -155,6 +157,7 @@ def test_clients_with_a_time_limit_are_known_to_train_one_after_another(tmp_path
         ),
         ({"optimizer": {"lr": 0.2}}, r"`optimizer.lr` = 0.1, and this run has 0.2"),
         ({"seed": 1}, r"`data.seed` = 0, and this run has 1"),
+        ({"select": "global/val_acc"}, r"`federation.select` = None, and this run has 'global/val_acc'"),
         ({"noise": 0.1}, r"`data.noise` = None, and this run has 0.1"),
     ],
     ids=lambda value: str(next(iter(value))) if isinstance(value, dict) else "",
