@@ -48,6 +48,7 @@ from lightning_sparsefl.federated.local.fast.support import (
     require_automatic,
     unsupported_callback_reason,
     unsupported_hook_reason,
+    unsupported_loader_reason,
     unsupported_reason,
 )
 from lightning_sparsefl.federated.local.fast.trainer import FastTrainer, unsupported_fabric_reason
@@ -56,6 +57,7 @@ from lightning_sparsefl.federated.local.lightning_trainer import LightningEngine
 from lightning_sparsefl.federated.local.local_options import LocalOptions
 
 _messages = WarningCache()
+_TRAINER = "Clients train with a real Lightning Trainer, which is slower, because {}."
 _STAGES = {"validate": RunningStage.VALIDATING, "test": RunningStage.TESTING}
 
 
@@ -83,13 +85,21 @@ class FastEngine:
         fabric: Fabric that determines the device and the precision.
         options: Options of local training.
         precision: Precision of the computation. Default: that of the Fabric.
+        other: Engine for loaders that this one does not support, such as streams of unknown length. Default: they are
+            refused.
 
     Raises:
         InvalidOption: If the engine does not support the precision or the device.
     """
 
-    def __init__(self, fabric: Fabric, options: LocalOptions, precision: str | None = None) -> None:
-        self.fabric, self.options = fabric, options
+    def __init__(
+        self,
+        fabric: Fabric,
+        options: LocalOptions,
+        precision: str | None = None,
+        other: LightningEngine | None = None,
+    ) -> None:
+        self.fabric, self.options, self._other = fabric, options, other
         self.precision = precision or str(fabric.strategy.precision.precision)
         self.global_step = 0
         self._by_epochs: dict[int, LocalOptions] = {}
@@ -107,6 +117,7 @@ class FastEngine:
             options = self._by_epochs[epochs] = replace(self.options, max_epochs=epochs)
         engine = copy.copy(self)  # what is known of calls and samples is shared
         engine.options, engine.global_step, engine._evaluator = options, 0, None
+        engine._other = self._other and self._other.for_epochs(epochs)
         return engine
 
     def fit(
@@ -135,6 +146,14 @@ class FastEngine:
         Raises:
             InvalidOption: If the module or a loader needs a real Trainer, or the options do not fit the module.
         """
+        other = self._other_for(train_loader, val_loader)
+        if other is not None:
+            try:
+                return other.fit(
+                    module, train_loader, val_loader, callbacks=callbacks, loggers=loggers, datamodule=datamodule
+                )
+            finally:
+                self.global_step = other.global_step
         self._check_fit(module)
         trainer = self._client(module, callbacks, loggers, datamodule)
         with restore_trainer_refs(module, trainer.callbacks), trainer.running():
@@ -170,6 +189,9 @@ class FastEngine:
         step = "validation_step" if stage == "validate" else "test_step"
         if step not in overridden(module):
             raise InvalidOption(f"`{type(module).__name__}` has no `{step}`; define it to {stage} (option `model`).")
+        other = self._other_for(loader)
+        if other is not None:
+            return other.evaluate(module, loader, stage=stage, callbacks=callbacks, datamodule=datamodule)
         again = self._evaluator
         if again is not None and again.repeats(module, stage, callbacks, datamodule):
             trainer, evaluate = again.trainer, again.trainer.evaluate_again
@@ -232,6 +254,17 @@ class FastEngine:
         trainer = self._client(module, datamodule=datamodule)
         with restore_trainer_refs(module, ()), trainer.running(discard):
             trainer.gradient(batch, batch_idx)
+
+    def _other_for(self, *loaders: Any) -> LightningEngine | None:
+        """Return the other engine if it is needed for one of the loaders, with one message that gives the reason."""
+        if self._other is None:
+            return None
+        reasons = (unsupported_loader_reason(loader) for loader in loaders if loader is not None)
+        reason = next(filter(None, reasons), None)
+        if reason is None:
+            return None
+        _messages.info(_TRAINER.format(reason))
+        return self._other
 
     def _client(
         self,
@@ -297,6 +330,6 @@ def local_engine(
         return LightningEngine(fabric, options)
     reason = unsupported_reason(module, callbacks) or unsupported_fabric_reason(fabric)
     if reason is None:
-        return FastEngine(fabric, options)
-    _messages.info(f"Clients train with a real Lightning Trainer, which is slower, because {reason}.")
+        return FastEngine(fabric, options, other=LightningEngine(fabric, options))
+    _messages.info(_TRAINER.format(reason))
     return LightningEngine(fabric, options)

@@ -83,8 +83,14 @@ class Endless(IterableDataset):
 
 
 class StreamingOn(Own):
-    def train_dataloader(self):
+    def stream(self):
         return DataLoader(Endless(TensorDataset(self.inputs, LABELS[self.client])), batch_size=4)
+
+    train_dataloader = stream
+
+
+class StreamingEverywhere(StreamingOn):
+    test_dataloader = StreamingOn.stream
 
 
 class Streaming(Own):
@@ -134,10 +140,15 @@ def test_streams_train_as_data_sets_do(tmp_path):
         assert all(torch.equal(sets[0][name], streams[0][name]) for name in sets[0])
 
 
-def test_streams_without_a_length_train_in_a_trainer_as_data_sets_do(tmp_path):
-    sets = fitted([Own(client, stored=True) for client in range(CLIENTS)], tmp_path, "trainer")
-    modules = [StreamingOn(client, stored=True) for client in range(CLIENTS)]
-    streams = fitted(modules, tmp_path, "trainer", sizes=[SAMPLES] * CLIENTS)
-    assert all(torch.equal(sets[0][name], streams[0][name]) for name in sets[0])
+@pytest.mark.parametrize("algorithm", [FedAvg(), FedSpa(density=0.5)], ids=["FedAvg", "FedSpa"])
+@pytest.mark.parametrize("kinds", [[StreamingEverywhere] * 3, [Own, StreamingOn, Own]], ids=["all", "one"])
+@pytest.mark.filterwarnings("ignore:Clients train one after another, since client 0's loader reads")
+def test_streams_without_a_length_train_in_a_trainer_as_data_sets_do(kinds, algorithm, tmp_path):
+    sets = fitted([Own(client, stored=True) for client in range(CLIENTS)], tmp_path, "trainer", algorithm)
+    modules = [kind(client, stored=True) for client, kind in enumerate(kinds)]
+    for engine in ("trainer", "auto", "stacked"):
+        streams = fitted(modules, tmp_path, engine, algorithm, sizes=[SAMPLES] * CLIENTS)
+        assert all(torch.allclose(sets[0][name], streams[0][name], atol=1e-12) for name in sets[0])
+        assert streams[1] == pytest.approx(sets[1], abs=1e-12)
     with pytest.raises(InvalidOption, match=r"`DataLoader` has no length; set `federation.local_engine: trainer`"):
-        fitted(modules, tmp_path, "auto", sizes=[SAMPLES] * CLIENTS)
+        fitted(modules, tmp_path, "fast", sizes=[SAMPLES] * CLIENTS)
