@@ -36,6 +36,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "FedRolex": {"scaler": False},  # without norms after it, the scaler makes the loss overflow
     "HeteroFL": {"scaler": False},
     "PFedMe": {"lam": 5.0},  # times the learning rate below 1
+    "ScaleFL": {"widths": (0.5, 0.75, 1.0), "scaler": False},  # for three exits
     "PruneFL": {"first_epochs": 2},  # of at most 20 times 50 epochs of the first client
 }
 """Options of methods whose defaults are for other lengths of training, or for networks of another kind."""
@@ -53,6 +54,7 @@ MODELS: dict[str, Callable[[], L.LightningModule]] = {
     "DepthFL": lambda: ExitMNISTNet(lr=0.1),
     "FedBN": lambda: SmallCNN(sample_shape=(1, 28, 28), norm="batch", lr=0.1),
     "FedPM": AdamNet,
+    "ScaleFL": lambda: ExitMNISTNet(lr=0.1),
     "SCAFFOLD": lambda: MNISTNet(lr=0.03),  # at .1 its control variates diverge on so few samples
 }
 """Networks of methods that need exits, norms, another optimizer or rate; all others train `MNISTNet` at 0.1."""

@@ -40,6 +40,7 @@ from lightning_sparsefl.algorithms.pfedme import PFedMe
 from lightning_sparsefl.algorithms.prunefl import PruneFL
 from lightning_sparsefl.algorithms.prunetrain import PruneTrain
 from lightning_sparsefl.algorithms.scaffold import SCAFFOLD
+from lightning_sparsefl.algorithms.scalefl import ScaleFL
 from lightning_sparsefl.algorithms.snip import SNIP
 from lightning_sparsefl.algorithms.spafl import SpaFL
 from lightning_sparsefl.algorithms.sparsyfed import SparsyFed
@@ -91,6 +92,7 @@ __all__ = [
     "PerFedMask",
     "PruneFL",
     "PruneTrain",
+    "ScaleFL",
     "SpaFL",
     "SparsyFed",
     "SplitMix",

@@ -32,6 +32,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule
 
 from lightning_sparsefl.algorithms._dynamic_regularization import NEEDS_EXACT_MEAN, with_correction
+from lightning_sparsefl.algorithms._early_exits import places, predicting
 from lightning_sparsefl.callbacks import GradientOffset, ProximalTerm
 from lightning_sparsefl.callbacks.exits import EarlyExits, require_exits
 from lightning_sparsefl.cost import narrow_facts
@@ -40,7 +41,6 @@ from lightning_sparsefl.federated.algorithm import FederatedAlgorithm
 from lightning_sparsefl.federated.client import Client
 from lightning_sparsefl.federated.fleet import Fleet
 from lightning_sparsefl.sparse.density import floor_count
-from lightning_sparsefl.sparse.exits import blocks_of, exit_heads
 from lightning_sparsefl.sparse.masks import apply
 from lightning_sparsefl.sparse.width import make_norms_static
 from lightning_sparsefl.types import ClientView, CostFacts, Costs, Merged, Message, ServerState, Update, Weights
@@ -90,13 +90,7 @@ class DepthFL(FederatedAlgorithm):
     def init(self, weights: Weights, fleet: Fleet) -> ServerState:
         """Store the block of each tensor, the last layers of the exits, h = 0, and the number of clients."""
         parameters = {name: value for name, value in weights.items() if name not in fleet.buffers}
-        blocks = blocks_of(list(parameters), fleet.exits)
-        heads = exit_heads(parameters, fleet.exits, fleet.uses)
-        extra = {
-            "blocks": {name: torch.tensor(block) for name, block in blocks.items()},
-            "heads": {name: torch.tensor(block) for name, block in heads.items()},
-            "fleet": {"clients": torch.tensor(len(fleet))},
-        }
+        extra = {**places(parameters, fleet), "fleet": {"clients": torch.tensor(len(fleet))}}
         if self.alpha:
             extra["h"] = {name: torch.zeros_like(value) for name, value in parameters.items()}
         return ServerState(round=0, weights=weights, extra=extra)
@@ -146,27 +140,19 @@ class DepthFL(FederatedAlgorithm):
 
     def personalize(self, message: Message, client: Client) -> Weights:
         """Return weights whose mean over all exits is the mean over the client's own ones."""
-        return _own_exits(message.weights, message)
+        return predicting(message.weights, message.extra["heads"])
 
     def finetune_for(self, message: Message, client: Client, epochs: int) -> Weights:
         """Train the client's blocks and exits, without FedDyn's terms."""
         found = self.callbacks(message, client)
         callbacks = [each for each in found if not isinstance(each, GradientOffset | ProximalTerm)]
         trained = client.fit(message.weights, message.masks, callbacks=callbacks, epochs=epochs).weights
-        return _own_exits(trained, message)
+        return predicting(trained, message.extra["heads"])
 
     def trained(self, message: Message, update: Update) -> Weights:
         """Return the trained weights, which predict the mean over the client's exits."""
-        return _own_exits({**message.weights, **update.weights}, message)
+        return predicting({**message.weights, **update.weights}, message.extra["heads"])
 
     def costs(self, facts: CostFacts) -> Costs:
         """Return the costs of the client's blocks and exits, including those of their biases."""
         return super().costs(narrow_facts(facts))
-
-
-def _own_exits(weights: Weights, message: Message) -> Weights:
-    """Multiply the last layers of the client's exits."""
-    factors = message.extra["heads"]
-    return {
-        name: value * factors[name].to(value.dtype) if name in factors else value for name, value in weights.items()
-    }

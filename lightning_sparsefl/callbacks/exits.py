@@ -1,10 +1,12 @@
 """Training of the first blocks of a model with early exits.
 
-Kim, Yu, Kim, Moon, "DepthFL: Depthwise federated learning for heterogeneous clients", ICLR 2023, section 3.
+Kim, Yu, Kim, Moon, "DepthFL: Depthwise federated learning for heterogeneous clients", ICLR 2023, section 3, and Ilhan,
+Su, Liu, "ScaleFL: Resource-adaptive federated learning with heterogeneous clients", CVPR 2023, section 3.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule
@@ -12,7 +14,7 @@ from torch import Tensor, nn
 
 from lightning_sparsefl.callbacks.loss_scaling import loss_scale
 from lightning_sparsefl.errors import InvalidOption
-from lightning_sparsefl.sparse.exits import mutual_slopes
+from lightning_sparsefl.sparse.exits import mutual_slopes, teaching_slopes
 
 
 def require_exits(module: nn.Module, owner: str) -> None:
@@ -83,13 +85,34 @@ class EarlyExits(Callback):
 
     def _slope(self, place: int, slope: Tensor) -> Tensor:
         """Return the gradient by the logits of an exit."""
-        slope = slope * self.depth
-        if not self.strength or self.depth < 2:
+        slope = slope * self.factor(place)
+        if not self.distills:
             return slope
         scale = loss_scale(self._trainer) / self._trainer.accumulate_grad_batches
-        own = mutual_slopes([self._logits[at].to(slope.dtype) for at in range(self.depth)])[place]
+        own = self.slopes([self._logits[at].to(slope.dtype) for at in range(self.depth)])[place]
         added: Tensor = own * (scale * self.strength)
         return slope + added
+
+    @property
+    def distills(self) -> bool:
+        """Whether exits learn from each other."""
+        return bool(self.strength) and self.depth > 1
+
+    def factor(self, place: int) -> float:
+        """Return the factor of an exit's loss in the objective, whose mean over the exits the module takes.
+
+        Args:
+            place: Number of the exit, from 0.
+        """
+        return self.depth
+
+    def slopes(self, logits: Sequence[Tensor]) -> list[Tensor]:
+        """Return the gradient by each exit's logits of what exits learn from each other, at a strength of 1.
+
+        Args:
+            logits: Logits of each exit, classes in the last dimension.
+        """
+        return mutual_slopes(logits)
 
     def teardown(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
         """Remove the hooks, and restore the depth."""
@@ -105,3 +128,32 @@ class EarlyExits(Callback):
         if self._before is not None:
             self._before[0].depth = self._before[1]
         self._forget()
+
+
+class TaughtExits(EarlyExits):
+    """Trains the first blocks with their exits, where deeper exits count more and the last one teaches the others.
+
+    The objective of L exits is ``2 / (L (L + 1)) sum over j of j CE_j``, and the term of
+    :func:`~lightning_sparsefl.sparse.exits.teaching_slopes` times `strength`.
+
+    Args:
+        depth: Number of blocks to train.
+        strength: Strength of the distillation, >= 0.
+        temperature: Temperature of the distilled probabilities, above 0.
+
+    Example:
+        >>> [TaughtExits(depth=2).factor(place) / 2 for place in range(2)]
+        [0.3333333333333333, 0.6666666666666666]
+    """
+
+    def __init__(self, depth: int, strength: float = 0.0, temperature: float = 3.0) -> None:
+        super().__init__(depth, strength)
+        self.temperature = temperature
+
+    def factor(self, place: int) -> float:
+        """Return L times the weight of the exit's loss."""
+        return 2 * (place + 1) / (self.depth + 1)
+
+    def slopes(self, logits: Sequence[Tensor]) -> list[Tensor]:
+        """Return the gradient of what the others learn from the last exit."""
+        return teaching_slopes(logits, self.temperature)

@@ -1,4 +1,7 @@
-"""Early exits: a model in blocks, of which the first ones with their exits are a model too (DepthFL, ICLR 2023)."""
+"""Early exits: a model in blocks, of which the first ones with their exits are a model too.
+
+DepthFL (Kim et al., ICLR 2023) and ScaleFL (Ilhan et al., CVPR 2023).
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from lightning_sparsefl.sparse.layer_groups import head_of
 from lightning_sparsefl.sparse.uses import EACH_ONCE, TensorUses
@@ -81,3 +85,31 @@ def mutual_slopes(logits: Sequence[Tensor]) -> list[Tensor]:
         / (rows * (len(logits) - 1))
         for i, share in enumerate(shares)
     ]
+
+
+def teaching_slopes(logits: Sequence[Tensor], temperature: float = 3.0) -> list[Tensor]:
+    """Return the gradient by each exit's logits of what the other exits learn from the last one (ScaleFL).
+
+    The term of L exits is ``2 / (L (L + 1)) sum over j < L of j T^2 mean(p (log p - log q_j))`` with the temperature T,
+    ``p = softmax(z_L / T)`` and ``q_j = softmax(z_j / T)``, where the mean is over samples and classes. As in the
+    authors' program, the last exit is no constant.
+
+    Args:
+        logits: Logits of each exit, classes in the last dimension.
+        temperature: Temperature T of the probabilities, above 0.
+
+    Example:
+        >>> teaching_slopes([torch.zeros(1, 2), torch.tensor([[0.0, 3.2958369]])])[0]
+        tensor([[ 0.1250, -0.1250]])
+    """
+    *others, last = (value.detach() / temperature for value in logits)
+    log_p, count = F.log_softmax(last, -1), len(logits)
+    p = log_p.exp()
+    slopes, pulled = [], torch.zeros_like(last)
+    for place, own in enumerate(others, start=1):
+        log_q = F.log_softmax(own, -1)
+        share = 2 * place / (count * (count + 1)) * temperature / last.numel()
+        slopes.append(share * (log_q.exp() - p))
+        gap = log_p - log_q
+        pulled = pulled + share * p * (gap - (p * gap).sum(-1, keepdim=True))
+    return [*slopes, pulled]

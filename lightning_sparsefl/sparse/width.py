@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lightning_sparsefl.errors import InvalidOption
 from lightning_sparsefl.seeds import generator
-from lightning_sparsefl.sparse.density import ceil_count
+from lightning_sparsefl.sparse.density import ceil_count, floor_count
 from lightning_sparsefl.sparse.units import UnitGroup, keep_units, unit_counts, unit_norms
 from lightning_sparsefl.types import Masks, Weights
 
@@ -72,7 +72,7 @@ def ranked_units(
     turn: int = 0,
     seed: int = 0,
     weights: Weights | None = None,
-    rounding: Literal["up", "nearest"] = "up",
+    rounding: Literal["up", "nearest", "down"] = "up",
 ) -> dict[str, Tensor]:
     """Return the units of each group that a pattern ranks first.
 
@@ -83,7 +83,7 @@ def ranked_units(
         turn: Number of earlier draws of "random", or units that the window of "rolling" has moved on.
         seed: Seed of "random".
         weights: Weights that "magnitude" ranks by.
-        rounding: Rounding of the number of kept units: up, or to the nearest number, halves up.
+        rounding: Rounding of the number of kept units: up, to the nearest number, halves up, or down.
 
     Raises:
         InvalidOption: If `rate` is outside (0, 1].
@@ -95,8 +95,9 @@ def ranked_units(
         {'0': tensor([ True, False, False,  True])}
     """
     counts = unit_counts(groups, rate)  # raises if the rate is out of range
-    if rounding == "up":
-        counts = {group.name: ceil_count(rate, group.size) for group in groups}
+    if rounding != "nearest":
+        count = ceil_count if rounding == "up" else floor_count
+        counts = {group.name: max(count(rate, group.size), 1) for group in groups}
     if pattern == "magnitude":
         ranking = {name: norms.detach().cpu() for name, norms in unit_norms(groups, weights or {}).items()}
     else:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import lightning as L
 import pytest
 import torch
@@ -53,10 +55,28 @@ def objective(logits, y, strength):
     return total
 
 
+def taught(logits, y, strength):
+    """The weighted sum of the losses, and of what the others learn from the last exit."""
+    scale = 2 / (len(logits) * (len(logits) + 1))
+    total = sum(place * scale * F.cross_entropy(own, y) for place, own in enumerate(logits, start=1))
+    for place, own in enumerate(logits[:-1], start=1):
+        shares, target = (own / 1.5).log_softmax(1), (logits[-1] / 1.5).softmax(1)
+        total = total + strength * place * scale * 1.5**2 * F.kl_div(shares, target, reduction="none").mean()
+    return total
+
+
+OBJECTIVES = {
+    "mutual": (objective, exits.EarlyExits),
+    "taught": (taught, partial(exits.TaughtExits, temperature=1.5)),
+}
+
+
+@pytest.mark.parametrize("kind", OBJECTIVES)
 @pytest.mark.parametrize("strength", [0.0, 0.3])
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("accumulate", [1, 2])
-def test_a_step_descends_the_exits_common_objective(depth, strength, accumulate):
+def test_a_step_descends_the_exits_common_objective(depth, strength, accumulate, kind):
+    objective, callback = OBJECTIVES[kind]
     module = Net()
     module.depth = depth
     x, y = data(accumulate)
@@ -69,7 +89,7 @@ def test_a_step_descends_the_exits_common_objective(depth, strength, accumulate)
         for (name, value), slope in zip(module.named_parameters(), slopes, strict=True)
     }
     module.depth = 2
-    fit(module, exits.EarlyExits(depth, strength), accumulate, accumulate_grad_batches=accumulate)
+    fit(module, callback(depth, strength), accumulate, accumulate_grad_batches=accumulate)
     for name in names:
         assert torch.allclose(module.get_parameter(name), expected[name], atol=1e-6), name
     assert module.depth == 2

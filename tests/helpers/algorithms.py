@@ -15,6 +15,7 @@ NARROW = {
     algorithms.FLASC: {"server_lr": 0.05},  # five rounds are too few for steps of 0.001
     algorithms.FLASH: {"density": 0.3, "first_epochs": 2},
     algorithms.SparsyFed: {"density": 0.5},
+    algorithms.ScaleFL: {"widths": (0.5, 1.0)},
     algorithms.SplitMix: {"bases": 2},
     algorithms.PFedMe: {"lam": 5.0},  # times the module's learning rate, .1, below 1
     algorithms.FedP3: {"owned": 1},
@@ -49,6 +50,7 @@ VARIANTS = [
     algorithms.SparsyFed(density=0.4, prune_activations=False),
     algorithms.FedMP(ratio=0.4),
     algorithms.DepthFL(alpha=0.0, distill=False),
+    algorithms.ScaleFL(widths=(0.25, 0.5), scaler=False, strength=1.0, temperature=1.0, warmup=0.0),
     algorithms.PerFedMask(base=algorithms.HeteroFL(rates=(0.5,))),
     algorithms.PerFedMask(base=algorithms.SplitMix(bases=2)),
     algorithms.SNIP(density=0.4, scored_by="one", dense_layers=("net.4.*",)),

@@ -79,6 +79,7 @@ class Adapted(Classifier):
 
 MODULES: dict[str, Callable[[], L.LightningModule]] = {
     "DepthFL": EarlyExits,
+    "ScaleFL": EarlyExits,
     "FLASC": Adapted,
     "FedP3": DeepClassifier,
 }

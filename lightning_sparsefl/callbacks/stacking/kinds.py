@@ -12,7 +12,7 @@ from torch import nn
 
 from lightning_sparsefl.callbacks.activation_pruning import ActivationPruning
 from lightning_sparsefl.callbacks.budget_aware_extrusion import BudgetAwareExtrusion
-from lightning_sparsefl.callbacks.exits import EarlyExits
+from lightning_sparsefl.callbacks.exits import EarlyExits, TaughtExits
 from lightning_sparsefl.callbacks.feedback import ErrorFeedback
 from lightning_sparsefl.callbacks.gradient_offset import GradientOffset
 from lightning_sparsefl.callbacks.gradient_sum import GradientSum
@@ -139,6 +139,10 @@ _KINDS: dict[type[Callback], _Kind] = {
     LabelMask: _Kind(lambda callback: callback.layers, lambda callbacks, module, _: StackedLabels(callbacks, module)),
     EarlyExits: _Kind(
         lambda callback: (callback.depth, callback.strength),
+        lambda callbacks, module, _: StackedExits(callbacks, module),
+    ),
+    TaughtExits: _Kind(
+        lambda callback: (callback.depth, callback.strength, callback.temperature),
         lambda callbacks, module, _: StackedExits(callbacks, module),
     ),
     OrderedDropout: _Kind(

@@ -15,7 +15,6 @@ from lightning_sparsefl.callbacks.ordered_dropout import OrderedDropout, distill
 from lightning_sparsefl.callbacks.stacking.base import Leaves, StackedCallback, StackedPass
 from lightning_sparsefl.callbacks.unit_gates import Gate, gates_of, with_first
 from lightning_sparsefl.callbacks.width import LabelMask, OutputScaler
-from lightning_sparsefl.sparse.exits import mutual_slopes
 
 
 @dataclass
@@ -111,7 +110,7 @@ class StackedExits(StackedOutputs):
 
     def __init__(self, callbacks: Sequence[EarlyExits], module: Any) -> None:
         super().__init__(module)
-        self.depth, self.strength = callbacks[0].depth, callbacks[0].strength
+        self.exits, self.depth = callbacks[0], callbacks[0].depth
         self._before: int | None = None
 
     def start(self, leaves: Leaves) -> None:
@@ -130,11 +129,11 @@ class StackedExits(StackedOutputs):
 
     def _slope(self, place: int, slope: Tensor) -> Tensor:
         """Return the gradient by the logits of an exit."""
-        slope = slope * self.depth
-        if not self.strength or self.depth < 2:
+        slope = slope * self.exits.factor(place)
+        if not self.exits.distills:
             return slope
         logits = [self._now.logits[at].to(slope.dtype) for at in range(self.depth)]
-        return slope + torch.vmap(mutual_slopes)(logits)[place] * self.strength
+        return slope + torch.vmap(self.exits.slopes)(logits)[place] * self.exits.strength
 
     def release(self) -> None:
         """Remove the hooks, and restore the depth."""

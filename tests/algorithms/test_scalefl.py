@@ -1,0 +1,153 @@
+"""ScaleFL: who has which part of the model, by which exit it predicts, what it costs, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from helpers.networks import EarlyExits
+from lightning_sparsefl import DepthFL, ScaleFL
+from lightning_sparsefl.callbacks.exits import TaughtExits
+from lightning_sparsefl.callbacks.width import OutputScaler
+from lightning_sparsefl.cost import count_layers
+from lightning_sparsefl.errors import InvalidOption
+from lightning_sparsefl.federated.fleet import Fleet
+from lightning_sparsefl.models import ExitMNISTNet, ExitResNet18
+from lightning_sparsefl.sparse.submodel import cut
+from lightning_sparsefl.sparse.units import find_groups
+from lightning_sparsefl.sparse.uses import uses_of
+from lightning_sparsefl.sparse.width import ranked_units
+from lightning_sparsefl.types import CostFacts, Merged, Update
+
+MNIST, WIDTHS = (1, 1, 28, 28), (0.5, 0.75, 1.0)
+
+
+class Model:
+    """What an engine knows of a module."""
+
+    def __init__(self, module, side):
+        self.exits, self.uses, self.units = module.exits, uses_of(module), find_groups(module, torch.zeros(side))
+
+
+@pytest.fixture
+def start(view):
+    def make(method, module, side, *capacities):
+        method.adapt(module)
+        views = [view(i, capacity=capacity) for i, capacity in enumerate(capacities)]
+        weights = {name: value.detach() for name, value in module.named_parameters()}
+        model = Model(module, side)
+        return method.init(weights, Fleet(views, frozenset(), torch.device("cpu"), model)), views
+
+    return make
+
+
+@pytest.mark.parametrize(("capacity", "depth"), [(0.1, 1), (0.34, 1), (0.67, 2), (1.0, 3)])
+def test_a_client_has_the_first_units_of_the_first_blocks(start, capacity, depth):
+    method, module = ScaleFL(widths=WIDTHS), ExitMNISTNet()
+    server, (person,) = start(method, module, MNIST, capacity)
+    message = method.download(server, person)
+    assert method.alike(server, person) == int(message.extra["depth"]["blocks"]) == depth
+    deeper = [name for name in message.weights if name.split(".")[2] not in map(str, range(depth))]
+    assert set(deeper) == {name for name, mask in message.masks.items() if not bool(mask.any())}
+    first = module.net.blocks[0][0]
+    kept = int(WIDTHS[depth - 1] * first.out_channels)
+    held = message.masks.get("net.blocks.0.0.weight", torch.ones_like(first.weight, dtype=torch.bool))
+    assert bool(held[:kept].all())
+    assert not bool(held[kept:].any())
+    assert all(bool((message.weights[name][~mask] == 0).all()) for name, mask in message.masks.items())
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3, 4])
+def test_a_client_is_scored_by_the_last_exit_of_its_network(start, client, depth):
+    """The whole module, with the weights that are scored, predicts what the cut network's last exit does."""
+    torch.manual_seed(0)
+    method, module = ScaleFL(), ExitResNet18(10, norm="batch")
+    side, x = (1, 3, 32, 32), torch.randn(4, 3, 32, 32)
+    server, (person,) = start(method, module, side, depth / 4)
+    message = method.download_for(server, person, "score")
+    units = ranked_units(find_groups(module, torch.zeros(side)), method.widths[depth - 1], "ordered", rounding="down")
+    with torch.no_grad():
+        narrow = cut(module.eval(), find_groups(module, torch.zeros(side)), units)
+        narrow.depth = depth
+        expected = narrow(x)[-1]
+        module.load_state_dict(dict(method.personalize(message, client()[0])), strict=False)
+        torch.testing.assert_close(torch.stack(module(x)).mean(0), expected, atol=1e-4, rtol=1e-4)
+    moved = Update(weights={name: 2 * value for name, value in message.weights.items()})
+    doubled, own = method.trained(message, moved), method.personalize(message, client()[0])
+    assert all(torch.equal(doubled[name], 2 * own[name]) for name in own)
+
+
+def test_the_server_s_model_predicts_by_its_last_exit_and_keeps_the_others(start):
+    method, module = ScaleFL(widths=(0.5, 1.0)), EarlyExits()
+    nn.init.ones_(module.net["one"].weight)
+    server, _ = start(method, module, (2, 8), 1.0)
+    last, first = server.weights["net.two.weight"], server.weights["net.one.weight"]
+    assert torch.equal(last, 2 * module.net["two"].weight)
+    assert not bool(first.any())
+    assert bool((method.weights_to_step(server)["net.one.weight"] == 1).all())
+    merged = {name: value + 1 for name, value in method.weights_to_step(server).items()}
+    after = method.aggregate(server, Merged(weights=merged, covered={}))
+    assert bool((method.weights_to_step(after)["net.one.weight"] == 2).all())
+    assert torch.equal(after.weights["net.two.weight"], 2 * (module.net["two"].weight + 1))
+
+
+def test_the_last_exit_teaches_after_the_warmup(start, client):
+    method = ScaleFL(widths=WIDTHS, strength=0.5, temperature=2.0, warmup=0.2)
+    server, (person,) = start(method, ExitMNISTNet(), MNIST, 0.7)
+    message = method.download(server, person)
+    found = []
+    for round in (0, 2, 3):
+        (exits, scaler) = method.callbacks(message, client(round=round, max_rounds=10)[0])
+        assert isinstance(exits, TaughtExits)
+        assert isinstance(scaler, OutputScaler)
+        assert scaler.rate == 0.75
+        found.append((exits.depth, exits.strength, exits.temperature))
+    assert found == [(2, 0.0, 2.0), (2, 0.0, 2.0), (2, 0.5, 2.0)]
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_costs_are_those_of_the_narrow_blocks_and_exits(start, depth):
+    method, module = ScaleFL(widths=WIDTHS), ExitMNISTNet()
+    server, (person,) = start(method, module, MNIST, depth / 3)
+    message, groups = method.download(server, person), find_groups(module, torch.zeros(MNIST))
+    facts = {"view": person, "message": message, "epochs": 2, "samples": 5, "batch_size": 5}
+    costs = method.costs(
+        CostFacts(layers=count_layers(module, torch.zeros(MNIST)), model=Model(module, MNIST), **facts)
+    )
+    narrow = cut(module, groups, ranked_units(groups, WIDTHS[depth - 1], "ordered", rounding="down"))
+    own = tuple(f"net.{part}.{place}." for part in ("blocks", "exits") for place in range(depth))
+    layers = [layer for layer in count_layers(narrow, torch.zeros(MNIST)) if layer.weight.startswith(own)]
+    assert costs.flops_paper == pytest.approx(3 * 2 * 5 * sum(2 * layer.macs + layer.bias for layer in layers))
+    sent = sum(value.numel() for name, value in narrow.named_parameters() if name.startswith(own))
+    assert costs.bytes_down_paper == costs.bytes_up_paper == 4 * sent
+
+
+def test_a_whole_network_of_equal_exits_is_that_of_depthfl(start):
+    module, (one, other) = ExitMNISTNet(), (ScaleFL(widths=(1.0, 1.0, 1.0)), DepthFL(alpha=0.0))
+    (ours, (person,)), (theirs, _) = (start(method, module, MNIST, 0.7) for method in (one, other))
+    assert ours.extra["blocks"] == theirs.extra["blocks"]
+    messages = [one.download(ours, person), other.download(theirs, person)]
+    assert all(torch.equal(messages[0].weights[name], value) for name, value in messages[1].weights.items())
+    assert messages[0].masks.keys() == messages[1].masks.keys()
+
+
+def test_a_width_for_each_exit_is_expected(federation):
+    expected = r"`algorithm.widths` is \(0.5, 0.5, 1.0\); expected 2 numbers, one for each block of `model`"
+    with pytest.raises(InvalidOption, match=expected):
+        federation(ScaleFL(widths=(0.5, 0.5, 1.0)), module=EarlyExits())
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"widths": ()}, r"`algorithm.widths` is \(\); expected one or more numbers in \(0, 1\]"),
+        ({"widths": (0.5, 1.1)}, r"`algorithm.widths` is \(0.5, 1.1\); expected"),
+        ({"strength": -0.1}, "`algorithm.strength` is -0.1; expected a number >= 0"),
+        ({"temperature": 0.0}, "`algorithm.temperature` is 0.0; expected a number above 0"),
+        ({"warmup": 1.5}, r"`algorithm.warmup` is 1.5; expected a number in \[0, 1\]"),
+    ],
+)
+def test_options_out_of_range_are_refused(options, expected):
+    with pytest.raises(InvalidOption, match=expected):
+        ScaleFL(**options)
