@@ -76,7 +76,7 @@ from lightning_sparsefl.report.measures.direction import higher_is_better
 from lightning_sparsefl.seeds import generator
 from lightning_sparsefl.sparse.importance import gate_gradients, relative
 from lightning_sparsefl.sparse.masks import add, apply, counts, subtract
-from lightning_sparsefl.sparse.submodel import narrow, widen
+from lightning_sparsefl.sparse.submodel import keep_statistics, narrow, widen
 from lightning_sparsefl.sparse.units import UnitGroup, keep_units, unit_counts, unit_masks, unit_norms
 from lightning_sparsefl.sparse.width import blind_ranking
 from lightning_sparsefl.types import (
@@ -365,7 +365,8 @@ class FedLPS(FederatedAlgorithm):
         callbacks = [*self.callbacks(message, client), self._proximal_term(message.weights, client), chosen]
         result = client.fit(message.weights, callbacks=callbacks)
         kept = chosen.kept or self._kept(message.weights, client, density, scores)  # `profile` trains no step
-        return result, kept, dict(chosen.scores)
+        weights = keep_statistics(result.weights, client.units, kept, message.weights, client.buffers)
+        return replace(result, weights=weights), kept, dict(chosen.scores)
 
     def _choose_and_fit(
         self, message: Message, client: Client, density: float, scores: Weights

@@ -67,8 +67,7 @@ class Federation:
     `data.eval_split: test`, the validation sets are evaluated as well for their keys."""
     execution: Literal["mask", "cut"] = "mask"
     """How a client excludes units of the model from training: by multiplying them by zero, or by removing them, which
-    takes less time and gives equal weights up to rounding. Running statistics of units that are multiplied by zero
-    approach zero, and those of removed units stay. It has no effect on masks over single weights."""
+    takes less time and gives equal weights up to rounding. It has no effect on masks over single weights."""
     finetune_epochs: int = 0
     """Number of epochs of each client's final fit after the last round, for methods without their own fine-tuning."""
     monitor: str = "train_acc"

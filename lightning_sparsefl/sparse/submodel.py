@@ -7,7 +7,7 @@ the masked model computes, from weights of the same names. Layers for which this
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -84,6 +84,33 @@ def widen(
         wide[name] = torch.zeros_like(full) if zeros else full.clone()
         wide[name][_grid(index, full)] = narrowed[name].detach()
     return wide
+
+
+def keep_statistics(
+    trained: Weights, groups: Sequence[UnitGroup], kept: Masks, before: Weights, buffers: Collection[str]
+) -> dict[str, Tensor]:
+    """Return weights after training, where dropped units have the running statistics of before it.
+
+    Where units are multiplied by zero, their running means and variances approach zero, and would be wrong for clients
+    that have the units.
+
+    Args:
+        trained: Weights and buffers after training.
+        groups: Groups of units, as in :func:`narrow`.
+        kept: Units that have been trained, as in :func:`narrow`.
+        before: Weights and buffers before training.
+        buffers: Names of the buffers; those that `trained` lacks are ignored.
+
+    Example:
+        >>> from lightning_sparsefl.sparse.units import find_groups
+        >>> net = nn.Sequential(nn.Linear(1, 2), nn.BatchNorm1d(2), nn.Linear(2, 1))
+        >>> groups, kept = find_groups(net, torch.zeros(2, 1)), {"0": torch.tensor([True, False])}
+        >>> before, after = {"1.running_var": torch.ones(2)}, {"1.running_var": torch.tensor([3.0, 0.1])}
+        >>> keep_statistics(after, groups, kept, before, ["1.running_var"])
+        {'1.running_var': tensor([3., 1.])}
+    """
+    statistics = {name: value for name, value in trained.items() if name in buffers}
+    return {**trained, **widen(narrow(statistics, groups, kept), groups, kept, before)}
 
 
 def cut(module: nn.Module, groups: Sequence[UnitGroup], kept: Masks) -> nn.Module:

@@ -12,6 +12,7 @@ from lightning_sparsefl import FederatedAlgorithm, FederatedTrainer, Federation,
 from lightning_sparsefl.data import FederatedDigits
 from lightning_sparsefl.errors import ClientFailed, InvalidOption
 from lightning_sparsefl.models import MLP
+from lightning_sparsefl.sparse.submodel import keep_statistics
 from lightning_sparsefl.sparse.units import keep_units, unit_counts, unit_masks, unit_norms
 from lightning_sparsefl.types import Message, Update
 
@@ -72,6 +73,14 @@ class Grouped(L.LightningModule):
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)]
 
 
+class Normed(Grouped):
+    """The network with batch norms, whose statistics are averaged."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.block_norm = nn.BatchNorm2d(8), nn.BatchNorm2d(8)
+
+
 def mlp():
     return MLP(num_classes=10, sample_shape=(1, 8, 8))
 
@@ -109,6 +118,9 @@ def fit(tmp_path):
         (Narrower(), mlp, "trainer"),
         (PartlyFrozen(), mlp, "fast"),
         (Narrower(), Grouped, "fast"),
+        (Narrower(), Normed, "fast"),
+        (Narrower(), Normed, "trainer"),
+        (Narrower(), Normed, "stacked"),
     ],
 )
 def test_cutting_gives_the_weights_of_masking(fit, algorithm, make, engine):
@@ -119,6 +131,25 @@ def test_cutting_gives_the_weights_of_masking(fit, algorithm, make, engine):
     for name in same:
         if name.split("/")[0] in ("global", "personal", "flops", "comm"):
             assert summary[name] == pytest.approx(same[name], rel=1e-3), name
+
+
+class Checked(FedLPS):
+    """Checks that a client's update leaves the statistics of the units that it has dropped."""
+
+    def train(self, message, client):
+        update = super().train(message, client)
+        moved = {name: update.weights[name] for name in client.buffers}
+        still = {name: torch.zeros_like(value) for name, value in moved.items()}
+        masked = keep_statistics(moved, client.units, update.memory["kept"], still, client.buffers)
+        assert all(torch.equal(moved[name], masked[name]) for name in moved)
+        assert all(0 < int((value == 0).sum()) < value.numel() for value in moved.values())
+        return update
+
+
+@pytest.mark.parametrize("refresh", ["step", "round"])
+def test_dropped_units_keep_their_statistics_for_the_clients_that_have_them(fit, refresh):
+    state, _ = fit(Checked(refresh=refresh, ratio="fixed"), Normed, "mask")
+    assert all(bool((state[name] > 0.01).all()) for name in state if name.endswith("running_var"))
 
 
 def test_a_cut_client_trains_a_narrow_module(fit):

@@ -38,7 +38,7 @@ from lightning_sparsefl.seeds import derive_seed, seed_all
 from lightning_sparsefl.sparse.masks import apply, intersect
 from lightning_sparsefl.sparse.modes import modes_restored
 from lightning_sparsefl.sparse.parts import norms_of
-from lightning_sparsefl.sparse.submodel import cut, narrow, widen
+from lightning_sparsefl.sparse.submodel import cut, keep_statistics, narrow, widen
 from lightning_sparsefl.sparse.units import UnitGroup, unit_masks
 from lightning_sparsefl.sparse.uses import TensorUses, uses_of
 from lightning_sparsefl.types import FitResult, Masks, Weights
@@ -116,9 +116,7 @@ class ClientWorker:
         Args:
             weights: Weights by name; names that are missing get the run's initial values.
         """
-        if len(weights) < len(self.initial):
-            weights = {**self.initial, **weights}
-        self.flat.load(weights)
+        self.flat.load(self._whole(weights))
         buffers = dict(self.module.named_buffers()) if self._counters else {}
         for name, first in self._counters.items():
             now = buffers.get(name, self._codes.get(name))
@@ -179,6 +177,8 @@ class ClientWorker:
             metrics = engine.fit(module, loader, validation, callbacks=attached, datamodule=self.data_of(client))
         if units is not None and is_cut:
             self._widen(module, units)
+        elif units is not None and self.buffers:
+            self.flat.load(keep_statistics(self.flat.read(), self.units, units, self._whole(weights), self.buffers))
         return FitResult(
             weights=self.flat.read(),
             metrics={name: float(value) for name, value in metrics.items()},
@@ -212,6 +212,10 @@ class ClientWorker:
     def exits(self) -> Mapping[str, str]:
         """The module's early exits by the last module of each block; empty without `exits`."""
         return dict(getattr(self.module, "exits", {}))
+
+    def _whole(self, weights: Weights) -> Weights:
+        """Return weights with every name of the model; those that are missing get the run's initial values."""
+        return weights if len(weights) == len(self.initial) else {**self.initial, **weights}
 
     def _require_trainable(self, client: Client, trainable: Masks) -> None:
         """Raise if masks leave no weight to train.

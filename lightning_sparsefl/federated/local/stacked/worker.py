@@ -36,7 +36,7 @@ from lightning_sparsefl.federated.local.stacked.trial import StackingTrial, reas
 from lightning_sparsefl.federated.local.stacked.undo import CallbackStates
 from lightning_sparsefl.federated.local.worker import ClientWorker, FitRequest
 from lightning_sparsefl.sparse.masks import apply, check, intersect
-from lightning_sparsefl.sparse.submodel import cut, narrow, widen
+from lightning_sparsefl.sparse.submodel import cut, keep_statistics, narrow, widen
 from lightning_sparsefl.sparse.units import unit_masks
 from lightning_sparsefl.types import FitResult, Masks, Weights
 
@@ -165,6 +165,8 @@ class StackedWorker(ClientWorker):
         result, layout = stacked.result, self.flat.layout
         if stacked.units is not None:
             result = widen(result, self.units, stacked.units, full)
+        elif request.units is not None and self.buffers:
+            result = keep_statistics(result, self.units, request.units, full, self.buffers)
         flat = torch.cat([result[name].reshape(-1).to(layout.dtype) for name in layout.names])
         return FitResult(
             weights=layout.tree(flat), metrics=stacked.metrics, steps=stacked.steps, callbacks=request.callbacks
