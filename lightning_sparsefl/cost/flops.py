@@ -11,11 +11,13 @@ import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.nn.utils.rnn import PackedSequence
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from lightning_sparsefl.sparse.masks import counts, intersect
@@ -39,9 +41,10 @@ def count_layers(module: nn.Module, sample: Tensor | tuple[Any, ...]) -> tuple[L
     restored. A layer that is called several times is counted each time, under the first name of its weight.
     Operations of a module without a weight matrix (a `matmul`, or a lookup of tied weights) have the empty name, to
     which no mask applies, and so have the products of queries, keys and values in ``nn.MultiheadAttention``; those of a
-    module with several matrices are divided in proportion to their sizes. Recurrent layers are counted for every time
-    step. An embedding is counted as a product with a one-hot vector without its zeros, ``nn.Bilinear`` as one
-    multiply-accumulate for each weight.
+    module with several matrices are divided in proportion to their sizes. Of a module that passes the weights of layers
+    that it does not call to functions, such as ``torch.nn.functional.linear``, these weights have their own operations,
+    and the others have the empty name. Recurrent layers are counted for every time step. An embedding is counted as a
+    product with a one-hot vector without its zeros, ``nn.Bilinear`` as one multiply-accumulate for each weight.
 
     Args:
         module: Module, which may be a ``LightningModule``, whose ``forward`` takes the sample.
@@ -56,13 +59,13 @@ def count_layers(module: nn.Module, sample: Tensor | tuple[Any, ...]) -> tuple[L
     """
     arguments = sample if isinstance(sample, tuple) else (sample,)
     with _undisturbed(module), torch.no_grad():
-        calls = _observe(module, arguments)
+        calls, borrowed = _observe(module, arguments)
         products = _count_products(module, arguments)
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     modules = dict(module.named_modules())
     layers: dict[str, LayerFlops] = {}
     for name, amounts in calls.items():
-        for tensor, macs, bias in _work(modules[name], amounts, products.get(name, 0)):
+        for tensor, macs, bias in _work(modules[name], amounts, products.get(name, 0), borrowed.get(name, ())):
             weight = "" if tensor is None else names[id(tensor)]
             key = weight or f"{name}()"
             before = layers.get(key, LayerFlops(weight=weight, macs=0, bias=0))
@@ -133,14 +136,21 @@ def _fractions(layers: Sequence[LayerFlops], masks: Masks) -> list[float]:
     return [densities.get(layer.weight, 1.0) for layer in layers]
 
 
-def _work(module: nn.Module, amounts: Sequence[int], products: int) -> Iterator[tuple[Tensor | None, int, int]]:
-    """Yield weight tensor, multiply-accumulates and bias additions of one module, without its children's.
+def _work(
+    module: nn.Module, amounts: Sequence[int], products: int, borrowed: Sequence[_Product]
+) -> Iterator[tuple[Tensor | None, int, int]]:
+    """Yield weight tensor, multiply-accumulates and bias additions of one module, without those of called children.
 
-    `amounts` are the sums of :func:`_amounts` over the module's calls.
+    `amounts` are the sums of :func:`_amounts` over the module's calls, and `borrowed` its products with weights of
+    others.
     """
     matrices, amount = _matrices(module), amounts[0]
     if _is_attention(module):
         yield from _attention_work(module, amounts, products)
+    elif borrowed:
+        for product in borrowed:
+            yield product.weight, product.macs, product.bias
+        yield None, max(0, products - sum(product.macs for product in borrowed)), 0
     elif isinstance(module, (nn.RNNBase, nn.RNNCellBase)):
         for name, weight in matrices.items():
             bias = getattr(module, name.replace("weight", "bias"), None)
@@ -193,8 +203,41 @@ def _matrices(module: nn.Module) -> dict[str, nn.Parameter]:
     }
 
 
-def _observe(module: nn.Module, arguments: tuple[Any, ...]) -> dict[str, list[int]]:
-    """Run the module and sum :func:`_amounts` for each submodule, in the order in which they finish."""
+class _Product(NamedTuple):
+    """A product with a weight."""
+
+    weight: Tensor
+    macs: int
+    bias: int
+
+
+class _Products(TorchFunctionMode):
+    """Notes the products with parameters that are passed to functions as they are."""
+
+    _NOTED = (F.linear, F.conv1d, F.conv2d, F.conv3d)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[_Product] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call the function, and note its product."""
+        result = func(*args, **(kwargs or {}))
+        if func in self._NOTED:
+            given = {**dict(zip(("input", "weight", "bias"), args, strict=False)), **(kwargs or {})}
+            weight, count = given["weight"], result.numel()
+            if isinstance(weight, nn.Parameter):
+                self.found.append(
+                    _Product(weight, count * weight[0].numel(), count if given.get("bias") is not None else 0)
+                )
+        return result
+
+
+def _observe(module: nn.Module, arguments: tuple[Any, ...]) -> tuple[dict[str, list[int]], dict[str, list[_Product]]]:
+    """Run the module and sum :func:`_amounts` for each submodule, in the order in which they finish.
+
+    The second result are the products that a module computes with weights of layers in it that are not called.
+    """
     calls: dict[str, list[int]] = {}
 
     def note(name: str) -> Any:
@@ -207,11 +250,26 @@ def _observe(module: nn.Module, arguments: tuple[Any, ...]) -> dict[str, list[in
 
     hooks = [layer.register_forward_hook(note(name), with_kwargs=True) for name, layer in module.named_modules()]
     try:
-        module(*arguments)
+        with _Products() as products:
+            module(*arguments)
     finally:
         for handle in hooks:
             handle.remove()
-    return calls
+    return calls, _borrowed(module, calls, products.found)
+
+
+def _borrowed(module: nn.Module, calls: Mapping[str, Any], found: Sequence[_Product]) -> dict[str, list[_Product]]:
+    """Return the products with weights of layers that were not called, by the called module around each layer."""
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    borrowed: dict[str, list[_Product]] = {}
+    for product in found:
+        path = names.get(id(product.weight), "").rpartition(".")[0]
+        if not path or path in calls:
+            continue
+        while path and path not in calls:
+            path = path.rpartition(".")[0]
+        borrowed.setdefault(path, []).append(product)
+    return borrowed
 
 
 def _amounts(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> list[int]:

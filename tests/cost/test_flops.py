@@ -7,6 +7,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from lightning_sparsefl.cost import count_layers, forward_flops, narrow_biases, training_flops
 from lightning_sparsefl.types import LayerFlops
@@ -295,6 +296,32 @@ def test_attention_of_a_class_that_takes_other_arguments_is_counted_as_a_whole()
 
     counted = facts(Selfish(8, 2, batch_first=True), torch.zeros(1, 5, 8))
     assert counted["in_proj_weight"][0] == 5 * 4 * 64 + 2 * 5 * 5 * 8
+
+
+class Windows(nn.Module):
+    """Attention with a table of its own, and the weights of layers that it does not call, as in Swin transformers."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Parameter(torch.zeros(9, 2))
+        self.qkv, self.proj, self.local = nn.Linear(4, 12), nn.Linear(4, 4, bias=False), nn.Conv1d(4, 4, 3, groups=2)
+
+    def forward(self, x):
+        q, k, v = F.linear(x, self.qkv.weight, self.qkv.bias).chunk(3, -1)
+        scores = (q @ k.transpose(-2, -1) + self.table[:3, 0]).softmax(-1)
+        mixed = F.linear(input=scores @ v, weight=self.proj.weight)
+        return F.conv1d(mixed.transpose(-2, -1), self.local.weight, bias=self.local.bias, groups=2)
+
+
+def test_weights_of_layers_that_are_not_called_have_their_own_operations():
+    found = count_layers(nn.Sequential(nn.Linear(4, 4), Windows()), torch.zeros(1, 3, 4))
+    assert {layer.weight: (layer.macs, layer.bias) for layer in found} == {
+        "0.weight": (3 * 16, 12),
+        "1.qkv.weight": (3 * 48, 36),
+        "1.proj.weight": (3 * 16, 0),
+        "1.local.weight": (4 * 2 * 3, 4),
+        "": (2 * 3 * 3 * 4, 0),
+    }
 
 
 def test_a_bilinear_layer_has_a_product_for_each_weight():
