@@ -30,7 +30,12 @@ from lightning_sparsefl.federated.storage.memory_store import read_stored
 from lightning_sparsefl.federated.storage.record_store import StoredRecords
 from lightning_sparsefl.models import MLP
 
-NARROW: dict[str, dict[str, Any]] = {"SplitMix": {"bases": 2}, "PFedMe": {"lam": 5.0}, "FedP3": {"owned": 1}}
+NARROW: dict[str, dict[str, Any]] = {
+    "FedP3": {"owned": 1},
+    "PFedMe": {"lam": 5.0},
+    "ScaleFL": {"widths": (0.5, 1.0)},
+    "SplitMix": {"bases": 2},
+}
 """Options for 16 hidden units and few layers, for which the default is too small, and for a learning rate of .1."""
 
 
