@@ -26,7 +26,7 @@ from lightning_sparsefl.errors import check_types, require
 from lightning_sparsefl.federated.algorithm import FederatedAlgorithm
 from lightning_sparsefl.federated.client import Client
 from lightning_sparsefl.federated.fleet import Fleet
-from lightning_sparsefl.sparse.layer_groups import head_of
+from lightning_sparsefl.sparse.layer_groups import head_of, require_passable
 from lightning_sparsefl.types import ClientView, CostFacts, Costs, Message, ServerState, Weights
 
 
@@ -53,6 +53,7 @@ class FedBABU(FederatedAlgorithm):
             fleet.uses,
             "with `algorithm.head`",
         )
+        require_passable(weights, head)
         frozen = {name: torch.zeros_like(weights[name], dtype=torch.bool) for name in head}
         return ServerState(round=0, weights=weights, extra={"trainable": frozen})
 

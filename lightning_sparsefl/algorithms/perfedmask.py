@@ -52,7 +52,7 @@ from lightning_sparsefl.federated.fleet import Fleet
 from lightning_sparsefl.seeds import generator
 from lightning_sparsefl.sparse import freeze
 from lightning_sparsefl.sparse.density import floor_count
-from lightning_sparsefl.sparse.layer_groups import head_of, layer_groups
+from lightning_sparsefl.sparse.layer_groups import head_of, layer_groups, require_passable
 from lightning_sparsefl.sparse.masks import counts
 from lightning_sparsefl.sparse.parts import without
 from lightning_sparsefl.types import ClientView, CostFacts, Costs, Message, ServerState, Update, Weights
@@ -115,6 +115,7 @@ class PerFedMask(FederatedAlgorithm):
         server: ServerState = self._inner.init(weights, fleet)
         parameters = without(weights, fleet.buffers)
         head = head_of(parameters, self.head, fleet.uses, "with `algorithm.head`") if self.freeze_head else ()
+        require_passable(weights, head)
         body = without(fleet.trained(weights), head)
         if not body:
             raise InvalidOption(

@@ -38,6 +38,7 @@ import torch
 from lightning.pytorch import Callback
 
 from lightning_sparsefl.algorithms._first_client import prune_alone, prune_until_accurate, worthwhile
+from lightning_sparsefl.algorithms._first_mask import require_scores
 from lightning_sparsefl.callbacks import GradientSum
 from lightning_sparsefl.cost import BYTES_PER_WEIGHT, forward_flops
 from lightning_sparsefl.errors import InvalidOption, check_types, require
@@ -124,7 +125,9 @@ class PruneFL(FederatedAlgorithm):
         elif self.first == "snip":
             slopes = fleet.survey(Message(weights={})).weights
             count = max(len(pool), floor_count(self.initial_density, kept(masks)))
-            masks = shrink_globally(snip(pool, slopes), masks, count, least=1)
+            scores = snip(pool, slopes)
+            require_scores(scores)
+            masks = shrink_globally(scores, masks, count, least=1)
         elif self.first == "client":
             best = max(fleet.views, key=lambda view: (view.capacity, view.num_examples, -view.id))
             asked = {"client": torch.tensor(float(best.id))}

@@ -179,6 +179,31 @@ def _last_matrix(weights: Weights, uses: TensorUses, named: str | None) -> str |
     return linear[-1] if linear else None
 
 
+def require_passable(weights: Weights, head: Collection[str]) -> None:
+    """Refuse a head that is 0 and stays so, since no gradient of the other layers passes through it.
+
+    Args:
+        weights: Initial weights by name.
+        head: Names of the tensors of the head, from :func:`head_of`.
+
+    Raises:
+        InvalidOption: If all matrices of the head are 0.
+
+    Example:
+        >>> import torch
+        >>> require_passable({"head.weight": torch.zeros(2, 4)}, ["head.weight"])
+        Traceback (most recent call last):
+        lightning_sparsefl.errors.InvalidOption: The head ['head.weight'] is 0 and does not train in rounds, so that \
+no gradient reaches the other layers; expected a `model` with a random head, unlike torchvision's `VisionTransformer`.
+    """
+    matrices = [weights[name] for name in head if weights[name].dim() >= 2]
+    if matrices and not any(bool(matrix.any()) for matrix in matrices):
+        raise InvalidOption(
+            f"The head {list(head)} is 0 and does not train in rounds, so that no gradient reaches the other layers; "
+            "expected a `model` with a random head, unlike torchvision's `VisionTransformer`."
+        )
+
+
 def layer_groups(weights: Weights, patterns: Sequence[str] = ()) -> dict[str, tuple[str, ...]]:
     """Return the groups of a body, in order: names of tensors by name of group.
 

@@ -7,10 +7,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from helpers.freezing import HEAD, WEIGHTS, B, frozen, started, views
-from lightning_sparsefl import FedBABU
+from helpers.freezing import BUFFERS, HEAD, WEIGHTS, B, frozen, started, views
+from lightning_sparsefl import FedBABU, PerFedMask
 from lightning_sparsefl.errors import InvalidOption
 from lightning_sparsefl.federated.aggregation.reducers import CoverageMean
+from lightning_sparsefl.federated.fleet import Fleet
 
 
 def test_refuses_options_out_of_range():
@@ -26,6 +27,14 @@ def test_the_head_by_name():
     assert frozen(FedBABU(head="b"), views(1.0)) == [B]
     with pytest.raises(InvalidOption, match=r"no `z` to be its head; name one of .* with `algorithm\.head`\.$"):
         frozen(FedBABU(head="z"), views(1.0))
+
+
+@pytest.mark.parametrize("method", [FedBABU(), PerFedMask()], ids=lambda method: type(method).__name__)
+def test_a_head_of_zeros_is_refused(method):
+    """It passes no gradient, and stays as it is."""
+    head = {name: torch.zeros_like(WEIGHTS[name]) for name in HEAD}
+    with pytest.raises(InvalidOption, match="is 0 and does not train in rounds, so that no gradient reaches"):
+        method.init({**WEIGHTS, **head}, Fleet(views(1.0), BUFFERS, torch.device("cpu")))
 
 
 def test_everything_travels_down_and_only_voters_count():

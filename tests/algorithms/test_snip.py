@@ -3,8 +3,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightning_sparsefl import SNIP, FedAvg
+from lightning_sparsefl import SNIP, SSFL, FedAvg, PruneFL
 from lightning_sparsefl.errors import InvalidOption
+from lightning_sparsefl.sparse.scores import snip
 from lightning_sparsefl.types import Merged, Message
 
 LAYERS = {
@@ -34,6 +35,17 @@ def pruned(fleet):
         return method.init(LAYERS, fleet(buffers=["norm.mean"], survey=survey)), asked
 
     return start
+
+
+@pytest.mark.parametrize("method", [SNIP(), SSFL(), PruneFL(first="snip")], ids=lambda method: type(method).__name__)
+def test_scores_that_are_all_zero_are_refused(fleet, method):
+    """As behind a last layer of zeros, which passes no gradient and has weights of 0 itself."""
+    slopes = {**{name: torch.zeros_like(value) for name, value in SLOPES.items()}, "b.weight": SLOPES["b.weight"]}
+    weights = {**LAYERS, "b.weight": torch.zeros(1, 2)}
+    pruned = {name: weights[name] for name in slopes}
+    answer = snip(pruned, slopes) if isinstance(method, SSFL) else slopes
+    with pytest.raises(InvalidOption, match="is 0 or has a gradient of 0, so that no score tells them apart"):
+        method.init(weights, fleet(buffers=["norm.mean"], survey=lambda _: Merged(weights=answer, covered={})))
 
 
 @pytest.mark.parametrize("density", [0, 1.1, float("nan")])
