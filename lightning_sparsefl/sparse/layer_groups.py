@@ -18,8 +18,8 @@ from lightning_sparsefl.sparse.uses import EACH_ONCE, TensorUses
 from lightning_sparsefl.types import Weights
 
 _SHOWN = 12
-_NUMBERED = re.compile(r"(.*_|)\d+")
-"""Names of the children of a list: ``3``, or ``block_3``."""
+_NUMBERED = re.compile(r"(.*[_-]|)\d+")
+"""Names of the children of a list: ``3``, ``block_3``, or ``block1-3``."""
 _RECURRENT = re.compile(r"(.*\.)?weight_(ih|hh|hr)(_l\d+(_reverse)?)?")
 """Names of the matrices of recurrent layers and cells."""
 

@@ -28,10 +28,10 @@ def child(path, key):
 
 
 def stem(key):
-    """`block_` of `block_3`, nothing of `3`, None of what has no number."""
+    """`block_` of `block_3`, `block1-` of `block1-3`, nothing of `3`, None of what has no number."""
     digits = len(key) - len(key.rstrip("0123456789"))
     before = key[: len(key) - digits]
-    return before if digits and (before == "" or before.endswith("_")) else None
+    return before if digits and (before == "" or before.endswith(("_", "-"))) else None
 
 
 def numbered(path):

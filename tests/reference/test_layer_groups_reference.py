@@ -13,7 +13,7 @@ from lightning_sparsefl.models import VGG11, LeNet5, MobileNet, PreResNet18
 from lightning_sparsefl.sparse.layer_groups import group_sizes, head_of, layer_groups
 from reference import layer_groups_reference as slow
 
-KEYS = ["conv", "norm", "fc", "block_1", "block_2", "block_10", "stage1", "0", "1", "2"]
+KEYS = ["conv", "norm", "fc", "block_1", "block_2", "block_10", "b1-0", "b1-1", "stage1", "0", "1", "2"]
 
 
 def drawn(seed: int) -> dict[str, torch.Tensor]:
