@@ -689,6 +689,16 @@ def test_masks_hold_frozen_entries_that_another_callback_restores(name, tmp_path
     assert stacks
 
 
+@pytest.mark.parametrize("algorithm", [FedAvg(), PerFedMask()], ids=lambda algorithm: type(algorithm).__name__)
+def test_layers_that_the_user_freezes_stay(algorithm, tmp_path, stacks):
+    """As a whole and in part, alone and beside those that the method freezes."""
+    shapes = {name: value.shape for name, value in Pictures(norm="none", smooth=True).named_parameters()}
+    frozen = {"net.0.weight": torch.zeros(shapes["net.0.weight"], dtype=torch.bool)}
+    frozen["net.9.weight"] = torch.rand(shapes["net.9.weight"], generator=torch.Generator().manual_seed(0)) < 0.5
+    compare(tmp_path, seeded(norm="none", smooth=True), algorithm, client_callbacks=[LayerFreezing(frozen)])
+    assert stacks
+
+
 def test_a_callback_of_the_user_acts_on_stacks_of_a_method_with_masks(tmp_path, stacks):
     compare(tmp_path, seeded(norm="none", smooth=True), FedSpa(), client_callbacks=[ProximalTerm(0.1)])
     assert stacks
