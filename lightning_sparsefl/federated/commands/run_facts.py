@@ -108,14 +108,15 @@ def reported_facts(options: RunOptions, module: LightningModule, data: Any) -> d
         data: The clients' data.
     """
     hparams = hyperparameters(options, data, module)
+    spans = options.algorithm.follows_length or (options.round_lr is not None and options.round_lr.follows_length)
     optimizer = getattr(module.configure_optimizers, "configuration", {})
     return {
-        **{n.replace("/", "."): _lasting(v) for n, v in hparams.items() if n.startswith(("model/", "data/"))},
+        **{n.replace("/", "."): _lasting(v) for n, v in hparams.items() if n.partition("/")[0] in ("model", "data")},
         "data.seed": getattr(data, "seed", None),
         "federation.select": options.federation.select,
         **{name: _lasting(value) for name, value in optimizer.items() if value is not None},
         "trainer.client_callbacks": ", ".join(map(_described, options.client_callbacks)) or None,
-        "trainer.max_rounds": options.max_rounds if options.algorithm.follows_length else None,
+        "trainer.max_rounds": options.max_rounds if spans else None,
         "trainer.num_threads": options.num_threads,
         "trainer.deterministic": options.deterministic or None,
         "trainer.limit_val_batches": repr(options.local.limit_val_batches),

@@ -16,6 +16,9 @@ from lightning_sparsefl.sparse.density import ceil_count
 class RoundLR(ABC):
     """Base class of schedules: a factor of all learning rates as a function of the round."""
 
+    follows_length = False
+    """Whether the factor depends on `max_rounds`; a resume with another number then warns."""
+
     @abstractmethod
     def factor(self, round: int, max_rounds: int) -> float:
         """Return the factor of the learning rates in a round.
@@ -71,6 +74,8 @@ class StepRoundLR(RoundLR):
         >>> StepRoundLR(milestones=[0.5, 0.75]).factor(50, 100)
         0.1
     """
+
+    follows_length = True
 
     milestones: tuple[float, ...] | list[float] = (0.5, 0.75)
     """Fractions of the run, in (0, 1), at which the rate is multiplied by `gamma`."""

@@ -114,6 +114,8 @@ def _parameters(value: Any) -> Mapping[str, inspect.Parameter]:
 def parts_of(value: Any) -> dict[str, Any] | None:
     """Return the fields of a dataclass, or the arguments of an object whose own text is that of its class alone.
 
+    Fields that do not take part in comparisons, such as the path of a key, are left out.
+
     Args:
         value: Value of any type.
 
@@ -121,7 +123,7 @@ def parts_of(value: Any) -> dict[str, Any] | None:
         Values by name; None for a value that its text describes.
     """
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+        return {field.name: getattr(value, field.name) for field in dataclasses.fields(value) if field.compare}
     own: Any = type(value).__repr__
     return arguments_of(value) if own is object.__repr__ else None
 

@@ -18,7 +18,7 @@ from lightning_sparsefl import FedAvg, FedDST, FederatedTrainer, Federation, Fed
 from lightning_sparsefl.callbacks import ProximalTerm
 from lightning_sparsefl.data import FederatedBlobs
 from lightning_sparsefl.errors import CheckpointMismatch, InvalidOption
-from lightning_sparsefl.federated import RoundLR
+from lightning_sparsefl.federated import ExponentialRoundLR, Privacy, RoundLR, StepRoundLR
 from lightning_sparsefl.federated.commands.run_facts import _option, _plain
 from lightning_sparsefl.federated.sampling.samplers import Uniform
 from lightning_sparsefl.models import MLP
@@ -29,6 +29,17 @@ class WarmUp(RoundLR):
 
     def factor(self, round, max_rounds):
         return min(1.0, (round + 1) / 3)
+
+
+class Scaled(MLP):
+    """A module with the weights of another one, and a loss of its own."""
+
+    def training_step(self, batch, batch_idx):
+        return 100 * super().training_step(batch, batch_idx)
+
+
+class Others(FederatedBlobs):
+    """Data with the options of another class."""
 
 
 class Halving(Callback):
@@ -51,6 +62,8 @@ def fit(
     local_engine="auto",
     client_timeout=None,
     select=None,
+    model=MLP,
+    blobs=FederatedBlobs,
     **options,
 ):
     engine = {"local_engine": local_engine, "client_timeout": client_timeout}
@@ -66,9 +79,9 @@ def fit(
         **options,
     )
     sizes = {"num_train": 60, "num_clients": 3, "dim": 8, "batch_size": 8, "val_fraction": 0.2}
-    data = FederatedBlobs(**sizes, drop_last=drop_last, noise=noise, seed=seed)
+    data = blobs(**sizes, drop_last=drop_last, noise=noise, seed=seed)
     torch.manual_seed(0)
-    module = MLP(num_classes=data.num_classes, sample_shape=(1, 1, 8), lr=lr)
+    module = model(num_classes=data.num_classes, sample_shape=(1, 1, 8), lr=lr)
     if optimizer is not None:
         module.configure_optimizers = optimizer_of(module, optimizer)
     return trainer.fit(module, data, ckpt_path)
@@ -159,6 +172,8 @@ def test_clients_with_a_time_limit_are_known_to_train_one_after_another(tmp_path
         ({"seed": 1}, r"`data.seed` = 0, and this run has 1"),
         ({"select": "global/val_acc"}, r"`federation.select` = None, and this run has 'global/val_acc'"),
         ({"noise": 0.1}, r"`data.noise` = None, and this run has 0.1"),
+        ({"model": Scaled}, r"`model` = 'MLP', and this run has 'Scaled'"),
+        ({"blobs": Others}, r"`data` = 'FederatedBlobs', and this run has 'Others'"),
     ],
     ids=lambda value: str(next(iter(value))) if isinstance(value, dict) else "",
 )
@@ -174,14 +189,24 @@ def test_another_argument_of_a_callback_is_reported(tmp_path):
         fit(tmp_path, "last", rounds=2, client_callbacks=changed)
 
 
-@pytest.mark.parametrize("algorithm", [FedSpa(), FedDST(), FedSpa(search="static"), FedProx()], ids=repr)
-def test_more_rounds_are_reported_where_a_schedule_spans_them(algorithm, tmp_path):
-    fit(tmp_path, algorithm=algorithm)
+SPANNING = [{"algorithm": FedSpa()}, {"algorithm": FedDST()}, {"round_lr": StepRoundLR()}]
+FIXED = [{"algorithm": FedSpa(search="static")}, {"algorithm": FedProx()}, {"round_lr": ExponentialRoundLR()}]
+
+
+@pytest.mark.parametrize("options", [*SPANNING, *FIXED], ids=repr)
+def test_more_rounds_are_reported_where_a_schedule_spans_them(options, tmp_path):
+    fit(tmp_path, **options)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        fit(tmp_path, "last", rounds=2, algorithm=algorithm)
+        fit(tmp_path, "last", rounds=2, **options)
     told = any("`trainer.max_rounds` = 1, and this run has 2" in str(each.message) for each in said)
-    assert told == (algorithm in (FedSpa(), FedDST()))
+    assert told == (options in SPANNING)
+
+
+def test_the_key_of_a_private_run_may_lie_elsewhere():
+    options = {"noise_multiplier": 1.0, "delta": 0.01}
+    one, other = (_option(Privacy(**options, key_file=path)) for path in ("/a/key", "/b/key"))
+    assert one == other != _option(Privacy(noise_multiplier=1.0, delta=0.02))
 
 
 def test_a_run_that_changes_nothing_resumes_without_a_warning(resume):
