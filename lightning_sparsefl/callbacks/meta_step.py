@@ -45,7 +45,7 @@ class MetaStep(SecondPoint):
         'first'
     """
 
-    fits_masks_before = True
+    fits_masks_before = returns_weights = True
 
     @check_arguments
     def __init__(self, lr: float, order: Literal["first", "hessian"] = "first", delta: float = 1e-3) -> None:

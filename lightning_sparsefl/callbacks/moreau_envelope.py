@@ -44,6 +44,8 @@ class MoreauEnvelope(SecondPoint):
         5
     """
 
+    returns_weights = True
+
     @check_arguments
     def __init__(self, strength: float, lr: float, steps: int = 5, decay: float = 0.0) -> None:
         require(strength > 0, "MoreauEnvelope", "strength", strength, "a number above 0")

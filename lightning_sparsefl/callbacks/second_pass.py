@@ -10,9 +10,11 @@ import torch
 from lightning.pytorch import Callback, LightningModule
 from torch import Tensor
 
+from lightning_sparsefl.callbacks.feedback import ErrorFeedback
 from lightning_sparsefl.callbacks.mask_owner import MaskOwner, of_parameters
 from lightning_sparsefl.callbacks.numbered import NumberedCallback
 from lightning_sparsefl.callbacks.ordered_dropout import OrderedDropout
+from lightning_sparsefl.callbacks.reparameterized import Reparameterized
 from lightning_sparsefl.callbacks.step_guard import refuse_lbfgs
 from lightning_sparsefl.callbacks.trial import trial, trial_loss
 from lightning_sparsefl.errors import InvalidOption
@@ -104,6 +106,8 @@ class SecondPoint(NumberedCallback):
 
     fits_masks_before = False
     """Whether its passes are under the masks of callbacks that come before it."""
+    returns_weights = False
+    """Whether it returns weights to earlier values between batches, which callbacks before it would not notice."""
 
     def __init__(self) -> None:
         self._moved: dict[str, Tensor] = {}
@@ -124,8 +128,14 @@ class SecondPoint(NumberedCallback):
         unmasked = unmasked_pass(callbacks)
         if unmasked is not None:
             raise InvalidOption(unmasked)
-        behind = callbacks[callbacks.index(self) + 1 :] if self in callbacks else []
-        for other in behind:
+        place = callbacks.index(self) if self in callbacks else len(callbacks)
+        keeping = [other for other in callbacks[:place] if isinstance(other, ErrorFeedback | Reparameterized)]
+        if self.returns_weights and keeping:
+            raise InvalidOption(
+                f"`{type(keeping[0]).__name__}` comes before `{name}` and keeps numbers beside the weights, which the "
+                "latter returns to earlier values; expected one of the two."
+            )
+        for other in callbacks[place + 1 :]:
             if isinstance(other, SecondPoint):
                 raise InvalidOption(
                     f"`{name}` and `{type(other).__name__}` both pass batches at weights of their own; expected one of "

@@ -17,11 +17,13 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric
 
 from lightning_sparsefl.callbacks import (
+    DynamicPruningWithFeedback,
     LearnedImportance,
     MetaStep,
     MoreauEnvelope,
     OrderedDropout,
     PersonalMixture,
+    PowerPropagation,
     StaticMask,
 )
 from lightning_sparsefl.callbacks.second_pass import gradient_at
@@ -457,6 +459,22 @@ def test_weights_that_no_mask_holds_are_refused(name, owner, first, fit, net):
         InvalidOption, match=f"`{name}` passes .* which `{owner}` does not mask; expected one of the two"
     ):
         fit(net(), pair if first else pair[::-1])
+
+
+KEEPERS = {
+    "PowerPropagation": PowerPropagation,
+    "DynamicPruningWithFeedback": lambda: DynamicPruningWithFeedback(density=0.5),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "keeper"), [("MetaStep", kind) for kind in KEEPERS] + [("MoreauEnvelope", "PowerPropagation")]
+)
+def test_numbers_beside_weights_that_are_returned_are_refused(name, keeper, fit, net):
+    with pytest.raises(InvalidOption, match=f"`{keeper}` comes before `{name}` and keeps numbers beside the weights"):
+        fit(net(), [KEEPERS[keeper](), MAKERS[name]()])
+    if keeper == "PowerPropagation":
+        fit(net(), [MAKERS[name](), KEEPERS[keeper]()])
 
 
 @pytest.mark.parametrize("order", ["first", "hessian"])
