@@ -57,7 +57,7 @@ from lightning_sparsefl.callbacks import (
 )
 from lightning_sparsefl.callbacks.stacking import trees
 from lightning_sparsefl.data import IID, Dirichlet, FederatedDigits
-from lightning_sparsefl.errors import InvalidOption
+from lightning_sparsefl.errors import IncompatibleMasks, InvalidOption
 from lightning_sparsefl.federated.local.stacked.fit import StackedFit
 from lightning_sparsefl.federated.local.stacked.recording.recorded_step import TrainingPass
 from lightning_sparsefl.federated.local.stacked.scoring.evaluator import StackEvaluator
@@ -697,6 +697,20 @@ def test_layers_that_the_user_freezes_stay(algorithm, tmp_path, stacks):
     frozen["net.9.weight"] = torch.rand(shapes["net.9.weight"], generator=torch.Generator().manual_seed(0)) < 0.5
     compare(tmp_path, seeded(norm="none", smooth=True), algorithm, client_callbacks=[LayerFreezing(frozen)])
     assert stacks
+
+
+@pytest.mark.parametrize(
+    ("callback", "words"),
+    [
+        (LayerFreezing({"net.8.wait": torch.zeros(3, dtype=torch.bool)}), "`net.8.wait`"),
+        (StaticMask(masks={"net.0.weight": torch.ones(4, 1, 3, 3)}), "`net.0.weight`"),
+    ],
+    ids=["no such name", "no bools"],
+)
+def test_a_callback_that_does_not_fit_the_module_is_refused_as_without_stacks(callback, words, tmp_path, stacks):
+    with pytest.raises(IncompatibleMasks, match=words):
+        digits(tmp_path, "stacked", seeded(norm="none", smooth=True), client_callbacks=[callback])
+    assert not stacks
 
 
 def test_a_callback_of_the_user_acts_on_stacks_of_a_method_with_masks(tmp_path, stacks):

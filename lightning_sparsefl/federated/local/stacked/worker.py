@@ -306,8 +306,12 @@ class StackedWorker(ClientWorker):
         return {name for name, layer in found if isinstance(self.module.get_submodule(layer), nn.GroupNorm)}
 
     def _go_together(self, request: StackedRequest, kinds: Hashable) -> bool:
-        """Return whether the callbacks of a fit begin one together, of which stacks do not call all hooks."""
-        if sum(not isinstance(callback, ScaleLearningRates) for callback in request.callbacks) < 2:
+        """Return whether the callbacks of a fit begin one together, of which stacks do not call all hooks.
+
+        One of the user alone is tried too, which the module may not fit.
+        """
+        several = sum(not isinstance(callback, ScaleLearningRates) for callback in request.callbacks) > 1
+        if not several and not self.work.client_callbacks:
             return True
         if kinds not in self._begun:
             self.load(self.initial)
