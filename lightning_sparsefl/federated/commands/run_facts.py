@@ -13,12 +13,12 @@ from torch import Tensor
 from lightning_sparsefl.errors import CheckpointMismatch
 from lightning_sparsefl.federated.algorithm import FederatedAlgorithm
 from lightning_sparsefl.federated.exchange.flat import Layout
-from lightning_sparsefl.federated.exchange.hashing import fingerprint
 from lightning_sparsefl.federated.fleet import sizes_fact
 from lightning_sparsefl.federated.rounds.run_options import RunOptions
 from lightning_sparsefl.federated.rounds.workload import Workload
 from lightning_sparsefl.federated.sampling.samplers import Uniform
 from lightning_sparsefl.federated.tracking.hyperparameters import (
+    digest_of,
     hyperparameters,
     options_of,
     parts_of,
@@ -114,6 +114,7 @@ def reported_facts(options: RunOptions, module: LightningModule, data: Any) -> d
         **{n.replace("/", "."): _lasting(v) for n, v in hparams.items() if n.partition("/")[0] in ("model", "data")},
         "data.seed": getattr(data, "seed", None),
         "federation.select": options.federation.select,
+        "federation.eval_clients": options.federation.eval_clients if options.federation.select else None,
         **{name: _lasting(value) for name, value in optimizer.items() if value is not None},
         "trainer.client_callbacks": ", ".join(map(_described, options.client_callbacks)) or None,
         "trainer.max_rounds": options.max_rounds if spans else None,
@@ -172,8 +173,7 @@ def _plain(value: Any) -> Any:
 def _text(value: Any) -> str:
     """Return the text of a value, the same in every process; arrays and tensors have a digest in it."""
     if isinstance(value, Tensor | np.ndarray):  # whose text leaves values out
-        content = value if isinstance(value, Tensor) else value.tolist()
-        return f"{type(value).__name__}{tuple(value.shape)} {fingerprint(content)[:16]}"
+        return digest_of(value)
     parts = parts_of(value)
     if parts is not None:
         return f"{type(value).__name__}({', '.join(f'{name}={_text(each)}' for name, each in parts.items())})"

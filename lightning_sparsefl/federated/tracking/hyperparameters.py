@@ -9,8 +9,12 @@ from collections.abc import Collection, Mapping, Sequence
 from hashlib import sha256
 from typing import Any
 
+import numpy as np
 from lightning.pytorch import Callback
+from torch import Tensor
+from torch.utils._pytree import tree_map
 
+from lightning_sparsefl.federated.exchange.hashing import fingerprint
 from lightning_sparsefl.federated.rounds.run_options import RunOptions
 from lightning_sparsefl.report.reading.options import WITHOUT_EFFECT
 
@@ -167,17 +171,46 @@ def without_addresses(text: str) -> str:
     return re.sub(r" at 0x[0-9a-fA-F]+", "", text)
 
 
+def digest_of(value: Tensor | np.ndarray) -> str:
+    """Return the type, the shape and the digest of an array or a tensor.
+
+    Args:
+        value: Array or tensor of any type.
+
+    Example:
+        >>> digest_of(np.ones(2))[:13]
+        'ndarray(2,) 0'
+    """
+    content = value if isinstance(value, Tensor) else value.tolist()
+    return f"{type(value).__name__}{tuple(value.shape)} {fingerprint(content)[:16]}"
+
+
+class _Digest:
+    """Stands for an array in the text of a container."""
+
+    def __init__(self, value: Tensor | np.ndarray) -> None:
+        self._text = digest_of(value)
+
+    def __repr__(self) -> str:
+        return self._text
+
+
+def _digested(value: Any) -> Any:
+    return _Digest(value) if isinstance(value, Tensor | np.ndarray) else value
+
+
 def plain(value: Any) -> bool | int | float | str:
     """Return a value that every logger accepts: a short text, or the name if the text would be a memory address.
 
-    A long text ends with its digest, so that texts which differ behind the cut stay different.
+    A long text ends with its digest, so that texts which differ behind the cut stay different. Arrays and tensors, whose
+    texts leave values out, have digests in their places.
 
     Args:
         value: Value of an option.
     """
     if isinstance(value, bool | int | float | str):
         return value
-    text = without_addresses(str(value))
+    text = without_addresses(str(tree_map(_digested, value)))
     if text.startswith("<"):
         return getattr(value, "__name__", type(value).__name__)
     if len(text) <= _LONGEST:

@@ -189,6 +189,16 @@ def test_another_argument_of_a_callback_is_reported(tmp_path):
         fit(tmp_path, "last", rounds=2, client_callbacks=changed)
 
 
+def test_another_large_argument_of_a_callback_is_reported(tmp_path):
+    """The text of a tensor leaves out what lies in the middle."""
+    first = torch.ones(40, 40, dtype=torch.bool)
+    fit(tmp_path, client_callbacks=[Halving({"share": first})])
+    other = first.clone()
+    other[20, 20] = False
+    with pytest.warns(UserWarning, match=r"Tensor\(40, 40\) \w+.*, and this run has .*Tensor\(40, 40\) \w+"):
+        fit(tmp_path, "last", rounds=2, client_callbacks=[Halving({"share": other})])
+
+
 SPANNING = [{"algorithm": FedSpa()}, {"algorithm": FedDST()}, {"round_lr": StepRoundLR()}]
 FIXED = [{"algorithm": FedSpa(search="static")}, {"algorithm": FedProx()}, {"round_lr": ExponentialRoundLR()}]
 
