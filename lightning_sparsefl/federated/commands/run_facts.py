@@ -114,7 +114,7 @@ def reported_facts(options: RunOptions, module: LightningModule, data: Any) -> d
         **{n.replace("/", "."): _lasting(v) for n, v in hparams.items() if n.partition("/")[0] in ("model", "data")},
         "data.seed": getattr(data, "seed", None),
         "federation.select": options.federation.select,
-        "federation.eval_clients": options.federation.eval_clients if options.federation.select else None,
+        "federation.eval_clients": options.federation.eval_clients,
         **{name: _lasting(value) for name, value in optimizer.items() if value is not None},
         "trainer.client_callbacks": ", ".join(map(_described, options.client_callbacks)) or None,
         "trainer.max_rounds": options.max_rounds if spans else None,

@@ -202,8 +202,8 @@ def _digested(value: Any) -> Any:
 def plain(value: Any) -> bool | int | float | str:
     """Return a value that every logger accepts: a short text, or the name if the text would be a memory address.
 
-    A long text ends with its digest, so that texts which differ behind the cut stay different. Arrays and tensors, whose
-    texts leave values out, have digests in their places.
+    A long text ends with its digest, so that texts which differ behind the cut stay different. Arrays and tensors,
+    whose texts leave values out, have digests in their places.
 
     Args:
         value: Value of an option.
