@@ -236,7 +236,17 @@ class LotteryRewind(MaskingCallback):
         return super().state_dict() | plan | {"then": {kind: copy.copy(value) for kind, value in then.items()}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the masks and the cycles of a checkpoint."""
+        """Restore the masks and the cycles of a checkpoint.
+
+        Raises:
+            InvalidOption: If the checkpoint has returned for the last time of fewer cycles, and kept no state since.
+        """
+        done = state_dict["done"]
+        if 0 < done < self.cycles - 1 and not state_dict["then"]["weights"]:
+            raise InvalidOption(
+                f"`LotteryRewind(cycles={self.cycles})`: the checkpoint is of a fit of {done + 1} cycles that has "
+                f"returned for the last time and keeps no state to return to; expected `cycles={done + 1}`."
+            )
         super().load_state_dict(state_dict)
         self._clock.load_state_dict(state_dict["clock"])
         self._initial, self._done, then = dict(state_dict["initial"]), state_dict["done"], state_dict["then"]

@@ -268,6 +268,13 @@ def test_a_run_resumed_with_more_epochs_keeps_its_ticket_or_goes_on_to_it(end, n
         assert same(first.masks, callback.masks)
 
 
+def test_more_cycles_than_the_checkpoint_kept_a_state_for_are_refused(net, fit, tmp_path):
+    trainer = fit(net(), [LotteryRewind(density=0.5, cycles=2)], epochs=2)
+    trainer.save_checkpoint(tmp_path / "ended.ckpt")
+    with pytest.raises(InvalidOption, match=r"`LotteryRewind\(cycles=3\)`: .* fit of 2 cycles .*; expected `cycles=2`"):
+        fit(net(), [LotteryRewind(density=0.5, cycles=3)], epochs=3, ckpt_path=tmp_path / "ended.ckpt")
+
+
 def test_groups_that_an_unfrozen_backbone_adds_stay(net, fit):
     """Such as those of `BackboneFinetuning`: their parameters go back, and their options stay."""
 

@@ -22,6 +22,7 @@ from lightning_sparsefl.federated.tracking.hyperparameters import (
     hyperparameters,
     options_of,
     parts_of,
+    plain,
     without_addresses,
 )
 
@@ -109,9 +110,11 @@ def reported_facts(options: RunOptions, module: LightningModule, data: Any) -> d
     """
     hparams = hyperparameters(options, data, module)
     spans = options.algorithm.follows_length or (options.round_lr is not None and options.round_lr.follows_length)
+    frozen = [name for name, parameter in module.named_parameters() if not parameter.requires_grad]
     optimizer = getattr(module.configure_optimizers, "configuration", {})
     return {
         **{n.replace("/", "."): _lasting(v) for n, v in hparams.items() if n.partition("/")[0] in ("model", "data")},
+        "model.frozen_parameters": plain(", ".join(frozen)) or None,
         "data.seed": getattr(data, "seed", None),
         "federation.select": options.federation.select,
         "federation.eval_clients": options.federation.eval_clients,

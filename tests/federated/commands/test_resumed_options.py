@@ -38,6 +38,13 @@ class Scaled(MLP):
         return 100 * super().training_step(batch, batch_idx)
 
 
+def partly_frozen(**options):
+    """A module of the same class, a part of which does not train."""
+    module = MLP(**options)
+    module.net.fc1.bias.requires_grad_(False)
+    return module
+
+
 class Others(FederatedBlobs):
     """Data with the options of another class."""
 
@@ -173,6 +180,7 @@ def test_clients_with_a_time_limit_are_known_to_train_one_after_another(tmp_path
         ({"select": "global/val_acc"}, r"`federation.select` = None, and this run has 'global/val_acc'"),
         ({"noise": 0.1}, r"`data.noise` = None, and this run has 0.1"),
         ({"model": Scaled}, r"`model` = 'MLP', and this run has 'Scaled'"),
+        ({"model": partly_frozen}, "`model.frozen_parameters` = None, and this run has 'net.fc1.bias'"),
         ({"blobs": Others}, r"`data` = 'FederatedBlobs', and this run has 'Others'"),
     ],
     ids=lambda value: str(next(iter(value))) if isinstance(value, dict) else "",
