@@ -110,10 +110,8 @@ class ScaleFL(FederatedAlgorithm):
         """Return the masks of the network with a number of blocks."""
         units = self._units(fleet, depth)
         narrow = {} if units is None else unit_masks(fleet.units, units, parameters)
-        deeper = {
-            name: torch.zeros_like(parameters[name], dtype=torch.bool) for name, b in blocks.items() if b >= depth
-        }
-        return {**narrow, **deeper}
+        deeper = [name for name, block in blocks.items() if block >= depth]
+        return {**narrow, **{name: torch.zeros_like(parameters[name], dtype=torch.bool) for name in deeper}}
 
     def _units(self, model: Client | Fleet, depth: int) -> Masks | None:
         """Return the units of the network with a number of blocks; None for all."""

@@ -261,6 +261,7 @@ def _observe(module: nn.Module, arguments: tuple[Any, ...]) -> tuple[dict[str, l
 def _borrowed(module: nn.Module, calls: Mapping[str, Any], found: Sequence[_Product]) -> dict[str, list[_Product]]:
     """Return the products with weights of layers that were not called, by the called module around each layer."""
     names = {id(parameter): name for name, parameter in module.named_parameters()}
+    own = {name: [id(weight) for weight in _matrices(module.get_submodule(name)).values()] for name in calls}
     borrowed: dict[str, list[_Product]] = {}
     for product in found:
         path = names.get(id(product.weight), "").rpartition(".")[0]
@@ -268,7 +269,8 @@ def _borrowed(module: nn.Module, calls: Mapping[str, Any], found: Sequence[_Prod
             continue
         while path and path not in calls:
             path = path.rpartition(".")[0]
-        borrowed.setdefault(path, []).append(product)
+        if id(product.weight) not in own[path]:  # as in a list of parameters
+            borrowed.setdefault(path, []).append(product)
     return borrowed
 
 

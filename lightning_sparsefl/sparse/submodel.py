@@ -88,7 +88,7 @@ def widen(
 
 def keep_statistics(
     trained: Weights, groups: Sequence[UnitGroup], kept: Masks, before: Weights, buffers: Collection[str]
-) -> dict[str, Tensor]:
+) -> Weights:
     """Return weights after training, where dropped units have the running statistics of before it.
 
     Where units are multiplied by zero, their running means and variances approach zero, and would be wrong for clients
@@ -110,7 +110,7 @@ def keep_statistics(
         {'1.running_var': tensor([3., 1.])}
     """
     statistics = {name: value for name, value in trained.items() if name in buffers}
-    return {**trained, **widen(narrow(statistics, groups, kept), groups, kept, before)}
+    return {**trained, **widen(narrow(statistics, groups, kept), groups, kept, before)} if statistics else trained
 
 
 def cut(module: nn.Module, groups: Sequence[UnitGroup], kept: Masks) -> nn.Module:

@@ -324,6 +324,22 @@ def test_weights_of_layers_that_are_not_called_have_their_own_operations():
     }
 
 
+class Mixed(nn.Module):
+    """Two matrices in a list, of which one is passed to a function as it is."""
+
+    def __init__(self):
+        super().__init__()
+        self.kernels = nn.ParameterList([torch.zeros(4, 4), torch.zeros(4, 4)])
+
+    def forward(self, x):
+        return F.linear(x, self.kernels[0]) @ self.kernels[1].T
+
+
+def test_matrices_in_a_list_share_the_work_also_where_a_function_gets_one():
+    found = count_layers(Mixed(), torch.zeros(1, 4))
+    assert {layer.weight: layer.macs for layer in found} == {"kernels.0": 16, "kernels.1": 16}
+
+
 def test_a_bilinear_layer_has_a_product_for_each_weight():
     class Form(nn.Module):
         def __init__(self):

@@ -210,7 +210,8 @@ def plain(value: Any) -> bool | int | float | str:
     """
     if isinstance(value, bool | int | float | str):
         return value
-    text = without_addresses(str(tree_map(_digested, value)))
+    scalars = isinstance(value, list | tuple) and set(map(type, value)) <= {bool, int, float, str}  # maybe a million
+    text = without_addresses(str(value if scalars else tree_map(_digested, value)))
     if text.startswith("<"):
         return getattr(value, "__name__", type(value).__name__)
     if len(text) <= _LONGEST:

@@ -163,10 +163,11 @@ class StackedWorker(ClientWorker):
         stacked = self._request(request, full, masks)
         if stacked is None or not fibers.ask(stacked):
             return super().do_fit(request)
-        result, layout = stacked.result, self.flat.layout
+        result: Weights = stacked.result
+        layout = self.flat.layout
         if stacked.units is not None:
             result = widen(result, self.units, stacked.units, full)
-        elif request.units is not None and self.buffers:
+        elif request.units is not None:
             result = keep_statistics(result, self.units, request.units, full, self.buffers)
         flat = torch.cat([result[name].reshape(-1).to(layout.dtype) for name in layout.names])
         return FitResult(
