@@ -23,10 +23,9 @@ def accuracy(weights, x, y):
     return float((logits.argmax(axis=1) == y).mean())
 
 
-def train(received, batches, masks, penalty, *, lr, momentum=0.0, weight_decay=0.0, clip=None, cut=False):
-    """The weights after each step, from the masked ones; a cut module has no statistics of removed channels."""
-    weights, velocity = masked(received, masks), {}
-    still = ~masks[SCALE] if cut else np.zeros(masks[SCALE].shape, dtype=bool)
+def train(received, batches, masks, penalty, *, lr, momentum=0.0, weight_decay=0.0, clip=None):
+    """The weights after each step, from the masked ones; removed channels keep their statistics."""
+    weights, velocity, still = masked(received, masks), {}, ~masks[SCALE]
     for x, y in batches:
         slopes, mean, variance = step(weights, x, y)
         slopes[SCALE] = slopes[SCALE] + penalty * np.sign(weights[SCALE])
@@ -54,8 +53,8 @@ def without_channels(masks, kept):
 class SubFedAvgHybrid:
     """`masks[k]` is what client k holds next; the norm's statistics are averaged by samples."""
 
-    def __init__(self, weights, sizes, sgd, method, epochs, cut=False):
-        self.weights, self.sgd, self.method, self.epochs, self.cut = copied(weights), sgd, method, epochs, cut
+    def __init__(self, weights, sizes, sgd, method, epochs):
+        self.weights, self.sgd, self.method, self.epochs = copied(weights), sgd, method, epochs
         self.sizes = sizes
         parameters = {name: value for name, value in weights.items() if name not in STATISTICS}
         self.masks = {k: {n: np.ones(v.shape, dtype=bool) for n, v in parameters.items()} for k in range(len(sizes))}
@@ -108,7 +107,7 @@ class SubFedAvgHybrid:
         trees, votes = {}, {}
         for k, steps in batches.items():
             held = self.masks[k]
-            seen = list(train(self.weights, steps, held, self.method["penalty"], **self.sgd, cut=self.cut))
+            seen = list(train(self.weights, steps, held, self.method["penalty"], **self.sgd))
             early, late = seen[len(steps) // self.epochs - 1], seen[-1]
             masks = self.fewer(early, late, self.matrices(early, late, held, own[k]), own[k])
             self.masks[k], trees[k], votes[k] = masks, masked(late, masks), masks

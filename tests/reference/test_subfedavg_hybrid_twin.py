@@ -42,7 +42,7 @@ def test_subfedavg_with_channels(fit, case):
         "penalty",
     )
     told = {name: getattr(method, name) for name in names}
-    twin = slow.SubFedAvgHybrid(initial, SIZES, sgd, told, EPOCHS, cut="execution" in federation)
+    twin = slow.SubFedAvgHybrid(initial, SIZES, sgd, told, EPOCHS)
     own = scored_on("val")
     for done in record:
         twin.round(full_batches(done.cohort)[0], own)

@@ -208,6 +208,7 @@ def test_test_scores_select_nothing(fit):
         fit(Tuned(), federation={"select": "global/test_acc"}, data={"eval_split": "test"})
 
 
+@pytest.mark.filterwarnings("ignore:.*was written with `federation.select`")
 def test_a_selection_by_another_key_starts_anew(fit):
     folder, _ = fit(Tuned(), max_rounds=2, federation={"select": "global/val_loss"})
     path = str(folder / "checkpoints" / "last.ckpt")
