@@ -13,8 +13,18 @@ from lightning_sparsefl.federated.tracking.hyperparameters import hyperparameter
 
 from lightning_sparsefl_flower.secure_sum.policy import Policy
 
-_MAY_DIFFER = frozenset({"trainer/max_rounds", "trainer/default_root_dir", "trainer/log_every_n_steps"})
-"""Options that a node does not use; the number of rounds comes with each order."""
+_EXAMPLES = (
+    *("num_train", "num_test", "num_pooled", "fewest", "most", "noise", "users", "seed"),
+    *("examples_per_client", "test_per_client", "val_fraction"),
+)
+"""Options of the package's data modules that decide which examples a node has."""
+_MAY_DIFFER = frozenset(
+    {
+        *("trainer/max_rounds", "trainer/default_root_dir", "trainer/log_every_n_steps"),
+        *(f"data/{name}" for name in _EXAMPLES),
+    }
+)
+"""Options that a node does not use, or has of its own; the number of rounds comes with each order."""
 _FORMAT = ("num_clients", "num_classes", "sample_shape", "batch_size", "drop_last", "eval_split")
 
 
