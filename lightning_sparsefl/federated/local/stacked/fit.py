@@ -13,6 +13,7 @@ from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from lightning.pytorch.utilities import GradClipAlgorithmType
 from torch import Tensor, nn
 
+from lightning_sparsefl.callbacks import LayerFreezing
 from lightning_sparsefl.callbacks.layers import stepped_by
 from lightning_sparsefl.callbacks.stacking import StackedCallback, stacked
 from lightning_sparsefl.federated.exchange.flat import weight_parameters
@@ -48,7 +49,6 @@ class StackedRequest:
     """Key of the fit's randomness."""
     weights: Weights
     """Weights to start from, with every name of the model."""
-    trainable: Masks
     callbacks: list[Callback]
     reader: ClientReader
     epochs: int
@@ -261,7 +261,8 @@ class StackedFit:
 
     def _frozen(self) -> list[str]:
         """Return the names of tensors of which no client may change any entry."""
-        return [name for name, mask in self.requests[0].trainable.items() if not bool(mask.any())]
+        callbacks = [each for each in self.requests[0].callbacks if isinstance(each, LayerFreezing)]
+        return [name for each in callbacks for name, mask in each.trainable.items() if not bool(mask.any())]
 
     def _shared(self) -> list[str]:
         """Return the names of frozen tensors that are the same for all clients."""

@@ -123,7 +123,7 @@ class StackGradients:
 
 
 def _request(client: int, key: tuple[int | str, ...], weights: Weights, loader: Any) -> GradientRequest:
-    return GradientRequest(client, key, weights, {}, [], ClientReader(loader, 1.0), 1)
+    return GradientRequest(client, key, weights, [], ClientReader(loader, 1.0), 1)
 
 
 def differentiate_stack(engine: FastEngine, module: LightningModule, requests: Sequence[GradientRequest]) -> None:

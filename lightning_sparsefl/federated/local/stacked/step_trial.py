@@ -153,7 +153,7 @@ class StepTrial:
         for place, (client, weights) in enumerate(zip(self._clients, self._starts, strict=True)):
             reader = self._reader(client)
             self.samples = reader.batch_samples
-            requests.append(StackedRequest(place, ("trial",), weights, {}, [], reader, 1))
+            requests.append(StackedRequest(place, ("trial",), weights, [], reader, 1))
         self._worker.load(self._starts[0])
         kept = objects_kept(self._transforms)
         with gradient_descent(self._module), _other_counts(self._module), kept:

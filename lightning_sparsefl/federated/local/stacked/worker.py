@@ -16,7 +16,6 @@ from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.utilities.rank_zero import WarningCache
 from torch import Tensor, nn
 
-from lightning_sparsefl.callbacks import LayerFreezing
 from lightning_sparsefl.callbacks.stacking import stacking_key
 from lightning_sparsefl.errors import InvalidOption
 from lightning_sparsefl.federated.client import Client
@@ -248,15 +247,13 @@ class StackedWorker(ClientWorker):
             weights, masks, trainable = (narrow(tree, self.units, units) for tree in (weights, masks, trainable))
             masks = {name: mask for name, mask in masks.items() if not bool(mask.all())}
         callbacks = self.callbacks_of(request.client, masks, trainable, request.callbacks)
-        for own in (each.trainable for each in callbacks if isinstance(each, LayerFreezing)):  # also the user's
-            trainable = {**trainable, **{name: mask for name, mask in own.items() if not bool(mask.any())}}
         loader = self.train_loader(request.client, request.key)
         if not readable(loader):
             return None
         engine = cast(FastEngine, self.engine)
         reader = ClientReader(loader, engine.options.limit_train_batches)
         epochs = engine.options.max_epochs if request.epochs is None else request.epochs
-        return StackedRequest(request.client.id, request.key, weights, trainable, callbacks, reader, epochs, units)
+        return StackedRequest(request.client.id, request.key, weights, callbacks, reader, epochs, units)
 
     def _serve(self, requests: Sequence[StackedRequest | EvaluationRequest]) -> list[bool]:
         """Do fits, gradients and evaluations as stacks; return for each whether it was done."""
