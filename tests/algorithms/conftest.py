@@ -13,7 +13,7 @@ from lightning_sparsefl.models import MLP, PreResNet18
 from lightning_sparsefl.sparse.masks import counts
 from lightning_sparsefl.sparse.submodel import cut
 from lightning_sparsefl.sparse.units import find_groups
-from lightning_sparsefl.sparse.uses import TensorUses
+from lightning_sparsefl.sparse.uses import TensorUses, uses_of
 from lightning_sparsefl.types import ClientView, CostFacts, FitResult, LayerFlops, Message
 
 
@@ -99,6 +99,28 @@ def facts():
             samples=7,
             batch_size=batch_size,
         )
+
+    return make
+
+
+class ExitModel:
+    """What an engine knows of a module with early exits; its units are known where the sides of a sample are given."""
+
+    def __init__(self, module, side=None):
+        self.exits, self.uses = module.exits, uses_of(module)
+        self.units = () if side is None else find_groups(module, torch.zeros(side))
+
+
+@pytest.fixture
+def start_exits():
+    """The model, the server's state, and the views of clients with these capacities."""
+
+    def make(method, module, *capacities, side=None):
+        method.adapt(module)
+        model = ExitModel(module, side)
+        views = [view_of(i, capacity=capacity) for i, capacity in enumerate(capacities)]
+        weights = {name: value.detach() for name, value in module.named_parameters()}
+        return model, method.init(weights, Fleet(views, frozenset(), torch.device("cpu"), model)), views
 
     return make
 

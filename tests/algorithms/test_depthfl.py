@@ -13,30 +13,13 @@ from lightning_sparsefl.callbacks import GradientOffset, ProximalTerm
 from lightning_sparsefl.callbacks.exits import EarlyExits as Exits
 from lightning_sparsefl.cost import count_layers
 from lightning_sparsefl.errors import InvalidOption
-from lightning_sparsefl.federated.fleet import Fleet
 from lightning_sparsefl.models import ExitMNISTNet, ExitResNet18
-from lightning_sparsefl.sparse.uses import uses_of
 from lightning_sparsefl.types import CostFacts, Merged, Update
 
 
-class Model:
-    """What an engine knows of a module."""
-
-    units = ()
-
-    def __init__(self, module):
-        self.exits, self.uses = module.exits, uses_of(module)
-
-
 @pytest.fixture
-def start(view):
-    def make(method, module, *capacities):
-        method.adapt(module)
-        views = [view(i, capacity=capacity) for i, capacity in enumerate(capacities)]
-        weights = {name: value.detach() for name, value in module.named_parameters()}
-        return method.init(weights, Fleet(views, frozenset(), torch.device("cpu"), Model(module))), views
-
-    return make
+def start(start_exits):
+    return lambda *given: start_exits(*given)[1:]
 
 
 class Prompted(torch.nn.Module):

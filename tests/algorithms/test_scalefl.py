@@ -12,40 +12,18 @@ from lightning_sparsefl.callbacks.exits import TaughtExits
 from lightning_sparsefl.callbacks.width import OutputScaler
 from lightning_sparsefl.cost import count_layers
 from lightning_sparsefl.errors import InvalidOption
-from lightning_sparsefl.federated.fleet import Fleet
 from lightning_sparsefl.models import ExitMNISTNet, ExitResNet18
 from lightning_sparsefl.sparse.submodel import cut
-from lightning_sparsefl.sparse.units import find_groups
-from lightning_sparsefl.sparse.uses import uses_of
 from lightning_sparsefl.sparse.width import ranked_units
 from lightning_sparsefl.types import CostFacts, Merged, Update
 
 MNIST, WIDTHS = (1, 1, 28, 28), (0.5, 0.75, 1.0)
 
 
-class Model:
-    """What an engine knows of a module."""
-
-    def __init__(self, module, side):
-        self.exits, self.uses, self.units = module.exits, uses_of(module), find_groups(module, torch.zeros(side))
-
-
-@pytest.fixture
-def start(view):
-    def make(method, module, side, *capacities):
-        method.adapt(module)
-        views = [view(i, capacity=capacity) for i, capacity in enumerate(capacities)]
-        weights = {name: value.detach() for name, value in module.named_parameters()}
-        model = Model(module, side)
-        return method.init(weights, Fleet(views, frozenset(), torch.device("cpu"), model)), views
-
-    return make
-
-
 @pytest.mark.parametrize(("capacity", "depth"), [(0.1, 1), (0.34, 1), (0.67, 2), (1.0, 3)])
-def test_a_client_has_the_first_units_of_the_first_blocks(start, capacity, depth):
+def test_a_client_has_the_first_units_of_the_first_blocks(start_exits, capacity, depth):
     method, module = ScaleFL(widths=WIDTHS), ExitMNISTNet()
-    server, (person,) = start(method, module, MNIST, capacity)
+    _, server, (person,) = start_exits(method, module, capacity, side=MNIST)
     message = method.download(server, person)
     assert method.alike(server, person) == int(message.extra["depth"]["blocks"]) == depth
     deeper = [name for name in message.weights if name.split(".")[2] not in map(str, range(depth))]
@@ -59,16 +37,16 @@ def test_a_client_has_the_first_units_of_the_first_blocks(start, capacity, depth
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3, 4])
-def test_a_client_is_scored_by_the_last_exit_of_its_network(start, client, depth):
+def test_a_client_is_scored_by_the_last_exit_of_its_network(start_exits, client, depth):
     """The whole module, with the weights that are scored, predicts what the cut network's last exit does."""
     torch.manual_seed(0)
     method, module = ScaleFL(), ExitResNet18(10, norm="batch")
-    side, x = (1, 3, 32, 32), torch.randn(4, 3, 32, 32)
-    server, (person,) = start(method, module, side, depth / 4)
+    x = torch.randn(4, 3, 32, 32)
+    model, server, (person,) = start_exits(method, module, depth / 4, side=(1, 3, 32, 32))
     message = method.download_for(server, person, "score")
-    units = ranked_units(find_groups(module, torch.zeros(side)), method.widths[depth - 1], "ordered", rounding="down")
+    units = ranked_units(model.units, method.widths[depth - 1], "ordered", rounding="down")
     with torch.no_grad():
-        narrow = cut(module.eval(), find_groups(module, torch.zeros(side)), units)
+        narrow = cut(module.eval(), model.units, units)
         narrow.depth = depth
         expected = narrow(x)[-1]
         module.load_state_dict(dict(method.personalize(message, client()[0])), strict=False)
@@ -78,10 +56,10 @@ def test_a_client_is_scored_by_the_last_exit_of_its_network(start, client, depth
     assert all(torch.equal(doubled[name], 2 * own[name]) for name in own)
 
 
-def test_the_server_s_model_predicts_by_its_last_exit_and_keeps_the_others(start):
+def test_the_server_s_model_predicts_by_its_last_exit_and_keeps_the_others(start_exits):
     method, module = ScaleFL(widths=(0.5, 1.0)), EarlyExits()
     nn.init.ones_(module.net["one"].weight)
-    server, _ = start(method, module, (2, 8), 1.0)
+    _, server, _ = start_exits(method, module, 1.0, side=(2, 8))
     last, first = server.weights["net.two.weight"], server.weights["net.one.weight"]
     assert torch.equal(last, 2 * module.net["two"].weight)
     assert not bool(first.any())
@@ -92,9 +70,9 @@ def test_the_server_s_model_predicts_by_its_last_exit_and_keeps_the_others(start
     assert torch.equal(after.weights["net.two.weight"], 2 * (module.net["two"].weight + 1))
 
 
-def test_the_last_exit_teaches_after_the_warmup(start, client):
+def test_the_last_exit_teaches_after_the_warmup(start_exits, client):
     method = ScaleFL(widths=WIDTHS, strength=0.5, temperature=2.0, warmup=0.2)
-    server, (person,) = start(method, ExitMNISTNet(), MNIST, 0.7)
+    _, server, (person,) = start_exits(method, ExitMNISTNet(), 0.7, side=MNIST)
     message = method.download(server, person)
     found = []
     for round in (0, 2, 3):
@@ -107,15 +85,13 @@ def test_the_last_exit_teaches_after_the_warmup(start, client):
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
-def test_costs_are_those_of_the_narrow_blocks_and_exits(start, depth):
+def test_costs_are_those_of_the_narrow_blocks_and_exits(start_exits, depth):
     method, module = ScaleFL(widths=WIDTHS), ExitMNISTNet()
-    server, (person,) = start(method, module, MNIST, depth / 3)
-    message, groups = method.download(server, person), find_groups(module, torch.zeros(MNIST))
+    model, server, (person,) = start_exits(method, module, depth / 3, side=MNIST)
+    message = method.download(server, person)
     facts = {"view": person, "message": message, "epochs": 2, "samples": 5, "batch_size": 5}
-    costs = method.costs(
-        CostFacts(layers=count_layers(module, torch.zeros(MNIST)), model=Model(module, MNIST), **facts)
-    )
-    narrow = cut(module, groups, ranked_units(groups, WIDTHS[depth - 1], "ordered", rounding="down"))
+    costs = method.costs(CostFacts(layers=count_layers(module, torch.zeros(MNIST)), model=model, **facts))
+    narrow = cut(module, model.units, ranked_units(model.units, WIDTHS[depth - 1], "ordered", rounding="down"))
     own = tuple(f"net.{part}.{place}." for part in ("blocks", "exits") for place in range(depth))
     layers = [layer for layer in count_layers(narrow, torch.zeros(MNIST)) if layer.weight.startswith(own)]
     assert costs.flops_paper == pytest.approx(3 * 2 * 5 * sum(2 * layer.macs + layer.bias for layer in layers))
@@ -123,9 +99,9 @@ def test_costs_are_those_of_the_narrow_blocks_and_exits(start, depth):
     assert costs.bytes_down_paper == costs.bytes_up_paper == 4 * sent
 
 
-def test_a_whole_network_of_equal_exits_is_that_of_depthfl(start):
+def test_a_whole_network_of_equal_exits_is_that_of_depthfl(start_exits):
     module, (one, other) = ExitMNISTNet(), (ScaleFL(widths=(1.0, 1.0, 1.0)), DepthFL(alpha=0.0))
-    (ours, (person,)), (theirs, _) = (start(method, module, MNIST, 0.7) for method in (one, other))
+    (_, ours, (person,)), (_, theirs, _) = (start_exits(method, module, 0.7, side=MNIST) for method in (one, other))
     assert ours.extra["blocks"] == theirs.extra["blocks"]
     messages = [one.download(ours, person), other.download(theirs, person)]
     assert all(torch.equal(messages[0].weights[name], value) for name, value in messages[1].weights.items())

@@ -4,21 +4,11 @@ import math
 
 import numpy as np
 
+from reference import exits
+from reference.exits import backward, forward
 from reference.numpy_network import clipped, copied, probabilities
 
-BLOCKS = [("first", "one"), ("second", "two")]
-"""Hidden layer and exit of each block."""
-
-
-def forward(weights, x, depth):
-    """The input of each hidden layer, its output, and the logits of each exit."""
-    inputs, hidden, logits = [], [], []
-    for layer, exit in BLOCKS[:depth]:
-        inputs.append(x)
-        x = np.maximum(x @ weights[f"{layer}.weight"].T + weights[f"{layer}.bias"], 0.0)
-        hidden.append(x)
-        logits.append(x @ weights[f"{exit}.weight"].T + weights[f"{exit}.bias"])
-    return inputs, hidden, logits
+BLOCKS = exits.BLOCKS[:2]
 
 
 def objective_slopes(logits, y, strength):
@@ -38,24 +28,7 @@ def objective_slopes(logits, y, strength):
 
 def gradient(weights, x, y, depth, strength):
     inputs, hidden, logits = forward(weights, x, depth)
-    by_logits = objective_slopes(logits, y, strength)
-    slopes, above = {}, None
-    for at in reversed(range(depth)):
-        layer, exit = BLOCKS[at]
-        slopes[f"{exit}.weight"], slopes[f"{exit}.bias"] = by_logits[at].T @ hidden[at], by_logits[at].sum(axis=0)
-        delta = by_logits[at] @ weights[f"{exit}.weight"]
-        if above is not None:
-            delta = delta + above
-        delta = delta * (hidden[at] > 0)
-        slopes[f"{layer}.weight"], slopes[f"{layer}.bias"] = delta.T @ inputs[at], delta.sum(axis=0)
-        above = delta @ weights[f"{layer}.weight"]
-    return slopes
-
-
-def loss(weights, x, y):
-    """Cross-entropy of the mean over both exits."""
-    logits = np.mean(forward(weights, x, len(BLOCKS))[2], axis=0)
-    return -np.log(probabilities(logits)[np.arange(len(y)), y]).mean()
+    return backward(weights, inputs, hidden, objective_slopes(logits, y, strength))
 
 
 class DepthFL:

@@ -2,21 +2,8 @@
 
 import numpy as np
 
+from reference.exits import BLOCKS, backward, forward
 from reference.numpy_network import clipped, copied, probabilities
-
-BLOCKS = [("first", "one"), ("second", "two"), ("third", "three")]
-"""Hidden layer and exit of each block."""
-
-
-def forward(weights, x, depth, width=1.0):
-    """The input of each hidden layer, its output, and the logits of each exit."""
-    inputs, hidden, logits = [], [], []
-    for layer, exit in BLOCKS[:depth]:
-        inputs.append(x)
-        x = np.maximum((x @ weights[f"{layer}.weight"].T + weights[f"{layer}.bias"]) / width, 0.0)
-        hidden.append(x)
-        logits.append(x @ weights[f"{exit}.weight"].T + weights[f"{exit}.bias"])
-    return inputs, hidden, logits
 
 
 def taught(logits, gamma, temperature):
@@ -39,25 +26,12 @@ def share(place, count):
 
 def gradient(weights, x, y, depth, width, gamma, temperature):
     inputs, hidden, logits = forward(weights, x, depth, width)
-    slopes, above, by_logits = {}, None, taught(logits, gamma, temperature)
+    by_logits = taught(logits, gamma, temperature)
     for place, own in enumerate(logits):
         delta = probabilities(own)
         delta[np.arange(len(y)), y] -= 1.0
         by_logits[place] += share(place, depth) * delta / len(y)
-    for at in reversed(range(depth)):
-        layer, exit = BLOCKS[at]
-        slopes[f"{exit}.weight"], slopes[f"{exit}.bias"] = by_logits[at].T @ hidden[at], by_logits[at].sum(axis=0)
-        delta = by_logits[at] @ weights[f"{exit}.weight"] + (0.0 if above is None else above)
-        delta = delta * (hidden[at] > 0) / width
-        slopes[f"{layer}.weight"], slopes[f"{layer}.bias"] = delta.T @ inputs[at], delta.sum(axis=0)
-        above = delta @ weights[f"{layer}.weight"]
-    return slopes
-
-
-def loss(weights, x, y):
-    """Cross-entropy of the mean over all exits."""
-    logits = np.mean(forward(weights, x, len(BLOCKS))[2], axis=0)
-    return -np.log(probabilities(logits)[np.arange(len(y)), y]).mean()
+    return backward(weights, inputs, hidden, by_logits, width)
 
 
 class ScaleFL:

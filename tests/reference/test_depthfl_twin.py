@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import pytest
-import torch
-from torch import nn
 
 from lightning_sparsefl import DepthFL
-from reference import harness
+from reference import exits, harness
 from reference import numpy_depthfl as slow
-from reference.harness import CLASSES, CLIPPED, FEATURES, HEAVY, PLAIN, SIZES, Net, compare, full_batches, moved
+from reference.harness import CLIPPED, HEAVY, PLAIN, SIZES, Net, compare, full_batches, moved
 from reference.numpy_fedavg import FedAvg
 from reference.numpy_network import loss as plain_loss
 
@@ -18,34 +16,10 @@ DEPTHS = [1, 1, 1, 1, 2, 2]
 """Of two blocks."""
 
 
-class Exits(Net):
-    """The harness' module with an exit after each of its two hidden layers."""
-
-    def __init__(self, lr, momentum=0.0, weight_decay=0.0, clip=None, norm=False):
-        super().__init__(lr, momentum, weight_decay, clip)
-        del self.net
-        self.first, self.one = nn.Linear(FEATURES, 8), nn.Linear(8, CLASSES)
-        self.second, self.two = nn.Linear(8, 7), nn.Linear(7, CLASSES)
-        self.exits, self.depth = {"first": "one", "second": "two"}, 2
-
-    def logits(self, x):
-        hidden = self.first(x).relu()
-        found = [self.one(hidden)]
-        return found if self.depth == 1 else [*found, self.two(self.second(hidden).relu())]
-
-    def forward(self, x):
-        return torch.stack(self.logits(x)).mean(0)
-
-    def training_step(self, batch):
-        x, y, samples = batch
-        self.trained_on.append((self.training, samples.numpy().copy()))
-        return torch.stack([nn.functional.cross_entropy(logits, y) for logits in self.logits(x)]).mean()
-
-
 @pytest.fixture(autouse=True)
 def with_exits(monkeypatch):
-    monkeypatch.setattr(harness, "Net", Exits)
-    monkeypatch.setattr(harness, "loss", slow.loss)
+    monkeypatch.setattr(harness, "Net", exits.TwoExits)
+    monkeypatch.setattr(harness, "loss", exits.loss)
 
 
 @pytest.mark.slow_after_first("sgd")
