@@ -54,7 +54,7 @@ class DynamicMask(MaskingCallback):
     Unlike in the papers' code the optimizer takes its step also where the mask moves, under the new mask. Where
     mixed precision skips a step for gradients that are not finite, the move waits for the next one. Put
     callbacks that write gradients before this one. A second `fit` goes on with the masks of the first and starts
-    the schedule again.
+    the schedule again; one that is resumed keeps the checkpoint's masks, and warns of options for others.
 
     Args:
         density: Fraction of the layers' weights to keep, in (0, 1]; the first mask is drawn when training starts.
@@ -110,6 +110,10 @@ class DynamicMask(MaskingCallback):
         self._clock = StepClock()
         self._due: list[str] = []
         self._draws = 0
+
+    def draw_options(self) -> dict[str, Any]:
+        """Return the densities and the seed."""
+        return {"density": self.density, "layer_density": self.layer_density, "seed": self.seed}
 
     def first_weights(self, weights: Weights) -> None:
         """Rescale the first weights to the fan-in that the drawn masks keep."""

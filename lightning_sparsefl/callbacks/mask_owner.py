@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import WarningCache
@@ -45,6 +46,7 @@ class MaskOwner(NumberedCallback):
         self._masks: dict[str, Tensor] = dict(masks or {})
         self._given: tuple[str, ...] | None = None if masks is None else tuple(masks)
         self._made = masks is not None
+        self._drawn_by: dict[str, Any] | None = None
         self._started = self._resumed = False
         self._returned = ReturnedState()
         self._unhook()
@@ -90,6 +92,10 @@ class MaskOwner(NumberedCallback):
     def first_masks(self, weights: Weights) -> Masks:
         """Return the masks that the first fit starts with."""
         return dense_like(weights)
+
+    def draw_options(self) -> dict[str, Any]:
+        """Return the options by which the first masks are drawn, which those of a checkpoint replace; default: none."""
+        return {}
 
     def shortfall(self) -> str | None:
         """Return where the schedule is and the density that it has not reached yet, as a clause; None if it has."""
@@ -188,14 +194,35 @@ class MaskOwner(NumberedCallback):
         self._resumed = False
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the masks, one bit a weight, and whether they have been made and a fit has started with them."""
-        return {"masks": packed(self.masks), "made": self._made, "started": self._started or self._resumed}
+        """Return the masks, one bit a weight, how they were drawn, and whether a fit has started with them."""
+        masks, drawn_by = packed(self.masks), self._drawn_by or self.draw_options()
+        return {"masks": masks, "made": self._made, "drawn_by": drawn_by, "started": self._started or self._resumed}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the masks of a checkpoint, unless it was saved before there were any, as learning-rate finders do."""
         self._made, self._resumed = state_dict["made"], state_dict["started"]
-        self._to_score = self._around is not None and self._around[0].state.fn != "fit"
-        self.restore(unpacked(state_dict["masks"]))
+        stage = None if self._around is None else self._around[0].state.fn
+        self._to_score = stage not in (None, "fit")
+        masks = unpacked(state_dict["masks"])
+        if self._made and stage == "fit":
+            self._compare(masks, state_dict.get("drawn_by", {}))
+        self.restore(masks)
+
+    def _compare(self, masks: Masks, drawn_by: dict[str, Any]) -> None:
+        """Warn of options that ask for other masks than those of a checkpoint, which stay."""
+        mine, self._drawn_by = self.draw_options(), drawn_by
+        for name in mine:
+            if drawn_by.get(name, mine[name]) != mine[name]:
+                self._warn_of_saved(f"{name}={mine[name]!r}", f"the masks drawn with `{name}={drawn_by[name]!r}`")
+        given = renamed(self._masks, masks) if self._given is not None and not self._started else {}
+        if any(name in masks and not torch.equal(mask.cpu().bool(), masks[name]) for name, mask in given.items()):
+            self._warn_of_saved("masks=...", "the other masks")
+
+    def _warn_of_saved(self, option: str, saved: str) -> None:
+        warning_cache.warn(
+            f"`{type(self).__name__}({option})`: the fit goes on with {saved} that the checkpoint has; start a fit "
+            "without `ckpt_path`, from the checkpoint's weights, for other masks."
+        )
 
     def restore(self, masks: Masks) -> None:
         """Take over the masks of a checkpoint."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal
+from typing import Any, Literal
 
 from torch import Tensor
 
@@ -27,8 +27,8 @@ class StaticMask(MaskingCallback):
     """Holds a mask: gradients are masked before clipping and before the step, weights after it.
 
     Masking only the weights would be wrong with momentum and weight decay, whose buffers would keep moving
-    (Huang et al., FedSpa, eq. 3). A second `fit` keeps the mask of the first, a checkpoint's mask wins over the
-    options.
+    (Huang et al., FedSpa, eq. 3). A second `fit` keeps the mask of the first. A fit that is resumed keeps the
+    checkpoint's mask, and warns of options for another one.
 
     Args:
         density: Fraction of the layers' weights to keep, in (0, 1]; the mask is drawn when training starts.
@@ -75,6 +75,12 @@ class StaticMask(MaskingCallback):
         super().__init__(layers, given)
         self.density, self.layer_density, self.seed, self.rescale = density, layer_density, seed, rescale
         self._nonzero = masks == "nonzero"
+
+    def draw_options(self) -> dict[str, Any]:
+        """Return the densities and the seed, unless the mask is of the weights that are not 0."""
+        if self._nonzero:
+            return super().draw_options()
+        return {"density": self.density, "layer_density": self.layer_density, "seed": self.seed}
 
     def first_weights(self, weights: Weights) -> None:
         """Rescale the first weights to the fan-in that the drawn masks keep."""

@@ -1,10 +1,14 @@
 from __future__ import annotations
 
+import warnings
+from functools import partial
+
 import pytest
 import torch
 from lightning.pytorch import Callback
 
-from lightning_sparsefl.callbacks import StaticMask
+from lightning_sparsefl.callbacks import DynamicMask, StaticMask, mask_owner
+from lightning_sparsefl.callbacks.feedback import ErrorFeedback
 from lightning_sparsefl.errors import IncompatibleMasks, InvalidOption
 from lightning_sparsefl.sparse.density import erk, kept_counts, uniform
 from lightning_sparsefl.sparse.masks import counts, same
@@ -180,11 +184,40 @@ def test_a_resumed_run_equals_a_straight_one(net, fit, recipes, tmp_path):
     torch.testing.assert_close(dict(resumed.named_parameters()), dict(straight.named_parameters()), rtol=0, atol=0)
 
 
-def test_a_checkpoints_mask_wins_over_the_options(net, fit, tmp_path):
-    path, first, second = tmp_path / "half.ckpt", StaticMask(seed=1), StaticMask(seed=2, density=0.9)
+@pytest.mark.parametrize("kind", [StaticMask, partial(DynamicMask, fraction=0.0, every_n_steps=2)])
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"density": 0.9}, r"Mask\(density=0.9\)`: the fit goes on with the masks drawn with `density=0.4` that the"),
+        ({"layer_density": "uniform"}, r"\(layer_density='uniform'\)`: .* drawn with `layer_density='erk'`"),
+        ({"seed": 2}, r"\(seed=2\)`: .* drawn with `seed=1`"),
+    ],
+)
+def test_a_resumed_fit_keeps_the_mask_and_warns_of_other_options(kind, options, message, net, fit, tmp_path):
+    path, then, same_options = tmp_path / "half.ckpt", tmp_path / "then.ckpt", {"density": 0.4, "seed": 1}
+    first, second, third = kind(**same_options), kind(**same_options | options), kind(**same_options)
     fit(net(), [first], epochs=1).save_checkpoint(path)
-    fit(net(), [second], epochs=2, ckpt_path=path)
+    with pytest.warns(UserWarning, match=message):
+        fit(net(), [second], epochs=2, ckpt_path=path).save_checkpoint(then)
     assert same(first.masks, second.masks)
+    mask_owner.warning_cache.clear()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", ".*the fit goes on with.*")
+        fit(net(), [third], epochs=3, ckpt_path=then)  # the masks are still those that were drawn first
+        fit(net(), [kind(**same_options | options)], epochs=1)
+
+
+@pytest.mark.parametrize("kind", [StaticMask, ErrorFeedback])
+def test_a_resumed_fit_warns_of_other_masks(kind, net, fit, tmp_path):
+    path, masks = tmp_path / "half.ckpt", {"net.4.weight": torch.eye(3, 6, dtype=torch.bool)}
+    fit(net(), [kind(masks=masks)], epochs=1).save_checkpoint(path)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", ".*the fit goes on with.*")
+        fit(net(), [kind(masks=masks)], epochs=2, ckpt_path=path)
+    other = kind(masks={name: ~mask for name, mask in masks.items()})
+    with pytest.warns(UserWarning, match=r"\(masks=...\)`: .* with the other masks that the checkpoint"):
+        fit(net(), [other], epochs=2, ckpt_path=path)
+    assert same(other.masks, masks)
 
 
 @pytest.mark.parametrize("density", [0, -0.5, 1.5, float("nan")])
