@@ -23,6 +23,7 @@ class GradientSum(ReportedCallback):
 
     Before callbacks that mask, the gradients are dense: they also tell of weights that are pruned. A parameter without
     a gradient has zeros. Steps with gradients that are not finite, which loss scaling skips, do not count.
+    Before `MetaStep`, the gradients of its batches without a step are added as well.
 
     Args:
         squares: Whether to add up the squared gradients as well.

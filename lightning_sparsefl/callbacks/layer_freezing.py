@@ -36,8 +36,8 @@ class LayerFreezing(NumberedCallback):
 
     Raises:
         IncompatibleMasks: If `trainable` does not fit the module.
-        InvalidOption: If a parameter in `trainable` has no shape yet, or a callback behind this one trains one that is
-            frozen in part as a function of other numbers.
+        InvalidOption: If no parameter of the module may change, one in `trainable` has no shape yet, or a callback
+            behind this one trains one that is frozen in part as a function of other numbers.
     """
 
     @check_arguments
@@ -75,6 +75,11 @@ class LayerFreezing(NumberedCallback):
         require_initialized({name: parameters[name] for name in trainable if name in parameters}, "LayerFreezing")
         check(trainable, parameters)
         self._freeze(parameters, trainable)
+        if self._frozen and not any(parameter.requires_grad for parameter in parameters.values()):
+            raise InvalidOption(
+                "`LayerFreezing(trainable=...)`: no parameter of the module is left to train; expected one that may "
+                "change."
+            )
         first, self._first = {plain_name(name): pair for name, pair in self._first.items()}, {}
         for name, parameter in parameters.items():
             mask = trainable.get(name)

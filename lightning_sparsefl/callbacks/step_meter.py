@@ -28,7 +28,8 @@ class StepMeter(ReportedCallback):
     With learning rate lr and momentum, each step does ``c <- momentum c + 1 - mu path`` and ``path <- path + lr c``,
     with Nesterov's momentum ``path <- path + lr (1 - mu path + momentum c)``. If all gradients of a fit were g, the
     weights would change by ``-path g``. The values are read before each step, so schedules are included, from the first
-    group of parameters that has gradients.
+    group of parameters that has gradients. Put it behind :class:`MetaStep`, of whose batches it would count those
+    without a step as well.
 
     Args:
         mu: Strength of a proximal term that is part of the gradients, as in :class:`ProximalTerm`; 0 = none.

@@ -172,6 +172,14 @@ def test_a_layer_without_a_shape_is_refused(net, fit):
         fit(module, [LayerFreezing(trainable)])
 
 
+def test_a_module_with_nothing_left_to_train_is_refused(net, fit):
+    module = net()
+    everything = frozen(module, *dict(module.named_parameters()))
+    with pytest.raises(InvalidOption, match="no parameter of the module is left to train; expected one that may"):
+        fit(module, [LayerFreezing(everything)])
+    assert all(parameter.requires_grad for parameter in module.parameters())
+
+
 def test_what_the_user_froze_stays_frozen(net, fit):
     module = net()
     module.net[2].requires_grad_(False)

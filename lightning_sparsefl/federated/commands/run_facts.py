@@ -18,6 +18,7 @@ from lightning_sparsefl.federated.rounds.run_options import RunOptions
 from lightning_sparsefl.federated.rounds.workload import Workload
 from lightning_sparsefl.federated.sampling.samplers import Uniform
 from lightning_sparsefl.federated.tracking.hyperparameters import (
+    arguments_of,
     digest_of,
     hyperparameters,
     options_of,
@@ -38,8 +39,8 @@ def identity(algorithm: FederatedAlgorithm, num_clients: int, layout: Layout) ->
         num_clients: Number of clients.
         layout: Layout of the model.
     """
-    names = getattr(algorithm, "__dataclass_fields__", {})  # a plain class has no options
-    options = {name: getattr(algorithm, name) for name in names}
+    fields = {name: getattr(algorithm, name) for name in getattr(algorithm, "__dataclass_fields__", {})}
+    options = fields | arguments_of(algorithm)  # which a class that is no dataclass may have besides
     return {
         "algorithm": type(algorithm).__name__,
         "algorithm options": {name: _plain(value) for name, value in options.items()},

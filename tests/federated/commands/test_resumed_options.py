@@ -344,6 +344,21 @@ def half(value):
     return value / 2
 
 
+class Scaled(FedAvg):
+    """A method with an option, which is no dataclass."""
+
+    def __init__(self, factor=1.0):
+        super().__init__()
+        object.__setattr__(self, "factor", factor)
+
+
+def test_another_option_of_a_users_own_method_is_refused(tmp_path):
+    fit(tmp_path, algorithm=Scaled())
+    with pytest.raises(CheckpointMismatch, match=r"`algorithm\.factor` was 1\.0, and is 0\.5 now"):
+        fit(tmp_path, "last", rounds=2, algorithm=Scaled(0.5))
+    assert fit(tmp_path, "last", rounds=2, algorithm=Scaled())["rounds"] == 2
+
+
 @dataclass(frozen=True, kw_only=True)
 class Odd(FedAvg):
     """A method with options that have no lasting text of their own."""
