@@ -88,17 +88,21 @@ def _recur(trace: UnitTrace, call: Call, out: tuple[Tensor, ...]) -> None:
         units = [_recurrent_layer(trace, incoming, *chunk) for chunk in chunks]
         states += units
         incoming = torch.cat(units)
-    trace.label(out[0], spread(incoming, out[0].ndim - 1, out[0].shape))
     ids = torch.stack(states)
-    for value in hidden:
-        trace.unify(ids.unsqueeze(1), _state_ids(trace, value, ids))
+    zeros = [_take_state(trace, call, value, ids) for value in hidden if not trace.makes_state]
+    zero, trace.makes_state = all(zeros), False
+    trace.label(out[0], spread(incoming, out[0].ndim - 1, out[0].shape), zero)
     for value in out[1:]:
-        trace.label(value, ids.unsqueeze(1).expand(value.shape))
+        trace.label(value, ids.unsqueeze(1).expand(value.shape), zero)
 
 
-def _state_ids(trace: UnitTrace, value: Tensor, ids: Tensor) -> Tensor:
-    """Return the labels of a state that was passed in; a constant one, such as zeros, takes those of its units."""
-    return trace.labels(value).ids if trace.followed(value) else ids.unsqueeze(1)
+def _take_state(trace: UnitTrace, call: Call, value: Tensor, ids: Tensor) -> bool:
+    """Give the units the labels of a first state that was passed in, and return whether dropped units start at 0."""
+    if trace.followed(value):
+        trace.unify(ids.unsqueeze(1), trace.labels(value).ids)
+        return trace.labels(value).zero
+    trace.pin(ids, f"`{call.name}` takes a first state of the full width")
+    return False  # it may come from parameters
 
 
 def _recurrent_layer(trace: UnitTrace, incoming: Tensor, w_in: Tensor, w_hidden: Tensor, *biases: Tensor) -> Tensor:

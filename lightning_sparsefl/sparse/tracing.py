@@ -86,6 +86,8 @@ class UnitTrace(TorchFunctionMode):
         self.names, self.buffers, self.ignore, self.embeddings = names, buffers, tuple(ignore), embeddings
         self.axes: dict[tuple[str, int], Axis] = {}
         self.readers: list[Reader] = []
+        self.makes_state = False
+        """Whether the recurrent layer that is running makes its first state itself."""
         self.reasons: dict[int, str] = {}
         """Reasons by label for which a unit can be masked but not cut out."""
         self._roots = [0]

@@ -84,7 +84,7 @@ def shrink(
     if found is not None:
         raise InvalidOption(
             f"Without the units, `{type(module).__name__}` {found}, since its `forward` depends on their number, as in "
-            "`x / x.shape[-1]`, or with a first state of a fixed size; change it, or set `ignore` to their layers."
+            "`x / x.shape[-1]`; change it, or set `ignore` to their layers."
         )
     return small
 

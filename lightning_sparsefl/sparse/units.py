@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import floor
 from typing import Any
@@ -136,7 +137,7 @@ def _trace(module: nn.Module, inputs: tuple[Any, ...], ignore: Sequence[str], em
     for value in tensors(inputs):
         trace.label(value, torch.zeros((), dtype=torch.long).expand(value.shape))
     try:
-        with evaluating(module), trace:
+        with evaluating(module), _states_noted(module, trace), trace:
             outputs = module(*inputs)
     except Exception as error:
         shapes = ", ".join(str(tuple(value.shape)) for value in tensors(inputs))
@@ -148,6 +149,22 @@ def _trace(module: nn.Module, inputs: tuple[Any, ...], ignore: Sequence[str], em
     for value in tensors(outputs):
         trace.freeze(trace.labels(value).ids)
     return trace
+
+
+@contextmanager
+def _states_noted(module: nn.Module, trace: UnitTrace) -> Iterator[None]:
+    """Tell the trace which recurrent layers make their first state themselves, in the width that they have."""
+
+    def note(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        trace.makes_state = kwargs.get("hx", args[1] if len(args) > 1 else None) is None
+
+    recurrent = [layer for layer in module.modules() if isinstance(layer, nn.RNNBase)]
+    hooks = [layer.register_forward_pre_hook(note, with_kwargs=True) for layer in recurrent]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 _Key = tuple[str, int]

@@ -324,6 +324,45 @@ def test_states_of_several_layers_are_cut_one_behind_the_other():
     assert all("flatten" in group.masks_only for group in find_groups(LastStates(1, 2, 0).double(), inputs))
 
 
+class GivenState(nn.Module):
+    """Gives a recurrent layer a first state, and normalizes its outputs."""
+
+    def __init__(self, kind, state):
+        super().__init__()
+        self.start, self.learned, self.state = nn.Linear(4, 6), nn.Parameter(torch.randn(1, 1, 6)), state
+        self.rnn, self.norm, self.out = kind(4, 6, batch_first=True), nn.LayerNorm(6), nn.Linear(6, 3)
+
+    def forward(self, x):
+        state = self.state(self, x)
+        state = None if state is None else (state, state) if isinstance(self.rnn, nn.LSTM) else state
+        return self.out(self.norm(self.rnn(x, hx=state)[0]))
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+@pytest.mark.parametrize(
+    ("state", "reason"),
+    [
+        (lambda net, x: None, ""),
+        (lambda net, x: net.start(x[:, 0]).tanh()[None], ""),
+        (lambda net, x: net.start(x[:, 0]).sigmoid()[None], "`layer_norm` would see the values of dropped units"),
+        (lambda net, x: x.new_zeros(1, len(x), 6), "takes a first state of the full width"),
+        (lambda net, x: net.learned.expand(-1, len(x), -1).contiguous(), "takes a first state of the full width"),
+    ],
+    ids=["none", "tanh", "sigmoid", "zeros", "learned"],
+)
+def test_a_first_state_that_is_not_0_is_not_cut(kind, state, reason):
+    torch.manual_seed(0)
+    module, inputs = GivenState(kind, state).double(), torch.randn(2, 5, 4, dtype=torch.float64)
+    (group,) = find_groups(module, inputs)
+    assert reason in group.masks_only
+    assert bool(group.masks_only) == bool(reason)
+    assert not module.rnn._forward_pre_hooks
+    kept = drawn([group], 0.5)
+    if not reason:
+        small = cut(module, [group], kept)
+        torch.testing.assert_close(small(inputs), masked(module, [group], kept)(inputs), rtol=0, atol=1e-10)
+
+
 @pytest.mark.slow_after_first
 @pytest.mark.parametrize("net", ["flatten", "group norm", "lstm"], indirect=True)
 @pytest.mark.parametrize("dynamo", [False, True])

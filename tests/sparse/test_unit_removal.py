@@ -217,22 +217,23 @@ class ByWidth(nn.Module):
         return {"out": self.b(hidden / hidden.shape[-1] ** 0.5)}
 
 
-class FirstState(nn.Module):
-    """Gives a recurrent layer a first state of a fixed size."""
+class Reshaped(nn.Module):
+    """Gives its units a fixed shape."""
 
     def __init__(self):
         super().__init__()
-        self.a, self.b = nn.GRU(6, 8, batch_first=True), nn.Linear(8, 4)
+        self.a, self.b = nn.Linear(6, 8), nn.Linear(8, 4)
 
     def forward(self, x):
-        return self.b(self.a(x[:, None], torch.zeros(1, len(x), 8))[0][:, -1])
+        hidden = self.a(x).relu()
+        return self.b(hidden.view(len(x), 8))
 
 
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
         (ByWidth, "the units, `ByWidth` computes something else on the example inputs, since its `forward` depends"),
-        (FirstState, r"Without the units, `FirstState` fails on the example inputs \(RuntimeError: .*set `ignore`"),
+        (Reshaped, r"Without the units, `Reshaped` fails on the example inputs \(RuntimeError: .*set `ignore`"),
     ],
 )
 def test_a_forward_pass_that_depends_on_a_width_is_refused(kind, message):

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast
@@ -21,6 +21,7 @@ from lightning_sparsefl.federated.local.example_input import example_of, units_o
 from lightning_sparsefl.files import replacing
 from lightning_sparsefl.sparse.submodel import cut
 from lightning_sparsefl.sparse.tracing import tensors
+from lightning_sparsefl.sparse.unit_removal import difference
 from lightning_sparsefl.sparse.width import used_units
 from lightning_sparsefl.types import Weights
 
@@ -66,6 +67,12 @@ def narrowed(module: LightningModule, data: Any, weights: Weights) -> tuple[Ligh
         small = cast(LightningModule, cut(module, groups, used))
     except InvalidOption as reason:
         return module, f"model.onnx contains {units - kept:,} of {units:,} units that are all zeros: {reason}"
+    differs = difference(module, small, {}, example_of(module, data))
+    if differs is not None:
+        return module, (
+            f"model.onnx contains {units - kept:,} of {units:,} units that are all zeros, since the model without them "
+            f"{differs}."
+        )
     return small, f"model.onnx contains {kept:,} of {units:,} units: the weights of the others are zeros."
 
 
@@ -89,7 +96,7 @@ def write(module: LightningModule, data: Any, path: Path) -> str:
     shapes = apply_to_collection(inputs, Tensor, lambda _: {0: batch})
     options: dict[str, Any] = {"dynamo": True, "dynamic_shapes": shapes, "external_data": False, "verbose": False}
     try:
-        with replacing(path) as file:
+        with replacing(path) as file, _attention_in_parts():
             module.eval().to_onnx(file.name, inputs, **options)
     except OSError:
         raise
@@ -98,6 +105,17 @@ def write(module: LightningModule, data: Any, path: Path) -> str:
             f"`{name}.forward` cannot be exported to ONNX ({_reason(error)}); remove 'onnx' from `formats`."
         ) from error
     return _fixed_sizes([tuple(value.shape[1:]) for value in tensors(inputs)])
+
+
+@contextmanager
+def _attention_in_parts() -> Iterator[None]:
+    """Let attention compute with operations that ONNX has, rather than with torch's fused one for inference."""
+    enabled = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(enabled)
 
 
 def _reason(error: BaseException) -> str:

@@ -162,6 +162,37 @@ def test_onnx_holds_the_cut_model_and_scores_alike(run, algorithm, parameters):
 
 
 @needs_onnx
+def test_onnx_keeps_units_on_whose_number_forward_depends(run):
+    class ByWidth(Net):
+        def forward(self, x):
+            hidden = self.net[:3](x.flatten(1))
+            return self.net[3](hidden / hidden.shape[-1])
+
+    exported = run(FedLPS(ratio="fixed"), "trained", ByWidth(), federation={"capacities": [0.5]}, formats=["onnx"])
+    note = "contains 8 of 16 units that are all zeros, since the model without them computes something else on the"
+    assert any(note in each for each in exported.notes)
+    assert exported.kept["onnx"][0] == 244
+
+
+@needs_onnx
+def test_onnx_of_attention_has_no_fused_operation(tmp_path):
+    class Attention(Net):
+        def __init__(self):
+            super().__init__()
+            layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+            self.net = nn.Sequential(nn.TransformerEncoder(layer, 1, enable_nested_tensor=False), nn.Linear(8, 4))
+
+        def forward(self, x):
+            return self.net(x[:, 0])
+
+    net, inputs = Attention(), torch.randn(3, 1, 1, 8)
+    onnx_file.write(net, blobs(), tmp_path / "model.onnx")
+    assert torch.backends.mha.get_fastpath_enabled()
+    found = onnx_file.Forward(tmp_path / "model.onnx", net)(inputs)
+    torch.testing.assert_close(found, net(inputs), rtol=0, atol=1e-5)
+
+
+@needs_onnx
 def test_the_check_of_onnx_gives_outputs_as_forward_does(run):
     class Parts(Net):
         """A network for segmentation, for example."""
