@@ -6,15 +6,16 @@ Su, Liu, "ScaleFL: Resource-adaptive federated learning with heterogeneous clien
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
 
 from lightning.pytorch import Callback, LightningModule
 from torch import Tensor, nn
 
 from lightning_sparsefl.callbacks.loss_scaling import loss_scale
 from lightning_sparsefl.errors import InvalidOption
-from lightning_sparsefl.sparse.exits import mutual_slopes, teaching_slopes
+from lightning_sparsefl.sparse.exits import blocks_of, mutual_slopes, teaching_slopes
+from lightning_sparsefl.sparse.parametrized import owner
 
 
 def require_exits(module: nn.Module, owner: str) -> None:
@@ -25,7 +26,8 @@ def require_exits(module: nn.Module, owner: str) -> None:
         owner: Name of what needs exits, for the message.
 
     Raises:
-        InvalidOption: If the module has no `exits` and `depth`, or `exits` names modules that it does not have.
+        InvalidOption: If the module has no `exits` and `depth`, `exits` names a module that it does not have or an exit
+            twice, or an exit does not end with its linear layer.
     """
     exits, names = getattr(module, "exits", None), dict(module.named_modules())
     if not isinstance(exits, dict) or not exits or not isinstance(getattr(module, "depth", None), int):
@@ -39,6 +41,59 @@ def require_exits(module: nn.Module, owner: str) -> None:
             raise InvalidOption(
                 f"`{type(module).__name__}.exits` names `{name}`, which is not a module; change `exits`."
             )
+    for name in exits.values():
+        last = _last_layer(names[name])
+        if list(exits.values()).count(name) > 1:
+            raise InvalidOption(
+                f"`{type(module).__name__}.exits` names the exit `{name}` twice; expected an exit of its own for each "
+                "block."
+            )
+        if type(last).__module__.startswith(_AFTER_LOGITS):
+            raise InvalidOption(
+                f"The exit `{name}` of `{type(module).__name__}` ends with {type(last).__name__}; expected its linear "
+                "layer last, which is scaled to choose the exits that predict."
+            )
+
+
+_AFTER_LOGITS = tuple(f"torch.nn.modules.{kind}" for kind in ("activation", "batchnorm", "normalization"))
+"""Modules of layers whose outputs are not scaled when the linear layer before them is."""
+
+
+def _last_layer(layer: nn.Module) -> nn.Module:
+    """Return the last layer of nested sequences."""
+    while isinstance(layer, nn.Sequential) and len(layer):
+        layer = layer[-1]
+    return layer
+
+
+def deeper_layers(module: nn.Module, depth: int) -> list[str]:
+    """Return the names of the layers with parameters of blocks that a network does not have.
+
+    Args:
+        module: Module of the user, with early exits.
+        depth: Number of blocks of the network.
+    """
+    exits: Any = module.exits
+    blocks = blocks_of([name for name, _ in module.named_parameters()], exits)
+    return list(dict.fromkeys(owner(name) for name, block in blocks.items() if block >= depth and owner(name)))
+
+
+def refusal_of(name: str, depth: int) -> Callable[..., NoReturn]:
+    """Return a hook before a layer that refuses a module whose first blocks compute with a layer of a later one.
+
+    Args:
+        name: Name of the layer.
+        depth: Number of blocks of the network.
+    """
+
+    def refuse(*_: Any) -> NoReturn:
+        raise InvalidOption(
+            f"`{name}` runs in the network of the first {'block' if depth == 1 else f'{depth} blocks'}, but belongs to "
+            "a later one, since it is created after the last module of the block that `exits` names; create it before, "
+            "or within that block or its exit."
+        )
+
+    return refuse
 
 
 class EarlyExits(Callback):
@@ -74,6 +129,9 @@ class EarlyExits(Callback):
         pl_module.depth = self.depth
         for place, name in enumerate(list(pl_module.exits.values())[: self.depth]):
             self._handles.append(pl_module.get_submodule(name).register_forward_hook(self._at(place)))
+        for name in deeper_layers(pl_module, self.depth):
+            layer = pl_module.get_submodule(name)
+            self._handles.append(layer.register_forward_pre_hook(refusal_of(name, self.depth)))
 
     def _at(self, place: int) -> Any:
         def note(layer: nn.Module, inputs: Any, output: Tensor) -> None:

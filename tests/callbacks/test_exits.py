@@ -11,7 +11,9 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from helpers.networks import Classifier, EarlyExits
+from lightning_sparsefl import DepthFL, FederatedTrainer, Federation
 from lightning_sparsefl.callbacks import exits
+from lightning_sparsefl.data import FederatedBlobs
 from lightning_sparsefl.errors import InvalidOption
 
 pytestmark = pytest.mark.filterwarnings("ignore::lightning.fabric.utilities.warnings.PossibleUserWarning")
@@ -134,3 +136,43 @@ def test_modules_without_exits_are_refused():
     module.exits = {"net.first": "net.three"}
     with pytest.raises(InvalidOption, match=r"`EarlyExits.exits` names `net.three`, which is not a module"):
         exits.require_exits(module, "DepthFL")
+
+
+@pytest.mark.parametrize(
+    ("exit", "message"),
+    [
+        ("net.one", r"`EarlyExits.exits` names the exit `net.one` twice; expected an exit of its own for each block"),
+        (torch.nn.LogSoftmax(-1), "`net.two` of `EarlyExits` ends with LogSoftmax; expected its linear layer"),
+        (torch.nn.BatchNorm1d(4), "ends with BatchNorm1d"),
+    ],
+)
+def test_exits_whose_logits_cannot_be_chosen_are_refused(exit, message):
+    module = EarlyExits()
+    if isinstance(exit, str):
+        module.exits["net.second"] = exit
+    else:
+        module.net["two"] = torch.nn.Sequential(torch.nn.Sequential(module.net["two"], exit))
+    with pytest.raises(InvalidOption, match=message):
+        exits.require_exits(module, "DepthFL")
+
+
+class SharedNorm(EarlyExits):
+    """Both exits read a norm that is created last."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = torch.nn.LayerNorm(16)
+
+    def logits(self, x):
+        hidden = self.net["first"](x.flatten(1))
+        found = [self.net["one"](self.norm(hidden))]
+        return found if self.depth == 1 else [*found, self.net["two"](self.norm(self.net["second"](hidden)))]
+
+
+@pytest.mark.parametrize("engine", ["trainer", "fast", "stacked"])
+def test_a_layer_of_all_networks_that_is_created_last_is_refused(engine, tmp_path):
+    federation = Federation(clients_per_round=2, capacities=[0.5, 1.0], local_engine=engine)
+    quiet = {"logger": False, "enable_progress_bar": False, "accelerator": "cpu", "default_root_dir": str(tmp_path)}
+    trainer = FederatedTrainer(algorithm=DepthFL(), federation=federation, max_rounds=2, seed=0, **quiet)
+    with pytest.raises(InvalidOption, match="`norm` runs in the network of the first block, but belongs to"):
+        trainer.fit(SharedNorm(), FederatedBlobs(num_clients=2, num_classes=4, dim=8, val_fraction=0.2))

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_sparsefl.callbacks.exits import EarlyExits, require_exits
+from lightning_sparsefl.callbacks.exits import EarlyExits, deeper_layers, refusal_of, require_exits
 from lightning_sparsefl.callbacks.ordered_dropout import OrderedDropout, distillation_loss, logits_of
 from lightning_sparsefl.callbacks.stacking.base import Leaves, StackedCallback, StackedPass
 from lightning_sparsefl.callbacks.unit_gates import Gate, gates_of, with_first
@@ -120,6 +120,8 @@ class StackedExits(StackedOutputs):
         self._before, module.depth = module.depth, self.depth
         for place, name in enumerate(list(module.exits.values())[: self.depth]):
             self.hook(name, partial(self._note, place))
+        for name in deeper_layers(module, self.depth):
+            self.hook(name, refusal_of(name, self.depth), before=True)
 
     def _note(self, place: int, layer: nn.Module, inputs: Any, output: Tensor) -> None:
         batch = self._now.batch
