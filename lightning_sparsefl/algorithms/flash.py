@@ -1,12 +1,13 @@
 """FLASH: Revisiting Sparsity Hunting in Federated Learning: Why Does Sparsity Consensus Matter?
 
-Babakniya, Kundu, Prakash, Niu, Avestimehr, TMLR 2023, arXiv:2208.13092, in its form SPDST (sensitivity-driven
-pre-defined sparse training).
+Babakniya, Kundu, Prakash, Niu, Avestimehr, TMLR 2023, arXiv:2208.13092, in its forms SPDST (sensitivity-driven
+pre-defined sparse training) and JMWST (joint mask weight sparse training).
 
 Before the first round, some clients train a sparse model alone. After each epoch they drop the smallest weights of
 each layer, and draw as many new ones, more of them in layers whose weights are large on average. The densities that
 their layers end with say how sensitive the layers are. The server draws one mask with the mean densities, scaled to
-the density of the run, and all rounds train under it.
+the density of the run. With SPDST all rounds train under it. With JMWST clients move it in the same way while they
+train, and the server keeps the largest weights of each layer, as many as the mean density of the clients' masks says.
 
 Departures from the paper and the authors' code:
 
@@ -16,36 +17,37 @@ Departures from the paper and the authors' code:
 - Each epoch of the first stage is a local fit of its own, with new optimizers and schedules; the code has SGD without
   momentum. The part that is dropped falls from epoch to epoch, as the code's does, which lowers it in each step.
 - The rounds start from the run's initial weights; the code draws new ones after the first stage.
-- Clients count by their numbers of samples, as in FedAvg; the code takes the plain mean.
+- In the rounds of SPDST, clients count by their numbers of samples, as in FedAvg; the code takes the plain mean.
 - FLOPs of the first stage are not charged; its bytes are, to the first round.
-- JMWST, in which masks move in every round, and hetero-FLASH, with several densities, are not offered.
+- The global model of JMWST is scored under its mask; the code scores the mean of all clients' weights before it is
+  pruned. The densities are scaled to that of the run also where they are below it, so that rounding lowers none.
+- hetero-FLASH, with several densities, is not offered.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 
+from lightning_sparsefl.callbacks.layer_reallocation import LayerReallocation
 from lightning_sparsefl.errors import check_types, require
 from lightning_sparsefl.federated.algorithm import FederatedAlgorithm
 from lightning_sparsefl.federated.client import Client
 from lightning_sparsefl.federated.fleet import Fleet
 from lightning_sparsefl.seeds import generator
-from lightning_sparsefl.sparse.density import ceil_count, floor_count, kept_counts, uniform
-from lightning_sparsefl.sparse.masks import apply, counts
-from lightning_sparsefl.sparse.prune import shrink
-from lightning_sparsefl.sparse.regrow import growth_counts, regrow
+from lightning_sparsefl.sparse.adjust import reallocated
+from lightning_sparsefl.sparse.density import floor_count, kept_counts, uniform
+from lightning_sparsefl.sparse.masks import apply
+from lightning_sparsefl.sparse.prune import prune_to
 from lightning_sparsefl.sparse.scores import magnitude, random
-from lightning_sparsefl.types import Masks, Message, ServerState, Update, Weights
-
-_ALMOST_DENSE = 0.2
-"""Sparsity below which a layer with larger weights than the mean layer drops no more than this sparsity."""
+from lightning_sparsefl.types import CostFacts, Costs, Masks, Merged, Message, ServerState, Update, Weights
 
 
 @dataclass(frozen=True, kw_only=True)
 class FLASH(FederatedAlgorithm):
-    """One random mask, whose densities by layer some clients have found, under which all rounds train."""
+    """One mask, whose densities by layer some clients have found, which stays or moves as clients train."""
 
     density: float = 0.05
     """Fraction of the weights that the mask keeps, in (0, 1]."""
@@ -58,13 +60,20 @@ class FLASH(FederatedAlgorithm):
     linearly to 0 at the end of the stage."""
     dense_layers: tuple[str, ...] = ()
     """Patterns of names of layers that are not pruned."""
+    form: Literal["SPDST", "JMWST"] = "SPDST"
+    """Whether the mask stays (SPDST), or clients move it in training (JMWST)."""
+    move_every: int = 1
+    """Number of rounds from one in which clients move the mask to the next, the first one in round 0; JMWST alone."""
+    merge: Literal["mean", "count"] = "mean"
+    """Whether weights are averaged over the cohort, or over the clients whose masks keep them; JMWST alone."""
 
     def __post_init__(self) -> None:
         check_types(self, "algorithm.")
         for name in ("density", "first_clients"):
             require(0 < getattr(self, name) <= 1, f"algorithm.{name}", getattr(self, name), "a number in (0, 1]")
         require(0 <= self.exchange < 1, "algorithm.exchange", self.exchange, "a number in [0, 1)")
-        require(self.first_epochs >= 1, "algorithm.first_epochs", self.first_epochs, "a whole number >= 1")
+        for name in ("first_epochs", "move_every"):
+            require(getattr(self, name) >= 1, f"algorithm.{name}", getattr(self, name), "a whole number >= 1")
 
     def init(self, weights: Weights, fleet: Fleet) -> ServerState:
         """Ask some clients for the densities of the layers, and draw the mask."""
@@ -72,12 +81,15 @@ class FLASH(FederatedAlgorithm):
         asked = {"asked": {"clients": torch.tensor(self._asked(fleet), dtype=torch.float64)}}
         first = fleet.random_masks(pool, kept_counts(pool, uniform(pool, self.density)), "FLASH first mask")
         answer = fleet.survey(Message(weights={}, masks=first, extra=asked)).extra["densities"]
-        densities = {name: float(answer[name]) for name in pool}  # too small, since who is not asked counts as 0
+        masks = fleet.random_masks(pool, self._counts(pool, answer), "FLASH mask")
+        return ServerState(round=0, weights=apply(weights, masks), masks=masks)
+
+    def _counts(self, pool: Weights, found: Weights) -> dict[str, int]:
+        """Return the number of weights of each layer, in proportion to densities that clients have found."""
+        densities = {name: float(found[name]) for name in pool}  # those of the first stage count all clients
         kept = sum(densities[name] * value.numel() for name, value in pool.items())
         scale = self.density * sum(value.numel() for value in pool.values()) / kept
-        numbers = kept_counts(pool, {name: min(1.0, scale * share) for name, share in densities.items()})
-        masks = fleet.random_masks(pool, numbers, "FLASH mask")
-        return ServerState(round=0, weights=apply(weights, masks), masks=masks)
+        return kept_counts(pool, {name: min(1.0, scale * share) for name, share in densities.items()})
 
     def _asked(self, fleet: Fleet) -> list[int]:
         """Return the numbers of the clients that take part in the first stage."""
@@ -95,20 +107,65 @@ class FLASH(FederatedAlgorithm):
                 rate = self.exchange * (1 - epoch / self.first_epochs)
                 masks = self._moved(weights, masks, rate, client)
             weights = client.fit(weights, masks, epochs=1).weights
-        densities = {name: mask.double().mean() for name, mask in masks.items()}
-        return Update(weights={}, extra={"densities": densities})
+        return Update(weights={}, extra={"densities": _densities(masks)})
 
     def _moved(self, weights: Weights, masks: Masks, rate: float, client: Client) -> Masks:
         """Return the masks with small weights dropped, and as many new ones in layers whose weights are large."""
-        held = counts(masks)
-        worth = {name: float(weights[name].double().abs().sum()) / held[name] for name in masks}
-        mean, left = sum(worth.values()) / len(worth), {}
-        for name, mask in masks.items():
-            sparsity = 1 - held[name] / mask.numel()
-            spared = sparsity < _ALMOST_DENSE and worth[name] > mean
-            left[name] = max(1, held[name] - ceil_count(min(sparsity, rate) if spared else rate, held[name]))
-        room = {name: mask.numel() - left[name] for name, mask in masks.items()}
-        grown = growth_counts(sum(held.values()) - sum(left.values()), worth, room)
         drawn = random(masks, client.rng("FLASH growth"))
         scores = {name: score.to(masks[name].device) for name, score in drawn.items()}
-        return regrow(scores, shrink(magnitude(weights), masks, left), {n: left[n] + grown[n] for n in left})
+        return reallocated(weights, masks, rate, scores)
+
+    # ---- JMWST
+
+    def moves(self, round: int) -> bool:
+        """Return whether clients move the mask in a round.
+
+        Args:
+            round: Number of the round, from 0.
+        """
+        return self.form == "JMWST" and round % self.move_every == 0
+
+    def train(self, message: Message, client: Client) -> Update:
+        """Train under the mask, which moves if it is due."""
+        if self.form == "SPDST":
+            return super().train(message, client)
+        if not self.moves(client.round):
+            return replace(super().train(message, client), weight=1)
+        moving = LayerReallocation(message.masks, self.exchange, client.key("FLASH moves"))
+        result = client.fit(message.weights, callbacks=[*self.callbacks(message, client), moving])
+        densities = {"densities": _densities(moving.masks)}
+        return Update(weights=result.weights, votes=moving.masks, extra=densities, metrics=result.metrics)
+
+    def may_vote(self, message: Message) -> Masks:
+        """Return where an upload may vote: anywhere if masks move."""
+        return {} if self.form == "JMWST" else super().may_vote(message)
+
+    def aggregate(self, server: ServerState, merged: Merged) -> ServerState:
+        """Return the mean, of which each layer keeps its largest weights if masks have moved."""
+        mean = super().aggregate(server, merged)
+        if "densities" not in merged.extra:
+            return mean
+        pool = {name: self._mean(mean.weights[name], merged.voters.get(name), merged.clients) for name in server.masks}
+        masks = prune_to(magnitude(pool), self._counts(pool, merged.extra["densities"]))
+        return replace(mean, weights=apply({**mean.weights, **pool}, masks), masks=masks)
+
+    def _mean(self, mean: torch.Tensor, voters: torch.Tensor | None, clients: int) -> torch.Tensor:
+        """Return the mean that is asked for, from that over the clients who keep a weight; 0 where nobody does."""
+        if voters is None:
+            return mean
+        return mean * (voters.to(mean.dtype) / clients if self.merge == "mean" else voters > 0)
+
+    def costs(self, facts: CostFacts) -> Costs:
+        """Return costs with one bit for each position of a mask that has moved."""
+        costs, round = super().costs(facts), facts.view.round
+        bits = sum(mask.numel() for mask in facts.message.masks.values()) / 8
+        return replace(
+            costs,
+            bytes_down_paper=costs.bytes_down_paper + bits * (round > 0 and self.moves(round - 1)),
+            bytes_up_paper=costs.bytes_up_paper + bits * self.moves(round),
+        )
+
+
+def _densities(masks: Masks) -> Weights:
+    """Return the density of each mask."""
+    return {name: mask.double().mean() for name, mask in masks.items()}

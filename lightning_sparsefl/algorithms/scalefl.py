@@ -90,6 +90,11 @@ class ScaleFL(FederatedAlgorithm):
         require_exits(module, "`algorithm` is ScaleFL, which")
         make_norms_static(module)
 
+    @property
+    def follows_length(self) -> bool:  # type: ignore[override]
+        """Whether the term acts from a fraction of the rounds on."""
+        return bool(self.strength and self.warmup)
+
     # ---- the server
 
     def init(self, weights: Weights, fleet: Fleet) -> ServerState:

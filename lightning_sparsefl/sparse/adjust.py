@@ -1,7 +1,7 @@
 """Exchange of weights of a mask.
 
-The smallest are dropped and as many others added (FedTiny, arXiv:2212.01977), or masks are drawn (FedRTS,
-arXiv:2501.19122).
+The smallest are dropped and as many others added, in the same layer (FedTiny, arXiv:2212.01977) or in any (FLASH,
+arXiv:2208.13092), or masks are drawn (FedRTS, arXiv:2501.19122).
 """
 
 from __future__ import annotations
@@ -12,11 +12,15 @@ import torch
 from torch import Tensor
 from torch.distributions import Beta
 
-from lightning_sparsefl.sparse.density import floor_count
+from lightning_sparsefl.sparse.density import ceil_count, floor_count
 from lightning_sparsefl.sparse.masks import counts
 from lightning_sparsefl.sparse.prune import shrink
-from lightning_sparsefl.sparse.regrow import regrow
+from lightning_sparsefl.sparse.regrow import growth_counts, regrow
+from lightning_sparsefl.sparse.scores import magnitude
 from lightning_sparsefl.types import Masks, Weights
+
+_ALMOST_DENSE = 0.2
+"""Sparsity below which a layer with larger weights than the mean layer drops no more than this sparsity."""
 
 
 def exchanged(masks: Masks, rate: float) -> dict[str, int]:
@@ -56,6 +60,39 @@ def adjusted(
     goals = counts(masks)
     kept = shrink(scores, masks, {name: goal - numbers[name] for name, goal in goals.items()})
     return kept, regrow(growth, kept, goals)
+
+
+def reallocated(weights: Weights, masks: Masks, rate: float, growth: Weights) -> dict[str, Tensor]:
+    """Drop a share of each mask's weights, then add as many in all, most where the kept weights are large on average.
+
+    A layer drops ``ceil(rate * kept)`` of its smallest weights and keeps one at least. One that lacks less than a fifth
+    of its weights, and whose mean magnitude is above that of the mean layer, drops no more than the fraction that it
+    lacks (Babakniya et al., arXiv:2208.13092, and the authors' code).
+
+    Args:
+        weights: Weights, zero where the masks drop.
+        masks: Masks of what is kept now, of at least one weight each.
+        rate: Fraction of the kept weights to drop, in [0, 1).
+        growth: Scores of the positions to add; those that were just dropped may return.
+
+    Example:
+        >>> weights = {"a": torch.tensor([4.0, 4.0, 0.0, 0.0, 0.0]), "b": torch.tensor([1.0, 1.0, 0.0, 0.0, 0.0])}
+        >>> masks = {name: weight != 0 for name, weight in weights.items()}
+        >>> new = reallocated(weights, masks, 0.5, {name: torch.arange(5.0) for name in masks})
+        >>> {name: mask.int().tolist() for name, mask in new.items()}
+        {'a': [1, 0, 0, 1, 1], 'b': [1, 0, 0, 0, 0]}
+    """
+    held = counts(masks)
+    worth = {name: float(weights[name].double().abs().sum()) / held[name] for name in masks}
+    mean, left = sum(worth.values()) / len(worth), {}
+    for name, mask in masks.items():
+        sparsity = 1 - held[name] / mask.numel()
+        spared = sparsity < _ALMOST_DENSE and worth[name] > mean
+        left[name] = max(1, held[name] - ceil_count(min(sparsity, rate) if spared else rate, held[name]))
+    room = {name: mask.numel() - left[name] for name, mask in masks.items()}
+    grown = growth_counts(sum(held.values()) - sum(left.values()), worth, room)
+    kept = shrink(magnitude({name: weights[name] for name in masks}), masks, left)
+    return regrow(growth, kept, {name: left[name] + grown[name] for name in masks})
 
 
 def beta_draws(alpha: Weights, beta: Weights, seed: int) -> dict[str, Tensor]:

@@ -5,7 +5,7 @@ import torch
 
 from lightning_sparsefl import FLASH, FedAvg
 from lightning_sparsefl.errors import InvalidOption
-from lightning_sparsefl.types import Merged, Message
+from lightning_sparsefl.types import Merged, Message, ServerState
 
 LAYERS = {
     "a.weight": torch.arange(1.0, 41.0).reshape(4, 10),
@@ -40,6 +40,8 @@ def start(fleet):
         ({"first_clients": 1.5}, r"`algorithm.first_clients` is 1.5; expected a number in \(0, 1\]"),
         ({"exchange": 1.0}, r"`algorithm.exchange` is 1.0; expected a number in \[0, 1\)"),
         ({"first_epochs": 0}, r"`algorithm.first_epochs` is 0; expected a whole number >= 1"),
+        ({"move_every": 0}, r"`algorithm.move_every` is 0; expected a whole number >= 1"),
+        ({"form": "PDST"}, r"`algorithm.form` is 'PDST'; expected"),
     ],
 )
 def test_an_option_outside_its_range_is_refused(option, expected):
@@ -144,3 +146,58 @@ def test_a_density_of_1_is_fedavg(federation, last):
     methods = (("a", FLASH(density=1, first_epochs=1)), ("b", FedAvg()))
     dense, plain = (last(federation(method, folder=name)) for name, method in methods)
     assert dense["state_dict"] == plain["state_dict"]
+
+
+MASKS = {"a.weight": torch.tensor([[True, True, False, False]]), "b.weight": torch.tensor([[True, False]])}
+
+
+def test_masks_move_in_some_rounds():
+    assert [FLASH().moves(round) for round in range(3)] == [False] * 3
+    assert [FLASH(form="JMWST").moves(round) for round in range(3)] == [True] * 3
+    assert [FLASH(form="JMWST", move_every=2).moves(round) for round in range(4)] == [True, False, True, False]
+
+
+@pytest.mark.parametrize("merge", ["mean", "count"])
+def test_the_server_keeps_the_largest_weights_by_the_mean_densities(merge):
+    # of 6 positions half are kept, 2.25 and .75 by the clients' densities: 2 and 1 at least
+    voters = {"a.weight": torch.tensor([[4, 1, 3, 0]], dtype=torch.int32)}
+    means = {"a.weight": torch.tensor([[1.0, 6.0, 3.0, 9.0]]), "b.weight": torch.tensor([[1.0, -2.0]])}
+    densities = {"a.weight": torch.tensor(0.5625), "b.weight": torch.tensor(0.375)}
+    covered = {"a.weight": voters["a.weight"] > 0}
+    before = ServerState(round=3, weights={name: torch.zeros_like(value) for name, value in means.items()}, masks=MASKS)
+    reports = {client: {} for client in range(4)}
+    merged = Merged(means, covered, extra={"densities": densities}, voters=voters, reports=reports)
+    server = FLASH(form="JMWST", density=0.5, merge=merge).aggregate(before, merged)
+    # in the mean 1, 1.5, 2.25 and 0
+    kept = {"mean": [[0.0, 1.5, 2.25, 0.0]], "count": [[0.0, 6.0, 3.0, 0.0]]}[merge]
+    assert server.weights["a.weight"].tolist() == kept
+    assert server.weights["b.weight"].tolist() == [[0.0, -2.0]]
+    assert {name: mask.tolist() for name, mask in server.masks.items()} == {
+        "a.weight": [[False, True, True, False]],
+        "b.weight": [[False, True]],
+    }
+
+
+def test_the_mask_stays_where_it_was_not_moved():
+    before = ServerState(round=1, weights={name: mask.float() for name, mask in MASKS.items()}, masks=MASKS)
+    merged = Merged({name: 2 * mask.float() for name, mask in MASKS.items()}, MASKS, reports={0: {}})
+    server = FLASH(form="JMWST", move_every=2).aggregate(before, merged)
+    assert server.masks is MASKS
+    assert server.weights["a.weight"].tolist() == [[2.0, 2.0, 0.0, 0.0]]
+
+
+def test_a_client_that_does_not_move_the_mask_counts_as_the_others(client):
+    message = Message(weights={name: mask.float() for name, mask in MASKS.items()}, masks=MASKS)
+    someone, script = client(trained=message.weights, client=3, round=1)
+    update = FLASH(form="JMWST", move_every=2).train(message, someone)
+    assert (update.weight, update.votes, update.extra) == (1, None, {})
+    assert script.fits[0][1] is MASKS
+
+
+def test_a_move_costs_a_bit_for_each_position(facts):
+    masks = {"a.weight": torch.ones(2, 5, dtype=torch.bool)}
+    for round, (down, up) in enumerate([(0, 10 / 8), (10 / 8, 0), (0, 10 / 8)]):
+        costs, plain = (own.costs(facts(masks, round=round)) for own in (FLASH(form="JMWST", move_every=2), FLASH()))
+        assert costs.bytes_down_paper == plain.bytes_down_paper + down
+        assert costs.bytes_up_paper == plain.bytes_up_paper + up
+        assert costs.flops_analytic == plain.flops_analytic

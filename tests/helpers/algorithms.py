@@ -28,6 +28,8 @@ with, or nothing to do."""
 VARIANTS = [
     *(algorithm(**NARROW.get(algorithm, {})) for algorithm in ALGORITHMS),
     algorithms.FIARSE(scope="layer", boost=False),
+    algorithms.FLASH(form="JMWST", density=0.3, first_epochs=1, exchange=0.5, merge="count"),
+    algorithms.FLASH(form="JMWST", density=0.4, first_epochs=1, exchange=0.5, move_every=2),
     algorithms.FedSpa(search="static", mask_init="different", layer_density="uniform", density=0.3),
     algorithms.FedSpa(mask_init="different", growth="random", merge="count", mask_pool="all"),
     algorithms.FedLPS(ratio="fixed", refresh="round", reduction="mean"),

@@ -13,3 +13,11 @@ def test_what_is_kept_and_sent(profile):
     content = profile("flash", "cifar10")
     assert content["kept"] == pytest.approx(CONVOLUTIONS / 20 + OTHERS, rel=1e-4)  # numbers are rounded down by layer
     assert content["run"]["paper"]["bytes"] == 2 * 4 * content["kept"] * 10 * 600
+
+
+@pytest.mark.slow
+def test_moved_masks_are_sent_with_a_bit_for_each_position(profile):
+    content = profile("flash", "cifar10_jmwst")
+    assert content["kept"] == pytest.approx(CONVOLUTIONS / 10 + OTHERS, rel=1e-4)
+    masks = 10 * CONVOLUTIONS / 8 * (2 * 600 - 1)  # with every message but the first ones
+    assert content["run"]["paper"]["bytes"] == pytest.approx(2 * 4 * content["kept"] * 10 * 600 + masks, rel=1e-3)

@@ -1,10 +1,11 @@
-"""Slow twin of FLASH in its form SPDST (Babakniya et al., arXiv:2208.13092)."""
+"""Slow twin of FLASH in its forms SPDST and JMWST (Babakniya et al., arXiv:2208.13092)."""
 
 import math
 
 import numpy as np
 
-from reference.numpy_network import copied, masked, train
+from reference.numpy_feddst import largest_of
+from reference.numpy_network import copied, masked, train, weighted_mean
 from reference.numpy_snip import SNIP
 
 
@@ -79,3 +80,52 @@ class FLASH(SNIP):
 
     def __init__(self, weights, masks, sizes, sgd):
         self.weights, self.masks, self.sizes, self.sgd = masked(weights, masks), masks, sizes, sgd
+
+
+class JMWST(FLASH):
+    """Rounds in which clients move the mask after their first epoch, where the round is one of `every`."""
+
+    def __init__(self, weights, masks, sizes, sgd, *, density, exchange, every, epochs, merge):
+        super().__init__(weights, copied(masks), sizes, sgd)
+        self.density, self.exchange, self.every, self.epochs, self.merge = density, exchange, every, epochs, merge
+        self.t = 0
+
+    def client(self, batches, scores):
+        """The weights and the mask of a client after its epochs; `scores` are the draws of its one move."""
+        masks = copied(self.masks)
+
+        def move(weights, step):
+            if step + 1 == len(batches) // self.epochs:
+                rate = self.exchange * (1 - (step + 1) / len(batches))
+                masks.update(moved(weights, masks, rate, scores))
+            return masked(weights, masks)
+
+        return train(self.weights, batches, masks=masks, after=move, **self.sgd), masks
+
+    def round(self, batches, scores):
+        if self.t % self.every == 0:
+            self.move({k: self.client(batches[k], scores[k]) for k in batches})
+        else:
+            trained = {k: train(self.weights, batches[k], masks=self.masks, **self.sgd) for k in batches}
+            self.weights = plain_mean(trained)
+        self.t += 1
+
+    def move(self, trained):
+        mean, shares = plain_mean({k: weights for k, (weights, _) in trained.items()}), {}
+        for name in self.masks:
+            votes = sum(masks[name].astype(int) for _, masks in trained.values())
+            if self.merge == "count":
+                mean[name] = np.where(votes > 0, mean[name] * len(trained) / np.maximum(votes, 1), 0.0)
+            shares[name] = votes.sum() / len(trained) / votes.size
+        sizes = {name: mask.size for name, mask in self.masks.items()}
+        goals = {
+            name: max(1, math.floor(share * sizes[name] + 1e-6))
+            for name, share in scaled([shares], sizes, self.density).items()
+        }
+        self.masks = largest_of(mean, goals)
+        self.weights = masked(mean, self.masks)
+
+
+def plain_mean(trees):
+    """Every client counts once."""
+    return weighted_mean(trees, dict.fromkeys(trees, 1))

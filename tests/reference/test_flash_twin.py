@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 import torch
@@ -13,6 +15,7 @@ from lightning_sparsefl.sparse.scores import random as random_scores
 from reference import numpy_flash as slow
 from reference.harness import (
     CLIPPED,
+    EPOCHS,
     HEAVY,
     PLAIN,
     SEED,
@@ -23,6 +26,7 @@ from reference.harness import (
     moved,
     pool_of,
     samples,
+    seen_batches,
 )
 
 MATRICES = {"net.0.weight": 48, "net.2.weight": 56, "net.4.weight": 21}
@@ -44,9 +48,8 @@ def asked(method):
     return order[: max(1, int(method.first_clients * len(SIZES) + 1e-6))]
 
 
-def compare_flash(fit, method, sgd, **federation):
-    """A run against its twin; returns the clients of the first stage and the densities of the layers."""
-    initial, record = fit(method, sgd, **federation)
+def prepared(method, sgd, initial):
+    """The densities of the layers that the twin finds, and the mask that they lead to."""
     shapes = pool_of(initial, "weights")
     first = drawn(shapes, dict.fromkeys(shapes, method.density), "FLASH first mask")
     found = []
@@ -56,7 +59,14 @@ def compare_flash(fit, method, sgd, **federation):
         epochs = [[whole]] * method.first_epochs
         found.append(slow.hunted(initial, first, epochs, method.exchange, scores, sgd))
     densities = slow.scaled(found, MATRICES, method.density)
-    twin = slow.FLASH(initial, drawn(shapes, densities, "FLASH mask"), SIZES, sgd)
+    return densities, drawn(shapes, densities, "FLASH mask")
+
+
+def compare_flash(fit, method, sgd, **federation):
+    """A run against its twin; returns the densities of the layers."""
+    initial, record = fit(method, sgd, **federation)
+    densities, masks = prepared(method, sgd, initial)
+    twin = slow.FLASH(initial, masks, SIZES, sgd)
     for done in record:
         twin.round(full_batches(done.cohort)[0])
         agree(done, twin)
@@ -92,3 +102,47 @@ def test_one_epoch_finds_equal_densities(fit):
 @pytest.mark.parametrize("option", [{"local_engine": "trainer"}, {"wire": "encode"}], ids=["trainer", "encode"])
 def test_flash_whichever_way_the_engine_goes(fit, option):
     compare_flash(fit, FLASH(density=0.4, first_clients=0.5, first_epochs=3), HEAVY, **option)
+
+
+def moves(shapes, client, round):
+    key = (derive_key(SEED, "client", client), round, "train", "FLASH moves", 0, 1)
+    return arrays(random_scores(shapes, generator(*key)))
+
+
+def compare_jmwst(fit, method, sgd, batch_size=64, **federation):
+    """A run in which masks move against its twin; returns the masks of all rounds."""
+    initial, record = fit(method, sgd, batch_size, **federation)
+    _, masks = prepared(method, sgd, initial)
+    options = {"density": method.density, "exchange": method.exchange, "every": method.move_every}
+    twin = slow.JMWST(initial, masks, SIZES, sgd, epochs=EPOCHS, merge=method.merge, **options)
+    shapes = pool_of(initial, "weights")
+    for t, done in enumerate(record):
+        scores = {k: moves(shapes, k, t) for k in done.cohort}
+        if t == 0:
+            del done.trained_on[: method.first_epochs * sum(-(-SIZES[k] // batch_size) for k in asked(method))]
+        twin.round(full_batches(done.cohort)[0] if batch_size == 64 else seen_batches(done)[0], scores)
+        agree(done, twin)
+        assert all(np.array_equal(mask, twin.masks[name]) for name, mask in done.server_masks.items())
+    assert moved(record, initial)
+    return [masks, *(done.server_masks for done in record)]
+
+
+def changed(before, after):
+    return any(not np.array_equal(before[name], mask) for name, mask in after.items())
+
+
+@pytest.mark.slow_after_first
+@pytest.mark.parametrize("merge", ["mean", "count"])
+@pytest.mark.parametrize("sgd", [PLAIN, HEAVY, CLIPPED], ids=["plain", "heavy", "clipped"])
+def test_jmwst(fit, merge, sgd):
+    method = FLASH(form="JMWST", density=0.4, first_clients=0.3, first_epochs=3, exchange=0.5, merge=merge)
+    masks = compare_jmwst(fit, method, sgd)
+    assert all(map(changed, masks, masks[1:]))
+
+
+@pytest.mark.slow_after_first
+@pytest.mark.parametrize("option", [{}, {"local_engine": "trainer"}, {"wire": "encode"}], ids=["", "trainer", "encode"])
+def test_jmwst_in_batches_and_in_some_rounds(fit, option):
+    method = FLASH(form="JMWST", density=0.3, first_epochs=1, exchange=0.6, move_every=2)
+    masks = compare_jmwst(fit, method, HEAVY, batch_size=4, **option)
+    assert [changed(*pair) for pair in pairwise(masks)] == [True, False, True, False, True]
