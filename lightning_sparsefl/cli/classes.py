@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Iterable
 from functools import wraps
 from inspect import isabstract
+from pydoc import locate
 from typing import Any, ClassVar, get_args, get_type_hints
 
 import lightning.pytorch.callbacks
@@ -69,6 +70,26 @@ def options_of_class(kind: type) -> dict[str, Any]:
     inits = [vars(base).get("__init__") for base in reversed(kind.__mro__)]
     hints = {name: hint for init in inits for name, hint in _hints_of(init).items()}
     return {name: hints.get(name) for name in names if "." not in name}
+
+
+def defaults_of(path: str | None) -> dict[str, Any]:
+    """Return the defaults of the options of a class, or of a function in its place, by name; None = no default.
+
+    Args:
+        path: Import path of the class; None = no class.
+
+    Example:
+        >>> defaults_of("lightning_sparsefl.data.Dirichlet")
+        {'alpha': None, 'min_examples': 1}
+    """
+    kind: Any = None if path is None else locate(path)
+    parser = ArgumentParser()
+    if isinstance(kind, type):
+        parser.add_class_arguments(kind, fail_untyped=False)
+    elif callable(kind):
+        parser.add_function_arguments(kind, fail_untyped=False)
+    found: dict[str, Any] = parser.get_defaults(skip_validation=True).as_dict()
+    return found
 
 
 def _hints_of(function: Any) -> dict[str, Any]:

@@ -98,7 +98,7 @@ class SparseFLCLI(LightningCLI):
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Link `num_classes` and `sample_shape` of the model to those of the data."""
         for name in _OF_THE_DATA:
-            parser.link_arguments(f"data.{name}", f"model.init_args.{name}", apply_on="instantiate")
+            parser.link_to_the_data(name)  # type: ignore[attr-defined]
 
     def _add_subcommands(self, parser: LightningArgumentParser, **kwargs: Any) -> None:
         """Add the subcommands, with the names of their programs as they are typed."""

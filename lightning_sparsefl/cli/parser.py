@@ -14,7 +14,7 @@ from jsonargparse import Namespace, add_instantiator
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.cli import LightningArgumentParser
 
-from lightning_sparsefl.cli.classes import call_function, naming_the_class
+from lightning_sparsefl.cli.classes import call_function, defaults_of, naming_the_class
 from lightning_sparsefl.cli.config_files import checked_config
 from lightning_sparsefl.cli.conventions import ENV_PREFIX, EXIT_USAGE
 from lightning_sparsefl.cli.help import HelpFormatter
@@ -50,6 +50,40 @@ class SparseFLParser(LightningArgumentParser):
         super().__init__(*args, **kwargs)
         self.is_quiet = False
         self.folder = Path.cwd()
+        self._of_the_data: list[str] = []
+
+    def link_to_the_data(self, name: str) -> None:
+        """Link an option of the model to that of the data, whose value it takes unless the data has none.
+
+        Args:
+            name: Name of the option of both.
+        """
+        self._of_the_data.append(f"model.init_args.{name}")
+        self.link_arguments(f"data.{name}", self._of_the_data[-1], apply_on="instantiate")
+
+    def dump(self, namespace: Namespace, *args: Any, **kwargs: Any) -> str:
+        """Return a configuration as text, in which linked options of the model stay if the user has set them.
+
+        The parser of jsonargparse leaves them out, so that the text would be that of another model.
+        """
+        if self._of_the_data and kwargs.get("skip_link_targets", True):
+            if not kwargs.get("skip_validation"):
+                self.validate(namespace.clone(with_meta=False))
+            namespace = self._without_defaults(namespace)
+            kwargs |= {"skip_link_targets": False, "skip_validation": True}
+        text: str = super().dump(namespace, *args, **kwargs)
+        return text
+
+    def _without_defaults(self, namespace: Namespace) -> Namespace:
+        """Return a copy without linked options of the model that have the default of its class."""
+        shown, defaults = namespace.clone(), defaults_of(namespace.get("model.class_path"))
+        for key in self._of_the_data:
+            parent, _, name = key.rpartition(".")
+            if _with_lists(shown.get(key)) == _with_lists(defaults.get(name)):
+                shown.pop(key, None)
+            if parent in shown and not shown[parent]:
+                del shown[parent]
+        return shown
 
     def add_instantiator(self, instantiator: Any, *args: Any, **kwargs: Any) -> None:
         """Add a function that creates the objects of a class, with the name of the class in its errors."""

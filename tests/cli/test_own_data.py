@@ -6,6 +6,7 @@ import csv
 import json
 
 import pytest
+import yaml
 
 from helpers.command_line import run_folder
 
@@ -95,6 +96,21 @@ def test_trains_and_resumes_and_replays(sparsefl, config, tmp_path):
     code, out, err = sparsefl("replay", "--ckpt_path", folder, "--client=2")
     assert code == 0, err
     assert "Client 2 in round 2, again" in out
+
+
+def test_an_option_of_the_model_that_the_data_lacks_is_in_the_configuration_of_the_run(sparsefl, config, tmp_path):
+    model = ["--model=MLP", "--model.sample_shape=[1, 2, 4]"]
+    code, out, err = sparsefl("fit", "--config", config, *model, "--print_config")
+    assert code == 0, err
+    assert yaml.safe_load(out)["model"]["init_args"]["sample_shape"] == [1, 2, 4]
+    code, _, err = sparsefl("fit", "--config", config, *model, "--quiet")
+    assert code == 0, err
+    folder = run_folder(tmp_path, "FedAvg")
+    options = yaml.safe_load((folder / "config.yaml").read_text())["model"]["init_args"]
+    assert options["sample_shape"] == [1, 2, 4]
+    assert "num_classes" not in options  # which the data has
+    code, _, err = sparsefl("test", "--ckpt_path", folder, "--quiet")
+    assert code == 0, err
 
 
 def test_is_profiled_with_the_sizes_of_the_clients(sparsefl, config):
