@@ -27,7 +27,7 @@ def require_exits(module: nn.Module, owner: str) -> None:
 
     Raises:
         InvalidOption: If the module has no `exits` and `depth`, `exits` names a module that it does not have or an exit
-            twice, or an exit does not end with its linear layer.
+            twice, a block ends with a module without parameters, or an exit does not end with its linear layer.
     """
     exits, names = getattr(module, "exits", None), dict(module.named_modules())
     if not isinstance(exits, dict) or not exits or not isinstance(getattr(module, "depth", None), int):
@@ -40,6 +40,12 @@ def require_exits(module: nn.Module, owner: str) -> None:
         if name not in names:
             raise InvalidOption(
                 f"`{type(module).__name__}.exits` names `{name}`, which is not a module; change `exits`."
+            )
+    for name in exits:
+        if next(names[name].parameters(), None) is None:
+            raise InvalidOption(
+                f"`{type(module).__name__}.exits` names `{name}` as the last module of a block, but it has no "
+                "parameters; name the last one that has some."
             )
     for name in exits.values():
         last = _last_layer(names[name])

@@ -156,6 +156,14 @@ def test_exits_whose_logits_cannot_be_chosen_are_refused(exit, message):
         exits.require_exits(module, "DepthFL")
 
 
+def test_a_block_that_ends_without_parameters_is_refused():
+    """Nothing would say which tensors come after it."""
+    module = EarlyExits()
+    module.exits = {"net.first.2": "net.one", "net.second": "net.two"}
+    with pytest.raises(InvalidOption, match=r"names `net.first.2` as the last module of a block, but it has no param"):
+        exits.require_exits(module, "DepthFL")
+
+
 class SharedNorm(EarlyExits):
     """Both exits read a norm that is created last."""
 

@@ -201,6 +201,12 @@ def check_state(method: object, hook: str, state: Any, layout: Layout) -> Server
     _require_all(state.weights, what, layout)
     if not are_small(state.weights.values()):
         strange = next((name for name, weight in state.weights.items() if not bool(weight.isfinite().all())), None)
+        if strange is not None and hook == "init":
+            kind, remedy = ("buffer", ", or `persistent=False`") if strange in layout.buffers else ("parameter", "")
+            raise InvalidOption(
+                f"{what} has the {kind} {strange!r} with values that are not finite; expected finite ones, such as "
+                f"-1e9 in a mask of attention{remedy}, since the server merges it."
+            )
         if strange is not None:
             raise InvalidOption(
                 f"{what} has weights {strange!r} that are not finite; expected finite ones, as after a smaller step of "

@@ -7,9 +7,10 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 
+from helpers.networks import Classifier
 from lightning_sparsefl import FedAvg, FederatedAlgorithm
 from lightning_sparsefl.cost import Devices
-from lightning_sparsefl.errors import SparseFLError
+from lightning_sparsefl.errors import InvalidOption, SparseFLError
 from lightning_sparsefl.federated import ServerOptimizer
 from lightning_sparsefl.types import Costs, Message, ServerState
 
@@ -228,6 +229,20 @@ OPTIONS = {
     "trained": {"eval_after_training": True},
 }
 """What makes the engine call a hook."""
+
+
+class Causal(Classifier):
+    """Has a mask of attention among the buffers of its state."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mask", torch.full((3, 3), -math.inf).triu(1))
+
+
+def test_a_buffer_that_cannot_be_merged_is_named_with_the_remedy(federation):
+    message = r"`FedAvg\.init` has the buffer 'mask' with values that are not finite; .*, or `persistent=False`, since"
+    with pytest.raises(InvalidOption, match=message):
+        federation(FedAvg(), rounds=1, module=Causal())
 
 
 @pytest.mark.parametrize(("name", "hook", "message"), BAD)
