@@ -105,6 +105,14 @@ def _take_state(trace: UnitTrace, call: Call, value: Tensor, ids: Tensor) -> boo
     return False  # it may come from parameters
 
 
+def _pack(trace: UnitTrace, call: Call, out: tuple[Tensor, ...]) -> None:
+    """Label a packed sequence, or a padded one: the features stay where they are, in the last dimension."""
+    value, zero = call.args[0], trace.labels(call.args[0]).zero
+    filled = call.name == "pad_packed_sequence" and call.args[3] != 0
+    ids = trace.along(value, value.ndim - 1)
+    trace.label(out[0], spread(ids, out[0].ndim - 1, out[0].shape), zero and not filled)
+
+
 def _recurrent_layer(trace: UnitTrace, incoming: Tensor, w_in: Tensor, w_hidden: Tensor, *biases: Tensor) -> Tensor:
     gates = w_hidden.shape[0] // w_hidden.shape[1]
     rows = trace.produce(w_in, 0, tiles=gates)
@@ -366,6 +374,7 @@ RULES: Rules = {
     **{f"conv{n}d": _convolve for n in (1, 2, 3)},
     **{f"conv_transpose{n}d": _convolve_transposed for n in (1, 2, 3)},
     **dict.fromkeys(("lstm", "gru", "rnn_tanh", "rnn_relu"), _recur),
+    **dict.fromkeys(("pack_padded_sequence", "pad_packed_sequence"), _pack),
     **dict.fromkeys(_ZERO_STAYS.split(), _zero_stays),
     **dict.fromkeys(_ZERO_MOVES.split(), _zero_moves),
     **dict.fromkeys(_PRODUCTS | _QUOTIENTS | _SUMS, _combine),

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 
 class Residual(nn.Module):
@@ -95,6 +96,17 @@ class Language(nn.Module):
         return self.fc(outputs) if self.rnn.bidirectional else self.fc(outputs + hidden[-1].unsqueeze(1))
 
 
+class Packed(Language):
+    """A recurrent network on sequences of several lengths, of which a layer reads the outputs and the last state."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        lengths = (tokens > 2).sum(1).clamp(min=1)
+        packed = pack_padded_sequence(self.emb(tokens), lengths, batch_first=True, enforce_sorted=False)
+        outputs, state = self.rnn(packed)
+        hidden = state[0] if isinstance(state, tuple) else state
+        return self.fc(pad_packed_sequence(outputs, batch_first=True)[0] + hidden[-1].unsqueeze(1))
+
+
 def sequential(*layers: nn.Module) -> nn.Sequential:
     return nn.Sequential(*layers)
 
@@ -142,6 +154,7 @@ NETS = {
     "shared": Shared,
     "lstm": lambda: Language(nn.LSTM, num_layers=2),
     "gru": lambda: Language(nn.GRU),
+    "packed": lambda: Packed(nn.LSTM, num_layers=2),
     "bidirectional": lambda: Language(nn.LSTM, num_layers=2, bidirectional=True, bias=False),
 }
 
