@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
 
@@ -133,8 +134,9 @@ class StackReader:
 
     def start_epoch(self) -> None:
         """Draw the order of an epoch for each client."""
-        for reader in self.readers:
-            reader.start_epoch()
+        with _apart():
+            for reader in self.readers:
+                reader.start_epoch()
         if self._common is not None:
             orders = [torch.cat(tuple(reader.order)) for reader in self.readers]
             self._orders = (pad_sequence(orders, batch_first=True) + self._first).to(self._common[1].device)
@@ -168,7 +170,8 @@ class StackReader:
         """
         readers = self.readers[low:high]
         if readers[0].draws:
-            inputs, labels = zip(*(reader.read(number) for reader in readers), strict=True)
+            with _apart():
+                inputs, labels = zip(*(reader.read(number) for reader in readers), strict=True)
             return torch.stack(inputs), torch.stack(labels)
         size = (high - low, len(readers[0].order[number]))
         stacked, targets = (part.unflatten(0, size) for part in self._select(low, high, number))
@@ -192,6 +195,16 @@ class StackReader:
             torch.cat([own.inputs.index_select(0, chosen) for own, chosen in examples]),
             torch.cat([own.labels.index_select(0, chosen) for own, chosen in examples]),
         )
+
+
+@contextmanager
+def _apart() -> Iterator[None]:
+    """Restore the random numbers of the stack, such as those of dropout, after clients have drawn from their own."""
+    state = torch.get_rng_state()
+    try:
+        yield
+    finally:
+        torch.set_rng_state(state)
 
 
 def _common_rows(tensors: Sequence[Tensor]) -> tuple[Tensor, list[int]] | None:

@@ -1,4 +1,4 @@
-"""Data that stacks cannot read: named by its class, as its user knows it."""
+"""What stacks read, beside the random numbers of their steps, and data that they cannot read, named by its class."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from helpers.networks import Classifier
 from lightning_sparsefl import FedAvg, FederatedTrainer, Federation
-from lightning_sparsefl.data import FederatedDataset
+from lightning_sparsefl.data import FederatedBlobs, FederatedDataset
+from lightning_sparsefl.federated.local.fast.device_samples import DeviceSamples
 from lightning_sparsefl.federated.local.stacked import worker
-from lightning_sparsefl.federated.local.stacked.reader import name_of_data
+from lightning_sparsefl.federated.local.stacked.reader import ClientReader, StackReader, name_of_data
 
 
 class Patients(Dataset):
@@ -53,3 +54,34 @@ def test_a_run_names_no_internals(tmp_path):
     with pytest.warns(UserWarning, match=expected) as said:
         trainer.fit(Classifier(), data_of(Patients()))
     assert not any(name in str(each.message) for each in said for name in ("Examples", "ClientItems"))
+
+
+class Shifted(FederatedBlobs):
+    """Has a transform, which may draw."""
+
+    draw = False
+
+    def transform(self, train):
+        return (lambda x: x + torch.rand(len(x), 1, 1, 1)) if self.draw else (lambda x: 2 * x)
+
+
+@pytest.mark.parametrize("kind", [FederatedBlobs, Shifted, type("Drawn", (Shifted,), {"draw": True})])
+def test_clients_draw_from_their_own_random_numbers_and_leave_those_of_the_steps_alone(kind):
+    data = kind(num_clients=2, num_classes=4, dim=8, num_train=64, num_test=16, batch_size=8)
+    data.setup()
+    readers, expected = [], []
+    for client in range(2):
+        torch.manual_seed(client)
+        readers.append(ClientReader(data.client_train_dataloader(client), 1.0))
+        torch.manual_seed(client)
+        loader = data.client_train_dataloader(client)
+        expected.append([[x for x, _ in loader] for _ in range(2)])
+    torch.manual_seed(7)
+    state, stack = torch.get_rng_state(), StackReader(readers, DeviceSamples(torch.device("cpu")))
+    for epoch in range(2):
+        stack.start_epoch()
+        assert torch.equal(torch.get_rng_state(), state)
+        for number in range(readers[0].batches):
+            inputs, _ = stack.read(0, 2, number)
+            assert all(torch.equal(inputs[client], expected[client][epoch][number]) for client in range(2))
+            assert torch.equal(torch.get_rng_state(), state)
