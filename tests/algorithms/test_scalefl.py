@@ -36,6 +36,11 @@ def test_a_client_has_the_first_units_of_the_first_blocks(start_exits, capacity,
     assert all(bool((message.weights[name][~mask] == 0).all()) for name, mask in message.masks.items())
 
 
+def test_the_warmup_is_a_part_of_the_run():
+    methods = [ScaleFL(), ScaleFL(strength=0.0), ScaleFL(warmup=0.0)]
+    assert [method.follows_length for method in methods] == [True, False, False]
+
+
 @pytest.mark.parametrize("depth", [1, 2, 3, 4])
 def test_a_client_is_scored_by_the_last_exit_of_its_network(start_exits, client, depth):
     """The whole module, with the weights that are scored, predicts what the cut network's last exit does."""

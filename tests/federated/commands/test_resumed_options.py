@@ -69,11 +69,14 @@ def fit(
     local_engine="auto",
     client_timeout=None,
     select=None,
+    min_clients=1,
+    on_client_error="raise",
     model=MLP,
     blobs=FederatedBlobs,
     **options,
 ):
     engine = {"local_engine": local_engine, "client_timeout": client_timeout}
+    engine |= {"min_clients": min_clients, "on_client_error": on_client_error}
     trainer = FederatedTrainer(
         algorithm=algorithm or FedAvg(),
         federation=Federation(clients_per_round=2, select=select, **engine),
@@ -178,6 +181,9 @@ def test_clients_with_a_time_limit_are_known_to_train_one_after_another(tmp_path
         ({"optimizer": {"lr": 0.2}}, r"`optimizer.lr` = 0.1, and this run has 0.2"),
         ({"seed": 1}, r"`data.seed` = 0, and this run has 1"),
         ({"select": "global/val_acc"}, r"`federation.select` = None, and this run has 'global/val_acc'"),
+        ({"check_val_every_n_round": 2}, r"`trainer.check_val_every_n_round` = 1, and this run has 2"),
+        ({"min_clients": 2}, r"`federation.min_clients` = 1, and this run has 2"),
+        ({"on_client_error": "skip"}, r"`federation.on_client_error` = 'raise', and this run has 'skip'"),
         ({"noise": 0.1}, r"`data.noise` = None, and this run has 0.1"),
         ({"model": Scaled}, r"`model` = 'MLP', and this run has 'Scaled'"),
         ({"model": partly_frozen}, "`model.frozen_parameters` = None, and this run has 'net.fc1.bias'"),
