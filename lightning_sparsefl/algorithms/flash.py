@@ -130,7 +130,7 @@ class FLASH(FederatedAlgorithm):
         if self.form == "SPDST":
             return super().train(message, client)
         if not self.moves(client.round):
-            return replace(super().train(message, client), weight=1)
+            return replace(super().train(message, client), weight=1, votes=message.masks)
         moving = LayerReallocation(message.masks, self.exchange, client.key("FLASH moves"))
         result = client.fit(message.weights, callbacks=[*self.callbacks(message, client), moving])
         densities = {"densities": _densities(moving.masks)}
