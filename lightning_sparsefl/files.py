@@ -77,6 +77,7 @@ def _keep(path: Path, keep: Path) -> None:
         path.replace(keep)
     else:
         link.replace(keep)
+        link.unlink(missing_ok=True)  # where `keep` is a link to the same file already, POSIX leaves both names
 
 
 def _sync_folder(folder: Path) -> None:

@@ -111,6 +111,16 @@ def test_the_replaced_file_is_kept_under_a_second_name(tmp_path, links, monkeypa
         with replacing(path, keep=keep) as file:
             file.write(text)
     assert (path.read_bytes(), keep.read_bytes()) == (b"3", b"2")
+
+
+def test_a_replacement_that_was_killed_after_its_link_leaves_no_file_when_it_is_made_again(tmp_path):
+    path, keep = tmp_path / "x", tmp_path / "before"
+    path.write_bytes(b"1")
+    os.link(path, keep)
+    with replacing(path, keep=keep) as file:
+        file.write(b"2")
+    assert (path.read_bytes(), keep.read_bytes()) == (b"2", b"1")
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["before", "x"]
     assert written(tmp_path) == {"x", "before"}
 
 
