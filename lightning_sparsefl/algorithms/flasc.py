@@ -93,13 +93,21 @@ class FLASC(FederatedAlgorithm):
         uses = fleet.uses
         frozen = set(part(parameters, self.frozen, uses=uses))
         adapters = [name for name in self._adapters(parameters, uses) if name not in frozen]
-        trained = {*adapters, *part(parameters, self.whole, uses=uses)} - frozen
+        trained = {*adapters, *self._whole(parameters, uses)} - frozen
         extra: dict[str, Weights] = {
             "masks": self._largest(only(parameters, adapters), self.down_density),
             "trainable": {n: torch.zeros_like(w, dtype=torch.bool) for n, w in parameters.items() if n not in trained},
             **self.optimizer.first(only(parameters, trained)),
         }
         return ServerState(round=0, weights=weights, extra=extra)
+
+    def _whole(self, parameters: Weights, uses: TensorUses) -> tuple[str, ...]:
+        try:
+            return part(parameters, self.whole, uses=uses)
+        except InvalidOption as error:
+            raise InvalidOption(
+                f"`algorithm.whole` is {self.whole!r}: {error} To train adapters alone, set it to []."
+            ) from error
 
     def _adapters(self, parameters: Weights, uses: TensorUses) -> tuple[str, ...]:
         try:

@@ -260,12 +260,15 @@ def _observe(module: nn.Module, arguments: tuple[Any, ...]) -> tuple[dict[str, l
 
 def _borrowed(module: nn.Module, calls: Mapping[str, Any], found: Sequence[_Product]) -> dict[str, list[_Product]]:
     """Return the products with weights of layers that were not called, by the called module around each layer."""
-    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    paths: dict[int, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        paths.setdefault(id(parameter), []).append(name.rpartition(".")[0])
     own = {name: [id(weight) for weight in _matrices(module.get_submodule(name)).values()] for name in calls}
     borrowed: dict[str, list[_Product]] = {}
     for product in found:
-        path = names.get(id(product.weight), "").rpartition(".")[0]
-        if not path or path in calls:
+        users = paths.get(id(product.weight), [""])
+        path = users[0]
+        if not path or any(user in calls for user in users):
             continue
         while path and path not in calls:
             path = path.rpartition(".")[0]

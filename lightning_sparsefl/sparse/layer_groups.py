@@ -208,8 +208,8 @@ def layer_groups(weights: Weights, patterns: Sequence[str] = ()) -> dict[str, tu
     """Return the groups of a body, in order: names of tensors by name of group.
 
     Starting from the outermost module that has several children, a module is divided if it is a list of modules, or
-    holds lists of blocks; otherwise it is a block. A layer outside of blocks is a group; one without a matrix or
-    kernel, such as a norm, joins the layer right before it, and is a group of its own after a block.
+    holds lists of blocks at any depth; otherwise it is a block. A layer outside of blocks is a group; one without a
+    matrix or kernel, such as a norm, joins the layer right before it, and is a group of its own after a block.
 
     Args:
         weights: Parameters of the body by name, in the order in which the module holds them.
@@ -299,7 +299,9 @@ def _outermost(module: _Module) -> _Module:
 def _is_taken_apart(module: _Module) -> bool:
     if module.is_list:  # a numbered list of plain layers is one of several blocks
         return not module.numbered or all(child.children for child in module.children.values())
-    return not module.numbered and any(child.is_list_of_blocks for child in module.children.values())
+    return not module.numbered and any(
+        child.is_list_of_blocks or _is_taken_apart(child) for child in module.children.values()
+    )
 
 
 def _pieces(module: _Module, *, outermost: bool = False) -> Iterator[_Module]:

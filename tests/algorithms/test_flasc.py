@@ -159,3 +159,15 @@ def test_what_cannot_be_is_refused(federation):
     )
     with pytest.raises(InvalidOption, match=expected):
         federation(FLASC(), module=Classifier(), rounds=1)
+
+
+def test_a_head_that_does_not_train_is_told_how_to_leave_it_out(federation):
+    module = Adapted()
+    next(layer for layer in reversed(list(module.modules())) if isinstance(layer, torch.nn.Linear)).requires_grad_(
+        False
+    )
+    message = (
+        r"`algorithm.whole` is \('head',\): The model's head .* is frozen .* To train adapters alone, set it to \[\]"
+    )
+    with pytest.raises(InvalidOption, match=message):
+        federation(FLASC(), module=module, rounds=1)

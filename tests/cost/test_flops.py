@@ -324,6 +324,23 @@ def test_weights_of_layers_that_are_not_called_have_their_own_operations():
     }
 
 
+class Translator(nn.Module):
+    """Has a table of its own that only others call, which share its weight, as in T5 and BART."""
+
+    def __init__(self):
+        super().__init__()
+        self.shared, self.encoder, self.head = nn.Embedding(7, 4), nn.Embedding(7, 4), nn.Linear(4, 7, bias=False)
+        self.encoder.weight = self.head.weight = self.shared.weight
+
+    def forward(self, x):
+        return self.head(self.encoder(x))
+
+
+def test_a_weight_that_a_called_layer_shares_with_one_that_is_not_is_counted_once():
+    found = count_layers(Translator(), torch.zeros(1, 3, dtype=torch.long))
+    assert {layer.weight: layer.macs for layer in found} == {"shared.weight": 3 * 4 * 7 + 3 * 4}
+
+
 class Mixed(nn.Module):
     """Two matrices in a list, of which one is passed to a function as it is."""
 

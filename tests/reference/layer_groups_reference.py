@@ -53,7 +53,8 @@ def divided(names, path):
     if is_list(names, path):
         return not numbered(path) or len(with_children(names, path)) == len(children(names, path))
     lists = [child(path, key) for key in children(names, path) if is_list(names, child(path, key))]
-    return not numbered(path) and any(with_children(names, inner) for inner in lists)
+    deeper = any(divided(names, child(path, key)) for key in children(names, path))
+    return not numbered(path) and (deeper or any(with_children(names, inner) for inner in lists))
 
 
 def home(names, name):

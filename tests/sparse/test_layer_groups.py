@@ -72,6 +72,24 @@ def test_other_networks(build, names):
     assert (len(groups) if isinstance(names, int) else list(groups)) == names
 
 
+class Wrapped(nn.Module):
+    """A classifier as in the libraries of language models: its blocks lie several modules deep."""
+
+    def __init__(self):
+        super().__init__()
+        block = nn.ModuleDict({"layer": nn.ModuleList(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)) for _ in "ab")})
+        body = {"embeddings": nn.Embedding(5, 2), "encoder": block, "pooler": nn.Linear(2, 2)}
+        self.model = nn.ModuleDict({"bert": nn.ModuleDict(body), "classifier": nn.Linear(2, 3)})
+
+
+def test_blocks_are_found_at_any_depth():
+    groups, head = split(Wrapped())
+    bert = "model.bert"
+    blocks = [f"{bert}.encoder.layer.{place}" for place in range(2)]
+    assert list(groups) == [f"{bert}.embeddings", *blocks, f"{bert}.pooler"]
+    assert head == ("model.classifier.weight", "model.classifier.bias")
+
+
 def test_a_norm_joins_the_layer_before_it_but_not_a_block():
     block = nn.ModuleDict({"conv": nn.Conv2d(2, 2, 1), "norm": nn.BatchNorm2d(2)})
     layers = [nn.Conv2d(1, 2, 1), nn.BatchNorm2d(2), nn.Sequential(block, block), nn.BatchNorm2d(2), nn.Linear(2, 2)]
