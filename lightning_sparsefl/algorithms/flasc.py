@@ -93,7 +93,7 @@ class FLASC(FederatedAlgorithm):
         uses = fleet.uses
         frozen = set(part(parameters, self.frozen, uses=uses))
         adapters = [name for name in self._adapters(parameters, uses) if name not in frozen]
-        trained = {*adapters, *self._whole(parameters, uses)} - frozen
+        trained = {*adapters, *self._whole(parameters, uses)} - frozen - uses.frozen
         extra: dict[str, Weights] = {
             "masks": self._largest(only(parameters, adapters), self.down_density),
             "trainable": {n: torch.zeros_like(w, dtype=torch.bool) for n, w in parameters.items() if n not in trained},

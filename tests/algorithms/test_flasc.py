@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from helpers.networks import Adapted, Classifier
 from lightning_sparsefl import FLASC
 from lightning_sparsefl.errors import InvalidOption
 from lightning_sparsefl.sparse.masks import kept, same
+from lightning_sparsefl.sparse.uses import TensorUses
 from lightning_sparsefl.types import CostFacts, LayerFlops, Merged, Message
 
 WEIGHTS = {
@@ -159,6 +161,14 @@ def test_what_cannot_be_is_refused(federation):
     )
     with pytest.raises(InvalidOption, match=expected):
         federation(FLASC(), module=Classifier(), rounds=1)
+
+
+def test_what_the_module_freezes_is_not_sent(fleet):
+    uses = TensorUses({name: name for name in WEIGHTS}, frozen=frozenset(["b.weight"]))
+    model = SimpleNamespace(uses=uses, norms=frozenset())
+    trainable = FLASC().init(WEIGHTS, fleet(buffers=["norm.mean"], model=model)).extra["trainable"]
+    assert not set(trainable) & {"a.lora_A.weight", "a.lora_B.weight", "b.bias"}
+    assert set(trainable) == {"a.weight", "b.weight"}
 
 
 def test_a_head_that_does_not_train_is_told_how_to_leave_it_out(federation):

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib.util import find_spec
+from inspect import signature
 from pathlib import Path
 from typing import Any, cast
 
@@ -151,10 +152,12 @@ class Forward:
         self._structure: TreeSpec | None = None
         self._session, self._names = _session(path)
 
-    def __call__(self, *inputs: Tensor) -> Any:
+    def __call__(self, *inputs: Any, **named: Any) -> Any:
         """Run the file as the `forward` of the module."""
         self.calls += 1
-        feeds = {name: value.detach().cpu().numpy() for name, value in zip(self._names, inputs, strict=True)}
+        given = signature(self._original).bind(*inputs, **named)
+        values = list(tensors((given.args, given.kwargs)))
+        feeds = {name: value.detach().cpu().numpy() for name, value in zip(self._names, values, strict=True)}
         for name, value in feeds.items():
             _require_fit(name, value.shape, self._sizes[name])
         try:
@@ -164,9 +167,9 @@ class Forward:
                 f"model.onnx was written, but its check fails ({_reason(error)}); remove 'onnx' from `formats`, or "
                 "leave out `check`."
             ) from error
-        outputs = [torch.from_numpy(value.copy()).to(inputs[0].device) for value in found]
+        outputs = [torch.from_numpy(value.copy()).to(values[0].device) for value in found]
         if self._structure is None:
-            self._structure = tree_structure(self._original(*inputs))
+            self._structure = tree_structure(self._original(*inputs, **named))
         return tree_unflatten(outputs, self._structure)
 
 

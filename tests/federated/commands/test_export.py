@@ -218,6 +218,16 @@ def test_the_check_of_onnx_gives_outputs_as_forward_does(run):
 
 
 @needs_onnx
+def test_the_check_of_onnx_takes_inputs_by_name(run):
+    class ByName(Net):
+        def validation_step(self, batch, batch_idx):
+            self.log("val_loss", self.loss(self(x=batch[0]), batch[1]))
+
+    scores = run(FedAvg(), None, ByName(), formats=["onnx"], check=True).scores
+    assert scores["onnx"]["val_loss"] == pytest.approx(scores["in memory"]["val_loss"], abs=1e-5)
+
+
+@needs_onnx
 def test_onnx_that_no_step_would_call_is_not_said_to_be_checked(run, monkeypatch):
     monkeypatch.setattr(exporting.onnx_file, "write", lambda module, data, path: path.parent.mkdir(parents=True))
     monkeypatch.setattr(exporting.onnx_file.Forward, "__init__", lambda self, *_: setattr(self, "calls", 0))
