@@ -6,8 +6,9 @@ pre-defined sparse training) and JMWST (joint mask weight sparse training).
 Before the first round, some clients train a sparse model alone. After each epoch they drop the smallest weights of
 each layer, and draw as many new ones, more of them in layers whose weights are large on average. The densities that
 their layers end with say how sensitive the layers are. The server draws one mask with the mean densities, scaled to
-the density of the run. With SPDST all rounds train under it. With JMWST clients move it in the same way while they
-train, and the server keeps the largest weights of each layer, as many as the mean density of the clients' masks says.
+the density of the run. With SPDST all rounds train under it. With JMWST clients move it by the same rule after each
+epoch but the last one, or behind the middle of a single one, and the server keeps the largest weights of each layer, as
+many as the mean density of the clients' masks says.
 
 Departures from the paper and the authors' code:
 
@@ -17,10 +18,13 @@ Departures from the paper and the authors' code:
 - Each epoch of the first stage is a local fit of its own, with new optimizers and schedules; the code has SGD without
   momentum. The part that is dropped falls from epoch to epoch, as the code's does, which lowers it in each step.
 - The rounds start from the run's initial weights; the code draws new ones after the first stage.
-- In the rounds of SPDST, clients count by their numbers of samples, as in FedAvg; the code takes the plain mean.
+- In the rounds of SPDST, clients count by their numbers of samples, as in FedAvg, and so they do for the buffers of
+  JMWST; the code takes the plain mean.
 - FLOPs of the first stage are not charged; its bytes are, to the first round.
 - The global model of JMWST is scored under its mask; the code scores the mean of all clients' weights before it is
-  pruned. The densities are scaled to that of the run also where they are below it, so that rounding lowers none.
+  pruned. The densities are scaled to that of the run also where they are below it, so that rounding lowers none. Rounds
+  between two moves train under the mask from their first step on; the code's first step there is dense.
+- The densities of JMWST are those of the clients' masks (the code's `avg`), not of the merged weights (`aggregate`).
 - hetero-FLASH, with several densities, is not offered.
 """
 
@@ -57,7 +61,7 @@ class FLASH(FederatedAlgorithm):
     """Number of epochs of the first stage."""
     exchange: float = 0.25
     """Fraction of a layer's kept weights that is dropped after an epoch of the first stage, in [0, 1); it falls
-    linearly to 0 at the end of the stage."""
+    linearly to 0 at the end of the stage. With JMWST it also falls to 0 over the steps of each local fit."""
     dense_layers: tuple[str, ...] = ()
     """Patterns of names of layers that are not pruned."""
     form: Literal["SPDST", "JMWST"] = "SPDST"
@@ -116,6 +120,12 @@ class FLASH(FederatedAlgorithm):
         return reallocated(weights, masks, rate, scores)
 
     # ---- JMWST
+
+    @property
+    def needs_exact_mean(self) -> str | None:
+        """The mean over the cohort, which follows from that over those who keep a weight."""
+        needs = self.form == "JMWST" and self.merge == "mean"
+        return "scales the mean by the share of the clients that keep a weight (`merge: mean`)" if needs else None
 
     def moves(self, round: int) -> bool:
         """Return whether clients move the mask in a round.

@@ -17,6 +17,9 @@ from lightning_sparsefl.errors import InvalidOption
 from lightning_sparsefl.sparse.exits import blocks_of, mutual_slopes, teaching_slopes
 from lightning_sparsefl.sparse.parametrized import owner
 
+_AFTER_LOGITS = tuple(f"torch.nn.modules.{kind}" for kind in ("activation", "batchnorm", "normalization"))
+"""Modules of layers whose outputs are not scaled when the linear layer before them is."""
+
 
 def require_exits(module: nn.Module, owner: str) -> None:
     """Refuse a module without early exits.
@@ -41,28 +44,22 @@ def require_exits(module: nn.Module, owner: str) -> None:
             raise InvalidOption(
                 f"`{type(module).__name__}.exits` names `{name}`, which is not a module; change `exits`."
             )
-    for name in exits:
-        if next(names[name].parameters(), None) is None:
-            raise InvalidOption(
-                f"`{type(module).__name__}.exits` names `{name}` as the last module of a block, but it has no "
-                "parameters; name the last one that has some."
-            )
-    for name in exits.values():
+    if len(set(exits.values())) < len(exits):
+        raise InvalidOption(
+            f"`{type(module).__name__}.exits` is {exits!r}; expected an exit of its own for each block."
+        )
+    for block, name in exits.items():
         last = _last_layer(names[name])
-        if list(exits.values()).count(name) > 1:
+        if next(names[block].parameters(), None) is None:
             raise InvalidOption(
-                f"`{type(module).__name__}.exits` names the exit `{name}` twice; expected an exit of its own for each "
-                "block."
+                f"`{type(module).__name__}.exits` names `{block}` as the last module of a block, but it has no "
+                "parameters; name the last one that has some."
             )
         if type(last).__module__.startswith(_AFTER_LOGITS):
             raise InvalidOption(
                 f"The exit `{name}` of `{type(module).__name__}` ends with {type(last).__name__}; expected its linear "
                 "layer last, which is scaled to choose the exits that predict."
             )
-
-
-_AFTER_LOGITS = tuple(f"torch.nn.modules.{kind}" for kind in ("activation", "batchnorm", "normalization"))
-"""Modules of layers whose outputs are not scaled when the linear layer before them is."""
 
 
 def _last_layer(layer: nn.Module) -> nn.Module:

@@ -22,8 +22,8 @@ class LayerReallocation(MaskingCallback):
     """Drops small weights and draws others in their place, most in layers whose weights are large on average.
 
     The masks move after each epoch but the last one, or after the step behind the middle if there is one epoch. A move
-    drops ``exchange * (1 - t / T)`` of each layer's weights after t of T steps. It is made for one local fit, which
-    is not resumed from a checkpoint.
+    drops ``exchange * (1 - t / T)`` of each layer's weights after t of T steps, so that an epoch of one or two steps
+    moves none. It is made for one local fit, which is not resumed from a checkpoint.
 
     Args:
         masks: Masks to start from, by parameter name.
@@ -51,17 +51,17 @@ class LayerReallocation(MaskingCallback):
         self._clock.start(trainer, "LayerReallocation", self.resumed)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Mask the weights, and move the masks if it is time."""
+        """Mask the weights, and move the masks behind the middle of a single epoch."""
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
-        if self._clock.tick(trainer) and self._is_due(trainer.max_epochs):
+        stepped, middle = self._clock.tick(trainer), self._clock.total // 2 + 1
+        if stepped and trainer.max_epochs == 1 and self._clock.step == middle:
             self._move()
 
-    def _is_due(self, epochs: int) -> bool:
-        """Return whether the masks move after this step."""
-        step, total = self._clock.step, self._clock.total
-        if epochs == 1:
-            return step == total // 2 + 1
-        return step < total and step % (total // epochs) == 0
+    def on_train_epoch_end(self, trainer: Any, pl_module: LightningModule) -> None:
+        """Mask the weights, and move the masks between two epochs."""
+        super().on_train_epoch_end(trainer, pl_module)
+        if trainer.current_epoch + 1 < trainer.max_epochs:
+            self._move()
 
     def _move(self) -> None:
         self._moves += 1

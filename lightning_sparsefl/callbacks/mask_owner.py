@@ -204,13 +204,15 @@ class MaskOwner(NumberedCallback):
         stage = None if self._around is None else self._around[0].state.fn
         self._to_score = stage not in (None, "fit")
         masks = unpacked(state_dict["masks"])
+        drawn_by = state_dict.get("drawn_by")
         if self._made and stage == "fit":
-            self._compare(masks, state_dict.get("drawn_by", {}))
+            self._compare(masks, drawn_by or {})
+        self._drawn_by = drawn_by
         self.restore(masks)
 
     def _compare(self, masks: Masks, drawn_by: dict[str, Any]) -> None:
         """Warn of options that ask for other masks than those of a checkpoint, which stay."""
-        mine, self._drawn_by = self.draw_options(), drawn_by
+        mine = self.draw_options()
         for name in mine:
             if drawn_by.get(name, mine[name]) != mine[name]:
                 self._warn_of_saved(f"{name}={mine[name]!r}", f"the masks drawn with `{name}={drawn_by[name]!r}`")

@@ -114,7 +114,7 @@ class MaskingCallback(MaskOwner):
         self._rename(parameters)
         if fresh:
             self.masks = dict(self.first_masks({name: parameters[name] for name in self.claims(module)}))
-            self._made = True
+            self._made, self._drawn_by = True, self.draw_options()
             if not any(isinstance(callback, BaseFinetuning) for callback in trainer.callbacks):  # which thaw weights
                 self.warn_of_frozen(parameters)
         check(self.masks, parameters)

@@ -75,6 +75,7 @@ def _recur(trace: UnitTrace, call: Call, out: tuple[Tensor, ...]) -> None:
     value, state, weights = (call.args[0], *call.args[2:4]) if packed else call.args[:3]
     biases, layers = call.args[4:6] if packed else call.args[3:5]
     both = call.args[8] if packed else call.args[7]
+    made, trace.makes_state = trace.makes_state, False
     directions, per = 2 if both else 1, 4 if biases else 2
     hidden = list(tensors(state))
     if len(weights) != layers * directions * per:  # projections
@@ -89,8 +90,7 @@ def _recur(trace: UnitTrace, call: Call, out: tuple[Tensor, ...]) -> None:
         states += units
         incoming = torch.cat(units)
     ids = torch.stack(states)
-    zeros = [_take_state(trace, call, value, ids) for value in hidden if not trace.makes_state]
-    zero, trace.makes_state = all(zeros), False
+    zero = all([made or _take_state(trace, call, value, ids) for value in hidden])  # noqa: C419 - each one is labelled
     trace.label(out[0], spread(incoming, out[0].ndim - 1, out[0].shape), zero)
     for value in out[1:]:
         trace.label(value, ids.unsqueeze(1).expand(value.shape), zero)

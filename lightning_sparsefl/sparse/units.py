@@ -158,7 +158,8 @@ def _states_noted(module: nn.Module, trace: UnitTrace) -> Iterator[None]:
     def note(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         trace.makes_state = kwargs.get("hx", args[1] if len(args) > 1 else None) is None
 
-    recurrent = [layer for layer in module.modules() if isinstance(layer, nn.RNNBase)]
+    plain = [kind.forward for kind in (nn.LSTM, nn.GRU, nn.RNN)]  # another one may make a state that is not 0
+    recurrent = [layer for layer in module.modules() if type(layer).forward in plain]
     hooks = [layer.register_forward_pre_hook(note, with_kwargs=True) for layer in recurrent]
     try:
         yield

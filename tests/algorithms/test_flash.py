@@ -5,6 +5,7 @@ import torch
 
 from lightning_sparsefl import FLASH, FedAvg
 from lightning_sparsefl.errors import InvalidOption
+from lightning_sparsefl.federated import ServerOptimizer
 from lightning_sparsefl.types import Merged, Message, ServerState
 
 LAYERS = {
@@ -155,6 +156,12 @@ def test_masks_move_in_some_rounds():
     assert [FLASH().moves(round) for round in range(3)] == [False] * 3
     assert [FLASH(form="JMWST").moves(round) for round in range(3)] == [True] * 3
     assert [FLASH(form="JMWST", move_every=2).moves(round) for round in range(4)] == [True, False, True, False]
+
+
+def test_what_changes_the_mean_is_refused_where_it_is_scaled(federation):
+    with pytest.raises(InvalidOption, match="FLASH scales the mean by the share of the clients that keep a weight"):
+        federation(FLASH(form="JMWST"), rounds=1, federation={"server_optimizer": ServerOptimizer()})
+    assert [FLASH().needs_exact_mean, FLASH(form="JMWST", merge="count").needs_exact_mean] == [None, None]
 
 
 @pytest.mark.parametrize("merge", ["mean", "count"])

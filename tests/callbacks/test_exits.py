@@ -141,7 +141,7 @@ def test_modules_without_exits_are_refused():
 @pytest.mark.parametrize(
     ("exit", "message"),
     [
-        ("net.one", r"`EarlyExits.exits` names the exit `net.one` twice; expected an exit of its own for each block"),
+        ("net.one", r"`EarlyExits.exits` is \{.*\}; expected an exit of its own for each block"),
         (torch.nn.LogSoftmax(-1), "`net.two` of `EarlyExits` ends with LogSoftmax; expected its linear layer"),
         (torch.nn.BatchNorm1d(4), "ends with BatchNorm1d"),
     ],

@@ -363,6 +363,20 @@ def test_a_first_state_that_is_not_0_is_not_cut(kind, state, reason):
         torch.testing.assert_close(small(inputs), masked(module, [group], kept)(inputs), rtol=0, atol=1e-10)
 
 
+class OwnState(nn.GRU):
+    """Makes a first state that is not 0."""
+
+    def forward(self, x, hx=None):
+        return super().forward(x, torch.full((1, x.shape[1 - self.batch_first], self.hidden_size), 0.5, dtype=x.dtype))
+
+
+def test_a_recurrent_layer_of_the_user_that_makes_its_state_is_not_cut():
+    (group,) = find_groups(
+        GivenState(OwnState, lambda net, x: None).double(), torch.randn(2, 5, 4, dtype=torch.float64)
+    )
+    assert "takes a first state of the full width" in group.masks_only
+
+
 @pytest.mark.slow_after_first
 @pytest.mark.parametrize("net", ["flatten", "group norm", "lstm"], indirect=True)
 @pytest.mark.parametrize("dynamo", [False, True])
