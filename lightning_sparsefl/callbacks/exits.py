@@ -30,7 +30,8 @@ def require_exits(module: nn.Module, owner: str) -> None:
 
     Raises:
         InvalidOption: If the module has no `exits` and `depth`, `exits` names a module that it does not have or an exit
-            twice, a block ends with a module without parameters, or an exit does not end with its linear layer.
+            twice, a block but the last ends with a module without parameters, or an exit does not end with its linear
+            layer.
     """
     exits, names = getattr(module, "exits", None), dict(module.named_modules())
     if not isinstance(exits, dict) or not exits or not isinstance(getattr(module, "depth", None), int):
@@ -50,7 +51,7 @@ def require_exits(module: nn.Module, owner: str) -> None:
         )
     for block, name in exits.items():
         last = _last_layer(names[name])
-        if next(names[block].parameters(), None) is None:
+        if block != list(exits)[-1] and next(names[block].parameters(), None) is None:  # else all the rest is its own
             raise InvalidOption(
                 f"`{type(module).__name__}.exits` names `{block}` as the last module of a block, but it has no "
                 "parameters; name the last one that has some."
