@@ -34,11 +34,8 @@ weight that no client holds keeps its value instead of becoming 0.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
-
-import torch
 
 from lightning_sparsefl.cost import forward_flops
 from lightning_sparsefl.errors import check_types, require
@@ -131,7 +128,8 @@ class FedSpa(FederatedAlgorithm):
         counts = {name: int(mask.sum()) for name, mask in first.items()}
         shapes = {name: mask.shape for name, mask in first.items()}
         drawn = random_masks(shapes, counts, generator(view.seed, view.id, "FedSpa mask"))
-        return _to_device(next(iter(first.values())).device, drawn)
+        # masks are drawn on the CPU, so that they are equal on every machine
+        return {name: mask.to(first[name].device) for name, mask in drawn.items()}
 
     @property
     def follows_length(self) -> bool:  # type: ignore[override]
@@ -159,7 +157,7 @@ class FedSpa(FederatedAlgorithm):
         if self.growth == "gradient":
             scores = gradient({name: g for name, g in client.gradient(trained).items() if name in masks})
         else:
-            scores = _to_device(next(iter(masks.values())).device, random(weights, client.rng("growth")))
+            scores = random(masks, client.rng("growth"))
         return regrow(scores, kept, {name: int(mask.sum()) for name, mask in masks.items()})
 
     def reducer(self) -> Reducer:
@@ -176,8 +174,3 @@ class FedSpa(FederatedAlgorithm):
             flops_paper=costs.flops_paper + facts.batch_size * dense,
             flops_analytic=costs.flops_analytic + searches * min(facts.batch_size, facts.samples) * dense,
         )
-
-
-def _to_device(device: torch.device, tree: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Move a tree to a device; masks are drawn on the CPU, so that they are equal on every machine."""
-    return {name: tensor.to(device) for name, tensor in tree.items()}

@@ -109,15 +109,9 @@ class FLASH(FederatedAlgorithm):
         for epoch in range(self.first_epochs):
             if epoch:
                 rate = self.exchange * (1 - epoch / self.first_epochs)
-                masks = self._moved(weights, masks, rate, client)
+                masks = reallocated(weights, masks, rate, random(masks, client.rng("FLASH growth")))
             weights = client.fit(weights, masks, epochs=1).weights
         return Update(weights={}, extra={"densities": _densities(masks)})
-
-    def _moved(self, weights: Weights, masks: Masks, rate: float, client: Client) -> Masks:
-        """Return the masks with small weights dropped, and as many new ones in layers whose weights are large."""
-        drawn = random(masks, client.rng("FLASH growth"))
-        scores = {name: score.to(masks[name].device) for name, score in drawn.items()}
-        return reallocated(weights, masks, rate, scores)
 
     # ---- JMWST
 

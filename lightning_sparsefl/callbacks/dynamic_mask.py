@@ -177,8 +177,7 @@ class DynamicMask(MaskingCallback):
             return scores.gradient({name: grad for name, grad in gradients.items() if grad is not None})
         self._draws += 1
         weights = {name: self._weights[name] for name in names}
-        drawn = scores.random(weights, generator(self.seed, "grow", self._draws))
-        return {name: score.to(weights[name].device) for name, score in drawn.items()}
+        return scores.random(weights, generator(self.seed, "grow", self._draws))
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Mask the weights, and determine whether the next step moves the mask."""

@@ -49,13 +49,14 @@ def require_exits(module: nn.Module, owner: str) -> None:
         raise InvalidOption(
             f"`{type(module).__name__}.exits` is {exits!r}; expected an exit of its own for each block."
         )
-    for block, name in exits.items():
-        last = _last_layer(names[name])
-        if block != list(exits)[-1] and next(names[block].parameters(), None) is None:  # else all the rest is its own
+    for block in list(exits)[:-1]:  # whatever is created after the last one is its own
+        if next(names[block].parameters(), None) is None:
             raise InvalidOption(
                 f"`{type(module).__name__}.exits` names `{block}` as the last module of a block, but it has no "
                 "parameters; name the last one that has some."
             )
+    for name in exits.values():
+        last = _last_layer(names[name])
         if type(last).__module__.startswith(_AFTER_LOGITS):
             raise InvalidOption(
                 f"The exit `{name}` of `{type(module).__name__}` ends with {type(last).__name__}; expected its linear "

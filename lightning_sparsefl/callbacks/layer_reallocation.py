@@ -65,8 +65,7 @@ class LayerReallocation(MaskingCallback):
 
     def _move(self) -> None:
         self._moves += 1
-        drawn = random(self.masks, generator(*self.key, self._moves))
-        growth = {name: score.to(self.masks[name].device) for name, score in drawn.items()}
+        growth = random(self.masks, generator(*self.key, self._moves))
         weights = {name: weight.detach() for name, weight in self._weights.items()}
         rate = self.exchange * (1 - self._clock.step / self._clock.total)
         self.hold(reallocated(weights, self.masks, rate, growth))

@@ -195,8 +195,8 @@ class MaskOwner(NumberedCallback):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the masks, one bit a weight, how they were drawn, and whether a fit has started with them."""
-        masks, drawn_by = packed(self.masks), self._drawn_by or self.draw_options()
-        return {"masks": masks, "made": self._made, "drawn_by": drawn_by, "started": self._started or self._resumed}
+        masks, started = packed(self.masks), self._started or self._resumed
+        return {"masks": masks, "made": self._made, "drawn_by": self._drawn_by, "started": started}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the masks of a checkpoint, unless it was saved before there were any, as learning-rate finders do."""

@@ -90,7 +90,8 @@ def _recur(trace: UnitTrace, call: Call, out: tuple[Tensor, ...]) -> None:
         states += units
         incoming = torch.cat(units)
     ids = torch.stack(states)
-    zero = all([made or _take_state(trace, call, value, ids) for value in hidden])  # noqa: C419 - each one is labelled
+    zeros = [made or _take_state(trace, call, value, ids) for value in hidden]
+    zero = all(zeros)
     trace.label(out[0], spread(incoming, out[0].ndim - 1, out[0].shape), zero)
     for value in out[1:]:
         trace.label(value, ids.unsqueeze(1).expand(value.shape), zero)

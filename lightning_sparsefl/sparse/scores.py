@@ -132,14 +132,17 @@ def random(shapes: Mapping[str, Sequence[int] | Tensor], generator: torch.Genera
     """Draw uniform scores from [0, 1), tensor by tensor in the order of `shapes`.
 
     Args:
-        shapes: Shapes by name, or tensors of these shapes.
-        generator: Generator of the draws; the scores are on its device.
+        shapes: Shapes by name, or tensors of these shapes, on whose devices the scores are.
+        generator: Generator of the draws; scores of a shape are on its device.
 
     Example:
         >>> scores = random({"w": (2, 3)}, torch.Generator().manual_seed(0))
         >>> scores["w"].shape, bool((scores["w"] < 1).all())
         (torch.Size([2, 3]), True)
     """
-    device = generator.device if generator is not None else None
-    plain = {name: tuple(s.shape) if isinstance(s, Tensor) else tuple(s) for name, s in shapes.items()}
-    return {name: torch.rand(shape, generator=generator, device=device) for name, shape in plain.items()}
+    device, drawn = generator.device if generator is not None else None, {}
+    for name, like in shapes.items():
+        shape = tuple(like.shape) if isinstance(like, Tensor) else tuple(like)
+        score = torch.rand(shape, generator=generator, device=device)
+        drawn[name] = score.to(like.device) if isinstance(like, Tensor) else score
+    return drawn

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Iterator, Sequence
-from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
 
@@ -133,8 +132,8 @@ class StackReader:
         self._orders = torch.empty(0, 0, dtype=torch.int64)
 
     def start_epoch(self) -> None:
-        """Draw the order of an epoch for each client."""
-        with _apart():
+        """Draw the order of an epoch for each client, apart from the random numbers of the steps, such as dropout's."""
+        with torch.random.fork_rng(devices=[]):
             for reader in self.readers:
                 reader.start_epoch()
         if self._common is not None:
@@ -170,7 +169,7 @@ class StackReader:
         """
         readers = self.readers[low:high]
         if readers[0].draws:
-            with _apart():
+            with torch.random.fork_rng(devices=[]):
                 inputs, labels = zip(*(reader.read(number) for reader in readers), strict=True)
             return torch.stack(inputs), torch.stack(labels)
         size = (high - low, len(readers[0].order[number]))
@@ -195,16 +194,6 @@ class StackReader:
             torch.cat([own.inputs.index_select(0, chosen) for own, chosen in examples]),
             torch.cat([own.labels.index_select(0, chosen) for own, chosen in examples]),
         )
-
-
-@contextmanager
-def _apart() -> Iterator[None]:
-    """Restore the random numbers of the stack, such as those of dropout, after clients have drawn from their own."""
-    state = torch.get_rng_state()
-    try:
-        yield
-    finally:
-        torch.set_rng_state(state)
 
 
 def _common_rows(tensors: Sequence[Tensor]) -> tuple[Tensor, list[int]] | None:
