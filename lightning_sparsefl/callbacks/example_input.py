@@ -12,6 +12,8 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Size, Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from lightning_sparsefl.sparse.forward import POSITIONAL
+
 
 def for_module(sample: Any, module: nn.Module) -> Any:
     """Return an example input on the device and in the precision of a module, where users seldom create it.
@@ -38,8 +40,8 @@ def example_inputs(module: LightningModule) -> tuple[Any, ...] | None:
         module: Module of the user.
 
     Returns:
-        The arguments of ``forward``: the items of a tuple or list, or the values of a mapping that are named like the
-        first arguments of ``forward``, or else the example itself.
+        The arguments of ``forward``: the items of a tuple or list, the values of a mapping that are named like the
+        first arguments of ``forward``, or else the example itself, as in :func:`forward_inputs`.
     """
     example = module.example_input_array
     if isinstance(example, Mapping):
@@ -80,15 +82,15 @@ def shapes_of(inputs: Any) -> list[Size]:
 def forward_inputs(module: nn.Module, batch: Any) -> tuple[Any, ...]:
     """Return the part of a batch that ``forward`` takes, as its arguments.
 
-    Of a mapping, these are the values that are named like the first arguments of ``forward``, or else the mapping; of
-    a sequence, as many values as ``forward`` has required arguments, at least one; of anything else, the whole.
+    Of a mapping, these are the values that are named like the first arguments of ``forward``, or else the mapping,
+    whose values :func:`~lightning_sparsefl.sparse.forward.split_arguments` names where ``forward`` takes keywords; of a
+    sequence, as many values as ``forward`` has required arguments, at least one; of anything else, the whole.
 
     Args:
         module: Module with a ``forward``.
         batch: Batch of a data loader.
     """
-    kinds = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
-    arguments = [a for a in signature(module.forward).parameters.values() if a.kind in kinds]
+    arguments = [a for a in signature(module.forward).parameters.values() if a.kind in POSITIONAL]
     if isinstance(batch, Mapping):
         values = tuple(batch[argument.name] for argument in takewhile(lambda a: a.name in batch, arguments))
         return values or (batch,)

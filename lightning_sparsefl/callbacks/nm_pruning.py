@@ -17,6 +17,7 @@ from lightning_sparsefl.callbacks.clock import StepClock
 from lightning_sparsefl.callbacks.masking import MaskingCallback
 from lightning_sparsefl.callbacks.options import check_arguments, require
 from lightning_sparsefl.errors import InvalidOption
+from lightning_sparsefl.sparse.conv1d import inputs_come_first
 from lightning_sparsefl.sparse.density import floor_count
 from lightning_sparsefl.sparse.nm import divides, is_nm, nm_masks
 from lightning_sparsefl.sparse.scores import magnitude
@@ -34,8 +35,8 @@ class NMPruning(MaskingCallback):
         start: Share of the training before pruning, in [0, 1); 0 prunes a module that is trained already.
         dim: Dimension along which groups lie: None = along rows, all dimensions but the first, flattened, as PyTorch's
             kernels need them; 1 = along input channels, as TensorRT's convolutions do. Weights of transposed
-            convolutions have input channels in dimension 0, along which their groups lie in any case, within each of
-            the layer's own groups.
+            convolutions, and of the ``Conv1D`` of the package transformers, have inputs in dimension 0, along which
+            their groups lie in any case, within each of the layer's own groups.
         layers: Patterns of layer names and types, such as ``["*conv*", "type:Linear", "!head*"]``; None = all weights
             of linear, convolutional, recurrent, attention and embedding layers. A layer whose rows cannot be cut into
             groups stays dense, unless a pattern chooses it.
@@ -69,7 +70,7 @@ class NMPruning(MaskingCallback):
         self._clock = StepClock()
         self._pruned = False
         self._inputs_first: dict[str, int] = {}
-        """Weights of transposed convolutions, with the number of input channels that an output reads."""
+        """Weights whose first dimension are inputs, with the number of inputs that an output reads."""
 
     def claims(self, module: nn.Module) -> tuple[str, ...]:
         """Return the names of the layers that can be cut into groups."""
@@ -145,7 +146,11 @@ class NMPruning(MaskingCallback):
 
 
 def _inputs_first(module: nn.Module, names: Collection[str]) -> dict[str, int]:
-    """Return the weights of transposed convolutions, with the number of input channels that an output reads."""
-    layers = {path: m for path, m in module.named_modules() if isinstance(m, nn.modules.conv._ConvTransposeNd)}
-    own = {name: layer for path, layer in layers.items() for name, _ in layer.named_parameters(path) if name in names}
-    return {name: layer.in_channels // layer.groups for name, layer in own.items()}
+    """Return the weights whose first dimension are inputs, with the number of inputs that an output reads."""
+    layers = {path: layer for path, layer in module.named_modules() if inputs_come_first(layer)}
+    return {
+        name: len(weight) // getattr(layer, "groups", 1)
+        for path, layer in layers.items()
+        for name, weight in layer.named_parameters(path)
+        if name in names
+    }

@@ -13,6 +13,7 @@ from torch import nn
 from lightning_sparsefl.callbacks.clock import StepClock
 from lightning_sparsefl.errors import InvalidOption, is_number, is_whole, type_checks
 from lightning_sparsefl.seeds import generator
+from lightning_sparsefl.sparse.conv1d import inputs_come_first
 from lightning_sparsefl.sparse.density import ceil_count, erk, explicit, floor_count, kept_counts, listed, uniform
 from lightning_sparsefl.sparse.masks import kept
 from lightning_sparsefl.sparse.prune import random_masks
@@ -232,7 +233,7 @@ def rescale_first_weights(module: nn.Module, weights: Weights, masks: Masks) -> 
     for name, weight in weights.items():
         holder = module.get_submodule(name.rpartition(".")[0])
         if not isinstance(holder, nn.Embedding | nn.EmbeddingBag):
-            transposed = getattr(holder, "transposed", False) and getattr(holder, "groups", 1) == 1
+            transposed = inputs_come_first(holder) and getattr(holder, "groups", 1) == 1
             weight.mul_(fan_in_scale(masks[name], outputs=1 if transposed else 0).to(weight.dtype))
 
 

@@ -19,6 +19,7 @@ from lightning_sparsefl.callbacks.loss_scaling import require_unscaled_gradients
 from lightning_sparsefl.callbacks.options import require
 from lightning_sparsefl.callbacks.reparameterized import Reparameterized
 from lightning_sparsefl.errors import InvalidOption
+from lightning_sparsefl.sparse.conv1d import inputs_come_first
 from lightning_sparsefl.sparse.thresholds import follow_all, keep_rows, live_share, threshold_gradients
 from lightning_sparsefl.types import Weights
 
@@ -159,7 +160,7 @@ def _refuse_finetuning(trainer: Any) -> None:
 
 
 def require_units_first(module: nn.Module, names: Collection[str]) -> None:
-    """Refuse weights of transposed convolutions, whose rows are not the weights of an output unit.
+    """Refuse weights whose rows are not the weights of an output unit, such as those of transposed convolutions.
 
     Args:
         module: Module of the user.
@@ -175,7 +176,7 @@ def require_units_first(module: nn.Module, names: Collection[str]) -> None:
 input instead of each unit; expected `layers` that leave it out.
     """
     for path, layer in module.named_modules():
-        if isinstance(layer, nn.modules.conv._ConvTransposeNd):
+        if inputs_come_first(layer):
             own = next((name for name, _ in layer.named_parameters(path) if name in names), None)
             if own is not None:
                 raise InvalidOption(

@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
+from lightning_sparsefl.sparse.forward import split_arguments
 from lightning_sparsefl.sparse.masks import counts, intersect
 from lightning_sparsefl.sparse.modes import modes_restored
 from lightning_sparsefl.types import LayerFlops, Masks
@@ -251,7 +252,8 @@ def _observe(module: nn.Module, arguments: tuple[Any, ...]) -> tuple[dict[str, l
     hooks = [layer.register_forward_hook(note(name), with_kwargs=True) for name, layer in module.named_modules()]
     try:
         with _Products() as products:
-            module(*arguments)
+            positional, named = split_arguments(module, arguments)
+            module(*positional, **named)
     finally:
         for handle in hooks:
             handle.remove()
@@ -299,14 +301,28 @@ def _amounts(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 
 
 class _TensorsOnly(nn.Module):
-    """Module with only the tensors of another module's output and state, so that it can be traced."""
+    """Module with only the tensors of another module's inputs, output and state, so that it can be traced.
 
-    def __init__(self, module: nn.Module) -> None:
+    Args:
+        module: Module to trace.
+        arguments: Inputs of the module.
+    """
+
+    def __init__(self, module: nn.Module, arguments: tuple[Any, ...]) -> None:
         super().__init__()
         self.module = module
+        self._leaves, self._structure = tree_flatten(split_arguments(module, arguments))
 
-    def forward(self, *arguments: Any) -> list[Tensor]:
-        return [leaf for leaf in tree_leaves(self.module(*arguments)) if isinstance(leaf, Tensor)]
+    @property
+    def inputs(self) -> tuple[Tensor, ...]:
+        """Arguments of `forward`."""
+        return tuple(leaf for leaf in self._leaves if isinstance(leaf, Tensor))
+
+    def forward(self, *inputs: Tensor) -> list[Tensor]:
+        given = iter(inputs)
+        leaves = [next(given) if isinstance(leaf, Tensor) else leaf for leaf in self._leaves]
+        arguments, named = tree_unflatten(leaves, self._structure)
+        return [leaf for leaf in tree_leaves(self.module(*arguments, **named)) if isinstance(leaf, Tensor)]
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """Return the state without what `get_extra_state` adds to it; a parent has passed its own to be filled."""
@@ -320,7 +336,8 @@ def _count_products(module: nn.Module, arguments: tuple[Any, ...]) -> dict[str, 
     """Return fvcore's multiply-accumulates of every submodule, without its children's."""
     from fvcore.nn import FlopCountAnalysis  # imported here, where the warnings of its import are suppressed
 
-    analysis = FlopCountAnalysis(_TensorsOnly(module).eval(), arguments)
+    traced = _TensorsOnly(module, arguments).eval()
+    analysis = FlopCountAnalysis(traced, traced.inputs)
     analysis.unsupported_ops_warnings(False).uncalled_modules_warnings(False).tracer_warnings("none")
     for operator, count in _COUNTS.items():
         analysis.set_op_handle(f"aten::{operator}", count)

@@ -59,6 +59,19 @@ def _linear(trace: UnitTrace, call: Call, out: Tensor) -> None:
     trace.label(out, spread(units, out.ndim - 1, out.shape))
 
 
+def _multiply(trace: UnitTrace, call: Call, out: Tensor) -> None:
+    """Label a product with a matrix of parameters, ``value @ weight``."""
+    added, value, weight = (None, *call.args[:2]) if call.name != "addmm" else call.args[:3]
+    plain = weight.ndim == 2 and trace.followed(value) and call.kwargs.keys() <= {"out"}
+    if not plain or id(weight) not in trace.names or (added is not None and added.ndim != 1):
+        trace.give_up(call, out)
+        return
+    trace.axis(weight, 0, trace.read(value, value.ndim - 1, weight), "in")
+    units = trace.produce(weight, 1)
+    trace.axis(added, 0, units)
+    trace.label(out, spread(units, out.ndim - 1, out.shape))
+
+
 def _embed(trace: UnitTrace, call: Call, out: Tensor) -> None:
     _, weight = call.bind("input", "weight")
     if trace.embeddings:
@@ -385,6 +398,7 @@ RULES: Rules = {
     **dict.fromkeys([*_POOLS, "interpolate", "upsample"], _pool),
     **dict.fromkeys(_CONSTANTS.split(), _shape_only),
     "linear": _linear,
+    **dict.fromkeys(("matmul", "mm", "addmm"), _multiply),
     "embedding": _embed,
     "embedding_bag": _embed,
     "batch_norm": _batch_norm,

@@ -16,7 +16,8 @@ def fan_in_scale(mask: Tensor, outputs: int = 0) -> Tensor:
 
     Args:
         mask: Bool tensor of two or more dimensions.
-        outputs: Dimension of the outputs: 0 for linear and convolutional layers, 1 for transposed convolutions.
+        outputs: Dimension of the outputs: 0 for linear and convolutional layers, 1 for layers whose inputs come first,
+            such as transposed convolutions.
 
     Returns:
         Float tensor that is broadcast over the mask; 1 for outputs without a weight.

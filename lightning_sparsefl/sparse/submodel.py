@@ -7,13 +7,14 @@ the masked model computes, from weights of the same names. Layers for which this
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lightning_sparsefl.errors import IncompatibleMasks, InvalidOption
+from lightning_sparsefl.sparse.conv1d import is_conv1d
 from lightning_sparsefl.sparse.units import UnitGroup, check_kept
 from lightning_sparsefl.types import Masks, Weights
 
@@ -216,7 +217,7 @@ def _require_narrow_form(
         groups: Groups of units of the module.
         kept: Units of each group that stay.
     """
-    if isinstance(layer, (nn.GroupNorm, nn.LayerNorm, *(kind for kinds, _ in _FITS for kind in kinds))):
+    if isinstance(layer, (nn.GroupNorm, nn.LayerNorm)) or _fit_of(layer) is not None:
         return
     cut_from = [f"{name}.{leaf}".lstrip(".") for leaf in index]
     producers = [
@@ -239,11 +240,17 @@ def _fit(name: str, layer: nn.Module, index: Mapping[str, _Index], full: nn.Modu
         return NarrowGroupNorm(full, layer, index["weight"][0])
     if isinstance(layer, nn.LayerNorm) and isinstance(full, nn.LayerNorm):
         return NarrowLayerNorm(full, layer)
-    for kinds, fit in _FITS:
-        if isinstance(layer, kinds):
-            fit(name, layer)
-            return layer
+    fit = _fit_of(layer)
+    if fit is not None:
+        fit(name, layer)
     return layer
+
+
+def _fit_of(layer: nn.Module) -> Callable[[str, Any], None] | None:
+    """Return what sets the sizes that a layer of a known type stores."""
+    if is_conv1d(layer):
+        return _fit_conv1d
+    return next((fit for kinds, fit in _FITS if isinstance(layer, kinds)), None)
 
 
 def _fit_conv(name: str, layer: Any) -> None:
@@ -258,6 +265,10 @@ def _fit_transposed(name: str, layer: Any) -> None:
 
 def _fit_linear(name: str, layer: Any) -> None:
     layer.out_features, layer.in_features = layer.weight.shape
+
+
+def _fit_conv1d(name: str, layer: Any) -> None:
+    layer.nx, layer.nf = layer.weight.shape
 
 
 def _fit_channel_norm(name: str, layer: Any) -> None:
@@ -282,7 +293,7 @@ def _fit_recurrent(name: str, layer: nn.RNNBase) -> None:
     layer.input_size = layer.get_parameter("weight_ih_l0").shape[1]
 
 
-_FITS: tuple[tuple[tuple[type[nn.Module], ...], Any], ...] = (
+_FITS: tuple[tuple[tuple[type[nn.Module], ...], Callable[[str, Any], None]], ...] = (
     ((nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d), _fit_transposed),
     ((nn.Conv1d, nn.Conv2d, nn.Conv3d), _fit_conv),
     ((nn.Linear,), _fit_linear),

@@ -11,6 +11,7 @@ from torch.func import functional_call
 from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX as _EXTRA_STATE
 
 from lightning_sparsefl.errors import InvalidOption
+from lightning_sparsefl.sparse.forward import split_arguments
 from lightning_sparsefl.sparse.masks import apply
 from lightning_sparsefl.sparse.modes import evaluating
 from lightning_sparsefl.sparse.submodel import cut
@@ -110,13 +111,13 @@ def difference(module: nn.Module, small: nn.Module, masks: Masks, inputs: tuple[
         'computes something else on the example inputs'
     """
     state = {name: value for name, value in module.state_dict().items() if name.rpartition(".")[2] != _EXTRA_STATE}
-    weights = apply(state, masks)
+    weights, (arguments, named) = apply(state, masks), split_arguments(module, inputs)
     with torch.random.fork_rng(devices=[]), evaluating(module), evaluating(small):
-        expected, again = (functional_call(module, weights, inputs, tie_weights=False) for _ in range(2))
+        expected, again = (functional_call(module, weights, arguments, named, tie_weights=False) for _ in range(2))
         if not _close(expected, again):
             return None
         try:
-            found = small(*inputs)
+            found = small(*arguments, **named)
         except Exception as error:
             return f"fails on the example inputs ({type(error).__name__}: {error})"
     return None if _close(expected, found) else "computes something else on the example inputs"

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_sparsefl.errors import IncompatibleMasks, InvalidOption
+from lightning_sparsefl.sparse.forward import split_arguments
 from lightning_sparsefl.sparse.labelling import RULES
 from lightning_sparsefl.sparse.modes import evaluating
 from lightning_sparsefl.sparse.prune import keep_largest
@@ -136,9 +137,10 @@ def _trace(module: nn.Module, inputs: tuple[Any, ...], ignore: Sequence[str], em
     trace = UnitTrace(names, buffers, ignore, embeddings, RULES)
     for value in tensors(inputs):
         trace.label(value, torch.zeros((), dtype=torch.long).expand(value.shape))
+    arguments, named = split_arguments(module, inputs)
     try:
         with evaluating(module), _states_noted(module, trace), trace:
-            outputs = module(*inputs)
+            outputs = module(*arguments, **named)
     except Exception as error:
         shapes = ", ".join(str(tuple(value.shape)) for value in tensors(inputs))
         packed = len(inputs) == 1 and isinstance(inputs[0], tuple)

@@ -17,6 +17,11 @@ class Two(L.LightningModule):
         return (first + second) * scale
 
 
+class ByKeyword(L.LightningModule):
+    def forward(self, *arguments, **batch):
+        return batch
+
+
 A, B, C = torch.zeros(1), torch.ones(1), torch.full((1,), 2.0)
 
 
@@ -27,6 +32,7 @@ A, B, C = torch.zeros(1), torch.ones(1), torch.full((1,), 2.0)
         (One(), [A, B], (A,)),
         (One(), ({"tokens": A, "mask": C}, B), (A,)),
         (One(), {"x": A}, ({"x": A},)),
+        (ByKeyword(), {"x": A, "y": B}, ({"x": A, "y": B},)),
         (Two(), (A, B, C), (A, B)),
         (Two(), {"second": B, "first": A, "labels": C}, (A, B)),
         (Two(), {"second": B, "first": A, "scale": C}, (A, B, C)),

@@ -10,6 +10,7 @@ import torch
 from lightning.pytorch import Callback
 from torch import nn
 
+from helpers.conv1d import Conv1D
 from helpers.masking import KINDS, PRUNERS, kept_of
 from lightning_sparsefl.callbacks import (
     DynamicMask,
@@ -433,9 +434,10 @@ def test_a_callback_before_a_mask_reads_the_weights_that_training_starts_with(re
         assert not torch.allclose(started[name][mask], net().get_parameter(name)[mask], atol=0.1)
 
 
-def test_rescaling_knows_transposed_convolutions_and_leaves_embeddings(net, fit):
+@pytest.mark.parametrize("layer", [nn.ConvTranspose1d(4, 5, 1), nn.Sequential(nn.Flatten(), Conv1D(5, 4))])
+def test_rescaling_knows_layers_whose_inputs_come_first_and_leaves_embeddings(layer, net, fit):
     module = net()
-    module.net = nn.Sequential(nn.Embedding(6, 4), nn.Unflatten(1, (4, 1)), nn.ConvTranspose1d(4, 5, 1))
+    module.net = nn.Sequential(nn.Embedding(6, 4), nn.Unflatten(1, (4, 1)), copy.deepcopy(layer))
     module.loss = lambda batch: module.net(batch[1]).square().mean()
     module.net[1] = nn.Unflatten(1, (4, 1))
     first = {name: value.detach().clone() for name, value in module.named_parameters()}
@@ -445,8 +447,8 @@ def test_rescaling_knows_transposed_convolutions_and_leaves_embeddings(net, fit)
         def on_train_start(self, trainer, pl_module):
             for name, mask in callback.masks.items():
                 ratio = (pl_module.get_parameter(name) / first[name])[mask]
-                kept = mask.sum((0, 2), keepdim=True) if mask.dim() == 3 else None
-                expected = torch.ones_like(ratio) if kept is None else (4 / kept).sqrt().expand_as(mask)[mask]
+                kept = mask.sum([dim for dim in range(mask.dim()) if dim != 1], keepdim=True)
+                expected = torch.ones_like(ratio) if "net.0" in name else (4 / kept).sqrt().expand_as(mask)[mask]
                 torch.testing.assert_close(ratio.detach(), expected)
 
     fit(module, [callback, Look()], epochs=1)

@@ -6,6 +6,7 @@ import torch
 from lightning.pytorch import Callback
 from torch import nn
 
+from helpers.conv1d import Conv1D
 from lightning_sparsefl.callbacks import NMPruning
 from lightning_sparsefl.errors import InvalidOption
 from lightning_sparsefl.sparse.masks import counts, kept, same
@@ -99,6 +100,15 @@ def test_channels_of_a_convolution(net, fit):
     fit(module, [callback], epochs=1)
     assert counts(callback.masks) == {"net.0.1.weight": 18}
     assert is_nm(callback.masks, dim=1)
+
+
+@pytest.mark.parametrize("dim", [None, 1])
+def test_groups_of_a_layer_with_its_inputs_first_lie_along_them(dim, net, fit):
+    module = net()
+    module.net[0] = Conv1D(9, 4)
+    callback = NMPruning(n=1, m=2, dim=dim, layers="type:Conv1D")
+    fit(module, [callback], epochs=1)
+    assert (callback.masks["net.0.weight"].view(2, 2, 9).sum(1) == 1).all()
 
 
 @pytest.mark.parametrize("dim", [None, 1])

@@ -390,6 +390,19 @@ def test_several_arguments_and_outputs_that_are_no_tensors():
     assert facts(Odd(), (torch.zeros(1, 4), torch.zeros(1, 4))) == {"fc.weight": (8, 2)}
 
 
+class ByKeyword(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(4, 2)
+
+    def forward(self, **batch):
+        return self.fc(batch["x"]).sum() if batch["mode"] == "sum" else self.fc(batch["x"])
+
+
+def test_a_mapping_is_passed_by_keywords_where_forward_takes_nothing_else():
+    assert facts(ByKeyword(), ({"x": torch.zeros(1, 4), "mode": "sum"},)) == {"fc.weight": (8, 2)}
+
+
 class Lit(pl.LightningModule):
     def __init__(self):
         super().__init__()

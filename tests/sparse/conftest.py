@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
+from helpers.conv1d import Conv1D
+
 
 class Residual(nn.Module):
     """Two blocks on one stream, then a wider one behind a projection."""
@@ -151,6 +153,9 @@ NETS = {
     "concatenation": Dense,
     "gate": Gated,
     "sigmoid": lambda: sequential(nn.Flatten(), nn.Linear(72, 4), nn.Sigmoid(), nn.Linear(4, 3)),
+    "inputs first": lambda: sequential(
+        nn.Flatten(), Conv1D(5, 72), nn.Tanh(), Conv1D(4, 5), nn.GELU(), nn.Linear(4, 2)
+    ),
     "shared": Shared,
     "lstm": lambda: Language(nn.LSTM, num_layers=2),
     "gru": lambda: Language(nn.GRU),

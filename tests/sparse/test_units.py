@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from lightning_sparsefl.errors import IncompatibleMasks, InvalidOption
 from lightning_sparsefl.models import MLP, VGG11, LeNet5, ResNet18, SmallCNN
+from lightning_sparsefl.sparse.conv1d import inputs_come_first
 from lightning_sparsefl.sparse.importance import add_row_gradients, gate_gradients, relative, tie
 from lightning_sparsefl.sparse.unit_lasso import unit_lasso_gradients
 from lightning_sparsefl.sparse.units import find_groups, keep_units, unit_counts, unit_masks, unit_norms
@@ -49,7 +50,7 @@ def test_a_unit_without_rows_is_read_where_the_groups_say(net):
 
 def reading_dim(module: nn.Module, name: str) -> int:
     """The dimension of a weight along which the layer reads."""
-    return 0 if isinstance(module.get_submodule(name.rpartition(".")[0]), nn.ConvTranspose2d) else 1
+    return 0 if inputs_come_first(module.get_submodule(name.rpartition(".")[0])) else 1
 
 
 def test_a_unit_that_nobody_reads_is_made_where_the_groups_say(net):
@@ -64,7 +65,7 @@ def test_a_unit_that_nobody_reads_is_made_where_the_groups_say(net):
         found = slow.silent(module, unread, inputs, dims=1) - nothing
         made = {place for place in slow.places(group, unit, "out") if place[1] == 0}
         assert made <= found | nothing, (group.name, unit)
-        if not slow.has(module, nn.ConvTranspose2d):  # its rows, dimension 0, are what it reads
+        if not any(map(inputs_come_first, module.modules())):  # their rows, dimension 0, are what they read
             assert found <= made, (group.name, unit)
 
 
@@ -233,6 +234,47 @@ class Wrapped(nn.Module):
 
 
 PIXELS = torch.zeros(2, 1, 2, 2)
+
+
+class Multiplied(nn.Module):
+    """A layer whose weight is multiplied from the right."""
+
+    def __init__(self, product):
+        super().__init__()
+        self.first, self.last, self.product = nn.Linear(4, 5), nn.Linear(6, 2), product
+        self.weight, self.bias = nn.Parameter(torch.randn(5, 6)), nn.Parameter(torch.randn(6))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.last(torch.relu(self.product(torch.relu(self.first(inputs)), self.weight, self.bias)))
+
+
+@pytest.mark.parametrize(
+    "product",
+    [
+        lambda x, weight, bias: x @ weight + bias,
+        lambda x, weight, bias: torch.matmul(x, weight).add(bias),
+        lambda x, weight, bias: x.mm(weight) + bias,
+        lambda x, weight, bias: torch.addmm(bias, x, weight),
+    ],
+)
+def test_a_product_with_a_matrix_reads_its_rows_and_makes_its_columns(product):
+    net = Multiplied(product)
+    first, own = find_groups(net, torch.randn(3, 4))
+    slots = {(slot.name, slot.dim, slot.role) for slot in own.slots}
+    assert slots == {("weight", 1, "out"), ("bias", 0, "out"), ("last.weight", 1, "in")}
+    assert ("weight", 0, "in") in {(slot.name, slot.dim, slot.role) for slot in first.slots}
+
+
+@pytest.mark.parametrize(
+    "product",
+    [
+        lambda x, weight, bias: (weight.T @ x.T).T + bias,
+        lambda x, weight, bias: torch.addmm(bias, x, weight, beta=0.5),
+        lambda x, weight, bias: torch.addmm(bias.expand(len(x), 6), x, weight),
+    ],
+)
+def test_other_products_keep_their_units_whole(product):
+    assert not find_groups(Multiplied(product), torch.randn(3, 4))
 
 
 @pytest.mark.parametrize(

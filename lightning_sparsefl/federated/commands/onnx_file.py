@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from importlib.util import find_spec
-from inspect import signature
+from inspect import Parameter, Signature, signature
 from pathlib import Path
 from typing import Any, cast
+from warnings import catch_warnings, filterwarnings
 
 import torch
 from lightning.pytorch import LightningModule
@@ -20,6 +21,8 @@ from torch.utils._pytree import TreeSpec, tree_structure, tree_unflatten
 from lightning_sparsefl.errors import ExportMismatch, InvalidOption
 from lightning_sparsefl.federated.local.example_input import example_of, units_of
 from lightning_sparsefl.files import replacing
+from lightning_sparsefl.sparse.attributes import attribute_replaced
+from lightning_sparsefl.sparse.forward import split_arguments
 from lightning_sparsefl.sparse.submodel import cut
 from lightning_sparsefl.sparse.tracing import tensors
 from lightning_sparsefl.sparse.unit_removal import difference
@@ -28,6 +31,8 @@ from lightning_sparsefl.types import Weights
 
 _TERMINAL_CODE = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 """Codes by which an error message is colored."""
+_UNKNOWN_OUTPUT = "in output, which is not a known type"
+"""Part of the error about a `forward` that returns an object of its own, such as a cache of keys and values."""
 
 
 def require(module: LightningModule) -> None:
@@ -94,18 +99,43 @@ def write(module: LightningModule, data: Any, path: Path) -> str:
     sample, name = example_of(module, data), type(module).__name__
     inputs = apply_to_collection(sample, Tensor, _two)
     batch = torch.export.Dim("batch")
-    shapes = apply_to_collection(inputs, Tensor, lambda _: {0: batch})
+    arguments, named = split_arguments(module, inputs)
+    shapes = apply_to_collection(named or arguments, Tensor, lambda _: {0: batch})
     options: dict[str, Any] = {"dynamo": True, "dynamic_shapes": shapes, "external_data": False, "verbose": False}
     try:
-        with replacing(path) as file, _attention_in_parts():
-            module.eval().to_onnx(file.name, inputs, **options)
+        with replacing(path) as file, _attention_in_parts(), _keywords_named(module, named), catch_warnings():
+            filterwarnings("ignore", "# The axis name: batch will not be used")  # all inputs share that axis
+            module.eval().to_onnx(file.name, arguments, kwargs=named, **options)
     except OSError:
         raise
     except Exception as error:
+        reason = _reason(error)
+        advice = "let it return tensors alone, as with `use_cache=False`, or " if _UNKNOWN_OUTPUT in reason else ""
         raise InvalidOption(
-            f"`{name}.forward` cannot be exported to ONNX ({_reason(error)}); remove 'onnx' from `formats`."
+            f"`{name}.forward` cannot be exported to ONNX ({reason}); {advice}remove 'onnx' from `formats`."
         ) from error
     return _fixed_sizes([tuple(value.shape[1:]) for value in tensors(inputs)])
+
+
+@contextmanager
+def _keywords_named(module: LightningModule, named: Mapping[str, Any]) -> Iterator[None]:
+    """Let ``forward(self, **batch)`` show the names of its keywords, without which torch's exporter writes wrong code.
+
+    Args:
+        module: Module to export.
+        named: Keyword arguments of ``forward``; without any, nothing changes.
+    """
+    if not named:
+        yield
+        return
+    original = module.forward
+
+    def forward(**keywords: Any) -> Any:
+        return original(**keywords)
+
+    forward.__signature__ = Signature([Parameter(name, Parameter.KEYWORD_ONLY) for name in named])  # type: ignore
+    with attribute_replaced(module, "forward", forward):
+        yield
 
 
 @contextmanager
@@ -156,7 +186,14 @@ class Forward:
         """Run the file as the `forward` of the module."""
         self.calls += 1
         given = signature(self._original).bind(*inputs, **named)
-        values = list(tensors((given.args, given.kwargs)))
+        by_name = [given.kwargs[name] for name in self._names if name in given.kwargs]
+        values = list(tensors((given.args, by_name if len(by_name) == len(given.kwargs) else given.kwargs)))
+        if len(values) != len(self._names):
+            raise ExportMismatch(
+                f"model.onnx was written, but cannot be checked: it has the inputs {', '.join(self._names)}, and the "
+                f"steps of the module pass {len(values)}; set `example_input_array` to what they pass, remove 'onnx' "
+                "from `formats`, or leave out `check`."
+            )
         feeds = {name: value.detach().cpu().numpy() for name, value in zip(self._names, values, strict=True)}
         for name, value in feeds.items():
             _require_fit(name, value.shape, self._sizes[name])

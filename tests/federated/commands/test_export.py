@@ -13,7 +13,16 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from lightning_sparsefl import FedAvg, FederatedTrainer, Federation, FedLPS, FedSpa, SplitMix, load_sparse
+from lightning_sparsefl import (
+    FedAvg,
+    FederatedTrainer,
+    Federation,
+    FedLPS,
+    FedSpa,
+    HeteroFL,
+    SplitMix,
+    load_sparse,
+)
 from lightning_sparsefl.data import FederatedBlobs
 from lightning_sparsefl.errors import CheckpointMismatch, DiskFull, ExportMismatch, InvalidOption
 from lightning_sparsefl.federated.commands import export as exporting
@@ -225,6 +234,46 @@ def test_the_check_of_onnx_takes_inputs_by_name(run):
 
     scores = run(FedAvg(), None, ByName(), formats=["onnx"], check=True).scores
     assert scores["onnx"]["val_loss"] == pytest.approx(scores["in memory"]["val_loss"], abs=1e-5)
+
+
+class ByKeyword(Net):
+    """A forward pass that takes whole batches, which the steps pass in another order than the example."""
+
+    def __init__(self):
+        super().__init__()
+        self.example_input_array = {"x": torch.zeros(1, 1, 1, 8), "y": torch.zeros(1, dtype=torch.long)}
+
+    def forward(self, **batch):
+        return super().forward(batch["x"]) + 0 * batch["y"].unsqueeze(1)
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        return self.loss(self(y=y, x=x), y)
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val_loss", self.training_step(batch, batch_idx))
+
+
+@needs_onnx
+def test_onnx_of_a_forward_that_takes_keywords_has_their_names(run):
+    halves = {"capacities": [0.5], "execution": "cut"}
+    exported = run(HeteroFL(), None, ByKeyword(), formats=["onnx"], check=True, federation=halves)
+    assert exported.scores["onnx"]["val_loss"] == pytest.approx(exported.scores["in memory"]["val_loss"], abs=1e-5)
+    assert list(onnx_file._input_sizes(exported.files["onnx"])) == ["x", "y"]
+
+
+@needs_onnx
+def test_the_check_of_onnx_needs_the_inputs_that_steps_pass(run):
+    class Without(ByKeyword):
+        def __init__(self):
+            super().__init__()
+            del self.example_input_array["y"]
+
+        def forward(self, **batch):
+            return Net.forward(self, batch["x"])
+
+    with pytest.raises(ExportMismatch, match="it has the inputs x, and the steps of the module pass 2; set `example_"):
+        run(FedAvg(), None, Without(), formats=["onnx"], check=True)
 
 
 @needs_onnx
