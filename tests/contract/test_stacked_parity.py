@@ -380,10 +380,10 @@ def together():
     """The numbers of clients that step together in the last epoch, and whether their numbers of steps are equal."""
     sizes, before = [], StackedFit._batch
 
-    def step(fit, caller, low, high, number):
+    def step(fit, caller, low, high, batch, number):
         if fit.trainer.current_epoch == fit.requests[0].epochs - 1:
             sizes.append((high - low, len(set(fit.optimizer.taken[low:high])) == 1))
-        before(fit, caller, low, high, number)
+        before(fit, caller, low, high, batch, number)
 
     with mock.patch.object(StackedFit, "_batch", step):
         yield sizes

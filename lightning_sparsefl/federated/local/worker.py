@@ -174,7 +174,7 @@ class ClientWorker:
         _seed_generators(validation, request.key)
         is_cut = module is not self.module
         with self._warning_once(), naming_frozen_layers(trainable), naming_cut_layers(is_cut):
-            metrics = engine.fit(module, loader, validation, callbacks=attached, datamodule=self.data_of(client))
+            metrics = engine.fit(module, loader, validation, callbacks=attached, datamodule=self.data_of(client.id))
         if units is not None and is_cut:
             self._widen(module, units)
         elif units is not None and self.buffers:
@@ -288,7 +288,7 @@ class ClientWorker:
     def gradient(self, client: Client, weights: Weights) -> Weights:
         """Compute the gradient of one batch; see :meth:`Client.gradient`."""
         loader = self.train_loader(client, client.key("gradient"))
-        return self.differentiate(weights, loader, self.data_of(client))
+        return self.differentiate(weights, loader, self.data_of(client.id))
 
     def differentiate(self, weights: Weights, loader: Any, datamodule: Any = None) -> Weights:
         """Compute the gradient of a loader's first batch, in evaluation mode.
@@ -313,11 +313,15 @@ class ClientWorker:
     def evaluate(self, client: Client, weights: Weights, split: Split) -> Mapping[str, float]:
         """Evaluate weights on a split of one client; see :meth:`Client.evaluate`."""
         loader = getattr(self.data, f"client_{split}_dataloader")(client.id)
-        return self.score(weights, loader, split, client.key("evaluate"), self.data_of(client))
+        return self.score(weights, loader, split, client.key("evaluate"), self.data_of(client.id))
 
-    def data_of(self, client: Client) -> Any:
-        """Return the data module that a client's trainer has."""
-        return self.data.datamodule_of(client.id) if hasattr(self.data, "datamodule_of") else self.data
+    def data_of(self, client: int) -> Any:
+        """Return the data module that a client's trainer has.
+
+        Args:
+            client: Number of the client.
+        """
+        return self.data.datamodule_of(client) if hasattr(self.data, "datamodule_of") else self.data
 
     def score(
         self, weights: Weights, loader: Any, split: Split, key: tuple[int | str, ...], datamodule: Any = None

@@ -121,8 +121,10 @@ def fitted(modules, tmp_path, engine="auto", algorithm=None, sizes=None):
 def test_each_client_s_hooks_of_the_transfer_are_called(engine, algorithm, tmp_path):
     stored = fitted([Own(client, stored=True) for client in range(CLIENTS)], tmp_path, engine, algorithm)
     moved = fitted([Transferred(client, stored=False) for client in range(CLIENTS)], tmp_path, engine, algorithm)
-    assert stored[1] == moved[1]
-    assert all(torch.equal(stored[0][name], moved[0][name]) for name in stored[0])
+    # With `auto`, those whose samples are stored train as a stack.
+    tolerance = 1e-12 if engine == "auto" else 0
+    assert stored[1] == pytest.approx(moved[1], rel=tolerance)
+    torch.testing.assert_close(stored[0], moved[0], rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("engine", ["trainer", "fast"])
@@ -134,7 +136,7 @@ def test_a_run_does_not_tear_data_modules_down(engine, tmp_path):
 
 @pytest.mark.filterwarnings("ignore:Your `IterableDataset` has `__len__` defined")
 def test_streams_train_as_data_sets_do(tmp_path):
-    sets = fitted([Own(client, stored=True) for client in range(CLIENTS)], tmp_path)
+    sets = fitted([Own(client, stored=True) for client in range(CLIENTS)], tmp_path, "fast")
     for engine in ("trainer", "fast"):
         streams = fitted([Streaming(client, stored=True) for client in range(CLIENTS)], tmp_path, engine)
         assert all(torch.equal(sets[0][name], streams[0][name]) for name in sets[0])

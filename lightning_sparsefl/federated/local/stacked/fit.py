@@ -28,10 +28,11 @@ from lightning_sparsefl.federated.local.stacked.batch_pass import BatchPass
 from lightning_sparsefl.federated.local.stacked.leaves import StackedModule, shared_names
 from lightning_sparsefl.federated.local.stacked.logs import NotStackable, StackedLog
 from lightning_sparsefl.federated.local.stacked.optimizers import ELEMENTWISE, StackedOptimizer, clip
-from lightning_sparsefl.federated.local.stacked.reader import ClientReader, StackReader
+from lightning_sparsefl.federated.local.stacked.reader import ClientReader
 from lightning_sparsefl.federated.local.stacked.recording.recorded_step import TrainingPass
 from lightning_sparsefl.federated.local.stacked.recording.recorder import PassRecorder, is_same_structure, structure_of
 from lightning_sparsefl.federated.local.stacked.rules import KEPT_ELSEWHERE, OtherTensors
+from lightning_sparsefl.federated.local.stacked.stack_reader import samples_of, stack_reader
 from lightning_sparsefl.federated.local.stacked.undo import ModuleStates, require_same_settings
 from lightning_sparsefl.seeds import seed_all
 from lightning_sparsefl.types import Masks, Weights
@@ -114,7 +115,7 @@ class StackedFit:
     ) -> None:
         self.trainer, self.requests = trainer, requests
         self.module, self.size = trainer.lightning_module, len(requests)
-        self.reader = StackReader([request.reader for request in requests], trainer.device_samples)
+        self.reader = stack_reader([request.reader for request in requests], trainer.device_samples)
         self.log = StackedLog(self.size)
         totals = [request.reader.batches * request.epochs for request in requests]
         chains = zip(*(request.callbacks for request in requests), strict=True)
@@ -163,7 +164,10 @@ class StackedFit:
         with self._started(1):
             self.reader.start_epoch()
             self.loop._ready, self.loop.is_last_batch = 1, True
-            run_backward(self._losses(self._read(self._caller(), self.whole, 0, self.size, 0), alike=True).sum())
+            low, high, batch = next(self.reader.read(0, self.size, 0))
+            if high < self.size:
+                raise NotStackable("gets batches of other shapes from other clients")
+            run_backward(self._losses(self._pass_of(self._caller(), self.whole, low, high, batch, 0), alike=True).sum())
             self._require_no_gradients()
         self.trainer._finish()
         leaves = {name: self.whole.leaves[name] for name in weight_parameters(self.module)}
@@ -190,7 +194,7 @@ class StackedFit:
             for callback, _ in sorted(self._callbacks, key=lambda pair: not pair[0].makes_masks):
                 callback.start(whole.leaves)
             self._stack_optimizer()
-            transforms = (request.reader.examples.transform for request in self.requests)
+            transforms = (request.reader.transform for request in self.requests)
             self._states = ModuleStates(self.module, {"transform": [each for each in transforms if each is not None]})
             self._settings = Settings.of_trainer(trainer, **{"self.optimizers()": self.optimizer.optimizer})
             if self._recorder is not None:
@@ -291,8 +295,8 @@ class StackedFit:
             for numbers, ranges in self.reader.runs(self._phases()):
                 for number in numbers:
                     loop._ready, loop.is_last_batch = number + 1, number + 1 == self._batches
-                    for low, high in ranges:
-                        self._batch(step, low, high, number)
+                    for batch in self._read(ranges, number):
+                        self._batch(step, *batch, number)
                     self._schedule("step", number)
             loop.epochs_processed += 1
             for callback, _ in self._callbacks:
@@ -340,13 +344,19 @@ class StackedFit:
         trainer = self.trainer
         return StepCaller(trainer.hooks, self.module, "training_step", trainer.precision_plugin)
 
-    def _read(self, step: StepCaller, part: StackedModule, low: int, high: int, number: int) -> BatchPass:
-        """Read one batch of each of the clients from `low` to before `high`, whose tensors are `part`."""
+    def _read(self, ranges: Sequence[tuple[int, int]], number: int) -> Iterator[tuple[int, int, Any]]:
+        """Read one batch of each of the clients in some ranges; see :meth:`.StackReader.read`."""
+        for low, high in ranges:
+            yield from self.reader.read(low, high, number)
+
+    def _pass_of(
+        self, step: StepCaller, part: StackedModule, low: int, high: int, batch: Any, number: int
+    ) -> BatchPass:
+        """Return the pass of one batch of each of the clients from `low` to before `high`, whose tensors are `part`."""
         trainer, log, taken = self.trainer, self.log, self.optimizer.taken[low:high]
-        inputs, labels = self.reader.read(low, high, number)
-        batch = trainer.precision_plugin.convert_input((inputs, labels))
+        batch = trainer.precision_plugin.convert_input(batch)
         batch = trainer.hooks.to_device(batch, trainer.strategy.root_device)
-        log.low, log.high, log.batch_size = low, high, inputs.shape[1]
+        log.low, log.high, log.batch_size = low, high, samples_of(batch)
         self.loop.set_steps(taken)
         return BatchPass(part, step, batch, number, log, taken)
 
@@ -358,14 +368,14 @@ class StackedFit:
             self._parts[low, high] = (part, None if part is self.whole else rows)
         return self._parts[low, high]
 
-    def _batch(self, step: StepCaller, low: int, high: int, number: int) -> None:
+    def _batch(self, step: StepCaller, low: int, high: int, batch: Any, number: int) -> None:
         """Train the clients from `low` to before `high` on one batch of each."""
         log, (part, rows) = self.log, self._part(low, high)
         callbacks = [callback for callback, _ in self._callbacks]
         if part is not self.whole:
             callbacks = [callback.rows(low, high) for callback in callbacks]
         taken = self.optimizer.taken[low:high]
-        one, recorded = self._read(step, part, low, high, number), None
+        one, recorded = self._pass_of(step, part, low, high, batch, number), None
         for callback in callbacks:
             callback.before_batch(one)
 

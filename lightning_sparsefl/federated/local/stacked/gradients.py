@@ -15,7 +15,7 @@ from lightning_sparsefl.federated.client import Client
 from lightning_sparsefl.federated.exchange.failures import is_out_of_memory
 from lightning_sparsefl.federated.local.engines import FastEngine
 from lightning_sparsefl.federated.local.stacked.fit import StackedRequest, stacked_fit
-from lightning_sparsefl.federated.local.stacked.reader import ClientReader, readable, reading_key
+from lightning_sparsefl.federated.local.stacked.reader import readable, reader_of
 from lightning_sparsefl.federated.local.stacked.step_trial import EXACT, ROUNDED, difference, moved_weights
 from lightning_sparsefl.federated.local.stacked.trial import reason_of
 from lightning_sparsefl.federated.local.stacked.undo import attributes_kept
@@ -72,7 +72,7 @@ class StackGradients:
         groups: dict[Hashable, list[GradientRequest]] = {}
         for request in requests:
             reader = request.reader
-            groups.setdefault((reader.batch_samples, reading_key(reader.examples)), []).append(request)
+            groups.setdefault((reader.batch_samples, reader.key), []).append(request)
         for group in groups.values():
             if len(group) > 1:
                 self._run_group(group)
@@ -123,7 +123,7 @@ class StackGradients:
 
 
 def _request(client: int, key: tuple[int | str, ...], weights: Weights, loader: Any) -> GradientRequest:
-    return GradientRequest(client, key, weights, [], ClientReader(loader, 1.0), 1)
+    return GradientRequest(client, key, weights, [], reader_of(loader, 1.0), 1)
 
 
 def differentiate_stack(engine: FastEngine, module: LightningModule, requests: Sequence[GradientRequest]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -200,6 +200,57 @@ def shared_names(trees: Sequence[Mapping[str, Tensor]], names: Collection[str]) 
     """
     first = trees[0]
     return [name for name in names if all(t[name] is first[name] or torch.equal(t[name], first[name]) for t in trees)]
+
+
+def layout_of(tree: Any) -> Hashable:
+    """Return the structure of a batch with the layouts of its tensors, which are equal for batches that can be stacked.
+
+    Args:
+        tree: Tensor, or mappings, lists and tuples of tensors and None.
+
+    Raises:
+        NotStackable: If the batch has other values, of which each client has its own.
+
+    Example:
+        >>> layout_of({"x": torch.zeros(2, 3)}) == layout_of({"x": torch.ones(2, 3)}) != layout_of({"x": torch.ones(3)})
+        True
+    """
+    if isinstance(tree, Tensor):
+        return (tree.shape, tree.stride(), tree.dtype)
+    if isinstance(tree, Mapping):
+        return (type(tree), tuple((key, layout_of(value)) for key, value in tree.items()))
+    if isinstance(tree, (list, tuple)):
+        return (type(tree), tuple(layout_of(value) for value in tree))
+    if tree is not None:
+        raise NotStackable(f"gets batches with a `{type(tree).__name__}`, of which each client has its own")
+    return None
+
+
+def stack_trees(trees: Sequence[Any]) -> Any:
+    """Return batches of equal :func:`layout_of` as one, with the clients in dimension 0 of its tensors.
+
+    Args:
+        trees: Batches of the clients.
+
+    Example:
+        >>> stack_trees([(torch.zeros(1),), (torch.ones(1),)])
+        (tensor([[0.],
+                [1.]]),)
+    """
+    columns = zip(*(tensors_of(tree) for tree in trees), strict=True)
+    rows = iter([torch.stack(column) for column in columns])
+    return map_tensors(trees[0], lambda _: next(rows))
+
+
+def tensors_of(tree: Any) -> list[Tensor]:
+    """Return the tensors of a nested structure in their order.
+
+    Args:
+        tree: Tensor, or mappings, lists and tuples of tensors and other values.
+    """
+    found: list[Tensor] = []
+    map_tensors(tree, found.append)
+    return found
 
 
 def map_tensors(tree: Any, function: Callable[[Tensor], Any]) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from types import MethodType
@@ -16,7 +16,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_sparsefl.federated.local.engines import FastEngine
 from lightning_sparsefl.federated.local.stacked.fit import StackedRequest, fit_stack
-from lightning_sparsefl.federated.local.stacked.reader import ClientReader, readable
+from lightning_sparsefl.federated.local.stacked.leaves import layout_of
+from lightning_sparsefl.federated.local.stacked.logs import NotStackable
+from lightning_sparsefl.federated.local.stacked.reader import ClientReader, readable, reader_of
 from lightning_sparsefl.federated.local.stacked.undo import objects_kept
 from lightning_sparsefl.federated.local.worker import ClientWorker
 from lightning_sparsefl.seeds import seed_all
@@ -117,7 +119,7 @@ class StepTrial:
         first = dict(worker.initial)
         self._starts = (first, moved_weights(first, worker.flat.layout.buffers))
         self._clients = (0, self._other_client())
-        self._transforms = [self._reader(client).examples.transform for client in self._clients]
+        self._transforms = [self._reader(client).transform for client in self._clients]
         engine = cast(FastEngine, worker.engine)
         options = replace(engine.options, max_epochs=1, limit_train_batches=1)
         self._engine = FastEngine(engine.fabric, options, engine.precision)
@@ -136,14 +138,20 @@ class StepTrial:
 
     def _reader(self, client: int) -> ClientReader:
         seed_all("trial")
-        return ClientReader(self._data.client_train_dataloader(client), 1)
+        return reader_of(self._data.client_train_dataloader(client), 1)
+
+    def _layout(self, client: int) -> Hashable:
+        """Return the layout of a client's first batch."""
+        reader = self._reader(client)
+        reader.start_epoch()
+        return layout_of(reader.read(0))
 
     def _alone(self, client: int, weights: Weights) -> Result:
         self._worker.load(weights)
         seed_all("trial")
         with self._counting_activations():
             loader = self._data.client_train_dataloader(client)
-            logged = self._engine.fit(self._module, loader, datamodule=self._data)
+            logged = self._engine.fit(self._module, loader, datamodule=self._worker.data_of(client))
         after = {name: tensor.detach().clone() for name, tensor in self._worker.flat.read().items()}
         return after, {name: float(value) for name, value in logged.items()}
 
@@ -154,6 +162,9 @@ class StepTrial:
             reader = self._reader(client)
             self.samples = reader.batch_samples
             requests.append(StackedRequest(place, ("trial",), weights, [], reader, 1))
+        with objects_kept(self._transforms):
+            if len({self._layout(client) for client in self._clients}) > 1:
+                raise NotStackable("gets batches of other shapes from other clients")
         self._worker.load(self._starts[0])
         kept = objects_kept(self._transforms)
         with gradient_descent(self._module), _other_counts(self._module), kept:

@@ -163,8 +163,8 @@ class StackingTrial:
         loader = self._data.client_train_dataloader(0)
         if not readable(loader):
             return (
-                f"client 0's loader reads a `{name_of_data(loader)}` in a way of its own, and not whole batches of two "
-                "tensors, as with a `FederatedDataset` of a `TensorDataset` without `collate_fn` and workers"
+                f"client 0's loader reads a `{name_of_data(loader)}` with workers, pinned memory, or a sampler, a "
+                "generator or a class of its own, and not as a plain DataLoader does"
             )
         if self._trainer().hooks.override_transfer:
             return "the data module overrides a hook of the batch transfer"

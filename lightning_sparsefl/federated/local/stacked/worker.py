@@ -27,7 +27,7 @@ from lightning_sparsefl.federated.local.stacked import fibers, functorch
 from lightning_sparsefl.federated.local.stacked.callback_trial import begin_together
 from lightning_sparsefl.federated.local.stacked.fit import StackedRequest, fit_stack
 from lightning_sparsefl.federated.local.stacked.gradients import GradientRequest, StackGradients
-from lightning_sparsefl.federated.local.stacked.reader import ClientReader, readable, reading_key
+from lightning_sparsefl.federated.local.stacked.reader import readable, reader_of
 from lightning_sparsefl.federated.local.stacked.recording.captured import graphs_of
 from lightning_sparsefl.federated.local.stacked.recording.recorder import PassRecorder
 from lightning_sparsefl.federated.local.stacked.scoring.evaluation import EvaluationRequest
@@ -181,7 +181,7 @@ class StackedWorker(ClientWorker):
             request = self._gradients.request(client, key, weights)
             if request is not None and fibers.ask(request):
                 return request.result
-        return self.differentiate(weights, self.train_loader(client, key), self.data_of(client))
+        return self.differentiate(weights, self.train_loader(client, key), self.data_of(client.id))
 
     def evaluate(self, client: Client, weights: Weights, split: Split) -> Mapping[str, float]:
         """Evaluate as part of a stack, if the client's work runs beside others' and the evaluation can be stacked."""
@@ -251,7 +251,7 @@ class StackedWorker(ClientWorker):
         if not readable(loader):
             return None
         engine = cast(FastEngine, self.engine)
-        reader = ClientReader(loader, engine.options.limit_train_batches)
+        reader = reader_of(loader, engine.options.limit_train_batches)
         epochs = engine.options.max_epochs if request.epochs is None else request.epochs
         return StackedRequest(request.client.id, request.key, weights, callbacks, reader, epochs, units)
 
@@ -291,7 +291,7 @@ class StackedWorker(ClientWorker):
         length = request.reader.batches if self._trial.planned else None  # rates are those of all clients of a stack
         units = sorted((request.units or {}).items())
         narrow_layers = tuple((name, self._narrow_form(name, kept)) for name, kept in units)
-        return (request.epochs, length, tuple(kinds), reading_key(request.reader.examples), narrow_layers)
+        return (request.epochs, length, tuple(kinds), request.reader.key, narrow_layers)
 
     def _narrow_form(self, group: str, kept: Tensor) -> Hashable:
         """Return what the narrow layers of a group of units depend on: the number of units, or which ones they are."""

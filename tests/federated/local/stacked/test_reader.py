@@ -11,7 +11,8 @@ from lightning_sparsefl import FedAvg, FederatedTrainer, Federation
 from lightning_sparsefl.data import FederatedBlobs, FederatedDataset
 from lightning_sparsefl.federated.local.fast.device_samples import DeviceSamples
 from lightning_sparsefl.federated.local.stacked import worker
-from lightning_sparsefl.federated.local.stacked.reader import ClientReader, StackReader, name_of_data
+from lightning_sparsefl.federated.local.stacked.reader import name_of_data, reader_of
+from lightning_sparsefl.federated.local.stacked.stack_reader import stack_reader
 
 
 class Patients(Dataset):
@@ -50,9 +51,9 @@ def test_a_run_names_no_internals(tmp_path):
         logger=False,
         enable_progress_bar=False,
     )
-    expected = "since client 0's loader reads a `Patients` in a way of its own, and not whole batches of two tensors"
+    expected = "since client 0's loader reads a `Patients` with workers, pinned memory, or a sampler"
     with pytest.warns(UserWarning, match=expected) as said:
-        trainer.fit(Classifier(), data_of(Patients()))
+        trainer.fit(Classifier(), data_of(Patients(), num_workers=1))
     assert not any(name in str(each.message) for each in said for name in ("Examples", "ClientItems"))
 
 
@@ -72,16 +73,17 @@ def test_clients_draw_from_their_own_random_numbers_and_leave_those_of_the_steps
     readers, expected = [], []
     for client in range(2):
         torch.manual_seed(client)
-        readers.append(ClientReader(data.client_train_dataloader(client), 1.0))
+        readers.append(reader_of(data.client_train_dataloader(client), 1.0))
         torch.manual_seed(client)
         loader = data.client_train_dataloader(client)
         expected.append([[x for x, _ in loader] for _ in range(2)])
     torch.manual_seed(7)
-    state, stack = torch.get_rng_state(), StackReader(readers, DeviceSamples(torch.device("cpu")))
+    state, stack = torch.get_rng_state(), stack_reader(readers, DeviceSamples(torch.device("cpu")))
     for epoch in range(2):
         stack.start_epoch()
         assert torch.equal(torch.get_rng_state(), state)
         for number in range(readers[0].batches):
-            inputs, _ = stack.read(0, 2, number)
+            ((low, high, (inputs, _)),) = stack.read(0, 2, number)
+            assert (low, high) == (0, 2)
             assert all(torch.equal(inputs[client], expected[client][epoch][number]) for client in range(2))
             assert torch.equal(torch.get_rng_state(), state)

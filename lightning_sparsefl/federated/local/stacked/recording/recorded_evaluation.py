@@ -12,11 +12,11 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from lightning_sparsefl.federated.local.fast.steps import StepCaller
-from lightning_sparsefl.federated.local.stacked.leaves import StackedModule
+from lightning_sparsefl.federated.local.stacked.leaves import StackedModule, layout_of, tensors_of
 from lightning_sparsefl.federated.local.stacked.logs import EvaluationLog, Logged
 from lightning_sparsefl.federated.local.stacked.recording.captured import Capture, CapturedOperations
 from lightning_sparsefl.federated.local.stacked.recording.operations import Operations
-from lightning_sparsefl.federated.local.stacked.recording.tracing import restored, tensors_of, trace
+from lightning_sparsefl.federated.local.stacked.recording.tracing import restored, trace
 from lightning_sparsefl.federated.local.stacked.scoring.metric_states import MetricStates
 
 
@@ -62,9 +62,8 @@ class EvaluationPass:
 
     @property
     def key(self) -> Hashable:
-        """Number of clients, and shapes of the tensors of the batch and of the states."""
-        tensors = [*tensors_of(self.batch), *self.rows]
-        return (self.part.size, tuple((tensor.shape, tensor.stride(), tensor.dtype) for tensor in tensors))
+        """Number of clients, and layouts of the batch and of the states."""
+        return (self.part.size, layout_of(self.batch), layout_of(self.rows))
 
     def call(self) -> None:
         """Do the step by calling the module."""

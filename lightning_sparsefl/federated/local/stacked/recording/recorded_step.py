@@ -13,10 +13,11 @@ from torch import Tensor
 
 from lightning_sparsefl.federated.local.fast.direct_calls import run_backward
 from lightning_sparsefl.federated.local.stacked.batch_pass import BatchPass
+from lightning_sparsefl.federated.local.stacked.leaves import layout_of, tensors_of
 from lightning_sparsefl.federated.local.stacked.logs import Logged
 from lightning_sparsefl.federated.local.stacked.recording.captured import Capture, CapturedOperations
 from lightning_sparsefl.federated.local.stacked.recording.operations import Operations
-from lightning_sparsefl.federated.local.stacked.recording.tracing import restored, tensors_of, trace
+from lightning_sparsefl.federated.local.stacked.recording.tracing import restored, trace
 
 
 class RecordedStep:
@@ -81,9 +82,8 @@ class TrainingPass:
 
     @property
     def key(self) -> Hashable:
-        """Number of clients, and shapes of the batch's tensors."""
-        shapes = tuple((tensor.shape, tensor.stride(), tensor.dtype) for tensor in tensors_of(self._one.batch))
-        return (self._one.part.size, shapes)
+        """Number of clients, and layout of the batch."""
+        return (self._one.part.size, layout_of(self._one.batch))
 
     @property
     def inputs(self) -> list[Tensor]:

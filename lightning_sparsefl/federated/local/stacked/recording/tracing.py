@@ -13,7 +13,6 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.overrides import TorchFunctionMode
 
-from lightning_sparsefl.federated.local.stacked.leaves import map_tensors
 from lightning_sparsefl.federated.local.stacked.recording.operations import OperationRecorder, Operations
 from lightning_sparsefl.federated.local.stacked.undo import GlobalDraws
 
@@ -140,14 +139,3 @@ def restored(tensors: Iterable[Tensor]) -> Iterator[None]:
             for tensor, value in before:
                 if not torch.equal(tensor, value):  # a tensor that repeats a row cannot be written, nor has it been
                     tensor.copy_(value)
-
-
-def tensors_of(batch: Any) -> list[Tensor]:
-    """Return the tensors of a batch in their order.
-
-    Args:
-        batch: Tensor, or mappings, lists and tuples of tensors and other values.
-    """
-    found: list[Tensor] = []
-    map_tensors(batch, found.append)
-    return found

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
@@ -22,9 +22,11 @@ from lightning_sparsefl.federated.local.fast.trainer import FastTrainer
 from lightning_sparsefl.federated.local.isolation import Settings, isolate_metrics, restore_trainer_refs
 from lightning_sparsefl.federated.local.stacked.leaves import StackedModule, shared_names
 from lightning_sparsefl.federated.local.stacked.logs import EvaluationLog
+from lightning_sparsefl.federated.local.stacked.reader import ClientReader, readable, reading_key
 from lightning_sparsefl.federated.local.stacked.recording.recorded_evaluation import EvaluationPass
 from lightning_sparsefl.federated.local.stacked.recording.recorder import PassRecorder
 from lightning_sparsefl.federated.local.stacked.scoring.metric_states import MetricStates
+from lightning_sparsefl.federated.local.stacked.stack_reader import StackReader, samples_of
 from lightning_sparsefl.federated.local.stacked.undo import ModuleStates, require_same_settings
 from lightning_sparsefl.seeds import seed_all
 from lightning_sparsefl.sparse.modes import modes_restored
@@ -39,9 +41,7 @@ def readable_in_order(loader: Any) -> bool:
     Args:
         loader: Loader of a client's validation or test data.
     """
-    if not Examples.are_read_by(loader) or type(loader.sampler) is not SequentialSampler:
-        return False
-    return loader.dataset.transform is None or type(loader.dataset.transform) is Normalize  # no random numbers
+    return readable(loader) and type(loader.sampler) is SequentialSampler
 
 
 @dataclass
@@ -57,14 +57,33 @@ class EvaluationRequest:
     loader: Any
     """Loader that is :func:`readable_in_order`."""
     split: Split
+    own_key: Callable[[], tuple[int | str, ...]] = tuple
+    """Function that returns the key of the randomness of this client's samples."""
     result: dict[str, float] = field(default_factory=dict)
     """Value of each logged key."""
 
     @property
-    def examples(self) -> Examples:
-        """Samples of the client."""
+    def examples(self) -> Examples | None:
+        """Samples of the client, if they are tensors of which slices are batches."""
         examples: Examples = self.loader.dataset
+        if not Examples.are_read_by(self.loader) or type(examples.transform) not in (type(None), Normalize):
+            return None
         return examples
+
+    @property
+    def reading_key(self) -> Hashable:
+        """What must agree for clients to be read together."""
+        return "items" if self.examples is None else reading_key(self.examples)
+
+    @property
+    def num_examples(self) -> int:
+        """Number of samples."""
+        return len(self.loader.dataset)
+
+    def reader(self) -> ClientReader:
+        """Return a reader of the samples, after seeding all generators as for this client alone."""
+        seed_all(*self.own_key())
+        return ClientReader(self.loader, 1.0)
 
     def size(self, number: int) -> int:
         """Return the number of samples of a batch; 0 after the last one.
@@ -73,7 +92,7 @@ class EvaluationRequest:
             number: Number of the batch, from 0.
         """
         width: int = self.loader.batch_size
-        return max(0, min(width, len(self.examples) - number * width))
+        return max(0, min(width, self.num_examples - number * width))
 
 
 class StackedEvaluation:
@@ -92,12 +111,15 @@ class StackedEvaluation:
     ) -> None:
         self.trainer, self.requests, self.size = trainer, requests, len(requests)
         self.module, self.stage = trainer.lightning_module, _STAGES[requests[0].split]
+        examples = [request.examples for request in requests if request.examples is not None]
+        self._examples = trainer.device_samples.of(examples)
+        self._reader = None if examples else StackReader([request.reader() for request in requests])
+        seed_all(*requests[0].key)
         self.log, self.kept, self._recorder = EvaluationLog(self.size), ModuleStates(self.module), recorder
         trees = [request.weights for request in requests]
         self.whole = StackedModule(self.module, self.size, shared_names(trees, trees[0]))
         self.whole.load(trees)
         limit = getattr(trainer, f"limit_{self.stage.dataloader_prefix}_batches")
-        self._examples = trainer.device_samples.of([request.examples for request in requests])
         self._batches = [num_batches(self.stage, len(request.loader), limit) for request in requests]
 
     @torch.no_grad()
@@ -116,9 +138,11 @@ class StackedEvaluation:
             trainer.hooks.call_module(f"on_{name}_model_eval")
             if self._recorder is not None:
                 self._recorder.start(self.whole, self.kept, name)
+            if self._reader is not None:
+                self._reader.start_epoch()
             for number in range(max(self._batches)):
-                for low, high in self._ranges(number):
-                    self._batch(step, low, high, number)
+                for batch in self._read(number):
+                    self._batch(step, *batch, number)
         self.kept.require_unchanged()
         require_same_settings(settings)
         trainer._close()
@@ -141,13 +165,12 @@ class StackedEvaluation:
                 yield low, high
             low = high
 
-    def _batch(self, step: StepCaller, low: int, high: int, number: int) -> None:
+    def _batch(self, step: StepCaller, low: int, high: int, batch: Any, number: int) -> None:
         """Evaluate the clients from `low` to before `high` on one batch of each."""
         trainer, log, part = self.trainer, self.log, self.whole.part(low, high)
-        inputs, labels = self._read(low, high, number)
-        batch = trainer.precision_plugin.convert_input((inputs, labels))
+        batch = trainer.precision_plugin.convert_input(batch)
         batch = trainer.hooks.to_device(batch, trainer.strategy.root_device)
-        log.low, log.high, log.batch_size = low, high, inputs.shape[1]
+        log.low, log.high, log.batch_size = low, high, samples_of(batch)
         one = EvaluationPass(part, step, batch, number, log, self.states, self.states.rows(low, high))
         if self._recorder is None:
             one.call()
@@ -157,7 +180,15 @@ class StackedEvaluation:
         if low == number == 0:  # so that the other batches are not evaluated in vain
             self.kept.require_unchanged()
 
-    def _read(self, low: int, high: int, number: int) -> tuple[Tensor, Tensor]:
+    def _read(self, number: int) -> Iterator[tuple[int, int, Any]]:
+        """Read one batch of each client; see :meth:`.StackReader.read`."""
+        for low, high in self._ranges(number):
+            if self._reader is None:
+                yield low, high, self._read_examples(low, high, number)
+            else:
+                yield from self._reader.read(low, high, number)
+
+    def _read_examples(self, low: int, high: int, number: int) -> tuple[Tensor, Tensor]:
         """Return inputs of shape (clients, samples, ...) and labels of shape (clients, samples)."""
         chosen, first = self._examples[low:high], number * self.requests[low].loader.batch_size
         size = self.requests[low].size(number)
@@ -184,7 +215,6 @@ def evaluate_stack(
         recorder: Recorder of the module's evaluations; None = each batch calls the module's step.
     """
     trainer = FastTrainer(engine.options, engine.fabric, module, (), (), datamodule, samples=engine.samples)
-    seed_all(*requests[0].key)
     with restore_trainer_refs(module, ()), trainer.running():
         evaluation = StackedEvaluation(trainer, requests, recorder)
         try:

@@ -15,7 +15,7 @@ from lightning_sparsefl.federated.exchange.failures import is_out_of_memory
 from lightning_sparsefl.federated.exchange.orders import SCORING_STEPS, Split
 from lightning_sparsefl.federated.local.engines import FastEngine
 from lightning_sparsefl.federated.local.fast.support import SCORING_HOOKS, overridden
-from lightning_sparsefl.federated.local.stacked.reader import name_of_data, reading_key
+from lightning_sparsefl.federated.local.stacked.reader import name_of_data
 from lightning_sparsefl.federated.local.stacked.recording.recorder import PassRecorder
 from lightning_sparsefl.federated.local.stacked.scoring.evaluation import (
     EvaluationRequest,
@@ -64,7 +64,8 @@ class StackEvaluator:
         initial = self._worker.initial
         if len(weights) < len(initial):
             weights = {**initial, **weights}
-        return EvaluationRequest(client.id, (client.constant_seed("evaluate"), client.round), weights, loader, split)
+        key = (client.constant_seed("evaluate"), client.round)
+        return EvaluationRequest(client.id, key, weights, loader, split, lambda: client.key("evaluate"))
 
     def run(self, requests: Sequence[EvaluationRequest]) -> None:
         """Evaluate requests that fit together as stacks; the others keep an empty result.
@@ -74,10 +75,10 @@ class StackEvaluator:
         """
         groups: dict[Hashable, list[EvaluationRequest]] = {}
         for request in requests:
-            key = (request.split, request.loader.batch_size, request.loader.drop_last, reading_key(request.examples))
+            key = (request.split, request.loader.batch_size, request.loader.drop_last, request.reading_key)
             groups.setdefault(key, []).append(request)
         for group in groups.values():
-            for part in self._parts(sorted(group, key=lambda r: (-len(r.examples), r.client))):
+            for part in self._parts(sorted(group, key=lambda r: (-r.num_examples, r.client))):
                 if len(part) > 1:
                     self._run_group(part)
 
@@ -136,7 +137,7 @@ class StackEvaluator:
         except Exception as error:
             return f"client 0 has no data to try it with ({type(error).__name__}: {error})"
         if not readable_in_order(loader):
-            return f"client 0's loader does not read its `{name_of_data(loader)}` as whole batches of tensors in order"
+            return f"client 0's loader does not read its `{name_of_data(loader)}` in order, as a plain DataLoader does"
         step, hooks = SCORING_STEPS[split], overridden(worker.module)
         if step not in hooks:
             return f"there is no `{self._name(split)}`"
@@ -145,11 +146,14 @@ class StackEvaluator:
             return reason
         first: Weights = dict(worker.initial)
         models = (first, moved_weights(first, worker.flat.layout.buffers))
-        requests = [EvaluationRequest(place, ("trial",), model, loader, split) for place, model in enumerate(models)]
+        key = ("trial",)
+        requests = [
+            EvaluationRequest(place, key, model, loader, split, lambda: key) for place, model in enumerate(models)
+        ]
         try:
             with attributes_kept(worker.module), warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                alone = [worker.score(model, loader, split, ("trial",)) for model in models]
+                alone = [worker.score(model, loader, split, key, worker.data_of(0)) for model in models]
                 worker.load({name: torch.full_like(tensor, torch.nan) for name, tensor in first.items()})  # not for use
                 self._run(requests)
             found = (logged_difference(each.result, own) for each, own in zip(requests, alone, strict=True))

@@ -33,9 +33,16 @@ def test_batches_end_with_the_samples():
     assert [request(23).size(number) for number in range(4)] == [10, 10, 3, 0]
 
 
-def test_loaders_that_draw_are_not_read_together():
+def test_loaders_in_an_order_of_their_own_are_not_read_together():
     examples = Examples(torch.zeros(4, 1), torch.zeros(4, dtype=torch.int64))
     assert readable_in_order(examples.loader(2))
     assert not readable_in_order(examples.loader(2, shuffle=True))
-    assert not readable_in_order(Examples(examples.inputs, examples.labels, torch.relu).loader(2))
     assert not readable_in_order(None)
+
+
+def test_samples_with_a_transform_that_may_draw_are_no_slices():
+    inputs, labels = torch.zeros(4, 1), torch.zeros(4, dtype=torch.int64)
+    loaders = [Examples(inputs, labels, transform).loader(2) for transform in (None, torch.relu)]
+    requests = [EvaluationRequest(0, (), {}, loader, "test") for loader in loaders]
+    assert [each.examples is not None for each in requests] == [True, False]
+    assert requests[0].reading_key != requests[1].reading_key

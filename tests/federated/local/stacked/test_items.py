@@ -1,0 +1,287 @@
+"""Stacks of clients whose data sets and batches are of any kind, beside clients that train one after another."""
+
+from __future__ import annotations
+
+import random
+from collections import namedtuple
+from unittest import mock
+
+import lightning as L
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, Dataset, default_collate
+
+from helpers.device import on_several_ranks
+from lightning_sparsefl import FedAvg, FederatedTrainer, Federation, FedSpa
+from lightning_sparsefl.data import Dirichlet, FederatedDataset
+from lightning_sparsefl.federated.local.stacked import worker
+from lightning_sparsefl.federated.local.stacked.leaves import layout_of, stack_trees
+from lightning_sparsefl.federated.local.stacked.logs import NotStackable
+from lightning_sparsefl.federated.local.stacked.reader import ClientReader, readable
+from lightning_sparsefl.federated.local.stacked.scoring.evaluator import StackEvaluator
+from lightning_sparsefl.federated.local.stacked.stack_reader import StackReader
+from lightning_sparsefl.federated.local.stacked.worker import StackedWorker
+
+Pair = namedtuple("Pair", ["features", "target"])
+SIZE = 240
+
+
+class Items(Dataset):
+    """Items of one kind, with noise that is drawn for each of them."""
+
+    def __init__(self, kind="mapping", noise=0.1):
+        rng = torch.Generator().manual_seed(0)
+        self.kind, self.noise = kind, noise
+        self.features = torch.randn(SIZE, 6, generator=rng)
+        self.labels = (self.features[:, 0] > 0).long() + (self.features[:, 1] > 0).long()
+
+    def __len__(self):
+        return SIZE
+
+    def __getitem__(self, index):
+        x = self.features[index]
+        x, y = x + self.noise * torch.randn(6), int(self.labels[index])
+        if self.kind == "mapping":
+            return {"x": x, "extra": {"y": y, "pair": (x[:2], y)}}
+        return Pair(x, y) if self.kind == "named" else (x, y)
+
+
+def nested(items):
+    """Collate to a mapping with None in it."""
+    x, y = default_collate(items)
+    return {"inputs": [x, None], "y": y}
+
+
+class Net(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.ReLU(), nn.Linear(8, 3))
+        self.example_input_array = torch.zeros(1, 6)
+
+    def forward(self, x):
+        return self.net(x)
+
+    def loss(self, batch, name):
+        if isinstance(batch, dict) and "extra" in batch:
+            x, y = batch["x"], batch["extra"]["pair"][1]
+        elif isinstance(batch, dict):
+            x, y = batch["inputs"][0], batch["y"]
+        else:
+            x, y = (batch.features, batch.target) if isinstance(batch, Pair) else batch
+        loss = F.cross_entropy(self(x), y)
+        self.log(name, loss, on_step=False, on_epoch=True)
+        return loss
+
+    def training_step(self, batch, batch_idx):
+        return self.loss(batch, "train_loss")
+
+    def validation_step(self, batch, batch_idx):
+        self.loss(batch, "val_loss")
+
+    def test_step(self, batch, batch_idx):
+        self.loss(batch, "test_loss")
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+
+@pytest.fixture
+def stacks():
+    """Numbers of clients of all stacks that are trained, and of those that are evaluated, without the trials."""
+    sizes = {"trained": [], "evaluated": []}
+
+    def counting(kind, method):
+        def run(self, group):
+            method(self, group)
+            if all(request.result for request in group):
+                sizes[kind].append(len(group))
+
+        return run
+
+    with (
+        mock.patch.object(StackedWorker, "_fit_group", counting("trained", StackedWorker._fit_group)),
+        mock.patch.object(StackEvaluator, "_run_group", counting("evaluated", StackEvaluator._run_group)),
+    ):
+        yield sizes
+
+
+def trained(folder, engine, data, algorithm=None, devices=1, **federation):
+    torch.manual_seed(0)
+    module = Net()
+    trainer = FederatedTrainer(
+        algorithm=algorithm or FedAvg(),
+        federation=Federation(clients_per_round=5, local_engine=engine, **federation),
+        max_rounds=2,
+        max_epochs=2,
+        accelerator="cpu",
+        devices=devices,
+        strategy="client_parallel_fork" if devices > 1 else "auto",
+        precision="64-true",
+        default_root_dir=str(folder),
+        seed=3,
+        quiet=True,
+        logger=False,
+        enable_progress_bar=False,
+    )
+    scores = trainer.fit(module, data)
+    return module.state_dict(), {name: value for name, value in scores.items() if "loss" in name}
+
+
+def split(kind="mapping", noise=0.1, **options):
+    items = Items(kind, noise)
+    settings = {"num_clients": 8, "partition": Dirichlet(1.0), "labels": items.labels, "batch_size": 7, **options}
+    return FederatedDataset(items, test_fraction=0.2, eval_batch_size=9, num_classes=3, **settings)
+
+
+@pytest.mark.filterwarnings("ignore:Trying to infer the `batch_size`")  # of None in a batch
+@pytest.mark.parametrize("algorithm", [FedAvg(), FedSpa(density=0.5)], ids=["FedAvg", "FedSpa"])
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("mapping", {}),
+        ("tuple", {}),
+        ("named", {}),
+        ("tuple", {"collate_fn": nested}),
+        ("mapping", {"drop_last": True, "batch_size": 4}),
+    ],
+    ids=["mapping", "tuple", "named tuple", "collated", "whole batches"],
+)
+def test_clients_of_any_data_end_where_they_end_one_after_another(kind, options, algorithm, tmp_path, stacks):
+    weights, scores = trained(tmp_path, "stacked", split(kind, **options), algorithm, stack_size=5)
+    assert max(stacks["trained"]) > 1
+    assert max(stacks["evaluated"]) > 1
+    own, own_scores = trained(tmp_path, "fast", split(kind, **options), algorithm)
+    for name, tensor in own.items():
+        torch.testing.assert_close(weights[name].double(), tensor.double(), rtol=1e-12, atol=1e-12)
+    assert scores == pytest.approx(own_scores, rel=1e-12)
+
+
+def test_stacks_of_any_size_agree(tmp_path, stacks):
+    """The random numbers of a client's items do not depend on its neighbours."""
+    (first, score), *others = [trained(tmp_path, "stacked", split(), stack_size=size) for size in (5, 2, 3)]
+    assert set(stacks["trained"]) >= {2, 3}
+    for weights, found in others:
+        assert found == pytest.approx(score, rel=1e-12)
+        for name, tensor in first.items():
+            torch.testing.assert_close(weights[name], tensor, rtol=1e-12, atol=1e-12)
+
+
+@on_several_ranks
+@pytest.mark.slow
+def test_ranks_have_the_bytes_of_one(tmp_path):
+    one, two = (trained(tmp_path, "stacked", split(), stack_size=2, devices=ranks) for ranks in (1, 2))
+    assert all(torch.equal(one[0][name], tensor) for name, tensor in two[0].items())
+    assert one[1] == two[1]
+
+
+class Texts(Items):
+    """Texts of several lengths, which a batch pads."""
+
+    def __getitem__(self, index):
+        length = 6 if index < 200 else 3 + index % 4
+        return self.features[index, :length], int(self.labels[index])
+
+
+def padded(items):
+    rows, labels = zip(*items, strict=True)
+    width = max(map(len, rows))
+    return torch.stack([F.pad(row, (0, width - len(row))) for row in rows]), torch.tensor(labels)
+
+
+class MeanNet(Net):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(1, 8), nn.ReLU(), nn.Linear(8, 3))
+
+    def forward(self, x):
+        return self.net(x.unsqueeze(-1)).mean(1)
+
+
+def loader_of(first, **options):
+    return DataLoader(torch.utils.data.Subset(Texts(), range(first, first + 8)), batch_size=4, **options)
+
+
+def test_batches_of_different_shapes_are_read_apart():
+    loaders = [loader_of(first, collate_fn=padded) for first in (0, 8, 232, 16)]
+    readers = [ClientReader(loader, 1.0) for loader in loaders]
+    readers[2].loader.dataset.indices = range(203, 211)  # none of the first four has all six words
+    stack = StackReader(readers)
+    stack.start_epoch()
+    own = [list(loader) for loader in loaders]
+    assert [own[client][0][0].shape[1] for client in range(4)] == [6, 6, 6, 6]
+    readers[2].loader.dataset.indices = [200, 204, 208, 212, 0, 1, 2, 3]  # three words each, then six
+    own[2] = list(loaders[2])
+    parts = [[(low, high) for low, high, _ in stack.read(0, 4, number)] for number in range(2)]
+    assert parts == [[(0, 2), (2, 3), (3, 4)], [(0, 4)]]
+    for low, high, (rows, labels) in stack.read(0, 4, 0):
+        for place, client in enumerate(range(low, high)):
+            assert torch.equal(rows[place], own[client][0][0])
+            assert torch.equal(labels[place], own[client][0][1])
+
+
+@pytest.mark.parametrize(
+    ("options", "dataset", "expected"),
+    [
+        ({}, None, True),
+        ({"shuffle": True, "drop_last": True}, None, True),
+        ({"num_workers": 1}, None, False),
+        ({"batch_size": None}, None, False),
+        ({"generator": torch.Generator()}, None, False),
+        ({"sampler": torch.utils.data.SubsetRandomSampler([1, 2])}, None, False),
+    ],
+)
+def test_what_can_be_read(options, dataset, expected):
+    assert readable(DataLoader(Items(), **{"batch_size": 4, **options})) == expected
+
+
+def test_values_that_are_no_tensors_are_not_stacked():
+    with pytest.raises(NotStackable, match="gets batches with a `str`, of which each client has its own"):
+        layout_of({"x": torch.zeros(1), "name": ["a"]})
+
+
+def test_stacked_batches_keep_their_structure():
+    trees = [{"x": [torch.full((2,), float(place)), None], "y": Pair(torch.tensor(place), None)} for place in range(3)]
+    found = stack_trees(trees)
+    assert layout_of(found) != layout_of(trees[0]) == layout_of(trees[1])
+    assert found["x"][0].tolist() == [[0.0, 0.0], [1.0, 1.0], [2.0, 2.0]]
+    assert isinstance(found["y"], Pair)
+    assert found["y"].features.tolist() == [0, 1, 2]
+    assert found["x"][1] is found["y"].target is None
+
+
+class Named(Items):
+    def __getitem__(self, index):
+        return {**super().__getitem__(index), "name": f"item {index}"}
+
+
+class Global(Items):
+    def __getitem__(self, index):
+        x, y = self.features[index], int(self.labels[index])
+        return {"x": x + random.random(), "extra": {"y": y, "pair": (x, y)}}
+
+
+@pytest.mark.parametrize(
+    ("items", "options", "reason"),
+    [
+        (Named(), {}, "gets batches with a `str`"),
+        (Global(), {}, "draws random numbers from `random`"),
+        (Items(), {"num_workers": 1}, "client 0's loader reads a `Items` with workers"),
+    ],
+    ids=["text", "Python's random numbers", "workers"],
+)
+@pytest.mark.filterwarnings("ignore:.*are evaluated one after another", "ignore:Trying to infer the `batch_size`")
+def test_what_cannot_be_stacked_is_named_and_trains_alone(items, options, reason, tmp_path, stacks):
+    worker._messages.clear()
+    settings = {"num_clients": 5, "labels": items.labels, "num_classes": 3, "batch_size": 8, "test_fraction": 0.2}
+    found = []
+    for engine in ("stacked", "fast"):
+        data = FederatedDataset(items, **settings, **options)
+        if engine == "fast":
+            found.append(trained(tmp_path, engine, data))
+        else:
+            with pytest.warns(UserWarning, match=reason):
+                found.append(trained(tmp_path, engine, data))
+    assert not stacks["trained"]
+    assert all(torch.equal(found[0][0][name], tensor) for name, tensor in found[1][0].items())
