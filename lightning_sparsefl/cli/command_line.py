@@ -188,6 +188,7 @@ class SparseFLCLI(LightningCLI):
         if self.group is None:
             super()._run_subcommand(subcommand)
             return
+        self.group.require_alike()
         rank_zero_only(self.group.write)()
         try:
             for seed in self.group.seeds:
@@ -202,6 +203,7 @@ class SparseFLCLI(LightningCLI):
                 with silenced(done):  # the advice to train longer is for a run of its own
                     super()._run_subcommand(subcommand)
                 close_loggers(trainer.options.users_loggers())
+                rank_zero_only(self.group.write_config)()  # which the run has accepted
         except BaseException:
             count, folder = len(self.group.finished()), self.group.folder
             rank_zero_info(

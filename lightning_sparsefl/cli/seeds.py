@@ -18,9 +18,11 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import yaml
 from lightning.fabric.utilities.seed import max_seed_value
 
 from lightning_sparsefl.cli.run_config import CONFIG
@@ -35,6 +37,14 @@ SEEDS = "seeds.json"
 """Name of the file in the folder of a group."""
 OWN_KEYS = ("seeds", "seed_everything", "ckpt_path", "config")
 """Keys of a configuration in which the runs of a group differ, or that say where it came from."""
+_MAY_CHANGE = frozenset(
+    f"trainer.{name}"
+    for name in (
+        *("max_rounds", "max_time", "devices", "accelerator", "strategy", "num_nodes", "logger", "default_root_dir"),
+        *("enable_progress_bar", "quiet"),
+    )
+)
+"""Options in which runs of a group may differ, since they say where and how long they run."""
 _MOST_DIGITS = len(str(max_seed_value))
 _MOST_COLUMNS = 3
 """Maximum number of runs with a column each, so that the table fits into 80 columns."""
@@ -55,8 +65,10 @@ class SeedGroup:
 
     @property
     def all_seeds(self) -> list[int]:
-        """Seeds of all runs of the group, those of earlier commands first."""
-        return list(dict.fromkeys([*self.earlier, *self.seeds]))
+        """Seeds of all runs of the group: of earlier commands, of this one, and of those that run beside it."""
+        names = (path.name.removeprefix("seed_") for path in self.folder.glob("seed_*"))
+        beside = sorted(int(name) for name in names if name.isascii() and name.isdecimal())
+        return list(dict.fromkeys([*self.earlier, *self.seeds, *beside]))
 
     def run_dir(self, seed: int) -> Path:
         """Return the folder of a run.
@@ -66,11 +78,42 @@ class SeedGroup:
         """
         return self.folder / f"seed_{seed}"
 
+    def require_alike(self) -> None:
+        """Check that no run is to begin that would differ from those that have begun in more than its seed.
+
+        Raises:
+            InvalidOption: Naming an option that differs.
+        """
+        begun = self._begun()
+        new = next((seed for seed in self.seeds if seed not in begun), None)
+        if new is None or not begun or self._changed is None:
+            return
+        option, before, now = self._changed
+        raise InvalidOption(
+            f"{self.folder} is a group of runs with `{option}: {before}`, and seed {new} would begin with "
+            f"`{option}: {now}`; set it as in the group, or leave out `ckpt_path` for another group."
+        )
+
     def write(self) -> None:
-        """Write the configuration and the seeds."""
+        """Write the seeds, and the configuration unless the runs that have begun may still refuse it."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        write_text_atomically(self.folder / CONFIG, self.config)
+        if self._changed is None or not self._begun():
+            self.write_config()
         write_text_atomically(self.folder / SEEDS, json.dumps(self.all_seeds) + "\n")
+
+    def write_config(self) -> None:
+        """Write the configuration, with which the group goes on when it is given as `ckpt_path`."""
+        write_text_atomically(self.folder / CONFIG, self.config)
+
+    @cached_property
+    def _changed(self) -> tuple[str, Any, Any] | None:
+        """Name and values of an option that differs from the group's and may change results; None without one."""
+        path = self.folder / CONFIG
+        if not path.is_file():
+            return None
+        before, now = (_options(yaml.safe_load(text)) for text in (path.read_text(encoding="utf-8"), self.config))
+        names = [name for name in {**before, **now} if name not in _MAY_CHANGE and before.get(name) != now.get(name)]
+        return next(((name, before.get(name), now.get(name)) for name in names), None)
 
     def finished(self) -> dict[int, Mapping[str, Any]]:
         """Return the final tables of the runs that have one, by seed."""
@@ -88,10 +131,23 @@ class SeedGroup:
         shown = len(columns) if len(tables) <= _MOST_COLUMNS else 3
         rounds = sorted({table["rounds"] for table in tables.values()})  # several, if runs stop early
         count = f"{rounds[0]} to {rounds[-1]}" if len(rounds) > 1 else rounds[0]
-        title = f"{first['algorithm']} after {count} rounds, {first['clients']} clients, {len(tables)} seeds"
+        seeds = "1 seed" if len(tables) == 1 else f"{len(tables)} seeds"
+        title = f"{first['algorithm']} after {count} rounds, {first['clients']} clients, {seeds}"
         print_table(title, columns[:shown], [row[:shown] for row in seed_rows(list(tables.values()))])
         print_line(f"std is the sample standard deviation over seeds.\n{LEGEND}\n")
         print_line(f"Group of runs: {self.folder}")
+
+
+def _options(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of a configuration by their names, such as `trainer.max_rounds`."""
+    found: dict[str, Any] = {}
+    for section, value in config.items():
+        if isinstance(value, Mapping):
+            own = value.get("init_args")
+            found |= {f"{section}.{name}": each for name, each in {**value, **(own or {})}.items() if each is not own}
+        else:
+            found[section] = value
+    return found
 
 
 def seeds_of(value: Any) -> list[int]:

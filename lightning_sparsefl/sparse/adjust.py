@@ -6,6 +6,7 @@ arXiv:2208.13092), or masks are drawn (FedRTS, arXiv:2501.19122).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import torch
@@ -70,7 +71,7 @@ def reallocated(weights: Weights, masks: Masks, rate: float, growth: Weights) ->
     lacks (Babakniya et al., arXiv:2208.13092, and the authors' code).
 
     Args:
-        weights: Weights, zero where the masks drop.
+        weights: Weights, zero where the masks drop; a layer with values that are not finite counts as one of zeros.
         masks: Masks of what is kept now, of at least one weight each.
         rate: Fraction of the kept weights to drop, in [0, 1).
         growth: Scores of the positions to add; those that were just dropped may return.
@@ -83,7 +84,8 @@ def reallocated(weights: Weights, masks: Masks, rate: float, growth: Weights) ->
         {'a': [1, 0, 0, 1, 1], 'b': [1, 0, 0, 0, 0]}
     """
     held = counts(masks)
-    worth = {name: float(weights[name].double().abs().sum()) / held[name] for name in masks}
+    means = {name: float(weights[name].double().abs().sum()) / held[name] for name in masks}
+    worth = {name: value if math.isfinite(value) else 0.0 for name, value in means.items()}
     mean, left = sum(worth.values()) / len(worth), {}
     for name, mask in masks.items():
         sparsity = 1 - held[name] / mask.numel()

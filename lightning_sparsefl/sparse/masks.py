@@ -33,7 +33,7 @@ def apply(weights: Weights, masks: Masks) -> dict[str, Tensor]:
 
     Args:
         weights: Weights by name.
-        masks: Masks of the same shapes; those whose names `weights` lacks are ignored.
+        masks: Masks of the same shapes, on any device; those whose names `weights` lacks are ignored.
 
     Example:
         >>> apply({"w": torch.tensor([1.0, 2.0])}, {"w": torch.tensor([True, False])})
@@ -44,7 +44,7 @@ def apply(weights: Weights, masks: Masks) -> dict[str, Tensor]:
 
 
 def _product(value: Tensor, mask: Tensor) -> Tensor:
-    product = value * mask
+    product = value * mask.to(value.device)
     return product.add_(0) if product.is_floating_point() else product  # -0.0 + 0 is 0.0
 
 
@@ -56,7 +56,7 @@ def enforce(weights: Weights, masks: Masks) -> Weights:
 
     Args:
         weights: Weights by name.
-        masks: Masks of the same shapes; those whose names `weights` lacks are ignored.
+        masks: Masks of the same shapes, on any device; those whose names `weights` lacks are ignored.
 
     Example:
         >>> enforce({"w": torch.tensor([1.0, -2.0])}, {"w": torch.tensor([True, False])})
@@ -70,7 +70,7 @@ def enforce(weights: Weights, masks: Masks) -> Weights:
 
 def _zeroed(value: Tensor, mask: Tensor) -> Tensor:
     bits = value.view(INTEGERS[value.element_size()]) if value.is_floating_point() else value
-    off = ~mask
+    off = ~mask.to(value.device)
     clean = not bool(((bits != 0) & off).any())  # by bits, since a negative zero is another value to a codec
     return value if clean else value.masked_fill(off, 0)
 
@@ -120,13 +120,13 @@ def dense_like(weights: Weights) -> dict[str, Tensor]:
 
 
 def intersect(a: Masks, b: Masks) -> dict[str, Tensor]:
-    """Return masks that keep what both keep.
+    """Return masks that keep what both keep, on the devices of the first ones.
 
     Example:
         >>> intersect({"w": torch.tensor([True, True])}, {"w": torch.tensor([True, False])})
         {'w': tensor([ True, False])}
     """
-    both = {name: mask if mask is b.get(name, mask) else mask & b[name] for name, mask in a.items()}
+    both = {name: mask if mask is b.get(name, mask) else mask & b[name].to(mask.device) for name, mask in a.items()}
     return both | {name: mask for name, mask in b.items() if name not in a}
 
 

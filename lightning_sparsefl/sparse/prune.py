@@ -290,7 +290,7 @@ def random_masks(
     """Draw masks that keep ``counts[name]`` positions each, without replacement, in the order of `counts`.
 
     Args:
-        shapes: Shapes by name, or tensors of these shapes.
+        shapes: Shapes by name, or tensors of these shapes, on whose devices the masks are.
         counts: Number of positions to keep.
         generator: CPU generator to draw from.
 
@@ -310,7 +310,7 @@ def random_masks(
         if not 0 <= count <= size:
             raise InvalidOption(f"`counts[{name!r}]={count}`: expected 0 to {size}, its positions.")
         mask.view(-1)[torch.randperm(size, generator=generator)[:count]] = True
-        masks[name] = mask
+        masks[name] = mask.to(given.device) if isinstance(given, Tensor) else mask
     return masks
 
 

@@ -79,6 +79,42 @@ def test_further_seeds_join_the_group(sparsefl, tmp_path):
     assert "FedSpa after 2 rounds, 20 clients, 3 seeds" in out
 
 
+def test_a_further_seed_with_another_option_is_refused(sparsefl, tmp_path):
+    assert sparsefl(*FIT, "--seeds", "0")[0] == 0
+    group = group_in(tmp_path)
+    before = (group / "config.yaml").read_text()
+    code, _, err = sparsefl("fit", "--ckpt_path", str(group), "--seeds", "1", "--algorithm.density=0.1")
+    assert code == 2
+    assert (
+        "is a group of runs with `algorithm.density: 0.5`, and seed 1 would begin with `algorithm.density: 0.1`" in err
+    )
+    assert (group / "config.yaml").read_text() == before
+    assert json.loads((group / "seeds.json").read_text()) == [0]
+
+
+def test_an_option_that_the_runs_refuse_does_not_stay_in_the_group(sparsefl, tmp_path):
+    assert sparsefl(*FIT, "--seeds", "0")[0] == 0
+    group = group_in(tmp_path)
+    code, _, err = sparsefl("fit", "--ckpt_path", str(group), "--algorithm.density=0.1")
+    assert code == 2
+    assert "`algorithm.density` was 0.5, and is 0.1 now" in err
+    code, out, _ = sparsefl("fit", "--ckpt_path", str(group), "--trainer.max_rounds=3")
+    assert code == 0
+    assert "FedSpa after 3 rounds, 20 clients, 1 seed\n" in out
+    assert "max_rounds: 3" in (group / "config.yaml").read_text()
+
+
+def test_seeds_of_a_command_that_runs_beside_this_one_are_kept(tmp_path):
+    ours, theirs = (SeedGroup(tmp_path, [seed], "algorithm: {}\n") for seed in (0, 1))
+    ours.run_dir(0).mkdir()
+    theirs.write()
+    ours.write()
+    theirs.run_dir(1).mkdir()
+    assert ours.all_seeds == [0, 1]
+    ours.write()
+    assert json.loads((tmp_path / "seeds.json").read_text()) == [0, 1]
+
+
 def test_finished_runs_of_a_group_are_not_advised_to_go_on(sparsefl, tmp_path, caplog):
     assert sparsefl(*FIT, "--seeds", "0")[0] == 0
     assert "is finished" not in caplog.text

@@ -6,6 +6,7 @@ from torch import nn
 
 from lightning_sparsefl.errors import IncompatibleMasks
 from lightning_sparsefl.sparse import masks as m
+from lightning_sparsefl.sparse.prune import random_masks
 
 
 def mask(*bits: int) -> torch.Tensor:
@@ -18,6 +19,14 @@ def test_apply_zeroes_the_dropped_and_passes_the_dense_on_uncopied():
     assert out["w"].tolist() == [0.0, -2.0]
     assert out["b"] is weights["b"]
     assert weights["w"].tolist() == [1.0, -2.0]
+
+
+def test_masks_may_be_on_another_device_than_weights():
+    weights = {"w": torch.zeros(2, device="meta")}
+    assert m.apply(weights, {"w": mask(0, 1)})["w"].device.type == "meta"
+    there = {"w": torch.ones(2, dtype=torch.bool, device="meta")}
+    assert m.intersect(there, {"w": mask(0, 1)})["w"].device.type == "meta"
+    assert random_masks(weights, {"w": 1})["w"].device.type == "meta"
 
 
 def test_apply_makes_no_negative_zero():

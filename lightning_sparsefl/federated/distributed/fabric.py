@@ -11,6 +11,7 @@ from typing import Any
 from lightning.fabric import Fabric
 from lightning.fabric.strategies import DDPStrategy
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.fabric.utilities.rank_zero import rank_zero_info
 
 from lightning_sparsefl.errors import InvalidOption, WorldSizeMismatch, whole_number_from_environment
 from lightning_sparsefl.federated.distributed.strategy import START_METHODS, ClientParallelStrategy
@@ -82,8 +83,8 @@ def build_fabric(
         workers_per_device: Number of ranks on each device.
 
     Raises:
-        InvalidOption: If the strategy is another one, or the launcher's processes cannot be distributed evenly over
-            devices.
+        InvalidOption: If the strategy is another one, the accelerator is MPS, or the launcher's processes cannot be
+            distributed evenly over devices.
         WorldSizeMismatch: If the launcher started a different number of processes.
     """
     if strategy not in ("auto", *(f"client_parallel{suffix}" for suffix in START_METHODS)):
@@ -97,6 +98,8 @@ def build_fabric(
     if devices == "auto" and local is not None:
         devices = _adopted_devices(local, workers_per_device)
     probe = _fabric(accelerator=accelerator, devices=devices)
+    if probe.device.type == "mps":
+        accelerator, probe = _cpu_instead(accelerator, devices)
     found = probe.strategy.parallel_devices if isinstance(probe.strategy, DDPStrategy) else None
     places = (found or [probe.device]) * workers_per_device
     count = len(places)
@@ -122,6 +125,17 @@ def build_fabric(
     else:
         _check_launched(launched_world_size(), fabric.world_size if local is None else count * num_nodes)
     return fabric
+
+
+def _cpu_instead(accelerator: str, devices: int | str | list[int]) -> tuple[str, Fabric]:
+    """Return the accelerator of the CPU and its Fabric instead of those of an Apple GPU, unless a user asked for it."""
+    if accelerator != "auto":
+        raise InvalidOption(
+            f"`trainer.accelerator` is {accelerator!r}, which is MPS here; expected 'cpu', since masks and sums are "
+            "computed in float64, which MPS does not have."
+        )
+    rank_zero_info("`trainer.accelerator: auto` is the CPU here: MPS has no float64, in which sums are computed.")
+    return "cpu", _fabric(accelerator="cpu", devices=devices)
 
 
 def _fabric(**options: Any) -> Fabric:

@@ -2,6 +2,7 @@ import os
 import subprocess
 import sys
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from lightning.fabric.plugins.environments import LightningEnvironment
 
 from lightning_sparsefl import Federation
 from lightning_sparsefl.errors import InvalidOption, WorldSizeMismatch
+from lightning_sparsefl.federated.distributed import fabric as fabric_module
 from lightning_sparsefl.federated.distributed import launcher as launch
 from lightning_sparsefl.federated.distributed import strategy as process
 from lightning_sparsefl.federated.distributed.fabric import build_fabric
@@ -44,6 +46,25 @@ def test_each_device_has_as_many_ranks_as_it_has_workers(devices, workers, ranks
     assert built.world_size == ranks
     if ranks > 1:
         assert built.strategy.parallel_devices == [CPU] * ranks
+
+
+@pytest.mark.parametrize("accelerator", ["auto", "mps", "gpu"])
+def test_apples_gpus_are_refused_and_never_chosen(accelerator, monkeypatch):
+    built, plain = [], fabric_module._fabric
+
+    def of_an_apple(**options):
+        built.append(options["accelerator"])
+        if options["accelerator"] != "cpu":
+            return SimpleNamespace(device=torch.device("mps"), strategy=None)
+        return plain(**options)
+
+    monkeypatch.setattr(fabric_module, "_fabric", of_an_apple)
+    if accelerator == "auto":
+        assert fabric(accelerator="auto").device == CPU
+        assert built == ["auto", "cpu", "cpu"]
+    else:
+        with pytest.raises(InvalidOption, match=f"`trainer.accelerator` is '{accelerator}', which is MPS .*'cpu'"):
+            fabric(accelerator=accelerator)
 
 
 def test_a_launchers_processes_are_spread_evenly_over_devices(launched):

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from lightning.fabric import Fabric
 from lightning.pytorch import Callback, LightningModule
-from lightning.pytorch.accelerators import Accelerator, CPUAccelerator, CUDAAccelerator, MPSAccelerator
+from lightning.pytorch.accelerators import Accelerator, CPUAccelerator, CUDAAccelerator
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.loggers.utilities import _log_hyperparams
@@ -35,7 +35,6 @@ from lightning_sparsefl.federated.local.local_options import LocalOptions
 _ACCELERATORS: dict[str, Callable[[], Accelerator]] = {
     "cpu": CPUAccelerator,
     "cuda": CUDAAccelerator,
-    "mps": MPSAccelerator,
 }
 _PRECISIONS = ("32-true", "64-true", "16-true", "bf16-true", "16-mixed", "bf16-mixed")
 
