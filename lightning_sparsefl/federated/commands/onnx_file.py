@@ -19,13 +19,12 @@ from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_structure, tree_unflatten
 
 from lightning_sparsefl.errors import ExportMismatch, InvalidOption
-from lightning_sparsefl.federated.local.example_input import example_of, units_of
+from lightning_sparsefl.federated.local.example_input import difference_on, example_of, units_of
 from lightning_sparsefl.files import replacing
 from lightning_sparsefl.sparse.attributes import attribute_replaced
 from lightning_sparsefl.sparse.forward import split_arguments
 from lightning_sparsefl.sparse.submodel import cut
 from lightning_sparsefl.sparse.tracing import tensors
-from lightning_sparsefl.sparse.unit_removal import difference
 from lightning_sparsefl.sparse.width import used_units
 from lightning_sparsefl.types import Weights
 
@@ -73,7 +72,7 @@ def narrowed(module: LightningModule, data: Any, weights: Weights) -> tuple[Ligh
         small = cast(LightningModule, cut(module, groups, used))
     except InvalidOption as reason:
         return module, f"model.onnx contains {units - kept:,} of {units:,} units that are all zeros: {reason}"
-    differs = difference(module, small, {}, example_of(module, data))
+    differs = difference_on(example_of(module, data), module, small, {})
     if differs is not None:
         return module, (
             f"model.onnx contains {units - kept:,} of {units:,} units that are all zeros, since the model without them "

@@ -21,7 +21,7 @@ from lightning_sparsefl.errors import InvalidOption
 from lightning_sparsefl.sparse.submodel import cut
 from lightning_sparsefl.sparse.unit_removal import difference
 from lightning_sparsefl.sparse.units import UnitGroup, find_groups, unit_masks
-from lightning_sparsefl.types import LayerFlops
+from lightning_sparsefl.types import LayerFlops, Masks
 
 
 def example_of(module: LightningModule, data: Any) -> tuple[Any, ...]:
@@ -183,13 +183,25 @@ def require_cuttable(module: LightningModule, data: Any, groups: Sequence[UnitGr
         return
     sample, state = example_of(module, data), module.state_dict()
     for kept, small in zip(chosen, smaller, strict=True):
-        with _temporary_running_statistics(module), _temporary_running_statistics(small):
-            found = difference(module, small, unit_masks(groups, kept, state), sample)
+        found = difference_on(sample, module, small, unit_masks(groups, kept, state))
         if found is not None:
             raise InvalidOption(
                 f"`federation.execution` is 'cut', but without half of its units `{type(module).__name__}` {found}, "
                 "since its `forward` depends on their number, as in `x / x.shape[-1]`; set it to 'mask'."
             )
+
+
+def difference_on(sample: tuple[Any, ...], module: nn.Module, small: nn.Module, masks: Masks) -> str | None:
+    """Return how a smaller module differs on one sample, as :func:`~lightning_sparsefl.sparse.unit_removal.difference`.
+
+    Args:
+        sample: Arguments of ``forward``.
+        module: Full module, which may have batch norms without running statistics, as may the smaller one.
+        small: Module without the units that the masks drop.
+        masks: Masks of the units' weights.
+    """
+    with _temporary_running_statistics(module), _temporary_running_statistics(small):
+        return difference(module, small, masks, sample)
 
 
 @contextmanager
