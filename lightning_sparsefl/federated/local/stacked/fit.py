@@ -295,8 +295,9 @@ class StackedFit:
             for numbers, ranges in self.reader.runs(self._phases()):
                 for number in numbers:
                     loop._ready, loop.is_last_batch = number + 1, number + 1 == self._batches
-                    for batch in self._read(ranges, number):
-                        self._batch(step, *batch, number)
+                    for low, high, batch in self._read(ranges, number):
+                        self._batch(step, low, high, batch, number)
+                        del batch  # so that the next one takes its memory, which is in the cache
                     self._schedule("step", number)
             loop.epochs_processed += 1
             for callback, _ in self._callbacks:

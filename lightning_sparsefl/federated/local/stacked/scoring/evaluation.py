@@ -141,8 +141,9 @@ class StackedEvaluation:
             if self._reader is not None:
                 self._reader.start_epoch()
             for number in range(max(self._batches)):
-                for batch in self._read(number):
-                    self._batch(step, *batch, number)
+                for low, high, batch in self._read(number):
+                    self._batch(step, low, high, batch, number)
+                    del batch  # so that the next one takes its memory, which is in the cache
         self.kept.require_unchanged()
         require_same_settings(settings)
         trainer._close()
