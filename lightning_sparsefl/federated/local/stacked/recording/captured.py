@@ -67,11 +67,18 @@ class CapturedOperations:
         operations: The operations.
         inputs: Tensors of the types, shapes and layouts of all later inputs.
         capture: Function that captures the operations.
+
+    Raises:
+        ValueError: If an operation copies to another device. Until torch 2.13, a capture in which one fails leaves the
+            device's random generator unusable.
     """
 
     def __init__(self, operations: Operations | CapturedOperations, inputs: Sequence[Tensor], capture: Capture) -> None:
+        if operations.copies_across:
+            raise ValueError("a graph cannot copy to another device")
         self._operations = operations  # which keeps the constants that a graph reads
         self.written: Sequence[int] = operations.written
+        self.copies_across: bool = operations.copies_across
         self._rows = [_row(tensor) for tensor in inputs]
         self._inputs = [self._given(place, tensor).detach().clone() for place, tensor in enumerate(inputs)]
         whole = [own.expand(tensor.shape) for own, tensor in zip(self._inputs, inputs, strict=True)]

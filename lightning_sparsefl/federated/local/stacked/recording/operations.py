@@ -23,6 +23,7 @@ from lightning_sparsefl.federated.local.stacked.fused import order_in_memory
 _LIFTS = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift.default)
 """Operations on a tensor that was just made from numbers."""
 _EMPTY, _COPY = torch.ops.aten.new_empty_strided.default, torch.ops.aten.copy_.default
+_COPIES = (_COPY, torch.ops.aten._to_copy.default)
 _METHODS = ("add_", "copy_", "expand", "mul_", "new_empty_strided", "view")
 _OF_TORCH = (
     *("add", "addmm", "argmax", "baddbmm", "bmm", "clone", "convolution", "div", "eq", "mean", "mm", "mul"),
@@ -46,6 +47,8 @@ class Operations:
     """Function of the tensors that were given to the recorder, in their order."""
     written: Sequence[int]
     """Places of the tensors among them that the operations write into."""
+    copies_across: bool = False
+    """Whether an operation copies a tensor to another device."""
 
 
 class OperationRecorder(TorchDispatchMode):
@@ -70,7 +73,7 @@ class OperationRecorder(TorchDispatchMode):
     def __init__(self, inputs: Sequence[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.reason: str | None = None
-        self._inputs, self._written = inputs, set[int]()
+        self._inputs, self._written, self._copies_across = inputs, set[int](), False
         self._graph, self._constants = fx.Graph(), nn.Module()
         self._nodes: dict[int, fx.Node] = {}
         self._kept: list[Tensor] = []
@@ -98,7 +101,7 @@ class OperationRecorder(TorchDispatchMode):
             if isinstance(node.target, OpOverload):
                 node.target = _FUNCTIONS.get(str(node.target.overloadpacket).removeprefix("aten."), node.target)
         written = [place for place, tensor in enumerate(self._inputs) if _storage(tensor) in self._written]
-        return Operations(fx.GraphModule(self._constants, self._graph).forward, written)
+        return Operations(fx.GraphModule(self._constants, self._graph).forward, written, self._copies_across)
 
     def _record(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         results = result if isinstance(result, (tuple, list)) else (result,)
@@ -110,6 +113,9 @@ class OperationRecorder(TorchDispatchMode):
         if func.is_view and isinstance(result, Tensor) and _is_alias(result, args[0]):
             self._bind(result, self._node(args[0]))
             return
+        if func in _COPIES:
+            devices = {value.device for value in (*args, result) if isinstance(value, Tensor)}
+            self._copies_across |= len(devices) > 1
         self._written.update(map(_storage, _written(func, args, kwargs)))
         node = self._graph.call_function(func, self._argument(args), self._argument(kwargs))
         if isinstance(result, Tensor):

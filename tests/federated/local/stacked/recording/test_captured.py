@@ -30,6 +30,18 @@ def test_results_and_written_inputs_are_those_of_the_operations():
     assert found[0][0].data_ptr() != found[1][0].data_ptr()
 
 
+@pytest.mark.parametrize("moved", [lambda x: x.to("meta"), lambda x: torch.zeros(2, device="meta").copy_(x)])
+def test_a_copy_to_another_device_is_not_captured(moved):
+    x, captures = torch.ones(2), []
+    with OperationRecorder([x]) as recorder:
+        moved(x)
+    operations = recorder.operations([x])
+    assert operations.copies_across
+    with pytest.raises(ValueError, match="a graph cannot copy to another device"):
+        CapturedOperations(operations, [x], captures.append)
+    assert not captures
+
+
 def test_constants_live_as_long_as_the_graph_that_reads_them():
     """A graph knows addresses only, and holds nothing that keeps their memory."""
     x = torch.ones(3)
