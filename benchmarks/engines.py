@@ -34,9 +34,11 @@ import torch
 from federated_round import BATCH, RATES, SEED, Bare, Moment, processor
 from lightning.pytorch import Callback
 from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
 
 from lightning_sparsefl.algorithms import FedAvg, FedDIP, FedLPS, FedSpa, PerFedMask
 from lightning_sparsefl.data import IID, Dirichlet, FederatedDataModule, Partition
+from lightning_sparsefl.data.examples import Examples
 from lightning_sparsefl.federated import FederatedAlgorithm, FederatedTrainer, Federation
 from lightning_sparsefl.federated.local.stacked.fit import StackedFit
 from lightning_sparsefl.models import (
@@ -101,6 +103,25 @@ class Cell:
     fleet: int
     batch: int = BATCH
     stack_size: int | str = "auto"
+    items: bool = False
+    """Whether samples are read one by one, as from most data sets, and not as slices of tensors."""
+
+
+class Items(Dataset[tuple[Tensor, Tensor]]):
+    """Samples that are read one by one.
+
+    Args:
+        examples: Data set of two tensors.
+    """
+
+    def __init__(self, examples: Examples) -> None:
+        self.examples = examples
+
+    def __len__(self) -> int:
+        return len(self.examples)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return self.examples.inputs[index], self.examples.labels[index]
 
 
 class Noise(FederatedDataModule):
@@ -112,6 +133,7 @@ class Noise(FederatedDataModule):
     """
 
     def __init__(self, cell: Cell, samples: int) -> None:
+        self.items = cell.items
         self.num_train, self.sample_shape = cell.fleet * samples, MODELS[cell.model][1]  # type: ignore[assignment]
         self.num_classes = 10
         super().__init__(
@@ -132,6 +154,12 @@ class Noise(FederatedDataModule):
         else:
             inputs, labels = torch.randn(shape, generator=rng), torch.arange(total) % self.num_classes
         return inputs[:-1000], labels[:-1000], inputs[-1000:], labels[-1000:]
+
+    def client_train_dataloader(self, client: int) -> DataLoader[Any]:
+        """Return the batches of a client; see :class:`FederatedDataModule`."""
+        loader = super().client_train_dataloader(client)
+        examples: Any = loader.dataset
+        return DataLoader(Items(examples), batch_size=loader.batch_size, shuffle=True) if self.items else loader
 
     def choose_test(self, client: int, train_labels: Tensor, test_labels: Tensor, rng: torch.Generator) -> Tensor:
         """Return ten test examples; texts have no classes to choose by."""
@@ -307,6 +335,7 @@ def main() -> None:
     parser.add_argument("--runs", nargs="+", choices=RUNS, default=list(RUNS), help="engine and number of ranks")
     parser.add_argument("--samples", type=int, default=500, help="number of training samples of a client, on average")
     parser.add_argument("--batch", type=int, default=BATCH, help="number of samples in a batch")
+    parser.add_argument("--items", action="store_true", help="read samples one by one")
     parser.add_argument("--stack-size", type=_stack_size, default="auto", help="largest number of clients in a stack")
     parser.add_argument("--rounds", type=int, default=4, help="number of measured rounds of a run")
     parser.add_argument("--cycles", type=int, default=3, help="number of runs of each side")
@@ -317,7 +346,7 @@ def main() -> None:
     result: dict[str, Any] = {}
     grid = (options.models, options.partitions, options.methods, options.cohorts, options.fleets)
     for model, partition, method, cohort, fleet in itertools.product(*grid):
-        cell = Cell(model, partition, method, cohort, cohort * fleet, options.batch, options.stack_size)
+        cell = Cell(model, partition, method, cohort, cohort * fleet, options.batch, options.stack_size, options.items)
         row = measure(cell, options.samples, options.rounds, options.cycles, options.runs)
         cells = {**cells, _name(row): row}
         result["cells"] = list(cells.values())
@@ -332,7 +361,7 @@ def _stack_size(text: str) -> int | str:
 
 def _name(row: Mapping[str, Any]) -> tuple[Any, ...]:
     keys = ("model", "partition", "method", "cohort", "fleet", "batch", "stack_size", "samples")
-    return tuple(row[key] for key in keys)
+    return (*(row[key] for key in keys), row.get("items", False))
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ TINY = {
     "attacks": ["--cases", "iid, large 6", "--rounds", "1"],
     "engines": [
         *("--models", "MLP", "--cohorts", "3", "--samples", "30", "--rounds", "1", "--cycles", "1"),
-        *("--runs", "sequential 1", "stacked 1"),
+        *("--runs", "sequential 1", "stacked 1", "--items"),
     ],
     "evaluation": ["--methods", "FedAvg", "--clients", "4", "--rounds", "1", "--cycles", "1"],
     "federated_round": ["--clients", "2", "--samples", "30", "--rounds", "2"],

@@ -40,6 +40,11 @@ def start(weights: Weights, own: Collection[str]) -> ServerState:
             f"Clients keep the whole model ({', '.join(own)}) and share nothing, so that each trains alone; expected a "
             "model with further layers, or another `algorithm`."
         )
+    if weights and not own:
+        rank_zero_warn(
+            "Clients keep no layer of the model and share all of it, as with `FedAvg`; expected an option of "
+            "`algorithm` that leaves them some, or a model with further layers."
+        )
     return ServerState(round=0, weights=weights, extra={"own": {name: torch.tensor(True) for name in own}})
 
 

@@ -42,6 +42,12 @@ def test_costs_are_those_of_the_shared_layers(facts):
     assert costs.bytes_down_paper == costs.bytes_up_paper == 4 * 6
 
 
+def test_a_model_of_which_all_layers_are_shared_is_told(fleet):
+    weights = {name: TRAINED[name] for name in HEAD}
+    with pytest.warns(UserWarning, match="Clients keep no layer of the model and share all of it, as with `FedAvg`"):
+        LGFedAvg(layers_shared=1).init(weights, fleet())
+
+
 @pytest.mark.filterwarnings("ignore:Clients keep the whole model")
 def test_without_shared_layers_it_is_local_training(federation):
     runs = [federation(each, folder=type(each).__name__) for each in (LGFedAvg(layers_shared=0), Local())]
