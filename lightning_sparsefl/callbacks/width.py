@@ -69,11 +69,30 @@ class OutputScaler(OutputHook):
     Args:
         layers: Names of modules.
         rate: Width of the network, in (0, 1].
+
+    Raises:
+        InvalidOption: If the weights are in a module with other layers, whose output is not that of the weights.
     """
 
     def __init__(self, layers: Iterable[str], rate: float) -> None:
         super().__init__(layers)
         self.rate = rate
+
+    def register(self, module: nn.Module) -> None:
+        """Register the hooks.
+
+        Args:
+            module: Module with the layers.
+        """
+        for name in self.layers:
+            children = dict(module.get_submodule(name).named_children())
+            if name == "" or children.keys() - {"parametrizations"}:
+                raise InvalidOption(
+                    f"`algorithm.scaler` scales the outputs of layers, but `{name or type(module).__name__}` has "
+                    "weights with units beside other layers; expected weights in a layer of their own, or "
+                    "`algorithm.scaler: false`."
+                )
+        super().register(module)
 
     def changed(self, output: Tensor) -> Tensor:
         """Return ``output / rate``."""

@@ -119,3 +119,32 @@ def test_a_parametrized_head_is_found():
     head = nn.utils.parametrizations.weight_norm(nn.Linear(4, 3, bias=False))
     names = [name for name, _ in nn.ModuleDict({"head": head}).named_parameters()]
     assert LabelMask(names, 0).layers == ("head",)
+
+
+class Beside(nn.Module):
+    """Weights beside a layer, whose output is not that of the weights."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.last = nn.Parameter(torch.randn(4, 6)), nn.Linear(6, 2)
+
+    def forward(self, x):
+        return self.last(torch.relu(x @ self.weight))
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "told"),
+    [(Beside(), "", "`Beside` has weights"), (nn.Sequential(Beside()), "0", "`0` has weights")],
+)
+def test_outputs_of_a_module_with_other_layers_are_not_scaled(module, name, told):
+    scaler = OutputScaler([name], 0.5)
+    with pytest.raises(InvalidOption, match=f"`algorithm.scaler` scales the outputs of layers, but {told}"):
+        scaler.register(module)
+
+
+def test_outputs_of_parametrized_layers_are_scaled():
+    module = nn.utils.parametrizations.weight_norm(nn.Linear(3, 2, bias=False))
+    net, x = nn.Sequential(module), torch.randn(1, 3)
+    before = net(x)
+    OutputScaler(["0"], 0.5).register(net)
+    torch.testing.assert_close(net(x), 2 * before)
