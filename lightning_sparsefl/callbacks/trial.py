@@ -12,11 +12,11 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
-from torch.random import fork_rng
 from torch.utils._pytree import tree_leaves
 from torchmetrics import Metric
 
 from lightning_sparsefl.errors import InvalidOption
+from lightning_sparsefl.sparse.modes import random_restored
 
 
 def trial_loss(module: LightningModule, batch: Any, batch_idx: int) -> Tensor:
@@ -65,11 +65,10 @@ def trial(module: LightningModule) -> Iterator[None]:
         for name, buffer in child._buffers.items()
         if buffer is not None
     ]
-    devices = {parameter.device for parameter in module.parameters() if parameter.device.type == "cuda"}
     for part in parts:
         part.log = lambda *_, **__: None  # type: ignore[method-assign]
     try:
-        with isolate_rng(include_cuda=False), fork_rng(devices=sorted(device.index or 0 for device in devices)):
+        with isolate_rng(include_cuda=False), random_restored(module.parameters()):
             yield
     finally:
         for part in parts:

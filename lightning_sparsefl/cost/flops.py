@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from lightning_sparsefl.sparse.forward import split_arguments
 from lightning_sparsefl.sparse.masks import counts, intersect
-from lightning_sparsefl.sparse.modes import modes_restored
+from lightning_sparsefl.sparse.modes import modes_restored, random_restored
 from lightning_sparsefl.types import LayerFlops, Masks
 
 _PRODUCTS = (
@@ -426,15 +426,10 @@ def _undisturbed(module: nn.Module) -> Iterator[None]:
     """Enter evaluation mode without warnings; restore all modes, hooks and random states on exit."""
     layers = list(module.modules())
     hooks = [(own, set(own)) for layer in layers for own in (layer._forward_pre_hooks, layer._forward_hooks)]
-    devices = {parameter.device for parameter in module.parameters() if parameter.device.type == "cuda"}
     fused = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
-        with (
-            modes_restored(module),
-            torch.random.fork_rng(devices=sorted(device.index or 0 for device in devices)),
-            warnings.catch_warnings(),
-        ):
+        with modes_restored(module), random_restored(module.parameters()), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             module.eval()
             yield

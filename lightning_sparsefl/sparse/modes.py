@@ -1,12 +1,12 @@
-"""Modes of a module's parts, training or evaluation, which the user may have set one by one."""
+"""Modes of a module's parts, which the user may have set one by one, and random numbers, restored after a pass."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 
 @contextmanager
@@ -46,4 +46,23 @@ def evaluating(module: nn.Module) -> Iterator[None]:
     """
     with modes_restored(module), torch.no_grad():
         module.eval()
+        yield
+
+
+@contextmanager
+def random_restored(tensors: Iterable[Tensor]) -> Iterator[None]:
+    """Restore torch's random numbers of the CPU and of the GPUs of some tensors at the end of the context.
+
+    Args:
+        tensors: Tensors of what is called in the context, such as parameters.
+
+    Example:
+        >>> before = torch.get_rng_state()
+        >>> with random_restored([]):
+        ...     _ = torch.rand(1)
+        >>> torch.equal(torch.get_rng_state(), before)
+        True
+    """
+    devices = {tensor.device.index or 0 for tensor in tensors if tensor.device.type == "cuda"}
+    with torch.random.fork_rng(devices=sorted(devices)):
         yield

@@ -13,7 +13,7 @@ from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX as _EXTRA_STATE
 from lightning_sparsefl.errors import InvalidOption
 from lightning_sparsefl.sparse.forward import split_arguments
 from lightning_sparsefl.sparse.masks import apply
-from lightning_sparsefl.sparse.modes import evaluating
+from lightning_sparsefl.sparse.modes import evaluating, random_restored
 from lightning_sparsefl.sparse.submodel import cut
 from lightning_sparsefl.sparse.tracing import tensors
 from lightning_sparsefl.sparse.units import find_groups, unit_masks
@@ -112,7 +112,7 @@ def difference(module: nn.Module, small: nn.Module, masks: Masks, inputs: tuple[
     """
     state = {name: value for name, value in module.state_dict().items() if name.rpartition(".")[2] != _EXTRA_STATE}
     weights, (arguments, named) = apply(state, masks), split_arguments(module, inputs)
-    with torch.random.fork_rng(devices=[]), evaluating(module), evaluating(small):
+    with random_restored(module.parameters()), evaluating(module), evaluating(small):
         expected, again = (functional_call(module, weights, arguments, named, tie_weights=False) for _ in range(2))
         if not _close(expected, again):
             return None

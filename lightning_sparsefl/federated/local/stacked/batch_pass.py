@@ -14,6 +14,7 @@ from lightning_sparsefl.federated.local.fast.steps import StepCaller
 from lightning_sparsefl.federated.local.stacked import functorch
 from lightning_sparsefl.federated.local.stacked.leaves import StackedModule, unwrapped
 from lightning_sparsefl.federated.local.stacked.logs import NotStackable, StackedLog
+from lightning_sparsefl.sparse.modes import random_restored
 
 
 class BatchPass:
@@ -92,9 +93,8 @@ class BatchPass:
         leaves = ((name, leaf) for name, leaf in self.part.leaves.items() if name not in self.part.shared)
         fixed = [leaf for _, leaf in leaves if not leaf.requires_grad]
         before = [(tensor, tensor._version, tensor.clone()) for tensor in (*counters, *fixed)]
-        devices = {leaf.device.index or 0 for leaf in self.part.leaves.values() if leaf.device.type == "cuda"}
         try:
-            with self.log.aside(), torch.random.fork_rng(devices=sorted(devices)):
+            with self.log.aside(), random_restored(self.part.leaves.values()):
                 yield
         finally:
             for tensor, version, value in before:

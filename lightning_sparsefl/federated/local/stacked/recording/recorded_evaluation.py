@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
-import torch
 from torch import Tensor
 from torchmetrics import Metric
 
@@ -18,6 +17,7 @@ from lightning_sparsefl.federated.local.stacked.recording.captured import Captur
 from lightning_sparsefl.federated.local.stacked.recording.operations import Operations
 from lightning_sparsefl.federated.local.stacked.recording.tracing import restored, trace
 from lightning_sparsefl.federated.local.stacked.scoring.metric_states import MetricStates
+from lightning_sparsefl.sparse.modes import random_restored
 
 
 @dataclass
@@ -104,12 +104,11 @@ class EvaluationPass:
         """Undo what is done within the context."""
         leaves = [leaf for name, leaf in self.part.leaves.items() if name not in self.part.shared]
         updates = self.states.updates
-        devices = {leaf.device.index or 0 for leaf in leaves if leaf.device.type == "cuda"}
         try:
             with (
                 restored([*self.rows, *leaves, *tensors_of(self.batch)]),
                 self.log.aside(),
-                torch.random.fork_rng(devices=sorted(devices)),
+                random_restored(self.part.leaves.values()),
             ):
                 yield
         finally:
