@@ -60,10 +60,9 @@ def _linear(trace: UnitTrace, call: Call, out: Tensor) -> None:
 
 
 def _multiply(trace: UnitTrace, call: Call, out: Tensor) -> None:
-    """Label a product with a matrix of parameters, ``value @ weight``."""
-    added, value, weight = (None, *call.args[:2]) if call.name != "addmm" else call.args[:3]
-    plain = weight.ndim == 2 and trace.followed(value) and call.kwargs.keys() <= {"out"}
-    if not plain or id(weight) not in trace.names or (added is not None and added.ndim != 1):
+    """Label the product ``bias + value @ weight`` of a layer that is known to be a linear one."""
+    added, value, weight = call.args[:3]
+    if id(weight) not in trace.conv1d or not trace.followed(value) or call.kwargs:
         trace.give_up(call, out)
         return
     trace.axis(weight, 0, trace.read(value, value.ndim - 1, weight), "in")
@@ -398,7 +397,7 @@ RULES: Rules = {
     **dict.fromkeys([*_POOLS, "interpolate", "upsample"], _pool),
     **dict.fromkeys(_CONSTANTS.split(), _shape_only),
     "linear": _linear,
-    **dict.fromkeys(("matmul", "mm", "addmm"), _multiply),
+    "addmm": _multiply,
     "embedding": _embed,
     "embedding_bag": _embed,
     "batch_norm": _batch_norm,

@@ -86,6 +86,8 @@ class UnitTrace(TorchFunctionMode):
         self.names, self.buffers, self.ignore, self.embeddings = names, buffers, tuple(ignore), embeddings
         self.axes: dict[tuple[str, int], Axis] = {}
         self.readers: list[Reader] = []
+        self.conv1d: frozenset[int] = frozenset()
+        """Weights of the ``Conv1D`` of transformers, by ``id``."""
         self.makes_state = False
         """Whether the recurrent layer that is running makes its first state itself."""
         self.reasons: dict[int, str] = {}

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_sparsefl.errors import IncompatibleMasks, InvalidOption
+from lightning_sparsefl.sparse.conv1d import is_conv1d
 from lightning_sparsefl.sparse.forward import split_arguments
 from lightning_sparsefl.sparse.labelling import RULES
 from lightning_sparsefl.sparse.modes import evaluating
@@ -135,6 +136,7 @@ def _trace(module: nn.Module, inputs: tuple[Any, ...], ignore: Sequence[str], em
     parameters = {id(value) for value in module.parameters()}
     buffers = {name for key, name in names.items() if key not in parameters}
     trace = UnitTrace(names, buffers, ignore, embeddings, RULES)
+    trace.conv1d = frozenset(id(layer.weight) for layer in module.modules() if is_conv1d(layer))
     for value in tensors(inputs):
         trace.label(value, torch.zeros((), dtype=torch.long).expand(value.shape))
     arguments, named = split_arguments(module, inputs)

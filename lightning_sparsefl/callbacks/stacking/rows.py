@@ -9,6 +9,7 @@ from typing import Any, NoReturn, cast
 
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
@@ -327,4 +328,4 @@ def _is_same(now: dict[Any, Any], before: dict[Any, Any]) -> bool:
 
 
 def _of_one(batch: Any, place: int) -> Any:
-    return [tensor[place] for tensor in batch]
+    return apply_to_collection(batch, Tensor, lambda tensor: tensor[place])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal, NoReturn
 
 import torch
@@ -357,7 +358,7 @@ class StackedFit:
         trainer, log, taken = self.trainer, self.log, self.optimizer.taken[low:high]
         batch = trainer.precision_plugin.convert_input(batch)
         batch = trainer.hooks.to_device(batch, trainer.strategy.root_device)
-        log.low, log.high, log.batch_size = low, high, samples_of(batch)
+        log.low, log.high, log.samples = low, high, partial(samples_of, batch)
         self.loop.set_steps(taken)
         return BatchPass(part, step, batch, number, log, taken)
 

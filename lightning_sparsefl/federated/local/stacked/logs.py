@@ -76,8 +76,8 @@ class StackedLog:
     """First client of the step that runs."""
     high: int = 0
     """Client after the last one of the step that runs."""
-    batch_size: int = 1
-    """Number of samples of each client in the step that runs."""
+    samples: Callable[[], int] = lambda: 1
+    """Function that returns the number of samples of each client in the step that runs."""
     pending: list[Logged] = field(default_factory=list)
     """What the step that runs has logged."""
     _entries: dict[str, _Entry] = field(default_factory=dict)
@@ -114,7 +114,7 @@ class StackedLog:
             raise NotStackable(f"logs {kind} as {name!r}")
         on_step, on_epoch = True if on_step is None else on_step, False if on_epoch is None else on_epoch
         tensor, dim = functorch.unwrap(value, self.level) if functorch.is_batched(value) else (value, None)
-        size = self.batch_size if batch_size is None else batch_size
+        size = self.samples() if batch_size is None else batch_size
         self.pending.append(
             Logged(name, tensor.clone(), dim, on_step, on_epoch, reduce, size, torch.get_default_dtype())
         )

@@ -24,8 +24,9 @@ def readable(loader: Any) -> bool:
     return (
         type(loader) is DataLoader
         and not isinstance(loader.dataset, IterableDataset)
-        and type(loader.sampler) in (RandomSampler, SequentialSampler)
         and type(loader.batch_sampler) is BatchSampler
+        and type(loader.batch_sampler.sampler) in (RandomSampler, SequentialSampler)
+        and getattr(loader.batch_sampler.sampler, "generator", None) is None
         and loader.num_workers == 0
         and not loader.pin_memory
         and loader.generator is None
@@ -87,7 +88,7 @@ class ClientReader:
         """Draw the order of an epoch."""
         torch.set_rng_state(self._random)
         torch.empty((), dtype=torch.int64).random_()  # the seed that a DataLoader draws for its workers
-        self.order = order_of(self.loader.sampler).split(self._batch_size)[: self.batches]
+        self.order = order_of(self.loader.batch_sampler.sampler).split(self._batch_size)[: self.batches]
         self._random = torch.get_rng_state()
 
     def start(self, number: int) -> int:

@@ -172,7 +172,7 @@ def samples_of(batch: Any) -> int:
         >>> samples_of({"x": torch.zeros(2, 5, 3)})
         5
     """
-    if type(batch) is tuple and isinstance(batch[0], Tensor):  # as of `Examples`
+    if type(batch) is tuple and batch and isinstance(batch[0], Tensor) and batch[0].dim() > 1:  # as of `Examples`
         return batch[0].shape[1]
     return extract_batch_size(map_tensors(batch, lambda tensor: tensor[0]))
 

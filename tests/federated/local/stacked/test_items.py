@@ -11,17 +11,27 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, Dataset, default_collate
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    default_collate,
+)
 
 from helpers.device import on_several_ranks
 from lightning_sparsefl import FedAvg, FederatedTrainer, Federation, FedSpa
+from lightning_sparsefl.callbacks.stacking.rows import _of_one
 from lightning_sparsefl.data import Dirichlet, FederatedDataset
 from lightning_sparsefl.federated.local.stacked import worker
 from lightning_sparsefl.federated.local.stacked.leaves import layout_of, stack_trees
-from lightning_sparsefl.federated.local.stacked.logs import NotStackable
-from lightning_sparsefl.federated.local.stacked.reader import ClientReader, readable
+from lightning_sparsefl.federated.local.stacked.logs import NotStackable, StackedLog
+from lightning_sparsefl.federated.local.stacked.reader import ClientReader, readable, reader_of
+from lightning_sparsefl.federated.local.stacked.scoring.evaluation import EvaluationRequest, readable_in_order
 from lightning_sparsefl.federated.local.stacked.scoring.evaluator import StackEvaluator
-from lightning_sparsefl.federated.local.stacked.stack_reader import StackReader
+from lightning_sparsefl.federated.local.stacked.stack_reader import StackReader, samples_of
 from lightning_sparsefl.federated.local.stacked.worker import StackedWorker
 
 Pair = namedtuple("Pair", ["features", "target"])
@@ -222,18 +232,58 @@ def test_batches_of_different_shapes_are_read_apart():
 
 
 @pytest.mark.parametrize(
-    ("options", "dataset", "expected"),
+    ("options", "expected"),
     [
-        ({}, None, True),
-        ({"shuffle": True, "drop_last": True}, None, True),
-        ({"num_workers": 1}, None, False),
-        ({"batch_size": None}, None, False),
-        ({"generator": torch.Generator()}, None, False),
-        ({"sampler": torch.utils.data.SubsetRandomSampler([1, 2])}, None, False),
+        ({}, True),
+        ({"shuffle": True, "drop_last": True}, True),
+        ({"num_workers": 1}, False),
+        ({"batch_size": None}, False),
+        ({"generator": torch.Generator()}, False),
+        ({"sampler": SubsetRandomSampler([1, 2])}, False),
+        ({"sampler": RandomSampler(Items(), generator=torch.Generator())}, False),
+        ({"batch_size": 1, "batch_sampler": BatchSampler(RandomSampler(Items()), 4, False)}, True),
+        ({"batch_size": 1, "batch_sampler": BatchSampler(SubsetRandomSampler([1, 2]), 4, False)}, False),
     ],
 )
-def test_what_can_be_read(options, dataset, expected):
+def test_what_can_be_read(options, expected):
     assert readable(DataLoader(Items(), **{"batch_size": 4, **options})) == expected
+
+
+def test_the_order_is_that_of_a_batch_sampler():
+    def loader():
+        torch.manual_seed(1)
+        return DataLoader(Items(), batch_sampler=BatchSampler(RandomSampler(Items()), 7, True))
+
+    reader = reader_of(loader(), 1.0)
+    reader.start_epoch()
+    expected = list(loader())
+    assert len(reader.order) == len(expected) == SIZE // 7
+    for number, batch in enumerate(expected):
+        assert torch.equal(reader.read(number)["x"], batch["x"])
+
+
+def test_evaluations_take_batches_of_a_batch_sampler():
+    loader = DataLoader(Items(), batch_sampler=BatchSampler(SequentialSampler(Items()), 100, False))
+    assert readable_in_order(loader)
+    assert [EvaluationRequest(0, (), {}, loader, "test").size(number) for number in range(4)] == [100, 100, 40, 0]
+    assert not readable_in_order(DataLoader(Items(), batch_sampler=BatchSampler(RandomSampler(Items()), 100, False)))
+
+
+def test_the_samples_of_a_batch_are_counted_as_for_one_client():
+    clients, x = torch.zeros(3), torch.zeros(3, 5, 2)
+    assert [samples_of(batch) for batch in ((x, clients), {"x": x}, (clients, clients))] == [5, 5, 1]
+
+
+def test_samples_are_not_counted_where_a_step_gives_their_number():
+    log = StackedLog(2, high=2)
+    log.samples = None
+    log.log("loss", torch.zeros(2), batch_size=3)
+    assert [each.batch_size for each in log.pending] == [3]
+
+
+def test_callbacks_of_one_client_get_its_part_of_any_batch():
+    found = _of_one({"x": torch.tensor([[1], [2]]), "pair": (torch.tensor([3, 4]), None)}, 1)
+    assert found == {"x": torch.tensor([2]), "pair": (torch.tensor(4), None)}
 
 
 def test_values_that_are_no_tensors_are_not_stacked():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import groupby
 from typing import Any
 
@@ -41,7 +42,7 @@ def readable_in_order(loader: Any) -> bool:
     Args:
         loader: Loader of a client's validation or test data.
     """
-    return readable(loader) and type(loader.sampler) is SequentialSampler
+    return readable(loader) and type(loader.batch_sampler.sampler) is SequentialSampler
 
 
 @dataclass
@@ -76,6 +77,12 @@ class EvaluationRequest:
         return "items" if self.examples is None else reading_key(self.examples)
 
     @property
+    def batch_size(self) -> int:
+        """Number of samples in a whole batch."""
+        size: int = self.loader.batch_sampler.batch_size
+        return size
+
+    @property
     def num_examples(self) -> int:
         """Number of samples."""
         return len(self.loader.dataset)
@@ -91,8 +98,7 @@ class EvaluationRequest:
         Args:
             number: Number of the batch, from 0.
         """
-        width: int = self.loader.batch_size
-        return max(0, min(width, self.num_examples - number * width))
+        return max(0, min(self.batch_size, self.num_examples - number * self.batch_size))
 
 
 class StackedEvaluation:
@@ -171,7 +177,7 @@ class StackedEvaluation:
         trainer, log, part = self.trainer, self.log, self.whole.part(low, high)
         batch = trainer.precision_plugin.convert_input(batch)
         batch = trainer.hooks.to_device(batch, trainer.strategy.root_device)
-        log.low, log.high, log.batch_size = low, high, samples_of(batch)
+        log.low, log.high, log.samples = low, high, partial(samples_of, batch)
         one = EvaluationPass(part, step, batch, number, log, self.states, self.states.rows(low, high))
         if self._recorder is None:
             one.call()
@@ -191,7 +197,7 @@ class StackedEvaluation:
 
     def _read_examples(self, low: int, high: int, number: int) -> tuple[Tensor, Tensor]:
         """Return inputs of shape (clients, samples, ...) and labels of shape (clients, samples)."""
-        chosen, first = self._examples[low:high], number * self.requests[low].loader.batch_size
+        chosen, first = self._examples[low:high], number * self.requests[low].batch_size
         size = self.requests[low].size(number)
         inputs = torch.stack([examples.inputs[first : first + size] for examples in chosen])
         labels = torch.stack([examples.labels[first : first + size] for examples in chosen])

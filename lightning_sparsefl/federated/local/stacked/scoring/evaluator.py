@@ -75,7 +75,7 @@ class StackEvaluator:
         """
         groups: dict[Hashable, list[EvaluationRequest]] = {}
         for request in requests:
-            key = (request.split, request.loader.batch_size, request.loader.drop_last, request.reading_key)
+            key = (request.split, request.batch_size, request.loader.batch_sampler.drop_last, request.reading_key)
             groups.setdefault(key, []).append(request)
         for group in groups.values():
             for part in self._parts(sorted(group, key=lambda r: (-r.num_examples, r.client))):
