@@ -64,7 +64,6 @@ def test_statistics_stay_with_the_client(federation, last, buffers):
     assert all(one != other for place, one in enumerate(norms) for other in norms[:place])
 
 
-@pytest.mark.filterwarnings("ignore:Clients keep no layer of the model")
 def test_a_model_without_norms_is_fedavg(federation, last):
     states = []
     for method in (FedBN(mean="samples"), FedAvg()):

@@ -68,7 +68,6 @@ def scores(trainer, kind):
     return {key: value for key, value in trainer.summary.items() if key.startswith(f"{kind}/")}
 
 
-@pytest.mark.filterwarnings("ignore:Clients keep no layer of the model")
 def test_without_own_layers_it_is_fedavg(federation, last):
     runs = [federation(method, folder=type(method).__name__) for method in (FedPer(own=()), FedAvg())]
     own, plain = (last(run) for run in runs)

@@ -82,7 +82,6 @@ def test_costs(facts):
     ],
     ids=["FedAvg", "Local"],
 )
-@pytest.mark.filterwarnings("ignore:Clients keep no layer of the model")
 def test_a_part_that_is_everything(federation, method, other):
     runs = [federation(each, folder=type(each).__name__) for each in (method, other)]
     ours, theirs = ({k: v for k, v in run.summary.items() if k.startswith("personal/")} for run in runs)

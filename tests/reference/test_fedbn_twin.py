@@ -36,7 +36,6 @@ def test_fedbn(fit, mean, buffers, sgd):
     assert len({twin.personal(k)["net.1.running_mean"].tobytes() for k in twin.kept}) == len(twin.kept) > 3
 
 
-@pytest.mark.filterwarnings("ignore:Clients keep no layer of the model")
 def test_a_model_without_norms_is_averaged_as_a_whole(fit):
     initial, record = fit(FedBN(mean="samples"), PLAIN)
     twin = slow.FedPer(initial, [], SIZES, PLAIN)
