@@ -11,7 +11,7 @@ import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,8 @@ from lightning_sparsefl.sparse.masks import counts, intersect
 from lightning_sparsefl.sparse.modes import modes_restored, random_restored
 from lightning_sparsefl.types import LayerFlops, Masks
 
+_Arguments: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
+"""Arguments by position and by keyword."""
 _PRODUCTS = (
     *("conv", "_convolution_mode", "linear", "addmm", "matmul", "bmm", "baddbmm", "addbmm", "mm", "mv", "addmv"),
     *("dot", "inner", "tensordot", "einsum", "bilinear", "scaled_dot_product_attention", "embedding"),
@@ -58,7 +60,7 @@ def count_layers(module: nn.Module, sample: Tensor | tuple[Any, ...]) -> tuple[L
         >>> count_layers(nn.Sequential(nn.Conv2d(1, 2, 3), nn.ReLU()), torch.zeros(1, 1, 5, 5))
         (LayerFlops(weight='0.weight', macs=162, bias=18),)
     """
-    arguments = sample if isinstance(sample, tuple) else (sample,)
+    arguments = split_arguments(module, sample if isinstance(sample, tuple) else (sample,))
     with _undisturbed(module), torch.no_grad():
         calls, borrowed = _observe(module, arguments)
         products = _count_products(module, arguments)
@@ -234,7 +236,7 @@ class _Products(TorchFunctionMode):
         return result
 
 
-def _observe(module: nn.Module, arguments: tuple[Any, ...]) -> tuple[dict[str, list[int]], dict[str, list[_Product]]]:
+def _observe(module: nn.Module, arguments: _Arguments) -> tuple[dict[str, list[int]], dict[str, list[_Product]]]:
     """Run the module and sum :func:`_amounts` for each submodule, in the order in which they finish.
 
     The second result are the products that a module computes with weights of layers in it that are not called.
@@ -252,8 +254,7 @@ def _observe(module: nn.Module, arguments: tuple[Any, ...]) -> tuple[dict[str, l
     hooks = [layer.register_forward_hook(note(name), with_kwargs=True) for name, layer in module.named_modules()]
     try:
         with _Products() as products:
-            positional, named = split_arguments(module, arguments)
-            module(*positional, **named)
+            module(*arguments[0], **arguments[1])
     finally:
         for handle in hooks:
             handle.remove()
@@ -305,13 +306,13 @@ class _TensorsOnly(nn.Module):
 
     Args:
         module: Module to trace.
-        arguments: Inputs of the module.
+        arguments: Arguments by position and by keyword.
     """
 
-    def __init__(self, module: nn.Module, arguments: tuple[Any, ...]) -> None:
+    def __init__(self, module: nn.Module, arguments: _Arguments) -> None:
         super().__init__()
         self.module = module
-        self._leaves, self._structure = tree_flatten(split_arguments(module, arguments))
+        self._leaves, self._structure = tree_flatten(arguments)
 
     @property
     def inputs(self) -> tuple[Tensor, ...]:
@@ -332,7 +333,7 @@ class _TensorsOnly(nn.Module):
         return state
 
 
-def _count_products(module: nn.Module, arguments: tuple[Any, ...]) -> dict[str, int]:
+def _count_products(module: nn.Module, arguments: _Arguments) -> dict[str, int]:
     """Return fvcore's multiply-accumulates of every submodule, without its children's."""
     from fvcore.nn import FlopCountAnalysis  # imported here, where the warnings of its import are suppressed
 

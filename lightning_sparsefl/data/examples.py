@@ -53,16 +53,7 @@ class Examples(Dataset[tuple[Tensor, Tensor]]):
         Args:
             loader: Loader of any kind.
         """
-        return (
-            type(loader) is DataLoader
-            and type(loader.dataset) is Examples
-            and loader.collate_fn is _as_is
-            and type(loader.sampler) in (RandomSampler, SequentialSampler)
-            and type(loader.batch_sampler) is BatchSampler
-            and loader.num_workers == 0
-            and not loader.pin_memory
-            and loader.generator is None
-        )
+        return reads_here(loader) and type(loader.dataset) is Examples and loader.collate_fn is _as_is
 
     def loader(self, batch_size: int, **options: Any) -> DataLoader[tuple[Tensor, Tensor]]:
         """Create a DataLoader that takes whole batches.
@@ -105,6 +96,29 @@ class JoinedExamples(Examples):
         order = torch.cat(places).argsort()
         inputs, labels = (torch.cat(values)[order] for values in zip(*batches, strict=True))
         return inputs, labels
+
+
+def reads_here(loader: Any) -> bool:
+    """Return whether a loader reads each batch in this process, in an order that torch's samplers draw.
+
+    Args:
+        loader: Loader of any kind.
+
+    Example:
+        >>> data = torch.utils.data.TensorDataset(torch.zeros(2))
+        >>> reads_here(DataLoader(data, shuffle=True)), reads_here(DataLoader(data, num_workers=1))
+        (True, False)
+    """
+    if type(loader) is not DataLoader or type(loader.batch_sampler) is not BatchSampler:
+        return False
+    sampler = loader.batch_sampler.sampler  # that of the loader is another one beside a batch sampler of the user
+    return (
+        type(sampler) in (RandomSampler, SequentialSampler)
+        and getattr(sampler, "generator", None) is None
+        and loader.num_workers == 0
+        and not loader.pin_memory
+        and loader.generator is None
+    )
 
 
 def order_of(sampler: Sampler[int]) -> Tensor:

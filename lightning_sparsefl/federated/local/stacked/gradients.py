@@ -10,12 +10,13 @@ import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.rank_zero import WarningCache
 
+from lightning_sparsefl.data.examples import reads_here
 from lightning_sparsefl.errors import InvalidOption
 from lightning_sparsefl.federated.client import Client
 from lightning_sparsefl.federated.exchange.failures import is_out_of_memory
 from lightning_sparsefl.federated.local.engines import FastEngine
 from lightning_sparsefl.federated.local.stacked.fit import StackedRequest, stacked_fit
-from lightning_sparsefl.federated.local.stacked.reader import readable, reader_of
+from lightning_sparsefl.federated.local.stacked.reader import reader_of
 from lightning_sparsefl.federated.local.stacked.step_trial import EXACT, ROUNDED, difference, moved_weights
 from lightning_sparsefl.federated.local.stacked.trial import reason_of
 from lightning_sparsefl.federated.local.stacked.undo import attributes_kept
@@ -59,7 +60,7 @@ class StackGradients:
         if self._reason is not None:
             return None
         loader = self._worker.train_loader(client, key)
-        if not readable(loader):
+        if not reads_here(loader):
             return None
         return _request(client.id, key, {**self._worker.initial, **weights}, loader)
 

@@ -59,6 +59,10 @@ class Logged(NamedTuple):
     """Default type of floats within the step, which the precision of the trainer chooses."""
 
 
+def _one() -> int:
+    return 1
+
+
 @dataclass
 class StackedLog:
     """Receiver of `self.log` in a training step for several clients.
@@ -76,7 +80,7 @@ class StackedLog:
     """First client of the step that runs."""
     high: int = 0
     """Client after the last one of the step that runs."""
-    samples: Callable[[], int] = lambda: 1
+    samples: Callable[[], int] = _one
     """Function that returns the number of samples of each client in the step that runs."""
     pending: list[Logged] = field(default_factory=list)
     """What the step that runs has logged."""
@@ -165,6 +169,7 @@ class StackedLog:
         for logged in self.pending:
             self._record(logged)
         self.pending.clear()
+        self.samples = _one  # which lets go of the batch, so that the next one takes its memory
 
     def _record(self, logged: Logged) -> None:
         count, value = self.high - self.low, logged.value

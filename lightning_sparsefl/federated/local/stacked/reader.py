@@ -8,29 +8,10 @@ from typing import Any
 import torch
 from lightning.pytorch.trainer.states import RunningStage
 from torch import Tensor
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 from lightning_sparsefl.data.examples import Examples, Normalize, order_of
 from lightning_sparsefl.data.items import ClientItems
 from lightning_sparsefl.federated.local.fast.batches import num_batches
-
-
-def readable(loader: Any) -> bool:
-    """Return whether a loader reads each batch in this process, in an order that torch's samplers draw.
-
-    Args:
-        loader: Loader of a client.
-    """
-    return (
-        type(loader) is DataLoader
-        and not isinstance(loader.dataset, IterableDataset)
-        and type(loader.batch_sampler) is BatchSampler
-        and type(loader.batch_sampler.sampler) in (RandomSampler, SequentialSampler)
-        and getattr(loader.batch_sampler.sampler, "generator", None) is None
-        and loader.num_workers == 0
-        and not loader.pin_memory
-        and loader.generator is None
-    )
 
 
 def name_of_data(loader: Any) -> str:
@@ -49,12 +30,14 @@ class ClientReader:
     Create it right after the loader, when the global generator is in the state of the client's key.
 
     Args:
-        loader: Loader that is :func:`readable`.
+        loader: Loader that :func:`~lightning_sparsefl.data.examples.reads_here` accepts.
         limit: Option `trainer.limit_train_batches`.
     """
 
     draws = True
     """Whether a batch may draw random numbers, as for random crops."""
+    transform: Any = None
+    """Transform of whole batches; None without one."""
 
     def __init__(self, loader: Any, limit: int | float) -> None:
         self.loader = loader
@@ -69,11 +52,6 @@ class ClientReader:
     def key(self) -> Hashable:
         """What must agree for clients to be read together; whether their batches do shows when they are read."""
         return "items"
-
-    @property
-    def transform(self) -> Any:
-        """Transform of whole batches; None without one."""
-        return None
 
     @property
     def batch_samples(self) -> int:
@@ -128,12 +106,8 @@ class ExamplesReader(ClientReader):
     def __init__(self, loader: Any, limit: int | float) -> None:
         super().__init__(loader, limit)
         self.examples: Examples = loader.dataset
+        self.transform = self.examples.transform
         self.draws = self.transform is not None and type(self.transform) is not Normalize
-
-    @property
-    def transform(self) -> Any:
-        """Transform of whole batches; None without one."""
-        return self.examples.transform
 
     @property
     def key(self) -> Hashable:
@@ -148,7 +122,7 @@ def reader_of(loader: Any, limit: int | float) -> ClientReader:
     """Return the reader of a loader.
 
     Args:
-        loader: Loader that is :func:`readable`.
+        loader: Loader that :func:`~lightning_sparsefl.data.examples.reads_here` accepts.
         limit: Option `trainer.limit_train_batches`.
     """
     return (ExamplesReader if Examples.are_read_by(loader) else ClientReader)(loader, limit)

@@ -14,11 +14,12 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from lightning_sparsefl.data.examples import reads_here
 from lightning_sparsefl.federated.local.engines import FastEngine
 from lightning_sparsefl.federated.local.stacked.fit import StackedRequest, fit_stack
 from lightning_sparsefl.federated.local.stacked.leaves import layout_of
 from lightning_sparsefl.federated.local.stacked.logs import NotStackable
-from lightning_sparsefl.federated.local.stacked.reader import ClientReader, readable, reader_of
+from lightning_sparsefl.federated.local.stacked.reader import ClientReader, reader_of
 from lightning_sparsefl.federated.local.stacked.undo import objects_kept
 from lightning_sparsefl.federated.local.worker import ClientWorker
 from lightning_sparsefl.seeds import seed_all
@@ -134,7 +135,7 @@ class StepTrial:
         sizes = {client: self._data.num_examples(client) for client in range(min(self._data.num_clients, _MOST))}
         other = max(sizes, key=lambda client: (sizes[client], client))
         loader = self._data.client_train_dataloader(other)
-        return other if readable(loader) and self._reader(other).batch_samples == self._reader(0).batch_samples else 0
+        return other if reads_here(loader) and self._reader(other).batch_samples == self._reader(0).batch_samples else 0
 
     def _reader(self, client: int) -> ClientReader:
         seed_all("trial")

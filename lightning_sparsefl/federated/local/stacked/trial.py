@@ -19,6 +19,7 @@ from lightning.pytorch import LightningModule
 from torch import nn
 
 from lightning_sparsefl.callbacks.stacking import stacking_key
+from lightning_sparsefl.data.examples import reads_here
 from lightning_sparsefl.federated.local.engines import FastEngine
 from lightning_sparsefl.federated.local.fast.support import NEVER_CALLED, SCORING_HOOKS, STEPS, overridden
 from lightning_sparsefl.federated.local.fast.trainer import FastTrainer
@@ -27,7 +28,7 @@ from lightning_sparsefl.federated.local.stacked import functorch
 from lightning_sparsefl.federated.local.stacked.asked_loop import AskedLoop
 from lightning_sparsefl.federated.local.stacked.fit import options_of, require_elementwise
 from lightning_sparsefl.federated.local.stacked.logs import NotStackable
-from lightning_sparsefl.federated.local.stacked.reader import name_of_data, readable
+from lightning_sparsefl.federated.local.stacked.reader import name_of_data
 from lightning_sparsefl.federated.local.stacked.step_trial import (
     ALONE,
     EXACT,
@@ -161,7 +162,7 @@ class StackingTrial:
         if reason is not None:
             return reason
         loader = self._data.client_train_dataloader(0)
-        if not readable(loader):
+        if not reads_here(loader):
             return (
                 f"client 0's loader reads a `{name_of_data(loader)}` with workers, pinned memory, or a sampler, a "
                 "generator or a class of its own, and not as a plain DataLoader does"

@@ -17,6 +17,7 @@ from lightning.pytorch.utilities.rank_zero import WarningCache
 from torch import Tensor, nn
 
 from lightning_sparsefl.callbacks.stacking import stacking_key
+from lightning_sparsefl.data.examples import reads_here
 from lightning_sparsefl.errors import InvalidOption
 from lightning_sparsefl.federated.client import Client
 from lightning_sparsefl.federated.exchange.failures import is_out_of_memory
@@ -27,7 +28,7 @@ from lightning_sparsefl.federated.local.stacked import fibers, functorch
 from lightning_sparsefl.federated.local.stacked.callback_trial import begin_together
 from lightning_sparsefl.federated.local.stacked.fit import StackedRequest, fit_stack
 from lightning_sparsefl.federated.local.stacked.gradients import GradientRequest, StackGradients
-from lightning_sparsefl.federated.local.stacked.reader import readable, reader_of
+from lightning_sparsefl.federated.local.stacked.reader import reader_of
 from lightning_sparsefl.federated.local.stacked.recording.captured import graphs_of
 from lightning_sparsefl.federated.local.stacked.recording.recorder import PassRecorder
 from lightning_sparsefl.federated.local.stacked.scoring.evaluation import EvaluationRequest
@@ -248,7 +249,7 @@ class StackedWorker(ClientWorker):
             masks = {name: mask for name, mask in masks.items() if not bool(mask.all())}
         callbacks = self.callbacks_of(request.client, masks, trainable, request.callbacks)
         loader = self.train_loader(request.client, request.key)
-        if not readable(loader):
+        if not reads_here(loader):
             return None
         engine = cast(FastEngine, self.engine)
         reader = reader_of(loader, engine.options.limit_train_batches)

@@ -25,10 +25,11 @@ from helpers.device import on_several_ranks
 from lightning_sparsefl import FedAvg, FederatedTrainer, Federation, FedSpa
 from lightning_sparsefl.callbacks.stacking.rows import _of_one
 from lightning_sparsefl.data import Dirichlet, FederatedDataset
+from lightning_sparsefl.data.examples import reads_here
 from lightning_sparsefl.federated.local.stacked import worker
 from lightning_sparsefl.federated.local.stacked.leaves import layout_of, stack_trees
 from lightning_sparsefl.federated.local.stacked.logs import NotStackable, StackedLog
-from lightning_sparsefl.federated.local.stacked.reader import ClientReader, readable, reader_of
+from lightning_sparsefl.federated.local.stacked.reader import ClientReader, reader_of
 from lightning_sparsefl.federated.local.stacked.scoring.evaluation import EvaluationRequest, readable_in_order
 from lightning_sparsefl.federated.local.stacked.scoring.evaluator import StackEvaluator
 from lightning_sparsefl.federated.local.stacked.stack_reader import StackReader, samples_of
@@ -246,7 +247,7 @@ def test_batches_of_different_shapes_are_read_apart():
     ],
 )
 def test_what_can_be_read(options, expected):
-    assert readable(DataLoader(Items(), **{"batch_size": 4, **options})) == expected
+    assert reads_here(DataLoader(Items(), **{"batch_size": 4, **options})) == expected
 
 
 def test_the_order_is_that_of_a_batch_sampler():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from itertools import groupby
 from typing import Any
 
@@ -14,7 +14,7 @@ from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from torch import Tensor
 from torch.utils.data import SequentialSampler
 
-from lightning_sparsefl.data.examples import Examples, Normalize
+from lightning_sparsefl.data.examples import Examples, Normalize, reads_here
 from lightning_sparsefl.federated.exchange.orders import Split
 from lightning_sparsefl.federated.local.engines import FastEngine
 from lightning_sparsefl.federated.local.fast.batches import num_batches
@@ -23,7 +23,7 @@ from lightning_sparsefl.federated.local.fast.trainer import FastTrainer
 from lightning_sparsefl.federated.local.isolation import Settings, isolate_metrics, restore_trainer_refs
 from lightning_sparsefl.federated.local.stacked.leaves import StackedModule, shared_names
 from lightning_sparsefl.federated.local.stacked.logs import EvaluationLog
-from lightning_sparsefl.federated.local.stacked.reader import ClientReader, readable, reading_key
+from lightning_sparsefl.federated.local.stacked.reader import ClientReader, reading_key
 from lightning_sparsefl.federated.local.stacked.recording.recorded_evaluation import EvaluationPass
 from lightning_sparsefl.federated.local.stacked.recording.recorder import PassRecorder
 from lightning_sparsefl.federated.local.stacked.scoring.metric_states import MetricStates
@@ -42,7 +42,7 @@ def readable_in_order(loader: Any) -> bool:
     Args:
         loader: Loader of a client's validation or test data.
     """
-    return readable(loader) and type(loader.batch_sampler.sampler) is SequentialSampler
+    return reads_here(loader) and type(loader.batch_sampler.sampler) is SequentialSampler
 
 
 @dataclass
@@ -63,7 +63,7 @@ class EvaluationRequest:
     result: dict[str, float] = field(default_factory=dict)
     """Value of each logged key."""
 
-    @property
+    @cached_property
     def examples(self) -> Examples | None:
         """Samples of the client, if they are tensors of which slices are batches."""
         examples: Examples = self.loader.dataset
