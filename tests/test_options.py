@@ -7,7 +7,7 @@ import shutil
 import subprocess
 import sys
 from dataclasses import MISSING, dataclass, fields, is_dataclass
-from inspect import signature
+from inspect import isabstract, signature
 from pathlib import Path
 from typing import Literal, get_origin, get_type_hints
 
@@ -161,6 +161,25 @@ def test_a_list_of_names_is_neither_a_name_nor_of_numbers(kind, name):
             InvalidOption, match=rf"algorithm\.{name}` is {re.escape(repr(value))}; expected a list of s"
         ):
             kind(**{name: value})
+
+
+def options_that_are_numbers():
+    """Return the options that are numbers, perhaps None, with the dataclasses that have and check them."""
+    for module in (algorithms, cost, data, federated):
+        for kind in (value for value in vars(module).values() if is_dataclass(value) and isinstance(value, type)):
+            if isabstract(kind) or not hasattr(kind, "__post_init__"):
+                continue
+            required = {each.name for each in fields(kind) if each.default is MISSING}
+            for name, hint in get_type_hints(kind).items():
+                if hint in (int, float, int | None, float | None) and name not in required:
+                    yield pytest.param(kind, name, id=f"{kind.__name__}.{name}")
+
+
+@pytest.mark.parametrize(("kind", "name"), list(options_that_are_numbers()))
+def test_nan_is_not_a_number(kind, name):
+    required = {each.name: 0.5 for each in fields(kind) if each.default is MISSING and each.init}
+    with pytest.raises(InvalidOption, match=rf"{name}. is nan; expected "):
+        kind(**required | {name: NAN})
 
 
 @pytest.mark.parametrize(("kind", "name"), list(options_of_one_class()))

@@ -15,6 +15,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, Sampler, SequentialSampler
 
+from lightning_sparsefl.errors import is_number, is_whole, require
+
 Transform: TypeAlias = Callable[[Tensor], Tensor]
 """Function from a batch of stored inputs to a batch of network inputs."""
 
@@ -171,11 +173,15 @@ class CropFlip:
     """Random crop after zero padding and random horizontal flip, the usual augmentation for CIFAR.
 
     Args:
-        padding: Number of zero pixels added on each side before the crop to the original size.
+        padding: Number of zero pixels, >= 0, added on each side before the crop to the original size.
         then: Transform that is applied afterwards, for example a :class:`Normalize`; None for no transform.
+
+    Raises:
+        InvalidOption: If `padding` is not a whole number >= 0.
     """
 
     def __init__(self, padding: int = 4, then: Transform | None = None) -> None:
+        require(is_whole(padding, 0), "CropFlip.padding", padding, "a whole number >= 0")
         self.padding, self.then = padding, then
 
     def __call__(self, images: Tensor) -> Tensor:
@@ -200,6 +206,9 @@ class FlipRotate:
         degrees: Largest angle in either direction.
         then: Transform that is applied afterwards, for example a :class:`Normalize`; None for no transform.
 
+    Raises:
+        InvalidOption: If `degrees` is not a finite number.
+
     Example:
         >>> images = torch.ones(2, 3, 8, 8, dtype=torch.uint8)
         >>> FlipRotate(degrees=0.0)(images).equal(images)
@@ -207,6 +216,7 @@ class FlipRotate:
     """
 
     def __init__(self, degrees: float = 30.0, then: Transform | None = None) -> None:
+        require(is_number(degrees) and math.isfinite(degrees), "FlipRotate.degrees", degrees, "a finite number")
         self.degrees, self.then = degrees, then
 
     def __call__(self, images: Tensor) -> Tensor:

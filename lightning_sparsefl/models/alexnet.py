@@ -10,6 +10,7 @@ from collections import OrderedDict
 
 from torch import Tensor, nn
 
+from lightning_sparsefl.errors import require
 from lightning_sparsefl.models.norm import Norm, norm2d
 from lightning_sparsefl.models.task import Classifier, check_sizes
 
@@ -46,6 +47,7 @@ class AlexNet(Classifier):
         dropout: float = 0.5,
     ) -> None:
         check_sizes("AlexNet", num_classes, sample_shape, min_side=15)
+        require(0 <= dropout <= 1, "model.dropout", dropout, "a number in [0, 1]")
         super().__init__(
             _alexnet(num_classes, sample_shape[0], dropout),
             num_classes=num_classes,

@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_sparsefl.errors import require
 from lightning_sparsefl.models.cnn import MNISTNet
 from lightning_sparsefl.models.lstm import LanguageLSTM, NextTokenScores
 from lightning_sparsefl.models.norm import Norm, norm2d
@@ -255,7 +254,6 @@ class ExitLanguageLSTM(ExitClassifier, NextTokenScores):
         weight_decay: float = 0.0,
         unknown: int | None = None,
     ) -> None:
-        require(num_classes >= 2, "model.num_classes", num_classes, "a whole number >= 2; change it or `data`")
         whole = LanguageLSTM(num_classes, embedding, hidden, length, tied=False)
         layers = dict(whole.net.named_children())
         first = nn.Sequential(layers["embedding"], _States(layers["lstm1"]))

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_sparsefl.errors import require
-from lightning_sparsefl.models.task import Classifier, mean_logits
+from lightning_sparsefl.models.task import Classifier, check_classes, mean_logits
 
 _IGNORED = -100
 """Target of a position that does not count, the default of `cross_entropy`."""
@@ -98,6 +98,7 @@ class LanguageLSTM(NextTokenScores):
         weight_decay: float = 0.0,
         unknown: int | None = None,
     ) -> None:
+        check_classes(num_classes)
         for name, value in {"embedding": embedding, "hidden": hidden, "length": length}.items():
             require(value >= 1, f"model.{name}", value, "a whole number >= 1")
         super().__init__(

@@ -42,7 +42,7 @@ class Classifier(L.LightningModule):
         weight_decay: float = 0.0,
     ) -> None:
         super().__init__()
-        _check_classes(num_classes)
+        check_classes(num_classes)
         _check_rates(lr, momentum, weight_decay)
         self.save_hyperparameters(ignore=["net"])
         self.net = net
@@ -117,13 +117,21 @@ def check_sizes(model: str, num_classes: int, sample_shape: SampleShape, min_sid
     Raises:
         InvalidOption: If there are fewer than 2 classes, no channel, or a side is below `min_side`.
     """
-    _check_classes(num_classes)
+    check_classes(num_classes)
     channels, height, width = sample_shape
     expected = f"at least 1 channel and sides of at least {min_side} pixels for `{model}`; change `model` or `data`"
     require(channels >= 1 and min(height, width) >= min_side, "model.sample_shape", tuple(sample_shape), expected)
 
 
-def _check_classes(num_classes: int) -> None:
+def check_classes(num_classes: int) -> None:
+    """Check the number of classes, before a network allocates weights for them.
+
+    Args:
+        num_classes: Number of classes.
+
+    Raises:
+        InvalidOption: If there are fewer than 2.
+    """
     require(num_classes >= 2, "model.num_classes", num_classes, "a whole number >= 2; change it or `data`")
 
 

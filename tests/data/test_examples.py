@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch.utils.data import RandomSampler, SequentialSampler
 
-from lightning_sparsefl.data import CropFlip, Examples, Normalize
+from lightning_sparsefl.data import CropFlip, Examples, FlipRotate, Normalize
 from lightning_sparsefl.data.examples import order_of
+from lightning_sparsefl.errors import InvalidOption
 
 
 def numbered(n: int) -> Examples:
@@ -101,6 +104,18 @@ def test_crop_without_padding_only_flips():
     images = torch.rand(20, 1, 4, 4)
     out = CropFlip(padding=0)(images)
     assert all(torch.equal(o, i) or torch.equal(o, i.flip(2)) for o, i in zip(out, images, strict=True))
+
+
+@pytest.mark.parametrize("padding", [-1, 1.5, True, None])
+def test_a_padding_that_is_no_number_of_pixels_is_refused(padding):
+    with pytest.raises(InvalidOption, match=f"`CropFlip.padding` is {padding}; expected a whole number >= 0"):
+        CropFlip(padding)
+
+
+@pytest.mark.parametrize("degrees", [math.nan, math.inf, "30"])
+def test_an_angle_that_is_not_finite_is_refused(degrees):
+    with pytest.raises(InvalidOption, match=f"`FlipRotate.degrees` is {degrees!r}; expected a finite number"):
+        FlipRotate(degrees)
 
 
 def test_augmentation_repeats_with_the_global_generator():

@@ -49,6 +49,9 @@ def test_its_head_is_the_decoder(tied):
 def test_bad_widths_are_refused():
     with pytest.raises(InvalidOption, match=r"`model.hidden` is 0; expected a whole number >= 1"):
         LanguageLSTM(hidden=0)
+    for model in (LanguageLSTM, ExitLanguageLSTM):
+        with pytest.raises(InvalidOption, match=r"`model.num_classes` is -1; expected a whole number >= 2"):
+            model(num_classes=-1)
 
 
 @pytest.mark.filterwarnings("ignore")

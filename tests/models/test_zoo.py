@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import lightning as L
@@ -80,6 +81,12 @@ def test_refuses_samples_that_are_too_small(model_class):
         model_class(sample_shape=(3, 64, side))
     with pytest.raises(InvalidOption, match="at least 1 channel"):
         model_class(sample_shape=(0, 64, 64))
+
+
+@pytest.mark.parametrize("dropout", [-0.1, 1.5, math.nan])
+def test_a_dropout_that_is_no_probability_is_refused(dropout):
+    with pytest.raises(InvalidOption, match=rf"`model.dropout` is {dropout}; expected a number in \[0, 1\]"):
+        AlexNet(dropout=dropout)
 
 
 def test_parameters_are_defined_in_the_order_of_the_forward_pass(model_class):
