@@ -28,8 +28,8 @@ _SAYS_NOT_DETERMINISTIC = "does not have a deterministic implementation"
 """Text of torch's RuntimeError for an operation that `trainer.deterministic` excludes."""
 _SAYS_NO_GRADIENT = "does not require grad"
 """Text of torch's RuntimeError for a loss that depends on nothing that is trained."""
-_LONGEST = 2000
-"""Number of characters of the reason for a failure that are kept."""
+_LONGEST, _SHORT = 2000, 120
+"""Numbers of characters of the reason for a failure that are kept, and of an error's text within a sentence."""
 _SAYS_NO_METRIC = "conditioned on metric"
 """Text of Lightning's errors for a scheduler or callback that monitors a metric which is not there."""
 
@@ -47,6 +47,20 @@ def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, MemoryError | torch.cuda.OutOfMemoryError):
         return True
     return isinstance(error, RuntimeError) and _SAYS_OUT_OF_MEMORY.search(str(error)) is not None
+
+
+def in_brief(error: BaseException) -> str:
+    """Return the class of an error and the beginning of its text.
+
+    Args:
+        error: Error of the local work.
+
+    Example:
+        >>> in_brief(KeyError("label"))
+        "KeyError: 'label'"
+    """
+    first = str(error).partition("\n")[0][:_SHORT]
+    return f"{type(error).__name__}: {first}" if first else type(error).__name__
 
 
 def is_missing_metric(error: BaseException) -> bool:

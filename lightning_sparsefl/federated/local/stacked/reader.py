@@ -11,7 +11,9 @@ from torch import Tensor
 
 from lightning_sparsefl.data.examples import Examples, Normalize, order_of
 from lightning_sparsefl.data.items import ClientItems
+from lightning_sparsefl.federated.exchange.failures import in_brief, is_out_of_memory
 from lightning_sparsefl.federated.local.fast.batches import num_batches
+from lightning_sparsefl.federated.local.stacked.logs import NotStackable
 
 
 def name_of_data(loader: Any) -> str:
@@ -82,9 +84,17 @@ class ClientReader:
 
         Args:
             number: Number of the batch, from 0.
+
+        Raises:
+            NotStackable: If the data set or its `collate_fn` raises an error, which the client raises again alone.
         """
         torch.set_rng_state(self._random)
-        batch = self._fetch(self.order[number])
+        try:
+            batch = self._fetch(self.order[number])
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+            raise NotStackable(f"gets no batch of `{name_of_data(self.loader)}` ({in_brief(error)})") from error
         self._random = torch.get_rng_state()
         return batch
 

@@ -20,6 +20,7 @@ from torch import nn
 
 from lightning_sparsefl.callbacks.stacking import stacking_key
 from lightning_sparsefl.data.examples import reads_here
+from lightning_sparsefl.federated.exchange.failures import in_brief
 from lightning_sparsefl.federated.local.engines import FastEngine
 from lightning_sparsefl.federated.local.fast.support import NEVER_CALLED, SCORING_HOOKS, STEPS, overridden
 from lightning_sparsefl.federated.local.fast.trainer import FastTrainer
@@ -78,8 +79,7 @@ def reason_of(error: Exception) -> str:
         found = re.search(pattern, text)
         if found:
             return clause.format(*found.groups())
-    first = text.splitlines()[0][:120] if text else ""
-    return f"fails for several clients at once ({type(error).__name__}: {first})"
+    return f"fails for several clients at once ({in_brief(error)})"
 
 
 def reason_of_hooks(module: LightningModule, hooks: Collection[str]) -> str | None:

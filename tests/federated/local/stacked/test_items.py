@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import re
+import warnings
 from collections import namedtuple
 from unittest import mock
 
@@ -140,8 +142,8 @@ def trained(folder, engine, data, algorithm=None, devices=1, **federation):
     return module.state_dict(), {name: value for name, value in scores.items() if "loss" in name}
 
 
-def split(kind="mapping", noise=0.1, **options):
-    items = Items(kind, noise)
+def split(kind="mapping", noise=0.1, items=None, **options):
+    items = items or Items(kind, noise)
     settings = {"num_clients": 8, "partition": Dirichlet(1.0), "labels": items.labels, "batch_size": 7, **options}
     return FederatedDataset(items, test_fraction=0.2, eval_batch_size=9, num_classes=3, **settings)
 
@@ -336,3 +338,34 @@ def test_what_cannot_be_stacked_is_named_and_trains_alone(items, options, reason
                 found.append(trained(tmp_path, engine, data))
     assert not stacks["trained"]
     assert all(torch.equal(found[0][0][name], tensor) for name, tensor in found[1][0].items())
+
+
+class Damaged(Items):
+    """Items some of which cannot be read."""
+
+    damaged = frozenset()
+
+    def __getitem__(self, index):
+        if index in self.damaged:
+            raise OSError(f"item {index} is damaged")
+        return super().__getitem__(index)
+
+
+def test_a_client_whose_data_fails_leaves_the_others_and_its_data_is_named(tmp_path, stacks):
+    worker._messages.clear()
+    found = []
+    for engine in ("stacked", "fast"):
+        data = split("tuple", num_clients=5, items=Damaged("tuple"))
+        data.setup()
+        data.train.damaged = frozenset(data.client_train_dataloader(3).dataset.rows[:, 0].tolist())
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            found.append(trained(tmp_path, engine, data, on_client_error="skip")[0])
+        reasons = [str(each.message) for each in told if "one after another" in str(each.message)]
+        if engine == "stacked":
+            assert re.match(
+                r"\d clients train one after another, since `Net.training_step` gets no batch of `Damaged` "
+                r"\(OSError: item \d+ is damaged\); set `federation.local_engine: fast`",
+                reasons[0],
+            )
+    assert all(torch.allclose(found[0][name], tensor, rtol=0, atol=1e-12) for name, tensor in found[1].items())
