@@ -1,14 +1,15 @@
 """FLASH: Revisiting Sparsity Hunting in Federated Learning: Why Does Sparsity Consensus Matter?
 
 Babakniya, Kundu, Prakash, Niu, Avestimehr, TMLR 2023, arXiv:2208.13092, in its forms SPDST (sensitivity-driven
-pre-defined sparse training) and JMWST (joint mask weight sparse training).
+pre-defined sparse training) and JMWST (joint mask weight sparse training), each also as hetero-FLASH.
 
 Before the first round, some clients train a sparse model alone. After each epoch they drop the smallest weights of
 each layer, and draw as many new ones, more of them in layers whose weights are large on average. The densities that
 their layers end with say how sensitive the layers are. The server draws one mask with the mean densities, scaled to
 the density of the run. With SPDST all rounds train under it. With JMWST clients move it by the same rule after each
 epoch but the last one, or behind the middle of a single one, and the server keeps the largest weights of each layer, as
-many as the mean density of the clients' masks says.
+many as the mean density of the clients' masks says. With hetero-FLASH a client trains a part of the mask: the largest
+weights of each layer, in a number that depends on its capacity.
 
 Departures from the paper and the authors' code:
 
@@ -24,8 +25,9 @@ Departures from the paper and the authors' code:
 - The global model of JMWST is scored under its mask; the code scores the mean of all clients' weights before it is
   pruned. The densities are scaled to that of the run also where they are below it, so that rounding lowers none. Rounds
   between two moves train under the mask from their first step on; the code's first step there is dense.
-- The densities of JMWST are those of the clients' masks (the code's `avg`), not of the merged weights (`aggregate`).
-- hetero-FLASH, with several densities, is not offered.
+- With hetero-FLASH a client's capacity holds in all rounds; in the code the ten clients of a round, whoever they are,
+  have three times .5, three times .75 and four times all of the density from round 1 on. A weight that nobody trains
+  keeps its value with `merge: count` where masks do not move; the code sets it to 0.
 """
 
 from __future__ import annotations
@@ -44,9 +46,9 @@ from lightning_sparsefl.seeds import generator
 from lightning_sparsefl.sparse.adjust import reallocated
 from lightning_sparsefl.sparse.density import floor_count, kept_counts, uniform
 from lightning_sparsefl.sparse.masks import apply
-from lightning_sparsefl.sparse.prune import prune_to
+from lightning_sparsefl.sparse.prune import prune_to, shrink
 from lightning_sparsefl.sparse.scores import magnitude, random
-from lightning_sparsefl.types import CostFacts, Costs, Masks, Merged, Message, ServerState, Update, Weights
+from lightning_sparsefl.types import ClientView, CostFacts, Costs, Masks, Merged, Message, ServerState, Update, Weights
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +71,14 @@ class FLASH(FederatedAlgorithm):
     move_every: int = 1
     """Number of rounds from one in which clients move the mask to the next, the first one in round 0; JMWST alone."""
     merge: Literal["mean", "count"] = "mean"
-    """Whether weights are averaged over the cohort, or over the clients whose masks keep them; JMWST alone."""
+    """Whether weights are averaged over the cohort, or over the clients whose masks keep them; with JMWST or
+    `hetero`."""
+    sensitivity: Literal["masks", "weights"] = "masks"
+    """Whether the layers of a mask that has moved have the mean densities of the clients' masks, or those of the merged
+    weights, in proportion (the code's `avg` and `aggregate`, which `hetero` requires there); JMWST alone."""
+    hetero: bool = False
+    """Whether a client trains only the largest weights of the mask, the fraction of each layer that its capacity says,
+    at least one (hetero-FLASH)."""
 
     def __post_init__(self) -> None:
         check_types(self, "algorithm.")
@@ -113,13 +122,32 @@ class FLASH(FederatedAlgorithm):
             weights = client.fit(weights, masks, epochs=1).weights
         return Update(weights={}, extra={"densities": _densities(masks)})
 
-    # ---- JMWST
+    # ---- hetero-FLASH and JMWST
+
+    @property
+    def at_full_capacity(self) -> str | None:
+        """Training of the whole mask."""
+        return "trains the whole mask on every client" if self.hetero else None
+
+    def download(self, server: ServerState, view: ClientView) -> Message:
+        """Send the weights that the mask keeps, or the largest of them."""
+        if not self.hetero:
+            return super().download(server, view)
+        sizes = {name: int(mask.sum()) for name, mask in server.masks.items()}
+        counts = {name: max(1, floor_count(view.capacity, size)) for name, size in sizes.items()}
+        masks = shrink(magnitude(server.weights), server.masks, counts)
+        return Message(weights=apply(server.weights, masks), masks=masks)
 
     @property
     def needs_exact_mean(self) -> str | None:
         """The mean over the cohort, which follows from that over those who keep a weight."""
-        needs = self.form == "JMWST" and self.merge == "mean"
+        needs = self._differ and self.merge == "mean"
         return "scales the mean by the share of the clients that keep a weight (`merge: mean`)" if needs else None
+
+    @property
+    def _differ(self) -> bool:
+        """Whether the masks of clients may differ."""
+        return self.hetero or self.form == "JMWST"
 
     def moves(self, round: int) -> bool:
         """Return whether clients move the mask in a round.
@@ -131,14 +159,14 @@ class FLASH(FederatedAlgorithm):
 
     def train(self, message: Message, client: Client) -> Update:
         """Train under the mask, which moves if it is due."""
-        if self.form == "SPDST":
+        if not self._differ:
             return super().train(message, client)
         if not self.moves(client.round):
             return replace(super().train(message, client), weight=1, votes=message.masks)
         moving = LayerReallocation(message.masks, self.exchange, client.key("FLASH moves"))
         result = client.fit(message.weights, callbacks=[*self.callbacks(message, client), moving])
-        densities = {"densities": _densities(moving.masks)}
-        return Update(weights=result.weights, votes=moving.masks, extra=densities, metrics=result.metrics)
+        extra = {"densities": _densities(moving.masks)} if self.sensitivity == "masks" else {}
+        return Update(weights=result.weights, votes=moving.masks, extra=extra, metrics=result.metrics)
 
     def may_vote(self, message: Message) -> Masks:
         """Return where an upload may vote: anywhere if masks move."""
@@ -146,11 +174,15 @@ class FLASH(FederatedAlgorithm):
 
     def aggregate(self, server: ServerState, merged: Merged) -> ServerState:
         """Return the mean, of which each layer keeps its largest weights if masks have moved."""
-        mean = super().aggregate(server, merged)
-        if "densities" not in merged.extra:
+        mean, moved = super().aggregate(server, merged), self.moves(server.round)
+        if not moved and not self.needs_exact_mean:
             return mean
         pool = {name: self._mean(mean.weights[name], merged.voters.get(name), merged.clients) for name in server.masks}
-        masks = prune_to(magnitude(pool), self._counts(pool, merged.extra["densities"]))
+        masks = server.masks
+        if moved:
+            kept = {name: value != 0 for name, value in pool.items()}
+            found = merged.extra["densities"] if self.sensitivity == "masks" else _densities(kept)
+            masks = prune_to(magnitude(pool), self._counts(pool, found))
         return replace(mean, weights=apply({**mean.weights, **pool}, masks), masks=masks)
 
     def _mean(self, mean: torch.Tensor, voters: torch.Tensor | None, clients: int) -> torch.Tensor:
@@ -160,12 +192,13 @@ class FLASH(FederatedAlgorithm):
         return mean * (voters.to(mean.dtype) / clients if self.merge == "mean" else voters > 0)
 
     def costs(self, facts: CostFacts) -> Costs:
-        """Return costs with one bit for each position of a mask that has moved."""
+        """Return costs with one bit for each position of a mask that has moved, or is a client's own."""
         costs, round = super().costs(facts), facts.view.round
         bits = sum(mask.numel() for mask in facts.message.masks.values()) / 8
+        new = round > 0 and (self.hetero or self.moves(round - 1))
         return replace(
             costs,
-            bytes_down_paper=costs.bytes_down_paper + bits * (round > 0 and self.moves(round - 1)),
+            bytes_down_paper=costs.bytes_down_paper + bits * new,
             bytes_up_paper=costs.bytes_up_paper + bits * self.moves(round),
         )
 

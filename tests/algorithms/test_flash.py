@@ -158,10 +158,78 @@ def test_masks_move_in_some_rounds():
     assert [FLASH(form="JMWST", move_every=2).moves(round) for round in range(4)] == [True, False, True, False]
 
 
+@pytest.mark.parametrize(("capacity", "kept"), [(1.0, [7, 5, 3, 1]), (0.5, [7, 5]), (0.75, [7, 5, 3]), (0.01, [7])])
+def test_a_client_gets_the_largest_weights_of_the_mask(view, capacity, kept):
+    weights = {"a.weight": torch.tensor([[1.0, 0.0, -7.0, 3.0, 5.0, 0.0]]), "a.bias": torch.ones(1)}
+    masks = {"a.weight": weights["a.weight"] != 0}
+    server = ServerState(round=0, weights=weights, masks=masks)
+    message = FLASH(hetero=True).download(server, view(capacity=capacity))
+    assert sorted(message.weights["a.weight"][message.masks["a.weight"]].abs().tolist(), reverse=True) == kept
+    assert int((message.weights["a.weight"] != 0).sum()) == len(kept)
+    assert torch.equal(message.weights["a.bias"], weights["a.bias"])
+    assert FLASH().download(server, view(capacity=capacity)).masks is masks
+
+
+def test_a_weight_of_the_mask_that_is_0_belongs_to_it(view):
+    server = ServerState(round=0, weights={"a.weight": torch.zeros(1, 4)}, masks={"a.weight": first(2, 4).flip(1)})
+    masks = FLASH(hetero=True).download(server, view(capacity=0.5)).masks
+    assert masks["a.weight"].tolist() == [[False, False, True, False]]
+
+
+@pytest.mark.parametrize(("merge", "kept"), [("mean", [[0.5, 4.0, 0.0, 0.0]]), ("count", [[2.0, 4.0, 9.0, 0.0]])])
+def test_parts_of_the_mask_are_averaged_over_all_or_those_who_keep_them(merge, kept):
+    masks, votes = {"a.weight": first(3, 4)}, torch.tensor([[1, 4, 0, 0]], dtype=torch.int32)
+    before = ServerState(round=1, weights={"a.weight": torch.tensor([[8.0, 8.0, 9.0, 0.0]])}, masks=masks)
+    means, reports = {"a.weight": torch.tensor([[2.0, 4.0, 0.0, 0.0]])}, {client: {} for client in range(4)}
+    merged = Merged(means, {"a.weight": votes > 0}, voters={"a.weight": votes}, reports=reports)
+    server = FLASH(hetero=True, merge=merge).aggregate(before, merged)
+    assert server.weights["a.weight"].tolist() == kept
+    assert server.masks is masks
+
+
+def test_clients_with_parts_of_the_mask_count_alike(client):
+    message = Message(weights={name: mask.float() for name, mask in MASKS.items()}, masks=MASKS)
+    someone, _ = client(trained=message.weights, client=3)
+    assert FLASH(hetero=True).train(message, someone).weight == 1
+    assert FLASH().train(message, someone).weight == someone.num_examples > 1
+
+
+def test_layers_take_the_densities_of_the_merged_weights():
+    # of 10 positions 5 are kept; of the means 4 and 1 are not 0, where the clients' masks would say 1 and 4
+    means = {
+        "a.weight": torch.tensor([[1.0, 2.0, 3.0, 4.0, 0.0]]),
+        "b.weight": torch.tensor([[5.0, 0.0, 0.0, 0.0, 0.0]]),
+    }
+    masks, densities = (
+        {name: first(2, 5) for name in means},
+        {"a.weight": torch.tensor(0.2), "b.weight": torch.tensor(0.8)},
+    )
+    before = ServerState(round=0, weights=means, masks=masks)
+    merged = Merged(means, {}, extra={"densities": densities}, reports={0: {}})
+    sizes = {}
+    for sensitivity in ("masks", "weights"):
+        server = FLASH(form="JMWST", density=0.5, sensitivity=sensitivity).aggregate(before, merged)
+        sizes[sensitivity] = [int(mask.sum()) for mask in server.masks.values()]
+    assert sizes == {"masks": [1, 4], "weights": [4, 1]}
+
+
+def test_densities_that_are_not_used_are_not_sent(client):
+    message = Message(weights={name: mask.float() for name, mask in MASKS.items()}, masks=MASKS)
+    someone, _ = client(trained=message.weights, client=3)
+    assert FLASH(form="JMWST", sensitivity="weights", exchange=0.0).train(message, someone).extra == {}
+
+
+def test_whole_capacities_are_told():
+    assert FLASH(hetero=True).at_full_capacity == "trains the whole mask on every client"
+    assert FLASH().at_full_capacity is None
+
+
 def test_what_changes_the_mean_is_refused_where_it_is_scaled(federation):
     with pytest.raises(InvalidOption, match="FLASH scales the mean by the share of the clients that keep a weight"):
         federation(FLASH(form="JMWST"), rounds=1, federation={"server_optimizer": ServerOptimizer()})
-    assert [FLASH().needs_exact_mean, FLASH(form="JMWST", merge="count").needs_exact_mean] == [None, None]
+    assert FLASH(hetero=True).needs_exact_mean
+    own = (FLASH(), FLASH(form="JMWST", merge="count"), FLASH(hetero=True, merge="count"))
+    assert [method.needs_exact_mean for method in own] == [None] * 3
 
 
 @pytest.mark.parametrize("merge", ["mean", "count"])
@@ -209,3 +277,6 @@ def test_a_move_costs_a_bit_for_each_position(facts):
         assert costs.bytes_down_paper == plain.bytes_down_paper + down
         assert costs.bytes_up_paper == plain.bytes_up_paper + up
         assert costs.flops_analytic == plain.flops_analytic
+        own = FLASH(hetero=True).costs(facts(masks, round=round))  # its part changes with the weights
+        assert own.bytes_down_paper == plain.bytes_down_paper + (10 / 8 if round else 0)
+        assert own.bytes_up_paper == plain.bytes_up_paper

@@ -30,6 +30,8 @@ VARIANTS = [
     algorithms.FIARSE(scope="layer", boost=False),
     algorithms.FLASH(form="JMWST", density=0.3, first_epochs=1, exchange=0.5, merge="count"),
     algorithms.FLASH(form="JMWST", density=0.4, first_epochs=1, exchange=0.5, move_every=2),
+    algorithms.FLASH(hetero=True, density=0.4, first_epochs=1, merge="count"),
+    algorithms.FLASH(hetero=True, density=0.4, first_epochs=1, form="JMWST", sensitivity="weights"),
     algorithms.FedSpa(search="static", mask_init="different", layer_density="uniform", density=0.3),
     algorithms.FedSpa(mask_init="different", growth="random", merge="count", mask_pool="all"),
     algorithms.FedLPS(ratio="fixed", refresh="round", reduction="mean"),

@@ -1,4 +1,4 @@
-"""Slow twin of FLASH in its forms SPDST and JMWST (Babakniya et al., arXiv:2208.13092)."""
+"""Slow twin of FLASH in its forms SPDST and JMWST, and hetero-FLASH (Babakniya et al., arXiv:2208.13092)."""
 
 import math
 
@@ -82,17 +82,33 @@ class FLASH(SNIP):
         self.weights, self.masks, self.sizes, self.sgd = masked(weights, masks), masks, sizes, sgd
 
 
-class JMWST(FLASH):
-    """Rounds in which clients move the mask after their first epoch, where the round is one of `every`."""
+class Moving(FLASH):
+    """Rounds in which clients move the mask after their first epoch, where the round is one of `every` (0 = never).
 
-    def __init__(self, weights, masks, sizes, sgd, *, density, exchange, every, epochs, merge):
+    `capacities[k]` is the share of each layer's mask that client k trains.
+    """
+
+    def __init__(self, weights, masks, sizes, sgd, *, density, exchange, every, epochs, merge, sensitivity, capacities):
         super().__init__(weights, copied(masks), sizes, sgd)
         self.density, self.exchange, self.every, self.epochs, self.merge = density, exchange, every, epochs, merge
-        self.t = 0
+        self.sensitivity, self.capacities, self.t = sensitivity, capacities, 0
 
-    def client(self, batches, scores):
+    def part(self, client):
+        """The masks of the client's largest weights."""
+        part = {}
+        for name, mask in self.masks.items():
+            places = ranked(np.flatnonzero(mask), np.abs(self.weights[name]))
+            own = np.zeros(mask.size, dtype=bool)
+            own[places[: max(1, math.floor(self.capacities[client] * len(places) + 1e-6))]] = True
+            part[name] = own.reshape(mask.shape)
+        return part
+
+    def personal(self, client):
+        return masked(self.weights, self.part(client))
+
+    def client(self, k, batches, scores):
         """The weights and the mask of a client after its epochs; `scores` are the draws of its one move."""
-        masks = copied(self.masks)
+        masks = self.part(k)
 
         def move(weights, step):
             if step + 1 == len(batches) // self.epochs:
@@ -100,30 +116,36 @@ class JMWST(FLASH):
                 masks.update(moved(weights, masks, rate, scores))
             return masked(weights, masks)
 
-        return train(self.weights, batches, masks=masks, after=move, **self.sgd), masks
+        after = None if scores is None else move
+        return train(self.weights, batches, masks=masks, after=after, **self.sgd), masks
 
     def round(self, batches, scores):
-        if self.t % self.every == 0:
-            self.move({k: self.client(batches[k], scores[k]) for k in batches})
-        else:
-            trained = {k: train(self.weights, batches[k], masks=self.masks, **self.sgd) for k in batches}
-            self.weights = plain_mean(trained)
+        moves = bool(self.every) and self.t % self.every == 0
+        trained = {k: self.client(k, batches[k], scores[k] if moves else None) for k in batches}
+        mean, votes = self.merged(trained)
+        if moves:
+            self.masks = largest_of(mean, self.goals(mean, votes, len(trained)))
+        elif self.merge == "count":
+            mean |= {name: np.where(votes[name] > 0, mean[name], self.weights[name]) for name in votes}
+        self.weights = masked(mean, self.masks)
         self.t += 1
 
-    def move(self, trained):
-        mean, shares = plain_mean({k: weights for k, (weights, _) in trained.items()}), {}
+    def merged(self, trained):
+        """The mean of the weights, and the number of clients that keep each of them."""
+        mean, votes = plain_mean({k: weights for k, (weights, _) in trained.items()}), {}
         for name in self.masks:
-            votes = sum(masks[name].astype(int) for _, masks in trained.values())
+            votes[name] = sum(masks[name].astype(int) for _, masks in trained.values())
             if self.merge == "count":
-                mean[name] = np.where(votes > 0, mean[name] * len(trained) / np.maximum(votes, 1), 0.0)
-            shares[name] = votes.sum() / len(trained) / votes.size
+                mean[name] = np.where(votes[name] > 0, mean[name] * len(trained) / np.maximum(votes[name], 1), 0.0)
+        return mean, votes
+
+    def goals(self, mean, votes, clients):
+        """The number of weights of each layer of a mask that has moved."""
+        kept = {"masks": lambda name: votes[name].sum() / clients, "weights": lambda name: (mean[name] != 0).sum()}
         sizes = {name: mask.size for name, mask in self.masks.items()}
-        goals = {
-            name: max(1, math.floor(share * sizes[name] + 1e-6))
-            for name, share in scaled([shares], sizes, self.density).items()
-        }
-        self.masks = largest_of(mean, goals)
-        self.weights = masked(mean, self.masks)
+        shares = {name: kept[self.sensitivity](name) / size for name, size in sizes.items()}
+        densities = scaled([shares], sizes, self.density)
+        return {name: max(1, math.floor(share * sizes[name] + 1e-6)) for name, share in densities.items()}
 
 
 def plain_mean(trees):

@@ -109,12 +109,24 @@ def moves(shapes, client, round):
     return arrays(random_scores(shapes, generator(*key)))
 
 
-def compare_jmwst(fit, method, sgd, batch_size=64, **federation):
-    """A run in which masks move against its twin; returns the masks of all rounds."""
+def compare_moving(fit, method, sgd, batch_size=64, **federation):
+    """A run in which masks move or differ against its twin; returns the masks of all rounds."""
     initial, record = fit(method, sgd, batch_size, **federation)
     _, masks = prepared(method, sgd, initial)
-    options = {"density": method.density, "exchange": method.exchange, "every": method.move_every}
-    twin = slow.JMWST(initial, masks, SIZES, sgd, epochs=EPOCHS, merge=method.merge, **options)
+    levels = federation.get("capacities", [1.0])
+    twin = slow.Moving(
+        initial,
+        masks,
+        SIZES,
+        sgd,
+        density=method.density,
+        exchange=method.exchange,
+        every=method.move_every if method.form == "JMWST" else 0,
+        epochs=EPOCHS,
+        merge=method.merge,
+        sensitivity=method.sensitivity,
+        capacities=[levels[k * len(levels) // len(SIZES)] for k in range(len(SIZES))],
+    )
     shapes = pool_of(initial, "weights")
     for t, done in enumerate(record):
         scores = {k: moves(shapes, k, t) for k in done.cohort}
@@ -136,7 +148,7 @@ def changed(before, after):
 @pytest.mark.parametrize("sgd", [PLAIN, HEAVY, CLIPPED], ids=["plain", "heavy", "clipped"])
 def test_jmwst(fit, merge, sgd):
     method = FLASH(form="JMWST", density=0.4, first_clients=0.3, first_epochs=3, exchange=0.5, merge=merge)
-    masks = compare_jmwst(fit, method, sgd)
+    masks = compare_moving(fit, method, sgd)
     assert all(map(changed, masks, masks[1:]))
 
 
@@ -144,5 +156,32 @@ def test_jmwst(fit, merge, sgd):
 @pytest.mark.parametrize("option", [{}, {"local_engine": "trainer"}, {"wire": "encode"}], ids=["", "trainer", "encode"])
 def test_jmwst_in_batches_and_in_some_rounds(fit, option):
     method = FLASH(form="JMWST", density=0.3, first_epochs=1, exchange=0.6, move_every=2)
-    masks = compare_jmwst(fit, method, HEAVY, batch_size=4, **option)
+    masks = compare_moving(fit, method, HEAVY, batch_size=4, **option)
     assert [changed(*pair) for pair in pairwise(masks)] == [True, False, True, False, True]
+
+
+LEVELS = [0.5, 0.75, 1.0]
+
+
+@pytest.mark.slow_after_first
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"merge": "count"},
+        {"merge": "mean"},
+        {"form": "JMWST", "merge": "count", "sensitivity": "weights"},
+        {"form": "JMWST", "merge": "mean", "exchange": 0.5, "move_every": 2},
+    ],
+    ids=["count", "mean", "moving, count", "moving, mean"],
+)
+@pytest.mark.parametrize("sgd", [PLAIN, HEAVY], ids=["plain", "heavy"])
+def test_parts_of_the_mask(fit, options, sgd):
+    method = FLASH(hetero=True, density=0.5, first_clients=0.3, first_epochs=2, **options)
+    masks = compare_moving(fit, method, sgd, batch_size=4, capacities=LEVELS)
+    assert [changed(*pair) for pair in pairwise(masks)][:2] == [method.moves(0), method.moves(1)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("option", [{"local_engine": "trainer"}, {"wire": "encode"}], ids=["trainer", "encode"])
+def test_parts_of_the_mask_whichever_way_the_engine_goes(fit, option):
+    compare_moving(fit, FLASH(hetero=True, density=0.5, first_epochs=2), HEAVY, 4, capacities=[0.3, 1.0], **option)
