@@ -18,7 +18,7 @@ from lightning_sparsefl.callbacks.loss_scaling import loss_scale
 from lightning_sparsefl.callbacks.options import check_arguments, require
 from lightning_sparsefl.callbacks.reported_steps import ReportedCallback
 from lightning_sparsefl.callbacks.training_units import units_in_training
-from lightning_sparsefl.callbacks.trial import trial, trial_loss
+from lightning_sparsefl.callbacks.trial import copy_of, trial, trial_loss
 from lightning_sparsefl.callbacks.unit_gates import Gate, gates_of, with_first
 from lightning_sparsefl.errors import InvalidOption
 from lightning_sparsefl.seeds import generator
@@ -123,7 +123,7 @@ class OrderedDropout(ReportedCallback):
             self._rate, self._drawn, self._stepped = self.draw(self._drawn), self._drawn + 1, False
         self._now = self._rate
         if self.distill:
-            self._now, self._batch = max(self.rates), (batch, batch_idx)
+            self._now, self._batch = max(self.rates), (copy_of(batch), batch_idx)
 
     def on_after_backward(self, trainer: Any, pl_module: LightningModule) -> None:
         """Add the gradient of the network with the drawn rate, which the largest one teaches."""

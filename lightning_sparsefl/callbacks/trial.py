@@ -19,16 +19,23 @@ from lightning_sparsefl.errors import InvalidOption
 from lightning_sparsefl.sparse.modes import random_restored
 
 
+def copy_of(batch: Any) -> Any:
+    """Return a copy of a batch, for a training step that may write into it, or take something out of it.
+
+    Args:
+        batch: Nested lists, tuples, mappings and dataclasses; objects of other classes are not copied.
+    """
+    return apply_to_collection(batch, Tensor, torch.clone)
+
+
 def trial_loss(module: LightningModule, batch: Any, batch_idx: int) -> Tensor:
-    """Return the loss that `training_step` returns.
+    """Return the loss that `training_step` returns for a copy of a batch, which is then trained on.
 
     Raises:
         InvalidOption: If it returns no loss.
     """
-    arguments = (
-        (batch, batch_idx) if is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2) else (batch,)
-    )
-    output = module.training_step(*arguments)
+    numbered = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
+    output = module.training_step(copy_of(batch), *((batch_idx,) if numbered else ()))
     loss = output.get("loss") if isinstance(output, dict) else output
     if not isinstance(loss, Tensor):
         raise InvalidOption(f"`{type(module).__name__}.training_step` returned {loss!r} as loss; expected a tensor.")

@@ -123,6 +123,22 @@ def reads_here(loader: Any) -> bool:
     )
 
 
+def reads_all_in_order(loader: DataLoader[Any]) -> bool:
+    """Return whether a loader with a :class:`~torch.utils.data.BatchSampler` reads all samples in their order.
+
+    Args:
+        loader: Loader of any data set with a length.
+
+    Example:
+        >>> data = torch.utils.data.TensorDataset(torch.zeros(3))
+        >>> part = DataLoader(data, sampler=SequentialSampler(range(2)))
+        >>> reads_all_in_order(DataLoader(data)), reads_all_in_order(part)
+        (True, False)
+    """
+    sampler = loader.batch_sampler.sampler  # type: ignore[union-attr]
+    return type(sampler) is SequentialSampler and len(sampler) == len(loader.dataset)  # type: ignore[arg-type]
+
+
 def order_of(sampler: Sampler[int]) -> Tensor:
     """Return the indices that a sampler yields, int64; those of a permutation without a list of Python's numbers.
 

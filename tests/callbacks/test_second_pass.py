@@ -513,3 +513,53 @@ def test_a_gradient_elsewhere_restores_replaced_buffers_and_other_random_states(
     np.random.seed(0)
     random.seed(0)
     assert module.drawn[2::3] == [(np.random.rand(), random.random()) for _ in peek.steps]
+
+
+class Altering(L.LightningModule):
+    """A linear classifier of batches that are mappings, which its training step alters in a way of `kind`."""
+
+    def __init__(self, kind):
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            self.net = nn.Sequential(nn.Linear(4, 9), nn.ReLU(), nn.Linear(9, 6), nn.ReLU(), nn.Linear(6, 3))
+        self.kind = kind
+
+    def training_step(self, batch, batch_idx):
+        if self.kind == "writes":
+            x, y = batch["x"].mul_(1.5).add_(0.1), batch["y"]
+        elif self.kind == "replaces":
+            batch["x"] = batch["x"] * 1.5 + 0.1
+            x, y = batch["x"], batch["y"]
+        elif self.kind == "takes out":
+            x, y = batch.pop("x") * 1.5 + 0.1, batch.pop("y")
+        else:
+            x, y = batch["x"] * 1.5 + 0.1, batch["y"]
+        return nn.functional.cross_entropy(self.net(x), y)
+
+    def configure_optimizers(self):
+        return SGD(self.parameters(), 0.2)
+
+
+PASSING_TWICE = {
+    **EVERY,
+    "ordered": lambda: OrderedDropout(rates=(0.5, 1.0)),
+    "ordered, distilled": lambda: OrderedDropout(rates=(0.5, 1.0), distill=True),
+    "learned": lambda: LearnedImportance(0.5),
+}
+
+
+@pytest.mark.parametrize("make", PASSING_TWICE.values(), ids=PASSING_TWICE)
+@pytest.mark.parametrize("kind", ["writes", "replaces", "takes out"])
+def test_each_pass_has_the_samples_as_they_were_read(kind, make, tmp_path):
+    x = torch.randn(20, 4, generator=torch.Generator().manual_seed(0))
+    items = [{"x": row, "y": int(row[:3].argmax())} for row in x]
+    found = []
+    for each in (kind, "plain"):
+        torch.manual_seed(0)
+        module = Altering(each)
+        options = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+        trainer = L.Trainer(accelerator="cpu", max_epochs=2, callbacks=[make()], default_root_dir=tmp_path, **options)
+        trainer.fit(module, DataLoader(items, batch_size=4))
+        found.append(module.state_dict())
+    assert all(torch.equal(tensor, found[1][name]) for name, tensor in found[0].items())

@@ -38,13 +38,17 @@ class StackedPass(Protocol):
         """Batches, with the clients in dimension 0."""
         ...
 
-    def gradient(self, weights: Leaves | None = None, loss: Callable[[], Tensor] | None = None) -> dict[str, Tensor]:
+    def gradient(
+        self, weights: Leaves | None = None, loss: Callable[[], Tensor] | None = None, batch: Any = None
+    ) -> dict[str, Tensor]:
         """Return the gradients of a further pass, which leaves no trace: no logs, no statistics, no random numbers.
 
         Args:
             weights: Weights to take the gradients at; names that are missing, and None, are those of the clients.
             loss: Function that is called after the pass and returns one loss for each client; None = the loss that
                 `training_step` returns.
+            batch: Batches to pass, a copy from before the training step, which may have written into its own; None =
+                a copy of the present ones.
         """
         ...
 

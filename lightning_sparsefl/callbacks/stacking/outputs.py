@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from lightning_sparsefl.callbacks.exits import EarlyExits, deeper_layers, refusal_of, require_exits
 from lightning_sparsefl.callbacks.ordered_dropout import OrderedDropout, distillation_loss, logits_of
 from lightning_sparsefl.callbacks.stacking.base import Leaves, StackedCallback, StackedPass
+from lightning_sparsefl.callbacks.trial import copy_of
 from lightning_sparsefl.callbacks.unit_gates import Gate, gates_of, with_first
 from lightning_sparsefl.callbacks.width import LabelMask, OutputScaler
 
@@ -25,6 +26,8 @@ class Now:
     """The batch."""
     part: Any = None
     """The counterpart for the clients of the batch."""
+    given: Any = None
+    """A copy of the samples from before the training step, where they are passed again after it."""
     logits: dict[int, Tensor] = field(default_factory=dict)
     """Noted outputs, with the clients in dimension 0."""
 
@@ -168,7 +171,10 @@ class StackedDropout(StackedOutputs):
         """Draw the rates of a step."""
         super().before_pass(batch)
         self.drawn = [callback.draw(step) for callback, step in zip(self.callbacks, batch.steps, strict=True)]
-        self.now = [max(callback.rates) for callback in self.callbacks] if self.callbacks[0].distill else self.drawn
+        self.now = self.drawn
+        if self.callbacks[0].distill:
+            self.now = [max(callback.rates) for callback in self.callbacks]
+            self._now.given = copy_of(batch.batch)
 
     def _read(self, gates: Sequence[Gate], layer: nn.Module, inputs: Any, named: dict[str, Any]) -> Any:
         return with_first(inputs, named, lambda value: self._gated(layer, value, gates))
@@ -198,7 +204,8 @@ class StackedDropout(StackedOutputs):
             return
         teacher, self.now = self._now.logits[0].detach(), self.drawn
         loss = torch.vmap(distillation_loss)
-        for name, slope in batch.gradient(loss=lambda: loss(teacher, self._now.logits[0])).items():
+        slopes = batch.gradient(loss=lambda: loss(teacher, self._now.logits[0]), batch=self._now.given)
+        for name, slope in slopes.items():
             grad = batch.leaves[name].grad
             if grad is not None:
                 grad.add_(slope)

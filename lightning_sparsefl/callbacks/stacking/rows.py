@@ -13,6 +13,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
 from lightning_sparsefl.callbacks.masking import MaskingCallback
 from lightning_sparsefl.callbacks.stacking.base import Leaves, StackedCallback, StackedPass
@@ -173,6 +174,24 @@ class _Row:
         if not all(map(_is_same, self._read(), self._state)):
             _refuse("changes attributes of the module, its layers or their hooks, or replaces a tensor")
 
+    def call_with(self, hook: str, batch: Any, number: int, *first: Any) -> None:
+        """Call a hook of the callback that sees a batch.
+
+        Args:
+            hook: Name of the hook.
+            batch: The client's batch, whose tensors are views.
+            number: Number of the batch in the epoch.
+            first: Arguments before the batch.
+
+        Raises:
+            RuntimeError: If it has replaced an entry of the batch, which the stack has again with other containers.
+        """
+        entries = tree_leaves(batch)
+        self.call(hook, *first, batch, number)
+        now = tree_leaves(batch)
+        if len(now) != len(entries) or any(one is not other for one, other in zip(now, entries, strict=True)):
+            _refuse("replaces an entry of the batch instead of writing into it")
+
     def _read(self) -> list[dict[Any, Any]]:
         """Return what is not to change: attributes, tables, and where the tensors lie."""
         tables = ("_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks", "_backward_hooks")
@@ -251,7 +270,7 @@ class StackedRows(StackedCallback):
     def before_batch(self, batch: StackedPass) -> None:
         """Call the hook before a batch."""
         for place, row in self._called("on_train_batch_start"):
-            row.call("on_train_batch_start", _of_one(batch.batch, place), batch.number)
+            row.call_with("on_train_batch_start", _of_one(batch.batch, place), batch.number)
 
     def after_backward(self, batch: StackedPass) -> None:
         """Call the hook after the backward pass."""
@@ -286,7 +305,7 @@ class StackedRows(StackedCallback):
         losses = batch.losses.detach()
         for place, row in self._called("on_train_batch_end"):
             outputs = {"loss": losses[place]}
-            row.call("on_train_batch_end", outputs, _of_one(batch.batch, place), batch.number)
+            row.call_with("on_train_batch_end", _of_one(batch.batch, place), batch.number, outputs)
 
     def _note_writes(self) -> None:
         """Show in version counters that weights may have been written: leaves of a part share none with the views."""

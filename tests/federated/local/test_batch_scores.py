@@ -8,14 +8,21 @@ import pytest
 import torch
 from lightning.fabric import Fabric
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    SequentialSampler,
+    SubsetRandomSampler,
+    TensorDataset,
+)
 from torchmetrics import CatMetric, MaxMetric, MeanMetric, Metric, MetricCollection, MinMaxMetric
 from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC
 
 from lightning_sparsefl.data.examples import Examples
 from lightning_sparsefl.federated.local.engines import FastEngine
 from lightning_sparsefl.federated.local.fast.batch_scores import join_scores
-from lightning_sparsefl.federated.local.fast.divisible import Indivisible
+from lightning_sparsefl.federated.local.fast.divisible import Indivisible, check_divisible
 from lightning_sparsefl.federated.local.lightning_trainer import LightningEngine
 from lightning_sparsefl.federated.local.local_options import LocalOptions
 from lightning_sparsefl.models import MLP
@@ -269,6 +276,24 @@ def test_a_pass_that_is_more_than_a_sum_is_left_to_one_process(module, reason):
     assert any(part.indivisible for part in parts)
     with pytest.raises(Indivisible, match=reason):
         join_scores(made, parts)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"batch_sampler": BatchSampler(range(40, 60), 8, False)},
+        {"batch_sampler": BatchSampler(SubsetRandomSampler(range(40, 60)), 8, False)},
+        {"batch_sampler": BatchSampler(list(range(59, 20, -1)), 8, True)},
+        {"sampler": SequentialSampler(range(13)), "batch_size": 8},
+    ],
+    ids=["part", "random part", "backwards", "beginning"],
+)
+def test_parts_of_the_samples_are_left_to_one_process(options):
+    part = DataLoader(loader().dataset, collate_fn=loader().collate_fn, **options)
+    with pytest.raises(Indivisible, match="is not a plain `DataLoader` of all samples in sequential order"):
+        check_divisible(Task(), part)
+    whole = DataLoader(loader().dataset, batch_sampler=BatchSampler(SequentialSampler(range(SAMPLES)), 8, True))
+    check_divisible(Task(), whole)
 
 
 class Endless(IterableDataset):

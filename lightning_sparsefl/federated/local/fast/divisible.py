@@ -11,10 +11,11 @@ import numpy as np
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
-from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader
 from torchmetrics import Metric, MetricCollection
 from torchmetrics.utilities.data import dim_zero_cat, dim_zero_max, dim_zero_min, dim_zero_sum
 
+from lightning_sparsefl.data.examples import reads_all_in_order
 from lightning_sparsefl.federated.local.fast.support import STEPS, overridden
 from lightning_sparsefl.federated.local.isolation import OF_LIGHTNING
 from lightning_sparsefl.federated.local.metric_attributes import own_attributes
@@ -45,8 +46,8 @@ def check_divisible(module: LightningModule, loader: Any) -> None:
     if hooks:
         raise Indivisible(f"`{name}` overrides `{hooks[0]}`")
     plain = type(loader) is DataLoader and type(loader.batch_sampler) is BatchSampler
-    if not plain or type(loader.sampler) is not SequentialSampler or loader.num_workers:
-        raise Indivisible("its loader is not a plain `DataLoader` in sequential order without workers")
+    if not plain or not reads_all_in_order(loader) or loader.num_workers:
+        raise Indivisible("its loader is not a plain `DataLoader` of all samples in sequential order without workers")
     for place, child in module.named_modules():
         if isinstance(child, MetricCollection) and child._enable_compute_groups:
             raise Indivisible(f"`{name}.{place}` is a `MetricCollection` with compute groups")

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_sparsefl.callbacks.trial import copy_of
 from lightning_sparsefl.federated.local.fast.steps import StepCaller
 from lightning_sparsefl.federated.local.stacked import functorch
 from lightning_sparsefl.federated.local.stacked.leaves import StackedModule, unwrapped
@@ -50,15 +51,15 @@ class BatchPass:
         Raises:
             NotStackable: If the training step does something that has no meaning for several clients at once.
         """
-        self.losses = self._losses(self.part)
+        self.losses = self._losses(self.part, self.batch)
         return self.losses
 
-    def _losses(self, part: StackedModule) -> Tensor:
+    def _losses(self, part: StackedModule, given: Any) -> Tensor:
         def run(batch: Any, level: int) -> Any:
             self._level = self.log.level = level
             return self._caller(batch, self.number)
 
-        output = part.call(run, self.batch)
+        output = part.call(run, given)
         loss = output["loss"] if isinstance(output, Mapping) else output
         if not isinstance(loss, Tensor):
             raise NotStackable(f"returns {loss!r} instead of a loss")
@@ -67,7 +68,10 @@ class BatchPass:
         return loss
 
     def gradient(
-        self, weights: Mapping[str, Tensor] | None = None, loss: Callable[[], Tensor] | None = None
+        self,
+        weights: Mapping[str, Tensor] | None = None,
+        loss: Callable[[], Tensor] | None = None,
+        batch: Any = None,
     ) -> dict[str, Tensor]:
         """Return the gradients of a further pass, which leaves no trace: no logs, no statistics, no random numbers.
 
@@ -75,13 +79,14 @@ class BatchPass:
             weights: Weights to take the gradients at; names that are missing, and None, are those of the clients.
             loss: Function that is called after the pass and returns one loss for each client; None = the loss that
                 `training_step` returns.
+            batch: Batches to pass, a copy from before the training step; None = a copy of the present ones.
         """
         part = copy.copy(self.part)
         other = {name: value.detach().requires_grad_() for name, value in (weights or {}).items()}
         part.leaves, part.shared = {**self.part.leaves, **other}, self.part.shared - other.keys()
         wanted = {name: leaf for name, leaf in part.leaves.items() if leaf.requires_grad}
         with self.leaving_no_trace(), torch.enable_grad():
-            losses = self._losses(part)
+            losses = self._losses(part, copy_of(self.batch) if batch is None else batch)
             value = losses if loss is None else loss()
             found = torch.autograd.grad(value.sum(), list(wanted.values()), allow_unused=True)
         return {name: slope for name, slope in zip(wanted, found, strict=True) if slope is not None}

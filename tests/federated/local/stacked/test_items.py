@@ -20,11 +20,12 @@ from torch.utils.data import (
     RandomSampler,
     SequentialSampler,
     SubsetRandomSampler,
+    TensorDataset,
     default_collate,
 )
 
 from helpers.device import on_several_ranks
-from lightning_sparsefl import FedAvg, FederatedTrainer, Federation, FedSpa
+from lightning_sparsefl import APFL, FedAvg, FederatedTrainer, Federation, FedSpa, FjORD, PerFedAvg, PFedMe
 from lightning_sparsefl.callbacks.stacking.rows import _of_one
 from lightning_sparsefl.data import Dirichlet, FederatedDataset
 from lightning_sparsefl.data.examples import reads_here
@@ -120,9 +121,9 @@ def stacks():
         yield sizes
 
 
-def trained(folder, engine, data, algorithm=None, devices=1, **federation):
+def trained(folder, engine, data, algorithm=None, devices=1, module=Net, **federation):
     torch.manual_seed(0)
-    module = Net()
+    module = module()
     trainer = FederatedTrainer(
         algorithm=algorithm or FedAvg(),
         federation=Federation(clients_per_round=5, local_engine=engine, **federation),
@@ -270,6 +271,7 @@ def test_evaluations_take_batches_of_a_batch_sampler():
     assert readable_in_order(loader)
     assert [EvaluationRequest(0, (), {}, loader, "test").size(number) for number in range(4)] == [100, 100, 40, 0]
     assert not readable_in_order(DataLoader(Items(), batch_sampler=BatchSampler(RandomSampler(Items()), 100, False)))
+    assert not readable_in_order(DataLoader(Items(), batch_size=100, sampler=SequentialSampler(range(13))))
 
 
 def test_the_samples_of_a_batch_are_counted_as_for_one_client():
@@ -369,3 +371,79 @@ def test_a_client_whose_data_fails_leaves_the_others_and_its_data_is_named(tmp_p
                 reasons[0],
             )
     assert all(torch.allclose(found[0][name], tensor, rtol=0, atol=1e-12) for name, tensor in found[1].items())
+
+
+class PartlyScored(FederatedDataset):
+    """Of all clients but the first one, the last samples are not evaluated."""
+
+    def client_test_dataloader(self, client):
+        loader = super().client_test_dataloader(client)
+        part = {} if client == 0 else {"sampler": SequentialSampler(range(len(loader.dataset) - 2))}
+        return DataLoader(loader.dataset, batch_size=3, collate_fn=loader.collate_fn, **part)
+
+
+@pytest.mark.parametrize("tensors", [True, False], ids=["tensors", "items"])
+def test_parts_of_the_samples_are_evaluated_as_alone(tensors, tmp_path):
+    items = Items("tuple")
+    found = []
+    for engine in ("stacked", "fast"):
+        train = TensorDataset(items.features, items.labels) if tensors else items
+        options = {"labels": None if tensors else items.labels, "batch_size": 8, "num_classes": 3}
+        data = PartlyScored(train, num_clients=5, test_fraction=0.2, eval_split="test", **options)
+        found.append(trained(tmp_path, engine, data)[1])
+    assert found[0] == pytest.approx(found[1], rel=1e-12)
+    assert "personal/test_loss" in found[0]
+
+
+class Halving(L.Callback):
+    """Replaces an entry of the batch."""
+
+    stackable = True
+
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        batch["x"] = 0.5 * batch["x"]
+
+
+class WithHalving(FedAvg):
+    def callbacks(self, message, client):
+        return [Halving()]
+
+
+def test_an_entry_that_a_callback_replaces_is_what_trains(tmp_path, stacks):
+    worker._messages.clear()
+    with pytest.warns(UserWarning, match="a callback replaces an entry of the batch instead of writing into it"):
+        found = trained(tmp_path, "stacked", split(), WithHalving())
+    assert not stacks["trained"]
+    alone = trained(tmp_path, "fast", split(), WithHalving())
+    assert all(torch.equal(found[0][name], tensor) for name, tensor in alone[0].items())
+    assert not torch.equal(trained(tmp_path, "fast", split())[0]["net.0.weight"], alone[0]["net.0.weight"])
+
+
+class Altering(Net):
+    """Its training step alters the batch in a way of `kind`."""
+
+    kind = ""
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch["x"], batch["extra"]["pair"][1]
+        if self.kind == "writes":
+            x = x.mul_(1.5).add_(0.1)
+        elif self.kind == "replaces":
+            x = batch["x"] = x * 1.5 + 0.1
+        else:
+            x = (batch.pop("x") if self.kind == "takes out" else x) * 1.5 + 0.1
+        return F.cross_entropy(self(x), y)
+
+
+@pytest.mark.parametrize("kind", ["writes", "replaces", "takes out"])
+@pytest.mark.parametrize(
+    "algorithm", [APFL(), PFedMe(lam=5.0), PerFedAvg(order="hessian"), FjORD(distill=True)], ids=repr
+)
+def test_each_pass_has_the_samples_as_they_were_read(kind, algorithm, tmp_path, stacks):
+    found = []
+    for engine, own in (("stacked", kind), ("fast", kind), ("fast", "")):
+        with mock.patch.object(Altering, "kind", own):
+            found.append(trained(tmp_path, engine, split(), algorithm, module=Altering)[0])
+    assert stacks["trained"]
+    for other in found[1:]:
+        assert all(torch.allclose(found[0][name], tensor, rtol=0, atol=1e-12) for name, tensor in other.items())

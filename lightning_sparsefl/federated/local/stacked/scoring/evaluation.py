@@ -12,9 +12,8 @@ import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from torch import Tensor
-from torch.utils.data import SequentialSampler
 
-from lightning_sparsefl.data.examples import Examples, Normalize, reads_here
+from lightning_sparsefl.data.examples import Examples, Normalize, reads_all_in_order, reads_here
 from lightning_sparsefl.federated.exchange.orders import Split
 from lightning_sparsefl.federated.local.engines import FastEngine
 from lightning_sparsefl.federated.local.fast.batches import num_batches
@@ -42,7 +41,7 @@ def readable_in_order(loader: Any) -> bool:
     Args:
         loader: Loader of a client's validation or test data.
     """
-    return reads_here(loader) and type(loader.batch_sampler.sampler) is SequentialSampler
+    return reads_here(loader) and reads_all_in_order(loader)
 
 
 @dataclass
