@@ -43,7 +43,7 @@ class Federation:
     first half of the clients has the capacity 0.125."""
     shuffle_capacities: bool = False
     """Whether the capacities are assigned in random order, from the seed, instead of in the order of the clients;
-    `local_epochs` then follows the same order."""
+    `local_epochs` and `availability` then follow the same order, also without `capacities`."""
     redraw_capacities: bool = False
     """Whether each client's capacity is drawn from the numbers of `capacities` in every round anew, all equally likely,
     from the seed, instead of fixed for the run. A client is scored with its capacity of the next round."""
@@ -245,12 +245,7 @@ class Federation:
 
     def _places(self, num_clients: int, seed: int) -> Tensor | None:
         """Return the clients' positions in a random order, or None."""
-        return torch.randperm(num_clients, generator=generator(seed, "capacities")) if self.deals_by_chance else None
-
-    @property
-    def deals_by_chance(self) -> bool:
-        """Whether capacities are given and assigned to clients in random order."""
-        return self.shuffle_capacities and self.capacities is not None
+        return torch.randperm(num_clients, generator=generator(seed, "capacities")) if self.shuffle_capacities else None
 
 
 @dataclass(frozen=True)

@@ -237,8 +237,8 @@ class FederatedTrainer:  # long because LightningCLI reads every option from its
             datamodule: Data of the clients.
             ckpt_path: Checkpoint or run folder to resume from, or ``last`` for the newest run of this algorithm: from
                 its last readable checkpoint, or from the start if it has none. A run that has ended, by `max_rounds` or
-                by a callback that is still there, is not trained further. ``auto`` starts a new run where ``last``
-                finds nothing, for launchers that repeat a command. Default: a new run.
+                by a callback that is still there, is not trained further in its folder. ``auto`` starts a new run where
+                ``last`` finds nothing, for launchers that repeat a command. Default: a new run.
 
         Returns:
             The final scores, totals and counts: all numbers of `summary.json`, without its texts.
@@ -269,7 +269,8 @@ class FederatedTrainer:  # long because LightningCLI reads every option from its
         Args:
             model: Module of the run.
             datamodule: Data of the clients.
-            ckpt_path: Checkpoint or folder of the run, or ``last``. Default: the current weights of the module.
+            ckpt_path: Checkpoint or folder of the run, or ``last``. Default: the run in `run_dir`, whose weights are
+                loaded, or else the current weights of the module.
         """
         return dict(self._dispatch("validate", model, datamodule, ckpt_path))
 
@@ -284,7 +285,8 @@ class FederatedTrainer:  # long because LightningCLI reads every option from its
         Args:
             model: Module of the run.
             datamodule: Data of the clients.
-            ckpt_path: Checkpoint or folder of the run, or ``last``. Default: the current weights of the module.
+            ckpt_path: Checkpoint or folder of the run, or ``last``. Default: the run in `run_dir`, whose weights are
+                loaded, or else the current weights of the module.
         """
         return dict(self._dispatch("test", model, datamodule, ckpt_path))
 
@@ -335,11 +337,12 @@ class FederatedTrainer:  # long because LightningCLI reads every option from its
         Args:
             model: Module of the run.
             datamodule: Data of the clients.
-            ckpt_path: Checkpoint or folder of the run, or ``last``. Default: the current weights of the module.
+            ckpt_path: Checkpoint or folder of the run, or ``last``. Default: the run in `run_dir`, whose weights are
+                loaded, or else the current weights of the module.
             client: Number of the client.
             round: Index of the round, from 0. Default: the round after the checkpoint, or the last one of a finished
-                run. For a later round, the rounds in between are repeated first; an earlier one starts from the
-                previous checkpoint of the run.
+                run, which must have committed twice. For a later round, the rounds in between are repeated first; an
+                earlier one starts from the previous checkpoint of the run.
             pdb: Whether to open Python's debugger at the error if the fit fails.
 
         Returns:

@@ -12,6 +12,7 @@ import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
 from lightning_sparsefl import FedAvg, FederatedTrainer, Federation, FedSpa
+from lightning_sparsefl.cost import Availability
 from lightning_sparsefl.data import FederatedBlobs, FederatedBlobsOnDemand
 from lightning_sparsefl.federated.fleet import Fleet, LazyClientViews, sizes_fact
 from lightning_sparsefl.federated.sampling.draws import Training, split_unseen, uniform_cohort
@@ -231,6 +232,18 @@ def test_capacities_are_those_of_a_list():
         order = torch.randperm(12, generator=generator(3, "capacities")) if shuffle else range(12)
         capacities = federation.fleet_capacities(12, seed=3)
         assert [capacities[client] for client in range(12)] == [dealt[place] for place in order]
+
+
+def test_epochs_and_times_follow_the_order_of_the_capacities():
+    order = torch.randperm(12, generator=generator(3, "capacities"))
+    for capacities in (None, [0.25, 1.0]):
+        times = Availability(intervals=[[[0, 1]], [[1, 2]]], period=2)
+        federation = Federation(
+            capacities=capacities, local_epochs=[1, 2, 3], availability=times, shuffle_capacities=True
+        )
+        epochs, intervals = federation.fleet_epochs(12, seed=3), federation.fleet_intervals(12, seed=3)
+        assert [epochs[client][0] for client in range(12)] == [1 + int(place) // 4 for place in order]
+        assert [intervals[client] for client in range(12)] == [times.intervals[int(place) // 6] for place in order]
 
 
 def test_views_are_made_when_they_are_looked_at():

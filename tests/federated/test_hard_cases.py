@@ -24,6 +24,7 @@ from lightning_sparsefl import (
     FedLPS,
     FedSpa,
     HeteroFL,
+    LotteryFL,
     PerFedMask,
     SparsyFed,
     SplitMix,
@@ -423,6 +424,23 @@ def test_evaluations_do_not_depend_on_those_before(trainer, local_engine):
     assert resumed == trainer(max_rounds=2, **options).fit(mlp(), ShuffledScores())
 
 
+class OnlyTests(L.LightningModule):
+    """A module that cannot be validated."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(20, 4))
+
+    def training_step(self, batch, batch_idx):
+        return torch.nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+
+    def test_step(self, batch, batch_idx):
+        self.log("test_loss", self.training_step(batch, batch_idx))
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
 def test_mistakes_are_told_before_anything_is_trained(trainer):
     class NoStep(L.LightningModule):
         pass
@@ -436,6 +454,10 @@ def test_mistakes_are_told_before_anything_is_trained(trainer):
     no_validation_set = {"val_fraction": 0.0, "eval_split": "test"}
     with pytest.raises(InvalidOption, match=r"no val set .* above 0, or set `trainer.validate_locally: false`"):
         trainer(validate_locally=True).fit(mlp(), blobs(**no_validation_set))
+    with pytest.raises(InvalidOption, match=r"no `validation_step`, which `trainer\.validate_locally` calls; define"):
+        trainer(validate_locally=True).fit(OnlyTests(), blobs(eval_split="test"))
+    with pytest.raises(InvalidOption, match=r"with which LotteryFL scores clients in training; define it\."):
+        trainer(algorithm=LotteryFL()).fit(OnlyTests(), blobs(eval_split="test"))
     with pytest.raises(InvalidOption, match=r"no val set .* above 0, or use `test` for the test sets"):
         trainer().validate(mlp(), blobs(**no_validation_set))
     with pytest.raises(InvalidOption, match="`data` lists a DataLoader"):

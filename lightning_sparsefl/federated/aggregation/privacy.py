@@ -33,7 +33,7 @@ class Privacy:
     noise_multiplier: float
     """Standard deviation of the noise in the sum of updates, in units of `federation.clip_update`; in [1e-9, 1e6]."""
     delta: float
-    """Probability that the guarantee of epsilon fails, in (0, 1); at most 1 / number of clients."""
+    """Probability that the guarantee of epsilon fails, in (0, 1), and below 1 / number of clients."""
     key_file: str | None = field(default=None, repr=False, compare=False)
     """File with the secret key of noise and cohorts, 64 hexadecimal digits as printed by ``openssl rand -hex 32``.
     Every machine of a simulation needs it for training and for resuming; on Flower only the server does. Its content is

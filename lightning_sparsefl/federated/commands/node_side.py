@@ -130,17 +130,16 @@ class NodeSide:
         for each in self._scored_clients(client):
             self._require_set(self.split, each, instead)
         if self.options.validate_locally:
-            self._require_set("val", client, "set `trainer.validate_locally: false`")
+            unset = "set `trainer.validate_locally: false`"
+            self._require_validation(client, "which `trainer.validate_locally` calls", unset)
         if self.algorithm.without_validation is not None:
-            self._require_validation(client, self.algorithm.without_validation)
+            scores = f"with which {type(self.algorithm).__name__} scores clients in training"
+            self._require_validation(client, scores, self.algorithm.without_validation)
 
-    def _require_validation(self, client: int, instead: str) -> None:
-        """Raise :class:`InvalidOption` if clients cannot be scored in training, as the method does."""
+    def _require_validation(self, client: int, use: str, instead: str) -> None:
+        """Raise :class:`InvalidOption` if clients cannot be validated in training."""
         if not is_overridden("validation_step", self.module):
-            raise InvalidOption(
-                f"`{type(self.module).__name__}` has no `validation_step`, with which {type(self.algorithm).__name__} "
-                f"scores clients in training; define it, or {instead}."
-            )
+            raise InvalidOption(f"`{type(self.module).__name__}` has no `validation_step`, {use}; define it.")
         self._require_set("val", client, instead)
 
     def _scored_clients(self, client: int) -> Iterable[int]:

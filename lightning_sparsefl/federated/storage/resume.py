@@ -134,7 +134,7 @@ def find_resume_point(
     """
     if run_dir is not None and ckpt_path in (None, *NEWEST):
         begun = checkpoints_of(run_dir) or not training or (run_dir / LOCK).is_file()
-        return _in_folder(run_dir, training) if begun else ResumePoint(folder=run_dir)
+        return _in_folder(run_dir, training, "trainer.run_dir") if begun else ResumePoint(folder=run_dir)
     if ckpt_path is None:
         return ResumePoint()
     if ckpt_path not in NEWEST:
@@ -177,13 +177,13 @@ def _moved(found: ResumePoint, run_dir: Path) -> ResumePoint:
     return replace(found, folder=None, newest=False)
 
 
-def _in_folder(folder: Path, training: bool) -> ResumePoint:
+def _in_folder(folder: Path, training: bool, option: str = "ckpt_path") -> ResumePoint:
     """Return the last commit of a run folder, or its start if the run trains and has committed no round."""
     if not checkpoints_of(folder):
         if training and (folder / LOCK).is_file():
             return ResumePoint(folder=folder, notice=f"{folder} has committed no round: it starts over.")
         raise CheckpointMismatch(
-            f"`ckpt_path` is the folder {folder}, which contains no checkpoints/{LAST}; "
+            f"`{option}` is the folder {folder}, which contains no checkpoints/{LAST}; "
             "expected a checkpoint, or the folder of a run with one."
         )
     return ResumePoint(folder / "checkpoints" / LAST, folder, newest=True)

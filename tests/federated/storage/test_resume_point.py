@@ -122,7 +122,7 @@ def test_a_named_folder_goes_on_if_a_run_has_begun_there(ckpt_path, root):
     add("FedAvg/version_0", LAST)
     own = add("own")
     assert where(root, ckpt_path, run_dir=own) == ResumePoint(folder=own)
-    with pytest.raises(CheckpointMismatch, match=r"which contains no checkpoints/last\.ckpt"):
+    with pytest.raises(CheckpointMismatch, match=r"^`trainer\.run_dir` is .* which contains no checkpoints/last\.ckpt"):
         where(root, ckpt_path, training=False, run_dir=own)
     add("own", ".lock")
     assert where(root, ckpt_path, run_dir=own).notice == f"{own} has committed no round: it starts over."
