@@ -19,12 +19,13 @@ Departures from the paper and the authors' code:
 - Each epoch of the first stage is a local fit of its own, with new optimizers and schedules; the code has SGD without
   momentum. The part that is dropped falls from epoch to epoch, as the code's does, which lowers it in each step.
 - The rounds start from the run's initial weights; the code draws new ones after the first stage.
-- In the rounds of SPDST, clients count by their numbers of samples, as in FedAvg, and so they do for the buffers of
-  JMWST; the code takes the plain mean.
+- In the rounds of SPDST, clients count by their numbers of samples, as in FedAvg, and so they do for buffers with JMWST
+  and hetero-FLASH; the code takes the plain mean.
 - FLOPs of the first stage are not charged; its bytes are, to the first round.
 - The global model of JMWST is scored under its mask; the code scores the mean of all clients' weights before it is
   pruned. The densities are scaled to that of the run also where they are below it, so that rounding lowers none. Rounds
-  between two moves train under the mask from their first step on; the code's first step there is dense.
+  between two moves train under the mask from their first step on; the code's first step there is dense, but for
+  hetero-FLASH.
 - With hetero-FLASH a client's capacity holds in all rounds; in the code the ten clients of a round, whoever they are,
   have three times .5, three times .75 and four times all of the density from round 1 on. A weight that nobody trains
   keeps its value with `merge: count` where masks do not move; the code sets it to 0.
@@ -149,6 +150,12 @@ class FLASH(FederatedAlgorithm):
         """Whether the masks of clients may differ."""
         return self.hetero or self.form == "JMWST"
 
+    @property
+    def sends_unreceived(self) -> str | None:
+        """Weights of the server's mask that a client's part lacks, and to which its mask moves."""
+        moves = self.hetero and self.form == "JMWST"
+        return "has clients move their masks to weights that they have not received (`hetero`)" if moves else None
+
     def moves(self, round: int) -> bool:
         """Return whether clients move the mask in a round.
 
@@ -192,10 +199,11 @@ class FLASH(FederatedAlgorithm):
         return mean * (voters.to(mean.dtype) / clients if self.merge == "mean" else voters > 0)
 
     def costs(self, facts: CostFacts) -> Costs:
-        """Return costs with one bit for each position of a mask that has moved, or is a client's own."""
+        """Return costs with one bit for each position of a mask that has moved, or is a part of the server's."""
         costs, round = super().costs(facts), facts.view.round
         bits = sum(mask.numel() for mask in facts.message.masks.values()) / 8
-        new = round > 0 and (self.hetero or self.moves(round - 1))
+        part = self.hetero and facts.view.capacity < 1
+        new = round > 0 and (part or self.moves(round - 1))
         return replace(
             costs,
             bytes_down_paper=costs.bytes_down_paper + bits * new,

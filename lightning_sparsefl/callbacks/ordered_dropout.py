@@ -7,7 +7,8 @@ NeurIPS 2021, arXiv:2102.13451, section 3.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from contextlib import ExitStack
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from lightning_sparsefl.callbacks.trial import copy_of, trial, trial_loss
 from lightning_sparsefl.callbacks.unit_gates import Gate, gates_of, with_first
 from lightning_sparsefl.errors import InvalidOption
 from lightning_sparsefl.seeds import generator
+from lightning_sparsefl.sparse.attributes import attribute_replaced
 from lightning_sparsefl.sparse.layer_groups import head_layer
 from lightning_sparsefl.sparse.units import UnitGroup
 from lightning_sparsefl.sparse.uses import uses_of
@@ -58,7 +60,7 @@ class OrderedDropout(ReportedCallback):
         (0.5, 1.0)
     """
 
-    _of_a_fit = ("_handles", "_now", "_batch", "_logits", "log", "log_dict")
+    _of_a_fit = ("_handles", "_now", "_batch", "_logits", "_undo", "log", "log_dict")
 
     @check_arguments
     def __init__(
@@ -88,7 +90,7 @@ class OrderedDropout(ReportedCallback):
     def _forget(self) -> None:
         """Set the references to a fit's module to their values outside of a fit."""
         self._handles: list[Any] = []
-        self._now, self._batch = max(self.rates), (None, 0)
+        self._now, self._batch, self._undo = max(self.rates), (None, 0), ExitStack()
         self._logits: Tensor | None = None
 
     def draw(self, number: int) -> float:
@@ -123,7 +125,21 @@ class OrderedDropout(ReportedCallback):
             self._rate, self._drawn, self._stepped = self.draw(self._drawn), self._drawn + 1, False
         self._now = self._rate
         if self.distill:
-            self._now, self._batch = max(self.rates), (copy_of(batch), batch_idx)
+            self._now = max(self.rates)
+            self._keep_batch(pl_module, batch_idx)
+
+    def _keep_batch(self, module: LightningModule, batch_idx: int) -> None:
+        """Copy the batch when the training step is called: after what hooks do to it, and before what the step does."""
+        self._undo.close()  # after a batch that was skipped
+        step = module.training_step
+
+        @wraps(step)
+        def keeping(batch: Any, *rest: Any) -> Any:
+            self._undo.close()
+            self._batch = (copy_of(batch), batch_idx)
+            return step(batch, *rest)
+
+        self._undo.enter_context(attribute_replaced(module, "training_step", keeping))
 
     def on_after_backward(self, trainer: Any, pl_module: LightningModule) -> None:
         """Add the gradient of the network with the drawn rate, which the largest one teaches."""
@@ -195,6 +211,7 @@ class OrderedDropout(ReportedCallback):
     def _release(self) -> None:
         for handle in self._handles:
             handle.remove()
+        self._undo.close()
         super()._release()
         self._forget()
 

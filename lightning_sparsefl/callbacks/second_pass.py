@@ -24,9 +24,9 @@ from lightning_sparsefl.types import Weights
 def gradient_at(trainer: Any, module: LightningModule, batch: Any, batch_idx: int, weights: Weights) -> Weights:
     """Return the gradient of the training loss of a batch at other weights; parameters without one are missing.
 
-    Module and batch are afterwards as before: weights and gradients, buffers, metrics and random numbers. So each call
-    before the training step draws the same dropout as the training step. In a `Trainer` with several processes it is
-    their mean gradient.
+    Module and batch are afterwards as before: weights and gradients, buffers, metrics and random numbers, and what
+    :func:`~lightning_sparsefl.callbacks.trial.copy_of` copies of the batch. So each call before the training step draws
+    the same dropout as the training step. In a `Trainer` with several processes it is their mean gradient.
 
     Args:
         trainer: Trainer of the module.

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import copy
+from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,9 +24,28 @@ def copy_of(batch: Any) -> Any:
     """Return a copy of a batch, for a training step that may write into it, or take something out of it.
 
     Args:
-        batch: Nested lists, tuples, mappings and dataclasses; objects of other classes are not copied.
+        batch: Tensors in nested lists, tuples and mappings. Of an object of another class the copy shares the tensors,
+            and of what cannot be copied all.
+
+    Example:
+        >>> batch = {"x": torch.zeros(2), "y": [torch.ones(1)]}
+        >>> copy_of(batch).pop("x").add_(1), batch
+        (tensor([1., 1.]), {'x': tensor([0., 0.]), 'y': [tensor([1.])]})
     """
-    return apply_to_collection(batch, Tensor, torch.clone)
+    if isinstance(batch, Tensor):
+        return batch.clone()
+    if type(batch) in (list, tuple):
+        return type(batch)(map(copy_of, batch))
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*map(copy_of, batch))
+    try:
+        copied = copy.copy(batch)  # with the attributes of a class derived from `dict`
+    except TypeError:  # of a generator, for example
+        return batch
+    if isinstance(batch, MutableMapping):
+        for key, value in batch.items():
+            copied[key] = copy_of(value)
+    return copied
 
 
 def trial_loss(module: LightningModule, batch: Any, batch_idx: int) -> Tensor:

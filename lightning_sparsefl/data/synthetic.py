@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, overload
@@ -101,6 +102,7 @@ class FederatedBlobsOnDemand(FederatedDataModule):
     ) -> None:
         for name, value in {"num_clients": num_clients, "fewest": fewest, "num_pooled": num_pooled}.items():
             require(value >= 1, f"data.{name}", value, "a whole number >= 1")
+        require(0 <= noise < math.inf, "data.noise", noise, "a number >= 0")
         require(most >= fewest, "data.most", most, f"at least `data.fewest`, which is {fewest}")
         expected = f"a number from 1 to {num_classes}, the number of classes"
         require(1 <= classes_per_client <= num_classes, "data.classes_per_client", classes_per_client, expected)

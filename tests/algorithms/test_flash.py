@@ -219,6 +219,16 @@ def test_densities_that_are_not_used_are_not_sent(client):
     assert FLASH(form="JMWST", sensitivity="weights", exchange=0.0).train(message, someone).extra == {}
 
 
+def test_what_takes_changes_is_refused_where_clients_send_what_they_have_not_received(federation):
+    method = FLASH(hetero=True, form="JMWST", merge="count", sensitivity="weights", first_epochs=1)
+    with pytest.raises(
+        InvalidOption, match="FLASH has clients move their masks to weights that they have not received"
+    ):
+        federation(method, rounds=1, federation={"clip_update": 1.0, "capacities": [0.5, 1.0]})
+    own = (FLASH(hetero=True), FLASH(form="JMWST"))
+    assert [each.sends_unreceived for each in own] == [None] * 2
+
+
 def test_whole_capacities_are_told():
     assert FLASH(hetero=True).at_full_capacity == "trains the whole mask on every client"
     assert FLASH().at_full_capacity is None
@@ -277,6 +287,7 @@ def test_a_move_costs_a_bit_for_each_position(facts):
         assert costs.bytes_down_paper == plain.bytes_down_paper + down
         assert costs.bytes_up_paper == plain.bytes_up_paper + up
         assert costs.flops_analytic == plain.flops_analytic
-        own = FLASH(hetero=True).costs(facts(masks, round=round))  # its part changes with the weights
-        assert own.bytes_down_paper == plain.bytes_down_paper + (10 / 8 if round else 0)
-        assert own.bytes_up_paper == plain.bytes_up_paper
+        for capacity in (0.5, 1.0):  # a part changes with the weights
+            own = FLASH(hetero=True).costs(facts(masks, round=round, capacity=capacity))
+            assert own.bytes_down_paper == plain.bytes_down_paper + (10 / 8 if round and capacity < 1 else 0)
+            assert own.bytes_up_paper == plain.bytes_up_paper

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import itertools
 import random
+from collections import OrderedDict, UserDict, namedtuple
+from dataclasses import dataclass
 
 import lightning as L
 import numpy as np
@@ -27,6 +29,7 @@ from lightning_sparsefl.callbacks import (
     StaticMask,
 )
 from lightning_sparsefl.callbacks.second_pass import gradient_at
+from lightning_sparsefl.callbacks.trial import copy_of
 from lightning_sparsefl.errors import IncompatibleMasks, InvalidOption
 
 EVERY = {
@@ -563,3 +566,86 @@ def test_each_pass_has_the_samples_as_they_were_read(kind, make, tmp_path):
         trainer.fit(module, DataLoader(items, batch_size=4))
         found.append(module.state_dict())
     assert all(torch.equal(tensor, found[1][name]) for name, tensor in found[0].items())
+
+
+class HalvesBefore(Altering):
+    """Halves the inputs in a hook before its training step."""
+
+    def on_train_batch_start(self, batch, batch_idx):
+        batch["x"].mul_(0.5)
+
+
+class Halves(Callback):
+    """Halves the inputs in place, or as a new entry."""
+
+    def __init__(self, replaces):
+        self.replaces = replaces
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if self.replaces:
+            batch["x"] = 0.5 * batch["x"]
+        else:
+            batch["x"].mul_(0.5)
+
+
+@pytest.mark.parametrize("kind", ["writes", "replaces", "takes out"])
+@pytest.mark.parametrize(
+    ("make", "further"),
+    [(HalvesBefore, ()), (Altering, (Halves(True),)), (Altering, (Halves(False),))],
+    ids=["of the module", "replaces", "writes"],
+)
+def test_the_pass_that_is_taught_has_what_hooks_have_made_of_the_batch(make, further, kind, tmp_path):
+    x = torch.randn(20, 4, generator=torch.Generator().manual_seed(0))
+    found = []
+    for each, hooks, scale in ((kind, (make, further), 1.0), ("plain", (Altering, ()), 0.5)):
+        items = [{"x": scale * row, "y": int(row[:3].argmax())} for row in x]
+        torch.manual_seed(0)
+        module, callbacks = hooks[0](each), [OrderedDropout(rates=(0.5, 1.0), distill=True), *hooks[1]]
+        options = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+        trainer = L.Trainer(accelerator="cpu", max_epochs=2, callbacks=callbacks, default_root_dir=tmp_path, **options)
+        trainer.fit(module, DataLoader(items, batch_size=4))
+        found.append(module.state_dict())
+        assert "training_step" not in vars(module)
+    assert all(torch.equal(tensor, found[1][name]) for name, tensor in found[0].items())
+
+
+@dataclass(frozen=True)
+class Frozen:
+    x: torch.Tensor
+
+    def to(self, *args, **options):
+        return Frozen(self.x.to(*args, **options))
+
+
+class Scaled(dict):
+    """A mapping with an attribute."""
+
+    scale = None
+
+
+class Numbered(list):
+    """A list that is made in another way."""
+
+    def __init__(self, first, *rest):
+        super().__init__([first, *rest])
+
+
+Pair = namedtuple("Pair", ["x", "y"], defaults=[None])
+
+
+def test_copies_of_batches_keep_what_they_are():
+    x = torch.zeros(2)
+    scaled = Scaled(x=x)
+    scaled.scale = 3.0
+    held = Frozen(x), scaled, Numbered(x, 1), Pair(x), UserDict(x=x), OrderedDict(x=x), [x, None, "name"]
+    copied = copy_of(held)
+    assert [type(each) for each in copied] == [type(each) for each in held]
+    assert copied[0] is not held[0]
+    assert copied[1].scale == 3.0
+    own = [copied[1]["x"], copied[3].x, copied[4]["x"], copied[5]["x"], copied[6][0]]
+    assert all(torch.equal(each, x) and each is not x for each in own)
+    copied[2].pop()
+    copied[4].pop("x")
+    assert (len(held[2]), list(held[4]), copied[6][1:]) == (2, ["x"], [None, "name"])
+    numbers = (number for number in range(3))
+    assert copy_of(numbers) is numbers

@@ -103,6 +103,7 @@ def test_refuses_numbers_below_one(wrong):
     ("wrong", "message"),
     [
         ({"most": 1}, "`data.most` is 1; expected at least `data.fewest`, which is "),
+        ({"noise": float("nan")}, "`data.noise` is nan; expected a number >= 0"),
         ({"classes_per_client": 11}, "`data.classes_per_client` is 11; expected a number from 1 to 10"),
         (
             {"val_fraction": 0.1},

@@ -29,5 +29,5 @@ def test_parts_of_the_mask_are_sent_with_a_bit_for_each_position(profile):
     whole = CONVOLUTIONS / 20
     assert content["kept"] == pytest.approx(whole + OTHERS, rel=1e-4)
     sent = (0.3 * 0.5 + 0.3 * 0.75 + 0.4) * whole + OTHERS  # of all clients in the mean
-    masks = 10 * CONVOLUTIONS / 8 * (600 - 1)
+    masks = 0.6 * 10 * CONVOLUTIONS / 8 * (600 - 1)  # of those with a part
     assert content["run"]["paper"]["bytes"] == pytest.approx(2 * 4 * sent * 10 * 600 + masks, rel=0.02)
