@@ -172,8 +172,8 @@ def type_checks(annotated: Any) -> dict[str, tuple[Callable[[Any], bool], str]]:
 def type_check(hint: Any) -> tuple[Callable[[Any], bool], str]:
     """Return whether a value fits an annotation, as a function, and what is expected of it in a message.
 
-    Numbers (not NaN), strings, lists of them, mappings, classes and `Literal` are checked, each with or without None;
-    any value fits other annotations.
+    Numbers, strings, lists of them, mappings, classes and `Literal` are checked, each with or without None; any value
+    fits other annotations.
 
     Args:
         hint: Annotation of the option, resolved by ``get_type_hints``.
@@ -182,9 +182,6 @@ def type_check(hint: Any) -> tuple[Callable[[Any], bool], str]:
         >>> fits, expected = type_check(list[int] | None)
         >>> fits([1, 2.5]), fits(None), expected
         (False, True, 'a list of numbers or null')
-        >>> fits, _ = type_check(float)
-        >>> fits(float("inf")), fits(float("nan"))
-        (True, False)
     """
     alternatives = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
     kinds = [kind for kind in alternatives if kind is not NoneType]
@@ -249,8 +246,8 @@ def _described(kind: type) -> str:
 
 
 def _is_of(kinds: Container[Any], value: Any) -> bool:
-    """Return whether a value is a number, not NaN, and whole unless `float` is among its types."""
-    return is_number(value) and value == value and (float in kinds or isinstance(value, Integral))
+    """Return whether a value is a number, and whole unless `float` is among its types."""
+    return is_number(value) and (float in kinds or isinstance(value, Integral))
 
 
 def whole_number_from_environment(name: str, default: int | None = None, *, remedy: str) -> int:

@@ -43,7 +43,7 @@ from lightning_sparsefl.callbacks import GroupPenalty, ProximalTerm
 from lightning_sparsefl.callbacks.feedback import ErrorFeedback
 from lightning_sparsefl.callbacks.layers import exactly
 from lightning_sparsefl.cost import BYTES_PER_WEIGHT, forward_flops
-from lightning_sparsefl.errors import InvalidOption, check_types
+from lightning_sparsefl.errors import InvalidOption, check_types, require
 from lightning_sparsefl.federated.algorithm import FederatedAlgorithm
 from lightning_sparsefl.federated.client import Client
 from lightning_sparsefl.federated.fleet import Fleet
@@ -89,16 +89,15 @@ class FedDIP(FederatedAlgorithm):
             ("stairs", self.stairs >= 1, "a whole number >= 1"),
             ("mu", self.mu >= 0, "a number >= 0"),
         ):
-            if not fits:
-                raise InvalidOption(f"`FedDIP({name}={getattr(self, name)})`: expected {expected}.")
+            require(fits, f"algorithm.{name}", getattr(self, name), expected)
 
     def init(self, weights: Weights, fleet: Fleet) -> ServerState:
         """Draw the first mask, and store the number of rounds of the run."""
         names = fleet.maskable(weights)
         if not any(map(self._moves, names)):
             raise InvalidOption(
-                f"`FedDIP(fixed_layers={self.fixed_layers})` leaves no layer to prune; expected patterns that spare "
-                "some tensor of two or more dimensions."
+                f"`algorithm.fixed_layers` is {self.fixed_layers}, which leaves no layer to prune; expected patterns "
+                "that spare some tensor of two or more dimensions."
             )
         shapes = {name: weights[name].shape for name in names}
         counts = kept_counts(shapes, erk(shapes, self.initial_density))

@@ -31,6 +31,7 @@ training data are in ``flops/train``.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -93,6 +94,7 @@ class Hermes(FederatedAlgorithm):
         require(0 < self.density <= 1, "algorithm.density", self.density, "a number in (0, 1]")
         require(0 <= self.step < 1, "algorithm.step", self.step, "a number in [0, 1)")
         require(self.penalty >= 0, "algorithm.penalty", self.penalty, "a number >= 0")
+        require(not math.isnan(self.min_score), "algorithm.min_score", self.min_score, "a number")
         personal.require_rising(self.metric)
 
     @property

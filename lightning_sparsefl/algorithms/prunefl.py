@@ -29,6 +29,7 @@ Departures from the paper and the authors' code:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -97,6 +98,7 @@ class PruneFL(FederatedAlgorithm):
         for name in ("half_life", "flops_per_second", "bytes_per_second"):
             require(getattr(self, name) > 0, f"algorithm.{name}", getattr(self, name), "a number above 0")
         require(0 <= self.prunable <= 1, "algorithm.prunable", self.prunable, "a number in [0, 1]")
+        require(not math.isnan(self.first_accuracy), "algorithm.first_accuracy", self.first_accuracy, "a number")
         require(self.constant >= 0, "algorithm.constant", self.constant, "a number >= 0")
         times = self.seconds_per_weight or {}
         fits = all(isinstance(value, (int, float)) and value > 0 for value in times.values())

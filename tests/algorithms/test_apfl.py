@@ -37,7 +37,7 @@ def drawn(client):
     ("options", "message"),
     [
         ({"alpha": 1.5}, r"`algorithm.alpha` is 1.5; expected a number in \[0, 1\]"),
-        ({"alpha": float("nan")}, "`algorithm.alpha` is nan; expected a number"),
+        ({"alpha": float("nan")}, r"`algorithm.alpha` is nan; expected a number in \[0, 1\]"),
         ({"alpha": None}, r"`algorithm.alpha` is None; expected a number"),
     ],
 )

@@ -19,7 +19,7 @@ TRAINED = {"w": torch.tensor([3.0, 4.0])}
     ("options", "message"),
     [
         ({"lam": -0.1}, r"`algorithm.lam` is -0.1; expected a number >= 0"),
-        ({"lam": float("nan")}, r"`algorithm.lam` is nan; expected a number"),
+        ({"lam": float("nan")}, r"`algorithm.lam` is nan; expected a number >= 0"),
         ({"lam": "1"}, r"`algorithm.lam` is '1'; expected a number"),
         ({"lams": (1.0, -1.0)}, r"`algorithm.lams` is \(1.0, -1.0\); expected numbers >= 0"),
         ({"lams": "1"}, r"`algorithm.lams` is '1'; expected a list of numbers"),

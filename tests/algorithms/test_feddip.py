@@ -56,7 +56,7 @@ def state_of(values, masks, round=0, rounds=10):
     ],
 )
 def test_an_option_outside_its_range_is_refused(option, value, expected):
-    with pytest.raises(InvalidOption, match=rf"`FedDIP\({option}={value}\)`: expected {expected}"):
+    with pytest.raises(InvalidOption, match=rf"`algorithm\.{option}` is {value}; expected {expected}"):
         FedDIP(**{option: value})
 
 
@@ -77,7 +77,7 @@ def test_an_initial_density_of_1_starts_dense(fleet):
 
 
 def test_a_model_without_a_layer_to_prune_is_refused(fleet):
-    with pytest.raises(InvalidOption, match=r"`FedDIP\(fixed_layers=\('\*',\)\)` leaves no layer to prune"):
+    with pytest.raises(InvalidOption, match=r"`algorithm\.fixed_layers` is \('\*',\), which leaves no layer"):
         FedDIP(fixed_layers=("*",)).init(LAYERS, fleet())
 
 

@@ -129,7 +129,7 @@ def test_costs(facts):
     [
         ({"variant": "x"}, "`algorithm.variant` is 'x'; expected one of 'normalized', 'local_lr'"),
         ({"mu": -1}, "`algorithm.mu` is -1; expected a number >= 0"),
-        ({"mu": float("nan")}, "`algorithm.mu` is nan; expected a number"),
+        ({"mu": float("nan")}, "`algorithm.mu` is nan; expected a number >= 0"),
         ({"mu": 0.1, "variant": "local_lr"}, "`algorithm.mu` is 0.1; expected 0 with `algorithm.variant: local_lr`"),
         ({"momentum": 1.0}, r"`algorithm.momentum` is 1.0; expected a number in \[0, 1\)"),
     ],
