@@ -49,7 +49,7 @@ def copy_of(batch: Any) -> Any:
 
 
 def trial_loss(module: LightningModule, batch: Any, batch_idx: int) -> Tensor:
-    """Return the loss that `training_step` returns for a copy of a batch, which is then trained on.
+    """Return the loss that `training_step` returns for a copy of a batch, so that the batch stays as it is.
 
     Raises:
         InvalidOption: If it returns no loss.
