@@ -1,10 +1,10 @@
 """FedDIP (arXiv:2309.06805), Table III and Figure 6, on Fashion-MNIST: LeNet-5, IID, 50 clients, 5 a round, 5 epochs.
 
-All methods of the table, and FedDIP at the densities .05 and .01 of Figure 6; 200 rounds with three seeds for FedAvg,
-FedDP, and FedDIP with and without the return of pruned weights, then the paper's 1000 rounds once. The schedules of
-density and penalty span the run, whatever its length. Every round is evaluated: the last one, as every fifth, ends with
-a mask that has not been trained yet, the best one need not. Figure 2 is the curves of these runs, and Figure 5 the
-layers' densities of FedDIP, which the masks of a run folder hold (``sparsefl report``).
+All methods of the table, and FedDIP at the densities .05 and .01 of Figure 6; 200 rounds, with three seeds for the
+table's methods but FedDST and for FedDIP without the return of pruned weights, then the paper's 1000 rounds once. The
+schedules of density and penalty span the run, whatever its length. Every round is evaluated: the last one, as every
+fifth, ends with a mask that has not been trained yet, the best one need not. Figure 2 is the curves of these runs, and
+Figure 5 the layers' densities of FedDIP, which the masks of a run folder hold (``sparsefl report``).
 
     python benchmarks/paper/feddip_fashion.py --data DIR [--only 'feddip-T200-*']
 """
@@ -41,7 +41,7 @@ METHODS = {
     "feddip-.01": ("FedDIP, density .01 (Fig. 6)", "-", "figure6/fashion_mnist_density0.01", ()),
 }
 """Label, the paper's accuracy after 1000 rounds and its standard deviation in percent, cell, further options."""
-SEEDED = ("fedavg", "feddip", "feddip-never", "feddp")
+SEEDED = ("fedavg", "feddip", "feddip-never", "feddp", "snip", "prunetrain", "prunefl")
 """Methods with three seeds at T 200."""
 EXPLAINING = ("feddst-magnitude", "feddst-rescale", "prunetrain-.1")
 """Methods that explain a row, and run at T 200 only."""
