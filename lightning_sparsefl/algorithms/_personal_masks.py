@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
@@ -48,12 +49,14 @@ def masks_of(server: ServerState, view: ClientView) -> Masks:
     return masks
 
 
-def require_rising(metric: str) -> None:
-    """Raise :class:`InvalidOption` if the score that must be exceeded is one that falls as a model improves.
+def require_gate(min_score: float, metric: str) -> None:
+    """Raise :class:`InvalidOption` if a score cannot be exceeded, or is one that falls as a model improves.
 
     Args:
+        min_score: Score that a pruning must exceed, option `min_score` of a method.
         metric: Name of the score, option `metric` of a method.
     """
+    require(not math.isnan(min_score), "algorithm.min_score", min_score, "a number")
     expected = "a score that rises as a model improves, such as 'val_acc'"
     require(higher_is_better(metric), "algorithm.metric", metric, expected)
 

@@ -187,8 +187,10 @@ class FLASH(FederatedAlgorithm):
         pool = {name: self._mean(mean.weights[name], merged.voters.get(name), merged.clients) for name in server.masks}
         masks = server.masks
         if moved:
-            kept = {name: value != 0 for name, value in pool.items()}
-            found = merged.extra["densities"] if self.sensitivity == "masks" else _densities(kept)
+            if self.sensitivity == "masks":
+                found = merged.extra["densities"]
+            else:
+                found = _densities({name: value != 0 for name, value in pool.items()})
             masks = prune_to(magnitude(pool), self._counts(pool, found))
         return replace(mean, weights=apply({**mean.weights, **pool}, masks), masks=masks)
 

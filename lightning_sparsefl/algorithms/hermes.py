@@ -31,7 +31,6 @@ training data are in ``flops/train``.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -94,8 +93,7 @@ class Hermes(FederatedAlgorithm):
         require(0 < self.density <= 1, "algorithm.density", self.density, "a number in (0, 1]")
         require(0 <= self.step < 1, "algorithm.step", self.step, "a number in [0, 1)")
         require(self.penalty >= 0, "algorithm.penalty", self.penalty, "a number >= 0")
-        require(not math.isnan(self.min_score), "algorithm.min_score", self.min_score, "a number")
-        personal.require_rising(self.metric)
+        personal.require_gate(self.min_score, self.metric)
 
     @property
     def without_validation(self) -> str | None:

@@ -29,7 +29,6 @@ their number is not known; those over training data are in ``flops/train``.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -73,8 +72,7 @@ class LotteryFL(FederatedAlgorithm):
         check_types(self, "algorithm.")
         require(0 < self.density <= 1, "algorithm.density", self.density, "a number in (0, 1]")
         require(0 <= self.step < 1, "algorithm.step", self.step, "a number in [0, 1)")
-        require(not math.isnan(self.min_score), "algorithm.min_score", self.min_score, "a number")
-        personal.require_rising(self.metric)
+        personal.require_gate(self.min_score, self.metric)
 
     @property
     def without_validation(self) -> str | None:

@@ -36,7 +36,6 @@ training data are in ``flops/train``.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -117,8 +116,7 @@ class SubFedAvg(FederatedAlgorithm):
             require(getattr(self, name) >= 0, f"algorithm.{name}", getattr(self, name), "a number >= 0")
         floors = bool(self.min_channels) and min(self.min_channels) >= 1
         require(floors, "algorithm.min_channels", self.min_channels, "one or more whole numbers >= 1")
-        require(not math.isnan(self.min_score), "algorithm.min_score", self.min_score, "a number")
-        personal.require_rising(self.metric)
+        personal.require_gate(self.min_score, self.metric)
 
     @property
     def without_validation(self) -> str | None:

@@ -111,9 +111,7 @@ def reads_here(loader: Any) -> bool:
         >>> reads_here(DataLoader(data, shuffle=True)), reads_here(DataLoader(data, num_workers=1))
         (True, False)
     """
-    if type(loader) is not DataLoader or type(loader.batch_sampler) is not BatchSampler:
-        return False
-    sampler = loader.batch_sampler.sampler  # that of the loader is another one beside a batch sampler of the user
+    sampler = _plain_sampler(loader)
     return (
         type(sampler) in (RandomSampler, SequentialSampler)
         and getattr(sampler, "generator", None) is None
@@ -123,11 +121,11 @@ def reads_here(loader: Any) -> bool:
     )
 
 
-def reads_all_in_order(loader: DataLoader[Any]) -> bool:
-    """Return whether a loader with a :class:`~torch.utils.data.BatchSampler` reads all samples in their order.
+def reads_all_in_order(loader: Any) -> bool:
+    """Return whether a loader is a plain one that reads all samples in their order, in whichever process.
 
     Args:
-        loader: Loader of any data set with a length.
+        loader: Loader of any kind.
 
     Example:
         >>> data = torch.utils.data.TensorDataset(torch.zeros(3))
@@ -135,8 +133,15 @@ def reads_all_in_order(loader: DataLoader[Any]) -> bool:
         >>> reads_all_in_order(DataLoader(data)), reads_all_in_order(part)
         (True, False)
     """
-    sampler = loader.batch_sampler.sampler  # type: ignore[union-attr]
-    return type(sampler) is SequentialSampler and len(sampler) == len(loader.dataset)  # type: ignore[arg-type]
+    sampler = _plain_sampler(loader)
+    return type(sampler) is SequentialSampler and len(sampler) == len(loader.dataset)
+
+
+def _plain_sampler(loader: Any) -> Any:
+    """Return the sampler by which a loader of torch reads batches; None for another loader or batch sampler."""
+    if type(loader) is not DataLoader or type(loader.batch_sampler) is not BatchSampler:
+        return None
+    return loader.batch_sampler.sampler  # that of the loader is another one beside a batch sampler of the user
 
 
 def order_of(sampler: Sampler[int]) -> Tensor:

@@ -45,8 +45,7 @@ def check_divisible(module: LightningModule, loader: Any) -> None:
     name, hooks = type(module).__name__, sorted(overridden(module) - STEPS)
     if hooks:
         raise Indivisible(f"`{name}` overrides `{hooks[0]}`")
-    plain = type(loader) is DataLoader and type(loader.batch_sampler) is BatchSampler
-    if not plain or not reads_all_in_order(loader) or loader.num_workers:
+    if not reads_all_in_order(loader) or loader.num_workers:
         raise Indivisible("its loader is not a plain `DataLoader` of all samples in sequential order without workers")
     for place, child in module.named_modules():
         if isinstance(child, MetricCollection) and child._enable_compute_groups:
