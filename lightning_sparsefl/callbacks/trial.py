@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
@@ -24,8 +25,8 @@ def copy_of(batch: Any) -> Any:
     """Return a copy of a batch, for a training step that may write into it, or take something out of it.
 
     Args:
-        batch: Tensors in nested lists, tuples and mappings. Of an object of another class the copy shares the tensors,
-            and of what cannot be copied all.
+        batch: Tensors in nested lists, tuples, mappings and dataclasses. Of an object of another class the copy shares
+            the tensors, and of what cannot be copied all.
 
     Example:
         >>> batch = {"x": torch.zeros(2), "y": [torch.ones(1)]}
@@ -34,17 +35,26 @@ def copy_of(batch: Any) -> Any:
     """
     if isinstance(batch, Tensor):
         return batch.clone()
-    if type(batch) in (list, tuple):
-        return type(batch)(map(copy_of, batch))
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*map(copy_of, batch))
     try:
-        copied = copy.copy(batch)  # with the attributes of a class derived from `dict`
-    except TypeError:  # of a generator, for example
+        return _copied_container(batch)
+    except Exception:  # a generator, or a class whose own methods raise
         return batch
-    if isinstance(batch, MutableMapping):
+
+
+def _copied_container(batch: Any) -> Any:
+    if isinstance(batch, tuple):
+        parts = [copy_of(part) for part in batch]
+        return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
+    copied = copy.copy(batch)  # with the attributes of a class derived from `list` or `dict`
+    if isinstance(batch, list):
+        copied[:] = map(copy_of, batch)
+    elif isinstance(batch, dict):
         for key, value in batch.items():
             copied[key] = copy_of(value)
+    elif isinstance(batch, Mapping) or is_dataclass(batch):  # such a mapping has its entries in an attribute
+        declared = [field.name for field in fields(batch)] if is_dataclass(batch) else []  # those of slots, too
+        for name in {*getattr(batch, "__dict__", ()), *declared}:
+            object.__setattr__(copied, name, copy_of(getattr(batch, name)))
     return copied
 
 

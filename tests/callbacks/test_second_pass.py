@@ -6,6 +6,7 @@ import copy
 import itertools
 import random
 from collections import OrderedDict, UserDict, namedtuple
+from collections.abc import MutableMapping
 from dataclasses import dataclass
 
 import lightning as L
@@ -15,7 +16,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from torch import nn
 from torch.optim import LBFGS, SGD
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset, default_collate
 from torchmetrics import MeanMetric
 
 from lightning_sparsefl.callbacks import (
@@ -544,6 +545,15 @@ class Altering(L.LightningModule):
         return SGD(self.parameters(), 0.2)
 
 
+def fitted(module, callbacks, loader, tmp_path):
+    """Weights after two epochs."""
+    torch.manual_seed(0)
+    options = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    trainer = L.Trainer(accelerator="cpu", max_epochs=2, callbacks=callbacks, default_root_dir=tmp_path, **options)
+    trainer.fit(module, loader)
+    return module.state_dict()
+
+
 PASSING_TWICE = {
     **EVERY,
     "ordered": lambda: OrderedDropout(rates=(0.5, 1.0)),
@@ -557,14 +567,7 @@ PASSING_TWICE = {
 def test_each_pass_has_the_samples_as_they_were_read(kind, make, tmp_path):
     x = torch.randn(20, 4, generator=torch.Generator().manual_seed(0))
     items = [{"x": row, "y": int(row[:3].argmax())} for row in x]
-    found = []
-    for each in (kind, "plain"):
-        torch.manual_seed(0)
-        module = Altering(each)
-        options = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-        trainer = L.Trainer(accelerator="cpu", max_epochs=2, callbacks=[make()], default_root_dir=tmp_path, **options)
-        trainer.fit(module, DataLoader(items, batch_size=4))
-        found.append(module.state_dict())
+    found = [fitted(Altering(each), [make()], DataLoader(items, batch_size=4), tmp_path) for each in (kind, "plain")]
     assert all(torch.equal(tensor, found[1][name]) for name, tensor in found[0].items())
 
 
@@ -599,14 +602,21 @@ def test_the_pass_that_is_taught_has_what_hooks_have_made_of_the_batch(make, fur
     found = []
     for each, hooks, scale in ((kind, (make, further), 1.0), ("plain", (Altering, ()), 0.5)):
         items = [{"x": scale * row, "y": int(row[:3].argmax())} for row in x]
-        torch.manual_seed(0)
         module, callbacks = hooks[0](each), [OrderedDropout(rates=(0.5, 1.0), distill=True), *hooks[1]]
-        options = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-        trainer = L.Trainer(accelerator="cpu", max_epochs=2, callbacks=callbacks, default_root_dir=tmp_path, **options)
-        trainer.fit(module, DataLoader(items, batch_size=4))
-        found.append(module.state_dict())
+        found.append(fitted(module, callbacks, DataLoader(items, batch_size=4), tmp_path))
         assert "training_step" not in vars(module)
     assert all(torch.equal(tensor, found[1][name]) for name, tensor in found[0].items())
+
+
+@dataclass
+class Pieces:
+    """A batch whose entries are attributes."""
+
+    x: torch.Tensor
+    y: torch.Tensor
+
+    def __getitem__(self, key):
+        return getattr(self, key)
 
 
 @dataclass(frozen=True)
@@ -623,6 +633,35 @@ class Scaled(dict):
     scale = None
 
 
+class Kept(MutableMapping):
+    """A mapping with its entries in an attribute."""
+
+    def __init__(self, entries):
+        self.entries = dict(entries)
+
+    def __getitem__(self, key):
+        return self.entries[key]
+
+    def __setitem__(self, key, value):
+        self.entries[key] = value
+
+    def __delitem__(self, key):
+        del self.entries[key]
+
+    def __iter__(self):
+        return iter(self.entries)
+
+    def __len__(self):
+        return len(self.entries)
+
+
+class Locked(dict):
+    """A mapping whose entries are fixed."""
+
+    def __setitem__(self, key, value):
+        raise RuntimeError("locked")
+
+
 class Numbered(list):
     """A list that is made in another way."""
 
@@ -637,15 +676,48 @@ def test_copies_of_batches_keep_what_they_are():
     x = torch.zeros(2)
     scaled = Scaled(x=x)
     scaled.scale = 3.0
-    held = Frozen(x), scaled, Numbered(x, 1), Pair(x), UserDict(x=x), OrderedDict(x=x), [x, None, "name"]
+    held = (
+        Frozen(x),
+        scaled,
+        Numbered(x, 1),
+        Pair(x),
+        UserDict(x=x),
+        OrderedDict(x=x),
+        [x, None, "name"],
+        Kept({"x": x}),
+    )
     copied = copy_of(held)
     assert [type(each) for each in copied] == [type(each) for each in held]
     assert copied[0] is not held[0]
     assert copied[1].scale == 3.0
-    own = [copied[1]["x"], copied[3].x, copied[4]["x"], copied[5]["x"], copied[6][0]]
+    own = [copied[0].x, *(copied[i]["x"] for i in (1, 4, 5, 7)), copied[2][0], copied[3].x, copied[6][0]]
     assert all(torch.equal(each, x) and each is not x for each in own)
     copied[2].pop()
     copied[4].pop("x")
-    assert (len(held[2]), list(held[4]), copied[6][1:]) == (2, ["x"], [None, "name"])
-    numbers = (number for number in range(3))
-    assert copy_of(numbers) is numbers
+    copied[7].pop("x")
+    assert (len(held[2]), list(held[4]), list(held[7]), copied[6][1:]) == (2, ["x"], ["x"], [None, "name"])
+    largest = torch.ones(2, 2).max(0)
+    assert copy_of(largest).values is not largest.values
+
+
+@pytest.mark.parametrize(
+    "make", [PASSING_TWICE["ordered, distilled"], PASSING_TWICE["learned"]], ids=["ordered", "learned"]
+)
+@pytest.mark.parametrize(
+    ("made", "kind"),
+    [(lambda entries: Pieces(**entries), "writes"), (Kept, "writes"), (Kept, "takes out")],
+    ids=["dataclass, writes", "mapping, writes", "mapping, takes out"],
+)
+def test_each_pass_has_the_samples_of_a_batch_of_an_own_class(made, kind, make, tmp_path):
+    x = torch.randn(20, 4, generator=torch.Generator().manual_seed(0))
+    items = [{"x": row, "y": int(row[:3].argmax())} for row in x]
+    found = []
+    for each in (kind, "plain"):
+        loader = DataLoader(items, batch_size=4, collate_fn=lambda rows: made(default_collate(rows)))
+        found.append(fitted(Altering(each), [make()], loader, tmp_path))
+    assert all(torch.equal(tensor, found[1][name]) for name, tensor in found[0].items())
+
+
+@pytest.mark.parametrize("held", [(number for number in range(3)), Locked(x=1)], ids=["generator", "locked"])
+def test_what_cannot_be_copied_is_shared(held):
+    assert copy_of(held) is held

@@ -134,7 +134,7 @@ class Recorder:
             rounds: Number of finished rounds at the evaluation.
         """
         self._scores, self._personal, self.scored = scores.summary(), scores.personal, rounds
-        self._clients_scored = len(scores.personal)
+        self._clients_scored = sum(bool(metrics) for metrics in scores.personal.values())
 
     def add_scores(self, scores: Scores, rounds: int, further: Mapping[str, float]) -> Mapping[str, float]:
         """Store and log scores of a round that was recorded without them because a callback stopped the run.

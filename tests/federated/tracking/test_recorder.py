@@ -23,6 +23,7 @@ from lightning_sparsefl.callbacks import DynamicMask, ProximalTerm
 from lightning_sparsefl.cost import Devices
 from lightning_sparsefl.data import Dirichlet, FederatedBlobs
 from lightning_sparsefl.federated import ExponentialRoundLR, FederatedTrainer, Federation
+from lightning_sparsefl.federated.evaluation.scores import Scores
 from lightning_sparsefl.federated.exchange.plain_values import unpack_plain
 from lightning_sparsefl.federated.rounds.outcome import Outcome
 from lightning_sparsefl.federated.storage.memory_store import read_stored
@@ -498,6 +499,12 @@ def test_the_state_of_a_recorder_comes_back_without_times(tmp_path):
     logged["time/round"] = 1.5
     assert again.state_dict() == state
     assert not again.is_complete(3)  # overlaps and pictures are those of the round before
+
+
+def test_a_client_without_a_score_does_not_count_as_scored(tmp_path):
+    kept = recorder(tmp_path, {})
+    kept.keep(Scores(pooled={"val_acc": 0.5}, personal={0: {"val_acc": 0.5}, 1: {}, 2: {"val_acc": 0.25}}), 1)
+    assert kept.state_dict()["clients_scored"] == 2
 
 
 def test_the_table_of_clients_says_whose_updates_were_merged(tmp_path):
