@@ -158,6 +158,12 @@ def by_objects(module, logits, targets):
     module.log("mse", module.error, on_step=True, on_epoch=True)
 
 
+def by_calls(module, logits, targets):
+    value = module.error(logits.softmax(1), F.one_hot(targets, 10).to(logits))  # resets the state, and adds in place
+    module.log("mse", module.error)
+    module.log("of batches", value)
+
+
 def by_collections(module, logits, targets):
     module.alone.update(logits, targets)
     module.log_dict(module.alone)
@@ -261,6 +267,7 @@ MODELS = {
     "late": lambda: Late(by_objects),
     "tensors": lambda: Judged(by_tensors),
     "objects": lambda: Judged(by_objects),
+    "calls": lambda: Judged(by_calls),
     "MLP": lambda: MLP(num_classes=10, sample_shape=(1, 8, 8)),
     "collections": lambda: Judged(by_collections),
     "groups": lambda: Judged(by_groups),
@@ -275,7 +282,7 @@ MODELS = {
 
 
 @pytest.mark.slow_after_first
-@pytest.mark.parametrize("model", ["objects", "tensors", "collections", "decides at a value", "MLP"])
+@pytest.mark.parametrize("model", ["objects", "tensors", "calls", "collections", "decides at a value", "MLP"])
 @pytest.mark.parametrize("algorithm", [FedAvg(), FedPer(), Local()], ids=lambda algorithm: type(algorithm).__name__)
 def test_scores_of_clients_with_different_numbers_of_samples(model, algorithm, tmp_path, sizes):
     """Of weights that are the same for all clients, for some of them different, and all different."""

@@ -27,6 +27,12 @@ class _Slot(NamedTuple):
     states: Tensor
     """States of all clients."""
 
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """Values that a reset gives the states of the metric object, which its `forward` does."""
+        found: dict[str, Any] = self.table["_defaults"]
+        return found
+
 
 class MetricStates:
     """Sums and counts in the metric objects of a module, with the clients in dimension 0.
@@ -66,16 +72,19 @@ class MetricStates:
             rows: States of the clients, as :meth:`rows` returns them.
             level: Number of the level of ``vmap``; 0 outside of one, for a single client.
         """
-        for (table, key, *_), own in zip(self._slots, rows, strict=True):
-            table[key] = functorch.wrap(own, 0, level) if level else own[0].clone()
+        defaults = [slot.defaults[slot.key] for slot in self._slots]
+        for slot, default, own in zip(self._slots, defaults, rows, strict=True):
+            slot.table[slot.key] = functorch.wrap(own, 0, level) if level else own[0].clone()
+            if level:  # so that `update` may add in place to what a reset gives
+                slot.defaults[slot.key] = functorch.wrap(default.expand(len(own), *default.shape), 0, level)
         try:
             yield
             for (table, key, *_), own in zip(self._slots, rows, strict=True):
                 own.copy_(unwrapped(table[key], level, len(own)))
             self._require_sums()
         finally:
-            for table, key, first, _ in self._slots:
-                table[key] = first
+            for slot, default in zip(self._slots, defaults, strict=True):
+                slot.table[slot.key], slot.defaults[slot.key] = slot.first, default
             for metric in self._metrics.values():
                 vars(metric).update(_computed=None, _forward_cache=None)
 
