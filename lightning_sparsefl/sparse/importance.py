@@ -32,7 +32,8 @@ def relative(norms: Weights) -> dict[str, Tensor]:
         {'conv': tensor([0.5000, 0.8808])}
     """
     means = {name: norm.mean(-1, keepdim=True).clamp_min(torch.finfo(norm.dtype).tiny) for name, norm in norms.items()}
-    return {name: torch.sigmoid(norm / means[name]) for name, norm in norms.items()}
+    # `torch.sigmoid` rounds otherwise in the last elements of a tensor on a CPU, which in a stack are other ones
+    return {name: 1 / (1 + torch.exp(-norm / means[name])) for name, norm in norms.items()}
 
 
 def gate_gradients(
