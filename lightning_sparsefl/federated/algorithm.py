@@ -324,7 +324,9 @@ class FederatedAlgorithm(ABC):  # noqa: B024 - every hook has a default, and jso
         """Return the FLOPs and the paper's bytes of one client-round, without training.
 
         The default charges training as three forward passes of the held density for every local sample, and
-        4 bytes for every weight that the masks keep, in both directions; buffers are free, as in the papers.
+        4 bytes for every weight that the masks keep, in both directions; buffers are free, as in the papers. It is of
+        one fit: a method whose `train` fits several times overrides it, for example with
+        ``super().costs(replace(facts, epochs=2 * facts.epochs))``.
 
         Args:
             facts: Facts that the cost depends on.

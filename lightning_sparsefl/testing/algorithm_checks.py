@@ -349,6 +349,7 @@ def scores_what_clients_trained(algorithm: FederatedAlgorithm, federation: Small
 def profiles_its_costs(algorithm: FederatedAlgorithm, federation: SmallFederation) -> None:
     """Check that `profile`, which trains nothing, estimates FLOPs and bytes down within a factor of four.
 
+    Both charge what `costs` says, so that a method that trains a client several times in a round has to override it.
     Masks that follow what is learned make a run cheaper than its estimate, and so do clients of different sizes here.
     Uploads are not compared: noise stands for what is learned, and its bytes may differ by more.
     """
@@ -356,12 +357,31 @@ def profiles_its_costs(algorithm: FederatedAlgorithm, federation: SmallFederatio
     before = comparable(module.state_dict())
     estimate = federation(algorithm, verb="profile", module=module, quiet=True).summary.content["run"]
     require_equal(before, comparable(module.state_dict()), "weights", "before and after `profile`")
-    charged = federation(algorithm).summary
+    with _counted_fits(type(algorithm)) as counts:
+        charged = federation(algorithm).summary
+    known = type(algorithm).costs is not FederatedAlgorithm.costs
+    require(known or max(counts) <= 1, f"`train` fits {max(counts)} times, and `costs` charges one fit; override it")
     for (column, name), key in _CHARGES.items():
         got, expected = estimate[column].get(name), charged.get(key)
         require((got is None) == (expected is None), f"`{key}` is known only to one of `profile` and the run")
         fits = not expected or (got is not None and expected / 4 <= got <= 4 * expected)
         require(fits, f"`profile` estimates {got:g} for `{key}`, and the run is charged {expected:g}")
+
+
+@contextmanager
+def _counted_fits(kind: type[FederatedAlgorithm]) -> Iterator[list[int]]:
+    """Count the calls of `client.fit` in each call of `train` within the context."""
+    counts, train = [0], kind.train
+
+    def counted(self: FederatedAlgorithm, message: Message, client: Client) -> Update:
+        fit = mock.Mock(side_effect=client.fit)
+        with mock.patch.object(client, "fit", fit):
+            update = train(self, message, client)
+        counts.append(fit.call_count)
+        return update
+
+    with mock.patch.object(kind, "train", counted):
+        yield counts
 
 
 def _require_loadable(algorithm: FederatedAlgorithm, federation: SmallFederation, exported: Any) -> None:

@@ -223,6 +223,23 @@ def test_an_error_on_another_rank_is_the_last_line_of_its_traceback():
         holds(3, None)
 
 
+def test_a_method_that_fits_twice_has_to_charge_it(federation):
+    @dataclass(frozen=True, kw_only=True)
+    class Twice(FederatedAlgorithm):
+        def train(self, message, client):
+            client.fit(message.weights)
+            return super().train(message, client)
+
+    with pytest.raises(BrokenPromise, match="`train` fits 2 times, and `costs` charges one fit; override it"):
+        algorithm_checks.profiles_its_costs(Twice(), federation)
+
+    class Charged(Twice):
+        def costs(self, facts):
+            return super().costs(replace(facts, epochs=2 * facts.epochs))
+
+    algorithm_checks.profiles_its_costs(Charged(), federation)
+
+
 def test_an_error_of_a_simulation_says_so_and_names_the_line(federation):
     @dataclass(frozen=True, kw_only=True)
     class Relies(FederatedAlgorithm):
