@@ -113,6 +113,8 @@ def _print_results(run: Run, rounds: int, table: Mapping[str, Any]) -> None:
     title = f"{type(run.algorithm).__name__} after {rounds} rounds, {run.data.num_clients} clients"
     print_table(title, ("", ""), summary_rows(table))
     print_line(f"{LEGEND}\n")
+    if table.get("stopped_by") and rounds < run.options.max_rounds:
+        print_line(f"{table['stopped_by']} has stopped the run after {rounds} of {run.options.max_rounds} rounds.")
     print_line(f"Run folder: {path}")
     if any(run.folder.path.glob("events.out.tfevents.*")):
         print_line(f"TensorBoard: tensorboard --logdir {path} (to compare runs: --logdir {path.parent})")

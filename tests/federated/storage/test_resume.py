@@ -301,6 +301,7 @@ def test_a_run_that_a_callback_ended_is_finished_as_long_as_the_callback_is_ther
     ended = left(fit(tmp_path, rounds=9, callbacks=[stop]))
     assert (ended["summary"]["rounds"], ended["summary"]["stopped_by"]) == (2, stop.state_key)
     printed = final_table(capsys)
+    assert f"{stop.state_key} has stopped the run after 2 of 9 rounds." in printed
     assert left(fit(tmp_path, "last", rounds=9, callbacks=[stop])) == ended
     assert f"has finished 2 rounds, and {stop.state_key} has stopped it; leave it out" in caplog.text
     assert final_table(capsys) == printed
