@@ -64,12 +64,25 @@ def in_brief(error: BaseException) -> str:
 
 
 def is_missing_metric(error: BaseException) -> bool:
-    """Return whether a scheduler or callback monitors a missing metric, where a traceback has nothing to add.
+    """Return whether a scheduler or callback monitors a missing metric.
 
     Args:
         error: Error of the local work.
     """
     return _SAYS_NO_METRIC in str(error)
+
+
+def is_explained(error: BaseException) -> bool:
+    """Return whether :func:`failure_reason` says all about an error, so that a traceback has nothing to add.
+
+    Args:
+        error: Error of the local work.
+    """
+    return is_missing_metric(error) or _is_one_sample(error)
+
+
+def _is_one_sample(error: BaseException) -> bool:
+    return isinstance(error, ValueError) and _SAYS_ONE_SAMPLE in str(error)
 
 
 def failure_reason(error: Exception) -> str:
@@ -105,7 +118,7 @@ def _reason(error: Exception) -> str:
     said = f"{type(error).__name__}: {error}"
     if is_out_of_memory(error):
         return f"it ran out of memory ({said.splitlines()[0].rstrip('. :')}); lower `data.batch_size`"
-    if isinstance(error, ValueError) and _SAYS_ONE_SAMPLE in said:
+    if _is_one_sample(error):
         remedy = "set `data.drop_last: true` or another batch size, or give a client of one sample more of them"
         return f"a batch norm got a batch of one sample ({said}); {remedy}"
     if isinstance(error, RuntimeError) and _SAYS_SHAPES.search(said):

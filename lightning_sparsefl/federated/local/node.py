@@ -19,7 +19,7 @@ from lightning_sparsefl.federated.aggregation.clipping import clipped
 from lightning_sparsefl.federated.algorithm import FederatedAlgorithm
 from lightning_sparsefl.federated.client import Client, LocalWorker
 from lightning_sparsefl.federated.exchange.deadline import Deadline
-from lightning_sparsefl.federated.exchange.failures import failure_reason, is_missing_metric, is_out_of_memory
+from lightning_sparsefl.federated.exchange.failures import failure_reason, is_explained, is_out_of_memory
 from lightning_sparsefl.federated.exchange.flat import Layout
 from lightning_sparsefl.federated.exchange.hook_results import allowed_votes, check_result, check_tree, check_update
 from lightning_sparsefl.federated.exchange.orders import Answer, Order, Split, Task
@@ -150,7 +150,7 @@ class Node:
         except Exception as error:
             if is_out_of_memory(error):
                 self.worker.release_memory(error)
-            shown = None if is_missing_metric(error) else error
+            shown = None if is_explained(error) else error
             return replace(self._empty_answer(order), failure=failure_reason(error), error=shown)
 
     def _empty_answer(self, order: Order) -> Answer:
