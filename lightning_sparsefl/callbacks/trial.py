@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from typing import Any
@@ -35,26 +35,39 @@ def copy_of(batch: Any) -> Any:
     """
     if isinstance(batch, Tensor):
         return batch.clone()
+    parts = {key: copy_of(part) for key, part in _parts(batch)}
     try:
-        return _copied_container(batch)
+        return _remade(batch, parts)
     except Exception:  # a generator, or a class whose own methods raise
         return batch
 
 
-def _copied_container(batch: Any) -> Any:
+def _parts(batch: Any) -> Iterable[tuple[Any, Any]]:
+    """Return what a container holds, with the positions, keys or names of attributes."""
+    if isinstance(batch, (tuple, list)):
+        return enumerate(batch)
+    if isinstance(batch, dict):
+        return batch.items()
+    if not (isinstance(batch, Mapping) or is_dataclass(batch)):
+        return ()
+    # a mapping of another class has its entries in an attribute, and a dataclass may have slots
+    declared = [field.name for field in fields(batch)] if is_dataclass(batch) else []
+    names = {*getattr(batch, "__dict__", ()), *declared}
+    return [(name, getattr(batch, name)) for name in names if hasattr(batch, name)]
+
+
+def _remade(batch: Any, parts: Mapping[Any, Any]) -> Any:
     if isinstance(batch, tuple):
-        parts = [copy_of(part) for part in batch]
-        return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
+        return type(batch)(*parts.values()) if hasattr(batch, "_fields") else type(batch)(list(parts.values()))
     copied = copy.copy(batch)  # with the attributes of a class derived from `list` or `dict`
     if isinstance(batch, list):
-        copied[:] = map(copy_of, batch)
+        copied[:] = parts.values()
     elif isinstance(batch, dict):
-        for key, value in batch.items():
-            copied[key] = copy_of(value)
-    elif isinstance(batch, Mapping) or is_dataclass(batch):  # such a mapping has its entries in an attribute
-        declared = [field.name for field in fields(batch)] if is_dataclass(batch) else []  # those of slots, too
-        for name in {*getattr(batch, "__dict__", ()), *declared}:
-            object.__setattr__(copied, name, copy_of(getattr(batch, name)))
+        for key, part in parts.items():
+            copied[key] = part
+    else:
+        for name, part in parts.items():
+            object.__setattr__(copied, name, part)
     return copied
 
 

@@ -8,6 +8,7 @@ import random
 from collections import OrderedDict, UserDict, namedtuple
 from collections.abc import MutableMapping
 from dataclasses import dataclass
+from unittest import mock
 
 import lightning as L
 import numpy as np
@@ -716,6 +717,12 @@ def test_each_pass_has_the_samples_of_a_batch_of_an_own_class(made, kind, make, 
         loader = DataLoader(items, batch_size=4, collate_fn=lambda rows: made(default_collate(rows)))
         found.append(fitted(Altering(each), [make()], loader, tmp_path))
     assert all(torch.equal(tensor, found[1][name]) for name, tensor in found[0].items())
+
+
+def test_a_copy_that_has_no_memory_fails(monkeypatch):
+    monkeypatch.setattr(torch.Tensor, "clone", mock.Mock(side_effect=torch.OutOfMemoryError))
+    with pytest.raises(torch.OutOfMemoryError):
+        copy_of([{"x": torch.zeros(1)}])
 
 
 @pytest.mark.parametrize("held", [(number for number in range(3)), Locked(x=1)], ids=["generator", "locked"])
