@@ -26,12 +26,8 @@ class _Slot(NamedTuple):
     """State of the metric object itself, which it gets back."""
     states: Tensor
     """States of all clients."""
-
-    @property
-    def defaults(self) -> dict[str, Any]:
-        """Values that a reset gives the states of the metric object, which its `forward` does."""
-        found: dict[str, Any] = self.table["_defaults"]
-        return found
+    default: Tensor
+    """State after a reset, as `forward` of the metric object makes one; the object gets it back, too."""
 
 
 class MetricStates:
@@ -50,10 +46,10 @@ class MetricStates:
         self._slots: list[_Slot] = []
         for metric in self._metrics.values():
             table = vars(metric)  # in which `setattr` of a metric puts its states, too, after many questions
-            for key in metric._defaults:
-                if isinstance(table[key], Tensor):  # a list is checked when something was appended to it
+            for key, default in metric._defaults.items():
+                if isinstance(default, Tensor):  # a list is checked when something was appended to it
                     states = table[key].expand(size, *table[key].shape).clone()
-                    self._slots.append(_Slot(table, key, table[key], states))
+                    self._slots.append(_Slot(table, key, table[key], states, default))
 
     def rows(self, low: int, high: int) -> list[Tensor]:
         """Return views of the states of the clients from `low` to before `high`.
@@ -72,19 +68,18 @@ class MetricStates:
             rows: States of the clients, as :meth:`rows` returns them.
             level: Number of the level of ``vmap``; 0 outside of one, for a single client.
         """
-        defaults = [slot.defaults[slot.key] for slot in self._slots]
-        for slot, default, own in zip(self._slots, defaults, rows, strict=True):
-            slot.table[slot.key] = functorch.wrap(own, 0, level) if level else own[0].clone()
+        for (table, key, *_, default), own in zip(self._slots, rows, strict=True):
+            table[key] = functorch.wrap(own, 0, level) if level else own[0].clone()
             if level:  # so that `update` may add in place to what a reset gives
-                slot.defaults[slot.key] = functorch.wrap(default.expand(len(own), *default.shape), 0, level)
+                table["_defaults"][key] = functorch.wrap(default.expand(len(own), *default.shape), 0, level)
         try:
             yield
             for (table, key, *_), own in zip(self._slots, rows, strict=True):
                 own.copy_(unwrapped(table[key], level, len(own)))
             self._require_sums()
         finally:
-            for slot, default in zip(self._slots, defaults, strict=True):
-                slot.table[slot.key], slot.defaults[slot.key] = slot.first, default
+            for table, key, first, _, default in self._slots:
+                table[key], table["_defaults"][key] = first, default
             for metric in self._metrics.values():
                 vars(metric).update(_computed=None, _forward_cache=None)
 
