@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torchmetrics import MeanSquaredError, Metric, MetricCollection
-from torchmetrics.classification import MulticlassAccuracy
+from torchmetrics import MeanMetric, MeanSquaredError, Metric, MetricCollection
+from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
+from torchmetrics.image import PeakSignalNoiseRatio
 
 from helpers.device import DEVICE, on_several_ranks
 from lightning_sparsefl import FedAvg, FederatedTrainer, Federation, FedPer, Local
@@ -92,10 +93,13 @@ class Judged(L.LightningModule):
             nn.LayerNorm(8),
             nn.Linear(8, 10),
         )
-        self.accuracy = MulticlassAccuracy(10, average="micro", validate_args=False)
+        self.accuracy = MulticlassAccuracy(10, average="micro")
+        self.noise = PeakSignalNoiseRatio(data_range=(0.0, 1.0)).set_dtype(torch.float64)
+        self.mean = MeanMetric().set_dtype(torch.float64)
         self.error = MeanSquaredError().set_dtype(torch.float64)
         accuracies = {"micro": MulticlassAccuracy(10, average="micro", validate_args=False)}
-        accuracies["macro"] = MulticlassAccuracy(10, average="macro", validate_args=False)
+        accuracies["macro"] = MulticlassAccuracy(10, average="macro")
+        accuracies["f1"] = MulticlassF1Score(10, average="macro")
         self.alone = MetricCollection(accuracies, compute_groups=False)
         self.grouped = MetricCollection(copy.deepcopy(accuracies))
         self.kept, self.at_update, self.at_compute = Kept(), Best("update"), Best("compute")
@@ -168,10 +172,22 @@ def by_collections(module, logits, targets):
     module.alone.update(logits, targets)
     module.log_dict(module.alone)
 
-
-def by_groups(module, logits, targets):
     module.grouped.update(logits, targets)
-    module.log_dict(module.grouped)
+    module.log_dict({f"grouped {name}": metric for name, metric in module.grouped.items()})
+
+
+def by_averages(module, logits, targets):
+    """A state that is the mean over the updates, of which clients have different numbers, and a mean of all values."""
+    module.noise(logits.softmax(1), F.one_hot(targets, 10).to(logits))
+    module.log("noise", module.noise)
+    module.log("range", module.noise.data_range)
+    module.mean.update(F.cross_entropy(logits, targets), len(targets))
+    module.log("mean", module.mean)
+
+
+def gives_nan(module, logits, targets):
+    module.mean.update(torch.where(logits > 0, logits, torch.nan))
+    module.log("mean", module.mean)
 
 
 def reads(module, logits, targets):
@@ -270,7 +286,8 @@ MODELS = {
     "calls": lambda: Judged(by_calls),
     "MLP": lambda: MLP(num_classes=10, sample_shape=(1, 8, 8)),
     "collections": lambda: Judged(by_collections),
-    "groups": lambda: Judged(by_groups),
+    "averages": lambda: Judged(by_averages),
+    "gives NaN": lambda: Judged(gives_nan),
     "reads a number": lambda: Judged(reads),
     "keeps all samples": lambda: Judged(keeps),
     "keeps at an update": lambda: Judged(keeps_at_update),
@@ -282,7 +299,9 @@ MODELS = {
 
 
 @pytest.mark.slow_after_first
-@pytest.mark.parametrize("model", ["objects", "tensors", "calls", "collections", "decides at a value", "MLP"])
+@pytest.mark.parametrize(
+    "model", ["objects", "tensors", "calls", "collections", "averages", "decides at a value", "MLP"]
+)
 @pytest.mark.parametrize("algorithm", [FedAvg(), FedPer(), Local()], ids=lambda algorithm: type(algorithm).__name__)
 def test_scores_of_clients_with_different_numbers_of_samples(model, algorithm, tmp_path, sizes):
     """Of weights that are the same for all clients, for some of them different, and all different."""
@@ -304,11 +323,11 @@ def test_keys_that_some_clients_do_not_log(tmp_path, sizes):
 @pytest.mark.parametrize(
     ("model", "words"),
     [
-        ("groups", r"changes the compute groups of `self.grouped` \(`compute_groups=False` makes none\), which"),
         ("reads a number", r"`Judged.validation_step` reads a number out of a tensor"),
         ("keeps all samples", r"updates the metric object `self.kept`, which keeps all samples"),
         ("keeps at an update", r"keeps a tensor in `self.at_update.best`, which all clients share"),
         ("keeps at a value", r"keeps a tensor in `self.at_compute.best`, which all clients share"),
+        ("gives NaN", r"gives the metric object `self.mean` NaN, or labels that are out of range"),
         ("counts", r"changes the number `self.seen`, which all clients share"),
         ("ended", r"`Ended` overrides `on_validation_epoch_end`, which is written for one client"),
     ],

@@ -99,6 +99,7 @@ def fit(tmp_path):
             logger=False,
             seed=0,
             enable_progress_bar=False,
+            precision="64-true",  # behind batch norms, rounding in single precision decides which activations are cut
             default_root_dir=str(tmp_path / execution),
             gradient_clip_val=1.0,
         )
@@ -127,7 +128,7 @@ def test_cutting_gives_the_weights_of_masking(fit, algorithm, make, engine):
     masked, same = fit(algorithm, make, "mask", engine)
     narrow, summary = fit(algorithm, make, "cut", engine)
     for name, value in masked.items():
-        torch.testing.assert_close(narrow[name], value, rtol=1e-5, atol=1e-5, msg=name)
+        torch.testing.assert_close(narrow[name], value, rtol=1e-10, atol=1e-10, msg=name)
     for name in same:
         if name.split("/")[0] in ("global", "personal", "flops", "comm"):
             assert summary[name] == pytest.approx(same[name], rel=1e-3), name

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
+from torchmetrics import Metric
 
 from lightning_sparsefl.callbacks.masking import MaskingCallback
 from lightning_sparsefl.callbacks.stacking.base import Leaves, StackedCallback, StackedPass
@@ -27,6 +28,15 @@ _OF_ALL = ("callback_metrics", "logged_metrics", "progress_bar_metrics", "lr_sch
 
 def _refuse(clause: str) -> NoReturn:
     raise RuntimeError(f"a callback {clause}")
+
+
+def _refusal(clause: str) -> Callable[..., NoReturn]:
+    """Return a function that refuses to be called."""
+
+    def refuse(*args: Any, **kwargs: Any) -> NoReturn:
+        _refuse(clause)
+
+    return refuse
 
 
 class _Options(dict[str, Any]):
@@ -139,6 +149,10 @@ class _Row:
             if "forward" in vars(child):
                 memo[id(child.forward)] = child.forward
         self.module = copy.deepcopy(self._module, memo)
+        for name, child in self.module.named_modules():
+            if isinstance(child, Metric):
+                refuse = _refusal(f"uses the metric object `self.{name}`, whose states are in the stack")
+                vars(child).update(update=refuse, compute=refuse)
         self.parameters = dict(self.module.named_parameters())
         self.optimizer = RowOptimizer(self.parameters, place)
         self.trainer = RowTrainer(self._of, self._total)

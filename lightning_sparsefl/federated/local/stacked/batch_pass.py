@@ -15,6 +15,7 @@ from lightning_sparsefl.federated.local.fast.steps import StepCaller
 from lightning_sparsefl.federated.local.stacked import functorch
 from lightning_sparsefl.federated.local.stacked.leaves import StackedModule, unwrapped
 from lightning_sparsefl.federated.local.stacked.logs import NotStackable, StackedLog
+from lightning_sparsefl.federated.local.stacked.metrics.states import MetricRows
 from lightning_sparsefl.sparse.modes import random_restored
 
 
@@ -30,12 +31,21 @@ class BatchPass:
         number: Number of the batch in the epoch.
         log: Receiver of what the training step logs.
         steps: Number of optimizer steps that each client has taken.
+        metrics: States of the module's metric objects.
     """
 
     def __init__(
-        self, part: StackedModule, caller: StepCaller, batch: Any, number: int, log: StackedLog, steps: Sequence[int]
+        self,
+        part: StackedModule,
+        caller: StepCaller,
+        batch: Any,
+        number: int,
+        log: StackedLog,
+        steps: Sequence[int],
+        metrics: MetricRows,
     ) -> None:
         self.part, self.batch, self.number, self.log, self.steps = part, batch, number, log, steps
+        self.metrics = metrics
         self._caller, self._level = caller, 0
         self.losses = torch.empty(0)
         """Losses of the training step, one for each client."""
@@ -57,7 +67,8 @@ class BatchPass:
     def _losses(self, part: StackedModule, given: Any) -> Tensor:
         def run(batch: Any, level: int) -> Any:
             self._level = self.log.level = level
-            return self._caller(batch, self.number)
+            with self.metrics.shown(level):
+                return self._caller(batch, self.number)
 
         output = part.call(run, given)
         loss = output["loss"] if isinstance(output, Mapping) else output
@@ -93,13 +104,13 @@ class BatchPass:
 
     @contextmanager
     def leaving_no_trace(self) -> Iterator[None]:
-        """Restore statistics, counters and random numbers after a pass, and discard what it has logged."""
+        """Restore statistics, counters, metrics and random numbers after a pass, and discard what it has logged."""
         counters = [tensor for tensor in self.part.module.buffers() if not tensor.is_floating_point()]
         leaves = ((name, leaf) for name, leaf in self.part.leaves.items() if name not in self.part.shared)
         fixed = [leaf for _, leaf in leaves if not leaf.requires_grad]
         before = [(tensor, tensor._version, tensor.clone()) for tensor in (*counters, *fixed)]
         try:
-            with self.log.aside(), random_restored(self.part.leaves.values()):
+            with self.log.aside(), self.metrics.kept(), random_restored(self.part.leaves.values()):
                 yield
         finally:
             for tensor, version, value in before:

@@ -6,7 +6,7 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal, NamedTuple, NoReturn
 
 import torch
 from lightning.pytorch import Callback, LightningModule
@@ -28,6 +28,7 @@ from lightning_sparsefl.federated.local.stacked.asked_loop import AskedLoop
 from lightning_sparsefl.federated.local.stacked.batch_pass import BatchPass
 from lightning_sparsefl.federated.local.stacked.leaves import StackedModule, shared_names
 from lightning_sparsefl.federated.local.stacked.logs import NotStackable, StackedLog
+from lightning_sparsefl.federated.local.stacked.metrics.states import MetricRows, MetricStates
 from lightning_sparsefl.federated.local.stacked.optimizers import ELEMENTWISE, StackedOptimizer, clip
 from lightning_sparsefl.federated.local.stacked.reader import ClientReader
 from lightning_sparsefl.federated.local.stacked.recording.recorded_step import TrainingPass
@@ -102,6 +103,17 @@ class StackTrainer(FastTrainer):
         return super().progress_bar_metrics
 
 
+class _Part(NamedTuple):
+    """Clients of a stack that step together."""
+
+    module: StackedModule
+    """Their tensors."""
+    rows: Mapping[Tensor, Tensor] | None
+    """Their leaves by those of all clients; None if they are all."""
+    metrics: MetricRows
+    """Their states of the module's metric objects."""
+
+
 class StackedFit:
     """One fit of several clients.
 
@@ -130,7 +142,7 @@ class StackedFit:
         self.loop = AskedLoop(trainer, None, None, requests[0].epochs, -1)
         acts = any(callback.acts_in_pass for callback, _ in self._callbacks)
         self._recorder = None if acts else recorder
-        self._parts: dict[tuple[int, int], tuple[StackedModule, Mapping[Tensor, Tensor] | None]] = {}
+        self._parts: dict[tuple[int, int], _Part] = {}
         """Clients that have stepped together, by the first place and the place after the last one."""
         self._states: ModuleStates | None = None
         """Attributes of the module before the first step, after callbacks and `configure_optimizers`."""
@@ -152,7 +164,8 @@ class StackedFit:
         self.trainer._finish()
         for callback, chain in self._callbacks:
             callback.finish(chain)
-        for place, (request, metrics) in enumerate(zip(self.requests, self.log.metrics(), strict=True)):
+        logged = self.log.metrics(self._metrics)
+        for place, (request, metrics) in enumerate(zip(self.requests, logged, strict=True)):
             request.result, request.metrics = self.whole.row(place), metrics
             request.steps = self.optimizer.taken[place]
 
@@ -168,7 +181,8 @@ class StackedFit:
             low, high, batch = next(self.reader.read(0, self.size, 0))
             if high < self.size:
                 raise NotStackable("gets batches of other shapes from other clients")
-            run_backward(self._losses(self._pass_of(self._caller(), self.whole, low, high, batch, 0), alike=True).sum())
+            one = self._pass_of(self._caller(), self._part(low, high), low, high, batch, 0)
+            run_backward(self._losses(one, alike=True).sum())
             self._require_no_gradients()
         self.trainer._finish()
         leaves = {name: self.whole.leaves[name] for name in weight_parameters(self.module)}
@@ -198,17 +212,19 @@ class StackedFit:
             transforms = (request.reader.transform for request in self.requests)
             self._states = ModuleStates(self.module, {"transform": [each for each in transforms if each is not None]})
             self._settings = Settings.of_trainer(trainer, **{"self.optimizers()": self.optimizer.optimizer})
+            self._metrics = MetricStates(self.module, self.size)
             if self._recorder is not None:
                 self._recorder.start(whole, self._states)
-            yield
+            with self._metrics.guarded():
+                yield
             self._require_unchanged()
 
     def _require_unchanged(self) -> None:
         """Raise :class:`NotStackable` if steps have changed something that all clients share."""
         assert self._states is not None
         assert self._settings is not None
-        self._states.require_no_updates()
         self._states.require_unchanged()
+        self._metrics.require_usual()
         require_same_settings(self._settings)
 
     def restore(self) -> None:
@@ -290,7 +306,7 @@ class StackedFit:
         for epoch in range(self.requests[0].epochs):
             loop._ready_before, loop._ready = loop._ready_before + loop._ready, 0
             self.reader.start_epoch()
-            self.log.start_epoch()
+            self.log.start_epoch(self._metrics)
             for callback, _ in self._callbacks:
                 callback.start_epoch()
             for numbers, ranges in self.reader.runs(self._phases()):
@@ -310,8 +326,8 @@ class StackedFit:
         """Return what must agree for clients to step together, besides the sizes of their batches."""
         callbacks, counted = [callback for callback, _ in self._callbacks], self.loop.counted
         return [
-            (steps if counted else None, *(callback.phase(steps) for callback in callbacks))
-            for steps in self.optimizer.taken
+            (steps if counted else None, self._metrics.phase(place), *(callback.phase(steps) for callback in callbacks))
+            for place, steps in enumerate(self.optimizer.taken)
         ]
 
     def _schedule(self, interval: Literal["step", "epoch"], number: int) -> None:
@@ -351,33 +367,31 @@ class StackedFit:
         for low, high in ranges:
             yield from self.reader.read(low, high, number)
 
-    def _pass_of(
-        self, step: StepCaller, part: StackedModule, low: int, high: int, batch: Any, number: int
-    ) -> BatchPass:
-        """Return the pass of one batch of each of the clients from `low` to before `high`, whose tensors are `part`."""
+    def _pass_of(self, step: StepCaller, part: _Part, low: int, high: int, batch: Any, number: int) -> BatchPass:
+        """Return the pass of one batch of each of the clients of a part, those from `low` to before `high`."""
         trainer, log, taken = self.trainer, self.log, self.optimizer.taken[low:high]
         batch = trainer.precision_plugin.convert_input(batch)
         batch = trainer.hooks.to_device(batch, trainer.strategy.root_device)
         log.low, log.high, log.samples = low, high, partial(samples_of, batch)
         self.loop.set_steps(taken)
-        return BatchPass(part, step, batch, number, log, taken)
+        return BatchPass(part.module, step, batch, number, log, taken, part.metrics)
 
-    def _part(self, low: int, high: int) -> tuple[StackedModule, Mapping[Tensor, Tensor] | None]:
-        """Return the clients from `low` to before `high`, and their leaves by those of all; they take many steps."""
+    def _part(self, low: int, high: int) -> _Part:
+        """Return the clients from `low` to before `high`, which take many steps."""
         if (low, high) not in self._parts:
             part = self.whole.part(low, high)
             rows = {leaf: part.leaves[name] for name, leaf in self.whole.leaves.items()}
-            self._parts[low, high] = (part, None if part is self.whole else rows)
+            self._parts[low, high] = _Part(part, None if part is self.whole else rows, self._metrics.part(low, high))
         return self._parts[low, high]
 
     def _batch(self, step: StepCaller, low: int, high: int, batch: Any, number: int) -> None:
         """Train the clients from `low` to before `high` on one batch of each."""
-        log, (part, rows) = self.log, self._part(low, high)
-        callbacks = [callback for callback, _ in self._callbacks]
+        log, clients = self.log, self._part(low, high)
+        part, callbacks = clients.module, [callback for callback, _ in self._callbacks]
         if part is not self.whole:
             callbacks = [callback.rows(low, high) for callback in callbacks]
         taken = self.optimizer.taken[low:high]
-        one, recorded = self._pass_of(step, part, low, high, batch, number), None
+        one, recorded = self._pass_of(step, clients, low, high, batch, number), None
         for callback in callbacks:
             callback.before_batch(one)
 
@@ -390,7 +404,7 @@ class StackedFit:
             callback.after_backward(one)
         log.collect()
         self._prepare_step(callbacks, part, taken)
-        self.optimizer.step(low, high, rows, recorded)
+        self.optimizer.step(low, high, clients.rows, recorded)
         self.loop.set_steps(self.optimizer.taken[low:high])  # as schedulers see it
         for callback in callbacks:
             callback.after_step(part.leaves)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from lightning.pytorch import LightningModule
@@ -59,6 +59,47 @@ class Logged(NamedTuple):
     """Default type of floats within the step, which the precision of the trainer chooses."""
 
 
+class LoggedObject(NamedTuple):
+    """One call of `self.log` with a metric object."""
+
+    name: str
+    metric: Metric
+    on_step: bool
+    on_epoch: bool
+
+
+@dataclass
+class _Object:
+    """Values of one key that a metric object is logged as."""
+
+    call: LoggedObject
+    logged: list[bool]
+    """Whether each client has logged the key at all."""
+    in_epoch: list[bool]
+    """Whether each client has logged the key in this epoch."""
+    earlier: list[float]
+    """Value of the last epoch before this one in which the client logged the key."""
+
+    def reduced(self, states: ObjectStates) -> list[float]:
+        """Return the value of each client's last epoch that has one."""
+        if not self.call.on_epoch or not any(self.in_epoch):
+            return self.earlier
+        found = zip(states.compute(self.call.metric, self.in_epoch), self.in_epoch, self.earlier, strict=True)
+        return [now if logged else before for now, logged, before in found]
+
+
+class ObjectStates(Protocol):
+    """States of metric objects for several clients."""
+
+    def compute(self, metric: Metric, logged: Sequence[bool]) -> list[float]:
+        """Return the value of a metric object for each client that has logged it."""
+        ...
+
+    def reset(self, metric: Metric, logged: Sequence[bool]) -> None:
+        """Reset a metric object for each client that has logged it."""
+        ...
+
+
 def _one() -> int:
     return 1
 
@@ -84,7 +125,10 @@ class StackedLog:
     """Function that returns the number of samples of each client in the step that runs."""
     pending: list[Logged] = field(default_factory=list)
     """What the step that runs has logged."""
+    pending_objects: list[LoggedObject] = field(default_factory=list)
+    """Metric objects that the step that runs has logged."""
     _entries: dict[str, _Entry] = field(default_factory=dict)
+    _objects: dict[str, _Object] = field(default_factory=dict)
 
     def log(
         self,
@@ -105,9 +149,13 @@ class StackedLog:
         """Record a value of each client; the arguments are those of :meth:`lightning.pytorch.LightningModule.log`.
 
         Raises:
-            NotStackable: If the value is no number or tensor of one number, or is reduced otherwise than by mean, sum,
-                minimum or maximum.
+            NotStackable: If the value is no metric object, number or tensor of one number, or is reduced otherwise than
+                by mean, sum, minimum or maximum.
         """
+        on_step, on_epoch = True if on_step is None else on_step, False if on_epoch is None else on_epoch
+        if isinstance(value, Metric):
+            self._log_object(LoggedObject(name, value, on_step, on_epoch))
+            return
         reduce = reduce_fx if isinstance(reduce_fx, str) else getattr(reduce_fx, "__name__", "")
         if isinstance(value, (int, float)):
             value = torch.tensor(float(value))
@@ -116,25 +164,28 @@ class StackedLog:
                 f"the object `{type(value).__name__}`" if reduce in _REDUCTIONS else "a value with its own `reduce_fx`"
             )
             raise NotStackable(f"logs {kind} as {name!r}")
-        on_step, on_epoch = True if on_step is None else on_step, False if on_epoch is None else on_epoch
         tensor, dim = functorch.unwrap(value, self.level) if functorch.is_batched(value) else (value, None)
         size = self.samples() if batch_size is None else batch_size
         self.pending.append(
             Logged(name, tensor.clone(), dim, on_step, on_epoch, reduce, size, torch.get_default_dtype())
         )
 
-    @contextmanager
-    def aside(self) -> Iterator[list[Logged]]:
-        """Receive what is logged within the context, such as by a second pass over a batch, in a list of its own.
+    def _log_object(self, call: LoggedObject) -> None:
+        """Record a metric object, and the value that its `forward` has given in this step."""
+        self.pending_objects.append(call)
+        value: Any = call.metric._forward_cache
+        if call.on_step and isinstance(value, Tensor):
+            self.log(f"{call.name}_step" if call.on_epoch else call.name, value.detach(), on_step=True, batch_size=1)
 
-        Yields:
-            The list.
-        """
-        before, self.pending = self.pending, []
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Receive what is logged within the context, such as by a second pass over a batch, in lists of its own."""
+        before = (self.pending, self.pending_objects)
+        self.pending, self.pending_objects = [], []
         try:
-            yield self.pending
+            yield
         finally:
-            self.pending = before
+            self.pending, self.pending_objects = before
 
     @contextmanager
     def receiving(self, module: LightningModule) -> Iterator[None]:
@@ -168,8 +219,21 @@ class StackedLog:
         """
         for logged in self.pending:
             self._record(logged)
+        for call in self.pending_objects:
+            self._record_object(call)
         self.pending.clear()
+        self.pending_objects.clear()
         self.samples = _one  # which lets go of the batch, so that the next one takes its memory
+
+    def _record_object(self, call: LoggedObject) -> None:
+        known = self._objects.get(call.name)
+        if known is None:
+            never, missing = [False] * self.size, [math.nan] * self.size
+            known = self._objects[call.name] = _Object(call, never, list(never), missing)
+        elif known.call.metric is not call.metric or known.call[2:] != call[2:]:
+            raise NotStackable(f"logs {call.name!r} with other options than before")
+        for logged in (known.logged, known.in_epoch):
+            logged[self.low : self.high] = [True] * (self.high - self.low)
 
     def _record(self, logged: Logged) -> None:
         count, value = self.high - self.low, logged.value
@@ -210,15 +274,27 @@ class StackedLog:
         for place in range(self.low, self.high):
             entry.weights[place] += batch_size
 
-    def start_epoch(self) -> None:
-        """Begin the values of an epoch."""
+    def start_epoch(self, states: ObjectStates) -> None:
+        """Begin the values of an epoch, for which the metric objects that have been logged are reset.
+
+        Args:
+            states: States of the metric objects.
+        """
         for entry in self._entries.values():
             entry.earlier = entry.reduced()
             entry.total.fill_(_STARTS.get(entry.reduce, 0.0))
             entry.weights = [0] * self.size
+        for each in self._objects.values():
+            each.earlier, each.in_epoch = each.reduced(states), [False] * self.size
+        for each in self._objects.values():
+            states.reset(each.call.metric, each.logged)
 
-    def metrics(self) -> list[dict[str, float]]:
-        """Return the last value of each key for each client, as `trainer.callback_metrics` has them after a fit."""
+    def metrics(self, states: ObjectStates) -> list[dict[str, float]]:
+        """Return the last value of each key for each client, as `trainer.callback_metrics` has them after a fit.
+
+        Args:
+            states: States of the metric objects.
+        """
         found: list[dict[str, float]] = [{} for _ in range(self.size)]
         for name, entry in self._entries.items():
             values = zip(found, entry.logged, entry.newest.tolist(), entry.reduced(), strict=True)
@@ -229,17 +305,19 @@ class StackedLog:
                     metrics |= {name: reduced, f"{name}_step": newest, f"{name}_epoch": reduced}
                 else:
                     metrics[name] = reduced if entry.on_epoch else newest
+        for name, each in self._objects.items():
+            if not each.call.on_epoch:
+                continue
+            keys = (name, f"{name}_epoch") if each.call.on_step else (name,)
+            for metrics, logged, value in zip(found, each.logged, each.reduced(states), strict=True):
+                if logged:
+                    metrics |= dict.fromkeys(keys, value)
         return found
 
 
 @dataclass
 class EvaluationLog(StackedLog):
-    """Receiver of `self.log` in a validation or test step for several clients, which also takes metric objects."""
-
-    pending_objects: list[tuple[str, Metric]] = field(default_factory=list)
-    """Metric objects that the step that runs has logged, by key."""
-    _objects: dict[str, tuple[Metric, list[bool]]] = field(default_factory=dict)
-    """Metric objects by key, and whether each client has logged them."""
+    """Receiver of `self.log` in a validation or test step for several clients, which keeps values of epochs only."""
 
     def log(
         self,
@@ -254,47 +332,23 @@ class EvaluationLog(StackedLog):
     ) -> None:
         """Record a value of each client; the arguments are those of :meth:`lightning.pytorch.LightningModule.log`."""
         on_epoch = True if on_epoch is None else on_epoch
-        if not on_epoch:
-            return  # an evaluation returns values of epochs only
-        if isinstance(value, Metric):
-            self.pending_objects += [(key, value) for key in ((name, f"{name}_epoch") if on_step else (name,))]
-            return
-        super().log(name, value, prog_bar, logger, bool(on_step), on_epoch, *args, **options)
+        if on_epoch:
+            super().log(name, value, prog_bar, logger, bool(on_step), on_epoch, *args, **options)
 
-    @contextmanager
-    def aside(self) -> Iterator[list[Logged]]:
-        """Receive what is logged within the context in lists of its own; see :meth:`StackedLog.aside`."""
-        before, self.pending_objects = self.pending_objects, []
-        try:
-            with super().aside() as pending:
-                yield pending
-        finally:
-            self.pending_objects = before
+    def _log_object(self, call: LoggedObject) -> None:
+        self.pending_objects.append(call)
 
-    def collect(self) -> None:
-        """Record what the step has logged; see :meth:`StackedLog.collect`."""
-        super().collect()
-        for key, metric in self.pending_objects:
-            _, logged = self._objects.setdefault(key, (metric, [False] * self.size))
-            logged[self.low : self.high] = [True] * (self.high - self.low)
-        self.pending_objects.clear()
-
-    def results(self, compute: Callable[[Metric, Sequence[bool]], list[float]]) -> list[dict[str, float]]:
+    def results(self, states: ObjectStates) -> list[dict[str, float]]:
         """Return the value of each key for each client, as an evaluation returns them.
 
         Args:
-            compute: Function of a metric object, and of whether each client has logged it, that returns its value for
-                each client.
+            states: States of the metric objects.
         """
-        found = self.metrics()
+        found = self.metrics(states)
         for name, entry in self._entries.items():
             if entry.on_step:
                 for metrics in found:
                     metrics.pop(f"{name}_step", None)
-        for name, (metric, logged) in self._objects.items():
-            for metrics, value, has in zip(found, compute(metric, logged), logged, strict=True):
-                if has:
-                    metrics[name] = value
         return found
 
 

@@ -497,7 +497,7 @@ def _extreme(reduce: Callable[..., Tensor]) -> Rule:
 
     def rule(rules: LayerRules, input: Any, *args: Any, **options: Any) -> Any:
         values = None if args or options else rules.open(input)
-        return NotImplemented if values is None else rules.close(reduce(values.flatten(1), 1))
+        return NotImplemented if values is None else rules.close(reduce(values.reshape(len(values), -1), 1))
 
     return rule
 

@@ -48,7 +48,7 @@ _CLAUSES = (
     (r"requires_grad", "sets `requires_grad` of a tensor"),
     (r"accessing `data`", "uses `data` of a tensor"),
     (r"\.item\(\)", "reads a number out of a tensor (`.item()`, `float()`, `int()`)"),
-    (r"allclose", "compares tensors, as a `MetricCollection` does unless it has `compute_groups=False`"),
+    (r"allclose", "compares tensors (`torch.allclose`)"),
     (r"data-dependent control flow|bool\(\)", "branches on the value of a tensor"),
     (
         r"autograd.Function with functorch",

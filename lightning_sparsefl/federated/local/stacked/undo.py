@@ -17,7 +17,7 @@ from lightning.pytorch import Callback
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.data import Dataset, IterableDataset
-from torchmetrics import Metric, MetricCollection
+from torchmetrics import Metric
 
 from lightning_sparsefl.federated.local.isolation import OF_LIGHTNING, Settings
 from lightning_sparsefl.federated.local.metric_attributes import own_attributes
@@ -28,8 +28,6 @@ _FOREIGN = ("torch", "lightning", "numpy", "lightning_sparsefl.federated")
 """Packages whose objects, such as modules, data and clients, are no part of the state of what holds them."""
 _OF_A_FIT = OF_LIGHTNING | {"trainer", "log", "log_dict", "configure_optimizers"}
 """Attributes of modules that torch, Lightning and a fit set."""
-_OF_GROUPS = frozenset({"_groups", "_groups_checked", "_state_is_copy"})
-"""Attributes of a collection of metrics on the states that its groups share."""
 _LARGE = 2**20
 """Number of elements from which on a tensor of a module is not copied, so that data in attributes costs nothing."""
 _GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
@@ -156,8 +154,7 @@ class ModuleStates(States):
     """What a module keeps beside its parameters and submodules: attributes of any kind, and its buffers.
 
     Clients of a stack share it, so that a step which changes it has no meaning for several clients at once. The states
-    of metric objects that are submodules are not covered, but for the number of their updates, and neither are
-    Lightning's own attributes.
+    of metric objects that are submodules are not covered, and neither are Lightning's own attributes.
 
     Args:
         module: Module before a fit or an evaluation, which holds its own tensors.
@@ -184,10 +181,7 @@ class ModuleStates(States):
         """Names of iterators, such as generators, whose state can neither be compared nor restored."""
         self._members = {id(child) for child in module.modules()}
         self._owners: list[tuple[str, nn.Module, dict[str, Any], dict[str, Any]]] = []
-        self._metrics: list[tuple[str, Metric, int]] = []
         for path, child in module.named_modules():
-            if isinstance(child, Metric):
-                self._metrics.append((path, child, child._update_count))
             name = f"self.{path}" if path else "self"
             own = _own(child)
             buffers = _buffers_of(child)
@@ -228,8 +222,6 @@ class ModuleStates(States):
             now = _own(child) | _buffers_of(child)
             for key in sorted({*now, *own, *buffers}):
                 if not _same(now.get(key), buffers.get(key, own.get(key))):
-                    if isinstance(child, MetricCollection) and key in _OF_GROUPS:
-                        return f"changes the compute groups of `{name}` (`compute_groups=False` makes none)"
                     if key in buffers:
                         return f"assigns the buffer `{name}.{key}` instead of writing into it"
                     return _clause(f"{name}.{key}", now.get(key))
@@ -246,12 +238,6 @@ class ModuleStates(States):
             clause = f"draws random numbers from `{drawn_from}`"
         if clause is not None:
             raise NotStackable(f"{clause}, which all clients share")
-
-    def require_no_updates(self) -> None:
-        """Raise :class:`NotStackable` if a metric object has been updated."""
-        for path, metric, count in self._metrics:
-            if metric._update_count != count:
-                raise NotStackable(f"updates the metric object `self.{path}`; its functional form can be stacked")
 
     def _is_same(self, value: Any, before: Any) -> bool:
         if isinstance(value, Tensor):
@@ -348,9 +334,7 @@ def _own(child: nn.Module) -> dict[str, Any]:
     """Return a module's attributes but for those that every module has; Lightning makes empty `_hparams` when asked."""
     if isinstance(child, Metric):
         return own_attributes(child)
-    alone = isinstance(child, MetricCollection) and not child._enable_compute_groups
-    left_out = _OF_A_FIT | _OF_GROUPS if alone else _OF_A_FIT
-    found = {key: value for key, value in vars(child).items() if key not in left_out}
+    found = {key: value for key, value in vars(child).items() if key not in _OF_A_FIT}
     return found if found.get("_hparams", True) else {key: value for key, value in found.items() if key != "_hparams"}
 
 

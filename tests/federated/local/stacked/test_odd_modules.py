@@ -18,8 +18,9 @@ from lightning.pytorch import Callback, LightningModule
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import Dataset, TensorDataset
-from torchmetrics import SumMetric
-from torchmetrics.classification import MulticlassAccuracy
+from torchmetrics import MaxMetric, MeanMetric, MetricCollection, MinMetric, SumMetric
+from torchmetrics.classification import BinaryAccuracy, MulticlassAccuracy, MulticlassF1Score
+from torchmetrics.image import PeakSignalNoiseRatio
 
 from lightning_sparsefl import APFL, FedAvg, FederatedTrainer, Federation, PerFedAvg, PFedMe
 from lightning_sparsefl.data import FederatedDataset
@@ -669,8 +670,10 @@ class CountsUnsavedInANorm(CountsInANorm):
     norm = HiddenCountingNorm
 
 
-@alone("updates the metric object `self.late`")
+@stacked
 class UpdatesAMetricLate(Plain):
+    """Divides by what it has counted, in an object that is not logged and thus not reset."""
+
     def __init__(self):
         super().__init__()
         self.late = SumMetric()
@@ -681,6 +684,113 @@ class UpdatesAMetricLate(Plain):
             return loss
         self.late.update(1.0)
         return loss / (1 + self.late.sum_value.to(loss.dtype))
+
+
+class Measured(Plain):
+    """Module with metric objects, which its cases use."""
+
+    def __init__(self):
+        super().__init__()
+        self.accuracy, self.mean = MulticlassAccuracy(4), MeanMetric().set_dtype(torch.float64)
+        self.extremes = nn.ModuleList([MaxMetric(), MinMetric(), SumMetric()]).double()
+        counted = {"macro": MulticlassAccuracy(4), "micro": MulticlassF1Score(4, average="micro")}
+        self.grouped = MetricCollection(counted, prefix="train_")
+        self.noise = PeakSignalNoiseRatio(data_range=(0.0, 1.0)).set_dtype(torch.float64)
+        self.binary = BinaryAccuracy(ignore_index=-1)
+
+    def training_step(self, batch, batch_idx):
+        logits = self(batch[0])
+        loss = F.cross_entropy(logits, batch[1])
+        self.measure(logits, batch[1], loss, batch_idx)
+        return loss
+
+    def measure(self, logits, labels, loss, batch_idx):
+        raise NotImplementedError
+
+
+@stacked
+class LogsMetrics(Measured):
+    def measure(self, logits, labels, loss, batch_idx):
+        self.accuracy(logits, labels)
+        self.log("acc", self.accuracy, on_step=True, on_epoch=True)
+        self.mean.update(loss, weight=len(labels))
+        self.log("mean", self.mean, on_step=False, on_epoch=True, prog_bar=True)
+        self.binary((logits[:, 0] > 0).long(), (labels == 0).long() - (labels == 1).long())
+        self.log("binary", self.binary)
+
+
+@stacked
+class LogsValuesOfMetrics(Measured):
+    """The objects are not logged, and count over all epochs."""
+
+    def measure(self, logits, labels, loss, batch_idx):
+        self.log_dict(self.grouped(logits, labels), on_step=False, on_epoch=True)
+        self.log("acc", self.accuracy(logits, labels), on_epoch=True)
+        self.log("so far", self.accuracy.compute())
+        for name, metric in zip(("most", "least", "sum"), self.extremes, strict=True):
+            self.log(name, metric(loss), on_step=True, on_epoch=True)
+
+
+@stacked
+class LogsACollection(Measured):
+    def measure(self, logits, labels, loss, batch_idx):
+        self.grouped.update(logits, labels)
+        self.log_dict(self.grouped, on_step=False, on_epoch=True)
+
+
+@stacked
+class LogsMetricsSeldom(Measured):
+    def measure(self, logits, labels, loss, batch_idx):
+        self.mean(loss)
+        if batch_idx == 2 or self.current_epoch:
+            self.log("mean", self.mean, on_step=True, on_epoch=True)
+        if batch_idx % 2 == 1 and not self.current_epoch:
+            self.accuracy(logits, labels)
+            self.log("acc", self.accuracy, on_step=True, on_epoch=True)
+
+
+@stacked
+class AveragesAStateOverUpdates(Measured):
+    """The object averages a state over its updates, of which clients have different numbers in the second epoch."""
+
+    def measure(self, logits, labels, loss, batch_idx):
+        self.noise(logits.softmax(1), F.one_hot(labels, 4).to(logits))
+        if not self.current_epoch:
+            self.log("noise", self.noise.data_range + self.noise.compute())
+
+
+@stacked
+class ResetsAMetric(Measured):
+    def measure(self, logits, labels, loss, batch_idx):
+        self.mean.reset()
+        self.mean.update(loss)
+        self.log("mean", self.mean.compute(), on_epoch=True)
+
+
+@stacked
+class LearnsFromAMetric(Measured):
+    def training_step(self, batch, batch_idx):
+        logits = self(batch[0])
+        self.extremes[2].update(logits.abs().mean().detach())
+        return F.cross_entropy(logits, batch[1]) + 1e-3 * self.extremes[2].compute() * logits.square().mean()
+
+
+@alone("gives the metric object `self.mean` NaN, or labels that are out of range")
+@pytest.mark.filterwarnings("ignore:Encountered `nan` values")
+class LogsNaN(Measured):
+    def measure(self, logits, labels, loss, batch_idx):
+        self.mean.update(torch.where(logits > 0, logits, torch.nan))
+        self.log("mean", self.mean, on_step=False, on_epoch=True)
+
+
+@alone("makes tensors whose shape depends on values")
+class LogsLabelsThatDoNotCount(Measured):
+    def __init__(self):
+        super().__init__()
+        self.accuracy = MulticlassAccuracy(4, average="macro", ignore_index=0)
+
+    def measure(self, logits, labels, loss, batch_idx):
+        self.log("acc", self.accuracy(logits, labels))
 
 
 @alone("keeps a tensor in `self._example_input_array`")
@@ -1193,6 +1303,15 @@ def stops(trainer, module):
     trainer.should_stop = True
 
 
+def measures(trainer, module, *args):
+    module.counted.update(1.0)
+
+
+def reads_a_metric(trainer, module, *args):
+    with torch.no_grad():
+        module.net[0].bias.add_(0.01 * module.counted.compute())
+
+
 REFUSED = [
     ("on_train_batch_start", lowers, "changes options of the optimizer"),
     ("on_after_backward", halves, "replaces a gradient"),
@@ -1203,6 +1322,8 @@ REFUSED = [
     ("on_train_epoch_end", moves_by_a_logged_value, "asks for `trainer.callback_metrics`"),
     ("on_train_epoch_end", schedules, "asks for `trainer.lr_scheduler_configs`"),
     ("on_train_batch_end", logs, "logs values"),
+    ("on_train_batch_end", measures, "uses the metric object `self.counted`"),
+    ("on_train_batch_start", reads_a_metric, "uses the metric object `self.counted`"),
     ("on_train_epoch_end", stops, "sets `trainer.should_stop`"),
     ("on_before_zero_grad", lambda trainer, module, optimizer: shrinks(trainer, module), "the callback Acting cannot"),
     ("on_before_backward", lambda trainer, module, loss: shrinks(trainer, module), "the callback Acting cannot"),
@@ -1213,6 +1334,10 @@ REFUSED = [
 def test_what_a_callback_would_do_to_a_view_only_is_named(hook, act, words, tmp_path):
     class Scheduled(Plain):
         training_step = LogsInfinity.training_step
+
+        def __init__(self):
+            super().__init__()
+            self.counted = SumMetric()
 
         def configure_optimizers(self):
             optimizer = super().configure_optimizers()

@@ -8,15 +8,14 @@ from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from torch import Tensor
-from torchmetrics import Metric
 
 from lightning_sparsefl.federated.local.fast.steps import StepCaller
 from lightning_sparsefl.federated.local.stacked.leaves import StackedModule, layout_of, tensors_of
-from lightning_sparsefl.federated.local.stacked.logs import EvaluationLog, Logged
+from lightning_sparsefl.federated.local.stacked.logs import EvaluationLog, Logged, LoggedObject
+from lightning_sparsefl.federated.local.stacked.metrics.states import MetricRows
 from lightning_sparsefl.federated.local.stacked.recording.captured import Capture, CapturedOperations
 from lightning_sparsefl.federated.local.stacked.recording.operations import Operations
 from lightning_sparsefl.federated.local.stacked.recording.tracing import restored, trace
-from lightning_sparsefl.federated.local.stacked.scoring.metric_states import MetricStates
 from lightning_sparsefl.sparse.modes import random_restored
 
 
@@ -27,7 +26,7 @@ class RecordedEvaluation:
     operations: Operations | CapturedOperations
     logged: Sequence[Logged]
     """Calls of `self.log` with a value."""
-    objects: Sequence[tuple[str, Metric]]
+    objects: Sequence[LoggedObject]
     """Calls of `self.log` with a metric object."""
     updates: Sequence[int]
     """Updates of each metric object in the step."""
@@ -55,15 +54,13 @@ class EvaluationPass:
     number: int
     """Number of the batch."""
     log: EvaluationLog
-    states: MetricStates
-    """States of the metric objects for all clients of the evaluation."""
-    rows: list[Tensor]
-    """Those of the clients of this pass, as views."""
+    metrics: MetricRows
+    """States of the module's metric objects."""
 
     @property
     def key(self) -> Hashable:
         """Number of clients, and layouts of the batch and of the states."""
-        return (self.part.size, layout_of(self.batch), layout_of(self.rows))
+        return (self.part.size, layout_of(self.batch), self.metrics.layout)
 
     def call(self) -> None:
         """Do the step by calling the module."""
@@ -72,7 +69,7 @@ class EvaluationPass:
     def _do(self, number: int) -> None:
         def run(batch: Any, level: int) -> None:
             self.log.level = level
-            with self.states.shown(self.rows, level):
+            with self.metrics.shown(level):
                 self.step(batch, number)
 
         self.part.call(run, self.batch)
@@ -87,36 +84,33 @@ class EvaluationPass:
         pairs = zip(recorded.logged, values, strict=True)
         self.log.pending += [each._replace(value=value) for each, value in pairs]
         self.log.pending_objects += recorded.objects
-        self.states.updates = [sum(pair) for pair in zip(self.states.updates, recorded.updates, strict=True)]
+        self.metrics.add_updates(recorded.updates)
 
     @property
     def inputs(self) -> list[Tensor]:
         """Weights, tensors of the batch, and states of metric objects."""
-        return [*self.part.leaves.values(), *tensors_of(self.batch), *self.rows]
+        return [*self.part.leaves.values(), *tensors_of(self.batch), *self.metrics.tensors]
 
     def results(self) -> list[Tensor]:
         """Return logged values, weights and states of metric objects after the step that has been done."""
-        tensors = (*self.rows, *self.part.leaves.values())
+        tensors = (*self.metrics.tensors, *self.part.leaves.values())
         return [*(each.value for each in self.log.pending), *(tensor.detach().clone() for tensor in tensors)]
 
     @contextmanager
     def leaving_no_trace(self) -> Iterator[None]:
         """Undo what is done within the context."""
         leaves = [leaf for name, leaf in self.part.leaves.items() if name not in self.part.shared]
-        updates = self.states.updates
-        try:
-            with (
-                restored([*self.rows, *leaves, *tensors_of(self.batch)]),
-                self.log.aside(),
-                random_restored(self.part.leaves.values()),
-            ):
-                yield
-        finally:
-            self.states.updates = updates
+        with (
+            restored([*leaves, *tensors_of(self.batch)]),
+            self.log.aside(),
+            self.metrics.kept(),
+            random_restored(self.part.leaves.values()),
+        ):
+            yield
 
     def record(self) -> RecordedEvaluation | None:
         """Do the step without a trace, and return it as a recorded one; None if it cannot be repeated."""
-        before = self.states.updates
+        before = self.metrics.updates
 
         def work(number: Any) -> list[Tensor]:
             self._do(cast(int, number))
@@ -126,5 +120,5 @@ class EvaluationPass:
             operations = trace(work, self.inputs, self.part.module)  # type: ignore[arg-type]
             if operations is None:
                 return None
-            updates = [now - then for now, then in zip(self.states.updates, before, strict=True)]
+            updates = self.metrics.updates_since(before)
             return RecordedEvaluation(operations, list(self.log.pending), list(self.log.pending_objects), updates)

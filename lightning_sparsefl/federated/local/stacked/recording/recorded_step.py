@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -14,26 +15,27 @@ from torch import Tensor
 from lightning_sparsefl.federated.local.fast.direct_calls import run_backward
 from lightning_sparsefl.federated.local.stacked.batch_pass import BatchPass
 from lightning_sparsefl.federated.local.stacked.leaves import layout_of, tensors_of
-from lightning_sparsefl.federated.local.stacked.logs import Logged
+from lightning_sparsefl.federated.local.stacked.logs import Logged, LoggedObject
 from lightning_sparsefl.federated.local.stacked.recording.captured import Capture, CapturedOperations
 from lightning_sparsefl.federated.local.stacked.recording.operations import Operations
 from lightning_sparsefl.federated.local.stacked.recording.tracing import restored, trace
 
 
+@dataclass
 class RecordedStep:
-    """Forward and backward pass of a stack's training step as a function of the leaves and the batch.
+    """Forward and backward pass of a stack's training step as a function of weights, batch and metric states."""
 
-    Args:
-        operations: Operations of the leaves in their order, and of the batch's tensors, with gradients, logged values
-            and the losses as results.
-        names: Names of the leaves that get a gradient.
-        logged: Calls of `self.log` in the recorded step.
-    """
-
-    def __init__(
-        self, operations: Operations | CapturedOperations, names: Sequence[str], logged: Sequence[Logged]
-    ) -> None:
-        self._operations, self._names, self._logged = operations, names, logged
+    operations: Operations | CapturedOperations
+    """Operations of the leaves in their order, of the batch's tensors and of the states of metric objects, into which
+    they write, with gradients, logged values and the losses as results."""
+    names: Sequence[str]
+    """Names of the leaves that get a gradient."""
+    logged: Sequence[Logged]
+    """Calls of `self.log` with a value."""
+    objects: Sequence[LoggedObject]
+    """Calls of `self.log` with a metric object."""
+    updates: Sequence[int]
+    """Updates of each metric object in the step."""
 
     @torch.no_grad()
     def run(self, one: BatchPass) -> None:
@@ -42,27 +44,28 @@ class RecordedStep:
         Args:
             one: The batches.
         """
-        values = self._operations.run(*_inputs_of(one))
-        count = len(self._names)
-        for name, slope in zip(self._names, values[:count], strict=True):
+        values = self.operations.run(*_inputs_of(one))
+        count = len(self.names)
+        for name, slope in zip(self.names, values[:count], strict=True):
             one.leaves[name].grad = slope
         one.losses = values[-1]
-        one.log.pending += [
-            each._replace(value=value) for each, value in zip(self._logged, values[count:-1], strict=True)
-        ]
+        pairs = zip(self.logged, values[count:-1], strict=True)
+        one.log.pending += [each._replace(value=value) for each, value in pairs]
+        one.log.pending_objects += self.objects
+        one.metrics.add_updates(self.updates)
 
     def captured(self, inputs: Sequence[Tensor], capture: Capture) -> RecordedStep:
         """Return the step with captured operations.
 
         Args:
-            inputs: Leaves and tensors of a batch.
+            inputs: Leaves, tensors of a batch, and states of metric objects.
             capture: Function that captures operations.
         """
-        return RecordedStep(CapturedOperations(self._operations, inputs, capture), self._names, self._logged)
+        return replace(self, operations=CapturedOperations(self.operations, inputs, capture))
 
 
 def _inputs_of(one: BatchPass) -> list[Tensor]:
-    return [*one.leaves.values(), *tensors_of(one.batch)]
+    return [*one.leaves.values(), *tensors_of(one.batch), *one.metrics.tensors]
 
 
 class TrainingPass:
@@ -82,12 +85,12 @@ class TrainingPass:
 
     @property
     def key(self) -> Hashable:
-        """Number of clients, and layout of the batch."""
-        return (self._one.part.size, layout_of(self._one.batch))
+        """Number of clients, and layouts of the batch and of the states of metric objects."""
+        return (self._one.part.size, layout_of(self._one.batch), self._one.metrics.layout)
 
     @property
     def inputs(self) -> list[Tensor]:
-        """Leaves, and tensors of the batch."""
+        """Leaves, tensors of the batch, and states of metric objects."""
         return _inputs_of(self._one)
 
     def repeat(self, recorded: RecordedStep) -> None:
@@ -99,11 +102,12 @@ class TrainingPass:
         recorded.run(self._one)
 
     def results(self) -> list[Tensor]:
-        """Return gradients, weights, statistics and logged values of the step that has been done."""
+        """Return gradients, weights, statistics, logged values and metric states of the step that has been done."""
         leaves = self._one.leaves.values()
         slopes = (leaf.grad for leaf in leaves if leaf.grad is not None)
         logged = (each.value for each in self._one.log.pending)
-        return [*slopes, *(leaf.detach().clone() for leaf in leaves), *logged]
+        kept = (tensor.detach().clone() for tensor in (*leaves, *self._one.metrics.tensors))
+        return [*slopes, *kept, *logged]
 
     @contextmanager
     def leaving_no_trace(self) -> Iterator[None]:
@@ -121,6 +125,7 @@ class TrainingPass:
         """Do the step without a trace, and return it as a recorded one; None if it cannot be repeated."""
         one, leaves = copy.copy(self._one), dict(self._one.leaves)
         names: list[str] = []
+        before = one.metrics.updates
 
         def work(number: Any) -> list[Tensor]:
             one.number = cast(int, number)
@@ -131,4 +136,7 @@ class TrainingPass:
 
         with self.leaving_no_trace():
             operations = trace(work, self.inputs, self._module, self._optimizer)
-            return None if operations is None else RecordedStep(operations, names, list(one.log.pending))
+            if operations is None:
+                return None
+            updates = one.metrics.updates_since(before)
+            return RecordedStep(operations, names, list(one.log.pending), list(one.log.pending_objects), updates)

@@ -22,10 +22,10 @@ from lightning_sparsefl.federated.local.fast.trainer import FastTrainer
 from lightning_sparsefl.federated.local.isolation import Settings, isolate_metrics, restore_trainer_refs
 from lightning_sparsefl.federated.local.stacked.leaves import StackedModule, shared_names
 from lightning_sparsefl.federated.local.stacked.logs import EvaluationLog
+from lightning_sparsefl.federated.local.stacked.metrics.states import MetricStates
 from lightning_sparsefl.federated.local.stacked.reader import ClientReader, reading_key
 from lightning_sparsefl.federated.local.stacked.recording.recorded_evaluation import EvaluationPass
 from lightning_sparsefl.federated.local.stacked.recording.recorder import PassRecorder
-from lightning_sparsefl.federated.local.stacked.scoring.metric_states import MetricStates
 from lightning_sparsefl.federated.local.stacked.stack_reader import StackReader, samples_of
 from lightning_sparsefl.federated.local.stacked.undo import ModuleStates, require_same_settings
 from lightning_sparsefl.seeds import seed_all
@@ -136,7 +136,7 @@ class StackedEvaluation:
         """
         trainer, name = self.trainer, "test" if self.stage is RunningStage.TESTING else "validation"
         trainer._start(TrainerFn(self.stage.value), self.stage)
-        self.states = MetricStates(self.module, self.size)
+        self.metrics = MetricStates(self.module, self.size)
         settings = Settings.of_trainer(trainer)
         step = StepCaller(trainer.hooks, self.module, f"{name}_step", trainer.precision_plugin)
         with self.log.receiving(self.module), modes_restored(self.module):
@@ -150,10 +150,11 @@ class StackedEvaluation:
                     self._batch(step, low, high, batch, number)
                     del batch  # so that the next one takes its memory, which is in the cache
         self.kept.require_unchanged()
+        self.metrics.require_usual()
         require_same_settings(settings)
         trainer._close()
         trainer._finish()
-        for request, result in zip(self.requests, self.log.results(self.states.compute), strict=True):
+        for request, result in zip(self.requests, self.log.results(self.metrics), strict=True):
             request.result = result
         self.kept.require_unchanged()  # by a metric object's value either
         isolate_metrics(self.module)
@@ -177,7 +178,7 @@ class StackedEvaluation:
         batch = trainer.precision_plugin.convert_input(batch)
         batch = trainer.hooks.to_device(batch, trainer.strategy.root_device)
         log.low, log.high, log.samples = low, high, partial(samples_of, batch)
-        one = EvaluationPass(part, step, batch, number, log, self.states, self.states.rows(low, high))
+        one = EvaluationPass(part, step, batch, number, log, self.metrics.part(low, high))
         if self._recorder is None:
             one.call()
         else:

@@ -10,6 +10,8 @@ import torch
 from lightning import LightningModule
 from torch import nn
 from torch.nn import functional as F
+from torchmetrics import MeanMetric, MetricCollection
+from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score, MulticlassPrecision
 
 from helpers.algorithms import every_variant
 from helpers.device import DEVICE
@@ -59,7 +61,7 @@ def repeated(captures):
     kinds, before = [], RecordedStep.run
 
     def run(step, one):
-        kinds.append(type(step._operations))
+        kinds.append(type(step.operations))
         before(step, one)
 
     with mock.patch.object(RecordedStep, "run", run):
@@ -152,7 +154,27 @@ class DecaysAWeight(Net):
         return super().training_step(batch, batch_idx)
 
 
-MODULES = [Net, WithNorm, WithDropout, WithPenalty, WithAdam, WithBuffers, WritesIntoItsBatch, DecaysAWeight]
+class WithMetrics(Net):
+    def __init__(self):
+        super().__init__()
+        self.accuracy, self.mean = MulticlassAccuracy(10), MeanMetric()
+        self.several = MetricCollection([MulticlassF1Score(10), MulticlassPrecision(10)])
+
+    def training_step(self, batch, batch_idx):
+        logits = self.net(batch[0])
+        loss = F.cross_entropy(logits, batch[1])
+        self.accuracy(logits, batch[1])
+        self.log("acc", self.accuracy, on_step=True, on_epoch=True)
+        self.mean.update(loss)
+        self.log("mean", self.mean, on_step=False, on_epoch=True)
+        self.log_dict(self.several(logits, batch[1]), on_step=False, on_epoch=True)
+        return loss
+
+
+MODULES = [
+    *(Net, WithNorm, WithDropout, WithPenalty, WithAdam, WithBuffers),
+    *(WithMetrics, WritesIntoItsBatch, DecaysAWeight),
+]
 
 
 @pytest.mark.parametrize("kind", MODULES, ids=lambda kind: kind.__name__)

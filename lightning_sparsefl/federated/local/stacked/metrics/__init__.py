@@ -1,0 +1,1 @@
+"""Metric objects (torchmetrics) of a module for several clients at once."""

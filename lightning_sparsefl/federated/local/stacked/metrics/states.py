@@ -1,0 +1,300 @@
+"""The states of metric objects for several clients at once."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cached_property
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torchmetrics import Metric, MetricCollection
+from torchmetrics.utilities import dim_zero_mean
+
+from lightning_sparsefl.federated.local.stacked import functorch
+from lightning_sparsefl.federated.local.stacked.leaves import layout_of, unwrapped
+from lightning_sparsefl.federated.local.stacked.logs import NotStackable
+from lightning_sparsefl.federated.local.stacked.metrics.checks import check_of
+
+_OF_USES = frozenset(
+    {
+        *("_update_count", "_computed", "_forward_cache", "_cache", "_enable_grad", "update", "compute"),
+        *("_is_synced", "_to_sync", "_should_unsync", "compute_on_cpu"),
+    }
+)
+"""Attributes of metrics, besides the states, that their methods set."""
+_UNGROUPED = {"_enable_compute_groups": False, "_groups": {}, "_groups_checked": False, "_state_is_copy": False}
+"""Attributes of a collection of metrics each of which counts for itself, since groups are found by values."""
+_ABSENT = object()
+
+
+class _Slot(NamedTuple):
+    """One state of one metric object."""
+
+    table: dict[str, Any]
+    """Attributes of the metric object."""
+    key: str
+    first: Tensor
+    """State of the metric object itself, which it gets back."""
+    states: Tensor
+    """States of all clients."""
+    default: Tensor
+    """State after a reset, as `forward` of the metric object makes one; the object gets it back, too."""
+
+
+class MetricStates:
+    """Sums and counts in the metric objects of a module, with the clients in dimension 0.
+
+    The objects themselves keep what they hold, but for the context of :meth:`MetricRows.shown`.
+
+    Args:
+        module: Module of the user, whose metric objects are reset.
+        size: Number of clients.
+    """
+
+    def __init__(self, module: nn.Module, size: int) -> None:
+        self.size = size
+        self.metrics = {name: child for name, child in module.named_modules() if isinstance(child, Metric)}
+        self.slots: list[_Slot] = []
+        for metric in self.metrics.values():
+            table = vars(metric)  # in which `setattr` of a metric puts its states, too, after many questions
+            for key, default in metric._defaults.items():
+                if isinstance(default, Tensor):  # a list is checked when something was appended to it
+                    states = table[key].expand(size, *table[key].shape).clone()
+                    self.slots.append(_Slot(table, key, table[key], states, default))
+        self.counts = [[metric._update_count] * size for metric in self.metrics.values()]
+        """Number of updates of each metric object by each client."""
+        self._lent: list[dict[str, Any]] = [
+            {"update": metric.update, "compute": metric.compute} for metric in self.metrics.values()
+        ]
+        """Attributes of each metric object while clients use it."""
+        self._checks = {}
+        for (name, metric), lent in zip(self.metrics.items(), self._lent, strict=True):
+            check = check_of(metric)
+            if check is not None:
+                lent.update(check.replaced())
+                flags = check.flag.expand(size).clone()
+                self.slots.append(_Slot(vars(check), "flag", check.flag, flags, check.flag))
+                self._checks[name] = flags
+        self._collections = [child for child in module.modules() if isinstance(child, MetricCollection)]
+        self._averaged = [
+            place for place, metric in enumerate(self.metrics.values()) if dim_zero_mean in metric._reductions.values()
+        ]
+        """Places of the metric objects whose `forward` divides by the number of updates."""
+
+    def part(self, low: int, high: int) -> MetricRows:
+        """Return the states of the clients from `low` to before `high`, which are views of these.
+
+        Args:
+            low: First client.
+            high: Client after the last one.
+        """
+        return MetricRows(self, low, high)
+
+    def phase(self, client: int) -> tuple[int, ...]:
+        """Return what must agree for clients to step together.
+
+        Args:
+            client: Place of the client.
+        """
+        return tuple(self.counts[place][client] for place in self._averaged)
+
+    @contextmanager
+    def guarded(self) -> Iterator[None]:
+        """Refuse to use the metric objects within the context, but for that of :meth:`MetricRows.shown`."""
+        before = [(metric.update, metric.compute) for metric in self.metrics.values()]
+        for name, metric in self.metrics.items():
+            vars(metric).update(update=_refusal(name), compute=_refusal(name))
+        try:
+            yield
+        finally:
+            for metric, (update, compute) in zip(self.metrics.values(), before, strict=True):
+                vars(metric).update(update=update, compute=compute)
+
+    @contextmanager
+    def lent(self, counts: Sequence[int]) -> Iterator[None]:
+        """Let clients use the metric objects within the context, and restore what the objects hold afterwards.
+
+        Args:
+            counts: Number of updates of each metric object.
+        """
+        tables = [vars(each) for each in (*self.metrics.values(), *self._collections)]
+        lent = [own | {"_update_count": count} for own, count in zip(self._lent, counts, strict=True)]
+        lent += [_UNGROUPED] * len(self._collections)
+        before = [
+            {key: table.get(key, _ABSENT) for key in _OF_USES | own.keys()}
+            for table, own in zip(tables, lent, strict=True)
+        ]
+        for table, own in zip(tables, lent, strict=True):
+            table.update(own)
+        try:
+            yield
+        finally:
+            for slot in self.slots:
+                slot.table[slot.key], slot.table["_defaults"][slot.key] = slot.first, slot.default
+            for table, own in zip(tables, before, strict=True):
+                table.update(own)
+                for key in [key for key, value in own.items() if value is _ABSENT]:
+                    del table[key]
+
+    def require_usual(self) -> None:
+        """Raise :class:`NotStackable` if a metric object got a value that it removes or refuses."""
+        if self._checks and bool(torch.stack(list(self._checks.values())).any()):
+            name = next(name for name, flags in self._checks.items() if bool(flags.any()))
+            raise NotStackable(f"gives the metric object `self.{name}` NaN, or labels that are out of range")
+
+    def compute(self, metric: Metric, logged: Sequence[bool]) -> list[float]:
+        """Return the value of a metric object for each client.
+
+        The values are computed at once where each operation has a batched form, which depends on the version of torch,
+        and else one by one.
+
+        Args:
+            metric: Metric object of the module.
+            logged: Whether each client has logged it; the value of one that has not has no meaning.
+        """
+        try:
+            with functorch.vmap_level(self.size) as level, self.part(0, self.size).shown(level):
+                value = unwrapped(metric.compute(), level, self.size)
+        except RuntimeError:  # of `torch.func`, or of the user's code, which then raises it again
+            return [self._value(metric, place) if has else math.nan for place, has in enumerate(logged)]
+        _require_one_number(metric, value.ndim - 1)
+        found: list[float] = value.tolist()
+        return found
+
+    def _value(self, metric: Metric, place: int) -> float:
+        """Return the value of a metric object for the client at a place of the stack."""
+        with self.part(place, place + 1).shown(0):
+            value = torch.as_tensor(metric.compute())
+        _require_one_number(metric, value.ndim)
+        return float(value)
+
+    def reset(self, metric: Metric, logged: Sequence[bool]) -> None:
+        """Reset a metric object for the clients that have logged it.
+
+        Args:
+            metric: Metric object of the module.
+            logged: Whether each client has logged it.
+        """
+        others = [place for place, has in enumerate(logged) if not has]
+        every = self.part(0, self.size)
+        states, counts = [tensor[others] for tensor in every.tensors], every.updates
+        with functorch.vmap_level(self.size) as level, every.shown(level):
+            metric.reset()
+        for tensor, own in zip(every.tensors, states, strict=True):
+            tensor[others] = own
+        for now, before in zip(self.counts, counts, strict=True):
+            for place in others:
+                now[place] = before[place]
+
+
+class MetricRows:
+    """The states of metric objects for some of the clients.
+
+    Args:
+        states: States of all clients.
+        low: First client.
+        high: Client after the last one.
+    """
+
+    def __init__(self, states: MetricStates, low: int, high: int) -> None:
+        self._states, self._clients = states, slice(low, high)
+
+    @cached_property
+    def tensors(self) -> list[Tensor]:
+        """States of the clients, which are views."""
+        return [slot.states[self._clients] for slot in self._states.slots]
+
+    @cached_property
+    def layout(self) -> Hashable:
+        """Layout of the states."""
+        return layout_of(self.tensors)
+
+    @property
+    def updates(self) -> list[list[int]]:
+        """Number of updates of each metric object by each of the clients."""
+        return [counts[self._clients] for counts in self._states.counts]
+
+    @updates.setter
+    def updates(self, found: Sequence[Sequence[int]]) -> None:
+        for counts, own in zip(self._states.counts, found, strict=True):
+            counts[self._clients] = own
+
+    def updates_since(self, before: Sequence[Sequence[int]]) -> list[int]:
+        """Return how many updates a step has made of each metric object; negative where it has reset it.
+
+        Args:
+            before: The numbers of updates before the step.
+        """
+        return [max(now, default=0) - max(then, default=0) for now, then in zip(self.updates, before, strict=True)]
+
+    def add_updates(self, numbers: Sequence[int]) -> None:
+        """Count updates by each of the clients.
+
+        Args:
+            numbers: Number of updates of each metric object; negative where it has been reset.
+        """
+        pairs = zip(self.updates, numbers, strict=True)
+        self.updates = [[max(0, count + number) for count in counts] for counts, number in pairs]
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Restore the states, and the numbers of updates, when the context ends."""
+        before, updates = [tensor.clone() for tensor in self.tensors], self.updates
+        try:
+            yield
+        finally:
+            for tensor, value in zip(self.tensors, before, strict=True):
+                tensor.copy_(value)
+            self.updates = updates
+
+    @contextmanager
+    def shown(self, level: int) -> Iterator[None]:
+        """Give the metric objects the states of the clients within the context, and write the states back afterwards.
+
+        Args:
+            level: Number of the level of ``vmap``; 0 outside of one, for a single client.
+
+        Raises:
+            NotStackable: If a metric object has kept samples in a list.
+        """
+        metrics, counts = self._states.metrics, [max(counts) for counts in self.updates]
+        with self._states.lent(counts):
+            given = [functorch.wrap(own, 0, level) if level else own[0] for own in self.tensors]
+            for slot, own, state in zip(self._states.slots, self.tensors, given, strict=True):
+                slot.table[slot.key] = state
+                if level:  # so that `update` may add in place to what a reset gives
+                    default = slot.default.expand(len(own), *slot.default.shape)
+                    slot.table["_defaults"][slot.key] = functorch.wrap(default, 0, level)
+            yield
+            with torch.no_grad():
+                for slot, own, state in zip(self._states.slots, self.tensors, given, strict=True):
+                    if slot.table[slot.key] is not state:  # else it is as it was, or has been written in place
+                        own.copy_(unwrapped(slot.table[slot.key], level, len(own)))
+            pairs = zip(metrics.values(), counts, strict=True)
+            self.add_updates([metric._update_count - count for metric, count in pairs])
+            _require_sums(metrics)
+
+
+def _require_sums(metrics: Mapping[str, Metric]) -> None:
+    """Raise :class:`NotStackable` if a metric object has kept samples in a list."""
+    for name, metric in metrics.items():
+        for key, default in metric._defaults.items():
+            if isinstance(default, list) and getattr(metric, key):
+                raise NotStackable(f"updates the metric object `self.{name}`, which keeps all samples")
+
+
+def _require_one_number(metric: Metric, dimensions: int) -> None:
+    if dimensions:
+        raise NotStackable(f"logs the object `{type(metric).__name__}`, whose value is not one number")
+
+
+def _refusal(name: str) -> Callable[..., NoReturn]:
+    """Return a function that refuses to use a metric object of the module."""
+
+    def refuse(*args: Any, **kwargs: Any) -> NoReturn:
+        raise NotStackable(f"is followed by uses of the metric object `self.{name}`, of which each client has its own")
+
+    return refuse
