@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from typing import Any
@@ -21,54 +21,68 @@ from lightning_sparsefl.errors import InvalidOption
 from lightning_sparsefl.sparse.modes import random_restored
 
 
-def copy_of(batch: Any) -> Any:
+def copy_of(batch: Any, memo: dict[int, tuple[Any, Any]] | None = None) -> Any:
     """Return a copy of a batch, for a training step that may write into it, or take something out of it.
 
     Args:
         batch: Tensors in nested lists, tuples, mappings and dataclasses. Of an object of another class the copy shares
             the tensors, and of what cannot be copied all.
+        memo: What was copied, and its copy, by its identity, for what is in several places. Default: nothing yet.
 
     Example:
         >>> batch = {"x": torch.zeros(2), "y": [torch.ones(1)]}
         >>> copy_of(batch).pop("x").add_(1), batch
         (tensor([1., 1.]), {'x': tensor([0., 0.]), 'y': [tensor([1.])]})
     """
-    if isinstance(batch, Tensor):
-        return batch.clone()
-    parts = {key: copy_of(part) for key, part in _parts(batch)}
-    try:
-        return _remade(batch, parts)
-    except Exception:  # a generator, or a class whose own methods raise
+    memo = {} if memo is None else memo
+    if id(batch) not in memo:
+        copied = batch.clone() if isinstance(batch, Tensor) else _copy_of_container(batch, memo)
+        memo[id(batch)] = (batch, copied)
+    return memo[id(batch)][1]
+
+
+def _copy_of_container(batch: Any, memo: dict[int, tuple[Any, Any]]) -> Any:
+    if isinstance(batch, tuple):
+        parts = [copy_of(part, memo) for part in batch]
+        try:
+            return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
+        except Exception:  # the class has other arguments
+            return batch
+    if not (isinstance(batch, (list, Mapping)) or is_dataclass(batch)):
         return batch
+    try:
+        copied: Any = copy.copy(batch)  # with the attributes of a class derived from `list` or `dict`
+    except Exception:  # of a class whose own methods raise
+        return batch
+    memo[id(batch)] = (batch, copied)  # in which a part may refer to the whole
+    for name, part in _parts(batch):
+        own = copy_of(part, memo)
+        try:
+            if isinstance(batch, (list, dict)):
+                copied[name] = own
+            else:
+                object.__setattr__(copied, name, own)
+        except Exception:
+            return batch
+    return copied
 
 
 def _parts(batch: Any) -> Iterable[tuple[Any, Any]]:
     """Return what a container holds, with the positions, keys or names of attributes."""
-    if isinstance(batch, (tuple, list)):
+    if isinstance(batch, list):
         return enumerate(batch)
     if isinstance(batch, dict):
-        return batch.items()
-    if not (isinstance(batch, Mapping) or is_dataclass(batch)):
-        return ()
+        return list(batch.items())
     # a mapping of another class has its entries in an attribute, and a dataclass may have slots
     declared = [field.name for field in fields(batch)] if is_dataclass(batch) else []
-    names = {*getattr(batch, "__dict__", ()), *declared}
+    slots = [name for kind in type(batch).__mro__ for name in _slots_of(kind)]
+    names = dict.fromkeys([*getattr(batch, "__dict__", ()), *declared, *slots])
     return [(name, getattr(batch, name)) for name in names if hasattr(batch, name)]
 
 
-def _remade(batch: Any, parts: Mapping[Any, Any]) -> Any:
-    if isinstance(batch, tuple):
-        return type(batch)(*parts.values()) if hasattr(batch, "_fields") else type(batch)(list(parts.values()))
-    copied = copy.copy(batch)  # with the attributes of a class derived from `list` or `dict`
-    if isinstance(batch, list):
-        copied[:] = parts.values()
-    elif isinstance(batch, dict):
-        for key, part in parts.items():
-            copied[key] = part
-    else:
-        for name, part in parts.items():
-            object.__setattr__(copied, name, part)
-    return copied
+def _slots_of(kind: type) -> Sequence[str]:
+    slots = vars(kind).get("__slots__", ())
+    return (slots,) if isinstance(slots, str) else tuple(slots)
 
 
 def trial_loss(module: LightningModule, batch: Any, batch_idx: int) -> Tensor:

@@ -7,7 +7,7 @@ import itertools
 import random
 from collections import OrderedDict, UserDict, namedtuple
 from collections.abc import MutableMapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from unittest import mock
 
 import lightning as L
@@ -717,6 +717,39 @@ def test_each_pass_has_the_samples_of_a_batch_of_an_own_class(made, kind, make, 
         loader = DataLoader(items, batch_size=4, collate_fn=lambda rows: made(default_collate(rows)))
         found.append(fitted(Altering(each), [make()], loader, tmp_path))
     assert all(torch.equal(tensor, found[1][name]) for name, tensor in found[0].items())
+
+
+@dataclass
+class Node:
+    """A batch whose parts know it."""
+
+    x: torch.Tensor
+    parts: list = field(default_factory=list)
+
+    def __post_init__(self):
+        self.parent = None
+
+    def with_part(self, x):
+        self.parts.append(Node(x))
+        self.parts[-1].parent = self
+        return self
+
+
+class Slotted(Kept):
+    """A mapping without a `__dict__` of its own entries."""
+
+    __slots__ = ("entries",)
+
+
+def test_copies_of_batches_have_one_copy_of_what_is_in_several_places():
+    x = torch.zeros(2)
+    whole = Node(x).with_part(x)
+    copied, pair = copy_of([whole, (x, x)])
+    assert copied.parts[0].parent is copied is not whole
+    assert copied.x is copied.parts[0].x is pair[0] is pair[1] is not x
+    slotted = Slotted({"x": x})
+    copy_of(slotted).pop("x")
+    assert list(slotted) == ["x"]
 
 
 def test_a_copy_that_has_no_memory_fails(monkeypatch):
