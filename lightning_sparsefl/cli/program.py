@@ -14,6 +14,7 @@ from lightning_sparsefl.__about__ import __version__
 from lightning_sparsefl.cli.command_line import SparseFLCLI
 from lightning_sparsefl.cli.conventions import DESCRIPTION, ENV_PREFIX
 from lightning_sparsefl.cli.parser import SparseFLParser
+from lightning_sparsefl.cli.run_config import SavedConfig
 from lightning_sparsefl.errors import InvalidOption
 from lightning_sparsefl.federated import FederatedTrainer
 
@@ -86,7 +87,7 @@ def _program(kind: type[SparseFLCLI], **options: Any) -> SparseFLCLI:
                 "default_env": True,
                 "env_prefix": ENV_PREFIX,
             },
-            **{"save_config_kwargs": {"overwrite": True}, **options},
+            **{"save_config_callback": SavedConfig, "save_config_kwargs": {"overwrite": True}, **options},
         )
     except MisconfigurationException as error:
         raise InvalidOption(str(error)) from error

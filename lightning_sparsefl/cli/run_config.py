@@ -5,9 +5,12 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from lightning.fabric.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.cli import SaveConfigCallback
 
 from lightning_sparsefl.errors import InvalidOption
 from lightning_sparsefl.federated.storage.resume import NEWEST
@@ -15,6 +18,25 @@ from lightning_sparsefl.federated.storage.resume import NEWEST
 CONFIG = "config.yaml"
 """Name of the file in a run folder."""
 _GROUPS = ("--algorithm", "--model", "--data")
+
+
+class SavedConfig(SaveConfigCallback):
+    """Callback that writes `config.yaml`, also from a spawned process, to which a parser cannot be sent."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the attributes with the text of the configuration in place of the parser."""
+        return {**vars(self), "parser": _Text(self.parser.dump(self.config, skip_none=False)), "config": None}
+
+
+@dataclass
+class _Text:
+    """Stand-in for the parser of a configuration whose text is known."""
+
+    text: str
+
+    def save(self, config: Any, path: str, **options: Any) -> None:
+        """Write the text; the arguments are those of the parser."""
+        Path(path).write_text(self.text, encoding="utf-8")
 
 
 def with_run_config(args: Sequence[str], subcommands: Collection[str]) -> list[str]:

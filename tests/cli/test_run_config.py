@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 import torch
+import yaml
 
 from helpers.command_line import QUICKSTART, SHORT, run_folder
 from lightning_sparsefl.cli.run_config import with_run_config
@@ -49,6 +50,19 @@ def test_a_checkpoint_is_evaluated_replayed_exported_and_resumed(sparsefl, run, 
     code, _, err = sparsefl("validate", "--ckpt_path", last)
     assert code == 2
     assert "val_fraction" in err
+
+
+def test_the_configuration_is_written_by_a_spawned_process(sparsefl, run, tmp_path):
+    options = ["--trainer.devices=2", "--trainer.strategy=client_parallel_spawn", "--trainer.max_rounds=1"]
+    code, _, err = sparsefl("fit", "--config", QUICKSTART, *SHORT, *options)
+    assert code == 0, err
+    parts = [yaml.safe_load((run_folder(tmp_path, version=version) / "config.yaml").read_text()) for version in (0, 1)]
+    assert parts[1]["trainer"] == parts[0]["trainer"] | {
+        "devices": 2,
+        "strategy": "client_parallel_spawn",
+        "max_rounds": 1,
+    }
+    assert parts[1]["model"] == parts[0]["model"]
 
 
 def test_a_path_may_begin_in_the_home_folder(sparsefl, run, tmp_path, monkeypatch):
