@@ -16,7 +16,7 @@ from torch.utils.data import (
     SubsetRandomSampler,
     TensorDataset,
 )
-from torchmetrics import CatMetric, MaxMetric, MeanMetric, Metric, MetricCollection, MinMaxMetric
+from torchmetrics import CatMetric, MaxMetric, MeanMetric, Metric, MetricCollection, MinMaxMetric, SumMetric
 from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC
 
 from lightning_sparsefl.data.examples import Examples
@@ -119,6 +119,25 @@ def test_a_model_of_the_package_in_the_test_stage():
 def test_no_batches_log_nothing():
     module, fast = Task(), engine(limit_val_batches=0)
     assert join_scores(module, parts_of(fast, module, loader(), 2)) == {}
+
+
+class Collected(Task):
+    """Iterates over a collection, by which torchmetrics sets a flag of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.several = MetricCollection({"sum": SumMetric(), "mean": MeanMetric()}, compute_groups=False)
+
+    def validation_step(self, batch, batch_idx):
+        self.several.update(self.net(batch[0]))
+        self.log_dict(self.several)
+
+
+def test_a_collection_without_groups_is_divided():
+    module, fast = Collected(), engine()
+    whole = fast.evaluate(module, loader(), stage="validate")
+    assert join_scores(module, parts_of(fast, module, loader(), 3)) == whole
+    assert set(whole) == {"sum", "mean"}
 
 
 class Hooked(Task):

@@ -119,7 +119,8 @@ def _own(child: nn.Module) -> dict[str, Any]:
     """Return the attributes of a module that neither Lightning nor torchmetrics uses itself."""
     if isinstance(child, Metric):
         return own_attributes(child)
-    return {key: value for key, value in vars(child).items() if key not in OF_LIGHTNING}
+    used = OF_LIGHTNING | {"_state_is_copy"} if isinstance(child, MetricCollection) else OF_LIGHTNING
+    return {key: value for key, value in vars(child).items() if key not in used}
 
 
 def _detail(value: Any) -> Any:
