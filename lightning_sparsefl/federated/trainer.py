@@ -316,7 +316,7 @@ class FederatedTrainer:  # long because LightningCLI reads every option from its
         except KeyboardInterrupt:
             rank_zero_info(f"SIGINT: {kept_by_command('profile', None)}")
             raise
-        with silenced(self.options.quiet):
+        with silenced(self._is_silent()):
             print(result.to_json()) if json else result.print()
         return result
 
@@ -361,7 +361,7 @@ class FederatedTrainer:  # long because LightningCLI reads every option from its
         }
         limit = self.federation.client_timeout and _LONGEST  # with a time limit, clients train one after another
         federation = replace(self.federation, client_timeout=limit)
-        options = replace(self.options, federation=federation)
+        options = replace(self.options, federation=federation, quiet=self._is_silent())
         if ckpt_path not in (None, *NEWEST):  # of any run, not only of the one in `run_dir`
             options = replace(options, run_dir=None)
         fabric = build_fabric(**self._processes | one)
@@ -412,6 +412,10 @@ class FederatedTrainer:  # long because LightningCLI reads every option from its
         request.require(as_client_data(datamodule).num_clients)
         exported: Exported = self._dispatch("export", model, datamodule, ckpt_path or "last", request=request)
         return exported
+
+    def _is_silent(self) -> bool:
+        """Return whether this process prints no tables, since the run is quiet or another process of it prints."""
+        return self.options.quiet or not self.fabric.is_global_zero
 
     def _dispatch(
         self, verb: Verb, model: LightningModule, data: ClientData | None, ckpt_path: str | None, **asked: Any

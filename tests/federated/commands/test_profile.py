@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import lightning as L
 import pytest
 import torch
+from lightning.fabric import Fabric
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -286,6 +287,13 @@ def test_json_holds_what_was_promised(capsys):
     for column, costs in content["run"].items():
         for key, value in costs.items():
             assert content["client_round"][column][key] == value / 40
+
+
+def test_one_process_prints(capsys, monkeypatch):
+    """A script that a launcher started runs on every rank."""
+    monkeypatch.setattr(Fabric, "is_global_zero", property(lambda fabric: False))
+    assert trainer(FedSpa()).profile(mlp(), digits()).content["parameters"] > 0
+    assert not capsys.readouterr().out
 
 
 @pytest.mark.slow
